@@ -1,0 +1,59 @@
+"""rlbench: a Jupyter-first workbench for reinforcement learning of language models.
+
+    import rlbench as rb
+
+    session = rb.Session("tiny")
+    rollouts = session.rollout(prompts, n=8)
+    batch = rollouts.score(reward).batch(advantage=rb.rl.group_normalized())
+    session.train_step(batch, loss="grpo")
+    session.sync_weights()
+
+Names are resolved on first use: `import rlbench` imports neither torch, ray nor vllm.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from rlbench._version import __version__
+
+if TYPE_CHECKING:
+    from rlbench import data, errors, nn, rl, tiny
+    from rlbench.data import Prompt, PromptGroup, Rollout, Rollouts, TrainBatch
+    from rlbench.engines import InferenceEngine, NeedParallel, TrainEngine
+    from rlbench.errors import RLBenchError, Stopped
+    from rlbench.nn import device
+    from rlbench.rl import LossInputs
+    from rlbench.runtime.cluster import init, resources, shutdown
+    from rlbench.session import Session, attach, sessions
+
+_NAMES = {
+    "Session": "rlbench.session", "attach": "rlbench.session", "sessions": "rlbench.session",
+    "InferenceEngine": "rlbench.engines", "NeedParallel": "rlbench.engines", "TrainEngine": "rlbench.engines",
+    "init": "rlbench.runtime.cluster", "shutdown": "rlbench.runtime.cluster", "resources": "rlbench.runtime.cluster",
+    "device": "rlbench.nn", "LossInputs": "rlbench.rl",
+    "Prompt": "rlbench.data", "PromptGroup": "rlbench.data", "Rollout": "rlbench.data", "Rollouts": "rlbench.data",
+    "TrainBatch": "rlbench.data", "RLBenchError": "rlbench.errors", "Stopped": "rlbench.errors",
+}  # fmt: skip
+_ROOMS = ("data", "errors", "nn", "rl", "tiny")
+
+__all__ = ["__version__", *_NAMES, *_ROOMS]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        value: Any = importlib.import_module(f"rlbench.{name}")
+    elif name in _NAMES:
+        importlib.import_module("rlbench.notebook").install()
+        value = getattr(importlib.import_module(_NAMES[name]), name)
+    else:
+        from rlbench.errors import nearest
+
+        raise AttributeError(f"rlbench has no {name!r}{nearest(name, __all__)}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,105 @@
+"""A training batch: sequences of prompt and response, with what a loss needs per response token."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from rlbench.data.ragged import Ragged
+from rlbench.errors import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class TrainBatch:
+    """B sequences as ragged arrays; a value: every change gives a new batch.
+
+    `prompts`, `responses`: token ids, int32. Over response tokens: `mask` bool (True where trained), `advantages`,
+    `sampler_logprobs` and, where known, `old_logprobs`, `ref_logprobs`, all float32, flat in the order of
+    `responses.values`. Per sequence: `rewards` float64 or None, `group` int32, `weight_version` int64.
+    `temperature` is the sampler's: the trainer divides its logits by it, so that both speak of one distribution.
+    """
+
+    prompts: Ragged
+    responses: Ragged
+    mask: np.ndarray
+    advantages: np.ndarray
+    sampler_logprobs: np.ndarray
+    group: np.ndarray
+    weight_version: np.ndarray
+    rewards: np.ndarray | None = None
+    old_logprobs: np.ndarray | None = None
+    ref_logprobs: np.ndarray | None = None
+    truncated: np.ndarray | None = None
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if len(self.prompts) != len(self.responses):
+            raise DataError(f"{len(self.prompts)} prompts but {len(self.responses)} responses")
+        for name in PER_TOKEN:
+            value = getattr(self, name)
+            if value is not None and value.shape != self.responses.values.shape:
+                raise DataError(f"{name} has {value.shape[0]} values for {self.tokens} response tokens")
+
+    def __len__(self) -> int:
+        return len(self.responses)
+
+    def __repr__(self) -> str:
+        reward = "" if self.rewards is None or not len(self) else f", reward {self.rewards.mean():.3g}"
+        return (
+            f"TrainBatch({len(self)} sequences, {self.tokens} response tokens, {int(self.mask.sum())} trained{reward})"
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Response tokens in all."""
+        return len(self.responses.values)
+
+    @property
+    def response_lengths(self) -> np.ndarray:
+        """(B,) int64."""
+        return self.responses.lengths
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Prompt plus response, (B,) int64."""
+        return self.prompts.lengths + self.responses.lengths
+
+    @cached_property
+    def key(self) -> str:
+        """Identity of the sampled tokens: what old log-probs belong to, whatever the advantages or the mask."""
+        digest = hashlib.sha256()
+        for part in (self.prompts.offsets, self.prompts.values, self.responses.offsets, self.responses.values):
+            digest.update(np.ascontiguousarray(part).tobytes())
+        digest.update(np.ascontiguousarray(self.sampler_logprobs).tobytes())
+        return digest.hexdigest()[:16]
+
+    def rows(self, indices: np.ndarray | list[int]) -> TrainBatch:
+        """The given sequences, in the given order."""
+        rows = np.asarray(indices, np.int64)
+        per_token = {
+            name: None if value is None else self.responses.with_values(value).take(rows).values
+            for name, value in ((n, getattr(self, n)) for n in PER_TOKEN)
+        }
+        per_row = {
+            name: None if value is None else value[rows] for name, value in ((n, getattr(self, n)) for n in PER_ROW)
+        }
+        return replace(
+            self, prompts=self.prompts.take(rows), responses=self.responses.take(rows), **per_token, **per_row
+        )
+
+    def __getitem__(self, index: Any) -> TrainBatch:
+        """A slice, a boolean mask or a list of rows gives a batch of those sequences."""
+        rows = np.arange(len(self))[index]
+        return self.rows(np.atleast_1d(rows))
+
+    def replace(self, **fields: Any) -> TrainBatch:
+        """A new batch with other fields, e.g. `batch.replace(advantages=…)`."""
+        return replace(self, **fields)
+
+
+PER_TOKEN = ("mask", "advantages", "sampler_logprobs", "old_logprobs", "ref_logprobs")
+PER_ROW = ("group", "weight_version", "rewards", "truncated")

@@ -1,0 +1,45 @@
+"""What goes to a replica and what comes back: one generate call, as arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+FINISH_REASONS: tuple[str, ...] = ("stop", "length", "abort")
+
+
+@dataclass(frozen=True, eq=False)
+class GenerateJob:
+    """One generate call.
+
+    `prompts`: contents (text, chat messages or token ids). `n`: samples per prompt. `seeds`: (prompts, n) int64, one
+    per sample, so that a sample depends neither on `n` nor on the replica that draws it. `shared`: several replicas
+    serve this job and claim prompts as they have room.
+    """
+
+    prompts: list[Any]
+    n: int
+    sampling: dict[str, Any]
+    seeds: np.ndarray
+    shared: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class GeneratedArrays:
+    """The samples one replica generated, in any order.
+
+    `keys` (samples, 2) int32: prompt index, sample index. `token_ids` int32 and `logprobs` float32, flat over all
+    samples; `offsets` (samples + 1,) int64. `finish` (samples,) int8 into FINISH_REASONS. `versions` (samples,) int64.
+    """
+
+    keys: np.ndarray
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    offsets: np.ndarray
+    finish: np.ndarray
+    versions: np.ndarray
+    texts: list[str]
+    prompt_token_ids: dict[int, list[int]]
+    stats: dict[str, float] = field(default_factory=dict)

@@ -1,0 +1,59 @@
+"""What a training verb returns: numbers to read, a record to keep, and the per-token channels behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+SHOWN = ("loss", "reward", "grad_norm", "kl", "entropy", "clip_fraction", "sampler_gap", "tokens_per_s")
+
+
+class Metrics(Mapping[str, Any]):
+    """Metrics of one verb, by name; also as attributes.
+
+    `tokens` holds the per-token channels of the batch's rows (`logprobs`, `entropy`), as flat float32 arrays in the
+    order of `batch.responses.values`; it is not part of the record.
+    """
+
+    def __init__(self, values: Mapping[str, Any], tokens: Mapping[str, np.ndarray] | None = None) -> None:
+        self._values = dict(values)
+        self.tokens = dict(tokens or {})
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["_values"][name]
+        except KeyError:
+            raise AttributeError(f"no metric {name!r}; there are {', '.join(self.__dict__.get('_values', {}))}") from None
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._values]
+
+    def __repr__(self) -> str:
+        shown = [f"{k} {format_number(self._values[k])}" for k in SHOWN if self._values.get(k) is not None]
+        head = f"step {self._values['step']}" if "step" in self._values else "metrics"
+        if self._values.get("skipped"):
+            shown.append("step skipped: the gradient norm is not finite")
+        return f"{head}: " + " · ".join(shown)
+
+
+def format_number(value: Any) -> str:
+    """Three significant digits for a reader; text and whole numbers as they are."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        return str(value)
+    if isinstance(value, int | np.integer):
+        return f"{int(value):,}"
+    size = abs(float(value))
+    if size >= 1000:
+        return f"{float(value):,.0f}"
+    return f"{float(value):.3g}"

@@ -1,0 +1,75 @@
+"""What is asked: a text, chat messages or token ids, with the reference answer a reward may need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from rlbench.errors import DataError
+
+PromptContent: TypeAlias = str | list[dict[str, Any]] | list[int]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt. `content`: text, chat messages (`[{"role": …, "content": …}]`) or token ids.
+
+    `label` is the reference answer, passed on untouched to rewards; `meta` holds anything else of its row.
+    """
+
+    content: PromptContent
+    label: Any = None
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """The prompt for a reader: the text, the last message's content, or the token ids in brackets."""
+        if isinstance(self.content, str):
+            return self.content
+        if self.content and isinstance(self.content[0], dict):
+            return str(self.content[-1].get("content", ""))
+        return str(list(self.content))
+
+
+def as_prompts(prompts: Any) -> list[Prompt]:
+    """Accept what people hold: one prompt or many; strings, messages, token ids, `Prompt`s, or rows (dicts) with a
+    `prompt` (and perhaps a `label`). Raises DataError for an empty list and for anything else, naming the index.
+    """
+    if isinstance(prompts, str | Prompt | Mapping):
+        prompts = [prompts]
+    if not isinstance(prompts, Iterable):
+        raise DataError(f"prompts: wanted a list of texts, chats or token ids, got {type(prompts).__name__}")
+    found = [_as_prompt(p, i) for i, p in enumerate(prompts)]
+    if not found:
+        raise DataError("the prompt list is empty: give at least one prompt")
+    return found
+
+
+def _as_prompt(value: Any, index: int) -> Prompt:
+    if isinstance(value, Prompt):
+        return value
+    if isinstance(value, Mapping) and "prompt" in value:
+        rest = {k: v for k, v in value.items() if k not in ("prompt", "label")}
+        inner = _as_prompt(value["prompt"], index)
+        return Prompt(inner.content, value.get("label"), rest)
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, str):
+        if not value:
+            raise DataError(f"prompt {index} is an empty text")
+        return Prompt(value)
+    if isinstance(value, list | tuple) and value:
+        if all(isinstance(t, int) and not isinstance(t, bool) for t in value):
+            return Prompt(list(value))
+        if all(isinstance(m, Mapping) and "role" in m for m in value):
+            return Prompt([dict(m) for m in value])
+    raise DataError(
+        f"prompt {index}: wanted a text, chat messages ([{{'role': …, 'content': …}}]), token ids or a row with "
+        f"'prompt'; got {_shown(value)}"
+    )
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text[:60]}{'…' if len(text) > 60 else ''}"

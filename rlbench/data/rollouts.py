@@ -1,0 +1,309 @@
+"""Rollouts: what a policy answered, by prompt; scoring and batching give new values, the samples never change."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from rlbench.data.batch import TrainBatch
+from rlbench.data.jobs import FINISH_REASONS, GeneratedArrays
+from rlbench.data.prompts import Prompt
+from rlbench.data.ragged import Ragged
+from rlbench.errors import DataError
+
+RewardFn = Callable[["Rollout"], float]
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """One completion. `logprobs` are the sampler's, one float per token; `group` is its prompt's index."""
+
+    prompt: Prompt
+    token_ids: list[int]
+    text: str
+    logprobs: list[float]
+    finish_reason: str
+    group: int
+    index: int
+    weight_version: int
+    reward: float | None
+
+    @property
+    def label(self) -> Any:
+        """The prompt's reference answer."""
+        return self.prompt.label
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, eq=False)
+class PromptGroup:
+    """One prompt and its completions."""
+
+    source: Prompt
+    prompt_token_ids: list[int]
+    outputs: list[Rollout]
+    group: int
+
+    @property
+    def prompt(self) -> Any:
+        """The prompt as it was given: text, messages or token ids."""
+        return self.source.content
+
+
+@dataclass(frozen=True, eq=False)
+class Rollouts:
+    """P prompts and N samples, prompt-major, as arrays.
+
+    `responses`: sampled token ids; `logprobs`: flat float32 beside them; `group` (N,) int32: the prompt of each
+    sample; `finish` (N,) int8 into FINISH_REASONS; `versions` (N,) int64; `rewards` (N,) float64 once scored.
+    """
+
+    prompts: tuple[Prompt, ...]
+    prompt_ids: Ragged
+    responses: Ragged
+    logprobs: np.ndarray
+    group: np.ndarray
+    finish: np.ndarray
+    versions: np.ndarray
+    texts: tuple[str, ...]
+    sampling: dict[str, Any]
+    rewards: np.ndarray | None = None
+    number: int = 0
+    not_started: tuple[int, ...] = ()
+    stats: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def merge(
+        cls, prompts: Sequence[Prompt], parts: Sequence[GeneratedArrays], sampling: dict[str, Any], number: int = 0
+    ) -> Rollouts:
+        """Join what the replicas returned, in prompt order. Prompts nobody started are listed in `not_started`."""
+        keys = np.concatenate([p.keys for p in parts]).reshape(-1, 2)
+        order = np.lexsort((keys[:, 1], keys[:, 0]))
+        tokens = Ragged(np.concatenate([p.token_ids for p in parts]), _joined_offsets(parts)).take(order)
+        logprobs = Ragged(np.concatenate([p.logprobs for p in parts]), _joined_offsets(parts)).take(order)
+        ids = {i: row for p in parts for i, row in p.prompt_token_ids.items()}
+        texts = [t for p in parts for t in p.texts]
+        started = set(keys[:, 0].tolist())
+        return cls(
+            prompts=tuple(prompts),
+            prompt_ids=Ragged.from_rows((ids.get(i, []) for i in range(len(prompts))), np.int32),
+            responses=tokens,
+            logprobs=logprobs.values,
+            group=keys[order, 0].astype(np.int32),
+            finish=np.concatenate([p.finish for p in parts])[order],
+            versions=np.concatenate([p.versions for p in parts])[order],
+            texts=tuple(texts[i] for i in order),
+            sampling=dict(sampling),
+            number=number,
+            not_started=tuple(i for i in range(len(prompts)) if i not in started),
+            stats=_summed_stats(parts),
+        )
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def samples(self) -> int:
+        """Number of completions, over all prompts."""
+        return len(self.responses)
+
+    def __iter__(self) -> Iterator[PromptGroup]:
+        return (self._group(i) for i in range(len(self.prompts)))
+
+    def __getitem__(self, index: int | slice) -> Any:
+        """An integer gives a `PromptGroup`; a slice gives the `Rollouts` of those prompts."""
+        if isinstance(index, slice):
+            return self._prompts(np.arange(len(self.prompts))[index])
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"prompt {index} of {len(self)}")
+        return self._group(index % len(self))
+
+    @property
+    def flat(self) -> Iterator[Rollout]:
+        """All completions, prompt by prompt."""
+        return (self._sample(i) for i in range(self.samples))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Response lengths in tokens, (N,) int64."""
+        return self.responses.lengths
+
+    @property
+    def truncated(self) -> np.ndarray:
+        """(N,) bool: stopped by the length limit."""
+        return self.finish == FINISH_REASONS.index("length")
+
+    @property
+    def aborted(self) -> np.ndarray:
+        """(N,) bool: cut by an interrupt."""
+        return self.finish == FINISH_REASONS.index("abort")
+
+    @cached_property
+    def weight_version(self) -> int | None:
+        """The one version all samples were drawn under; None when there are several."""
+        versions = np.unique(self.versions)
+        return int(versions[0]) if len(versions) == 1 else None
+
+    def select(self, keep: np.ndarray | Callable[[Rollout], bool]) -> Rollouts:
+        """The samples for which `keep` (a (N,) bool array, or a function of a `Rollout`) holds; prompts stay."""
+        mask = np.array([bool(keep(r)) for r in self.flat]) if callable(keep) else np.asarray(keep, bool)
+        if mask.shape != (self.samples,):
+            raise DataError(f"select: wanted {self.samples} booleans, got shape {mask.shape}")
+        return self._take(np.flatnonzero(mask))
+
+    def score(self, fn: RewardFn | Sequence[float] | np.ndarray) -> Rollouts:
+        """Give each completion a reward; a new value, so that the same rollouts can be scored again.
+
+        Args:
+            fn: a function of one `Rollout` returning a number, or one number per completion in `.flat` order.
+
+        Raises:
+            DataError: the function raised or returned no finite number; names the completion.
+        """
+        if callable(fn):
+            values = [self._reward(fn, rollout) for rollout in self.flat]
+        else:
+            values = list(fn)
+        rewards = np.asarray(values, np.float64)
+        if rewards.shape != (self.samples,):
+            raise DataError(f"score: wanted {self.samples} rewards, one per completion, got shape {rewards.shape}")
+        if not np.isfinite(rewards).all():
+            raise DataError(f"score: reward {int(np.flatnonzero(~np.isfinite(rewards))[0])} is not finite")
+        return replace(self, rewards=rewards)
+
+    def batch(self, advantage: Callable[..., Any], drop_aborted: bool = True) -> TrainBatch:
+        """Turn scored rollouts into a batch to train on.
+
+        Args:
+            advantage: `(rewards (B,) float64 tensor, group (B,) int64 tensor) -> (B,)` advantages, or one per response
+                token (flat); e.g. `rb.rl.group_normalized()`.
+            drop_aborted: leave out completions that an interrupt cut short.
+
+        Raises:
+            DataError: not scored yet; nothing left; advantages of another shape or not finite.
+        """
+        if self.rewards is None:
+            raise DataError("these rollouts have no rewards yet: rollouts.score(reward_fn).batch(advantage=…)")
+        kept = ~self.aborted if drop_aborted else np.ones(self.samples, bool)
+        kept &= self.lengths > 0
+        if not kept.any():
+            raise DataError("no finished completion is left to train on: roll out again, or batch(drop_aborted=False)")
+        chosen = self if kept.all() else self._take(np.flatnonzero(kept))
+        return TrainBatch(
+            prompts=chosen.prompt_ids.take(chosen.group),
+            responses=chosen.responses,
+            mask=np.ones(len(chosen.logprobs), bool),
+            advantages=chosen._advantages(advantage),
+            sampler_logprobs=chosen.logprobs,
+            group=chosen.group,
+            weight_version=chosen.versions,
+            rewards=chosen.rewards,
+            truncated=chosen.truncated,
+            temperature=float(self.sampling.get("temperature", 1.0)),
+        )
+
+    def __repr__(self) -> str:
+        parts = [f"{self.samples} rollouts of {len(self)} prompts", f"{int(self.lengths.sum())} tokens"]
+        if self.samples:
+            parts.append(f"{100 * self.truncated.mean():.0f} % truncated")
+            parts.append("v" + "/".join(str(v) for v in np.unique(self.versions)))
+        if self.rewards is not None and self.samples:
+            parts.append(f"reward {self.rewards.mean():.3g} ± {self.rewards.std():.2g}")
+        if self.aborted.any() or self.not_started:
+            parts.append(f"{int(self.aborted.sum())} aborted, {len(self.not_started)} prompts not started")
+        return f"Rollouts({' · '.join(parts)})"
+
+    def _sample(self, i: int) -> Rollout:
+        span = slice(int(self.responses.offsets[i]), int(self.responses.offsets[i + 1]))
+        return Rollout(
+            prompt=self.prompts[self.group[i]],
+            token_ids=self.responses.values[span].tolist(),
+            text=self.texts[i],
+            logprobs=self.logprobs[span].tolist(),
+            finish_reason=FINISH_REASONS[self.finish[i]],
+            group=int(self.group[i]),
+            index=i,
+            weight_version=int(self.versions[i]),
+            reward=None if self.rewards is None else float(self.rewards[i]),
+        )
+
+    def _group(self, p: int) -> PromptGroup:
+        first, last = np.searchsorted(self.group, [p, p + 1])
+        outputs = [self._sample(i) for i in range(int(first), int(last))]
+        return PromptGroup(self.prompts[p], self.prompt_ids[p].tolist(), outputs, p)
+
+    def _take(self, rows: np.ndarray) -> Rollouts:
+        return replace(
+            self,
+            responses=self.responses.take(rows),
+            logprobs=self.responses.with_values(self.logprobs).take(rows).values,
+            group=self.group[rows],
+            finish=self.finish[rows],
+            versions=self.versions[rows],
+            texts=tuple(self.texts[i] for i in rows),
+            rewards=None if self.rewards is None else self.rewards[rows],
+        )
+
+    def _prompts(self, chosen: np.ndarray) -> Rollouts:
+        where = {int(p): i for i, p in enumerate(chosen)}
+        rows = np.concatenate([np.flatnonzero(self.group == p) for p in chosen]) if len(chosen) else np.zeros(0, int)
+        taken = self._take(rows)
+        return replace(
+            taken,
+            prompts=tuple(self.prompts[p] for p in chosen),
+            prompt_ids=self.prompt_ids.take(chosen),
+            group=np.array([where[int(g)] for g in taken.group], np.int32),
+            not_started=tuple(where[p] for p in self.not_started if p in where),
+        )
+
+    def _reward(self, fn: RewardFn, rollout: Rollout) -> float:
+        try:
+            value = fn(rollout)
+        except Exception as error:
+            raise DataError(
+                f"the reward raised {type(error).__name__}: {error} on completion {rollout.index} "
+                f"(prompt {rollout.group}: {rollout.prompt.text[:60]!r}, answer {rollout.text[:60]!r})"
+            ) from error
+        if inspect.isawaitable(value):
+            raise DataError("the reward function is async: pass a plain function, or a list of its results")
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise DataError(
+                f"the reward gave {type(value).__name__} {str(value)[:40]!r} on completion {rollout.index}; "
+                "wanted one number"
+            ) from None
+
+    def _advantages(self, advantage: Callable[..., Any]) -> np.ndarray:
+        import torch  # in the function: a kernel that only rolls out and looks never needs torch
+
+        given = advantage(torch.as_tensor(self.rewards), torch.as_tensor(self.group.astype(np.int64)))
+        values = np.asarray(given.detach().cpu() if torch.is_tensor(given) else given, np.float32)
+        if values.shape == (self.samples,):
+            values = np.repeat(values, self.lengths)
+        if values.shape != self.logprobs.shape:
+            raise DataError(
+                f"the advantage gave shape {values.shape}; wanted ({self.samples},), one per completion, "
+                f"or ({len(self.logprobs)},), one per response token"
+            )
+        if not np.isfinite(values).all():
+            raise DataError("the advantage gave values that are not finite")
+        return values
+
+
+def _joined_offsets(parts: Sequence[GeneratedArrays]) -> np.ndarray:
+    lengths = np.concatenate([np.diff(p.offsets) for p in parts])
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+
+
+def _summed_stats(parts: Sequence[GeneratedArrays]) -> dict[str, float]:
+    keys = {k for p in parts for k in p.stats}
+    return {k: float(max(p.stats.get(k, 0.0) for p in parts) if k == "seconds" else
+                     sum(p.stats.get(k, 0.0) for p in parts)) for k in keys}

@@ -1,0 +1,1 @@
+"""How a call reaches every worker and comes back: handles, call ids, epochs, fan-out, liveness."""

@@ -1,0 +1,239 @@
+"""The actor around every worker: two lanes, one total order of calls, captured output, results kept until acknowledged.
+
+The *compute* lane runs one call at a time on one thread; the *control* lane answers while it is busy. What the worker
+does is a plain object, the target, which knows nothing of Ray.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable
+from typing import Any, TextIO
+
+import ray
+
+from rlbench.dispatch import context
+from rlbench.dispatch.protocol import Failure, Progress, Reply, Ticket
+from rlbench.errors import CallDropped, EngineError, RLBenchError, SessionError, Stopped
+
+REGISTER_LIMIT_S = 5.0
+KEPT_OUTPUT = 1 << 20
+ORPHAN_CHECKS = 6
+ORPHAN_INTERVAL_S = 10.0
+
+
+class Host:
+    """One worker process. `target` names a class as `module:Class`; `args` go to its constructor."""
+
+    def __init__(self, name: str, monitor: str, env: dict[str, str], target: str, args: tuple[Any, ...]) -> None:
+        os.environ.update(env)  # before torch is imported: thread counts are read once
+        self._name = name
+        self._epoch = 0
+        self._context: context.CallContext | None = None
+        self._stopped_ids: set[str] = set()
+        self._kept: dict[str, Reply] = {}
+        self._queues: dict[str, _Queue] = {}
+        self._lock = threading.Lock()
+        self._output = _Output(sys.stdout)
+        sys.stdout = self._output
+        module, _, attribute = target.partition(":")
+        self._target = getattr(importlib.import_module(module), attribute)(*args)
+        threading.Thread(target=self._end_when_orphaned, args=(monitor,), daemon=True).start()
+
+    @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
+    def call(self, ticket: Ticket, name: str, keywords: tuple[str, ...], *values: Any) -> Reply:
+        """Run `target.name(*values)`, the last `len(keywords)` values by keyword; never raises for the target."""
+        self._forget(ticket.acknowledged)
+        try:
+            self._admit(ticket)
+        except RLBenchError as error:
+            return Reply(failure=_failure(error))
+        split = len(values) - len(keywords)
+        reply = self._run(ticket, name, values[:split], dict(zip(keywords, values[split:], strict=True)))
+        with self._lock:
+            self._kept[ticket.call_id] = reply
+        return reply
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def control(self, name: str, *args: Any) -> Any:
+        """Call one of the target's control methods, which never block."""
+        if name not in self._target.CONTROL:
+            raise EngineError(f"{name} is not a control method of {type(self._target).__name__}")
+        return getattr(self._target, name)(*args)
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def poll(self, call_id: str, cursor: int) -> Progress:
+        """What call `call_id` printed from `cursor` on, and the progress it reports, while it runs."""
+        running = self._context
+        if running is None or running.call_id != call_id:
+            return Progress(known=call_id in self._kept)
+        text, end = self._output.since(cursor)
+        return Progress(True, text, end, dict(running.progress))
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def stop(self, call_id: str) -> bool:
+        """Ask call `call_id`, running or still queued, to stop; a late stop hits nothing. True if it was running."""
+        with self._lock:
+            if call_id in self._kept:
+                return False
+            self._stopped_ids.add(call_id)
+            running = self._context
+            if running is None or running.call_id != call_id:
+                return False
+            running.request_stop()
+            return True
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def claim(self, call_id: str, total: int, count: int) -> list[int]:
+        """Hand out the next indices of a call's shared work; the first worker of an engine serves all of them."""
+        with self._lock:
+            queue = self._queues.setdefault(call_id, _Queue(total))
+            taken = queue.take(count)
+            for old in [c for c in self._queues if c != call_id]:
+                del self._queues[old]  # one call at a time: an older call's queue is done with
+            return taken
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def adopt(self, epoch: int) -> None:
+        """Refuse every driver older than `epoch` from now on."""
+        self._epoch = max(self._epoch, epoch)
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def result(self, call_id: str) -> Reply | None:
+        """The kept result of a finished call, for a driver that comes back; None while it runs or once superseded."""
+        return self._kept.get(call_id)
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def pid(self) -> int:
+        """This process."""
+        return os.getpid()
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def leave(self) -> None:
+        """End this process at once: peers that wait for it in a collective are released by its exit alone."""
+        threading.Timer(0.05, os._exit, (1,)).start()
+
+    def _admit(self, ticket: Ticket) -> None:
+        if ticket.epoch < self._epoch:
+            raise SessionError(
+                "another notebook drives this session now; take over with rb.attach(name, take_over=True)"
+            )
+        self._epoch = ticket.epoch
+        register = getattr(self._target, "register", None)
+        if ticket.world > 1 and register is not None and not register(ticket.epoch, ticket.seq, REGISTER_LIMIT_S):
+            raise CallDropped(
+                f"not all {ticket.world} ranks received the call within {REGISTER_LIMIT_S:.0f} s, so none ran it; "
+                "call again (a rank that is still busy with an earlier call shows in the session's card)"
+            )
+
+    def _run(self, ticket: Ticket, name: str, args: Iterable[Any], kwargs: dict[str, Any]) -> Reply:
+        mine = context.CallContext(ticket.call_id, ticket.epoch, ticket.seq, self._claimer(ticket))
+        with self._lock:
+            if ticket.call_id in self._stopped_ids:
+                mine.request_stop()
+            self._context = mine
+        self._output.begin()
+        context.set_current(mine)
+        begin = time.perf_counter()
+        value, failure, stopped = None, None, False
+        try:
+            value = getattr(self._target, name)(*args, **kwargs)
+        except Stopped as error:
+            stopped, value = True, error.partial
+        except Exception as error:
+            failure = _failure(error)
+        finally:
+            context.set_current(None)
+            with self._lock:
+                self._context = None
+                self._stopped_ids.discard(ticket.call_id)
+        return Reply(value, failure, stopped, self._output.end(), time.perf_counter() - begin)
+
+    def _claimer(self, ticket: Ticket) -> Any:
+        if not ticket.queue:
+            return None
+        if ticket.queue == self._name:
+            return lambda count: Host.claim(self, ticket.call_id, ticket.queue_total, count)
+        server = ray.get_actor(ticket.queue)
+        return lambda count: ray.get(server.claim.remote(ticket.call_id, ticket.queue_total, count), timeout=60)
+
+    def _forget(self, acknowledged: str) -> None:
+        with self._lock:
+            self._kept.pop(acknowledged, None)
+            while len(self._kept) > 1:  # superseded: nobody will fetch more than the last
+                self._kept.pop(next(iter(self._kept)))
+
+    def _end_when_orphaned(self, monitor: str) -> None:
+        """End this process once the cluster says, again and again, that the session's monitor is gone for good."""
+        missing = 0
+        while missing < ORPHAN_CHECKS:
+            time.sleep(ORPHAN_INTERVAL_S)
+            try:
+                ray.get_actor(monitor)
+                missing = 0
+            except ValueError:
+                missing += 1
+        close = getattr(self._target, "close", None)
+        if close is not None:
+            close()
+        os._exit(0)
+
+
+class _Queue:
+    def __init__(self, total: int) -> None:
+        self._next, self._total = 0, total
+
+    def take(self, count: int) -> list[int]:
+        first, self._next = self._next, min(self._next + count, self._total)
+        return list(range(first, self._next))
+
+
+class _Output(io.TextIOBase):
+    """Standard output of the worker: what a call prints is kept for its cell, and goes to the log as well."""
+
+    def __init__(self, log: TextIO) -> None:
+        self._log = log
+        self._lock = threading.Lock()
+        self._text: str | None = None
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            if self._text is not None and len(self._text) < KEPT_OUTPUT:
+                self._text += text
+                if len(self._text) >= KEPT_OUTPUT:
+                    self._text += f"\n… more than {KEPT_OUTPUT >> 20} MiB printed; the rest is in the worker's log\n"
+        return self._log.write(text)
+
+    def flush(self) -> None:
+        self._log.flush()
+
+    def isatty(self) -> bool:
+        return False
+
+    def begin(self) -> None:
+        """Start keeping what is written."""
+        with self._lock:
+            self._text = ""
+
+    def since(self, cursor: int) -> tuple[str, int]:
+        """What was written from `cursor` on, and the cursor behind it."""
+        with self._lock:
+            text = self._text or ""
+            return text[cursor:], len(text)
+
+    def end(self) -> str:
+        """Stop keeping; return all of it."""
+        with self._lock:
+            text, self._text = self._text or "", None
+            return text
+
+
+def _failure(error: BaseException) -> Failure:
+    text = "".join(traceback.format_exception(error))
+    return Failure(type(error).__name__, str(error), text, error if isinstance(error, RLBenchError) else None)

@@ -1,0 +1,228 @@
+"""A driver's end of a session: its lease and epoch, tickets in order, actors by name.
+
+Everything above reaches the workers and the monitor through one `Link`, so there is one total order of calls.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import re
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rlbench.dispatch.pending import Observer, Pending, sigint_held
+from rlbench.dispatch.protocol import Ticket, actor_name
+from rlbench.errors import SessionError, WorkerDied
+from rlbench.runtime import cluster, processes, registry
+
+MONITOR = "rlbench.monitor.actor:Monitor"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+BEAT_S = 5.0
+
+
+class Link:
+    """Drives session `name`. Made by `Link.create` or `Link.attach`."""
+
+    def __init__(self, name: str, monitor: Any, epoch: int) -> None:
+        self.name = name
+        self.monitor = monitor
+        self.epoch = epoch
+        self._seq = itertools.count(1)
+        self.placing = threading.Lock()
+        self._acknowledged = ""
+        self._closed = threading.Event()
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    @classmethod
+    def create(cls, name: str | None = None) -> Link:
+        """Start a session's monitor and drive it. Raises SessionError where the name is bad or taken."""
+        joined = cluster.current()
+        name = name or f"anonymous-{secrets.token_hex(3)}"
+        if not NAME.fullmatch(name):
+            raise SessionError(f"session name {name!r}: use letters, digits, '.', '_' and '-', at most 64")
+        if _find(actor_name(name, "monitor")) is not None:
+            raise SessionError(f"session {name!r} is there already: rb.attach({name!r}) drives it")
+        registry.journal_file(name).unlink(missing_ok=True)
+        import ray
+
+        here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), soft=False
+        )
+        monitor = (
+            ray.remote(_load(MONITOR))
+            .options(name=actor_name(name, "monitor"), lifetime="detached", num_cpus=0, max_restarts=-1,
+                     max_task_retries=2, max_concurrency=16, scheduling_strategy=here)
+            .remote(name, joined.id)
+        )  # fmt: skip
+        return cls(name, monitor, _drive(monitor, take_over=False))
+
+    @classmethod
+    def attach(cls, name: str | None = None, take_over: bool = False) -> Link:
+        """Drive a session that is there. Without a name: the only one. Raises SessionError saying which there are."""
+        joined = cluster.current()
+        known = [s["name"] for s in registry.live_sessions(joined.id or None)]
+        if name is None:
+            if len(known) != 1:
+                raise SessionError(f"which session? there are {known or 'none'}: rb.attach(name)")
+            name = known[0]
+        monitor = _find(actor_name(name, "monitor"))
+        if monitor is None:
+            raise SessionError(f"no session {name!r} on this cluster; there are {known or 'none'}")
+        return cls(name, monitor, _drive(monitor, take_over))
+
+    @property
+    def closed(self) -> bool:
+        """True once `close()` was called here."""
+        return self._closed.is_set()
+
+    def state(self) -> dict[str, Any]:
+        """The session's state, from its owner."""
+        return dict(self._ask("state"))
+
+    def apply(self, *events: dict[str, Any]) -> None:
+        """Change the session's state."""
+        self._ask("apply", self.epoch, *events)
+
+    def set(self, **values: Any) -> None:
+        """Set top-level values of the session's state."""
+        self.apply(*({"do": "set", "key": k, "value": v} for k, v in values.items()))
+
+    def engine(self, name: str, fields: dict[str, Any] | None) -> None:
+        """Set fields of an engine's record; None drops the engine."""
+        self.apply({"do": "engine", "name": name, "fields": fields})
+
+    def samples(self, since: float = 0.0) -> list[dict[str, Any]]:
+        """Memory samples newer than `since`."""
+        return list(self._ask("samples", since))
+
+    def submit(
+        self, engine: str, labels: Sequence[str], actors: Sequence[Any], name: str,
+        calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], finish: Callable[[list[Any]], Any],
+        what: str | None = None, observer: Observer | None = None, queue_total: int = 0, track: bool = False,
+    ) -> Pending:  # fmt: skip
+        """Send one call to all actors of an engine: `calls[i]` = (args, kwargs) of rank i.
+
+        `queue_total` > 0 lets the first actor hand out that many shared work items. `track` shows the call at the
+        monitor as running (one more message; for calls that may take long).
+        """
+        if self.closed:
+            raise SessionError(f"session {self.name!r} is closed")
+        call_id = secrets.token_hex(6)
+        with sigint_held():
+            ticket = Ticket(
+                self.epoch, next(self._seq), call_id, len(actors), self._acknowledged,
+                actor_name(self.name, engine, 0) if queue_total else "", queue_total,
+            )  # fmt: skip
+            refs = [
+                actor.call.remote(ticket, name, tuple(kwargs), *args, *kwargs.values())
+                for actor, (args, kwargs) in zip(actors, calls, strict=True)
+            ]
+        if track:
+            self.monitor.begin.remote(call_id, what or name)
+
+        def ended() -> None:
+            self._acknowledged = call_id
+            if track:
+                self.monitor.end.remote(call_id)
+
+        return Pending(what or f"{engine}.{name}", labels, actors, refs, ticket, finish, observer,
+                       lambda i, error: self._died(engine, labels[i], error), ended)  # fmt: skip
+
+    def close(self) -> None:
+        """End the session and everything in it. Safe to call twice."""
+        if self.closed:
+            return
+        self._closed.set()
+        import ray
+
+        try:
+            ray.get(self.monitor.close.remote(), timeout=30)
+        except ray.exceptions.RayActorError:
+            return  # it had gone already, and the workers end themselves when it is gone
+        deadline = time.monotonic() + 10.0
+        while _find(actor_name(self.name, "monitor")) is not None and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def release(self) -> None:
+        """Stop driving; the session lives on."""
+        self._closed.set()
+
+    def _died(self, engine: str, label: str, error: BaseException) -> BaseException:
+        cause = str(error).strip().splitlines()
+        reason = next((line.strip() for line in cause if "cause" in line.lower() or "exit" in line.lower()), "")
+        self.engine(engine, {"broken": f"{label} died"})
+        return WorkerDied(
+            f"{label} died ({type(error).__name__}). {reason or (cause[0] if cause else '')}\n"
+            f"  The engine is broken: {engine}.close(), then build it again."
+        )
+
+    def _ask(self, name: str, *args: Any) -> Any:
+        import ray
+
+        try:
+            return ray.get(getattr(self.monitor, name).remote(*args), timeout=30)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause if isinstance(error.cause, SessionError) else error from None
+        except ray.exceptions.RayActorError:
+            raise SessionError(f"session {self.name!r} is gone: its monitor does not run any more") from None
+
+    def _beat(self) -> None:
+        while not self._closed.wait(BEAT_S):
+            try:
+                self.monitor.beat.remote(self.epoch)
+            except Exception:  # the cluster is gone: the next verb says so; a heartbeat has nobody to tell
+                return
+
+
+def spawn_host(
+    link: Link, engine: str, rank: int, target: str, args: tuple[Any, ...], env: dict[str, str], options: dict[str, Any]
+) -> Any:
+    """Start one worker actor of an engine, detached, with its two lanes. `options` are Ray's (placement)."""
+    import ray
+
+    name = actor_name(link.name, engine, rank)
+    host = ray.remote(concurrency_groups={"compute": 1, "control": 4})(_load("rlbench.dispatch.host:Host"))
+    return host.options(name=name, lifetime="detached", max_restarts=0, **options).remote(
+        name, actor_name(link.name, "monitor"), env, target, args
+    )
+
+
+def _drive(monitor: Any, take_over: bool) -> int:
+    import ray
+
+    started = processes.start_time(os.getpid())
+    driver = {"id": _DRIVER_ID, "pid": os.getpid(), "started": started, "mode": driver_mode()}
+    try:
+        return int(ray.get(monitor.drive.remote(driver, take_over), timeout=60))
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause if isinstance(error.cause, SessionError) else error from None
+
+
+def driver_mode() -> str:
+    """`notebook` in an IPython kernel, else `script`: what decides how long a session outlives its driver."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return "notebook" if shell is not None and hasattr(shell, "kernel") else "script"
+
+
+def _find(name: str) -> Any | None:
+    import ray
+
+    try:
+        return ray.get_actor(name)
+    except ValueError:
+        return None
+
+
+def _load(path: str) -> Any:
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+_DRIVER_ID = secrets.token_hex(8)

@@ -1,0 +1,228 @@
+"""A call under way: wait for it, watch it, stop it.
+
+The waiting thread only polls: `ray.wait` with a short timeout, so that Ctrl-C is felt, output appears while the call
+runs, and a dead worker ends the wait instead of hanging it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+from rlbench.dispatch.protocol import Failure, Progress, Reply, Ticket
+from rlbench.errors import RemoteError, Stopped, WorkerDied
+
+POLL_S = 0.2
+STOP_WAIT_S = 1.7
+FAILED_PEER_WAIT_S = 10.0
+
+Observer = Callable[[list[Progress]], None]
+
+
+class Pending:
+    """A submitted call on all workers of one engine. `.result()`, `.stop()`, `.done`, and awaitable.
+
+    `finish` turns the workers' values (one per rank) into the result, and a stopped call's values into its partial.
+    """
+
+    def __init__(
+        self, what: str, labels: Sequence[str], actors: Sequence[Any], refs: Sequence[Any], ticket: Ticket,
+        finish: Callable[[list[Any]], Any], observer: Observer | None = None,
+        on_death: Callable[[int, BaseException], BaseException] | None = None,
+        on_end: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        self.what = what
+        self.call_id = ticket.call_id
+        self._labels, self._actors, self._refs = list(labels), list(actors), list(refs)
+        self._finish, self._observer, self._on_death, self._on_end = finish, observer, on_death, on_end
+        self._cursors = [0] * len(self._refs)
+        self._outcome: tuple[Any, BaseException | None] | None = None
+        self._lock = threading.RLock()
+
+    @property
+    def done(self) -> bool:
+        """True once every worker has answered (or died)."""
+        import ray
+
+        return self._outcome is not None or not ray.wait(self._refs, num_returns=len(self._refs), timeout=0)[1]
+
+    def stop(self) -> None:
+        """Ask the call to stop; returns at once. `result()` then raises `Stopped` with what there is."""
+        for actor in self._actors:
+            actor.stop.remote(self.call_id)
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait and return the result.
+
+        Raises:
+            TimeoutError: not done after `timeout` seconds; the call goes on.
+            Stopped: it was stopped; `.partial` holds what there is.
+            RemoteError, EngineError: the user's code, or ours, raised on a worker.
+            WorkerDied: a worker process ended.
+        """
+        with self._lock:
+            if self._outcome is None:
+                self._wait(timeout)
+                self._outcome = self._collect()
+                if self._on_end is not None:
+                    self._on_end()
+        value, error = self._outcome
+        if error is not None:
+            raise error.with_traceback(None)
+        return value
+
+    def blocking_result(self) -> Any:
+        """`result()` where Ctrl-C stops the call: the prompt is back within two seconds, the partial in hand if it came."""
+        try:
+            return self.result()
+        except Stopped:
+            raise
+        except KeyboardInterrupt:
+            self.stop()
+        try:
+            return self.result(timeout=STOP_WAIT_S)
+        except TimeoutError:
+            raise Stopped(f"{self.what} is still stopping: its current step cannot be cut; .result() waits for it") from None
+        except Stopped:
+            raise
+        except KeyboardInterrupt:
+            raise Stopped(f"{self.what} is still stopping") from None
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.get_running_loop().run_in_executor(None, self.result).__await__()
+
+    def __repr__(self) -> str:
+        return f"Pending({self.what}, {'done' if self.done else 'running'})"
+
+    def _wait(self, timeout: float | None) -> None:
+        import ray
+
+        deadline = None if timeout is None else time.monotonic() + timeout
+        failed_since: float | None = None
+        while True:
+            ready, waiting = ray.wait(self._refs, num_returns=len(self._refs), timeout=POLL_S)
+            if not waiting:
+                return
+            self._look(waiting)
+            if any(_failed(ref) for ref in ready):
+                failed_since = failed_since or time.monotonic()
+                if time.monotonic() - failed_since > FAILED_PEER_WAIT_S:
+                    self._release_peers(ready)
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"{self.what} is still running after {timeout:g} s")
+
+    def _look(self, waiting: list[Any]) -> None:
+        """Print what the running workers printed since the last look, and show their progress."""
+        import ray
+
+        running = [i for i, ref in enumerate(self._refs) if ref in waiting]
+        polls = [self._actors[i].poll.remote(self.call_id, self._cursors[i]) for i in running]
+        ready, _ = ray.wait(polls, num_returns=len(polls), timeout=1.0)
+        seen: list[Progress] = []
+        for i, poll in zip(running, polls, strict=True):
+            if poll not in ready:
+                continue
+            with contextlib.suppress(ray.exceptions.RayActorError):  # its death shows on the call itself
+                progress: Progress = ray.get(poll)
+                if progress.output:
+                    self._print(i, progress.output)
+                    self._cursors[i] = progress.cursor
+                seen.append(progress)
+        if self._observer is not None and seen:
+            self._observer(seen)
+
+    def _release_peers(self, ready: list[Any]) -> None:
+        """A rank failed while others still wait for it in a collective: only its exit releases them."""
+        for i, ref in enumerate(self._refs):
+            if ref in ready and _failed(ref):
+                self._actors[i].leave.remote()
+
+    def _collect(self) -> tuple[Any, BaseException | None]:
+        import ray
+
+        replies: list[tuple[int, Reply]] = []
+        dead: list[tuple[int, BaseException]] = []
+        for i, ref in enumerate(self._refs):
+            try:
+                reply: Reply = ray.get(ref)
+            except ray.exceptions.RayError as error:
+                dead.append((i, error))
+                continue
+            if len(reply.output) > self._cursors[i]:
+                self._print(i, reply.output[self._cursors[i] :])
+                self._cursors[i] = len(reply.output)
+            replies.append((i, reply))
+        failed = [(i, r.failure) for i, r in replies if r.failure is not None]
+        if failed:
+            return None, self._remote_error(failed)
+        if dead:
+            i, error = dead[0]
+            return None, self._on_death(i, error) if self._on_death else WorkerDied(f"{self._labels[i]} died: {error}")
+        try:
+            value = self._finish([r.value for _, r in replies])
+        except Exception as error:
+            return None, error
+        if any(r.stopped for _, r in replies):
+            return None, Stopped(f"{self.what} stopped", value)
+        return value, None
+
+    def _remote_error(self, failed: list[tuple[int, Failure]]) -> BaseException:
+        i, failure = failed[0]
+        if failure.error is not None:
+            return failure.error
+        where = self._labels[i] + (f" (and {len(failed) - 1} more)" if len(failed) > 1 else "")
+        error = RemoteError(f"{failure.kind}: {failure.message}\n  raised on {where}\n{_user_frames(failure.traceback)}")
+        error.remote_traceback = failure.traceback
+        return error
+
+    def _print(self, i: int, text: str) -> None:
+        lines = text.splitlines(keepends=True)
+        sys.stdout.write("".join(f"[{self._labels[i]}] {line}" for line in lines))
+        if lines and not lines[-1].endswith("\n"):
+            sys.stdout.write("\n")
+        sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def sigint_held() -> Iterator[None]:
+    """Deliver Ctrl-C only after the block: a call must reach all ranks or none."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: arrived.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if arrived:
+        raise KeyboardInterrupt
+
+
+def _failed(ref: Any) -> bool:
+    import ray
+
+    try:
+        return ray.get(ref).failure is not None
+    except ray.exceptions.RayError:
+        return True
+
+
+def _user_frames(text: str) -> str:
+    """The end of a remote traceback without the frames of the machinery that called the user's code."""
+    lines = text.rstrip().splitlines()
+    kept: list[str] = []
+    skip = False
+    for line in lines:
+        if line.startswith("  File "):
+            skip = "/rlbench/dispatch/" in line or "/rlbench/workers/train_rank" in line
+        if not skip and line != "Traceback (most recent call last):":
+            kept.append(line)
+    return "\n".join(kept[-24:])
+

@@ -1,0 +1,59 @@
+"""What travels between a driver and its workers: tickets out, replies back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """One call. (`epoch`, `seq`) is its place in the session's one total order; `world` the ranks it goes to.
+
+    `acknowledged`: the last call whose result the driver has, so that workers may forget it.
+    `queue`: name of the worker that hands out the shared work of this call, empty where there is none.
+    """
+
+    epoch: int
+    seq: int
+    call_id: str
+    world: int = 1
+    acknowledged: str = ""
+    queue: str = ""
+    queue_total: int = 0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception on a worker. `error` is set for our own errors, which the driver raises as they are."""
+
+    kind: str
+    message: str
+    traceback: str
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The end of one call on one worker. `output` is all it printed; `stopped`: an interrupt cut it, `value` is partial."""
+
+    value: Any = None
+    failure: Failure | None = None
+    stopped: bool = False
+    output: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A look at a running call: what it printed since the cursor, and the progress it reports."""
+
+    known: bool
+    output: str = ""
+    cursor: int = 0
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+def actor_name(session: str, *parts: str | int) -> str:
+    """The name of a session's actor, e.g. `rlbench/demo/actor/0`."""
+    return "/".join(["rlbench", session, *map(str, parts)])

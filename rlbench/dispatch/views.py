@@ -1,0 +1,34 @@
+"""Who draws the progress of a call. The rooms that show things register here, so the engines need not know them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Protocol
+
+from rlbench.dispatch.protocol import Progress
+
+
+class View(Protocol):
+    """Called every poll with the progress of the running workers, and once with the result (None if there is none)."""
+
+    def __call__(self, progress: list[Progress]) -> None: ...
+
+    def close(self, result: Any) -> None: ...
+
+
+_factories: dict[str, str] = {}
+
+
+def register(kind: str, factory: str) -> None:
+    """Let `factory` (`module:Class`, imported on first use) draw calls of this kind."""
+    _factories[kind] = factory
+
+
+def make(kind: str, **facts: Any) -> View | None:
+    """A view for one call; None where nobody registered."""
+    path = _factories.get(kind)
+    if path is None:
+        return None
+    module, _, attribute = path.partition(":")
+    view: View = getattr(importlib.import_module(module), attribute)(**facts)
+    return view

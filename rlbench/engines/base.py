@@ -1,0 +1,233 @@
+"""What both kinds of engine share: their place in a session, their workers, device states, closing."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from rlbench.dispatch.link import Link, spawn_host
+from rlbench.dispatch.pending import Observer, Pending
+from rlbench.dispatch.protocol import actor_name
+from rlbench.engines.parallel import estimated_bytes
+from rlbench.engines.placement import Device, actor_options, allot, devices_of
+from rlbench.errors import BuildError, EngineError, StateError
+from rlbench.runtime import cluster
+
+PUT_BYTES = 256 << 10
+
+_anonymous: Link | None = None
+
+
+def anonymous_link() -> Link:
+    """The session of engines built without one; it ends with this process, or with `rb.shutdown()`."""
+    global _anonymous
+    if _anonymous is None or _anonymous.closed:
+        _anonymous = Link.create()
+        cluster.on_shutdown(_anonymous.close)
+        atexit.register(_anonymous.close)
+    return _anonymous
+
+
+class Engine:
+    """Base of the engines. `name` is its role in the session (`actor`, `inference`, …), unique there."""
+
+    KIND: ClassVar[str]
+    PARTS: ClassVar[tuple[str, ...]]
+
+    def __init__(self, name: str, link: Link | None = None) -> None:
+        self.name = name
+        self._link = link
+        self._actors: list[Any] = []
+        self._info: dict[str, Any] = {}
+
+    @property
+    def built(self) -> bool:
+        """True between `build()` and `close()`."""
+        return bool(self._actors)
+
+    @property
+    def link(self) -> Link:
+        """The session this engine lives in."""
+        if self._link is None:
+            self._link = anonymous_link()
+        return self._link
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        return len(self._actors)
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What `build()` found: sizes, dtype, limits."""
+        return dict(self._info)
+
+    def device(self) -> str | dict[str, str]:
+        """Where the engine is: one of `cuda`, `cpu`, `meta` when all parts agree, else each part's."""
+        states = {part: self.status()[part] for part in self.PARTS}
+        return next(iter(states.values())) if len(set(states.values())) == 1 else states
+
+    def status(self) -> dict[str, Any]:
+        """The first worker's status, answered also while it is busy."""
+        return dict(self.control("status")[0])
+
+    def memory(self) -> list[dict[str, Any]]:
+        """Measured bytes by owner, one dict per worker, answered also while they are busy."""
+        return self.control("memory")
+
+    def cuda(self, tags: str | Sequence[str] | None = None) -> dict[str, Any]:
+        """Make the engine, or the parts named by `tags`, resident; returns what was measured."""
+        return self._to_state("cuda", tags)
+
+    def cpu(self, tags: str | Sequence[str] | None = None) -> dict[str, Any]:
+        """Keep in host memory what cannot be rebuilt, release the rest; returns what was measured."""
+        return self._to_state("cpu", tags)
+
+    def meta(self, tags: str | Sequence[str] | None = None) -> dict[str, Any]:
+        """Release the memory; returns what was measured and what is lost."""
+        return self._to_state("meta", tags)
+
+    def to(self, device: str) -> dict[str, Any]:
+        """`cuda()`, `cpu()` or `meta()` by name."""
+        if device not in ("cuda", "cpu", "meta"):
+            raise StateError(f"to({device!r}): wanted 'cuda', 'cpu' or 'meta'")
+        return self._to_state(device, None)
+
+    def control(self, name: str, *args: Any) -> list[Any]:
+        """Ask every worker on its control lane."""
+        import ray
+
+        self._need_built(name)
+        return list(ray.get([a.control.remote(name, *args) for a in self._actors], timeout=30))
+
+    def call(
+        self, name: str, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], finish: Callable[[list[Any]], Any] = list,
+        what: str | None = None, observer: Observer | None = None, queue_total: int = 0, track: bool = False,
+    ) -> Pending:  # fmt: skip
+        """Submit a call of the workers' own method `name`; `calls[i]` holds the arguments of worker i."""
+        self._need_built(name)
+        return self.link.submit(
+            self.name, self.labels, self._actors, name, calls, finish, what or f"{self.name}.{name}", observer,
+            queue_total, track,
+        )  # fmt: skip
+
+    def call_all(self, name: str, *args: Any, **options: Any) -> Pending:
+        """Submit the same call to every worker, large arguments once through shared memory."""
+        return self.call(name, [(tuple(map(shared, args)), {})] * len(self._actors), **options)
+
+    @property
+    def labels(self) -> list[str]:
+        """What the workers are called in output and errors."""
+        return [f"rank {i}" for i in range(len(self._actors))]
+
+    def close(self) -> None:
+        """End the workers and free what they hold. Safe to call twice."""
+        if not self._actors:
+            return
+        import ray
+
+        try:
+            ray.get([a.call.remote(self._last_ticket(), "close", ()) for a in self._actors], timeout=20)
+        except (ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError):
+            pass  # busy or dead already: ending the process frees all but shared files, which the session's end removes
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+        if not self.link.closed:
+            self.link.engine(self.name, None)
+
+    def _last_ticket(self) -> Any:
+        from rlbench.dispatch.protocol import Ticket
+
+        return Ticket(self.link.epoch, 0, f"close-{self.name}")
+
+    def _to_state(self, state: str, tags: str | Sequence[str] | None) -> dict[str, Any]:
+        wanted = None if tags is None else [tags] if isinstance(tags, str) else list(tags)
+        for tag in wanted or []:
+            if tag not in self.PARTS:
+                raise StateError(f"{state}({tag!r}): this engine's parts are {', '.join(self.PARTS)}")
+        measured = self.call_all("to_state", state, wanted, what=f"{self.name}.{state}()").result()
+        self.publish_state()
+        self._after_state()
+        return dict(measured[0])
+
+    def _after_state(self) -> None:
+        """What an engine has to make up for once its state changed."""
+
+    def publish_state(self) -> None:
+        """Tell the monitor the measured state, so that everybody sees the same."""
+        self.link.engine(self.name, {"state": self.status()})
+
+    def _need_built(self, name: str) -> None:
+        if not self._actors:
+            raise EngineError(f"{self.name}.{name}: the engine is not built; call {self.name}.build(…) first")
+
+    def _allot(self, count: int, colocate_with: Engine | None, not_colocate_with: Engine | None) -> list[Device]:
+        if self._actors:
+            raise BuildError(f"{self.name} is built already: use it, or {self.name}.close() before building again")
+        if count < 1:
+            raise BuildError(f"the engine wants {count} workers: parallel sizes are 1 or more (-1: all devices)")
+        for other in (colocate_with, not_colocate_with):
+            if other is not None and not other.built:
+                raise BuildError(f"cannot place {self.name} beside {other.name}: that engine is not built yet")
+            if other is not None and other.link is not self.link:
+                raise BuildError(f"cannot place {self.name} beside {other.name}: they are in different sessions")
+        with self.link.placing:  # engines of a session may be built at the same time
+            state = self.link.state()
+            if self.name in state["engines"]:
+                raise BuildError(f"the session has an engine {self.name!r} already: give this one another name=")
+            near = devices_of(state, colocate_with.name) if colocate_with else []
+            avoid = devices_of(state, not_colocate_with.name) if not_colocate_with else []
+            devices = allot(self.link, count, near, avoid)
+            self.link.engine(self.name, {
+                "kind": self.KIND, "devices": [[d.placement, d.bundle] for d in devices],
+                "placements": sorted({d.placement for d in devices}), "broken": None,
+            })  # fmt: skip
+        return devices
+
+    def _spawn(self, target: str, args_of: Callable[[int], tuple[Any, ...]], devices: Sequence[Device], env: dict[str, str]) -> None:  # fmt: skip
+        """Start the workers and record them; on failure nothing of them stays."""
+        import ray
+
+        try:
+            self._actors = [
+                spawn_host(self.link, self.name, i, target, args_of(i), env, actor_options(device))
+                for i, device in enumerate(devices)
+            ]
+            pids = ray.get([a.pid.remote() for a in self._actors], timeout=180)
+        except BaseException:
+            self._discard()
+            raise
+        names = [actor_name(self.link.name, self.name, i) for i in range(len(self._actors))]
+        self.link.engine(self.name, {"actors": names, "pids": dict(zip(names, pids, strict=True))})
+
+    def _discard(self) -> None:
+        import ray
+
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+        self.link.engine(self.name, None)
+
+    def _adopt(self, record: dict[str, Any]) -> None:
+        """Hold the workers of a record (a kernel that came back)."""
+        import ray
+
+        self._actors = [ray.get_actor(name) for name in record["actors"]]
+        self._info = dict(record["info"])
+
+
+def shared(value: Any) -> Any:
+    """Put a large value into shared memory once, to be read by every worker without a copy of arrays."""
+    if estimated_bytes(value) < PUT_BYTES:
+        return value
+    import ray
+
+    return ray.put(value)
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,182 @@
+"""`InferenceEngine`: replicas that generate, and balance the work between themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rlbench.data import GenerateJob, Prompt, Rollouts, as_prompts
+from rlbench.dispatch import views
+from rlbench.dispatch.link import Link
+from rlbench.dispatch.pending import Pending
+from rlbench.engines.base import Engine, cores
+from rlbench.engines.seeds import request_seeds
+from rlbench.errors import BuildError, DataError, nearest
+from rlbench.runtime import cluster
+
+TARGETS = {"vllm": "rlbench.workers.replica_vllm:VllmReplica", "hf": "rlbench.workers.replica_hf:HfReplica"}
+
+
+class InferenceEngine(Engine):
+    """Inference replicas of one model.
+
+    Args:
+        path: folder or hub id of the model.
+        executor: `"vllm"`, or `"hf"` (transformers generate) where vLLM cannot be installed.
+        name: its role in the session.
+        seed: session seed, from which request seeds derive.
+        config: fields of `ReplicaConfig`: dtype, kv_cache_bytes, max_model_len, max_num_seqs, …
+    """
+
+    KIND = "inference"
+    PARTS = ("weights", "kv_cache")
+
+    def __init__(self, path: Any, executor: str = "vllm", *, name: str = "inference", seed: int = 0,
+                 link: Link | None = None, **config: Any) -> None:  # fmt: skip
+        if executor.lower() not in TARGETS:
+            raise BuildError(f"executor={executor!r}: InferenceEngine has {', '.join(TARGETS)}{nearest(executor, TARGETS)}")
+        super().__init__(name, link)
+        self.path = str(path)
+        self.executor = executor.lower()
+        self.seed = seed
+        self._config = config
+
+    @classmethod
+    def attach(cls, link: Link, name: str, record: dict[str, Any], seed: int) -> InferenceEngine:
+        """Hold the replicas of a session that is already there."""
+        engine = cls(record["info"]["path"], record["info"]["executor"], name=name, seed=seed, link=link)
+        engine._adopt(record)
+        return engine
+
+    def build(
+        self, *, tensor_parallel_size: int = 1, data_parallel_size: int = -1, colocate_with: Engine | None = None,
+        not_colocate_with: Engine | None = None,
+    ) -> InferenceEngine:  # fmt: skip
+        """Start the replicas and load the model.
+
+        Args:
+            tensor_parallel_size: devices one replica is spread over.
+            data_parallel_size: number of replicas; -1: as many as there are GPUs for, and one on a host without
+                (replicas there would share the same cores).
+            colocate_with, not_colocate_with: engines whose devices to share, or to leave alone.
+
+        Raises:
+            BuildError: a wrong path, built already, more devices than there are, vLLM missing, …
+        """
+        from rlbench.engines.paths import check_model_path
+        from rlbench.workers.replica_config import ReplicaConfig
+
+        path = check_model_path(self.path)
+        joined = cluster.current()
+        replicas = data_parallel_size
+        if replicas == -1:
+            replicas = max(1, joined.gpus // max(1, tensor_parallel_size)) if joined.gpus else 1
+        devices = self._allot(tensor_parallel_size * replicas, colocate_with, not_colocate_with)
+        threads = max(1, cores() // replicas)
+        config = ReplicaConfig(path=path, tensor_parallel_size=tensor_parallel_size, **(
+            {"threads": threads, "seed": self.seed} | self._config))  # fmt: skip
+        self._spawn(TARGETS[self.executor], lambda i: (config,), devices[::tensor_parallel_size],
+                    {"OMP_NUM_THREADS": str(threads)})  # fmt: skip
+        try:
+            infos = self.call_all("build", what=f"{self.name}.build").result()
+        except BaseException:
+            self._discard()
+            raise
+        self._info = infos[0] | {"path": self.path, "executor": self.executor, "tensor_parallel_size": tensor_parallel_size}
+        self.link.engine(self.name, {"info": self._info, "methods": [], "state": self.status()})
+        return self
+
+    @property
+    def labels(self) -> list[str]:
+        return [f"replica {i}" for i in range(len(self._actors))]
+
+    def generate(
+        self, prompts: Any, sampling: dict[str, Any] | None = None, *, n: int | None = None, progress: bool = True,
+        **options: Any,
+    ) -> Rollouts:  # fmt: skip
+        """Generate completions; blocks, Ctrl-C raises `rb.Stopped` with the finished part.
+
+        Args:
+            prompts: texts, chats or token ids (see `rlbench.data.as_prompts`).
+            sampling: sampling options by vLLM's names (`temperature`, `top_p`, `max_tokens`, `stop`, `ignore_eos`, …);
+                the same as keywords.
+            n: completions per prompt (default 1).
+            progress: show a progress bar with tokens/s.
+
+        Returns:
+            `Rollouts`, in prompt order.
+        """
+        pending = self.submit_generate(prompts, {**(sampling or {}), **options}, n=n, progress=progress)
+        result: Rollouts = pending.blocking_result()
+        return result
+
+    def submit_generate(
+        self, prompts: Any, sampling: dict[str, Any], *, n: int | None = None, progress: bool = True,
+        number: int | None = None,
+    ) -> Pending:  # fmt: skip
+        """Submit a generate call and return its `Pending`. `number` is the rollout's, from which its seeds derive."""
+        self._need_built("generate")
+        asked: list[Prompt] = as_prompts(prompts)
+        samples = _samples(n, sampling)
+        rest = {k: v for k, v in sampling.items() if k != "n"}
+        if number is None:
+            number = int(self.link.state()["rollouts"]) + 1
+            self.link.set(rollouts=number)
+        replicas = len(self._actors)
+        job = GenerateJob([p.content for p in asked], samples, rest,
+                          request_seeds(self.seed, number, len(asked), samples), shared=replicas > 1)  # fmt: skip
+        view = views.make("generate", total=len(asked) * samples) if progress else None
+
+        def finish(parts: list[Any]) -> Rollouts:
+            merged = Rollouts.merge(asked, parts, rest, number)
+            if view is not None:
+                view.close(merged)
+            return merged
+
+        return self.call_all(
+            "generate", job, finish=finish, what=f"rollout {number}", observer=view,
+            queue_total=len(asked) * samples if replicas > 1 else 0, track=True,
+        )  # fmt: skip
+
+    def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Log-probs of given tokens: for each sequence a float32 array (length - 1,), of token t given those before."""
+        found = self.call_all("prompt_logprobs", [list(map(int, row)) for row in token_ids]).result()
+        return list(found[0])
+
+    def reload(self) -> dict[str, Any]:
+        """Load the weights again from the model's path, as version 0."""
+        info = self.call_all("reload").result()[0]
+        self.publish_state()
+        return dict(info)
+
+    def _after_state(self) -> None:
+        """Once the KV cache is back, prove the weights that were synced without it."""
+        record = self.link.state()["engines"][self.name]
+        proof = record.get("proof")
+        if proof is None or self.status()["kv_cache"] != "cuda":
+            return
+        from rlbench.engines.sync import check_proof
+
+        check_proof(proof, self.call_all("prompt_logprobs", proof["tokens"], what="weight sync: proof",
+                                         finish=list).result())  # fmt: skip
+        self.link.engine(self.name, {"proof": None})
+
+    def weight_versions(self) -> list[int]:
+        """The version each replica holds."""
+        return [int(s["version"]) for s in self.control("status")]
+
+    def __repr__(self) -> str:
+        where = f"{self.world_size} replicas, {self.device()}" if self.built else "not built"
+        return f"InferenceEngine({self.name!r}, {self.executor}, {self.path!r}, {where})"
+
+
+def _samples(n: int | None, sampling: dict[str, Any]) -> int:
+    inside = sampling.get("n")
+    if n is not None and inside is not None and n != inside:
+        raise DataError(f"n={n}, but sampling says n={inside}: give it once")
+    samples = n if n is not None else inside if inside is not None else 1
+    if not isinstance(samples, int) or isinstance(samples, bool) or samples < 1:
+        raise DataError(f"n={samples!r}: at least one completion per prompt is needed")
+    return samples

@@ -1,0 +1,165 @@
+"""`TrainEngine`: runs the methods of a user's module on one actor per rank."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from rlbench.dispatch.link import Link
+from rlbench.dispatch.pending import Pending
+from rlbench.engines.base import Engine, cores
+from rlbench.engines.methods import proxy
+from rlbench.engines.parallel import NeedParallel, estimated_bytes, split_call
+from rlbench.errors import BuildError, MethodError, nearest
+from rlbench.runtime import cluster
+
+if TYPE_CHECKING:
+    from rlbench.engines.inference import InferenceEngine
+
+EXECUTORS = ("fsdp2",)
+WARN_BYTES = 4 << 20
+
+
+class TrainEngine(Engine):
+    """Training ranks around one module.
+
+    Args:
+        module: an instance of an `rb.nn` base, created on meta (`accelerate.init_empty_weights`, `rb.device("meta")`).
+        executor: `"fsdp2"`.
+        name: its role in the session.
+    """
+
+    KIND = "train"
+    PARTS = ("weights", "optimizer")
+
+    def __init__(self, module: Any, executor: str = "fsdp2", *, name: str = "actor", link: Link | None = None,
+                 **config: Any) -> None:  # fmt: skip
+        if executor.lower() not in EXECUTORS:
+            raise BuildError(f"executor={executor!r}: TrainEngine has {', '.join(EXECUTORS)}{nearest(executor, EXECUTORS)}")
+        super().__init__(name, link)
+        self._module = module
+        self._config = config
+        self._methods: dict[str, Any] = {}
+        if module is not None:
+            from rlbench.nn import check_module
+
+            check_module(module)
+
+    @classmethod
+    def attach(cls, link: Link, name: str, record: dict[str, Any]) -> TrainEngine:
+        """Hold the ranks of a session that is already there."""
+        engine = cls(None, name=name, link=link)
+        engine._adopt(record)
+        engine._make_methods(record["methods"])
+        return engine
+
+    def build(
+        self, *, tensor_parallel_size: int = 1, data_parallel_size: int = -1, colocate_with: Engine | None = None,
+        not_colocate_with: Engine | None = None,
+    ) -> TrainEngine:  # fmt: skip
+        """Start the ranks, materialise the module on them and shard it.
+
+        Args:
+            tensor_parallel_size: ranks the parameters are sharded over (data is split over them as well).
+            data_parallel_size: replicas of that; -1: as many as the devices allow.
+            colocate_with: an engine whose devices to share; it may have another size.
+            not_colocate_with: an engine whose devices to leave alone.
+
+        Raises:
+            BuildError: built already, more ranks than devices, weights that do not fit the module, …
+        """
+        total = cluster.current().devices
+        replicas = max(1, total // max(1, tensor_parallel_size)) if data_parallel_size == -1 else data_parallel_size
+        world = tensor_parallel_size * replicas
+        devices = self._allot(world, colocate_with, not_colocate_with)
+        from rlbench.workers.train_config import TrainConfig
+
+        config = TrainConfig(shard_size=tensor_parallel_size, **self._config)
+        threads = str(max(1, cores() // world))
+        self._spawn("rlbench.workers.train_rank:TrainRank", lambda rank: (rank, world, config), devices,
+                    {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads})  # fmt: skip
+        try:
+            master = self.call("rendezvous", [((), {})] * world, what=f"{self.name}.build").result()[0]
+            infos = self.call_all("build", pickled(self._module), master, what=f"{self.name}.build").result()
+        except BaseException:
+            self._discard()
+            raise
+        self._info = {k: v for k, v in infos[0].items() if k != "methods"} | {"shard_size": tensor_parallel_size}
+        self._make_methods(infos[0]["methods"])
+        self.link.engine(self.name, {"info": self._info, "methods": infos[0]["methods"], "state": self.status()})
+        return self
+
+    def run(self, fn: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        """Run `fn(*args, **kwargs)` on every rank; returns one result per rank.
+
+        Its globals on a rank are a namespace that stays: `module`, `strategy`, `rank`, `world_size`, and what earlier
+        functions put there. `NeedParallel` arguments are split.
+        """
+        self._need_built("run")
+        calls = [((pickled(fn), a, k), {}) for a, k in split_call(args, kwargs, self.world_size)]
+        return list(self.call("run", calls, what=f"{self.name}.run").blocking_result())
+
+    def p2p_weight_sync(self, infer: InferenceEngine) -> dict[str, Any]:
+        """Send the weights to the replicas of `infer`; ends with equal versions and equal log-probs on a probe."""
+        from rlbench.engines.sync import sync_weights
+
+        return sync_weights(self, infer).blocking_result()
+
+    def methods(self) -> list[str]:
+        """Names of the callable methods of the user's module."""
+        return list(self._methods)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        methods = self.__dict__.get("_methods", {})
+        if name in methods:
+            return methods[name]
+        if not self.__dict__.get("_actors"):
+            raise MethodError(f"{name!r}: the engine is not built; call build(…) first, its module's methods come with it")
+        raise MethodError(
+            f"the module of engine {self.name!r} has no method {name!r}{nearest(name, [*methods, *_verbs()])}; "
+            f"it has {', '.join(methods)}"
+        )
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self._methods})
+
+    def __repr__(self) -> str:
+        where = f"{self.world_size} ranks, {self.device()}" if self.built else "not built"
+        return f"TrainEngine({self.name!r}, fsdp2, {where})"
+
+    def _make_methods(self, infos: list[dict[str, Any]]) -> None:
+        self._methods = {info["name"]: proxy(info, self._caller(info["name"])) for info in infos}
+
+    def _caller(self, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> list[Any]:
+            return list(self._user_call(name, args, kwargs).blocking_result())
+
+        return call
+
+    def _user_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending:
+        weight = estimated_bytes([args, kwargs])
+        if weight > WARN_BYTES:
+            warnings.warn(
+                f"the arguments of {self.name}.{name} weigh about {weight >> 20} MiB and are copied to the ranks: send "
+                "a path and read the data in a method of your module, or mark rows with NeedParallel", stacklevel=4)
+        calls = [((name, a, k), {}) for a, k in split_call(args, kwargs, self.world_size)]
+        return self.call("call_method", calls, what=f"{self.name}.{name}")
+
+
+def pickled(value: Any) -> bytes:
+    """`value` by cloudpickle: functions and classes of a notebook go by value."""
+    import cloudpickle
+
+    return bytes(cloudpickle.dumps(value))
+
+
+def content_hash(blob: bytes) -> str:
+    """Short identity of a pickled function."""
+    return hashlib.sha256(blob).hexdigest()[:12]
+
+
+def _verbs() -> list[str]:
+    return [name for name in dir(TrainEngine) if not name.startswith("_")]

@@ -1,0 +1,82 @@
+"""Every error rlbench raises on purpose: what was wrong, what was seen, and the call that mends it.
+
+The only module that all rooms may import; standard library alone. `RLBenchError` shows as one block in a notebook:
+its message carries the mend, so a stack trace through our own frames adds nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+
+class RLBenchError(Exception):
+    """Base of all errors raised on purpose; engines stay usable unless the message says otherwise."""
+
+
+class ClusterError(RLBenchError):
+    """The Ray cluster could not be started, found or joined."""
+
+
+class SessionError(RLBenchError):
+    """A session is missing, closed, driven by somebody else, or already there."""
+
+
+class BuildError(RLBenchError):
+    """An engine could not be built, or was built twice."""
+
+
+class DataError(RLBenchError):
+    """Prompts, rollouts or batches that cannot be used as given."""
+
+
+class EngineError(RLBenchError):
+    """An engine refused or failed a call."""
+
+
+class StateError(EngineError):
+    """The engine's device state forbids the call; the message names the call that mends it."""
+
+
+class MethodError(EngineError, AttributeError):
+    """No such method on the user's module."""
+
+
+class WeightSyncError(EngineError):
+    """Weights did not arrive, or did not arrive right."""
+
+
+class WorkerDied(EngineError):
+    """A worker process ended; the message says which one, why, and what to do."""
+
+
+class CallDropped(EngineError):
+    """Not all ranks received a call in time, so none executed it."""
+
+
+class RemoteError(EngineError):
+    """The user's own code raised on a worker; `remote_traceback` holds its frames."""
+
+    remote_traceback: str = ""
+
+
+class LossError(RLBenchError):
+    """A loss function gave something that cannot be trained on."""
+
+
+class Stopped(KeyboardInterrupt):
+    """A verb was interrupted. `.partial` holds what there was when it stopped (None where nothing was finished).
+
+    A KeyboardInterrupt, so that loops and Run All stop too.
+    """
+
+    def __init__(self, message: str = "stopped", partial: Any = None) -> None:
+        super().__init__(message)
+        self.partial = partial
+
+
+def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
+    """Return `"; nearest: a, b"` for the known names that look like `name`, or an empty string."""
+    found = difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
+    return f"; nearest: {', '.join(found)}" if found else ""

@@ -1,0 +1,1 @@
+"""The session's state, telemetry and control: what outlives the kernel."""

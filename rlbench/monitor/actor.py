@@ -1,0 +1,160 @@
+"""The monitor: one detached actor per session that owns what must outlive the kernel.
+
+It holds config, engines, versions, step, history, the driver's lease and the latest memory samples; widgets and panel
+read it. It imports no torch, restarts by itself and finds its state in its journal.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import threading
+import time
+from typing import Any
+
+import ray
+
+from rlbench.dispatch.protocol import actor_name
+from rlbench.errors import SessionError
+from rlbench.monitor import state as states
+from rlbench.runtime import processes, registry
+
+SAMPLE_INTERVAL_S = 0.5
+SAMPLES_KEPT = 1200
+SCRIPT_LEASE_S = 30.0
+NOTEBOOK_LEASE_S = 8 * 3600.0
+
+
+class Monitor:
+    """State of session `name` on cluster `cluster_id`."""
+
+    def __init__(self, name: str, cluster_id: str) -> None:
+        self._name, self._cluster = name, cluster_id
+        self._journal = states.Journal(registry.journal_file(name))
+        self._state = self._journal.replay(states.initial(name))
+        self._lock = threading.RLock()
+        self._last_beat = time.monotonic()
+        self._running: dict[str, str] = {}
+        self._samples: collections.deque[dict[str, Any]] = collections.deque(maxlen=SAMPLES_KEPT)
+        self._describe_on_disk()
+        threading.Thread(target=self._keep, daemon=True).start()
+
+    def state(self) -> states.State:
+        """The whole state, with what is not journalled: running calls, the age of the driver's last sign."""
+        with self._lock:
+            return self._state | {
+                "running": dict(self._running), "driver_age_s": time.monotonic() - self._last_beat, "pid": os.getpid(),
+            }  # fmt: skip
+
+    def apply(self, epoch: int, *events: states.Event) -> None:
+        """Journal and apply events of the driver of `epoch`; refuses an older driver."""
+        with self._lock:
+            if epoch < self._state["epoch"]:
+                raise SessionError(f"another notebook drives session {self._name!r} now")
+            for event in events:
+                self._journal.append(event)
+                self._state = states.reduce(self._state, event)
+            self._last_beat = time.monotonic()
+
+    def drive(self, driver: dict[str, Any], take_over: bool) -> int:
+        """Grant the driver's lease; returns its epoch.
+
+        Raises SessionError naming the present driver while that lives (`take_over=True` replaces it).
+        """
+        with self._lock:
+            present = self._state["driver"]
+            if present is not None and present["id"] != driver["id"] and not take_over and _alive(present):
+                raise SessionError(
+                    f"session {self._name!r} is driven by pid {present['pid']} ({present['mode']}); "
+                    "rb.attach(name, take_over=True) takes it over"
+                )
+            epoch = int(self._state["epoch"]) + 1
+            event = {"do": "drive", "epoch": epoch, "driver": driver}
+            self._journal.append(event)
+            self._state = states.reduce(self._state, event)
+            self._last_beat = time.monotonic()
+            self._running.clear()
+        for actor in self._actors():
+            actor.adopt.remote(epoch)
+        return epoch
+
+    def beat(self, epoch: int) -> bool:
+        """The driver lives; False tells it that it no longer drives."""
+        with self._lock:
+            if epoch < self._state["epoch"]:
+                return False
+            self._last_beat = time.monotonic()
+            return True
+
+    def begin(self, call_id: str, what: str) -> None:
+        """A call was submitted: a running call is not idle."""
+        self._running[call_id] = what
+        self._last_beat = time.monotonic()
+
+    def end(self, call_id: str) -> None:
+        """A call's result reached the driver."""
+        self._running.pop(call_id, None)
+        self._last_beat = time.monotonic()
+
+    def samples(self, since: float = 0.0) -> list[dict[str, Any]]:
+        """Memory samples newer than `since` (Unix seconds): resident bytes per actor."""
+        return [s for s in self._samples if s["time"] > since]
+
+    def close(self) -> None:
+        """End the session: its workers, its devices, its files, then this process."""
+        for actor in self._actors():
+            ray.kill(actor)
+        for placement in {p for e in self._state["engines"].values() for p in e.get("placements", [])}:
+            _remove_placement(placement)
+        registry.session_file(self._name).unlink(missing_ok=True)
+        self._journal.remove()
+        threading.Timer(0.1, lambda: ray.kill(ray.get_actor(actor_name(self._name, "monitor")))).start()
+
+    def _actors(self) -> list[Any]:
+        found = []
+        for engine in self._state["engines"].values():
+            for name in engine.get("actors", []):
+                try:
+                    found.append(ray.get_actor(name))
+                except ValueError:
+                    continue  # died, or not born yet: nothing to tell it
+        return found
+
+    def _keep(self) -> None:
+        """Sample memory and watch the lease until the process ends."""
+        while True:
+            time.sleep(SAMPLE_INTERVAL_S)
+            pids = {n: p for e in self._state["engines"].values() for n, p in e.get("pids", {}).items()}
+            resident = {name: processes.resident_bytes(pid) for name, pid in pids.items()}
+            self._samples.append({"time": time.time(), "resident": {k: v for k, v in resident.items() if v is not None}})
+            if self._lease_over():
+                self.close()
+                return
+
+    def _lease_over(self) -> bool:
+        driver = self._state["driver"]
+        if driver is None:
+            return time.monotonic() - self._last_beat > SCRIPT_LEASE_S
+        idle = time.monotonic() - self._last_beat
+        if driver["mode"] == "script":
+            return idle > SCRIPT_LEASE_S and not _alive(driver)
+        return idle > driver.get("lease_s", NOTEBOOK_LEASE_S) and not self._running
+
+    def _describe_on_disk(self) -> None:
+        registry.write_json(registry.session_file(self._name), {
+            "name": self._name, "cluster": self._cluster, "pid": os.getpid(), "node": ray.get_runtime_context().get_node_id(),
+            "epoch": self._state["epoch"],
+        })  # fmt: skip
+
+
+def _alive(driver: dict[str, Any]) -> bool:
+    return processes.is_same(driver["pid"], driver["started"])
+
+
+def _remove_placement(name: str) -> None:
+    try:
+        ray.util.remove_placement_group(ray.util.get_placement_group(name))
+    except ValueError:
+        return  # already gone
+
+

@@ -1,0 +1,5 @@
+"""How things look in a cell. `install()` registers formatters and progress views; the rooms below need not know."""
+
+from rlbench.notebook.formatters import install
+
+__all__ = ["install"]

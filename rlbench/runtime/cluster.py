@@ -1,0 +1,248 @@
+"""Start, find, join and leave the Ray cluster; the one place that calls `ray.init`.
+
+`init()` finds the cluster this user already runs, or starts one below a guard; it can be called again at any time.
+`init(address=…)` joins a cluster that others run, which we never stop.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from rlbench.errors import ClusterError
+from rlbench.runtime import guard, processes, registry
+from rlbench.runtime.devices import default_devices, gpu_count
+
+NAMESPACE = "rlbench"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A joined cluster; as a context manager it shuts down at the end. `id` is empty where others run it."""
+
+    address: str
+    devices: int
+    gpus: int
+    id: str = ""
+
+    @property
+    def ours(self) -> bool:
+        """True where our guard runs it."""
+        return bool(self.id)
+
+    @property
+    def shm_prefix(self) -> str:
+        """Start of the names of our shared-memory files on this cluster."""
+        return f"rlb-{self.id or 'joined'}-"
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        shutdown()
+
+    def __repr__(self) -> str:
+        kind = f"{self.gpus} GPU{'s' if self.gpus != 1 else ''}" if self.gpus else f"{self.devices} CPU device slots"
+        return f"Cluster({self.address}, {kind}{'' if self.ours else ', run by others'})"
+
+
+_joined: Cluster | None = None
+_at_shutdown: list[Any] = []
+
+
+def init(address: str | None = None, devices: int | None = None) -> Cluster:
+    """Join the cluster: ours (started if need be), or the one at `address`.
+
+    Args:
+        address: `host:port` of a Ray cluster that others run; None for our own.
+        devices: device slots of our own cluster on a host without a GPU (default: the cores). Counts when a cluster
+            is started; asking a running one for another number raises.
+
+    Returns:
+        The joined `Cluster`; the same one when called again.
+
+    Raises:
+        ClusterError: Ray was initialised some other way, nothing answers at `address`, or Ray does not start.
+    """
+    global _joined
+    if devices is not None and devices < 1:
+        raise ClusterError(f"devices={devices}: at least one device slot is needed")
+    if _joined is not None and _still_joined():
+        return _same(_joined, address, devices)
+    _refuse_foreign_ray()
+    if address is not None:
+        _joined = _join_other(address)
+    else:
+        with registry.locked():
+            record = _find_ours() or _start(devices)
+        _joined = _same(_join_ours(record), None, devices)
+    return _joined
+
+
+def current() -> Cluster:
+    """The joined cluster, joining our own first where none is."""
+    return _joined if _joined is not None and _still_joined() else init()
+
+
+def is_joined() -> bool:
+    """True when this process is connected to a cluster."""
+    return _joined is not None and _still_joined()
+
+
+def on_shutdown(action: Any) -> None:
+    """Run `action()` at the start of the next `shutdown()`; how engines of this process get closed first."""
+    _at_shutdown.append(action)
+
+
+def shutdown() -> None:
+    """Leave the cluster, after closing the engines this process built; end it when it is ours and empty.
+
+    Named sessions keep it (and their weights) alive: `session.close()` ends one. Safe to call twice.
+    """
+    global _joined
+    if _joined is None:
+        record = registry.read_cluster()
+        if record is not None and guard_alive(record) and not registry.live_sessions(record.id):
+            stop_cluster(record)
+        return
+    while _at_shutdown:
+        _at_shutdown.pop()()
+    leaving, _joined = _joined, None
+    import ray
+
+    ray.shutdown()
+    record = registry.read_cluster()
+    if leaving.ours and record is not None and record.id == leaving.id and not registry.live_sessions(leaving.id):
+        stop_cluster(record)
+
+
+def stop_cluster(record: registry.ClusterRecord) -> None:
+    """End our cluster with everything on it, and wait until it is gone."""
+    with registry.locked():
+        if guard_alive(record):
+            os.kill(record.guard_pid, 15)
+            deadline = time.monotonic() + 20.0
+            while guard_alive(record) and time.monotonic() < deadline:
+                time.sleep(0.05)
+        if processes.session_members(record.ray_session) or registry.read_cluster() == record:
+            guard.clean_up(record.id, record.ray_session, record.temp_dir)
+
+
+def guard_alive(record: registry.ClusterRecord) -> bool:
+    """True while the guard of this cluster runs."""
+    return processes.is_same(record.guard_pid, record.guard_start)
+
+
+def resources() -> dict[str, Any]:
+    """What the joined cluster has: address, devices, GPUs, nodes, and what Ray has free now."""
+    import ray
+
+    cluster = current()
+    return {
+        "address": cluster.address, "ours": cluster.ours, "devices": cluster.devices, "gpus": cluster.gpus,
+        "nodes": sum(node["Alive"] for node in ray.nodes()),
+        "total": ray.cluster_resources(), "available": ray.available_resources(),
+        "sessions": [s["name"] for s in registry.live_sessions(cluster.id or None)],
+    }  # fmt: skip
+
+
+def _same(cluster: Cluster, address: str | None, devices: int | None) -> Cluster:
+    if address is not None and address != cluster.address:
+        raise ClusterError(
+            f"this process is on the cluster at {cluster.address}; call rb.shutdown() before joining {address}"
+        )
+    if devices is not None and devices != cluster.devices:
+        raise ClusterError(
+            f"the running cluster has {cluster.devices} devices, not {devices}; end its sessions and call "
+            f"rb.shutdown(), then rb.init(devices={devices})"
+        )
+    return cluster
+
+
+def _still_joined() -> bool:
+    import ray
+
+    if not ray.is_initialized():
+        return False
+    if _joined is not None and _joined.ours and not guard.answers(_joined.address):
+        ray.shutdown()  # the cluster went away below us: let init() start afresh
+        return False
+    return True
+
+
+def _refuse_foreign_ray() -> None:
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        raise ClusterError(
+            "Ray is already initialised in this process by something else. Call ray.shutdown() first, or "
+            "rb.init(address=…) before anything else initialises Ray, to share that cluster"
+        )
+
+
+def _find_ours() -> registry.ClusterRecord | None:
+    record = registry.read_cluster()
+    if record is None:
+        return None
+    if guard_alive(record) and guard.answers(record.address):
+        return record
+    if guard_alive(record):  # its guard is ending it, or Ray broke: let it finish
+        stop_wait = time.monotonic() + 15.0
+        while guard_alive(record) and time.monotonic() < stop_wait:
+            time.sleep(0.1)
+    guard.clean_up(record.id, record.ray_session, record.temp_dir)
+    return None
+
+
+def _start(devices: int | None) -> registry.ClusterRecord:
+    cluster_id = secrets.token_hex(4)
+    log = registry.state_dir() / "guard.log"
+    with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
+        started = subprocess.Popen(
+            [sys.executable, "-m", "rlbench.runtime.guard", cluster_id, str(devices or default_devices()),
+             str(gpu_count())],
+            start_new_session=True, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+        )  # fmt: skip
+    deadline = time.monotonic() + guard.START_LIMIT_S
+    while time.monotonic() < deadline:
+        record = registry.read_cluster()
+        if record is not None and record.id == cluster_id:
+            return record
+        if started.poll() is not None:
+            break
+        time.sleep(0.05)
+    started.terminate()
+    said = log.read_text(errors="replace").strip().splitlines()[-5:]
+    raise ClusterError("Ray did not start; the last lines of " + str(log) + ":\n  " + "\n  ".join(said))
+
+
+def _join_ours(record: registry.ClusterRecord) -> Cluster:
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN_PATH"] = record.token_path
+    _ray_init(record.address)
+    return Cluster(record.address, record.devices, record.gpus, record.id)
+
+
+def _join_other(address: str) -> Cluster:
+    if not guard.answers(address, 2.0):
+        raise ClusterError(f"nothing answers at {address}: check the address, or rb.init() for a cluster of your own")
+    _ray_init(address)
+    import ray
+
+    total = ray.cluster_resources()
+    gpus = int(total.get("GPU", 0))
+    return Cluster(address, gpus or int(total.get("CPU", 1)), gpus)
+
+
+def _ray_init(address: str) -> None:
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray
+
+    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR,
+             configure_logging=True)  # fmt: skip

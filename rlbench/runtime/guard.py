@@ -1,0 +1,139 @@
+"""The guard: a small process of its own that starts Ray, watches it, and leaves nothing behind.
+
+`ray.init()` clusters die with the kernel and a plain `ray start` with the kernel's process group; this process is in
+neither. It starts `ray start --head --block` in a process session of its own, publishes `cluster.json` when Ray
+answers, and ends the whole session (by session id: never `ray stop`, which ends every Ray of the machine) when it is
+told to (SIGTERM), when Ray breaks, or when no session has lived on the cluster for ten minutes.
+
+    python -m rlbench.runtime.guard CLUSTER_ID DEVICES GPUS
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rlbench.runtime import processes, registry
+
+IDLE_LIMIT_S = 600.0
+START_LIMIT_S = 90.0
+
+
+def main(argv: list[str]) -> int:
+    """Run one cluster from start to end; returns the exit status."""
+    cluster_id, devices, gpus = argv[0], int(argv[1]), int(argv[2])
+    wanted_end: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: wanted_end.append(number))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    temp_dir = tempfile.mkdtemp(prefix="rlb-")  # short: Ray puts unix sockets below it (107 characters at most)
+    ray: subprocess.Popen[bytes] | None = None
+    try:
+        port = free_port()
+        ray = subprocess.Popen(ray_command(port, temp_dir, devices, gpus), env=ray_environment(),
+                               start_new_session=True, stdin=subprocess.DEVNULL)
+        if not _wait_for_port(port, ray, wanted_end):
+            return 1
+        started = processes.start_time(os.getpid())
+        assert started is not None
+        registry.write_cluster(registry.ClusterRecord(
+            id=cluster_id, address=f"127.0.0.1:{port}", guard_pid=os.getpid(), guard_start=started,
+            ray_session=ray.pid, temp_dir=temp_dir, token_path=str(registry.token_file()), devices=devices, gpus=gpus,
+        ))
+        reason = _watch(cluster_id, ray, wanted_end)
+        print(f"guard: ending cluster {cluster_id}: {reason}", flush=True)
+        return 0
+    finally:
+        if ray is not None:
+            clean_up(cluster_id, ray.pid, temp_dir)
+        else:
+            shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+def ray_command(port: int, temp_dir: str, devices: int, gpus: int) -> list[str]:
+    """The command line that starts our head node, with ports of its own and a bounded object store."""
+    return [
+        sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}",
+        "--node-ip-address=127.0.0.1", f"--temp-dir={temp_dir}", f"--num-cpus={devices}", f"--num-gpus={gpus}",
+        f"--object-store-memory={object_store_bytes()}", "--include-dashboard=false", "--disable-usage-stats",
+        "--dashboard-agent-listen-port=0", "--min-worker-port=0", "--max-worker-port=0",
+    ]  # fmt: skip
+
+
+def ray_environment() -> dict[str, str]:
+    """Environment for Ray's processes: token authentication, and none of the notebook's process identity."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("JPY_", "RAY_"))}
+    return env | {
+        "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(registry.token_file()), "RAY_enable_metrics_collection": "0",
+    }  # fmt: skip
+
+
+def object_store_bytes() -> int:
+    """Room for rollouts and batches: at most 4 GiB and at most a third of free shared memory (weights go there too)."""
+    stat = os.statvfs("/dev/shm")
+    return max(128 << 20, min(4 << 30, stat.f_bavail * stat.f_frsize // 3))
+
+
+def free_port() -> int:
+    """A TCP port free on loopback now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def answers(address: str, timeout_s: float = 0.2) -> bool:
+    """True when something accepts connections at `host:port`; attaching to a dead Ray address would hang."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout_s).close()
+    except OSError:
+        return False
+    return True
+
+
+def clean_up(cluster_id: str, ray_session: int, temp_dir: str) -> None:
+    """End all of a cluster and remove what it left: processes, temp folder, our shared memory files, records."""
+    processes.end_session(ray_session)
+    shutil.rmtree(temp_dir, ignore_errors=True)
+    for path in Path("/dev/shm").glob(f"rlb-{cluster_id}-*"):
+        path.unlink(missing_ok=True)
+    registry.forget_cluster(cluster_id)
+
+
+def _wait_for_port(port: int, ray: subprocess.Popen[bytes], wanted_end: list[int]) -> bool:
+    deadline = time.monotonic() + START_LIMIT_S
+    while time.monotonic() < deadline and not wanted_end:
+        if ray.poll() is not None:
+            print(f"guard: `ray start` ended with status {ray.returncode} before it answered", flush=True)
+            return False
+        if answers(f"127.0.0.1:{port}"):
+            return True
+        time.sleep(0.05)
+    print("guard: Ray did not answer in time", flush=True)
+    return False
+
+
+def _watch(cluster_id: str, ray: subprocess.Popen[bytes], wanted_end: list[int]) -> str:
+    idle_since = time.monotonic()
+    while True:
+        if wanted_end:
+            return "asked to"
+        if ray.poll() is not None:
+            return f"Ray ended with status {ray.returncode}"
+        if registry.live_sessions(cluster_id):
+            idle_since = time.monotonic()
+        if time.monotonic() - idle_since > IDLE_LIMIT_S:
+            return "no session for ten minutes"
+        with contextlib.suppress(InterruptedError):
+            time.sleep(0.2)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,66 @@
+"""Processes by identity: is this pid still the process we meant, and end all of one process session.
+
+Standard library alone, /proc based. Never matches command lines: some of Ray's agents hide theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+
+def start_time(pid: int) -> float | None:
+    """Clock ticks after boot at which `pid` started; None where there is no such process or it is a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] == "Z" else float(fields[19])
+
+
+def is_same(pid: int, started: float) -> bool:
+    """True while the process that had `pid` at `started` lives; a later process with its number is another one."""
+    return start_time(pid) == started
+
+
+def session_members(session_id: int) -> list[int]:
+    """Pids of the live processes whose process session is `session_id`."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and start_time(int(entry)) is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if os.getsid(int(entry)) == session_id:
+                    found.append(int(entry))
+    return found
+
+
+def end_session(session_id: int, grace_s: float = 1.0) -> None:
+    """End every process of one process session: SIGTERM, then SIGKILL to what is left after `grace_s`."""
+    if session_id <= 1 or session_id == os.getsid(0):
+        raise ValueError(f"refusing to end process session {session_id}: it is not one we started")
+    _signal_all(session_id, signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    while session_members(session_id) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    while members := session_members(session_id):
+        _signal_all(session_id, signal.SIGKILL)
+        time.sleep(0.05)
+        if time.monotonic() > deadline + 10.0:
+            raise RuntimeError(f"processes {members} of session {session_id} do not end on SIGKILL")
+
+
+def _signal_all(session_id: int, number: int) -> None:
+    for pid in session_members(session_id):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def resident_bytes(pid: int) -> int | None:
+    """Resident memory of `pid` in bytes; None where it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (FileNotFoundError, ProcessLookupError):
+        return None

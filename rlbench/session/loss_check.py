@@ -1,0 +1,133 @@
+"""A loss is tried on two sequences in the kernel before it goes to the ranks: the mistake shows where it was typed."""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlbench.data import TrainBatch
+from rlbench.errors import LossError
+
+
+@dataclass(frozen=True)
+class ShippedLoss:
+    """A loss on its way to the ranks: cloudpickled, with its name and the hash that identifies it in the records."""
+
+    name: str
+    blob: bytes
+    hash: str
+    needs_reference: bool
+
+
+def ship(loss: Any, batch: TrainBatch) -> ShippedLoss:
+    """Resolve, try and pickle a loss.
+
+    Args:
+        loss: a name (`"grpo"`), a loss value (`rb.rl.grpo(clip_high=.28)`), or any function
+            `(LossInputs) -> (per_token, metrics)`.
+        batch: the batch it will be used on; two of its sequences serve as the trial.
+
+    Raises:
+        LossError: it raised, gave the wrong shape or type, was not finite, or gives the log-probs no gradient.
+    """
+    import cloudpickle
+
+    from rlbench.rl.losses import resolve
+
+    resolved = resolve(loss)
+    name = loss if isinstance(loss, str) else getattr(resolved, "__name__", None) or repr(resolved)
+    try_loss(resolved, name, batch)
+    blob = bytes(cloudpickle.dumps(resolved))
+    return ShippedLoss(name, blob, hashlib.sha256(blob).hexdigest()[:12], bool(getattr(resolved, "needs_reference", False)))
+
+
+def try_loss(loss: Callable[..., Any], name: str, batch: TrainBatch) -> None:
+    """Call `loss` on two sequences of `batch` and check what it gives."""
+    import torch
+
+    inputs = trial_inputs(batch)
+    shape = tuple(inputs.logprobs.shape)
+    try:
+        given = loss(inputs)
+    except LossError:
+        raise
+    except Exception as error:
+        raise LossError(
+            f"`{name}` raised {type(error).__name__}: {error}\n{_where(error)}  Engines are untouched."
+        ) from None
+    if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], dict)):
+        raise LossError(
+            f"`{name}` gave {type(given).__name__}, wanted (per_token, metrics): a tensor {shape} and a dict. "
+            "Engines are untouched."
+        )
+    per_token, metrics = given
+    if not torch.is_tensor(per_token) or tuple(per_token.shape) != shape:
+        seen = tuple(per_token.shape) if torch.is_tensor(per_token) else type(per_token).__name__
+        raise LossError(
+            f"`{name}` gave per-token shape {seen}, wanted {shape}, the shape of inputs.logprobs.\n"
+            "  Engines are untouched. Return one value per token; aggregation is done for you."
+        )
+    if not torch.isfinite(per_token[inputs.mask]).all():
+        raise LossError(f"`{name}` gave NaN or infinity on trained tokens. Engines are untouched.")
+    for key, value in metrics.items():
+        if not isinstance(key, str) or not (isinstance(value, int | float) or torch.is_tensor(value)):
+            raise LossError(f"`{name}`: metric {key!r} is {type(value).__name__}; wanted numbers or tensors by name")
+    _need_gradient(per_token, inputs, name)
+
+
+def trial_inputs(batch: TrainBatch) -> Any:
+    """`LossInputs` of the two shortest sequences, with log-probs a little off the sampler's, so that ratios are not 1."""
+    import torch
+
+    from rlbench.rl.types import LossInputs
+
+    rows = np.argsort(batch.response_lengths, kind="stable")[:2]
+    part = batch.rows(rows)
+    width = int(part.response_lengths.max())
+
+    def padded(values: np.ndarray) -> torch.Tensor:
+        out = torch.zeros(len(part), width)
+        for i, row in enumerate(part.responses.with_values(values)):
+            out[i, : len(row)] = torch.as_tensor(np.array(row, np.float32))
+        return out
+
+    sampler = padded(part.sampler_logprobs)
+    generator = torch.Generator().manual_seed(0)
+    logprobs = (sampler + 0.01 * torch.randn(sampler.shape, generator=generator)).requires_grad_()
+    return LossInputs(
+        logprobs=logprobs, old_logprobs=sampler.clone(), sampler_logprobs=sampler,
+        ref_logprobs=sampler.clone(), advantages=padded(part.advantages),
+        mask=padded(part.mask.astype(np.float32)).bool(),
+        entropy=torch.rand(sampler.shape, generator=generator).requires_grad_(),
+    )  # fmt: skip
+
+
+def _need_gradient(per_token: Any, inputs: Any, name: str) -> None:
+    import torch
+
+    reached = (None,)
+    if per_token.requires_grad:
+        reached = torch.autograd.grad(per_token[inputs.mask].sum(), [inputs.logprobs], allow_unused=True)
+    if reached[0] is None:
+        raise LossError(
+            f"`{name}` gives the log-probs no gradient (did it detach them, or use old_logprobs alone?). "
+            "Engines are untouched."
+        )
+    if not torch.isfinite(reached[0]).all():
+        raise LossError(f"the gradient of `{name}` with respect to the log-probs is not finite. Engines are untouched.")
+
+
+def _where(error: BaseException) -> str:
+    """The line of the user's code that raised."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/rlbench/session/" not in f.filename]
+    if not frames:
+        return ""
+    last = frames[-1]
+    line = last.line or linecache.getline(last.filename, last.lineno or 0).strip()
+    return f"  {last.name}, line {last.lineno}:   {line}\n"

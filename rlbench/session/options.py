@@ -1,0 +1,54 @@
+"""What a session is asked for, checked before anything is started."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlbench.errors import SessionError, nearest
+
+TRAIN_SIZES = ("tensor_parallel_size", "data_parallel_size")
+INFERENCE_SIZES = ("tensor_parallel_size", "data_parallel_size")
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """A session's settings, as kept by its monitor.
+
+    `train`: `tensor_parallel_size`, `data_parallel_size`, and fields of the policy's options (`lr`, `betas`,
+    `weight_decay`, `max_norm`, `dtype`, `token_budget`). `inference`: sizes, `executor`, and fields of `ReplicaConfig`.
+    `reference`: None, or the model of a frozen reference policy.
+    """
+
+    model: str
+    path: str
+    seed: int = 0
+    train: dict[str, Any] = field(default_factory=dict)
+    inference: dict[str, Any] = field(default_factory=dict)
+    reference: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """For the monitor."""
+        return dataclasses.asdict(self)
+
+
+def checked(kind: str, given: Mapping[str, Any] | None, known: Mapping[str, Any] | set[str]) -> dict[str, Any]:
+    """The options of one engine; raises SessionError for a name nobody reads, with the nearest that is read."""
+    options = dict(given or {})
+    for name in options:
+        if name not in known:
+            raise SessionError(
+                f"{kind}: unknown option {name!r}{nearest(name, known)}; there are {', '.join(sorted(known))}"
+            )
+    return options
+
+
+def resolve_model(model: str) -> str:
+    """The folder or hub id behind a model's name: `"tiny"` is made on the spot (once; cached)."""
+    if model == "tiny":
+        from rlbench.tiny import ensure
+
+        return str(ensure())
+    return str(model)

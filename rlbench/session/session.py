@@ -1,0 +1,297 @@
+"""`rb.Session`: the workbench. Builds a train and an inference engine for one model; one verb per cell drives them.
+
+The session's state (step, versions, history, engine states) is at its monitor; this object holds handles and options.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+from rlbench.data import Rollouts, TrainBatch
+from rlbench.data.history import History
+from rlbench.data.metrics import Metrics
+from rlbench.dispatch.chain import Chain, Steps
+from rlbench.dispatch.link import Link
+from rlbench.engines import InferenceEngine, TrainEngine
+from rlbench.engines.base import Engine
+from rlbench.engines.paths import check_model_path
+from rlbench.engines.sync import sync_weights
+from rlbench.errors import SessionError, StateError, Stopped, nearest
+from rlbench.runtime import cluster, registry
+from rlbench.session import building, training
+from rlbench.session.evaluation import Evaluation, evaluate_steps
+from rlbench.session.facts import card_facts, text_card
+from rlbench.session.options import SessionOptions, resolve_model
+from rlbench.session.training import Anchors, StepOptions
+
+
+class Session:
+    """A model with its engines, driven cell by cell.
+
+    Args:
+        model: `"tiny"` (made on the spot), a folder, or a hub id.
+        name: a name to find it again with `rb.attach(name)`; default: made up.
+        train: sizes (`tensor_parallel_size`, `data_parallel_size`) and policy options (`lr`, `betas`, `weight_decay`,
+            `max_norm`, `dtype`).
+        inference: sizes, `executor` (`"vllm"`, `"hf"`) and replica options (`kv_cache_bytes`, `max_model_len`, …).
+        reference: True keeps the starting weights as a frozen reference policy for KL; or another model.
+        seed: of sampling; with the same seed and the same cells a session draws the same samples.
+
+    Raises:
+        SessionError, BuildError: naming what is wrong; nothing is left running.
+    """
+
+    def __init__(
+        self, model: str = "tiny", name: str | None = None, *, train: dict[str, Any] | None = None,
+        inference: dict[str, Any] | None = None, reference: bool | str | None = None, seed: int = 0,
+    ) -> None:  # fmt: skip
+        train_options, inference_options = building.check_options(train, inference)
+        path = check_model_path(resolve_model(model))
+        reference_path = path if reference is True else resolve_model(reference) if reference else None
+        self._options = SessionOptions(model, path, seed, train_options, inference_options, reference_path)
+        self._link = Link.create(name)
+        self.last: Any = None
+        self.anchors = Anchors()
+        self._tokenizer: Any = None
+        try:
+            self._engines = self._build()
+            self._link.set(config=self._options.to_json())
+        except BaseException:
+            self._link.close()
+            raise
+
+    @classmethod
+    def _attached(cls, link: Link) -> Session:
+        state = link.state()
+        session = cls.__new__(cls)
+        session._link = link
+        session._options = SessionOptions(**state["config"])
+        session.last, session._tokenizer, session.anchors = None, None, Anchors()
+        session._engines = {}
+        for name, record in state["engines"].items():
+            session._engines[name] = (
+                InferenceEngine.attach(link, name, record, session._options.seed)
+                if record["kind"] == "inference" else TrainEngine.attach(link, name, record)
+            )  # fmt: skip
+        return session
+
+    # -- what it is made of
+
+    @property
+    def name(self) -> str:
+        """The session's name."""
+        return self._link.name
+
+    @property
+    def train(self) -> TrainEngine:
+        """The engine of the policy being trained."""
+        return cast(TrainEngine, self._engines["actor"])
+
+    @property
+    def inference(self) -> InferenceEngine:
+        """The engine that generates."""
+        return cast(InferenceEngine, self._engines["inference"])
+
+    @property
+    def reference(self) -> TrainEngine | None:
+        """The frozen reference policy, where there is one."""
+        return cast("TrainEngine | None", self._engines.get("reference"))
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, loaded on first use."""
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            self._tokenizer = AutoTokenizer.from_pretrained(self._options.path)
+        return self._tokenizer
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        return int(self._link.state()["step"])
+
+    @property
+    def version(self) -> int:
+        """Version of the trainer's weights: goes up with every optimizer step that was not skipped."""
+        return int(self._link.state()["version"])
+
+    @property
+    def history(self) -> History:
+        """The record of every step, oldest first."""
+        return History(self._link.state()["history"])
+
+    @property
+    def lr(self) -> float:
+        """The learning rate; set it to change it for the next step."""
+        return float(self.train.control("status")[0]["lr"])
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        self.train.call_all("set_lr", float(value), what="lr").result()
+
+    # -- verbs
+
+    def rollout(
+        self, prompts: Any, n: int = 1, sampling: dict[str, Any] | None = None, *, block: bool = True,
+        on_stop: str = "raise", progress: bool = True, **options: Any,
+    ) -> Any:  # fmt: skip
+        """Generate `n` completions per prompt.
+
+        Args:
+            prompts: texts, chats, token ids, or rows with `prompt` and `label`.
+            sampling: options by vLLM's names (`temperature`, `top_p`, `max_tokens`, …); also as keywords.
+            block: False returns a `Pending` at once.
+            on_stop: `"raise"`: an interrupt raises `rb.Stopped`, `.partial` holds what was finished; `"return"`
+                returns that instead.
+
+        Returns:
+            `Rollouts` (or a `Pending`).
+        """
+        if on_stop not in ("raise", "return"):
+            raise SessionError(f"on_stop={on_stop!r}: wanted 'raise' or 'return'")
+        pending = self.inference.submit_generate(prompts, {**(sampling or {}), **options}, n=n, progress=progress)
+        if not block:
+            return pending
+        try:
+            self.last = pending.blocking_result()
+        except Stopped as stopped:
+            self.last = stopped.partial
+            if on_stop == "raise" or stopped.partial is None:
+                raise
+        return self.last
+
+    def train_step(
+        self, batch: TrainBatch, loss: Any = "grpo", *, aggregation: str = "token-mean", token_budget: int = 8192,
+        packing: bool = True, lr: float | None = None, block: bool = True,
+    ) -> Any:  # fmt: skip
+        """Exactly one optimizer step: `forward_backward` over micro-batches, then `optim_step`.
+
+        Args:
+            batch: from `rollouts.score(…).batch(…)`.
+            loss: a name, a loss value, or a function `(LossInputs) -> (per_token, metrics)` as written in a cell.
+            aggregation: how per-token losses become one (see `rlbench.rl.aggregate`).
+            token_budget: tokens per micro-batch and rank.
+            packing: several sequences in one row without padding; False pads.
+            lr: learning rate from this step on.
+
+        Returns:
+            `Metrics` (or a `Pending` with `block=False`). An interrupt raises `rb.Stopped`: gradients are cleared and
+            the optimizer is untouched.
+        """
+        options = StepOptions(aggregation, token_budget, packing)
+        return self._run("train_step", training.train_step_steps(self, batch, loss, options, lr), block)
+
+    def forward_backward(
+        self, batch: TrainBatch, loss: Any = "grpo", *, aggregation: str = "token-mean", token_budget: int = 8192,
+        packing: bool = True, block: bool = True,
+    ) -> Any:  # fmt: skip
+        """Accumulate the gradient of `loss` on `batch`; `optim_step()` uses it, `zero_grad()` drops it."""
+        options = StepOptions(aggregation, token_budget, packing)
+        return self._run("forward_backward", training.forward_backward_steps(self, batch, loss, options), block)
+
+    def optim_step(self, lr: float | None = None, block: bool = True) -> Any:
+        """One optimizer step on the accumulated gradients; returns its `Metrics`."""
+
+        def steps() -> Steps:
+            done = yield from training.optim_step_steps(self, lr)
+            return Metrics(done)
+
+        return self._run("optim_step", steps(), block)
+
+    def zero_grad(self) -> None:
+        """Drop the accumulated gradients."""
+        self.train.call_all("policy_zero_grad", what="zero_grad").result()
+
+    def sync_weights(self, block: bool = True) -> Any:
+        """Send the trainer's weights to the replicas and prove it by log-probs; returns version, bytes and gap."""
+        chain = sync_weights(self.train, self.inference, self.version)
+        return chain.blocking_result() if block else chain
+
+    def offload(self, engine: str, *parts: str) -> dict[str, Any]:
+        """Free an engine's device memory: `offload("train")`, `offload("inference", "kv_cache")`; returns what was measured."""
+        return self._engine(engine).cpu(parts or None)
+
+    def onload(self, engine: str, *parts: str) -> dict[str, Any]:
+        """Make an engine, or parts of it, resident again."""
+        return self._engine(engine).cuda(parts or None)
+
+    def evaluate(
+        self, prompts: Any, reward: Any, n: int = 1, *, block: bool = True, progress: bool = True, **sampling: Any
+    ) -> Any:
+        """Mean reward of `n` completions per prompt, greedy unless told otherwise; returns an `Evaluation`."""
+        chosen = {"temperature": 0.0} | sampling
+        return self._run("evaluate", evaluate_steps(self.inference, prompts, reward, n, chosen, progress), block)
+
+    def logprobs(self, batch: TrainBatch) -> Any:
+        """The trainer's log-probs of a batch's responses, flat float32."""
+        return self._run("logprobs", training.logprob_steps(self.train, batch, StepOptions()), True)
+
+    def close(self) -> None:
+        """End the session: its engines, its memory, its files. Safe to call twice."""
+        self._link.close()
+
+    # -- bookkeeping of the verbs
+
+    def advance(self, skipped: bool) -> None:
+        """One more optimizer step (a skipped one leaves the weights as they are)."""
+        state = self._link.state()
+        self._link.set(step=state["step"] + 1, version=state["version"] + (0 if skipped else 1))
+
+    def record(self, values: dict[str, Any]) -> None:
+        """Keep a step's record."""
+        self._link.apply({"do": "record", "record": values})
+
+    def facts(self) -> dict[str, Any]:
+        """What the card shows, as plain values."""
+        return card_facts(self._link.state(), self._link.samples())
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Session({self.name!r}, closed)" if self._link.closed else text_card(self.facts())
+
+    def _repr_html_(self) -> str | None:
+        if self._link.closed:
+            return None
+        from rlbench.notebook.views import session_card
+
+        return session_card(self.facts())
+
+    def _run(self, what: str, steps: Steps, block: bool) -> Any:
+        chain = Chain(what, steps)
+        return chain.blocking_result() if block else chain
+
+    def _engine(self, name: str) -> Engine:
+        known = {"train": "actor"} | {n: n for n in self._engines}
+        if name not in known:
+            raise StateError(f"no engine {name!r}{nearest(name, known)}; there are {', '.join(known)}")
+        return self._engines[known[name]]
+
+    def _build(self) -> dict[str, Engine]:
+        """Start all engines at the same time: each spends its first seconds importing."""
+        plans = building.plans(self._options, self._link)
+        with ThreadPoolExecutor(len(plans)) as pool:
+            futures = {name: pool.submit(plan) for name, plan in plans.items()}
+            return {name: future.result() for name, future in futures.items()}
+
+
+def attach(name: str | None = None, take_over: bool = False) -> Session:
+    """Drive a session that runs already, from this kernel: weights, optimizer, step and history are as they were.
+
+    Args:
+        name: which (default: the only one there is).
+        take_over: also when another live kernel drives it; that one is refused from then on.
+    """
+    return Session._attached(Link.attach(name, take_over))
+
+
+def sessions() -> list[dict[str, Any]]:
+    """The sessions on the cluster, one dict each."""
+    joined = cluster.current()
+    return registry.live_sessions(joined.id or None)

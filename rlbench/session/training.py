@@ -1,0 +1,159 @@
+"""The training verbs as steps: reference log-probs, forward and backward over micro-batches, optimizer step.
+
+Old log-probs: a batch is trained against the policy that saw it first. The first step on a batch uses its own
+log-probs (ratio exactly 1); they are kept, so that further steps on the same tokens have ratios against them.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlbench.data import Ragged, TrainBatch
+from rlbench.data.metrics import Metrics
+from rlbench.dispatch.chain import Steps
+from rlbench.engines import TrainEngine
+from rlbench.engines.base import shared
+from rlbench.engines.sync import rows_in_order
+from rlbench.errors import DataError, LossError
+from rlbench.session.loss_check import ShippedLoss, ship
+
+if TYPE_CHECKING:
+    from rlbench.session.session import Session
+
+ANCHORS_KEPT = 8
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How one forward/backward is done: aggregation of the per-token losses, tokens per micro-batch, packing."""
+
+    aggregation: str = "token-mean"
+    token_budget: int = 8192
+    packing: bool = True
+
+    def to_worker(self) -> dict[str, Any]:
+        """The options a rank reads."""
+        return {"aggregation": self.aggregation, "token_budget": self.token_budget, "packing": self.packing}
+
+
+def train_step_steps(session: Session, batch: TrainBatch, loss: Any, options: StepOptions, lr: float | None) -> Steps:
+    """Exactly one optimizer step on `batch`; returns `Metrics` and records them."""
+    begin = time.perf_counter()
+    metrics = yield from forward_backward_steps(session, batch, loss, options)
+    values = dict(metrics)
+    stepped = yield from optim_step_steps(session, lr)
+    values |= {"step": stepped["step"], "version": stepped["version"], "grad_norm": stepped["grad_norm"],
+               "lr": stepped["lr"], "skipped": stepped["skipped"]}  # fmt: skip
+    total = time.perf_counter() - begin
+    values["seconds"] = values["seconds"] | {"optimizer": stepped["seconds"], "total": total}
+    values["tokens_per_s"] = float(batch.lengths.sum()) / total
+    session.record({k: v for k, v in values.items() if not isinstance(v, np.ndarray)})
+    return Metrics(values, metrics.tokens)
+
+
+def forward_backward_steps(session: Session, batch: TrainBatch, loss: Any, options: StepOptions) -> Steps:
+    """Accumulate the gradient of `loss` on `batch`; returns `Metrics` with the per-token channels."""
+    begin = time.perf_counter()
+    _check_batch(batch, session)
+    batch = session.anchors.applied(batch)
+    shipped: ShippedLoss = ship(loss, batch)
+    checked = time.perf_counter()
+    if shipped.needs_reference and batch.ref_logprobs is None:
+        batch = yield from reference_steps(session, batch, options)
+    referenced = time.perf_counter()
+    merged = yield session.train.call_all(
+        "policy_forward_backward", shared(batch), shipped.blob, options.to_worker(),
+        finish=merged_parts, what="train_step", track=True,
+    )  # fmt: skip
+    tokens = {name: flat_in_order(merged, name, batch) for name in ("logprobs", "entropy")}
+    session.anchors.keep(batch, tokens["logprobs"])
+    values = batch_metrics(batch) | merged["metrics"]
+    values |= {
+        "loss_name": shipped.name, "loss_hash": shipped.hash,
+        "seconds": {"check": checked - begin, "reference": referenced - checked,
+                    "forward_backward": time.perf_counter() - referenced},
+    }  # fmt: skip
+    return Metrics(values, tokens)
+
+
+def optim_step_steps(session: Session, lr: float | None) -> Steps:
+    """Step the optimizer on the accumulated gradients; the trainer's version goes up unless the step was skipped."""
+    options = {} if lr is None else {"lr": lr}
+    done = yield session.train.call_all("policy_optim_step", options, finish=lambda v: v[0], what="optim_step")
+    session.advance(skipped=bool(done["skipped"]))
+    return done | {"step": session.step, "version": session.version}
+
+
+def reference_steps(session: Session, batch: TrainBatch, options: StepOptions) -> Steps:
+    """The batch with the reference policy's log-probs."""
+    reference = session.reference
+    if reference is None:
+        raise LossError(
+            "this loss has a KL penalty to a reference policy and the session has none: "
+            "rb.Session(…, reference=True) holds the starting weights as one, or set kl_coef=0"
+        )
+    flat = yield from logprob_steps(reference, batch, options)
+    return batch.replace(ref_logprobs=flat)
+
+
+def logprob_steps(engine: TrainEngine, batch: TrainBatch, options: StepOptions) -> Steps:
+    """Log-probs of the batch's responses under an engine's weights, flat float32."""
+    merged = yield engine.call_all("policy_forward", shared(batch), options.to_worker(), finish=rows_in_order)
+    return np.concatenate(merged["logprobs"]).astype(np.float32)
+
+
+def merged_parts(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The ranks' parts as one: rows in order, and the metrics, which the ranks have already made equal."""
+    return rows_in_order(parts) | {"metrics": dict(parts[0]["metrics"])}
+
+
+def flat_in_order(merged: dict[str, Any], name: str, batch: TrainBatch) -> np.ndarray:
+    """A per-row channel as one flat array in the order of `batch.responses.values`."""
+    return Ragged.from_rows(merged[name], np.float32).values
+
+
+def batch_metrics(batch: TrainBatch) -> dict[str, Any]:
+    """What is known of a batch before training on it."""
+    lengths = batch.response_lengths
+    values: dict[str, Any] = {
+        "sequences": len(batch), "tokens": int(batch.mask.sum()),
+        "length": float(lengths.mean()), "length_max": int(lengths.max()),
+        "truncated": None if batch.truncated is None else float(batch.truncated.mean()),
+        "reward": None, "reward_std": None,
+        "data_version": int(batch.weight_version.min()),
+    }  # fmt: skip
+    if batch.rewards is not None:
+        values |= {"reward": float(batch.rewards.mean()), "reward_std": float(batch.rewards.std())}
+    return values
+
+
+class Anchors:
+    """Old log-probs of the batches trained on lately, by the identity of their tokens."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, np.ndarray] = {}
+
+    def applied(self, batch: TrainBatch) -> TrainBatch:
+        """The batch with the old log-probs known for its tokens; the batch itself on its first step."""
+        if batch.old_logprobs is None and batch.key in self._kept:
+            return batch.replace(old_logprobs=self._kept[batch.key])
+        return batch
+
+    def keep(self, batch: TrainBatch, logprobs: np.ndarray) -> None:
+        """Remember the log-probs of a batch's first step."""
+        if batch.key not in self._kept:
+            self._kept[batch.key] = logprobs
+            while len(self._kept) > ANCHORS_KEPT:
+                self._kept.pop(next(iter(self._kept)))
+
+
+def _check_batch(batch: Any, session: Session) -> None:
+    if not isinstance(batch, TrainBatch):
+        hint = "rollouts.score(reward_fn).batch(advantage=rb.rl.group_normalized())"
+        raise DataError(f"train_step wants a TrainBatch, got {type(batch).__name__}: {hint}")
+    if not len(batch) or not batch.mask.any():
+        raise DataError("the batch has no token to train on: its mask is all False")

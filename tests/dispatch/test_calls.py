@@ -1,0 +1,203 @@
+"""Calls to real Ray actors: order, results, output, stop, errors, death; what a person in a cell relies on."""
+
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from rlbench.dispatch.chain import Chain
+from rlbench.dispatch.link import Link, spawn_host
+from rlbench.errors import DataError, RemoteError, SessionError, Stopped, WorkerDied
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def link(cluster):
+    made = Link.create("calls")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def actors(link):
+    import ray
+
+    hosts = [spawn_host(link, "echo", i, "tests.targets:EchoTarget", (i,), {}, {"num_cpus": 0}) for i in range(2)]
+    ray.get([h.pid.remote() for h in hosts])
+    link.engine("echo", {"kind": "train", "actors": [f"rlbench/calls/echo/{i}" for i in range(2)]})
+    return hosts
+
+
+def submit(link, actors, name, *args, finish=list, **options):
+    labels = [f"rank {i}" for i in range(len(actors))]
+    return link.submit("echo", labels, actors, name, [(args, {})] * len(actors), finish, **options)
+
+
+def test_every_rank_gets_the_call_and_results_come_in_rank_order(link, actors):
+    assert submit(link, actors, "status").result() == [{"rank": 0, "calls": 0}, {"rank": 1, "calls": 0}]
+
+
+def test_arguments_by_position_and_keyword_arrive_and_object_refs_are_resolved(link, actors):
+    import ray
+
+    array = np.arange(1000)
+    pending = link.submit("echo", ["rank 0"], actors[:1], "echo", [((1, ray.put(array)), {"key": "value"})], list)
+    (args, kwargs), = pending.result()
+    assert args[0] == 1 and (args[1] == array).all() and kwargs == {"key": "value"}
+
+
+def test_the_compute_lane_is_one_thread_for_the_life_of_the_worker(link, actors):
+    threads = {submit(link, actors[:1], "thread").result()[0] for _ in range(5)}
+    assert len(threads) == 1
+
+
+def test_the_control_lane_answers_while_the_compute_lane_is_busy(link, actors):
+    import ray
+
+    pending = submit(link, actors, "slowly", 5.0)
+    assert ray.get(actors[0].control.remote("status"), timeout=3)["rank"] == 0
+    assert not pending.done
+    pending.stop()
+    with pytest.raises(Stopped):
+        pending.result(timeout=5)
+
+
+def test_print_shows_in_the_calling_cell_once_with_its_rank(link, actors, capsys):
+    submit(link, actors, "shout", "hello").result()
+    out = capsys.readouterr().out
+    assert out.count("[rank 0] hello\n") == 1 and out.count("[rank 1] hello\n") == 1
+
+
+def test_output_appears_while_the_call_still_runs(link, actors, capsys):
+    pending = submit(link, actors[:1], "slowly", 1.5)
+    with pytest.raises(TimeoutError):
+        pending.result(timeout=0.9)
+    assert capsys.readouterr().out == "[rank 0] half way\n"
+    pending.result()
+    assert capsys.readouterr().out == ""  # not a second time
+
+
+def test_stop_ends_the_call_with_its_partial_and_leaves_the_worker_usable(link, actors):
+    pending = submit(link, actors, "slowly", 30.0)
+    time.sleep(0.4)
+    pending.stop()
+    with pytest.raises(Stopped) as stopped:
+        pending.result(timeout=5)
+    assert all(n > 0 for n in stopped.value.partial)
+    assert submit(link, actors, "shout", "a").result() == ["A", "A"]
+
+
+def test_a_late_stop_hits_nothing(link, actors):
+    done = submit(link, actors, "slowly", 0.1)
+    done.result()
+    done.stop()
+    assert submit(link, actors, "slowly", 0.3).result()[0] > 0
+
+
+def test_stopping_a_queued_call_ends_it_before_it_works(link, actors):
+    first = submit(link, actors, "slowly", 1.0)
+    second = submit(link, actors, "slowly", 30.0)
+    second.stop()
+    assert first.result()[0] > 5
+    with pytest.raises(Stopped) as stopped:
+        second.result(timeout=5)
+    assert stopped.value.partial == [0, 0]
+
+
+def test_keyboard_interrupt_gives_the_prompt_back_with_the_partial(link, actors):
+    pending = submit(link, actors, "slowly", 30.0)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    begin = time.monotonic()
+    with pytest.raises(Stopped) as stopped:
+        pending.blocking_result()
+    assert stopped.value.partial and time.monotonic() - begin < 10
+
+
+def test_stopped_is_a_keyboard_interrupt_so_that_loops_end():
+    assert issubclass(Stopped, KeyboardInterrupt) and not issubclass(Stopped, Exception)
+
+
+def test_the_users_exception_shows_its_message_rank_and_line(link, actors):
+    with pytest.raises(RemoteError, match="ValueError: this target fails") as error:
+        submit(link, actors, "fail").result()
+    assert "rank 0" in str(error.value) and "targets.py" in str(error.value)
+
+
+def test_our_own_errors_come_back_as_they_are(link, actors):
+    with pytest.raises(DataError, match="give something else"):
+        submit(link, actors, "refuse").result()
+
+
+def test_one_failing_rank_fails_the_call_and_both_stay_usable(link, actors):
+    with pytest.raises(RemoteError, match="rank 1 fails alone"):
+        submit(link, actors, "fail_on", 1).result()
+    assert submit(link, actors, "shout", "b").result() == ["B", "B"]
+
+
+def test_shared_work_is_handed_out_once_over_all_workers(link, actors):
+    parts = submit(link, actors, "take", 3, queue_total=50).result()
+    assert sorted(parts[0] + parts[1]) == list(range(50)) and parts[0] and parts[1]
+
+
+def test_an_older_driver_is_refused_after_a_take_over(cluster, actors, link):
+    other = Link.create("epochs")
+    host = spawn_host(other, "echo", 0, "tests.targets:EchoTarget", (0,), {}, {"num_cpus": 0})
+    other.engine("echo", {"kind": "train", "actors": ["rlbench/epochs/echo/0"]})
+    taken = Link.attach("epochs", take_over=True)
+    assert taken.epoch > other.epoch
+    taken.submit("echo", ["rank 0"], [host], "shout", [(("x",), {})], list).result()
+    with pytest.raises(SessionError, match="another notebook"):
+        other.submit("echo", ["rank 0"], [host], "shout", [(("x",), {})], list).result()
+    with pytest.raises(SessionError, match="another notebook"):
+        other.set(step=3)
+    taken.close()
+
+
+def test_results_are_kept_until_acknowledged(link, actors):
+    import ray
+
+    pending = submit(link, actors[:1], "shout", "kept")
+    pending.result()
+    assert ray.get(actors[0].result.remote(pending.call_id)).value == "KEPT"
+    submit(link, actors[:1], "shout", "next").result()
+    assert ray.get(actors[0].result.remote(pending.call_id)) is None
+
+
+def test_a_chain_runs_its_steps_in_order_and_returns_their_value(link, actors):
+    def steps():
+        first = yield submit(link, actors, "shout", "one")
+        second = yield submit(link, actors, "shout", first[0] + "two")
+        return second
+
+    assert Chain("two steps", steps()).blocking_result() == ["ONETWO", "ONETWO"]
+
+
+def test_stopping_a_chain_stops_the_step_in_flight(link, actors):
+    def steps():
+        yield submit(link, actors, "slowly", 30.0)
+        raise AssertionError("the next step must not start")
+
+    chain = Chain("slow", steps())
+    time.sleep(0.3)
+    chain.stop()
+    with pytest.raises(Stopped):
+        chain.result(timeout=5)
+
+
+def test_a_killed_worker_ends_the_wait_and_says_which_one(cluster):
+    made = Link.create("death")
+    host = spawn_host(made, "echo", 0, "tests.targets:EchoTarget", (0,), {}, {"num_cpus": 0})
+    import ray
+
+    pid = ray.get(host.pid.remote())
+    pending = made.submit("echo", ["rank 0"], [host], "slowly", [((60.0,), {})], list)
+    time.sleep(0.3)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(WorkerDied, match="rank 0 died"):
+        pending.result(timeout=30)
+    assert made.state()["engines"]["echo"]["broken"] == "rank 0 died"
+    made.close()

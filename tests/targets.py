@@ -1,0 +1,65 @@
+"""Plain targets for tests of dispatch: what a worker does is not the point there, how calls reach it is."""
+
+import threading
+import time
+
+from rlbench.dispatch.context import current
+from rlbench.errors import DataError, Stopped
+
+
+class EchoTarget:
+    CONTROL = frozenset({"status"})
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+        self.calls: list[str] = []
+        self.closed = False
+
+    def status(self) -> dict:
+        return {"rank": self.rank, "calls": len(self.calls)}
+
+    def echo(self, *args, **kwargs):
+        self.calls.append("echo")
+        return args, kwargs
+
+    def thread(self) -> int:
+        return threading.get_ident()
+
+    def shout(self, text: str) -> str:
+        print(text)
+        return text.upper()
+
+    def slowly(self, seconds: float) -> int:
+        """Sleep in slices until told to stop; a stop carries the number of slices as partial."""
+        done = 0
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if current().stop_requested():
+                raise Stopped("slowly", partial=done)
+            current().report(done=done)
+            if done == 1:
+                print("half way")
+            time.sleep(0.05)
+            done += 1
+        return done
+
+    def fail(self) -> None:
+        raise ValueError("this target fails")
+
+    def refuse(self) -> None:
+        raise DataError("refused: give something else")
+
+    def fail_on(self, rank: int) -> int:
+        if self.rank == rank:
+            raise RuntimeError(f"rank {rank} fails alone")
+        return self.rank
+
+    def take(self, chunk: int) -> list[int]:
+        mine: list[int] = []
+        while claimed := current().claim(chunk):
+            mine.extend(claimed)
+            time.sleep(0.01)
+        return mine
+
+    def close(self) -> None:
+        self.closed = True
