@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-SHOWN = ("loss", "reward", "grad_norm", "kl", "entropy", "clip_fraction", "sampler_gap", "tokens_per_s")
+SHOWN = ("loss", "reward", "grad_norm", "kl", "entropy", "clip_fraction", "logprob_gap", "tokens_per_s")
 
 
 class Metrics(Mapping[str, Any]):
@@ -43,7 +43,7 @@ class Metrics(Mapping[str, Any]):
         shown = [f"{k} {format_number(self._values[k])}" for k in SHOWN if self._values.get(k) is not None]
         head = f"step {self._values['step']}" if "step" in self._values else "metrics"
         if self._values.get("skipped"):
-            shown.append("step skipped: the gradient norm is not finite")
+            shown.append(f"step skipped: {self._values['skipped']}")
         return f"{head}: " + " · ".join(shown)
 
 

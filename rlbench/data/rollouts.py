@@ -23,7 +23,7 @@ RewardFn = Callable[["Rollout"], float]
 class Rollout:
     """One completion. `logprobs` are the sampler's, one float per token; `group` is its prompt's index."""
 
-    prompt: Prompt
+    source: Prompt
     token_ids: list[int]
     text: str
     logprobs: list[float]
@@ -34,9 +34,14 @@ class Rollout:
     reward: float | None
 
     @property
+    def prompt(self) -> Any:
+        """The prompt as it was given: text, messages or token ids."""
+        return self.source.content
+
+    @property
     def label(self) -> Any:
         """The prompt's reference answer."""
-        return self.prompt.label
+        return self.source.label
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -223,7 +228,7 @@ class Rollouts:
     def _sample(self, i: int) -> Rollout:
         span = slice(int(self.responses.offsets[i]), int(self.responses.offsets[i + 1]))
         return Rollout(
-            prompt=self.prompts[self.group[i]],
+            source=self.prompts[self.group[i]],
             token_ids=self.responses.values[span].tolist(),
             text=self.texts[i],
             logprobs=self.logprobs[span].tolist(),
@@ -269,7 +274,7 @@ class Rollouts:
         except Exception as error:
             raise DataError(
                 f"the reward raised {type(error).__name__}: {error} on completion {rollout.index} "
-                f"(prompt {rollout.group}: {rollout.prompt.text[:60]!r}, answer {rollout.text[:60]!r})"
+                f"(prompt {rollout.group}: {rollout.source.text[:60]!r}, answer {rollout.text[:60]!r})"
             ) from error
         if inspect.isawaitable(value):
             raise DataError("the reward function is async: pass a plain function, or a list of its results")

@@ -166,7 +166,7 @@ class Pending:
             return None, self._on_death(i, error) if self._on_death else WorkerDied(f"{self._labels[i]} died: {error}")
         try:
             value = self._finish([r.value for _, r in replies])
-        except Exception as error:
+        except (Exception, Stopped) as error:
             return None, error
         if any(r.stopped for _, r in replies):
             return None, Stopped(f"{self.what} stopped", value)

@@ -13,7 +13,7 @@ from rlbench.dispatch.link import Link
 from rlbench.dispatch.pending import Pending
 from rlbench.engines.base import Engine, cores
 from rlbench.engines.seeds import request_seeds
-from rlbench.errors import BuildError, DataError, nearest
+from rlbench.errors import BuildError, DataError, Stopped, nearest
 from rlbench.runtime import cluster
 
 TARGETS = {"vllm": "rlbench.workers.replica_vllm:VllmReplica", "hf": "rlbench.workers.replica_hf:HfReplica"}
@@ -133,11 +133,14 @@ class InferenceEngine(Engine):
             merged = Rollouts.merge(asked, parts, rest, number)
             if view is not None:
                 view.close(merged)
+            if merged.samples < len(asked) * samples or merged.aborted.any():
+                raise Stopped(f"rollout {number} stopped: {merged.samples - int(merged.aborted.sum())} of "
+                              f"{len(asked) * samples} completions are finished", merged)  # fmt: skip
             return merged
 
         return self.call_all(
             "generate", job, finish=finish, what=f"rollout {number}", observer=view,
-            queue_total=len(asked) * samples if replicas > 1 else 0, track=True,
+            queue_total=len(asked) if replicas > 1 else 0, track=True,
         )  # fmt: skip
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:

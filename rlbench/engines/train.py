@@ -25,7 +25,8 @@ class TrainEngine(Engine):
     """Training ranks around one module.
 
     Args:
-        module: an instance of an `rb.nn` base, created on meta (`accelerate.init_empty_weights`, `rb.device("meta")`).
+        module: an instance of an `rb.nn` base, created on meta (`accelerate.init_empty_weights`, `rb.device("meta")`),
+            or a callable that makes one on the ranks.
         executor: `"fsdp2"`.
         name: its role in the session.
     """
@@ -41,10 +42,12 @@ class TrainEngine(Engine):
         self._module = module
         self._config = config
         self._methods: dict[str, Any] = {}
-        if module is not None:
+        if hasattr(module, "named_parameters"):
             from rlbench.nn import check_module
 
             check_module(module)
+        elif module is not None and not callable(module):
+            raise BuildError(f"TrainEngine wants a module on meta, or a callable that makes one, got {type(module).__name__}")
 
     @classmethod
     def attach(cls, link: Link, name: str, record: dict[str, Any]) -> TrainEngine:

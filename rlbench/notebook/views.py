@@ -57,7 +57,7 @@ def metrics_view(metrics: Metrics) -> str:
     if isinstance(split, dict):
         parts.append('<div class=q>' + " · ".join(f"{escape(k)} {v:.2f} s" for k, v in split.items()) + "</div>")
     if metrics.get("skipped"):
-        parts.append("<div class=w>⚠ step skipped: the gradient norm is not finite</div>")
+        parts.append(f"<div class=w>⚠ step skipped: {escape(metrics['skipped'])}</div>")
     return box(*parts)
 
 

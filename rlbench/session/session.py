@@ -163,7 +163,7 @@ class Session:
         return self.last
 
     def train_step(
-        self, batch: TrainBatch, loss: Any = "grpo", *, aggregation: str = "token-mean", token_budget: int = 8192,
+        self, batch: TrainBatch, loss: Any = "grpo", *, aggregation: str = "token-mean", token_budget: int | None = None,
         packing: bool = True, lr: float | None = None, block: bool = True,
     ) -> Any:  # fmt: skip
         """Exactly one optimizer step: `forward_backward` over micro-batches, then `optim_step`.
@@ -172,7 +172,7 @@ class Session:
             batch: from `rollouts.score(…).batch(…)`.
             loss: a name, a loss value, or a function `(LossInputs) -> (per_token, metrics)` as written in a cell.
             aggregation: how per-token losses become one (see `rlbench.rl.aggregate`).
-            token_budget: tokens per micro-batch and rank.
+            token_budget: tokens per micro-batch and rank; None: what keeps its logits near 2 GiB.
             packing: several sequences in one row without padding; False pads.
             lr: learning rate from this step on.
 
@@ -184,7 +184,7 @@ class Session:
         return self._run("train_step", training.train_step_steps(self, batch, loss, options, lr), block)
 
     def forward_backward(
-        self, batch: TrainBatch, loss: Any = "grpo", *, aggregation: str = "token-mean", token_budget: int = 8192,
+        self, batch: TrainBatch, loss: Any = "grpo", *, aggregation: str = "token-mean", token_budget: int | None = None,
         packing: bool = True, block: bool = True,
     ) -> Any:  # fmt: skip
         """Accumulate the gradient of `loss` on `batch`; `optim_step()` uses it, `zero_grad()` drops it."""
@@ -234,10 +234,12 @@ class Session:
 
     # -- bookkeeping of the verbs
 
-    def advance(self, skipped: bool) -> None:
-        """One more optimizer step (a skipped one leaves the weights as they are)."""
+    def advance(self, stepped: bool) -> tuple[int, int]:
+        """One more step (a skipped one leaves the weights as they are); returns step and version."""
         state = self._link.state()
-        self._link.set(step=state["step"] + 1, version=state["version"] + (0 if skipped else 1))
+        step, version = int(state["step"]) + 1, int(state["version"]) + int(stepped)
+        self._link.set(step=step, version=version)
+        return step, version
 
     def record(self, values: dict[str, Any]) -> None:
         """Keep a step's record."""

@@ -32,7 +32,7 @@ class StepOptions:
     """How one forward/backward is done: aggregation of the per-token losses, tokens per micro-batch, packing."""
 
     aggregation: str = "token-mean"
-    token_budget: int = 8192
+    token_budget: int | None = None
     packing: bool = True
 
     def to_worker(self) -> dict[str, Any]:
@@ -46,10 +46,9 @@ def train_step_steps(session: Session, batch: TrainBatch, loss: Any, options: St
     metrics = yield from forward_backward_steps(session, batch, loss, options)
     values = dict(metrics)
     stepped = yield from optim_step_steps(session, lr)
-    values |= {"step": stepped["step"], "version": stepped["version"], "grad_norm": stepped["grad_norm"],
-               "lr": stepped["lr"], "skipped": stepped["skipped"]}  # fmt: skip
+    values |= {name: stepped[name] for name in ("step", "version", "grad_norm", "lr", "skipped")}
     total = time.perf_counter() - begin
-    values["seconds"] = values["seconds"] | {"optimizer": stepped["seconds"], "total": total}
+    values["seconds"] = values["seconds"] | {"optimizer": stepped["seconds"]["step"], "total": total}
     values["tokens_per_s"] = float(batch.lengths.sum()) / total
     session.record({k: v for k, v in values.items() if not isinstance(v, np.ndarray)})
     return Metrics(values, metrics.tokens)
@@ -84,8 +83,8 @@ def optim_step_steps(session: Session, lr: float | None) -> Steps:
     """Step the optimizer on the accumulated gradients; the trainer's version goes up unless the step was skipped."""
     options = {} if lr is None else {"lr": lr}
     done = yield session.train.call_all("policy_optim_step", options, finish=lambda v: v[0], what="optim_step")
-    session.advance(skipped=bool(done["skipped"]))
-    return done | {"step": session.step, "version": session.version}
+    step, version = session.advance(stepped=bool(done["stepped"]))
+    return done["metrics"] | {"skipped": done["skipped"], "seconds": done["seconds"], "step": step, "version": version}
 
 
 def reference_steps(session: Session, batch: TrainBatch, options: StepOptions) -> Steps:

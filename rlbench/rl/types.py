@@ -1,0 +1,48 @@
+"""What a policy loss is: a pure function of `LossInputs`.
+
+A loss may be a plain function, written in a notebook cell, or any callable. Two attributes are read if it has
+them, since both cost the trainer work:
+
+* `needs_reference`: `ref_logprobs` must be there (a KL penalty against a reference policy);
+* `needs_entropy_gradient`: `entropy` must carry a gradient (an entropy bonus); else it is only a measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """One micro-batch of responses, padded to the longest; (sequences, tokens) float32, but for `mask`.
+
+    Values where `mask` is False (padding, tool output) are arbitrary and must not reach the result.
+
+    Attributes:
+        logprobs: log-probability of each sampled token under the policy being trained; carries the gradient.
+        old_logprobs: the same under the policy before this batch's first optimizer step, computed by the
+            trainer. With one step per batch it equals `logprobs` in value, without gradient.
+        sampler_logprobs: the same as the sampler (the inference engine) reported it while generating.
+        ref_logprobs: the same under the reference policy, or None where there is no reference.
+        advantages: advantage of each token.
+        mask: bool; True for the tokens that are trained.
+        entropy: entropy of the policy's distribution at each token, in nats.
+    """
+
+    logprobs: Tensor
+    old_logprobs: Tensor
+    sampler_logprobs: Tensor
+    ref_logprobs: Tensor | None
+    advantages: Tensor
+    mask: Tensor
+    entropy: Tensor
+
+
+Loss = Callable[[LossInputs], tuple[Tensor, dict[str, Tensor | float]]]
+"""A loss returns a (sequences, tokens) loss per token, not aggregated, and metrics by name.
+
+A (sequences, tokens) metric is averaged over the trained tokens, a scalar over micro-batches by their tokens.
+"""

@@ -1,0 +1,72 @@
+"""The engines of a session, from its options: which exist, which options each reads, how they are placed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from rlbench.dispatch.link import Link
+from rlbench.engines import InferenceEngine, TrainEngine
+from rlbench.engines.base import Engine
+from rlbench.runtime import cluster
+from rlbench.session.options import SessionOptions, checked
+from rlbench.trainers.policy_spec import PolicySpec
+from rlbench.workers.replica_config import ReplicaConfig
+from rlbench.workers.train_config import TrainConfig
+
+SIZES = {"tensor_parallel_size", "data_parallel_size"}
+POLICY = {f.name for f in dataclasses.fields(PolicySpec)} - {"path", "trainable"}
+RANK = {f.name for f in dataclasses.fields(TrainConfig)} - {"shard_size", "seed", "max_norm"}
+REPLICA = {f.name for f in dataclasses.fields(ReplicaConfig)} - {"path", "seed", "tensor_parallel_size"}
+
+
+def check_options(
+    train: Mapping[str, Any] | None, inference: Mapping[str, Any] | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Both engines' options, refused where nobody would read them."""
+    return checked("train", train, SIZES | POLICY | RANK), checked("inference", inference, SIZES | REPLICA | {"executor"})
+
+
+def plans(options: SessionOptions, link: Link) -> dict[str, Callable[[], Engine]]:
+    """What builds each engine, by role; they may run at the same time."""
+    found: dict[str, Callable[[], Engine]] = {
+        "actor": partial(_policy, "actor", options.path, options.train, True, options.seed, link),
+        "inference": partial(_inference, options, link),
+    }
+    if options.reference is not None:
+        found["reference"] = partial(_policy, "reference", options.reference, options.train, False, options.seed, link)
+    return found
+
+
+def _policy(role: str, path: str, given: dict[str, Any], trainable: bool, seed: int, link: Link) -> Engine:
+    spec = PolicySpec(path, trainable, **{k: v for k, v in given.items() if k in POLICY})
+    engine = TrainEngine(spec, name=role, link=link, seed=seed, **{k: v for k, v in given.items() if k in RANK})
+    return engine.build(**_train_sizes(given))
+
+
+def _train_sizes(given: dict[str, Any]) -> dict[str, int]:
+    """All GPUs, sharded; on a host without, one rank with all cores, which is faster than two with half of them."""
+    sizes = {k: v for k, v in given.items() if k in SIZES}
+    if not sizes:
+        return {"tensor_parallel_size": max(1, cluster.current().gpus), "data_parallel_size": 1}
+    return {"tensor_parallel_size": 1, "data_parallel_size": 1} | sizes
+
+
+def _inference(options: SessionOptions, link: Link) -> Engine:
+    given = dict(options.inference)
+    sizes = {k: given.pop(k) for k in list(given) if k in SIZES}
+    given.setdefault("dtype", options.train.get("dtype") or _trainer_dtype(options.path))
+    engine = InferenceEngine(options.path, given.pop("executor", "vllm"), seed=options.seed, link=link, **given)
+    return engine.build(**sizes)
+
+
+def _trainer_dtype(path: str) -> str:
+    """What the trainer computes in: bfloat16 on GPUs, else the checkpoint's own (vLLM's "auto" would halve float32)."""
+    if cluster.current().gpus:
+        return "bfloat16"
+    from transformers import AutoConfig
+
+    dtype = getattr(AutoConfig.from_pretrained(path), "dtype", None)
+    return str(dtype).removeprefix("torch.") if dtype is not None else "float32"

@@ -1,0 +1,1 @@
+"""What stands between a user's method and torch on a rank: prepare, backward, step, offload."""

@@ -1,0 +1,66 @@
+"""The one place where a CPU host and a GPU host differ for a training rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class RankDevice:
+    """The device a rank computes on. On a host without a GPU the device is host memory."""
+
+    device: torch.device
+
+    @classmethod
+    def pick(cls, local_rank: int, kind: str = "auto") -> RankDevice:
+        """Choose by what is there (`kind="auto"`), or "cpu" / "cuda"; the rank's GPU becomes the current one.
+
+        Ray hides the GPUs of other actors, so a rank may see one GPU whatever its local rank is.
+        """
+        if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+            return cls(torch.device("cpu"))
+        index = local_rank % torch.cuda.device_count()
+        torch.cuda.set_device(index)
+        return cls(torch.device("cuda", index))
+
+    @property
+    def is_gpu(self) -> bool:
+        """True where device memory is not host memory."""
+        return self.device.type == "cuda"
+
+    @property
+    def backend(self) -> str:
+        """The process group's backend."""
+        return "nccl" if self.is_gpu else "gloo"
+
+    def release_cache(self) -> None:
+        """Give unused memory of the allocator back."""
+        if self.is_gpu:
+            torch.cuda.empty_cache()
+
+    def rng_state(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The random state of host and device."""
+        return torch.get_rng_state(), torch.cuda.get_rng_state(self.device) if self.is_gpu else None
+
+    def set_rng_state(self, state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+        """Put back what `rng_state` returned."""
+        torch.set_rng_state(state[0])
+        if state[1] is not None:
+            torch.cuda.set_rng_state(state[1], self.device)
+
+    def allocated(self) -> dict[str, int]:
+        """Bytes in use by this process: `rss` of the host, and `cuda` on a GPU."""
+        import psutil
+
+        found = {"rss": int(psutil.Process().memory_info().rss)}
+        if self.is_gpu:
+            found["cuda"] = int(torch.cuda.memory_allocated(self.device))
+        return found
+
+
+def current_accelerator_kwargs(device: torch.device) -> dict[str, Any]:
+    """Arguments of `init_process_group` that only a GPU rank needs."""
+    return {"device_id": device} if device.type == "cuda" else {}

@@ -1,0 +1,34 @@
+"""The settings of the demo, found by experiment; the notebooks, the examples and the tests use these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GrpoRecipe:
+    """GRPO on the tiny model: one optimizer step per batch, advantages normalised by group, no KL, AdamW.
+
+    Attributes:
+        prompts_per_step: prompts of one step, fresh each step.
+        n: completions of each prompt.
+        max_tokens: longest completion in tokens; the longest right answer has 9.
+        temperature: of sampling.
+        steps: optimizer steps.
+        lr: learning rate, constant.
+        betas: of AdamW; without weight decay.
+        grad_clip: bound on the global gradient norm.
+        collapse_lr: a learning rate that ruins the model within a few steps, to show what that looks like.
+        eval_prompts: unseen prompts of a greedy evaluation.
+    """
+
+    prompts_per_step: int = 32
+    n: int = 8
+    max_tokens: int = 12
+    temperature: float = 1.0
+    steps: int = 40
+    lr: float = 5e-5
+    betas: tuple[float, float] = (0.9, 0.95)
+    grad_clip: float = 1.0
+    collapse_lr: float = 3e-3
+    eval_prompts: int = 256

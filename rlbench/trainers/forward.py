@@ -1,0 +1,162 @@
+"""A model's log-probs and entropies of response tokens, packed or padded."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rlbench.data.batch import TrainBatch
+from rlbench.errors import DataError, EngineError
+from rlbench.trainers.attention import packed_attention
+from rlbench.trainers.packing import ModelInputs, model_inputs
+from rlbench.trainers.token_stats import token_stats
+
+CHECK_TOKENS = 24
+CHECK_TOLERANCE, HALF_TOLERANCE = 1e-4, 0.05
+
+
+class PolicyModel:
+    """One module as a policy. `module(input_ids, …)` gives logits, or something that has `.logits`.
+
+    Args:
+        module: sharded.
+        device: of its inputs.
+        half: it computes in half precision, whatever its parameters are.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, half: bool) -> None:
+        self.module = module
+        self.device = device
+        self._half = half or next(module.parameters()).dtype in (torch.float16, torch.bfloat16)
+        self._parameters = inspect.signature(module.forward).parameters
+        self._packing_proved = False
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output layer; the widest parameter stands in where the model does not say."""
+        config = getattr(self.module, "config", None)
+        size = getattr(config, "vocab_size", None) or getattr(
+            getattr(config, "text_config", None), "vocab_size", None
+        )
+        return int(size or max((max(p.shape, default=1) for p in self.module.parameters()), default=1))
+
+    def check_tokens(self, batch: TrainBatch) -> None:
+        """Refuse token ids the model has no embedding for, before any rank enters a collective."""
+        if getattr(getattr(self.module, "config", None), "vocab_size", None) is None:
+            return
+        for name, ids in (("prompts", batch.prompts.values), ("responses", batch.responses.values)):
+            if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self.vocab_size):
+                raise DataError(
+                    f"the {name} hold token ids from {ids.min()} to {ids.max()}, the model's vocabulary has "
+                    f"{self.vocab_size}; tokenise with the model's own tokenizer."
+                )
+
+    @contextmanager
+    def stats(
+        self, rows: TrainBatch, temperature: float, packed: bool
+    ) -> Iterator[tuple[Tensor, Tensor, ModelInputs]]:
+        """Log-probs and entropies (R,) of the response tokens of `rows`; run the backward inside the context."""
+        inputs = model_inputs(rows, self.device, packed)
+        with packed_attention(self.module, inputs.lengths) if packed else nullcontext():
+            logits = self._packed_logits(inputs) if packed else self._padded_logits(inputs)
+            logprobs, entropy = token_stats(logits, inputs.targets, temperature)
+            yield logprobs, entropy, inputs
+
+    def _packed_logits(self, inputs: ModelInputs) -> Tensor:
+        output = self.module(
+            input_ids=inputs.input_ids, position_ids=inputs.position_ids, attention_mask=None, use_cache=False,
+            logits_to_keep=inputs.predictors,
+        )  # fmt: skip
+        return _logits(output)[0]
+
+    def _padded_logits(self, inputs: ModelInputs) -> Tensor:
+        """Right-padded: causal attention never looks at the padding, whatever of the mask the model takes."""
+        offered = {
+            "attention_mask": inputs.attention_mask,
+            "position_ids": inputs.position_ids,
+            "use_cache": False,
+        }
+        taken = {name: value for name, value in offered.items() if name in self._parameters}
+        logits = _logits(self.module(inputs.input_ids, **taken))
+        if logits.dim() != 3 or logits.shape[:2] != inputs.input_ids.shape:
+            raise EngineError(
+                f"{type(self.module).__name__} returned logits of shape {tuple(logits.shape)} for input ids of shape "
+                f"{tuple(inputs.input_ids.shape)}; a policy returns (sequences, tokens, vocabulary), or an output "
+                "with .logits of that shape."
+            )
+        return logits.flatten(0, 1)[inputs.predictors]
+
+    @torch.no_grad()
+    def prove_packing(self, batch: TrainBatch) -> None:
+        """Compare packed and padded log-probs once, on two short sequences; collective.
+
+        Recurrent layers and attention outside transformers' interface would leak from one sequence into the next
+        without an error.
+
+        Raises:
+            EngineError: the model cannot run packed, or does not compute the same.
+        """
+        if self._packing_proved:
+            return
+        from transformers import PreTrainedModel
+
+        name = type(self.module).__name__
+        lacking = [n for n in ("position_ids", "logits_to_keep", "use_cache") if n not in self._parameters]
+        if not isinstance(self.module, PreTrainedModel) or lacking:
+            raise EngineError(
+                f"{name} cannot run packed: packing needs a transformers causal model whose forward takes position_ids, "
+                "use_cache and logits_to_keep; pass packing=False."
+            )
+        probe = _probe(batch)
+        training = self.module.training
+        self.module.eval()
+        try:
+            with self.stats(probe, 1.0, packed=True) as (packed, _, _):
+                pass
+            with self.stats(probe, 1.0, packed=False) as (padded, _, _):
+                pass
+        finally:
+            self.module.train(training)
+        gap = float((packed - padded).abs().mean())
+        if not gap <= (HALF_TOLERANCE if self._half else CHECK_TOLERANCE):
+            raise EngineError(
+                f"{name} computes something else when sequences are packed (mean log-prob difference {gap:.2g}): its "
+                "layers look across sequences; pass packing=False."
+            )
+        self._packing_proved = True
+
+
+def _logits(output: Any) -> Tensor:
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor):
+        raise EngineError(
+            f"the module returned {type(output).__name__}; a policy returns logits or has .logits."
+        )
+    return logits
+
+
+def _probe(batch: TrainBatch) -> TrainBatch:
+    """Two sequences of different length from the first rows' own tokens, the second behind the first."""
+    tokens = np.concatenate([batch.prompts.values, batch.responses.values])
+    tokens = np.resize(tokens, 2 * CHECK_TOKENS)
+    return as_batch([tokens[:CHECK_TOKENS], tokens[CHECK_TOKENS // 2 : 2 * CHECK_TOKENS - 5]])
+
+
+def as_batch(sequences: list[np.ndarray]) -> TrainBatch:
+    """Sequences as a batch that is scored from their second token on."""
+    from rlbench.data.ragged import Ragged
+
+    responses = Ragged.from_rows([row[1:] for row in sequences], np.int32)
+    zeros = np.zeros(len(responses.values), np.float32)
+    count = len(sequences)
+    return TrainBatch(
+        prompts=Ragged.from_rows([row[:1] for row in sequences], np.int32), responses=responses,
+        mask=np.ones(len(zeros), bool), advantages=zeros, sampler_logprobs=zeros,
+        group=np.zeros(count, np.int32), weight_version=np.zeros(count, np.int64),
+    )  # fmt: skip

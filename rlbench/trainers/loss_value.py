@@ -1,0 +1,79 @@
+"""A loss as it travels: pickled by value, known by its content, checked each time it is used."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor
+
+from rlbench.errors import LossError
+from rlbench.rl import Loss, LossInputs, resolve
+
+KEPT = 16
+
+
+class LossCache:
+    """Unpickled losses by the hash of their bytes."""
+
+    def __init__(self) -> None:
+        self._held: OrderedDict[str, Loss] = OrderedDict()
+
+    def load(self, blob: bytes) -> Loss:
+        """Return the loss (or the standard loss a pickled name stands for).
+
+        Raises:
+            LossError: it cannot be rebuilt here, or is no loss.
+        """
+        key = hashlib.sha256(blob).hexdigest()
+        if key not in self._held:
+            try:
+                value = cloudpickle.loads(blob)
+            except Exception as error:  # whatever the user's own modules raise while they are imported
+                raise LossError(
+                    f"the loss cannot be rebuilt on the rank ({type(error).__name__}: {error}); define what it needs in "
+                    "the notebook, or install it where the ranks run."
+                ) from error
+            self._held[key] = resolve(value)
+        self._held.move_to_end(key)
+        while len(self._held) > KEPT:
+            self._held.popitem(last=False)
+        return self._held[key]
+
+
+def evaluate(loss: Loss, inputs: LossInputs, weights: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """Return the loss's sum over trained tokens, times `weights` (S, T), and its metrics.
+
+    Raises:
+        LossError: not (per_token, metrics), another shape, no gradient, or not finite; whatever the loss raises.
+    """
+    given = loss(inputs)
+    shape = tuple(inputs.mask.shape)
+    if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], dict)):
+        raise LossError(
+            f"the loss returned {_kind(given)}; it must return (per_token, metrics): a tensor {shape} and a dict."
+        )
+    per_token, metrics = given
+    if not isinstance(per_token, Tensor) or tuple(per_token.shape) != shape:
+        raise LossError(
+            f"the loss returned {_kind(per_token)}; it must be {shape}: one number per token, not aggregated."
+        )
+    if not per_token.requires_grad:
+        raise LossError(
+            "the loss has no gradient: it must depend on inputs.logprobs (or inputs.entropy), undetached."
+        )
+    total = (torch.where(inputs.mask, per_token.float(), 0.0) * weights).sum()
+    if not torch.isfinite(total):
+        bad = int((~torch.isfinite(per_token) & inputs.mask).sum())
+        raise LossError(
+            f"the loss is {float(total.detach())}: {bad} of {int(inputs.mask.sum())} trained tokens are not finite; "
+            "look for log or division of zero, or exp of a large ratio. No step was taken."
+        )
+    return total, metrics
+
+
+def _kind(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

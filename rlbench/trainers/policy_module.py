@@ -1,0 +1,89 @@
+"""The module a session trains when it is given a path: the checkpoint's own architecture, with AdamW."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rlbench.errors import BuildError, nearest
+from rlbench.nn import HuggingFaceFsdp2TrainModule, device
+from rlbench.nn.huggingface import check_path
+from rlbench.trainers.policy_spec import PolicySpec
+
+
+class FrozenPolicy(HuggingFaceFsdp2TrainModule):
+    """A policy that is only asked for log-probs."""
+
+    spec: PolicySpec
+
+
+class TrainedPolicy(HuggingFaceFsdp2TrainModule):
+    """A policy with an optimizer."""
+
+    spec: PolicySpec
+    optimizer: torch.optim.Optimizer
+
+    def on_weights_materialized(self) -> None:
+        """Make the optimizer the spec asks for."""
+        spec = self.spec
+        self.optimizer = self.strategy.create_optimizer(
+            self, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay
+        )
+        self.strategy.max_norm = spec.max_norm
+
+
+def make_policy(spec: PolicySpec) -> FrozenPolicy | TrainedPolicy:
+    """Make the module of `spec` on meta.
+
+    Raises:
+        BuildError: no such model, not a causal language model, or an unknown dtype.
+    """
+    architecture = causal_class(spec.path, spec.revision)
+    base = TrainedPolicy if spec.trainable else FrozenPolicy
+    cls = type(f"{base.__name__}{architecture.__name__}", (base, architecture), {"__module__": __name__})
+    options: dict[str, Any] = {} if spec.dtype is None else {"dtype": _dtype(spec.dtype)}
+    if spec.revision is not None:
+        options["revision"] = spec.revision
+    with device("meta"):
+        module = cls.from_pretrained(spec.path, **options)
+    module.spec = spec
+    module.requires_grad_(spec.trainable)
+    if spec.gradient_checkpointing:
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        module.train()
+    return module  # type: ignore[no-any-return]
+
+
+def causal_class(path: str, revision: str | None = None) -> type[Any]:
+    """The transformers class that generates text for the checkpoint at `path`.
+
+    Raises:
+        BuildError: no config there, or no causal language model of its type.
+    """
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    check_path(path)
+    try:
+        config = AutoConfig.from_pretrained(path, revision=revision)
+    except (OSError, ValueError) as error:
+        raise BuildError(
+            f"{path!r} cannot be opened as a model: it is neither a folder with a config.json of a known type nor a "
+            f"model that the hub or its local cache can serve now ({str(error).splitlines()[0]})"
+        ) from error
+    for name in config.architectures or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)  # type: ignore[no-any-return]
+    mapping = AutoModelForCausalLM._model_mapping
+    if type(config) not in mapping:
+        raise BuildError(f"{path!r} is a {config.model_type!r} model, which is no causal language model.")
+    return mapping[type(config)]  # type: ignore[no-any-return]
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        known = ("float32", "bfloat16", "float16")
+        raise BuildError(f"dtype={name!r} is none{nearest(name, known)}; use {', '.join(known)}.")
+    return found

@@ -1,0 +1,328 @@
+"""One rank's part of a policy update: forward, forward_backward, optim_step.
+
+Every rank holds the whole batch and makes the same plan; each computes its own rows. Ranks vote before every
+backward, so that a stop or a failure on one ends the call on all with gradients cleared. The loss is normalised over
+the whole optimizer step: all micro-batches, all ranks, and all `forward_backward` calls since the last step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from rlbench.data.batch import TrainBatch
+from rlbench.errors import DataError, EngineError, LossError, Stopped
+from rlbench.rl import Aggregation, BatchTotals, Loss, LossInputs
+from rlbench.strategies.control import Verdict
+from rlbench.strategies.fsdp2 import FSDPV2Strategy
+from rlbench.strategies.gradients import scale_gradients
+from rlbench.trainers.forward import PolicyModel, as_batch
+from rlbench.trainers.loss_value import LossCache, evaluate
+from rlbench.trainers.metrics import MetricSums, measure, merged
+from rlbench.trainers.options import PolicyOptions
+from rlbench.trainers.packing import ModelInputs, plan_micro_batches
+
+Report = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """What the gradients that wait for a step are normalised by."""
+
+    totals: BatchTotals
+    aggregation: Aggregation
+
+
+class PolicyStep:
+    """Policy verbs over one sharded module.
+
+    Args:
+        module: sharded, with its weights.
+        strategy: the rank's.
+        stop_requested: asked before each backward.
+        report: called with progress (`done`, `total` micro-batches of this rank, `phase`).
+    """
+
+    def __init__(
+        self, module: nn.Module, strategy: FSDPV2Strategy, stop_requested: Callable[[], bool], report: Report
+    ) -> None:
+        self.module = module
+        self.strategy = strategy
+        self._stop_requested = stop_requested
+        self._report = report
+        self._model = PolicyModel(module, strategy.device.device, strategy.bf16)
+        self._losses = LossCache()
+        self._pending: _Pending | None = None
+
+    # -- verbs ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def forward(self, batch: TrainBatch, options: PolicyOptions) -> dict[str, Any]:
+        """Log-probs and entropies without gradient, of this rank's rows; collective.
+
+        Returns:
+            `rows` (n,) int64 and, in the same order, `logprobs` and `entropy`: lists of (length,) float32 arrays.
+        """
+        clock = _Clock()
+        mine, temperature = self._prepare(batch, options)
+        kept = _TokenKeeper()
+        for step, rows in enumerate(mine):
+            with self._cleared_on_failure(), clock("forward"):
+                part = batch.rows(rows) if len(rows) else _fill()
+                with self._model.stats(part, temperature, options.packing) as (logprobs, entropy, inputs):
+                    if len(rows):
+                        kept.add(rows, part, logprobs, entropy)
+            self._vote(Verdict.STOP if self._stop_requested() else Verdict.GO, "forward", clock)
+            self._report(phase="forward", done=step + 1, total=len(mine))
+        return {**kept.result(), "seconds": dict(clock.seconds)}
+
+    def forward_backward(self, batch: TrainBatch, loss_blob: bytes, options: PolicyOptions) -> dict[str, Any]:
+        """Add the gradients of `batch` to those that wait for the next step; collective.
+
+        Args:
+            batch: the whole batch, on every rank.
+            loss_blob: a loss, or the name of one, by cloudpickle.
+
+        Returns:
+            `metrics` (of all ranks; equal on each), `micro_batches`, `seconds` by phase, and as `forward` returns
+            them `rows`, `logprobs`, `entropy` of this rank's rows.
+
+        Raises:
+            LossError: the loss gave something that cannot be trained on (gradients are cleared).
+            Stopped: somebody asked to stop (gradients are cleared, random state is as before the call).
+        """
+        clock = _Clock()
+        control = self.strategy.control
+        loss = control.together("loading the loss", lambda: self._losses.load(loss_blob))
+        mine, temperature = self._prepare(batch, options)
+        _check_reference(loss, batch)
+        pending, share = self._join_pending(batch, Aggregation(options.aggregation))
+        sums, kept = MetricSums(), _TokenKeeper()
+        random_state = self.strategy.device.rng_state()
+        for step, rows in enumerate(mine):
+            with self._cleared_on_failure(random_state):
+                part = batch.rows(rows) if len(rows) else _fill()
+                begin = time.perf_counter()
+                with self._model.stats(part, temperature, options.packing) as (logprobs, entropy, inputs):
+                    begin = clock.add("forward", begin)
+                    failure: Exception | None = None
+                    total = logprobs.sum() * 0.0  # a fill: the collectives of a backward, and no gradient
+                    try:
+                        if len(rows):
+                            view = _loss_inputs(part, logprobs, entropy, inputs, options)
+                            weights = pending.aggregation.weights(view.mask, pending.totals)
+                            total, own = evaluate(loss, view, weights)
+                            measure(sums, view, own, float(total.detach()) / share)
+                    except Exception as error:  # a user's code: the vote below ends the call on every rank
+                        failure = error
+                    clock.add("loss", begin)
+                    verdict = (
+                        Verdict.FAILED if failure else Verdict.STOP if self._stop_requested() else Verdict.GO
+                    )
+                    self._vote(verdict, "forward_backward", clock, failure)
+                    with clock("backward"):
+                        self.strategy.backward(total, self.module, reduction="sum")
+                if len(rows) and options.keep_tokens:
+                    kept.add(rows, part, logprobs, entropy)
+            self._report(phase="backward", done=step + 1, total=len(mine))
+        self._pending = pending
+        metrics = merged(control.gather(sums))
+        return {
+            "metrics": metrics,
+            "micro_batches": len(mine),
+            "seconds": dict(clock.seconds),
+            **kept.result(),
+        }
+
+    def optim_step(
+        self, optimizer: torch.optim.Optimizer, scheduler: Any = None, max_norm: float | None = None
+    ) -> dict[str, Any]:
+        """Clip and step; collective. Once the last vote is passed the step completes.
+
+        Returns:
+            `metrics` (`grad_norm` before clipping, `lr`), `stepped`, and `skipped`: the reason, or None.
+
+        Raises:
+            EngineError: no gradient waits. Stopped: gradients are cleared and nothing was stepped.
+        """
+        if all(parameter.grad is None for parameter in self.module.parameters()):
+            raise EngineError("there is no gradient to step with; call forward_backward(batch, loss) first.")
+        clock = _Clock()
+        rate = float(optimizer.param_groups[0]["lr"])
+        with self._cleared_on_failure():
+            self._vote(Verdict.STOP if self._stop_requested() else Verdict.GO, "optim_step", clock)
+            with clock("step"):
+                result = self.strategy.step_now(optimizer, self.module, scheduler, max_norm=max_norm)
+        self._pending = None
+        metrics = {"grad_norm": result["grad_norm"], "lr": rate}
+        return {
+            "metrics": metrics,
+            "stepped": result["stepped"],
+            "skipped": result["skipped"],
+            "seconds": dict(clock.seconds),
+        }
+
+    def zero_grad(self) -> None:
+        """Forget the gradients that wait for a step."""
+        self.module.zero_grad(set_to_none=True)
+        self._pending = None
+
+    def clear(self) -> None:
+        """Gradients gone and parameters back to shards: after anything that ended in the middle."""
+        self.zero_grad()
+        reshard(self.module)
+
+    # -- parts ----------------------------------------------------------------------------------------------------
+
+    def _prepare(self, batch: TrainBatch, options: PolicyOptions) -> tuple[list[np.ndarray], float]:
+        """Check the batch, plan it, and return this rank's micro-batches and the temperature."""
+        if len(batch) == 0:
+            raise DataError("the batch has no sequences; nothing can be computed.")
+        self._model.check_tokens(batch)
+        temperature = batch.temperature if options.temperature is None else options.temperature
+        if temperature <= 0:
+            raise DataError(
+                "the batch was sampled greedily (temperature 0); pass temperature=1.0 to score it."
+            )
+        plan = plan_micro_batches(
+            batch.lengths, self.strategy.world_size, options.budget(self._model.vocab_size)
+        )
+        steps = self.strategy.control.gather((batch.key, len(plan[0])))
+        if any(other != steps[0] for other in steps):
+            raise EngineError(f"the ranks were given different batches ({steps}); give each the whole batch.")
+        if options.packing:
+            with self._cleared_on_failure():
+                self._model.prove_packing(batch)
+        return plan[self.strategy.rank], temperature
+
+    def _join_pending(self, batch: TrainBatch, aggregation: Aggregation) -> tuple[_Pending, float]:
+        """Extend the normaliser to this batch, rescaling waiting gradients; also this batch's share of the whole."""
+        own = _totals(batch)
+        if self._pending is None:
+            return _Pending(own, aggregation), 1.0
+        if self._pending.aggregation != aggregation:
+            raise LossError(
+                f"gradients of aggregation={self._pending.aggregation.mode!r} wait for a step; they cannot be joined by "
+                f"{aggregation.mode!r}: call optim_step or zero_grad first."
+            )
+        whole = BatchTotals.combine([self._pending.totals, own])
+        one = torch.ones(1, 1, dtype=torch.bool)
+        now = float(aggregation.weights(one, whole))
+        scale_gradients(self.module.parameters(), now / float(aggregation.weights(one, self._pending.totals)))
+        self._pending = None  # from here on a failure clears everything
+        return _Pending(whole, aggregation), now / float(aggregation.weights(one, own))
+
+    def _vote(self, own: Verdict, doing: str, clock: _Clock, failure: Exception | None = None) -> None:
+        """Go on only if all ranks do."""
+        with clock("vote"):
+            verdict = self.strategy.control.vote(own)
+        if verdict is Verdict.FAILED:
+            self.strategy.control.raise_together(doing, failure)
+        if verdict is Verdict.STOP:
+            raise Stopped(f"{doing} stopped: gradients were cleared, parameters and optimizer are untouched")
+
+    @contextmanager
+    def _cleared_on_failure(self, random_state: Any = None) -> Iterator[None]:
+        """Leave nothing half done behind an exception or a stop."""
+        try:
+            yield
+        except BaseException:
+            self.clear()
+            if random_state is not None:
+                self.strategy.device.set_rng_state(random_state)
+            raise
+
+
+def reshard(module: nn.Module) -> None:
+    """Free every gathered parameter; a forward that ended early leaves some, which would be used again when stale."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def _totals(batch: TrainBatch) -> BatchTotals:
+    """Size of a batch, as `BatchTotals.of` counts it."""
+    owner = np.repeat(np.arange(len(batch)), batch.response_lengths)
+    trained = np.unique(owner[batch.mask])
+    return BatchTotals(int(batch.mask.sum()), len(trained), int(batch.response_lengths.max()))
+
+
+def _check_reference(loss: Loss, batch: TrainBatch) -> None:
+    if getattr(loss, "needs_reference", False) and batch.ref_logprobs is None:
+        raise LossError(
+            f"{loss!r} needs ref_logprobs and the batch has none; score it with a reference engine first."
+        )
+
+
+def _loss_inputs(
+    part: TrainBatch, logprobs: Tensor, entropy: Tensor, inputs: ModelInputs, options: PolicyOptions
+) -> LossInputs:
+    """The padded view that a loss sees."""
+    pad = inputs.grid.pad
+
+    def given(values: np.ndarray) -> Tensor:
+        return pad(torch.from_numpy(np.array(values, np.float32)).to(logprobs.device))
+
+    mask = torch.from_numpy(np.array(part.mask, bool)).to(logprobs.device)
+    if part.old_logprobs is not None:
+        old = given(part.old_logprobs)
+    else:
+        old = given(part.sampler_logprobs) if options.old_logprobs == "sampler" else pad(logprobs.detach())
+    return LossInputs(
+        logprobs=pad(logprobs), old_logprobs=old, sampler_logprobs=given(part.sampler_logprobs),
+        ref_logprobs=None if part.ref_logprobs is None else given(part.ref_logprobs),
+        advantages=given(part.advantages), mask=pad(mask.float()) > 0, entropy=pad(entropy),
+    )  # fmt: skip
+
+
+def _fill() -> TrainBatch:
+    """What a rank without rows computes, so that its peers' collectives complete."""
+    return as_batch([np.zeros(2, np.int32)])
+
+
+class _TokenKeeper:
+    """Per-row log-probs and entropies on the host."""
+
+    def __init__(self) -> None:
+        self._rows: list[np.ndarray] = []
+        self._logprobs: list[np.ndarray] = []
+        self._entropy: list[np.ndarray] = []
+
+    def add(self, rows: np.ndarray, part: TrainBatch, logprobs: Tensor, entropy: Tensor) -> None:
+        cuts = part.responses.offsets[1:-1]
+        self._rows.append(rows)
+        self._logprobs += np.split(logprobs.detach().float().cpu().numpy(), cuts)
+        self._entropy += np.split(entropy.detach().float().cpu().numpy(), cuts)
+
+    def result(self) -> dict[str, Any]:
+        rows = np.concatenate(self._rows) if self._rows else np.zeros(0, np.int64)
+        return {"rows": rows, "logprobs": self._logprobs, "entropy": self._entropy}
+
+
+class _Clock:
+    """Wall seconds by phase. On a GPU work is queued, so a phase holds what it waited for."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(phase, begin)
+
+    def add(self, phase: str, begin: float) -> float:
+        now = time.perf_counter()
+        self.seconds[phase] += now - begin
+        return now

@@ -1,0 +1,52 @@
+"""Giving host memory back for real: parameters emptied in place, pages returned to the system."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from dataclasses import dataclass
+
+import torch
+
+MADV_DONTNEED = 4  # <sys/mman.h>: drop the pages now; they come back zero-filled when touched
+
+
+@dataclass(frozen=True)
+class EmptiedParameter:
+    """A parameter whose storage was given back, and the layout to make it again."""
+
+    parameter: torch.nn.Parameter
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    def restore(self) -> None:
+        """Give it storage again; the values are undefined."""
+        data = self.parameter.data
+        self.parameter.data = torch.empty_strided(self.size, self.stride, dtype=data.dtype, device=data.device)
+
+
+def empty_parameters(model: torch.nn.Module) -> list[EmptiedParameter]:
+    """Drop the storage of every parameter, a tied one once. The parameter objects (and so ties and loaders) stay."""
+    emptied = []
+    for parameter in dict.fromkeys(model.parameters()):
+        if parameter.numel() > 0:
+            emptied.append(EmptiedParameter(parameter, parameter.size(), parameter.stride()))
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    return emptied
+
+
+def drop_pages(storage: torch.UntypedStorage) -> None:
+    """Return the whole pages of a host storage to the system; the addresses stay valid and read as zeros."""
+    start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > start and _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_DONTNEED) != 0:
+        raise OSError(ctypes.get_errno(), f"madvise(MADV_DONTNEED) on {end - start} bytes failed")
+
+
+def return_free_memory() -> None:
+    """Ask the allocator for its free pages; freed blocks below its threshold would stay in the process otherwise."""
+    if hasattr(_libc, "malloc_trim"):  # glibc
+        _libc.malloc_trim(0)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)

@@ -1,0 +1,53 @@
+"""vLLM's CPU worker with a sleep that is real.
+
+The stock CPU worker ignores `sleep` and `wake_up` with a warning. On a host without a GPU the device is host memory:
+discarding must give pages back to the system, and waking must make room again.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from vllm.v1.worker.cpu_worker import CPUWorker  # first: it replaces what torch lacks without a GPU
+
+from rlbench.weights.memory import EmptiedParameter, drop_pages, empty_parameters, return_free_memory
+from rlbench.weights.vllm_plugin import ReplicaWorkerMixin, kv_storages
+
+
+class CpuReplicaWorker(ReplicaWorkerMixin, CPUWorker):
+    """A CPU worker that gives memory back: `discard(("kv_cache",))`, `discard(("weights",))`, `wake_up(tags)`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._emptied: list[EmptiedParameter] = []
+
+    def sleep(self, level: int = 1) -> None:
+        """Level 1 keeps the weights (they are in host memory already), level 2 drops them too."""
+        self.discard(("kv_cache",) if level == 1 else ("kv_cache", "weights"))
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """Give back the memory of `tags`, a subset of weights and kv_cache. Their contents are lost."""
+        if "kv_cache" in tags:
+            for storage in kv_storages(self.model_runner):
+                drop_pages(storage)
+        if "weights" in tags and not self._emptied:
+            model = self.model_runner.model
+            self._emptied = empty_parameters(model)
+            for module in model.modules():
+                if hasattr(module, "cpu_linear"):  # holds the packed copy of the weight
+                    module.cpu_linear = _discarded
+            gc.collect()  # the packed copies are freed by destructors
+        return_free_memory()
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Make room again. KV pages come back by themselves; weights are undefined until loaded or synced."""
+        if tags is None or "weights" in tags:
+            for emptied in self._emptied:
+                emptied.restore()
+            self._emptied = []
+
+
+def _discarded(*_: Any) -> torch.Tensor:
+    raise RuntimeError("the weights were discarded: load or sync them before a forward pass")

@@ -1,0 +1,164 @@
+"""vLLM's side of a weight sync: a WeightTransferEngine of ours and the workers that register and use it.
+
+vLLM creates the engine by name inside each worker process, so the name must be registered there: the module that
+holds the worker class does it (`worker_cls` is imported in every worker). The order of calls is vLLM's own:
+`start_weight_update`, `update_weights` once per bucket, `finish_weight_update`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.v1.worker.gpu_worker import Worker
+
+from rlbench.weights.cuda_ipc import IpcReader
+from rlbench.weights.manifest import Bucket
+from rlbench.weights.shm import ShmReader
+
+BACKEND = "rlbench"
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Nothing to agree on beforehand: every bucket says where it lies."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """One bucket of a manifest and the transport it came by."""
+
+    transport: str
+    bucket: Bucket
+
+
+class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Loads buckets (shared memory, CUDA IPC) in checkpoint format, layer by layer."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._shm = ShmReader()
+        self._ipc = IpcReader(self.device)
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """No rendezvous."""
+
+    def start_weight_update(self) -> None:
+        """Put the layers into the state in which they take checkpoint tensors."""
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Load one bucket. A failure leaves the layers whole again, but with undefined weights: the caller must not
+        serve them (the replica is then `torn`).
+        """
+        try:
+            self.model.load_weights(self._tensors(update_info))
+        except BaseException:
+            # Without this the half-loaded layers would keep their buffered tensors and mix them into the next sync.
+            self.finish_weight_update()
+            raise
+
+    def finish_weight_update(self) -> None:
+        """Pack what was loaded, the tied head included."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        repack_embeddings(self.model)
+        self._ipc.close()
+
+    def shutdown(self) -> None:
+        """Drop the mappings."""
+        self._shm.close()
+        self._ipc.close()
+
+    def _tensors(self, update: UpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._ipc.read(update.bucket) if update.transport == "ipc" else self._shm.read(update.bucket)
+
+
+def repack_embeddings(model: torch.nn.Module) -> None:
+    """Pack embeddings and the tied lm_head again from their (new) weights.
+
+    vLLM on CPU computes with a packed copy of each linear weight (`cpu_linear`). Layer-wise reload renews it for
+    layers that were loaded by name; a tied lm_head never is, and would go on computing with the old weights, without
+    an error and invisible to checksums. Linear layers keep no weight beside the packed one, so a module that has both
+    is an embedding or a head.
+    """
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if hasattr(module, "cpu_linear") and isinstance(weight, torch.Tensor) and weight.numel() > 0:
+            module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr,operator]
+
+
+class ReplicaWorkerMixin:
+    """What a replica asks of its workers beyond vLLM's own calls; the same on CPU and GPU."""
+
+    def reload_from_disk(self) -> None:
+        """Load the checkpoint again (also after the weights were discarded) and pack the tied head."""
+        self.reload_weights()  # type: ignore[attr-defined]
+        repack_embeddings(self.model_runner.model)  # type: ignore[attr-defined]
+
+    def describe(self) -> dict[str, Any]:
+        """Process id, bytes of the weights, and (address, bytes) of each KV buffer, of this worker."""
+        runner = self.model_runner  # type: ignore[attr-defined]
+        return {
+            "pid": os.getpid(),
+            "weights": weight_bytes(runner.model),
+            "kv_ranges": [(storage.data_ptr(), storage.nbytes()) for storage in kv_storages(runner)],
+        }
+
+
+class GpuReplicaWorker(ReplicaWorkerMixin, Worker):
+    """vLLM's GPU worker; sleep and wake_up are vLLM's own (`enable_sleep_mode`)."""
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Bytes the weights take: storages of parameters, plus packed copies, which PyTorch does not see."""
+    storages = {s._cdata: s.nbytes() for s in (p.untyped_storage() for p in model.parameters())}
+    packed = {id(value): nbytes for module in model.modules() for value, nbytes in _packed(module)}
+    return sum(storages.values()) + sum(packed.values())
+
+
+def kv_storages(runner: Any) -> list[torch.UntypedStorage]:
+    """The distinct storages behind all KV tensors (vLLM 0.32: one buffer, all layers are views of it)."""
+    found: dict[int, torch.UntypedStorage] = {}
+    for tensor in _tensors_in(runner.kv_caches):
+        storage = tensor.untyped_storage()
+        found[storage._cdata] = storage
+    return list(found.values())
+
+
+def _packed(module: torch.nn.Module) -> Iterable[tuple[object, int]]:
+    """What a module's `cpu_linear` closure holds: oneDNN handles (rows x columns of the weight's dtype) or tensors."""
+    for cell in getattr(getattr(module, "cpu_linear", None), "__closure__", None) or ():
+        held = cell.cell_contents
+        if isinstance(held, torch.Tensor):
+            yield held, held.untyped_storage().nbytes()
+        elif hasattr(held, "handler_tensor") and held.handler_tensor is not None:
+            itemsize = getattr(module, "params_dtype", torch.get_default_dtype()).itemsize
+            yield held, held.n * held.k * itemsize
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _tensors_in(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _tensors_in(inner)
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, BucketTransferEngine)

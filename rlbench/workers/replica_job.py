@@ -1,0 +1,150 @@
+"""The two ends of a generate call, the same for every executor: checking what is asked, collecting what was drawn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rlbench.data.jobs import FINISH_REASONS, GeneratedArrays, GenerateJob
+from rlbench.dispatch.context import CallContext
+from rlbench.errors import DataError, nearest
+
+REPORT_SECONDS = 0.2
+_SET_BY_CALL = {
+    "n": "give n to generate() or rollout()",
+    "seed": "every sample has a seed of its own, derived from the session's seed",
+    "logprobs": "the sampled token's log-prob always comes, and no other",
+    "prompt_logprobs": "call prompt_logprobs()",
+}
+
+
+@dataclass
+class Sample:
+    """One sample while it is drawn: tokens, their log-probs and, where the engine makes it, the text so far."""
+
+    prompt: int
+    index: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    finish: str = ""
+
+
+def check_job(job: GenerateJob, known_options: Iterable[str]) -> None:
+    """Refuse what no engine can serve. Raises DataError with one sentence naming the mend."""
+    if not job.prompts:
+        raise DataError("the prompt list is empty: give at least one prompt")
+    if job.n < 1:
+        raise DataError(f"n={job.n}: draw at least one sample per prompt")
+    if job.seeds.shape != (len(job.prompts), job.n):
+        raise DataError(f"seeds have shape {job.seeds.shape}, wanted {(len(job.prompts), job.n)}: one per sample")
+    known = set(known_options)
+    for name in job.sampling:
+        if name in _SET_BY_CALL:
+            raise DataError(f"sampling option {name!r}: {_SET_BY_CALL[name]}")
+        if name not in known:
+            raise DataError(f"unknown sampling option {name!r}{nearest(name, known)}")
+    for name, least in (("max_tokens", 1), ("min_tokens", 0), ("temperature", 0)):
+        value = job.sampling.get(name)
+        if value is not None and value < least:
+            raise DataError(f"sampling option {name}={value} must be at least {least}")
+
+
+def encode_prompts(prompts: Sequence[Any], tokenizer: Any, max_model_len: int, vocab_size: int) -> list[list[int]]:
+    """Token ids of every prompt: texts as they are, chat messages through the template (with the generation prompt).
+
+    Raises:
+        DataError: naming the prompt's index, when it is empty, too long, outside the vocabulary, or needs a tokenizer
+            (or a chat template) the checkpoint does not have.
+    """
+    encoded = [_encode(prompt, index, tokenizer) for index, prompt in enumerate(prompts)]
+    for index, ids in enumerate(encoded):
+        check_token_ids(ids, f"prompt {index}", max_model_len - 1, max_model_len, vocab_size)
+    return encoded
+
+
+def check_token_ids(ids: Sequence[int], what: str, limit: int, max_model_len: int, vocab_size: int) -> None:
+    """Refuse an empty, too long or out-of-vocabulary sequence of token ids."""
+    if len(ids) == 0:
+        raise DataError(f"{what} is empty: give at least one token")
+    if len(ids) > limit:
+        raise DataError(
+            f"{what} has {len(ids)} tokens, but the model's length is {max_model_len}"
+            f"{', which must also hold a response token' if limit < max_model_len else ''}: shorten it, or build "
+            "the engine with a larger max_model_len if the model allows it"
+        )
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise DataError(f"{what} holds token id {wrong}, outside of the model's vocabulary of {vocab_size}")
+
+
+def _encode(prompt: Any, index: int, tokenizer: Any) -> list[int]:
+    if isinstance(prompt, list | tuple | np.ndarray) and not (len(prompt) and isinstance(prompt[0], dict)):
+        return [int(token) for token in prompt]
+    if tokenizer is None:
+        raise DataError(f"prompt {index} is text, but the engine was built without a tokenizer: give token ids")
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt)["input_ids"]) if prompt else []
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise DataError(
+            f"prompt {index} is chat messages, but the tokenizer has no chat template: give text, or set one"
+        )
+    ids = tokenizer.apply_chat_template(prompt, tokenize=True, add_generation_prompt=True, return_dict=False)
+    return [int(token) for token in ids]
+
+
+class Progress:
+    """Reports to the call's context at most every REPORT_SECONDS."""
+
+    def __init__(self, context: CallContext) -> None:
+        self.context = context
+        self.tokens = 0
+        self.started = self._last = time.perf_counter()
+
+    def tick(self, finished: int, running: int, total: int, *, force: bool = False) -> None:
+        """Publish the counters when it is time."""
+        now = time.perf_counter()
+        if force or now - self._last >= REPORT_SECONDS:
+            self._last = now
+            self.context.report(tokens=self.tokens, finished=finished, total=total, running=running)
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Tokens drawn and seconds since the start."""
+        return {"tokens": float(self.tokens), "seconds": time.perf_counter() - self.started}
+
+
+def collect(
+    samples: Sequence[Sample], texts: list[str], prompts: dict[int, list[int]], version: int, stats: dict[str, float]
+) -> GeneratedArrays:
+    """Join finished and aborted samples into flat arrays. `texts` one per sample, `prompts` token ids by index."""
+    lengths = [len(sample.tokens) for sample in samples]
+    total = sum(lengths)
+    return GeneratedArrays(
+        keys=np.array([(s.prompt, s.index) for s in samples], dtype=np.int32).reshape(-1, 2),
+        token_ids=np.fromiter((t for s in samples for t in s.tokens), dtype=np.int32, count=total),
+        logprobs=np.fromiter((v for s in samples for v in s.logprobs), dtype=np.float32, count=total),
+        offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)]),
+        finish=np.array([FINISH_REASONS.index(s.finish) for s in samples], dtype=np.int8),
+        versions=np.full(len(samples), version, dtype=np.int64),
+        texts=texts,
+        prompt_token_ids={index: prompts[index] for index in sorted({s.prompt for s in samples})},
+        stats=stats,
+    )
+
+
+def decode_texts(samples: Sequence[Sample], tokenizer: Any, skip_special_tokens: bool) -> list[str]:
+    """Text of each sample: what the engine streamed (stop strings removed) where it did, else decoded from its ids."""
+    if tokenizer is None:
+        return ["" for _ in samples]
+    return [
+        "".join(s.text)
+        if s.text and s.finish != "abort"
+        else tokenizer.decode(s.tokens, skip_special_tokens=skip_special_tokens)
+        for s in samples
+    ]

@@ -1,0 +1,110 @@
+"""Where a replica's weights and KV cache are, which version it holds, and what that forbids."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from rlbench.errors import StateError, nearest
+
+TAGS = ("weights", "kv_cache")
+STATES = ("cuda", "cpu", "meta")
+
+_WEIGHTS_MEND = {
+    "cpu": "the weights are offloaded; call infer.cuda('weights') first",
+    "meta": "the weights were discarded; call infer.cuda() to reload them from the checkpoint, or infer.cuda('weights') "
+    "and then train.p2p_weight_sync(infer)",
+    "empty": "there is room for the weights but nothing in it; call train.p2p_weight_sync(infer) or infer.reload()",
+    "torn": "a weight sync failed half-way; call train.p2p_weight_sync(infer) again or infer.reload()",
+}
+
+
+@dataclass
+class ReplicaState:
+    """`weights`: cuda (resident), cpu (kept in host memory), meta (discarded), empty (room, no content) or torn (a sync
+    failed half-way). `kv_cache`: cuda or meta. `version` is what was committed; `pending` means weights were applied
+    that no version was committed for yet.
+    """
+
+    weights: str = "cuda"
+    kv_cache: str = "cuda"
+    version: int = 0
+    pending: bool = False
+
+    def require_ready(self, what: str, *, committed: bool = True) -> None:
+        """Raise StateError, naming the call that mends it, unless the replica can compute.
+
+        `committed`: also refuse while a sync was applied but not committed (rollouts need a version; its probe does
+        not).
+        """
+        if self.weights in _WEIGHTS_MEND:
+            raise StateError(f"{what}: {_WEIGHTS_MEND[self.weights]}")
+        if self.kv_cache != "cuda":
+            raise StateError(f"{what}: the KV cache is released; call infer.cuda('kv_cache') first")
+        if committed and self.pending:
+            raise StateError(
+                f"{what}: new weights were applied but the sync did not end, so they have no version; call "
+                "train.p2p_weight_sync(infer) again or infer.reload()"
+            )
+
+    def require_room(self, what: str) -> None:
+        """Raise StateError unless weights can be written into the replica."""
+        if self.weights in ("cpu", "meta"):
+            raise StateError(f"{what}: the replica's weights are on {self.weights}; call infer.cuda('weights') first")
+
+
+def check_tags(state: str, tags: list[str] | None) -> set[str]:
+    """The tags a state change is about (None: all). Raises StateError for an unknown state or tag."""
+    if state not in STATES:
+        raise StateError(f"no device state {state!r}: one of {', '.join(STATES)}{nearest(state, STATES)}")
+    for tag in tags or ():
+        if tag not in TAGS:
+            raise StateError(f"no tag {tag!r} on an inference engine: {' or '.join(TAGS)}{nearest(tag, TAGS)}")
+    return set(tags) if tags else set(TAGS)
+
+
+def rss_bytes(pid: int | str = "self") -> int:
+    """Resident bytes of a process, read from /proc (0 when it is gone)."""
+    try:
+        with open(f"/proc/{pid}/statm") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except FileNotFoundError:
+        return 0
+
+
+def resident_bytes(address: int, nbytes: int) -> int:
+    """How much of a range of this process's own memory is in RAM (`mincore`); whole pages inside the range."""
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    pages = (address + nbytes - start) // mmap.PAGESIZE
+    if pages <= 0:
+        return 0
+    flags = (ctypes.c_ubyte * pages)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(pages * mmap.PAGESIZE), flags) != 0:
+        return 0  # unmapped in the meantime: the engine was closed
+    return sum(bytes(flags).translate(_LOWEST_BIT)) * mmap.PAGESIZE
+
+
+_LOWEST_BIT = bytes(value & 1 for value in range(256))
+
+
+def memory_by_owner(weights: int, kv_cache: int, pids: list[int], on_cpu: bool) -> dict[str, int]:
+    """Bytes by owner; `other` is the rest of the processes' resident memory (on a GPU host: all of it)."""
+    rss = sum(rss_bytes(pid) for pid in pids)
+    other = max(0, rss - weights - kv_cache) if on_cpu else rss
+    return {"weights": weights, "kv_cache": kv_cache, "other": other, "rss": rss}
+
+
+def moved(before: dict[str, int], after: dict[str, int], state: ReplicaState, **more: Any) -> dict[str, Any]:
+    """What a state change did: states by tag, bytes resident by owner and bytes freed (negative: taken), measured."""
+    return {
+        "weights": state.weights,
+        "kv_cache": state.kv_cache,
+        "version": state.version,
+        "memory": after,
+        "freed_bytes": before["rss"] - after["rss"],
+        **more,
+    }

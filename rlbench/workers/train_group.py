@@ -1,0 +1,110 @@
+"""How ranks find each other and agree which call comes next: one TCP store, and the process group over it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from datetime import timedelta
+
+import psutil
+import torch.distributed as dist
+
+from rlbench.strategies.device import RankDevice, current_accelerator_kwargs
+
+KEPT_MARKS = 32
+
+
+class RankGroup:
+    """One rank's connection to the others.
+
+    Args:
+        rank, world_size: of this rank.
+        host: address rank 0 listens on; only there, not on all interfaces.
+        timeout_s: of collectives and of joining.
+    """
+
+    def __init__(self, rank: int, world_size: int, host: str, timeout_s: float) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._host = host
+        self._timeout = timedelta(seconds=timeout_s)
+        self._server: dist.TCPStore | None = None
+        self._marks: dist.Store | None = None
+        self._marked: list[str] = []
+        self._joined = False
+
+    def serve(self) -> tuple[str, int] | None:
+        """Start the store (rank 0) and return its address; None on other ranks."""
+        if self.rank != 0:
+            return None
+        if self._server is None:
+            listener = socket.create_server((self._host, 0), backlog=128)
+            port = int(listener.getsockname()[1])
+            self._server = dist.TCPStore(
+                self._host, port, self.world_size, is_master=True, timeout=self._timeout, wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )  # fmt: skip
+        return self._host, self._server.port
+
+    def join(self, master: tuple[str, int], device: RankDevice) -> None:
+        """Connect to the store at `master` and form the process group; collective."""
+        self._keep_gloo_on(master[0])
+        store = self._server or dist.TCPStore(
+            *master, self.world_size, is_master=False, timeout=self._timeout
+        )
+        self._marks = dist.PrefixStore(
+            "calls", store.clone()
+        )  # its own connection: a wait must not block collectives
+        dist.init_process_group(
+            device.backend, store=dist.PrefixStore("group", store), rank=self.rank, world_size=self.world_size,
+            timeout=self._timeout, **current_accelerator_kwargs(device.device),
+        )  # fmt: skip
+        self._joined = True
+
+    def register(self, epoch: int, seq: int, timeout_s: float) -> bool:
+        """Mark call (epoch, seq) and wait for all ranks' marks; all ranks get the same answer.
+
+        The first rank to decide, by seeing all marks or by running out of time, decides for all. Before the ranks
+        have joined there is nothing to order, and the answer is True.
+        """
+        if self._marks is None or self.world_size == 1:
+            return True
+        call = f"{epoch}/{seq}"
+        self._marks.set(f"{call}/{self.rank}", "1")
+        try:
+            self._marks.wait(
+                [f"{call}/{rank}" for rank in range(self.world_size)], timedelta(seconds=timeout_s)
+            )
+            own = "go"
+        except dist.DistStoreError:
+            own = "drop"
+        verdict = bytes(self._marks.compare_set(f"{call}/verdict", "", own))
+        self._forget_old(call)
+        return verdict == b"go"
+
+    def _forget_old(self, call: str) -> None:
+        """Keep the store small: marks of calls long past are of no use."""
+        assert self._marks is not None
+        self._marked.append(call)
+        while len(self._marked) > KEPT_MARKS:
+            old = self._marked.pop(0)
+            self._marks.delete_key(f"{old}/{self.rank}")
+            if self.rank == 0:
+                self._marks.delete_key(f"{old}/verdict")
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._joined:
+            dist.destroy_process_group()
+            self._joined = False
+        self._marks = self._server = None
+
+    def _keep_gloo_on(self, host: str) -> None:
+        """Bind gloo to the interface that has `host`, unless the environment says otherwise."""
+        if "GLOO_SOCKET_IFNAME" in os.environ:
+            return
+        with contextlib.suppress(OSError):  # no list of interfaces: gloo chooses by the host's name
+            for interface, addresses in psutil.net_if_addrs().items():
+                if any(address.address == host for address in addresses) and host.startswith("127."):
+                    os.environ["GLOO_SOCKET_IFNAME"] = interface

@@ -1,0 +1,320 @@
+"""One training rank: a module, its strategy, and the verbs an engine calls. A plain object; it knows nothing of Ray."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from rlbench.data.batch import TrainBatch
+from rlbench.dispatch import context
+from rlbench.errors import BuildError, EngineError, MethodError, StateError, nearest
+from rlbench.nn import BaseTrainModule, RankContext, callable_methods, check_module
+from rlbench.nn.base import guard_forward
+from rlbench.strategies import memory
+from rlbench.strategies.device import RankDevice
+from rlbench.strategies.fsdp2 import FSDPV2Strategy
+from rlbench.strategies.materialize import allocate, materialize
+from rlbench.strategies.sources import locate
+from rlbench.trainers.options import PolicyOptions
+from rlbench.trainers.policy_step import PolicyStep, reshard
+from rlbench.weights.manifest import Manifest
+from rlbench.workers.train_config import TrainConfig
+from rlbench.workers.train_group import RankGroup
+from rlbench.workers.train_namespace import Namespace
+from rlbench.workers.train_stage import WeightSender, checksum
+from rlbench.workers.train_states import Residency
+
+FORWARD_INSTEAD_OF_CALL = "got mixed torch.Tensor and DTensor"
+
+
+class TrainRank:
+    """Built in two calls: `rendezvous` on rank 0, then `build` on all ranks at once.
+
+    Every verb but `status`, `memory`, `rendezvous` and `register` is collective and runs on one compute thread.
+    """
+
+    CONTROL = frozenset({"status", "memory"})
+
+    def __init__(self, rank: int, world_size: int, config: TrainConfig) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.config = config
+        self._group = RankGroup(rank, world_size, config.host, config.timeout_s)
+        self._module: BaseTrainModule | None = None
+        self._measured: dict[str, int] = {}
+        self._methods: frozenset[str] = frozenset()
+
+    # -- life -----------------------------------------------------------------------------------------------------
+
+    def rendezvous(self) -> tuple[str, int] | None:
+        """Start the store on rank 0 and return its address; None on the others."""
+        return self._group.serve()
+
+    def register(self, epoch: int, seq: int, timeout_s: float) -> bool:
+        """Agree with all ranks that they have call (epoch, seq); False on all if one has not in time."""
+        return self._group.register(epoch, seq, timeout_s)
+
+    def build(self, module_blob: bytes, master: tuple[str, int]) -> dict[str, Any]:
+        """Join the ranks, make the module, shard it, load its weights, run its hook; collective.
+
+        Args:
+            module_blob: by cloudpickle: a module on meta, or a callable that makes one on the rank.
+            master: what rank 0's `rendezvous` returned.
+
+        Returns:
+            `parameters`, `trainable`, `methods`, `dtype` (of computation), `tied`, `device`, `source`, `optimizer`.
+
+        Raises:
+            BuildError: on every rank, when one cannot make or fill its module.
+        """
+        if self._module is not None:
+            raise BuildError("this train engine is built already; close() it, or make another one.")
+        torch.set_num_threads(self._threads())
+        device = RankDevice.pick(self.rank, self.config.device)
+        self._group.join(master, device)
+        self._strategy = strategy = self._make_strategy(device)
+        strategy.set_seed()
+        module = strategy.control.together("making the module", lambda: _unpickled(module_blob))
+        methods = callable_methods(type(module))
+        trains = type(module).on_weights_materialized is not BaseTrainModule.on_weights_materialized
+        masters = self.config.masters if self.config.masters is not None else trains
+        strategy.prepare_model(module, masters, self.config.shard_size, self.config.reshard_after_forward)
+        allocate(module, device.device)
+        self._module = module
+        self._source = strategy.control.together("loading the weights", self._materialize)
+        stop = lambda: context.current().stop_requested()  # noqa: E731
+        module._rank_context = RankContext(self.rank, self.world_size, device.device, strategy, stop)
+        guard_forward(module)
+        strategy.control.together("on_weights_materialized", module.on_weights_materialized)
+        self._residency = Residency(module, device, self._optimizers, self._materialize)
+        self._policy = PolicyStep(
+            module, strategy, stop, lambda **progress: context.current().report(**progress)
+        )
+        self._sender = WeightSender(module, strategy.control, stop)
+        self._namespace = Namespace(
+            module=module, strategy=strategy, rank=self.rank, world_size=self.world_size, device=device.device
+        )
+        self._methods = frozenset(info["name"] for info in methods)
+        self._remeasure()
+        return {
+            "parameters": sum(parameter.numel() for parameter in module.parameters()),
+            "trainable": sum(p.numel() for p in module.parameters() if p.requires_grad),
+            "methods": methods,
+            "dtype": self._compute_dtype(),
+            "tied": len(dict(module.named_parameters(remove_duplicate=False)))
+            > len(dict(module.named_parameters())),
+            "device": str(device.device),
+            "source": self._source,
+            "optimizer": [type(optimizer).__name__ for optimizer in self._optimizers()],
+        }
+
+    def close(self) -> None:
+        """Free everything and leave the group."""
+        if self._module is not None:
+            self._sender.close()
+            self._module = None
+        self._group.close()
+
+    # -- the user's code ------------------------------------------------------------------------------------------
+
+    def call_method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a method of the user's module. A result that is the module itself (`train()`) becomes None."""
+        module = self._built()
+        if name not in self._methods:
+            raise MethodError(f"the module has no method {name!r}{nearest(name, self._methods)}.")
+        self._residency.need("weights")
+        try:
+            result = getattr(module, name)(*args, **kwargs)
+        except RuntimeError as error:
+            reshard(module)
+            if FORWARD_INSTEAD_OF_CALL in str(error):
+                raise EngineError(
+                    f"{name} used a submodule or parameter whose shards are not gathered ({error}); go through "
+                    "self(...), not self.forward(...) or a part of the model."
+                ) from error
+            raise
+        except BaseException:
+            reshard(module)  # a forward that ended early leaves gathered parameters behind
+            raise
+        finally:
+            self._remeasure()
+        return None if result is module else result
+
+    def run(self, fn_blob: bytes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function (or, as a string, a cell) in the rank's namespace; see `Namespace.run`."""
+        module = self._built()
+        try:
+            return self._namespace.run(cloudpickle.loads(fn_blob), args, kwargs)
+        except BaseException:
+            reshard(module)
+            raise
+        finally:
+            self._remeasure()
+
+    # -- policy ---------------------------------------------------------------------------------------------------
+
+    def policy_forward(self, batch: TrainBatch, options: dict[str, Any]) -> dict[str, Any]:
+        """Log-probs and entropies without gradient, of this rank's rows; see `PolicyStep.forward`."""
+        self._built()
+        self._residency.need("weights")
+        return self._policy.forward(batch, PolicyOptions.of(options))
+
+    def policy_forward_backward(
+        self, batch: TrainBatch, loss_blob: bytes, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Add the gradients of a batch; see `PolicyStep.forward_backward`."""
+        self._built()
+        self._residency.need("weights")
+        try:
+            return self._policy.forward_backward(batch, loss_blob, PolicyOptions.of(options))
+        finally:
+            self._remeasure()
+
+    def policy_optim_step(self, options: dict[str, Any]) -> dict[str, Any]:
+        """One optimizer step; options: `lr` (from now on), `max_norm` (of this step). See `PolicyStep.optim_step`."""
+        module = self._built()
+        self._residency.need("weights", "optimizer")
+        unknown = sorted(set(options) - {"lr", "max_norm"})
+        if unknown:
+            raise EngineError(f"unknown option {unknown[0]!r}; optim_step takes lr and max_norm.")
+        if options.get("lr") is not None:
+            self.set_lr(options["lr"])
+        try:
+            return self._policy.optim_step(
+                self._policy_optimizer(), getattr(module, "lr_scheduler", None), options.get("max_norm")
+            )
+        finally:
+            self._remeasure()
+
+    def policy_zero_grad(self) -> None:
+        """Forget the gradients that wait for a step."""
+        self._built()
+        self._policy.zero_grad()
+        self._remeasure()
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of every optimizer of the module, and the base rate of its schedulers."""
+        module = self._built()
+        if not (isinstance(lr, int | float) and 0 <= lr < float("inf")):
+            raise EngineError(f"lr={lr!r}: a learning rate is a number from 0 on.")
+        self._policy_optimizer()
+        for optimizer in self._optimizers():
+            for group in optimizer.param_groups:
+                group["lr"] = float(lr)
+                if "initial_lr" in group:
+                    group["initial_lr"] = float(lr)
+        for value in vars(module).values():
+            if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+                value.base_lrs = [float(lr)] * len(value.base_lrs)
+
+    # -- weights --------------------------------------------------------------------------------------------------
+
+    def stage_weights(self, transport: dict[str, Any]) -> Manifest | None:
+        """Gather all weights for replicas; `transport`: `transport`, `prefix`, `bucket_bytes`. Only rank 0 returns."""
+        self._built()
+        self._residency.need("weights")
+        return self._sender.stage(**transport)
+
+    def state_checksum(self) -> str:
+        """sha256 over all full parameters; equal on all ranks."""
+        module = self._built()
+        self._residency.need("weights")
+        return checksum(module)
+
+    def module_source_path(self) -> str | None:
+        """Local folder or file the weights come from; None where they come from a dict."""
+        source = self._built().materialization_source()
+        return str(locate(source)) if isinstance(source, str) else None
+
+    # -- states ---------------------------------------------------------------------------------------------------
+
+    def to_state(self, state: str, tags: list[str] | str | None = None) -> dict[str, Any]:
+        """Bring weights and optimizer into a state; see `Residency.move`."""
+        self._built()
+        result = self._strategy.control.together(f"{state}()", lambda: self._residency.move(state, tags))
+        self._remeasure()
+        return dict(result)
+
+    def status(self) -> dict[str, Any]:
+        """State of each part. Never blocks."""
+        built = self._module is not None and bool(self._methods)
+        parts = dict(self._residency.state) if built else {"weights": "empty", "optimizer": "empty"}
+        return {"built": built, "rank": self.rank, **parts}
+
+    def memory(self) -> dict[str, Any]:
+        """Bytes by owner as the last verb left them, and the states. Never blocks."""
+        return {
+            **self._measured,
+            "states": {k: v for k, v in self.status().items() if k in ("weights", "optimizer")},
+        }
+
+    # -- parts ----------------------------------------------------------------------------------------------------
+
+    def _make_strategy(self, device: RankDevice) -> FSDPV2Strategy:
+        config = self.config
+        return FSDPV2Strategy(
+            seed=config.seed, max_norm=config.max_norm, micro_train_batch_size=config.micro_train_batch_size,
+            train_batch_size=config.train_batch_size, bf16=device.is_gpu if config.bf16 is None else config.bf16,
+            args={"adam_offload": config.adam_offload}, device=device,
+        )  # fmt: skip
+
+    def _threads(self) -> int:
+        """Threads of this rank: its share of the cores it may run on."""
+        if self.config.threads is not None:
+            return self.config.threads
+        return max(1, len(os.sched_getaffinity(0)) // (self.config.local_ranks or self.world_size))
+
+    def _built(self) -> BaseTrainModule:
+        if self._module is None or not self._methods:
+            raise StateError("this train engine is not built; call build() first.")
+        return self._module
+
+    def _materialize(self) -> str:
+        assert self._module is not None
+        return materialize(self._module, self._module.materialization_source(), self.config.seed)
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers the module holds as attributes."""
+        assert self._module is not None
+        found = {id(v): v for v in vars(self._module).values() if isinstance(v, torch.optim.Optimizer)}
+        return list(found.values())
+
+    def _policy_optimizer(self) -> torch.optim.Optimizer:
+        """`module.optimizer`, or the only one."""
+        optimizers = self._optimizers()
+        named = vars(self._built()).get("optimizer")
+        if isinstance(named, torch.optim.Optimizer):
+            return named
+        if len(optimizers) != 1:
+            raise EngineError(
+                f"the module has {len(optimizers)} optimizers and none is called self.optimizer; create it in "
+                "on_weights_materialized: self.optimizer = self.strategy.create_optimizer(self, lr=…)."
+            )
+        return optimizers[0]
+
+    def _compute_dtype(self) -> str:
+        assert self._module is not None
+        dtype = torch.bfloat16 if self._strategy.bf16 else next(self._module.parameters()).dtype
+        return str(dtype).removeprefix("torch.")
+
+    def _remeasure(self) -> None:
+        self._measured = self._residency.measure()
+
+
+def _unpickled(blob: bytes) -> BaseTrainModule:
+    """Rebuild the module, on meta, as one of our bases."""
+    module = cloudpickle.loads(blob)
+    if not isinstance(module, nn.Module) and callable(module):
+        module = module()
+    check_module(module)
+    if not isinstance(module, BaseTrainModule) or isinstance(module, FSDPModule):
+        raise BuildError(
+            f"{type(module).__name__} does not inherit from a base of rlbench.nn; make it "
+            f"`class Mine(rlbench.nn.HuggingFaceFsdp2TrainModule, {type(module).__name__})`."
+        )
+    return module

@@ -1,0 +1,150 @@
+"""Where a rank's weights and optimizer state are, and moving them: on the device, in host memory, released.
+
+On a host without a GPU the device is host memory: "cuda" and "cpu" hold the same bytes there, and "cpu" only bars
+training; "meta" gives the memory back. What is reported is measured from the tensors' storages and the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlbench.errors import EngineError, StateError, nearest
+from rlbench.strategies import memory
+from rlbench.strategies.device import RankDevice
+
+PARTS = ("weights", "optimizer")
+STATES = ("cuda", "cpu", "meta")
+
+
+class Residency:
+    """The states of one rank's parts.
+
+    Args:
+        module: sharded, with its weights.
+        device: of the rank.
+        optimizers: gives the optimizers there are now.
+        materialize: fills the weights again after they were released; returns where they came from.
+    """
+
+    def __init__(
+        self, module: nn.Module, device: RankDevice, optimizers: Callable[[], list[torch.optim.Optimizer]],
+        materialize: Callable[[], str],
+    ) -> None:  # fmt: skip
+        self._module = module
+        self._device = device
+        self._optimizers = optimizers
+        self._materialize = materialize
+        self.state = dict.fromkeys(PARTS, "cuda")
+
+    def need(self, *parts: str) -> None:
+        """Refuse a call that needs `parts` on the device.
+
+        Raises:
+            StateError: naming the call that brings them back.
+        """
+        for part in parts:
+            if self.state[part] != "cuda":
+                raise StateError(
+                    f"the {part} of this train engine are {self._said(part)}; bring them back with "
+                    f"cuda('{part}') on the engine, then call again."
+                )
+
+    def _said(self, part: str) -> str:
+        return "released (meta)" if self.state[part] == "meta" else "offloaded (cpu)"
+
+    def move(self, state: str, tags: list[str] | str | None) -> dict[str, Any]:
+        """Bring parts into a state; no collective.
+
+        Args:
+            state: "cuda", "cpu" or "meta".
+            tags: parts to move; None for all.
+
+        Returns:
+            The states, `freed` and `taken` bytes, `rss` of the process, `lost` (what cannot come back) and
+            `materialized_from` (where weights came from, if they were read again).
+        """
+        parts = [tags] if isinstance(tags, str) else list(PARTS if tags is None else tags)
+        for part in parts:
+            if part not in PARTS:
+                raise EngineError(
+                    f"unknown tag {part!r}{nearest(part, PARTS)}; a train engine has {', '.join(PARTS)}."
+                )
+        if state not in STATES:
+            raise EngineError(
+                f"unknown state {state!r}{nearest(state, STATES)}; it is one of {', '.join(STATES)}."
+            )
+        done: dict[str, Any] = {"freed": 0, "taken": 0, "lost": [], "materialized_from": None}
+        for part in parts:
+            if state == "cpu" and self.state[part] == "meta":
+                raise StateError(
+                    f"the {part} are released (meta), so there is nothing to keep; cuda('{part}') first."
+                )
+            if state != self.state[part]:
+                getattr(self, f"_{part}_to_{state}")(done)
+                self.state[part] = state
+        self._device.release_cache()
+        trim_heap()
+        return {**self.state, **done, **self._device.allocated()}
+
+    def _weights_to_meta(self, done: dict[str, Any]) -> None:
+        if memory.gradient_tensors(self._module):
+            done["lost"].append("gradients waiting for a step")
+        self._module.zero_grad(set_to_none=True)
+        memory.own_storages(self._module)
+        done["freed"] += memory.release(memory.weight_tensors(self._module))
+        done["lost"].append("trained weights that no checkpoint holds")
+
+    def _weights_to_cpu(self, done: dict[str, Any]) -> None:
+        if self._device.is_gpu:
+            before = memory.nbytes(memory.weight_tensors(self._module))
+            self._module.to("cpu")
+            done["freed"] += before
+
+    def _weights_to_cuda(self, done: dict[str, Any]) -> None:
+        was_released = self.state["weights"] == "meta"
+        if was_released:
+            done["taken"] += memory.regain(memory.weight_tensors(self._module))
+        if self._device.is_gpu:
+            self._module.to(self._device.device)
+        if was_released:
+            done["materialized_from"] = self._materialize()
+
+    def _optimizer_to_meta(self, done: dict[str, Any]) -> None:
+        freed = memory.nbytes(memory.optimizer_tensors(self._optimizers()))
+        for optimizer in self._optimizers():
+            optimizer.state.clear()
+        done["freed"] += freed
+        if freed:
+            done["lost"].append("optimizer state; it starts anew")
+
+    def _optimizer_to_cpu(self, done: dict[str, Any]) -> None:
+        if self._device.is_gpu:
+            done["freed"] += sum(memory.move_optimizer(o, torch.device("cpu")) for o in self._optimizers())
+
+    def _optimizer_to_cuda(self, done: dict[str, Any]) -> None:
+        if self._device.is_gpu:
+            done["taken"] += sum(memory.move_optimizer(o, self._device.device) for o in self._optimizers())
+
+    def measure(self) -> dict[str, int]:
+        """Bytes by owner; `other` is what the process holds beside them."""
+        held = {
+            "weights": memory.nbytes(memory.weight_tensors(self._module)),
+            "gradients": memory.nbytes(memory.gradient_tensors(self._module)),
+            "optimizer": memory.nbytes(memory.optimizer_tensors(self._optimizers())),
+        }
+        process = self._device.allocated()
+        return {**held, "other": max(0, process["rss"] - sum(held.values())), **process}
+
+
+def trim_heap() -> None:
+    """Hand freed small blocks back to the system; glibc keeps them otherwise."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)

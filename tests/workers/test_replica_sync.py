@@ -1,0 +1,188 @@
+"""Weights staged in shared memory reach a vLLM replica whole: verified by log-probs on the same tokens, since on CPU a
+tied head keeps a packed copy that no checksum sees."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rlbench.data.jobs import GenerateJob
+from rlbench.errors import StateError, WeightSyncError
+from rlbench.weights.manifest import Manifest
+from rlbench.weights.names import to_checkpoint_names, unique_parameters
+from rlbench.weights.shm import ShmStage
+from rlbench.workers.replica_config import ReplicaConfig
+from rlbench.workers.replica_vllm import VllmReplica
+
+from .tiny_checkpoint import hf_logprobs, make_checkpoint
+
+SEQUENCES = [[(13 * i + k) % 250 for i in range(20 + 30 * k)] for k in range(4)]
+GROUPS = ["norm", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens", "lm_head"]
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def tied(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(tied: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("sync"), tied=tied)
+
+
+@pytest.fixture(scope="module")
+def replica(folder: Path) -> Iterator[VllmReplica]:
+    replica = VllmReplica(ReplicaConfig(str(folder), dtype="float32", kv_cache_bytes=64 << 20, max_num_seqs=16))
+    replica.build()
+    yield replica
+    replica.close()
+
+
+@pytest.fixture
+def model(folder: Path) -> PreTrainedModel:
+    """The trainer's side: a fresh copy of the checkpoint."""
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[ShmStage]:
+    """Small buckets, so that one sync takes several and fused weights (q, k, v) are split between them."""
+    stage = ShmStage(f"rlbench-test-{uuid.uuid4().hex[:8]}", bucket_bytes=100_000)
+    yield stage
+    stage.close()
+
+
+def staged(stage: ShmStage, model: PreTrainedModel) -> Manifest:
+    return stage.write(to_checkpoint_names(model, unique_parameters(model)).items())
+
+
+def gap(replica: VllmReplica, model: PreTrainedModel) -> float:
+    """Largest difference of log-probs on the same tokens."""
+    found = replica.prompt_logprobs(SEQUENCES)
+    return max(
+        float(np.abs(ours - hf_logprobs(model, ids)).max()) for ours, ids in zip(found, SEQUENCES, strict=True)
+    )
+
+
+def one_job() -> GenerateJob:
+    return GenerateJob([[1, 2, 3]], 1, {"max_tokens": 4}, np.zeros((1, 1), np.int64))
+
+
+def test_every_group_of_weights_arrives(replica: VllmReplica, model: PreTrainedModel, stage: ShmStage) -> None:
+    """Group by group, so that a group that is not refreshed cannot hide behind another."""
+    torch.manual_seed(3)
+    for version, group in enumerate(GROUPS, start=1):
+        touched = [p for name, p in unique_parameters(model).items() if group in name]
+        if not touched:
+            assert group == "lm_head" and model.config.tie_word_embeddings
+            continue
+        with torch.no_grad():
+            for parameter in touched:
+                parameter.add_(torch.randn_like(parameter), alpha=0.03 if parameter.ndim > 1 else 0.3)
+        assert gap(replica, model) > 1e-3, f"perturbing {group} must show before the sync"
+        manifest = staged(stage, model)
+        assert len(manifest.buckets) > 3
+        replica.begin_sync()
+        replica.apply_weights(manifest)
+        assert gap(replica, model) <= 1e-4, f"{group} did not arrive"
+        replica.commit_version(version)
+        assert replica.generate(one_job()).versions.tolist() == [version]
+
+
+def test_what_was_generated_after_a_sync_has_the_new_logprobs(
+    replica: VllmReplica, model: PreTrainedModel, stage: ShmStage
+) -> None:
+    """A cached prefix must not survive a sync: the same prompt before and after it."""
+    prompt = list(range(200))
+    asked = GenerateJob([prompt], 2, {"max_tokens": 8}, np.array([[1, 2]], np.int64))
+    replica.generate(asked)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    replica.apply_weights(staged(stage, model))
+    replica.commit_version(20)
+    arrays = replica.generate(asked)
+    for i in range(2):
+        drawn = slice(arrays.offsets[i], arrays.offsets[i + 1])
+        reference = hf_logprobs(model, prompt + arrays.token_ids[drawn].tolist())
+        np.testing.assert_allclose(arrays.logprobs[drawn], reference[len(prompt) - 1 :], atol=1e-4)
+
+
+def test_discarded_weights_are_filled_by_a_sync(replica: VllmReplica, model: PreTrainedModel, stage: ShmStage) -> None:
+    replica.to_state("meta", None)
+    with pytest.raises(StateError, match=r"infer\.cuda\('weights'\)"):
+        replica.begin_sync()
+    replica.to_state("cuda", ["weights"])
+    replica.apply_weights(staged(stage, model))
+    replica.to_state("cuda", ["kv_cache"])
+    assert gap(replica, model) <= 1e-4
+    replica.commit_version(30)
+
+
+def test_wrong_names_are_refused_and_the_old_weights_stay(
+    replica: VllmReplica, model: PreTrainedModel, stage: ShmStage
+) -> None:
+    replica.apply_weights(staged(stage, model))
+    replica.commit_version(40)
+    before = replica.prompt_logprobs(SEQUENCES)
+    weights = dict(to_checkpoint_names(model, unique_parameters(model)))
+    norm = weights.pop("model.norm.weight")
+    with pytest.raises(WeightSyncError, match=r"did not send model\.norm\.weight"):
+        replica.apply_weights(stage.write(weights.items()))
+    misspelt = {**weights, "model.nrom.weight": norm}
+    with pytest.raises(WeightSyncError, match=r"does not know model\.nrom\.weight; nearest: model\.norm\.weight"):
+        replica.apply_weights(stage.write(misspelt.items()))
+    with pytest.raises(WeightSyncError, match=r"model\.norm\.weight \(64,\) instead of \(128,\)"):
+        replica.apply_weights(stage.write({**weights, "model.norm.weight": norm[:64]}.items()))
+    assert replica.status() == {"weights": "cuda", "kv_cache": "cuda", "version": 40, "pending": False, "running": 0}
+    for old, new in zip(before, replica.prompt_logprobs(SEQUENCES), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_a_version_is_only_served_once_it_is_committed(
+    replica: VllmReplica, model: PreTrainedModel, stage: ShmStage
+) -> None:
+    replica.apply_weights(staged(stage, model))
+    assert replica.status()["pending"]
+    with pytest.raises(StateError, match="no version"):
+        replica.generate(one_job())
+    replica.commit_version(50)
+    assert replica.generate(one_job()).versions.tolist() == [50]
+
+
+def test_a_sync_that_fails_half_way_tears_the_replica_until_the_next_one(
+    replica: VllmReplica, model: PreTrainedModel, stage: ShmStage
+) -> None:
+    whole = staged(stage, model)
+    lost = replace(whole.buckets[-1], path=whole.buckets[-1].path + "-gone")
+    with pytest.raises(WeightSyncError, match=r"infer\.reload\(\)"):
+        replica.apply_weights(replace(whole, buckets=(*whole.buckets[:-1], lost)))
+    assert replica.status()["weights"] == "torn"
+    for refused in (lambda: replica.generate(one_job()), lambda: replica.prompt_logprobs(SEQUENCES)):
+        with pytest.raises(StateError, match="half-way"):
+            refused()
+    with pytest.raises(StateError):
+        replica.commit_version(60)
+    replica.apply_weights(whole)
+    assert gap(replica, model) <= 1e-4
+    replica.commit_version(60)
+
+
+def test_reload_returns_to_the_checkpoint(
+    replica: VllmReplica, model: PreTrainedModel, stage: ShmStage, folder: Path
+) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.2)
+    replica.apply_weights(staged(stage, model))
+    replica.commit_version(70)
+    assert replica.reload()["version"] == 0
+    assert gap(replica, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)) <= 1e-4

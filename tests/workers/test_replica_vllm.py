@@ -1,0 +1,268 @@
+"""A vLLM replica on CPU: what it draws, what it refuses, and what its device states really free."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlbench.data.jobs import FINISH_REASONS, GeneratedArrays, GenerateJob
+from rlbench.dispatch import context as dispatch_context
+from rlbench.dispatch.context import CallContext
+from rlbench.errors import DataError, StateError
+from rlbench.workers.replica_config import ReplicaConfig
+from rlbench.workers.replica_vllm import VllmReplica
+
+from .tiny_checkpoint import hf_logprobs, make_checkpoint
+
+MIB = 1 << 20
+Lane = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tied"), tied=True)
+
+
+@pytest.fixture(scope="module")
+def lane() -> Iterator[Lane]:
+    """Runs calls on one dedicated thread that is not the main one, as the host's compute lane does."""
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute") as pool:
+        yield lambda function, *args: pool.submit(function, *args).result()
+
+
+@pytest.fixture(scope="module")
+def replica(folder: Path, lane: Lane) -> Iterator[VllmReplica]:
+    replica = VllmReplica(ReplicaConfig(str(folder), dtype="float32", kv_cache_bytes=256 * MIB, max_num_seqs=32))
+    built = lane(replica.build)
+    assert built["device"] == "cpu" and built["dtype"] == "float32" and built["pids"] == [built["pid"]]
+    assert built["kv_cache_bytes"] == 256 * MIB and built["max_model_len"] == 512
+    yield replica
+    lane(replica.close)
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> CallContext:
+    """The context of the call in progress."""
+    context = CallContext()
+    monkeypatch.setattr(dispatch_context, "_current", context)
+    return context
+
+
+def job(prompts: list[Any], n: int = 1, seed: int = 7, shared: bool = False, **sampling: Any) -> GenerateJob:
+    """Seeds depend on (prompt, sample) alone, as the driver's do."""
+    seeds = np.array([[seed * 1_000_003 + p * 1009 + s for s in range(n)] for p in range(len(prompts))], dtype=np.int64)
+    return GenerateJob(prompts, n, {"max_tokens": 12, **sampling}, seeds.reshape(len(prompts), n), shared)
+
+
+def rows(arrays: GeneratedArrays) -> dict[tuple[int, int], list[int]]:
+    """Token ids by (prompt, sample)."""
+    return {
+        (int(p), int(s)): arrays.token_ids[arrays.offsets[i] : arrays.offsets[i + 1]].tolist()
+        for i, (p, s) in enumerate(arrays.keys)
+    }
+
+
+def sequences(arrays: GeneratedArrays) -> list[list[int]]:
+    return [arrays.prompt_token_ids[p] + tokens for (p, _), tokens in rows(arrays).items()]
+
+
+def test_text_chat_and_token_ids_are_served_in_one_job(replica: VllmReplica, lane: Lane) -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    arrays = lane(replica.generate, job(["hello", chat, [5, 6, 7]], n=2))
+    assert sorted(rows(arrays)) == [(p, s) for p in range(3) for s in range(2)]
+    tokenizer = replica._tokenizer
+    assert arrays.prompt_token_ids[0] == tokenizer("hello")["input_ids"]
+    assert tokenizer.decode(arrays.prompt_token_ids[1]).endswith("<|im_start|>assistant\n")
+    assert arrays.prompt_token_ids[2] == [5, 6, 7]
+    assert arrays.token_ids.dtype == np.int32 and arrays.logprobs.dtype == np.float32
+    assert len(arrays.texts) == 6 and len(arrays.logprobs) == arrays.offsets[-1] == len(arrays.token_ids)
+    for text, tokens in zip(arrays.texts, rows(arrays).values(), strict=True):
+        assert text == tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def test_sampler_and_prompt_logprobs_equal_the_hf_model(replica: VllmReplica, lane: Lane, folder: Path) -> None:
+    arrays = lane(replica.generate, job([[1, 2, 3], [9] * 40, list(range(150))], n=3))
+    scored = lane(replica.prompt_logprobs, sequences(arrays))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for i, sequence in enumerate(sequences(arrays)):
+        reference = hf_logprobs(model, sequence)
+        drawn = arrays.logprobs[arrays.offsets[i] : arrays.offsets[i + 1]]
+        np.testing.assert_allclose(scored[i], reference, atol=1e-4)
+        np.testing.assert_allclose(drawn, reference[-len(drawn) :], atol=1e-4)
+
+
+def test_logprobs_belong_to_the_distribution_that_was_sampled(replica: VllmReplica, lane: Lane, folder: Path) -> None:
+    arrays = lane(replica.generate, job([[1, 2, 3]], n=4, temperature=0.5))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for i, sequence in enumerate(sequences(arrays)):
+        drawn = arrays.logprobs[arrays.offsets[i] : arrays.offsets[i + 1]]
+        np.testing.assert_allclose(drawn, hf_logprobs(model, sequence, temperature=0.5)[-len(drawn) :], atol=1e-4)
+    single = lane(replica.generate, job([[1, 2, 3]], top_k=1))
+    np.testing.assert_allclose(single.logprobs, 0.0, atol=1e-6)  # one token is left, so its probability is 1
+
+
+def test_a_sequence_that_fills_the_model_can_be_scored(replica: VllmReplica, lane: Lane, folder: Path) -> None:
+    sequence = [(7 * i) % 250 for i in range(512)]
+    (scored,) = lane(replica.prompt_logprobs, [sequence])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    np.testing.assert_allclose(scored, hf_logprobs(model, sequence), atol=1e-4)
+
+
+def test_a_sample_depends_on_its_seed_alone(replica: VllmReplica, lane: Lane) -> None:
+    prompts = [[3, 4, 5], [60, 61], [7] * 20]
+    all_three = rows(lane(replica.generate, job(prompts, n=4)))
+    assert len({tuple(tokens) for tokens in all_three.values()}) == 12
+    fewer = rows(lane(replica.generate, job(prompts, n=2)))
+    assert fewer == {key: all_three[key] for key in fewer}
+    whole = job(prompts, n=4)
+    turned = GenerateJob(prompts[::-1], 4, whole.sampling, whole.seeds[::-1].copy())
+    assert {(2 - p, s): t for (p, s), t in rows(lane(replica.generate, turned)).items()} == all_three
+
+
+def test_sampling_options_act(replica: VllmReplica, lane: Lane) -> None:
+    free = rows(lane(replica.generate, job([[1, 2]], n=2, ignore_eos=True, max_tokens=30)))
+    assert [len(tokens) for tokens in free.values()] == [30, 30]
+    greedy = rows(lane(replica.generate, job([[1, 2]], n=2, temperature=0.0)))
+    assert greedy[0, 0] == greedy[0, 1]
+    wanted = greedy[0, 0][3]
+    stopped = lane(replica.generate, job([[1, 2]], temperature=0.0, stop_token_ids=[wanted]))
+    assert rows(stopped)[0, 0] == greedy[0, 0][: greedy[0, 0].index(wanted) + 1]
+    assert FINISH_REASONS[stopped.finish[0]] == "stop"
+    banned = rows(lane(replica.generate, job([[1, 2]], temperature=0.0, logit_bias={greedy[0, 0][0]: -100})))
+    assert banned[0, 0][0] != greedy[0, 0][0]
+
+
+def test_a_stop_string_ends_the_sample_and_is_not_in_its_text(replica: VllmReplica, lane: Lane) -> None:
+    biased = {replica._tokenizer("a")["input_ids"][0]: 100, replica._tokenizer("b")["input_ids"][0]: 98}
+    arrays = lane(replica.generate, job(["x"], n=3, logit_bias=biased, stop=["ab"], max_tokens=200))
+    for text, finish in zip(arrays.texts, arrays.finish, strict=True):
+        assert FINISH_REASONS[finish] == "stop" and "ab" not in text
+    assert all(replica._tokenizer.decode(tokens).endswith("ab") for tokens in rows(arrays).values())
+
+
+def test_stopping_keeps_partial_samples_and_leaves_the_engine_usable(
+    replica: VllmReplica, lane: Lane, called: CallContext
+) -> None:
+    reports: list[dict[str, Any]] = []
+
+    def watch() -> None:
+        while not called.progress.get("tokens"):
+            pass
+        reports.append(called.progress)
+        called.request_stop()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    arrays = lane(replica.generate, job([[i, 2] for i in range(64)], ignore_eos=True, max_tokens=500))
+    watcher.join()
+    lengths = np.diff(arrays.offsets)
+    aborted = arrays.finish == FINISH_REASONS.index("abort")
+    assert aborted.any() and (lengths > 0).all() and (lengths[aborted] < 500).all()
+    assert len(arrays.texts) == len(arrays.keys) < 64  # only 32 run at a time: the rest was not started
+    assert reports[0]["total"] == 64 and reports[0]["running"] > 0
+    assert replica.status()["running"] == 0 and not replica._built.has_unfinished_requests()
+    called._stop.clear()
+    assert len(lane(replica.generate, job([[1, 2]])).keys) == 1
+
+
+def test_a_shared_job_serves_what_was_claimed(replica: VllmReplica, lane: Lane, called: CallContext) -> None:
+    left = list(range(0, 40, 2))  # the odd prompts went to another replica
+
+    def claim(count: int) -> list[int]:
+        taken, left[:] = left[:count], left[count:]
+        return taken
+
+    called.claimer = claim
+    prompts = [[i + 1, 2, 3] for i in range(40)]
+    arrays = lane(replica.generate, job(prompts, n=3, shared=True))
+    assert sorted(rows(arrays)) == [(p, s) for p in range(0, 40, 2) for s in range(3)]
+    assert sorted(arrays.prompt_token_ids) == list(range(0, 40, 2))
+    called.claimer = None
+    alone = rows(lane(replica.generate, job(prompts, n=3)))
+    assert rows(arrays) == {key: alone[key] for key in rows(arrays)}
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (job([[1], []]), ["prompt 1", "empty"]),
+        (job([[1], ""]), ["prompt 1", "empty"]),
+        (job([[1], [2] * 512]), ["prompt 1", "512 tokens", "max_model_len"]),
+        (job([[1, 100_000]]), ["prompt 0", "100000", "vocabulary"]),
+        (job([[1]], n=0), ["n=0"]),
+        (job([]), ["empty"]),
+        (job([[1]], max_tokens=0), ["max_tokens=0"]),
+        (job([[1]], temprature=0.5), ["temprature", "temperature"]),
+        (job([[1]], top_p=7.0), ["top_p"]),
+        (job([[1]], allowed_token_ids=[100_000]), ["allowed_token_ids"]),
+        (GenerateJob([[1]], 1, {"seed": 3}, np.zeros((1, 1), np.int64)), ["seed"]),
+    ],
+    ids=lambda value: None if isinstance(value, list) else "job",
+)
+def test_bad_input_is_refused_in_one_sentence(
+    replica: VllmReplica, lane: Lane, bad: GenerateJob, words: list[str]
+) -> None:
+    with pytest.raises(DataError) as caught:
+        lane(replica.generate, bad)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert not replica._built.has_unfinished_requests()
+    assert len(lane(replica.generate, job([[1, 2]])).keys) == 1
+
+
+def test_releasing_the_kv_cache_gives_memory_back(replica: VllmReplica, lane: Lane) -> None:
+    lane(replica.to_state, "cuda", None)
+    asked = job([[1, 2, 3], [4] * 130], n=2, max_tokens=20)
+    before = rows(lane(replica.generate, asked))
+    resident = replica.memory()
+    moved = lane(replica.to_state, "cpu", ["kv_cache"])
+    assert moved["kv_cache"] == "meta" and moved["weights"] == "cuda"
+    assert moved["memory"]["kv_cache"] == 0 and moved["memory"]["weights"] == resident["weights"]
+    assert moved["freed_bytes"] >= 0.9 * resident["kv_cache"] > 0
+    with pytest.raises(StateError, match=r"infer\.cuda\('kv_cache'\)"):
+        lane(replica.generate, asked)
+    lane(replica.to_state, "cuda", ["kv_cache"])
+    assert rows(lane(replica.generate, asked)) == before
+    assert 0 < replica.memory()["kv_cache"] <= 256 * MIB
+
+
+def test_discarded_weights_are_gone_and_refused_until_they_are_back(replica: VllmReplica, lane: Lane) -> None:
+    sequence = [list(range(60))]
+    scored = lane(replica.prompt_logprobs, sequence)[0]
+    held = replica.memory()["weights"]
+    moved = lane(replica.to_state, "meta", None)
+    assert held > 0 and moved["memory"]["weights"] == 0 and replica.status()["weights"] == "meta"
+    with pytest.raises(StateError, match=r"infer\.cuda\(\)"):
+        lane(replica.prompt_logprobs, sequence)
+    lane(replica.to_state, "cuda", ["weights"])
+    assert replica.status()["weights"] == "empty"
+    lane(replica.to_state, "cuda", ["kv_cache"])
+    with pytest.raises(StateError, match=r"infer\.reload\(\)"):
+        lane(replica.generate, job([[1]]))
+    assert lane(replica.reload)["reloaded_from"] == replica.config.path
+    np.testing.assert_array_equal(lane(replica.prompt_logprobs, sequence)[0], scored)
+    assert replica.memory()["weights"] == held
+
+
+def test_plain_cuda_after_meta_reloads_and_says_so(replica: VllmReplica, lane: Lane) -> None:
+    sequence = [list(range(60))]
+    scored = lane(replica.prompt_logprobs, sequence)[0]
+    lane(replica.to_state, "meta", None)
+    moved = lane(replica.to_state, "cuda", None)
+    assert moved["reloaded_from"] == replica.config.path and moved["version"] == 0
+    np.testing.assert_array_equal(lane(replica.prompt_logprobs, sequence)[0], scored)
+    assert lane(replica.to_state, "cuda", None)["reloaded_from"] is None
+
+
+def test_an_unknown_state_or_tag_names_the_right_one(replica: VllmReplica, lane: Lane) -> None:
+    with pytest.raises(StateError, match="kv_cache"):
+        lane(replica.to_state, "cuda", ["kv_cahe"])
+    with pytest.raises(StateError, match="meta"):
+        lane(replica.to_state, "met", None)
