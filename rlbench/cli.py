@@ -46,26 +46,39 @@ def run_ps(args: argparse.Namespace) -> int:
     """List the sessions that run on this machine."""
     from rlbench import runtime
 
-    print(format_table(runtime.sessions(), empty="no session is running"))
+    # a session's record holds the token of its endpoint, which is nobody's business on a screen
+    shown = [{key: value for key, value in row.items() if "token" not in key} for row in runtime.sessions()]
+    print(format_table(shown, empty="no session is running"))
     return 0
 
 
 def run_stop(args: argparse.Namespace) -> int:
-    """End the cluster rlbench started on this machine, with everything that runs on it."""
-    from rlbench import runtime
+    """End the cluster rlbench started on this machine; with sessions on it only when told so by --all."""
+    from rlbench.runtime import cluster, registry
 
-    runtime.shutdown()
+    record = registry.read_cluster()
+    if record is None or not cluster.guard_alive(record):
+        print("no cluster of ours is running")
+        return 0
+    held = [str(row.get("name")) for row in registry.live_sessions(record.id)]
+    if held and not args.all:
+        print(
+            f"rlbench stop: the cluster holds the sessions {', '.join(held)} with their weights: close them "
+            "with rb.attach(name).close(), or end all with `rlbench stop --all`",
+            file=sys.stderr,
+        )
+        return 1
+    cluster.stop_cluster(record)
+    print("the cluster was stopped")
     return 0
 
 
 def format_table(rows: Sequence[Mapping[str, Any]], empty: str) -> str:
-    """Rows as aligned text columns under the first row's keys; `empty` where there is none."""
+    """Rows as aligned text columns, one for each key that occurs, `-` where a row lacks it."""
     if not rows:
         return empty
-    lines = [
-        list(map(str, rows[0])),
-        *(["-" if value is None else str(value) for value in row.values()] for row in rows),
-    ]
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [keys, *(["-" if row.get(key) is None else str(row[key]) for key in keys] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
@@ -88,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     ps.set_defaults(run=run_ps)
 
     stop = commands.add_parser("stop", help="end the cluster and its sessions", description=run_stop.__doc__)
+    stop.add_argument("--all", action="store_true", help="with the sessions on it and their weights")
     stop.set_defaults(run=run_stop)
     return parser
 

@@ -33,3 +33,13 @@ def cluster() -> Iterator[object]:
 @pytest.fixture(scope="session")
 def tests_dir() -> Path:
     return Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `gpu` where there is none, with the reason."""
+    from rlbench.setup.plan import has_nvidia_gpu
+
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not has_nvidia_gpu():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, this machine has none"))

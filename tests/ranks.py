@@ -36,11 +36,14 @@ def _serve(pipe: Connection) -> None:
 
     target: Any = None
     while True:
-        name, blob = pipe.recv()
+        name, blob, stopping = pipe.recv()
         if name == "exit":
             return
         args = cloudpickle.loads(blob)
-        context.set_current(context.CallContext())
+        call = context.CallContext()
+        context.set_current(call)
+        if stopping:
+            call.request_stop()
         try:
             if name == "new":
                 target, value = TrainRank(*args), None
@@ -75,10 +78,12 @@ class Ranks:
                 raise value.error
         return found
 
-    def outcomes(self, name: str, args: list[tuple[Any, ...]] | None = None) -> list[Any]:
-        """Results or RankFailures, so that a test sees what each rank said."""
-        for pipe, own in zip(self.pipes, args or [()] * self.world_size, strict=True):
-            pipe.send((name, cloudpickle.dumps(own)))
+    def outcomes(
+        self, name: str, args: list[tuple[Any, ...]] | None = None, stopping: tuple[int, ...] = ()
+    ) -> list[Any]:
+        """Results or RankFailures, so that a test sees what each rank said; `stopping` ranks are asked to stop."""
+        for rank, own in enumerate(args or [()] * self.world_size):
+            self.pipes[rank].send((name, cloudpickle.dumps(own), rank in stopping))
         found = []
         for pipe in self.pipes:
             if not pipe.poll(ANSWER_S):
@@ -109,7 +114,7 @@ def _pipes() -> list[Connection]:
 
     def end() -> None:
         for pipe, process in zip(pipes, processes, strict=True):
-            pipe.send(("exit", b""))
+            pipe.send(("exit", b"", False))
             process.join(5)
             if process.is_alive():
                 process.kill()

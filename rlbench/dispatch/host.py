@@ -33,7 +33,7 @@ class Host:
 
     def __init__(self, name: str, monitor: str, env: dict[str, str], target: str, args: tuple[Any, ...]) -> None:
         os.environ.update(env)  # before torch is imported: thread counts are read once
-        self._name = name
+        self._name, self._monitor = name, monitor
         self._epoch = 0
         self._context: context.CallContext | None = None
         self._stopped_ids: set[str] = set()
@@ -58,6 +58,8 @@ class Host:
         reply = self._run(ticket, name, values[:split], dict(zip(keywords, values[split:], strict=True)))
         with self._lock:
             self._kept[ticket.call_id] = reply
+        if ticket.tracked:
+            self._tell_end(ticket.call_id)
         return reply
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
@@ -162,6 +164,13 @@ class Host:
             return lambda count: Host.claim(self, ticket.call_id, ticket.queue_total, count)
         server = ray.get_actor(ticket.queue)
         return lambda count: ray.get(server.claim.remote(ticket.call_id, ticket.queue_total, count), timeout=60)
+
+    def _tell_end(self, call_id: str) -> None:
+        """The driver may be dead by now, so it is the worker that says that a call is over."""
+        try:
+            ray.get_actor(self._monitor).end.remote(call_id)
+        except ValueError:
+            return  # no monitor: the session is ending, nobody shows its calls
 
     def _forget(self, acknowledged: str) -> None:
         with self._lock:

@@ -117,22 +117,23 @@ class Link:
         with sigint_held():
             ticket = Ticket(
                 self.epoch, next(self._seq), call_id, len(actors), self._acknowledged,
-                actor_name(self.name, engine, 0) if queue_total else "", queue_total,
+                actor_name(self.name, engine, 0) if queue_total else "", queue_total, track,
             )  # fmt: skip
+            if track:
+                self.monitor.begin.remote(call_id, what or name, engine)
             refs = [
                 actor.call.remote(ticket, name, tuple(kwargs), *args, *kwargs.values())
                 for actor, (args, kwargs) in zip(actors, calls, strict=True)
             ]
-        if track:
-            self.monitor.begin.remote(call_id, what or name)
-
         def ended() -> None:
             self._acknowledged = call_id
-            if track:
-                self.monitor.end.remote(call_id)
 
         return Pending(what or f"{engine}.{name}", labels, actors, refs, ticket, finish, observer,
                        lambda i, error: self._died(engine, labels[i], error), ended)  # fmt: skip
+
+    def stop_running(self) -> list[str]:
+        """Set the stop flag of every call that runs, also one of an earlier driver; returns what they are."""
+        return list(self._ask("stop_running"))
 
     def close(self) -> None:
         """End the session and everything in it. Safe to call twice."""

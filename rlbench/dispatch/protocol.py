@@ -11,6 +11,7 @@ class Ticket:
     """One call. (`epoch`, `seq`) is its place in the session's one total order; `world` the ranks it goes to.
 
     `acknowledged`: the last call whose result the driver has, so that workers may forget it.
+    `tracked`: the monitor shows the call as running until the first worker ends it.
     `queue`: name of the worker that hands out the shared work of this call, empty where there is none.
     """
 
@@ -21,6 +22,7 @@ class Ticket:
     acknowledged: str = ""
     queue: str = ""
     queue_total: int = 0
+    tracked: bool = False
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ class Monitor:
         self._state = self._journal.replay(states.initial(name))
         self._lock = threading.RLock()
         self._last_beat = time.monotonic()
-        self._running: dict[str, str] = {}
+        self._running: dict[str, tuple[str, str]] = {}
+        self._ended: collections.deque[str] = collections.deque(maxlen=64)
         self._samples: collections.deque[dict[str, Any]] = collections.deque(maxlen=SAMPLES_KEPT)
         self._describe_on_disk()
         threading.Thread(target=self._keep, daemon=True).start()
@@ -43,7 +44,7 @@ class Monitor:
         """The whole state, with what is not journalled: running calls, the age of the driver's last sign."""
         with self._lock:
             return self._state | {
-                "running": dict(self._running), "driver_age_s": time.monotonic() - self._last_beat, "pid": os.getpid(),
+                "running": {call: what for call, (what, _) in self._running.items()}, "driver_age_s": time.monotonic() - self._last_beat, "pid": os.getpid(),
             }  # fmt: skip
 
     def apply(self, epoch: int, *events: states.Event) -> None:
@@ -73,7 +74,6 @@ class Monitor:
             self._journal.append(event)
             self._state = states.reduce(self._state, event)
             self._last_beat = time.monotonic()
-            self._running.clear()
         for actor in self._actors():
             actor.adopt.remote(epoch)
         return epoch
@@ -86,15 +86,27 @@ class Monitor:
             self._last_beat = time.monotonic()
             return True
 
-    def begin(self, call_id: str, what: str) -> None:
-        """A call was submitted: a running call is not idle."""
-        self._running[call_id] = what
-        self._last_beat = time.monotonic()
+    def begin(self, call_id: str, what: str, engine: str) -> None:
+        """A call was submitted to `engine`: a running call is not idle."""
+        with self._lock:
+            if call_id not in self._ended:  # a short call's end may overtake its begin
+                self._running[call_id] = (what, engine)
+            self._last_beat = time.monotonic()
 
     def end(self, call_id: str) -> None:
-        """A call's result reached the driver."""
-        self._running.pop(call_id, None)
-        self._last_beat = time.monotonic()
+        """The call is over on its first worker."""
+        with self._lock:
+            self._ended.append(call_id)
+            self._running.pop(call_id, None)
+            self._last_beat = time.monotonic()
+
+    def stop_running(self) -> list[str]:
+        """Set the stop flag of every running call; returns what was running."""
+        running = dict(self._running)
+        for call_id, (_, engine) in running.items():
+            for actor in self._actors(engine):
+                actor.stop.remote(call_id)
+        return [what for what, _ in running.values()]
 
     def samples(self, since: float = 0.0) -> list[dict[str, Any]]:
         """Memory samples newer than `since` (Unix seconds): resident bytes per actor."""
@@ -110,10 +122,11 @@ class Monitor:
         self._journal.remove()
         threading.Timer(0.1, lambda: ray.kill(ray.get_actor(actor_name(self._name, "monitor")))).start()
 
-    def _actors(self) -> list[Any]:
+    def _actors(self, engine: str | None = None) -> list[Any]:
         found = []
-        for engine in self._state["engines"].values():
-            for name in engine.get("actors", []):
+        records = self._state["engines"]
+        for record in records.values() if engine is None else [records.get(engine, {})]:
+            for name in record.get("actors", []):
                 try:
                     found.append(ray.get_actor(name))
                 except ValueError:

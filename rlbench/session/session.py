@@ -228,6 +228,10 @@ class Session:
         """The trainer's log-probs of a batch's responses, flat float32."""
         return self._run("logprobs", training.logprob_steps(self.train, batch, StepOptions()), True)
 
+    def stop(self) -> list[str]:
+        """Stop what runs, also a call of an earlier kernel or another thread; returns at once what that was."""
+        return self._link.stop_running()
+
     def close(self) -> None:
         """End the session: its engines, its memory, its files. Safe to call twice."""
         self._link.close()

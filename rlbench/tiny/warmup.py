@@ -1,8 +1,8 @@
 """Makes a tiny model: random weights, then supervision by a teacher that is often wrong on purpose.
 
 The teacher sorts digits upwards (right) or downwards (wrong); how often it is right depends on the first
-digit. So the warmed-up model can do both well, and greedily is right for three first digits in ten: reinforcement
-learning has a mode to select, prompt by prompt, and finds right answers everywhere by sampling.
+digit. So the warmed-up model can do both well, and greedily is right for three first digits in ten:
+reinforcement learning has a mode to select, prompt by prompt, and finds right answers everywhere by sampling.
 
 Run as `python -m rlbench.tiny.warmup NAME SEED FOLDER` by `cache`; prints "done total" lines.
 """

@@ -1,7 +1,8 @@
 """Weights between processes on one GPU, without a copy through the host: CUDA IPC handles in the manifest.
 
-A bucket is one byte buffer on the trainer's GPU; its handle travels in the manifest, and the replica maps the same
-memory. Only this module knows about it. Needs CUDA; not exercised on a CPU host (tests: `pytest -m gpu`).
+A bucket is one byte buffer on the trainer's GPU; its handle travels in the manifest, and the replica maps the
+same memory. Only this module knows about it. Needs CUDA; not exercised on a CPU host (tests: `pytest -m
+gpu`).
 """
 
 from __future__ import annotations
@@ -18,16 +19,22 @@ from rlbench.weights.shm import DEFAULT_BUCKET_BYTES, view
 
 
 class IpcStage:
-    """The sender's side: buffers on its GPU, exported once each. The sender keeps them until the replicas applied."""
+    """The sender's side: buffers on its GPU, exported once each. The sender keeps them until the replicas
+    applied.
+    """
 
     def __init__(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
         if not torch.cuda.is_available():
-            raise WeightSyncError('transport "ipc" needs a GPU that trainer and replica share; use transport "shm"')
+            raise WeightSyncError(
+                'transport "ipc" needs a GPU that trainer and replica share; use transport "shm"'
+            )
         self.bucket_bytes = bucket_bytes
         self._buffers: list[torch.Tensor] = []
 
     def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
-        """Copy the tensors into fresh device buffers and describe them; consumes the iterator one tensor at a time."""
+        """Copy the tensors into fresh device buffers and describe them; consumes the iterator one tensor at a
+        time.
+        """
         self._buffers = []
         buckets: list[Bucket] = []
         pending: list[tuple[str, torch.Tensor]] = []
@@ -82,7 +89,9 @@ class IpcReader:
                 f'transport "ipc": the sender is on another GPU than this replica ({self.device}); use "shm"'
             )
         arguments: list[Any] = list(pickle.loads(handle))
-        arguments[6] = self.device.index  # the sender's device index means nothing here; the uuid was compared
+        arguments[6] = (
+            self.device.index
+        )  # the sender's device index means nothing here; the uuid was compared
         buffer = rebuild_cuda_tensor(*arguments)
         for entry in bucket.entries:
             yield entry.name, view(buffer, entry)

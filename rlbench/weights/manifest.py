@@ -1,4 +1,4 @@
-"""What travels from a training rank to a replica: where each tensor lies. Plain values: picklable, no torch."""
+"""What travels from a training rank to a replica: where each tensor lies. Plain values, no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ ALIGNMENT = 64  # bytes; every tensor starts on a cache line, which any dtype ma
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor in a bucket: checkpoint `name`, torch dtype name (`float32`), `shape`, `offset` and `nbytes`."""
+    """One tensor in a bucket: checkpoint `name`, torch dtype name (`float32`), `shape`, `offset` and
+    `nbytes`.
+    """
 
     name: str
     dtype: str
@@ -21,8 +23,8 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Bucket:
-    """One contiguous buffer. `path`: its shared-memory file (transport "shm"). `handles`: for transport "ipc", the
-    pickled CUDA IPC handle of the buffer by the GPU's uuid.
+    """One contiguous buffer. `path`: its shared-memory file (transport "shm"). `handles`: for transport
+    "ipc", the pickled CUDA IPC handle of the buffer by the GPU's uuid.
     """
 
     path: str
@@ -33,7 +35,9 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One complete set of weights, staged. `transport`: "shm" (any device, one host) or "ipc" (CUDA, one host)."""
+    """One complete set of weights, staged. `transport`: "shm" (any device, one host) or "ipc" (CUDA, one
+    host).
+    """
 
     transport: str
     buckets: tuple[Bucket, ...]

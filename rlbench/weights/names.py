@@ -1,7 +1,9 @@
-"""Names: what a module's weights are called in a checkpoint, what a checkpoint holds, and whether a sync matches it.
+"""Names: what a module's weights are called in a checkpoint, what a checkpoint holds, and whether a sync
+matches it.
 
-transformers 5 names modules differently from checkpoints for some models; vLLM reads checkpoint names. A sync that
-leaves a weight out or brings one nobody knows is refused before anything is touched: vLLM itself would only log it.
+transformers 5 names modules differently from checkpoints for some models; vLLM reads checkpoint names. A sync
+that leaves a weight out or brings one nobody knows is refused before anything is touched: vLLM itself would
+only log it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def unique_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by name, each storage once: of tied ones the name that registered first.
+    """Parameters and persistent buffers by name, each storage once: of tied ones the name that registered
+    first.
 
     Works on FSDP2-sharded modules (DTensors): the tie is the parameter object itself.
     """
@@ -31,7 +34,9 @@ def unique_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def tied_names(module: torch.nn.Module) -> dict[str, str]:
-    """For every other name of a tied parameter, the name it is sent under (`{"lm_head.weight": "model.embed…"}`)."""
+    """For every other name of a tied parameter, the name it is sent under (`{"lm_head.weight":
+    "model.embed…"}`).
+    """
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -42,10 +47,11 @@ def tied_names(module: torch.nn.Module) -> dict[str, str]:
 
 
 def to_checkpoint_names(module: torch.nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Rename (and where the architecture asks for it split or merge) full tensors into what a checkpoint holds.
+    """Rename (and where the architecture asks for it split or merge) full tensors into what a checkpoint
+    holds.
 
-    A module that is not from transformers keeps its names. The tensors must be full, not sharded. A module that
-    wraps a transformers model under a prefix must be given that model, with its names.
+    A module that is not from transformers keeps its names. The tensors must be full, not sharded. A module
+    that wraps a transformers model under a prefix must be given that model, with its names.
     """
     from transformers import PreTrainedModel
     from transformers.core_model_loading import revert_weight_conversion
@@ -57,7 +63,8 @@ def to_checkpoint_names(module: torch.nn.Module, state: dict[str, torch.Tensor])
 
 
 def checkpoint_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes a checkpoint folder holds, from the headers alone (safetensors), or by mapping (`.bin`).
+    """Names and shapes a checkpoint folder holds, from the headers alone (safetensors), or by mapping
+    (`.bin`).
 
     Raises:
         WeightSyncError: the folder holds no checkpoint.
@@ -72,7 +79,9 @@ def checkpoint_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             shapes.update({name: tuple(tensor.shape) for name, tensor in loaded.items()})
     if not shapes:
-        raise WeightSyncError(f"{folder} holds no *.safetensors and no pytorch_model*.bin, so no weights to compare with")
+        raise WeightSyncError(
+            f"{folder} holds no *.safetensors and no pytorch_model*.bin, so no weights to compare with"
+        )
     return shapes
 
 
@@ -82,7 +91,8 @@ def check_names(sent: Shapes, expected: Shapes, tied: Iterable[str] = ()) -> Non
     Args:
         sent: shape by checkpoint name, as staged.
         expected: the same of the replica's checkpoint.
-        tied: names that may come or be left out, because another name carries the same weight (`lm_head.weight`).
+        tied: names that may come or be left out, because another name carries the same weight
+            (`lm_head.weight`).
 
     Raises:
         WeightSyncError: naming unknown, missing and wrongly shaped weights (the first few of each).
@@ -97,15 +107,18 @@ def check_names(sent: Shapes, expected: Shapes, tied: Iterable[str] = ()) -> Non
     ]
     complaints = []
     if unknown:
-        complaints.append(f"the replica does not know {_some(unknown)}{nearest(unknown[0], missing or expected)}")
+        complaints.append(
+            f"the replica does not know {_some(unknown)}{nearest(unknown[0], missing or expected)}"
+        )
     if missing:
         complaints.append(f"the trainer did not send {_some(missing)}")
     if wrong:
         complaints.append(f"shapes differ: {_some(wrong)}")
     if complaints:
         raise WeightSyncError(
-            f"weights do not match the replica's model: {'; '.join(complaints)}. Build both engines from the same "
-            "checkpoint, or rename in postprocess_output_named_parameters. The replica keeps its old weights."
+            f"weights do not match the replica's model: {'; '.join(complaints)}. Build both engines from the "
+            "same checkpoint, or rename in postprocess_output_named_parameters. "
+            "The replica keeps its old weights."
         )
 
 

@@ -1,8 +1,9 @@
 """Weights through shared memory: files under /dev/shm, mapped once on each side and reused.
 
-A mapping whose pages are already there is written at memcpy speed; fresh pages cost four times that, and Ray's object
-store twenty times. So the writer keeps its files between syncs, and the reader keeps its mappings. The writer must not
-stage again before the replicas have applied: the reader's tensors are views of the files, not copies.
+A mapping whose pages are already there is written at memcpy speed; fresh pages cost four times that, and
+Ray's object store twenty times. So the writer keeps its files between syncs, and the reader keeps its
+mappings. The writer must not stage again before the replicas have applied: the reader's tensors are views of
+the files, not copies.
 """
 
 from __future__ import annotations
@@ -36,22 +37,27 @@ class ShmStage:
     """The sender's side: persistent shared-memory files, one per bucket.
 
     Args:
-        prefix: start of the file names under /dev/shm; unique per sender, so that whoever ends a session can sweep it.
-        bucket_bytes: a bucket is closed before it grows beyond this; a larger tensor gets a bucket of its own.
+        prefix: start of the file names under /dev/shm; unique per sender, so that whoever ends a session can
+            sweep it.
+        bucket_bytes: a bucket is closed before it grows beyond this; a larger tensor gets a bucket of its
+            own.
     """
 
     def __init__(self, prefix: str, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
         if "/" in prefix or bucket_bytes <= 0:
-            raise ValueError(f"prefix {prefix!r} must be a file name and bucket_bytes {bucket_bytes} positive")
+            raise ValueError(
+                f"prefix {prefix!r} must be a file name and bucket_bytes {bucket_bytes} positive"
+            )
         self.prefix = prefix
         self.bucket_bytes = bucket_bytes
         self._mappings: list[_Mapping] = []
 
     def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
-        """Copy the tensors (any device, any strides) into shared memory, in order, and describe where they lie.
+        """Copy the tensors (any device, any strides) into shared memory, in order, and describe where they
+        lie.
 
-        The iterator is consumed one tensor at a time, so gathered parameters need not exist all at once. Overwrites
-        what was staged before: call it only once the replicas have applied that.
+        The iterator is consumed one tensor at a time, so gathered parameters need not exist all at once.
+        Overwrites what was staged before: call it only once the replicas have applied that.
 
         Raises:
             WeightSyncError: a name comes twice, or shared memory is full.
@@ -62,7 +68,9 @@ class ShmStage:
         cursor = 0
         for name, tensor in tensors:
             if name in seen:
-                raise WeightSyncError(f"weight {name!r} was staged twice in one sync: send each checkpoint name once")
+                raise WeightSyncError(
+                    f"weight {name!r} was staged twice in one sync: send each checkpoint name once"
+                )
             seen.add(name)
             nbytes = tensor.numel() * tensor.element_size()
             if entries and cursor + nbytes > self.bucket_bytes:
@@ -101,10 +109,13 @@ class ShmStage:
             os.posix_fallocate(descriptor, 0, size)  # a full /dev/shm says so here, not by SIGBUS in the copy
             mapping = _map(descriptor)
         except OSError as error:
+            if index == len(self._mappings):
+                Path(self._path(index)).unlink()
             free = os.statvfs(SHM_DIR)
             raise WeightSyncError(
-                f"no room in {SHM_DIR} for a bucket of {size >> 20} MiB ({free.f_bavail * free.f_frsize >> 20} MiB "
-                f"free: {error.strerror}): give the machine or container more shared memory (docker: --shm-size)"
+                f"no room in {SHM_DIR} for a bucket of {size >> 20} MiB "
+                f"({free.f_bavail * free.f_frsize >> 20} MiB free: {error.strerror}): give the machine or "
+                "container more shared memory (docker: --shm-size)"
             ) from error
         finally:
             os.close(descriptor)
@@ -144,11 +155,13 @@ class ShmReader:
                     os.close(descriptor)
         except OSError as error:
             raise WeightSyncError(
-                f"the staged weights {bucket.path} cannot be read here ({error.strerror}): sender and replica must be "
-                "on one host, and the sender must keep its stage until the sync ends; sync again"
+                f"the staged weights {bucket.path} cannot be read here ({error.strerror}): sender and replica "
+                "must be on one host, and the sender must keep its stage until the sync ends: sync again"
             ) from error
         if known.nbytes < bucket.nbytes:
-            raise WeightSyncError(f"{bucket.path} holds {known.nbytes} bytes, the manifest says {bucket.nbytes}")
+            raise WeightSyncError(
+                f"{bucket.path} holds {known.nbytes} bytes, the manifest says {bucket.nbytes}"
+            )
         return known.data
 
 

@@ -1,7 +1,7 @@
 """vLLM's CPU worker with a sleep that is real.
 
-The stock CPU worker ignores `sleep` and `wake_up` with a warning. On a host without a GPU the device is host memory:
-discarding must give pages back to the system, and waking must make room again.
+The stock CPU worker ignores `sleep` and `wake_up` with a warning. On a host without a GPU the device is host
+memory: discarding must give pages back to the system, and waking must make room again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from rlbench.weights.vllm_plugin import ReplicaWorkerMixin, kv_storages
 
 
 class CpuReplicaWorker(ReplicaWorkerMixin, CPUWorker):
-    """A CPU worker that gives memory back: `discard(("kv_cache",))`, `discard(("weights",))`, `wake_up(tags)`."""
+    """A CPU worker that gives memory back: `discard(("kv_cache",))`, `discard(("weights",))`,
+    `wake_up(tags)`.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

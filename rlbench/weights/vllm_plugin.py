@@ -1,8 +1,8 @@
 """vLLM's side of a weight sync: a WeightTransferEngine of ours and the workers that register and use it.
 
-vLLM creates the engine by name inside each worker process, so the name must be registered there: the module that
-holds the worker class does it (`worker_cls` is imported in every worker). The order of calls is vLLM's own:
-`start_weight_update`, `update_weights` once per bucket, `finish_weight_update`.
+vLLM creates the engine by name inside each worker process, so the name must be registered there: the module
+that holds the worker class does it (`worker_cls` is imported in every worker). The order of calls is vLLM's
+own: `start_weight_update`, `update_weights` once per bucket, `finish_weight_update`.
 """
 
 from __future__ import annotations
@@ -61,13 +61,14 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load one bucket. A failure leaves the layers whole again, but with undefined weights: the caller must not
-        serve them (the replica is then `torn`).
+        """Load one bucket. A failure leaves the layers whole again, but with undefined weights: the caller
+        must not serve them (the replica is then `torn`).
         """
         try:
             self.model.load_weights(self._tensors(update_info))
         except BaseException:
-            # Without this the half-loaded layers would keep their buffered tensors and mix them into the next sync.
+            # Without this the half-loaded layers would keep their buffered tensors and mix them into the next
+            # sync.
             self.finish_weight_update()
             raise
 
@@ -89,10 +90,10 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 def repack_embeddings(model: torch.nn.Module) -> None:
     """Pack embeddings and the tied lm_head again from their (new) weights.
 
-    vLLM on CPU computes with a packed copy of each linear weight (`cpu_linear`). Layer-wise reload renews it for
-    layers that were loaded by name; a tied lm_head never is, and would go on computing with the old weights, without
-    an error and invisible to checksums. Linear layers keep no weight beside the packed one, so a module that has both
-    is an embedding or a head.
+    vLLM on CPU computes with a packed copy of each linear weight (`cpu_linear`). Layer-wise reload renews it
+    for layers that were loaded by name; a tied lm_head never is, and would go on computing with the old
+    weights, without an error and invisible to checksums. Linear layers keep no weight beside the packed one,
+    so a module that has both is an embedding or a head.
     """
     for module in model.modules():
         weight = getattr(module, "weight", None)
@@ -139,7 +140,9 @@ def kv_storages(runner: Any) -> list[torch.UntypedStorage]:
 
 
 def _packed(module: torch.nn.Module) -> Iterable[tuple[object, int]]:
-    """What a module's `cpu_linear` closure holds: oneDNN handles (rows x columns of the weight's dtype) or tensors."""
+    """What a module's `cpu_linear` closure holds: oneDNN handles (rows x columns of the weight's dtype) or
+    tensors.
+    """
     for cell in getattr(getattr(module, "cpu_linear", None), "__closure__", None) or ():
         held = cell.cell_contents
         if isinstance(held, torch.Tensor):

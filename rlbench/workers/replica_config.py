@@ -16,9 +16,10 @@ class ReplicaConfig:
 
     Args:
         path: checkpoint folder or hub id, with its tokenizer.
-        dtype: `float32`, `bfloat16`, `float16` or `auto` (the checkpoint's; vLLM turns float32 into bfloat16 there, so
-            give the trainer's dtype where log-probs are compared).
-        tensor_parallel_size: processes one copy of the model is spread over; 1 stays in the replica's own process.
+        dtype: `float32`, `bfloat16`, `float16` or `auto` (the checkpoint's; vLLM turns float32 into bfloat16
+            there, so give the trainer's dtype where log-probs are compared).
+        tensor_parallel_size: processes one copy of the model is spread over; 1 stays in the replica's own
+            process.
         kv_cache_bytes: size of the KV cache; None is 1 GiB on a CPU host and vLLM's own choice on a GPU.
         max_model_len: longest prompt plus response in tokens; None is the model's own limit.
         max_num_seqs: samples computed at the same time.

@@ -1,7 +1,7 @@
 """A replica that generates with transformers alone: for machines where vLLM cannot be installed.
 
-Same interface and same arrays as `VllmReplica`; slower, since a batch is refilled only when it is empty. Never chosen
-silently: `InferenceEngine(path, executor="hf")`.
+Same interface and same arrays as `VllmReplica`; slower, since a batch is refilled only when it is empty.
+Never chosen silently: `InferenceEngine(path, executor="hf")`.
 """
 
 from __future__ import annotations
@@ -51,13 +51,16 @@ class HfReplica:
         self._expected: dict[str, tuple[int, ...]] = {}
 
     def build(self) -> dict[str, Any]:
-        """Load the checkpoint and its tokenizer. Raises BuildError: built already, not loadable, or options that only
-        vLLM has.
+        """Load the checkpoint and its tokenizer. Raises BuildError: built already, not loadable, or options
+        that only vLLM has.
         """
         if self._model is not None:
             raise BuildError("this replica is built already; close the engine before building another one")
         if self.config.tensor_parallel_size > 1 or self.config.engine_kwargs:
-            raise BuildError('executor "hf" has no tensor_parallel_size and no engine_kwargs; use executor "vllm"')
+            raise BuildError(
+                'executor "hf" has no tensor_parallel_size and no engine_kwargs; use executor "vllm"'
+            )
+        vllm_setup.prepare_threads(self.config)
         import torch
         from transformers import AutoTokenizer
 
@@ -72,7 +75,9 @@ class HfReplica:
         except (OSError, ValueError) as error:
             raise BuildError(f"transformers could not load {self.config.path!r}: {error}") from error
         text = self._model.config.get_text_config()
-        self._max_model_len = min(self.config.max_model_len or text.max_position_embeddings, text.max_position_embeddings)
+        self._max_model_len = min(
+            self.config.max_model_len or text.max_position_embeddings, text.max_position_embeddings
+        )
         self._measure()
         return {
             "pid": os.getpid(),
@@ -85,7 +90,8 @@ class HfReplica:
             "threads": threads,
         }
 
-    # --- generating -------------------------------------------------------------------------------------------------
+    # --- generating
+    # -------------------------------------------------------------------------------------------------
 
     def generate(self, job: GenerateJob) -> GeneratedArrays:
         """Draw `job.n` samples of every prompt; arguments, errors and stopping as `VllmReplica.generate`."""
@@ -96,7 +102,9 @@ class HfReplica:
         vocabulary = self._built.config.get_text_config().vocab_size
         prompts = encode_prompts(job.prompts, self._tokenizer, self._max_model_len, vocabulary)
         options = self._options(job.sampling)
-        sampler = BatchSampler(self._built, options, self._max_model_len, self._decode(options.skip_special_tokens))
+        sampler = BatchSampler(
+            self._built, options, self._max_model_len, self._decode(options.skip_special_tokens)
+        )
         context, progress, samples = current(), Progress(current()), list[Sample]()
         for batch in self._batches(job):
             samples.extend(batch)
@@ -117,7 +125,9 @@ class HfReplica:
         return collect(samples, texts, dict(enumerate(prompts)), self.state.version, progress.stats)
 
     def prompt_logprobs(self, token_ids: list[list[int]]) -> list[np.ndarray]:
-        """Log p(token t | tokens < t) at temperature 1 for t >= 1 of each sequence: float32 arrays of length len - 1."""
+        """Log p(token t | tokens < t) at temperature 1 for t >= 1 of each sequence: float32 arrays of length
+        len - 1.
+        """
         import torch
 
         self.state.require_ready("prompt_logprobs", committed=False)
@@ -141,7 +151,9 @@ class HfReplica:
         return found
 
     def _batches(self, job: GenerateJob) -> Iterator[list[Sample]]:
-        """Samples to draw together: up to max_num_seqs, of this job or of what can be claimed of a shared one."""
+        """Samples to draw together: up to max_num_seqs, of this job or of what can be claimed of a shared
+        one.
+        """
         prompts = max(1, self.config.max_num_seqs // job.n)
         claimed = iter(range(len(job.prompts)))
         while True:
@@ -165,17 +177,20 @@ class HfReplica:
             **options, stop=(stop,) if isinstance(stop, str) else tuple(stop), stop_token_ids=frozenset(ends)
         )
         if not 0 < made.top_p <= 1 or not 0 <= made.min_p <= 1:
-            raise DataError(f"sampling options: top_p={made.top_p} must be in (0, 1], min_p={made.min_p} in [0, 1]")
+            raise DataError(
+                f"sampling options: top_p={made.top_p} must be in (0, 1], min_p={made.min_p} in [0, 1]"
+            )
         return made
 
     def _decode(self, skip_special_tokens: bool) -> Any:
         return lambda ids: self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    # --- device states ----------------------------------------------------------------------------------------------
+    # --- device states
+    # ----------------------------------------------------------------------------------------------
 
     def to_state(self, state: str, tags: list[str] | None = None) -> dict[str, Any]:
-        """Move weights to a device state, as `VllmReplica.to_state`. There is no KV cache between calls, so its tag
-        changes only what is shown and allowed.
+        """Move weights to a device state, as `VllmReplica.to_state`. There is no KV cache between calls, so
+        its tag changes only what is shown and allowed.
         """
         wanted = check_tags(state, tags)
         before, reloaded = self.memory(), None
@@ -226,14 +241,16 @@ class HfReplica:
         self._replace_model(self._from_checkpoint())
         self.commit_version(0)
 
-    # --- weights ----------------------------------------------------------------------------------------------------
+    # --- weights
+    # ----------------------------------------------------------------------------------------------------
 
     def begin_sync(self) -> None:
         """Refuse a sync that cannot be applied, before the trainer gathers anything. Changes nothing."""
         self.state.require_room("p2p_weight_sync")
 
     def apply_weights(self, manifest: Manifest) -> None:
-        """Load staged weights into a new model and exchange the two: as a whole, so a failure leaves the old ones.
+        """Load staged weights into a new model and exchange the two: as a whole, so a failure leaves the old
+        ones.
 
         Raises:
             WeightSyncError: names do not match, or a transport this executor does not read.
@@ -243,7 +260,9 @@ class HfReplica:
 
         self.state.require_room("p2p_weight_sync")
         if manifest.transport != "shm":
-            raise WeightSyncError(f'executor "hf" reads weights by transport "shm", not {manifest.transport!r}')
+            raise WeightSyncError(
+                f'executor "hf" reads weights by transport "shm", not {manifest.transport!r}'
+            )
         old = self._built
         self._expected = self._expected or checkpoint_shapes(vllm_setup.checkpoint_folder(self.config))
         tied = getattr(old.config.get_text_config(), "tie_word_embeddings", False)
@@ -258,7 +277,9 @@ class HfReplica:
     def commit_version(self, version: int) -> None:
         """Declare the weights the replica holds to be `version`; it may generate from now on."""
         if self.state.weights != "cuda":
-            raise StateError(f"commit_version({version}): the replica's weights are {self.state.weights}; sync first")
+            raise StateError(
+                f"commit_version({version}): the replica's weights are {self.state.weights}; sync first"
+            )
         self.state.version = version
         self.state.pending = False
 
@@ -270,7 +291,8 @@ class HfReplica:
         gc.collect()
         return_free_memory()
 
-    # --- control ----------------------------------------------------------------------------------------------------
+    # --- control
+    # ----------------------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
         """Device states, version and the number of running samples. Thread-safe, never waits."""
@@ -284,8 +306,12 @@ class HfReplica:
         }
 
     def memory(self) -> dict[str, int]:
-        """Resident bytes by owner: weights, kv_cache (none between calls), other, rss. Thread-safe, never waits."""
-        return memory_by_owner(self._weight_bytes, 0, [os.getpid()], self._model is None or self._device == "cpu")
+        """Resident bytes by owner: weights, kv_cache (none between calls), other, rss. Thread-safe, never
+        waits.
+        """
+        return memory_by_owner(
+            self._weight_bytes, 0, [os.getpid()], self._model is None or self._device == "cpu"
+        )
 
     def close(self) -> None:
         """Free everything."""
@@ -305,7 +331,9 @@ class HfReplica:
 
 
 def _by_length(sequences: list[list[int]], budget: int) -> Iterator[list[int]]:
-    """Indices in batches of similar length whose padded size stays within `budget` tokens (at least one each)."""
+    """Indices in batches of similar length whose padded size stays within `budget` tokens (at least one
+    each).
+    """
     batch: list[int] = []
     for index in sorted(range(len(sequences)), key=lambda i: len(sequences[i])):
         if batch and (len(batch) + 1) * len(sequences[index]) > budget:

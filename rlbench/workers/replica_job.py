@@ -1,4 +1,6 @@
-"""The two ends of a generate call, the same for every executor: checking what is asked, collecting what was drawn."""
+"""The two ends of a generate call, the same for every executor: checking what is asked, collecting what was
+drawn.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ _SET_BY_CALL = {
 
 @dataclass
 class Sample:
-    """One sample while it is drawn: tokens, their log-probs and, where the engine makes it, the text so far."""
+    """One sample while it is drawn: tokens, their log-probs and, where the engine makes it, its text."""
 
     prompt: int
     index: int
@@ -41,7 +43,9 @@ def check_job(job: GenerateJob, known_options: Iterable[str]) -> None:
     if job.n < 1:
         raise DataError(f"n={job.n}: draw at least one sample per prompt")
     if job.seeds.shape != (len(job.prompts), job.n):
-        raise DataError(f"seeds have shape {job.seeds.shape}, wanted {(len(job.prompts), job.n)}: one per sample")
+        raise DataError(
+            f"seeds have shape {job.seeds.shape}, wanted {(len(job.prompts), job.n)}: one per sample"
+        )
     known = set(known_options)
     for name in job.sampling:
         if name in _SET_BY_CALL:
@@ -54,12 +58,15 @@ def check_job(job: GenerateJob, known_options: Iterable[str]) -> None:
             raise DataError(f"sampling option {name}={value} must be at least {least}")
 
 
-def encode_prompts(prompts: Sequence[Any], tokenizer: Any, max_model_len: int, vocab_size: int) -> list[list[int]]:
-    """Token ids of every prompt: texts as they are, chat messages through the template (with the generation prompt).
+def encode_prompts(
+    prompts: Sequence[Any], tokenizer: Any, max_model_len: int, vocab_size: int
+) -> list[list[int]]:
+    """Token ids of every prompt: texts as they are, chat messages through the template (with the generation
+    prompt).
 
     Raises:
-        DataError: naming the prompt's index, when it is empty, too long, outside the vocabulary, or needs a tokenizer
-            (or a chat template) the checkpoint does not have.
+        DataError: naming the prompt's index, when it is empty, too long, outside the vocabulary, or needs a
+            tokenizer (or a chat template) the checkpoint does not have.
     """
     encoded = [_encode(prompt, index, tokenizer) for index, prompt in enumerate(prompts)]
     for index, ids in enumerate(encoded):
@@ -74,8 +81,8 @@ def check_token_ids(ids: Sequence[int], what: str, limit: int, max_model_len: in
     if len(ids) > limit:
         raise DataError(
             f"{what} has {len(ids)} tokens, but the model's length is {max_model_len}"
-            f"{', which must also hold a response token' if limit < max_model_len else ''}: shorten it, or build "
-            "the engine with a larger max_model_len if the model allows it"
+            f"{', which must also hold a response token' if limit < max_model_len else ''}: shorten it, or "
+            "build the engine with a larger max_model_len if the model allows it"
         )
     low, high = min(ids), max(ids)
     if low < 0 or high >= vocab_size:
@@ -87,7 +94,9 @@ def _encode(prompt: Any, index: int, tokenizer: Any) -> list[int]:
     if isinstance(prompt, list | tuple | np.ndarray) and not (len(prompt) and isinstance(prompt[0], dict)):
         return [int(token) for token in prompt]
     if tokenizer is None:
-        raise DataError(f"prompt {index} is text, but the engine was built without a tokenizer: give token ids")
+        raise DataError(
+            f"prompt {index} is text, but the engine was built without a tokenizer: give token ids"
+        )
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"]) if prompt else []
     if getattr(tokenizer, "chat_template", None) is None:
@@ -120,9 +129,15 @@ class Progress:
 
 
 def collect(
-    samples: Sequence[Sample], texts: list[str], prompts: dict[int, list[int]], version: int, stats: dict[str, float]
+    samples: Sequence[Sample],
+    texts: list[str],
+    prompts: dict[int, list[int]],
+    version: int,
+    stats: dict[str, float],
 ) -> GeneratedArrays:
-    """Join finished and aborted samples into flat arrays. `texts` one per sample, `prompts` token ids by index."""
+    """Join finished and aborted samples into flat arrays. `texts` one per sample, `prompts` token ids by
+    index.
+    """
     lengths = [len(sample.tokens) for sample in samples]
     total = sum(lengths)
     return GeneratedArrays(
@@ -139,7 +154,9 @@ def collect(
 
 
 def decode_texts(samples: Sequence[Sample], tokenizer: Any, skip_special_tokens: bool) -> list[str]:
-    """Text of each sample: what the engine streamed (stop strings removed) where it did, else decoded from its ids."""
+    """Text of each sample: what the engine streamed (stop strings removed) where it did, else decoded from
+    its ids.
+    """
     if tokenizer is None:
         return ["" for _ in samples]
     return [

@@ -1,6 +1,7 @@
 """Sampling with a transformers model: one left-padded batch, a KV cache, a random generator per sample.
 
-transformers' own `generate` draws a whole batch from one global generator, so a sample would depend on its neighbours.
+transformers' own `generate` draws a whole batch from one global generator, so a sample would depend on its
+neighbours.
 """
 
 from __future__ import annotations
@@ -14,10 +15,19 @@ from transformers import DynamicCache
 
 from rlbench.workers.replica_job import Sample
 
-OPTIONS = (
-    "temperature top_p top_k min_p max_tokens min_tokens stop stop_token_ids ignore_eos skip_special_tokens "
-    "include_stop_str_in_output"
-).split()
+OPTIONS = [
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "max_tokens",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+]
 
 
 @dataclass(frozen=True)
@@ -129,7 +139,10 @@ class BatchSampler:
             tokens = logprobs.argmax(-1)
         else:
             probs = logprobs.exp()
-            drawn = [torch.multinomial(p, 1, generator=row.generator) for p, row in zip(probs, self.rows, strict=True)]
+            drawn = [
+                torch.multinomial(p, 1, generator=row.generator)
+                for p, row in zip(probs, self.rows, strict=True)
+            ]
             tokens = torch.cat(drawn)
         values = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
         for row, token, value in zip(self.rows, tokens.tolist(), values, strict=True):
@@ -138,12 +151,14 @@ class BatchSampler:
         return tokens.to(logits.device)
 
     def _ended(self, row: _Row) -> bool:
-        """Whether a sample ends with its last token; sets the finish reason, and the text where a stop string cut it."""
+        """Whether a sample ends with its last token; sets the finish reason, and the text where a stop string
+        cut it.
+        """
         sample, options = row.sample, self.options
         count = len(sample.tokens)
-        if sample.tokens[-1] in options.stop_token_ids and count >= options.min_tokens:
-            sample.finish = "stop"
-        elif options.stop and count >= options.min_tokens and self._cut_at_stop_string(sample):
+        if (sample.tokens[-1] in options.stop_token_ids and count >= options.min_tokens) or (
+            options.stop and count >= options.min_tokens and self._cut_at_stop_string(sample)
+        ):
             sample.finish = "stop"
         elif count >= row.limit:
             sample.finish = "length"

@@ -15,18 +15,19 @@ STATES = ("cuda", "cpu", "meta")
 
 _WEIGHTS_MEND = {
     "cpu": "the weights are offloaded; call infer.cuda('weights') first",
-    "meta": "the weights were discarded; call infer.cuda() to reload them from the checkpoint, or infer.cuda('weights') "
-    "and then train.p2p_weight_sync(infer)",
-    "empty": "there is room for the weights but nothing in it; call train.p2p_weight_sync(infer) or infer.reload()",
+    "meta": "the weights were discarded; call infer.cuda() to reload them from the checkpoint, or "
+    "infer.cuda('weights') and then train.p2p_weight_sync(infer)",
+    "empty": "there is room for the weights but nothing in it; call train.p2p_weight_sync(infer) or "
+    "infer.reload()",
     "torn": "a weight sync failed half-way; call train.p2p_weight_sync(infer) again or infer.reload()",
 }
 
 
 @dataclass
 class ReplicaState:
-    """`weights`: cuda (resident), cpu (kept in host memory), meta (discarded), empty (room, no content) or torn (a sync
-    failed half-way). `kv_cache`: cuda or meta. `version` is what was committed; `pending` means weights were applied
-    that no version was committed for yet.
+    """`weights`: cuda (resident), cpu (kept in host memory), meta (discarded), empty (room, no content) or
+    torn (a sync failed half-way). `kv_cache`: cuda or meta. `version` is what was committed; `pending` means
+    weights were applied that no version was committed for yet.
     """
 
     weights: str = "cuda"
@@ -37,8 +38,8 @@ class ReplicaState:
     def require_ready(self, what: str, *, committed: bool = True) -> None:
         """Raise StateError, naming the call that mends it, unless the replica can compute.
 
-        `committed`: also refuse while a sync was applied but not committed (rollouts need a version; its probe does
-        not).
+        `committed`: also refuse while a sync was applied but not committed (rollouts need a version; its
+        probe does not).
         """
         if self.weights in _WEIGHTS_MEND:
             raise StateError(f"{what}: {_WEIGHTS_MEND[self.weights]}")
@@ -53,7 +54,9 @@ class ReplicaState:
     def require_room(self, what: str) -> None:
         """Raise StateError unless weights can be written into the replica."""
         if self.weights in ("cpu", "meta"):
-            raise StateError(f"{what}: the replica's weights are on {self.weights}; call infer.cuda('weights') first")
+            raise StateError(
+                f"{what}: the replica's weights are on {self.weights}; call infer.cuda('weights') first"
+            )
 
 
 def check_tags(state: str, tags: list[str] | None) -> set[str]:
@@ -62,7 +65,9 @@ def check_tags(state: str, tags: list[str] | None) -> set[str]:
         raise StateError(f"no device state {state!r}: one of {', '.join(STATES)}{nearest(state, STATES)}")
     for tag in tags or ():
         if tag not in TAGS:
-            raise StateError(f"no tag {tag!r} on an inference engine: {' or '.join(TAGS)}{nearest(tag, TAGS)}")
+            raise StateError(
+                f"no tag {tag!r} on an inference engine: {' or '.join(TAGS)}{nearest(tag, TAGS)}"
+            )
     return set(tags) if tags else set(TAGS)
 
 
@@ -76,7 +81,7 @@ def rss_bytes(pid: int | str = "self") -> int:
 
 
 def resident_bytes(address: int, nbytes: int) -> int:
-    """How much of a range of this process's own memory is in RAM (`mincore`); whole pages inside the range."""
+    """How much of a range of this process's own memory is in RAM (`mincore`), in whole pages."""
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     pages = (address + nbytes - start) // mmap.PAGESIZE
     if pages <= 0:
@@ -99,7 +104,9 @@ def memory_by_owner(weights: int, kv_cache: int, pids: list[int], on_cpu: bool) 
 
 
 def moved(before: dict[str, int], after: dict[str, int], state: ReplicaState, **more: Any) -> dict[str, Any]:
-    """What a state change did: states by tag, bytes resident by owner and bytes freed (negative: taken), measured."""
+    """What a state change did: states by tag, bytes resident by owner and bytes freed (negative: taken),
+    measured.
+    """
     return {
         "weights": state.weights,
         "kv_cache": state.kv_cache,

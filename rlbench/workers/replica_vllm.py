@@ -1,28 +1,26 @@
 """One vLLM replica: an in-process `LLMEngine` that the compute lane's thread steps itself.
 
-So an abort takes effect within one step with every partial token in hand, weights are applied between steps, and on a
-CPU host the replica is one process. Weights arrive through vLLM's own weight-transfer interface (`rlbench.weights`).
+So an abort takes effect within one step with every partial token in hand, weights are applied between steps,
+and on a CPU host the replica is one process. Weights arrive through vLLM's own weight-transfer interface
+(`rlbench.weights`).
 """
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlbench.data.jobs import GeneratedArrays, GenerateJob
-from rlbench.dispatch.context import current
-from rlbench.errors import BuildError, DataError, EngineError, RLBenchError, StateError, WeightSyncError
+from rlbench.errors import BuildError, EngineError, RLBenchError, StateError, WeightSyncError
 from rlbench.weights.manifest import Manifest
 from rlbench.workers import vllm_setup
 from rlbench.workers.replica_config import ReplicaConfig
 from rlbench.workers.replica_job import (
-    Progress,
-    Sample,
     check_job,
     check_token_ids,
     collect,
@@ -32,23 +30,39 @@ from rlbench.workers.replica_job import (
 from rlbench.workers.replica_state import ReplicaState, check_tags, memory_by_owner, moved, resident_bytes
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
 
-SAMPLING_OPTIONS = (
-    "temperature top_p top_k min_p max_tokens min_tokens stop stop_token_ids ignore_eos repetition_penalty "
-    "presence_penalty frequency_penalty bad_words allowed_token_ids logit_bias skip_special_tokens "
-    "spaces_between_special_tokens include_stop_str_in_output"
-).split()
+    from rlbench.workers.vllm_requests import EngineRequests
+
+SAMPLING_OPTIONS = [
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "max_tokens",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "bad_words",
+    "allowed_token_ids",
+    "logit_bias",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+]
 
 
 class VllmReplica:
     """A copy of the model that generates (see `Replicas` in the contracts: same interface as `HfReplica`).
 
-    Log-probs of sampled tokens are those of the distribution the token was drawn from: after temperature, penalties,
-    top-k, top-p and min-p. A trainer that divides its logits by the same temperature computes the same numbers as long
-    as nothing else reshapes the distribution. At temperature 0 (greedy) there is no distribution: the log-prob is the
-    model's at temperature 1.
+    Log-probs of sampled tokens are those of the distribution the token was drawn from: after temperature,
+    penalties, top-k, top-p and min-p. A trainer that divides its logits by the same temperature computes the
+    same numbers as long as nothing else reshapes the distribution. At temperature 0 (greedy) there is no
+    distribution: the log-prob is the model's at temperature 1.
     """
 
     CONTROL = frozenset({"status", "memory"})
@@ -60,7 +74,7 @@ class VllmReplica:
         self._tokenizer: Any = None
         self._workers: list[dict[str, Any]] = []
         self._on_cpu = True
-        self._running = 0
+        self._running: dict[str, Any] = {}
         self._serial = 0
         self._expected: dict[str, tuple[int, ...]] = {}
 
@@ -68,7 +82,8 @@ class VllmReplica:
         """Start the engine and load the checkpoint.
 
         Returns:
-            pid, pids (all processes of the replica), max_model_len, vocab_size, dtype, kv_cache_bytes, device, threads.
+            pid, pids (all processes of the replica), max_model_len, vocab_size, dtype, kv_cache_bytes,
+            device, threads.
 
         Raises:
             BuildError: built already, or vLLM could not start (its own words follow).
@@ -95,8 +110,8 @@ class VllmReplica:
         self._measure()
         model = self._model_config
         return {
-            "pid": self._workers[0]["pid"],
-            "pids": [worker["pid"] for worker in self._workers],
+            "pid": os.getpid(),
+            "pids": self._pids,
             "max_model_len": model.max_model_len,
             "vocab_size": model.get_vocab_size(),
             "dtype": str(model.dtype).removeprefix("torch."),
@@ -105,154 +120,70 @@ class VllmReplica:
             "threads": threads,
         }
 
-    # --- generating -------------------------------------------------------------------------------------------------
+    # --- generating
+    # -------------------------------------------------------------------------------------------------
 
     def generate(self, job: GenerateJob) -> GeneratedArrays:
         """Draw `job.n` samples of every prompt, each a request of its own with its own seed.
 
-        A shared job is served together with other replicas: prompts are claimed as there is room for them. When the
-        call is asked to stop, running samples end with finish reason `abort` and keep their tokens; samples without a
-        token are left out.
+        A shared job is served together with other replicas: prompts are claimed as there is room for them.
+        When the call is asked to stop, running samples end with finish reason `abort` and keep their tokens;
+        samples without a token are left out.
 
         Raises:
             StateError: weights or KV cache are not there; the message names the call that mends it.
             DataError: a prompt or a sampling option cannot be served.
         """
+        from rlbench.workers import vllm_requests
+
         self.state.require_ready("generate")
         check_job(job, SAMPLING_OPTIONS)
         model = self._model_config
         prompts = encode_prompts(job.prompts, self._tokenizer, model.max_model_len, model.get_vocab_size())
-        params = self._sampling_params(job.sampling)
-        samples, stats = self._draw(job, prompts, params)
+        params = vllm_requests.sampling_params(job.sampling)
+        with self._requests() as requests:
+            samples, stats = vllm_requests.draw(requests, job, prompts, params, self.config.max_num_seqs)
         texts = decode_texts(samples, self._tokenizer, params.skip_special_tokens)
         return collect(samples, texts, dict(enumerate(prompts)), self.state.version, stats)
 
     def prompt_logprobs(self, token_ids: list[list[int]]) -> list[np.ndarray]:
-        """Log p(token t | tokens < t) at temperature 1 for t >= 1 of each sequence: float32 arrays of length len - 1."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        """Log p(token t | tokens < t) at temperature 1, t >= 1, float32 (len - 1,) for each sequence."""
+        from rlbench.workers import vllm_requests
 
         self.state.require_ready("prompt_logprobs", committed=False)
-        model = self._model_config
+        limit, vocabulary = self._model_config.max_model_len, self._model_config.get_vocab_size()
         for index, ids in enumerate(token_ids):
-            check_token_ids(ids, f"sequence {index}", model.max_model_len, model.max_model_len, model.get_vocab_size())
-        found: dict[int, np.ndarray] = {}
-        with self._requests() as (engine, names):
-            for index, ids in enumerate(token_ids):
-                # A sequence that fills the model leaves no room to generate, and vLLM always generates: the last
-                # token's log-prob is then asked for at the generated position instead.
-                full = len(ids) == model.max_model_len
-                prompt, last = (ids[:-1], ids[-1:]) if full else (ids, None)
-                params = SamplingParams(
-                    max_tokens=1,
-                    prompt_logprobs=0,
-                    logprob_token_ids=last,
-                    flat_logprobs=True,
-                    detokenize=False,
-                    output_kind=RequestOutputKind.FINAL_ONLY,
-                )
-                names[self._add(engine, f"score-{index}", list(prompt), params)] = index
-            while engine.has_unfinished_requests():
-                for output in engine.step():
-                    index = names.pop(output.request_id)
-                    found[index] = _scores(output, token_ids[index])
-        return [found[index] for index in range(len(token_ids))]
+            check_token_ids(ids, f"sequence {index}", limit, limit, vocabulary)
+        with self._requests() as requests:
+            return vllm_requests.score(requests, token_ids, limit)
 
-    def _draw(
-        self, job: GenerateJob, prompts: list[list[int]], params: SamplingParams
-    ) -> tuple[list[Sample], dict[str, float]]:
-        """Step the engine until every claimed sample is finished or the call is stopped."""
-        context = current()
-        progress = Progress(context)
-        samples: list[Sample] = []
-        feed = self._feed(job)
-        with self._requests() as (engine, running):
-            while True:
-                if context.stop_requested():
-                    break
-                for index in next(feed, ()):
-                    for number in range(job.n):
-                        sample = Sample(index, number)
-                        one = copy.copy(params)
-                        one.seed = int(job.seeds[index, number]) & 0x7FFF_FFFF_FFFF_FFFF
-                        running[self._add(engine, f"{index}-{number}", prompts[index], one)] = sample
-                        samples.append(sample)
-                self._running = len(running)
-                if not running:
-                    break
-                for output in engine.step():
-                    progress.tokens += _extend(running[output.request_id], output)
-                    if output.finished:
-                        del running[output.request_id]
-                progress.tick(len(samples) - len(running), len(running), len(samples))
-            for sample in running.values():
-                sample.finish = "abort"
-        kept = [sample for sample in samples if sample.tokens]
-        progress.tick(len(kept), 0, len(samples), force=True)
-        return kept, progress.stats
-
-    def _feed(self, job: GenerateJob) -> Iterator[list[int]]:
-        """Prompts to start before each step. A job of our own starts whole (vLLM queues it). A shared one is claimed
-        in small shares that grow with what runs here, so that replicas that start together split a small job evenly
-        and a large one still fills up within a few steps.
-        """
-        if not job.shared:
-            yield list(range(len(job.prompts)))
-            return
-        claim = current().claim
-        while True:
-            room = (self.config.max_num_seqs - self._running) // job.n
-            if room < 1 and self._running:
-                yield []
-                continue
-            claimed = claim(min(max(room, 1), 1 + self._running // (4 * job.n)))
-            if not claimed:
-                return
-            yield claimed
-
-    def _sampling_params(self, sampling: dict[str, Any]) -> SamplingParams:
-        from vllm import SamplingParams
-        from vllm.exceptions import VLLMValidationError
-        from vllm.sampling_params import RequestOutputKind
-
-        options = {"max_tokens": None, **sampling}
-        try:
-            return SamplingParams(
-                **options,
-                logprobs=0,  # no alternatives: only the sampled token's
-                flat_logprobs=True,
-                detokenize=bool(options.get("stop")),  # decoding while generating costs a third of the tokens/s
-                output_kind=RequestOutputKind.DELTA,
-            )
-        except (VLLMValidationError, ValueError, TypeError) as error:
-            raise DataError(f"sampling options {sampling}: {error}") from error
-
-    def _add(self, engine: LLMEngine, name: str, prompt: list[int], params: SamplingParams) -> str:
-        from vllm.exceptions import VLLMValidationError
-        from vllm.inputs.engine import tokens_input
+    @contextmanager
+    def _requests(self) -> Iterator[EngineRequests]:
+        """The requests of one call, visible to the control lane while it runs."""
+        from rlbench.workers.vllm_requests import EngineRequests
 
         self._serial += 1
-        name = f"{self._serial}-{name}"
-        try:
-            engine.add_request(name, tokens_input(prompt), params)
-        except VLLMValidationError as error:
-            raise DataError(f"vLLM refuses this request: {error}") from error
-        return name
+        with EngineRequests(self._built, self._serial) as requests:
+            self._running = requests.running
+            try:
+                yield requests
+            finally:
+                self._running = {}
 
-    def _requests(self) -> _Requests:
-        return _Requests(self, self._built)
-
-    # --- device states ----------------------------------------------------------------------------------------------
+    # --- device states
+    # ----------------------------------------------------------------------------------------------
 
     def to_state(self, state: str, tags: list[str] | None = None) -> dict[str, Any]:
-        """Move weights and KV cache to a device state: `cuda` resident, `cpu` kept in host memory, `meta` discarded.
+        """Move weights and KV cache to a device state: `cuda` resident, `cpu` kept in host memory, `meta`
+        discarded.
 
-        On a host without a GPU the device is host memory: `cpu` releases the KV cache and keeps the weights where they
-        are. `cuda` of all tags after the weights were discarded reloads the checkpoint (version 0) and says so;
-        `cuda(["weights"])` only makes room, for a sync to fill.
+        On a host without a GPU the device is host memory: `cpu` releases the KV cache and keeps the weights
+        where they are. `cuda` of all tags after the weights were discarded reloads the checkpoint (version 0)
+        and says so; `cuda(["weights"])` only makes room, for a sync to fill.
 
         Returns:
-            States, version, memory by owner, `freed_bytes` (measured), and `reloaded_from` where that happened.
+            States, version, memory by owner, `freed_bytes` (measured), and `reloaded_from` where that
+            happened.
         """
         wanted = check_tags(state, tags)
         before = self.memory()
@@ -280,7 +211,9 @@ class VllmReplica:
         executor = self._built.model_executor
         if "weights" in tags and not self._on_cpu:
             if tags != {"weights", "kv_cache"}:
-                raise StateError("vLLM on a GPU releases weights only together with the KV cache: leave the tags out")
+                raise StateError(
+                    "vLLM on a GPU releases weights only together with the KV cache: leave the tags out"
+                )
             executor.sleep(1 if state == "cpu" else 2)
         else:
             drop = ["kv_cache", *(["weights"] if state == "meta" else [])]
@@ -306,12 +239,15 @@ class VllmReplica:
         try:
             self._built.collective_rpc("reload_from_disk")
         except Exception as error:
-            raise WeightSyncError(f"the checkpoint {self.config.path!r} could not be loaded again: {error}") from error
+            raise WeightSyncError(
+                f"the checkpoint {self.config.path!r} could not be loaded again: {error}"
+            ) from error
         self.state.weights = "cuda"
         self._reset_caches()
         self.commit_version(0)
 
-    # --- weights ----------------------------------------------------------------------------------------------------
+    # --- weights
+    # ----------------------------------------------------------------------------------------------------
 
     def begin_sync(self) -> None:
         """Refuse a sync that cannot be applied, before the trainer gathers anything. Changes nothing."""
@@ -323,7 +259,8 @@ class VllmReplica:
         Afterwards prompt log-probs can be asked for, but generating is refused until `commit_version`.
 
         Raises:
-            WeightSyncError: the names do not match (the old weights stay), or loading failed (the replica is torn).
+            WeightSyncError: the names do not match (the old weights stay), or loading failed (the replica is
+                torn).
             StateError: there is no room for the weights.
         """
         self.state.require_room("p2p_weight_sync")
@@ -349,7 +286,9 @@ class VllmReplica:
     def commit_version(self, version: int) -> None:
         """Declare the weights the replica holds to be `version`; it may generate from now on."""
         if self.state.weights != "cuda":
-            raise StateError(f"commit_version({version}): the replica's weights are {self.state.weights}; sync first")
+            raise StateError(
+                f"commit_version({version}): the replica's weights are {self.state.weights}; sync first"
+            )
         self._built.set_weight_version(str(version))
         self.state.version = version
         self.state.pending = False
@@ -366,12 +305,15 @@ class VllmReplica:
         """Forget everything computed with the weights or kept in the KV cache so far."""
         engine = self._built
         if not engine.reset_prefix_cache():
-            raise EngineError("the prefix cache could not be reset: requests are still running in this replica")
+            raise EngineError(
+                "the prefix cache could not be reset: requests are still running in this replica"
+            )
         if engine.renderer.mm_processor_cache is not None:
             engine.reset_mm_cache()
             engine.reset_encoder_cache()
 
-    # --- control ----------------------------------------------------------------------------------------------------
+    # --- control
+    # ----------------------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
         """Device states, version and the number of running samples. Thread-safe, never waits."""
@@ -381,7 +323,7 @@ class VllmReplica:
             "kv_cache": state.kv_cache,
             "version": state.version,
             "pending": state.pending,
-            "running": self._running,
+            "running": len(self._running),
         }
 
     def memory(self) -> dict[str, int]:
@@ -390,12 +332,14 @@ class VllmReplica:
         return memory_by_owner(
             sum(worker["weights"] for worker in workers),
             sum(self._kv_resident(worker) for worker in workers),
-            sorted({worker["pid"] for worker in workers}),
+            self._pids,
             self._on_cpu,
         )
 
     def _kv_resident(self, worker: dict[str, Any]) -> int:
-        """KV bytes of one worker: looked up page by page where it is this process, else its size while it is awake."""
+        """KV bytes of one worker: looked up page by page where it is this process, else its size while it is
+        awake.
+        """
         if self._on_cpu and worker["pid"] == os.getpid():
             return sum(resident_bytes(address, nbytes) for address, nbytes in worker["kv_ranges"])
         return sum(nbytes for _, nbytes in worker["kv_ranges"]) if self.state.kv_cache == "cuda" else 0
@@ -412,6 +356,11 @@ class VllmReplica:
             cleanup_dist_env_and_memory()
             gc.collect()
 
+    @property
+    def _pids(self) -> list[int]:
+        """All processes of the replica: this one, and the tensor parallel workers where they are others."""
+        return sorted({os.getpid(), *(worker["pid"] for worker in self._workers)})
+
     def _measure(self) -> None:
         self._workers = self._built.collective_rpc("describe")
 
@@ -424,43 +373,3 @@ class VllmReplica:
     @property
     def _model_config(self) -> Any:
         return self._built.model_config
-
-
-class _Requests:
-    """The requests of one call, by name. Whatever ends the block, none stays in the engine."""
-
-    def __init__(self, replica: VllmReplica, engine: LLMEngine) -> None:
-        self.replica = replica
-        self.engine = engine
-        self.running: dict[str, Any] = {}
-
-    def __enter__(self) -> tuple[LLMEngine, dict[str, Any]]:
-        return self.engine, self.running
-
-    def __exit__(self, *_: object) -> None:
-        self.replica._running = 0
-        if self.running:
-            self.engine.abort_request(list(self.running))
-
-
-def _extend(sample: Sample, output: Any) -> int:
-    """Append what one step brought to a sample; return the number of new tokens."""
-    (part,) = output.outputs
-    sample.tokens.extend(part.token_ids)
-    if part.logprobs is not None:
-        sample.logprobs.extend(part.logprobs.logprobs)
-    if part.text:
-        sample.text.append(part.text)
-    if output.finished:
-        sample.finish = part.finish_reason
-    return len(part.token_ids)
-
-
-def _scores(output: Any, ids: list[int]) -> np.ndarray:
-    """Log-probs of the tokens 1… of a scored sequence."""
-    flat = output.prompt_logprobs
-    values = [flat.logprobs[start] for start in flat.start_indices[1:]]
-    if len(values) < len(ids) - 1:
-        generated = output.outputs[0].logprobs
-        values.append(generated.logprobs[generated.token_ids.index(ids[-1])])
-    return np.array(values, dtype=np.float32)

@@ -14,7 +14,7 @@ class TrainConfig:
         device: "auto" (a GPU where there is one), "cpu" or "cuda".
         seed: of the ranks' random state and of initialisers.
         max_norm: global gradient norm to clip to; 0: no clipping.
-        bf16: compute in bfloat16 over float32 shards; None: on a GPU.
+        bf16: compute in bfloat16, reduce gradients in float32; None: on a GPU, and for a module in bfloat16.
         masters: hold half-precision parameters in float32; None: if the module defines `on_weights_materialized`,
             that is, if it trains.
         reshard_after_forward: free gathered layers after their forward; False trades memory for time.

@@ -46,6 +46,7 @@ class TrainRank:
         self.config = config
         self._group = RankGroup(rank, world_size, config.host, config.timeout_s)
         self._module: BaseTrainModule | None = None
+        self._sender: WeightSender | None = None
         self._measured: dict[str, int] = {}
         self._methods: frozenset[str] = frozenset()
 
@@ -83,6 +84,8 @@ class TrainRank:
         methods = callable_methods(type(module))
         trains = type(module).on_weights_materialized is not BaseTrainModule.on_weights_materialized
         masters = self.config.masters if self.config.masters is not None else trains
+        if self.config.bf16 is None:
+            strategy.bf16 = device.is_gpu or next(module.parameters()).dtype == torch.bfloat16
         strategy.prepare_model(module, masters, self.config.shard_size, self.config.reshard_after_forward)
         allocate(module, device.device)
         self._module = module
@@ -115,9 +118,10 @@ class TrainRank:
 
     def close(self) -> None:
         """Free everything and leave the group."""
-        if self._module is not None:
+        if self._sender is not None:
             self._sender.close()
-            self._module = None
+        self._module = self._sender = None
+        self._methods = frozenset()
         self._group.close()
 
     # -- the user's code ------------------------------------------------------------------------------------------
@@ -217,6 +221,7 @@ class TrainRank:
     def stage_weights(self, transport: dict[str, Any]) -> Manifest | None:
         """Gather all weights for replicas; `transport`: `transport`, `prefix`, `bucket_bytes`. Only rank 0 returns."""
         self._built()
+        assert self._sender is not None
         self._residency.need("weights")
         return self._sender.stage(**transport)
 
@@ -259,7 +264,7 @@ class TrainRank:
         config = self.config
         return FSDPV2Strategy(
             seed=config.seed, max_norm=config.max_norm, micro_train_batch_size=config.micro_train_batch_size,
-            train_batch_size=config.train_batch_size, bf16=device.is_gpu if config.bf16 is None else config.bf16,
+            train_batch_size=config.train_batch_size, bf16=bool(config.bf16),
             args={"adam_offload": config.adam_offload}, device=device,
         )  # fmt: skip
 

@@ -1,4 +1,6 @@
-"""How vLLM is started inside a replica: environment, threads and engine arguments, in one place, with the reasons."""
+"""How vLLM is started inside a replica: environment, threads and engine arguments, in one place, with the
+reasons.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +21,33 @@ def thread_count(config: ReplicaConfig) -> int:
     return config.threads or max(1, len(os.sched_getaffinity(0)) // config.tensor_parallel_size)
 
 
+def prepare_threads(config: ReplicaConfig) -> None:
+    """Set what OpenMP reads when torch is loaded (so call it before): how many threads, and that they do not
+    spin.
+
+    Ray sets OMP_NUM_THREADS=1 in actors, and vLLM falls back to one thread when nobody set it. Threads that
+    wait by spinning cost nothing alone, but next to another busy process they take the cores it needs: 64
+    requests of 64 tokens on two loaded cores fell from 14k to 2k tokens/s with GNU OpenMP's default, and
+    stayed above 5k with `passive`; with `active` an idle replica burns a whole core.
+    """
+    os.environ["OMP_NUM_THREADS"] = str(thread_count(config))
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
 def prepare_environment(config: ReplicaConfig) -> None:
     """Set what vLLM and OpenMP read from the environment; must run before vllm is imported in this process.
 
-    - The engine core runs in this process: the caller's thread steps it, and one replica is one process (with tensor
-      parallelism: plus one worker process per rank, which ends when this process does).
-    - Ray sets OMP_NUM_THREADS=1 in actors; vLLM would also fall back to 1 thread when nobody set it.
-    - torch.compile: with enforce_eager vLLM still compiles a few helpers of the sampler at the first request, which
-      costs 20 s on two cores and needs a C++ compiler; eager they run as fast.
-    - OpenMP threads sleep instead of spinning when there is nothing to do: trainers share these cores.
-    - Logging: warnings about missing preload libraries and the like would show in the user's cell at each start.
+    - The engine core runs in this process: the caller's thread steps it, and one replica is one process (with
+      tensor parallelism: plus one worker process per rank, which ends when this process does).
+    - torch.compile: with enforce_eager vLLM still compiles a few helpers of the sampler at the first request,
+      which costs 20 s on two cores and needs a C++ compiler; eager they run as fast.
+    - Logging: warnings about missing preload libraries and the like would show in the user's cell at each
+      start.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ["OMP_NUM_THREADS"] = str(thread_count(config))
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    prepare_threads(config)
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _thread_binding(config))
     if config.enforce_eager:
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
@@ -43,14 +56,16 @@ def prepare_environment(config: ReplicaConfig) -> None:
 
 
 def use_threads(count: int) -> None:
-    """Give the calling thread `count` OpenMP threads: the number belongs to the thread that starts parallel work."""
+    """Give the calling thread `count` OpenMP threads: the number belongs to the thread that starts parallel
+    work.
+    """
     import torch
 
     torch._C.set_num_threads(count)  # vLLM replaces torch.set_num_threads by a function that only warns
 
 
 def engine_args(config: ReplicaConfig) -> dict[str, Any]:
-    """Arguments of vLLM's `EngineArgs` for this replica. One place decides what differs between CPU and GPU."""
+    """Arguments of vLLM's `EngineArgs`. One place decides what differs between CPU and GPU."""
     from vllm.config import WeightTransferConfig
     from vllm.platforms import current_platform
 
@@ -81,8 +96,8 @@ def engine_args(config: ReplicaConfig) -> dict[str, Any]:
 
 
 def _thread_binding(config: ReplicaConfig) -> str:
-    """Cores for each tensor parallel worker: "0,2|1,3". vLLM's own "auto" needs one NUMA node per worker. A single
-    process is not bound: it shares its cores with trainers.
+    """Cores for each tensor parallel worker: "0,2|1,3". vLLM's own "auto" needs one NUMA node per worker. A
+    single process is not bound: it shares its cores with trainers.
     """
     cores = sorted(os.sched_getaffinity(0))
     ranks = config.tensor_parallel_size
@@ -101,7 +116,9 @@ def _check_engine_kwargs(given: dict[str, Any], ours: dict[str, Any]) -> None:
         if name not in known:
             raise BuildError(f"engine_kwargs: vLLM has no engine argument {name!r}{nearest(name, known)}")
         if name in ours:
-            raise BuildError(f"engine_kwargs: {name!r} is set by the replica; use the replica's own option for it")
+            raise BuildError(
+                f"engine_kwargs: {name!r} is set by the replica; use the replica's own option for it"
+            )
 
 
 def checkpoint_folder(config: ReplicaConfig) -> str:

@@ -1,4 +1,4 @@
-"""One real tiny model for all tests of this room, built once per session into a folder of its own."""
+"""The real tiny model for all tests of this room, from the cache that all rooms share."""
 
 from pathlib import Path
 
@@ -8,5 +8,5 @@ from rlbench import tiny
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory) -> Path:
-    return tiny.ensure(cache_dir=tmp_path_factory.mktemp("tiny"))
+def model_folder() -> Path:
+    return tiny.ensure()

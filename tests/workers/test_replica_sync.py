@@ -1,5 +1,5 @@
-"""Weights staged in shared memory reach a vLLM replica whole: verified by log-probs on the same tokens, since on CPU a
-tied head keeps a packed copy that no checksum sees."""
+"""Weights staged in shared memory reach a vLLM replica whole: verified by log-probs on the same tokens, since
+on CPU a tied head keeps a packed copy that no checksum sees."""
 
 from __future__ import annotations
 
@@ -24,7 +24,18 @@ from rlbench.workers.replica_vllm import VllmReplica
 from .tiny_checkpoint import hf_logprobs, make_checkpoint
 
 SEQUENCES = [[(13 * i + k) % 250 for i in range(20 + 30 * k)] for k in range(4)]
-GROUPS = ["norm", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens", "lm_head"]
+GROUPS = [
+    "norm",
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "embed_tokens",
+    "lm_head",
+]
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -39,7 +50,9 @@ def folder(tied: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def replica(folder: Path) -> Iterator[VllmReplica]:
-    replica = VllmReplica(ReplicaConfig(str(folder), dtype="float32", kv_cache_bytes=64 << 20, max_num_seqs=16))
+    replica = VllmReplica(
+        ReplicaConfig(str(folder), dtype="float32", kv_cache_bytes=64 << 20, max_num_seqs=16)
+    )
     replica.build()
     yield replica
     replica.close()
@@ -68,7 +81,8 @@ def gap(replica: VllmReplica, model: PreTrainedModel) -> float:
     """Largest difference of log-probs on the same tokens."""
     found = replica.prompt_logprobs(SEQUENCES)
     return max(
-        float(np.abs(ours - hf_logprobs(model, ids)).max()) for ours, ids in zip(found, SEQUENCES, strict=True)
+        float(np.abs(ours - hf_logprobs(model, ids)).max())
+        for ours, ids in zip(found, SEQUENCES, strict=True)
     )
 
 
@@ -76,13 +90,16 @@ def one_job() -> GenerateJob:
     return GenerateJob([[1, 2, 3]], 1, {"max_tokens": 4}, np.zeros((1, 1), np.int64))
 
 
-def test_every_group_of_weights_arrives(replica: VllmReplica, model: PreTrainedModel, stage: ShmStage) -> None:
+def test_every_group_of_weights_arrives(
+    replica: VllmReplica, model: PreTrainedModel, stage: ShmStage
+) -> None:
     """Group by group, so that a group that is not refreshed cannot hide behind another."""
     torch.manual_seed(3)
     for version, group in enumerate(GROUPS, start=1):
         touched = [p for name, p in unique_parameters(model).items() if group in name]
         if not touched:
-            assert group == "lm_head" and model.config.tie_word_embeddings
+            assert group == "lm_head"
+            assert model.config.tie_word_embeddings
             continue
         with torch.no_grad():
             for parameter in touched:
@@ -116,7 +133,9 @@ def test_what_was_generated_after_a_sync_has_the_new_logprobs(
         np.testing.assert_allclose(arrays.logprobs[drawn], reference[len(prompt) - 1 :], atol=1e-4)
 
 
-def test_discarded_weights_are_filled_by_a_sync(replica: VllmReplica, model: PreTrainedModel, stage: ShmStage) -> None:
+def test_discarded_weights_are_filled_by_a_sync(
+    replica: VllmReplica, model: PreTrainedModel, stage: ShmStage
+) -> None:
     replica.to_state("meta", None)
     with pytest.raises(StateError, match=r"infer\.cuda\('weights'\)"):
         replica.begin_sync()
@@ -138,11 +157,19 @@ def test_wrong_names_are_refused_and_the_old_weights_stay(
     with pytest.raises(WeightSyncError, match=r"did not send model\.norm\.weight"):
         replica.apply_weights(stage.write(weights.items()))
     misspelt = {**weights, "model.nrom.weight": norm}
-    with pytest.raises(WeightSyncError, match=r"does not know model\.nrom\.weight; nearest: model\.norm\.weight"):
+    with pytest.raises(
+        WeightSyncError, match=r"does not know model\.nrom\.weight; nearest: model\.norm\.weight"
+    ):
         replica.apply_weights(stage.write(misspelt.items()))
     with pytest.raises(WeightSyncError, match=r"model\.norm\.weight \(64,\) instead of \(128,\)"):
         replica.apply_weights(stage.write({**weights, "model.norm.weight": norm[:64]}.items()))
-    assert replica.status() == {"weights": "cuda", "kv_cache": "cuda", "version": 40, "pending": False, "running": 0}
+    assert replica.status() == {
+        "weights": "cuda",
+        "kv_cache": "cuda",
+        "version": 40,
+        "pending": False,
+        "running": 0,
+    }
     for old, new in zip(before, replica.prompt_logprobs(SEQUENCES), strict=True):
         np.testing.assert_array_equal(old, new)
 

@@ -40,10 +40,15 @@ def lane() -> Iterator[Lane]:
 
 @pytest.fixture(scope="module")
 def replica(folder: Path, lane: Lane) -> Iterator[VllmReplica]:
-    replica = VllmReplica(ReplicaConfig(str(folder), dtype="float32", kv_cache_bytes=256 * MIB, max_num_seqs=32))
+    replica = VllmReplica(
+        ReplicaConfig(str(folder), dtype="float32", kv_cache_bytes=256 * MIB, max_num_seqs=32)
+    )
     built = lane(replica.build)
-    assert built["device"] == "cpu" and built["dtype"] == "float32" and built["pids"] == [built["pid"]]
-    assert built["kv_cache_bytes"] == 256 * MIB and built["max_model_len"] == 512
+    assert built["device"] == "cpu"
+    assert built["dtype"] == "float32"
+    assert built["pids"] == [built["pid"]]
+    assert built["kv_cache_bytes"] == 256 * MIB
+    assert built["max_model_len"] == 512
     yield replica
     lane(replica.close)
 
@@ -58,7 +63,9 @@ def called(monkeypatch: pytest.MonkeyPatch) -> CallContext:
 
 def job(prompts: list[Any], n: int = 1, seed: int = 7, shared: bool = False, **sampling: Any) -> GenerateJob:
     """Seeds depend on (prompt, sample) alone, as the driver's do."""
-    seeds = np.array([[seed * 1_000_003 + p * 1009 + s for s in range(n)] for p in range(len(prompts))], dtype=np.int64)
+    seeds = np.array(
+        [[seed * 1_000_003 + p * 1009 + s for s in range(n)] for p in range(len(prompts))], dtype=np.int64
+    )
     return GenerateJob(prompts, n, {"max_tokens": 12, **sampling}, seeds.reshape(len(prompts), n), shared)
 
 
@@ -82,13 +89,17 @@ def test_text_chat_and_token_ids_are_served_in_one_job(replica: VllmReplica, lan
     assert arrays.prompt_token_ids[0] == tokenizer("hello")["input_ids"]
     assert tokenizer.decode(arrays.prompt_token_ids[1]).endswith("<|im_start|>assistant\n")
     assert arrays.prompt_token_ids[2] == [5, 6, 7]
-    assert arrays.token_ids.dtype == np.int32 and arrays.logprobs.dtype == np.float32
-    assert len(arrays.texts) == 6 and len(arrays.logprobs) == arrays.offsets[-1] == len(arrays.token_ids)
+    assert arrays.token_ids.dtype == np.int32
+    assert arrays.logprobs.dtype == np.float32
+    assert len(arrays.texts) == 6
+    assert len(arrays.logprobs) == arrays.offsets[-1] == len(arrays.token_ids)
     for text, tokens in zip(arrays.texts, rows(arrays).values(), strict=True):
         assert text == tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def test_sampler_and_prompt_logprobs_equal_the_hf_model(replica: VllmReplica, lane: Lane, folder: Path) -> None:
+def test_sampler_and_prompt_logprobs_equal_the_hf_model(
+    replica: VllmReplica, lane: Lane, folder: Path
+) -> None:
     arrays = lane(replica.generate, job([[1, 2, 3], [9] * 40, list(range(150))], n=3))
     scored = lane(replica.prompt_logprobs, sequences(arrays))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -99,17 +110,23 @@ def test_sampler_and_prompt_logprobs_equal_the_hf_model(replica: VllmReplica, la
         np.testing.assert_allclose(drawn, reference[-len(drawn) :], atol=1e-4)
 
 
-def test_logprobs_belong_to_the_distribution_that_was_sampled(replica: VllmReplica, lane: Lane, folder: Path) -> None:
+def test_logprobs_belong_to_the_distribution_that_was_sampled(
+    replica: VllmReplica, lane: Lane, folder: Path
+) -> None:
     arrays = lane(replica.generate, job([[1, 2, 3]], n=4, temperature=0.5))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for i, sequence in enumerate(sequences(arrays)):
         drawn = arrays.logprobs[arrays.offsets[i] : arrays.offsets[i + 1]]
-        np.testing.assert_allclose(drawn, hf_logprobs(model, sequence, temperature=0.5)[-len(drawn) :], atol=1e-4)
+        np.testing.assert_allclose(
+            drawn, hf_logprobs(model, sequence, temperature=0.5)[-len(drawn) :], atol=1e-4
+        )
     single = lane(replica.generate, job([[1, 2, 3]], top_k=1))
     np.testing.assert_allclose(single.logprobs, 0.0, atol=1e-6)  # one token is left, so its probability is 1
 
 
-def test_a_sequence_that_fills_the_model_can_be_scored(replica: VllmReplica, lane: Lane, folder: Path) -> None:
+def test_a_sequence_that_fills_the_model_can_be_scored(
+    replica: VllmReplica, lane: Lane, folder: Path
+) -> None:
     sequence = [(7 * i) % 250 for i in range(512)]
     (scored,) = lane(replica.prompt_logprobs, [sequence])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -144,7 +161,8 @@ def test_a_stop_string_ends_the_sample_and_is_not_in_its_text(replica: VllmRepli
     biased = {replica._tokenizer("a")["input_ids"][0]: 100, replica._tokenizer("b")["input_ids"][0]: 98}
     arrays = lane(replica.generate, job(["x"], n=3, logit_bias=biased, stop=["ab"], max_tokens=200))
     for text, finish in zip(arrays.texts, arrays.finish, strict=True):
-        assert FINISH_REASONS[finish] == "stop" and "ab" not in text
+        assert FINISH_REASONS[finish] == "stop"
+        assert "ab" not in text
     assert all(replica._tokenizer.decode(tokens).endswith("ab") for tokens in rows(arrays).values())
 
 
@@ -165,10 +183,14 @@ def test_stopping_keeps_partial_samples_and_leaves_the_engine_usable(
     watcher.join()
     lengths = np.diff(arrays.offsets)
     aborted = arrays.finish == FINISH_REASONS.index("abort")
-    assert aborted.any() and (lengths > 0).all() and (lengths[aborted] < 500).all()
+    assert aborted.any()
+    assert (lengths > 0).all()
+    assert (lengths[aborted] < 500).all()
     assert len(arrays.texts) == len(arrays.keys) < 64  # only 32 run at a time: the rest was not started
-    assert reports[0]["total"] == 64 and reports[0]["running"] > 0
-    assert replica.status()["running"] == 0 and not replica._built.has_unfinished_requests()
+    assert reports[0]["total"] == 64
+    assert reports[0]["running"] > 0
+    assert replica.status()["running"] == 0
+    assert not replica._built.has_unfinished_requests()
     called._stop.clear()
     assert len(lane(replica.generate, job([[1, 2]])).keys) == 1
 
@@ -223,8 +245,10 @@ def test_releasing_the_kv_cache_gives_memory_back(replica: VllmReplica, lane: La
     before = rows(lane(replica.generate, asked))
     resident = replica.memory()
     moved = lane(replica.to_state, "cpu", ["kv_cache"])
-    assert moved["kv_cache"] == "meta" and moved["weights"] == "cuda"
-    assert moved["memory"]["kv_cache"] == 0 and moved["memory"]["weights"] == resident["weights"]
+    assert moved["kv_cache"] == "meta"
+    assert moved["weights"] == "cuda"
+    assert moved["memory"]["kv_cache"] == 0
+    assert moved["memory"]["weights"] == resident["weights"]
     assert moved["freed_bytes"] >= 0.9 * resident["kv_cache"] > 0
     with pytest.raises(StateError, match=r"infer\.cuda\('kv_cache'\)"):
         lane(replica.generate, asked)
@@ -238,7 +262,9 @@ def test_discarded_weights_are_gone_and_refused_until_they_are_back(replica: Vll
     scored = lane(replica.prompt_logprobs, sequence)[0]
     held = replica.memory()["weights"]
     moved = lane(replica.to_state, "meta", None)
-    assert held > 0 and moved["memory"]["weights"] == 0 and replica.status()["weights"] == "meta"
+    assert held > 0
+    assert moved["memory"]["weights"] == 0
+    assert replica.status()["weights"] == "meta"
     with pytest.raises(StateError, match=r"infer\.cuda\(\)"):
         lane(replica.prompt_logprobs, sequence)
     lane(replica.to_state, "cuda", ["weights"])
@@ -256,7 +282,8 @@ def test_plain_cuda_after_meta_reloads_and_says_so(replica: VllmReplica, lane: L
     scored = lane(replica.prompt_logprobs, sequence)[0]
     lane(replica.to_state, "meta", None)
     moved = lane(replica.to_state, "cuda", None)
-    assert moved["reloaded_from"] == replica.config.path and moved["version"] == 0
+    assert moved["reloaded_from"] == replica.config.path
+    assert moved["version"] == 0
     np.testing.assert_array_equal(lane(replica.prompt_logprobs, sequence)[0], scored)
     assert lane(replica.to_state, "cuda", None)["reloaded_from"] is None
 

@@ -1,4 +1,6 @@
-"""A tiny Qwen2 checkpoint with a byte-level tokenizer, written to a folder: real files, made in well under a second."""
+"""A tiny Qwen2 checkpoint with a byte-level tokenizer, written to a folder: real files, made in well under a
+second.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(SPECIAL)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|im_end|>", clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        eos_token="<|im_end|>",
+        clean_up_tokenization_spaces=False,
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast

@@ -1,0 +1,293 @@
+"""A policy step on ranks equals the same step written by hand in one process, however it is split; and it can be stopped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen2ForCausalLM
+
+import rlbench.nn
+from rlbench.errors import DataError, EngineError, LossError, Stopped
+from rlbench.rl import Aggregation, BatchTotals, LossInputs, grpo, k3
+from tests.modules import RAGGED, RunningMeanModel, batch_of, qwen_on_meta, save_qwen
+from tests.ranks import RankFailure, Ranks, ranks
+
+GRPO = grpo(kl_coef=0.1, entropy_coef=0.02, clip_low=0.1, clip_high=0.1)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_qwen(tmp_path_factory.mktemp("qwen"))
+
+
+def batch(seed: int = 0, lengths: Any = RAGGED, **fields: Any) -> Any:
+    rng = np.random.default_rng(seed + 100)
+    total = sum(response for _, response in lengths)
+    near = (-4.5 + 0.3 * rng.normal(size=(2, total))).astype(np.float32)
+    return batch_of(lengths, seed, old_logprobs=near[0], ref_logprobs=near[1], **fields)
+
+
+def by_hand(model: Any, given: Any, loss: Any, mode: str) -> tuple[torch.Tensor, dict[str, float]]:
+    """Loss and metrics of a whole batch in one padded process, log-softmax and all."""
+    width = int(given.response_lengths.max())
+    shape = (len(given), width)
+    fields = {n: torch.zeros(shape) for n in ("logprobs", "entropy", "old_logprobs", "ref_logprobs", "sampler_logprobs", "advantages")}
+    mask = torch.zeros(shape, dtype=torch.bool)
+    rows: dict[str, list[torch.Tensor]] = {"logprobs": [], "entropy": []}
+    for i, (prompt, response) in enumerate(zip(given.prompts, given.responses, strict=True)):
+        ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
+        logp = torch.log_softmax(model(ids[None]).logits[0, len(prompt) - 1 : -1] / given.temperature, -1)
+        pad = (0, width - len(response))
+        chosen = logp[torch.arange(len(response)), ids[len(prompt) :]]
+        rows["logprobs"].append(torch.nn.functional.pad(chosen, pad))
+        rows["entropy"].append(torch.nn.functional.pad(-(logp.exp() * logp).sum(-1), pad))
+        at = slice(given.responses.offsets[i], given.responses.offsets[i + 1])
+        for name in ("old_logprobs", "ref_logprobs", "sampler_logprobs", "advantages"):
+            fields[name][i, : len(response)] = torch.from_numpy(getattr(given, name)[at])
+        mask[i, : len(response)] = torch.from_numpy(given.mask[at])
+    fields |= {name: torch.stack(values) for name, values in rows.items()}
+    inputs = LossInputs(**fields, mask=mask)
+    per_token, _ = loss(inputs)
+    total = (per_token * Aggregation(mode).weights(mask, BatchTotals.of(mask))).sum()
+    with torch.no_grad():
+        gap = (inputs.logprobs - inputs.sampler_logprobs).abs()[mask]
+        metrics = {
+            "loss": float(total.detach()), "entropy": float(inputs.entropy[mask].mean()), "tokens": float(mask.sum()),
+            "kl": float(k3(inputs.logprobs, inputs.old_logprobs)[mask].mean()),
+            "ref_kl": float(k3(inputs.logprobs, inputs.ref_logprobs)[mask].mean()),
+            "logprob_gap": float(gap.mean()), "logprob_gap_max": float(gap.max()),
+        }  # fmt: skip
+    return total, metrics
+
+
+def gradients(engine: Ranks) -> dict[str, torch.Tensor]:
+    def gather() -> Any:
+        found = module.named_parameters()  # type: ignore[name-defined]  # noqa: F821
+        return {name: p.grad.full_tensor().clone() for name, p in found if p.grad is not None}
+
+    return engine.run(gather)[0]
+
+
+def forward_backward(engine: Ranks, given: Any, loss: Any = GRPO, **options: Any) -> list[dict[str, Any]]:
+    return engine.call("policy_forward_backward", given, cloudpickle.dumps(loss), options)
+
+
+def assert_gradients(engine: Ranks, model: Any, atol: float = 2e-6) -> None:
+    found = gradients(engine)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (1, {}),
+        (1, {"token_budget": 25, "aggregation": "seq-mean-token-mean"}),
+        (2, {"aggregation": "seq-mean-token-sum-norm"}),
+        (2, {"token_budget": 16}),
+        (2, {"token_budget": 30, "packing": False, "aggregation": "seq-mean-token-mean"}),
+        (2, {"token_budget": 40, "aggregation": "token-sum"}),
+    ],
+)
+def test_gradient_and_metrics_are_those_of_one_plain_process_however_the_batch_is_split(
+    qwen: str, world_size: int, options: dict[str, Any]
+) -> None:
+    given = batch(temperature=0.8)
+    model = Qwen2ForCausalLM.from_pretrained(qwen)
+    total, expected = by_hand(model, given, GRPO, options.get("aggregation", "token-mean"))
+    total.backward()
+    with ranks(world_size, qwen_on_meta(qwen)) as engine:
+        results = forward_backward(engine, given, **options)
+        assert_gradients(engine, model, atol=1e-4 if options.get("aggregation") == "token-sum" else 2e-6)
+    assert all(result["metrics"] == results[0]["metrics"] for result in results)
+    for name, value in expected.items():
+        assert results[0]["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    assert 0 < results[0]["metrics"]["clip_fraction"] < 1
+    assert results[0]["metrics"]["loss/kl"] == pytest.approx(expected["ref_kl"], rel=1e-4)  # the loss's own `kl`
+
+
+def test_a_rank_without_rows_takes_part_and_adds_nothing(qwen: str) -> None:
+    given = batch(lengths=[(3, 6)])
+    model = Qwen2ForCausalLM.from_pretrained(qwen)
+    by_hand(model, given, GRPO, "token-mean")[0].backward()
+    with ranks(2, qwen_on_meta(qwen)) as engine:
+        results = forward_backward(engine, given)
+        assert_gradients(engine, model)
+    assert sorted(len(result["rows"]) for result in results) == [0, 1]
+
+
+def test_several_backwards_before_a_step_are_one_normalised_step(qwen: str) -> None:
+    parts = [batch(1, RAGGED[:2]), batch(2, RAGGED[2:5]), batch(3, RAGGED[5:])]
+    model = Qwen2ForCausalLM.from_pretrained(qwen)
+    tokens = sum(int(part.mask.sum()) for part in parts)
+    for part in parts:
+        total, _ = by_hand(model, part, GRPO, "token-sum")
+        (total / tokens).backward()
+    with ranks(2, qwen_on_meta(qwen)) as engine:
+        for part in parts:
+            metrics = forward_backward(engine, part)[0]["metrics"]
+            assert metrics["loss"] == pytest.approx(by_hand(model, part, GRPO, "token-mean")[1]["loss"], rel=1e-4)
+        assert_gradients(engine, model)
+        with pytest.raises(LossError, match="optim_step or zero_grad first"):
+            forward_backward(engine, parts[0], aggregation="token-sum")
+
+
+def test_the_rows_log_probs_come_back_by_row_and_agree_with_a_pass_without_gradient(qwen: str) -> None:
+    given = batch()
+    with ranks(2, qwen_on_meta(qwen)) as engine:
+        trained = forward_backward(engine, given, token_budget=20)
+        scored = engine.call("policy_forward", given, {})
+    joined = []
+    for parts in (trained, scored):
+        rows = {int(r): (lp, e) for p in parts for r, lp, e in zip(p["rows"], p["logprobs"], p["entropy"], strict=True)}
+        assert sorted(rows) == list(range(len(given)))
+        assert [len(rows[i][0]) for i in range(len(given))] == given.response_lengths.tolist()
+        joined.append(np.concatenate([np.stack(rows[i]) for i in range(len(given))], axis=1))
+    np.testing.assert_allclose(joined[0], joined[1], atol=2e-6)
+
+
+def test_where_the_batch_has_no_old_log_probs_the_ratio_is_one_or_the_samplers(qwen: str) -> None:
+    given = batch().replace(old_logprobs=None, ref_logprobs=None)
+    with ranks(1, qwen_on_meta(qwen)) as engine:
+        assert forward_backward(engine, given, grpo())[0]["metrics"]["ratio"] == pytest.approx(1.0)
+        engine.call("policy_zero_grad")
+        sampler = forward_backward(engine, given, grpo(), old_logprobs="sampler")[0]["metrics"]["ratio"]
+        assert abs(sampler - 1) > 0.01
+
+
+def test_a_model_of_ones_own_trains_padded(qwen: str) -> None:
+    torch.manual_seed(3)
+    reference = RunningMeanModel()
+    with rlbench.nn.device("meta"):
+        module = RunningMeanModel(source={n: t.clone() for n, t in reference.state_dict().items()})
+    given = batch()
+
+    class Output:
+        def __init__(self, ids: torch.Tensor) -> None:
+            self.logits = reference(ids)
+
+    total, _ = by_hand(Output, given, GRPO, "token-mean")
+    total.backward()
+    with ranks(2, module) as engine:
+        with pytest.raises(EngineError, match="packing=False"):
+            forward_backward(engine, given)
+        forward_backward(engine, given, packing=False, token_budget=30)
+        assert_gradients(engine, reference)
+
+
+# -- what ends early ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def undisturbed(qwen: str) -> str:
+    """Checksum after two steps of an engine that nothing ever happened to."""
+    with ranks(2, qwen_on_meta(qwen)) as engine:
+        return run_steps(engine)
+
+
+def run_steps(engine: Ranks, steps: int = 2) -> str:
+    """Train, and return the checksum of what came out."""
+    for seed in range(steps):
+        forward_backward(engine, batch(seed), token_budget=20)
+        engine.call("policy_optim_step", {})
+    return engine.call("state_checksum")[0]
+
+
+def failing_in(row_count_seen: int, what: str) -> Any:
+    """A loss that, in its n-th call on the second rank, raises, gives NaN, or asks to stop."""
+    calls = [0]
+
+    def loss(inputs: LossInputs) -> Any:
+        import torch.distributed as dist
+
+        from rlbench.dispatch import context
+
+        calls[0] += 1
+        per_token = -inputs.logprobs * inputs.advantages
+        if dist.get_rank() == 1 and calls[0] == row_count_seen:
+            if what == "raise":
+                raise ZeroDivisionError("in my loss")
+            if what == "nan":
+                per_token = per_token * float("nan")
+            if what == "stop":
+                context.current().request_stop()
+        return per_token, {}
+
+    return loss
+
+
+@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("what", ["raise", "nan", "stop"])
+def test_after_a_failure_or_stop_on_one_rank_training_goes_on_as_if_nothing_had_been(
+    qwen: str, undisturbed: str, at: int, what: str
+) -> None:
+    with ranks(2, qwen_on_meta(qwen)) as engine:
+        options = {"token_budget": 20}
+        args = [(batch(7), cloudpickle.dumps(failing_in(at, what)), options)] * 2
+        first, second = engine.outcomes("policy_forward_backward", args)
+        assert isinstance(first, RankFailure)
+        assert isinstance(second, RankFailure)
+        kinds = {"raise": ZeroDivisionError, "nan": LossError, "stop": Stopped}
+        assert isinstance(second.error, kinds[what])
+        if what == "stop":
+            assert isinstance(first.error, Stopped)
+        else:
+            assert "rank 1" in str(first.error)
+            assert first.error.__dict__["secondary"]
+        with pytest.raises(EngineError, match="no gradient"):
+            engine.call("policy_optim_step", {})
+        assert run_steps(engine) == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (lambda x: (x.logprobs.sum(), {}), r"shape \(\).*one number per token"),
+        (lambda x: x.logprobs, r"must return \(per_token, metrics\)"),
+        (lambda x: (x.logprobs.detach(), {}), "no gradient"),
+        (lambda x: (x.logprobs / 0, {}), "not finite"),
+        (lambda x: (-x.logprobs, {"mine": torch.zeros(3)}), "metric 'mine' has shape"),
+        ("gpro", "unknown loss 'gpro'; nearest: grpo"),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_on_is_refused_and_the_engine_stays_usable(qwen: str, loss: Any, said: str) -> None:
+    with ranks(1, qwen_on_meta(qwen)) as engine:
+        with pytest.raises(LossError, match=said):
+            forward_backward(engine, batch(), loss)
+        assert np.isfinite(forward_backward(engine, batch())[0]["metrics"]["loss"])
+
+
+@pytest.mark.parametrize("verb", ["policy_optim_step", "policy_forward", "policy_forward_backward"])
+def test_a_stop_of_any_verb_leaves_parameters_and_optimizer_untouched(qwen: str, undisturbed: str, verb: str) -> None:
+    args: dict[str, tuple[Any, ...]] = {
+        "policy_optim_step": ({},),
+        "policy_forward": (batch(), {}),
+        "policy_forward_backward": (batch(), cloudpickle.dumps("grpo"), {}),
+    }
+    with ranks(2, qwen_on_meta(qwen)) as engine:
+        forward_backward(engine, batch(5))
+        for outcome in engine.outcomes(verb, [args[verb]] * 2, stopping=(1,)):
+            assert isinstance(outcome.error, Stopped)
+        engine.call("policy_zero_grad")
+        assert run_steps(engine) == undisturbed
+
+
+def test_what_cannot_be_scored_is_refused_before_any_rank_starts(qwen: str) -> None:
+    with ranks(2, qwen_on_meta(qwen)) as engine:
+        wrong = batch()
+        wrong.prompts.values[0] = 10_000
+        with pytest.raises(DataError, match="vocabulary has 96"):
+            engine.call("policy_forward", wrong, {})
+        with pytest.raises(DataError, match="temperature 0"):
+            engine.call("policy_forward", batch(temperature=0.0), {})
+        with pytest.raises(DataError, match="unknown option 'token_budgt'; nearest: token_budget"):
+            engine.call("policy_forward", batch(), {"token_budgt": 3})
+        with pytest.raises(EngineError, match="different batches"):
+            engine.call_each("policy_forward", [(batch(0), {}), (batch(1), {})])
+        with pytest.raises(LossError, match="needs ref_logprobs"):
+            forward_backward(engine, batch().replace(ref_logprobs=None))
+        assert len(engine.call("policy_forward", batch(), {})) == 2
