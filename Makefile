@@ -40,7 +40,7 @@ check: env  ## style, types, imports between rooms, quick tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest -q -m "not engine and not slow and not long and not browser and not gpu" $(PYTEST_ARGS)
+	$(BIN)/pytest -q -n 2 --dist loadfile -m "not engine and not slow and not long and not browser and not gpu" $(PYTEST_ARGS)
 
 clean:  ## remove what was built, and the tools' caches
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,4 +1,5 @@
-"""Models and batches of the training tests: a tiny Qwen2 on disk, a model that is not from transformers, batches."""
+"""Models and batches of the training tests: a tiny Qwen2 on disk, a model that is not from transformers,
+batches."""
 
 from __future__ import annotations
 
@@ -105,7 +106,8 @@ class RunningMeanModel(rlbench.nn.Fsdp2TrainModule):
 
 
 def batch_of(lengths: list[tuple[int, int]], seed: int = 0, **fields: Any) -> TrainBatch:
-    """Random sequences of (prompt, response) lengths, with advantages, sampler log-probs and a ragged mask."""
+    """Random sequences of (prompt, response) lengths, with advantages, sampler log-probs and a ragged
+    mask."""
     rng = np.random.default_rng(seed)
     prompts = Ragged.from_rows([rng.integers(0, VOCAB, p) for p, _ in lengths], np.int32)
     responses = Ragged.from_rows([rng.integers(0, VOCAB, r) for _, r in lengths], np.int32)

@@ -50,7 +50,7 @@ def _serve(pipe: Connection) -> None:
             else:
                 value = getattr(target, name)(*args)
             pipe.send((True, cloudpickle.dumps(value)))
-        except (Exception, Stopped) as error:
+        except (Exception, Stopped) as error:  # noqa: BLE001 - the test decides what to make of it
             pipe.send((False, cloudpickle.dumps((error, traceback.format_exc()))))
         finally:
             context.set_current(None)
@@ -81,7 +81,8 @@ class Ranks:
     def outcomes(
         self, name: str, args: list[tuple[Any, ...]] | None = None, stopping: tuple[int, ...] = ()
     ) -> list[Any]:
-        """Results or RankFailures, so that a test sees what each rank said; `stopping` ranks are asked to stop."""
+        """Results or RankFailures, so that a test sees what each rank said; `stopping` ranks are asked to
+        stop."""
         for rank, own in enumerate(args or [()] * self.world_size):
             self.pipes[rank].send((name, cloudpickle.dumps(own), rank in stopping))
         found = []
@@ -132,4 +133,5 @@ def ranks(world_size: int, module: Any = None, **config: Any) -> Iterator[Ranks]
             engine.build(module)
         yield engine
     finally:
-        engine.outcomes("close")
+        for closed in engine.outcomes("close"):
+            assert not isinstance(closed, RankFailure), closed

@@ -1,4 +1,5 @@
-"""What a user's module may define: the bases to inherit from, their hooks, and the context that makes them on meta."""
+"""What a user's module may define: the bases to inherit from, their hooks, and the context that makes them
+on meta."""
 
 from rlbench.nn.base import BaseTrainModule, Fsdp2TrainModule, RankContext
 from rlbench.nn.huggingface import BaseHuggingFaceTrainModule, HuggingFaceFsdp2TrainModule

@@ -39,7 +39,7 @@ class BaseTrainModule(nn.Module):
 
     _rank_context: RankContext | None = None
 
-    # -- what a method can ask ------------------------------------------------------------------------------------
+    # -- what a method can ask -------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
@@ -75,23 +75,26 @@ class BaseTrainModule(nn.Module):
         """True once somebody asked the running call to stop; a long method may look and return early."""
         return self._rank_context is not None and self._rank_context.stop_requested()
 
-    # -- hooks ----------------------------------------------------------------------------------------------------
+    # -- hooks -----------------------------------------------------------------------------------------------
 
     def materialization_source(self) -> Source:
         """Where the weights come from; called on every rank.
 
         Returns:
-            A folder, a checkpoint file (.safetensors, .bin, .pt) or a hub id; a dict of full tensors; or a dict of
-            initialisers: each is called with the full, empty tensor to fill (or with nothing, and returns it).
+            A folder, a checkpoint file (.safetensors, .bin, .pt) or a hub id; a dict of full tensors; or a
+            dict of initialisers: each is called with the full, empty tensor to fill (or with nothing, and
+            returns it).
         """
         raise BuildError(
-            f"{type(self).__name__} does not say where its weights come from: define materialization_source(), "
+            f"{type(self).__name__} does not say where its weights come from: define "
+            "materialization_source(), "
             "returning a path, a dict of tensors or a dict of initialisers."
         )
 
     @property
     def non_split_modules(self) -> set[type[nn.Module]]:
-        """Types of the modules that are gathered and freed as one unit; their parameters are sharded together."""
+        """Types of the modules that are gathered and freed as one unit; their parameters are sharded
+        together."""
         return set()
 
     def on_weights_materialized(self) -> None:
@@ -106,13 +109,15 @@ class BaseTrainModule(nn.Module):
     ) -> tuple[str, Tensor] | None:
         """Map one parameter to what a replica or a checkpoint receives; None drops it.
 
-        Runs on all ranks in the same order, so it may gather (`full_tensor()`) other entries of `full_state_dict`.
+        Runs on all ranks in the same order, so it may gather (`full_tensor()`) other entries of
+        `full_state_dict`.
         """
         return name, param.full_tensor()
 
 
 class Fsdp2TrainModule(BaseTrainModule):
-    """Base of a custom architecture trained with FSDP2. Define `materialization_source` and `non_split_modules`."""
+    """Base of a custom architecture trained with FSDP2. Define `materialization_source` and
+    `non_split_modules`."""
 
 
 def guard_forward(module: nn.Module) -> None:
@@ -133,7 +138,8 @@ def guard_forward(module: nn.Module) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if inside[0] == 0:
             raise EngineError(
-                "self.forward(...) skips the gathering of sharded parameters; call self(...) with the same arguments."
+                "self.forward(...) skips the gathering of sharded parameters; call self(...) with the same "
+                "arguments."
             )
         return original(*args, **kwargs)
 

@@ -25,7 +25,8 @@ HUB_OPTIONS = (
 
 
 class BaseHuggingFaceTrainModule(BaseTrainModule):
-    """For a transformers class as the second base: `class Mine(HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM)`."""
+    """For a transformers class as the second base: `class Mine(HuggingFaceFsdp2TrainModule,
+    Qwen2ForCausalLM)`."""
 
     _source_revision: str | None = None
 
@@ -95,13 +96,15 @@ def _read_config(cls: type, path: str, hub: dict[str, Any], overrides: dict[str,
         raw, _ = config_class.get_config_dict(path, **hub)
     except OSError as error:
         raise BuildError(
-            f"no config of {path!r} could be read: it is neither a folder with a config.json nor a model that the "
+            f"no config of {path!r} could be read: it is neither a folder with a config.json nor a model "
+            "that the "
             f"hub or its local cache can serve now ({str(error).splitlines()[0]})"
         ) from error
     held, wanted = raw.get("model_type"), config_class.model_type
     if held and wanted and held != wanted:
         raise BuildError(
-            f"{path!r} holds a {held!r} model, and {cls.__name__} is a {wanted!r} one; inherit from the class of {held!r}."
+            f"{path!r} holds a {held!r} model, and {cls.__name__} is a {wanted!r} one; inherit from the "
+            f"class of {held!r}."
         )
     return config_class.from_pretrained(path, **hub, **overrides)
 

@@ -1,7 +1,7 @@
 """Modules without weights: how to make one, and how to see that a module is one.
 
-A module is shipped to the ranks with its parameters on meta (no storage) and its buffers real: a buffer such as
-RoPE's frequencies is computed in the constructor, and no checkpoint holds it.
+A module is shipped to the ranks with its parameters on meta (no storage) and its buffers real: a buffer
+such as RoPE's frequencies is computed in the constructor, and no checkpoint holds it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def _meta() -> Iterator[None]:
 
 
 def making_on_meta() -> bool:
-    """True inside `device("meta")` or accelerate's `init_empty_weights()`, which both patch `register_parameter`."""
+    """True inside `device("meta")` or accelerate's `init_empty_weights()`, which both patch
+    `register_parameter`."""
     return "init_on_device" in getattr(nn.Module.register_parameter, "__qualname__", "")
 
 
@@ -45,7 +46,8 @@ def check_module(module: object) -> None:
     """Refuse what cannot be shipped to the ranks.
 
     Raises:
-        BuildError: not a module, parameters that hold memory, or buffers that plain `torch.device("meta")` emptied.
+        BuildError: not a module, parameters that hold memory, or buffers that plain `torch.device("meta")`
+            emptied.
     """
     if not isinstance(module, nn.Module):
         raise BuildError(f"a train engine takes a torch module, and this is {type(module).__name__}.")
@@ -58,6 +60,7 @@ def check_module(module: object) -> None:
     lost = [name for name, buffer in module.named_buffers() if buffer.is_meta]
     if lost:
         raise BuildError(
-            f"{type(module).__name__} lost {len(lost)} buffers (first: {lost[0]}): torch.device('meta') empties "
+            f"{type(module).__name__} lost {len(lost)} buffers (first: {lost[0]}): torch.device('meta') "
+            "empties "
             f"buffers too, and no checkpoint brings them back; {MAKE_ON_META}."
         )

@@ -21,6 +21,7 @@ from rlbench.runtime import guard, processes, registry
 from rlbench.runtime.devices import default_devices, gpu_count
 
 NAMESPACE = "rlbench"
+JOIN_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -244,5 +245,12 @@ def _ray_init(address: str) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
 
-    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR,
-             configure_logging=True)  # fmt: skip
+    deadline = time.monotonic() + JOIN_LIMIT_S
+    while True:
+        try:
+            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+            return
+        except ConnectionError as error:  # the head answers a little before its node is registered
+            if time.monotonic() > deadline or not guard.answers(address):
+                raise ClusterError(f"the Ray cluster at {address} does not take us in: {error}") from error
+            time.sleep(0.2)

@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
         port = free_port()
         ray = subprocess.Popen(ray_command(port, temp_dir, devices, gpus), env=ray_environment(),
                                start_new_session=True, stdin=subprocess.DEVNULL)
-        if not _wait_for_port(port, ray, wanted_end):
+        if not _wait_for_ray(port, temp_dir, ray, wanted_end):
             return 1
         started = processes.start_time(os.getpid())
         assert started is not None
@@ -107,13 +107,14 @@ def clean_up(cluster_id: str, ray_session: int, temp_dir: str) -> None:
     registry.forget_cluster(cluster_id)
 
 
-def _wait_for_port(port: int, ray: subprocess.Popen[bytes], wanted_end: list[int]) -> bool:
+def _wait_for_ray(port: int, temp_dir: str, ray: subprocess.Popen[bytes], wanted_end: list[int]) -> bool:
+    raylet = os.path.join(temp_dir, "session_latest", "sockets", "raylet")
     deadline = time.monotonic() + START_LIMIT_S
     while time.monotonic() < deadline and not wanted_end:
         if ray.poll() is not None:
             print(f"guard: `ray start` ended with status {ray.returncode} before it answered", flush=True)
             return False
-        if answers(f"127.0.0.1:{port}"):
+        if answers(f"127.0.0.1:{port}") and os.path.exists(raylet):
             return True
         time.sleep(0.05)
     print("guard: Ray did not answer in time", flush=True)

@@ -1,4 +1,5 @@
-"""How ranks agree without touching the model: votes, sums and small objects over a gloo group of their own."""
+"""How ranks agree without touching the model: votes, sums and small objects over a gloo group of their
+own."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class Verdict(IntEnum):
 
 
 def peer_failed(message: str) -> EngineError:
-    """An error for a rank that gave up because another one failed; `secondary` says so to whoever collects them."""
+    """An error for a rank that gave up because another one failed; `secondary` says so to whoever collects
+    them."""
     error = EngineError(message)
     error.__dict__["secondary"] = True
     return error
@@ -62,13 +64,14 @@ class ControlGroup:
         result = None
         try:
             result = work()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the peers must hear of it
             failure = error
         self.raise_together(doing, failure)
         return result
 
     def raise_together(self, doing: str, failure: Exception | None) -> None:
-        """Share the failures of `doing`; collective. Raises the rank's own failure, else one that names another rank's."""
+        """Share the failures of `doing`; collective. Raises the rank's own failure, else one that names
+        another rank's."""
         said = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
         if failure is not None:
             raise failure

@@ -1,8 +1,9 @@
 """The FSDP2 strategy: one object between a module's methods and torch on a rank.
 
-Surface after LightRFT's `FSDPV2Strategy`. One rule of gradient scale: `backward` is the only place that scales a
-loss. With `reduction="mean"` (a user's own loss, a mean over the rank's data) it divides by the accumulation steps
-and FSDP averages over ranks. With `reduction="sum"` the loss is this rank's term of a sum that is already normalised
+Surface after LightRFT's `FSDPV2Strategy`. One rule of gradient scale: `backward` is the only place that
+scales a loss. With `reduction="mean"` (a user's own loss, a mean over the rank's data) it divides by the
+accumulation steps and FSDP averages over ranks. With `reduction="sum"` the loss is this rank's term of a
+sum that is already normalised
 over the whole optimizer step: nothing is divided, and FSDP's mean over ranks is undone.
 """
 
@@ -32,7 +33,8 @@ KNOWN_ARGS = ("adam_offload",)
 
 
 class StepResult(TypedDict):
-    """What `optimizer_step` did. `grad_norm` is that before clipping, None where gradients still accumulate."""
+    """What `optimizer_step` did. `grad_norm` is that before clipping, None where gradients still
+    accumulate."""
 
     stepped: bool
     grad_norm: float | None
@@ -48,14 +50,22 @@ class FSDPV2Strategy:
         micro_train_batch_size: sequences one rank takes through one backward.
         train_batch_size: sequences of one optimizer step over all ranks; the quotient is the accumulation.
         bf16: compute in bfloat16 over float32 shards, with gradients reduced in float32.
-        args: mapping or namespace; `adam_offload`: `maybe_offload_optimizer` moves optimizer state to the host.
+        args: mapping or namespace; `adam_offload`: `maybe_offload_optimizer` moves optimizer state to the
+            host.
         device: of this rank; the process group must be there.
     """
 
     def __init__(
-        self, seed: int = 42, max_norm: float = 0.0, micro_train_batch_size: int = 1, train_batch_size: int = 1,
-        bf16: bool = True, args: Any = None, *, device: RankDevice | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        seed: int = 42,
+        max_norm: float = 0.0,
+        micro_train_batch_size: int = 1,
+        train_batch_size: int = 1,
+        bf16: bool = True,
+        args: Any = None,
+        *,
+        device: RankDevice | None = None,
+    ) -> None:
         self.seed = seed
         self.max_norm = max_norm
         self.bf16 = bf16
@@ -79,12 +89,13 @@ class FSDPV2Strategy:
             return 1
         if self.train_batch_size % per_pass:
             raise BuildError(
-                f"train_batch_size={self.train_batch_size} is not a multiple of micro_train_batch_size x ranks "
+                f"train_batch_size={self.train_batch_size} is not a multiple of micro_train_batch_size x "
+                "ranks "
                 f"({self.micro_train_batch_size} x {self.world_size}); change one of them."
             )
         return self.train_batch_size // per_pass
 
-    # -- preparing ------------------------------------------------------------------------------------------------
+    # -- preparing -------------------------------------------------------------------------------------------
 
     def prepare_model(
         self,
@@ -99,8 +110,9 @@ class FSDPV2Strategy:
             model: `non_split_modules`, if it has that, names the types gathered as one unit.
             is_training: keep half-precision parameters as float32 masters, which small updates need.
             shard_size: ranks the parameters are sharded over; the others hold replicas. -1: all ranks.
-            reshard_after_forward: free gathered layers after their forward; False holds them until the backward.
-                The root is always freed: a gathered root left by a forward without backward would be used again,
+            reshard_after_forward: free gathered layers after their forward; False holds them until the
+                backward. The root is always freed: a gathered root left by a forward without backward would
+                be used again,
                 stale, after the next optimizer step.
         """
         if hasattr(model, "tie_weights"):
@@ -134,8 +146,9 @@ class FSDPV2Strategy:
 
         Args:
             model: sharded or not.
-            kwargs: AdamW's (`lr`, `betas`, `eps`, …). `weight_decay` (default 0.01) spares biases and norms (one
-                dimension). `fused` defaults to True: one kernel per group, exact, and the fastest on CPU too.
+            kwargs: AdamW's (`lr`, `betas`, `eps`, …). `weight_decay` (default 0.01) spares biases and norms
+                (one dimension). `fused` defaults to True: one kernel per group, exact, and the fastest on
+                CPU too.
         """
         decay = float(kwargs.pop("weight_decay", 0.01))
         groups: defaultdict[tuple[Any, ...], list[nn.Parameter]] = defaultdict(list)
@@ -150,7 +163,7 @@ class FSDPV2Strategy:
         grouped = [{"params": params, "weight_decay": own} for (_, _, own), params in groups.items()]
         return torch.optim.AdamW(grouped, **{"fused": True, **kwargs})
 
-    # -- training -------------------------------------------------------------------------------------------------
+    # -- training --------------------------------------------------------------------------------------------
 
     def backward(
         self, loss: Tensor, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *,
@@ -184,9 +197,11 @@ class FSDPV2Strategy:
         scheduler: Any = None,
         max_norm: float | None = None,
     ) -> StepResult:
-        """Clip (to `max_norm`, by default the strategy's), step and clear the gradients, whatever has accumulated.
+        """Clip (to `max_norm`, by default the strategy's), step and clear the gradients, whatever has
+        accumulated.
 
-        A norm that is not finite clears the gradients and leaves parameters and optimizer untouched; the result says so.
+        A norm that is not finite clears the gradients and leaves parameters and optimizer untouched; the
+        result says so.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         norm = global_norm(parameters)
@@ -206,7 +221,7 @@ class FSDPV2Strategy:
         optimizer.zero_grad(set_to_none=True)
         return StepResult(stepped=True, grad_norm=norm, skipped=None)
 
-    # -- memory ---------------------------------------------------------------------------------------------------
+    # -- memory ----------------------------------------------------------------------------------------------
 
     def maybe_offload_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Move optimizer state to the host if `adam_offload` is set; on a CPU host it is there already."""
@@ -235,7 +250,7 @@ class FSDPV2Strategy:
         self.print(f"{prefix + ': ' if prefix else ''}{said}")
         return found
 
-    # -- ranks ----------------------------------------------------------------------------------------------------
+    # -- ranks -----------------------------------------------------------------------------------------------
 
     def is_rank_0(self) -> bool:
         """True on the first rank."""
@@ -267,7 +282,8 @@ class FSDPV2Strategy:
         return tensor.to(data.device) if isinstance(data, Tensor) else float(tensor)
 
     def all_gather(self, data: Tensor | float) -> Tensor | list[float]:
-        """Join equal-shaped tensors of all ranks along the first dimension, or numbers into a list; collective."""
+        """Join equal-shaped tensors of all ranks along the first dimension, or numbers into a list;
+        collective."""
         tensor = data.detach() if isinstance(data, Tensor) else torch.tensor([float(data)])
         tensor = tensor.to(self.device.device).contiguous()
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
@@ -278,7 +294,8 @@ class FSDPV2Strategy:
 
 
 def _to_float32_masters(model: nn.Module) -> None:
-    """Turn half-precision parameters into float32 ones, in place and keeping ties; buffers stay as they are."""
+    """Turn half-precision parameters into float32 ones, in place and keeping ties; buffers stay as they
+    are."""
     for parameter in model.parameters():
         if parameter.dtype in HALF and parameter.requires_grad:
             parameter.data = parameter.data.float()

@@ -16,7 +16,8 @@ SHOWN = 4
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:
-    """Give every parameter on meta uninitialised memory on `device`; buffers keep their values and move there."""
+    """Give every parameter on meta uninitialised memory on `device`; buffers keep their values and move
+    there."""
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     module.to_empty(device=device)
     for name, buffer in module.named_buffers():
@@ -76,7 +77,8 @@ def materialize(module: BaseTrainModule, source: Any, seed: int) -> str:
 
 
 def _needs_transformers(module: BaseTrainModule, opened: TensorSource, source: Any) -> bool:
-    """True for a transformers checkpoint whose names are not the module's, unless the user's own hook maps them."""
+    """True for a transformers checkpoint whose names are not the module's, unless the user's own hook maps
+    them."""
     if not hasattr(module, "_keys_to_ignore_on_load_unexpected") or isinstance(source, dict):
         return False
     if (
@@ -118,7 +120,8 @@ def _refuse(
         said.append(f"{len(misshaped)} have another shape ({_some(misshaped)})")
     if said:
         raise BuildError(
-            f"the weights of {opened.label} do not fit {owner}: {'; '.join(said)}. Give the right checkpoint, or map "
+            f"the weights of {opened.label} do not fit {owner}: {'; '.join(said)}. Give the right "
+            "checkpoint, or map "
             "names in preprocess_input_named_parameters(name, param) (None drops a tensor)."
         )
 

@@ -40,7 +40,8 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 
 
 def place(tensors: list[Tensor]) -> str:
-    """ "meta" where the memory is released, else "cpu" or "cuda" by where it is; "cuda" where there is nothing."""
+    """ "meta" where the memory is released, else "cpu" or "cuda" by where it is; "cuda" where there is
+    nothing."""
     filled = [tensor for tensor in tensors if tensor.numel()]
     if filled and nbytes(filled) == 0:
         return "meta"
@@ -48,7 +49,8 @@ def place(tensors: list[Tensor]) -> str:
 
 
 def release(tensors: Iterable[Tensor]) -> int:
-    """Give the memory back and keep the tensor objects, so that optimizers and FSDP still know them; return bytes."""
+    """Give the memory back and keep the tensor objects, so that optimizers and FSDP still know them; return
+    bytes."""
     freed = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -59,7 +61,8 @@ def release(tensors: Iterable[Tensor]) -> int:
 
 @torch.no_grad()
 def own_storages(module: nn.Module) -> None:
-    """Move weights whose storage cannot be resized (somebody made a numpy view of it) into storages that can."""
+    """Move weights whose storage cannot be resized (somebody made a numpy view of it) into storages that
+    can."""
     moved = False
     for parameter in module.parameters():
         tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
@@ -86,7 +89,8 @@ def regain(tensors: Iterable[Tensor]) -> int:
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
-    """Move the optimizer's state to `device`; return the bytes that moved. Step counters stay where they are."""
+    """Move the optimizer's state to `device`; return the bytes that moved. Step counters stay where they
+    are."""
     moved = 0
     for state in optimizer.state.values():
         for key, value in state.items():

@@ -46,7 +46,8 @@ def open_source(
         return _from_mapping(source, shapes, seed)
     if not isinstance(source, str | Path):
         raise BuildError(
-            f"materialization_source() returned {type(source).__name__}; it must be a path, a dict of tensors or a "
+            f"materialization_source() returned {type(source).__name__}; it must be a path, a dict of "
+            "tensors or a "
             "dict of initialisers."
         )
     path = locate(str(source), revision)
@@ -56,7 +57,8 @@ def open_source(
 
 
 def locate(source: str, revision: str | None = None) -> Path:
-    """Return the local folder or file of a path or hub id, downloading a model of the hub when it is not cached.
+    """Return the local folder or file of a path or hub id, downloading a model of the hub when it is not
+    cached.
 
     Raises:
         BuildError: no such path, or the hub could not serve it.
@@ -76,7 +78,8 @@ def locate(source: str, revision: str | None = None) -> Path:
             )
     except Exception as error:  # the hub's client raises many kinds; all mean that the weights are not here
         raise BuildError(
-            f"{source!r} is neither a path on this machine nor a model that the hub or its local cache can serve now "
+            f"{source!r} is neither a path on this machine nor a model that the hub or its local cache can "
+            "serve now "
             f"({type(error).__name__}); give a folder, or download it while the network is there."
         ) from error
     return folder
@@ -153,7 +156,8 @@ def initialised(name: str, fill: Callable[..., Any], shape: tuple[int, ...] | No
     """Return a full float32 tensor that `fill` filled or returned; the same on every rank.
 
     Args:
-        fill: called with the tensor to fill if it takes an argument (as `torch.nn.init.normal_` does), else without.
+        fill: called with the tensor to fill if it takes an argument (as `torch.nn.init.normal_` does), else
+            without.
         shape: of the parameter; None where the module has none of that name.
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -184,7 +188,7 @@ def through_transformers(module: nn.Module, source: TensorSource) -> TensorSourc
 
     from rlbench.nn import BaseTrainModule
 
-    plain = next(
+    plain: Any = next(
         cls
         for cls in type(module).__mro__
         if issubclass(cls, PreTrainedModel)

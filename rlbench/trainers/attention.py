@@ -1,7 +1,7 @@
 """Attention over a packed row: each sequence attends to itself alone, without ever building a mask.
 
-Registered with transformers under a name of its own and switched on only around packed passes, so that a user's
-padded calls keep the implementation they chose.
+Registered with transformers under a name of its own and switched on only around packed passes, so that a
+user's padded calls keep the implementation they chose.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def _attend(
         )
     if query.shape[2] != sum(_lengths):
         raise EngineError(
-            f"packed attention got {query.shape[2]} positions for sequences of {sum(_lengths)}: packing=False."
+            f"packed attention got {query.shape[2]} positions for sequences of {sum(_lengths)}: "
+            "packing=False."
         )
     outputs, start = [], 0
     for length, run in groupby(_lengths):

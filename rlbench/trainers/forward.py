@@ -61,7 +61,8 @@ class PolicyModel:
     def stats(
         self, rows: TrainBatch, temperature: float, packed: bool
     ) -> Iterator[tuple[Tensor, Tensor, ModelInputs]]:
-        """Log-probs and entropies (R,) of the response tokens of `rows`; run the backward inside the context."""
+        """Log-probs and entropies (R,) of the response tokens of `rows`; run the backward inside the
+        context."""
         inputs = model_inputs(rows, self.device, packed)
         with packed_attention(self.module, inputs.lengths) if packed else nullcontext():
             logits = self._packed_logits(inputs) if packed else self._padded_logits(inputs)
@@ -70,9 +71,12 @@ class PolicyModel:
 
     def _packed_logits(self, inputs: ModelInputs) -> Tensor:
         output = self.module(
-            input_ids=inputs.input_ids, position_ids=inputs.position_ids, attention_mask=None, use_cache=False,
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
+            attention_mask=None,
+            use_cache=False,
             logits_to_keep=inputs.predictors,
-        )  # fmt: skip
+        )
         return _logits(output)[0]
 
     def _padded_logits(self, inputs: ModelInputs) -> Tensor:
@@ -86,8 +90,10 @@ class PolicyModel:
         logits = _logits(self.module(inputs.input_ids, **taken))
         if logits.dim() != 3 or logits.shape[:2] != inputs.input_ids.shape:
             raise EngineError(
-                f"{type(self.module).__name__} returned logits of shape {tuple(logits.shape)} for input ids of shape "
-                f"{tuple(inputs.input_ids.shape)}; a policy returns (sequences, tokens, vocabulary), or an output "
+                f"{type(self.module).__name__} returned logits of shape {tuple(logits.shape)} for input ids "
+                "of shape "
+                f"{tuple(inputs.input_ids.shape)}; a policy returns (sequences, tokens, vocabulary), or an "
+                "output "
                 "with .logits of that shape."
             )
         return logits.flatten(0, 1)[inputs.predictors]
@@ -96,8 +102,8 @@ class PolicyModel:
     def prove_packing(self, batch: TrainBatch) -> None:
         """Compare packed and padded log-probs once, on two short sequences; collective.
 
-        Recurrent layers and attention outside transformers' interface would leak from one sequence into the next
-        without an error.
+        Recurrent layers and attention outside transformers' interface would leak from one sequence into the
+        next without an error.
 
         Raises:
             EngineError: the model cannot run packed, or does not compute the same.
@@ -110,7 +116,8 @@ class PolicyModel:
         lacking = [n for n in ("position_ids", "logits_to_keep", "use_cache") if n not in self._parameters]
         if not isinstance(self.module, PreTrainedModel) or lacking:
             raise EngineError(
-                f"{name} cannot run packed: packing needs a transformers causal model whose forward takes position_ids, "
+                f"{name} cannot run packed: packing needs a transformers causal model whose forward takes "
+                "position_ids, "
                 "use_cache and logits_to_keep; pass packing=False."
             )
         probe = _probe(batch)
@@ -126,7 +133,8 @@ class PolicyModel:
         gap = float((packed - padded).abs().mean())
         if not gap <= (HALF_TOLERANCE if self._half else CHECK_TOLERANCE):
             raise EngineError(
-                f"{name} computes something else when sequences are packed (mean log-prob difference {gap:.2g}): its "
+                f"{name} computes something else when sequences are packed (mean log-prob difference "
+                f"{gap:.2g}): its "
                 "layers look across sequences; pass packing=False."
             )
         self._packing_proved = True
@@ -156,7 +164,11 @@ def as_batch(sequences: list[np.ndarray]) -> TrainBatch:
     zeros = np.zeros(len(responses.values), np.float32)
     count = len(sequences)
     return TrainBatch(
-        prompts=Ragged.from_rows([row[:1] for row in sequences], np.int32), responses=responses,
-        mask=np.ones(len(zeros), bool), advantages=zeros, sampler_logprobs=zeros,
-        group=np.zeros(count, np.int32), weight_version=np.zeros(count, np.int64),
-    )  # fmt: skip
+        prompts=Ragged.from_rows([row[:1] for row in sequences], np.int32),
+        responses=responses,
+        mask=np.ones(len(zeros), bool),
+        advantages=zeros,
+        sampler_logprobs=zeros,
+        group=np.zeros(count, np.int32),
+        weight_version=np.zeros(count, np.int64),
+    )

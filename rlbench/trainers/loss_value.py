@@ -34,7 +34,8 @@ class LossCache:
                 value = cloudpickle.loads(blob)
             except Exception as error:  # whatever the user's own modules raise while they are imported
                 raise LossError(
-                    f"the loss cannot be rebuilt on the rank ({type(error).__name__}: {error}); define what it needs in "
+                    f"the loss cannot be rebuilt on the rank ({type(error).__name__}: {error}); define what "
+                    "it needs in "
                     "the notebook, or install it where the ranks run."
                 ) from error
             self._held[key] = resolve(value)
@@ -48,13 +49,15 @@ def evaluate(loss: Loss, inputs: LossInputs, weights: Tensor) -> tuple[Tensor, d
     """Return the loss's sum over trained tokens, times `weights` (S, T), and its metrics.
 
     Raises:
-        LossError: not (per_token, metrics), another shape, no gradient, or not finite; whatever the loss raises.
+        LossError: not (per_token, metrics), another shape, no gradient, or not finite; whatever the loss
+            raises.
     """
     given = loss(inputs)
     shape = tuple(inputs.mask.shape)
     if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], dict)):
         raise LossError(
-            f"the loss returned {_kind(given)}; it must return (per_token, metrics): a tensor {shape} and a dict."
+            f"the loss returned {_kind(given)}; it must return (per_token, metrics): a tensor {shape} and a "
+            "dict."
         )
     per_token, metrics = given
     if not isinstance(per_token, Tensor) or tuple(per_token.shape) != shape:
@@ -69,7 +72,8 @@ def evaluate(loss: Loss, inputs: LossInputs, weights: Tensor) -> tuple[Tensor, d
     if not torch.isfinite(total):
         bad = int((~torch.isfinite(per_token) & inputs.mask).sum())
         raise LossError(
-            f"the loss is {float(total.detach())}: {bad} of {int(inputs.mask.sum())} trained tokens are not finite; "
+            f"the loss is {float(total.detach())}: {bad} of {int(inputs.mask.sum())} trained tokens are not "
+            "finite; "
             "look for log or division of zero, or exp of a large ratio. No step was taken."
         )
     return total, metrics

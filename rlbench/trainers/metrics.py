@@ -43,10 +43,11 @@ class MetricSums:
 
 @torch.no_grad()
 def measure(sums: MetricSums, inputs: LossInputs, own: dict[str, Tensor | float], loss: float) -> None:
-    """Count one micro-batch: the standard numbers, then the loss's own (prefixed `loss/` where a name is taken).
+    """Count one micro-batch: the standard numbers, then the loss's own (prefixed `loss/` where a name is
+    taken).
 
-    Standard: `loss` (this rank's terms of the whole), `entropy`, `kl` (k3 of old to current policy), `ref_kl` (to the
-    reference), `logprob_gap` and `logprob_gap_max` (sampler against trainer), `tokens`.
+    Standard: `loss` (this rank's terms of the whole), `entropy`, `kl` (k3 of old to current policy),
+    `ref_kl` (to the reference), `logprob_gap` and `logprob_gap_max` (sampler against trainer), `tokens`.
 
     Raises:
         LossError: a metric that is neither a number nor (sequences, tokens).
@@ -77,7 +78,8 @@ def _own_metric(sums: MetricSums, name: str, value: Tensor | float, mask: Tensor
         sums.mean(name, float(torch.where(mask, value.float(), 0.0).sum()), tokens)
     elif isinstance(value, Tensor) and value.numel() != 1:
         raise LossError(
-            f"the loss's metric {name!r} has shape {tuple(value.shape)}; it must be one number or {tuple(mask.shape)}."
+            f"the loss's metric {name!r} has shape {tuple(value.shape)}; it must be one number or "
+            f"{tuple(mask.shape)}."
         )
     else:
         sums.mean(name, float(value) * tokens, tokens)

@@ -20,8 +20,8 @@ class PolicyOptions:
         packing: without padding (transformers' causal attention models), or padded rows (any causal model).
         aggregation: how per-token losses become one, see `rlbench.rl.Aggregation`.
         temperature: divides the logits; None: the batch's own, the sampler's.
-        old_logprobs: what stands in where the batch has none: "current" (this pass's own, without gradient: ratio 1)
-            or "sampler".
+        old_logprobs: what stands in where the batch has none: "current" (this pass's own, without gradient:
+            ratio 1) or "sampler".
         keep_tokens: return each row's log-probs and entropy as well as the metrics.
     """
 
@@ -50,7 +50,8 @@ class PolicyOptions:
         return cls(**given)
 
     def budget(self, vocab_size: int) -> int:
-        """The token budget, chosen by the size of float32 logits (three such matrices live at once) where not given."""
+        """The token budget, chosen by the size of float32 logits (three such matrices live at once) where
+        not given."""
         if self.token_budget is not None:
             return self.token_budget
         return max(LEAST_BUDGET, min(MOST_BUDGET, LOGITS_BYTES // (12 * max(1, vocab_size))))

@@ -17,14 +17,15 @@ from rlbench.data.ragged import flat_index, offsets_of
 from rlbench.errors import DataError
 
 Plan = list[list[np.ndarray]]
-"""`plan[rank][step]`: row indices, int64, ordered by length; empty where the rank has nothing in that step."""
+"""`plan[rank][step]`: row indices, int64, ordered by length; empty where the rank has nothing in that
+step."""
 
 
 def plan_micro_batches(lengths: np.ndarray, world_size: int, token_budget: int) -> Plan:
     """Split rows into micro-batches of at most `token_budget` tokens, balanced over ranks and steps.
 
-    The fewest steps whose longest-first packing stays in the budget are taken. A row longer than the budget is a
-    micro-batch of its own.
+    The fewest steps whose longest-first packing stays in the budget are taken. A row longer than the budget
+    is a micro-batch of its own.
 
     Args:
         lengths: (B,) tokens of each row, prompt and response.

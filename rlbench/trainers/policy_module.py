@@ -41,7 +41,7 @@ def make_policy(spec: PolicySpec) -> FrozenPolicy | TrainedPolicy:
     """
     architecture = causal_class(spec.path, spec.revision)
     base = TrainedPolicy if spec.trainable else FrozenPolicy
-    cls = type(f"{base.__name__}{architecture.__name__}", (base, architecture), {"__module__": __name__})
+    cls: Any = type(f"{base.__name__}{architecture.__name__}", (base, architecture), {"__module__": __name__})
     options: dict[str, Any] = {} if spec.dtype is None else {"dtype": _dtype(spec.dtype)}
     if spec.revision is not None:
         options["revision"] = spec.revision
@@ -69,7 +69,8 @@ def causal_class(path: str, revision: str | None = None) -> type[Any]:
         config = AutoConfig.from_pretrained(path, revision=revision)
     except (OSError, ValueError) as error:
         raise BuildError(
-            f"{path!r} cannot be opened as a model: it is neither a folder with a config.json of a known type nor a "
+            f"{path!r} cannot be opened as a model: it is neither a folder with a config.json of a known "
+            "type nor a "
             f"model that the hub or its local cache can serve now ({str(error).splitlines()[0]})"
         ) from error
     for name in config.architectures or ():

@@ -8,15 +8,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PolicySpec:
-    """A causal language model from a folder or hub id. Shipped to the ranks, where calling it makes the module.
+    """A causal language model from a folder or hub id. Shipped to the ranks, where calling it makes the
+    module.
 
     Attributes:
         path: folder or hub id.
         trainable: with an optimizer; False gives a frozen model (a reference) without one.
         lr, betas, eps, weight_decay: AdamW's.
         max_norm: global gradient norm to clip to; 0: no clipping.
-        dtype: of the parameters, as torch names it ("float32"); None: the checkpoint's. A trainable model in half
-            precision is held in float32 all the same.
+        dtype: of the parameters, as torch names it ("float32"); None: the checkpoint's. A trainable model
+            in half precision is held in float32 all the same.
         gradient_checkpointing: recompute activations in the backward.
         revision: of a hub id.
     """

@@ -1,7 +1,8 @@
 """One rank's part of a policy update: forward, forward_backward, optim_step.
 
 Every rank holds the whole batch and makes the same plan; each computes its own rows. Ranks vote before every
-backward, so that a stop or a failure on one ends the call on all with gradients cleared. The loss is normalised over
+backward, so that a stop or a failure on one ends the call on all with gradients cleared. The loss is
+normalised over
 the whole optimizer step: all micro-batches, all ranks, and all `forward_backward` calls since the last step.
 """
 
@@ -63,22 +64,23 @@ class PolicyStep:
         self._losses = LossCache()
         self._pending: _Pending | None = None
 
-    # -- verbs ----------------------------------------------------------------------------------------------------
+    # -- verbs -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def forward(self, batch: TrainBatch, options: PolicyOptions) -> dict[str, Any]:
         """Log-probs and entropies without gradient, of this rank's rows; collective.
 
         Returns:
-            `rows` (n,) int64 and, in the same order, `logprobs` and `entropy`: lists of (length,) float32 arrays.
+            `rows` (n,) int64 and, in the same order, `logprobs` and `entropy`: lists of (length,) float32
+            arrays.
         """
         clock = _Clock()
         mine, temperature = self._prepare(batch, options)
         kept = _TokenKeeper()
         for step, rows in enumerate(mine):
-            with self._cleared_on_failure(), clock("forward"):
+            with self._resharded_on_failure(), clock("forward"):
                 part = batch.rows(rows) if len(rows) else _fill()
-                with self._model.stats(part, temperature, options.packing) as (logprobs, entropy, inputs):
+                with self._model.stats(part, temperature, options.packing) as (logprobs, entropy, _):
                     if len(rows):
                         kept.add(rows, part, logprobs, entropy)
             self._vote(Verdict.STOP if self._stop_requested() else Verdict.GO, "forward", clock)
@@ -93,8 +95,8 @@ class PolicyStep:
             loss_blob: a loss, or the name of one, by cloudpickle.
 
         Returns:
-            `metrics` (of all ranks; equal on each), `micro_batches`, `seconds` by phase, and as `forward` returns
-            them `rows`, `logprobs`, `entropy` of this rank's rows.
+            `metrics` (of all ranks; equal on each), `micro_batches`, `seconds` by phase, and as `forward`
+            returns them `rows`, `logprobs`, `entropy` of this rank's rows.
 
         Raises:
             LossError: the loss gave something that cannot be trained on (gradients are cleared).
@@ -122,7 +124,7 @@ class PolicyStep:
                             weights = pending.aggregation.weights(view.mask, pending.totals)
                             total, own = evaluate(loss, view, weights)
                             measure(sums, view, own, float(total.detach()) / share)
-                    except Exception as error:  # a user's code: the vote below ends the call on every rank
+                    except Exception as error:  # noqa: BLE001 - a user's code: the vote ends the call
                         failure = error
                     clock.add("loss", begin)
                     verdict = (
@@ -181,7 +183,7 @@ class PolicyStep:
         self.zero_grad()
         reshard(self.module)
 
-    # -- parts ----------------------------------------------------------------------------------------------------
+    # -- parts -----------------------------------------------------------------------------------------------
 
     def _prepare(self, batch: TrainBatch, options: PolicyOptions) -> tuple[list[np.ndarray], float]:
         """Check the batch, plan it, and return this rank's micro-batches and the temperature."""
@@ -200,18 +202,20 @@ class PolicyStep:
         if any(other != steps[0] for other in steps):
             raise EngineError(f"the ranks were given different batches ({steps}); give each the whole batch.")
         if options.packing:
-            with self._cleared_on_failure():
+            with self._resharded_on_failure():
                 self._model.prove_packing(batch)
         return plan[self.strategy.rank], temperature
 
     def _join_pending(self, batch: TrainBatch, aggregation: Aggregation) -> tuple[_Pending, float]:
-        """Extend the normaliser to this batch, rescaling waiting gradients; also this batch's share of the whole."""
+        """Extend the normaliser to this batch, rescaling waiting gradients; also this batch's share of the
+        whole."""
         own = _totals(batch)
         if self._pending is None:
             return _Pending(own, aggregation), 1.0
         if self._pending.aggregation != aggregation:
             raise LossError(
-                f"gradients of aggregation={self._pending.aggregation.mode!r} wait for a step; they cannot be joined by "
+                f"gradients of aggregation={self._pending.aggregation.mode!r} wait for a step; they cannot "
+                "be joined by "
                 f"{aggregation.mode!r}: call optim_step or zero_grad first."
             )
         whole = BatchTotals.combine([self._pending.totals, own])
@@ -228,7 +232,21 @@ class PolicyStep:
         if verdict is Verdict.FAILED:
             self.strategy.control.raise_together(doing, failure)
         if verdict is Verdict.STOP:
-            raise Stopped(f"{doing} stopped: gradients were cleared, parameters and optimizer are untouched")
+            kept = (
+                ""
+                if doing == "forward"
+                else ": gradients were cleared, parameters and optimizer are untouched"
+            )
+            raise Stopped(f"{doing} stopped{kept}")
+
+    @contextmanager
+    def _resharded_on_failure(self) -> Iterator[None]:
+        """Leave no gathered parameter behind an exception; gradients that wait for a step stay."""
+        try:
+            yield
+        except BaseException:
+            reshard(self.module)
+            raise
 
     @contextmanager
     def _cleared_on_failure(self, random_state: Any = None) -> Iterator[None]:
@@ -243,7 +261,8 @@ class PolicyStep:
 
 
 def reshard(module: nn.Module) -> None:
-    """Free every gathered parameter; a forward that ended early leaves some, which would be used again when stale."""
+    """Free every gathered parameter; a forward that ended early leaves some, which would be used again when
+    stale."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()

@@ -44,7 +44,8 @@ class _TokenStats(torch.autograd.Function):
 
 
 def token_stats(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return log-probability of each target and entropy of each distribution; both (R,) float32, differentiable.
+    """Return log-probability of each target and entropy of each distribution; both (R,) float32,
+    differentiable.
 
     Args:
         logits: (R, V), any float dtype; divided by `temperature` in float32.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 MADV_DONTNEED = 4  # <sys/mman.h>: drop the pages now; they come back zero-filled when touched
+M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # <malloc.h>
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,17 @@ def drop_pages(storage: torch.UntypedStorage) -> None:
         and _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_DONTNEED) != 0
     ):
         raise OSError(ctypes.get_errno(), f"madvise(MADV_DONTNEED) on {end - start} bytes failed")
+
+
+def keep_freed_pages() -> None:
+    """Let the allocator keep what is freed, until `return_free_memory`.
+
+    Applying weights allocates and frees about the model's size, layer by layer. glibc maps each large block
+    afresh and unmaps it, so all of it would be page faults: 443 MB took 0.43 s to apply instead of 0.22 s.
+    """
+    if hasattr(_libc, "mallopt"):  # glibc
+        for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_ARENA_MAX, 1)):
+            _libc.mallopt(option, value)
 
 
 def return_free_memory() -> None:

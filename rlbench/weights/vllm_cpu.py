@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker  # first: it replaces what torch lacks without a GPU
 
-from rlbench.weights.memory import EmptiedParameter, drop_pages, empty_parameters, return_free_memory
+from rlbench.weights.memory import (
+    EmptiedParameter,
+    drop_pages,
+    empty_parameters,
+    keep_freed_pages,
+    return_free_memory,
+)
 from rlbench.weights.vllm_plugin import ReplicaWorkerMixin, kv_storages
 
 
@@ -22,6 +28,7 @@ class CpuReplicaWorker(ReplicaWorkerMixin, CPUWorker):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        keep_freed_pages()
         super().__init__(*args, **kwargs)
         self._emptied: list[EmptiedParameter] = []
 

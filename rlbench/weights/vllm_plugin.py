@@ -22,6 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.worker.gpu_worker import Worker
 
+from rlbench.errors import WeightSyncError
 from rlbench.weights.cuda_ipc import IpcReader
 from rlbench.weights.manifest import Bucket
 from rlbench.weights.shm import ShmReader
@@ -52,12 +53,14 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(*args)
         self._shm = ShmReader()
         self._ipc = IpcReader(self.device)
+        self._packed_before: set[int] = set()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """No rendezvous."""
 
     def start_weight_update(self) -> None:
         """Put the layers into the state in which they take checkpoint tensors."""
+        self._packed_before = packed_ids(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -75,7 +78,7 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def finish_weight_update(self) -> None:
         """Pack what was loaded, the tied head included."""
         finalize_layerwise_reload(self.model, self.model_config)
-        repack_embeddings(self.model)
+        repack_stale(self.model, self._packed_before)
         self._ipc.close()
 
     def shutdown(self) -> None:
@@ -84,20 +87,29 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._ipc.close()
 
     def _tensors(self, update: UpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._ipc.read(update.bucket) if update.transport == "ipc" else self._shm.read(update.bucket)
+        readers: dict[str, ShmReader | IpcReader] = {"shm": self._shm, "ipc": self._ipc}
+        if update.transport not in readers:
+            raise WeightSyncError(f"no weight transport {update.transport!r}: one of {', '.join(readers)}")
+        return readers[update.transport].read(update.bucket)
 
 
-def repack_embeddings(model: torch.nn.Module) -> None:
-    """Pack embeddings and the tied lm_head again from their (new) weights.
+def packed_ids(model: torch.nn.Module) -> set[int]:
+    """Identities of the packed copies (`cpu_linear`) that modules compute with now."""
+    return {id(module.cpu_linear) for module in model.modules() if hasattr(module, "cpu_linear")}
 
-    vLLM on CPU computes with a packed copy of each linear weight (`cpu_linear`). Layer-wise reload renews it
-    for layers that were loaded by name; a tied lm_head never is, and would go on computing with the old
-    weights, without an error and invisible to checksums. Linear layers keep no weight beside the packed one,
-    so a module that has both is an embedding or a head.
+
+def repack_stale(model: torch.nn.Module, packed_before: set[int]) -> None:
+    """Pack again what an update left packed from the old weights: the tied lm_head.
+
+    vLLM on CPU computes with a packed copy of each linear weight. Layer-wise reload renews it for layers that
+    were loaded by name; a tied lm_head never is, and would go on computing with the old weights, without an
+    error and invisible to checksums. Linear layers keep no weight beside the packed one, so a module that has
+    both is an embedding or a head; those whose packed copy is still the one of `packed_before` are stale.
     """
     for module in model.modules():
         weight = getattr(module, "weight", None)
-        if hasattr(module, "cpu_linear") and isinstance(weight, torch.Tensor) and weight.numel() > 0:
+        stale = id(getattr(module, "cpu_linear", None)) in packed_before
+        if stale and isinstance(weight, torch.Tensor) and weight.numel() > 0:
             module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr,operator]
 
 
@@ -106,8 +118,10 @@ class ReplicaWorkerMixin:
 
     def reload_from_disk(self) -> None:
         """Load the checkpoint again (also after the weights were discarded) and pack the tied head."""
+        model = self.model_runner.model  # type: ignore[attr-defined]
+        before = packed_ids(model)
         self.reload_weights()  # type: ignore[attr-defined]
-        repack_embeddings(self.model_runner.model)  # type: ignore[attr-defined]
+        repack_stale(model, before)
 
     def describe(self) -> dict[str, Any]:
         """Process id, bytes of the weights, and (address, bytes) of each KV buffer, of this worker."""

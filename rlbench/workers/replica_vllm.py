@@ -351,10 +351,13 @@ class VllmReplica:
         if engine is not None:
             from vllm.distributed import cleanup_dist_env_and_memory
 
+            from rlbench.weights.memory import return_free_memory
+
             engine.engine_core.shutdown()
             del engine
             cleanup_dist_env_and_memory()
             gc.collect()
+            return_free_memory()
 
     @property
     def _pids(self) -> list[int]:

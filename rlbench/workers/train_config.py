@@ -15,10 +15,11 @@ class TrainConfig:
         seed: of the ranks' random state and of initialisers.
         max_norm: global gradient norm to clip to; 0: no clipping.
         bf16: compute in bfloat16, reduce gradients in float32; None: on a GPU, and for a module in bfloat16.
-        masters: hold half-precision parameters in float32; None: if the module defines `on_weights_materialized`,
-            that is, if it trains.
+        masters: hold half-precision parameters in float32; None: if the module defines
+            `on_weights_materialized`, that is, if it trains.
         reshard_after_forward: free gathered layers after their forward; False trades memory for time.
-        micro_train_batch_size, train_batch_size: their quotient per rank is the accumulation of `strategy.optimizer_step`.
+        micro_train_batch_size, train_batch_size: their quotient per rank is the accumulation of
+            `strategy.optimizer_step`.
         adam_offload: `strategy.maybe_offload_optimizer` moves optimizer state to the host.
         local_ranks: ranks that share this host's cores; None: all.
         threads: compute threads of a rank; None: cores / local_ranks.

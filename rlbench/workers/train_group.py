@@ -42,9 +42,14 @@ class RankGroup:
             listener = socket.create_server((self._host, 0), backlog=128)
             port = int(listener.getsockname()[1])
             self._server = dist.TCPStore(
-                self._host, port, self.world_size, is_master=True, timeout=self._timeout, wait_for_workers=False,
+                self._host,
+                port,
+                self.world_size,
+                is_master=True,
+                timeout=self._timeout,
+                wait_for_workers=False,
                 master_listen_fd=listener.detach(),
-            )  # fmt: skip
+            )
         return self._host, self._server.port
 
     def join(self, master: tuple[str, int], device: RankDevice) -> None:
@@ -57,16 +62,20 @@ class RankGroup:
             "calls", store.clone()
         )  # its own connection: a wait must not block collectives
         dist.init_process_group(
-            device.backend, store=dist.PrefixStore("group", store), rank=self.rank, world_size=self.world_size,
-            timeout=self._timeout, **current_accelerator_kwargs(device.device),
-        )  # fmt: skip
+            device.backend,
+            store=dist.PrefixStore("group", store),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=self._timeout,
+            **current_accelerator_kwargs(device.device),
+        )
         self._joined = True
 
     def register(self, epoch: int, seq: int, timeout_s: float) -> bool:
         """Mark call (epoch, seq) and wait for all ranks' marks; all ranks get the same answer.
 
-        The first rank to decide, by seeing all marks or by running out of time, decides for all. Before the ranks
-        have joined there is nothing to order, and the answer is True.
+        The first rank to decide, by seeing all marks or by running out of time, decides for all. Before the
+        ranks have joined there is nothing to order, and the answer is True.
         """
         if self._marks is None or self.world_size == 1:
             return True

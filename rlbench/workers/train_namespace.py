@@ -10,14 +10,16 @@ from rlbench.errors import EngineError
 
 
 class Namespace:
-    """Globals of the functions and cells a user runs on a rank. `given` names always mean what the rank says."""
+    """Globals of the functions and cells a user runs on a rank. `given` names always mean what the rank
+    says."""
 
     def __init__(self, **given: Any) -> None:
         self._given = given
         self._globals: dict[str, Any] = {"__name__": "__rank__", "__builtins__": __builtins__, **given}
 
     def run(self, work: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function with this namespace as its globals, or run a cell (a string) and return its last value.
+        """Call a function with this namespace as its globals, or run a cell (a string) and return its last
+        value.
 
         What the function itself refers to is put into the namespace; what it assigns by `global` stays there.
         """

@@ -1,4 +1,5 @@
-"""One training rank: a module, its strategy, and the verbs an engine calls. A plain object; it knows nothing of Ray."""
+"""One training rank: a module, its strategy, and the verbs an engine calls. A plain object; it knows
+nothing of Ray."""
 
 from __future__ import annotations
 
@@ -15,7 +16,6 @@ from rlbench.dispatch import context
 from rlbench.errors import BuildError, EngineError, MethodError, StateError, nearest
 from rlbench.nn import BaseTrainModule, RankContext, callable_methods, check_module
 from rlbench.nn.base import guard_forward
-from rlbench.strategies import memory
 from rlbench.strategies.device import RankDevice
 from rlbench.strategies.fsdp2 import FSDPV2Strategy
 from rlbench.strategies.materialize import allocate, materialize
@@ -35,7 +35,8 @@ FORWARD_INSTEAD_OF_CALL = "got mixed torch.Tensor and DTensor"
 class TrainRank:
     """Built in two calls: `rendezvous` on rank 0, then `build` on all ranks at once.
 
-    Every verb but `status`, `memory`, `rendezvous` and `register` is collective and runs on one compute thread.
+    Every verb but `status`, `memory`, `rendezvous` and `register` is collective and runs on one compute
+    thread.
     """
 
     CONTROL = frozenset({"status", "memory"})
@@ -50,7 +51,7 @@ class TrainRank:
         self._measured: dict[str, int] = {}
         self._methods: frozenset[str] = frozenset()
 
-    # -- life -----------------------------------------------------------------------------------------------------
+    # -- life ------------------------------------------------------------------------------------------------
 
     def rendezvous(self) -> tuple[str, int] | None:
         """Start the store on rank 0 and return its address; None on the others."""
@@ -68,7 +69,8 @@ class TrainRank:
             master: what rank 0's `rendezvous` returned.
 
         Returns:
-            `parameters`, `trainable`, `methods`, `dtype` (of computation), `tied`, `device`, `source`, `optimizer`.
+            `parameters`, `trainable`, `methods`, `dtype` (of computation), `tied`, `device`, `source`,
+            `optimizer`.
 
         Raises:
             BuildError: on every rank, when one cannot make or fill its module.
@@ -124,7 +126,7 @@ class TrainRank:
         self._methods = frozenset()
         self._group.close()
 
-    # -- the user's code ------------------------------------------------------------------------------------------
+    # -- the user's code -------------------------------------------------------------------------------------
 
     def call_method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a method of the user's module. A result that is the module itself (`train()`) becomes None."""
@@ -138,7 +140,8 @@ class TrainRank:
             reshard(module)
             if FORWARD_INSTEAD_OF_CALL in str(error):
                 raise EngineError(
-                    f"{name} used a submodule or parameter whose shards are not gathered ({error}); go through "
+                    f"{name} used a submodule or parameter whose shards are not gathered ({error}); go "
+                    "through "
                     "self(...), not self.forward(...) or a part of the model."
                 ) from error
             raise
@@ -160,7 +163,7 @@ class TrainRank:
         finally:
             self._remeasure()
 
-    # -- policy ---------------------------------------------------------------------------------------------------
+    # -- policy ----------------------------------------------------------------------------------------------
 
     def policy_forward(self, batch: TrainBatch, options: dict[str, Any]) -> dict[str, Any]:
         """Log-probs and entropies without gradient, of this rank's rows; see `PolicyStep.forward`."""
@@ -180,7 +183,8 @@ class TrainRank:
             self._remeasure()
 
     def policy_optim_step(self, options: dict[str, Any]) -> dict[str, Any]:
-        """One optimizer step; options: `lr` (from now on), `max_norm` (of this step). See `PolicyStep.optim_step`."""
+        """One optimizer step; options: `lr` (from now on), `max_norm` (of this step). See
+        `PolicyStep.optim_step`."""
         module = self._built()
         self._residency.need("weights", "optimizer")
         unknown = sorted(set(options) - {"lr", "max_norm"})
@@ -216,10 +220,11 @@ class TrainRank:
             if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
                 value.base_lrs = [float(lr)] * len(value.base_lrs)
 
-    # -- weights --------------------------------------------------------------------------------------------------
+    # -- weights ---------------------------------------------------------------------------------------------
 
     def stage_weights(self, transport: dict[str, Any]) -> Manifest | None:
-        """Gather all weights for replicas; `transport`: `transport`, `prefix`, `bucket_bytes`. Only rank 0 returns."""
+        """Gather all weights for replicas; `transport`: `transport`, `prefix`, `bucket_bytes`. Only rank 0
+        returns."""
         self._built()
         assert self._sender is not None
         self._residency.need("weights")
@@ -236,7 +241,7 @@ class TrainRank:
         source = self._built().materialization_source()
         return str(locate(source)) if isinstance(source, str) else None
 
-    # -- states ---------------------------------------------------------------------------------------------------
+    # -- states ----------------------------------------------------------------------------------------------
 
     def to_state(self, state: str, tags: list[str] | str | None = None) -> dict[str, Any]:
         """Bring weights and optimizer into a state; see `Residency.move`."""
@@ -258,7 +263,7 @@ class TrainRank:
             "states": {k: v for k, v in self.status().items() if k in ("weights", "optimizer")},
         }
 
-    # -- parts ----------------------------------------------------------------------------------------------------
+    # -- parts -----------------------------------------------------------------------------------------------
 
     def _make_strategy(self, device: RankDevice) -> FSDPV2Strategy:
         config = self.config
@@ -297,7 +302,8 @@ class TrainRank:
             return named
         if len(optimizers) != 1:
             raise EngineError(
-                f"the module has {len(optimizers)} optimizers and none is called self.optimizer; create it in "
+                f"the module has {len(optimizers)} optimizers and none is called self.optimizer; create it "
+                "in "
                 "on_weights_materialized: self.optimizer = self.strategy.create_optimizer(self, lr=…)."
             )
         return optimizers[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -48,20 +49,27 @@ class WeightSender:
         tensors = self._checkpoint_tensors()
         manifest: Manifest | None = None
         failure: Exception | None = None
-        if self._control.rank == 0:
-            key = (transport, prefix, bucket_bytes)
-            try:
-                if key not in self._stages:
-                    self._stages[key] = (
-                        ShmStage(prefix, bucket_bytes) if transport == "shm" else IpcStage(bucket_bytes)
-                    )
-                manifest = self._stages[key].write(tensors)
-            except Exception as error:  # the peers still gather: take part to the end, then tell them
-                failure = error
-        for _ in tensors:
-            pass
+        try:
+            if self._control.rank == 0:
+                manifest = self._stage_of(transport, prefix, bucket_bytes).write(tensors)
+            for _ in tensors:
+                pass
+        except Exception as error:  # noqa: BLE001 - a user's hook, or a full /dev/shm: the peers must hear of it
+            failure = error
+        if failure is not None:  # the peers still gather: take part to the end, then tell them
+            with contextlib.suppress(EngineError):  # a peer's failure, told below as well
+                for _ in tensors:
+                    pass
         self._control.raise_together("staging weights", failure)
         return manifest
+
+    def _stage_of(self, transport: str, prefix: str, bucket_bytes: int) -> ShmStage | IpcStage:
+        key = (transport, prefix, bucket_bytes)
+        if key not in self._stages:
+            self._stages[key] = (
+                ShmStage(prefix, bucket_bytes) if transport == "shm" else IpcStage(bucket_bytes)
+            )
+        return self._stages[key]
 
     def close(self) -> None:
         """Free the buffers."""
@@ -84,18 +92,23 @@ class WeightSender:
         """Full tensors under the names the module's hook gives them; each tied storage once."""
         state = unique_parameters(self._module)
         parameters = {name: tensor for name, tensor in state.items() if isinstance(tensor, DTensor)}
+        hook = type(self._module).postprocess_output_named_parameters
+        own_hook = hook is not BaseTrainModule.postprocess_output_named_parameters
+        interval = (
+            0 if own_hook else VOTE_BYTES
+        )  # a user's hook may fail: then no rank may enter the next gather
         failure: Exception | None = None
         since_vote = VOTE_BYTES
         for name, tensor in state.items():
-            if since_vote >= VOTE_BYTES:
+            if since_vote >= interval:
                 self._vote(failure)
                 since_vote = 0
             since_vote += tensor.numel() * tensor.element_size()
             mapped: tuple[str, Tensor] | None = (name, tensor.detach())
-            if isinstance(tensor, DTensor) and failure is None:
+            if isinstance(tensor, DTensor):
                 try:
                     mapped = self._module.postprocess_output_named_parameters(name, tensor, parameters)
-                except Exception as error:  # a user's hook: the next vote ends the sync on every rank
+                except Exception as error:  # noqa: BLE001 - a user's hook: the next vote ends the sync
                     failure, mapped = error, None
             if mapped is not None:
                 full = mapped[1].full_tensor() if isinstance(mapped[1], DTensor) else mapped[1]
@@ -112,13 +125,14 @@ class WeightSender:
 
 
 def _renames(module: BaseTrainModule) -> dict[str, str] | None:
-    """Checkpoint name of each parameter where the architecture only renames; None where it merges or splits."""
+    """Checkpoint name of each parameter where the architecture only renames; None where it merges or
+    splits."""
     names = list(unique_parameters(module))
     probes = {name: torch.empty(2, 2, device="meta") for name in names}
     by_id = {id(probe): name for name, probe in probes.items()}
     try:
         converted = to_checkpoint_names(module, dict(probes))
-    except Exception:  # a conversion that looks into the tensors, which probes do not have
+    except Exception:  # noqa: BLE001 - a conversion looked into the tensors, which probes do not have
         return None
     found = {by_id.get(id(tensor)): name for name, tensor in converted.items()}
     return (
@@ -128,7 +142,8 @@ def _renames(module: BaseTrainModule) -> dict[str, str] | None:
 
 @torch.no_grad()
 def checksum(module: torch.nn.Module) -> str:
-    """sha256 over names and full values of all parameters; collective, equal on all ranks and for any sharding."""
+    """sha256 over names and full values of all parameters; collective, equal on all ranks and for any
+    sharding."""
     digest = hashlib.sha256()
     for name, tensor in sorted(unique_parameters(module).items()):
         full: Any = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,7 +1,8 @@
 """Where a rank's weights and optimizer state are, and moving them: on the device, in host memory, released.
 
-On a host without a GPU the device is host memory: "cuda" and "cpu" hold the same bytes there, and "cpu" only bars
-training; "meta" gives the memory back. What is reported is measured from the tensors' storages and the process.
+On a host without a GPU the device is host memory: "cuda" and "cpu" hold the same bytes there, and "cpu"
+only bars training; "meta" gives the memory back. What is reported is measured from the tensors' storages
+and the process.
 """
 
 from __future__ import annotations

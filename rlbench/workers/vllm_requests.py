@@ -45,7 +45,7 @@ def sampling_params(sampling: dict[str, Any]) -> SamplingParams:
 
 
 class EngineRequests:
-    """The requests of one call. `running` maps the engine's request name to whatever the caller knows it by."""
+    """The requests of one call. `running` maps the engine's request name to what the caller knows it by."""
 
     def __init__(self, engine: LLMEngine, serial: int) -> None:
         self.engine = engine
@@ -71,7 +71,7 @@ class EngineRequests:
         self.running[name] = known_as
 
     def step(self) -> Iterator[tuple[Any, Any]]:
-        """One engine step: (what the caller knows the request by, its output); finished ones are forgotten."""
+        """One engine step: (what the caller knows the request by, its output); forgets finished ones."""
         for output in self.engine.step():
             known_as = self.running[output.request_id]
             if output.finished:

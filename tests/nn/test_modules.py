@@ -47,7 +47,9 @@ def test_a_module_travels_light_and_arrives_whole(qwen: str) -> None:
     assert len(blob) < 4 * sum(parameter.numel() for parameter in module.parameters()) / 4
     back = cloudpickle.loads(blob)
     assert [n for n, _ in back.named_parameters()] == [n for n, _ in module.named_parameters()]
-    assert torch.equal(back.get_buffer("model.rotary_emb.inv_freq"), module.get_buffer("model.rotary_emb.inv_freq"))
+    assert torch.equal(
+        back.get_buffer("model.rotary_emb.inv_freq"), module.get_buffer("model.rotary_emb.inv_freq")
+    )
     assert back.materialization_source() == qwen
 
 
@@ -99,8 +101,18 @@ def test_a_module_without_a_source_says_what_to_define(qwen: str) -> None:
 
 def test_only_what_the_user_wrote_is_callable() -> None:
     infos = {info["name"]: info for info in rlbench.nn.callable_methods(TrainedQwen)}
-    assert set(infos) == {"train_step", "optimizer_step", "through_forward", "fails_on", "where", "train", "eval"}
-    assert infos["train_step"]["signature"] == "(input_ids: 'list[list[int]]', scale: 'float' = 1.0) -> 'float'"
+    assert set(infos) == {
+        "train_step",
+        "optimizer_step",
+        "through_forward",
+        "fails_on",
+        "where",
+        "train",
+        "eval",
+    }
+    assert (
+        infos["train_step"]["signature"] == "(input_ids: 'list[list[int]]', scale: 'float' = 1.0) -> 'float'"
+    )
     assert infos["train_step"]["doc"] == "One backward of the language loss."
 
 

@@ -45,7 +45,9 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_folder_gives_the_weights_transformers_would_load(tmp_path: Path, world_size: int, tied: bool) -> None:
+def test_a_folder_gives_the_weights_transformers_would_load(
+    tmp_path: Path, world_size: int, tied: bool
+) -> None:
     path = save_qwen(tmp_path, tied=tied)
     with ranks(world_size) as engine:
         info = engine.build(qwen_on_meta(path))[0]
@@ -85,7 +87,10 @@ def test_initialisers_draw_the_same_weights_whatever_the_number_of_ranks() -> No
     [
         (lambda s: s.pop("head.weight"), r"1 parameters are missing \(head\.weight"),
         (lambda s: s.update(extra=torch.zeros(2)), r"1 tensors have no parameter \(extra"),
-        (lambda s: s.update({"head.weight": torch.zeros(3, 3)}), r"head\.weight is \(3, 3\), the module wants \(96, 16\)"),
+        (
+            lambda s: s.update({"head.weight": torch.zeros(3, 3)}),
+            r"head\.weight is \(3, 3\), the module wants \(96, 16\)",
+        ),
         (lambda s: s.update(heads=s.pop("head.weight")), r"missing \(head\.weight; nearest: heads"),
     ],
 )
@@ -147,7 +152,9 @@ def test_names_that_only_transformers_can_map_are_mapped(tmp_path: Path) -> None
         assert_same(full_state(engine), dict(model.state_dict()))
 
 
-def test_half_precision_weights_train_as_float32_masters_and_a_frozen_module_keeps_them(tmp_path: Path) -> None:
+def test_half_precision_weights_train_as_float32_masters_and_a_frozen_module_keeps_them(
+    tmp_path: Path,
+) -> None:
     path = save_qwen(tmp_path, dtype=torch.bfloat16)
 
     class Frozen(rlbench.nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):

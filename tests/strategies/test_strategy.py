@@ -1,4 +1,5 @@
-"""The strategy's promises: parity with a plain loop, clipping, accumulation, skipped steps, grouping, agreement."""
+"""The strategy's promises: parity with a plain loop, clipping, accumulation, skipped steps, grouping,
+agreement."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def parameters(engine: Ranks) -> dict[str, torch.Tensor]:
     return engine.run(gather)[0]
 
 
-def plain_loop(path: str, steps: list[list[list[list[int]]]], max_norm: float = 0.0) -> tuple[dict[str, Any], list[float]]:
+def plain_loop(
+    path: str, steps: list[list[list[list[int]]]], max_norm: float = 0.0
+) -> tuple[dict[str, Any], list[float]]:
     """The same training by hand in one process: each step the mean loss over its micro-batches."""
     model = Qwen2ForCausalLM.from_pretrained(path)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
@@ -59,12 +62,16 @@ def plain_loop(path: str, steps: list[list[list[list[int]]]], max_norm: float = 
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert set(found) == set(expected)
     for name in expected:
-        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=3e-5, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            found[name], expected[name], rtol=0, atol=3e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("max_norm", [0.0, 0.05])
-def test_a_users_loop_trains_as_a_plain_loop_does_clipped_or_not(qwen: str, world_size: int, max_norm: float) -> None:
+def test_a_users_loop_trains_as_a_plain_loop_does_clipped_or_not(
+    qwen: str, world_size: int, max_norm: float
+) -> None:
     data = [rows(4, seed) for seed in range(3)]
     expected, norms = plain_loop(qwen, [[step] for step in data], max_norm)
     with ranks(world_size, qwen_on_meta(qwen), max_norm=max_norm) as engine:
@@ -95,7 +102,10 @@ def test_gradients_accumulate_until_the_batch_is_full(qwen: str) -> None:
 def test_a_batch_size_that_ranks_cannot_share_is_refused(qwen: str) -> None:
     with ranks(2) as engine:
         pass
-    with pytest.raises(BuildError, match="not a multiple"), ranks(2, micro_train_batch_size=2, train_batch_size=6) as engine:
+    with (
+        pytest.raises(BuildError, match="not a multiple"),
+        ranks(2, micro_train_batch_size=2, train_batch_size=6) as engine,
+    ):
         engine.build(qwen_on_meta(qwen))
 
 
@@ -110,7 +120,9 @@ def test_a_norm_that_is_not_finite_skips_the_step_on_all_ranks_and_says_so(qwen:
             assert "gradient norm is" in result["skipped"]
         assert engine.call("state_checksum") == before
         train(engine, rows(2))
-        assert engine.method("optimizer_step")[0]["stepped"]  # usable, and nothing of the bad gradient is left
+        assert engine.method("optimizer_step")[0][
+            "stepped"
+        ]  # usable, and nothing of the bad gradient is left
         assert engine.call("state_checksum") != before
 
 

@@ -115,9 +115,17 @@ def test_a_model_that_cannot_be_packed_is_refused_and_runs_padded() -> None:
 def test_layers_that_look_across_sequences_are_found_out(tmp_path: Path) -> None:
     class Leaking(Qwen2ForCausalLM):
         def forward(  # type: ignore[no-untyped-def]
-            self, input_ids, attention_mask=None, position_ids=None, use_cache=None, logits_to_keep=0, **kwargs
+            self,
+            input_ids,
+            attention_mask=None,
+            position_ids=None,
+            use_cache=None,
+            logits_to_keep=0,
+            **kwargs,
         ):
-            shifted = torch.arange(input_ids.shape[1])[None].expand_as(position_ids)  # as if nothing had been packed
+            shifted = torch.arange(input_ids.shape[1])[None].expand_as(
+                position_ids
+            )  # as if nothing had been packed
             return super().forward(
                 input_ids, attention_mask=attention_mask, position_ids=shifted, use_cache=use_cache,
                 logits_to_keep=logits_to_keep, inputs_embeds=None, **kwargs,

@@ -1,4 +1,5 @@
-"""A policy step on ranks equals the same step written by hand in one process, however it is split; and it can be stopped."""
+"""A policy step on ranks equals the same step written by hand in one process, however it is split; and it
+can be stopped."""
 
 from __future__ import annotations
 
@@ -35,7 +36,10 @@ def by_hand(model: Any, given: Any, loss: Any, mode: str) -> tuple[torch.Tensor,
     """Loss and metrics of a whole batch in one padded process, log-softmax and all."""
     width = int(given.response_lengths.max())
     shape = (len(given), width)
-    fields = {n: torch.zeros(shape) for n in ("logprobs", "entropy", "old_logprobs", "ref_logprobs", "sampler_logprobs", "advantages")}
+    fields = {
+        n: torch.zeros(shape)
+        for n in ("logprobs", "entropy", "old_logprobs", "ref_logprobs", "sampler_logprobs", "advantages")
+    }
     mask = torch.zeros(shape, dtype=torch.bool)
     rows: dict[str, list[torch.Tensor]] = {"logprobs": [], "entropy": []}
     for i, (prompt, response) in enumerate(zip(given.prompts, given.responses, strict=True)):
@@ -56,11 +60,14 @@ def by_hand(model: Any, given: Any, loss: Any, mode: str) -> tuple[torch.Tensor,
     with torch.no_grad():
         gap = (inputs.logprobs - inputs.sampler_logprobs).abs()[mask]
         metrics = {
-            "loss": float(total.detach()), "entropy": float(inputs.entropy[mask].mean()), "tokens": float(mask.sum()),
+            "loss": float(total.detach()),
+            "entropy": float(inputs.entropy[mask].mean()),
+            "tokens": float(mask.sum()),
             "kl": float(k3(inputs.logprobs, inputs.old_logprobs)[mask].mean()),
             "ref_kl": float(k3(inputs.logprobs, inputs.ref_logprobs)[mask].mean()),
-            "logprob_gap": float(gap.mean()), "logprob_gap_max": float(gap.max()),
-        }  # fmt: skip
+            "logprob_gap": float(gap.mean()),
+            "logprob_gap_max": float(gap.max()),
+        }
     return total, metrics
 
 
@@ -79,7 +86,9 @@ def forward_backward(engine: Ranks, given: Any, loss: Any = GRPO, **options: Any
 def assert_gradients(engine: Ranks, model: Any, atol: float = 2e-6) -> None:
     found = gradients(engine)
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            found[name], parameter.grad, rtol=1e-4, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize(
@@ -107,7 +116,9 @@ def test_gradient_and_metrics_are_those_of_one_plain_process_however_the_batch_i
     for name, value in expected.items():
         assert results[0]["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
     assert 0 < results[0]["metrics"]["clip_fraction"] < 1
-    assert results[0]["metrics"]["loss/kl"] == pytest.approx(expected["ref_kl"], rel=1e-4)  # the loss's own `kl`
+    assert results[0]["metrics"]["loss/kl"] == pytest.approx(
+        expected["ref_kl"], rel=1e-4
+    )  # the loss's own `kl`
 
 
 def test_a_rank_without_rows_takes_part_and_adds_nothing(qwen: str) -> None:
@@ -130,7 +141,9 @@ def test_several_backwards_before_a_step_are_one_normalised_step(qwen: str) -> N
     with ranks(2, qwen_on_meta(qwen)) as engine:
         for part in parts:
             metrics = forward_backward(engine, part)[0]["metrics"]
-            assert metrics["loss"] == pytest.approx(by_hand(model, part, GRPO, "token-mean")[1]["loss"], rel=1e-4)
+            assert metrics["loss"] == pytest.approx(
+                by_hand(model, part, GRPO, "token-mean")[1]["loss"], rel=1e-4
+            )
         assert_gradients(engine, model)
         with pytest.raises(LossError, match="optim_step or zero_grad first"):
             forward_backward(engine, parts[0], aggregation="token-sum")
@@ -143,7 +156,11 @@ def test_the_rows_log_probs_come_back_by_row_and_agree_with_a_pass_without_gradi
         scored = engine.call("policy_forward", given, {})
     joined = []
     for parts in (trained, scored):
-        rows = {int(r): (lp, e) for p in parts for r, lp, e in zip(p["rows"], p["logprobs"], p["entropy"], strict=True)}
+        rows = {
+            int(r): (lp, e)
+            for p in parts
+            for r, lp, e in zip(p["rows"], p["logprobs"], p["entropy"], strict=True)
+        }
         assert sorted(rows) == list(range(len(given)))
         assert [len(rows[i][0]) for i in range(len(given))] == given.response_lengths.tolist()
         joined.append(np.concatenate([np.stack(rows[i]) for i in range(len(given))], axis=1))
@@ -179,7 +196,7 @@ def test_a_model_of_ones_own_trains_padded(qwen: str) -> None:
         assert_gradients(engine, reference)
 
 
-# -- what ends early ----------------------------------------------------------------------------------------------
+# -- what ends early -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +271,9 @@ def test_after_a_failure_or_stop_on_one_rank_training_goes_on_as_if_nothing_had_
         ("gpro", "unknown loss 'gpro'; nearest: grpo"),
     ],
 )
-def test_a_loss_that_cannot_be_trained_on_is_refused_and_the_engine_stays_usable(qwen: str, loss: Any, said: str) -> None:
+def test_a_loss_that_cannot_be_trained_on_is_refused_and_the_engine_stays_usable(
+    qwen: str, loss: Any, said: str
+) -> None:
     with ranks(1, qwen_on_meta(qwen)) as engine:
         with pytest.raises(LossError, match=said):
             forward_backward(engine, batch(), loss)
@@ -262,7 +281,9 @@ def test_a_loss_that_cannot_be_trained_on_is_refused_and_the_engine_stays_usable
 
 
 @pytest.mark.parametrize("verb", ["policy_optim_step", "policy_forward", "policy_forward_backward"])
-def test_a_stop_of_any_verb_leaves_parameters_and_optimizer_untouched(qwen: str, undisturbed: str, verb: str) -> None:
+def test_a_stop_of_any_verb_leaves_parameters_and_optimizer_untouched(
+    qwen: str, undisturbed: str, verb: str
+) -> None:
     args: dict[str, tuple[Any, ...]] = {
         "policy_optim_step": ({},),
         "policy_forward": (batch(), {}),
