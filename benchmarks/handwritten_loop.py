@@ -1,4 +1,4 @@
-"""The reference for the cost of a step: GRPO as a careful person writes it by hand, in one process, without a framework.
+"""The reference for the cost of a step: GRPO as a careful person writes it by hand, in one process, no framework.
 
 vLLM runs inside the process, the trainer is a plain transformers model with AdamW, weights go from one to the other
 in memory. Nothing is imported from rlbench but the tiny model and its task, so that its numbers are independent.
@@ -80,7 +80,9 @@ class Loop:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the trainer shares the cores
         os.environ["OMP_NUM_THREADS"] = str(settings.threads)
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-        os.environ["TORCH_COMPILE_DISABLE"] = "1"  # compiling the sampler's helpers takes 20 s and gains nothing here
+        os.environ["TORCH_COMPILE_DISABLE"] = (
+            "1"  # compiling the sampler's helpers takes 20 s and gains nothing here
+        )
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from vllm import LLM
@@ -101,7 +103,9 @@ class Loop:
             seed=settings.seed,
             disable_log_stats=True,
         )
-        torch._C.set_num_threads(settings.threads)  # vLLM replaces torch.set_num_threads by one that only warns
+        torch._C.set_num_threads(
+            settings.threads
+        )  # vLLM replaces torch.set_num_threads by one that only warns
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
@@ -127,9 +131,7 @@ class Loop:
         """Take one optimizer step of the clipped policy gradient, token mean; return the gradient norm."""
         tokens = sum(len(sample.answer) for sample in samples)
         for rows in micro_batches(samples, self.settings.token_budget):
-            self._loss(
-                [samples[row] for row in rows], [advantages[row] for row in rows], tokens
-            ).backward()
+            self._loss([samples[row] for row in rows], [advantages[row] for row in rows], tokens).backward()
         norm = self.torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -137,7 +139,10 @@ class Loop:
 
     def sync(self) -> None:
         """Hand the trainer's weights to vLLM."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+        from vllm.model_executor.model_loader.reload import (
+            finalize_layerwise_reload,
+            initialize_layerwise_reload,
+        )
 
         engine_config = self.llm.llm_engine.vllm_config.model_config
         # A tied head is sent once, as the embedding.
@@ -162,7 +167,9 @@ class Loop:
 
         asked = tiny.tasks.prompts(256, "eval", seed=0)
         requests = [{"prompt_token_ids": self.encode(prompt)} for prompt in asked]
-        outputs = self.llm.generate(requests, self._params(0.0, self.settings.max_tokens, False), use_tqdm=False)
+        outputs = self.llm.generate(
+            requests, self._params(0.0, self.settings.max_tokens, False), use_tqdm=False
+        )
         right = [
             output.outputs[0].text == tiny.tasks.answer(prompt)
             for prompt, output in zip(asked, outputs, strict=True)
@@ -251,7 +258,10 @@ def run(settings: Settings) -> list[dict[str, Any]]:
         clock.append(time.perf_counter())
         if settings.lengths == "natural":
             texts = loop.tokenizer.batch_decode([s.answer for s in samples], skip_special_tokens=True)
-            rewards = [float(text == tiny.tasks.answer(asked[s.group])) for s, text in zip(samples, texts, strict=True)]
+            rewards = [
+                float(text == tiny.tasks.answer(asked[s.group]))
+                for s, text in zip(samples, texts, strict=True)
+            ]
         else:  # a random model solves nothing: reward something that varies
             rewards = [statistics.fmean(token % 2 for token in s.answer) for s in samples]
         advantages = advantages_of(rewards, settings.n)
@@ -273,14 +283,19 @@ def run(settings: Settings) -> list[dict[str, Any]]:
         }
         if settings.eval_every and step % settings.eval_every == 0:
             record["accuracy"] = loop.evaluate()
-        print("  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in record.items()), flush=True)
+        print(
+            "  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in record.items()),
+            flush=True,
+        )
         records.append(record)
     return records
 
 
 def main() -> None:
     """Read the command line, run, print the medians."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for field in fields(Settings):
         flag = "--" + field.name.replace("_", "-")
         if isinstance(field.default, bool):
@@ -294,8 +309,12 @@ def main() -> None:
     settings = Settings(**arguments)
     records = run(settings)
     later = records[1:] or records  # the first step warms up
-    medians = {key: statistics.median(r[key] for r in later) for key in ("rollout_s", "train_s", "sync_s", "step_s")}
-    print("median without the first step:  " + "  ".join(f"{key} {value:.3f}" for key, value in medians.items()))
+    medians = {
+        key: statistics.median(r[key] for r in later) for key in ("rollout_s", "train_s", "sync_s", "step_s")
+    }
+    print(
+        "median without the first step:  " + "  ".join(f"{key} {value:.3f}" for key, value in medians.items())
+    )
     if target:
         with open(target, "w") as file:
             json.dump({"settings": asdict(settings), "median": medians, "records": records}, file, indent=1)

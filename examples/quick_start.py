@@ -46,7 +46,7 @@ class MyQwenModel(rb.nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
 
 
 def log_prob_gap(train_engine, rollouts) -> float:
-    """Largest difference between the trainer's log-probs of sampled tokens and those of the replica that sampled them."""
+    """Largest difference between the trainer's log-probs of sampled tokens and the sampler's own."""
     gaps = []
     for group in rollouts:
         answer = group.outputs[0]

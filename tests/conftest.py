@@ -1,23 +1,26 @@
-"""Shared engines and folders: one cluster and one state folder for the whole run."""
+"""Shared engines and folders: one cluster, one state folder and a few sessions for the whole run."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 _STATE = tempfile.mkdtemp(prefix="rlb-test-state-")
-os.environ["XDG_STATE_HOME"] = _STATE  # before anything looks for a running cluster: tests have one of their own
+os.environ["XDG_STATE_HOME"] = _STATE  # before anything looks for a cluster: tests have one of their own
+os.environ["OMP_WAIT_POLICY"] = (
+    "passive"  # before torch: engines in one process take turns, and must not spin
+)
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[object]:
+def cluster() -> Iterator[Any]:
     """Our own Ray cluster with four device slots; ended, with everything on it, after the last test."""
-    import shutil
-
     import rlbench as rb
     from rlbench.runtime import cluster as clusters
     from rlbench.runtime import registry
@@ -31,8 +34,23 @@ def cluster() -> Iterator[object]:
 
 
 @pytest.fixture(scope="session")
-def tests_dir() -> Path:
-    return Path(__file__).parent
+def tiny_path() -> Path:
+    """The embedded default model, made once and cached like a user's."""
+    from rlbench import tiny
+
+    return Path(tiny.ensure())
+
+
+@pytest.fixture(scope="session")
+def session(cluster: Any, tiny_path: Path) -> Iterator[Any]:
+    """A session on the tiny model that tests share: they must leave it usable, and not count on its step."""
+    import rlbench as rb
+
+    made = rb.Session(
+        "tiny", name="shared", train={"lr": 1e-5, "tensor_parallel_size": 2}, reference=True, seed=7
+    )
+    yield made
+    made.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,3 +61,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and not has_nvidia_gpu():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, this machine has none"))
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """Root of the checkout."""
+    return Path(__file__).parent.parent

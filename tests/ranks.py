@@ -50,7 +50,7 @@ def _serve(pipe: Connection) -> None:
             else:
                 value = getattr(target, name)(*args)
             pipe.send((True, cloudpickle.dumps(value)))
-        except (Exception, Stopped) as error:  # noqa: BLE001 - the test decides what to make of it
+        except (Exception, Stopped) as error:  # the test decides what to make of it
             pipe.send((False, cloudpickle.dumps((error, traceback.format_exc()))))
         finally:
             context.set_current(None)

@@ -49,9 +49,8 @@ class TrainBatch:
 
     def __repr__(self) -> str:
         reward = "" if self.rewards is None or not len(self) else f", reward {self.rewards.mean():.3g}"
-        return (
-            f"TrainBatch({len(self)} sequences, {self.tokens} response tokens, {int(self.mask.sum())} trained{reward})"
-        )
+        trained = int(self.mask.sum())
+        return f"TrainBatch({len(self)} sequences, {self.tokens} response tokens, {trained} trained{reward})"
 
     @property
     def tokens(self) -> int:
@@ -72,7 +71,12 @@ class TrainBatch:
     def key(self) -> str:
         """Identity of the sampled tokens: what old log-probs belong to, whatever the advantages or the mask."""
         digest = hashlib.sha256()
-        for part in (self.prompts.offsets, self.prompts.values, self.responses.offsets, self.responses.values):
+        for part in (
+            self.prompts.offsets,
+            self.prompts.values,
+            self.responses.offsets,
+            self.responses.values,
+        ):
             digest.update(np.ascontiguousarray(part).tobytes())
         digest.update(np.ascontiguousarray(self.sampler_logprobs).tobytes())
         return digest.hexdigest()[:16]
@@ -80,12 +84,13 @@ class TrainBatch:
     def rows(self, indices: np.ndarray | list[int]) -> TrainBatch:
         """The given sequences, in the given order."""
         rows = np.asarray(indices, np.int64)
-        per_token = {
+        per_token: dict[str, Any] = {
             name: None if value is None else self.responses.with_values(value).take(rows).values
             for name, value in ((n, getattr(self, n)) for n in PER_TOKEN)
         }
-        per_row = {
-            name: None if value is None else value[rows] for name, value in ((n, getattr(self, n)) for n in PER_ROW)
+        per_row: dict[str, Any] = {
+            name: None if value is None else value[rows]
+            for name, value in ((n, getattr(self, n)) for n in PER_ROW)
         }
         return replace(
             self, prompts=self.prompts.take(rows), responses=self.responses.take(rows), **per_token, **per_row

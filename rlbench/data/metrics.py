@@ -34,7 +34,9 @@ class Metrics(Mapping[str, Any]):
         try:
             return self.__dict__["_values"][name]
         except KeyError:
-            raise AttributeError(f"no metric {name!r}; there are {', '.join(self.__dict__.get('_values', {}))}") from None
+            raise AttributeError(
+                f"no metric {name!r}; there are {', '.join(self.__dict__.get('_values', {}))}"
+            ) from None
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self._values]

@@ -86,7 +86,11 @@ class Rollouts:
 
     @classmethod
     def merge(
-        cls, prompts: Sequence[Prompt], parts: Sequence[GeneratedArrays], sampling: dict[str, Any], number: int = 0
+        cls,
+        prompts: Sequence[Prompt],
+        parts: Sequence[GeneratedArrays],
+        sampling: dict[str, Any],
+        number: int = 0,
     ) -> Rollouts:
         """Join what the replicas returned, in prompt order. Prompts nobody started are listed in `not_started`."""
         keys = np.concatenate([p.keys for p in parts]).reshape(-1, 2)
@@ -178,7 +182,9 @@ class Rollouts:
             values = list(fn)
         rewards = np.asarray(values, np.float64)
         if rewards.shape != (self.samples,):
-            raise DataError(f"score: wanted {self.samples} rewards, one per completion, got shape {rewards.shape}")
+            raise DataError(
+                f"score: wanted {self.samples} rewards, one per completion, got shape {rewards.shape}"
+            )
         if not np.isfinite(rewards).all():
             raise DataError(f"score: reward {int(np.flatnonzero(~np.isfinite(rewards))[0])} is not finite")
         return replace(self, rewards=rewards)
@@ -195,11 +201,15 @@ class Rollouts:
             DataError: not scored yet; nothing left; advantages of another shape or not finite.
         """
         if self.rewards is None:
-            raise DataError("these rollouts have no rewards yet: rollouts.score(reward_fn).batch(advantage=…)")
+            raise DataError(
+                "these rollouts have no rewards yet: rollouts.score(reward_fn).batch(advantage=…)"
+            )
         kept = ~self.aborted if drop_aborted else np.ones(self.samples, bool)
         kept &= self.lengths > 0
         if not kept.any():
-            raise DataError("no finished completion is left to train on: roll out again, or batch(drop_aborted=False)")
+            raise DataError(
+                "no finished completion is left to train on: roll out again, or batch(drop_aborted=False)"
+            )
         chosen = self if kept.all() else self._take(np.flatnonzero(kept))
         return TrainBatch(
             prompts=chosen.prompt_ids.take(chosen.group),
@@ -258,7 +268,11 @@ class Rollouts:
 
     def _prompts(self, chosen: np.ndarray) -> Rollouts:
         where = {int(p): i for i, p in enumerate(chosen)}
-        rows = np.concatenate([np.flatnonzero(self.group == p) for p in chosen]) if len(chosen) else np.zeros(0, int)
+        rows = (
+            np.concatenate([np.flatnonzero(self.group == p) for p in chosen])
+            if len(chosen)
+            else np.zeros(0, int)
+        )
         taken = self._take(rows)
         return replace(
             taken,
@@ -310,5 +324,11 @@ def _joined_offsets(parts: Sequence[GeneratedArrays]) -> np.ndarray:
 
 def _summed_stats(parts: Sequence[GeneratedArrays]) -> dict[str, float]:
     keys = {k for p in parts for k in p.stats}
-    return {k: float(max(p.stats.get(k, 0.0) for p in parts) if k == "seconds" else
-                     sum(p.stats.get(k, 0.0) for p in parts)) for k in keys}
+    return {
+        k: float(
+            max(p.stats.get(k, 0.0) for p in parts)
+            if k == "seconds"
+            else sum(p.stats.get(k, 0.0) for p in parts)
+        )
+        for k in keys
+    }

@@ -31,7 +31,9 @@ ORPHAN_INTERVAL_S = 10.0
 class Host:
     """One worker process. `target` names a class as `module:Class`; `args` go to its constructor."""
 
-    def __init__(self, name: str, monitor: str, env: dict[str, str], target: str, args: tuple[Any, ...]) -> None:
+    def __init__(
+        self, name: str, monitor: str, env: dict[str, str], target: str, args: tuple[Any, ...]
+    ) -> None:
         os.environ.update(env)  # before torch is imported: thread counts are read once
         self._name, self._monitor = name, monitor
         self._epoch = 0
@@ -128,7 +130,11 @@ class Host:
             )
         self._epoch = ticket.epoch
         register = getattr(self._target, "register", None)
-        if ticket.world > 1 and register is not None and not register(ticket.epoch, ticket.seq, REGISTER_LIMIT_S):
+        if (
+            ticket.world > 1
+            and register is not None
+            and not register(ticket.epoch, ticket.seq, REGISTER_LIMIT_S)
+        ):
             raise CallDropped(
                 f"not all {ticket.world} ranks received the call within {REGISTER_LIMIT_S:.0f} s, so none ran it; "
                 "call again (a rank that is still busy with an earlier call shows in the session's card)"
@@ -163,7 +169,9 @@ class Host:
         if ticket.queue == self._name:
             return lambda count: Host.claim(self, ticket.call_id, ticket.queue_total, count)
         server = ray.get_actor(ticket.queue)
-        return lambda count: ray.get(server.claim.remote(ticket.call_id, ticket.queue_total, count), timeout=60)
+        return lambda count: ray.get(
+            server.claim.remote(ticket.call_id, ticket.queue_total, count), timeout=60
+        )
 
     def _tell_end(self, call_id: str) -> None:
         """The driver may be dead by now, so it is the worker that says that a call is over."""
@@ -216,7 +224,9 @@ class _Output(io.TextIOBase):
             if self._text is not None and len(self._text) < KEPT_OUTPUT:
                 self._text += text
                 if len(self._text) >= KEPT_OUTPUT:
-                    self._text += f"\n… more than {KEPT_OUTPUT >> 20} MiB printed; the rest is in the worker's log\n"
+                    self._text += (
+                        f"\n… more than {KEPT_OUTPUT >> 20} MiB printed; the rest is in the worker's log\n"
+                    )
         return self._log.write(text)
 
     def flush(self) -> None:

@@ -125,6 +125,7 @@ class Link:
                 actor.call.remote(ticket, name, tuple(kwargs), *args, *kwargs.values())
                 for actor, (args, kwargs) in zip(actors, calls, strict=True)
             ]
+
         def ended() -> None:
             self._acknowledged = call_id
 
@@ -156,7 +157,9 @@ class Link:
 
     def _died(self, engine: str, label: str, error: BaseException) -> BaseException:
         cause = str(error).strip().splitlines()
-        reason = next((line.strip() for line in cause if "cause" in line.lower() or "exit" in line.lower()), "")
+        reason = next(
+            (line.strip() for line in cause if "cause" in line.lower() or "exit" in line.lower()), ""
+        )
         self.engine(engine, {"broken": f"{label} died"})
         return WorkerDied(
             f"{label} died ({type(error).__name__}). {reason or (cause[0] if cause else '')}\n"
@@ -182,7 +185,13 @@ class Link:
 
 
 def spawn_host(
-    link: Link, engine: str, rank: int, target: str, args: tuple[Any, ...], env: dict[str, str], options: dict[str, Any]
+    link: Link,
+    engine: str,
+    rank: int,
+    target: str,
+    args: tuple[Any, ...],
+    env: dict[str, str],
+    options: dict[str, Any],
 ) -> Any:
     """Start one worker actor of an engine, detached, with its two lanes. `options` are Ray's (placement)."""
     import ray

@@ -43,6 +43,7 @@ class Pending:
         self._finish, self._observer, self._on_death, self._on_end = finish, observer, on_death, on_end
         self._cursors = [0] * len(self._refs)
         self._outcome: tuple[Any, BaseException | None] | None = None
+        self._first_failed: list[int] | None = None
         self._lock = threading.RLock()
 
     @property
@@ -50,7 +51,9 @@ class Pending:
         """True once every worker has answered (or died)."""
         import ray
 
-        return self._outcome is not None or not ray.wait(self._refs, num_returns=len(self._refs), timeout=0)[1]
+        return (
+            self._outcome is not None or not ray.wait(self._refs, num_returns=len(self._refs), timeout=0)[1]
+        )
 
     def stop(self) -> None:
         """Ask the call to stop; returns at once. `result()` then raises `Stopped` with what there is."""
@@ -78,7 +81,7 @@ class Pending:
         return value
 
     def blocking_result(self) -> Any:
-        """`result()` where Ctrl-C stops the call: the prompt is back within two seconds, the partial in hand if it came."""
+        """`result()` where Ctrl-C stops the call: the prompt is back within two seconds."""
         try:
             return self.result()
         except Stopped:
@@ -88,7 +91,9 @@ class Pending:
         try:
             return self.result(timeout=STOP_WAIT_S)
         except TimeoutError:
-            raise Stopped(f"{self.what} is still stopping: its current step cannot be cut; .result() waits for it") from None
+            raise Stopped(
+                f"{self.what} is still stopping: its current step cannot be cut; .result() waits for it"
+            ) from None
         except Stopped:
             raise
         except KeyboardInterrupt:
@@ -110,7 +115,9 @@ class Pending:
             if not waiting:
                 return
             self._look(waiting)
-            if any(_failed(ref) for ref in ready):
+            early = [i for i, ref in enumerate(self._refs) if ref in ready and _failed(ref)]
+            if early:
+                self._first_failed = early if self._first_failed is None else self._first_failed
                 failed_since = failed_since or time.monotonic()
                 if time.monotonic() - failed_since > FAILED_PEER_WAIT_S:
                     self._release_peers(ready)
@@ -159,11 +166,14 @@ class Pending:
                 self._cursors[i] = len(reply.output)
             replies.append((i, reply))
         failed = [(i, r.failure) for i, r in replies if r.failure is not None]
-        if failed:
-            return None, self._remote_error(failed)
+        if failed:  # what failed first is the cause; peers then fail for want of it
+            first = self._first_failed or [i for i, _ in failed]
+            return None, self._remote_error([f for f in failed if f[0] in first] or failed)
         if dead:
-            i, error = dead[0]
-            return None, self._on_death(i, error) if self._on_death else WorkerDied(f"{self._labels[i]} died: {error}")
+            rank, cause = dead[0]
+            if self._on_death is not None:
+                return None, self._on_death(rank, cause)
+            return None, WorkerDied(f"{self._labels[rank]} died: {cause}")
         try:
             value = self._finish([r.value for _, r in replies])
         except (Exception, Stopped) as error:
@@ -177,7 +187,9 @@ class Pending:
         if failure.error is not None:
             return failure.error
         where = self._labels[i] + (f" (and {len(failed) - 1} more)" if len(failed) > 1 else "")
-        error = RemoteError(f"{failure.kind}: {failure.message}\n  raised on {where}\n{_user_frames(failure.traceback)}")
+        error = RemoteError(
+            f"{failure.kind}: {failure.message}\n  raised on {where}\n{_user_frames(failure.traceback)}"
+        )
         error.remote_traceback = failure.traceback
         return error
 
@@ -225,4 +237,3 @@ def _user_frames(text: str) -> str:
         if not skip and line != "Traceback (most recent call last):":
             kept.append(line)
     return "\n".join(kept[-24:])
-

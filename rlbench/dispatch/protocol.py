@@ -37,7 +37,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Reply:
-    """The end of one call on one worker. `output` is all it printed; `stopped`: an interrupt cut it, `value` is partial."""
+    """The end of one call on one worker. `output`: all it printed; `stopped`: cut by an interrupt, `value` partial."""
 
     value: Any = None
     failure: Failure | None = None

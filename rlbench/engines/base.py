@@ -16,6 +16,8 @@ from rlbench.errors import BuildError, EngineError, StateError
 from rlbench.runtime import cluster
 
 PUT_BYTES = 256 << 10
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of one rank."""
 
 _anonymous: Link | None = None
 
@@ -103,7 +105,7 @@ class Engine:
         return list(ray.get([a.control.remote(name, *args) for a in self._actors], timeout=30))
 
     def call(
-        self, name: str, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], finish: Callable[[list[Any]], Any] = list,
+        self, name: str, calls: Sequence[Call], finish: Callable[[list[Any]], Any] = list,
         what: str | None = None, observer: Observer | None = None, queue_total: int = 0, track: bool = False,
     ) -> Pending:  # fmt: skip
         """Submit a call of the workers' own method `name`; `calls[i]` holds the arguments of worker i."""
@@ -164,20 +166,32 @@ class Engine:
         if not self._actors:
             raise EngineError(f"{self.name}.{name}: the engine is not built; call {self.name}.build(…) first")
 
-    def _allot(self, count: int, colocate_with: Engine | None, not_colocate_with: Engine | None) -> list[Device]:
+    def _allot(
+        self, count: int, colocate_with: Engine | None, not_colocate_with: Engine | None
+    ) -> list[Device]:
         if self._actors:
-            raise BuildError(f"{self.name} is built already: use it, or {self.name}.close() before building again")
+            raise BuildError(
+                f"{self.name} is built already: use it, or {self.name}.close() before building again"
+            )
         if count < 1:
-            raise BuildError(f"the engine wants {count} workers: parallel sizes are 1 or more (-1: all devices)")
+            raise BuildError(
+                f"the engine wants {count} workers: parallel sizes are 1 or more (-1: all devices)"
+            )
         for other in (colocate_with, not_colocate_with):
             if other is not None and not other.built:
-                raise BuildError(f"cannot place {self.name} beside {other.name}: that engine is not built yet")
+                raise BuildError(
+                    f"cannot place {self.name} beside {other.name}: that engine is not built yet"
+                )
             if other is not None and other.link is not self.link:
-                raise BuildError(f"cannot place {self.name} beside {other.name}: they are in different sessions")
+                raise BuildError(
+                    f"cannot place {self.name} beside {other.name}: they are in different sessions"
+                )
         with self.link.placing:  # engines of a session may be built at the same time
             state = self.link.state()
             if self.name in state["engines"]:
-                raise BuildError(f"the session has an engine {self.name!r} already: give this one another name=")
+                raise BuildError(
+                    f"the session has an engine {self.name!r} already: give this one another name="
+                )
             near = devices_of(state, colocate_with.name) if colocate_with else []
             avoid = devices_of(state, not_colocate_with.name) if not_colocate_with else []
             devices = allot(self.link, count, near, avoid)
@@ -187,7 +201,9 @@ class Engine:
             })  # fmt: skip
         return devices
 
-    def _spawn(self, target: str, args_of: Callable[[int], tuple[Any, ...]], devices: Sequence[Device], env: dict[str, str]) -> None:  # fmt: skip
+    def _spawn(
+        self, target: str, args_of: Callable[[int], tuple[Any, ...]], devices: Sequence[Device], env: dict[str, str]
+    ) -> None:  # fmt: skip
         """Start the workers and record them; on failure nothing of them stays."""
         import ray
 

@@ -36,7 +36,9 @@ class InferenceEngine(Engine):
     def __init__(self, path: Any, executor: str = "vllm", *, name: str = "inference", seed: int = 0,
                  link: Link | None = None, **config: Any) -> None:  # fmt: skip
         if executor.lower() not in TARGETS:
-            raise BuildError(f"executor={executor!r}: InferenceEngine has {', '.join(TARGETS)}{nearest(executor, TARGETS)}")
+            raise BuildError(
+                f"executor={executor!r}: InferenceEngine has {', '.join(TARGETS)}{nearest(executor, TARGETS)}"
+            )
         super().__init__(name, link)
         self.path = str(path)
         self.executor = executor.lower()
@@ -78,13 +80,17 @@ class InferenceEngine(Engine):
         config = ReplicaConfig(path=path, tensor_parallel_size=tensor_parallel_size, **(
             {"threads": threads, "seed": self.seed} | self._config))  # fmt: skip
         self._spawn(TARGETS[self.executor], lambda i: (config,), devices[::tensor_parallel_size],
-                    {"OMP_NUM_THREADS": str(threads)})  # fmt: skip
+                    {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"})  # fmt: skip
         try:
             infos = self.call_all("build", what=f"{self.name}.build").result()
         except BaseException:
             self._discard()
             raise
-        self._info = infos[0] | {"path": self.path, "executor": self.executor, "tensor_parallel_size": tensor_parallel_size}
+        self._info = infos[0] | {
+            "path": self.path,
+            "executor": self.executor,
+            "tensor_parallel_size": tensor_parallel_size,
+        }
         self.link.engine(self.name, {"info": self._info, "methods": [], "state": self.status()})
         return self
 

@@ -17,7 +17,9 @@ def proxy(info: dict[str, Any], call: Callable[..., Any]) -> Callable[..., Any]:
         return call(*args, **kwargs)
 
     method.__name__ = method.__qualname__ = info["name"]
-    method.__doc__ = info["doc"] or f"{info['name']}{info['signature']}, on every rank; returns one result per rank."
+    method.__doc__ = (
+        info["doc"] or f"{info['name']}{info['signature']}, on every rank; returns one result per rank."
+    )
     signature = _signature(info["signature"])
     if signature is not None:
         method.__signature__ = signature  # type: ignore[attr-defined]
@@ -25,7 +27,7 @@ def proxy(info: dict[str, Any], call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _signature(text: str) -> inspect.Signature | None:
-    """Parse the text of a signature; None where a default cannot be written as source (then any call is let through)."""
+    """Parse a signature's text; None where a default cannot be written as source (any call is then let through)."""
     namespace: dict[str, Any] = {}
     try:
         exec(f"from __future__ import annotations\ndef f{text}: ...", namespace)

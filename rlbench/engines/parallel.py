@@ -6,6 +6,7 @@ ranks; with fewer rows than ranks the rows are repeated where that is exact (row
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,7 +33,11 @@ class NeedParallel:
             )
         if type not in _DP:
             raise DataError(f'NeedParallel(type={type!r}): wanted "dp"')
-        if isinstance(data, str | bytes | Mapping) or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        if (
+            isinstance(data, str | bytes | Mapping)
+            or not hasattr(data, "__len__")
+            or not hasattr(data, "__getitem__")
+        ):
             raise DataError(
                 f"NeedParallel wants rows to split (a list, tensor, array or batch), got {data.__class__.__name__}; "
                 "wrap each list of a dict by itself"
@@ -62,7 +67,7 @@ def row_spans(rows: int, ranks: int) -> list[tuple[int, int]]:
         return [(r * rows // ranks, r * rows // ranks + 1) for r in range(ranks)]
     size, extra = divmod(rows, ranks)
     starts = [r * size + min(r, extra) for r in range(ranks + 1)]
-    return list(zip(starts[:-1], starts[1:], strict=True))
+    return list(itertools.pairwise(starts))
 
 
 def split_call(
@@ -82,7 +87,8 @@ def split_call(
         return [(args, kwargs)] * ranks
     spans = row_spans(counts.pop(), ranks)
     return [
-        (tuple(_part(a, span) for a in args), {k: _part(v, span) for k, v in kwargs.items()}) for span in spans
+        (tuple(_part(a, span) for a in args), {k: _part(v, span) for k, v in kwargs.items()})
+        for span in spans
     ]
 
 

@@ -19,10 +19,14 @@ def check_model_path(path: str) -> str:
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise BuildError(f"{folder} holds no config.json, so it is not a model: give the folder of save_pretrained()")
+            raise BuildError(
+                f"{folder} holds no config.json, so it is not a model: give the folder of save_pretrained()"
+            )
         return str(folder.resolve())
     if folder.exists():
         raise BuildError(f"{folder} is a file: give the folder of the model")
     if not HUB_ID.fullmatch(path) or path.startswith((".", "/", "~")):
-        raise BuildError(f"no model folder {path!r}: check the path, or give a hub id like 'Qwen/Qwen2.5-0.5B-Instruct'")
+        raise BuildError(
+            f"no model folder {path!r}: check the path, or give a hub id like 'Qwen/Qwen2.5-0.5B-Instruct'"
+        )
     return path

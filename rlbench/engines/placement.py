@@ -36,7 +36,9 @@ def devices_of(state: dict[str, Any], engine: str | None = None) -> list[Device]
     return [Device(p, b) for record in records for p, b in record.get("devices", [])]
 
 
-def allot(link: Link, count: int, colocate_with: Sequence[Device], avoid: Sequence[Device] = ()) -> list[Device]:
+def allot(
+    link: Link, count: int, colocate_with: Sequence[Device], avoid: Sequence[Device] = ()
+) -> list[Device]:
     """Choose `count` devices: those of the engine to colocate with first, then unused ones, then the least shared.
 
     Raises BuildError where the cluster has fewer devices, or will not give them.
@@ -55,7 +57,9 @@ def allot(link: Link, count: int, colocate_with: Sequence[Device], avoid: Sequen
     shared = sorted((d for d in use if d not in chosen and d not in avoid), key=lambda d: use[d])
     chosen += shared[: count - len(chosen)]
     if len(chosen) < count:
-        raise BuildError(f"only {len(chosen)} of {count} devices are left beside the engines not to colocate with")
+        raise BuildError(
+            f"only {len(chosen)} of {count} devices are left beside the engines not to colocate with"
+        )
     return chosen
 
 

@@ -38,22 +38,28 @@ def _steps(train: TrainEngine, infer: InferenceEngine, version: int | None) -> S
     _need_ready(train, infer, held)
     target = max(int(s["version"]) for s in held) + 1 if version is None else version
     probe = probe_tokens(int(infer.info["vocab_size"]))
-    expected = yield train.call_all("policy_forward", probe_batch(probe), {}, finish=rows_in_order, what="weight sync")
+    expected = yield train.call_all(
+        "policy_forward", probe_batch(probe), {}, finish=rows_in_order, what="weight sync"
+    )
+    prefix = f"{cluster.current().shm_prefix}{train.link.name}-{train.name}"
     manifest = yield train.call_all(
-        "stage_weights", {"transport": "shm", "prefix": f"{cluster.current().shm_prefix}{train.link.name}-{train.name}"},
+        "stage_weights", {"transport": "shm", "prefix": prefix},
         finish=lambda values: values[0], what="weight sync: staging",
     )  # fmt: skip
     yield infer.call_all("begin_sync", what="weight sync")
     yield infer.call_all("apply_weights", manifest, what="weight sync: applying")
     dtype = str(train.info["dtype"])
-    proof = {"tokens": probe, "expected": [row.tolist() for row in expected["logprobs"]], "dtype": dtype}
+    proof: dict[str, Any] = {
+        "tokens": probe,
+        "expected": [row.tolist() for row in expected["logprobs"]],
+        "dtype": dtype,
+    }
     gap = None
     if all(s["kv_cache"] == "cuda" for s in held):
         got = yield infer.call_all("prompt_logprobs", probe, what="weight sync: proof")
         gap = check_proof(proof, got)
-        proof = None
     yield infer.call_all("commit_version", target, what="weight sync")
-    infer.link.engine(infer.name, {"state": infer.status(), "proof": proof})
+    infer.link.engine(infer.name, {"state": infer.status(), "proof": proof if gap is None else None})
     return {"version": target, "bytes": manifest.nbytes, "tensors": len(list(manifest.entries)), "gap": gap}
 
 
@@ -88,7 +94,9 @@ def rows_in_order(parts: list[dict[str, Any]]) -> dict[str, Any]:
 def check_proof(proof: dict[str, Any], replicas: list[list[np.ndarray]]) -> float:
     """Largest difference between the trainer's and the replicas' log-probs; WeightSyncError above the tolerance."""
     expected = np.concatenate([np.asarray(row) for row in proof["expected"]])
-    gap = max(float(np.abs(np.concatenate([np.asarray(r) for r in rows]) - expected).max()) for rows in replicas)
+    gap = max(
+        float(np.abs(np.concatenate([np.asarray(r) for r in rows]) - expected).max()) for rows in replicas
+    )
     allowed = TOLERANCE.get(proof["dtype"], TOLERANCE["bfloat16"])
     if not gap <= allowed:
         raise WeightSyncError(

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from rlbench.dispatch.link import Link
 from rlbench.dispatch.pending import Pending
-from rlbench.engines.base import Engine, cores
+from rlbench.engines.base import Call, Engine, cores
 from rlbench.engines.methods import proxy
-from rlbench.engines.parallel import NeedParallel, estimated_bytes, split_call
+from rlbench.engines.parallel import estimated_bytes, split_call
 from rlbench.errors import BuildError, MethodError, nearest
 from rlbench.runtime import cluster
 
@@ -37,7 +37,9 @@ class TrainEngine(Engine):
     def __init__(self, module: Any, executor: str = "fsdp2", *, name: str = "actor", link: Link | None = None,
                  **config: Any) -> None:  # fmt: skip
         if executor.lower() not in EXECUTORS:
-            raise BuildError(f"executor={executor!r}: TrainEngine has {', '.join(EXECUTORS)}{nearest(executor, EXECUTORS)}")
+            raise BuildError(
+                f"executor={executor!r}: TrainEngine has {', '.join(EXECUTORS)}{nearest(executor, EXECUTORS)}"
+            )
         super().__init__(name, link)
         self._module = module
         self._config = config
@@ -47,7 +49,9 @@ class TrainEngine(Engine):
 
             check_module(module)
         elif module is not None and not callable(module):
-            raise BuildError(f"TrainEngine wants a module on meta, or a callable that makes one, got {type(module).__name__}")
+            raise BuildError(
+                f"TrainEngine wants a module on meta, or a callable that makes one, got {type(module).__name__}"
+            )
 
     @classmethod
     def attach(cls, link: Link, name: str, record: dict[str, Any]) -> TrainEngine:
@@ -73,7 +77,9 @@ class TrainEngine(Engine):
             BuildError: built already, more ranks than devices, weights that do not fit the module, …
         """
         total = cluster.current().devices
-        replicas = max(1, total // max(1, tensor_parallel_size)) if data_parallel_size == -1 else data_parallel_size
+        replicas = (
+            max(1, total // max(1, tensor_parallel_size)) if data_parallel_size == -1 else data_parallel_size
+        )
         world = tensor_parallel_size * replicas
         devices = self._allot(world, colocate_with, not_colocate_with)
         from rlbench.workers.train_config import TrainConfig
@@ -81,16 +87,20 @@ class TrainEngine(Engine):
         config = TrainConfig(shard_size=tensor_parallel_size, **self._config)
         threads = str(max(1, cores() // world))
         self._spawn("rlbench.workers.train_rank:TrainRank", lambda rank: (rank, world, config), devices,
-                    {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads})  # fmt: skip
+                    {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"})  # fmt: skip
         try:
             master = self.call("rendezvous", [((), {})] * world, what=f"{self.name}.build").result()[0]
             infos = self.call_all("build", pickled(self._module), master, what=f"{self.name}.build").result()
         except BaseException:
             self._discard()
             raise
-        self._info = {k: v for k, v in infos[0].items() if k != "methods"} | {"shard_size": tensor_parallel_size}
+        self._info = {k: v for k, v in infos[0].items() if k != "methods"} | {
+            "shard_size": tensor_parallel_size
+        }
         self._make_methods(infos[0]["methods"])
-        self.link.engine(self.name, {"info": self._info, "methods": infos[0]["methods"], "state": self.status()})
+        self.link.engine(
+            self.name, {"info": self._info, "methods": infos[0]["methods"], "state": self.status()}
+        )
         return self
 
     def run(self, fn: Any, *args: Any, **kwargs: Any) -> list[Any]:
@@ -100,7 +110,7 @@ class TrainEngine(Engine):
         functions put there. `NeedParallel` arguments are split.
         """
         self._need_built("run")
-        calls = [((pickled(fn), a, k), {}) for a, k in split_call(args, kwargs, self.world_size)]
+        calls: list[Call] = [((pickled(fn), a, k), {}) for a, k in split_call(args, kwargs, self.world_size)]
         return list(self.call("run", calls, what=f"{self.name}.run").blocking_result())
 
     def p2p_weight_sync(self, infer: InferenceEngine) -> dict[str, Any]:
@@ -120,7 +130,9 @@ class TrainEngine(Engine):
         if name in methods:
             return methods[name]
         if not self.__dict__.get("_actors"):
-            raise MethodError(f"{name!r}: the engine is not built; call build(…) first, its module's methods come with it")
+            raise MethodError(
+                f"{name!r}: the engine is not built; call build(…) first, its module's methods come with it"
+            )
         raise MethodError(
             f"the module of engine {self.name!r} has no method {name!r}{nearest(name, [*methods, *_verbs()])}; "
             f"it has {', '.join(methods)}"
@@ -147,8 +159,10 @@ class TrainEngine(Engine):
         if weight > WARN_BYTES:
             warnings.warn(
                 f"the arguments of {self.name}.{name} weigh about {weight >> 20} MiB and are copied to the ranks: send "
-                "a path and read the data in a method of your module, or mark rows with NeedParallel", stacklevel=4)
-        calls = [((name, a, k), {}) for a, k in split_call(args, kwargs, self.world_size)]
+                "a path and read the data in a method of your module, or mark rows with NeedParallel",
+                stacklevel=4,
+            )
+        calls: list[Call] = [((name, a, k), {}) for a, k in split_call(args, kwargs, self.world_size)]
         return self.call("call_method", calls, what=f"{self.name}.{name}")
 
 

@@ -44,7 +44,8 @@ class Monitor:
         """The whole state, with what is not journalled: running calls, the age of the driver's last sign."""
         with self._lock:
             return self._state | {
-                "running": {call: what for call, (what, _) in self._running.items()}, "driver_age_s": time.monotonic() - self._last_beat, "pid": os.getpid(),
+                "running": {call: what for call, (what, _) in self._running.items()},
+                "driver_age_s": time.monotonic() - self._last_beat, "pid": os.getpid(),
             }  # fmt: skip
 
     def apply(self, epoch: int, *events: states.Event) -> None:
@@ -139,7 +140,9 @@ class Monitor:
             time.sleep(SAMPLE_INTERVAL_S)
             pids = {n: p for e in self._state["engines"].values() for n, p in e.get("pids", {}).items()}
             resident = {name: processes.resident_bytes(pid) for name, pid in pids.items()}
-            self._samples.append({"time": time.time(), "resident": {k: v for k, v in resident.items() if v is not None}})
+            self._samples.append(
+                {"time": time.time(), "resident": {k: v for k, v in resident.items() if v is not None}}
+            )
             if self._lease_over():
                 self.close()
                 return
@@ -155,7 +158,8 @@ class Monitor:
 
     def _describe_on_disk(self) -> None:
         registry.write_json(registry.session_file(self._name), {
-            "name": self._name, "cluster": self._cluster, "pid": os.getpid(), "node": ray.get_runtime_context().get_node_id(),
+            "name": self._name, "cluster": self._cluster, "pid": os.getpid(),
+            "node": ray.get_runtime_context().get_node_id(),
             "epoch": self._state["epoch"],
         })  # fmt: skip
 
@@ -169,5 +173,3 @@ def _remove_placement(name: str) -> None:
         ray.util.remove_placement_group(ray.util.get_placement_group(name))
     except ValueError:
         return  # already gone
-
-

@@ -87,8 +87,7 @@ class BaseTrainModule(nn.Module):
         """
         raise BuildError(
             f"{type(self).__name__} does not say where its weights come from: define "
-            "materialization_source(), "
-            "returning a path, a dict of tensors or a dict of initialisers."
+            "materialization_source(), returning a path, a dict of tensors or a dict of initialisers."
         )
 
     @property

@@ -68,8 +68,8 @@ class BaseHuggingFaceTrainModule(BaseTrainModule):
         )
         if not path:
             raise BuildError(
-                f"{type(self).__name__} was made from a config alone, so there are no weights to load: "
-                "use from_pretrained(path), or define materialization_source()."
+                f"{type(self).__name__} was made from a config alone, so there are no weights to load: use "
+                "from_pretrained(path), or define materialization_source()."
             )
         return str(path)
 
@@ -97,8 +97,7 @@ def _read_config(cls: type, path: str, hub: dict[str, Any], overrides: dict[str,
     except OSError as error:
         raise BuildError(
             f"no config of {path!r} could be read: it is neither a folder with a config.json nor a model "
-            "that the "
-            f"hub or its local cache can serve now ({str(error).splitlines()[0]})"
+            f"that the hub or its local cache can serve now ({str(error).splitlines()[0]})"
         ) from error
     held, wanted = raw.get("model_type"), config_class.model_type
     if held and wanted and held != wanted:

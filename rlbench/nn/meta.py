@@ -54,13 +54,12 @@ def check_module(module: object) -> None:
     real = [name for name, parameter in module.named_parameters() if not parameter.is_meta]
     if real:
         raise BuildError(
-            f"{type(module).__name__} is not on meta: {len(real)} parameters hold memory here "
-            f"(first: {real[0]}); {MAKE_ON_META}."
+            f"{type(module).__name__} is not on meta: {len(real)} parameters hold memory here (first: "
+            f"{real[0]}); {MAKE_ON_META}."
         )
     lost = [name for name, buffer in module.named_buffers() if buffer.is_meta]
     if lost:
         raise BuildError(
             f"{type(module).__name__} lost {len(lost)} buffers (first: {lost[0]}): torch.device('meta') "
-            "empties "
-            f"buffers too, and no checkpoint brings them back; {MAKE_ON_META}."
+            f"empties buffers too, and no checkpoint brings them back; {MAKE_ON_META}."
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rlbench.notebook.markup import box, escape
 from rlbench.notebook.views import sparkline
@@ -33,7 +34,9 @@ class Curves:
     def __repr__(self) -> str:
         width = max((len(name) for name in self.series), default=0)
         lines = [f"{self.y} over {self.x}"] if self.y else []
-        lines += [f"{name:<{width}}  {sparkline([v for _, v in points])}" for name, points in self.series.items()]
+        lines += [
+            f"{name:<{width}}  {sparkline([v for _, v in points])}" for name, points in self.series.items()
+        ]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -87,5 +90,8 @@ class Curves:
         )
 
 
-def _points(values: Sequence[float] | Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    return [(float(v[0]), float(v[1])) if isinstance(v, tuple) else (float(i + 1), float(v)) for i, v in enumerate(values)]
+def _points(values: Sequence[Any]) -> list[tuple[float, float]]:
+    return [
+        (float(v[0]), float(v[1])) if isinstance(v, tuple) else (i + 1.0, float(v))
+        for i, v in enumerate(values)
+    ]

@@ -38,17 +38,26 @@ def _formatter(view: str) -> Any:
     return draw
 
 
-def _show_error(shell: Any, kind: type[BaseException], error: BaseException, trace: Any, tb_offset: Any = None) -> list[str]:
+def _show_error(
+    shell: Any, kind: type[BaseException], error: BaseException, trace: Any, tb_offset: Any = None
+) -> list[str]:
     """Our errors carry what to do: show the message and the user's own lines, not the frames of the library."""
     import traceback
 
     if isinstance(error, Stopped):
-        lines = [f"Stopped: {error}" + (" (.partial holds what there was)" if error.partial is not None else "")]
+        lines = [
+            f"Stopped: {error}" + (" (.partial holds what there was)" if error.partial is not None else "")
+        ]
     else:
-        frames = [f for f in traceback.extract_tb(trace) if "/rlbench/" not in f.filename and "/IPython/" not in f.filename]
+        frames = [
+            f
+            for f in traceback.extract_tb(trace)
+            if "/rlbench/" not in f.filename and "/IPython/" not in f.filename
+        ]
         where = [f"  cell line {f.lineno}:   {f.line}" for f in frames[-1:] if f.line]
         lines = [f"{kind.__name__}: {error}", *where]
     text = "\n".join(lines)
-    shell._showtraceback(kind, error, [text]) if hasattr(shell, "_showtraceback") else print(text, file=sys.stderr)
+    shell._showtraceback(kind, error, [text]) if hasattr(shell, "_showtraceback") else print(
+        text, file=sys.stderr
+    )
     return lines
-

@@ -42,7 +42,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], numeric: Iterable[
     right = set(numeric)
 
     def cell(tag: str, i: int, text: str) -> str:
-        return f'<{tag}{" class=n" if i in right else ""}>{text}</{tag}>'
+        return f"<{tag}{' class=n' if i in right else ''}>{text}</{tag}>"
 
     top = "<tr>" + "".join(cell("th", i, t) for i, t in enumerate(head)) + "</tr>" if any(head) else ""
     body = "".join("<tr>" + "".join(cell("td", i, t) for i, t in enumerate(row)) + "</tr>" for row in rows)

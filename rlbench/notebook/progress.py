@@ -42,7 +42,8 @@ class Line:
         bar = (
             ""
             if fraction is None
-            else f'<progress max="1" value="{fraction:.3f}" style="width:12em;height:8px" aria-label="progress"></progress> '
+            else f'<progress max="1" value="{fraction:.3f}" style="width:12em;height:8px" aria-label="progress">'
+            "</progress> "
         )
         data = {
             "text/plain": text,
@@ -68,7 +69,10 @@ class GenerateProgress:
         finished = sum(int(p.values.get("finished", 0)) for p in progress)
         tokens = sum(int(p.values.get("tokens", 0)) for p in progress)
         rate = tokens / max(1e-6, time.monotonic() - self._begin)
-        self._line.show(f"{finished}/{self._total} samples · {tokens:,} tokens · {rate:,.0f} tok/s", finished / self._total)
+        self._line.show(
+            f"{finished}/{self._total} samples · {tokens:,} tokens · {rate:,.0f} tok/s",
+            finished / self._total,
+        )
 
     def close(self, result: Any) -> None:
         """Leave the cost line."""

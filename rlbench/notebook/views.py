@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rlbench.data import Rollouts, TrainBatch
+from rlbench.data import Rollout, Rollouts, TrainBatch
 from rlbench.data.metrics import SHOWN, Metrics, format_number
 from rlbench.notebook.markup import box, chip, escape, gib, table
 
@@ -16,14 +16,22 @@ GROUPS_SHOWN, SAMPLES_SHOWN, TEXT_SHOWN = 4, 4, 400
 def session_card(facts: dict[str, Any]) -> str:
     """The card at the end of a cell; `facts` as `Session.facts()` gives them."""
     head = (
-        f"<b>rlbench</b> · {escape(facts['name'])} <span class=q>{escape(facts['model'])}</span> &nbsp; step {facts['step']} · "
-        f"v{facts['version']} · seed {facts['seed']}" + (f" · {escape(facts['phase'])}" if facts["phase"] else "")
+        f"<b>rlbench</b> · {escape(facts['name'])} <span class=q>{escape(facts['model'])}</span> &nbsp; "
+        f"step {facts['step']} · "
+        f"v{facts['version']} · seed {facts['seed']}"
+        + (f" · {escape(facts['phase'])}" if facts["phase"] else "")
     )
     rows = []
     for engine in facts["engines"]:
         chips = " &nbsp; ".join(chip(part, state) for part, state in engine["state"].items())
-        note = f"<span class=w>⚠ {escape(engine['note'])}</span>" if engine["note"] else escape(engine["version"])
-        rows.append([f"<b>{escape(engine['name'])}</b>", escape(engine["kind"]), chips, gib(engine["bytes"]), note])
+        note = (
+            f"<span class=w>⚠ {escape(engine['note'])}</span>"
+            if engine["note"]
+            else escape(engine["version"])
+        )
+        rows.append(
+            [f"<b>{escape(engine['name'])}</b>", escape(engine["kind"]), chips, gib(engine["bytes"]), note]
+        )
     return box(f"<div>{head}</div>", table(["", "", "", "memory", ""], rows, numeric=[3]))
 
 
@@ -39,8 +47,7 @@ def rollouts_view(rollouts: Rollouts) -> str:
         parts.append(
             f"<div class=g><div>prompt {int(p)}: <code>{escape(_short(group.source.text))}</code>"
             f"<span class=q>{right}</span></div>"
-            + table([], ([_reward(o.reward), f"<code>{escape(_short(o.text))}</code>", f"{len(o)} tok", escape(o.finish_reason)]
-                         for o in shown), numeric=[2])
+            + table([], map(_row, shown), numeric=[2])
             + (f"<span class=q>… {more} more</span>" if more else "") + "</div>"
         )  # fmt: skip
     hidden = len(rollouts) - min(len(rollouts), GROUPS_SHOWN)
@@ -55,7 +62,9 @@ def metrics_view(metrics: Metrics) -> str:
     split = metrics.get("seconds")
     parts = [table(names, [[format_number(metrics[n]) for n in names]], numeric=range(len(names)))]
     if isinstance(split, dict):
-        parts.append('<div class=q>' + " · ".join(f"{escape(k)} {v:.2f} s" for k, v in split.items()) + "</div>")
+        parts.append(
+            "<div class=q>" + " · ".join(f"{escape(k)} {v:.2f} s" for k, v in split.items()) + "</div>"
+        )
     if metrics.get("skipped"):
         parts.append(f"<div class=w>⚠ step skipped: {escape(metrics['skipped'])}</div>")
     return box(*parts)
@@ -64,7 +73,7 @@ def metrics_view(metrics: Metrics) -> str:
 def history_view(records: list[dict[str, Any]]) -> str:
     """The last records as a table, with the reward as a sparkline."""
     if not records:
-        return box('<span class=q>No steps yet. <code>session.train_step(batch)</code></span>')
+        return box("<span class=q>No steps yet. <code>session.train_step(batch)</code></span>")
     names = [n for n in ("step", "reward", "loss", "kl", "entropy", "clip_fraction", "grad_norm", "length", "loss_name")
              if any(r.get(n) is not None for r in records)]  # fmt: skip
     rows = [[escape(format_number(r.get(n, ""))) for n in names] for r in records[-12:]]
@@ -80,7 +89,11 @@ def batch_view(batch: TrainBatch) -> str:
 
 def sparkline(values: list[float], width: int = 60) -> str:
     """Values as block characters, with the first and the last in figures."""
-    kept = values if len(values) <= width else [values[i] for i in np.linspace(0, len(values) - 1, width).astype(int)]
+    kept = (
+        values
+        if len(values) <= width
+        else [values[i] for i in np.linspace(0, len(values) - 1, width).astype(int)]
+    )
     low, high = min(kept), max(kept)
     blocks = "▁▂▃▄▅▆▇█"
     marks = "".join(blocks[round((v - low) / (high - low) * 7) if high > low else 0] for v in kept)
@@ -104,6 +117,11 @@ def _telling_samples(outputs: list[Any]) -> list[Any]:
         return ranked
     half = SAMPLES_SHOWN // 2
     return ranked[:half] + ranked[-half:]
+
+
+def _row(rollout: Rollout) -> list[str]:
+    text = f"<code>{escape(_short(rollout.text))}</code>"
+    return [_reward(rollout.reward), text, f"{len(rollout)} tok", escape(rollout.finish_reason)]
 
 
 def _reward(value: float | None) -> str:

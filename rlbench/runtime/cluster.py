@@ -21,7 +21,6 @@ from rlbench.runtime import guard, processes, registry
 from rlbench.runtime.devices import default_devices, gpu_count
 
 NAMESPACE = "rlbench"
-JOIN_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -46,11 +45,17 @@ class Cluster:
     def __enter__(self) -> Cluster:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
         shutdown()
 
     def __repr__(self) -> str:
-        kind = f"{self.gpus} GPU{'s' if self.gpus != 1 else ''}" if self.gpus else f"{self.devices} CPU device slots"
+        kind = (
+            f"{self.gpus} GPU{'s' if self.gpus != 1 else ''}"
+            if self.gpus
+            else f"{self.devices} CPU device slots"
+        )
         return f"Cluster({self.address}, {kind}{'' if self.ours else ', run by others'})"
 
 
@@ -120,7 +125,12 @@ def shutdown() -> None:
 
     ray.shutdown()
     record = registry.read_cluster()
-    if leaving.ours and record is not None and record.id == leaving.id and not registry.live_sessions(leaving.id):
+    if (
+        leaving.ours
+        and record is not None
+        and record.id == leaving.id
+        and not registry.live_sessions(leaving.id)
+    ):
         stop_cluster(record)
 
 
@@ -210,7 +220,7 @@ def _start(devices: int | None) -> registry.ClusterRecord:
              str(gpu_count())],
             start_new_session=True, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
         )  # fmt: skip
-    deadline = time.monotonic() + guard.START_LIMIT_S
+    deadline = time.monotonic() + guard.ATTEMPTS * guard.START_LIMIT_S
     while time.monotonic() < deadline:
         record = registry.read_cluster()
         if record is not None and record.id == cluster_id:
@@ -232,7 +242,9 @@ def _join_ours(record: registry.ClusterRecord) -> Cluster:
 
 def _join_other(address: str) -> Cluster:
     if not guard.answers(address, 2.0):
-        raise ClusterError(f"nothing answers at {address}: check the address, or rb.init() for a cluster of your own")
+        raise ClusterError(
+            f"nothing answers at {address}: check the address, or rb.init() for a cluster of your own"
+        )
     _ray_init(address)
     import ray
 
@@ -245,12 +257,7 @@ def _ray_init(address: str) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
 
-    deadline = time.monotonic() + JOIN_LIMIT_S
-    while True:
-        try:
-            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
-            return
-        except ConnectionError as error:  # the head answers a little before its node is registered
-            if time.monotonic() > deadline or not guard.answers(address):
-                raise ClusterError(f"the Ray cluster at {address} does not take us in: {error}") from error
-            time.sleep(0.2)
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except ConnectionError as error:
+        raise ClusterError(f"the Ray cluster at {address} does not take us in: {error}") from error

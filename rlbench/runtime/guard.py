@@ -25,6 +25,8 @@ from rlbench.runtime import processes, registry
 
 IDLE_LIMIT_S = 600.0
 START_LIMIT_S = 90.0
+ATTEMPTS = 2  # Ray gives its node 30 s to register, which a busy machine may exceed once
+STARTED = "Ray runtime started"
 
 
 def main(argv: list[str]) -> int:
@@ -33,28 +35,41 @@ def main(argv: list[str]) -> int:
     wanted_end: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: wanted_end.append(number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    temp_dir = tempfile.mkdtemp(prefix="rlb-")  # short: Ray puts unix sockets below it (107 characters at most)
-    ray: subprocess.Popen[bytes] | None = None
-    try:
+    for attempt in range(1, ATTEMPTS + 1):
+        # a short path: Ray puts unix sockets below it (107 characters at most)
+        temp_dir = tempfile.mkdtemp(prefix="rlb-")
         port = free_port()
-        ray = subprocess.Popen(ray_command(port, temp_dir, devices, gpus), env=ray_environment(),
-                               start_new_session=True, stdin=subprocess.DEVNULL)
-        if not _wait_for_ray(port, temp_dir, ray, wanted_end):
-            return 1
-        started = processes.start_time(os.getpid())
-        assert started is not None
-        registry.write_cluster(registry.ClusterRecord(
-            id=cluster_id, address=f"127.0.0.1:{port}", guard_pid=os.getpid(), guard_start=started,
-            ray_session=ray.pid, temp_dir=temp_dir, token_path=str(registry.token_file()), devices=devices, gpus=gpus,
-        ))
-        reason = _watch(cluster_id, ray, wanted_end)
-        print(f"guard: ending cluster {cluster_id}: {reason}", flush=True)
-        return 0
-    finally:
-        if ray is not None:
+        said = Path(temp_dir) / "start.log"
+        with said.open("w") as out:
+            ray = subprocess.Popen(
+                ray_command(port, temp_dir, devices, gpus), env=ray_environment(), start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+            )  # fmt: skip
+        try:
+            if _wait_for_ray(said, ray, wanted_end):
+                _publish(cluster_id, port, ray.pid, temp_dir, devices, gpus)
+                print(
+                    f"guard: ending cluster {cluster_id}: {_watch(cluster_id, ray, wanted_end)}", flush=True
+                )
+                return 0
+            print(
+                f"guard: start {attempt} of {ATTEMPTS} failed; Ray said:\n{said.read_text()[-2000:]}",
+                flush=True,
+            )
+        finally:
             clean_up(cluster_id, ray.pid, temp_dir)
-        else:
-            shutil.rmtree(temp_dir, ignore_errors=True)
+        if wanted_end:
+            break
+    return 1
+
+
+def _publish(cluster_id: str, port: int, ray_session: int, temp_dir: str, devices: int, gpus: int) -> None:
+    started = processes.start_time(os.getpid())
+    assert started is not None
+    registry.write_cluster(registry.ClusterRecord(
+        id=cluster_id, address=f"127.0.0.1:{port}", guard_pid=os.getpid(), guard_start=started,
+        ray_session=ray_session, temp_dir=temp_dir, token_path=str(registry.token_file()), devices=devices, gpus=gpus,
+    ))  # fmt: skip
 
 
 def ray_command(port: int, temp_dir: str, devices: int, gpus: int) -> list[str]:
@@ -71,7 +86,8 @@ def ray_environment() -> dict[str, str]:
     """Environment for Ray's processes: token authentication, and none of the notebook's process identity."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("JPY_", "RAY_"))}
     return env | {
-        "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(registry.token_file()), "RAY_enable_metrics_collection": "0",
+        "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(registry.token_file()),
+        "RAY_enable_metrics_collection": "0",
     }  # fmt: skip
 
 
@@ -107,17 +123,15 @@ def clean_up(cluster_id: str, ray_session: int, temp_dir: str) -> None:
     registry.forget_cluster(cluster_id)
 
 
-def _wait_for_ray(port: int, temp_dir: str, ray: subprocess.Popen[bytes], wanted_end: list[int]) -> bool:
-    raylet = os.path.join(temp_dir, "session_latest", "sockets", "raylet")
+def _wait_for_ray(said: Path, ray: subprocess.Popen[bytes], wanted_end: list[int]) -> bool:
+    """True once `ray start` says that the node is registered; its port answers some time before that."""
     deadline = time.monotonic() + START_LIMIT_S
     while time.monotonic() < deadline and not wanted_end:
-        if ray.poll() is not None:
-            print(f"guard: `ray start` ended with status {ray.returncode} before it answered", flush=True)
-            return False
-        if answers(f"127.0.0.1:{port}") and os.path.exists(raylet):
+        if STARTED in said.read_text(errors="replace"):
             return True
+        if ray.poll() is not None:
+            return False
         time.sleep(0.05)
-    print("guard: Ray did not answer in time", flush=True)
     return False
 
 

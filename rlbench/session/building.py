@@ -26,7 +26,9 @@ def check_options(
     train: Mapping[str, Any] | None, inference: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Both engines' options, refused where nobody would read them."""
-    return checked("train", train, SIZES | POLICY | RANK), checked("inference", inference, SIZES | REPLICA | {"executor"})
+    return checked("train", train, SIZES | POLICY | RANK), checked(
+        "inference", inference, SIZES | REPLICA | {"executor"}
+    )
 
 
 def plans(options: SessionOptions, link: Link) -> dict[str, Callable[[], Engine]]:
@@ -36,14 +38,21 @@ def plans(options: SessionOptions, link: Link) -> dict[str, Callable[[], Engine]
         "inference": partial(_inference, options, link),
     }
     if options.reference is not None:
-        found["reference"] = partial(_policy, "reference", options.reference, options.train, False, options.seed, link)
+        found["reference"] = partial(
+            _policy, "reference", options.reference, options.train, False, options.seed, link
+        )
     return found
 
 
 def _policy(role: str, path: str, given: dict[str, Any], trainable: bool, seed: int, link: Link) -> Engine:
     spec = PolicySpec(path, trainable, **{k: v for k, v in given.items() if k in POLICY})
-    engine = TrainEngine(spec, name=role, link=link, seed=seed, **{k: v for k, v in given.items() if k in RANK})
-    return engine.build(**_train_sizes(given))
+    engine = TrainEngine(
+        spec, name=role, link=link, seed=seed, **{k: v for k, v in given.items() if k in RANK}
+    )
+    sizes = _train_sizes(given)
+    return engine.build(
+        tensor_parallel_size=sizes["tensor_parallel_size"], data_parallel_size=sizes["data_parallel_size"]
+    )
 
 
 def _train_sizes(given: dict[str, Any]) -> dict[str, int]:
@@ -58,7 +67,9 @@ def _inference(options: SessionOptions, link: Link) -> Engine:
     given = dict(options.inference)
     sizes = {k: given.pop(k) for k in list(given) if k in SIZES}
     given.setdefault("dtype", options.train.get("dtype") or _trainer_dtype(options.path))
-    engine = InferenceEngine(options.path, given.pop("executor", "vllm"), seed=options.seed, link=link, **given)
+    engine = InferenceEngine(
+        options.path, given.pop("executor", "vllm"), seed=options.seed, link=link, **given
+    )
     return engine.build(**sizes)
 
 

@@ -18,12 +18,15 @@ def card_facts(state: dict[str, Any], samples: list[dict[str, Any]]) -> dict[str
 
 def text_card(facts: dict[str, Any]) -> str:
     """The card as text."""
-    lines = [f"rlbench · {facts['name']} ({facts['model']})   step {facts['step']} · v{facts['version']} · seed {facts['seed']}"
-             + (f" · {facts['phase']}" if facts["phase"] else "")]  # fmt: skip
+    where = f"step {facts['step']} · v{facts['version']} · seed {facts['seed']}"
+    phase = f" · {facts['phase']}" if facts["phase"] else ""
+    lines = [f"rlbench · {facts['name']} ({facts['model']})   {where}{phase}"]
     for engine in facts["engines"]:
         parts = "   ".join(f"{part} {state}" for part, state in engine["state"].items())
         note = f"⚠ {engine['note']}" if engine["note"] else engine["version"]
-        lines.append(f"{engine['name']:<10} {engine['kind']:<9} {parts}   {engine['bytes'] / 2**30:.3g} GiB   {note}")
+        lines.append(
+            f"{engine['name']:<10} {engine['kind']:<9} {parts}   {engine['bytes'] / 2**30:.3g} GiB   {note}"
+        )
     return "\n".join(lines)
 
 
@@ -41,6 +44,10 @@ def _engine(name: str, record: dict[str, Any], version: int, resident: dict[str,
         "kind": f"{info.get('executor', 'fsdp2')} ×{len(record.get('actors', []))}",
         "state": {part: state[part] for part in parts if part in state},
         "bytes": sum(resident.get(actor, 0) for actor in record.get("actors", [])),
-        "version": f"v{held}" if inference and held is not None else "frozen" if name == "reference" else f"v{version}",
+        "version": f"v{held}"
+        if inference and held is not None
+        else "frozen"
+        if name == "reference"
+        else f"v{version}",
         "note": note,
     }

@@ -44,7 +44,9 @@ def ship(loss: Any, batch: TrainBatch) -> ShippedLoss:
     name = loss if isinstance(loss, str) else getattr(resolved, "__name__", None) or repr(resolved)
     try_loss(resolved, name, batch)
     blob = bytes(cloudpickle.dumps(resolved))
-    return ShippedLoss(name, blob, hashlib.sha256(blob).hexdigest()[:12], bool(getattr(resolved, "needs_reference", False)))
+    return ShippedLoss(
+        name, blob, hashlib.sha256(blob).hexdigest()[:12], bool(getattr(resolved, "needs_reference", False))
+    )
 
 
 def try_loss(loss: Callable[..., Any], name: str, batch: TrainBatch) -> None:
@@ -77,12 +79,14 @@ def try_loss(loss: Callable[..., Any], name: str, batch: TrainBatch) -> None:
         raise LossError(f"`{name}` gave NaN or infinity on trained tokens. Engines are untouched.")
     for key, value in metrics.items():
         if not isinstance(key, str) or not (isinstance(value, int | float) or torch.is_tensor(value)):
-            raise LossError(f"`{name}`: metric {key!r} is {type(value).__name__}; wanted numbers or tensors by name")
+            raise LossError(
+                f"`{name}`: metric {key!r} is {type(value).__name__}; wanted numbers or tensors by name"
+            )
     _need_gradient(per_token, inputs, name)
 
 
 def trial_inputs(batch: TrainBatch) -> Any:
-    """`LossInputs` of the two shortest sequences, with log-probs a little off the sampler's, so that ratios are not 1."""
+    """`LossInputs` of the two shortest sequences; log-probs a little off the sampler's, so that ratios are not 1."""
     import torch
 
     from rlbench.rl.types import LossInputs
@@ -120,7 +124,9 @@ def _need_gradient(per_token: Any, inputs: Any, name: str) -> None:
             "Engines are untouched."
         )
     if not torch.isfinite(reached[0]).all():
-        raise LossError(f"the gradient of `{name}` with respect to the log-probs is not finite. Engines are untouched.")
+        raise LossError(
+            f"the gradient of `{name}` with respect to the log-probs is not finite. Engines are untouched."
+        )
 
 
 def _where(error: BaseException) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
-from rlbench.data import Rollouts, TrainBatch
+from rlbench.data import TrainBatch
 from rlbench.data.history import History
 from rlbench.data.metrics import Metrics
 from rlbench.dispatch.chain import Chain, Steps
@@ -20,7 +20,7 @@ from rlbench.engines.sync import sync_weights
 from rlbench.errors import SessionError, StateError, Stopped, nearest
 from rlbench.runtime import cluster, registry
 from rlbench.session import building, training
-from rlbench.session.evaluation import Evaluation, evaluate_steps
+from rlbench.session.evaluation import evaluate_steps
 from rlbench.session.facts import card_facts, text_card
 from rlbench.session.options import SessionOptions, resolve_model
 from rlbench.session.training import Anchors, StepOptions
@@ -151,7 +151,9 @@ class Session:
         """
         if on_stop not in ("raise", "return"):
             raise SessionError(f"on_stop={on_stop!r}: wanted 'raise' or 'return'")
-        pending = self.inference.submit_generate(prompts, {**(sampling or {}), **options}, n=n, progress=progress)
+        pending = self.inference.submit_generate(
+            prompts, {**(sampling or {}), **options}, n=n, progress=progress
+        )
         if not block:
             return pending
         try:
@@ -163,8 +165,8 @@ class Session:
         return self.last
 
     def train_step(
-        self, batch: TrainBatch, loss: Any = "grpo", *, aggregation: str = "token-mean", token_budget: int | None = None,
-        packing: bool = True, lr: float | None = None, block: bool = True,
+        self, batch: TrainBatch, loss: Any = "grpo", *, aggregation: str = "token-mean",
+        token_budget: int | None = None, packing: bool = True, lr: float | None = None, block: bool = True,
     ) -> Any:  # fmt: skip
         """Exactly one optimizer step: `forward_backward` over micro-batches, then `optim_step`.
 
@@ -184,12 +186,14 @@ class Session:
         return self._run("train_step", training.train_step_steps(self, batch, loss, options, lr), block)
 
     def forward_backward(
-        self, batch: TrainBatch, loss: Any = "grpo", *, aggregation: str = "token-mean", token_budget: int | None = None,
-        packing: bool = True, block: bool = True,
+        self, batch: TrainBatch, loss: Any = "grpo", *, aggregation: str = "token-mean",
+        token_budget: int | None = None, packing: bool = True, block: bool = True,
     ) -> Any:  # fmt: skip
         """Accumulate the gradient of `loss` on `batch`; `optim_step()` uses it, `zero_grad()` drops it."""
         options = StepOptions(aggregation, token_budget, packing)
-        return self._run("forward_backward", training.forward_backward_steps(self, batch, loss, options), block)
+        return self._run(
+            "forward_backward", training.forward_backward_steps(self, batch, loss, options), block
+        )
 
     def optim_step(self, lr: float | None = None, block: bool = True) -> Any:
         """One optimizer step on the accumulated gradients; returns its `Metrics`."""
@@ -210,7 +214,7 @@ class Session:
         return chain.blocking_result() if block else chain
 
     def offload(self, engine: str, *parts: str) -> dict[str, Any]:
-        """Free an engine's device memory: `offload("train")`, `offload("inference", "kv_cache")`; returns what was measured."""
+        """Free device memory, `offload("train")` or `offload("inference", "kv_cache")`; returns what was measured."""
         return self._engine(engine).cpu(parts or None)
 
     def onload(self, engine: str, *parts: str) -> dict[str, Any]:
@@ -218,11 +222,20 @@ class Session:
         return self._engine(engine).cuda(parts or None)
 
     def evaluate(
-        self, prompts: Any, reward: Any, n: int = 1, *, block: bool = True, progress: bool = True, **sampling: Any
+        self,
+        prompts: Any,
+        reward: Any,
+        n: int = 1,
+        *,
+        block: bool = True,
+        progress: bool = True,
+        **sampling: Any,
     ) -> Any:
         """Mean reward of `n` completions per prompt, greedy unless told otherwise; returns an `Evaluation`."""
         chosen = {"temperature": 0.0} | sampling
-        return self._run("evaluate", evaluate_steps(self.inference, prompts, reward, n, chosen, progress), block)
+        return self._run(
+            "evaluate", evaluate_steps(self.inference, prompts, reward, n, chosen, progress), block
+        )
 
     def logprobs(self, batch: TrainBatch) -> Any:
         """The trainer's log-probs of a batch's responses, flat float32."""

@@ -40,7 +40,9 @@ class StepOptions:
         return {"aggregation": self.aggregation, "token_budget": self.token_budget, "packing": self.packing}
 
 
-def train_step_steps(session: Session, batch: TrainBatch, loss: Any, options: StepOptions, lr: float | None) -> Steps:
+def train_step_steps(
+    session: Session, batch: TrainBatch, loss: Any, options: StepOptions, lr: float | None
+) -> Steps:
     """Exactly one optimizer step on `batch`; returns `Metrics` and records them."""
     begin = time.perf_counter()
     metrics = yield from forward_backward_steps(session, batch, loss, options)
@@ -82,9 +84,16 @@ def forward_backward_steps(session: Session, batch: TrainBatch, loss: Any, optio
 def optim_step_steps(session: Session, lr: float | None) -> Steps:
     """Step the optimizer on the accumulated gradients; the trainer's version goes up unless the step was skipped."""
     options = {} if lr is None else {"lr": lr}
-    done = yield session.train.call_all("policy_optim_step", options, finish=lambda v: v[0], what="optim_step")
+    done = yield session.train.call_all(
+        "policy_optim_step", options, finish=lambda v: v[0], what="optim_step"
+    )
     step, version = session.advance(stepped=bool(done["stepped"]))
-    return done["metrics"] | {"skipped": done["skipped"], "seconds": done["seconds"], "step": step, "version": version}
+    return done["metrics"] | {
+        "skipped": done["skipped"],
+        "seconds": done["seconds"],
+        "step": step,
+        "version": version,
+    }
 
 
 def reference_steps(session: Session, batch: TrainBatch, options: StepOptions) -> Steps:

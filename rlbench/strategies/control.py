@@ -64,7 +64,7 @@ class ControlGroup:
         result = None
         try:
             result = work()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the peers must hear of it
+        except Exception as error:  # whatever it is, the peers must hear of it
             failure = error
         self.raise_together(doing, failure)
         return result

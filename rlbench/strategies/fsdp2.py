@@ -90,8 +90,7 @@ class FSDPV2Strategy:
         if self.train_batch_size % per_pass:
             raise BuildError(
                 f"train_batch_size={self.train_batch_size} is not a multiple of micro_train_batch_size x "
-                "ranks "
-                f"({self.micro_train_batch_size} x {self.world_size}); change one of them."
+                f"ranks ({self.micro_train_batch_size} x {self.world_size}); change one of them."
             )
         return self.train_batch_size // per_pass
 

@@ -121,8 +121,8 @@ def _refuse(
     if said:
         raise BuildError(
             f"the weights of {opened.label} do not fit {owner}: {'; '.join(said)}. Give the right "
-            "checkpoint, or map "
-            "names in preprocess_input_named_parameters(name, param) (None drops a tensor)."
+            "checkpoint, or map names in preprocess_input_named_parameters(name, param) (None drops a "
+            "tensor)."
         )
 
 

@@ -47,8 +47,7 @@ def open_source(
     if not isinstance(source, str | Path):
         raise BuildError(
             f"materialization_source() returned {type(source).__name__}; it must be a path, a dict of "
-            "tensors or a "
-            "dict of initialisers."
+            "tensors or a dict of initialisers."
         )
     path = locate(str(source), revision)
     if path.is_dir():
@@ -79,8 +78,7 @@ def locate(source: str, revision: str | None = None) -> Path:
     except Exception as error:  # the hub's client raises many kinds; all mean that the weights are not here
         raise BuildError(
             f"{source!r} is neither a path on this machine nor a model that the hub or its local cache can "
-            "serve now "
-            f"({type(error).__name__}); give a folder, or download it while the network is there."
+            f"serve now ({type(error).__name__}); give a folder, or download it while the network is there."
         ) from error
     return folder
 

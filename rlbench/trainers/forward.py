@@ -91,10 +91,8 @@ class PolicyModel:
         if logits.dim() != 3 or logits.shape[:2] != inputs.input_ids.shape:
             raise EngineError(
                 f"{type(self.module).__name__} returned logits of shape {tuple(logits.shape)} for input ids "
-                "of shape "
-                f"{tuple(inputs.input_ids.shape)}; a policy returns (sequences, tokens, vocabulary), or an "
-                "output "
-                "with .logits of that shape."
+                f"of shape {tuple(inputs.input_ids.shape)}; a policy returns (sequences, tokens, "
+                "vocabulary), or an output with .logits of that shape."
             )
         return logits.flatten(0, 1)[inputs.predictors]
 
@@ -117,8 +115,7 @@ class PolicyModel:
         if not isinstance(self.module, PreTrainedModel) or lacking:
             raise EngineError(
                 f"{name} cannot run packed: packing needs a transformers causal model whose forward takes "
-                "position_ids, "
-                "use_cache and logits_to_keep; pass packing=False."
+                "position_ids, use_cache and logits_to_keep; pass packing=False."
             )
         probe = _probe(batch)
         training = self.module.training
@@ -134,8 +131,7 @@ class PolicyModel:
         if not gap <= (HALF_TOLERANCE if self._half else CHECK_TOLERANCE):
             raise EngineError(
                 f"{name} computes something else when sequences are packed (mean log-prob difference "
-                f"{gap:.2g}): its "
-                "layers look across sequences; pass packing=False."
+                f"{gap:.2g}): its layers look across sequences; pass packing=False."
             )
         self._packing_proved = True
 

@@ -35,8 +35,7 @@ class LossCache:
             except Exception as error:  # whatever the user's own modules raise while they are imported
                 raise LossError(
                     f"the loss cannot be rebuilt on the rank ({type(error).__name__}: {error}); define what "
-                    "it needs in "
-                    "the notebook, or install it where the ranks run."
+                    "it needs in the notebook, or install it where the ranks run."
                 ) from error
             self._held[key] = resolve(value)
         self._held.move_to_end(key)
@@ -73,8 +72,7 @@ def evaluate(loss: Loss, inputs: LossInputs, weights: Tensor) -> tuple[Tensor, d
         bad = int((~torch.isfinite(per_token) & inputs.mask).sum())
         raise LossError(
             f"the loss is {float(total.detach())}: {bad} of {int(inputs.mask.sum())} trained tokens are not "
-            "finite; "
-            "look for log or division of zero, or exp of a large ratio. No step was taken."
+            "finite; look for log or division of zero, or exp of a large ratio. No step was taken."
         )
     return total, metrics
 

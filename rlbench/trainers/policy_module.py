@@ -70,8 +70,7 @@ def causal_class(path: str, revision: str | None = None) -> type[Any]:
     except (OSError, ValueError) as error:
         raise BuildError(
             f"{path!r} cannot be opened as a model: it is neither a folder with a config.json of a known "
-            "type nor a "
-            f"model that the hub or its local cache can serve now ({str(error).splitlines()[0]})"
+            f"type nor a model that the hub or its local cache can serve now ({str(error).splitlines()[0]})"
         ) from error
     for name in config.architectures or ():
         if hasattr(transformers, name):

@@ -2,8 +2,8 @@
 
 Every rank holds the whole batch and makes the same plan; each computes its own rows. Ranks vote before every
 backward, so that a stop or a failure on one ends the call on all with gradients cleared. The loss is
-normalised over
-the whole optimizer step: all micro-batches, all ranks, and all `forward_backward` calls since the last step.
+normalised over the whole optimizer step: all micro-batches, all ranks, and all `forward_backward` calls since
+the last step.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class PolicyStep:
                             weights = pending.aggregation.weights(view.mask, pending.totals)
                             total, own = evaluate(loss, view, weights)
                             measure(sums, view, own, float(total.detach()) / share)
-                    except Exception as error:  # noqa: BLE001 - a user's code: the vote ends the call
+                    except Exception as error:  # a user's code: the vote ends the call
                         failure = error
                     clock.add("loss", begin)
                     verdict = (
@@ -215,8 +215,7 @@ class PolicyStep:
         if self._pending.aggregation != aggregation:
             raise LossError(
                 f"gradients of aggregation={self._pending.aggregation.mode!r} wait for a step; they cannot "
-                "be joined by "
-                f"{aggregation.mode!r}: call optim_step or zero_grad first."
+                f"be joined by {aggregation.mode!r}: call optim_step or zero_grad first."
             )
         whole = BatchTotals.combine([self._pending.totals, own])
         one = torch.ones(1, 1, dtype=torch.bool)

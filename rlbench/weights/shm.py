@@ -156,7 +156,7 @@ class ShmReader:
         except OSError as error:
             raise WeightSyncError(
                 f"the staged weights {bucket.path} cannot be read here ({error.strerror}): sender and replica "
-                "must be on one host, and the sender must keep its stage until then: sync again"
+                "must be on one host, and the sender must still hold its stage; sync again"
             ) from error
         if known.nbytes < bucket.nbytes:
             raise WeightSyncError(

@@ -123,6 +123,14 @@ class ReplicaWorkerMixin:
         self.reload_weights()  # type: ignore[attr-defined]
         repack_stale(model, before)
 
+    def finish_weight_update(self) -> None:
+        """As vLLM's, but a failure ends the update too: a later one would be refused as nested otherwise."""
+        try:
+            super().finish_weight_update()  # type: ignore[misc]
+        except BaseException:
+            self._weight_update_active = False
+            raise
+
     def describe(self) -> dict[str, Any]:
         """Process id, bytes of the weights, and (address, bytes) of each KV buffer, of this worker."""
         runner = self.model_runner  # type: ignore[attr-defined]

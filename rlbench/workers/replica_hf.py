@@ -90,8 +90,7 @@ class HfReplica:
             "threads": threads,
         }
 
-    # --- generating
-    # -------------------------------------------------------------------------------------------------
+    # --- generating ----------------------------------------------------------------------
 
     def generate(self, job: GenerateJob) -> GeneratedArrays:
         """Draw `job.n` samples of every prompt; arguments, errors and stopping as `VllmReplica.generate`."""
@@ -185,8 +184,7 @@ class HfReplica:
     def _decode(self, skip_special_tokens: bool) -> Any:
         return lambda ids: self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    # --- device states
-    # ----------------------------------------------------------------------------------------------
+    # --- device states -------------------------------------------------------------------
 
     def to_state(self, state: str, tags: list[str] | None = None) -> dict[str, Any]:
         """Move weights to a device state, as `VllmReplica.to_state`. There is no KV cache between calls, so
@@ -241,8 +239,7 @@ class HfReplica:
         self._replace_model(self._from_checkpoint())
         self.commit_version(0)
 
-    # --- weights
-    # ----------------------------------------------------------------------------------------------------
+    # --- weights -------------------------------------------------------------------------
 
     def begin_sync(self) -> None:
         """Refuse a sync that cannot be applied, before the trainer gathers anything. Changes nothing."""
@@ -291,8 +288,7 @@ class HfReplica:
         gc.collect()
         return_free_memory()
 
-    # --- control
-    # ----------------------------------------------------------------------------------------------------
+    # --- control -------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
         """Device states, version and the number of running samples. Thread-safe, never waits."""

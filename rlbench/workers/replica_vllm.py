@@ -120,8 +120,7 @@ class VllmReplica:
             "threads": threads,
         }
 
-    # --- generating
-    # -------------------------------------------------------------------------------------------------
+    # --- generating ----------------------------------------------------------------------
 
     def generate(self, job: GenerateJob) -> GeneratedArrays:
         """Draw `job.n` samples of every prompt, each a request of its own with its own seed.
@@ -170,8 +169,7 @@ class VllmReplica:
             finally:
                 self._running = {}
 
-    # --- device states
-    # ----------------------------------------------------------------------------------------------
+    # --- device states -------------------------------------------------------------------
 
     def to_state(self, state: str, tags: list[str] | None = None) -> dict[str, Any]:
         """Move weights and KV cache to a device state: `cuda` resident, `cpu` kept in host memory, `meta`
@@ -214,7 +212,9 @@ class VllmReplica:
                 raise StateError(
                     "vLLM on a GPU releases weights only together with the KV cache: leave the tags out"
                 )
-            executor.sleep(1 if state == "cpu" else 2)
+            if executor.sleeping_tags:  # vLLM ignores a second sleep, also a deeper one
+                executor.wake_up(sorted(executor.sleeping_tags))
+            executor.sleep(1 if state == "cpu" and self.state.weights != "meta" else 2)
         else:
             drop = ["kv_cache", *(["weights"] if state == "meta" else [])]
             gone = executor.sleeping_tags
@@ -246,8 +246,7 @@ class VllmReplica:
         self._reset_caches()
         self.commit_version(0)
 
-    # --- weights
-    # ----------------------------------------------------------------------------------------------------
+    # --- weights -------------------------------------------------------------------------
 
     def begin_sync(self) -> None:
         """Refuse a sync that cannot be applied, before the trainer gathers anything. Changes nothing."""
@@ -312,8 +311,7 @@ class VllmReplica:
             engine.reset_mm_cache()
             engine.reset_encoder_cache()
 
-    # --- control
-    # ----------------------------------------------------------------------------------------------------
+    # --- control -------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
         """Device states, version and the number of running samples. Thread-safe, never waits."""

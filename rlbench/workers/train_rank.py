@@ -141,8 +141,7 @@ class TrainRank:
             if FORWARD_INSTEAD_OF_CALL in str(error):
                 raise EngineError(
                     f"{name} used a submodule or parameter whose shards are not gathered ({error}); go "
-                    "through "
-                    "self(...), not self.forward(...) or a part of the model."
+                    "through self(...), not self.forward(...) or a part of the model."
                 ) from error
             raise
         except BaseException:
@@ -303,8 +302,7 @@ class TrainRank:
         if len(optimizers) != 1:
             raise EngineError(
                 f"the module has {len(optimizers)} optimizers and none is called self.optimizer; create it "
-                "in "
-                "on_weights_materialized: self.optimizer = self.strategy.create_optimizer(self, lr=…)."
+                "in on_weights_materialized: self.optimizer = self.strategy.create_optimizer(self, lr=…)."
             )
         return optimizers[0]
 
@@ -325,7 +323,7 @@ def _unpickled(blob: bytes) -> BaseTrainModule:
     check_module(module)
     if not isinstance(module, BaseTrainModule) or isinstance(module, FSDPModule):
         raise BuildError(
-            f"{type(module).__name__} does not inherit from a base of rlbench.nn; make it "
-            f"`class Mine(rlbench.nn.HuggingFaceFsdp2TrainModule, {type(module).__name__})`."
+            f"{type(module).__name__} does not inherit from a base of rlbench.nn; make it `class "
+            f"Mine(rlbench.nn.HuggingFaceFsdp2TrainModule, {type(module).__name__})`."
         )
     return module

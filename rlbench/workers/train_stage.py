@@ -54,7 +54,7 @@ class WeightSender:
                 manifest = self._stage_of(transport, prefix, bucket_bytes).write(tensors)
             for _ in tensors:
                 pass
-        except Exception as error:  # noqa: BLE001 - a user's hook, or a full /dev/shm: the peers must hear of it
+        except Exception as error:  # a user's hook, or a full /dev/shm: the peers must hear of it
             failure = error
         if failure is not None:  # the peers still gather: take part to the end, then tell them
             with contextlib.suppress(EngineError):  # a peer's failure, told below as well
@@ -108,7 +108,7 @@ class WeightSender:
             if isinstance(tensor, DTensor):
                 try:
                     mapped = self._module.postprocess_output_named_parameters(name, tensor, parameters)
-                except Exception as error:  # noqa: BLE001 - a user's hook: the next vote ends the sync
+                except Exception as error:  # a user's hook: the next vote ends the sync
                     failure, mapped = error, None
             if mapped is not None:
                 full = mapped[1].full_tensor() if isinstance(mapped[1], DTensor) else mapped[1]
@@ -132,7 +132,7 @@ def _renames(module: BaseTrainModule) -> dict[str, str] | None:
     by_id = {id(probe): name for name, probe in probes.items()}
     try:
         converted = to_checkpoint_names(module, dict(probes))
-    except Exception:  # noqa: BLE001 - a conversion looked into the tensors, which probes do not have
+    except Exception:  # a conversion looked into the tensors, which probes do not have
         return None
     found = {by_id.get(id(tensor)): name for name, tensor in converted.items()}
     return (

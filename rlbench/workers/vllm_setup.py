@@ -4,8 +4,10 @@ reasons.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import warnings
 from typing import Any
 
 from rlbench.errors import BuildError, nearest
@@ -46,7 +48,10 @@ def prepare_environment(config: ReplicaConfig) -> None:
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # what it says before it reads that
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    warnings.filterwarnings("ignore", category=FutureWarning, message=".*reduce_op")
     prepare_threads(config)
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _thread_binding(config))
     if config.enforce_eager:

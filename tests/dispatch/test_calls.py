@@ -26,7 +26,9 @@ def link(cluster):
 def actors(link):
     import ray
 
-    hosts = [spawn_host(link, "echo", i, "tests.targets:EchoTarget", (i,), {}, {"num_cpus": 0}) for i in range(2)]
+    hosts = [
+        spawn_host(link, "echo", i, "tests.targets:EchoTarget", (i,), {}, {"num_cpus": 0}) for i in range(2)
+    ]
     ray.get([h.pid.remote() for h in hosts])
     link.engine("echo", {"kind": "train", "actors": [f"rlbench/calls/echo/{i}" for i in range(2)]})
     return hosts
@@ -45,8 +47,10 @@ def test_arguments_by_position_and_keyword_arrive_and_object_refs_are_resolved(l
     import ray
 
     array = np.arange(1000)
-    pending = link.submit("echo", ["rank 0"], actors[:1], "echo", [((1, ray.put(array)), {"key": "value"})], list)
-    (args, kwargs), = pending.result()
+    pending = link.submit(
+        "echo", ["rank 0"], actors[:1], "echo", [((1, ray.put(array)), {"key": "value"})], list
+    )
+    ((args, kwargs),) = pending.result()
     assert args[0] == 1 and (args[1] == array).all() and kwargs == {"key": "value"}
 
 

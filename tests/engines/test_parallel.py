@@ -1,0 +1,81 @@
+"""NeedParallel: what is split, how evenly, and what is refused."""
+
+import numpy as np
+import pytest
+import torch
+
+from rlbench.engines.parallel import NeedParallel, estimated_bytes, row_spans, split_call
+from rlbench.errors import DataError
+
+
+def rows_of(calls, i=0):
+    return [args[i] for args, _ in calls]
+
+
+def test_rows_are_split_in_order_with_the_remainder_to_the_first_ranks():
+    assert rows_of(split_call((NeedParallel([0, 1, 2, 3, 4]),), {}, 4)) == [[0, 1], [2], [3], [4]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("rows", [8, 13, 40])
+def test_every_row_goes_to_exactly_one_rank(rows, ranks):
+    parts = rows_of(split_call((NeedParallel(list(range(rows))),), {}, ranks))
+    assert [row for part in parts for row in part] == list(range(rows))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_tensors_and_arrays_are_split_along_their_first_dimension():
+    parts = rows_of(split_call((NeedParallel(torch.arange(10).view(5, 2)),), {}, 4))
+    assert [tuple(p.shape) for p in parts] == [(2, 2), (1, 2), (1, 2), (1, 2)]
+    assert rows_of(split_call((NeedParallel(np.arange(4)),), {}, 2))[1].tolist() == [2, 3]
+
+
+def test_several_marked_arguments_are_split_alike_and_others_copied():
+    calls = split_call((NeedParallel(list("abcd")), 7), {"y": NeedParallel((1, 2, 3, 4))}, 2)
+    assert calls == [((["a", "b"], 7), {"y": (1, 2)}), ((["c", "d"], 7), {"y": (3, 4)})]
+
+
+def test_marked_arguments_of_different_lengths_are_refused():
+    with pytest.raises(DataError, match="same number of rows"):
+        split_call((NeedParallel([1, 2]), NeedParallel([1, 2, 3])), {}, 2)
+
+
+def test_fewer_rows_than_ranks_are_repeated_where_every_row_weighs_the_same():
+    assert rows_of(split_call((NeedParallel(["x"]),), {}, 4)) == [["x"]] * 4
+    assert rows_of(split_call((NeedParallel(["x", "y"]),), {}, 4)) == [["x"], ["x"], ["y"], ["y"]]
+
+
+def test_fewer_rows_than_ranks_are_refused_where_repeating_would_skew_the_weights():
+    with pytest.raises(DataError, match="3 rows for 4 ranks"):
+        row_spans(3, 4)
+
+
+def test_no_rows_are_refused():
+    with pytest.raises(DataError, match="no rows"):
+        split_call((NeedParallel([]),), {}, 2)
+
+
+@pytest.mark.parametrize("alias", ["dp", "data parallel", "data_parallel", "data-parallel"])
+def test_names_of_data_parallel(alias):
+    assert len(NeedParallel([1, 2], type=alias)) == 2
+
+
+def test_sequence_parallel_raises_until_it_computes_right():
+    with pytest.raises(DataError, match="computed wrong"):
+        NeedParallel([[1, 2]], type="seq")
+    with pytest.raises(DataError, match="wanted"):
+        NeedParallel([[1, 2]], type="tensor")
+
+
+@pytest.mark.parametrize("data", ["text", {"a": [1]}, 3, None])
+def test_what_has_no_rows_is_refused(data):
+    with pytest.raises(DataError, match="wants rows"):
+        NeedParallel(data)
+
+
+def test_the_size_estimate_sees_through_containers():
+    big = np.zeros(1 << 20, np.float32)
+    assert estimated_bytes([NeedParallel(big)]) >= big.nbytes
+    assert estimated_bytes({"k": torch.zeros(1 << 18)}) >= 1 << 20
+    assert estimated_bytes([[1] * 1000] * 1000) > 4 << 20
+    assert estimated_bytes([1, "a", None]) < 1000
