@@ -3,8 +3,8 @@
 Surface after LightRFT's `FSDPV2Strategy`. One rule of gradient scale: `backward` is the only place that
 scales a loss. With `reduction="mean"` (a user's own loss, a mean over the rank's data) it divides by the
 accumulation steps and FSDP averages over ranks. With `reduction="sum"` the loss is this rank's term of a
-sum that is already normalised
-over the whole optimizer step: nothing is divided, and FSDP's mean over ranks is undone.
+sum that is already normalised over the whole optimizer step: nothing is divided, and FSDP's mean over ranks
+is undone.
 """
 
 from __future__ import annotations

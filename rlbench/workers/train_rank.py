@@ -253,7 +253,9 @@ class TrainRank:
         """State of each part. Never blocks."""
         built = self._module is not None and bool(self._methods)
         parts = dict(self._residency.state) if built else {"weights": "empty", "optimizer": "empty"}
-        return {"built": built, "rank": self.rank, **parts}
+        optimizers = self._optimizers() if built else []
+        lr = float(optimizers[0].param_groups[0]["lr"]) if optimizers else None
+        return {"built": built, "rank": self.rank, "lr": lr, **parts}
 
     def memory(self) -> dict[str, Any]:
         """Bytes by owner as the last verb left them, and the states. Never blocks."""

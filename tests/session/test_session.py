@@ -1,0 +1,278 @@
+"""A session on the tiny model, two training ranks, a reference and one vLLM replica: what each verb promises."""
+
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import rlbench as rb
+from rlbench.errors import DataError, EngineError, LossError, SessionError, StateError
+from rlbench.tiny import tasks
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def scored(session):
+    return session.rollout(tasks.prompts(12, seed=5), n=4, max_tokens=12).score(tasks.reward)
+
+
+@pytest.fixture
+def batch(scored):
+    return scored.batch(advantage=rb.rl.group_normalized())
+
+
+def checksum(session):
+    return session.train.call_all("state_checksum").result()[0]
+
+
+def my_loss(inputs):
+    ratio = (inputs.logprobs - inputs.old_logprobs).exp()
+    return -ratio * inputs.advantages, {"ratio": ratio.detach()}
+
+
+def test_a_train_step_is_one_optimizer_step_and_says_what_happened(session, batch):
+    step, version, before = session.step, session.version, checksum(session)
+    metrics = session.train_step(batch)
+    assert (session.step, session.version) == (step + 1, version + 1) and checksum(session) != before
+    for name in ("loss", "grad_norm", "kl", "entropy", "clip_fraction", "reward", "length", "tokens_per_s"):
+        assert np.isfinite(metrics[name]), name
+    assert metrics.grad_norm > 0 and metrics.entropy > 0 and set(metrics.seconds) >= {"forward_backward", "total"}
+    assert metrics.tokens["logprobs"].shape == batch.sampler_logprobs.shape
+
+
+def test_sampler_and_trainer_agree_on_the_sampled_tokens(session, tiny_path):
+    session.sync_weights()
+    rollouts = session.rollout(tasks.prompts(6, seed=9), n=2, max_tokens=12).score(tasks.reward)
+    batch = rollouts.batch(advantage=rb.rl.group_normalized())
+    assert np.abs(session.logprobs(batch) - batch.sampler_logprobs).max() <= 1e-4
+
+
+def test_forward_backward_then_optim_step_equals_train_step(session, batch):
+    first = session.forward_backward(batch, loss=my_loss)
+    session.zero_grad()
+    with pytest.raises(EngineError, match="forward_backward"):
+        session.optim_step()
+    again = session.forward_backward(batch, loss=my_loss)
+    assert first.loss == pytest.approx(again.loss, abs=1e-6)
+    assert session.optim_step().grad_norm > 0
+
+
+def test_a_second_step_on_a_batch_has_ratios_against_the_first(session, batch):
+    fresh = batch.replace(sampler_logprobs=batch.sampler_logprobs - 1e-3)  # other tokens' identity: never seen
+    first = session.train_step(fresh, loss=my_loss, lr=1e-3)
+    second = session.train_step(fresh, loss=my_loss, lr=1e-5)
+    assert first.ratio == pytest.approx(1.0, abs=1e-5)
+    assert abs(second.kl) > 1e-7 and abs(second.ratio - 1.0) > 1e-6
+
+
+def test_an_edited_loss_has_another_hash_in_the_record(session, batch):
+    def loss(inputs):
+        return -inputs.logprobs * inputs.advantages, {}
+
+    session.train_step(batch, loss=loss)
+
+    def loss(inputs):
+        return -2 * inputs.logprobs * inputs.advantages, {"factor": 2.0}
+
+    metrics = session.train_step(batch, loss=loss)
+    a, b = session.history[-2:].records
+    assert a["loss_name"] == b["loss_name"] == "loss" and a["loss_hash"] != b["loss_hash"]
+    assert metrics.factor == 2.0
+
+
+def test_a_loss_prints_into_the_calling_cell_with_its_rank(session, batch, capsys):
+    def talks(inputs):
+        print("loss sees", inputs.logprobs.shape[0])
+        return -inputs.logprobs * inputs.advantages, {}
+
+    session.forward_backward(batch, loss=talks)
+    session.zero_grad()
+    out = capsys.readouterr().out
+    assert "[rank 0] loss sees" in out and "[rank 1] loss sees" in out
+
+
+@pytest.mark.parametrize(
+    ("loss", "match"),
+    [
+        (lambda i: (-i.advantages * i.logprobs).sum(-1), "wanted \\(per_token, metrics\\)"),
+        (lambda i: ((-i.advantages * i.logprobs).sum(-1), {}), "one value per token"),
+        (lambda i: (i.logprobs * float("nan"), {}), "NaN"),
+        (lambda i: (-i.advantages * i.old_logprobs, {}), "no gradient"),
+        (lambda i: i.no_such_field, "no_such_field"),
+        (lambda i: (i.logprobs.sqrt() * 0 + i.logprobs, {}), "NaN|finite"),
+        ("grop", "grpo"),
+        (3, "name or a function"),
+    ],
+    ids=["no-tuple", "shape", "nan", "no-gradient", "raises", "nan-gradient", "typo", "no-function"],
+)
+def test_a_bad_loss_is_refused_before_it_is_shipped(session, batch, loss, match):
+    before = checksum(session)
+    with pytest.raises(LossError, match=match):
+        session.train_step(batch, loss=loss)
+    assert checksum(session) == before
+
+
+def test_a_loss_that_fails_on_the_ranks_only_leaves_the_weights_alone(session, batch):
+    def fails_later(inputs):
+        if inputs.logprobs.shape[0] > 2:  # the trial in the kernel has two sequences
+            raise ValueError("too many sequences for me")
+        return -inputs.logprobs * inputs.advantages, {}
+
+    before = checksum(session)
+    with pytest.raises((LossError, EngineError), match="too many sequences for me"):
+        session.train_step(batch, loss=fails_later)
+    assert checksum(session) == before
+    assert session.train_step(batch, loss=my_loss).grad_norm > 0
+
+
+def test_kl_to_the_reference_is_zero_at_the_start_and_grows(session, batch, tiny_path):
+    metrics = session.train_step(batch, loss=rb.rl.grpo(kl_coef=0.1))
+    assert metrics.ref_kl >= 0 and session.reference is not None
+    assert checksum(session) != session.reference.call_all("state_checksum").result()[0]
+
+
+def test_the_learning_rate_changes_live(session, batch):
+    session.lr = 0.0
+    before = checksum(session)
+    session.train_step(batch, loss=my_loss)
+    assert checksum(session) == before and session.lr == 0.0
+    session.lr = 1e-5
+    session.train_step(batch, loss=my_loss)
+    assert checksum(session) != before
+
+
+def test_verbs_that_do_not_block_return_a_pending(session, batch):
+    pending = session.train_step(batch, block=False)
+    assert pending.result(timeout=60).grad_norm >= 0 and pending.done
+    rollouts = session.rollout(["sort 12"], block=False, max_tokens=3)
+    assert rollouts.result(timeout=60).samples == 1
+
+
+def test_a_pending_can_be_awaited(session):
+    import asyncio
+
+    async def roll():
+        return await session.rollout(["sort 12"], block=False, max_tokens=3)
+
+    assert asyncio.run(roll()).samples == 1
+
+
+def interrupt_after(seconds):
+    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+def test_interrupting_a_rollout_keeps_what_was_generated(session):
+    interrupt_after(1.0)
+    with pytest.raises(rb.Stopped) as stopped:
+        session.rollout(tasks.prompts(64), n=32, max_tokens=1500, ignore_eos=True)
+    partial = stopped.value.partial
+    assert partial.aborted.any() and int(partial.lengths.sum()) > 0
+    assert session.last is partial
+    assert session.rollout(["sort 12"], max_tokens=3).samples == 1
+
+
+def test_on_stop_return_gives_the_partial_instead_of_raising(session):
+    interrupt_after(1.0)
+    partial = session.rollout(tasks.prompts(64), n=32, max_tokens=1500, ignore_eos=True, on_stop="return")
+    assert partial.aborted.any()
+    with pytest.raises(DataError, match="no finished"):
+        partial.score(lambda r: 1.0).batch(advantage=rb.rl.group_normalized())
+
+
+def test_interrupting_a_train_step_leaves_weights_and_optimizer_untouched(session, scored):
+    batch = scored.batch(advantage=rb.rl.group_normalized())
+
+    def slow(inputs):
+        import time
+
+        time.sleep(0.5)
+        return -inputs.logprobs * inputs.advantages, {}
+
+    before, step = checksum(session), session.step
+    interrupt_after(2.5)
+    with pytest.raises(rb.Stopped):
+        session.forward_backward(batch, loss=slow, token_budget=8)
+    time.sleep(0.5)
+    assert checksum(session) == before and session.step == step
+    assert session.train_step(batch, loss=my_loss).grad_norm > 0
+
+
+def test_evaluation_does_not_change_later_samples(session):
+    session._link.set(rollouts=1000)
+    first = session.rollout(["sort 4321"], n=4, max_tokens=8)
+    session._link.set(rollouts=1000)
+    session.evaluate(tasks.prompts(4, "eval"), tasks.reward, max_tokens=8)
+    second = session.rollout(["sort 4321"], n=4, max_tokens=8)
+    assert [r.token_ids for r in first.flat] == [r.token_ids for r in second.flat]
+
+
+def test_training_while_offloaded_is_refused_with_the_mend(session, batch):
+    session.offload("train", "optimizer")
+    measured = session.offload("inference", "kv_cache")
+    assert measured["kv_cache"] != "cuda"
+    with pytest.raises(StateError, match="kv_cache"):
+        session.rollout(["sort 1"])
+    session.onload("inference")
+    session.onload("train")
+    session.train_step(batch)
+    with pytest.raises(StateError, match="inference"):
+        session.offload("inferense")
+
+
+def test_the_card_says_how_far_the_replica_is_behind(session, batch):
+    session.sync_weights()
+    session.train_step(batch)
+    assert "1 version behind: session.sync_weights()" in repr(session)
+    assert "sync_weights" in session._repr_html_()
+    done = session.sync_weights()
+    assert done["gap"] <= 1e-4 and "behind" not in repr(session) and done["version"] == session.version
+
+
+def test_history_has_one_record_per_step(session, batch):
+    before = len(session.history)
+    session.train_step(batch)
+    assert len(session.history) == before + 1
+    assert session.history["step"][-1] == session.step
+    assert list(session.history.table()["reward"])[-1] == pytest.approx(batch.rewards.mean())
+
+
+def test_the_tokenizer_is_the_models(session):
+    assert session.tokenizer.decode(session.tokenizer.encode("sort 12", add_special_tokens=False)) == "sort 12"
+
+
+def test_training_wants_a_batch_and_says_how_to_get_one(session, scored):
+    with pytest.raises(DataError, match=r"\.batch\("):
+        session.train_step(scored)
+
+
+def test_an_unknown_option_names_the_nearest(cluster):
+    with pytest.raises(SessionError, match="weight_decay"):
+        rb.Session("tiny", train={"weight_decya": 0.1})
+    with pytest.raises(SessionError, match="kv_cache_bytes"):
+        rb.Session("tiny", inference={"kv_cache_byte": 1})
+
+
+def test_a_name_can_be_used_once_at_a_time(session):
+    with pytest.raises(SessionError, match=r"rb.attach\('shared'\)"):
+        rb.Session("tiny", name="shared")
+    with pytest.raises(SessionError, match="letters"):
+        rb.Session("tiny", name="a/b")
+
+
+def test_a_loss_written_as_in_the_field_trains_like_the_named_one(session, batch):
+    named = session.forward_backward(batch, loss="grpo")
+    session.zero_grad()
+
+    def written(inputs):
+        ratio = torch.exp(inputs.logprobs - inputs.old_logprobs)
+        a = inputs.advantages
+        return -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a), {}
+
+    mine = session.forward_backward(batch, loss=written)
+    session.zero_grad()
+    assert mine.loss == pytest.approx(named.loss, abs=1e-6)
