@@ -168,17 +168,22 @@ class Pending:
         failed = [(i, r.failure) for i, r in replies if r.failure is not None]
         if failed:  # what failed first is the cause; peers then fail for want of it
             first = self._first_failed or [i for i, _ in failed]
-            return None, self._remote_error([f for f in failed if f[0] in first] or failed)
+            causes = [f for f in failed if f[0] in first] or failed
+            return None, self._remote_error([f for f in causes if not _secondary(f[1])] or causes)
         if dead:
             rank, cause = dead[0]
             if self._on_death is not None:
                 return None, self._on_death(rank, cause)
             return None, WorkerDied(f"{self._labels[rank]} died: {cause}")
+        values = [r.value for _, r in replies]
+        stopped = any(r.stopped for _, r in replies)
+        if stopped and all(value is None for value in values):
+            return None, Stopped(f"{self.what} stopped")
         try:
-            value = self._finish([r.value for _, r in replies])
+            value = self._finish(values)
         except (Exception, Stopped) as error:
             return None, error
-        if any(r.stopped for _, r in replies):
+        if stopped:
             return None, Stopped(f"{self.what} stopped", value)
         return value, None
 
@@ -224,6 +229,11 @@ def _failed(ref: Any) -> bool:
         return ray.get(ref).failure is not None
     except ray.exceptions.RayError:
         return True
+
+
+def _secondary(failure: Failure) -> bool:
+    """True where a rank gave up only because a peer had failed."""
+    return bool(getattr(failure.error, "secondary", False))
 
 
 def _user_frames(text: str) -> str:
