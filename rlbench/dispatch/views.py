@@ -9,9 +9,11 @@ from rlbench.dispatch.protocol import Progress
 
 
 class View(Protocol):
-    """Called every poll with the progress of the running workers, and once with the result (None if there is none)."""
+    """Called every poll with the progress of the running workers (`report` where none runs), and once at the end."""
 
     def __call__(self, progress: list[Progress]) -> None: ...
+
+    def report(self, done: int, total: int) -> None: ...
 
     def close(self, result: Any) -> None: ...
 

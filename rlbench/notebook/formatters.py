@@ -18,6 +18,7 @@ HTML = {
 def install() -> None:
     """Register progress views, and in IPython the HTML formatters and the display of our errors. Safe to call twice."""
     progress_views.register("generate", "rlbench.notebook.progress:GenerateProgress")
+    progress_views.register("prepare", "rlbench.notebook.progress:PrepareProgress")
     module = sys.modules.get("IPython")
     shell = module.get_ipython() if module is not None else None
     if shell is None:

@@ -74,10 +74,37 @@ class GenerateProgress:
             finished / self._total,
         )
 
+    def report(self, done: int, total: int) -> None:
+        """`done` of `total` samples are finished."""
+        self._line.show(f"{done}/{total} samples", done / max(1, total))
+
     def close(self, result: Any) -> None:
         """Leave the cost line."""
         if isinstance(result, Rollouts):
             self._line.show(cost_line(result, time.monotonic() - self._begin), final=True)
+
+
+class PrepareProgress:
+    """Something that is made once before a session can start."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._line = Line()
+        self._begin = time.monotonic()
+        self._shown = False
+
+    def __call__(self, progress: list[Progress]) -> None:
+        """Nothing runs on a worker yet."""
+
+    def report(self, done: int, total: int) -> None:
+        """`done` of `total` parts are made."""
+        self._shown = True
+        self._line.show(f"{self._what}: {done}/{total}", done / max(1, total))
+
+    def close(self, result: Any) -> None:
+        """Leave the cost line where there was a cost."""
+        if self._shown:
+            self._line.show(f"{self._what} · {time.monotonic() - self._begin:.0f} s", final=True)
 
 
 def cost_line(rollouts: Rollouts, seconds: float) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlbench.dispatch import views
 from rlbench.errors import SessionError, nearest
 
 TRAIN_SIZES = ("tensor_parallel_size", "data_parallel_size")
@@ -48,9 +49,13 @@ def checked(
 
 
 def resolve_model(model: str) -> str:
-    """The folder or hub id behind a model's name: `"tiny"` is made on the spot (once; cached)."""
-    if model == "tiny":
-        from rlbench.tiny import ensure
+    """The folder or hub id behind a model's name: the embedded ones are made on the spot (once; cached)."""
+    from rlbench.tiny.cache import NAMES, ensure
 
-        return str(ensure())
-    return str(model)
+    if model not in NAMES:
+        return str(model)
+    view = views.make("prepare", what=f"making the model {model!r} (once; cached)")
+    folder = ensure(model, on_progress=view.report if view is not None else None)
+    if view is not None:
+        view.close(None)
+    return str(folder)
