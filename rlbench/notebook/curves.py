@@ -9,7 +9,7 @@ from rlbench.notebook.markup import box, escape
 from rlbench.notebook.views import sparkline
 
 WIDTH, HEIGHT = 560, 220
-LEFT, RIGHT, TOP, BOTTOM = 44, 120, 12, 28
+LEFT, RIGHT, TOP, BOTTOM = 44, 120, 24, 28
 HUES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#F0E442")
 DASHES = ("", "6 3", "2 3", "8 3 2 3")
 
@@ -75,7 +75,7 @@ class Curves:
             across, _ = self._place(x, low)
             parts.append(f'<text x="{across}" y="{HEIGHT - 10}" text-anchor="middle">{x:g}</text>')
         parts.append(f'<text x="{WIDTH - RIGHT + 8}" y="{HEIGHT - 10}" opacity=".7">{escape(self.x)}</text>')
-        parts.append(f'<text x="{LEFT + 4}" y="{TOP + 9}" opacity=".7">{escape(self.y)}</text>')
+        parts.append(f'<text x="{LEFT}" y="{TOP - 10}" opacity=".7">{escape(self.y)}</text>')
         return "".join(parts)
 
     def _line(self, i: int, name: str, points: list[tuple[float, float]]) -> str:

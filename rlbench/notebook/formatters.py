@@ -11,6 +11,7 @@ from rlbench.errors import RLBenchError, Stopped
 HTML = {
     "rlbench.data.rollouts.Rollouts": "rollouts_view",
     "rlbench.data.batch.TrainBatch": "batch_view",
+    "rlbench.data.history.History": "history_view",
     "rlbench.data.metrics.Metrics": "metrics_view",
 }
 

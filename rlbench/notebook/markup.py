@@ -12,12 +12,14 @@ STYLE = """<style>
 .rlb table {border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 0}
 .rlb th, .rlb td {padding: 0 12px 0 0 !important; text-align: left !important; font-weight: 400; border: 0;
   background: transparent !important; vertical-align: top; max-width: none}
+.rlb tr {background: transparent !important}
 .rlb th {color: var(--jp-ui-font-color2, GrayText); font-size: 11px}
 .rlb .n {text-align: right !important}
 .rlb b {font-weight: 600}
 .rlb .q {color: var(--jp-ui-font-color2, GrayText)}
 .rlb .w {color: var(--jp-warn-color0, #b35900)}
-.rlb code, .rlb .t {font-family: var(--jp-code-font-family, monospace); font-size: 12px; background: transparent;
+.rlb code, .rlb .t {font-family: var(--jp-code-font-family, monospace); font-size: 12px;
+  background: transparent !important;
   white-space: pre-wrap; word-break: break-word}
 .rlb .g {border: 1px solid var(--jp-border-color2, #ccc); border-radius: 4px; padding: 4px 8px; margin: 4px 0}
 .rlb .neg {background: rgba(213, 94, 0, .28)} .rlb .pos {background: rgba(0, 114, 178, .25)}
@@ -52,6 +54,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], numeric: Iterable[
 def chip(part: str, state: str) -> str:
     """`weights ● resident`: a sign and always the word."""
     sign, word = CHIPS.get(state, ("?", state))
+    part = part.replace("_", " ")
     return f'<span title="{escape(part)}: {escape(state)}">{escape(part)} {sign} {escape(word)}</span>'
 
 

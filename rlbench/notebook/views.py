@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rlbench.data import Rollout, Rollouts, TrainBatch
+from rlbench.data.history import History
 from rlbench.data.metrics import SHOWN, Metrics, format_number
 from rlbench.notebook.markup import box, chip, escape, gib, table
 
@@ -70,8 +71,9 @@ def metrics_view(metrics: Metrics) -> str:
     return box(*parts)
 
 
-def history_view(records: list[dict[str, Any]]) -> str:
+def history_view(history: History) -> str:
     """The last records as a table, with the reward as a sparkline."""
+    records = history.records
     if not records:
         return box("<span class=q>No steps yet. <code>session.train_step(batch)</code></span>")
     names = [n for n in ("step", "reward", "loss", "kl", "entropy", "clip_fraction", "grad_norm", "length", "loss_name")

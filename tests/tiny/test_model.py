@@ -13,6 +13,8 @@ from rlbench.errors import BuildError, DataError
 from rlbench.tiny import cache, tasks
 from rlbench.tiny.warmup import WINDOW, greedy_accuracy
 
+pytestmark = pytest.mark.engine
+
 
 @pytest.fixture(scope="module")
 def model(model_folder):

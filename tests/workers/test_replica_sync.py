@@ -23,6 +23,8 @@ from rlbench.workers.replica_vllm import VllmReplica
 
 from .tiny_checkpoint import hf_logprobs, make_checkpoint
 
+pytestmark = pytest.mark.engine
+
 SEQUENCES = [[(13 * i + k) % 250 for i in range(20 + 30 * k)] for k in range(4)]
 GROUPS = [
     "norm",

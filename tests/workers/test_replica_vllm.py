@@ -22,6 +22,8 @@ from rlbench.workers.replica_vllm import VllmReplica
 
 from .tiny_checkpoint import hf_logprobs, make_checkpoint
 
+pytestmark = pytest.mark.engine
+
 MIB = 1 << 20
 Lane = Callable[..., Any]
 

@@ -1,0 +1,59 @@
+"""Every tutorial runs from top to bottom in a real kernel, and teaches what it says."""
+
+import os
+import re
+import subprocess
+import sys
+
+import nbformat
+import pytest
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def quickstart(repository, tiny_path, tmp_path_factory):
+    """The executed quickstart, run as `make demo` runs it."""
+    folder = tmp_path_factory.mktemp("notebook")
+    executed = folder / "executed.ipynb"
+    done = subprocess.run(
+        [sys.executable, "scripts/run_notebook.py", "notebooks/01_quickstart.ipynb", str(executed)],
+        cwd=repository,
+        env=os.environ | {"XDG_STATE_HOME": str(folder)},  # a cluster of its own
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert not (folder / "rlbench" / "cluster.json").exists()  # its last cell leaves nothing behind
+    return nbformat.read(executed, as_version=4)
+
+
+def curves(notebook):
+    cell = next(c for c in notebook.cells if "reward-curve" in c.metadata.get("tags", ()))
+    text = next(o.data["text/plain"] for o in cell.outputs if "data" in o)
+    return {
+        m[1].strip(): (float(m[2]), float(m[3]))
+        for m in re.finditer(r"(?m)^(.+?)  +(\S+) [▁-█]+ (\S+)$", text)
+    }
+
+
+def test_grpo_learns_the_task_and_the_controls_do_not(quickstart):
+    found = curves(quickstart)
+    assert 0.15 <= found["GRPO"][0] <= 0.40 and found["GRPO"][1] > 0.9
+    assert found["shuffled"][1] < found["shuffled"][0] + 0.05
+    (ruined,) = (ends for name, ends in found.items() if name.startswith("lr"))
+    assert ruined[1] < 0.05
+
+
+def test_every_rich_output_also_reads_as_text_and_nothing_is_saved_of_widgets(quickstart):
+    for cell in quickstart.cells:
+        for output in cell.get("outputs", ()):
+            assert "data" not in output or "text/plain" in output.data
+    assert "widgets" not in quickstart.metadata
+
+
+def test_committed_notebooks_hold_no_outputs(repository):
+    for path in (repository / "notebooks").glob("*.ipynb"):
+        for cell in nbformat.read(path, as_version=4).cells:
+            assert not cell.get("outputs") and cell.get("execution_count") is None, path.name
