@@ -5,7 +5,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env lab demo test test-long check clean distclean
+.PHONY: help env lab demo test test-long check lint clean distclean
 
 NEW_ENOUGH := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))
 ifndef PYTHON
@@ -30,16 +30,23 @@ lab: env  ## JupyterLab on the quickstart
 demo: env  ## the quickstart's whole loop without a browser: reward curve, executed notebook in build/
 	@$(BIN)/python scripts/run_notebook.py $(QUICKSTART) build/01_quickstart.executed.ipynb --show reward-curve
 
+lint: env  ## style, types, imports between rooms
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
 test: env  ## all tests but the long ones; those that need a GPU skip themselves without one
 	$(BIN)/pytest -m "not long" $(PYTEST_ARGS)
 
 test-long: env  ## the tests that take minutes each
 	$(BIN)/pytest -m long $(PYTEST_ARGS)
 
-check: env  ## style, types, imports between rooms, quick tests
+lint: env  ## style, types, imports between rooms
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+check: lint  ## lint, then the quick tests
 	$(BIN)/pytest -q -n 2 --dist loadfile -m "not engine and not slow and not long and not browser and not gpu" $(PYTEST_ARGS)
 
 clean:  ## remove what was built, and the tools' caches

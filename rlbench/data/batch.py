@@ -42,7 +42,11 @@ class TrainBatch:
         for name in PER_TOKEN:
             value = getattr(self, name)
             if value is not None and value.shape != self.responses.values.shape:
-                raise DataError(f"{name} has {value.shape[0]} values for {self.tokens} response tokens")
+                raise DataError(f"{name} has shape {value.shape} for {self.tokens} response tokens")
+        for name in PER_ROW:
+            value = getattr(self, name)
+            if value is not None and value.shape != (len(self),):
+                raise DataError(f"{name} has shape {value.shape} for {len(self)} sequences")
 
     def __len__(self) -> int:
         return len(self.responses)

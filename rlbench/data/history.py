@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
+from rlbench.errors import DataError, nearest
+
 
 class History(Sequence[dict[str, Any]]):
-    """A list of step records; `history["reward"]` is one metric over the steps."""
+    """A list of step records; `history["reward"]` is one metric over the steps, None where a step lacks it."""
 
     def __init__(self, records: list[dict[str, Any]]) -> None:
         self.records = list(records)
@@ -27,6 +29,9 @@ class History(Sequence[dict[str, Any]]):
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, str):
+            if self.records and not any(index in r for r in self.records):
+                known = dict.fromkeys(name for r in self.records for name in r)
+                raise DataError(f"no step has a metric {index!r}{nearest(index, known)}; there are {', '.join(known)}")
             return [r.get(index) for r in self.records]
         if isinstance(index, slice):
             return History(self.records[index])

@@ -33,10 +33,16 @@ class Prompt:
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
-    """Accept what people hold: one prompt or many; strings, messages, token ids, `Prompt`s, or rows (dicts) with a
-    `prompt` (and perhaps a `label`). Raises DataError for an empty list and for anything else, naming the index.
+    """Accept what people hold: one prompt or many; strings, messages, token ids, `Prompt`s, or rows (dicts, a data
+    frame's too) with a `prompt` (and perhaps a `label`).
+
+    Raises DataError for an empty list and for anything else, naming the index.
     """
-    if isinstance(prompts, str | Prompt | Mapping):
+    if hasattr(prompts, "columns") and hasattr(prompts, "to_dict"):
+        prompts = prompts.to_dict("records")  # iterating a data frame would give the names of its columns
+    elif hasattr(prompts, "tolist"):
+        prompts = prompts.tolist()
+    if isinstance(prompts, str | Prompt | Mapping) or _is_token_ids(prompts) or _is_chat(prompts):
         prompts = [prompts]
     if not isinstance(prompts, Iterable):
         raise DataError(f"prompts: wanted a list of texts, chats or token ids, got {type(prompts).__name__}")
@@ -59,14 +65,29 @@ def _as_prompt(value: Any, index: int) -> Prompt:
         if not value:
             raise DataError(f"prompt {index} is an empty text")
         return Prompt(value)
-    if isinstance(value, list | tuple) and value:
-        if all(isinstance(t, int) and not isinstance(t, bool) for t in value):
-            return Prompt(list(value))
-        if all(isinstance(m, Mapping) and "role" in m for m in value):
-            return Prompt([dict(m) for m in value])
+    if _is_token_ids(value):
+        return Prompt(list(value))
+    if _is_chat(value):
+        return Prompt([dict(m) for m in value])
     raise DataError(
         f"prompt {index}: wanted a text, chat messages ([{{'role': …, 'content': …}}]), token ids or a row with "
         f"'prompt'; got {_shown(value)}"
+    )
+
+
+def _is_token_ids(value: Any) -> bool:
+    return (
+        isinstance(value, list | tuple)
+        and len(value) > 0
+        and all(isinstance(t, int) and not isinstance(t, bool) for t in value)
+    )
+
+
+def _is_chat(value: Any) -> bool:
+    return (
+        isinstance(value, list | tuple)
+        and len(value) > 0
+        and all(isinstance(m, Mapping) and "role" in m and "prompt" not in m for m in value)
     )
 
 

@@ -180,7 +180,10 @@ class Rollouts:
             values = [self._reward(fn, rollout) for rollout in self.flat]
         else:
             values = list(fn)
-        rewards = np.asarray(values, np.float64)
+        try:
+            rewards = np.asarray(values, np.float64)
+        except (TypeError, ValueError) as error:
+            raise DataError(f"score: wanted {self.samples} rewards that are numbers: {error}") from None
         if rewards.shape != (self.samples,):
             raise DataError(
                 f"score: wanted {self.samples} rewards, one per completion, got shape {rewards.shape}"

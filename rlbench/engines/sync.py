@@ -21,19 +21,24 @@ if TYPE_CHECKING:
     from rlbench.engines.train import TrainEngine
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.05}
+TRANSPORTS = ("shm", "ipc")
 PROBE_ROWS, PROBE_TOKENS = 2, 24
 
 
-def sync_weights(train: TrainEngine, infer: InferenceEngine, version: int | None = None) -> Chain:
+def sync_weights(
+    train: TrainEngine, infer: InferenceEngine, version: int | None = None, transport: str = "shm"
+) -> Chain:
     """Start a sync. `version` is what the replicas then hold (default: one more than they hold).
 
     The result: `version`, `bytes`, `tensors`, `gap` (largest log-prob difference on the probe; None where the KV cache
     is released, so that the proof follows with `infer.cuda("kv_cache")`), `seconds` by phase.
     """
-    return Chain("weight sync", _steps(train, infer, version))
+    if transport not in TRANSPORTS:
+        raise WeightSyncError(f"transport={transport!r}: there are {', '.join(TRANSPORTS)}")
+    return Chain("weight sync", _steps(train, infer, version, transport))
 
 
-def _steps(train: TrainEngine, infer: InferenceEngine, version: int | None) -> Steps:
+def _steps(train: TrainEngine, infer: InferenceEngine, version: int | None, transport: str) -> Steps:
     held = infer.control("status")
     _need_ready(train, infer, held)
     target = max(int(s["version"]) for s in held) + 1 if version is None else version
@@ -43,7 +48,7 @@ def _steps(train: TrainEngine, infer: InferenceEngine, version: int | None) -> S
     )
     prefix = f"{cluster.current().shm_prefix}{train.link.name}-{train.name}"
     manifest = yield train.call_all(
-        "stage_weights", {"transport": "shm", "prefix": prefix},
+        "stage_weights", {"transport": transport, "prefix": prefix},
         finish=lambda values: values[0], what="weight sync: staging",
     )  # fmt: skip
     yield infer.call_all("begin_sync", what="weight sync")

@@ -113,11 +113,22 @@ class TrainEngine(Engine):
         calls: list[Call] = [((pickled(fn), a, k), {}) for a, k in split_call(args, kwargs, self.world_size)]
         return list(self.call("run", calls, what=f"{self.name}.run").blocking_result())
 
-    def p2p_weight_sync(self, infer: InferenceEngine) -> dict[str, Any]:
-        """Send the weights to the replicas of `infer`; ends with equal versions and equal log-probs on a probe."""
+    def p2p_weight_sync(self, infer: InferenceEngine, transport: str = "shm") -> dict[str, Any]:
+        """Send the weights to the replicas of `infer`; ends with equal versions and equal log-probs on a probe.
+
+        Args:
+            infer: an engine on the same host.
+            transport: `"shm"` (shared memory) or `"ipc"` (CUDA IPC, for engines that share GPUs).
+
+        Returns:
+            `version`, `bytes`, `tensors`, `gap`: the largest log-prob difference found.
+
+        Raises:
+            WeightSyncError: names or shapes differ, weights could not be staged or applied, or the proof failed.
+        """
         from rlbench.engines.sync import sync_weights
 
-        return sync_weights(self, infer).blocking_result()
+        return dict(sync_weights(self, infer, transport=transport).blocking_result())
 
     def methods(self) -> list[str]:
         """Names of the callable methods of the user's module."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ class Curves:
     """One line per name over a common horizontal axis.
 
     Args:
-        series: name -> values, or name -> list of (x, value).
+        series: name -> values, or name -> list of (x, value). None and NaN leave a gap.
         y, x: what the axes show.
         bounds: of the vertical axis; default: those of the values.
     """
@@ -27,7 +28,8 @@ class Curves:
         self, series: Mapping[str, Sequence[float] | Sequence[tuple[float, float]]], y: str = "", x: str = "step",
         bounds: tuple[float, float] | None = None,
     ) -> None:  # fmt: skip
-        self.series = {name: _points(values) for name, values in series.items() if len(values)}
+        points = {name: _points(values) for name, values in series.items()}
+        self.series = {name: found for name, found in points.items() if found}
         self.y, self.x = y, x
         self.bounds = bounds or self._value_bounds()
 
@@ -91,7 +93,6 @@ class Curves:
 
 
 def _points(values: Sequence[Any]) -> list[tuple[float, float]]:
-    return [
-        (float(v[0]), float(v[1])) if isinstance(v, tuple) else (i + 1.0, float(v))
-        for i, v in enumerate(values)
-    ]
+    """Values as (x, value); what is not there (None) or not finite leaves a gap, as it has no place on the axis."""
+    pairs = [v if isinstance(v, tuple) else (i + 1, v) for i, v in enumerate(values)]
+    return [(float(x), float(v)) for x, v in pairs if v is not None and math.isfinite(v)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import sys
 from typing import Any
 
@@ -14,6 +16,13 @@ HTML = {
     "rlbench.data.history.History": "history_view",
     "rlbench.data.metrics.Metrics": "metrics_view",
 }
+
+# folders whose frames say nothing to the user; a user's own project may well be called rlbench, too
+LIBRARIES = tuple(
+    os.path.dirname(spec.origin) + os.sep
+    for spec in (importlib.util.find_spec(name) for name in ("rlbench", "IPython"))
+    if spec is not None and spec.origin is not None
+)
 
 
 def install() -> None:
@@ -51,11 +60,7 @@ def _show_error(
             f"Stopped: {error}" + (" (.partial holds what there was)" if error.partial is not None else "")
         ]
     else:
-        frames = [
-            f
-            for f in traceback.extract_tb(trace)
-            if "/rlbench/" not in f.filename and "/IPython/" not in f.filename
-        ]
+        frames = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(LIBRARIES)]
         where = [f"  cell line {f.lineno}:   {f.line}" for f in frames[-1:] if f.line]
         lines = [f"{kind.__name__}: {error}", *where]
     text = "\n".join(lines)

@@ -79,6 +79,7 @@ def ray_command(port: int, temp_dir: str, devices: int, gpus: int) -> list[str]:
         "--node-ip-address=127.0.0.1", f"--temp-dir={temp_dir}", f"--num-cpus={devices}", f"--num-gpus={gpus}",
         f"--object-store-memory={object_store_bytes()}", "--include-dashboard=false", "--disable-usage-stats",
         "--dashboard-agent-listen-port=0", "--min-worker-port=0", "--max-worker-port=0",
+        f"--ray-client-server-port={free_port()}",
     ]  # fmt: skip
 
 
