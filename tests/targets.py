@@ -54,6 +54,10 @@ class EchoTarget:
             raise RuntimeError(f"rank {rank} fails alone")
         return self.rank
 
+    def fail_after(self, seconds: float) -> None:
+        time.sleep(seconds)
+        raise RuntimeError("connection closed by peer")
+
     def take(self, chunk: int) -> list[int]:
         mine: list[int] = []
         while claimed := current().claim(chunk):

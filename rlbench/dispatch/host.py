@@ -55,6 +55,8 @@ class Host:
         try:
             self._admit(ticket)
         except RLBenchError as error:
+            if ticket.tracked:
+                self._tell_end(ticket.call_id)
             return Reply(failure=_failure(error))
         split = len(values) - len(keywords)
         reply = self._run(ticket, name, values[:split], dict(zip(keywords, values[split:], strict=True)))

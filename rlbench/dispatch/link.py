@@ -40,8 +40,12 @@ class Link:
         threading.Thread(target=self._beat, daemon=True).start()
 
     @classmethod
-    def create(cls, name: str | None = None) -> Link:
-        """Start a session's monitor and drive it. Raises SessionError where the name is bad or taken."""
+    def create(cls, name: str | None = None, lease_s: float | None = None) -> Link:
+        """Start a session's monitor and drive it.
+
+        `lease_s`: how long the session outlives the last sign of its driver; None: as `rlbench.monitor.lease` says.
+        Raises SessionError where the name is bad or taken.
+        """
         joined = cluster.current()
         name = name or f"anonymous-{secrets.token_hex(3)}"
         if not NAME.fullmatch(name):
@@ -58,9 +62,9 @@ class Link:
             ray.remote(_load(MONITOR))
             .options(name=actor_name(name, "monitor"), lifetime="detached", num_cpus=0, max_restarts=-1,
                      max_task_retries=2, max_concurrency=16, scheduling_strategy=here)
-            .remote(name, joined.id)
+            .remote(name, joined.id, shm_prefix(name))
         )  # fmt: skip
-        return cls(name, monitor, _drive(monitor, take_over=False))
+        return cls(name, monitor, _drive(monitor, False, lease_s))
 
     @classmethod
     def attach(cls, name: str | None = None, take_over: bool = False) -> Link:
@@ -203,11 +207,17 @@ def spawn_host(
     )
 
 
-def _drive(monitor: Any, take_over: bool) -> int:
+def shm_prefix(session: str) -> str:
+    """Start of the names of a session's shared-memory files; no session's is the start of another's."""
+    return f"{cluster.current().shm_prefix}{session}:"
+
+
+def _drive(monitor: Any, take_over: bool, lease_s: float | None = None) -> int:
     import ray
 
     started = processes.start_time(os.getpid())
     driver = {"id": _DRIVER_ID, "pid": os.getpid(), "started": started, "mode": driver_mode()}
+    driver |= {} if lease_s is None else {"lease_s": lease_s}
     try:
         return int(ray.get(monitor.drive.remote(driver, take_over), timeout=60))
     except ray.exceptions.RayTaskError as error:

@@ -165,16 +165,16 @@ class Pending:
                 self._print(i, reply.output[self._cursors[i] :])
                 self._cursors[i] = len(reply.output)
             replies.append((i, reply))
+        first = self._first_failed
+        died = [(i, cause) for i, cause in dead if first is None or i in first]
+        if died:  # peers that fail for want of a dead rank are not the cause
+            return None, self._death(*died[0])
         failed = [(i, r.failure) for i, r in replies if r.failure is not None]
-        if failed:  # what failed first is the cause; peers then fail for want of it
-            first = self._first_failed or [i for i, _ in failed]
-            causes = [f for f in failed if f[0] in first] or failed
+        if failed:
+            causes = [f for f in failed if first is None or f[0] in first] or failed
             return None, self._remote_error([f for f in causes if not _secondary(f[1])] or causes)
         if dead:
-            rank, cause = dead[0]
-            if self._on_death is not None:
-                return None, self._on_death(rank, cause)
-            return None, WorkerDied(f"{self._labels[rank]} died: {cause}")
+            return None, self._death(*dead[0])
         values = [r.value for _, r in replies]
         stopped = any(r.stopped for _, r in replies)
         if stopped and all(value is None for value in values):
@@ -186,6 +186,11 @@ class Pending:
         if stopped:
             return None, Stopped(f"{self.what} stopped", value)
         return value, None
+
+    def _death(self, rank: int, cause: BaseException) -> BaseException:
+        if self._on_death is not None:
+            return self._on_death(rank, cause)
+        return WorkerDied(f"{self._labels[rank]} died: {cause}")
 
     def _remote_error(self, failed: list[tuple[int, Failure]]) -> BaseException:
         i, failure = failed[0]

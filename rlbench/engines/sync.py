@@ -46,7 +46,7 @@ def _steps(train: TrainEngine, infer: InferenceEngine, version: int | None, tran
     expected = yield train.call_all(
         "policy_forward", probe_batch(probe), {}, finish=rows_in_order, what="weight sync"
     )
-    prefix = f"{cluster.current().shm_prefix}{train.link.name}-{train.name}"
+    prefix = shm_prefix(train.link.name) + train.name
     manifest = yield train.call_all(
         "stage_weights", {"transport": transport, "prefix": prefix},
         finish=lambda values: values[0], what="weight sync: staging",

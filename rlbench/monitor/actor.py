@@ -7,29 +7,30 @@ read it. It imports no torch, restarts by itself and finds its state in its jour
 from __future__ import annotations
 
 import collections
+import glob
 import os
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import ray
 
 from rlbench.dispatch.protocol import actor_name
 from rlbench.errors import SessionError
+from rlbench.monitor import lease
 from rlbench.monitor import state as states
 from rlbench.runtime import processes, registry
 
 SAMPLE_INTERVAL_S = 0.5
 SAMPLES_KEPT = 1200
-SCRIPT_LEASE_S = 30.0
-NOTEBOOK_LEASE_S = 8 * 3600.0
 
 
 class Monitor:
-    """State of session `name` on cluster `cluster_id`."""
+    """State of session `name` on cluster `cluster_id`; `shm_prefix` starts the names of its shared-memory files."""
 
-    def __init__(self, name: str, cluster_id: str) -> None:
-        self._name, self._cluster = name, cluster_id
+    def __init__(self, name: str, cluster_id: str, shm_prefix: str) -> None:
+        self._name, self._cluster, self._shm_prefix = name, cluster_id, shm_prefix
         self._journal = states.Journal(registry.journal_file(name))
         self._state = self._journal.replay(states.initial(name))
         self._lock = threading.RLock()
@@ -54,8 +55,7 @@ class Monitor:
             if epoch < self._state["epoch"]:
                 raise SessionError(f"another notebook drives session {self._name!r} now")
             for event in events:
-                self._journal.append(event)
-                self._state = states.reduce(self._state, event)
+                self._apply(event)
             self._last_beat = time.monotonic()
 
     def drive(self, driver: dict[str, Any], take_over: bool) -> int:
@@ -71,10 +71,9 @@ class Monitor:
                     "rb.attach(name, take_over=True) takes it over"
                 )
             epoch = int(self._state["epoch"]) + 1
-            event = {"do": "drive", "epoch": epoch, "driver": driver}
-            self._journal.append(event)
-            self._state = states.reduce(self._state, event)
+            self._apply({"do": "drive", "epoch": epoch, "driver": driver})
             self._last_beat = time.monotonic()
+            self._describe_on_disk()
         for actor in self._actors():
             actor.adopt.remote(epoch)
         return epoch
@@ -114,14 +113,25 @@ class Monitor:
         return [s for s in self._samples if s["time"] > since]
 
     def close(self) -> None:
-        """End the session: its workers, its devices, its files, then this process."""
+        """End the session: its workers, its devices, its files, then this process.
+
+        Staged weights are swept here, as a worker that was killed could not remove them.
+        """
         for actor in self._actors():
             ray.kill(actor)
         for placement in {p for e in self._state["engines"].values() for p in e.get("placements", [])}:
             _remove_placement(placement)
+        for path in Path("/dev/shm").glob(glob.escape(self._shm_prefix) + "*"):
+            path.unlink(missing_ok=True)
         registry.session_file(self._name).unlink(missing_ok=True)
         self._journal.remove()
         threading.Timer(0.1, lambda: ray.kill(ray.get_actor(actor_name(self._name, "monitor")))).start()
+
+    def _apply(self, event: states.Event) -> None:
+        """Journal an event that can be applied, then apply it."""
+        after = states.reduce(self._state, event)
+        self._journal.append(event)
+        self._state = after
 
     def _actors(self, engine: str | None = None) -> list[Any]:
         found = []
@@ -143,18 +153,19 @@ class Monitor:
             self._samples.append(
                 {"time": time.time(), "resident": {k: v for k, v in resident.items() if v is not None}}
             )
-            if self._lease_over():
+            self._forget_dead_calls({name for name, nbytes in resident.items() if nbytes is None})
+            driver, idle_s = self._state["driver"], time.monotonic() - self._last_beat
+            if lease.is_over(driver, driver is not None and _alive(driver), idle_s, bool(self._running)):
                 self.close()
                 return
 
-    def _lease_over(self) -> bool:
-        driver = self._state["driver"]
-        if driver is None:
-            return time.monotonic() - self._last_beat > SCRIPT_LEASE_S
-        idle = time.monotonic() - self._last_beat
-        if driver["mode"] == "script":
-            return idle > SCRIPT_LEASE_S and not _alive(driver)
-        return idle > driver.get("lease_s", NOTEBOOK_LEASE_S) and not self._running
+    def _forget_dead_calls(self, dead: set[str]) -> None:
+        """No worker is left to say that these calls are over."""
+        with self._lock:
+            for call_id, (_, engine) in list(self._running.items()):
+                workers = self._state["engines"].get(engine, {}).get("pids")
+                if workers and dead.issuperset(workers):
+                    self.end(call_id)
 
     def _describe_on_disk(self) -> None:
         registry.write_json(registry.session_file(self._name), {

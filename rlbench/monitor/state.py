@@ -51,19 +51,18 @@ class Journal:
         self._path = path
 
     def replay(self, state: State) -> State:
-        """The state after all whole lines of the journal; a line cut by a crash was never answered for."""
+        """The state after all whole lines of the journal.
+
+        A last line cut by a crash was never answered for; it is removed, so that the next event gets a line of its own.
+        """
         try:
-            lines = self._path.read_text().splitlines()
+            written = self._path.read_bytes()
         except FileNotFoundError:
             return state
-        for number, line in enumerate(lines):
-            try:
-                event = json.loads(line)
-            except json.JSONDecodeError:
-                if number == len(lines) - 1:
-                    break
-                raise
-            state = reduce(state, event)
+        whole = written.rfind(b"\n") + 1
+        for line in written[:whole].splitlines():
+            state = reduce(state, json.loads(line))
+        os.truncate(self._path, whole)
         return state
 
     def append(self, event: Event) -> None:

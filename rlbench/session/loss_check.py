@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import linecache
+import os
+import sysconfig
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import rlbench
 from rlbench.data import TrainBatch
 from rlbench.errors import LossError
+
+LIBRARIES = (
+    *(sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
+    str(Path(rlbench.__file__).parent) + os.sep,
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,13 @@ def ship(loss: Any, batch: TrainBatch) -> ShippedLoss:
     resolved = resolve(loss)
     name = loss if isinstance(loss, str) else getattr(resolved, "__name__", None) or repr(resolved)
     try_loss(resolved, name, batch)
-    blob = bytes(cloudpickle.dumps(resolved))
+    try:
+        blob = bytes(cloudpickle.dumps(resolved))
+    except Exception as error:  # whatever the objects it refers to raise
+        raise LossError(
+            f"`{name}` cannot be sent to the ranks ({type(error).__name__}: {error}): it refers to something that "
+            "lives in this kernel alone (a session, a file, a lock); pass it values instead. Engines are untouched."
+        ) from error
     return ShippedLoss(
         name, blob, hashlib.sha256(blob).hexdigest()[:12], bool(getattr(resolved, "needs_reference", False))
     )
@@ -81,6 +96,10 @@ def try_loss(loss: Callable[..., Any], name: str, batch: TrainBatch) -> None:
         if not isinstance(key, str) or not (isinstance(value, int | float) or torch.is_tensor(value)):
             raise LossError(
                 f"`{name}`: metric {key!r} is {type(value).__name__}; wanted numbers or tensors by name"
+            )
+        if torch.is_tensor(value) and value.numel() != 1 and tuple(value.shape) != shape:
+            raise LossError(
+                f"`{name}`: metric {key!r} has shape {tuple(value.shape)}; wanted one number, or {shape}, one per token"
             )
     _need_gradient(per_token, inputs, name)
 
@@ -130,10 +149,10 @@ def _need_gradient(per_token: Any, inputs: Any, name: str) -> None:
 
 
 def _where(error: BaseException) -> str:
-    """The line of the user's code that raised."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/rlbench/session/" not in f.filename]
+    """The line of the user's code that raised, not the line below it in a library."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
     if not frames:
         return ""
-    last = frames[-1]
+    last = next((f for f in reversed(frames) if not f.filename.startswith(LIBRARIES)), frames[-1])
     line = last.line or linecache.getline(last.filename, last.lineno or 0).strip()
     return f"  {last.name}, line {last.lineno}:   {line}\n"

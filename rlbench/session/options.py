@@ -10,9 +10,6 @@ from typing import Any
 from rlbench.dispatch import views
 from rlbench.errors import SessionError, nearest
 
-TRAIN_SIZES = ("tensor_parallel_size", "data_parallel_size")
-INFERENCE_SIZES = ("tensor_parallel_size", "data_parallel_size")
-
 
 @dataclass(frozen=True)
 class SessionOptions:

@@ -48,15 +48,17 @@ def place(tensors: list[Tensor]) -> str:
     return "cpu" if any(tensor.device.type == "cpu" for tensor in filled) else "cuda"
 
 
-def release(tensors: Iterable[Tensor]) -> int:
-    """Give the memory back and keep the tensor objects, so that optimizers and FSDP still know them; return
-    bytes."""
-    freed = 0
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        freed += storage.nbytes()
+Released = list[tuple[torch.UntypedStorage, int]]
+"""Storages whose memory was given back, with the bytes each had."""
+
+
+def release(tensors: Iterable[Tensor]) -> Released:
+    """Give the memory back and keep the tensor objects, so that optimizers and FSDP still know them."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    released = [(storage, storage.nbytes()) for storage in storages.values()]
+    for storage, _ in released:
         storage.resize_(0)
-    return freed
+    return released
 
 
 @torch.no_grad()
@@ -76,16 +78,16 @@ def own_storages(module: nn.Module) -> None:
                     sharded.reset_sharded_param()  # FSDP keeps a view of the storage, as after module.to()
 
 
-def regain(tensors: Iterable[Tensor]) -> int:
-    """Take memory again for released tensors, uninitialised; return bytes."""
-    taken = 0
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
-        if storage.nbytes() < needed:
-            taken += needed - storage.nbytes()
-            storage.resize_(needed)
-    return taken
+def regain(released: Released) -> int:
+    """Take the same memory again, zeroed; return bytes.
+
+    Its size is remembered, not computed from the tensors: FSDP pads a shard that does not divide evenly, and gathers
+    the padding too.
+    """
+    for storage, size in released:
+        storage.resize_(size)
+        torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage).zero_()
+    return sum(size for _, size in released)
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> int:

@@ -42,6 +42,7 @@ class Residency:
         self._optimizers = optimizers
         self._materialize = materialize
         self.state = dict.fromkeys(PARTS, "cuda")
+        self._released: memory.Released = []
 
     def need(self, *parts: str) -> None:
         """Refuse a call that needs `parts` on the device.
@@ -98,7 +99,8 @@ class Residency:
             done["lost"].append("gradients waiting for a step")
         self._module.zero_grad(set_to_none=True)
         memory.own_storages(self._module)
-        done["freed"] += memory.release(memory.weight_tensors(self._module))
+        self._released = memory.release(memory.weight_tensors(self._module))
+        done["freed"] += sum(size for _, size in self._released)
         done["lost"].append("trained weights that no checkpoint holds")
 
     def _weights_to_cpu(self, done: dict[str, Any]) -> None:
@@ -110,7 +112,8 @@ class Residency:
     def _weights_to_cuda(self, done: dict[str, Any]) -> None:
         was_released = self.state["weights"] == "meta"
         if was_released:
-            done["taken"] += memory.regain(memory.weight_tensors(self._module))
+            done["taken"] += memory.regain(self._released)
+            self._released = []
         if self._device.is_gpu:
             self._module.to(self._device.device)
         if was_released:

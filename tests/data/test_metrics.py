@@ -56,7 +56,7 @@ def test_a_metric_over_the_steps_by_name_with_none_where_a_step_lacks_it():
 
 
 def test_a_metric_no_step_has_is_refused_with_the_nearest():
-    with pytest.raises(DataError, match="'rewrad'.*nearest: reward"):
+    with pytest.raises(DataError, match=r"'rewrad'.*nearest: reward"):
         History(RECORDS)["rewrad"]
     assert History([])["reward"] == []
 

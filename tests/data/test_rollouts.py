@@ -88,7 +88,9 @@ def test_a_completion_carries_what_a_reward_needs():
 def test_iterating_gives_prompts_with_their_completions():
     groups = list(rollouts())
     assert [g.prompt for g in groups] == ["sort 21 :", "sort 312 :", "sort 4 :"]
-    assert [[o.text for o in g.outputs] for g in groups] == [[f"p{p}s{s}" for s in range(2)] for p in range(3)]
+    assert [[o.text for o in g.outputs] for g in groups] == [
+        [f"p{p}s{s}" for s in range(2)] for p in range(3)
+    ]
 
 
 def test_a_prompt_is_found_from_either_end_and_beyond_them_is_an_index_error():
@@ -244,7 +246,9 @@ def test_unscored_rollouts_are_refused_naming_the_call():
 
 
 def cut_short():
-    parts = [generated([(0, 0, [1, 2], "stop"), (0, 1, [3], "abort"), (1, 0, [4], "stop"), (1, 1, [], "stop")])]
+    parts = [
+        generated([(0, 0, [1, 2], "stop"), (0, 1, [3], "abort"), (1, 0, [4], "stop"), (1, 1, [], "stop")])
+    ]
     return Rollouts.merge([Prompt("a"), Prompt("b")], parts, {}).score([1, 2, 3, 4])
 
 

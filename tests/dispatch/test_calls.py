@@ -205,3 +205,20 @@ def test_a_killed_worker_ends_the_wait_and_says_which_one(cluster):
         pending.result(timeout=30)
     assert made.state()["engines"]["echo"]["broken"] == "rank 0 died"
     made.close()
+
+
+def test_of_a_dead_rank_and_a_peer_that_fails_for_it_the_dead_one_is_named(cluster):
+    import ray
+
+    made = Link.create("cause")
+    hosts = [
+        spawn_host(made, "echo", i, "tests.targets:EchoTarget", (i,), {}, {"num_cpus": 0}) for i in range(2)
+    ]
+    pids = ray.get([h.pid.remote() for h in hosts])
+    calls = [((1.0,), {}), ((60.0,), {})]
+    pending = made.submit("echo", ["rank 0", "rank 1"], hosts, "fail_after", calls, list)
+    time.sleep(0.3)
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(WorkerDied, match="rank 1 died"):
+        pending.result(timeout=30)
+    made.close()

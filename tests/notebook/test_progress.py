@@ -1,8 +1,7 @@
 """The progress line: redrawn in place, at most four times a second, and the cost line that stays."""
 
-import sys
-
-import pytest
+import contextlib
+import io
 
 from rlbench.dispatch import views as progress_views
 from rlbench.dispatch.protocol import Progress
@@ -10,55 +9,47 @@ from rlbench.notebook import install, progress
 from tests.data.values import rollouts
 
 
-class Terminal:
-    """Standard error of a terminal, as far as a line of progress sees it."""
-
-    def __init__(self):
-        self.text = ""
-
-    def write(self, text):
-        self.text += text
-
-    def flush(self):
-        pass
+class Terminal(io.StringIO):
+    """Standard error of a terminal."""
 
     def isatty(self):
         return True
 
     @property
     def drawn(self):
-        return [line.rstrip() for line in self.text.split("\r")[1:]]
+        return [line.rstrip() for line in self.getvalue().split("\r")[1:]]
 
 
-@pytest.fixture
-def terminal(monkeypatch):
-    made = Terminal()
-    monkeypatch.setattr(sys, "stderr", made)
-    return made
+def test_progress_is_summed_over_replicas():
+    with contextlib.redirect_stderr(Terminal()) as terminal:
+        view = progress.GenerateProgress(total=8)
+        view(
+            [
+                Progress(True, values={"finished": 1, "tokens": 600}),
+                Progress(True, values={"finished": 3, "tokens": 900}),
+            ]
+        )
+        (line,) = terminal.drawn
+        assert "4/8 samples" in line and "1,500 tokens" in line and line.startswith("▓▓▓▓▓▓▓▓░░░░░░░░")
 
 
-def test_progress_is_summed_over_replicas(terminal):
-    view = progress.GenerateProgress(total=8)
-    view([Progress(True, values={"finished": 1, "tokens": 600}), Progress(True, values={"finished": 3, "tokens": 900})])
-    (line,) = terminal.drawn
-    assert "4/8 samples" in line and "1,500 tokens" in line and line.startswith("▓▓▓▓▓▓▓▓░░░░░░░░")
+def test_it_is_redrawn_at_most_four_times_a_second_and_the_last_line_always():
+    with contextlib.redirect_stderr(Terminal()) as terminal:
+        line = progress.Line()
+        for i in range(50):
+            line.show(f"{i}", i / 50)
+        line.show("done", final=True)
+        assert terminal.drawn[0].endswith("0") and terminal.drawn[-1] == "done" and len(terminal.drawn) < 10
+        assert terminal.getvalue().endswith("\n")
 
 
-def test_it_is_redrawn_at_most_four_times_a_second_and_the_last_line_always(terminal):
-    line = progress.Line()
-    for i in range(50):
-        line.show(f"{i}", i / 50)
-    line.show("done", final=True)
-    assert terminal.drawn[0].endswith("0") and terminal.drawn[-1] == "done" and len(terminal.drawn) < 10
-    assert terminal.text.endswith("\n")
-
-
-def test_a_shorter_line_covers_a_longer_one(terminal):
-    line = progress.Line()
-    line.show("a long first line")
-    line.show("short", final=True)
-    first, last = terminal.text.split("\r")[1:]
-    assert len(last.rstrip("\n")) >= len(first)
+def test_a_shorter_line_covers_a_longer_one():
+    with contextlib.redirect_stderr(Terminal()) as terminal:
+        line = progress.Line()
+        line.show("a long first line")
+        line.show("short", final=True)
+        first, last = terminal.getvalue().split("\r")[1:]
+        assert len(last.rstrip("\n")) >= len(first)
 
 
 def test_a_file_gets_no_progress(capsys):
@@ -67,12 +58,13 @@ def test_a_file_gets_no_progress(capsys):
     assert out.out == out.err == ""
 
 
-def test_the_cost_line_says_what_a_rollout_cost(terminal):
-    view = progress.GenerateProgress(6)
-    view.close(rollouts())
-    (line,) = terminal.drawn
-    assert line.startswith("rollout 6 × ≤6 · ") and line.endswith("· v0")
-    assert progress.cost_line(rollouts(), 2.0) == "rollout 6 × ≤6 · 2.0 s · 10 tok/s · v0"
+def test_the_cost_line_says_what_a_rollout_cost():
+    with contextlib.redirect_stderr(Terminal()) as terminal:
+        view = progress.GenerateProgress(6)
+        view.close(rollouts())
+        (line,) = terminal.drawn
+        assert line.startswith("rollout 6 × ≤6 · ") and line.endswith("· v0")
+        assert progress.cost_line(rollouts(), 2.0) == "rollout 6 × ≤6 · 2.0 s · 10 tok/s · v0"
 
 
 def test_a_rollout_that_was_stopped_before_its_first_token_has_a_cost_line():
@@ -81,14 +73,15 @@ def test_a_rollout_that_was_stopped_before_its_first_token_has_a_cost_line():
     assert progress.cost_line(rollouts().select(np.zeros(6, bool)), 1.0) == "rollout 0 × ≤0 · 1.0 s · 0 tok/s"
 
 
-def test_what_needs_no_preparing_leaves_no_line(terminal):
-    view = progress.PrepareProgress("making the model 'tiny'")
-    view.close(None)
-    assert terminal.text == ""
-    view.report(3, 10)
-    view.close(None)
-    assert terminal.drawn[0].endswith("making the model 'tiny': 3/10")
-    assert "making the model 'tiny' · 0 s" in terminal.drawn[-1]
+def test_what_needs_no_preparing_leaves_no_line():
+    with contextlib.redirect_stderr(Terminal()) as terminal:
+        view = progress.PrepareProgress("making the model 'tiny'")
+        view.close(None)
+        assert terminal.getvalue() == ""
+        view.report(3, 10)
+        view.close(None)
+        assert terminal.drawn[0].endswith("making the model 'tiny': 3/10")
+        assert "making the model 'tiny' · 0 s" in terminal.drawn[-1]
 
 
 def test_a_notebook_gets_one_output_that_is_updated_with_text_beside_the_html(monkeypatch):

@@ -170,7 +170,9 @@ def test_the_card_of_a_session_that_is_still_being_built():
 
 
 def test_metrics_show_their_numbers_and_what_the_time_went_to():
-    text = read(views.metrics_view(Metrics({"loss": 0.123456, "reward": None, "seconds": {"total": 1.25}}))).text
+    text = read(
+        views.metrics_view(Metrics({"loss": 0.123456, "reward": None, "seconds": {"total": 1.25}}))
+    ).text
     assert "0.123" in text and "total 1.25 s" in text and "reward" not in text
 
 
@@ -194,7 +196,9 @@ def test_bytes_for_a_reader(nbytes, text):
 
 
 def test_a_chip_always_has_the_word():
-    assert "weights ● resident" in chip("weights", "cuda") and "kv cache ◌ released" in chip("kv_cache", "meta")
+    assert "weights ● resident" in chip("weights", "cuda") and "kv cache ◌ released" in chip(
+        "kv_cache", "meta"
+    )
     assert "weights ? lost" in chip("weights", "lost")
 
 

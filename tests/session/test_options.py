@@ -1,0 +1,53 @@
+"""What a session is asked for is checked before anything starts."""
+
+import json
+
+import pytest
+
+from rlbench.errors import SessionError
+from rlbench.session.building import check_options
+from rlbench.session.options import SessionOptions, checked, resolve_model
+
+
+def test_an_option_nobody_reads_is_refused_with_the_nearest_and_all_there_are():
+    with pytest.raises(SessionError, match=r"train: unknown option 'leraning_rate'.*there are betas, lr"):
+        checked("train", {"leraning_rate": 1e-3}, {"lr", "betas"})
+    with pytest.raises(SessionError, match="nearest: max_norm"):
+        check_options({"max_nrom": 1.0}, None)
+
+
+@pytest.mark.parametrize("given", [None, {}])
+def test_no_options_are_no_options(given):
+    assert check_options(given, given) == ({}, {})
+
+
+def test_each_engine_takes_its_own_options():
+    train = {"lr": 1e-5, "betas": (0.9, 0.95), "tensor_parallel_size": 2, "max_norm": 0.5, "threads": 1}
+    inference = {"executor": "hf", "kv_cache_bytes": 1 << 20, "max_model_len": 64, "data_parallel_size": 2}
+    assert check_options(train, inference) == (train, inference)
+    with pytest.raises(SessionError, match="inference: unknown option 'lr'"):
+        check_options(None, {"lr": 1e-5})
+    with pytest.raises(SessionError, match="train: unknown option 'kv_cache_bytes'"):
+        check_options({"kv_cache_bytes": 1}, None)
+
+
+@pytest.mark.parametrize("name", ["path", "seed", "trainable"])
+def test_what_the_session_itself_sets_cannot_be_given_twice(name):
+    with pytest.raises(SessionError, match=f"unknown option '{name}'"):
+        check_options({name: 1}, None)
+
+
+def test_the_options_given_are_not_the_callers_dictionary():
+    given = {"lr": 1e-5}
+    train, _ = check_options(given, None)
+    train["lr"] = 1.0
+    assert given == {"lr": 1e-5}
+
+
+def test_settings_survive_the_monitors_journal():
+    options = SessionOptions("tiny", "folder", 3, {"lr": 1e-5}, {"executor": "hf"}, "other")
+    assert SessionOptions(**json.loads(json.dumps(options.to_json()))) == options
+
+
+def test_a_folder_or_hub_id_is_taken_as_it_is():
+    assert resolve_model("some/model") == "some/model"
