@@ -181,11 +181,19 @@ class Link:
             raise SessionError(f"session {self.name!r} is gone: its monitor does not run any more") from None
 
     def _beat(self) -> None:
+        """Tell the monitor that this driver lives, until the session is closed, gone, or driven by somebody else."""
+        import ray
+
         while not self._closed.wait(BEAT_S):
-            try:
-                self.monitor.beat.remote(self.epoch)
-            except Exception:  # the cluster is gone: the next verb says so; a heartbeat has nobody to tell
+            if not ray.is_initialized():
                 return
+            try:
+                if not ray.get(self.monitor.beat.remote(self.epoch), timeout=60):
+                    return
+            except ray.exceptions.GetTimeoutError:
+                continue  # a busy machine: the next beat tells
+            except ray.exceptions.RayError:
+                return  # the session or the cluster is gone: the next verb says so
 
 
 def spawn_host(

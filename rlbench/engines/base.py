@@ -202,14 +202,15 @@ class Engine:
         return devices
 
     def _spawn(
-        self, target: str, args_of: Callable[[int], tuple[Any, ...]], devices: Sequence[Device], env: dict[str, str]
+        self, target: str, args_of: Callable[[int], tuple[Any, ...]], devices: Sequence[Device],
+        env: Sequence[dict[str, str]],
     ) -> None:  # fmt: skip
         """Start the workers and record them; on failure nothing of them stays."""
         import ray
 
         try:
             self._actors = [
-                spawn_host(self.link, self.name, i, target, args_of(i), env, actor_options(device))
+                spawn_host(self.link, self.name, i, target, args_of(i), env[i], actor_options(device))
                 for i, device in enumerate(devices)
             ]
             pids = ray.get([a.pid.remote() for a in self._actors], timeout=180)

@@ -12,6 +12,7 @@ from rlbench.dispatch import views
 from rlbench.dispatch.link import Link
 from rlbench.dispatch.pending import Pending
 from rlbench.engines.base import Engine, cores
+from rlbench.engines.placement import visible_gpus
 from rlbench.engines.seeds import request_seeds
 from rlbench.errors import BuildError, DataError, Stopped, nearest
 from rlbench.runtime import cluster
@@ -79,8 +80,10 @@ class InferenceEngine(Engine):
         threads = max(1, cores() // replicas)
         config = ReplicaConfig(path=path, tensor_parallel_size=tensor_parallel_size, **(
             {"threads": threads, "seed": self.seed} | self._config))  # fmt: skip
-        self._spawn(TARGETS[self.executor], lambda i: (config,), devices[::tensor_parallel_size],
-                    {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"})  # fmt: skip
+        groups = [devices[i : i + tensor_parallel_size] for i in range(0, len(devices), tensor_parallel_size)]
+        env = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
+        self._spawn(TARGETS[self.executor], lambda i: (config,), [group[0] for group in groups],
+                    [env | visible_gpus(group) for group in groups])  # fmt: skip
         try:
             infos = self.call_all("build", what=f"{self.name}.build").result()
         except BaseException:

@@ -77,6 +77,22 @@ def actor_options(device: Device) -> dict[str, Any]:
     }
 
 
+def visible_gpus(devices: Sequence[Device]) -> dict[str, str]:
+    """The environment that shows one actor all GPUs of several bundles; Ray itself shows it those of its own."""
+    if not cluster.current().gpus or len(devices) == 1:
+        return {}
+    import ray
+
+    @ray.remote  # type: ignore[untyped-decorator]
+    def ids() -> list[int]:
+        return list(ray.get_gpu_ids())
+
+    found = ray.get(
+        [ids.options(**actor_options(device)).remote() for device in devices], timeout=READY_LIMIT_S
+    )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(str(i) for part in found for i in part)}
+
+
 def _reserve(link: Link, count: int) -> list[Device]:
     import ray
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from rlbench.data import Ragged, TrainBatch
 from rlbench.dispatch.chain import Chain, Steps
+from rlbench.dispatch.link import shm_prefix
 from rlbench.errors import StateError, WeightSyncError
-from rlbench.runtime import cluster
 
 if TYPE_CHECKING:
     from rlbench.engines.inference import InferenceEngine

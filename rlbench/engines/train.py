@@ -86,8 +86,10 @@ class TrainEngine(Engine):
 
         config = TrainConfig(shard_size=tensor_parallel_size, **self._config)
         threads = str(max(1, cores() // world))
-        self._spawn("rlbench.workers.train_rank:TrainRank", lambda rank: (rank, world, config), devices,
-                    {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"})  # fmt: skip
+        env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"}
+        self._spawn(
+            "rlbench.workers.train_rank:TrainRank", lambda rank: (rank, world, config), devices, [env] * world
+        )
         try:
             master = self.call("rendezvous", [((), {})] * world, what=f"{self.name}.build").result()[0]
             infos = self.call_all("build", pickled(self._module), master, what=f"{self.name}.build").result()

@@ -142,8 +142,8 @@ def stop_cluster(record: registry.ClusterRecord) -> None:
             deadline = time.monotonic() + 20.0
             while guard_alive(record) and time.monotonic() < deadline:
                 time.sleep(0.05)
-        if processes.session_members(record.ray_session) or registry.read_cluster() == record:
-            guard.clean_up(record.id, record.ray_session, record.temp_dir)
+        if registry.read_cluster() == record:
+            _clean_up_after(record)
 
 
 def guard_alive(record: registry.ClusterRecord) -> bool:
@@ -182,7 +182,7 @@ def _still_joined() -> bool:
 
     if not ray.is_initialized():
         return False
-    if _joined is not None and _joined.ours and not guard.answers(_joined.address):
+    if _joined is not None and _joined.ours and not guard.answers(_joined.address, 2.0):
         ray.shutdown()  # the cluster went away below us: let init() start afresh
         return False
     return True
@@ -207,8 +207,15 @@ def _find_ours() -> registry.ClusterRecord | None:
         stop_wait = time.monotonic() + 15.0
         while guard_alive(record) and time.monotonic() < stop_wait:
             time.sleep(0.1)
-    guard.clean_up(record.id, record.ray_session, record.temp_dir)
+    _clean_up_after(record)
     return None
+
+
+def _clean_up_after(record: registry.ClusterRecord) -> None:
+    """Remove what a cluster left whose guard could not; its process ids may be somebody else's by now."""
+    leader = processes.start_time(record.ray_session)
+    still_its = record.boot == processes.boot_id() and leader in (None, record.ray_start)
+    guard.clean_up(record.id, record.ray_session if still_its else None, record.temp_dir)
 
 
 def _start(devices: int | None) -> registry.ClusterRecord:
@@ -255,6 +262,7 @@ def _join_other(address: str) -> Cluster:
 
 def _ray_init(address: str) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # else a late remote call after shutdown() starts a cluster of its own
     import ray
 
     try:

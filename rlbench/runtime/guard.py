@@ -64,11 +64,14 @@ def main(argv: list[str]) -> int:
 
 
 def _publish(cluster_id: str, port: int, ray_session: int, temp_dir: str, devices: int, gpus: int) -> None:
-    started = processes.start_time(os.getpid())
+    started, ray_start = processes.start_time(os.getpid()), processes.start_time(ray_session)
     assert started is not None
+    if ray_start is None:
+        return  # it ended just now: the watch sees that next
     registry.write_cluster(registry.ClusterRecord(
         id=cluster_id, address=f"127.0.0.1:{port}", guard_pid=os.getpid(), guard_start=started,
-        ray_session=ray_session, temp_dir=temp_dir, token_path=str(registry.token_file()), devices=devices, gpus=gpus,
+        ray_session=ray_session, ray_start=ray_start, boot=processes.boot_id(), temp_dir=temp_dir,
+        token_path=str(registry.token_file()), devices=devices, gpus=gpus,
     ))  # fmt: skip
 
 
@@ -115,9 +118,10 @@ def answers(address: str, timeout_s: float = 0.2) -> bool:
     return True
 
 
-def clean_up(cluster_id: str, ray_session: int, temp_dir: str) -> None:
+def clean_up(cluster_id: str, ray_session: int | None, temp_dir: str) -> None:
     """End all of a cluster and remove what it left: processes, temp folder, our shared memory files, records."""
-    processes.end_session(ray_session)
+    if ray_session is not None:
+        processes.end_session(ray_session)
     shutil.rmtree(temp_dir, ignore_errors=True)
     for path in Path("/dev/shm").glob(f"rlb-{cluster_id}-*"):
         path.unlink(missing_ok=True)

@@ -21,6 +21,11 @@ def start_time(pid: int) -> float | None:
     return None if fields[0] == "Z" else float(fields[19])
 
 
+def boot_id() -> str:
+    """Identity of this boot of the machine: pids and start times of another one mean nothing."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
 def is_same(pid: int, started: float) -> bool:
     """True while the process that had `pid` at `started` lives; a later process with its number is another one."""
     return start_time(pid) == started

@@ -30,13 +30,17 @@ from rlbench.errors import ClusterError
 
 @dataclass(frozen=True)
 class ClusterRecord:
-    """The cluster we started. `ray_session` is the process session id under which all its processes run."""
+    """The cluster we started. `ray_session` is the process session id under which all its processes run, `ray_start`
+    the start time of its leader, `boot` the boot of the machine in which these numbers mean something.
+    """
 
     id: str
     address: str
     guard_pid: int
     guard_start: float
     ray_session: int
+    ray_start: float
+    boot: str
     temp_dir: str
     token_path: str
     devices: int
@@ -118,6 +122,7 @@ def forget_cluster(cluster_id: str) -> None:
         found = read_json(path)
         if found is not None and found.get("cluster") == cluster_id:
             path.unlink(missing_ok=True)
+            path.with_suffix(".journal").unlink(missing_ok=True)
 
 
 def token_file() -> Path:
