@@ -83,13 +83,18 @@ def init(address: str | None = None, devices: int | None = None) -> Cluster:
     if _joined is not None and _still_joined():
         return _same(_joined, address, devices)
     _refuse_foreign_ray()
-    if address is not None:
+    if address is not None and not _is_our_address(address):
         _joined = _join_other(address)
     else:
         with registry.locked():
             record = _find_ours() or _start(devices)
         _joined = _same(_join_ours(record), None, devices)
     return _joined
+
+
+def _is_our_address(address: str) -> bool:
+    record = registry.read_cluster()
+    return record is not None and record.address == address and guard_alive(record)
 
 
 def current() -> Cluster:
@@ -250,7 +255,7 @@ def _join_ours(record: registry.ClusterRecord) -> Cluster:
 def _join_other(address: str) -> Cluster:
     if not guard.answers(address, 2.0):
         raise ClusterError(
-            f"nothing answers at {address}: check the address, or rb.init() for a cluster of your own"
+            f"nothing answers at {address}: check the address (host:port), or rb.init() for a cluster of your own"
         )
     _ray_init(address)
     import ray
@@ -268,4 +273,9 @@ def _ray_init(address: str) -> None:
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError as error:
+        if isinstance(error.__cause__, ray.exceptions.AuthenticationError):
+            raise ClusterError(
+                f"the Ray cluster at {address} wants its token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH (or "
+                "RAY_AUTH_TOKEN) in this process's environment before it imports ray, then rb.init(address=…) again"
+            ) from error
         raise ClusterError(f"the Ray cluster at {address} does not take us in: {error}") from error

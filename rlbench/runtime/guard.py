@@ -113,7 +113,7 @@ def answers(address: str, timeout_s: float = 0.2) -> bool:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout_s).close()
-    except OSError:
+    except (OSError, ValueError, OverflowError):  # nobody there, or no address
         return False
     return True
 

@@ -1,5 +1,7 @@
 """Weight sync between real ranks and a real vLLM replica: equal log-probs, versions, states, and what is refused."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from safetensors.torch import load_file, save_file
 import rlbench as rb
 from rlbench.engines.sync import probe_tokens
 from rlbench.errors import BuildError, DataError, StateError, WeightSyncError
+from rlbench.runtime.processes import start_time
 from rlbench.trainers.policy_spec import PolicySpec
 
 pytestmark = pytest.mark.engine
@@ -182,6 +185,23 @@ def test_a_hub_id_without_network_says_so_in_one_sentence(cluster, monkeypatch):
     with pytest.raises(BuildError, match="nobody/has-this-model"):
         engine.build(tensor_parallel_size=1, data_parallel_size=1)
     assert not engine.built
+
+
+def test_a_tensor_parallel_replica_takes_the_trainers_weights_too(infer, tiny_path):
+    wide = rb.InferenceEngine(str(tiny_path), name="wide-replica", dtype="float32", kv_cache_bytes=64 << 20)
+    wide.build(tensor_parallel_size=2, data_parallel_size=1)
+    single = rb.TrainEngine(PolicySpec(str(tiny_path)), name="for-wide")
+    single.build(tensor_parallel_size=1, data_parallel_size=1)
+    single.run(perturb)
+    assert single.p2p_weight_sync(wide)["gap"] <= 1e-4
+    assert wide.generate(PROMPTS, n=2, max_tokens=4).samples == 6
+    children = wide.info["pids"][1:]
+    single.close()
+    wide.close()
+    deadline = time.monotonic() + 20
+    while any(start_time(pid) is not None for pid in children) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(children) == 2 and not any(start_time(pid) is not None for pid in children)
 
 
 def test_the_hf_executor_has_the_same_interface(cluster, tiny_path):

@@ -176,6 +176,15 @@ def test_weights_of_initialisers_are_the_same_on_one_and_two_ranks(engine):
     assert sums[0] == sums[1]
 
 
+def test_replicas_of_sharded_ranks_train_alike(cluster):
+    grid = rb.TrainEngine(on_meta(), name="grid").build(tensor_parallel_size=2, data_parallel_size=2)
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    grid.train_step(rb.NeedParallel(x), rb.NeedParallel(2 * x.sum(1, keepdim=True)))
+    grid.optimizer_step()
+    assert len(set(grid.call_all("state_checksum").result())) == 1 and len(grid.where()) == 4
+    grid.close()
+
+
 def test_offloading_is_measured_and_training_while_offloaded_is_refused(engine):
     engine.cpu("optimizer")
     engine.meta()

@@ -1,0 +1,199 @@
+"""The monitor as a process: it survives its own death, outlives its driver as long as it should, and cleans up."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlbench.dispatch.link import Link, shm_prefix, spawn_host
+from rlbench.errors import SessionError
+from rlbench.runtime import processes, registry
+
+pytestmark = pytest.mark.engine
+
+
+def until(true, seconds=30.0):
+    """Wait for something that other processes bring about."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def echo(link, engine="echo", **options):
+    """One worker in the session; returns its actor and pid."""
+    import ray
+
+    host = spawn_host(link, engine, 0, "tests.targets:EchoTarget", (0,), {}, {"num_cpus": 0} | options)
+    pid = ray.get(host.pid.remote())
+    name = f"rlbench/{link.name}/{engine}/0"
+    link.engine(engine, {"kind": "train", "actors": [name], "pids": {name: pid}})
+    return host, pid
+
+
+def submit(link, host, name, *args, **options):
+    return link.submit("echo", ["rank 0"], [host], name, [(args, {})], lambda values: values[0], **options)
+
+
+@pytest.fixture
+def link(cluster, request):
+    made = Link.create(f"monitor-{abs(hash(request.node.name)) % 10**8}")
+    yield made
+    made.close()
+
+
+def test_a_killed_monitor_comes_back_with_its_state_and_its_driver_goes_on(link):
+    host, _ = echo(link)
+    link.set(step=5, version=4)
+    link.apply({"do": "record", "record": {"step": 5, "reward": 0.5}})
+    before = link.state()
+    os.kill(before["pid"], signal.SIGKILL)
+    until(lambda: not Path(f"/proc/{before['pid']}").exists())
+    after = link.state()
+    assert after["pid"] != before["pid"]
+    for name in ("step", "version", "history", "engines", "epoch", "driver"):
+        assert after[name] == before[name], name
+    link.set(step=6)
+    assert link.state()["step"] == 6 and submit(link, host, "shout", "on").result() == "ON"
+    assert registry.read_json(registry.session_file(link.name))["pid"] == after["pid"]
+
+
+def test_an_event_it_cannot_apply_is_refused_and_does_not_spoil_its_journal(link):
+    import ray
+
+    link.set(step=1)
+    with pytest.raises(ray.exceptions.RayTaskError, match="unknown event"):
+        link.apply({"do": "dance"})
+    os.kill(link.state()["pid"], signal.SIGKILL)
+    link.set(step=link.state()["step"] + 1)
+    assert link.state()["step"] == 2
+
+
+def test_samples_hold_the_resident_memory_of_the_workers_that_live(link):
+    _, pid = echo(link)
+    name = f"rlbench/{link.name}/echo/0"
+    until(lambda: any(name in s["resident"] for s in link.samples()))
+    sample = next(s for s in reversed(link.samples()) if name in s["resident"])
+    measured = processes.resident_bytes(pid)
+    assert 0.5 < sample["resident"][name] / measured < 2
+    assert link.samples(since=time.time() + 60) == []
+    os.kill(pid, signal.SIGKILL)
+    now = time.time()
+    until(lambda: any(s["time"] > now + 0.5 and name not in s["resident"] for s in link.samples(now)))
+
+
+def test_a_running_call_shows_until_it_ends(link):
+    host, _ = echo(link)
+    pending = submit(link, host, "slowly", 30.0, what="rollout 8", track=True)
+    until(lambda: list(link.state()["running"].values()) == ["rollout 8"])
+    assert link.stop_running() == ["rollout 8"]
+    until(lambda: pending.done)
+    until(lambda: not link.state()["running"])
+
+
+def test_a_call_whose_worker_died_no_longer_runs(link):
+    host, pid = echo(link)
+    submit(link, host, "slowly", 60.0, track=True)
+    until(lambda: link.state()["running"])
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not link.state()["running"])
+
+
+def test_a_call_the_worker_refused_no_longer_runs(link):
+    import ray
+
+    host, _ = echo(link)
+    ray.get(host.adopt.remote(link.epoch + 1))
+    with pytest.raises(SessionError, match="another notebook"):
+        submit(link, host, "shout", "x", track=True).result()
+    until(lambda: not link.state()["running"])
+
+
+def test_a_driver_that_lives_is_not_displaced_unless_told_to(cluster, link):
+    code = (
+        "import sys, rlbench as rb\n"
+        "from rlbench.dispatch.link import Link\n"
+        "rb.init()\n"
+        "try:\n"
+        "    Link.attach(sys.argv[1])\n"
+        "except rb.errors.SessionError as error:\n"
+        "    print(error)\n"
+        "print(Link.attach(sys.argv[1], take_over=True).epoch)\n"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code, link.name], capture_output=True, text=True, timeout=120
+    ).stdout.splitlines()
+    assert f"driven by pid {os.getpid()} (script)" in said[0] and "take_over=True" in said[0]
+    assert int(said[1]) == link.epoch + 1
+    assert registry.read_json(registry.session_file(link.name))["epoch"] == link.epoch + 1
+    with pytest.raises(SessionError, match="another notebook"):
+        link.set(step=1)
+
+
+def test_closing_a_session_removes_all_that_was_its_own(cluster):
+    import ray
+
+    made, neighbour = Link.create("closing"), Link.create("closing-b")
+    placement = ray.util.placement_group([{"CPU": 0.01}], name="rlbench/closing/place", lifetime="detached")
+    _, pid = echo(made)
+    made.engine("echo", {"placements": ["rlbench/closing/place"]})
+    files = [Path("/dev/shm") / f"{shm_prefix(link.name)}actor-0" for link in (made, neighbour)]
+    for file in files:
+        file.write_bytes(b"weights of a rank that was killed")
+    monitor = made.state()["pid"]
+    made.close()
+    made.close()
+    until(lambda: processes.start_time(pid) is None and processes.start_time(monitor) is None)
+    assert not registry.session_file("closing").exists() and not registry.journal_file("closing").exists()
+    assert ray.util.placement_group_table(placement)["state"] == "REMOVED"
+    assert [file.exists() for file in files] == [False, True]
+    with pytest.raises(SessionError, match="closed"):
+        made.submit("echo", [], [], "shout", [], list)
+    neighbour.close()
+    assert not files[1].exists()
+
+
+SCRIPT = """
+import os, sys
+import rlbench as rb
+from rlbench.dispatch.link import Link, spawn_host
+import ray
+rb.init()
+link = Link.create("forsaken", lease_s=float(sys.argv[1]))
+host = spawn_host(link, "echo", 0, "tests.targets:EchoTarget", (0,), {}, {"num_cpus": 0})
+link.engine("echo", {"kind": "train", "actors": ["rlbench/forsaken/echo/0"]})
+print(ray.get(host.pid.remote()), link.state()["pid"], flush=True)
+os._exit(1)
+"""
+
+
+def test_the_session_of_a_script_that_died_ends_after_its_lease(cluster, repository):
+    died = subprocess.run(
+        [sys.executable, "-c", SCRIPT, "1.0"], capture_output=True, text=True, timeout=120, cwd=repository
+    )
+    worker, monitor = map(int, died.stdout.split())
+    until(lambda: processes.start_time(worker) is None and processes.start_time(monitor) is None)
+    assert not registry.session_file("forsaken").exists()
+    with pytest.raises(SessionError, match="no session 'forsaken'"):
+        Link.attach("forsaken")
+
+
+def test_a_session_that_was_taken_up_again_lives_on(cluster, repository):
+    died = subprocess.run(
+        [sys.executable, "-c", SCRIPT, "600"], capture_output=True, text=True, timeout=120, cwd=repository
+    )
+    worker = int(died.stdout.split()[0])
+    found = Link.attach("forsaken")
+    assert found.state()["driver"]["pid"] == os.getpid() and "lease_s" not in found.state()["driver"]
+    assert processes.start_time(worker) is not None
+    found.close()
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../up", "-x", "x" * 65, "a:b"])
+def test_a_session_name_that_cannot_be_a_file_name_is_refused(cluster, name):
+    with pytest.raises(SessionError, match="session name|letters"):
+        Link.create(name or "/")

@@ -1,0 +1,142 @@
+"""The session's state is what its events say, and a monitor that restarts stands where it stood."""
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rlbench.monitor import lease, state
+
+DRIVER = {"id": "a", "pid": 1, "started": 2.0, "mode": "script"}
+VALUES = st.one_of(st.integers(-5, 5), st.text(max_size=5), st.none(), st.floats(allow_nan=False))
+EVENTS = st.one_of(
+    st.fixed_dictionaries(
+        {"do": st.just("set"), "key": st.sampled_from(["step", "version", "config"]), "value": VALUES}
+    ),
+    st.fixed_dictionaries(
+        {
+            "do": st.just("engine"),
+            "name": st.sampled_from(["actor", "inference"]),
+            "fields": st.none() | st.dictionaries(st.sampled_from(["kind", "state"]), VALUES),
+        }
+    ),
+    st.fixed_dictionaries({"do": st.just("record"), "record": st.dictionaries(st.text(max_size=3), VALUES)}),
+    st.fixed_dictionaries(
+        {"do": st.just("drive"), "epoch": st.integers(1, 9), "driver": st.just(DRIVER) | st.none()}
+    ),
+)
+
+
+def reduced(*events):
+    value = state.initial("demo")
+    for event in events:
+        value = state.reduce(value, event)
+    return value
+
+
+# -- events
+
+
+def test_a_value_is_set():
+    assert reduced({"do": "set", "key": "step", "value": 3})["step"] == 3
+
+
+def test_an_engines_fields_are_added_to_those_it_has_and_none_drops_it():
+    added = reduced(
+        {"do": "engine", "name": "actor", "fields": {"kind": "train", "broken": None}},
+        {"do": "engine", "name": "actor", "fields": {"broken": "rank 0 died"}},
+    )
+    assert added["engines"] == {"actor": {"kind": "train", "broken": "rank 0 died"}}
+    assert state.reduce(added, {"do": "engine", "name": "actor", "fields": None})["engines"] == {}
+    assert state.reduce(added, {"do": "engine", "name": "other", "fields": None}) == added
+
+
+def test_records_are_kept_in_order():
+    assert reduced(*({"do": "record", "record": {"step": i}} for i in range(3)))["history"] == [
+        {"step": 0}, {"step": 1}, {"step": 2},
+    ]  # fmt: skip
+
+
+def test_a_driver_comes_with_its_epoch():
+    value = reduced({"do": "drive", "epoch": 4, "driver": DRIVER})
+    assert (value["epoch"], value["driver"]) == (4, DRIVER)
+
+
+def test_an_unknown_event_is_refused():
+    with pytest.raises(ValueError, match="unknown event 'dance'"):
+        reduced({"do": "dance"})
+
+
+@given(st.lists(EVENTS, max_size=8))
+def test_the_state_before_an_event_stays_what_it_was(events):
+    value = state.initial("demo")
+    for event in events:
+        before = json.dumps(value)
+        after = state.reduce(value, event)
+        assert json.dumps(value) == before
+        value = after
+
+
+# -- journal
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+@given(events=st.lists(EVENTS, max_size=8), cut=st.integers(0, 40))
+def test_a_journal_cut_anywhere_gives_the_state_of_its_whole_lines_and_goes_on(tmp_path, events, cut):
+    path = tmp_path / "demo.journal"
+    path.unlink(missing_ok=True)
+    journal = state.Journal(path)
+    for event in events:
+        journal.append(event)
+    written = path.read_bytes() if events else b""
+    if events:
+        path.write_bytes(written[: max(0, len(written) - cut)])
+        events = events[: path.read_bytes().count(b"\n")]
+    last = {"do": "set", "key": "step", "value": 99}
+    assert journal.replay(state.initial("demo")) == reduced(*events)
+    journal.append(last)
+    assert state.Journal(path).replay(state.initial("demo")) == reduced(*events, last)
+
+
+def test_a_session_without_a_journal_begins_at_the_beginning(tmp_path):
+    assert state.Journal(tmp_path / "none").replay(state.initial("demo")) == state.initial("demo")
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_journal_is_its_owners_alone_and_goes_with_its_session(tmp_path):
+    path = tmp_path / "demo.journal"
+    journal = state.Journal(path)
+    journal.append({"do": "set", "key": "step", "value": 1})
+    assert oct(path.stat().st_mode & 0o777) == "0o600"
+    journal.remove()
+    journal.remove()
+    assert not path.exists()
+
+
+# -- lease
+
+
+def driver(mode, **fields):
+    return {"mode": mode, **fields}
+
+
+@pytest.mark.parametrize(
+    ("present", "alive", "idle_s", "busy", "over"),
+    [
+        (None, False, 29.0, False, False),
+        (None, False, 31.0, False, True),
+        (driver("script"), True, 1e6, False, False),
+        (driver("script"), False, 29.0, False, False),
+        (driver("script"), False, 31.0, False, True),
+        (driver("script"), False, 31.0, True, True),
+        (driver("script", lease_s=5.0), False, 6.0, False, True),
+        (driver("script", lease_s=60.0), False, 31.0, False, False),
+        (driver("notebook"), False, 7 * 3600.0, False, False),
+        (driver("notebook"), False, 9 * 3600.0, False, True),
+        (driver("notebook"), False, 9 * 3600.0, True, False),
+        (driver("notebook", lease_s=60.0), False, 61.0, False, True),
+    ],
+)  # fmt: skip
+def test_when_a_session_ends_by_itself(present, alive, idle_s, busy, over):
+    assert lease.is_over(present, alive, idle_s, busy) is over

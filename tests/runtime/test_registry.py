@@ -1,0 +1,140 @@
+"""The state folder: private, written whole, and honest about files it cannot read."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from rlbench.errors import ClusterError
+from rlbench.runtime import cluster, guard, processes, registry
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return tmp_path / "rlbench"
+
+
+def record(**changes):
+    made = registry.ClusterRecord(
+        id="abcd1234", address="127.0.0.1:9", guard_pid=2**22 + 1, guard_start=1.0, ray_session=2**22 + 2,
+        ray_start=2.0, boot=processes.boot_id(), temp_dir="nowhere", token_path="none", devices=2, gpus=0,
+    )  # fmt: skip
+    return replace(made, **changes)
+
+
+def modes(folder):
+    return {path.name: oct(path.stat().st_mode & 0o777) for path in folder.rglob("*")}
+
+
+def test_only_its_owner_can_read_it(state):
+    registry.write_cluster(record())
+    registry.token_file()
+    registry.write_json(registry.session_file("demo"), {"name": "demo"})
+    with registry.locked():
+        pass
+    assert oct(state.stat().st_mode & 0o777) == "0o700"
+    assert modes(state) == {
+        "sessions": "0o700", "cluster.json": "0o600", "token": "0o600", "lock": "0o600", "demo.json": "0o600",
+    }  # fmt: skip
+
+
+def test_a_folder_somebody_opened_up_is_closed_again(state):
+    state.mkdir()
+    state.chmod(0o755)
+    registry.state_dir()
+    assert oct(state.stat().st_mode & 0o777) == "0o700"
+
+
+def test_a_cluster_is_found_as_it_was_written_and_forgotten_with_its_sessions(state):
+    registry.write_cluster(record())
+    for name, cluster_id in (("mine", "abcd1234"), ("other", "ffff0000")):
+        registry.write_json(registry.session_file(name), {"name": name, "cluster": cluster_id})
+        registry.journal_file(name).write_text("")
+    assert registry.read_cluster() == record()
+    assert [s["name"] for s in registry.live_sessions("abcd1234")] == ["mine"]
+    registry.forget_cluster("abcd1234")
+    assert registry.read_cluster() is None
+    assert sorted(p.name for p in (state / "sessions").iterdir()) == ["other.journal", "other.json"]
+
+
+def test_forgetting_an_older_cluster_leaves_the_present_one():
+    registry.write_cluster(record())
+    registry.forget_cluster("ffff0000")
+    assert registry.read_cluster() == record()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"id": "abcd"}', '{"unknown": 1}'])
+def test_a_record_that_cannot_be_read_is_no_cluster(state, text):
+    registry.state_dir()
+    (state / "cluster.json").write_text(text)
+    assert registry.read_cluster() is None
+
+
+def test_a_reader_sees_the_old_file_or_the_new_one(state):
+    registry.state_dir()
+    path = state / "value.json"
+    registry.write_json(path, {"n": 1})
+    before = path.open()
+    registry.write_json(path, {"n": 2})
+    assert json.load(before) == {"n": 1} and registry.read_json(path) == {"n": 2}
+    before.close()
+    assert [p.name for p in state.glob("*value*")] == ["value.json"]
+
+
+def test_the_token_is_made_once_and_long():
+    first = registry.token_file().read_text()
+    assert registry.token_file().read_text() == first and len(first) == 64
+
+
+def test_a_lock_held_elsewhere_is_waited_for_and_its_holder_named():
+    code = (
+        "from rlbench.runtime import registry\n"
+        "with registry.locked():\n"
+        "    print('held', flush=True)\n"
+        "    input()\n"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout is not None and other.stdout.readline() == "held\n"
+    with pytest.raises(ClusterError, match=rf"pid {other.pid}\) has held"):
+        with registry.locked(timeout_s=0.2):
+            pass
+    other.kill()
+    other.wait()
+    with registry.locked(timeout_s=10):
+        pass  # a dead holder holds nothing
+
+
+@pytest.mark.parametrize("change", ["boot", "leader"])
+def test_processes_that_got_the_numbers_of_a_gone_cluster_are_left_alone(change, tmp_path):
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    started = processes.start_time(stranger.pid)
+    old = {
+        "boot": record(ray_session=stranger.pid, ray_start=started, boot="another boot"),
+        "leader": record(ray_session=stranger.pid, ray_start=started - 1),
+    }[change]
+    left = tmp_path / "rlb-temp"
+    left.mkdir()
+    registry.write_cluster(replace(old, temp_dir=str(left)))
+    cluster.stop_cluster(registry.read_cluster())
+    assert stranger.poll() is None and registry.read_cluster() is None and not left.exists()
+    stranger.kill()
+    stranger.wait()
+
+
+def test_an_address_is_probed_before_ray_is_asked():
+    with pytest.raises(ClusterError, match=r"nothing answers at 127.0.0.1:9\b.*rb.init\(\)"):
+        cluster.init(address="127.0.0.1:9")
+    with pytest.raises(ClusterError, match=r"host:port"):
+        cluster.init(address="auto")
+    assert not guard.answers("127.0.0.1:99999")
+
+
+def test_a_cluster_without_devices_is_refused_before_anything_starts(state):
+    with pytest.raises(ClusterError, match="devices=0"):
+        cluster.init(devices=0)
+    assert not state.exists()
