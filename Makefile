@@ -30,11 +30,6 @@ lab: env  ## JupyterLab on the quickstart
 demo: env  ## the quickstart's whole loop without a browser: reward curve, executed notebook in build/
 	@$(BIN)/python scripts/run_notebook.py $(QUICKSTART) build/01_quickstart.executed.ipynb --show reward-curve
 
-lint: env  ## style, types, imports between rooms
-	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
-
 test: env  ## all tests but the long ones; those that need a GPU skip themselves without one
 	$(BIN)/pytest -m "not long" $(PYTEST_ARGS)
 

@@ -7,6 +7,7 @@ the error in it where a cell failed. `--show TAG` prints the text of the cell ta
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import time
@@ -26,6 +27,7 @@ def main() -> int:
     if not args.notebook.is_file():
         print(f"run_notebook: there is no {args.notebook}", file=sys.stderr)
         return 1
+    os.environ.setdefault("RLBENCH_LEASE_S", "120")  # an interrupted run leaves no engines behind for hours
     notebook = nbformat.read(args.notebook, as_version=4)
     started = time.monotonic()
     try:

@@ -31,7 +31,9 @@ class History(Sequence[dict[str, Any]]):
         if isinstance(index, str):
             if self.records and not any(index in r for r in self.records):
                 known = dict.fromkeys(name for r in self.records for name in r)
-                raise DataError(f"no step has a metric {index!r}{nearest(index, known)}; there are {', '.join(known)}")
+                raise DataError(
+                    f"no step has a metric {index!r}{nearest(index, known)}; there are {', '.join(known)}"
+                )
             return [r.get(index) for r in self.records]
         if isinstance(index, slice):
             return History(self.records[index])

@@ -63,11 +63,12 @@ class Chain:
         except KeyboardInterrupt:
             self.stop()
         try:
-            return self.result(timeout=STOP_WAIT_S)
+            value = self.result(timeout=STOP_WAIT_S)
         except Stopped:
             raise
         except (TimeoutError, KeyboardInterrupt):
             raise Stopped(f"{self.what} is still stopping: its current step cannot be cut") from None
+        raise Stopped(f"{self.what} was done as it was stopped; .partial holds its result", value)
 
     def __await__(self) -> Generator[Any, None, Any]:
         return asyncio.get_running_loop().run_in_executor(None, self.result).__await__()

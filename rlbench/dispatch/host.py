@@ -54,7 +54,7 @@ class Host:
         self._forget(ticket.acknowledged)
         try:
             self._admit(ticket)
-        except RLBenchError as error:
+        except Exception as error:
             if ticket.tracked:
                 self._tell_end(ticket.call_id)
             return Reply(failure=_failure(error))

@@ -5,6 +5,7 @@ Everything above reaches the workers and the monitor through one `Link`, so ther
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import os
@@ -35,6 +36,7 @@ class Link:
         self.epoch = epoch
         self._seq = itertools.count(1)
         self.placing = threading.Lock()
+        self._submitting = threading.Lock()  # all ranks see the calls of several threads in one order
         self._acknowledged = ""
         self._closed = threading.Event()
         threading.Thread(target=self._beat, daemon=True).start()
@@ -70,7 +72,7 @@ class Link:
     def attach(cls, name: str | None = None, take_over: bool = False) -> Link:
         """Drive a session that is there. Without a name: the only one. Raises SessionError saying which there are."""
         joined = cluster.current()
-        known = [s["name"] for s in registry.live_sessions(joined.id or None)]
+        known = [s["name"] for s in registry.live_sessions(joined.id)]
         if name is None:
             if len(known) != 1:
                 raise SessionError(f"which session? there are {known or 'none'}: rb.attach(name)")
@@ -109,6 +111,7 @@ class Link:
         self, engine: str, labels: Sequence[str], actors: Sequence[Any], name: str,
         calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], finish: Callable[[list[Any]], Any],
         what: str | None = None, observer: Observer | None = None, queue_total: int = 0, track: bool = False,
+        collective: bool = True,
     ) -> Pending:  # fmt: skip
         """Send one call to all actors of an engine: `calls[i]` = (args, kwargs) of rank i.
 
@@ -118,39 +121,49 @@ class Link:
         if self.closed:
             raise SessionError(f"session {self.name!r} is closed")
         call_id = secrets.token_hex(6)
-        with sigint_held():
-            ticket = Ticket(
-                self.epoch, next(self._seq), call_id, len(actors), self._acknowledged,
-                actor_name(self.name, engine, 0) if queue_total else "", queue_total, track,
-            )  # fmt: skip
-            if track:
-                self.monitor.begin.remote(call_id, what or name, engine)
-            refs = [
-                actor.call.remote(ticket, name, tuple(kwargs), *args, *kwargs.values())
-                for actor, (args, kwargs) in zip(actors, calls, strict=True)
-            ]
+        try:
+            with sigint_held(), self._submitting:
+                ticket = Ticket(
+                    self.epoch, next(self._seq), call_id, len(actors), self._acknowledged,
+                    actor_name(self.name, engine, 0) if queue_total else "", queue_total, track,
+                )  # fmt: skip
+                if track:
+                    self.monitor.begin.remote(call_id, what or name, engine)
+                refs = [
+                    actor.call.remote(ticket, name, tuple(kwargs), *args, *kwargs.values())
+                    for actor, (args, kwargs) in zip(actors, calls, strict=True)
+                ]
+        except KeyboardInterrupt:  # it came while the call went out: nobody would hold it
+            for actor in actors:
+                actor.stop.remote(call_id)
+            raise
 
         def ended() -> None:
             self._acknowledged = call_id
 
         return Pending(what or f"{engine}.{name}", labels, actors, refs, ticket, finish, observer,
-                       lambda i, error: self._died(engine, labels[i], error), ended)  # fmt: skip
+                       lambda i, error: self._died(engine, labels[i], error), ended, collective)  # fmt: skip
 
     def stop_running(self) -> list[str]:
         """Set the stop flag of every call that runs, also one of an earlier driver; returns what they are."""
         return list(self._ask("stop_running"))
 
     def close(self) -> None:
-        """End the session and everything in it. Safe to call twice."""
+        """End the session and everything in it; of a session that somebody else drives now, only let go.
+
+        Safe to call twice.
+        """
         if self.closed:
             return
-        self._closed.set()
         import ray
 
         try:
-            ray.get(self.monitor.close.remote(), timeout=30)
+            if not ray.get(self.monitor.close.remote(self.epoch), timeout=60):
+                self._closed.set()
+                return
         except ray.exceptions.RayActorError:
-            return  # it had gone already, and the workers end themselves when it is gone
+            pass  # it had gone already, and the workers end themselves when it is gone
+        self._closed.set()
         deadline = time.monotonic() + 10.0
         while _find(actor_name(self.name, "monitor")) is not None and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -164,7 +177,8 @@ class Link:
         reason = next(
             (line.strip() for line in cause if "cause" in line.lower() or "exit" in line.lower()), ""
         )
-        self.engine(engine, {"broken": f"{label} died"})
+        with contextlib.suppress(SessionError):  # the monitor may be gone as well: the death is what to tell
+            self.engine(engine, {"broken": f"{label} died"})
         return WorkerDied(
             f"{label} died ({type(error).__name__}). {reason or (cause[0] if cause else '')}\n"
             f"  The engine is broken: {engine}.close(), then build it again."
@@ -225,6 +239,8 @@ def _drive(monitor: Any, take_over: bool, lease_s: float | None = None) -> int:
 
     started = processes.start_time(os.getpid())
     driver = {"id": _DRIVER_ID, "pid": os.getpid(), "started": started, "mode": driver_mode()}
+    if lease_s is None and "RLBENCH_LEASE_S" in os.environ:
+        lease_s = float(os.environ["RLBENCH_LEASE_S"])
     driver |= {} if lease_s is None else {"lease_s": lease_s}
     try:
         return int(ray.get(monitor.drive.remote(driver, take_over), timeout=60))

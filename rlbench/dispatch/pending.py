@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 from rlbench.dispatch.protocol import Failure, Progress, Reply, Ticket
-from rlbench.errors import RemoteError, Stopped, WorkerDied
+from rlbench.errors import EngineError, RemoteError, Stopped, WorkerDied
 
 POLL_S = 0.2
 STOP_WAIT_S = 1.7
@@ -35,7 +35,7 @@ class Pending:
         self, what: str, labels: Sequence[str], actors: Sequence[Any], refs: Sequence[Any], ticket: Ticket,
         finish: Callable[[list[Any]], Any], observer: Observer | None = None,
         on_death: Callable[[int, BaseException], BaseException] | None = None,
-        on_end: Callable[[], None] | None = None,
+        on_end: Callable[[], None] | None = None, collective: bool = True,
     ) -> None:  # fmt: skip
         self.what = what
         self.call_id = ticket.call_id
@@ -43,7 +43,9 @@ class Pending:
         self._finish, self._observer, self._on_death, self._on_end = finish, observer, on_death, on_end
         self._cursors = [0] * len(self._refs)
         self._outcome: tuple[Any, BaseException | None] | None = None
+        self._collective = collective
         self._first_failed: list[int] | None = None
+        self._released = False
         self._lock = threading.RLock()
 
     @property
@@ -81,7 +83,11 @@ class Pending:
         return value
 
     def blocking_result(self) -> Any:
-        """`result()` where Ctrl-C stops the call: the prompt is back within two seconds."""
+        """`result()` where Ctrl-C stops the call: the prompt is back within two seconds.
+
+        An interrupt always raises `Stopped`, so that a loop ends too: a call that could not be cut, or was just done,
+        leaves its whole result in `.partial`.
+        """
         try:
             return self.result()
         except Stopped:
@@ -89,15 +95,14 @@ class Pending:
         except KeyboardInterrupt:
             self.stop()
         try:
-            return self.result(timeout=STOP_WAIT_S)
-        except TimeoutError:
-            raise Stopped(
-                f"{self.what} is still stopping: its current step cannot be cut; .result() waits for it"
-            ) from None
+            value = self.result(timeout=STOP_WAIT_S)
         except Stopped:
             raise
-        except KeyboardInterrupt:
-            raise Stopped(f"{self.what} is still stopping") from None
+        except (TimeoutError, KeyboardInterrupt):
+            raise Stopped(
+                f"{self.what} is still stopping: its current step cannot be cut; the next call waits for it"
+            ) from None
+        raise Stopped(f"{self.what} was done as it was stopped; .partial holds its result", value)
 
     def __await__(self) -> Generator[Any, None, Any]:
         return asyncio.get_running_loop().run_in_executor(None, self.result).__await__()
@@ -116,7 +121,7 @@ class Pending:
                 return
             self._look(waiting)
             early = [i for i, ref in enumerate(self._refs) if ref in ready and _failed(ref)]
-            if early:
+            if early and self._collective:
                 self._first_failed = early if self._first_failed is None else self._first_failed
                 failed_since = failed_since or time.monotonic()
                 if time.monotonic() - failed_since > FAILED_PEER_WAIT_S:
@@ -146,6 +151,7 @@ class Pending:
 
     def _release_peers(self, ready: list[Any]) -> None:
         """A rank failed while others still wait for it in a collective: only its exit releases them."""
+        self._released = True
         for i, ref in enumerate(self._refs):
             if ref in ready and _failed(ref):
                 self._actors[i].leave.remote()
@@ -158,6 +164,8 @@ class Pending:
         for i, ref in enumerate(self._refs):
             try:
                 reply: Reply = ray.get(ref)
+            except ray.exceptions.RayTaskError as error:  # the worker lives: its answer could not be sent
+                reply = Reply(failure=Failure(type(error.cause).__name__, f"{error.cause}", str(error)))
             except ray.exceptions.RayError as error:
                 dead.append((i, error))
                 continue
@@ -172,7 +180,8 @@ class Pending:
         failed = [(i, r.failure) for i, r in replies if r.failure is not None]
         if failed:
             causes = [f for f in failed if first is None or f[0] in first] or failed
-            return None, self._remote_error([f for f in causes if not _secondary(f[1])] or causes)
+            found = self._remote_error([f for f in causes if not _secondary(f[1])] or causes)
+            return None, self._released_error(found) if self._released else found
         if dead:
             return None, self._death(*dead[0])
         values = [r.value for _, r in replies]
@@ -186,6 +195,13 @@ class Pending:
         if stopped:
             return None, Stopped(f"{self.what} stopped", value)
         return value, None
+
+    def _released_error(self, cause: BaseException) -> BaseException:
+        """The failed rank was ended, so the engine lost it: say both."""
+        lost = self._death(
+            self._first_failed[0] if self._first_failed else 0, EngineError("ended to release its peers")
+        )
+        return type(lost)(f"{cause}\n  The other ranks waited for this one in a collective. {lost}")
 
     def _death(self, rank: int, cause: BaseException) -> BaseException:
         if self._on_death is not None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from rlbench.dispatch.link import Link, spawn_host
@@ -12,7 +14,7 @@ from rlbench.dispatch.pending import Observer, Pending
 from rlbench.dispatch.protocol import actor_name
 from rlbench.engines.parallel import estimated_bytes
 from rlbench.engines.placement import Device, actor_options, allot, devices_of
-from rlbench.errors import BuildError, EngineError, StateError
+from rlbench.errors import BuildError, EngineError, StateError, nearest
 from rlbench.runtime import cluster
 
 PUT_BYTES = 256 << 10
@@ -20,13 +22,15 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of one rank."""
 
 _anonymous: Link | None = None
+_anonymous_cluster: cluster.Cluster | None = None
 
 
 def anonymous_link() -> Link:
     """The session of engines built without one; it ends with this process, or with `rb.shutdown()`."""
-    global _anonymous
-    if _anonymous is None or _anonymous.closed:
-        _anonymous = Link.create()
+    global _anonymous, _anonymous_cluster
+    here = cluster.current()
+    if _anonymous is None or _anonymous.closed or _anonymous_cluster != here:
+        _anonymous, _anonymous_cluster = Link.create(), here
         cluster.on_shutdown(_anonymous.close)
         atexit.register(_anonymous.close)
     return _anonymous
@@ -36,6 +40,8 @@ class Engine:
     """Base of the engines. `name` is its role in the session (`actor`, `inference`, …), unique there."""
 
     KIND: ClassVar[str]
+    COLLECTIVE: ClassVar[bool]
+    """Whether workers wait for each other inside a call."""
     PARTS: ClassVar[tuple[str, ...]]
 
     def __init__(self, name: str, link: Link | None = None) -> None:
@@ -112,7 +118,7 @@ class Engine:
         self._need_built(name)
         return self.link.submit(
             self.name, self.labels, self._actors, name, calls, finish, what or f"{self.name}.{name}", observer,
-            queue_total, track,
+            queue_total, track, self.COLLECTIVE,
         )  # fmt: skip
 
     def call_all(self, name: str, *args: Any, **options: Any) -> Pending:
@@ -125,20 +131,23 @@ class Engine:
         return [f"rank {i}" for i in range(len(self._actors))]
 
     def close(self) -> None:
-        """End the workers and free what they hold. Safe to call twice."""
+        """End the workers and free what they hold. Safe to call twice.
+
+        Raises SessionError where another notebook drives the session now.
+        """
         if not self._actors:
             return
+        if self.link.closed:
+            self._actors = []
+            return
+        self.link.apply()  # refused to a driver that was replaced
         import ray
 
         try:
             ray.get([a.call.remote(self._last_ticket(), "close", ()) for a in self._actors], timeout=20)
         except (ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError):
             pass  # busy or dead already: ending the process frees all but shared files, which the session's end removes
-        for actor in self._actors:
-            ray.kill(actor)
-        self._actors = []
-        if not self.link.closed:
-            self.link.engine(self.name, None)
+        self._discard()
 
     def _last_ticket(self) -> Any:
         from rlbench.dispatch.protocol import Ticket
@@ -205,22 +214,28 @@ class Engine:
         self, target: str, args_of: Callable[[int], tuple[Any, ...]], devices: Sequence[Device],
         env: Sequence[dict[str, str]],
     ) -> None:  # fmt: skip
-        """Start the workers and record them; on failure nothing of them stays."""
+        """Start the workers and record them."""
         import ray
 
-        try:
-            self._actors = [
+        for i, device in enumerate(devices):
+            self._actors.append(
                 spawn_host(self.link, self.name, i, target, args_of(i), env[i], actor_options(device))
-                for i, device in enumerate(devices)
-            ]
-            pids = ray.get([a.pid.remote() for a in self._actors], timeout=180)
-        except BaseException:
-            self._discard()
-            raise
+            )
+        pids = ray.get([a.pid.remote() for a in self._actors], timeout=180)
         names = [actor_name(self.link.name, self.name, i) for i in range(len(self._actors))]
         self.link.engine(self.name, {"actors": names, "pids": dict(zip(names, pids, strict=True))})
 
+    @contextlib.contextmanager
+    def _building(self) -> Iterator[None]:
+        """From the first device on: when anything fails, nothing of the engine stays, and its name is free again."""
+        try:
+            yield
+        except BaseException:
+            self._discard()
+            raise
+
     def _discard(self) -> None:
+        """End the workers, drop the record, and with it the devices."""
         import ray
 
         for actor in self._actors:
@@ -234,6 +249,17 @@ class Engine:
 
         self._actors = [ray.get_actor(name) for name in record["actors"]]
         self._info = dict(record["info"])
+
+
+def checked_config(config_class: Any, given: dict[str, Any], what: str) -> Any:
+    """Make a config dataclass; BuildError for an option it does not have, with the nearest that it has."""
+    known = [field.name for field in dataclasses.fields(config_class)]
+    for name in given:
+        if name not in known:
+            raise BuildError(
+                f"{what}: unknown option {name!r}{nearest(name, known)}; there are {', '.join(known)}"
+            )
+    return config_class(**given)
 
 
 def shared(value: Any) -> Any:

@@ -11,7 +11,7 @@ from rlbench.data import GenerateJob, Prompt, Rollouts, as_prompts
 from rlbench.dispatch import views
 from rlbench.dispatch.link import Link
 from rlbench.dispatch.pending import Pending
-from rlbench.engines.base import Engine, cores
+from rlbench.engines.base import Engine, checked_config, cores
 from rlbench.engines.placement import visible_gpus
 from rlbench.engines.seeds import request_seeds
 from rlbench.errors import BuildError, DataError, Stopped, nearest
@@ -32,6 +32,7 @@ class InferenceEngine(Engine):
     """
 
     KIND = "inference"
+    COLLECTIVE = False
     PARTS = ("weights", "kv_cache")
 
     def __init__(self, path: Any, executor: str = "vllm", *, name: str = "inference", seed: int = 0,
@@ -76,19 +77,18 @@ class InferenceEngine(Engine):
         replicas = data_parallel_size
         if replicas == -1:
             replicas = max(1, joined.gpus // max(1, tensor_parallel_size)) if joined.gpus else 1
+        given = {"threads": max(1, cores() // replicas), "seed": self.seed} | self._config
+        given |= {"path": path, "tensor_parallel_size": tensor_parallel_size}
+        config = checked_config(ReplicaConfig, given, "InferenceEngine")
         devices = self._allot(tensor_parallel_size * replicas, colocate_with, not_colocate_with)
-        threads = max(1, cores() // replicas)
-        config = ReplicaConfig(path=path, tensor_parallel_size=tensor_parallel_size, **(
-            {"threads": threads, "seed": self.seed} | self._config))  # fmt: skip
-        groups = [devices[i : i + tensor_parallel_size] for i in range(0, len(devices), tensor_parallel_size)]
-        env = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
-        self._spawn(TARGETS[self.executor], lambda i: (config,), [group[0] for group in groups],
-                    [env | visible_gpus(group) for group in groups])  # fmt: skip
-        try:
+        with self._building():
+            groups = [
+                devices[i : i + tensor_parallel_size] for i in range(0, len(devices), tensor_parallel_size)
+            ]
+            env = {"OMP_NUM_THREADS": str(config.threads), "OMP_WAIT_POLICY": "passive"}
+            self._spawn(TARGETS[self.executor], lambda i: (config,), [group[0] for group in groups],
+                        [env | visible_gpus(group) for group in groups])  # fmt: skip
             infos = self.call_all("build", what=f"{self.name}.build").result()
-        except BaseException:
-            self._discard()
-            raise
         self._info = infos[0] | {
             "path": self.path,
             "executor": self.executor,
@@ -160,20 +160,24 @@ class InferenceEngine(Engine):
     def reload(self) -> dict[str, Any]:
         """Load the weights again from the model's path, as version 0."""
         info = self.call_all("reload").result()[0]
-        self.publish_state()
+        self.link.engine(self.name, {"state": self.status(), "proof": None})
         return dict(info)
 
     def _after_state(self) -> None:
         """Once the KV cache is back, prove the weights that were synced without it."""
         record = self.link.state()["engines"][self.name]
         proof = record.get("proof")
-        if proof is None or self.status()["kv_cache"] != "cuda":
+        status = self.status()
+        if proof is not None and status["weights"] == "meta":
+            self.link.engine(self.name, {"proof": None})  # what was to be proved is gone
+        if proof is None or status["weights"] != "cuda" or status["kv_cache"] != "cuda":
             return
         from rlbench.engines.sync import check_proof
 
-        check_proof(proof, self.call_all("prompt_logprobs", proof["tokens"], what="weight sync: proof",
-                                         finish=list).result())  # fmt: skip
-        self.link.engine(self.name, {"proof": None})
+        got = self.call_all("prompt_logprobs", proof["tokens"], what="weight sync: proof").result()
+        check_proof(proof, got)
+        self.call_all("commit_version", proof["version"], what="weight sync").result()
+        self.link.engine(self.name, {"proof": None, "state": self.status()})
 
     def weight_versions(self) -> list[int]:
         """The version each replica holds."""

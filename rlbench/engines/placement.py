@@ -98,8 +98,13 @@ def _reserve(link: Link, count: int) -> list[Device]:
 
     name = f"rlbench/{link.name}/devices/{secrets.token_hex(3)}"
     bundle = {"GPU": 1.0} if cluster.current().gpus else {"CPU": CPU_SHARE}
-    group = ray.util.placement_group([bundle] * count, strategy="PACK", name=name, lifetime="detached")
-    if not group.wait(READY_LIMIT_S):
+    group = ray.util.placement_group([bundle] * count, strategy="STRICT_PACK", name=name, lifetime="detached")
+    try:
+        ready = group.wait(READY_LIMIT_S)
+    except BaseException:
+        ray.util.remove_placement_group(group)  # else it would seize the devices once they are free
+        raise
+    if not ready:
         ray.util.remove_placement_group(group)
         raise BuildError(
             f"the cluster did not give {count} more devices within {READY_LIMIT_S:.0f} s; another session holds them: "

@@ -31,7 +31,7 @@ def sync_weights(
     """Start a sync. `version` is what the replicas then hold (default: one more than they hold).
 
     The result: `version`, `bytes`, `tensors`, `gap` (largest log-prob difference on the probe; None where the KV cache
-    is released, so that the proof follows with `infer.cuda("kv_cache")`), `seconds` by phase.
+    is released, so that the proof follows with `infer.cuda("kv_cache")`).
     """
     if transport not in TRANSPORTS:
         raise WeightSyncError(f"transport={transport!r}: there are {', '.join(TRANSPORTS)}")
@@ -41,31 +41,40 @@ def sync_weights(
 def _steps(train: TrainEngine, infer: InferenceEngine, version: int | None, transport: str) -> Steps:
     held = infer.control("status")
     _need_ready(train, infer, held)
-    target = max(int(s["version"]) for s in held) + 1 if version is None else version
+    yield infer.call_all("begin_sync", what="weight sync")
     probe = probe_tokens(int(infer.info["vocab_size"]))
     expected = yield train.call_all(
         "policy_forward", probe_batch(probe), {}, finish=rows_in_order, what="weight sync"
     )
-    prefix = shm_prefix(train.link.name) + train.name
+    prefix = f"{shm_prefix(train.link.name)}{train.name}"
     manifest = yield train.call_all(
         "stage_weights", {"transport": transport, "prefix": prefix},
         finish=lambda values: values[0], what="weight sync: staging",
     )  # fmt: skip
-    yield infer.call_all("begin_sync", what="weight sync")
-    yield infer.call_all("apply_weights", manifest, what="weight sync: applying")
-    dtype = str(train.info["dtype"])
     proof: dict[str, Any] = {
+        "version": max(int(s["version"]) for s in held) + 1 if version is None else version,
         "tokens": probe,
         "expected": [row.tolist() for row in expected["logprobs"]],
-        "dtype": dtype,
+        "dtype": str(train.info["dtype"]),
     }
+    # on record before anything is applied: a kernel that dies now leaves what the replica still has to prove
+    infer.link.engine(infer.name, {"proof": proof})
+    yield infer.call_all("apply_weights", manifest, what="weight sync: applying")
     gap = None
     if all(s["kv_cache"] == "cuda" for s in held):
         got = yield infer.call_all("prompt_logprobs", probe, what="weight sync: proof")
         gap = check_proof(proof, got)
-    yield infer.call_all("commit_version", target, what="weight sync")
-    infer.link.engine(infer.name, {"state": infer.status(), "proof": proof if gap is None else None})
-    return {"version": target, "bytes": manifest.nbytes, "tensors": len(list(manifest.entries)), "gap": gap}
+        yield infer.call_all("commit_version", proof["version"], what="weight sync")
+        proof_left = None
+    else:
+        proof_left = proof
+    infer.link.engine(infer.name, {"state": infer.status(), "proof": proof_left})
+    return {
+        "version": proof["version"],
+        "bytes": manifest.nbytes,
+        "tensors": len(list(manifest.entries)),
+        "gap": gap,
+    }
 
 
 def probe_tokens(vocab_size: int) -> list[list[int]]:
@@ -115,5 +124,11 @@ def check_proof(proof: dict[str, Any], replicas: list[list[np.ndarray]]) -> floa
 def _need_ready(train: TrainEngine, infer: InferenceEngine, held: list[dict[str, Any]]) -> None:
     if train.status()["weights"] != "cuda":
         raise StateError(f"the trainer's weights are offloaded: {train.name}.cuda('weights') first")
+    trains, holds = train.info["dtype"], infer.info["dtype"]
+    if trains != holds:
+        raise StateError(
+            f"the trainer computes in {trains} and the replica in {holds}, so their log-probs cannot be compared: "
+            f"build the InferenceEngine with dtype={trains!r}"
+        )
     if any(s["weights"] in ("meta", "cpu") for s in held):
         raise StateError(f"the replica's weights are not resident: {infer.name}.cuda('weights') first")

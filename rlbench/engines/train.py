@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlbench.dispatch.link import Link
 from rlbench.dispatch.pending import Pending
-from rlbench.engines.base import Call, Engine, cores
+from rlbench.engines.base import Call, Engine, checked_config, cores
 from rlbench.engines.methods import proxy
 from rlbench.engines.parallel import estimated_bytes, split_call
 from rlbench.errors import BuildError, MethodError, nearest
@@ -32,6 +32,7 @@ class TrainEngine(Engine):
     """
 
     KIND = "train"
+    COLLECTIVE = True
     PARTS = ("weights", "optimizer")
 
     def __init__(self, module: Any, executor: str = "fsdp2", *, name: str = "actor", link: Link | None = None,
@@ -81,21 +82,24 @@ class TrainEngine(Engine):
             max(1, total // max(1, tensor_parallel_size)) if data_parallel_size == -1 else data_parallel_size
         )
         world = tensor_parallel_size * replicas
-        devices = self._allot(world, colocate_with, not_colocate_with)
         from rlbench.workers.train_config import TrainConfig
 
-        config = TrainConfig(shard_size=tensor_parallel_size, **self._config)
+        config = checked_config(
+            TrainConfig, {"shard_size": tensor_parallel_size} | self._config, "TrainEngine"
+        )
+        blob = pickled(self._module)
         threads = str(max(1, cores() // world))
         env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"}
-        self._spawn(
-            "rlbench.workers.train_rank:TrainRank", lambda rank: (rank, world, config), devices, [env] * world
-        )
-        try:
+        devices = self._allot(world, colocate_with, not_colocate_with)
+        with self._building():
+            self._spawn(
+                "rlbench.workers.train_rank:TrainRank",
+                lambda rank: (rank, world, config),
+                devices,
+                [env] * world,
+            )
             master = self.call("rendezvous", [((), {})] * world, what=f"{self.name}.build").result()[0]
-            infos = self.call_all("build", pickled(self._module), master, what=f"{self.name}.build").result()
-        except BaseException:
-            self._discard()
-            raise
+            infos = self.call_all("build", blob, master, what=f"{self.name}.build").result()
         self._info = {k: v for k, v in infos[0].items() if k != "methods"} | {
             "shard_size": tensor_parallel_size
         }

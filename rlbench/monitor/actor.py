@@ -34,7 +34,7 @@ class Monitor:
         self._journal = states.Journal(registry.journal_file(name))
         self._state = self._journal.replay(states.initial(name))
         self._lock = threading.RLock()
-        self._last_beat = time.monotonic()
+        self._last_beat = self._last_call = time.monotonic()
         self._running: dict[str, tuple[str, str]] = {}
         self._ended: collections.deque[str] = collections.deque(maxlen=64)
         self._samples: collections.deque[dict[str, Any]] = collections.deque(maxlen=SAMPLES_KEPT)
@@ -46,7 +46,8 @@ class Monitor:
         with self._lock:
             return self._state | {
                 "running": {call: what for call, (what, _) in self._running.items()},
-                "driver_age_s": time.monotonic() - self._last_beat, "pid": os.getpid(),
+                "driver_age_s": time.monotonic() - self._last_beat, "idle_s": time.monotonic() - self._last_call,
+                "lease_s": lease.lease_of(self._state["driver"]), "pid": os.getpid(),
             }  # fmt: skip
 
     def apply(self, epoch: int, *events: states.Event) -> None:
@@ -56,7 +57,7 @@ class Monitor:
                 raise SessionError(f"another notebook drives session {self._name!r} now")
             for event in events:
                 self._apply(event)
-            self._last_beat = time.monotonic()
+            self._last_beat = self._last_call = time.monotonic()
 
     def drive(self, driver: dict[str, Any], take_over: bool) -> int:
         """Grant the driver's lease; returns its epoch.
@@ -72,7 +73,7 @@ class Monitor:
                 )
             epoch = int(self._state["epoch"]) + 1
             self._apply({"do": "drive", "epoch": epoch, "driver": driver})
-            self._last_beat = time.monotonic()
+            self._last_beat = self._last_call = time.monotonic()
             self._describe_on_disk()
         for actor in self._actors():
             actor.adopt.remote(epoch)
@@ -91,14 +92,14 @@ class Monitor:
         with self._lock:
             if call_id not in self._ended:  # a short call's end may overtake its begin
                 self._running[call_id] = (what, engine)
-            self._last_beat = time.monotonic()
+            self._last_beat = self._last_call = time.monotonic()
 
     def end(self, call_id: str) -> None:
         """The call is over on its first worker."""
         with self._lock:
             self._ended.append(call_id)
             self._running.pop(call_id, None)
-            self._last_beat = time.monotonic()
+            self._last_beat = self._last_call = time.monotonic()
 
     def stop_running(self) -> list[str]:
         """Set the stop flag of every running call; returns what was running."""
@@ -112,26 +113,32 @@ class Monitor:
         """Memory samples newer than `since` (Unix seconds): resident bytes per actor."""
         return [s for s in self._samples if s["time"] > since]
 
-    def close(self) -> None:
+    def close(self, epoch: int | None = None) -> bool:
         """End the session: its workers, its devices, its files, then this process.
 
-        Staged weights are swept here, as a worker that was killed could not remove them.
+        `epoch`: of the driver that asks; False, and nothing ends, where a later one drives. Staged weights are swept
+        here, as a worker that was killed could not remove them.
         """
+        if epoch is not None and epoch < self._state["epoch"]:
+            return False
         for actor in self._actors():
             ray.kill(actor)
-        for placement in {p for e in self._state["engines"].values() for p in e.get("placements", [])}:
+        for placement in _placements(self._state):
             _remove_placement(placement)
         for path in Path("/dev/shm").glob(glob.escape(self._shm_prefix) + "*"):
             path.unlink(missing_ok=True)
         registry.session_file(self._name).unlink(missing_ok=True)
         self._journal.remove()
         threading.Timer(0.1, lambda: ray.kill(ray.get_actor(actor_name(self._name, "monitor")))).start()
+        return True
 
     def _apply(self, event: states.Event) -> None:
-        """Journal an event that can be applied, then apply it."""
+        """Journal an event that can be applied, then apply it; give back devices that no engine has any more."""
         after = states.reduce(self._state, event)
         self._journal.append(event)
-        self._state = after
+        before, self._state = self._state, after
+        for placement in _placements(before) - _placements(after):
+            _remove_placement(placement)
 
     def _actors(self, engine: str | None = None) -> list[Any]:
         found = []
@@ -154,7 +161,11 @@ class Monitor:
                 {"time": time.time(), "resident": {k: v for k, v in resident.items() if v is not None}}
             )
             self._forget_dead_calls({name for name, nbytes in resident.items() if nbytes is None})
-            driver, idle_s = self._state["driver"], time.monotonic() - self._last_beat
+            driver = self._state["driver"]
+            notebook = (
+                driver is not None and driver["mode"] == "notebook"
+            )  # idle: no call, though its kernel lives
+            idle_s = time.monotonic() - (self._last_call if notebook else self._last_beat)
             if lease.is_over(driver, driver is not None and _alive(driver), idle_s, bool(self._running)):
                 self.close()
                 return
@@ -163,8 +174,8 @@ class Monitor:
         """No worker is left to say that these calls are over."""
         with self._lock:
             for call_id, (_, engine) in list(self._running.items()):
-                workers = self._state["engines"].get(engine, {}).get("pids")
-                if workers and dead.issuperset(workers):
+                workers = self._state["engines"].get(engine, {}).get("pids", {})
+                if dead.issuperset(workers):
                     self.end(call_id)
 
     def _describe_on_disk(self) -> None:
@@ -177,6 +188,10 @@ class Monitor:
 
 def _alive(driver: dict[str, Any]) -> bool:
     return processes.is_same(driver["pid"], driver["started"])
+
+
+def _placements(state: states.State) -> set[str]:
+    return {name for engine in state["engines"].values() for name in engine.get("placements", [])}
 
 
 def _remove_placement(name: str) -> None:

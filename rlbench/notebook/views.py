@@ -19,7 +19,7 @@ def session_card(facts: dict[str, Any]) -> str:
     head = (
         f"<b>rlbench</b> · {escape(facts['name'])} <span class=q>{escape(facts['model'])}</span> &nbsp; "
         f"step {facts['step']} · "
-        f"v{facts['version']} · seed {facts['seed']}"
+        f"v{facts['version']} · seed {facts['seed']} · <span class=q>{escape(facts['lease'])}</span>"
         + (f" · {escape(facts['phase'])}" if facts["phase"] else "")
     )
     rows = []

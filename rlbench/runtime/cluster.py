@@ -165,7 +165,7 @@ def resources() -> dict[str, Any]:
         "address": cluster.address, "ours": cluster.ours, "devices": cluster.devices, "gpus": cluster.gpus,
         "nodes": sum(node["Alive"] for node in ray.nodes()),
         "total": ray.cluster_resources(), "available": ray.available_resources(),
-        "sessions": [s["name"] for s in registry.live_sessions(cluster.id or None)],
+        "sessions": [s["name"] for s in registry.live_sessions(cluster.id)],
     }  # fmt: skip
 
 
@@ -208,10 +208,16 @@ def _find_ours() -> registry.ClusterRecord | None:
         return None
     if guard_alive(record) and guard.answers(record.address):
         return record
-    if guard_alive(record):  # its guard is ending it, or Ray broke: let it finish
-        stop_wait = time.monotonic() + 15.0
-        while guard_alive(record) and time.monotonic() < stop_wait:
-            time.sleep(0.1)
+    deadline = time.monotonic() + 15.0
+    while guard_alive(record) and time.monotonic() < deadline:
+        if guard.answers(record.address, 2.0):  # only the machine was busy
+            return record
+        time.sleep(0.1)
+    if guard_alive(record):
+        raise ClusterError(
+            f"our cluster at {record.address} does not answer, though its guard (pid {record.guard_pid}) lives: wait, "
+            "or end it with `rlbench stop --all`"
+        )
     _clean_up_after(record)
     return None
 
@@ -267,7 +273,9 @@ def _join_other(address: str) -> Cluster:
 
 def _ray_init(address: str) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # else a late remote call after shutdown() starts a cluster of its own
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = (
+        "0"  # a late remote call after shutdown() must not start a cluster
+    )
     import ray
 
     try:

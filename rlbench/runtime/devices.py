@@ -6,6 +6,11 @@ import os
 import shutil
 import subprocess
 from functools import lru_cache
+from pathlib import Path
+
+from rlbench.errors import ClusterError
+
+PROC = Path("/proc/driver/nvidia/gpus")
 
 
 @lru_cache(maxsize=1)
@@ -14,10 +19,17 @@ def gpu_count() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([d for d in visible.split(",") if d.strip() not in ("", "-1")])
+    if PROC.is_dir():  # the driver's own list: there in containers without its tools
+        return len(list(PROC.iterdir()))
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return 0
-    listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30, check=False)
+    try:
+        listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30, check=False)
+    except subprocess.TimeoutExpired:
+        raise ClusterError(
+            "nvidia-smi did not answer within 30 s: check the driver, or set CUDA_VISIBLE_DEVICES"
+        ) from None
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 

@@ -17,8 +17,11 @@ from rlbench.workers.replica_config import ReplicaConfig
 from rlbench.workers.train_config import TrainConfig
 
 SIZES = {"tensor_parallel_size", "data_parallel_size"}
-POLICY = {f.name for f in dataclasses.fields(PolicySpec)} - {"path", "trainable"}
-RANK = {f.name for f in dataclasses.fields(TrainConfig)} - {"shard_size", "seed", "max_norm"}
+POLICY = {f.name for f in dataclasses.fields(PolicySpec)} - {"path", "trainable", "revision"}
+# what the policy verbs read of a rank's options: accumulation and offload options are those of a user's own methods
+RANK = {f.name for f in dataclasses.fields(TrainConfig)} - {
+    "shard_size", "seed", "max_norm", "micro_train_batch_size", "train_batch_size", "adam_offload",
+}  # fmt: skip
 REPLICA = {f.name for f in dataclasses.fields(ReplicaConfig)} - {"path", "seed", "tensor_parallel_size"}
 
 

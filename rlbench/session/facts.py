@@ -12,13 +12,14 @@ def card_facts(state: dict[str, Any], samples: list[dict[str, Any]]) -> dict[str
     return {
         "name": state["name"], "model": config.get("model", ""), "seed": config.get("seed", 0), "step": state["step"],
         "version": state["version"], "phase": ", ".join(state["running"].values()),
+        "lease": _lease(state["lease_s"], state["driver"]),
         "engines": [_engine(name, e, state["version"], resident) for name, e in state["engines"].items()],
     }  # fmt: skip
 
 
 def text_card(facts: dict[str, Any]) -> str:
     """The card as text."""
-    where = f"step {facts['step']} · v{facts['version']} · seed {facts['seed']}"
+    where = f"step {facts['step']} · v{facts['version']} · seed {facts['seed']} · {facts['lease']}"
     phase = f" · {facts['phase']}" if facts["phase"] else ""
     lines = [f"rlbench · {facts['name']} ({facts['model']})   {where}{phase}"]
     for engine in facts["engines"]:
@@ -28,6 +29,12 @@ def text_card(facts: dict[str, Any]) -> str:
             f"{engine['name']:<10} {engine['kind']:<9} {parts}   {engine['bytes'] / 2**30:.3g} GiB   {note}"
         )
     return "\n".join(lines)
+
+
+def _lease(seconds: float, driver: dict[str, Any] | None) -> str:
+    shown = f"{seconds / 3600:g} h" if seconds >= 3600 else f"{seconds:g} s"
+    script = driver is None or driver["mode"] == "script"
+    return f"ends {shown} after its script" if script else f"ends after {shown} idle"
 
 
 def _engine(name: str, record: dict[str, Any], version: int, resident: dict[str, int]) -> dict[str, Any]:

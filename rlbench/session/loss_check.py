@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import hashlib
+import io
 import linecache
 import os
 import sysconfig
@@ -23,6 +26,11 @@ LIBRARIES = (
     str(Path(rlbench.__file__).parent) + os.sep,
 )
 
+NO_REFERENCE = (
+    "this loss has a KL penalty to a reference policy and there is none: rb.Session(…, reference=True) holds the "
+    "starting weights as one, or set kl_coef=0"
+)
+
 
 @dataclass(frozen=True)
 class ShippedLoss:
@@ -34,13 +42,14 @@ class ShippedLoss:
     needs_reference: bool
 
 
-def ship(loss: Any, batch: TrainBatch) -> ShippedLoss:
+def ship(loss: Any, batch: TrainBatch, has_reference: bool = True) -> ShippedLoss:
     """Resolve, try and pickle a loss.
 
     Args:
         loss: a name (`"grpo"`), a loss value (`rb.rl.grpo(clip_high=.28)`), or any function
             `(LossInputs) -> (per_token, metrics)`.
         batch: the batch it will be used on; two of its sequences serve as the trial.
+        has_reference: the session can compute `ref_logprobs`, or the batch has them; else the loss gets None.
 
     Raises:
         LossError: it raised, gave the wrong shape or type, was not finite, or gives the log-probs no gradient.
@@ -51,7 +60,9 @@ def ship(loss: Any, batch: TrainBatch) -> ShippedLoss:
 
     resolved = resolve(loss)
     name = loss if isinstance(loss, str) else getattr(resolved, "__name__", None) or repr(resolved)
-    try_loss(resolved, name, batch)
+    if getattr(resolved, "needs_reference", False) and not has_reference:
+        raise LossError(NO_REFERENCE)
+    reads_reference = try_loss(resolved, name, batch, has_reference)
     try:
         blob = bytes(cloudpickle.dumps(resolved))
     except Exception as error:  # whatever the objects it refers to raise
@@ -59,19 +70,22 @@ def ship(loss: Any, batch: TrainBatch) -> ShippedLoss:
             f"`{name}` cannot be sent to the ranks ({type(error).__name__}: {error}): it refers to something that "
             "lives in this kernel alone (a session, a file, a lock); pass it values instead. Engines are untouched."
         ) from error
-    return ShippedLoss(
-        name, blob, hashlib.sha256(blob).hexdigest()[:12], bool(getattr(resolved, "needs_reference", False))
-    )
+    return ShippedLoss(name, blob, hashlib.sha256(blob).hexdigest()[:12], reads_reference)
 
 
-def try_loss(loss: Callable[..., Any], name: str, batch: TrainBatch) -> None:
-    """Call `loss` on two sequences of `batch` and check what it gives."""
+def try_loss(loss: Callable[..., Any], name: str, batch: TrainBatch, has_reference: bool = True) -> bool:
+    """Call `loss` on two sequences of `batch` and check what it gives; True if it reads the reference's log-probs.
+
+    What it prints here is dropped: it prints on the ranks.
+    """
     import torch
 
-    inputs = trial_inputs(batch)
+    inputs = trial_inputs(batch, has_reference)
+    reads = _Reads()
     shape = tuple(inputs.logprobs.shape)
     try:
-        given = loss(inputs)
+        with contextlib.redirect_stdout(io.StringIO()):
+            given = loss(reads.watched(inputs))
     except LossError:
         raise
     except Exception as error:
@@ -102,9 +116,28 @@ def try_loss(loss: Callable[..., Any], name: str, batch: TrainBatch) -> None:
                 f"`{name}`: metric {key!r} has shape {tuple(value.shape)}; wanted one number, or {shape}, one per token"
             )
     _need_gradient(per_token, inputs, name)
+    return has_reference and "ref_logprobs" in reads.names
 
 
-def trial_inputs(batch: TrainBatch) -> Any:
+class _Reads:
+    """Which fields of its inputs a loss reads."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def watched(self, inputs: Any) -> Any:
+        """The same inputs, of a subclass that notes what is read."""
+        names = self.names
+
+        class Watched(type(inputs)):  # type: ignore[misc]
+            def __getattribute__(self, name: str) -> Any:
+                names.add(name)
+                return super().__getattribute__(name)
+
+        return Watched(**{field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs)})
+
+
+def trial_inputs(batch: TrainBatch, has_reference: bool = True) -> Any:
     """`LossInputs` of the two shortest sequences; log-probs a little off the sampler's, so that ratios are not 1."""
     import torch
 
@@ -125,7 +158,7 @@ def trial_inputs(batch: TrainBatch) -> Any:
     logprobs = (sampler + 0.01 * torch.randn(sampler.shape, generator=generator)).requires_grad_()
     return LossInputs(
         logprobs=logprobs, old_logprobs=sampler.clone(), sampler_logprobs=sampler,
-        ref_logprobs=sampler.clone(), advantages=padded(part.advantages),
+        ref_logprobs=sampler.clone() if has_reference else None, advantages=padded(part.advantages),
         mask=padded(part.mask.astype(np.float32)).bool(),
         entropy=torch.rand(sampler.shape, generator=generator).requires_grad_(),
     )  # fmt: skip

@@ -16,7 +16,7 @@ class SessionOptions:
     """A session's settings, as kept by its monitor.
 
     `train`: `tensor_parallel_size`, `data_parallel_size`, and fields of the policy's options (`lr`, `betas`,
-    `weight_decay`, `max_norm`, `dtype`, `token_budget`). `inference`: sizes, `executor`, and fields of `ReplicaConfig`.
+    `weight_decay`, `max_norm`, `dtype`). `inference`: sizes, `executor`, and fields of `ReplicaConfig`.
     `reference`: None, or the model of a frozen reference policy.
     """
 

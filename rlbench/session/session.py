@@ -5,7 +5,7 @@ The session's state (step, versions, history, engine states) is at its monitor; 
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any, cast
 
 from rlbench.data import TrainBatch
@@ -37,6 +37,8 @@ class Session:
         inference: sizes, `executor` (`"vllm"`, `"hf"`) and replica options (`kv_cache_bytes`, `max_model_len`, …).
         reference: True keeps the starting weights as a frozen reference policy for KL; or another model.
         seed: of sampling; with the same seed and the same cells a session draws the same samples.
+        lease_s: seconds after which the session ends by itself: without a call from a notebook (default 8 h), or after
+            a script died (default 30 s).
 
     Raises:
         SessionError, BuildError: naming what is wrong; nothing is left running.
@@ -45,18 +47,21 @@ class Session:
     def __init__(
         self, model: str = "tiny", name: str | None = None, *, train: dict[str, Any] | None = None,
         inference: dict[str, Any] | None = None, reference: bool | str | None = None, seed: int = 0,
+        lease_s: float | None = None,
     ) -> None:  # fmt: skip
         train_options, inference_options = building.check_options(train, inference)
-        path = check_model_path(resolve_model(model))
-        reference_path = path if reference is True else resolve_model(reference) if reference else None
-        self._options = SessionOptions(model, path, seed, train_options, inference_options, reference_path)
-        self._link = Link.create(name)
+        path = check_model_path(resolve_model(str(model)))
+        reference_path = path if reference is True else resolve_model(str(reference)) if reference else None
+        self._options = SessionOptions(
+            str(model), path, seed, train_options, inference_options, reference_path
+        )
+        self._link = Link.create(name, lease_s)
         self.last: Any = None
         self.anchors = Anchors()
         self._tokenizer: Any = None
         try:
-            self._engines = self._build()
             self._link.set(config=self._options.to_json())
+            self._engines = self._build()
         except BaseException:
             self._link.close()
             raise
@@ -64,6 +69,11 @@ class Session:
     @classmethod
     def _attached(cls, link: Link) -> Session:
         state = link.state()
+        if not state["config"] or any("info" not in record for record in state["engines"].values()):
+            link.close()
+            raise SessionError(
+                f"session {link.name!r} was not finished when its kernel went away; it is closed now: make it again"
+            )
         session = cls.__new__(cls)
         session._link = link
         session._options = SessionOptions(**state["config"])
@@ -295,9 +305,13 @@ class Session:
     def _build(self) -> dict[str, Engine]:
         """Start all engines at the same time: each spends its first seconds importing."""
         plans = building.plans(self._options, self._link)
-        with ThreadPoolExecutor(len(plans)) as pool:
+        pool = ThreadPoolExecutor(len(plans))
+        try:
             futures = {name: pool.submit(plan) for name, plan in plans.items()}
+            wait(futures.values(), return_when=FIRST_EXCEPTION)
             return {name: future.result() for name, future in futures.items()}
+        finally:  # after an interrupt or a failure nobody waits for the others: closing the session ends them
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def attach(name: str | None = None, take_over: bool = False) -> Session:
@@ -313,4 +327,4 @@ def attach(name: str | None = None, take_over: bool = False) -> Session:
 def sessions() -> list[dict[str, Any]]:
     """The sessions on the cluster, one dict each."""
     joined = cluster.current()
-    return registry.live_sessions(joined.id or None)
+    return registry.live_sessions(joined.id)

@@ -19,7 +19,7 @@ from rlbench.engines import TrainEngine
 from rlbench.engines.base import shared
 from rlbench.engines.sync import rows_in_order
 from rlbench.errors import DataError, LossError
-from rlbench.session.loss_check import ShippedLoss, ship
+from rlbench.session.loss_check import NO_REFERENCE, ShippedLoss, ship
 
 if TYPE_CHECKING:
     from rlbench.session.session import Session
@@ -61,7 +61,7 @@ def forward_backward_steps(session: Session, batch: TrainBatch, loss: Any, optio
     begin = time.perf_counter()
     _check_batch(batch, session)
     batch = session.anchors.applied(batch)
-    shipped: ShippedLoss = ship(loss, batch)
+    shipped: ShippedLoss = ship(loss, batch, session.reference is not None or batch.ref_logprobs is not None)
     checked = time.perf_counter()
     if shipped.needs_reference and batch.ref_logprobs is None:
         batch = yield from reference_steps(session, batch, options)
@@ -100,10 +100,7 @@ def reference_steps(session: Session, batch: TrainBatch, options: StepOptions) -
     """The batch with the reference policy's log-probs."""
     reference = session.reference
     if reference is None:
-        raise LossError(
-            "this loss has a KL penalty to a reference policy and the session has none: "
-            "rb.Session(…, reference=True) holds the starting weights as one, or set kl_coef=0"
-        )
+        raise LossError(NO_REFERENCE)
     flat = yield from logprob_steps(reference, batch, options)
     return batch.replace(ref_logprobs=flat)
 

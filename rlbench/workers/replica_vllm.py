@@ -57,7 +57,7 @@ SAMPLING_OPTIONS = [
 
 
 class VllmReplica:
-    """A copy of the model that generates (see `Replicas` in the contracts: same interface as `HfReplica`).
+    """A copy of the model that generates (`HfReplica` has the same interface).
 
     Log-probs of sampled tokens are those of the distribution the token was drawn from: after temperature,
     penalties, top-k, top-p and min-p. A trainer that divides its logits by the same temperature computes the

@@ -93,7 +93,9 @@ def engine_args(config: ReplicaConfig) -> dict[str, Any]:
         "worker_cls": CPU_WORKER if on_cpu else GPU_WORKER,
         "kv_cache_memory_bytes": config.kv_cache_bytes or (DEFAULT_KV_BYTES if on_cpu else None),
     }
-    if config.tensor_parallel_size > 1:  # inside an actor vLLM would ask Ray for its workers; they are our children
+    if (
+        config.tensor_parallel_size > 1
+    ):  # inside an actor vLLM would ask Ray for its workers; they are our children
         arguments["distributed_executor_backend"] = "mp"
     if not on_cpu:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from rlbench.errors import ClusterError
-from rlbench.runtime import cluster, guard, processes, registry
+from rlbench.runtime import cluster, processes, registry
+from tests.runtime.kernels import Kernel, Refused
 
 
 @pytest.fixture(autouse=True)
@@ -126,12 +127,15 @@ def test_processes_that_got_the_numbers_of_a_gone_cluster_are_left_alone(change,
     stranger.wait()
 
 
-def test_an_address_is_probed_before_ray_is_asked():
-    with pytest.raises(ClusterError, match=r"nothing answers at 127.0.0.1:9\b.*rb.init\(\)"):
-        cluster.init(address="127.0.0.1:9")
-    with pytest.raises(ClusterError, match=r"host:port"):
-        cluster.init(address="auto")
-    assert not guard.answers("127.0.0.1:99999")
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "127.0.0.1:99999", "auto"])
+def test_an_address_where_nobody_answers_is_one_sentence_before_ray_is_asked(address, tmp_path):
+    kernel = Kernel(tmp_path)  # this process may have joined a cluster
+    wanted = rf"ClusterError: nothing answers at {address}: .*host:port.*rb\.init\(\)"
+    with pytest.raises(Refused, match=wanted) as refused:
+        kernel.run(f"import sys, rlbench as rb\nrb.init(address={address!r})")
+    assert "\n" not in str(refused.value)
+    assert not kernel.run("out = 'ray' in sys.modules")
+    kernel.end()
 
 
 def test_a_cluster_without_devices_is_refused_before_anything_starts(state):
