@@ -67,10 +67,12 @@ if __name__ == "__main__":
 
 CALLS = """
 import json, statistics, sys, time
-import ray
 import rlbench as rb
 from rlbench.trainers.policy_spec import PolicySpec
 from rlbench import tiny
+
+rb.init(devices=2)
+import ray
 
 @ray.remote(num_cpus=0)
 class Bare:
@@ -83,7 +85,6 @@ def median_of(call, count=400):
         begin = time.perf_counter(); call(); times.append(time.perf_counter() - begin)
     return statistics.median(times)
 
-rb.init(devices=2)
 found = {}
 for ranks in (1, 2):
     engine = rb.TrainEngine(PolicySpec(str(tiny.ensure())), name=f"calls{ranks}")

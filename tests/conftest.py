@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import tempfile
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 _STATE = tempfile.mkdtemp(prefix="rlb-test-state-")
+atexit.register(shutil.rmtree, _STATE, ignore_errors=True)
 os.environ["XDG_STATE_HOME"] = _STATE  # before anything looks for a cluster: tests have one of their own
 os.environ["OMP_WAIT_POLICY"] = (
     "passive"  # before torch: engines in one process take turns, and must not spin

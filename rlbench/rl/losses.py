@@ -56,11 +56,6 @@ class grpo:
         """Whether `ref_logprobs` must be there."""
         return self.kl_coef != 0
 
-    @property
-    def needs_entropy_gradient(self) -> bool:
-        """Whether `entropy` must carry a gradient."""
-        return self.entropy_coef != 0
-
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor | float]]:
         """Return the loss per token (S, T) and the metrics `ratio`, `clip_fraction`, `ppo_kl` (and `kl`)."""
         log_ratio = _masked(inputs.logprobs - inputs.old_logprobs, inputs.mask)
@@ -140,6 +135,6 @@ def _entropy(inputs: LossInputs) -> Tensor:
     if inputs.logprobs.requires_grad and not inputs.entropy.requires_grad:
         raise LossError(
             "entropy_coef has no effect here: `entropy` came without a gradient. "
-            "The trainer must compute it with one (the loss says so by `needs_entropy_gradient`)."
+            "Whoever makes the inputs must compute it with one."
         )
     return inputs.entropy

@@ -1,10 +1,7 @@
 """What a policy loss is: a pure function of `LossInputs`.
 
-A loss may be a plain function, written in a notebook cell, or any callable. Two attributes are read if it has
-them, since both cost the trainer work:
-
-* `needs_reference`: `ref_logprobs` must be there (a KL penalty against a reference policy);
-* `needs_entropy_gradient`: `entropy` must carry a gradient (an entropy bonus); else it is only a measurement.
+A loss may be a plain function, written in a notebook cell, or any callable. One attribute is read if it has it:
+`needs_reference`, true where `ref_logprobs` must be there (a KL penalty against a reference policy).
 """
 
 from __future__ import annotations

@@ -252,6 +252,11 @@ def _start(devices: int | None) -> registry.ClusterRecord:
 
 
 def _join_ours(record: registry.ClusterRecord) -> Cluster:
+    if "ray" in sys.modules and os.environ.get("RAY_AUTH_MODE") != "token":
+        raise ClusterError(
+            "Ray was imported before rlbench could give it the cluster's token, which it reads at its import: restart "
+            "the kernel and call rb.init() (or make the session) before `import ray`"
+        )
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN_PATH"] = record.token_path
     _ray_init(record.address)
@@ -273,15 +278,14 @@ def _join_other(address: str) -> Cluster:
 
 def _ray_init(address: str) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ["RAY_ENABLE_AUTO_CONNECT"] = (
-        "0"  # a late remote call after shutdown() must not start a cluster
-    )
+    # a remote call that comes after shutdown() must not start a cluster of its own
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     import ray
 
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError as error:
-        if isinstance(error.__cause__, ray.exceptions.AuthenticationError):
+        if "AuthenticationError" in str(error.__cause__):  # Ray wraps it as text
             raise ClusterError(
                 f"the Ray cluster at {address} wants its token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH (or "
                 "RAY_AUTH_TOKEN) in this process's environment before it imports ray, then rb.init(address=…) again"

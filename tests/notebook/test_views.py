@@ -54,6 +54,7 @@ def state(**engines):
     return {
         "name": "sort", "config": {"model": "tiny", "seed": 3}, "step": 42, "version": 42,
         "running": {"id": "rollout 64"}, "engines": engines,
+        "driver": {"mode": "notebook"}, "lease_s": 8 * 3600.0,
     }  # fmt: skip
 
 
@@ -152,6 +153,20 @@ def test_the_card_says_where_each_engine_is_in_words():
         assert part in text, part
     plain = text_card(facts)
     assert "step 42" in plain and "v41, 1 version behind" in plain and "kv_cache meta" in plain
+
+
+@pytest.mark.parametrize(
+    ("driver", "lease_s", "text"),
+    [
+        ({"mode": "notebook"}, 8 * 3600.0, "ends after 8 h idle"),
+        ({"mode": "script"}, 30.0, "ends 30 s after its script"),
+        (None, 30.0, "ends 30 s after its script"),
+    ],
+    ids=["notebook", "script", "nobody yet"],
+)
+def test_the_card_says_when_the_session_ends_by_itself(driver, lease_s, text):
+    facts = card_facts(state() | {"driver": driver, "lease_s": lease_s}, [])
+    assert text in read(views.session_card(facts)).text and text in text_card(facts)
 
 
 def test_the_card_of_a_frozen_reference_and_of_a_broken_engine():

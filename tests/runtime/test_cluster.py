@@ -153,7 +153,7 @@ def test_without_the_token_nobody_gets_in(starter, tmp_path):
     stranger = Kernel(tmp_path, RAY_NUM_REDIS_GET_RETRIES="2")  # Ray would try for twenty seconds
     with pytest.raises(Refused, match="ConnectionError"):
         stranger.run(ALONE.format(here().address))
-    with pytest.raises(Refused, match="ClusterError: .*wants its token: set RAY_AUTH_MODE=token"):
+    with pytest.raises(Refused, match=r"ClusterError: .*wants its token: set RAY_AUTH_MODE=token"):
         stranger.run(JOIN.format(f"address={here().address!r}"))
     stranger.end()
 
