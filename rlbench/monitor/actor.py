@@ -21,6 +21,7 @@ from rlbench.errors import SessionError
 from rlbench.monitor import lease
 from rlbench.monitor import state as states
 from rlbench.runtime import processes, registry
+from rlbench.runtime.devices import gpu_memory
 
 SAMPLE_INTERVAL_S = 0.5
 SAMPLES_KEPT = 1200
@@ -110,7 +111,7 @@ class Monitor:
         return [what for what, _ in running.values()]
 
     def samples(self, since: float = 0.0) -> list[dict[str, Any]]:
-        """Memory samples newer than `since` (Unix seconds): resident bytes per actor."""
+        """Memory samples newer than `since` (Unix seconds): resident bytes per actor, and NVML's view of each GPU."""
         return [s for s in self._samples if s["time"] > since]
 
     def close(self, epoch: int | None = None) -> bool:
@@ -158,7 +159,11 @@ class Monitor:
             pids = {n: p for e in self._state["engines"].values() for n, p in e.get("pids", {}).items()}
             resident = {name: processes.resident_bytes(pid) for name, pid in pids.items()}
             self._samples.append(
-                {"time": time.time(), "resident": {k: v for k, v in resident.items() if v is not None}}
+                {
+                    "time": time.time(),
+                    "resident": {k: v for k, v in resident.items() if v is not None},
+                    **_gpus(),
+                }
             )
             self._forget_dead_calls({name for name, nbytes in resident.items() if nbytes is None})
             driver = self._state["driver"]
@@ -184,6 +189,14 @@ class Monitor:
             "node": ray.get_runtime_context().get_node_id(),
             "epoch": self._state["epoch"],
         })  # fmt: skip
+
+
+def _gpus() -> dict[str, Any]:
+    """NVML's view; a driver that fails says so in the sample, and the watch over the lease goes on."""
+    try:
+        return {"gpus": gpu_memory()}
+    except Exception as error:
+        return {"gpus": [], "gpus_error": f"{type(error).__name__}: {error}"}
 
 
 def _alive(driver: dict[str, Any]) -> bool:

@@ -277,7 +277,7 @@ def _join_other(address: str) -> Cluster:
 
 
 def _ray_init(address: str) -> None:
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns in the first cell
     # a remote call that comes after shutdown() must not start a cluster of its own
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     import ray

@@ -33,6 +33,21 @@ def gpu_count() -> int:
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
+def gpu_memory() -> list[dict[str, int]]:
+    """Used and total bytes of each GPU as NVML sees it, all processes together; empty on a host without a GPU."""
+    if not PROC.is_dir() and shutil.which("nvidia-smi") is None:
+        return []  # not gpu_count(): Ray hides the GPUs from actors that hold none, and the monitor only looks
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        found = [pynvml.nvmlDeviceGetMemoryInfo(handle) for handle in handles]
+        return [{"used": int(memory.used), "total": int(memory.total)} for memory in found]
+    finally:
+        pynvml.nvmlShutdown()
+
+
 def default_devices() -> int:
     """Devices of this machine: its GPUs, else as many slots as cores this process may use."""
     return gpu_count() or len(os.sched_getaffinity(0))

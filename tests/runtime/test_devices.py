@@ -1,0 +1,32 @@
+"""What a machine offers, and what NVML says of it."""
+
+import pytest
+
+from rlbench.runtime import devices
+
+
+def test_a_host_without_gpus_has_as_many_devices_as_cores(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    devices.gpu_count.cache_clear()
+    assert devices.gpu_count() == 0 and devices.default_devices() >= 1 and devices.gpu_memory() == []
+    devices.gpu_count.cache_clear()
+
+
+def test_visible_devices_are_counted_as_cuda_counts_them(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
+    devices.gpu_count.cache_clear()
+    assert devices.gpu_count() == 2 == devices.default_devices()
+    devices.gpu_count.cache_clear()
+
+
+@pytest.mark.gpu
+def test_nvml_sees_what_torch_allocates():
+    import torch
+
+    before = devices.gpu_memory()[0]
+    held = torch.ones(1 << 28, dtype=torch.uint8, device="cuda")
+    after = devices.gpu_memory()[0]
+    assert (
+        after["used"] - before["used"] >= held.numel() * 0.9
+        and after["total"] == before["total"] > after["used"]
+    )
