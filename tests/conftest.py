@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ import pytest
 _STATE = tempfile.mkdtemp(prefix="rlb-test-state-")
 atexit.register(shutil.rmtree, _STATE, ignore_errors=True)
 os.environ["XDG_STATE_HOME"] = _STATE  # before anything looks for a cluster: tests have one of their own
+# a run that a shell started in the background has SIGINT ignored: tests of Ctrl-C would wait for ever
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["OMP_WAIT_POLICY"] = (
     "passive"  # before torch: engines in one process take turns, and must not spin
 )
