@@ -168,8 +168,9 @@ class InferenceEngine(Engine):
         record = self.link.state()["engines"][self.name]
         proof = record.get("proof")
         status = self.status()
-        if proof is not None and status["weights"] == "meta":
-            self.link.engine(self.name, {"proof": None})  # what was to be proved is gone
+        if proof is not None and not status["pending"]:
+            self.link.engine(self.name, {"proof": None})  # refused, torn, released or reloaded since: nothing to prove
+            return
         if proof is None or status["weights"] != "cuda" or status["kv_cache"] != "cuda":
             return
         from rlbench.engines.sync import check_proof
