@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rlbench.rl import LossInputs
     from rlbench.runtime.cluster import init, resources, shutdown
     from rlbench.session import Session, attach, sessions
+    from rlbench.traces import last_traceback
 
 _NAMES = {
     "Session": "rlbench.session", "attach": "rlbench.session", "sessions": "rlbench.session",
@@ -35,6 +36,7 @@ _NAMES = {
     "device": "rlbench.nn", "LossInputs": "rlbench.rl",
     "Prompt": "rlbench.data", "PromptGroup": "rlbench.data", "Rollout": "rlbench.data", "Rollouts": "rlbench.data",
     "TrainBatch": "rlbench.data", "RLBenchError": "rlbench.errors", "Stopped": "rlbench.errors",
+    "last_traceback": "rlbench.traces",
 }  # fmt: skip
 _ROOMS = ("data", "errors", "nn", "rl", "tiny")
 

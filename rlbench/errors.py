@@ -1,6 +1,6 @@
 """Every error rlbench raises on purpose: what was wrong, what was seen, and the call that mends it.
 
-The only module that all rooms may import; standard library alone. `RLBenchError` shows as one block in a notebook:
+A module that all rooms may import; standard library alone. `RLBenchError` shows as one block in a notebook:
 its message carries the mend, so a stack trace through our own frames adds nothing.
 """
 
@@ -12,7 +12,14 @@ from typing import Any
 
 
 class RLBenchError(Exception):
-    """Base of all errors raised on purpose; engines stay usable unless the message says otherwise."""
+    """Base of all errors raised on purpose; engines stay usable unless the message says otherwise.
+
+    `user_line`: the line of the user's own code that it is about, as a reader sees it; `full_traceback`: all frames of
+    where it was raised. Both empty where there is nothing to tell.
+    """
+
+    user_line: str = ""
+    full_traceback: str = ""
 
 
 class ClusterError(RLBenchError):
@@ -21,6 +28,10 @@ class ClusterError(RLBenchError):
 
 class SessionError(RLBenchError):
     """A session is missing, closed, driven by somebody else, or already there."""
+
+
+class StaleEpoch(SessionError):
+    """A worker refused a call of an epoch that is over; nothing of it ran. Who still drives asks for a new epoch."""
 
 
 class BuildError(RLBenchError):
@@ -47,6 +58,10 @@ class WeightSyncError(EngineError):
     """Weights did not arrive, or did not arrive right."""
 
 
+class CheckpointError(RLBenchError):
+    """A snapshot or checkpoint could not be written, or what is there cannot be read."""
+
+
 class WorkerDied(EngineError):
     """A worker process ended; the message says which one, why, and what to do."""
 
@@ -56,13 +71,19 @@ class CallDropped(EngineError):
 
 
 class RemoteError(EngineError):
-    """The user's own code raised on a worker; `remote_traceback` holds its frames."""
-
-    remote_traceback: str = ""
+    """The user's own code raised on a worker; `full_traceback` holds the frames there."""
 
 
-class LossError(RLBenchError):
-    """A loss function gave something that cannot be trained on."""
+class CheckFailed(RLBenchError):
+    """A preflight or a rehearsal found what would spoil a run; `.result` holds all that was found."""
+
+    def __init__(self, message: str, result: Any = None) -> None:
+        super().__init__(message)
+        self.result = result
+
+
+class LossError(RLBenchError, ValueError):
+    """A loss, an advantage or another piece of the mathematics got or gave something that cannot be used."""
 
 
 class Stopped(KeyboardInterrupt):

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from rlbench.data.prompts import Prompt
+
 FINISH_REASONS: tuple[str, ...] = ("stop", "length", "abort")
 
 
@@ -16,7 +18,8 @@ class GenerateJob:
 
     `prompts`: contents (text, chat messages or token ids). `n`: samples per prompt. `seeds`: (prompts, n) int64, one
     per sample, so that a sample depends neither on `n` nor on the replica that draws it. `shared`: several replicas
-    serve this job and claim prompts as they have room.
+    serve this job and claim prompts as they have room. `number` of the rollout and `asked`, its prompts with labels:
+    kept with the result for a kernel that comes back; 0 and empty for what no one will ask for again.
     """
 
     prompts: list[Any]
@@ -24,6 +27,8 @@ class GenerateJob:
     sampling: dict[str, Any]
     seeds: np.ndarray
     shared: bool = False
+    number: int = 0
+    asked: tuple[Prompt, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from rlbench.data.advantage_call import call_advantage, given_columns, take_rows
 from rlbench.data.batch import TrainBatch
 from rlbench.data.jobs import FINISH_REASONS, GeneratedArrays
 from rlbench.data.prompts import Prompt
 from rlbench.data.ragged import Ragged
-from rlbench.errors import DataError
+from rlbench.errors import DataError, Stopped
+from rlbench.traces import user_error
 
 RewardFn = Callable[["Rollout"], float]
 
@@ -175,9 +177,10 @@ class Rollouts:
 
         Raises:
             DataError: the function raised or returned no finite number; names the completion.
+            Stopped: interrupted; `.partial` holds the completions that have a reward, None where none has.
         """
         if callable(fn):
-            values = [self._reward(fn, rollout) for rollout in self.flat]
+            values = self._rewards(fn)
         else:
             values = list(fn)
         try:
@@ -192,13 +195,15 @@ class Rollouts:
             raise DataError(f"score: reward {int(np.flatnonzero(~np.isfinite(rewards))[0])} is not finite")
         return replace(self, rewards=rewards)
 
-    def batch(self, advantage: Callable[..., Any], drop_aborted: bool = True) -> TrainBatch:
+    def batch(self, advantage: Callable[..., Any], drop_aborted: bool = True, **columns: Any) -> TrainBatch:
         """Turn scored rollouts into a batch to train on.
 
         Args:
-            advantage: `(rewards (B,) float64 tensor, group (B,) int64 tensor) -> (B,)` advantages, or one per response
-                token (flat); e.g. `rb.rl.group_normalized()`.
+            advantage: `(rewards (B,) float64 tensor, group (B,) int64 tensor) -> (B,)` advantages, or one per token
+                (B, T); e.g. `rb.rl.group_normalized()`. It may ask for more by name: `rlbench.data.advantage_call`.
             drop_aborted: leave out completions that an interrupt cut short.
+            columns: what it asks for and rollouts do not know: `components={name: rewards}`, `baseline_rewards`,
+                and per response token `token_rewards`, `values`, `ref_logprobs`, `teacher_logprobs`, `turns`, ….
 
         Raises:
             DataError: not scored yet; nothing left; advantages of another shape or not finite.
@@ -213,12 +218,15 @@ class Rollouts:
             raise DataError(
                 "no finished completion is left to train on: roll out again, or batch(drop_aborted=False)"
             )
-        chosen = self if kept.all() else self._take(np.flatnonzero(kept))
+        rows = np.flatnonzero(kept)
+        chosen = self if kept.all() else self._take(rows)
+        given = take_rows(given_columns(self, columns), rows)
+        mask = np.ones(len(chosen.logprobs), bool)
         return TrainBatch(
             prompts=chosen.prompt_ids.take(chosen.group),
             responses=chosen.responses,
-            mask=np.ones(len(chosen.logprobs), bool),
-            advantages=chosen._advantages(advantage),
+            mask=mask,
+            advantages=call_advantage(advantage, chosen, mask, given),
             sampler_logprobs=chosen.logprobs,
             group=chosen.group,
             weight_version=chosen.versions,
@@ -226,6 +234,18 @@ class Rollouts:
             truncated=chosen.truncated,
             temperature=float(self.sampling.get("temperature", 1.0)),
         )
+
+    def _rewards(self, fn: RewardFn) -> list[float]:
+        values: list[float] = []
+        try:
+            for rollout in self.flat:
+                values.append(self._reward(fn, rollout))
+        except KeyboardInterrupt:
+            scored = self._take(np.arange(len(values))).score(values) if values else None
+            raise Stopped(
+                f"scoring stopped: {len(values)} of {self.samples} completions have a reward", scored
+            ) from None
+        return values
 
     def __repr__(self) -> str:
         parts = [f"{self.samples} rollouts of {len(self)} prompts", f"{int(self.lengths.sum())} tokens"]
@@ -289,10 +309,11 @@ class Rollouts:
         try:
             value = fn(rollout)
         except Exception as error:
-            raise DataError(
+            said = (
                 f"the reward raised {type(error).__name__}: {error} on completion {rollout.index} "
                 f"(prompt {rollout.group}: {rollout.source.text[:60]!r}, answer {rollout.text[:60]!r})"
-            ) from error
+            )
+            raise user_error(DataError, said, error) from error
         if inspect.isawaitable(value):
             raise DataError("the reward function is async: pass a plain function, or a list of its results")
         try:
@@ -302,22 +323,6 @@ class Rollouts:
                 f"the reward gave {type(value).__name__} {str(value)[:40]!r} on completion {rollout.index}; "
                 "wanted one number"
             ) from None
-
-    def _advantages(self, advantage: Callable[..., Any]) -> np.ndarray:
-        import torch  # in the function: a kernel that only rolls out and looks never needs torch
-
-        given = advantage(torch.as_tensor(self.rewards), torch.as_tensor(self.group.astype(np.int64)))
-        values = np.asarray(given.detach().cpu() if torch.is_tensor(given) else given, np.float32)
-        if values.shape == (self.samples,):
-            values = np.repeat(values, self.lengths)
-        if values.shape != self.logprobs.shape:
-            raise DataError(
-                f"the advantage gave shape {values.shape}; wanted ({self.samples},), one per completion, "
-                f"or ({len(self.logprobs)},), one per response token"
-            )
-        if not np.isfinite(values).all():
-            raise DataError("the advantage gave values that are not finite")
-        return values
 
 
 def _joined_offsets(parts: Sequence[GeneratedArrays]) -> np.ndarray:

@@ -10,12 +10,23 @@ import asyncio
 import threading
 import time
 from collections.abc import Generator
-from typing import Any
+from typing import Any, Protocol
 
-from rlbench.dispatch.pending import STOP_WAIT_S, Pending
+from rlbench.dispatch.pending import STOP_WAIT_S
 from rlbench.errors import Stopped
 
-Steps = Generator[Pending, Any, Any]
+
+class Step(Protocol):
+    """What a chain waits for: a `Pending`, or something that waits like one (several at a time)."""
+
+    def stop(self) -> None:
+        """Ask it to stop; returns at once."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait and return the result."""
+
+
+Steps = Generator[Step, Any, Any]
 
 
 class Chain:
@@ -24,7 +35,7 @@ class Chain:
     def __init__(self, what: str, steps: Steps) -> None:
         self.what = what
         self._steps = steps
-        self._current: Pending | None = None
+        self._current: Step | None = None
         self._stop_wanted = False
         self._value: Any = None
         self._error: BaseException | None = None

@@ -20,6 +20,7 @@ class CallContext:
     seq: int = 0
     claimer: Callable[[int], list[int]] | None = None
     progress: dict[str, Any] = field(default_factory=dict)
+    name: str = ""
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def stop_requested(self) -> bool:

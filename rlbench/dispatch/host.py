@@ -20,10 +20,12 @@ import ray
 
 from rlbench.dispatch import context
 from rlbench.dispatch.protocol import Failure, Progress, Reply, Ticket
-from rlbench.errors import CallDropped, EngineError, RLBenchError, SessionError, Stopped
+from rlbench.errors import CallDropped, EngineError, RLBenchError, StaleEpoch, Stopped
+from rlbench.traces import user_line
 
 REGISTER_LIMIT_S = 5.0
 KEPT_OUTPUT = 1 << 20
+KEPT_MESSAGE = 4000
 ORPHAN_CHECKS = 6
 ORPHAN_INTERVAL_S = 10.0
 
@@ -55,15 +57,14 @@ class Host:
         try:
             self._admit(ticket)
         except Exception as error:
-            if ticket.tracked:
-                self._tell_end(ticket.call_id)
-            return Reply(failure=_failure(error))
+            reply = Reply(failure=_failure(error))
+            self._tell_end(ticket, reply)
+            return reply
         split = len(values) - len(keywords)
         reply = self._run(ticket, name, values[:split], dict(zip(keywords, values[split:], strict=True)))
         with self._lock:
             self._kept[ticket.call_id] = reply
-        if ticket.tracked:
-            self._tell_end(ticket.call_id)
+        self._tell_end(ticket, reply)
         return reply
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
@@ -94,6 +95,12 @@ class Host:
                 return False
             running.request_stop()
             return True
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def running(self) -> str | None:
+        """Name of the method that the compute lane executes now; None where it is idle."""
+        running = self._context
+        return None if running is None else running.name
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def claim(self, call_id: str, total: int, count: int) -> list[int]:
@@ -127,7 +134,7 @@ class Host:
 
     def _admit(self, ticket: Ticket) -> None:
         if ticket.epoch < self._epoch:
-            raise SessionError(
+            raise StaleEpoch(
                 "another notebook drives this session now; take over with rb.attach(name, take_over=True)"
             )
         self._epoch = ticket.epoch
@@ -143,7 +150,7 @@ class Host:
             )
 
     def _run(self, ticket: Ticket, name: str, args: Iterable[Any], kwargs: dict[str, Any]) -> Reply:
-        mine = context.CallContext(ticket.call_id, ticket.epoch, ticket.seq, self._claimer(ticket))
+        mine = context.CallContext(ticket.call_id, ticket.epoch, ticket.seq, self._claimer(ticket), name=name)
         with self._lock:
             if ticket.call_id in self._stopped_ids:
                 mine.request_stop()
@@ -175,10 +182,16 @@ class Host:
             server.claim.remote(ticket.call_id, ticket.queue_total, count), timeout=60
         )
 
-    def _tell_end(self, call_id: str) -> None:
-        """The driver may be dead by now, so it is the worker that says that a call is over."""
+    def _tell_end(self, ticket: Ticket, reply: Reply) -> None:
+        """The driver may be dead by now, so it is the worker that says that a call is over, and how."""
+        if not ticket.tracked:
+            return
+        failure = reply.failure
+        said = None if failure is None or isinstance(failure.error, StaleEpoch) else {
+            "kind": failure.kind, "message": failure.message[:KEPT_MESSAGE]
+        }  # fmt: skip
         try:
-            ray.get_actor(self._monitor).end.remote(call_id)
+            ray.get_actor(self._monitor).end.remote(ticket.call_id, ticket.epoch, said)
         except ValueError:
             return  # no monitor: the session is ending, nobody shows its calls
 
@@ -257,4 +270,5 @@ class _Output(io.TextIOBase):
 
 def _failure(error: BaseException) -> Failure:
     text = "".join(traceback.format_exception(error))
-    return Failure(type(error).__name__, str(error), text, error if isinstance(error, RLBenchError) else None)
+    own = error if isinstance(error, RLBenchError) else None
+    return Failure(type(error).__name__, str(error), text, own, user_line(error))

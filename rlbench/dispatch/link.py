@@ -14,9 +14,11 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from rlbench.dispatch.chain import Steps
+from rlbench.dispatch.obituary import obituary
 from rlbench.dispatch.pending import Observer, Pending, sigint_held
 from rlbench.dispatch.protocol import Ticket, actor_name
 from rlbench.errors import SessionError, WorkerDied
@@ -28,18 +30,24 @@ BEAT_S = 5.0
 
 
 class Link:
-    """Drives session `name`. Made by `Link.create` or `Link.attach`."""
+    """Drives session `name`. Made by `Link.create`, `Link.attach`, or for one control verb by `Link.operate`.
 
-    def __init__(self, name: str, monitor: Any, epoch: int) -> None:
+    `drives`: it is the driver's own: the session's lease depends on its life, and it may end the session.
+    """
+
+    def __init__(self, name: str, monitor: Any, epoch: int, drives: bool = True) -> None:
         self.name = name
         self.monitor = monitor
         self.epoch = epoch
         self._seq = itertools.count(1)
         self.placing = threading.Lock()
         self._submitting = threading.Lock()  # all ranks see the calls of several threads in one order
+        self._renewing = threading.Lock()
         self._acknowledged = ""
         self._closed = threading.Event()
-        threading.Thread(target=self._beat, daemon=True).start()
+        self._drives = drives
+        if drives:
+            threading.Thread(target=self._beat, daemon=True).start()
 
     @classmethod
     def create(cls, name: str | None = None, lease_s: float | None = None) -> Link:
@@ -82,18 +90,42 @@ class Link:
             raise SessionError(f"no session {name!r} on this cluster; there are {known or 'none'}")
         return cls(name, monitor, _drive(monitor, take_over))
 
+    @classmethod
+    def operate(cls, name: str, epoch: int) -> Link:
+        """Drive a session for one control verb, under the epoch its monitor gave out for that; its driver stays."""
+        monitor = _find(actor_name(name, "monitor"))
+        if monitor is None:
+            raise SessionError(f"session {name!r} is gone: its monitor does not run any more")
+        return cls(name, monitor, epoch, drives=False)
+
+    @staticmethod
+    def exists(name: str) -> bool:
+        """Whether a session of this name runs on the cluster."""
+        cluster.current()
+        return _find(actor_name(name, "monitor")) is not None
+
+    @staticmethod
+    def look(name: str, *keys: str) -> dict[str, Any]:
+        """Parts of the state of a session, without driving it. Raises SessionError where there is none."""
+        import ray
+
+        monitor = _find(actor_name(name, "monitor"))
+        if monitor is None:
+            raise SessionError(f"no session {name!r} on this cluster")
+        return dict(ray.get(monitor.state.remote(*keys), timeout=30))
+
     @property
     def closed(self) -> bool:
         """True once `close()` was called here."""
         return self._closed.is_set()
 
-    def state(self) -> dict[str, Any]:
-        """The session's state, from its owner."""
-        return dict(self._ask("state"))
+    def state(self, *keys: str) -> dict[str, Any]:
+        """The session's state, or the parts of it that are named, from its owner."""
+        return dict(self._ask("state", *keys))
 
     def apply(self, *events: dict[str, Any]) -> None:
-        """Change the session's state."""
-        self._ask("apply", self.epoch, *events)
+        """Change the session's state; each event counts once, also where a monitor that restarts is asked again."""
+        self._ask("apply", self.epoch, *({"id_once": secrets.token_hex(8)} | event for event in events))
 
     def set(self, **values: Any) -> None:
         """Set top-level values of the session's state."""
@@ -120,19 +152,31 @@ class Link:
         """
         if self.closed:
             raise SessionError(f"session {self.name!r} is closed")
-        call_id = secrets.token_hex(6)
+        call_id, sent = secrets.token_hex(6), 0
+
+        def send(ranks: Sequence[int]) -> list[Any]:
+            nonlocal sent
+            sent = self.epoch
+            ticket = Ticket(
+                sent, next(self._seq), call_id, len(actors), self._acknowledged,
+                actor_name(self.name, engine, 0) if queue_total else "", queue_total, track,
+            )  # fmt: skip
+            if track:
+                self.monitor.begin.remote(call_id, what or name, engine, sent)
+            return [
+                actors[i].call.remote(ticket, name, tuple(calls[i][1]), *calls[i][0], *calls[i][1].values())
+                for i in ranks
+            ]
+
+        def again(ranks: Sequence[int]) -> list[Any] | None:
+            if not self._renew(sent):
+                return None
+            with self._submitting:
+                return send(ranks)
+
         try:
             with sigint_held(), self._submitting:
-                ticket = Ticket(
-                    self.epoch, next(self._seq), call_id, len(actors), self._acknowledged,
-                    actor_name(self.name, engine, 0) if queue_total else "", queue_total, track,
-                )  # fmt: skip
-                if track:
-                    self.monitor.begin.remote(call_id, what or name, engine)
-                refs = [
-                    actor.call.remote(ticket, name, tuple(kwargs), *args, *kwargs.values())
-                    for actor, (args, kwargs) in zip(actors, calls, strict=True)
-                ]
+                refs = send(range(len(actors)))
         except KeyboardInterrupt:  # it came while the call went out: nobody would hold it
             for actor in actors:
                 actor.stop.remote(call_id)
@@ -141,8 +185,27 @@ class Link:
         def ended() -> None:
             self._acknowledged = call_id
 
-        return Pending(what or f"{engine}.{name}", labels, actors, refs, ticket, finish, observer,
-                       lambda i, error: self._died(engine, labels[i], error), ended, collective)  # fmt: skip
+        return Pending(what or f"{engine}.{name}", labels, actors, refs, call_id, finish, observer,
+                       lambda i, error: self._died(engine, labels[i], error), ended, collective, again)  # fmt: skip
+
+    @contextlib.contextmanager
+    def verb(self, what: str) -> Iterator[None]:
+        """Show `what` as running also between its calls, so that no control verb comes in between."""
+        verb_id = secrets.token_hex(6)
+        self.monitor.begin_verb.remote(verb_id, what, self.epoch)
+        try:
+            yield
+        finally:
+            self.monitor.end_verb.remote(verb_id)
+
+    def held(self, what: str, steps: Steps) -> Steps:
+        """The steps of one verb, shown as running from the first to the last."""
+        with self.verb(what):
+            return (yield from steps)
+
+    def pause(self, paused: bool) -> None:
+        """Hold all generation where it is, or let it go on."""
+        self._ask("pause", paused)
 
     def stop_running(self) -> list[str]:
         """Set the stop flag of every call that runs, also one of an earlier driver; returns what they are."""
@@ -153,7 +216,8 @@ class Link:
 
         Safe to call twice.
         """
-        if self.closed:
+        if self.closed or not self._drives:
+            self._closed.set()
             return
         import ray
 
@@ -173,16 +237,27 @@ class Link:
         self._closed.set()
 
     def _died(self, engine: str, label: str, error: BaseException) -> BaseException:
-        cause = str(error).strip().splitlines()
-        reason = next(
-            (line.strip() for line in cause if "cause" in line.lower() or "exit" in line.lower()), ""
-        )
+        actor, pid, samples, in_session = "", None, [], False
         with contextlib.suppress(SessionError):  # the monitor may be gone as well: the death is what to tell
             self.engine(engine, {"broken": f"{label} died"})
-        return WorkerDied(
-            f"{label} died ({type(error).__name__}). {reason or (cause[0] if cause else '')}\n"
-            f"  The engine is broken: {engine}.close(), then build it again."
-        )
+            state = self.state("engines", "config")
+            actor = actor_name(self.name, engine, int(label.split()[-1]))
+            pid = state["engines"].get(engine, {}).get("pids", {}).get(actor)
+            samples, in_session = self.samples(), bool(state["config"])
+        return WorkerDied(obituary(label, engine, pid, error, samples, actor, in_session))
+
+    def _renew(self, stale: int) -> bool:
+        """Have an epoch later than `stale`; False while a control verb runs, after which one is to be had.
+
+        Raises SessionError where another notebook took over.
+        """
+        with self._renewing:
+            if self.epoch <= stale:
+                granted = self._ask("renew", self.epoch)
+                if granted is None:
+                    return False
+                self.epoch = int(granted)
+            return True
 
     def _ask(self, name: str, *args: Any) -> Any:
         import ray

@@ -15,30 +15,43 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
-from rlbench.dispatch.protocol import Failure, Progress, Reply, Ticket
-from rlbench.errors import EngineError, RemoteError, Stopped, WorkerDied
+from rlbench.dispatch.failures import remote_error
+from rlbench.dispatch.protocol import Failure, Progress, Reply
+from rlbench.errors import (
+    CallDropped,
+    EngineError,
+    SessionError,
+    StaleEpoch,
+    Stopped,
+    WorkerDied,
+)
 
 POLL_S = 0.2
 STOP_WAIT_S = 1.7
 FAILED_PEER_WAIT_S = 10.0
 
 Observer = Callable[[list[Progress]], None]
+Again = Callable[[Sequence[int]], list[Any] | None]
+"""Sends a call once more to these workers; None: not yet."""
+Answer = Reply | BaseException
+"""What a worker said, or why it says nothing any more."""
 
 
 class Pending:
     """A submitted call on all workers of one engine. `.result()`, `.stop()`, `.done`, and awaitable.
 
     `finish` turns the workers' values (one per rank) into the result, and a stopped call's values into its partial.
+    `again` sends the call once more to workers that refused it because a control verb had raised the epoch.
     """
 
     def __init__(
-        self, what: str, labels: Sequence[str], actors: Sequence[Any], refs: Sequence[Any], ticket: Ticket,
+        self, what: str, labels: Sequence[str], actors: Sequence[Any], refs: Sequence[Any], call_id: str,
         finish: Callable[[list[Any]], Any], observer: Observer | None = None,
         on_death: Callable[[int, BaseException], BaseException] | None = None,
-        on_end: Callable[[], None] | None = None, collective: bool = True,
+        on_end: Callable[[], None] | None = None, collective: bool = True, again: Again | None = None,
     ) -> None:  # fmt: skip
         self.what = what
-        self.call_id = ticket.call_id
+        self.call_id = call_id
         self._labels, self._actors, self._refs = list(labels), list(actors), list(refs)
         self._finish, self._observer, self._on_death, self._on_end = finish, observer, on_death, on_end
         self._cursors = [0] * len(self._refs)
@@ -46,19 +59,24 @@ class Pending:
         self._collective = collective
         self._first_failed: list[int] | None = None
         self._released = False
+        self._again, self._stop_wanted = again, False
         self._lock = threading.RLock()
 
     @property
     def done(self) -> bool:
         """True once every worker has answered (or died)."""
-        import ray
-
-        return (
-            self._outcome is not None or not ray.wait(self._refs, num_returns=len(self._refs), timeout=0)[1]
-        )
+        if self._outcome is not None:
+            return True
+        if not self._lock.acquire(blocking=False):
+            return self._outcome is not None  # another thread waits for it
+        try:
+            return self._settled(0.0) is not None
+        finally:
+            self._lock.release()
 
     def stop(self) -> None:
         """Ask the call to stop; returns at once. `result()` then raises `Stopped` with what there is."""
+        self._stop_wanted = True
         for actor in self._actors:
             actor.stop.remote(self.call_id)
 
@@ -73,8 +91,11 @@ class Pending:
         """
         with self._lock:
             if self._outcome is None:
-                self._wait(timeout)
-                self._outcome = self._collect()
+                answers = self._settled(timeout)
+                if answers is None:
+                    raise TimeoutError(f"{self.what} is still running after {timeout:g} s")
+                self._outcome = self._collect(answers)
+                self._again = None  # it held the arguments
                 if self._on_end is not None:
                     self._on_end()
         value, error = self._outcome
@@ -110,15 +131,49 @@ class Pending:
     def __repr__(self) -> str:
         return f"Pending({self.what}, {'done' if self.done else 'running'})"
 
-    def _wait(self, timeout: float | None) -> None:
+    def _settled(self, timeout: float | None) -> list[Answer] | None:
+        """All workers' answers; None after `timeout` seconds. Sends again what an epoch's end kept from running."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self._waited(deadline):
+            answers = [_answer(ref) for ref in self._refs]
+            refused = self._refused(answers)
+            if not refused or self._again is None:
+                return answers
+            try:
+                sent = self._again(refused)
+            except SessionError as error:
+                return [Reply(failure=Failure("SessionError", str(error), "", error))] * len(answers)
+            if sent is not None:
+                self._first_failed = None
+                for i, ref in zip(refused, sent, strict=True):
+                    self._refs[i] = ref
+                continue
+            if self._stop_wanted and len(refused) == len(answers):
+                return [Reply(stopped=True)] * len(answers)
+            if deadline is not None and time.monotonic() > deadline:
+                return None
+            time.sleep(POLL_S)  # a control verb runs: after it
+        return None
+
+    def _refused(self, answers: Sequence[Answer]) -> list[int]:
+        """Workers that did not run the call only because its epoch was over when it came, or for want of such a one."""
+        errors = [a.failure.error if isinstance(a, Reply) and a.failure is not None else None for a in answers]
+        if not any(isinstance(error, StaleEpoch) for error in errors):
+            return []
+        return [i for i, error in enumerate(errors) if isinstance(error, StaleEpoch | CallDropped)]
+
+    def _waited(self, deadline: float | None) -> bool:
+        """Wait until all have answered; False at the deadline."""
         import ray
 
-        deadline = None if timeout is None else time.monotonic() + timeout
         failed_since: float | None = None
         while True:
-            ready, waiting = ray.wait(self._refs, num_returns=len(self._refs), timeout=POLL_S)
+            left = POLL_S if deadline is None else min(POLL_S, max(0.0, deadline - time.monotonic()))
+            ready, waiting = ray.wait(self._refs, num_returns=len(self._refs), timeout=left)
             if not waiting:
-                return
+                return True
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
             self._look(waiting)
             early = [i for i, ref in enumerate(self._refs) if ref in ready and _failed(ref)]
             if early and self._collective:
@@ -126,8 +181,6 @@ class Pending:
                 failed_since = failed_since or time.monotonic()
                 if time.monotonic() - failed_since > FAILED_PEER_WAIT_S:
                     self._release_peers(ready)
-            if deadline is not None and time.monotonic() > deadline:
-                raise TimeoutError(f"{self.what} is still running after {timeout:g} s")
 
     def _look(self, waiting: list[Any]) -> None:
         """Print what the running workers printed since the last look, and show their progress."""
@@ -156,18 +209,12 @@ class Pending:
             if ref in ready and _failed(ref):
                 self._actors[i].leave.remote()
 
-    def _collect(self) -> tuple[Any, BaseException | None]:
-        import ray
-
+    def _collect(self, answers: Sequence[Answer]) -> tuple[Any, BaseException | None]:
         replies: list[tuple[int, Reply]] = []
         dead: list[tuple[int, BaseException]] = []
-        for i, ref in enumerate(self._refs):
-            try:
-                reply: Reply = ray.get(ref)
-            except ray.exceptions.RayTaskError as error:  # the worker lives: its answer could not be sent
-                reply = Reply(failure=Failure(type(error.cause).__name__, f"{error.cause}", str(error)))
-            except ray.exceptions.RayError as error:
-                dead.append((i, error))
+        for i, reply in enumerate(answers):
+            if not isinstance(reply, Reply):
+                dead.append((i, reply))
                 continue
             if len(reply.output) > self._cursors[i]:
                 self._print(i, reply.output[self._cursors[i] :])
@@ -209,15 +256,7 @@ class Pending:
         return WorkerDied(f"{self._labels[rank]} died: {cause}")
 
     def _remote_error(self, failed: list[tuple[int, Failure]]) -> BaseException:
-        i, failure = failed[0]
-        if failure.error is not None:
-            return failure.error
-        where = self._labels[i] + (f" (and {len(failed) - 1} more)" if len(failed) > 1 else "")
-        error = RemoteError(
-            f"{failure.kind}: {failure.message}\n  raised on {where}\n{_user_frames(failure.traceback)}"
-        )
-        error.remote_traceback = failure.traceback
-        return error
+        return remote_error([(self._labels[i], failure) for i, failure in failed])
 
     def _print(self, i: int, text: str) -> None:
         lines = text.splitlines(keepends=True)
@@ -243,6 +282,18 @@ def sigint_held() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
+def _answer(ref: Any) -> Answer:
+    import ray
+
+    try:
+        reply: Reply = ray.get(ref)
+        return reply
+    except ray.exceptions.RayTaskError as error:  # the worker lives: its answer could not be sent
+        return Reply(failure=Failure(type(error.cause).__name__, f"{error.cause}", str(error)))
+    except ray.exceptions.RayError as error:
+        return error  # type: ignore[no-any-return]
+
+
 def _failed(ref: Any) -> bool:
     import ray
 
@@ -255,16 +306,3 @@ def _failed(ref: Any) -> bool:
 def _secondary(failure: Failure) -> bool:
     """True where a rank gave up only because a peer had failed."""
     return bool(getattr(failure.error, "secondary", False))
-
-
-def _user_frames(text: str) -> str:
-    """The end of a remote traceback without the frames of the machinery that called the user's code."""
-    lines = text.rstrip().splitlines()
-    kept: list[str] = []
-    skip = False
-    for line in lines:
-        if line.startswith("  File "):
-            skip = "/rlbench/dispatch/" in line or "/rlbench/workers/train_rank" in line
-        if not skip and line != "Traceback (most recent call last):":
-            kept.append(line)
-    return "\n".join(kept[-24:])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlbench.traces import UserLine
+
 
 @dataclass(frozen=True)
 class Ticket:
@@ -27,12 +29,14 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception on a worker. `error` is set for our own errors, which the driver raises as they are."""
+    """An exception on a worker. `error` is set for our own errors, which the driver raises as they are; `line` is
+    the user's own line that raised, where there is one."""
 
     kind: str
     message: str
     traceback: str
     error: BaseException | None = None
+    line: UserLine | None = None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from rlbench.dispatch.pending import Observer, Pending
 from rlbench.dispatch.protocol import actor_name
 from rlbench.engines.parallel import estimated_bytes
 from rlbench.engines.placement import Device, actor_options, allot, devices_of
-from rlbench.errors import BuildError, EngineError, StateError, nearest
+from rlbench.errors import BuildError, EngineError, StateError, WorkerDied, nearest
 from rlbench.runtime import cluster
 
 PUT_BYTES = 256 << 10
@@ -54,6 +54,11 @@ class Engine:
     def built(self) -> bool:
         """True between `build()` and `close()`."""
         return bool(self._actors)
+
+    @property
+    def workers(self) -> list[Any]:
+        """The actors, in the order of `labels`."""
+        return list(self._actors)
 
     @property
     def link(self) -> Link:
@@ -159,7 +164,7 @@ class Engine:
         for tag in wanted or []:
             if tag not in self.PARTS:
                 raise StateError(f"{state}({tag!r}): this engine's parts are {', '.join(self.PARTS)}")
-        measured = self.call_all("to_state", state, wanted, what=f"{self.name}.{state}()").result()
+        measured = self.call_all("to_state", state, wanted, what=f"{self.name}.{state}()", track=True).result()
         self.publish_state()
         self._after_state()
         return dict(measured[0])
@@ -234,12 +239,17 @@ class Engine:
             self._discard()
             raise
 
+    def discard(self) -> None:
+        """End the workers at once, dead ones among them, and give their devices back; they are not asked to finish."""
+        self._discard()
+
     def _discard(self) -> None:
         """End the workers, drop the record, and with it the devices."""
         import ray
 
         for actor in self._actors:
-            ray.kill(actor)
+            if not isinstance(actor, DeadActor):
+                ray.kill(actor)
         self._actors = []
         self.link.engine(self.name, None)
 
@@ -247,8 +257,38 @@ class Engine:
         """Hold the workers of a record (a kernel that came back)."""
         import ray
 
-        self._actors = [ray.get_actor(name) for name in record["actors"]]
+        self._actors = [_actor_or_dead(ray, name) for name in record["actors"]]
         self._info = dict(record["info"])
+
+
+class DeadActor:
+    """In the place of a worker that died before this kernel came: every call to it says so."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return DeadMethod(self._name)
+
+
+class DeadMethod:
+    """A method of a worker that is no more."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise, naming the worker and the mend."""
+        raise WorkerDied(f"worker {self._name} died before this kernel attached: session.heal() rebuilds its engine")
+
+
+def _actor_or_dead(ray: Any, name: str) -> Any:
+    try:
+        return ray.get_actor(name)
+    except ValueError:  # Ray forgets the name of an actor that died
+        return DeadActor(name)
 
 
 def checked_config(config_class: Any, given: dict[str, Any], what: str) -> Any:

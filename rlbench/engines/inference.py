@@ -94,6 +94,8 @@ class InferenceEngine(Engine):
             "executor": self.executor,
             "tensor_parallel_size": tensor_parallel_size,
         }
+        if self.link.state("paused")["paused"]:  # rebuilt in a session that is paused
+            self.control("pause")
         self.link.engine(self.name, {"info": self._info, "methods": [], "state": self.status()})
         return self
 
@@ -131,11 +133,12 @@ class InferenceEngine(Engine):
         samples = _samples(n, sampling)
         rest = {k: v for k, v in sampling.items() if k != "n"}
         if number is None:
-            number = int(self.link.state()["rollouts"]) + 1
+            number = int(self.link.state("rollouts")["rollouts"]) + 1
             self.link.set(rollouts=number)
         replicas = len(self._actors)
         job = GenerateJob([p.content for p in asked], samples, rest,
-                          request_seeds(self.seed, number, len(asked), samples), shared=replicas > 1)  # fmt: skip
+                          request_seeds(self.seed, number, len(asked), samples), shared=replicas > 1, number=number,
+                          asked=tuple(asked) if number else ())  # fmt: skip
         view = views.make("generate", total=len(asked) * samples) if progress else None
 
         def finish(parts: list[Any]) -> Rollouts:
@@ -152,6 +155,16 @@ class InferenceEngine(Engine):
             queue_total=len(asked) if replicas > 1 else 0, track=True,
         )  # fmt: skip
 
+    def last_rollout(self) -> Rollouts | None:
+        """The last rollout the replicas served, whole or stopped, also of an earlier kernel; None before the first."""
+        found = [kept for kept in self.control("last_rollout") if kept is not None]
+        if not found:
+            return None
+        number = max(job.number for job, _ in found)
+        job = next(job for job, _ in found if job.number == number)
+        parts = [arrays for other, arrays in found if other.number == number]
+        return Rollouts.merge(list(job.asked), parts, job.sampling, number)
+
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Log-probs of given tokens: for each sequence a float32 array (length - 1,), of token t given those before."""
         found = self.call_all("prompt_logprobs", [list(map(int, row)) for row in token_ids]).result()
@@ -165,7 +178,7 @@ class InferenceEngine(Engine):
 
     def _after_state(self) -> None:
         """Once the KV cache is back, prove the weights that were synced without it."""
-        record = self.link.state()["engines"][self.name]
+        record = self.link.state("engines")["engines"][self.name]
         proof = record.get("proof")
         status = self.status()
         if proof is not None and not status["pending"]:

@@ -1,12 +1,14 @@
-"""Weight sync: stage on the trainer, apply on every replica, prove it by log-probs, then commit the version.
+"""Weight sync: choose a transport, bring the weights over it, prove it by log-probs, then commit the version.
 
-Staging can be interrupted; applying happens as a whole. The version is committed only after the replicas gave the
-trainer's log-probs on the same tokens: checksums cannot see packed parameters. Where a replica's KV cache is
-released, the proof waits until it is back (`infer.cuda("kv_cache")`).
+Staging (shared memory, CUDA IPC) can be interrupted, and so can a broadcast until it starts; applying happens as a
+whole. The version is committed only after the replicas gave the trainer's log-probs on the same tokens: checksums
+cannot see packed parameters. Where a replica's KV cache is released, the proof waits until it is back
+(`infer.cuda("kv_cache")`).
 """
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,43 +16,57 @@ import numpy as np
 from rlbench.data import Ragged, TrainBatch
 from rlbench.dispatch.chain import Chain, Steps
 from rlbench.dispatch.link import shm_prefix
+from rlbench.engines.base import Engine
+from rlbench.engines.crossing import Crossing
 from rlbench.errors import StateError, WeightSyncError
+from rlbench.weights.manifest import Manifest, merged
+from rlbench.weights.transport import Choice, Facts, choose
 
 if TYPE_CHECKING:
     from rlbench.engines.inference import InferenceEngine
     from rlbench.engines.train import TrainEngine
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.05}
-TRANSPORTS = ("shm", "ipc")
 PROBE_ROWS, PROBE_TOKENS = 2, 24
+LOOPBACK = "127.0.0.1"
 
 
 def sync_weights(
-    train: TrainEngine, infer: InferenceEngine, version: int | None = None, transport: str = "shm"
+    train: TrainEngine, infer: InferenceEngine, version: int | None = None, transport: str | None = None
 ) -> Chain:
     """Start a sync. `version` is what the replicas then hold (default: one more than they hold).
 
-    The result: `version`, `bytes`, `tensors`, `gap` (largest log-prob difference on the probe; None where the KV cache
-    is released, so that the proof follows with `infer.cuda("kv_cache")`).
+    `transport`: "shm", "ipc", "broadcast", or None for the best that works (`rlbench.weights.transport.choose`).
+
+    The result: `version`, `bytes`, `tensors`, `transport`, `gap` (largest log-prob difference on the probe; None where
+    the KV cache is released, so that the proof follows with `infer.cuda("kv_cache")`).
     """
-    if transport not in TRANSPORTS:
-        raise WeightSyncError(f"transport={transport!r}: there are {', '.join(TRANSPORTS)}")
-    return Chain("weight sync", _steps(train, infer, version, transport))
+    return Chain("weight sync", train.link.held("weight sync", _steps(train, infer, version, transport)))
 
 
-def _steps(train: TrainEngine, infer: InferenceEngine, version: int | None, transport: str) -> Steps:
-    held = infer.control("status")
+def _steps(train: TrainEngine, infer: InferenceEngine, version: int | None, transport: str | None) -> Steps:
+    held = _asked(infer, "status")
     _need_ready(train, infer, held)
+    ranks: list[Facts] = _asked(train, "sync_facts")
+    replicas: list[Facts] = _asked(infer, "sync_facts")
+    choice = choose(ranks, replicas, transport)
     yield infer.call_all("begin_sync", what="weight sync")
     probe = probe_tokens(int(infer.info["vocab_size"]))
     expected = yield train.call_all(
         "policy_forward", probe_batch(probe), {}, finish=rows_in_order, what="weight sync"
     )
-    prefix = f"{shm_prefix(train.link.name)}{train.name}"
-    manifest = yield train.call_all(
-        "stage_weights", {"transport": transport, "prefix": prefix},
-        finish=lambda values: values[0], what="weight sync: staging",
-    )  # fmt: skip
+    manifest: Manifest
+    if choice.transport == "broadcast":
+        manifest = yield from _announced(train, infer, choice, ranks, replicas)
+    else:
+        options = {
+            "transport": choice.transport, "prefix": f"{shm_prefix(train.link.name)}{train.name}",
+            "ranks": choice.senders,
+        }  # fmt: skip
+        manifest = yield train.call_all(
+            "stage_weights", options, finish=lambda found: merged([m for m in found if m is not None]),
+            what="weight sync: staging",
+        )  # fmt: skip
     proof: dict[str, Any] = {
         "version": max(int(s["version"]) for s in held) + 1 if version is None else version,
         "tokens": probe,
@@ -59,7 +75,12 @@ def _steps(train: TrainEngine, infer: InferenceEngine, version: int | None, tran
     }
     # on record before anything is applied: a kernel that dies now leaves what the replica still has to prove
     infer.link.engine(infer.name, {"proof": proof})
-    yield infer.call_all("apply_weights", manifest, what="weight sync: applying")
+    if choice.transport == "broadcast":
+        yield Crossing(train, infer, manifest, [facts.workers for facts in replicas])
+    else:
+        yield infer.call_all("apply_weights", manifest, what="weight sync: applying")
+    if choice.transport == "ipc":
+        yield train.call_all("release_weights", what="weight sync")
     gap = None
     if all(s["kv_cache"] == "cuda" for s in held):
         got = yield infer.call_all("prompt_logprobs", probe, what="weight sync: proof")
@@ -69,12 +90,46 @@ def _steps(train: TrainEngine, infer: InferenceEngine, version: int | None, tran
     else:
         proof_left = proof
     infer.link.engine(infer.name, {"state": infer.status(), "proof": proof_left})
+    if choice.transport == "shm":  # these files outlive the ranks: what a rebuilt trainer may go on from
+        train.note_staged(proof["version"], asdict(manifest))
     return {
         "version": proof["version"],
         "bytes": manifest.nbytes,
         "tensors": len(list(manifest.entries)),
+        "transport": choice.transport,
         "gap": gap,
     }
+
+
+def _asked(engine: Engine, what: str) -> list[Any]:
+    """One answer per worker; WeightSyncError where one is dead."""
+    import ray
+
+    try:
+        return engine.control(what)
+    except ray.exceptions.RayActorError as error:
+        raise WeightSyncError(
+            f"a worker of {engine.name} is dead: {engine.name}.close(), build it again, then sync ({error})"
+        ) from error
+
+
+def _announced(
+    train: TrainEngine, infer: InferenceEngine, choice: Choice, ranks: list[Facts], replicas: list[Facts]
+) -> Steps:
+    """What will be broadcast and where the group meets, accepted by all replicas before anything is sent."""
+    sender = choice.senders[0]
+    one_node = all(facts.node == ranks[sender].node for facts in replicas)
+    tokens = {dict(facts.channels).get("", "") for facts in replicas}
+    options = {
+        "to": infer.name, "sender": sender, "host": LOOPBACK if one_node else ranks[sender].address,
+        "world_size": 1 + sum(facts.workers for facts in replicas), "backend": choice.backend,
+        "held": tokens.pop() if len(tokens) == 1 else "",
+    }  # fmt: skip
+    manifest = yield train.call_all(
+        "announce_weights", options, finish=lambda found: found[sender], what="weight sync: announcing"
+    )
+    yield infer.call_all("check_weights", replace(manifest, channel=None), what="weight sync")
+    return manifest
 
 
 def probe_tokens(vocab_size: int) -> list[list[int]]:

@@ -45,6 +45,7 @@ class TrainEngine(Engine):
         self._module = module
         self._config = config
         self._methods: dict[str, Any] = {}
+        self._staged: dict[str, Any] | None = None
         if hasattr(module, "named_parameters"):
             from rlbench.nn import check_module
 
@@ -119,22 +120,32 @@ class TrainEngine(Engine):
         calls: list[Call] = [((pickled(fn), a, k), {}) for a, k in split_call(args, kwargs, self.world_size)]
         return list(self.call("run", calls, what=f"{self.name}.run").blocking_result())
 
-    def p2p_weight_sync(self, infer: InferenceEngine, transport: str = "shm") -> dict[str, Any]:
+    def p2p_weight_sync(self, infer: InferenceEngine, transport: str | None = None) -> dict[str, Any]:
         """Send the weights to the replicas of `infer`; ends with equal versions and equal log-probs on a probe.
 
         Args:
-            infer: an engine on the same host.
-            transport: `"shm"` (shared memory) or `"ipc"` (CUDA IPC, for engines that share GPUs).
+            infer: the replicas.
+            transport: `"shm"` (shared memory of one host), `"ipc"` (CUDA IPC, where every replica's GPU also holds a
+                training rank) or `"broadcast"` (NCCL between GPUs, gloo between CPUs); None: the best that works.
 
         Returns:
-            `version`, `bytes`, `tensors`, `gap`: the largest log-prob difference found.
+            `version`, `bytes`, `tensors`, `transport`, and `gap`: the largest log-prob difference found.
 
         Raises:
-            WeightSyncError: names or shapes differ, weights could not be staged or applied, or the proof failed.
+            WeightSyncError: names or shapes differ, weights could not be staged, sent or applied, the proof failed, or
+                the transport cannot work between these engines.
         """
         from rlbench.engines.sync import sync_weights
 
         return dict(sync_weights(self, infer, transport=transport).blocking_result())
+
+    def note_staged(self, version: int, manifest: dict[str, Any]) -> None:
+        """Put on record what lies staged in shared memory; the layout only where it changed: it is journalled."""
+        fields: dict[str, Any] = {"staged_version": version}
+        if manifest != self._staged:
+            fields["staged"] = manifest
+        self.link.engine(self.name, fields)
+        self._staged = manifest
 
     def methods(self) -> list[str]:
         """Names of the callable methods of the user's module."""

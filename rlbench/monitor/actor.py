@@ -2,13 +2,18 @@
 
 It holds config, engines, versions, step, history, the driver's lease and the latest memory samples; widgets and panel
 read it. It imports no torch, restarts by itself and finds its state in its journal.
+
+Epochs: a driver is granted one when it takes the session. A control verb without it raises the session's epoch for its
+operator; the driver, which stays the driver, has it raised once more (`renew`) at its next call. An epoch older than
+the driver's grant is another notebook's.
 """
 
 from __future__ import annotations
 
 import collections
-import glob
 import os
+import secrets
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -18,13 +23,21 @@ import ray
 
 from rlbench.dispatch.protocol import actor_name
 from rlbench.errors import SessionError
-from rlbench.monitor import lease
+from rlbench.monitor import lease, operators
 from rlbench.monitor import state as states
+from rlbench.monitor.commands import Commands, Refusal
+from rlbench.monitor.endpoint import Endpoint, Routes
+from rlbench.monitor.report import session_report
+from rlbench.monitor.running import Call, Progress, Running
 from rlbench.runtime import processes, registry
 from rlbench.runtime.devices import gpu_memory
 
 SAMPLE_INTERVAL_S = 0.5
+CONTROL_LIMIT_S = 5.0
+WATCHED_S = 5.0
+"""How long after a look at the session its calls are asked for their progress."""
 SAMPLES_KEPT = 1200
+ONCE_KEPT = 256
 
 
 class Monitor:
@@ -34,30 +47,52 @@ class Monitor:
         self._name, self._cluster, self._shm_prefix = name, cluster_id, shm_prefix
         self._journal = states.Journal(registry.journal_file(name))
         self._state = self._journal.replay(states.initial(name))
+        # an event whose answer was lost with a monitor's death is sent again by Ray
+        self._applied = collections.deque(self._journal.once[-ONCE_KEPT:], maxlen=ONCE_KEPT)
         self._lock = threading.RLock()
         self._last_beat = self._last_call = time.monotonic()
-        self._running: dict[str, tuple[str, str]] = {}
-        self._ended: collections.deque[str] = collections.deque(maxlen=64)
+        self._running, self._progress, self._looked = Running(), Progress(), -WATCHED_S
+        self._operator_epoch: int | None = None
+        self._last_error: dict[str, Any] | None = None
         self._samples: collections.deque[dict[str, Any]] = collections.deque(maxlen=SAMPLES_KEPT)
+        self._commands = Commands(self._control, self._operate, self._busy)
+        self._token = secrets.token_urlsafe(32)
+        self._endpoint = Endpoint(Routes(self.report, self.samples, self._commands), self._token)
         self._describe_on_disk()
         threading.Thread(target=self._keep, daemon=True).start()
 
-    def state(self) -> states.State:
-        """The whole state, with what is not journalled: running calls, the age of the driver's last sign."""
+    def state(self, *keys: str) -> states.State:
+        """The state, or the parts named; with what is not journalled: running calls, the age of the driver's sign."""
         with self._lock:
-            return self._state | {
-                "running": {call: what for call, (what, _) in self._running.items()},
+            if keys and "history" not in keys:
+                return {key: self._state[key] for key in keys}
+            kept = {key: value for key, value in self._state.items() if key != "records"}
+            return kept | {
+                "history": states.history(self._state),
+                "running": {call_id: call.what for call_id, call in self._running.calls.items()},
                 "driver_age_s": time.monotonic() - self._last_beat, "idle_s": time.monotonic() - self._last_call,
                 "lease_s": lease.lease_of(self._state["driver"]), "pid": os.getpid(),
             }  # fmt: skip
 
-    def apply(self, epoch: int, *events: states.Event) -> None:
-        """Journal and apply events of the driver of `epoch`; refuses an older driver."""
+    def report(self, records: int) -> dict[str, Any]:
+        """What the endpoint says of the session, with its last `records` step records."""
         with self._lock:
-            if epoch < self._state["epoch"]:
-                raise SessionError(f"another notebook drives session {self._name!r} now")
+            self._looked = now = time.monotonic()
+            driver = self._state["driver"]
+            latest = self._samples[-1]["resident"] if self._samples else {}
+            return session_report(
+                self._state, self._running, self._progress, latest, records,
+                alive=driver is not None and _alive(driver), beat_age_s=now - self._last_beat,
+                idle_s=now - self._last_call, last_error=self._last_error,
+            )  # fmt: skip
+
+    def apply(self, epoch: int, *events: states.Event) -> None:
+        """Journal and apply events of the driver of `epoch`, or of its operator; refuses an older driver."""
+        with self._lock:
+            self._need_present(epoch)
             for event in events:
-                self._apply(event)
+                if event.get("id_once") not in self._applied:
+                    self._apply(event)
             self._last_beat = self._last_call = time.monotonic()
 
     def drive(self, driver: dict[str, Any], take_over: bool) -> int:
@@ -73,42 +108,72 @@ class Monitor:
                     "rb.attach(name, take_over=True) takes it over"
                 )
             epoch = int(self._state["epoch"]) + 1
-            self._apply({"do": "drive", "epoch": epoch, "driver": driver})
+            self._apply({"do": "drive", "epoch": epoch, "driver": driver | {"epoch": epoch}})
+            self._running.forget_verbs()
             self._last_beat = self._last_call = time.monotonic()
-            self._describe_on_disk()
-        for actor in self._actors():
-            actor.adopt.remote(epoch)
+            self._announce(epoch)
         return epoch
+
+    def renew(self, epoch: int) -> int | None:
+        """A new epoch for the present driver, whose own is over since a control verb ran; None while one runs.
+
+        Raises SessionError where `epoch` is that of an earlier driver.
+        """
+        with self._lock:
+            self._need_present(epoch)
+            return None if self._operator_epoch is not None else self._raise_epoch()
 
     def beat(self, epoch: int) -> bool:
         """The driver lives; False tells it that it no longer drives."""
         with self._lock:
-            if epoch < self._state["epoch"]:
+            if epoch < self._granted():
                 return False
             self._last_beat = time.monotonic()
             return True
 
-    def begin(self, call_id: str, what: str, engine: str) -> None:
+    def begin(self, call_id: str, what: str, engine: str, epoch: int) -> None:
         """A call was submitted to `engine`: a running call is not idle."""
         with self._lock:
-            if call_id not in self._ended:  # a short call's end may overtake its begin
-                self._running[call_id] = (what, engine)
+            self._running.begin(call_id, Call(what, engine, epoch))
             self._last_beat = self._last_call = time.monotonic()
 
-    def end(self, call_id: str) -> None:
-        """The call is over on its first worker."""
+    def end(self, call_id: str, epoch: int, error: dict[str, str] | None = None) -> None:
+        """The call is over on its first worker; `error`: how it failed there."""
         with self._lock:
-            self._ended.append(call_id)
-            self._running.pop(call_id, None)
+            call = self._running.end(call_id, epoch)
+            if error is not None:
+                self._last_error = {"what": call.what if call else None, "time": time.time(), **error}
             self._last_beat = self._last_call = time.monotonic()
+
+    def begin_verb(self, verb_id: str, what: str, epoch: int) -> None:
+        """A driver began a verb of several calls: between them the session is not free either."""
+        with self._lock:
+            self._running.begin_verb(verb_id, Call(what, "", epoch))
+            self._last_beat = self._last_call = time.monotonic()
+
+    def end_verb(self, verb_id: str) -> None:
+        """The verb is over."""
+        with self._lock:
+            self._running.end_verb(verb_id)
 
     def stop_running(self) -> list[str]:
         """Set the stop flag of every running call; returns what was running."""
-        running = dict(self._running)
-        for call_id, (_, engine) in running.items():
-            for actor in self._actors(engine):
+        with self._lock:
+            running = dict(self._running.calls)
+        for call_id, call in running.items():
+            for actor in self._actors(call.engine):
                 actor.stop.remote(call_id)
-        return [what for what, _ in running.values()]
+        return [call.what for call in running.values()]
+
+    def pause(self, paused: bool) -> None:
+        """Hold generation on every replica after its current step, or let it go on."""
+        with self._lock:
+            self._apply({"do": "set", "key": "paused", "value": paused})
+            inference = [n for n, record in self._state["engines"].items() if record.get("kind") == "inference"]
+        replicas = [actor for name in inference for actor in self._actors(name)]
+        told = [actor.control.remote("pause" if paused else "resume") for actor in replicas]
+        if told:
+            ray.wait(told, num_returns=len(told), timeout=CONTROL_LIMIT_S)
 
     def samples(self, since: float = 0.0) -> list[dict[str, Any]]:
         """Memory samples newer than `since` (Unix seconds): resident bytes per actor, and NVML's view of each GPU."""
@@ -120,26 +185,90 @@ class Monitor:
         `epoch`: of the driver that asks; False, and nothing ends, where a later one drives. Staged weights are swept
         here, as a worker that was killed could not remove them.
         """
-        if epoch is not None and epoch < self._state["epoch"]:
+        if epoch is not None and epoch < self._granted():
             return False
         for actor in self._actors():
             ray.kill(actor)
         for placement in _placements(self._state):
             _remove_placement(placement)
-        for path in Path("/dev/shm").glob(glob.escape(self._shm_prefix) + "*"):
-            path.unlink(missing_ok=True)
+        processes.sweep(Path("/dev/shm"), self._shm_prefix)
+        shutil.rmtree(registry.snapshot_folder(self._name), ignore_errors=True)
         registry.session_file(self._name).unlink(missing_ok=True)
         self._journal.remove()
         threading.Timer(0.1, lambda: ray.kill(ray.get_actor(actor_name(self._name, "monitor")))).start()
         return True
 
+    # -- control verbs without the kernel
+
+    def _control(self, verb: str, args: dict[str, Any]) -> Any:
+        """Run a verb that needs no epoch."""
+        if verb == "stop":
+            return {"stopped": self.stop_running()}
+        if verb == "close":
+            return {"closed": self.close()}
+        self.pause(verb == "pause")
+        return {"paused": verb == "pause"}
+
+    def _operate(self, verb: str, args: dict[str, Any]) -> Any:
+        """Run a verb in an operator, under an epoch of its own."""
+        with self._lock:
+            epoch = self._operator_epoch = self._raise_epoch()
+        try:
+            return operators.run(self._name, self._cluster, epoch, verb, args)
+        except Exception as error:
+            self._last_error = {
+                "what": verb, "time": time.time(), "kind": type(error).__name__, "message": str(error)
+            }  # fmt: skip
+            raise
+        finally:
+            with self._lock:
+                self._running.forget_verbs([epoch])
+                self._operator_epoch = None
+
+    def _busy(self) -> list[str]:
+        """What runs now, in words; Refusal where the session is not yet made."""
+        with self._lock:
+            if not self._state["config"]:
+                raise Refusal(409, f"session {self._name!r} consists of engines alone, which its notebook drives")
+            if any("info" not in e for e in self._state["engines"].values()):
+                raise Refusal(409, f"the engines of session {self._name!r} are not built yet: wait for them")
+            names = self._running.names()
+        return names or operators.untracked(self._actors())
+
+    def _granted(self) -> int:
+        """The epoch from which on the present driver, and what is done in its place, is heard."""
+        driver = self._state["driver"]
+        return 0 if driver is None else int(driver["epoch"])
+
+    def _need_present(self, epoch: int) -> None:
+        if epoch < self._granted():
+            raise SessionError(
+                f"another notebook drives session {self._name!r} now; take over with "
+                f"rb.attach({self._name!r}, take_over=True)"
+            )
+
+    def _raise_epoch(self) -> int:
+        epoch = int(self._state["epoch"]) + 1
+        self._apply({"do": "set", "key": "epoch", "value": epoch})
+        self._announce(epoch)
+        return epoch
+
+    def _announce(self, epoch: int) -> None:
+        """Workers refuse what comes under an older epoch from now on."""
+        for actor in self._actors():
+            actor.adopt.remote(epoch)
+        self._describe_on_disk()
+
     def _apply(self, event: states.Event) -> None:
         """Journal an event that can be applied, then apply it; give back devices that no engine has any more."""
         after = states.reduce(self._state, event)
         self._journal.append(event)
+        self._applied.append(event.get("id_once", ""))
         before, self._state = self._state, after
         for placement in _placements(before) - _placements(after):
             _remove_placement(placement)
+        if event["do"] == "engine":
+            self._describe_on_disk()  # a person may have to end these processes without us
 
     def _actors(self, engine: str | None = None) -> list[Any]:
         found = []
@@ -162,32 +291,65 @@ class Monitor:
                 {
                     "time": time.time(),
                     "resident": {k: v for k, v in resident.items() if v is not None},
+                    "oom_kills": processes.oom_kills(),
                     **_gpus(),
                 }
             )
-            self._forget_dead_calls({name for name, nbytes in resident.items() if nbytes is None})
+            dead = {name for name, nbytes in resident.items() if nbytes is None and not _lives(name)}
+            self._forget_dead_calls(dead)
+            self._note_dead(dead)
+            self._look_at_calls()
             driver = self._state["driver"]
+            alive = driver is not None and _alive(driver)
+            if not alive:
+                with self._lock:
+                    self._forget_its_verbs()
             notebook = (
                 driver is not None and driver["mode"] == "notebook"
             )  # idle: no call, though its kernel lives
             idle_s = time.monotonic() - (self._last_call if notebook else self._last_beat)
-            if lease.is_over(driver, driver is not None and _alive(driver), idle_s, bool(self._running)):
+            if lease.is_over(driver, alive, idle_s, bool(self._running.calls)):
                 self.close()
                 return
+
+    def _look_at_calls(self) -> None:
+        """Ask the running calls how far they are, while somebody looks at the session."""
+        if time.monotonic() - self._looked < WATCHED_S:
+            with self._lock:
+                calls = dict(self._running.calls)
+            self._progress.look({call_id: self._actors(call.engine) for call_id, call in calls.items()})
+
+    def _forget_its_verbs(self) -> None:
+        """The driver died: it does not say any more that its verbs are over; an operator does."""
+        mine = {verb.epoch for verb in self._running.verbs.values()} - {self._operator_epoch}
+        self._running.forget_verbs(mine)
 
     def _forget_dead_calls(self, dead: set[str]) -> None:
         """No worker is left to say that these calls are over."""
         with self._lock:
-            for call_id, (_, engine) in list(self._running.items()):
-                workers = self._state["engines"].get(engine, {}).get("pids", {})
+            for call_id, call in list(self._running.calls.items()):
+                workers = self._state["engines"].get(call.engine, {}).get("pids", {})
                 if dead.issuperset(workers):
-                    self.end(call_id)
+                    self.end(call_id, call.epoch)
+
+    def _note_dead(self, dead: set[str]) -> None:
+        """A worker that died outside a call is seen here first: its engine shows it."""
+        with self._lock:
+            for name, record in self._state["engines"].items():
+                found = [actor for actor in record.get("actors", []) if actor in dead]
+                if found and "info" in record and not record.get("broken"):
+                    label = f"{'replica' if record['kind'] == 'inference' else 'rank'} {found[0].rpartition('/')[2]}"
+                    self._apply({"do": "engine", "name": name, "fields": {"broken": f"{label} died"}})
 
     def _describe_on_disk(self) -> None:
+        """What others need to reach the session, and to end it where this process cannot."""
+        workers = {n: p for e in self._state["engines"].values() for n, p in e.get("pids", {}).items()}
         registry.write_json(registry.session_file(self._name), {
             "name": self._name, "cluster": self._cluster, "pid": os.getpid(),
-            "node": ray.get_runtime_context().get_node_id(),
-            "epoch": self._state["epoch"],
+            "started": processes.start_time(os.getpid()), "boot": processes.boot_id(),
+            "node": ray.get_runtime_context().get_node_id(), "epoch": self._state["epoch"],
+            "url": self._endpoint.url, "token": self._token, "shm": self._shm_prefix,
+            "workers": {name: [pid, processes.start_time(pid)] for name, pid in workers.items() if _beside(pid)},
         })  # fmt: skip
 
 
@@ -199,8 +361,27 @@ def _gpus() -> dict[str, Any]:
         return {"gpus": [], "gpus_error": f"{type(error).__name__}: {error}"}
 
 
+def _beside(pid: int) -> bool:
+    """True for a process that Ray started on this node with ours: a worker elsewhere has a number that is not its own
+    here.
+    """
+    try:
+        return os.getsid(pid) == os.getsid(0)
+    except ProcessLookupError:
+        return False
+
+
 def _alive(driver: dict[str, Any]) -> bool:
     return processes.is_same(driver["pid"], driver["started"])
+
+
+def _lives(name: str) -> bool:
+    """Whether Ray still knows the actor: its process may be on another node, where no pid of ours means anything."""
+    try:
+        ray.get_actor(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _placements(state: states.State) -> set[str]:

@@ -11,6 +11,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+PLACE = ("step", "version", "rollouts", "tip")
+"""What says where a session stands in its own course; a snapshot keeps it."""
+
 Event = dict[str, Any]
 State = dict[str, Any]
 
@@ -18,18 +21,38 @@ State = dict[str, Any]
 def initial(name: str) -> State:
     """A session nobody has built anything in."""
     return {
-        "name": name, "epoch": 0, "driver": None, "config": {}, "engines": {}, "version": 0, "step": 0,
-        "rollouts": 0, "history": [],
+        "name": name, "epoch": 0, "driver": None, "config": {}, "engines": {}, "version": 0, "highest": 0, "step": 0,
+        "rollouts": 0, "records": [], "tip": None, "snapshots": {}, "undo": [], "branch": "main", "branches": {},
+        "paused": False,
     }  # fmt: skip
 
 
+def history(state: State) -> list[dict[str, Any]]:
+    """The step records that led to where the session stands, oldest first.
+
+    Records are a tree: each knows the one before it. Going back to a snapshot moves the tip; nothing is lost.
+    """
+    found: list[dict[str, Any]] = []
+    at = state["tip"]
+    while at is not None:
+        entry = state["records"][at]
+        found.append(entry["record"])
+        at = entry["parent"]
+    return found[::-1]
+
+
 def reduce(state: State, event: Event) -> State:
-    """The state after one event. Events: `set` (key, value), `engine` (name, fields; None drops it), `record` (a step's
-    record), `drive` (epoch, driver).
+    """The state after one event.
+
+    Events: `set` (key, value), `engine` (name, fields; None drops it), `record` (a step's record), `drive` (epoch,
+    driver), `snapshot` (id, fields; None drops it): keeps where the session stands, `restore` (id): goes back there
+    under a version that no weights had before.
     """
     kind = event["do"]
     if kind == "set":
-        return state | {event["key"]: event["value"]}
+        key, value = event["key"], event["value"]
+        highest = max(state["highest"], value) if key == "version" else state["highest"]
+        return state | {key: value, "highest": highest}
     if kind == "engine":
         engines = dict(state["engines"])
         if event["fields"] is None:
@@ -38,7 +61,20 @@ def reduce(state: State, event: Event) -> State:
             engines[event["name"]] = engines.get(event["name"], {}) | event["fields"]
         return state | {"engines": engines}
     if kind == "record":
-        return state | {"history": [*state["history"], event["record"]]}
+        entry = {"parent": state["tip"], "record": event["record"]}
+        return state | {"records": [*state["records"], entry], "tip": len(state["records"])}
+    if kind == "snapshot":
+        snapshots = dict(state["snapshots"])
+        if event["fields"] is None:
+            snapshots.pop(event["id"], None)
+        else:
+            snapshots[event["id"]] = {key: state[key] for key in PLACE} | event["fields"]
+        undo = [i for i in state["undo"] if i in snapshots]
+        return state | {"snapshots": snapshots, "undo": undo}
+    if kind == "restore":
+        place = {key: state["snapshots"][event["id"]][key] for key in PLACE}
+        version = state["highest"] + 1
+        return state | place | {"version": version, "highest": version}
     if kind == "drive":
         return state | {"epoch": event["epoch"], "driver": event["driver"]}
     raise ValueError(f"unknown event {kind!r}")
@@ -49,6 +85,7 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.once: list[str] = []
 
     def replay(self, state: State) -> State:
         """The state after all whole lines of the journal.
@@ -61,7 +98,9 @@ class Journal:
             return state
         whole = written.rfind(b"\n") + 1
         for line in written[:whole].splitlines():
-            state = reduce(state, json.loads(line))
+            event = json.loads(line)
+            self.once.append(event.get("id_once", ""))
+            state = reduce(state, event)
         os.truncate(self._path, whole)
         return state
 

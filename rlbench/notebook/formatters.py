@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
+import importlib
 import sys
+import traceback
 from typing import Any
 
 from rlbench.dispatch import views as progress_views
 from rlbench.errors import RLBenchError, Stopped
+from rlbench.traces import line_of, remember
 
 HTML = {
     "rlbench.data.rollouts.Rollouts": "rollouts_view",
     "rlbench.data.batch.TrainBatch": "batch_view",
     "rlbench.data.history.History": "history_view",
     "rlbench.data.metrics.Metrics": "metrics_view",
+    "rlbench.session.preflight.Preflight": "check_views.preflight_view",
+    "rlbench.session.rehearsal.Rehearsal": "check_views.rehearsal_view",
 }
-
-# folders whose frames say nothing to the user; a user's own project may well be called rlbench, too
-LIBRARIES = tuple(
-    os.path.dirname(spec.origin) + os.sep
-    for spec in (importlib.util.find_spec(name) for name in ("rlbench", "IPython"))
-    if spec is not None and spec.origin is not None
-)
 
 
 def install() -> None:
@@ -41,10 +37,11 @@ def install() -> None:
 
 
 def _formatter(view: str) -> Any:
-    def draw(value: Any) -> str:
-        from rlbench.notebook import views
+    module, _, name = view.rpartition(".")
 
-        return str(getattr(views, view)(value))
+    def draw(value: Any) -> str:
+        views = importlib.import_module(f"rlbench.notebook.{module or 'views'}")
+        return str(getattr(views, name)(value))
 
     return draw
 
@@ -52,17 +49,18 @@ def _formatter(view: str) -> Any:
 def _show_error(
     shell: Any, kind: type[BaseException], error: BaseException, trace: Any, tb_offset: Any = None
 ) -> list[str]:
-    """Our errors carry what to do: show the message and the user's own lines, not the frames of the library."""
-    import traceback
-
+    """Our errors carry what to do: show the message and the user's own line, once, not the frames of the library."""
     if isinstance(error, Stopped):
         lines = [
             f"Stopped: {error}" + (" (.partial holds what there was)" if error.partial is not None else "")
         ]
     else:
-        frames = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(LIBRARIES)]
-        where = [f"  cell line {f.lineno}:   {f.line}" for f in frames[-1:] if f.line]
-        lines = [f"{kind.__name__}: {error}", *where]
+        if not getattr(error, "full_traceback", ""):
+            remember("".join(traceback.format_exception(kind, error, trace)))
+        line = getattr(error, "user_line", "") or str(line_of(trace) or "")
+        lines = [f"{kind.__name__}: {error}"]
+        if line and line not in lines[0]:
+            lines.append(f"  {line}")
     text = "\n".join(lines)
     shell._showtraceback(kind, error, [text]) if hasattr(shell, "_showtraceback") else print(
         text, file=sys.stderr

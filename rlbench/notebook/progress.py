@@ -69,8 +69,9 @@ class GenerateProgress:
         finished = sum(int(p.values.get("finished", 0)) for p in progress)
         tokens = sum(int(p.values.get("tokens", 0)) for p in progress)
         rate = tokens / max(1e-6, time.monotonic() - self._begin)
+        held = " · paused: session.resume() goes on" if any(p.values.get("paused") for p in progress) else ""
         self._line.show(
-            f"{finished}/{self._total} samples · {tokens:,} tokens · {rate:,.0f} tok/s",
+            f"{finished}/{self._total} samples · {tokens:,} tokens · {rate:,.0f} tok/s{held}",
             finished / self._total,
         )
 

@@ -1,22 +1,89 @@
-"""The mathematics: losses, advantages, KL estimators, aggregation. Pure functions of tensors; torch alone."""
+"""The mathematics: losses, advantages, KL, mismatch, aggregation. Pure functions and values; torch alone.
 
-from rlbench.rl.advantages import AdvantageFunction, group_normalized
+`presets()` shows the policy losses; `docs/algorithms.md` lists everything with formula, paper and the peers' names.
+"""
+
+from rlbench.rl.advantages import (
+    AdvantageFunction,
+    cpgd_advantage,
+    gpg_advantage,
+    group_normalized,
+    maxrl,
+    opo,
+    reinforce_plus_plus_baseline,
+    rloo,
+)
 from rlbench.rl.aggregate import Aggregation, BatchTotals
-from rlbench.rl.kl import k1, k2, k3
-from rlbench.rl.losses import grpo, reinforce, resolve
+from rlbench.rl.clipped import bnpo, dapo, decoupled_ppo, dr_grpo, grpo, ppo
+from rlbench.rl.controllers import AdaptiveEntropy, AdaptiveKL, FixedKL
+from rlbench.rl.covariance import clip_cov, kl_cov
+from rlbench.rl.diagnostics import MismatchMoments, mismatch_diagnostics
+from rlbench.rl.distillation import distillation_loss, kd_loss
+from rlbench.rl.divergence import dppo_kl, dppo_tv
+from rlbench.rl.group_advantages import gdpo, pass_at_k, pass_at_k_normalized, process_normalized
+from rlbench.rl.kl import absolute, k1, k1_plus, k2, k3, k3_plus, kl_estimator, ratio_corrected
+from rlbench.rl.linear import linear_token_stats
+from rlbench.rl.losses import presets, resolve
+from rlbench.rl.mismatch import MismatchCorrection, chain, icepop, sequence_mask, sequence_tis, token_tis
+from rlbench.rl.placing import at_last_token, at_positions, at_turn_ends, kl_in_reward
+from rlbench.rl.policy import PolicyLoss
+from rlbench.rl.preference import dpo, ipo, kto, kto_kl, orpo, sequence_logprobs, simpo
+from rlbench.rl.rejection import geometric_mask, off_policy_sequence_mask, reject
+from rlbench.rl.returns import (
+    discounted_returns,
+    gae,
+    gae_advantages,
+    length_adaptive,
+    on_policy_distillation,
+    reinforce_plus_plus,
+    remax,
+)
+from rlbench.rl.reward_model import (
+    bradley_terry_loss,
+    centering_penalty,
+    hps_loss,
+    log_exp_loss,
+    prm_loss,
+    tie_penalty,
+)
+from rlbench.rl.sequence import gmpo, gspo, luspo, vespo
+from rlbench.rl.shaping import (
+    RunningMoments,
+    clip_values,
+    groups_with_signal,
+    groups_within,
+    overlong_penalty,
+    rows_of_groups,
+    stop_properly,
+    without_truncated,
+)
+from rlbench.rl.token_baseline import optimal_token_baseline
+from rlbench.rl.token_filters import TokenFilter, high_entropy
 from rlbench.rl.types import Loss, LossInputs
+from rlbench.rl.value import explained_variance, ptx_loss, value_loss
+from rlbench.rl.weighted import cispo, cpgd, dro, gpg, importance_sampling, reinforce, sapo
+from rlbench.rl.whitening import whiten
+
+TYPES = (
+    "AdvantageFunction", "BatchTotals", "Loss", "LossInputs", "MismatchCorrection", "PolicyLoss", "TokenFilter",
+    "presets", "resolve",
+)  # fmt: skip
+"""Contracts, bases and look-ups: documented in their docstrings, not algorithms of their own."""
 
 __all__ = [
-    "AdvantageFunction",
-    "Aggregation",
-    "BatchTotals",
-    "Loss",
-    "LossInputs",
-    "group_normalized",
-    "grpo",
-    "k1",
-    "k2",
-    "k3",
-    "reinforce",
-    "resolve",
-]
+    "TYPES", "AdaptiveEntropy", "AdaptiveKL", "AdvantageFunction", "Aggregation", "BatchTotals", "FixedKL", "Loss",
+    "LossInputs", "MismatchCorrection", "MismatchMoments", "PolicyLoss", "RunningMoments", "TokenFilter", "absolute",
+    "at_last_token", "at_positions", "at_turn_ends", "bnpo", "bradley_terry_loss", "centering_penalty", "chain",
+    "cispo", "clip_cov", "clip_values", "cpgd", "cpgd_advantage", "dapo", "decoupled_ppo", "discounted_returns",
+    "distillation_loss", "dpo", "dppo_kl", "dppo_tv", "dr_grpo", "dro", "explained_variance", "gae", "gae_advantages",
+    "gdpo", "geometric_mask", "gmpo", "gpg", "gpg_advantage", "group_normalized", "groups_with_signal",
+    "groups_within", "grpo", "gspo", "high_entropy", "hps_loss", "icepop", "importance_sampling", "ipo", "k1",
+    "k1_plus", "k2", "k3", "k3_plus", "kd_loss", "kl_cov", "kl_estimator", "kl_in_reward", "kto", "kto_kl",
+    "length_adaptive", "linear_token_stats", "log_exp_loss", "luspo", "maxrl", "mismatch_diagnostics",
+    "off_policy_sequence_mask", "on_policy_distillation", "opo", "optimal_token_baseline", "orpo", "overlong_penalty",
+    "pass_at_k", "pass_at_k_normalized", "ppo", "presets", "prm_loss", "process_normalized",
+    "ptx_loss", "ratio_corrected",
+    "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "reject", "remax", "resolve", "rloo",
+    "rows_of_groups", "sapo", "sequence_logprobs", "sequence_mask", "sequence_tis", "simpo", "stop_properly",
+    "tie_penalty", "token_tis", "value_loss", "vespo", "whiten", "without_truncated",
+]  # fmt: skip

@@ -1,4 +1,13 @@
-"""From one reward per response to one advantage per response."""
+"""From one reward per response to one advantage per response, by comparing the responses to one prompt.
+
+An advantage estimator is a callable `fn(rewards, group, **known)`: rewards (B,) and group (B,) first, and by name
+what else its signature asks for (`rlbench.rl.reward_checks.MEANING` lists the names). It returns (B,), one advantage
+per response, or (B, T), one per token. Here are the estimators that subtract a baseline of the group; others are in
+`group_advantages` (several rewards, steps, pass@k) and `returns` (per token).
+
+Two rules hold for all of them. A group whose rewards are equal gets exactly 0. And a group of one, which has nothing
+to be compared with, gets what the field `singleton` says: "zero", or "raw", its own reward (verl's choice for most).
+"""
 
 from __future__ import annotations
 
@@ -9,44 +18,58 @@ import torch
 from torch import Tensor
 
 from rlbench.errors import LossError
+from rlbench.rl.groups import Groups
+from rlbench.rl.reward_checks import (
+    check_choice,
+    check_mask,
+    check_number,
+    check_rewards,
+    check_shape,
+    needed,
+    output_dtype,
+)
+from rlbench.rl.whitening import whiten
 
-AdvantageFunction = Callable[[Tensor, Tensor], Tensor]
-"""(rewards (B,), group (B,) int) -> advantages (B,). `group` tells which responses answer the same prompt."""
+AdvantageFunction = Callable[..., Tensor]
+"""(rewards (B,), group (B,) int, and by name what it asks for) -> advantages (B,) or (B, T).
 
-EQUAL_TOLERANCE = 1e-7
-"""Rewards of a group count as equal when they differ by less than this times the largest of them."""
+`group` tells which responses answer the same prompt.
+"""
+
+SINGLETON = ("zero", "raw")
+STD = ("group", "batch", "none")
 
 
 @dataclass(frozen=True)
 class group_normalized:
     """Reward relative to the other responses to the same prompt (GRPO, arXiv 2402.03300).
 
-    A group whose rewards are all equal, and a group of one, gets exactly 0. Statistics are float64: in
-    float32 rounding noise divided by a tiny deviation gives equal rewards sizeable advantages.
+    A = (R - mean) / (std + eps). GRPO is the default; Dr. GRPO is `std="none"`.
 
     Attributes:
         std: what the centred rewards are divided by: the deviation of their "group" (GRPO), of the whole
             "batch" (arXiv 2508.08221), or "none" (Dr. GRPO, arXiv 2503.20783).
-        ddof: 1 for the unbiased deviation, 0 for that of the population.
-        eps: added to the deviation.
+        ddof: 1 for the unbiased deviation (verl, TRL, OpenRLHF, SkyRL), 0 for that of the population (torchtitan, ART).
+        eps: added to the deviation. verl and SkyRL 1e-6, TRL 1e-4, AReaL 1e-5, OpenRLHF 1e-9.
         leave_one_out: subtract the mean of the *other* responses (RLOO, arXiv 2402.14740) instead of that of
             the whole group; the deviation stays the whole group's.
+        singleton: what a group of one gets, see the top of this file.
     """
 
     std: str = "group"
     ddof: int = 1
     eps: float = 1e-6
     leave_one_out: bool = False
+    singleton: str = "zero"
 
     def __post_init__(self) -> None:
-        if self.std not in ("group", "batch", "none"):
-            raise LossError(f'group_normalized: std={self.std!r} is unknown. Use "group", "batch" or "none".')
+        check_choice("group_normalized", "std", self.std, STD)
+        check_choice("group_normalized", "singleton", self.singleton, SINGLETON)
         if self.ddof not in (0, 1):
             raise LossError(
                 f"group_normalized: ddof={self.ddof!r} is neither 0 (population) nor 1 (unbiased)."
             )
-        if self.eps < 0:
-            raise LossError(f"group_normalized: eps={self.eps!r} is negative.")
+        check_number("group_normalized", "eps", self.eps, 0.0)
 
     def __call__(self, rewards: Tensor, group: Tensor) -> Tensor:
         """Return the advantages of a batch.
@@ -56,56 +79,247 @@ class group_normalized:
             group: (B,) integers; equal numbers mark responses to the same prompt, in any order.
 
         Returns:
-            (B,) in the dtype of `rewards` (float32 for integer or bool rewards).
+            (B,) float64 for float64 rewards, else float32.
 
         Raises:
-            LossError: shapes differ, or a reward is not finite.
+            LossError: shapes differ, the batch is empty, or a reward is not finite.
         """
-        _check(rewards, group)
-        values = rewards.double()
-        groups, index = torch.unique(group, return_inverse=True)
-        count = torch.bincount(index, minlength=len(groups)).double()
-        mean = _per_group(values, index, len(groups), "sum") / count
-        centred = values - mean[index]
+        values, groups = start(rewards, group)
+        centred = values - groups.mean(values)
         if self.leave_one_out:
-            centred = centred * (count / (count - 1).clamp(min=1))[index]
-        advantages = centred / self._scale(values, values - mean[index], index, count)
-        advantages = torch.where(_has_signal(values, index, len(groups))[index], advantages, 0.0)
-        return advantages.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
+            centred = centred * _others_factor(groups)
+        return finish(centred / self._scale(values, groups), rewards, groups, self.singleton)
 
-    def _scale(self, values: Tensor, centred: Tensor, index: Tensor, count: Tensor) -> Tensor:
+    def _scale(self, values: Tensor, groups: Groups) -> Tensor | float:
         """Return the divisor of each response, (B,) float64."""
         if self.std == "none":
-            return torch.ones_like(values)
-        if self.std == "batch":
-            squares = ((values - values.mean()) ** 2).sum() / max(len(values) - self.ddof, 1)
-            return (squares.sqrt() + self.eps).expand_as(values)
-        squares = _per_group(centred**2, index, len(count), "sum") / (count - self.ddof).clamp(min=1)
-        return (squares.sqrt() + self.eps)[index]
+            return 1.0
+        if self.std == "group":
+            return groups.deviation(values, self.ddof) + self.eps
+        squares = ((values - values.mean()) ** 2).sum() / max(len(values) - self.ddof, 1)
+        return squares.sqrt() + self.eps
 
 
-def _per_group(values: Tensor, index: Tensor, groups: int, reduce: str) -> Tensor:
-    """Reduce (B,) values to (groups,) with "sum", "amax" or "amin"."""
-    out = torch.zeros(groups, dtype=values.dtype, device=values.device)
-    return out.scatter_reduce(0, index, values, reduce=reduce, include_self=reduce == "sum")
+@dataclass(frozen=True)
+class rloo:
+    """Reward minus the mean of the other responses to the prompt (RLOO, arXiv 2402.14740).
+
+    A = R - mean of the others = (R - mean) n / (n - 1): an unbiased baseline, no deviation. TRL's RLOO also subtracts
+    the KL of the whole response from R first (`shaping.kl_in_reward(…).sum(1)`), and its loss is on sequences.
+
+    Attributes:
+        singleton: what a group of one gets. verl "raw" (vectorised "zero"), SkyRL and TRL "zero".
+    """
+
+    singleton: str = "zero"
+
+    def __post_init__(self) -> None:
+        check_choice("rloo", "singleton", self.singleton, SINGLETON)
+
+    def __call__(self, rewards: Tensor, group: Tensor) -> Tensor:
+        """Return (B,) advantages; arguments and errors as in `group_normalized`."""
+        values, groups = start(rewards, group)
+        centred = (values - groups.mean(values)) * _others_factor(groups)
+        return finish(centred, rewards, groups, self.singleton)
 
 
-def _has_signal(values: Tensor, index: Tensor, groups: int) -> Tensor:
-    """Tell for each group, (groups,) bool, whether its rewards differ."""
-    spread = _per_group(values, index, groups, "amax") - _per_group(values, index, groups, "amin")
-    return spread > EQUAL_TOLERANCE * _per_group(values.abs(), index, groups, "amax")
+@dataclass(frozen=True)
+class opo:
+    """Reward minus the group's mean reward weighted by length (OPO, arXiv 2505.23585).
+
+    A = R - sum(length R) / sum(length), the baseline of least variance where the gradient grows with the length. A
+    group without a trained token falls back to the plain mean.
+
+    Attributes:
+        singleton: what a group of one gets. verl "raw".
+    """
+
+    singleton: str = "zero"
+
+    def __post_init__(self) -> None:
+        check_choice("opo", "singleton", self.singleton, SINGLETON)
+
+    def __call__(self, rewards: Tensor, group: Tensor, *, lengths: Tensor | None = None) -> Tensor:
+        """Return (B,) advantages.
+
+        Args:
+            rewards: (B,) one finite reward per response.
+            group: (B,) integers; equal numbers mark responses to the same prompt.
+            lengths: (B,) trained tokens of each response, ≥ 0.
+
+        Raises:
+            LossError: `lengths` is missing or negative, shapes differ, the batch is empty, a reward is not finite.
+        """
+        values, groups = start(rewards, group)
+        tokens = needed(self, "lengths", lengths).double()
+        check_shape("lengths", tokens, tuple(values.shape))
+        if not (tokens >= 0).all():
+            raise LossError(f"lengths holds {float(tokens.min()):g}; wanted numbers of tokens, at least 0.")
+        total = groups.total(tokens)[groups.index]
+        weighted = groups.total(tokens * values)[groups.index] / total.clamp(min=1.0)
+        baseline = torch.where(total > 0, weighted, groups.mean(values))
+        return finish(values - baseline, rewards, groups, self.singleton)
 
 
-def _check(rewards: Tensor, group: Tensor) -> None:
-    """Raise LossError unless both are (B,) and the rewards finite."""
-    if rewards.dim() != 1 or rewards.shape != group.shape:
-        raise LossError(
-            f"advantages need rewards and group of one shape (B,); got {tuple(rewards.shape)} "
-            f"and {tuple(group.shape)}."
-        )
-    bad = (~torch.isfinite(rewards)).nonzero().flatten().tolist()
-    if bad:
-        raise LossError(
-            f"{len(bad)} rewards are not finite, first at rows {bad[:5]}. "
-            "Mend the reward function and score again."
-        )
+@dataclass(frozen=True)
+class maxrl:
+    """Reward relative to the group's mean (MaxRL, arXiv 2602.02710): A = (R - mean) / (mean + eps).
+
+    With rewards 0 and 1 the expected update is the gradient of the log of the pass rate, to the order of the group
+    size, instead of the pass rate's: hard prompts weigh more. A group without a success gets 0.
+
+    Attributes:
+        eps: added to the mean (SkyRL's 1e-6).
+    """
+
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        check_number("maxrl", "eps", self.eps, 0.0)
+
+    def __call__(self, rewards: Tensor, group: Tensor) -> Tensor:
+        """Return (B,) advantages; arguments and errors as in `group_normalized`, and rewards must be ≥ 0."""
+        values, groups = start(rewards, group)
+        if (values < 0).any():
+            raise LossError(
+                f"maxrl: rewards holds {float(values.min()):g}; wanted rewards of at least 0 (best 0 and 1), "
+                "because it divides by their mean."
+            )
+        mean = groups.mean(values)
+        return finish((values - mean) / (mean + self.eps), rewards, groups, "zero")
+
+
+@dataclass(frozen=True)
+class cpgd_advantage:
+    """Advantage of CPGD (arXiv 2505.12504): the centred reward times a weight.
+
+    weight "std": 1 / (population deviation of the group + eps). "clip_filter": min(B / B', most) with B prompts, of
+    which B' have differing rewards: it makes up for the prompts that teach nothing. "none": centred only. LightRFT
+    takes mean and deviation over the micro-batch, so that its result depends on the split; here it is the group.
+
+    Attributes:
+        weight: one of the above ("STD_weight", "clip_filter_like_weight", "naive" in LightRFT).
+        most: bound of the "clip_filter" weight, ≥ 1; None for 3. Acts there alone.
+        eps: added to the deviation of "std".
+    """
+
+    weight: str = "std"
+    most: float | None = None
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        check_choice("cpgd_advantage", "weight", self.weight, ("std", "clip_filter", "none"))
+        check_number("cpgd_advantage", "eps", self.eps, 0.0)
+        if self.most is not None:
+            check_number("cpgd_advantage", "most", self.most, 1.0)
+            if self.weight != "clip_filter":
+                raise LossError(f'cpgd_advantage: most={self.most!r} acts with weight="clip_filter" alone.')
+
+    def __call__(self, rewards: Tensor, group: Tensor) -> Tensor:
+        """Return (B,) advantages; arguments and errors as in `group_normalized`."""
+        values, groups = start(rewards, group)
+        centred = values - groups.mean(values)
+        return finish(centred * self._weight(values, groups), rewards, groups, "zero")
+
+    def _weight(self, values: Tensor, groups: Groups) -> Tensor | float:
+        if self.weight == "none":
+            return 1.0
+        if self.weight == "std":
+            return 1.0 / (groups.deviation(values, ddof=0) + self.eps)
+        # each row holds 1/n of its group, so this counts groups; adding in row order leaves rounding
+        learning = (groups.differ(values).double() / groups.size).sum().round().item()
+        return min(len(groups.count) / max(learning, 1.0), 3.0 if self.most is None else self.most)
+
+
+@dataclass(frozen=True)
+class gpg_advantage:
+    """Centred reward, scaled up for the responses that teach nothing (GPG, arXiv 2504.02546): A = alpha (R - mean).
+
+    alpha "signal" is the paper's: responses / responses in groups whose rewards differ. "nonzero" is verl's:
+    responses / responses with a reward other than 0, which counts solved prompts as teaching. "none": 1.
+
+    Attributes:
+        alpha: one of the above.
+        singleton: what a group of one gets (times alpha). verl "raw".
+    """
+
+    alpha: str = "signal"
+    singleton: str = "zero"
+
+    def __post_init__(self) -> None:
+        check_choice("gpg_advantage", "alpha", self.alpha, ("signal", "nonzero", "none"))
+        check_choice("gpg_advantage", "singleton", self.singleton, SINGLETON)
+
+    def __call__(self, rewards: Tensor, group: Tensor) -> Tensor:
+        """Return (B,) advantages; arguments and errors as in `group_normalized`."""
+        values, groups = start(rewards, group)
+        alpha = 1.0
+        if self.alpha != "none":
+            counted = groups.differ(values) if self.alpha == "signal" else values != 0
+            alpha = len(values) / max(int(counted.sum()), 1)
+        advantages = finish(values - groups.mean(values), values, groups, self.singleton)
+        return (alpha * advantages).to(output_dtype(rewards))
+
+
+@dataclass(frozen=True)
+class reinforce_plus_plus_baseline:
+    """Reward minus the group's mean, whitened over the batch (REINFORCE++-baseline, arXiv 2501.03262).
+
+    OpenRLHF also takes -beta k1 off each token in between; for that, put the KL in the rewards first
+    (`shaping.kl_in_reward(…).sum(1)`), as verl does.
+
+    Attributes:
+        whiten: whiten once over the trained tokens of the batch (`rlbench.rl.whitening`); otherwise leave as it is.
+        singleton: what a group of one gets before whitening. verl "raw".
+    """
+
+    whiten: bool = True
+    singleton: str = "zero"
+
+    def __post_init__(self) -> None:
+        check_choice("reinforce_plus_plus_baseline", "singleton", self.singleton, SINGLETON)
+
+    def __call__(self, rewards: Tensor, group: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        """Return (B, T) advantages, 0 outside the mask.
+
+        Args:
+            rewards: (B,) one finite reward per response.
+            group: (B,) integers; equal numbers mark responses to the same prompt.
+            mask: (B, T) bool, True for trained tokens.
+
+        Raises:
+            LossError: `mask` is missing, shapes differ, the batch is empty, or a reward is not finite.
+        """
+        values, groups = start(rewards, group)
+        advantages = finish(values - groups.mean(values), values, groups, self.singleton)
+        return over_tokens(advantages, needed(self, "mask", mask), self.whiten).to(output_dtype(rewards))
+
+
+# -- shared by the estimators of this file and of `group_advantages` ------------------------------------------
+
+
+def start(rewards: Tensor, group: Tensor) -> tuple[Tensor, Groups]:
+    """Check a batch; return its rewards in float64 and its groups."""
+    check_rewards(rewards, group)
+    return rewards.double(), Groups.of(group)
+
+
+def finish(advantages: Tensor, rewards: Tensor, groups: Groups, singleton: str) -> Tensor:
+    """Return (B,) advantages with what the two rules at the top of this file say, in the dtype of the rewards."""
+    values = rewards.double()
+    advantages = torch.where(groups.differ(values), advantages, 0.0)
+    if singleton == "raw":
+        advantages = torch.where(groups.size == 1, values, advantages)
+    return advantages.to(output_dtype(rewards))
+
+
+def over_tokens(advantages: Tensor, mask: Tensor, whitened: bool) -> Tensor:
+    """Give each trained token its response's advantage, (B, T); whiten once over them, or not at all."""
+    check_mask(mask, len(advantages))
+    spread = torch.where(mask, advantages[:, None], 0.0)
+    return whiten(spread, mask) if whitened else spread
+
+
+def _others_factor(groups: Groups) -> Tensor:
+    """Turn a distance from the group's mean into one from the mean of the others, (B,)."""
+    return groups.size / (groups.size - 1).clamp(min=1)

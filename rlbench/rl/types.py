@@ -1,13 +1,20 @@
 """What a policy loss is: a pure function of `LossInputs`.
 
-A loss may be a plain function, written in a notebook cell, or any callable. One attribute is read if it has it:
-`needs_reference`, true where `ref_logprobs` must be there (a KL penalty against a reference policy).
+A loss may be a plain function, written in a notebook cell, or any callable. These attributes are read if it has
+them:
+
+* `needs_reference`: true where `ref_logprobs` must be there (a KL penalty against a reference policy);
+* `aggregation`: the mode (see `rlbench.rl.aggregate`) it is meant for, used where the caller names none;
+* `needs_plan` and `plan(whole) -> {name: (S, T) tensor}`: for a loss that looks at all tokens of the optimizer
+  step (a quantile, a top fraction, a batch mean). `plan` gets the whole step, all ranks and micro-batches, without
+  gradient; each call then finds its sequences' part of the answer in `LossInputs.channels`. The result does
+  not depend on how the step was split.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -27,6 +34,9 @@ class LossInputs:
         advantages: advantage of each token.
         mask: bool; True for the tokens that are trained.
         entropy: entropy of the policy's distribution at each token, in nats.
+        group: (sequences,) int64; equal numbers mark responses to the same prompt. None where not known.
+        channels: what the loss's own `plan` said of these tokens; empty for a loss without one, or when a loss
+            is called by hand, where it then takes the inputs it is given for the whole step.
     """
 
     logprobs: Tensor
@@ -36,6 +46,8 @@ class LossInputs:
     advantages: Tensor
     mask: Tensor
     entropy: Tensor
+    group: Tensor | None = None
+    channels: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 Loss = Callable[[LossInputs], tuple[Tensor, dict[str, Tensor | float]]]

@@ -102,6 +102,21 @@ def current() -> Cluster:
     return _joined if _joined is not None and _still_joined() else init()
 
 
+def join_own_worker(cluster_id: str) -> Cluster:
+    """For code that runs in a worker process of the cluster: that cluster is joined already, as `cluster_id`."""
+    global _joined
+    import ray
+
+    record = registry.read_cluster()
+    if record is not None and record.id == cluster_id:
+        _joined = Cluster(record.address, record.devices, record.gpus, record.id)
+        return _joined
+    total = ray.cluster_resources()
+    gpus = int(total.get("GPU", 0))
+    _joined = Cluster(ray.get_runtime_context().gcs_address, gpus or int(total.get("CPU", 1)), gpus, cluster_id)
+    return _joined
+
+
 def is_joined() -> bool:
     """True when this process is connected to a cluster."""
     return _joined is not None and _still_joined()

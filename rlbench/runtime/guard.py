@@ -25,7 +25,7 @@ from rlbench.runtime import processes, registry
 
 IDLE_LIMIT_S = 600.0
 START_LIMIT_S = 90.0
-ATTEMPTS = 2  # Ray gives its node 30 s to register, which a busy machine may exceed once
+ATTEMPTS = 3  # Ray gives its node 30 s to register, which a busy machine may exceed once
 STARTED = "Ray runtime started"
 
 
@@ -123,8 +123,7 @@ def clean_up(cluster_id: str, ray_session: int | None, temp_dir: str) -> None:
     if ray_session is not None:
         processes.end_session(ray_session)
     shutil.rmtree(temp_dir, ignore_errors=True)
-    for path in Path("/dev/shm").glob(f"rlb-{cluster_id}-*"):
-        path.unlink(missing_ok=True)
+    processes.sweep(Path("/dev/shm"), f"rlb-{cluster_id}-")
     registry.forget_cluster(cluster_id)
 
 

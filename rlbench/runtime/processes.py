@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -55,6 +56,25 @@ def end_session(session_id: int, grace_s: float = 1.0) -> None:
         time.sleep(0.05)
         if time.monotonic() > deadline + 10.0:
             raise RuntimeError(f"processes {members} of session {session_id} do not end on SIGKILL")
+
+
+def oom_kills() -> int | None:
+    """How often the kernel killed a process of our memory group for want of memory; None where it does not say."""
+    for path in (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control")):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            words = path.read_text().split()
+            return int(words[words.index("oom_kill") + 1])
+    return None
+
+
+def sweep(folder: Path, prefix: str) -> None:
+    """Remove the files and folders of `folder` whose names start with `prefix`."""
+    for entry in folder.iterdir():
+        if entry.name.startswith(prefix):
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink(missing_ok=True)
 
 
 def _signal_all(session_id: int, number: int) -> None:

@@ -6,8 +6,9 @@ Layout of `$XDG_STATE_HOME/rlbench` (folder 0700, files 0600):
     cluster.json      address, guard pid, Ray's process session id, temp folder, token path, devices
     token             the cluster's secret
     guard.log         what the guard and `ray start` said
-    sessions/NAME.json      one per live session: its monitor's pid and node, its state
+    sessions/NAME.json      one per live session: where its monitor is, its endpoint's url and token, its processes
     sessions/NAME.journal   the monitor's journal
+    snapshots/NAME/         its snapshots on disk, gone with the session
 
 Standard library alone: the Jupyter server extension reads this folder too.
 """
@@ -19,13 +20,15 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rlbench.errors import ClusterError
+from rlbench.runtime import processes
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,7 @@ def forget_cluster(cluster_id: str) -> None:
         if found is not None and found.get("cluster") == cluster_id:
             path.unlink(missing_ok=True)
             path.with_suffix(".journal").unlink(missing_ok=True)
+            shutil.rmtree(snapshot_folder(path.stem), ignore_errors=True)
 
 
 def token_file() -> Path:
@@ -147,6 +151,24 @@ def session_file(name: str) -> Path:
 def journal_file(name: str) -> Path:
     """Where the monitor of this session keeps its journal."""
     return state_dir() / "sessions" / f"{name}.journal"
+
+
+def snapshot_folder(name: str) -> Path:
+    """Where the snapshots of this session that were asked to be on disk lie."""
+    return state_dir() / "snapshots" / name
+
+
+def monitor_lives(record: Mapping[str, Any]) -> bool:
+    """True while the monitor that wrote this session's file runs; a later process with its number is another one."""
+    pid, started = record.get("pid"), record.get("started")
+    if record.get("boot") != processes.boot_id() or not isinstance(pid, int) or started is None:
+        return False
+    return processes.is_same(pid, started)
+
+
+def shown(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a session's file may stand on a screen: not the token of its endpoint."""
+    return {key: record[key] for key in ("name", "cluster", "node", "pid", "epoch") if key in record}
 
 
 def live_sessions(cluster_id: str | None = None) -> list[dict[str, Any]]:

@@ -9,9 +9,10 @@ def card_facts(state: dict[str, Any], samples: list[dict[str, Any]]) -> dict[str
     """Facts of a session from its monitor's state and memory samples."""
     resident = samples[-1]["resident"] if samples else {}
     config = state["config"]
+    phase = [*state["running"].values(), *(["paused"] if state.get("paused") else [])]
     return {
         "name": state["name"], "model": config.get("model", ""), "seed": config.get("seed", 0), "step": state["step"],
-        "version": state["version"], "phase": ", ".join(state["running"].values()),
+        "version": state["version"], "phase": ", ".join(phase),
         "lease": _lease(state["lease_s"], state["driver"]),
         "engines": [_engine(name, e, state["version"], resident) for name, e in state["engines"].items()],
     }  # fmt: skip

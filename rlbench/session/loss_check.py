@@ -6,25 +6,15 @@ import contextlib
 import dataclasses
 import hashlib
 import io
-import linecache
-import os
-import sysconfig
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import rlbench
 from rlbench.data import TrainBatch
 from rlbench.errors import LossError
-
-LIBRARIES = (
-    *(sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
-    str(Path(rlbench.__file__).parent) + os.sep,
-)
+from rlbench.traces import user_error
 
 NO_REFERENCE = (
     "this loss has a KL penalty to a reference policy and there is none: rb.Session(…, reference=True) holds the "
@@ -85,13 +75,14 @@ def try_loss(loss: Callable[..., Any], name: str, batch: TrainBatch, has_referen
     shape = tuple(inputs.logprobs.shape)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
+            if getattr(loss, "needs_plan", False):
+                inputs = dataclasses.replace(inputs, channels=loss.plan(inputs))  # type: ignore[attr-defined]
             given = loss(reads.watched(inputs))
     except LossError:
         raise
     except Exception as error:
-        raise LossError(
-            f"`{name}` raised {type(error).__name__}: {error}\n{_where(error)}  Engines are untouched."
-        ) from None
+        said = f"`{name}` raised {type(error).__name__}: {error}"
+        raise user_error(LossError, said, error, "\n  Engines are untouched.") from None
     if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], dict)):
         raise LossError(
             f"`{name}` gave {type(given).__name__}, wanted (per_token, metrics): a tensor {shape} and a dict. "
@@ -116,7 +107,8 @@ def try_loss(loss: Callable[..., Any], name: str, batch: TrainBatch, has_referen
                 f"`{name}`: metric {key!r} has shape {tuple(value.shape)}; wanted one number, or {shape}, one per token"
             )
     _need_gradient(per_token, inputs, name)
-    return has_reference and "ref_logprobs" in reads.names
+    declared = getattr(loss, "needs_reference", None)
+    return has_reference and ("ref_logprobs" in reads.names if declared is None else bool(declared))
 
 
 class _Reads:
@@ -134,6 +126,7 @@ class _Reads:
                 names.add(name)
                 return super().__getattribute__(name)
 
+        Watched.__name__ = type(inputs).__name__  # what an error in the loss calls it
         return Watched(**{field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs)})
 
 
@@ -161,6 +154,7 @@ def trial_inputs(batch: TrainBatch, has_reference: bool = True) -> Any:
         ref_logprobs=sampler.clone() if has_reference else None, advantages=padded(part.advantages),
         mask=padded(part.mask.astype(np.float32)).bool(),
         entropy=torch.rand(sampler.shape, generator=generator).requires_grad_(),
+        group=torch.as_tensor(part.group.astype(np.int64)),
     )  # fmt: skip
 
 
@@ -179,13 +173,3 @@ def _need_gradient(per_token: Any, inputs: Any, name: str) -> None:
         raise LossError(
             f"the gradient of `{name}` with respect to the log-probs is not finite. Engines are untouched."
         )
-
-
-def _where(error: BaseException) -> str:
-    """The line of the user's code that raised, not the line below it in a library."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
-    if not frames:
-        return ""
-    last = next((f for f in reversed(frames) if not f.filename.startswith(LIBRARIES)), frames[-1])
-    line = last.line or linecache.getline(last.filename, last.lineno or 0).strip()
-    return f"  {last.name}, line {last.lineno}:   {line}\n"

@@ -17,7 +17,7 @@ class SessionOptions:
 
     `train`: `tensor_parallel_size`, `data_parallel_size`, and fields of the policy's options (`lr`, `betas`,
     `weight_decay`, `max_norm`, `dtype`). `inference`: sizes, `executor`, and fields of `ReplicaConfig`.
-    `reference`: None, or the model of a frozen reference policy.
+    `reference`: None, or the model of a frozen reference policy. `undo`: how many last steps can be undone.
     """
 
     model: str
@@ -26,6 +26,7 @@ class SessionOptions:
     train: dict[str, Any] = field(default_factory=dict)
     inference: dict[str, Any] = field(default_factory=dict)
     reference: str | None = None
+    undo: int = 1
 
     def to_json(self) -> dict[str, Any]:
         """For the monitor."""

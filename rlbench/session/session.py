@@ -8,6 +8,7 @@ from __future__ import annotations
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any, cast
 
+from rlbench.checkpoint import folder as folders
 from rlbench.data import TrainBatch
 from rlbench.data.history import History
 from rlbench.data.metrics import Metrics
@@ -19,19 +20,23 @@ from rlbench.engines.paths import check_model_path
 from rlbench.engines.sync import sync_weights
 from rlbench.errors import SessionError, StateError, Stopped, nearest
 from rlbench.runtime import cluster, registry
-from rlbench.session import building, training
+from rlbench.session import building, checkpoints, training
+from rlbench.session.check_verbs import CheckVerbs
 from rlbench.session.evaluation import evaluate_steps
 from rlbench.session.facts import card_facts, text_card
 from rlbench.session.options import SessionOptions, resolve_model
+from rlbench.session.pause_verbs import PauseVerbs
+from rlbench.session.state_verbs import StateVerbs
 from rlbench.session.training import Anchors, StepOptions
 
 
-class Session:
+class Session(StateVerbs, CheckVerbs, PauseVerbs):
     """A model with its engines, driven cell by cell.
 
     Args:
         model: `"tiny"` (made on the spot), a folder, or a hub id.
-        name: a name to find it again with `rb.attach(name)`; default: made up.
+        name: a name to find it again; default: made up. Where a session of this name runs and is like this one, it is
+            attached to: running the cell again changes nothing.
         train: sizes (`tensor_parallel_size`, `data_parallel_size`) and policy options (`lr`, `betas`, `weight_decay`,
             `max_norm`, `dtype`).
         inference: sizes, `executor` (`"vllm"`, `"hf"`) and replica options (`kv_cache_bytes`, `max_model_len`, …).
@@ -39,6 +44,8 @@ class Session:
         seed: of sampling; with the same seed and the same cells a session draws the same samples.
         lease_s: seconds after which the session ends by itself: without a call from a notebook (default 8 h), or after
             a script died (default 30 s).
+        undo: how many last steps `undo()` can take back. Each costs a copy of the weights and the optimizer in host
+            memory, written before the step.
 
     Raises:
         SessionError, BuildError: naming what is wrong; nothing is left running.
@@ -47,16 +54,21 @@ class Session:
     def __init__(
         self, model: str = "tiny", name: str | None = None, *, train: dict[str, Any] | None = None,
         inference: dict[str, Any] | None = None, reference: bool | str | None = None, seed: int = 0,
-        lease_s: float | None = None,
+        lease_s: float | None = None, undo: int = 1,
     ) -> None:  # fmt: skip
+        if not isinstance(undo, int) or undo < 0:
+            raise SessionError(f"undo={undo!r}: the number of last steps that can be undone, 0 for none")
         train_options, inference_options = building.check_options(train, inference)
         path = check_model_path(resolve_model(str(model)))
         reference_path = path if reference is True else resolve_model(str(reference)) if reference else None
         self._options = SessionOptions(
-            str(model), path, seed, train_options, inference_options, reference_path
+            str(model), path, seed, train_options, inference_options, reference_path, undo
         )
+        if name is not None and Link.exists(name):
+            self.__dict__.update(self._joined(name, self._options).__dict__)
+            return
         self._link = Link.create(name, lease_s)
-        self.last: Any = None
+        self._last: Any = None
         self.anchors = Anchors()
         self._tokenizer: Any = None
         try:
@@ -65,6 +77,46 @@ class Session:
         except BaseException:
             self._link.close()
             raise
+
+    @classmethod
+    def _joined(cls, name: str, wanted: SessionOptions) -> Session:
+        """Attach to the session of that name if it is what is wanted; SessionError naming what differs if not."""
+        found, asked = Link.look(name, "config")["config"], wanted.to_json()
+        if not found:  # its kernel went away while it was built: attaching says so and closes it
+            return cls._attached(Link.attach(name))
+        differ = [
+            f"{k} is {found.get(k)!r}, not {asked[k]!r}" for k in asked if k != "path" and found.get(k) != asked[k]
+        ]
+        if differ:
+            raise SessionError(
+                f"session {name!r} runs already, and {'; '.join(differ)}: rb.attach({name!r}) drives it as it is, "
+                "close() it to make another, or choose another name"
+            )
+        return cls._attached(Link.attach(name))
+
+    @classmethod
+    def load(cls, path: str, name: str | None = None, **options: Any) -> Session:
+        """A new session that goes on from a checkpoint of `save(path)`, on as many ranks as it is given.
+
+        Args:
+            path: a checkpoint, or the folder of several: the newest.
+            name: of the new session.
+            options: of `rb.Session`, where they differ from the saved ones (`train={"tensor_parallel_size": 1}`).
+
+        Raises:
+            CheckpointError: damaged, or of another model; nothing is left running.
+        """
+        folder, kept = checkpoints.options_of(path)
+        folders.verify(folder)  # before minutes are spent on engines
+        if name is not None and Link.exists(name):
+            raise SessionError(f"session {name!r} runs already: load the checkpoint under another name, or close it")
+        session = cls(name=name, **checkpoints.overridden(kept, options))
+        try:
+            session._run("load", checkpoints.load_steps(session, folder, kept), True)
+        except BaseException:
+            session.close()
+            raise
+        return session
 
     @classmethod
     def _attached(cls, link: Link) -> Session:
@@ -77,7 +129,7 @@ class Session:
         session = cls.__new__(cls)
         session._link = link
         session._options = SessionOptions(**state["config"])
-        session.last, session._tokenizer, session.anchors = None, None, Anchors()
+        session._last, session._tokenizer, session.anchors = None, None, Anchors()
         session._engines = {}
         for name, record in state["engines"].items():
             session._engines[name] = (
@@ -92,6 +144,26 @@ class Session:
     def name(self) -> str:
         """The session's name."""
         return self._link.name
+
+    @property
+    def link(self) -> Link:
+        """This kernel's end of the session."""
+        return self._link
+
+    @property
+    def options(self) -> SessionOptions:
+        """What it was made from."""
+        return self._options
+
+    @property
+    def engines(self) -> dict[str, Engine]:
+        """Its engines by role; `heal` puts rebuilt ones in their place."""
+        return self._engines
+
+    @property
+    def undo_depth(self) -> int:
+        """How many last steps are kept to be undone."""
+        return self._options.undo
 
     @property
     def train(self) -> TrainEngine:
@@ -109,6 +181,13 @@ class Session:
         return cast("TrainEngine | None", self._engines.get("reference"))
 
     @property
+    def last(self) -> Any:
+        """The last rollouts, whole or stopped; after `rb.attach` those of the earlier kernel. None before the first."""
+        if self._last is None:
+            self._last = self.inference.last_rollout()
+        return self._last
+
+    @property
     def tokenizer(self) -> Any:
         """The model's tokenizer, loaded on first use."""
         if self._tokenizer is None:
@@ -120,12 +199,12 @@ class Session:
     @property
     def step(self) -> int:
         """Optimizer steps taken."""
-        return int(self._link.state()["step"])
+        return int(self._link.state("step")["step"])
 
     @property
     def version(self) -> int:
         """Version of the trainer's weights: goes up with every optimizer step that was not skipped."""
-        return int(self._link.state()["version"])
+        return int(self._link.state("version")["version"])
 
     @property
     def history(self) -> History:
@@ -167,40 +246,44 @@ class Session:
         if not block:
             return pending
         try:
-            self.last = pending.blocking_result()
+            self._last = pending.blocking_result()
         except Stopped as stopped:
-            self.last = stopped.partial
+            self._last = stopped.partial
             if on_stop == "raise" or stopped.partial is None:
                 raise
-        return self.last
+        return self._last
 
     def train_step(
-        self, batch: TrainBatch, loss: Any = "grpo", *, aggregation: str = "token-mean",
-        token_budget: int | None = None, packing: bool = True, lr: float | None = None, block: bool = True,
+        self, batch: TrainBatch, loss: Any = "grpo", *, aggregation: Any = None,
+        token_budget: int | None = None, packing: bool = True, head: str = "auto", lr: float | None = None,
+        block: bool = True,
     ) -> Any:  # fmt: skip
         """Exactly one optimizer step: `forward_backward` over micro-batches, then `optim_step`.
 
         Args:
             batch: from `rollouts.score(…).batch(…)`.
             loss: a name, a loss value, or a function `(LossInputs) -> (per_token, metrics)` as written in a cell.
-            aggregation: how per-token losses become one (see `rlbench.rl.aggregate`).
-            token_budget: tokens per micro-batch and rank; None: what keeps its logits near 2 GiB.
+            aggregation: how per-token losses become one: a mode's name or an `rb.rl.Aggregation`; None: the one the
+                loss is meant for (`loss.aggregation`), "token-mean" for a function of your own.
+            token_budget: tokens per micro-batch and rank; None: what keeps its activations near 4 GiB.
             packing: several sequences in one row without padding; False pads.
+            head: "chunked" never holds the logits, "plain" does; "auto": chunked where the model allows it. The
+                metrics' `head` says which it was, and why.
             lr: learning rate from this step on.
 
         Returns:
             `Metrics` (or a `Pending` with `block=False`). An interrupt raises `rb.Stopped`: gradients are cleared and
             the optimizer is untouched.
         """
-        options = StepOptions(aggregation, token_budget, packing)
+        options = StepOptions(aggregation, token_budget, packing, head)
         return self._run("train_step", training.train_step_steps(self, batch, loss, options, lr), block)
 
     def forward_backward(
-        self, batch: TrainBatch, loss: Any = "grpo", *, aggregation: str = "token-mean",
-        token_budget: int | None = None, packing: bool = True, block: bool = True,
+        self, batch: TrainBatch, loss: Any = "grpo", *, aggregation: Any = None,
+        token_budget: int | None = None, packing: bool = True, head: str = "auto", block: bool = True,
     ) -> Any:  # fmt: skip
         """Accumulate the gradient of `loss` on `batch`; `optim_step()` uses it, `zero_grad()` drops it."""
-        options = StepOptions(aggregation, token_budget, packing)
+        options = StepOptions(aggregation, token_budget, packing, head)
         return self._run(
             "forward_backward", training.forward_backward_steps(self, batch, loss, options), block
         )
@@ -218,9 +301,17 @@ class Session:
         """Drop the accumulated gradients."""
         self.train.call_all("policy_zero_grad", what="zero_grad").result()
 
-    def sync_weights(self, block: bool = True) -> Any:
-        """Send the trainer's weights to the replicas and prove it by log-probs; returns version, bytes and gap."""
-        chain = sync_weights(self.train, self.inference, self.version)
+    def sync_weights(self, transport: str | None = None, block: bool = True) -> Any:
+        """Send the trainer's weights to the replicas and prove it by log-probs.
+
+        Args:
+            transport: `"shm"`, `"ipc"` or `"broadcast"` (see `TrainEngine.p2p_weight_sync`); None: the best that works.
+            block: False returns a `Pending` at once.
+
+        Returns:
+            `version`, `bytes`, `tensors`, `transport` and `gap`.
+        """
+        chain = sync_weights(self.train, self.inference, self.version, transport)
         return chain.blocking_result() if block else chain
 
     def offload(self, engine: str, *parts: str) -> dict[str, Any]:
@@ -263,8 +354,8 @@ class Session:
 
     def advance(self, stepped: bool) -> tuple[int, int]:
         """One more step (a skipped one leaves the weights as they are); returns step and version."""
-        state = self._link.state()
-        step, version = int(state["step"]) + 1, int(state["version"]) + int(stepped)
+        state = self._link.state("step", "version", "highest")
+        step, version = int(state["step"]) + 1, int(state["highest"] + 1 if stepped else state["version"])
         self._link.set(step=step, version=version)
         return step, version
 
@@ -293,7 +384,7 @@ class Session:
         return session_card(self.facts())
 
     def _run(self, what: str, steps: Steps, block: bool) -> Any:
-        chain = Chain(what, steps)
+        chain = Chain(what, self._link.held(what, steps))
         return chain.blocking_result() if block else chain
 
     def _engine(self, name: str) -> Engine:
@@ -327,4 +418,4 @@ def attach(name: str | None = None, take_over: bool = False) -> Session:
 def sessions() -> list[dict[str, Any]]:
     """The sessions on the cluster, one dict each."""
     joined = cluster.current()
-    return registry.live_sessions(joined.id)
+    return [registry.shown(record) for record in registry.live_sessions(joined.id)]

@@ -18,7 +18,8 @@ from rlbench.dispatch.chain import Steps
 from rlbench.engines import TrainEngine
 from rlbench.engines.base import shared
 from rlbench.engines.sync import rows_in_order
-from rlbench.errors import DataError, LossError
+from rlbench.errors import DataError, LossError, WorkerDied
+from rlbench.session import snapshots
 from rlbench.session.loss_check import NO_REFERENCE, ShippedLoss, ship
 
 if TYPE_CHECKING:
@@ -29,15 +30,21 @@ ANCHORS_KEPT = 8
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How one forward/backward is done: aggregation of the per-token losses, tokens per micro-batch, packing."""
+    """How one forward/backward is done; the options a rank reads, see `rlbench.trainers.options`."""
 
-    aggregation: str = "token-mean"
+    aggregation: Any = None
     token_budget: int | None = None
     packing: bool = True
+    head: str = "auto"
 
     def to_worker(self) -> dict[str, Any]:
-        """The options a rank reads."""
-        return {"aggregation": self.aggregation, "token_budget": self.token_budget, "packing": self.packing}
+        """The options a rank reads; LossError for an unknown aggregation."""
+        from rlbench.rl import Aggregation
+
+        if self.aggregation is not None:
+            Aggregation.of(self.aggregation)
+        return {"aggregation": self.aggregation, "token_budget": self.token_budget, "packing": self.packing,
+                "head": self.head}  # fmt: skip
 
 
 def train_step_steps(
@@ -61,13 +68,14 @@ def forward_backward_steps(session: Session, batch: TrainBatch, loss: Any, optio
     begin = time.perf_counter()
     _check_batch(batch, session)
     batch = session.anchors.applied(batch)
+    worker_options = options.to_worker()
     shipped: ShippedLoss = ship(loss, batch, session.reference is not None or batch.ref_logprobs is not None)
     checked = time.perf_counter()
     if shipped.needs_reference and batch.ref_logprobs is None:
         batch = yield from reference_steps(session, batch, options)
     referenced = time.perf_counter()
     merged = yield session.train.call_all(
-        "policy_forward_backward", shared(batch), shipped.blob, options.to_worker(),
+        "policy_forward_backward", shared(batch), shipped.blob, worker_options,
         finish=merged_parts, what="train_step", track=True,
     )  # fmt: skip
     tokens = {name: flat_in_order(merged, name, batch) for name in ("logprobs", "entropy")}
@@ -75,6 +83,7 @@ def forward_backward_steps(session: Session, batch: TrainBatch, loss: Any, optio
     values = batch_metrics(batch) | merged["metrics"]
     values |= {
         "loss_name": shipped.name, "loss_hash": shipped.hash,
+        "aggregation": merged["aggregation"], "head": merged["head"],
         "seconds": {"check": checked - begin, "reference": referenced - checked,
                     "forward_backward": time.perf_counter() - referenced},
     }  # fmt: skip
@@ -84,9 +93,18 @@ def forward_backward_steps(session: Session, batch: TrainBatch, loss: Any, optio
 def optim_step_steps(session: Session, lr: float | None) -> Steps:
     """Step the optimizer on the accumulated gradients; the trainer's version goes up unless the step was skipped."""
     options = {} if lr is None else {"lr": lr}
-    done = yield session.train.call_all(
-        "policy_optim_step", options, finish=lambda v: v[0], what="optim_step"
-    )
+    kept = yield from snapshots.before_step_steps(session)
+    try:
+        done = yield session.train.call_all(
+            "policy_optim_step", options, finish=lambda v: v[0], what="optim_step"
+        )
+    except WorkerDied:  # what was kept is what heal() goes on from; a later step makes it give way
+        snapshots.keep_for_undo(session, kept)
+        raise
+    except BaseException:
+        yield from snapshots.after_step_steps(session, kept, stepped=False)
+        raise
+    yield from snapshots.after_step_steps(session, kept, bool(done["stepped"]))
     step, version = session.advance(stepped=bool(done["stepped"]))
     return done["metrics"] | {
         "skipped": done["skipped"],
@@ -113,7 +131,8 @@ def logprob_steps(engine: TrainEngine, batch: TrainBatch, options: StepOptions) 
 
 def merged_parts(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """The ranks' parts as one: rows in order, and the metrics, which the ranks have already made equal."""
-    return rows_in_order(parts) | {"metrics": dict(parts[0]["metrics"])}
+    own = {"metrics": dict(parts[0]["metrics"]), **{k: parts[0][k] for k in ("aggregation", "head")}}
+    return rows_in_order(parts) | own
 
 
 def flat_in_order(merged: dict[str, Any], name: str, batch: TrainBatch) -> np.ndarray:
@@ -141,12 +160,25 @@ class Anchors:
 
     def __init__(self) -> None:
         self._kept: dict[str, np.ndarray] = {}
+        self._marked: dict[str, dict[str, np.ndarray]] = {}
 
     def applied(self, batch: TrainBatch) -> TrainBatch:
         """The batch with the old log-probs known for its tokens; the batch itself on its first step."""
         if batch.old_logprobs is None and batch.key in self._kept:
             return batch.replace(old_logprobs=self._kept[batch.key])
         return batch
+
+    def mark(self, snapshot: str) -> None:
+        """Remember which there are at a snapshot."""
+        self._marked[snapshot] = dict(self._kept)
+
+    def go_back(self, snapshot: str) -> None:
+        """Keep those there were at a snapshot alone: a batch seen first after it will be seen by another policy."""
+        self._kept = dict(self._marked.get(snapshot, {}))
+
+    def forget(self, snapshot: str) -> None:
+        """The snapshot is dropped."""
+        self._marked.pop(snapshot, None)
 
     def keep(self, batch: TrainBatch, logprobs: np.ndarray) -> None:
         """Remember the log-probs of a batch's first step."""

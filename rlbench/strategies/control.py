@@ -36,14 +36,14 @@ class ControlGroup:
     def __init__(self, timeout: timedelta | None = None) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self.group = dist.new_group(backend="gloo", timeout=timeout)
 
     def vote(self, own: Verdict) -> Verdict:
         """Return the greatest vote of all ranks; collective."""
         if self.world_size == 1:
             return own
         ballot = torch.tensor([int(own)])
-        dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=self.group)
         return Verdict(int(ballot))
 
     def gather(self, value: Any) -> list[Any]:
@@ -51,7 +51,7 @@ class ControlGroup:
         if self.world_size == 1:
             return [value]
         found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, value, group=self._group)
+        dist.all_gather_object(found, value, group=self.group)
         return found
 
     def together(self, doing: str, work: Callable[[], Any]) -> Any:

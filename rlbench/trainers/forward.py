@@ -1,8 +1,13 @@
-"""A model's log-probs and entropies of response tokens, packed or padded."""
+"""A model's log-probs and entropies of response tokens, packed or padded, with or without its logits.
+
+By default the output layer gives the log-probs itself, chunk by chunk (`chunked_head`), once that was proved to give
+what the logits give; a model that does not allow it is run with its logits, and `head_used` says why.
+"""
 
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -10,15 +15,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from rlbench.data.batch import TrainBatch
 from rlbench.errors import DataError, EngineError
 from rlbench.trainers.attention import packed_attention
+from rlbench.trainers.chunked_head import Head, UnfitHead, token_bytes
 from rlbench.trainers.packing import ModelInputs, model_inputs
 from rlbench.trainers.token_stats import token_stats
 
 CHECK_TOKENS = 24
 CHECK_TOLERANCE, HALF_TOLERANCE = 1e-4, 0.05
+CHECK_TEMPERATURE = 0.7
 
 
 class PolicyModel:
@@ -36,6 +44,7 @@ class PolicyModel:
         self._half = half or next(module.parameters()).dtype in (torch.float16, torch.bfloat16)
         self._parameters = inspect.signature(module.forward).parameters
         self._packing_proved = False
+        self._heads: dict[bool, Head | str] = {}  # by packing: proved, or why not
 
     @property
     def vocab_size(self) -> int:
@@ -57,29 +66,50 @@ class PolicyModel:
                     f"{self.vocab_size}; tokenise with the model's own tokenizer."
                 )
 
+    @property
+    def token_bytes(self) -> int:
+        """What one token of a micro-batch holds for the backward, logits apart; an estimate."""
+        return token_bytes(self.module, 2 if self._half else 4)
+
+    def head_used(self, packed: bool) -> str:
+        """ "chunked", or "plain" with the reason; "unknown" before the first pass."""
+        found = self._heads.get(packed, "unknown")
+        return "chunked" if isinstance(found, Head) else found
+
     @contextmanager
     def stats(
-        self, rows: TrainBatch, temperature: float, packed: bool
+        self, rows: TrainBatch, temperature: float, packed: bool, head: str = "auto"
     ) -> Iterator[tuple[Tensor, Tensor, ModelInputs]]:
         """Log-probs and entropies (R,) of the response tokens of `rows`; run the backward inside the
-        context."""
+        context. `head` is `PolicyOptions.head`."""
+        chunked = self.prove_head(rows, packed, head)
         inputs = model_inputs(rows, self.device, packed)
         with packed_attention(self.module, inputs.lengths) if packed else nullcontext():
-            logits = self._packed_logits(inputs) if packed else self._padded_logits(inputs)
-            logprobs, entropy = token_stats(logits, inputs.targets, temperature)
-            yield logprobs, entropy, inputs
+            yield *self._stats(inputs, temperature, packed, chunked), inputs
 
-    def _packed_logits(self, inputs: ModelInputs) -> Tensor:
-        output = self.module(
+    def _stats(
+        self, inputs: ModelInputs, temperature: float, packed: bool, head: Head | None
+    ) -> tuple[Tensor, Tensor]:
+        if head is None:
+            logits = self._packed_logits(inputs) if packed else self._padded_logits(inputs)
+            return token_stats(logits, inputs.targets, temperature)
+        run = self._run_packed if packed else self._run_padded
+        positions = None if packed else inputs.predictors
+        return head.run(lambda: _logits(run(inputs)), positions, inputs.targets, temperature)
+
+    def _run_packed(self, inputs: ModelInputs) -> Any:
+        return self.module(
             input_ids=inputs.input_ids,
             position_ids=inputs.position_ids,
             attention_mask=None,
             use_cache=False,
             logits_to_keep=inputs.predictors,
         )
-        return _logits(output)[0]
 
-    def _padded_logits(self, inputs: ModelInputs) -> Tensor:
+    def _packed_logits(self, inputs: ModelInputs) -> Tensor:
+        return _logits(self._run_packed(inputs))[0]
+
+    def _run_padded(self, inputs: ModelInputs) -> Any:
         """Right-padded: causal attention never looks at the padding, whatever of the mask the model takes."""
         offered = {
             "attention_mask": inputs.attention_mask,
@@ -87,7 +117,10 @@ class PolicyModel:
             "use_cache": False,
         }
         taken = {name: value for name, value in offered.items() if name in self._parameters}
-        logits = _logits(self.module(inputs.input_ids, **taken))
+        return self.module(inputs.input_ids, **taken)
+
+    def _padded_logits(self, inputs: ModelInputs) -> Tensor:
+        logits = _logits(self._run_padded(inputs))
         if logits.dim() != 3 or logits.shape[:2] != inputs.input_ids.shape:
             raise EngineError(
                 f"{type(self.module).__name__} returned logits of shape {tuple(logits.shape)} for input ids "
@@ -118,15 +151,11 @@ class PolicyModel:
                 "position_ids, use_cache and logits_to_keep; pass packing=False."
             )
         probe = _probe(batch)
-        training = self.module.training
-        self.module.eval()
-        try:
-            with self.stats(probe, 1.0, packed=True) as (packed, _, _):
+        with _evaluating(self.module):
+            with self.stats(probe, 1.0, packed=True, head="plain") as (packed, _, _):
                 pass
-            with self.stats(probe, 1.0, packed=False) as (padded, _, _):
+            with self.stats(probe, 1.0, packed=False, head="plain") as (padded, _, _):
                 pass
-        finally:
-            self.module.train(training)
         gap = float((packed - padded).abs().mean())
         if not gap <= (HALF_TOLERANCE if self._half else CHECK_TOLERANCE):
             raise EngineError(
@@ -134,6 +163,64 @@ class PolicyModel:
                 f"{gap:.2g}): its layers look across sequences; pass packing=False."
             )
         self._packing_proved = True
+
+    def prove_head(self, batch: TrainBatch, packed: bool, head: str = "auto") -> Head | None:
+        """The output layer that gives log-probs itself, or None where the logits are needed; collective.
+
+        Compares both ways once, on two short sequences. The ranks go through the same collectives whatever
+        each of them finds.
+
+        Raises:
+            EngineError: head="chunked", and the model cannot.
+        """
+        if head == "plain":
+            return None
+        if packed not in self._heads:
+            self._heads[packed] = self._try_head(_probe(batch), packed)
+            if isinstance(self._heads[packed], str) and head == "auto":
+                warnings.warn(f"log-probs take the whole logits' memory: {self._heads[packed]}", stacklevel=2)
+        found = self._heads[packed]
+        if isinstance(found, Head):
+            return found
+        if head == "chunked":
+            raise EngineError(f"head='chunked' is not possible ({found}); pass head='auto' or 'plain'.")
+        return None
+
+    @torch.no_grad()
+    def _try_head(self, probe: TrainBatch, packed: bool) -> Head | str:
+        try:
+            head = Head.of(self.module)
+        except UnfitHead as unfit:
+            return f"plain: {unfit}"
+        inputs = model_inputs(probe, self.device, packed)
+        with (
+            _evaluating(self.module),
+            packed_attention(self.module, inputs.lengths) if packed else nullcontext(),
+        ):
+            plain = self._stats(inputs, CHECK_TEMPERATURE, packed, None)
+            try:
+                chunked = self._stats(inputs, CHECK_TEMPERATURE, packed, head)
+            except (UnfitHead, RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+                for part in self.module.modules():  # the forward may have ended between gather and release
+                    if isinstance(part, FSDPModule):
+                        part.reshard()
+                return f"plain: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        gap = max(float((a - b).abs().mean()) for a, b in zip(plain, chunked, strict=True))
+        if not gap <= (HALF_TOLERANCE if self._half else CHECK_TOLERANCE):
+            return f"plain: the output layer's own log-probs differ from those of the logits by {gap:.2g}"
+        return head
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Without dropout; each part goes back to the mode it was in."""
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
 
 
 def _logits(output: Any) -> Tensor:

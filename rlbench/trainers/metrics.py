@@ -9,17 +9,18 @@ import torch
 from torch import Tensor
 
 from rlbench.errors import LossError
-from rlbench.rl import LossInputs, k3
+from rlbench.rl import LossInputs, MismatchMoments, k3
 
 
 @dataclass
 class MetricSums:
-    """`sums[name] / weights[name]` is a mean; `totals` are sums; `peaks` maxima."""
+    """`sums[name] / weights[name]` is a mean; `totals` are sums; `peaks` maxima; `mismatch` of sampler and trainer."""
 
     sums: dict[str, float] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
     totals: dict[str, float] = field(default_factory=dict)
     peaks: dict[str, float] = field(default_factory=dict)
+    mismatch: MismatchMoments = field(default_factory=MismatchMoments)
 
     def mean(self, name: str, value: float, weight: float) -> None:
         """Add `value` (already a sum over `weight` tokens) to the mean `name`."""
@@ -34,11 +35,13 @@ class MetricSums:
             self.totals[name] = self.totals.get(name, 0.0) + value
         for name, value in other.peaks.items():
             self.peaks[name] = max(self.peaks.get(name, 0.0), value)
+        self.mismatch = self.mismatch + other.mismatch
 
     def result(self) -> dict[str, float]:
         """The numbers by name."""
         means = {name: total / self.weights[name] for name, total in self.sums.items() if self.weights[name]}
-        return {**self.totals, **self.peaks, **means}
+        mismatch = self.mismatch.result() if self.mismatch.tokens else {}
+        return {**self.totals, **self.peaks, **means, **{f"mismatch/{n}": v for n, v in mismatch.items()}}
 
 
 @torch.no_grad()
@@ -47,7 +50,8 @@ def measure(sums: MetricSums, inputs: LossInputs, own: dict[str, Tensor | float]
     taken).
 
     Standard: `loss` (this rank's terms of the whole), `entropy`, `kl` (k3 of old to current policy),
-    `ref_kl` (to the reference), `logprob_gap` and `logprob_gap_max` (sampler against trainer), `tokens`.
+    `ref_kl` (to the reference), `logprob_gap` and `logprob_gap_max` (sampler against trainer now), `tokens`, and
+    `mismatch/…` (sampler against the trainer's old policy, see `rlbench.rl.diagnostics`).
 
     Raises:
         LossError: a metric that is neither a number nor (sequences, tokens).
@@ -56,6 +60,7 @@ def measure(sums: MetricSums, inputs: LossInputs, own: dict[str, Tensor | float]
     tokens = float(mask.sum())
     sums.totals["loss"] = sums.totals.get("loss", 0.0) + loss
     sums.totals["tokens"] = sums.totals.get("tokens", 0.0) + tokens
+    sums.mismatch = sums.mismatch + MismatchMoments.of(inputs.old_logprobs, inputs.sampler_logprobs, mask)
     gap = (inputs.logprobs - inputs.sampler_logprobs).abs()
     standard = {
         "entropy": inputs.entropy,

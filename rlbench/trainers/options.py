@@ -6,8 +6,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from rlbench.errors import DataError, nearest
+from rlbench.rl import Aggregation
 
+HEADS = ("auto", "chunked", "plain")
 LOGITS_BYTES = 2 << 30
+ACTIVATION_BYTES = 4 << 30
 LEAST_BUDGET, MOST_BUDGET = 1024, 16384
 
 
@@ -16,25 +19,35 @@ class PolicyOptions:
     """How `policy_forward` and `policy_forward_backward` run.
 
     Attributes:
-        token_budget: tokens of one micro-batch on one rank; None: what keeps its logits near 2 GiB.
+        token_budget: tokens of one micro-batch on one rank; None: what keeps its logits near 2 GiB or, where
+            there are none (`head`), its activations near 4 GiB, between 1024 and 16384.
         packing: without padding (transformers' causal attention models), or padded rows (any causal model).
-        aggregation: how per-token losses become one, see `rlbench.rl.Aggregation`.
+        aggregation: how per-token losses become one, see `rlbench.rl.Aggregation`, by name or as a value; None:
+            the one the loss is meant for.
         temperature: divides the logits; None: the batch's own, the sampler's.
         old_logprobs: what stands in where the batch has none: "current" (this pass's own, without gradient:
             ratio 1) or "sampler".
         keep_tokens: return each row's log-probs and entropy as well as the metrics.
+        head: "chunked": log-probs and entropies straight from the output layer, never holding the logits;
+            "plain": from the logits; "auto": chunked where the model allows it (it has one nn.Linear as its
+            output layer and does nothing to the logits), else plain.
     """
 
     token_budget: int | None = None
     packing: bool = True
-    aggregation: str = "token-mean"
+    aggregation: str | Aggregation | None = None
     temperature: float | None = None
     old_logprobs: str = "current"
     keep_tokens: bool = True
+    head: str = "auto"
 
     def __post_init__(self) -> None:
         if self.old_logprobs not in ("current", "sampler"):
             raise DataError(f"old_logprobs={self.old_logprobs!r}: it is 'current' or 'sampler'.")
+        if self.head not in HEADS:
+            raise DataError(
+                f"head={self.head!r}{nearest(self.head, HEADS)}: it is 'auto', 'chunked' or 'plain'."
+            )
         if self.temperature is not None and self.temperature <= 0:
             raise DataError(f"temperature={self.temperature}: log-probs need a temperature above 0.")
 
@@ -49,9 +62,17 @@ class PolicyOptions:
                 )
         return cls(**given)
 
-    def budget(self, vocab_size: int) -> int:
-        """The token budget, chosen by the size of float32 logits (three such matrices live at once) where
-        not given."""
+    def budget(self, vocab_size: int, token_bytes: int | None = None) -> int:
+        """The token budget; where not given, chosen by what the pass holds.
+
+        Args:
+            vocab_size: width of the logits (float32; three such matrices live at once).
+            token_bytes: what a token holds where there are no logits (`PolicyModel.token_bytes`); None: there
+                are.
+        """
         if self.token_budget is not None:
             return self.token_budget
-        return max(LEAST_BUDGET, min(MOST_BUDGET, LOGITS_BYTES // (12 * max(1, vocab_size))))
+        held = LOGITS_BYTES // (12 * max(1, vocab_size))
+        if token_bytes is not None:
+            held = ACTIVATION_BYTES // max(1, token_bytes)
+        return max(LEAST_BUDGET, min(MOST_BUDGET, held))

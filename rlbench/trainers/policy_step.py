@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from rlbench.trainers.loss_value import LossCache, evaluate
 from rlbench.trainers.metrics import MetricSums, measure, merged
 from rlbench.trainers.options import PolicyOptions
 from rlbench.trainers.packing import ModelInputs, plan_micro_batches
+from rlbench.trainers.step_plan import NO_PLAN, StepPlan, plan_step
 
 Report = Callable[..., None]
 
@@ -80,7 +81,7 @@ class PolicyStep:
         for step, rows in enumerate(mine):
             with self._resharded_on_failure(), clock("forward"):
                 part = batch.rows(rows) if len(rows) else _fill()
-                with self._model.stats(part, temperature, options.packing) as (logprobs, entropy, _):
+                with self._model.stats(part, temperature, options.packing, options.head) as (logprobs, entropy, _):
                     if len(rows):
                         kept.add(rows, part, logprobs, entropy)
             self._vote(Verdict.STOP if self._stop_requested() else Verdict.GO, "forward", clock)
@@ -95,8 +96,8 @@ class PolicyStep:
             loss_blob: a loss, or the name of one, by cloudpickle.
 
         Returns:
-            `metrics` (of all ranks; equal on each), `micro_batches`, `seconds` by phase, and as `forward`
-            returns them `rows`, `logprobs`, `entropy` of this rank's rows.
+            `metrics` (of all ranks; equal on each), `aggregation`, `head`, `micro_batches`, `seconds` by phase, and as
+            `forward` returns them `rows`, `logprobs`, `entropy` of this rank's rows.
 
         Raises:
             LossError: the loss gave something that cannot be trained on (gradients are cleared).
@@ -107,21 +108,23 @@ class PolicyStep:
         loss = control.together("loading the loss", lambda: self._losses.load(loss_blob))
         mine, temperature = self._prepare(batch, options)
         _check_reference(loss, batch)
-        pending, share = self._join_pending(batch, Aggregation(options.aggregation))
+        plan = self._plan(loss, batch, options, clock)
+        pending, share = self._join_pending(batch, _aggregation(loss, options))
         sums, kept = MetricSums(), _TokenKeeper()
         random_state = self.strategy.device.rng_state()
         for step, rows in enumerate(mine):
             with self._cleared_on_failure(random_state):
                 part = batch.rows(rows) if len(rows) else _fill()
                 begin = time.perf_counter()
-                with self._model.stats(part, temperature, options.packing) as (logprobs, entropy, inputs):
+                with self._model.stats(part, temperature, options.packing, options.head) as (logprobs, entropy, inputs):
                     begin = clock.add("forward", begin)
                     failure: Exception | None = None
                     total = logprobs.sum() * 0.0  # a fill: the collectives of a backward, and no gradient
                     try:
                         if len(rows):
                             view = _loss_inputs(part, logprobs, entropy, inputs, options)
-                            weights = pending.aggregation.weights(view.mask, pending.totals)
+                            view = replace(view, channels=plan.of(rows, view.mask))
+                            weights = pending.aggregation.weights(view.mask, pending.totals, view.group)
                             total, own = evaluate(loss, view, weights)
                             measure(sums, view, own, float(total.detach()) / share)
                     except Exception as error:  # a user's code: the vote ends the call
@@ -140,6 +143,8 @@ class PolicyStep:
         metrics = merged(control.gather(sums))
         return {
             "metrics": metrics,
+            "aggregation": pending.aggregation.mode,
+            "head": "plain" if options.head == "plain" else self._model.head_used(options.packing),
             "micro_batches": len(mine),
             "seconds": dict(clock.seconds),
             **kept.result(),
@@ -183,6 +188,14 @@ class PolicyStep:
         self.zero_grad()
         reshard(self.module)
 
+    def head_used(self, options: PolicyOptions) -> str:
+        """How log-probs come about: "chunked", or "plain" with the reason; "unknown" before the first pass."""
+        return self._model.head_used(options.packing) if options.head != "plain" else "plain: asked for"
+
+    def budget(self, options: PolicyOptions, chunked: bool) -> int:
+        """Tokens of one micro-batch on one rank, with or without logits to hold."""
+        return options.budget(self._model.vocab_size, self._model.token_bytes if chunked else None)
+
     # -- parts -----------------------------------------------------------------------------------------------
 
     def _prepare(self, batch: TrainBatch, options: PolicyOptions) -> tuple[list[np.ndarray], float]:
@@ -195,15 +208,15 @@ class PolicyStep:
             raise DataError(
                 "the batch was sampled greedily (temperature 0); pass temperature=1.0 to score it."
             )
-        plan = plan_micro_batches(
-            batch.lengths, self.strategy.world_size, options.budget(self._model.vocab_size)
-        )
+        with self._resharded_on_failure():
+            if options.packing:
+                self._model.prove_packing(batch)
+            head = self._model.prove_head(batch, options.packing, options.head)
+        chunked = all(self.strategy.control.gather(head is not None))
+        plan = plan_micro_batches(batch.lengths, self.strategy.world_size, self.budget(options, chunked))
         steps = self.strategy.control.gather((batch.key, len(plan[0])))
         if any(other != steps[0] for other in steps):
             raise EngineError(f"the ranks were given different batches ({steps}); give each the whole batch.")
-        if options.packing:
-            with self._resharded_on_failure():
-                self._model.prove_packing(batch)
         return plan[self.strategy.rank], temperature
 
     def _join_pending(self, batch: TrainBatch, aggregation: Aggregation) -> tuple[_Pending, float]:
@@ -217,12 +230,22 @@ class PolicyStep:
                 f"gradients of aggregation={self._pending.aggregation.mode!r} wait for a step; they cannot "
                 f"be joined by {aggregation.mode!r}: call optim_step or zero_grad first."
             )
-        whole = BatchTotals.combine([self._pending.totals, own])
-        one = torch.ones(1, 1, dtype=torch.bool)
-        now = float(aggregation.weights(one, whole))
-        scale_gradients(self.module.parameters(), now / float(aggregation.weights(one, self._pending.totals)))
+        whole = self._pending.totals.then(own)
+        now = aggregation.divisor(whole)
+        scale_gradients(self.module.parameters(), aggregation.divisor(self._pending.totals) / now)
         self._pending = None  # from here on a failure clears everything
-        return _Pending(whole, aggregation), now / float(aggregation.weights(one, own))
+        return _Pending(whole, aggregation), aggregation.divisor(own) / now
+
+    def _plan(self, loss: Loss, batch: TrainBatch, options: PolicyOptions, clock: _Clock) -> StepPlan:
+        """What the loss says of the whole step, where it wants to see it first; collective."""
+        if not getattr(loss, "needs_plan", False):
+            return NO_PLAN
+        with clock("plan"):
+            control = self.strategy.control
+            parts = control.gather(self.forward(batch, options))
+            return control.together(  # type: ignore[no-any-return]
+                "the loss's plan", lambda: plan_step(loss, batch, parts, options.old_logprobs)
+            )
 
     def _vote(self, own: Verdict, doing: str, clock: _Clock, failure: Exception | None = None) -> None:
         """Go on only if all ranks do."""
@@ -271,7 +294,16 @@ def _totals(batch: TrainBatch) -> BatchTotals:
     """Size of a batch, as `BatchTotals.of` counts it."""
     owner = np.repeat(np.arange(len(batch)), batch.response_lengths)
     trained = np.unique(owner[batch.mask])
-    return BatchTotals(int(batch.mask.sum()), len(trained), int(batch.response_lengths.max()))
+    numbers, tokens = np.unique(batch.group[owner[batch.mask]], return_counts=True)
+    return BatchTotals(
+        tokens=int(batch.mask.sum()), sequences=len(trained), max_length=int(batch.response_lengths.max()),
+        prompts=len(numbers), prompt_tokens=dict(zip(numbers.tolist(), tokens.tolist(), strict=True)),
+    )  # fmt: skip
+
+
+def _aggregation(loss: Loss, options: PolicyOptions) -> Aggregation:
+    """The caller's choice, else the one the loss is meant for, else the token mean."""
+    return Aggregation.of(options.aggregation or getattr(loss, "aggregation", None) or "token-mean")
 
 
 def _check_reference(loss: Loss, batch: TrainBatch) -> None:
@@ -299,6 +331,7 @@ def _loss_inputs(
         logprobs=pad(logprobs), old_logprobs=old, sampler_logprobs=given(part.sampler_logprobs),
         ref_logprobs=None if part.ref_logprobs is None else given(part.ref_logprobs),
         advantages=given(part.advantages), mask=pad(mask.float()) > 0, entropy=pad(entropy),
+        group=torch.from_numpy(part.group.astype(np.int64)).to(logprobs.device),
     )  # fmt: skip
 
 

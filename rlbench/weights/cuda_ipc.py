@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from rlbench.errors import WeightSyncError
-from rlbench.weights.manifest import Bucket, Manifest, TensorEntry, aligned
+from rlbench.weights.facts import gpu_uuid
+from rlbench.weights.manifest import Bucket, Manifest, TensorEntry, aligned, sent_twice
 from rlbench.weights.shm import DEFAULT_BUCKET_BYTES, view
 
 
 class IpcStage:
     """The sender's side: buffers on its GPU, exported once each. The sender keeps them until the replicas
-    applied.
+    applied (`close`), or until it stages again. With several GPUs each has a sender of its own.
     """
 
     def __init__(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
@@ -39,7 +40,11 @@ class IpcStage:
         buckets: list[Bucket] = []
         pending: list[tuple[str, torch.Tensor]] = []
         size = 0
+        seen: set[str] = set()
         for name, tensor in tensors:
+            if name in seen:
+                raise sent_twice(name)
+            seen.add(name)
             nbytes = tensor.numel() * tensor.element_size()
             if pending and size + nbytes > self.bucket_bytes:
                 buckets.append(self._export(pending))
@@ -70,7 +75,7 @@ class IpcStage:
             view(buffer, entry).copy_(tensor)
         self._buffers.append(buffer)
         _, arguments = reduce_tensor(buffer)
-        return Bucket("", cursor, tuple(entries), ((_uuid(buffer.device), pickle.dumps(arguments)),))
+        return Bucket("", cursor, tuple(entries), ((gpu_uuid(buffer.device), pickle.dumps(arguments)),))
 
 
 class IpcReader:
@@ -83,10 +88,11 @@ class IpcReader:
         """Yield (name, tensor): views of the sender's GPU memory, valid until the sync ends."""
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-        handle = dict(bucket.handles).get(_uuid(self.device))
+        handle = dict(bucket.handles).get(gpu_uuid(self.device))
         if handle is None:
             raise WeightSyncError(
-                f'transport "ipc": the sender is on another GPU than this replica ({self.device}); use "shm"'
+                f'transport "ipc": no training rank exported on the GPU of this replica worker ({self.device}); leave '
+                "transport out to have one chosen that works"
             )
         arguments: list[Any] = list(pickle.loads(handle))
         arguments[6] = (
@@ -100,9 +106,3 @@ class IpcReader:
         """Let the sender have its memory back."""
         if self.device.type == "cuda":
             torch.cuda.ipc_collect()
-
-
-def _uuid(device: torch.device) -> str:
-    if device.type != "cuda":
-        return ""
-    return str(torch.cuda.get_device_properties(device).uuid)

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from rlbench.errors import WeightSyncError
-from rlbench.weights.manifest import Bucket, Manifest, TensorEntry, aligned
+from rlbench.weights.manifest import Bucket, Manifest, TensorEntry, aligned, sent_twice
 
 SHM_DIR = "/dev/shm"
 DEFAULT_BUCKET_BYTES = 256 << 20
@@ -68,9 +68,7 @@ class ShmStage:
         cursor = 0
         for name, tensor in tensors:
             if name in seen:
-                raise WeightSyncError(
-                    f"weight {name!r} was staged twice in one sync: send each checkpoint name once"
-                )
+                raise sent_twice(name)
             seen.add(name)
             nbytes = tensor.numel() * tensor.element_size()
             if entries and cursor + nbytes > self.bucket_bytes:

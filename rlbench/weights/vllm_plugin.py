@@ -7,6 +7,8 @@ own: `start_weight_update`, `update_weights` once per bucket, `finish_weight_upd
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -23,8 +25,12 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.v1.worker.gpu_worker import Worker
 
 from rlbench.errors import WeightSyncError
+from rlbench.weights import facts
+from rlbench.weights.broadcast import receive
+from rlbench.weights.channel import Channel
 from rlbench.weights.cuda_ipc import IpcReader
-from rlbench.weights.manifest import Bucket
+from rlbench.weights.facts import LOOPBACK
+from rlbench.weights.manifest import Bucket, ChannelInfo
 from rlbench.weights.shm import ShmReader
 
 BACKEND = "rlbench"
@@ -32,7 +38,9 @@ BACKEND = "rlbench"
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Nothing to agree on beforehand: every bucket says where it lies."""
+    """The group by which the next update comes, for transport "broadcast"; a bucket of another says where it lies."""
+
+    channel: ChannelInfo | None = None
 
 
 @dataclass
@@ -44,7 +52,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Loads buckets (shared memory, CUDA IPC) in checkpoint format, layer by layer."""
+    """Loads buckets (shared memory, CUDA IPC, broadcasts) in checkpoint format, layer by layer."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -53,10 +61,30 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(*args)
         self._shm = ShmReader()
         self._ipc = IpcReader(self.device)
+        self._channel: Channel | None = None
         self._packed_before: set[int] = set()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """No rendezvous."""
+        """For a broadcast: join the group (once), and wait until the sender begins. Touches no weight.
+
+        Raises:
+            PeerFailed: the sender gave up, or is gone.
+        """
+        info = init_info.channel
+        if info is None:
+            return
+        try:
+            if self._channel is None or self._channel.info.token != info.token:
+                self._leave()
+                address = LOOPBACK if info.host == LOOPBACK else facts.address()
+                rank = info.first_rank + self.parallel_config.rank
+                self._channel = Channel.join(info, rank, self.device, address)
+                with _as_outside_vllm(info.backend):
+                    self._channel.form()
+            self._channel.begin()
+        except BaseException as error:
+            self._leave(error)
+            raise
 
     def start_weight_update(self) -> None:
         """Put the layers into the state in which they take checkpoint tensors."""
@@ -69,7 +97,8 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         try:
             self.model.load_weights(self._tensors(update_info))
-        except BaseException:
+        except BaseException as error:
+            self._leave(error)
             # Without this the half-loaded layers would keep their buffered tensors and mix them into the next
             # sync.
             self.finish_weight_update()
@@ -82,15 +111,39 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._ipc.close()
 
     def shutdown(self) -> None:
-        """Drop the mappings."""
+        """Drop the mappings and leave the group."""
         self._shm.close()
         self._ipc.close()
+        self._leave()
+
+    def _leave(self, reason: BaseException | None = None) -> None:
+        """Leave the group; with a reason, its other members give up too."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            if reason is not None:
+                channel.fail(reason)
+            channel.close()
 
     def _tensors(self, update: UpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
-        readers: dict[str, ShmReader | IpcReader] = {"shm": self._shm, "ipc": self._ipc}
-        if update.transport not in readers:
-            raise WeightSyncError(f"no weight transport {update.transport!r}: one of {', '.join(readers)}")
-        return readers[update.transport].read(update.bucket)
+        if update.transport == "shm":
+            return self._shm.read(update.bucket)
+        if update.transport == "ipc":
+            return self._ipc.read(update.bucket)
+        if update.transport != "broadcast" or self._channel is None:
+            raise WeightSyncError(f"no way for weights by {update.transport!r} is open here: sync again")
+        return receive(self._channel, update.bucket)
+
+
+@contextlib.contextmanager
+def _as_outside_vllm(backend: str) -> Iterator[None]:
+    """vLLM pins NCCL settings in its processes; a communicator shared with others must be made without them."""
+    if backend != "nccl":
+        yield
+        return
+    from vllm.utils.nccl import unpinned_nccl_env
+
+    with unpinned_nccl_env():
+        yield
 
 
 def packed_ids(model: torch.nn.Module) -> set[int]:
@@ -123,6 +176,18 @@ class ReplicaWorkerMixin:
         self.reload_weights()  # type: ignore[attr-defined]
         repack_stale(model, before)
 
+    def transfer(self, method: str, *args: Any) -> tuple[str, bool] | None:
+        """Run a method of vLLM's weight transfer; a failure is a value: (what, whether it only follows another's).
+
+        Where one of several workers raises, vLLM leaves the others' answers in its queue, for the next call to read.
+        """
+        try:
+            getattr(self, method)(*args)
+        except Exception as error:
+            logging.getLogger(__name__).debug("%s failed", method, exc_info=True)
+            return f"{type(error).__name__}: {error}", bool(getattr(error, "secondary", False))
+        return None
+
     def finish_weight_update(self) -> None:
         """As vLLM's, but a failure ends the update too: a later one would be refused as nested otherwise."""
         try:
@@ -132,10 +197,11 @@ class ReplicaWorkerMixin:
             raise
 
     def describe(self) -> dict[str, Any]:
-        """Process id, bytes of the weights, and (address, bytes) of each KV buffer, of this worker."""
+        """Process id, GPU, bytes of the weights, and (address, bytes) of each KV buffer, of this worker."""
         runner = self.model_runner  # type: ignore[attr-defined]
         return {
             "pid": os.getpid(),
+            "gpu": facts.gpu_uuid(self.device),  # type: ignore[attr-defined]
             "weights": weight_bytes(runner.model),
             "kv_ranges": [(storage.data_ptr(), storage.nbytes()) for storage in kv_storages(runner)],
         }

@@ -18,9 +18,11 @@ from rlbench.data.jobs import GeneratedArrays, GenerateJob
 from rlbench.dispatch.context import current
 from rlbench.errors import BuildError, DataError, StateError, WeightSyncError
 from rlbench.weights.manifest import Manifest
+from rlbench.weights.transport import Facts
 from rlbench.workers import vllm_setup
 from rlbench.workers.replica_config import ReplicaConfig
 from rlbench.workers.replica_job import (
+    LastRollout,
     Progress,
     Sample,
     check_job,
@@ -29,19 +31,23 @@ from rlbench.workers.replica_job import (
     decode_texts,
     encode_prompts,
 )
+from rlbench.workers.replica_pause import Gate, Pausable
+from rlbench.workers.replica_rehearsal import Filled
 from rlbench.workers.replica_state import ReplicaState, check_tags, memory_by_owner, moved
 
 _SCORE_TOKENS = 8192  # padded tokens of one forward pass in prompt_logprobs
 
 
-class HfReplica:
+class HfReplica(Pausable):
     """A copy of the model that generates, without vLLM. The KV cache lives only while a call runs."""
 
-    CONTROL = frozenset({"status", "memory"})
+    CONTROL = frozenset({"status", "memory", "sync_facts", "pause", "resume", "last_rollout"})
 
     def __init__(self, config: ReplicaConfig) -> None:
         self.config = config
         self.state = ReplicaState()
+        self.gate = Gate()
+        self._last = LastRollout()
         self._model: Any = None
         self._tokenizer: Any = None
         self._emptied: list[Any] = []
@@ -106,10 +112,12 @@ class HfReplica:
         )
         context, progress, samples = current(), Progress(current()), list[Sample]()
         for batch in self._batches(job):
+            if self.gate.closed and not self.gate.passes(context):
+                break
             samples.extend(batch)
             seeds = [int(job.seeds[s.prompt, s.index]) & 0x7FFF_FFFF_FFFF_FFFF for s in batch]
             sampler.start(batch, [prompts[s.prompt] for s in batch], seeds)
-            while sampler.rows and not context.stop_requested():
+            while sampler.rows and self.gate.passes(context):
                 progress.tokens += sampler.step()
                 self._running = len(sampler.rows)
                 progress.tick(len(samples) - self._running, self._running, len(samples))
@@ -121,7 +129,29 @@ class HfReplica:
         samples = [sample for sample in samples if sample.tokens]
         progress.tick(len(samples), 0, len(samples), force=True)
         texts = decode_texts(samples, self._tokenizer, options.skip_special_tokens)
-        return collect(samples, texts, dict(enumerate(prompts)), self.state.version, progress.stats)
+        arrays = collect(samples, texts, dict(enumerate(prompts)), self.state.version, progress.stats)
+        return self._last.keep(job, arrays)
+
+    def last_rollout(self) -> tuple[GenerateJob, GeneratedArrays] | None:
+        """The last rollout served, whole or stopped, with what was asked; never blocks."""
+        return self._last.get()
+
+    def fill_kv(self, length: int, seconds: float) -> Filled:
+        """Hold one request of `length` tokens: transformers keeps no cache of a size of its own to be filled."""
+        import torch
+
+        from rlbench.strategies.peak import PeakMemory, room
+
+        vocabulary = self._built.config.get_text_config().vocab_size
+        prompt = np.random.default_rng(0).integers(0, vocabulary, max(1, length - 2)).tolist()
+        sampling = {"max_tokens": min(2, length - 1), "ignore_eos": True, "temperature": 0.0}
+        device = torch.device(self._device)
+        with PeakMemory(device) as memory:
+            self.generate(GenerateJob([prompt], 1, sampling, np.zeros((1, 1), np.int64)))
+        limit = memory.before + room(device)
+        return Filled(
+            1, 1, 1, 0.0, 0, length, memory.peak, memory.before, limit, memory.how, "one: hf keeps no cache to fill"
+        )
 
     def prompt_logprobs(self, token_ids: list[list[int]]) -> list[np.ndarray]:
         """Log p(token t | tokens < t) at temperature 1 for t >= 1 of each sequence: float32 arrays of length
@@ -271,6 +301,13 @@ class HfReplica:
         self.state.pending = True
         self._measure()
 
+    def sync_facts(self) -> Facts:
+        """Where this replica is, for the choice of a transport. Thread-safe, never waits."""
+        from rlbench.weights import facts
+
+        uuid = facts.gpu_uuid(self._built.device)
+        return Facts(facts.node(), facts.address(), (uuid,) if uuid else (), reads=("shm",))
+
     def commit_version(self, version: int) -> None:
         """Declare the weights the replica holds to be `version`; it may generate from now on."""
         if self.state.weights != "cuda":
@@ -299,6 +336,7 @@ class HfReplica:
             "version": state.version,
             "pending": state.pending,
             "running": self._running,
+            "paused": self.gate.closed,
         }
 
     def memory(self) -> dict[str, int]:

@@ -24,6 +24,23 @@ _SET_BY_CALL = {
 }
 
 
+class LastRollout:
+    """The last rollout a replica served, whole or stopped, for a kernel that comes back."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[GenerateJob, GeneratedArrays] | None = None
+
+    def keep(self, job: GenerateJob, arrays: GeneratedArrays) -> GeneratedArrays:
+        """Remember what a numbered job gave, and return it."""
+        if job.number:
+            self._kept = job, arrays
+        return arrays
+
+    def get(self) -> tuple[GenerateJob, GeneratedArrays] | None:
+        """The job and its result; None before the first."""
+        return self._kept
+
+
 @dataclass
 class Sample:
     """One sample while it is drawn: tokens, their log-probs and, where the engine makes it, its text."""

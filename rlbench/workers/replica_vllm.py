@@ -17,21 +17,27 @@ import numpy as np
 
 from rlbench.data.jobs import GeneratedArrays, GenerateJob
 from rlbench.errors import BuildError, EngineError, RLBenchError, StateError, WeightSyncError
+from rlbench.weights import facts
 from rlbench.weights.manifest import Manifest
+from rlbench.weights.transport import Facts
 from rlbench.workers import vllm_setup
 from rlbench.workers.replica_config import ReplicaConfig
 from rlbench.workers.replica_job import (
+    LastRollout,
     check_job,
     check_token_ids,
     collect,
     decode_texts,
     encode_prompts,
 )
+from rlbench.workers.replica_pause import Gate, Pausable
 from rlbench.workers.replica_state import ReplicaState, check_tags, memory_by_owner, moved, resident_bytes
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    from rlbench.workers.replica_rehearsal import Filled
+    from rlbench.workers.replica_weights import WeightReceiver
     from rlbench.workers.vllm_requests import EngineRequests
 
 SAMPLING_OPTIONS = [
@@ -56,7 +62,7 @@ SAMPLING_OPTIONS = [
 ]
 
 
-class VllmReplica:
+class VllmReplica(Pausable):
     """A copy of the model that generates (`HfReplica` has the same interface).
 
     Log-probs of sampled tokens are those of the distribution the token was drawn from: after temperature,
@@ -65,18 +71,20 @@ class VllmReplica:
     distribution: the log-prob is the model's at temperature 1.
     """
 
-    CONTROL = frozenset({"status", "memory"})
+    CONTROL = frozenset({"status", "memory", "sync_facts", "pause", "resume", "last_rollout"})
 
     def __init__(self, config: ReplicaConfig) -> None:
         self.config = config
         self.state = ReplicaState()
+        self.gate = Gate()
+        self._last = LastRollout()
         self._engine: LLMEngine | None = None
         self._tokenizer: Any = None
         self._workers: list[dict[str, Any]] = []
         self._on_cpu = True
         self._running: dict[str, Any] = {}
         self._serial = 0
-        self._expected: dict[str, tuple[int, ...]] = {}
+        self._receiver: WeightReceiver
 
     def build(self) -> dict[str, Any]:
         """Start the engine and load the checkpoint.
@@ -95,6 +103,8 @@ class VllmReplica:
         from vllm.platforms import current_platform
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        from rlbench.workers.replica_weights import WeightReceiver
+
         threads = vllm_setup.thread_count(self.config)
         vllm_setup.use_threads(threads)
         self._on_cpu = current_platform.is_cpu()
@@ -109,6 +119,10 @@ class VllmReplica:
         self._engine.set_weight_version("0")
         self._measure()
         model = self._model_config
+        tied = getattr(model.hf_config.get_text_config(), "tie_word_embeddings", False)
+        self._receiver = WeightReceiver(
+            self._engine.collective_rpc, vllm_setup.checkpoint_folder(self.config), tied
+        )
         return {
             "pid": os.getpid(),
             "pids": self._pids,
@@ -141,9 +155,16 @@ class VllmReplica:
         prompts = encode_prompts(job.prompts, self._tokenizer, model.max_model_len, model.get_vocab_size())
         params = vllm_requests.sampling_params(job.sampling)
         with self._requests() as requests:
-            samples, stats = vllm_requests.draw(requests, job, prompts, params, self.config.max_num_seqs)
+            samples, stats = vllm_requests.draw(
+                requests, job, prompts, params, self.config.max_num_seqs, self.gate
+            )
         texts = decode_texts(samples, self._tokenizer, params.skip_special_tokens)
-        return collect(samples, texts, dict(enumerate(prompts)), self.state.version, stats)
+        arrays = collect(samples, texts, dict(enumerate(prompts)), self.state.version, stats)
+        return self._last.keep(job, arrays)
+
+    def last_rollout(self) -> tuple[GenerateJob, GeneratedArrays] | None:
+        """The last rollout served, whole or stopped, with what was asked; never blocks."""
+        return self._last.get()
 
     def prompt_logprobs(self, token_ids: list[list[int]]) -> list[np.ndarray]:
         """Log p(token t | tokens < t) at temperature 1, t >= 1, float32 (len - 1,) for each sequence."""
@@ -155,6 +176,17 @@ class VllmReplica:
             check_token_ids(ids, f"sequence {index}", limit, limit, vocabulary)
         with self._requests() as requests:
             return vllm_requests.score(requests, token_ids, limit)
+
+    def fill_kv(self, length: int, seconds: float) -> Filled:
+        """Hold as many requests of `length` tokens as the KV cache says it can; see `replica_rehearsal`."""
+        from rlbench.workers.replica_rehearsal import fill
+
+        self.state.require_ready("rehearse")
+        try:
+            with self._requests() as requests:
+                return fill(requests, length, seconds, self.config.max_num_seqs, self._pids, not self._on_cpu)
+        finally:
+            self._reset_caches()
 
     @contextmanager
     def _requests(self) -> Iterator[EngineRequests]:
@@ -252,35 +284,39 @@ class VllmReplica:
         """Refuse a sync that cannot be applied, before the trainer gathers anything. Changes nothing."""
         self.state.require_room("p2p_weight_sync")
 
+    def check_weights(self, manifest: Manifest) -> None:
+        """Refuse weights that do not fit, before any is sent. Changes nothing. Raises as `apply_weights`."""
+        self.state.require_room("p2p_weight_sync")
+        self._receiver.check(manifest)
+
     def apply_weights(self, manifest: Manifest) -> None:
-        """Load staged weights. Names and shapes are compared first; from then on it happens as a whole.
+        """Load staged weights, or receive them. Names and shapes are compared first; from then on it happens as a
+        whole.
 
         Afterwards prompt log-probs can be asked for, but generating is refused until `commit_version`.
 
         Raises:
-            WeightSyncError: the names do not match (the old weights stay), or loading failed (the replica is
-                torn).
+            WeightSyncError: the names do not match or the sender did not begin (the old weights stay), or loading
+                failed (the replica is torn).
             StateError: there is no room for the weights.
         """
-        self.state.require_room("p2p_weight_sync")
-        self._check_names(manifest)
-        engine = self._built
+        self.check_weights(manifest)
+        if manifest.channel is not None:
+            self._receiver.meet(manifest.channel)
         self.state.weights = "torn"
-        try:
-            engine.collective_rpc("start_weight_update")
-            for bucket in manifest.buckets:
-                update = {"transport": manifest.transport, "bucket": bucket}
-                engine.collective_rpc("update_weights", args=(update,))
-            engine.collective_rpc("finish_weight_update")
-        except Exception as error:
-            raise WeightSyncError(
-                f"the replica could not load the staged weights, and now holds a mixture: {error}. "
-                "Sync again, or call infer.reload()"
-            ) from error
+        self._receiver.load(manifest)
         self.state.weights = "cuda"
         self.state.pending = True
         self._reset_caches()
         self._measure()
+
+    def sync_facts(self) -> Facts:
+        """Where this replica is, for the choice of a transport. Thread-safe, never waits."""
+        gpus = tuple(worker["gpu"] for worker in self._workers if worker["gpu"])
+        token = self._receiver.channel
+        return Facts(
+            facts.node(), facts.address(), gpus, len(self._workers), channels=(("", token),) if token else ()
+        )
 
     def commit_version(self, version: int) -> None:
         """Declare the weights the replica holds to be `version`; it may generate from now on."""
@@ -291,14 +327,6 @@ class VllmReplica:
         self._built.set_weight_version(str(version))
         self.state.version = version
         self.state.pending = False
-
-    def _check_names(self, manifest: Manifest) -> None:
-        from rlbench.weights.names import check_names, checkpoint_shapes
-
-        if not self._expected:
-            self._expected = checkpoint_shapes(vllm_setup.checkpoint_folder(self.config))
-        tied = getattr(self._model_config.hf_config.get_text_config(), "tie_word_embeddings", False)
-        check_names(manifest.shapes, self._expected, ("lm_head.weight",) if tied else ())
 
     def _reset_caches(self) -> None:
         """Forget everything computed with the weights or kept in the KV cache so far."""
@@ -322,6 +350,7 @@ class VllmReplica:
             "version": state.version,
             "pending": state.pending,
             "running": len(self._running),
+            "paused": self.gate.closed,
         }
 
     def memory(self) -> dict[str, int]:

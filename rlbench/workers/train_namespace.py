@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import linecache
 import types
 from typing import Any
 
@@ -15,6 +16,7 @@ class Namespace:
 
     def __init__(self, **given: Any) -> None:
         self._given = given
+        self._cells = 0
         self._globals: dict[str, Any] = {"__name__": "__rank__", "__builtins__": __builtins__, **given}
 
     def run(self, work: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -38,9 +40,12 @@ class Namespace:
         return bound(*args, **kwargs)
 
     def _cell(self, source: str) -> Any:
-        tree = ast.parse(source, "<cell>")
+        self._cells += 1
+        name = f"<rank cell {self._cells}>"
+        linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)  # for its errors
+        tree = ast.parse(source, name)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-        exec(compile(tree, "<cell>", "exec"), self._globals)
+        exec(compile(tree, name, "exec"), self._globals)
         if not isinstance(last, ast.Expr):
             return None
-        return eval(compile(ast.Expression(last.value), "<cell>", "eval"), self._globals)
+        return eval(compile(ast.Expression(last.value), name, "eval"), self._globals)

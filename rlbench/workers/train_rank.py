@@ -4,6 +4,7 @@ nothing of Ray."""
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import cloudpickle
@@ -22,24 +23,27 @@ from rlbench.strategies.materialize import allocate, materialize
 from rlbench.strategies.sources import locate
 from rlbench.trainers.options import PolicyOptions
 from rlbench.trainers.policy_step import PolicyStep, reshard
+from rlbench.weights import facts
 from rlbench.weights.manifest import Manifest
+from rlbench.weights.transport import Facts
 from rlbench.workers.train_config import TrainConfig
 from rlbench.workers.train_group import RankGroup
+from rlbench.workers.train_keeping import KeepingVerbs, RankCheckpoints, RankSnapshots
 from rlbench.workers.train_namespace import Namespace
 from rlbench.workers.train_stage import WeightSender, checksum
 from rlbench.workers.train_states import Residency
+from rlbench.workers.train_trial import TrialVerbs
 
 FORWARD_INSTEAD_OF_CALL = "got mixed torch.Tensor and DTensor"
 
 
-class TrainRank:
+class TrainRank(KeepingVerbs, TrialVerbs):
     """Built in two calls: `rendezvous` on rank 0, then `build` on all ranks at once.
 
-    Every verb but `status`, `memory`, `rendezvous` and `register` is collective and runs on one compute
-    thread.
+    Every verb but those of `CONTROL`, `rendezvous` and `register` is collective and runs on one compute thread.
     """
 
-    CONTROL = frozenset({"status", "memory"})
+    CONTROL = frozenset({"status", "memory", "sync_facts", "give_up_sync"})
 
     def __init__(self, rank: int, world_size: int, config: TrainConfig) -> None:
         self.rank = rank
@@ -101,6 +105,12 @@ class TrainRank:
             module, strategy, stop, lambda **progress: context.current().report(**progress)
         )
         self._sender = WeightSender(module, strategy.control, stop)
+        self._keep(RankSnapshots(module, strategy.control, stop), RankCheckpoints(module, strategy.control))
+        uuid = facts.gpu_uuid(device.device)
+        near = self.config.host.startswith("127.")  # else the user named the address of this node
+        self._facts = Facts(
+            facts.node(), facts.address() if near else self.config.host, (uuid,) if uuid else ()
+        )
         self._namespace = Namespace(
             module=module, strategy=strategy, rank=self.rank, world_size=self.world_size, device=device.device
         )
@@ -221,13 +231,37 @@ class TrainRank:
 
     # -- weights ---------------------------------------------------------------------------------------------
 
-    def stage_weights(self, transport: dict[str, Any]) -> Manifest | None:
-        """Gather all weights for replicas; `transport`: `transport`, `prefix`, `bucket_bytes`. Only rank 0
-        returns."""
+    def sync_facts(self) -> Facts:
+        """Where this rank is, for the choice of a transport. Never blocks."""
+        channels = self._sender.channels if self._sender is not None else ()
+        return replace(self._facts, channels=channels)
+
+    def stage_weights(self, options: dict[str, Any]) -> Manifest | None:
+        """Gather all weights where replicas can read them; `WeightSender.stage`. Only the ranks that write return."""
+        return self._weight_sender().stage(**options)
+
+    def release_weights(self) -> None:
+        """The replicas have applied: free what was staged on a GPU."""
+        self._weight_sender().release_staged()
+
+    def announce_weights(self, options: dict[str, Any]) -> Manifest | None:
+        """Say what a broadcast will send; `WeightSender.announce`. Only the sending rank returns."""
+        return self._weight_sender().announce(**options)
+
+    def send_weights(self, to: str, manifest: Manifest) -> None:
+        """Broadcast all weights to the replicas of engine `to`; `WeightSender.send`."""
+        self._weight_sender().send(to, manifest)
+
+    def give_up_sync(self, to: str, reason: str) -> None:
+        """End a broadcast to engine `to` that cannot succeed any more. Never blocks."""
+        if self._sender is not None:
+            self._sender.give_up(to, reason)
+
+    def _weight_sender(self) -> WeightSender:
         self._built()
-        assert self._sender is not None
         self._residency.need("weights")
-        return self._sender.stage(**transport)
+        assert self._sender is not None
+        return self._sender
 
     def state_checksum(self) -> str:
         """sha256 over all full parameters; equal on all ranks."""

@@ -57,6 +57,16 @@ class Residency:
                     f"cuda('{part}') on the engine, then call again."
                 )
 
+    def need_kept(self, *parts: str) -> None:
+        """Refuse a call that reads `parts` wherever they are, when they were released.
+
+        Raises:
+            StateError: naming the call that brings them back.
+        """
+        for part in parts:
+            if self.state[part] == "meta":
+                self.need(part)
+
     def _said(self, part: str) -> str:
         return "released (meta)" if self.state[part] == "meta" else "offloaded (cpu)"
 

@@ -19,6 +19,7 @@ from rlbench.data.jobs import GenerateJob
 from rlbench.dispatch.context import current
 from rlbench.errors import DataError
 from rlbench.workers.replica_job import Progress, Sample
+from rlbench.workers.replica_pause import Gate
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -85,8 +86,9 @@ def draw(
     prompts: list[list[int]],
     params: SamplingParams,
     max_num_seqs: int,
+    gate: Gate,
 ) -> tuple[list[Sample], dict[str, float]]:
-    """Step until every claimed sample is finished, or the call is asked to stop.
+    """Step until every claimed sample is finished, or the call is asked to stop; wait while the gate is closed.
 
     Returns:
         The samples that have tokens (running ones end with finish reason `abort` on a stop), and tokens and
@@ -97,7 +99,7 @@ def draw(
     samples: list[Sample] = []
     running = requests.running
     feed = _feed(job, running, max_num_seqs)
-    while not context.stop_requested():
+    while gate.passes(context):
         for index in next(feed, ()):
             for number in range(job.n):
                 sample = Sample(index, number)

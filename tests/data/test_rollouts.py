@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlbench.data import Prompt, Rollouts
-from rlbench.errors import DataError
+from rlbench.errors import DataError, Stopped
 from tests.data.values import generated, rollouts
 
 
@@ -238,6 +238,25 @@ def test_an_advantage_of_another_shape_is_refused_naming_both_it_may_have(shape)
 def test_an_advantage_that_is_not_finite_is_refused():
     with pytest.raises(DataError, match="not finite"):
         rollouts().score(range(6)).batch(lambda rewards, group: rewards / 0)
+
+
+def test_an_interrupted_scoring_keeps_the_rewards_there_are():
+    calls = []
+
+    def slow(rollout):
+        calls.append(rollout.index)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return float(rollout.index)
+
+    with pytest.raises(Stopped, match="3 of 6 completions") as stopped:
+        rollouts().score(slow)
+    partial = stopped.value.partial
+    assert partial.rewards.tolist() == [0, 1, 2] and partial.batch(zero).rewards.tolist() == [0, 1, 2]
+    calls[:] = [0] * 3
+    with pytest.raises(Stopped, match="0 of 6") as stopped:
+        rollouts().score(slow)
+    assert stopped.value.partial is None
 
 
 def test_unscored_rollouts_are_refused_naming_the_call():

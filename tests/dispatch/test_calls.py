@@ -201,7 +201,7 @@ def test_a_killed_worker_ends_the_wait_and_says_which_one(cluster):
     pending = made.submit("echo", ["rank 0"], [host], "slowly", [((60.0,), {})], list)
     time.sleep(0.3)
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(WorkerDied, match="rank 0 died"):
+    with pytest.raises(WorkerDied, match="rank 0 of echo died"):
         pending.result(timeout=30)
     assert made.state()["engines"]["echo"]["broken"] == "rank 0 died"
     made.close()
@@ -219,6 +219,6 @@ def test_of_a_dead_rank_and_a_peer_that_fails_for_it_the_dead_one_is_named(clust
     pending = made.submit("echo", ["rank 0", "rank 1"], hosts, "fail_after", calls, list)
     time.sleep(0.3)
     os.kill(pids[1], signal.SIGKILL)
-    with pytest.raises(WorkerDied, match="rank 1 died"):
+    with pytest.raises(WorkerDied, match="rank 1 of echo died"):
         pending.result(timeout=30)
     made.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlbench.dispatch.link import Link, shm_prefix, spawn_host
-from rlbench.errors import SessionError
+from rlbench.errors import SessionError, Stopped
 from rlbench.runtime import processes, registry
 
 pytestmark = pytest.mark.engine
@@ -107,10 +107,56 @@ def test_a_call_the_worker_refused_no_longer_runs(link):
     import ray
 
     host, _ = echo(link)
-    ray.get(host.adopt.remote(link.epoch + 1))
+    taken = Link.attach(link.name, take_over=True)
+    ray.get(host.adopt.remote(taken.epoch))
     with pytest.raises(SessionError, match="another notebook"):
         submit(link, host, "shout", "x", track=True).result()
+    until(lambda: not taken.state()["running"])
+    taken.close()
+
+
+def test_after_a_control_verb_the_driver_goes_on_under_a_new_epoch(link):
+    import ray
+
+    host, _ = echo(link)
+    before = link.epoch
+    ray.get(host.adopt.remote(before + 1))  # what a control verb's epoch does to the workers
+    first, second = (submit(link, host, "shout", word, track=True) for word in ("go", "on"))
+    assert (second.result(), first.result()) == ("ON", "GO") and link.epoch > before
+    link.set(step=7)
+    assert link.state()["driver"]["pid"] == os.getpid()
     until(lambda: not link.state()["running"])
+
+
+def test_a_call_sent_meanwhile_waits_for_the_control_verb(link, monkeypatch):
+    import ray
+
+    host, _ = echo(link)
+    renew, asked = link._renew, []
+
+    def later(stale):
+        asked.append(stale)
+        return len(asked) > 2 and renew(stale)
+
+    monkeypatch.setattr(link, "_renew", later)
+    ray.get(host.adopt.remote(link.epoch + 1))
+    pending = submit(link, host, "shout", "at last")
+    until(lambda: pending.done)
+    assert pending.result() == "AT LAST" and len(asked) == 3
+
+
+def test_a_call_that_waits_for_a_control_verb_can_be_stopped(link, monkeypatch):
+    import ray
+
+    host, _ = echo(link)
+    monkeypatch.setattr(link, "_renew", lambda stale: False)
+    ray.get(host.adopt.remote(link.epoch + 1))
+    pending = submit(link, host, "shout", "never")
+    with pytest.raises(TimeoutError):
+        pending.result(timeout=1.0)
+    pending.stop()
+    with pytest.raises(Stopped):
+        pending.result(timeout=30)
 
 
 def test_a_driver_that_lives_is_not_displaced_unless_told_to(cluster, link):

@@ -12,8 +12,9 @@ DRIVER = {"id": "a", "pid": 1, "started": 2.0, "mode": "script"}
 VALUES = st.one_of(st.integers(-5, 5), st.text(max_size=5), st.none(), st.floats(allow_nan=False))
 EVENTS = st.one_of(
     st.fixed_dictionaries(
-        {"do": st.just("set"), "key": st.sampled_from(["step", "version", "config"]), "value": VALUES}
+        {"do": st.just("set"), "key": st.sampled_from(["step", "rollouts", "config"]), "value": VALUES}
     ),
+    st.fixed_dictionaries({"do": st.just("set"), "key": st.just("version"), "value": st.integers(0, 9)}),
     st.fixed_dictionaries(
         {
             "do": st.just("engine"),
@@ -53,9 +54,39 @@ def test_an_engines_fields_are_added_to_those_it_has_and_none_drops_it():
 
 
 def test_records_are_kept_in_order():
-    assert reduced(*({"do": "record", "record": {"step": i}} for i in range(3)))["history"] == [
-        {"step": 0}, {"step": 1}, {"step": 2},
+    value = reduced(*({"do": "record", "record": {"step": i}} for i in range(3)))
+    assert state.history(value) == [{"step": 0}, {"step": 1}, {"step": 2}]
+
+
+def steps(*numbers):
+    return [
+        event for i in numbers
+        for event in ({"do": "set", "key": "step", "value": i}, {"do": "set", "key": "version", "value": i},
+                      {"do": "record", "record": {"step": i}})
     ]  # fmt: skip
+
+
+def test_going_back_leaves_out_what_came_after_and_loses_nothing():
+    value = reduced(
+        *steps(1, 2), {"do": "snapshot", "id": "a", "fields": {"bytes": 7}}, *steps(3),
+        {"do": "restore", "id": "a"}, *steps(30),
+    )  # fmt: skip
+    assert state.history(value) == [{"step": 1}, {"step": 2}, {"step": 30}]
+    assert len(value["records"]) == 4
+    assert value["snapshots"]["a"] == {"step": 2, "version": 2, "rollouts": 0, "tip": 1, "bytes": 7}
+
+
+def test_what_was_gone_back_to_gets_a_version_no_weights_had():
+    value = reduced(*steps(1), {"do": "snapshot", "id": "a", "fields": {}}, *steps(2), {"do": "restore", "id": "a"})
+    assert (value["step"], value["version"]) == (1, 3), "a replica that holds version 2 is not taken for current"
+
+
+def test_a_dropped_snapshot_is_no_longer_there_to_undo():
+    value = reduced(
+        {"do": "snapshot", "id": "a", "fields": {}}, {"do": "set", "key": "undo", "value": ["a"]},
+        {"do": "snapshot", "id": "a", "fields": None},
+    )  # fmt: skip
+    assert value["snapshots"] == {} and value["undo"] == []
 
 
 def test_a_driver_comes_with_its_epoch():

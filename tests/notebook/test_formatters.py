@@ -42,7 +42,7 @@ def test_installing_twice_and_outside_of_ipython_is_harmless(shell):
 
 
 def run(shell, capsys, cell):
-    result = shell.run_cell(cell)
+    result = shell.run_cell(cell, store_history=True)  # as a person's cell: it has a number
     out = capsys.readouterr()
     return result, (out.out + out.err).strip()
 
@@ -52,7 +52,7 @@ def test_our_error_is_one_block_with_the_users_line_and_none_of_our_frames(shell
     assert isinstance(result.error_in_exec, DataError)
     assert said.splitlines() == [
         f"DataError: {result.error_in_exec}",
-        "  cell line 2:   rollouts.batch(advantage=None)",
+        "  cell 1, line 2:   rollouts.batch(advantage=None)",
     ]
 
 
@@ -63,7 +63,7 @@ def test_a_users_project_may_be_called_like_us(shell, capsys, tmp_path):
     shell.user_ns["source"] = str(module)
     cell = "import runpy\ngo = runpy.run_path(source)['go']\ngo(rollouts)"
     _, said = run(shell, capsys, cell)
-    assert said.endswith("cell line 2:   return rollouts.batch(advantage=None)")
+    assert said.endswith("mine.py, line 2:   return rollouts.batch(advantage=None)")
 
 
 def test_a_stopped_verb_is_one_line_that_points_at_what_was_finished(shell, capsys):

@@ -14,10 +14,14 @@ pytestmark = pytest.mark.engine
 @pytest.fixture(scope="module")
 def quickstart(repository, tiny_path, tmp_path_factory):
     """The executed quickstart, run as `make demo` runs it."""
-    folder = tmp_path_factory.mktemp("notebook")
+    return run("01_quickstart.ipynb", repository, tmp_path_factory.mktemp("notebook"))
+
+
+def run(name, repository, folder):
+    """The notebook executed in a kernel and a cluster of its own, from which nothing is left."""
     executed = folder / "executed.ipynb"
     done = subprocess.run(
-        [sys.executable, "scripts/run_notebook.py", "notebooks/01_quickstart.ipynb", str(executed)],
+        [sys.executable, "scripts/run_notebook.py", f"notebooks/{name}", str(executed)],
         cwd=repository,
         env=os.environ | {"XDG_STATE_HOME": str(folder)},  # a cluster of its own
         capture_output=True,
@@ -51,6 +55,17 @@ def test_every_rich_output_also_reads_as_text_and_nothing_is_saved_of_widgets(qu
         for output in cell.get("outputs", ()):
             assert "data" not in output or "text/plain" in output.data
     assert "widgets" not in quickstart.metadata
+
+
+def test_the_session_survives_what_the_tutorial_does_to_it(repository, tiny_path, tmp_path):
+    said = "".join(
+        output.get("text", "") + output.get("data", {}).get("text/plain", "")
+        for cell in run("03_survives.ipynb", repository, tmp_path).cells
+        for output in cell.get("outputs", ())
+    )
+    assert "rollout" in said and "stopped" in said, "Ctrl-C"
+    assert "rank 1 of actor died" in said and "session.heal()" in said
+    assert "healed; at step" in said and "model.safetensors" in said
 
 
 def test_committed_notebooks_hold_no_outputs(repository):

@@ -8,6 +8,7 @@ from rlbench.rl import Aggregation, BatchTotals, LossInputs, grpo
 from rlbench.rl.aggregate import MODES
 
 MASK = torch.tensor([[1, 1, 1, 1], [1, 0, 1, 0], [0, 0, 1, 0], [0, 0, 0, 0], [1, 1, 0, 0]]).bool()
+GROUP = torch.tensor([7, 7, 3, 5, 3])
 
 
 def by_hand(mode: str, loss: torch.Tensor) -> float:
@@ -21,13 +22,17 @@ def by_hand(mode: str, loss: torch.Tensor) -> float:
         "seq-mean-token-mean": sum(sum(row) / len(row) for row in rows) / len(rows),
         "seq-mean-token-sum": total / len(rows),
         "seq-mean-token-sum-norm": total / (len(rows) * 4),
+        "prompt-mean": (
+            (loss[0].sum() + loss[1, 0] + loss[1, 2]) / 6 + (loss[2, 2] + loss[4, 0] + loss[4, 1]) / 3
+        ).item()
+        / 2,
     }[mode]
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_each_mode_equals_its_formula(mode):
     loss = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
-    weights = Aggregation(mode).weights(MASK, BatchTotals.of(MASK))
+    weights = Aggregation(mode).weights(MASK, BatchTotals.of(MASK, GROUP), GROUP)
     assert (weights[~MASK] == 0).all()
     assert (loss * weights).sum().item() == pytest.approx(by_hand(mode, loss), abs=1e-6)
 
@@ -40,7 +45,7 @@ def test_the_gradient_does_not_depend_on_the_split(mode, split):
     features = torch.randn(5, 4, 3, generator=random)
     old = -torch.rand(5, 4, generator=random)
     advantages = torch.randn(5, 1, generator=random).expand(5, 4)
-    totals = BatchTotals.of(MASK)
+    totals = BatchTotals.of(MASK, GROUP)
 
     def gradient(sizes: list[int]) -> torch.Tensor:
         weight = torch.full((3,), 0.1, requires_grad=True)
@@ -59,7 +64,7 @@ def test_the_gradient_does_not_depend_on_the_split(mode, split):
                 entropy=torch.zeros(mask.shape),
             )
             per_token, _ = grpo()(inputs)
-            (per_token * Aggregation(mode).weights(mask, totals)).sum().backward()
+            (per_token * Aggregation(mode).weights(mask, totals, GROUP[rows])).sum().backward()
             start += size
         assert weight.grad is not None
         return weight.grad
@@ -69,14 +74,40 @@ def test_the_gradient_does_not_depend_on_the_split(mode, split):
 
 
 def test_totals_of_parts_are_the_totals_of_the_whole():
-    parts = [BatchTotals.of(MASK[:2]), BatchTotals.of(MASK[2:])]
-    assert (
-        BatchTotals.combine(parts) == BatchTotals.of(MASK) == BatchTotals(tokens=9, sequences=4, max_length=4)
-    )
+    parts = [BatchTotals.of(MASK[:2], GROUP[:2]), BatchTotals.of(MASK[2:], GROUP[2:])]
+    assert BatchTotals.combine(parts) == BatchTotals.of(MASK, GROUP)
+    assert BatchTotals.of(MASK, GROUP) == BatchTotals(9, 4, 4, prompts=2, prompt_tokens={7: 6, 3: 3})
+    split_prompt = [BatchTotals.of(MASK[:1], GROUP[:1]), BatchTotals.of(MASK[1:], GROUP[1:])]
+    assert BatchTotals.combine(split_prompt) == BatchTotals.of(MASK, GROUP)
+
+
+def test_a_second_batch_in_a_step_brings_other_prompts_whatever_their_numbers():
+    first, second = BatchTotals.of(MASK[:2], GROUP[:2]), BatchTotals.of(MASK[2:], GROUP[:3])
+    both = first.then(second)
+    assert (both.tokens, both.sequences, both.prompts) == (9, 4, 3)
+    weights = Aggregation("prompt-mean").weights(MASK[2:], both, GROUP[:3])
+    assert weights.sum().item() == pytest.approx(2 / 3), "its two prompts are two of three"
+
+
+def test_a_constant_length_takes_the_place_of_the_longest():
+    aggregation = Aggregation("seq-mean-token-sum-norm", length=10)
+    weights = aggregation.weights(MASK, BatchTotals.of(MASK))
+    assert weights.sum().item() == pytest.approx(9 / (4 * 10))
+    assert Aggregation.of(aggregation) is aggregation
+    assert Aggregation.of("token-sum") == Aggregation("token-sum")
 
 
 def test_refusals_name_the_mend():
-    with pytest.raises(LossError, match="token-mean"):
+    with pytest.raises(ValueError, match="token-mean"):
         Aggregation("token_mean")
     with pytest.raises(LossError, match="nothing to train on"):
         Aggregation().weights(MASK[3:4], BatchTotals.of(MASK[3:4]))
+    with pytest.raises(LossError, match="acts in"):
+        Aggregation("token-mean", length=10)
+    prompt_mean = Aggregation("prompt-mean")
+    with pytest.raises(LossError, match="needs group"):
+        prompt_mean.weights(MASK, BatchTotals.of(MASK, GROUP))
+    with pytest.raises(LossError, match=r"group has shape \(4,\); wanted \(5,\)"):
+        prompt_mean.weights(MASK, BatchTotals.of(MASK, GROUP), GROUP[:4])
+    with pytest.raises(LossError, match=r"group holds \[9\]"):
+        prompt_mean.weights(MASK, BatchTotals.of(MASK, GROUP), GROUP.masked_fill(GROUP == 3, 9))

@@ -32,7 +32,9 @@ def refused(loss, batch):
 # -- what is taken
 
 
-@pytest.mark.parametrize("loss", ["grpo", "reinforce", grpo(clip_high=0.28), mine], ids=repr)
+@pytest.mark.parametrize(
+    "loss", ["grpo", "reinforce", grpo(clip_high=0.28), mine], ids=["name", "another", "value", "function"]
+)
 def test_names_values_and_functions_are_taken_and_arrive_as_they_are(loss, batch):
     shipped = ship(loss, batch)
     assert len(shipped.hash) == 12 and not shipped.needs_reference
@@ -110,8 +112,9 @@ def test_a_loss_that_raises_shows_its_error_and_its_line(batch):
         return wrong, {}
 
     said = refused(broken, batch)
-    assert "`broken` raised AttributeError" in said and "Engines are untouched" in said
-    assert "broken, line " in said and "wrong = inputs.logprob  # not a field" in said
+    assert "`broken` raised AttributeError: 'LossInputs' object has no attribute 'logprob'" in said
+    assert "Engines are untouched" in said and "wrong = inputs.logprob  # not a field" in said
+    assert "\n  broken, " in said and "test_loss_check.py, line " in said
 
 
 def test_the_line_shown_is_the_users_not_that_of_the_library_it_called(batch):

@@ -38,6 +38,7 @@ def test_killing_the_kernel_in_the_middle_of_a_rollout_loses_nothing(cluster, ti
     kernel.wait()
 
     session = rb.attach("survivor")
+    assert session.last.number == 1 and session.last.samples == 32, "the rollouts that were finished"
     assert session.stop() in ([], ["rollout 2"])
     assert (session.step, session.version) == (1, 1)
     assert session.train.call_all("state_checksum").result() == [checksum]

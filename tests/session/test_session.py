@@ -257,15 +257,21 @@ def test_an_unknown_option_names_the_nearest(cluster):
         rb.Session("tiny", inference={"kv_cache_byte": 1})
 
 
-def test_a_name_can_be_used_once_at_a_time(session):
-    with pytest.raises(SessionError, match=r"rb.attach\('shared'\)"):
+def test_a_name_that_runs_is_no_second_session_and_one_that_differs_is_refused(session):
+    pids = session.link.state("engines")["engines"]["actor"]["pids"]
+    with pytest.raises(SessionError, match=r"seed is 7, not 0.*rb.attach\('shared'\)"):
         rb.Session("tiny", name="shared")
+    again = rb.Session(
+        "tiny", name="shared", train={"lr": 1e-5, "tensor_parallel_size": 2}, reference=True, seed=7
+    )
+    assert again.link.state("engines")["engines"]["actor"]["pids"] == pids and again.step == session.step
+    session.__dict__.update(again.__dict__)  # the fixture's handle drives again
     with pytest.raises(SessionError, match="letters"):
         rb.Session("tiny", name="a/b")
 
 
 def test_a_loss_written_as_in_the_field_trains_like_the_named_one(session, batch):
-    named = session.forward_backward(batch, loss="grpo")
+    named = session.forward_backward(batch, loss="bnpo")  # GRPO's clipped loss with the token mean of a plain function
     session.zero_grad()
 
     def written(inputs):

@@ -34,6 +34,7 @@ def test_the_wheel_holds_the_package_its_pins_and_the_guard_and_no_tests(built):
     assert {"rlbench/__init__.py", "rlbench_torchvision_guard.py", "rlbench_torchvision_guard.pth"} <= names
     pins = {path.name for path in (ROOT / "constraints").iterdir()}
     assert {f"rlbench/setup/constraints/{name}" for name in pins} <= names
+    assert f"rlbench-{__version__}.data/data/etc/jupyter/jupyter_server_config.d/rlbench.json" in names
     assert not [name for name in names if name.startswith(("tests/", "notebooks/", "build/"))]
 
 

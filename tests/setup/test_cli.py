@@ -49,15 +49,6 @@ def test_ps_without_sessions_says_so_and_imports_no_ray(tmp_path):
     assert done.stdout.split("\n")[:2] == ["no session is running", ""], done.stderr
 
 
-def test_ps_shows_sessions_but_no_token(monkeypatch, capsys):
-    from rlbench import runtime
-
-    rows = [{"name": "a", "pid": 7, "token": "secret"}, {"name": "longer", "url": "http"}]
-    monkeypatch.setattr(runtime, "sessions", lambda: rows)
-    assert cli.main(["ps"]) == 0
-    assert capsys.readouterr().out.splitlines() == ["name    pid  url", "a       7    -", "longer  -    http"]
-
-
 def test_stop_without_a_cluster_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert cli.main(["stop"]) == 0

@@ -13,11 +13,11 @@ from transformers import Qwen2ForCausalLM
 
 import rlbench.nn
 from rlbench.errors import DataError, EngineError, LossError, Stopped
-from rlbench.rl import Aggregation, BatchTotals, LossInputs, grpo, k3
+from rlbench.rl import Aggregation, BatchTotals, LossInputs, grpo, k3, mismatch_diagnostics
 from tests.modules import RAGGED, RunningMeanModel, batch_of, qwen_on_meta, save_qwen
 from tests.ranks import RankFailure, Ranks, ranks
 
-GRPO = grpo(kl_coef=0.1, entropy_coef=0.02, clip_low=0.1, clip_high=0.1)
+GRPO = grpo(kl_coef=0.1, entropy_coef=0.02, clip_low=0.1, clip_high=0.1, aggregation="token-mean")
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +54,10 @@ def by_hand(model: Any, given: Any, loss: Any, mode: str) -> tuple[torch.Tensor,
             fields[name][i, : len(response)] = torch.from_numpy(getattr(given, name)[at])
         mask[i, : len(response)] = torch.from_numpy(given.mask[at])
     fields |= {name: torch.stack(values) for name, values in rows.items()}
-    inputs = LossInputs(**fields, mask=mask)
+    group = torch.from_numpy(given.group.astype(np.int64))
+    inputs = LossInputs(**fields, mask=mask, group=group)
     per_token, _ = loss(inputs)
-    total = (per_token * Aggregation(mode).weights(mask, BatchTotals.of(mask))).sum()
+    total = (per_token * Aggregation(mode).weights(mask, BatchTotals.of(mask, group), group)).sum()
     with torch.no_grad():
         gap = (inputs.logprobs - inputs.sampler_logprobs).abs()[mask]
         metrics = {
@@ -68,6 +69,8 @@ def by_hand(model: Any, given: Any, loss: Any, mode: str) -> tuple[torch.Tensor,
             "logprob_gap": float(gap.mean()),
             "logprob_gap_max": float(gap.max()),
         }
+        diagnostics = mismatch_diagnostics(inputs.old_logprobs, inputs.sampler_logprobs, mask)
+        metrics |= {f"mismatch/{name}": value for name, value in diagnostics.items()}
     return total, metrics
 
 
@@ -268,7 +271,7 @@ def test_after_a_failure_or_stop_on_one_rank_training_goes_on_as_if_nothing_had_
         (lambda x: (x.logprobs.detach(), {}), "no gradient"),
         (lambda x: (x.logprobs / 0, {}), "not finite"),
         (lambda x: (-x.logprobs, {"mine": torch.zeros(3)}), "metric 'mine' has shape"),
-        ("gpro", "unknown loss 'gpro'; nearest: grpo"),
+        ("gpro", "unknown loss 'gpro'; nearest: .*grpo"),
     ],
 )
 def test_a_loss_that_cannot_be_trained_on_is_refused_and_the_engine_stays_usable(
@@ -287,7 +290,7 @@ def test_a_stop_of_any_verb_leaves_parameters_and_optimizer_untouched(
     args: dict[str, tuple[Any, ...]] = {
         "policy_optim_step": ({},),
         "policy_forward": (batch(), {}),
-        "policy_forward_backward": (batch(), cloudpickle.dumps("grpo"), {}),
+        "policy_forward_backward": (batch(), cloudpickle.dumps(GRPO), {}),
     }
     with ranks(2, qwen_on_meta(qwen)) as engine:
         forward_backward(engine, batch(5))

@@ -171,6 +171,7 @@ def test_wrong_names_are_refused_and_the_old_weights_stay(
         "version": 40,
         "pending": False,
         "running": 0,
+        "paused": False,
     }
     for old, new in zip(before, replica.prompt_logprobs(SEQUENCES), strict=True):
         np.testing.assert_array_equal(old, new)

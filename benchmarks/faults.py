@@ -1,0 +1,235 @@
+"""Faults on purpose: interrupts and kills at random points of every verb, and what became of the session.
+
+    python benchmarks/faults.py                      # a table: fault, tries, survived, lost, seconds to usable
+    python benchmarks/faults.py --interrupts 10 --kills 2 --seed 1
+
+A fault is survived when the training state (weights, optimizer, random state, on every rank) equals bit for bit that
+before or after the verb, and the next rollout, step and sync succeed. An interrupt is a SIGINT to this process, as
+Ctrl-C gives; a kill is SIGKILL to a worker, followed by `session.heal()`. At the end the session is closed, and no
+process and no shared-memory file of it may be left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import rlbench as rb
+from rlbench.tiny import tasks
+
+
+@dataclass
+class Tally:
+    """What became of one kind of fault."""
+
+    fault: str
+    tries: int = 0
+    survived: int = 0
+    prompt_s: list[float] = field(default_factory=list)
+    usable_s: list[float] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+
+    def row(self) -> str:
+        """One line of the table."""
+        prompt = f"{max(self.prompt_s):.2f}" if self.prompt_s else "–"
+        usable = (
+            f"{sorted(self.usable_s)[len(self.usable_s) // 2]:.2f} / {max(self.usable_s):.2f}"
+            if self.usable_s
+            else "–"
+        )
+        return f"| {self.fault} | {self.tries} | {self.survived} | {len(self.lost)} | {prompt} | {usable} |"
+
+
+HEAD = (
+    "| fault | tries | survived | lost | slowest prompt, s | seconds to usable, median / most |\n"
+    "|---|---|---|---|---|---|"
+)
+
+
+class Trial:
+    """A session, a fixed point to start every try from, and the verbs with their undisturbed outcome."""
+
+    def __init__(self, session: Any, seed: int) -> None:
+        self.session = session
+        self.random = random.Random(seed)
+        rollouts = session.rollout(tasks.prompts(8, seed=3), n=4, max_tokens=12, progress=False)
+        self.batch = rollouts.score(tasks.reward).batch(advantage=rb.rl.group_normalized())
+        session.train_step(self.batch)
+        session.sync_weights()
+        self.start = session.snapshot("start of every try")
+        self.folder = tempfile.TemporaryDirectory()
+        self.verbs: dict[str, Callable[[], Any]] = {
+            "rollout": lambda: session.rollout(
+                tasks.prompts(16), n=8, max_tokens=96, ignore_eos=True, progress=False
+            ),
+            "score": lambda: rollouts.score(lambda r: time.sleep(0.01) or tasks.reward(r)),
+            "train step": lambda: session.train_step(self.batch, token_budget=64),
+            "sync": session.sync_weights,
+            "snapshot": session.snapshot,
+            "save": lambda: session.save(self.folder.name, max_num=2),
+            "user function": lambda: session.train.run(_in_turns),
+        }
+        self.after = {name: self._undisturbed(verb) for name, verb in self.verbs.items()}
+
+    def interrupt(self, name: str, tally: Tally) -> None:
+        """Interrupt a verb at a random point."""
+        self.session.restore(self.start)
+        before = self.checksums()
+        seconds, after = self.after[name]
+        timer = threading.Timer(self.random.uniform(0, seconds), lambda: os.kill(os.getpid(), signal.SIGINT))
+        tally.tries += 1
+        sent = time.monotonic()
+        timer.start()
+        try:
+            try:
+                self.verbs[name]()
+                timer.join()
+                time.sleep(0.05)  # it came too late: the signal is on its way to this line
+            except KeyboardInterrupt:  # Stopped is one
+                pass
+        except KeyboardInterrupt:
+            pass
+        sent += timer.interval
+        tally.prompt_s.append(max(0.0, time.monotonic() - sent))
+        self.judge(tally, sent, [before, after])
+
+    def kill(self, name: str, engine: str, tally: Tally) -> None:
+        """Kill a worker of `engine` at a random point of a verb, then heal."""
+        self.session.restore(self.start)
+        before = self.checksums()
+        seconds, after = self.after[name]
+        pids = list(self.session.link.state("engines")["engines"][engine]["pids"].values())
+        victim = self.random.choice(pids)
+        timer = threading.Timer(self.random.uniform(0, seconds), lambda: os.kill(victim, signal.SIGKILL))
+        tally.tries += 1
+        sent = time.monotonic() + timer.interval
+        timer.start()
+        try:
+            self.verbs[name]()
+        except (rb.errors.RLBenchError, rb.Stopped):
+            pass
+        timer.join()
+        try:
+            self.session.heal()
+        except rb.errors.RLBenchError as error:
+            tally.lost.append(f"{name}: heal: {error}")
+            return
+        self.judge(tally, sent, [before, after])
+
+    def judge(self, tally: Tally, sent: float, allowed: list[Any]) -> None:
+        """Is the state one of those allowed, and does the loop go on?"""
+        try:
+            found = self.checksums()
+            tally.usable_s.append(time.monotonic() - sent)
+            self.goes_on()
+        except (rb.errors.RLBenchError, rb.Stopped) as error:
+            tally.lost.append(f"{type(error).__name__}: {error}")
+            return
+        if found in allowed:
+            tally.survived += 1
+        else:
+            tally.lost.append("the state is neither that before nor that after the verb")
+
+    def goes_on(self) -> None:
+        """The next rollout, step and sync."""
+        session = self.session
+        session.rollout(tasks.prompts(2), n=2, max_tokens=4, progress=False)
+        session.train_step(self.batch)
+        session.sync_weights()
+
+    def checksums(self) -> Any:
+        """Of weights, optimizer and random state, rank by rank."""
+        return self.session.train.call_all("training_checksums").result()
+
+    def _undisturbed(self, verb: Callable[[], Any]) -> tuple[float, Any]:
+        """Seconds of a verb, and the state it leaves."""
+        self.session.restore(self.start)
+        begin = time.monotonic()
+        verb()
+        return time.monotonic() - begin, self.checksums()
+
+
+def _in_turns() -> float:
+    """What a user may run on the ranks: it asks whether to stop."""
+    for _ in range(50):
+        if module.stop_requested():  # type: ignore[name-defined]  # noqa: F821
+            break
+        time.sleep(0.01)
+    return 1.0
+
+
+def left_behind(name: str, pids: list[int], prefix: str) -> list[str]:
+    """Processes and shared-memory files of a closed session that are still there."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        alive = [f"pid {pid}" for pid in pids if Path(f"/proc/{pid}").exists()]
+        files = [p for p in os.listdir("/dev/shm") if p.startswith(prefix)]
+        if not alive + files:
+            break
+        time.sleep(0.1)
+    return alive + files
+
+
+def run(interrupts: int, kills: int, seed: int, name: str = "faults") -> list[Tally]:
+    """All faults on a session of its own; one tally each."""
+    from rlbench.dispatch.link import shm_prefix
+
+    session = rb.Session("tiny", name=name, train={"tensor_parallel_size": 2, "lr": 1e-4}, seed=seed)
+    tallies: list[Tally] = []
+    try:
+        trial = Trial(session, seed)
+        for verb in trial.verbs:
+            tallies.append(tally := Tally(f"Ctrl-C in {verb}"))
+            for _ in range(interrupts):
+                trial.interrupt(verb, tally)
+        for verb, engine in (
+            ("rollout", "inference"),
+            ("train step", "actor"),
+            ("sync", "actor"),
+            ("sync", "inference"),
+        ):
+            if kills:
+                tallies.append(
+                    tally := Tally(f"kill -9 of {'a rank' if engine == 'actor' else 'the replica'} in {verb}")
+                )
+            for _ in range(kills):
+                trial.kill(verb, engine, tally)
+        pids = [p for e in session.link.state("engines")["engines"].values() for p in e["pids"].values()]
+        prefix = shm_prefix(name)
+    finally:
+        session.close()
+    left = left_behind(name, pids, prefix)
+    tallies.append(Tally("closing after all that", 1, int(not left), lost=left))
+    return tallies
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--interrupts", type=int, default=15, help="of each verb")
+    parser.add_argument("--kills", type=int, default=8, help="of each verb and engine")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    with rb.init(devices=2):
+        tallies = run(given.interrupts, given.kills, given.seed)
+    print(HEAD)
+    for tally in tallies:
+        print(tally.row())
+    for tally in tallies:
+        for reason in tally.lost:
+            print(f"{tally.fault}: {reason}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""How state is written so that it can always be read again."""

@@ -1,0 +1,218 @@
+"""Everything that decides how one rank's training goes on, as named tensors and plain values.
+
+Tensors: parameters and buffers (this rank's shards), optimizer state. Plain: hyper-parameters of the optimizers,
+schedulers, random states. Gradients that wait for a step are not part of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from rlbench.errors import CheckpointError
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """This rank's part of every parameter, buffer and optimizer tensor, under names that a rebuilt rank gives too."""
+    return {name: _local(tensor) for name, tensor in sharded_tensors_of(module).items()}
+
+
+def sharded_tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """The same, sharded ones whole as DTensors: what a checkpoint for any number of ranks is written from."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        found[f"parameter/{name}"] = parameter.data
+    for name, buffer in module.named_buffers():
+        found[f"buffer/{name}"] = buffer
+    for which, optimizer in optimizers_of(module).items():
+        for name, parameter in _named(module, optimizer):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    found[f"optimizer/{which}/{name}/{key}"] = value
+    return found
+
+
+def optimizer_tensors_like(
+    module: nn.Module, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]
+) -> dict[str, Tensor]:
+    """Empty tensors for the optimizer state of a checkpoint, sharded as this engine shards its parameters.
+
+    Args:
+        shapes: (shape, dtype) of the checkpoint's tensors by name; those of other kinds are left out.
+    """
+    found: dict[str, Tensor] = {}
+    for which, optimizer in optimizers_of(module).items():
+        for name, parameter in _named(module, optimizer):
+            prefix = f"optimizer/{which}/{name}/"
+            for full, (shape, dtype) in shapes.items():
+                if full.startswith(prefix):
+                    sharded = shape == parameter.shape
+                    found[full] = (
+                        torch.zeros_like(parameter, dtype=dtype)
+                        if sharded
+                        else torch.zeros(shape, dtype=dtype)
+                    )
+    return found
+
+
+def values_of(module: nn.Module) -> dict[str, Any]:
+    """What is not a tensor of the model: small, plain, readable by `torch.load(weights_only=True)`."""
+    optimizers: dict[str, Any] = {}
+    for which, optimizer in optimizers_of(module).items():
+        optimizers[which] = {
+            "groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
+            "state": {
+                name: {k: v for k, v in optimizer.state.get(p, {}).items() if not isinstance(v, Tensor)}
+                for name, p in _named(module, optimizer)
+            },
+        }
+    schedulers = {
+        name: {k: v for k, v in scheduler.state_dict().items() if _plain(v)}
+        for name, scheduler in schedulers_of(module).items()
+    }
+    return {"optimizers": optimizers, "schedulers": schedulers, "random": random_state()}
+
+
+@torch.no_grad()
+def load(module: nn.Module, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    """Put back what `tensors_of` and `values_of` gave; parameters and optimizers keep their identity.
+
+    Raises:
+        CheckpointError: names or shapes differ, found before anything is changed.
+    """
+    present = tensors_of(module)
+    optimizers = optimizers_of(module)
+    _check(present, tensors, set(optimizers), set(values["optimizers"]))
+    for name, target in present.items():
+        if not name.startswith("optimizer/"):
+            target.copy_(_local(tensors[name]))
+    for which, optimizer in optimizers.items():
+        saved = values["optimizers"][which]
+        for group, kept in zip(optimizer.param_groups, saved["groups"], strict=True):
+            group.update(kept)
+        for name, parameter in _named(module, optimizer):
+            prefix = f"optimizer/{which}/{name}/"
+            state = dict(saved["state"].get(name, {}))
+            for full, value in tensors.items():
+                if full.startswith(prefix):
+                    state[full.removeprefix(prefix)] = _like(parameter, value)
+            if state:
+                optimizer.state[parameter] = state
+            else:
+                optimizer.state.pop(parameter, None)
+    for name, scheduler in schedulers_of(module).items():
+        scheduler.load_state_dict(scheduler.state_dict() | values["schedulers"].get(name, {}))
+    set_random_state(values["random"])
+
+
+def checksums(module: nn.Module) -> dict[str, str]:
+    """sha256 of this rank's parameters and buffers, optimizer (hyper-parameters and schedulers too), random state."""
+    digests = {part: hashlib.sha256() for part in ("weights", "optimizer", "random")}
+    for name, tensor in sorted(tensors_of(module).items()):
+        digest = digests["optimizer" if name.startswith("optimizer/") else "weights"]
+        digest.update(name.encode())
+        digest.update(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    values = values_of(module)
+    digests["optimizer"].update(repr((values["optimizers"], values["schedulers"])).encode())
+    for key, value in sorted(values["random"].items()):
+        held = value.cpu().numpy().tobytes() if isinstance(value, Tensor) else repr(value).encode()
+        digests["random"].update(key.encode() + held)
+    return {part: digest.hexdigest() for part, digest in digests.items()}
+
+
+def optimizers_of(module: nn.Module) -> dict[str, torch.optim.Optimizer]:
+    """The optimizers a module holds as attributes, each once."""
+    found: dict[int, tuple[str, torch.optim.Optimizer]] = {}
+    for name, value in vars(module).items():
+        if isinstance(value, torch.optim.Optimizer):
+            found.setdefault(id(value), (name, value))
+    return dict(found.values())
+
+
+def schedulers_of(module: nn.Module) -> dict[str, torch.optim.lr_scheduler.LRScheduler]:
+    """The learning-rate schedulers a module holds as attributes."""
+    return {n: v for n, v in vars(module).items() if isinstance(v, torch.optim.lr_scheduler.LRScheduler)}
+
+
+def random_state() -> dict[str, Any]:
+    """Random states of torch (host, and device where there is one), numpy and Python."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "numpy_keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+        "numpy": [str(kind), int(position), int(has_gauss), float(gauss)],
+        "python": random.getstate(),
+    }
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Put back what `random_state` gave."""
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    kind, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((kind, state["numpy_keys"].numpy().astype(np.uint32), position, has_gauss, gauss))
+    version, internal, gauss_next = state["python"]
+    random.setstate((version, tuple(internal), gauss_next))
+
+
+def _named(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
+    """The optimizer's parameters with the module's names; one that is not the module's by its place."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [
+        (names.get(id(parameter), f"#{g}.{i}"), parameter)
+        for g, group in enumerate(optimizer.param_groups)
+        for i, parameter in enumerate(group["params"])
+    ]
+
+
+def _like(parameter: Tensor, value: Tensor) -> Tensor:
+    """An optimizer tensor as the optimizer would have made it: sharded like its parameter, on its device."""
+    if isinstance(value, DTensor):
+        return value
+    if isinstance(parameter, DTensor) and tuple(value.shape) == tuple(parameter.to_local().shape):
+        made = torch.zeros_like(parameter, dtype=value.dtype)
+        made.to_local().copy_(value)
+        return made
+    copy = value.clone()  # a step counter: it stays on the host, where AdamW keeps it
+    return copy if value.dim() == 0 else copy.to(parameter.device)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _check(
+    present: Mapping[str, Tensor], saved: Mapping[str, Tensor], optimizers: set[str], kept: set[str]
+) -> None:
+    here = {name for name in present if not name.startswith("optimizer/")}
+    there = {name for name in saved if not name.startswith("optimizer/")}
+    if here != there or optimizers != kept:
+        differ = sorted(here ^ there) or sorted(optimizers ^ kept)
+        raise CheckpointError(
+            f"the saved state is that of another module: {len(differ)} names differ, first {', '.join(differ[:3])}"
+        )
+    for name in here:
+        kept_shape = _local(saved[name]).shape
+        if present[name].shape != kept_shape or present[name].dtype != saved[name].dtype:
+            raise CheckpointError(
+                f"{name}: saved {tuple(kept_shape)} {saved[name].dtype}, the module has "
+                f"{tuple(present[name].shape)} {present[name].dtype}; build it with as many ranks as it was saved with"
+            )
+
+
+def _plain(value: Any) -> bool:
+    """Whether a scheduler's value is data, not code (LambdaLR keeps its functions in its state)."""
+    if isinstance(value, dict):
+        return all(_plain(v) for v in value.values())
+    if isinstance(value, list | tuple):
+        return all(_plain(v) for v in value)
+    return value is None or isinstance(value, bool | int | float | str | Tensor)

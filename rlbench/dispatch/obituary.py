@@ -1,0 +1,77 @@
+"""What is told when a worker process has died: which one, why, its last words, its memory then, and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rlbench.runtime import processes, registry
+
+LAST_LINES = 8
+RECENT_SAMPLES = 10  # five seconds
+NOISE = ("[Gloo]", "UserWarning", "warnings.warn")
+
+
+def obituary(
+    label: str, engine: str, pid: int | None, error: BaseException, samples: list[dict[str, Any]], actor: str,
+    in_session: bool,
+) -> str:  # fmt: skip
+    """The text of a `WorkerDied`.
+
+    Args:
+        label, engine: what the worker is called, and its engine.
+        pid: of the process; None where it is not known.
+        error: what Ray said of the call.
+        samples: the monitor's, oldest first.
+        actor: the worker's name in the samples.
+        in_session: it belongs to a session that can heal it.
+    """
+    lines = [f"{label} of {engine} died{f' (pid {pid})' if pid else ''}: {cause(error, samples)}"]
+    held = [s["resident"][actor] for s in samples if actor in s["resident"]]
+    if held:
+        seen, most = held[-1] / 2**30, max(held) / 2**30
+        lines.append(f"  It held {seen:.2f} GiB when last seen; the most lately was {most:.2f}.")
+    said = last_words(pid)
+    if said:
+        lines += ["  Its last words:", *(f"    {line}" for line in said)]
+    lines.append(
+        "  The engine is broken: session.heal() rebuilds it and goes on from the last snapshot."
+        if in_session
+        else f"  The engine is broken: {engine}.close(), then build it again."
+    )
+    return "\n".join(lines)
+
+
+def cause(error: BaseException, samples: list[dict[str, Any]]) -> str:
+    """Why it ended, as far as the system tells."""
+    text = str(error)
+    kills = [s["oom_kills"] for s in samples if s.get("oom_kills") is not None]
+    now = processes.oom_kills()
+    if kills and now is not None and now > kills[-RECENT_SAMPLES:][0]:
+        return "memory ran out, and the system just killed a process for it (signal 9)"
+    if "OutOfMemory" in type(error).__name__ or "memory monitor" in text:
+        return "the host was nearly out of memory, and Ray killed it"
+    if "node" in text.lower() and ("died" in text or "dead" in text) and "actor's node" in text.lower():
+        return "its node left the cluster"
+    if "ended to release its peers" in text:
+        return "it was ended to release the others from a collective"
+    if "connection error code 2" in text or "SYSTEM_ERROR" in text:
+        return "its process ended without a word: killed from outside (signal 9), or crashed"
+    stated = [line.strip() for line in text.splitlines() if "cause" in line.lower() or "exit" in line.lower()]
+    return (stated or text.strip().splitlines() or [type(error).__name__])[0]
+
+
+def last_words(pid: int | None) -> list[str]:
+    """The end of what the process wrote; empty where its log is not on this host."""
+    record = registry.read_cluster()
+    if pid is None or record is None:
+        return []
+    logs = Path(record.temp_dir) / "session_latest" / "logs"
+    found = sorted(logs.glob(f"worker-*-{pid}.err")) + sorted(logs.glob(f"worker-*-{pid}.out"))
+    lines = [
+        line.rstrip()
+        for path in found
+        for line in path.read_text(errors="replace")[-20_000:].splitlines()
+        if line.strip() and not line.startswith(":") and not any(mark in line for mark in NOISE)
+    ]
+    return lines[-LAST_LINES:]

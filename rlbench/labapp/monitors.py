@@ -1,0 +1,92 @@
+"""Which sessions the state folder names, whether their monitors live, and asking one without holding up the server.
+
+A monitor's token stays here: it is sent to the monitor alone, and no answer holds it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from tornado.httpclient import HTTPClientError, HTTPRequest
+from tornado.simple_httpclient import SimpleAsyncHTTPClient
+
+from rlbench.runtime import registry
+
+SCHEMA = 1
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+CONNECT_LIMIT_S, ANSWER_LIMIT_S = 1.0, 5.0
+MAX_ANSWER = 32 << 20
+
+
+class Trouble(Exception):
+    """A question that has no good answer: the HTTP status, a state the panel can show, and a sentence."""
+
+    def __init__(self, status: int, state: str, message: str, **more: Any) -> None:
+        super().__init__(message)
+        self.status = status
+        self.answer = {"schema": SCHEMA, "state": state, "error": message, **more}
+
+
+def listed() -> list[dict[str, Any]]:
+    """Every session of the state folder: `live`, or `gone` where its monitor ended and only its file is left."""
+    records = [(path.stem, registry.read_json(path)) for path in registry.session_files()]
+    return [
+        registry.shown(record) | {"name": name, "state": "live" if registry.monitor_lives(record) else "gone"}
+        for name, record in records
+        if record is not None
+    ]
+
+
+async def ask(name: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+    """Ask the monitor of session `name`; its status and JSON. Raises Trouble: 404 unknown, 503 gone or silent."""
+    for _ in range(2):  # a monitor that restarted has another url and token in the file by now
+        record = _record(name)
+        try:
+            status, answer = await _fetch(record, path, body)
+        except (OSError, TimeoutError, HTTPClientError, ValueError) as error:
+            raise _silent(record, name, error) from error
+        if status != 401:
+            return status, answer
+    raise _silent(record, name, "its token changed")
+
+
+def _record(name: str) -> dict[str, Any]:
+    record = registry.read_json(registry.session_file(name)) if NAME.fullmatch(name) else None
+    if record is None:
+        raise Trouble(404, "unknown", f"no session {name!r}", sessions=[row["name"] for row in listed()])
+    return record
+
+
+def _silent(record: Mapping[str, Any], name: str, error: object) -> Trouble:
+    if registry.monitor_lives(record):
+        return Trouble(503, "silent", f"the monitor of session {name!r} does not answer: {error}")
+    return Trouble(
+        503, "gone", f"session {name!r} is gone: its monitor ended. `rlbench kill {name}` removes what it left"
+    )
+
+
+async def _fetch(record: Mapping[str, Any], path: str, body: Mapping[str, Any] | None) -> tuple[int, dict[str, Any]]:
+    target = urlsplit(str(record.get("url", "")))
+    if target.hostname != "127.0.0.1":
+        raise ValueError("its file names no endpoint on this machine")
+    request = HTTPRequest(
+        f"http://127.0.0.1:{target.port}{path}", "GET" if body is None else "POST",
+        {"Authorization": f"Bearer {record.get('token', '')}", "Content-Type": "application/json"},
+        None if body is None else json.dumps(body), follow_redirects=False,
+        connect_timeout=CONNECT_LIMIT_S, request_timeout=ANSWER_LIMIT_S,
+    )  # fmt: skip
+    client = SimpleAsyncHTTPClient(force_instance=True, max_body_size=MAX_ANSWER)
+    try:
+        response = await client.fetch(request, raise_error=False)
+    finally:
+        client.close()
+    if response.code == 599:
+        raise response.error or ValueError("no answer")
+    value = json.loads(response.body)
+    if not isinstance(value, dict):
+        raise ValueError("its answer is no JSON object")
+    return response.code, value

@@ -1,0 +1,104 @@
+"""What `GET /state` says of a session: plain values, bounded, without secrets. docs/monitor-api.md is its schema."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from rlbench.monitor import lease
+from rlbench.monitor.running import Call, Progress, Running
+from rlbench.monitor.state import State, history
+
+HISTORY_DEFAULT, HISTORY_MAX = 50, 500
+SNAPSHOT_FIELDS = ("label", "step", "version", "bytes", "fresh", "disk", "time")
+ENGINE_STATE = ("weights", "kv_cache", "optimizer", "version", "pending")
+
+
+def session_report(
+    state: State, running: Running, progress: Progress, resident: Mapping[str, int], records: int, *,
+    alive: bool, beat_age_s: float, idle_s: float, last_error: dict[str, Any] | None,
+) -> dict[str, Any]:  # fmt: skip
+    """The session as plain values: `records` last step records, `resident` bytes by actor."""
+    led_here = history(state)
+    config = state["config"]
+    return {
+        "name": state["name"],
+        "model": config.get("model"),
+        "seed": config.get("seed"),
+        "epoch": state["epoch"],
+        "step": state["step"],
+        "version": state["version"],
+        "rollouts": state["rollouts"],
+        "branch": state["branch"],
+        "paused": state.get("paused", False),
+        "engines": [engine_report(name, record, resident) for name, record in state["engines"].items()],
+        "running": [call_report(i, call) | {"progress": progress.of(i)} for i, call in running.calls.items()],
+        "verbs": [{"what": verb.what, "since": verb.since} for verb in running.verbs.values()],
+        "driver": driver_report(state["driver"], alive, beat_age_s),
+        "lease": lease_report(state["driver"], alive, beat_age_s, idle_s, bool(running.calls)),
+        "snapshots": [snapshot_report(i, fields) for i, fields in state["snapshots"].items()],
+        "history": led_here[-records:] if records else [],
+        "history_total": len(led_here),
+        "last_error": last_error,
+    }
+
+
+def engine_report(name: str, record: Mapping[str, Any], resident: Mapping[str, int]) -> dict[str, Any]:
+    """One engine: what it is, where its parts are, and its worker processes."""
+    info, state = record.get("info", {}), record.get("state", {})
+    pids = record.get("pids", {})
+    return {
+        "name": name,
+        "kind": record.get("kind"),
+        "executor": info.get("executor", "fsdp2" if record.get("kind") == "train" else None),
+        "ready": "info" in record,
+        "state": {key: state[key] for key in ENGINE_STATE if key in state},
+        "broken": record.get("broken"),
+        "workers": [
+            {"name": actor, "pid": pids.get(actor), "resident": resident.get(actor)}
+            for actor in record.get("actors", [])
+        ],
+    }
+
+
+def call_report(call_id: str, call: Call) -> dict[str, Any]:
+    """One running call."""
+    return {"id": call_id, "what": call.what, "engine": call.engine, "since": call.since}
+
+
+def driver_report(driver: Mapping[str, Any] | None, alive: bool, beat_age_s: float) -> dict[str, Any] | None:
+    """Who drives the session; None before anybody did."""
+    if driver is None:
+        return None
+    return {"pid": driver["pid"], "mode": driver["mode"], "alive": alive, "age_s": beat_age_s}
+
+
+def lease_report(
+    driver: Mapping[str, Any] | None, alive: bool, beat_age_s: float, idle_s: float, busy: bool
+) -> dict[str, Any]:
+    """How long the session lasts without a sign; `left_s` is None while it is held."""
+    notebook = driver is not None and driver["mode"] == "notebook"
+    seconds = lease.lease_of(driver)
+    idle = idle_s if notebook else beat_age_s
+    held = busy if notebook else alive
+    return {"seconds": seconds, "idle_s": idle, "left_s": None if held else max(0.0, seconds - idle)}
+
+
+def snapshot_report(id_: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """One snapshot, without where it lies."""
+    return {"id": id_} | {key: fields.get(key) for key in SNAPSHOT_FIELDS}
+
+
+def plain(value: Any) -> Any:
+    """The value as strict JSON has it: a number that is not finite becomes null, what JSON lacks becomes text."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(inner) for inner in value]
+    number = getattr(value, "item", None)
+    return plain(number()) if number is not None and getattr(value, "ndim", 0) == 0 else str(value)

@@ -1,0 +1,104 @@
+"""What runs in a session: calls on workers, the driver's verb around them, and how far the calls are.
+
+A call is known by its id and its epoch: one that was refused and sent again is the later one, in whatever order the
+messages about them arrive.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+NO_OUTPUT = 1 << 60
+"""A cursor behind all that a call may print: only its progress is asked for."""
+
+
+@dataclass
+class Call:
+    """A call that was submitted to an engine and has not ended on its first worker."""
+
+    what: str
+    engine: str
+    epoch: int
+    since: float = field(default_factory=time.time)
+
+
+class Running:
+    """The calls and verbs under way. Not locked: the monitor holds its lock around every use."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, Call] = {}
+        self.verbs: dict[str, Call] = {}
+        self._ended: collections.deque[tuple[str, int]] = collections.deque(maxlen=64)
+        self._ended_verbs: collections.deque[str] = collections.deque(maxlen=64)
+
+    def begin(self, call_id: str, call: Call) -> None:
+        """A call was submitted; a short call's end may have overtaken this."""
+        if (call_id, call.epoch) not in self._ended:
+            self.calls[call_id] = call
+
+    def end(self, call_id: str, epoch: int) -> Call | None:
+        """The call of that epoch is over; returns it, where it was known to run."""
+        self._ended.append((call_id, epoch))
+        known = self.calls.get(call_id)
+        return self.calls.pop(call_id) if known is not None and known.epoch <= epoch else None
+
+    def begin_verb(self, verb_id: str, verb: Call) -> None:
+        """A driver began a verb of several calls."""
+        if verb_id not in self._ended_verbs:
+            self.verbs[verb_id] = verb
+
+    def end_verb(self, verb_id: str) -> None:
+        """The verb is over."""
+        self._ended_verbs.append(verb_id)
+        self.verbs.pop(verb_id, None)
+
+    def forget_verbs(self, epochs: Iterable[int] | None = None) -> None:
+        """Nobody is left to end the verbs (of these epochs)."""
+        chosen = None if epochs is None else set(epochs)
+        self.verbs = {} if chosen is None else {i: v for i, v in self.verbs.items() if v.epoch not in chosen}
+
+    def names(self) -> list[str]:
+        """What runs, each once, for a sentence."""
+        return list(dict.fromkeys(call.what for call in (*self.verbs.values(), *self.calls.values())))
+
+
+class Progress:
+    """How far the running calls are, as the workers report it: asked without waiting, read at the next look."""
+
+    def __init__(self) -> None:
+        self._asked: dict[str, list[Any]] = {}
+        self._known: dict[str, list[dict[str, Any]]] = {}
+
+    def look(self, calls: dict[str, list[Any]]) -> None:
+        """Read what was asked for at the last look, and ask the actors of each call anew."""
+        import ray
+
+        for call_id, refs in self._asked.items():
+            ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+            values = [value for ref in ready if (value := _values(ref)) is not None]
+            if values:
+                self._known[call_id] = values
+        self._known = {call_id: values for call_id, values in self._known.items() if call_id in calls}
+        self._asked = {
+            call_id: [actor.poll.remote(call_id, NO_OUTPUT) for actor in actors]
+            for call_id, actors in calls.items()
+            if actors
+        }
+
+    def of(self, call_id: str) -> list[dict[str, Any]]:
+        """One object per worker that told something."""
+        return self._known.get(call_id, [])
+
+
+def _values(ref: Any) -> dict[str, Any] | None:
+    """What a worker reported; None from one that does not run the call, or died."""
+    import ray
+
+    try:
+        return dict(ray.get(ref).values) or None
+    except ray.exceptions.RayError:
+        return None

@@ -1,0 +1,136 @@
+"""Coefficients that follow what was observed: immutable values, `new = controller.update(observed, …)`.
+
+Read `.coef` for the step, then update with what the step showed. Being plain values they can be saved with a
+checkpoint, compared and printed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from rlbench.errors import LossError
+from rlbench.rl.reward_checks import check_number
+
+ADAPTIVE_CLIP = 0.2
+"""How much of the relative error one update of `AdaptiveKL` acts on (Ziegler et al.)."""
+
+
+@dataclass(frozen=True)
+class FixedKL:
+    """A KL coefficient that stays.
+
+    Attributes:
+        coef: weight of the KL penalty, ≥ 0.
+    """
+
+    coef: float = 0.001
+
+    def __post_init__(self) -> None:
+        check_number("FixedKL", "coef", self.coef, 0.0)
+
+    def update(self, observed: float, samples: int) -> FixedKL:
+        """Return itself, whatever was observed."""
+        return self
+
+
+@dataclass(frozen=True)
+class AdaptiveKL:
+    """A KL coefficient steered towards a target KL (Ziegler et al., arXiv 1909.08593).
+
+        error = clip(observed / target - 1, -0.2, 0.2)
+        coef <- coef * (1 + error * samples / horizon)
+
+    Attributes:
+        target: KL per response to hold, in nats (the same unit as `observed`), > 0.
+        horizon: responses over which a full correction builds up, > 0.
+        coef: the coefficient now; the first one when built by hand, > 0.
+    """
+
+    target: float = 6.0
+    horizon: float = 10000.0
+    coef: float = 0.2
+
+    def __post_init__(self) -> None:
+        for field in ("target", "horizon", "coef"):
+            value = getattr(self, field)
+            if not (value > 0 and math.isfinite(value)):
+                raise LossError(f"AdaptiveKL: {field}={value!r} must be a positive number.")
+
+    def update(self, observed: float, samples: int) -> AdaptiveKL:
+        """Return the controller after a step.
+
+        Args:
+            observed: the step's mean KL, in the unit of `target`.
+            samples: responses since the last update, ≥ 0.
+
+        Raises:
+            LossError: `observed` is not finite, or `samples` is negative or so many that the coefficient would
+                fall to 0 or below (5 horizons).
+        """
+        _check_observed("AdaptiveKL", observed)
+        check_number("AdaptiveKL.update", "samples", samples, 0)
+        if ADAPTIVE_CLIP * samples >= self.horizon:
+            raise LossError(
+                f"AdaptiveKL.update: samples={samples} with horizon={self.horizon:g} could make the coefficient "
+                f"negative; wanted fewer than {self.horizon / ADAPTIVE_CLIP:g}. Raise the horizon."
+            )
+        error = min(max(observed / self.target - 1.0, -ADAPTIVE_CLIP), ADAPTIVE_CLIP)
+        return replace(self, coef=self.coef * (1.0 + error * samples / self.horizon))
+
+
+@dataclass(frozen=True)
+class AdaptiveEntropy:
+    """An entropy coefficient that holds a lower bound on the entropy (Skywork-OR1, arXiv 2505.22312).
+
+    Each update adds `delta` to `level` while the entropy is at or below the target, and takes it away above; the
+    bonus acts only in steps that follow an entropy at or below the target.
+
+    Attributes:
+        target: entropy to hold, nats per token, ≥ 0. TRL's default 0.2 reacts only to a near collapse; the
+            entropy seen early in training is a better guide.
+        delta: change of `level` per update, ≥ 0.
+        low: least `level`.
+        high: greatest `level`.
+        level: the coefficient as accumulated so far.
+        observed: the entropy last seen, or None before the first update.
+    """
+
+    target: float = 0.2
+    delta: float = 0.005
+    low: float = 0.0
+    high: float = 1.0
+    level: float = 0.0
+    observed: float | None = None
+
+    def __post_init__(self) -> None:
+        check_number("AdaptiveEntropy", "target", self.target, 0.0)
+        check_number("AdaptiveEntropy", "delta", self.delta, 0.0)
+        check_number("AdaptiveEntropy", "high", self.high, self.low)
+        check_number("AdaptiveEntropy", "level", self.level, self.low, self.high)
+
+    @property
+    def coef(self) -> float:
+        """The coefficient to use in the next step: 0 while the entropy is above the target."""
+        idle = self.observed is not None and self.observed > self.target
+        return 0.0 if idle else self.level
+
+    def update(self, observed: float) -> AdaptiveEntropy:
+        """Return the controller after a step.
+
+        Args:
+            observed: mean entropy of the step's trained tokens over all ranks, in nats.
+
+        Raises:
+            LossError: `observed` is not finite.
+        """
+        _check_observed("AdaptiveEntropy", observed)
+        step = self.delta if observed <= self.target else -self.delta
+        return replace(self, level=min(max(self.level + step, self.low), self.high), observed=observed)
+
+
+def _check_observed(owner: str, observed: float) -> None:
+    if not math.isfinite(observed):
+        raise LossError(
+            f"{owner}.update: observed={observed!r} is not finite; the step that gave it is broken."
+        )

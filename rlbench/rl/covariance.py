@@ -1,0 +1,162 @@
+"""Policy losses that single out the few tokens which drive the entropy down: Clip-Cov and KL-Cov.
+
+Cui et al., "The Entropy Mechanism of RL for Reasoning Language Models" (arXiv 2505.22617). A token's covariance is
+
+    cov = (A - mean A) (log p - mean log p),   means over the trained tokens of the whole optimizer step, float64.
+
+Which tokens are meant is decided once per step, in `plan`, from all its sequences: no micro-batch and no rank
+decides for itself, as they do in verl, and the result does not depend on how the step was split.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rlbench.errors import LossError
+from rlbench.rl.clipped import ppo
+from rlbench.rl.policy import Metrics, PolicyLoss, masked, ratio_metrics, ratio_of
+from rlbench.rl.types import LossInputs
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class clip_cov(ppo):
+    """PPO's clip, and no gradient for a few random tokens of high covariance: Clip-Cov (arXiv 2505.22617).
+
+    Among the tokens with low < cov < high that PPO's clip leaves alone, max(1, floor(fraction N)) get loss 0; N is
+    the step's trained tokens. They stay in the normaliser. Pairs with `rb.rl.group_normalized`.
+
+    Random, but a pure function of the step: each token's priority is a hash of `seed`, its position and the
+    sampler's log-probabilities of its response (which are never recomputed); the lowest priorities are taken. The
+    order of the sequences plays no part, and the choice changes from step to step with the data.
+
+    Attributes:
+        clip_low, clip_high: PPO's, as in verl's configuration; the authors' scripts set both to 1.
+        fraction: share of the step's trained tokens; in [0, 1]. 2e-4 in the authors' scripts and in verl.
+        low, high: bounds of the covariance; 1 and 5 in both.
+        seed: of the choice.
+    """
+
+    paper: ClassVar[str] = "2505.22617"
+
+    fraction: float = 2e-4
+    low: float = 1.0
+    high: float = 5.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_between("fraction", 0.0, 1.0)
+        self.check_at_least("low", -math.inf, open_end=True)
+        self.check_at_least("high", -math.inf, open_end=True)
+        if not self.low < self.high:
+            raise LossError(f"{self.name}: low={self.low!r} must be below high={self.high!r}.")
+        if not isinstance(self.seed, int):
+            raise LossError(f"{self.name}: seed={self.seed!r} must be an integer.")
+
+    def surrogate_plan(self, whole: LossInputs) -> dict[str, Tensor]:
+        """Return "clip_cov/dropped", (S, T) bool, for the whole step."""
+        _, metrics = super().surrogate(whole)
+        free = torch.as_tensor(metrics["clip_fraction"]) == 0
+        cov = covariance(whole)
+        eligible = whole.mask & free & (cov > self.low) & (cov < self.high)
+        found = _flat(eligible, _priority(whole, self.seed))
+        return {f"{self.name}/dropped": _chosen(eligible, found[: _count(self.fraction, whole.mask)])}
+
+    def surrogate(self, x: LossInputs) -> tuple[Tensor, Metrics]:
+        """Return PPO's loss per token (S, T), 0 for the chosen, and its metrics."""
+        loss, metrics = super().surrogate(x)
+        dropped = self.channel(x, "dropped")
+        return torch.where(dropped, 0.0, loss), metrics | {"cov_dropped": dropped.float()}
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class kl_cov(PolicyLoss):
+    """Unclipped PPO with a KL pull on the tokens of highest covariance: KL-Cov (arXiv 2505.22617).
+
+    L = -A r, plus coef |log new - log old| on the max(1, floor(fraction N)) tokens with the largest covariance; N is
+    the step's trained tokens, equal covariances are taken in the order of a hash, not of the sequences.
+    Pairs with `rb.rl.group_normalized`.
+
+    Attributes:
+        fraction: in [0, 1]; the authors' scripts have 2e-3 for a 7B and 2e-4 for a 32B model, verl 2e-4,
+            SkyRL 0.2.
+        coef: weight of the pull, at least 0; 1 in the authors' scripts, 0.1 in verl's configuration.
+    """
+
+    paper: ClassVar[str] = "2505.22617"
+
+    fraction: float = 2e-4
+    coef: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_between("fraction", 0.0, 1.0)
+        self.check_at_least("coef", 0.0)
+
+    def surrogate_plan(self, whole: LossInputs) -> dict[str, Tensor]:
+        """Return "kl_cov/pulled", (S, T) bool, for the whole step."""
+        found = _flat(whole.mask, _priority(whole, seed=0))
+        largest_first = covariance(whole).flatten()[found].argsort(descending=True, stable=True)
+        chosen = found[largest_first][: _count(self.fraction, whole.mask)]
+        return {f"{self.name}/pulled": _chosen(whole.mask, chosen)}
+
+    def surrogate(self, x: LossInputs) -> tuple[Tensor, Metrics]:
+        """Return the loss per token (S, T) and its metrics."""
+        ratio = ratio_of(x)
+        pulled = self.channel(x, "pulled")
+        distance = (x.logprobs - x.old_logprobs).abs()
+        loss = -x.advantages * ratio + torch.where(pulled, self.coef * distance, 0.0)
+        return loss, ratio_metrics(x, ratio) | {"cov_pulled": pulled.float()}
+
+
+def covariance(x: LossInputs) -> Tensor:
+    """Return the covariance of each trained token (S, T) float64; the means are over all of `x`."""
+
+    def centred(values: Tensor) -> Tensor:
+        wide = masked(values.detach().double(), x.mask)
+        return wide - wide.sum() / x.mask.sum().clamp(min=1)
+
+    return masked(centred(x.advantages) * centred(x.logprobs), x.mask)
+
+
+def _count(fraction: float, mask: Tensor) -> int:
+    """Return floor(fraction of the trained tokens), at least 1 (a fraction of 0 is none)."""
+    return max(1, math.floor(fraction * int(mask.sum()) + 1e-9)) if fraction else 0
+
+
+def _flat(kept: Tensor, priority: Tensor) -> Tensor:
+    """Return the flat places of the tokens kept, lowest priority number first."""
+    places = kept.flatten().nonzero().squeeze(1)
+    return places[priority.flatten()[places].argsort(stable=True)]
+
+
+def _chosen(like: Tensor, places: Tensor) -> Tensor:
+    """Return a bool tensor of that shape, True at the flat places."""
+    out = torch.zeros(like.numel(), dtype=torch.bool, device=like.device)
+    out[places] = True
+    return out.view(like.shape)
+
+
+def _priority(x: LossInputs, seed: int) -> Tensor:
+    """Return a random-looking number below 2^32 per token (S, T), the same wherever its sequence stands."""
+    bits = (
+        (x.sampler_logprobs.float() + 0.0).contiguous().view(torch.int32).to(torch.int64)
+    )  # -0.0 becomes 0.0
+    place = torch.arange(bits.shape[1], device=bits.device)
+    token = _mixed(bits + _mixed(place + _mixed(torch.tensor(seed, device=bits.device))))
+    sequence = torch.where(x.mask, token, 0).sum(1, keepdim=True)
+    return _mixed(token + _mixed(sequence))
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    """Return 32 well-mixed bits of int64 numbers; multiplications stay below 2^63."""
+    for _ in range(2):
+        numbers = numbers & 0xFFFFFFFF
+        numbers = (numbers ^ (numbers >> 16)) * 0x45D9F3B
+    numbers = numbers & 0xFFFFFFFF
+    return numbers ^ (numbers >> 16)

@@ -1,0 +1,286 @@
+"""Losses from preferences: which of two responses is better (DPO and its kin), or whether one is good (KTO).
+
+They take one log-probability per sequence, summed over its response tokens (`sequence_logprobs`), and return one
+loss per pair (B,), or per response for KTO, not averaged. The metrics are (B,) without gradient: `reward_chosen`
+and `reward_rejected` (the implicit rewards), `reward_margin`, and `reward_accuracy` (1 where the chosen one has the
+higher reward). Losses with a reference policy are called with (chosen, rejected, ref_chosen, ref_rejected), those
+without one with (chosen, rejected).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from rlbench.errors import LossError
+from rlbench.rl.policy import Metrics, masked
+from rlbench.rl.reward_checks import check_mask, check_number, check_shape, output_dtype
+
+
+def sequence_logprobs(logprobs: Tensor, mask: Tensor, average: bool = False) -> Tensor:
+    """Return one log-probability per sequence: the sum over its trained tokens, or their mean.
+
+    Args:
+        logprobs: (B, T) of the tokens; arbitrary where `mask` is False.
+        mask: (B, T) bool, True for the response tokens.
+        average: divide by the number of tokens, as SimPO, ORPO and IPO (in TRL) take them.
+
+    Returns:
+        (B,), float64 for float64, else float32; 0 for a sequence without a trained token.
+
+    Raises:
+        LossError: shapes differ, the batch is empty, or the mask is not bool.
+    """
+    check_mask(mask)
+    check_shape("logprobs", logprobs, tuple(mask.shape))
+    summed = masked(logprobs.to(output_dtype(logprobs)), mask).sum(dim=1)
+    return summed / mask.sum(dim=1).clamp(min=1) if average else summed
+
+
+@dataclass(frozen=True)
+class dpo:
+    """Direct preference optimisation (arXiv 2305.18290).
+
+    x = (chosen - rejected) - (ref_chosen - ref_rejected);
+    L = -(1 - s) log sigmoid(beta x) - s log sigmoid(-beta x). With s > 0 it is conservative DPO (E. Mitchell, "A note
+    on DPO with noisy preferences", 2023); with `robust` that loss made unbiased under flipped labels,
+    ((1 - s) l(x) - s l(-x)) / (1 - 2 s) with l = -log sigmoid(beta x) (arXiv 2403.00409).
+
+    Attributes:
+        beta: strength of the pull to the reference policy, > 0.
+        label_smoothing: s, the probability that a label is wrong, in [0, 0.5).
+        robust: see above; needs label_smoothing > 0.
+    """
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    robust: bool = False
+
+    def __post_init__(self) -> None:
+        _check_positive("dpo", "beta", self.beta)
+        if not 0 <= self.label_smoothing < 0.5:
+            raise LossError(f"dpo: label_smoothing={self.label_smoothing!r} must lie in [0, 0.5).")
+        if self.robust and self.label_smoothing == 0:
+            raise LossError("dpo: robust=True has no effect with label_smoothing=0; set it above 0.")
+
+    def __call__(
+        self, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor
+    ) -> tuple[Tensor, Metrics]:
+        """Return the loss per pair (B,) and the metrics; all four arguments are (B,) summed log-probabilities.
+
+        Raises:
+            LossError: shapes differ, or the batch is empty.
+        """
+        c, r = _log_ratios(chosen, rejected, ref_chosen, ref_rejected)
+        right, wrong = -logsigmoid(self.beta * (c - r)), -logsigmoid(-self.beta * (c - r))
+        s = self.label_smoothing
+        if self.robust:
+            loss = ((1 - s) * right - s * wrong) / (1 - 2 * s)
+        else:
+            loss = (1 - s) * right + s * wrong
+        return loss, _pair_metrics(self.beta * c, self.beta * r)
+
+
+@dataclass(frozen=True)
+class ipo:
+    """Identity preference optimisation (arXiv 2310.12036, equation 17): L = (x - 1 / (2 beta))².
+
+    x = (chosen - rejected) - (ref_chosen - ref_rejected). It pulls the margin to a number instead of to infinity.
+    The paper and OpenRLHF sum the log-probabilities, TRL averages them over tokens.
+
+    Attributes:
+        beta: strength of the pull to the reference policy, > 0 (the paper's tau).
+    """
+
+    beta: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check_positive("ipo", "beta", self.beta)
+
+    def __call__(
+        self, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor
+    ) -> tuple[Tensor, Metrics]:
+        """Return the loss per pair (B,) and the metrics; all four arguments are (B,) log-probabilities.
+
+        Raises:
+            LossError: shapes differ, or the batch is empty.
+        """
+        c, r = _log_ratios(chosen, rejected, ref_chosen, ref_rejected)
+        return (c - r - 1 / (2 * self.beta)) ** 2, _pair_metrics(self.beta * c, self.beta * r)
+
+
+@dataclass(frozen=True)
+class simpo:
+    """Simple preference optimisation, without a reference policy (arXiv 2405.14734).
+
+    L = -log sigmoid(beta (chosen - rejected) - gamma), on log-probabilities *averaged* over tokens.
+
+    Attributes:
+        beta: scale of the implicit reward, > 0.
+        gamma: the margin that is wanted, >= 0.
+    """
+
+    beta: float = 2.0
+    gamma: float = 0.5
+
+    def __post_init__(self) -> None:
+        _check_positive("simpo", "beta", self.beta)
+        check_number("simpo", "gamma", self.gamma, 0.0)
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Metrics]:
+        """Return the loss per pair (B,) and the metrics; both arguments are (B,) averaged log-probabilities.
+
+        Raises:
+            LossError: shapes differ, or the batch is empty.
+        """
+        c, r = _wide_pairs(chosen=chosen, rejected=rejected)
+        return -logsigmoid(self.beta * (c - r) - self.gamma), _pair_metrics(self.beta * c, self.beta * r)
+
+
+@dataclass(frozen=True)
+class orpo:
+    """Odds ratio preference optimisation, without a reference policy (arXiv 2403.07691).
+
+    L = -chosen - beta log sigmoid(log odds(chosen) - log odds(rejected)), with odds(l) = exp(l) / (1 - exp(l)), on
+    log-probabilities *averaged* over tokens. The first term is the supervised loss on the chosen response, each
+    pair with the same weight (TRL: each token).
+
+    Attributes:
+        beta: weight of the second term (the paper's lambda), > 0.
+    """
+
+    beta: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check_positive("orpo", "beta", self.beta)
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Metrics]:
+        """Return the loss per pair (B,) and the metrics; both arguments are (B,) averaged log-probabilities.
+
+        Raises:
+            LossError: shapes differ, or the batch is empty.
+        """
+        c, r = _wide_pairs(chosen=chosen, rejected=rejected)
+        loss = -c - self.beta * logsigmoid(_log_odds(c) - _log_odds(r))
+        return loss, _pair_metrics(self.beta * c, self.beta * r)
+
+
+@dataclass(frozen=True)
+class kto:
+    """Kahneman-Tversky optimisation: good and bad responses that need not come in pairs (arXiv 2402.01306).
+
+    With l = logprobs - ref_logprobs and z = max(0, kl): L = w_d (1 - sigmoid(beta (l - z))) for a desirable response,
+    w_u (1 - sigmoid(beta (z - l))) for an undesirable one.
+
+    Attributes:
+        beta: strength of the pull to the reference policy, > 0.
+        desirable_weight: w_d, >= 0.
+        undesirable_weight: w_u, >= 0.
+    """
+
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_positive("kto", "beta", self.beta)
+        check_number("kto", "desirable_weight", self.desirable_weight, 0.0)
+        check_number("kto", "undesirable_weight", self.undesirable_weight, 0.0)
+
+    def __call__(
+        self, logprobs: Tensor, ref_logprobs: Tensor, desirable: Tensor, kl: Tensor | float
+    ) -> tuple[Tensor, Metrics]:
+        """Return the loss per response (B,), and its implicit `reward` (B,) as a metric.
+
+        Args:
+            logprobs: (B,) summed log-probabilities of the responses; carry the gradient.
+            ref_logprobs: (B,) the same under the reference policy.
+            desirable: (B,) bool, True for the good ones.
+            kl: `kto_kl` of the whole step, averaged over ranks; a number without gradient.
+
+        Raises:
+            LossError: shapes differ, the batch is empty, or `desirable` is not bool.
+        """
+        policy, reference = _wide_pairs(logprobs=logprobs, ref_logprobs=ref_logprobs)
+        check_shape("desirable", desirable, tuple(policy.shape))
+        if desirable.dtype != torch.bool:
+            raise LossError(
+                f"desirable has dtype {desirable.dtype}; wanted bool, True for the good responses."
+            )
+        log_ratio = policy - reference.detach()
+        point = torch.as_tensor(kl, dtype=log_ratio.dtype, device=log_ratio.device).detach().clamp(min=0)
+        if point.dim() != 0:
+            raise LossError(f"kl has shape {tuple(point.shape)}; wanted one number for the whole step.")
+        good = self.desirable_weight * torch.sigmoid(self.beta * (point - log_ratio))  # 1 - sigmoid(-y)
+        bad = self.undesirable_weight * torch.sigmoid(self.beta * (log_ratio - point))
+        return torch.where(desirable, good, bad), {"reward": self.beta * log_ratio.detach()}
+
+
+def kto_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Estimate KTO's reference point (arXiv 2402.01306): the mean of (log p - log p_ref) over *mismatched* responses.
+
+    A response is scored here after another example's prompt. The mean is not clamped: average it over ranks first,
+    `kto` then takes max(0, ·) (as TRL does, and as OpenRLHF did while it had KTO).
+
+    Args:
+        logprobs: (B,) summed log-probabilities of the mismatched responses.
+        ref_logprobs: (B,) the same under the reference policy.
+
+    Returns:
+        A scalar without gradient.
+
+    Raises:
+        LossError: shapes differ, or the batch is empty.
+    """
+    policy, reference = _wide_pairs(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    return (policy - reference).mean().detach()
+
+
+# -- what they share -----------------------------------------------------------------------------------------
+
+
+def _wide_pairs(**named: Tensor) -> list[Tensor]:
+    """Return (B,) arguments in one dtype, float32 or wider; refuse other shapes and an empty batch."""
+    first_name, first = next(iter(named.items()))
+    if first.dim() != 1 or first.numel() == 0:
+        raise LossError(
+            f"{first_name} has shape {tuple(first.shape)}; wanted (B,), one log-probability per sequence, B >= 1."
+        )
+    for name, value in named.items():
+        check_shape(name, value, tuple(first.shape))
+    wide = torch.float64 if any(value.dtype == torch.float64 for value in named.values()) else torch.float32
+    return [value.to(wide) for value in named.values()]
+
+
+def _log_ratios(
+    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return log p - log p_ref of both responses, (B,) each; the reference without gradient."""
+    c, r, ref_c, ref_r = _wide_pairs(
+        chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected
+    )
+    return c - ref_c.detach(), r - ref_r.detach()
+
+
+def _log_odds(logprob: Tensor) -> Tensor:
+    """Return log(p / (1 - p)); a probability of 1 is read as 1 - 1e-6, where the odds would be infinite."""
+    below_one = logprob.clamp(max=-1e-6)
+    return below_one - torch.log(-torch.expm1(below_one))
+
+
+def _pair_metrics(reward_chosen: Tensor, reward_rejected: Tensor) -> Metrics:
+    chosen, rejected = reward_chosen.detach(), reward_rejected.detach()
+    return {
+        "reward_chosen": chosen,
+        "reward_rejected": rejected,
+        "reward_margin": chosen - rejected,
+        "reward_accuracy": (chosen > rejected).to(chosen.dtype),
+    }
+
+
+def _check_positive(owner: str, field: str, value: float) -> None:
+    if not value > 0:
+        raise LossError(f"{owner}: {field}={value!r} must be > 0.")

@@ -1,0 +1,358 @@
+"""Advantages per token: discounted returns, GAE, and what is built on them.
+
+Untrained tokens inside a response (tool output) are passed through: reward and value of a later turn reach the turns
+before it undiminished, and what stands on those tokens counts for nothing. (SkyRL resets the running return there, so
+that a reward never reaches the turns before an observation.) All run in float64 and return float64 for float64
+rewards, else float32, with 0 outside the mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlbench.errors import LossError
+from rlbench.rl.placing import at_last_token
+from rlbench.rl.recurrence import carried_back, last_trained, next_trained
+from rlbench.rl.reward_checks import (
+    check_finite,
+    check_mask,
+    check_number,
+    check_rewards,
+    check_shape,
+    clean_tokens,
+    needed,
+    needed_tokens,
+    output_dtype,
+)
+from rlbench.rl.whitening import whiten
+
+
+def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
+    """Return the discounted sum of the rewards from each token on: G_t = r_t + gamma G_{t+1}.
+
+    Args:
+        rewards: (B, T) finite where trained, arbitrary elsewhere.
+        mask: (B, T) bool, True for trained tokens; the others neither add nor discount.
+        gamma: discount per trained token, in [0, 1].
+
+    Returns:
+        (B, T), 0 outside the mask.
+
+    Raises:
+        LossError: shapes differ, the batch is empty, a trained token's reward is not finite, or gamma out of range.
+    """
+    check_mask(mask)
+    check_number("discounted_returns", "gamma", gamma, 0.0, 1.0)
+    clean = clean_tokens("rewards", rewards, mask)
+    return torch.where(mask, carried_back(clean, gamma, mask), 0.0).to(output_dtype(rewards))
+
+
+def gae_advantages(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float = 1.0,
+    lam: float | Tensor = 0.95,
+    bootstrap: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return generalised advantages and the value targets (GAE, arXiv 1506.02438); nothing is whitened.
+
+        delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lam A_{t+1},   target_t = A_t + V_t
+
+    where t + 1 is the next *trained* token (verl, AReaL; OpenRLHF, SkyRL and slime step onto observations too).
+
+    Args:
+        rewards: (B, T) finite where trained, arbitrary elsewhere.
+        values: (B, T) the critic's value of the state before each token; arbitrary where untrained.
+        mask: (B, T) bool, True for trained tokens.
+        gamma: discount per trained token, in [0, 1].
+        lam: in [0, 1]; 1 gives returns minus values, 0 one-step errors. One number, or (B,) one per response.
+        bootstrap: (B,) value of the state after the last trained token; None for 0, a response that has ended.
+
+    Returns:
+        Advantages (B, T) and value targets (B, T), 0 outside the mask.
+
+    Raises:
+        LossError: shapes differ, the batch is empty, a value at a trained token is not finite, gamma or lam out of
+            range.
+    """
+    check_mask(mask)
+    check_number("gae_advantages", "gamma", gamma, 0.0, 1.0)
+    r, v = clean_tokens("rewards", rewards, mask), clean_tokens("values", values, mask)
+    after = torch.zeros(len(mask), dtype=torch.float64, device=mask.device)
+    if bootstrap is not None:
+        check_shape("bootstrap", bootstrap, (len(mask),))
+        check_finite("bootstrap", bootstrap)
+        after = bootstrap.double()
+    delta = torch.where(mask, r + gamma * next_trained(v, mask, after) - v, 0.0)
+    advantages = torch.where(mask, carried_back(delta, gamma * _per_row(lam, len(mask)), mask), 0.0)
+    dtype = output_dtype(rewards)
+    return advantages.to(dtype), (advantages + v).to(dtype)
+
+
+@dataclass(frozen=True)
+class length_adaptive:
+    """GAE's lambda by length (VAPO, arXiv 2504.05118): lam = 1 - 1 / (alpha length), at least 0.
+
+    Long responses get a lambda nearer to 1, so that the reward still reaches their first tokens.
+
+    Attributes:
+        alpha: > 0; the paper's 0.05.
+    """
+
+    alpha: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not self.alpha > 0:
+            raise LossError(f"length_adaptive: alpha={self.alpha!r} must be > 0.")
+
+    def __call__(self, lengths: Tensor) -> Tensor:
+        """Return (B,) lambdas for (B,) numbers of trained tokens."""
+        return (1.0 - 1.0 / (self.alpha * lengths.double().clamp(min=1.0))).clamp(min=0.0)
+
+
+@dataclass(frozen=True)
+class gae:
+    """Generalised advantage estimation with a critic (arXiv 1506.02438), the advantage of PPO.
+
+    See `gae_advantages` for the formula. `returns`, called like the estimator, gives the targets of the value loss.
+
+    Attributes:
+        gamma: discount per trained token, in [0, 1].
+        lam: lambda of the policy's advantages, in [0, 1], or `length_adaptive(…)`.
+        value_lam: lambda of the value targets; None for `lam`. Decoupled GAE (arXiv 2503.01491) sets it to 1.
+        bootstrap_truncated: a response cut at the length limit goes on, so that the state after it has a value. The
+            critic's value at the last trained token stands in for it, as in AReaL; otherwise 0.
+        whiten: whiten the advantages once over the trained tokens of the batch (`rlbench.rl.whitening`), as verl and
+            OpenRLHF do; never the targets.
+    """
+
+    gamma: float = 1.0
+    lam: float | length_adaptive = 0.95
+    value_lam: float | None = None
+    bootstrap_truncated: bool = False
+    whiten: bool = True
+
+    def __post_init__(self) -> None:
+        check_number("gae", "gamma", self.gamma, 0.0, 1.0)
+        if not isinstance(self.lam, length_adaptive):
+            check_number("gae", "lam", self.lam, 0.0, 1.0)
+        if self.value_lam is not None:
+            check_number("gae", "value_lam", self.value_lam, 0.0, 1.0)
+
+    def __call__(
+        self,
+        rewards: Tensor,
+        group: Tensor,
+        *,
+        values: Tensor | None = None,
+        mask: Tensor | None = None,
+        token_rewards: Tensor | None = None,
+        truncated: Tensor | None = None,
+    ) -> Tensor:
+        """Return (B, T) advantages.
+
+        Args:
+            rewards: (B,) one finite reward per response, placed on its last trained token.
+            group: (B,) integers; not used, groups play no part here.
+            values: (B, T) the critic's value of the state before each token; finite where trained.
+            mask: (B, T) bool, True for trained tokens.
+            token_rewards: (B, T) in the place of `rewards`; finite where trained.
+            truncated: (B,) bool, cut at the length limit; needed with `bootstrap_truncated`.
+
+        Raises:
+            LossError: something needed is missing, shapes differ, the batch is empty, or a value is not finite.
+        """
+        advantages, _, kept = self._estimate(self.lam, rewards, group, values, mask, token_rewards, truncated)
+        return (whiten(advantages, kept) if self.whiten else advantages).to(output_dtype(rewards))
+
+    def returns(
+        self,
+        rewards: Tensor,
+        group: Tensor,
+        *,
+        values: Tensor | None = None,
+        mask: Tensor | None = None,
+        token_rewards: Tensor | None = None,
+        truncated: Tensor | None = None,
+    ) -> Tensor:
+        """Return the (B, T) targets of the value loss; arguments and errors as in a call."""
+        lam = self.lam if self.value_lam is None else self.value_lam
+        _, targets, _ = self._estimate(lam, rewards, group, values, mask, token_rewards, truncated)
+        return targets.to(output_dtype(rewards))
+
+    def _estimate(
+        self,
+        lam: float | length_adaptive,
+        rewards: Tensor,
+        group: Tensor,
+        values: Tensor | None,
+        mask: Tensor | None,
+        token_rewards: Tensor | None,
+        truncated: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return advantages and targets in float64, not whitened, and the mask."""
+        placed, kept = _token_rewards(self, rewards, group, mask, token_rewards)
+        v = needed_tokens(self, "values", values, kept)
+        lambdas = lam(kept.sum(1)) if isinstance(lam, length_adaptive) else lam
+        after = self._after(v, kept, truncated)
+        return (*gae_advantages(placed, v, kept, self.gamma, lambdas, after), kept)
+
+    def _after(self, values: Tensor, mask: Tensor, truncated: Tensor | None) -> Tensor | None:
+        """Return the value of the state after each response, (B,), or None for 0."""
+        if not self.bootstrap_truncated:
+            return None
+        cut = needed(self, "truncated", truncated)
+        check_shape("truncated", cut, (len(mask),))
+        last = torch.where(last_trained(mask), values, 0.0).sum(1)
+        return torch.where(cut.bool(), last, 0.0)
+
+
+@dataclass(frozen=True)
+class reinforce_plus_plus:
+    """Discounted returns, whitened over the batch (REINFORCE++, arXiv 2501.03262); no critic, no group.
+
+    OpenRLHF's "reinforce" is the same with a population variance; with whiten=False it is plain REINFORCE.
+
+    Attributes:
+        gamma: discount per trained token, in [0, 1].
+        whiten: whiten once over the trained tokens of the batch (`rlbench.rl.whitening`); otherwise leave as it is.
+    """
+
+    gamma: float = 1.0
+    whiten: bool = True
+
+    def __post_init__(self) -> None:
+        check_number("reinforce_plus_plus", "gamma", self.gamma, 0.0, 1.0)
+
+    def __call__(
+        self,
+        rewards: Tensor,
+        group: Tensor,
+        *,
+        mask: Tensor | None = None,
+        token_rewards: Tensor | None = None,
+    ) -> Tensor:
+        """Return (B, T) advantages.
+
+        Args:
+            rewards: (B,) one finite reward per response, placed on its last trained token.
+            group: (B,) integers; not used.
+            mask: (B, T) bool, True for trained tokens.
+            token_rewards: (B, T) in the place of `rewards` (e.g. `placing.kl_in_reward`); finite where trained.
+
+        Raises:
+            LossError: `mask` is missing, shapes differ, the batch is empty, or a reward is not finite.
+        """
+        placed, kept = _token_rewards(self, rewards, group, mask, token_rewards)
+        returns = discounted_returns(placed, kept, self.gamma)
+        return (whiten(returns, kept) if self.whiten else returns).to(output_dtype(rewards))
+
+
+@dataclass(frozen=True)
+class remax:
+    """Reward to go minus the reward of the greedy response to the same prompt (ReMax, arXiv 2310.10505)."""
+
+    def __call__(
+        self,
+        rewards: Tensor,
+        group: Tensor,
+        *,
+        baseline_rewards: Tensor | None = None,
+        mask: Tensor | None = None,
+        token_rewards: Tensor | None = None,
+    ) -> Tensor:
+        """Return (B, T) advantages.
+
+        Args:
+            rewards: (B,) one finite reward per response, placed on its last trained token.
+            group: (B,) integers; not used.
+            baseline_rewards: (B,) finite, the greedy response's, repeated for each response to its prompt.
+            mask: (B, T) bool, True for trained tokens.
+            token_rewards: (B, T) in the place of `rewards`; finite where trained.
+
+        Raises:
+            LossError: something needed is missing, shapes differ, the batch is empty, or a reward is not finite.
+        """
+        placed, kept = _token_rewards(self, rewards, group, mask, token_rewards)
+        baseline = needed(self, "baseline_rewards", baseline_rewards)
+        check_shape("baseline_rewards", baseline, tuple(rewards.shape))
+        check_finite("baseline_rewards", baseline)
+        to_go = discounted_returns(placed, kept)
+        return torch.where(kept, to_go - baseline.double()[:, None], 0.0).to(output_dtype(rewards))
+
+
+@dataclass(frozen=True)
+class on_policy_distillation:
+    """How much likelier a teacher finds each token the student sampled: A_t = log teacher - log student.
+
+    The negated k1 estimate of KL(student || teacher), each token for itself (reverse-KL distillation: MiniLLM, arXiv
+    2306.08543; GKD, arXiv 2306.13649). Rewards do not count; to use both, add the two advantages.
+
+    Attributes:
+        clip: bound of |A|, > 0; None for no bound.
+    """
+
+    clip: float | None = 20.0
+
+    def __post_init__(self) -> None:
+        if self.clip is not None and not self.clip > 0:
+            raise LossError(f"on_policy_distillation: clip={self.clip!r} must be > 0, or None.")
+
+    def __call__(
+        self,
+        rewards: Tensor,
+        group: Tensor,
+        *,
+        logprobs: Tensor | None = None,
+        teacher_logprobs: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Return (B, T) advantages.
+
+        Args:
+            rewards: (B,) not used.
+            group: (B,) integers; not used.
+            logprobs: (B, T) of the sampled tokens under the student; finite where trained.
+            teacher_logprobs: (B, T) under the teacher; finite where trained.
+            mask: (B, T) bool, True for trained tokens.
+
+        Raises:
+            LossError: something needed is missing, shapes differ, the batch is empty, or a value is not finite.
+        """
+        check_rewards(rewards, group)
+        kept = needed(self, "mask", mask)
+        check_mask(kept, len(rewards))
+        teacher = needed_tokens(self, "teacher_logprobs", teacher_logprobs, kept)
+        gap = teacher - needed_tokens(self, "logprobs", logprobs, kept)
+        if self.clip is not None:
+            gap = gap.clamp(-self.clip, self.clip)
+        return gap.to(output_dtype(rewards))
+
+
+def _token_rewards(
+    owner: object, rewards: Tensor, group: Tensor, mask: Tensor | None, token_rewards: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return (B, T) float64 rewards, 0 outside the mask, and the mask."""
+    check_rewards(rewards, group)
+    kept = needed(owner, "mask", mask)
+    check_mask(kept, len(rewards))
+    if token_rewards is None:
+        return at_last_token(rewards.double(), kept), kept
+    return needed_tokens(owner, "token_rewards", token_rewards, kept), kept
+
+
+def _per_row(lam: float | Tensor, rows: int) -> float | Tensor:
+    """Return lambda as one number or (B, 1)."""
+    if not isinstance(lam, Tensor):
+        check_number("gae_advantages", "lam", lam, 0.0, 1.0)
+        return lam
+    check_shape("lam", lam, (rows,))
+    if not ((lam >= 0) & (lam <= 1)).all():
+        raise LossError(
+            f"gae_advantages: lam spans [{float(lam.min()):g}, {float(lam.max()):g}]; wanted values in [0, 1]."
+        )
+    return lam.double()[:, None]

@@ -1,0 +1,93 @@
+"""Checkpoints of a session on disk, and the model as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlbench.checkpoint import folder as folders
+from rlbench.dispatch.chain import Steps
+from rlbench.engines.sync import sync_weights
+from rlbench.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from rlbench.session.session import Session
+
+SESSION = "session.json"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was written: where, its size, the older ones that made way."""
+
+    path: str
+    bytes: int
+    removed: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        gone = f", removed {', '.join(Path(p).name for p in self.removed)}" if self.removed else ""
+        return f"Saved({self.path!r}, {self.bytes / 2**20:.3g} MiB{gone})"
+
+
+def save_steps(session: Session, root: str, max_num: int | None, max_mem: float | None) -> Steps:
+    """Write a checkpoint into `root`; returns `Saved`."""
+    for name, value in (("max_num", max_num), ("max_mem", max_mem)):
+        if value is not None and value <= 0:
+            raise CheckpointError(f"save: {name}={value!r} must be above 0, or None to keep all")
+    state = session.link.state("step", "version", "rollouts", "config", "history")
+    kept = {key: state[key] for key in ("step", "version", "rollouts", "config", "history")}
+    name = f"step-{state['step']:06d}-v{state['version']}"
+    place = str(Path(root).expanduser().resolve())
+    parts = yield session.train.call_all(
+        "save_checkpoint", place, name, kept, max_num, max_mem, what="save", track=True
+    )
+    return Saved(parts[0]["path"], parts[0]["bytes"], tuple(parts[0]["removed"]))
+
+
+def options_of(path: str | Path) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint that `path` names, and the session's values in it.
+
+    Raises:
+        CheckpointError: none there, or its values cannot be read.
+    """
+    found = folders.find(Path(path).expanduser().resolve())
+    try:
+        return found, dict(json.loads((found / SESSION).read_text()))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{found} is damaged: {SESSION} cannot be read ({error})") from error
+
+
+def load_steps(session: Session, folder: Path, kept: dict[str, Any]) -> Steps:
+    """Bring a session just built to a checkpoint: weights, optimizer, step, history, and the replicas' weights."""
+    yield session.train.call_all("load_checkpoint", str(folder), what="load", track=True)
+    session.link.apply(*({"do": "record", "record": record} for record in kept["history"]))
+    session.link.set(step=kept["step"], version=kept["version"], rollouts=kept["rollouts"])
+    session.train.publish_state()
+    yield sync_weights(session.train, session.inference, kept["version"])
+    return session
+
+
+def export_steps(session: Session, path: str, dtype: str | None) -> Steps:
+    """Write the trainer's weights as a Hugging Face folder; returns `path`, `bytes`, `files`."""
+    place = Path(path).expanduser().resolve()
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise CheckpointError(f"{place} is there already and not empty: export to another path, or remove it")
+    parts = yield session.train.call_all(
+        "export_model", str(place), session.options.path, dtype, what="export", track=True
+    )
+    return parts[0]
+
+
+def overridden(kept: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Constructor arguments of a session like the saved one; what is given counts before what was saved."""
+    config = kept["config"]
+    arguments = {
+        "model": config["model"], "train": config["train"], "inference": config["inference"], "seed": config["seed"],
+        "reference": config["reference"], "undo": config["undo"],
+    }  # fmt: skip
+    for name, value in given.items():
+        merges = isinstance(value, dict) and isinstance(arguments.get(name), dict)
+        arguments[name] = {**arguments[name], **value} if merges else value
+    return arguments

@@ -1,0 +1,41 @@
+"""The control verbs of a session without its kernel: what an operator's process does with the session's own verbs.
+
+Spawned by the session's monitor, by name, for one verb; see `rlbench.monitor.operators`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from rlbench.dispatch.link import Link
+from rlbench.errors import SessionError, Stopped
+from rlbench.runtime import cluster
+from rlbench.session.session import Session
+
+
+def operate(name: str, cluster_id: str, epoch: int, verb: str, args: dict[str, Any]) -> dict[str, Any]:
+    """Run `verb` on session `name` under an epoch of its monitor; returns plain values.
+
+    Raises what the verb raises; SessionError where it was stopped, which is an error to nobody but who waits for it.
+    """
+    cluster.join_own_worker(cluster_id)
+    link = Link.operate(name, epoch)
+    session = Session._attached(link)
+    try:
+        return _run(session, verb, args)
+    except Stopped as stopped:
+        raise SessionError(f"{verb} was stopped: {stopped}") from None
+    finally:
+        link.release()
+
+
+def _run(session: Session, verb: str, args: dict[str, Any]) -> dict[str, Any]:
+    if verb in ("offload", "onload"):
+        return dict(getattr(session, verb)(args["engine"], *args.get("parts", ())))
+    if verb == "sync":
+        return dict(session.sync_weights(args.get("transport")))
+    if verb == "snapshot":
+        kept = dataclasses.asdict(session.snapshot(args.get("label"), args.get("disk", False)))
+        return {key: value for key, value in kept.items() if key != "folder"}
+    raise SessionError(f"an operator has no verb {verb!r}")

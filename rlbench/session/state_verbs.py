@@ -1,0 +1,125 @@
+"""The verbs of a session that keep and bring back its state; see `rlbench.session.snapshots`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from rlbench.session import checkpoints, healing, snapshots
+from rlbench.session.snapshots import Snapshot, Snapshots
+
+if TYPE_CHECKING:
+    from rlbench.session.session import Session
+
+
+class StateVerbs:
+    """What `Session` inherits: snapshot, restore, undo, branch, save, export, heal."""
+
+    def snapshot(self, label: str | None = None, disk: bool = False, block: bool = True) -> Any:
+        """Keep the whole training state: weights, optimizer, schedulers, random states, step, rollout number, history.
+
+        Args:
+            label: to find it by; default: made up of the step.
+            disk: on disk in the state folder, instead of host memory. Either is gone when the session closes; for
+                what must stay, use `save(path)`.
+
+        Returns:
+            A `Snapshot` (or a `Pending`). Tensors that did not change since the last one are kept once.
+
+        Raises:
+            CheckpointError: no room. Stopped: nothing is kept. StateError: weights are released.
+        """
+        me = cast("Session", self)
+        return me._run("snapshot", snapshots.snapshot_steps(me, label, disk), block)
+
+    @property
+    def snapshots(self) -> Snapshots:
+        """The snapshots there are, oldest first; by label or place."""
+        return snapshots.listed(cast("Session", self))
+
+    def restore(self, snapshot: Snapshot | str | int, sync: bool = True, block: bool = True) -> Any:
+        """Go back to a snapshot, bit for bit; the replicas follow (`sync=False`: when `sync_weights()` is called).
+
+        The weights get a new version number, since those in between were other weights. Gradients that wait for a
+        step are dropped; later steps leave the history and stay on record.
+        """
+        me = cast("Session", self)
+        return me._run("restore", snapshots.restore_steps(me, snapshot, sync), block)
+
+    def undo(self, sync: bool = True, block: bool = True) -> Any:
+        """Take the last optimizer step back, and call by call those before it; returns the snapshot of before it."""
+        me = cast("Session", self)
+        return me._run("undo", snapshots.undo_steps(me, sync), block)
+
+    def drop(self, *which: Snapshot | str | int) -> list[str]:
+        """Forget snapshots and free what they hold."""
+        me = cast("Session", self)
+        return list(me._run("drop", snapshots.drop_steps(me, list(which)), True))
+
+    def branch(self, name: str, sync: bool = True, block: bool = True) -> Any:
+        """Start a branch here, or go on with one that was left: its weights, step and history come back.
+
+        The branch that is left is kept as a snapshot. Every session starts on "main".
+        """
+        me = cast("Session", self)
+        return me._run("branch", snapshots.branch_steps(me, name, sync), block)
+
+    @property
+    def branches(self) -> dict[str, Snapshot | None]:
+        """The branches by name, each with the snapshot of its end; None for the one the session is on."""
+        me = cast("Session", self)
+        state = me.link.state("branch", "branches")
+        kept = snapshots.listed(me)
+        left = {name: kept[id_] for name, id_ in state["branches"].items() if name != state["branch"]}
+        return {state["branch"]: None} | left
+
+    def save(
+        self, path: str, max_num: int | None = None, max_mem: float | None = None, block: bool = True
+    ) -> Any:
+        """Write a checkpoint into folder `path`: weights, optimizer, schedulers, random states, step, history, options.
+
+        It appears whole or not at all. `rb.Session.load(path)` goes on from the newest, on any number of ranks.
+
+        Args:
+            path: a folder of checkpoints; on several nodes, one that all see.
+            max_num: keep at most so many of rlbench's checkpoints there (None: all); the oldest go first.
+            max_mem: … and at most so many gigabytes (10^9 bytes). The newest always stays.
+
+        Returns:
+            `Saved`: path, bytes, what was removed (or a `Pending`).
+
+        Raises:
+            CheckpointError: no room; earlier checkpoints are as they were.
+        """
+        me = cast("Session", self)
+        return me._run("save", checkpoints.save_steps(me, path, max_num, max_mem), block)
+
+    def export(self, path: str, dtype: str | None = None, block: bool = True) -> Any:
+        """Write the trainer's weights as a Hugging Face folder that transformers and vLLM load.
+
+        Args:
+            path: must not be there, or be empty.
+            dtype: of the weights (`"bfloat16"`, …); None: that of the model's config.
+
+        Returns:
+            `path`, `bytes`, `files` (or a `Pending`).
+        """
+        me = cast("Session", self)
+        return me._run("export", checkpoints.export_steps(me, path, dtype), block)
+
+    def heal(self, prefer: str = "snapshot", block: bool = True) -> Any:
+        """Rebuild the engines that lost a worker and bring back what they held; says from what.
+
+        Args:
+            prefer: `"snapshot"`: the newest snapshot, which is the state before the last step where undo is kept;
+                `"weights"`: the weights of the last sync, newer by up to a step, with an optimizer that starts anew.
+
+        Returns:
+            `Healed` (or a `Pending`): what each engine goes on from, step and version.
+        """
+        me = cast("Session", self)
+        return me._run("heal", healing.heal_steps(me, prefer), block)
+
+    def replicas_can_sync(self) -> bool:
+        """Whether both sides hold their weights, so that a sync can be done now."""
+        me = cast("Session", self)
+        return all(engine.status()["weights"] == "cuda" for engine in (me.train, me.inference))

@@ -1,0 +1,106 @@
+"""The highest memory while a block runs, and how much there may be: of a GPU, or of processes on the host.
+
+On a GPU: what torch's allocator handed out at most. On a host: the kernel's own high-water mark of resident memory,
+set back when the block begins; where that is not allowed, the largest of samples taken every few milliseconds, which
+may miss a short spike. Resident memory counts what a process shares with others, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+import torch
+
+from rlbench.weights.memory import return_free_memory
+
+SAMPLE_S = 0.005
+RESET_PEAK = "5"  # proc(5), clear_refs: set the peak resident size back to the current one
+CGROUPS = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
+)
+
+
+class PeakMemory:
+    """Measures a `with` block: `before`, `peak` in bytes, and `how` it was measured.
+
+    Args:
+        device: the GPU of this process; None or a CPU device: host memory.
+        pids: the processes whose resident memory counts, added up; default: this one.
+    """
+
+    def __init__(self, device: torch.device | None = None, pids: Sequence[int] = ()) -> None:
+        self._gpu = device if device is not None and device.type == "cuda" else None
+        self._pids = list(pids) or [os.getpid()]
+        self._done = threading.Event()
+        self._sampler: threading.Thread | None = None
+        self._sampled = 0
+        self.before = self.peak = 0
+        self.how = ""
+
+    def __enter__(self) -> PeakMemory:
+        if self._gpu is not None:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self._gpu)
+            self.before, self.how = int(torch.cuda.memory_allocated(self._gpu)), "the GPU allocator's peak"
+            return self
+        return_free_memory()  # what was freed before would hide the next rise
+        self.before = self._resident()
+        try:
+            for pid in self._pids:
+                Path(f"/proc/{pid}/clear_refs").write_text(RESET_PEAK)
+            self.how = "the kernel's high-water mark of resident memory"
+        except OSError:  # not Linux, or not allowed in this container
+            self.how = f"resident memory sampled every {SAMPLE_S * 1000:.0f} ms"
+            self._sampler = threading.Thread(target=self._sample, daemon=True)
+            self._sampler.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._gpu is not None:
+            self.peak = int(torch.cuda.max_memory_allocated(self._gpu))
+        elif self._sampler is not None:
+            self._done.set()
+            self._sampler.join()
+            self.peak = max(self._sampled, self._resident())
+        else:
+            self.peak = sum(high_water(pid) for pid in self._pids)
+
+    def _resident(self) -> int:
+        return sum(int(psutil.Process(pid).memory_info().rss) for pid in self._pids)
+
+    def _sample(self) -> None:
+        while not self._done.wait(SAMPLE_S):
+            self._sampled = max(self._sampled, self._resident())
+
+
+def high_water(pid: int) -> int:
+    """Peak resident bytes of a process since its mark was set back."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) << 10
+    raise OSError(f"/proc/{pid}/status has no VmHWM")
+
+
+def room(device: torch.device | None, sharing: int = 1) -> int:
+    """Bytes that may still be taken: of the GPU, or this process's share of what the host (its cgroup) has left.
+
+    Args:
+        sharing: processes on the host that grow at the same time.
+    """
+    if device is not None and device.type == "cuda":
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(device)[0])
+    left = int(psutil.virtual_memory().available)
+    for limit, used in CGROUPS:
+        with contextlib.suppress(OSError, ValueError):  # no such cgroup here, or "max": no limit
+            left = min(left, max(0, int(limit.read_text()) - int(used.read_text())))
+    return left // max(1, sharing)

@@ -1,0 +1,39 @@
+"""What a process tells about where it is, for the choice of a transport."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+LOOPBACK = "127.0.0.1"
+
+
+def node() -> str:
+    """Equal for processes that see one /dev/shm: host name, boot, and the mount itself (containers share the rest)."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    booted = boot.read_text().strip() if boot.exists() else ""
+    return f"{socket.gethostname()}/{booted}/{os.stat('/dev/shm').st_dev}"
+
+
+def address() -> str:
+    """The address by which other nodes reach this one: that of the interface a packet would leave by."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        with contextlib.suppress(OSError):  # no route to anywhere: a host by itself
+            probe.connect(("192.0.2.1", 9))  # a reserved address; connecting a datagram socket sends nothing
+            return str(probe.getsockname()[0])
+    return LOOPBACK
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """Identity of a GPU that does not depend on which GPUs a process sees; empty for a CPU."""
+    if device.type != "cuda":
+        return ""
+    import torch  # here, since a replica asks for its node before it may load torch
+
+    return str(torch.cuda.get_device_properties(device).uuid)

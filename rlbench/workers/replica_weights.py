@@ -1,0 +1,76 @@
+"""How a vLLM replica takes weights: compared by name first, then loaded by all its workers, or torn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rlbench.errors import WeightSyncError
+from rlbench.weights.manifest import ChannelInfo, Manifest
+from rlbench.weights.names import check_names, checkpoint_shapes
+from rlbench.weights.transport import PeerFailed
+
+
+class WeightReceiver:
+    """The receiving side of one replica.
+
+    Args:
+        rpc: calls a worker method on all workers, as vLLM's `collective_rpc`.
+        folder: of the checkpoint whose names and shapes are expected.
+        tied: whether the output head is the embedding.
+    """
+
+    def __init__(self, rpc: Callable[..., list[Any]], folder: str, tied: bool) -> None:
+        self._rpc = rpc
+        self._expected = checkpoint_shapes(folder)
+        self._optional = ("lm_head.weight",) if tied else ()
+        self.channel = ""
+        """Token of the broadcast group that all workers are in; empty: none."""
+
+    def check(self, manifest: Manifest) -> None:
+        """Refuse names and shapes that are not those of the replica's checkpoint.
+
+        Raises:
+            WeightSyncError: naming them; nothing was touched.
+        """
+        check_names(manifest.shapes, self._expected, self._optional)
+
+    def meet(self, channel: ChannelInfo) -> None:
+        """Join the sender's group and wait until it begins; the weights are not touched yet.
+
+        Raises:
+            WeightSyncError: the sender gave up, or is gone.
+        """
+        self.channel = ""
+        try:
+            self._transfer("init_weight_transfer_engine", {"channel": channel})
+        except WeightSyncError as error:
+            raise type(error)(f"the broadcast did not begin, the replica keeps its weights: {error}") from None
+        self.channel = channel.token
+
+    def load(self, manifest: Manifest) -> None:
+        """Load all buckets, on all workers.
+
+        Raises:
+            WeightSyncError: from the first bucket on the replica holds a mixture.
+        """
+        try:
+            self._transfer("start_weight_update")
+            for bucket in manifest.buckets:
+                self._transfer("update_weights", {"transport": manifest.transport, "bucket": bucket})
+            self._transfer("finish_weight_update")
+        except Exception as error:
+            self.channel = ""
+            kind = type(error) if isinstance(error, WeightSyncError) else WeightSyncError
+            raise kind(
+                f"the replica could not load the weights, and now holds a mixture: {error}. "
+                "Sync again, or call infer.reload()"
+            ) from error
+
+    def _transfer(self, method: str, *args: Any) -> None:
+        failures = [found for found in self._rpc("transfer", args=(method, *args)) if found is not None]
+        causes = [text for text, secondary in failures if not secondary]
+        if causes:
+            raise WeightSyncError(causes[0])
+        if failures:
+            raise PeerFailed(failures[0][0])

@@ -1,0 +1,129 @@
+"""The verbs of a rank that keep its state and bring it back: snapshots, checkpoints, the model as a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlbench.strategies.materialize import materialize
+from rlbench.strategies.sources import locate
+from rlbench.weights.manifest import Manifest
+from rlbench.weights.shm import ShmReader
+from rlbench.workers.train_checkpoints import RankCheckpoints
+from rlbench.workers.train_export import write_model
+from rlbench.workers.train_snapshots import RankSnapshots
+
+if TYPE_CHECKING:
+    from rlbench.nn import BaseTrainModule
+    from rlbench.strategies.fsdp2 import FSDPV2Strategy
+    from rlbench.trainers.policy_step import PolicyStep
+    from rlbench.workers.train_config import TrainConfig
+    from rlbench.workers.train_stage import WeightSender
+    from rlbench.workers.train_states import Residency
+
+
+class KeepingVerbs:
+    """What `TrainRank` inherits; all verbs are collective."""
+
+    _residency: Residency
+    _policy: PolicyStep
+    _sender: WeightSender | None
+    _strategy: FSDPV2Strategy
+    config: TrainConfig
+
+    def _built(self) -> BaseTrainModule:
+        raise NotImplementedError
+
+    def _remeasure(self) -> None:
+        raise NotImplementedError
+
+    def _keep(self, snapshots: RankSnapshots, checkpoints: RankCheckpoints) -> None:
+        self._snapshots, self._checkpoints = snapshots, checkpoints
+
+    def write_snapshot(self, folder: str, before: str | None = None, durable: bool = False) -> dict[str, int]:
+        """Write the whole training state; see `RankSnapshots.write`."""
+        self._built()
+        self._residency.need_kept("weights", "optimizer")
+        return self._snapshots.write(folder, before, durable)
+
+    def read_snapshot(self, folder: str) -> dict[str, str]:
+        """Go back to a snapshot; gradients that wait for a step are dropped. See `RankSnapshots.read`."""
+        self._built()
+        self._residency.need_kept("weights", "optimizer")
+        self._policy.clear()
+        try:
+            return self._snapshots.read(folder)
+        finally:
+            self._remeasure()
+
+    def drop_snapshots(self, folders: list[str]) -> None:
+        """Remove snapshots from this host."""
+        self._built()
+        self._snapshots.drop(folders)
+
+    def save_checkpoint(
+        self,
+        root: str,
+        name: str,
+        session: dict[str, Any],
+        max_num: int | None = None,
+        max_gb: float | None = None,
+    ) -> dict[str, Any]:
+        """Write the whole training state to disk; see `RankCheckpoints.save`."""
+        self._built()
+        self._residency.need_kept("weights", "optimizer")
+        return self._checkpoints.save(root, name, session, max_num, max_gb)
+
+    def load_checkpoint(self, path: str) -> dict[str, Any]:
+        """Go on from a checkpoint, of whatever number of ranks; see `RankCheckpoints.load`."""
+        self._built()
+        self._residency.need("weights", "optimizer")
+        self._policy.clear()
+        try:
+            return self._checkpoints.load(path)
+        finally:
+            self._remeasure()
+
+    def export_model(self, place: str, source: str | None, dtype: str | None = None) -> dict[str, Any] | None:
+        """Write the weights as a Hugging Face folder, in `dtype` (None: the config's); only rank 0 returns."""
+        module = self._built()
+        assert self._sender is not None
+        self._residency.need("weights")
+        wanted = getattr(torch, dtype) if dtype else getattr(getattr(module, "config", None), "dtype", None)
+        folder = Path(locate(source)) if source else None
+
+        def take(tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+            cast = ((n, t.to(wanted) if wanted and t.is_floating_point() else t) for n, t in tensors)
+            return write_model(Path(place), module, cast, folder)
+
+        return self._sender.give("exporting the model", take)
+
+    def load_staged(self, staged: dict[str, Any]) -> str:
+        """Take the weights that an earlier engine staged in shared memory; the optimizer starts anew.
+
+        Args:
+            staged: its manifest, as plain values.
+        """
+        module = self._built()
+        self._residency.need("weights")
+        self._policy.clear()
+        reader = ShmReader()
+
+        def load() -> str:
+            buckets = Manifest.from_json(staged).buckets
+            return materialize(module, {n: t for b in buckets for n, t in reader.read(b)}, self.config.seed)
+
+        try:
+            return str(self._strategy.control.together("loading staged weights", load))
+        finally:
+            reader.close()
+            self._remeasure()
+
+    def training_checksums(self) -> dict[str, str]:
+        """sha256 of this rank's weights, optimizer and random state, as strings."""
+        self._built()
+        self._residency.need_kept("weights")
+        return self._snapshots.checksums()

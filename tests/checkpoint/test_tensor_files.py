@@ -1,0 +1,73 @@
+"""Tensors in files: equal when read back, shared where unchanged, refused when cut or changed in size."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlbench.checkpoint.tensor_files import INDEX, read_tensors, write_tensors
+from rlbench.errors import CheckpointError
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+
+
+def some() -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(0)
+    found = {str(d): (torch.randn(3, 5, generator=random) * 9).to(d) for d in DTYPES}
+    return found | {
+        "empty": torch.zeros(0, 4),
+        "scalar": torch.tensor(3.5),
+        "sliced": torch.arange(12).view(3, 4).T,
+    }
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_what_is_read_equals_what_was_written(tmp_path: Path, durable: bool) -> None:
+    given = some()
+    written = write_tensors(tmp_path / "a", given, durable=durable)
+    found = read_tensors(tmp_path / "a")
+    assert list(found) == list(given)
+    for name, tensor in given.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+    assert written.nbytes == written.fresh == sum(t.numel() * t.element_size() for t in given.values())
+
+
+def test_unchanged_tensors_share_their_file_and_either_folder_may_go(tmp_path: Path) -> None:
+    first = some()
+    write_tensors(tmp_path / "a", first)
+    second = first | {"scalar": torch.tensor(4.5), "torch.float32": first["torch.float32"].double()}
+    written = write_tensors(tmp_path / "b", second, before=tmp_path / "a")
+    assert written.fresh == 4 + 15 * 8, "the changed value, and the one of another dtype"
+    for file in (tmp_path / "a").iterdir():
+        file.unlink()
+    found = read_tensors(tmp_path / "b")
+    assert all(torch.equal(found[name], second[name]) for name in second)
+
+
+def test_writing_to_what_was_read_leaves_the_file_as_it_is(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "a", {"x": torch.ones(4)})
+    read_tensors(tmp_path / "a")["x"].zero_()
+    assert read_tensors(tmp_path / "a")["x"].tolist() == [1, 1, 1, 1]
+
+
+def test_files_are_for_the_owner_alone(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "a", some())
+    assert {oct(p.stat().st_mode & 0o777) for p in (tmp_path / "a").iterdir()} == {"0o600"}
+    assert oct((tmp_path / "a").stat().st_mode & 0o777) == "0o700"
+
+
+def test_a_cut_file_and_a_missing_index_are_named(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "a", {"x": torch.ones(4)})
+    os.truncate(tmp_path / "a" / "0.bin", 15)
+    with pytest.raises(CheckpointError, match=r"0\.bin \(x\) has 15 bytes, its index says 16"):
+        read_tensors(tmp_path / "a")
+    (tmp_path / "a" / INDEX).unlink()
+    with pytest.raises(CheckpointError, match="no whole set of tensors"):
+        read_tensors(tmp_path / "a")
+
+
+def test_a_folder_that_exists_is_not_written_into(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    with pytest.raises(CheckpointError, match="could not be written"):
+        write_tensors(tmp_path / "a", some())

@@ -1,0 +1,57 @@
+"""What a weight sync refuses before it asks anybody for weights; no engine runs here."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from rlbench.engines.sync import sync_weights
+from rlbench.errors import StateError, WeightSyncError
+from rlbench.weights.transport import Facts
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch):
+    """Not the real ray: imported before the cluster of other tests starts, it would not know that one's token."""
+    fake = SimpleNamespace(exceptions=SimpleNamespace(RayActorError=ConnectionError))
+    monkeypatch.setitem(sys.modules, "ray", fake)
+
+
+class Engine:
+    """An engine that only tells about itself; any call is a mistake."""
+
+    link = SimpleNamespace(held=lambda what, steps: steps)
+
+    def __init__(self, name, dtype="float32", weights="cuda", **facts):
+        self.name, self.info = name, {"dtype": dtype, "vocab_size": 10}
+        self._status = {"weights": weights, "kv_cache": "cuda", "version": 3}
+        self._facts = Facts("here", "127.0.0.1", **facts)
+
+    def status(self):
+        return self._status
+
+    def control(self, name):
+        return [{"status": self._status, "sync_facts": self._facts}[name]]
+
+
+def refused(train, infer, error, said, transport=None):
+    with pytest.raises(error, match=said):
+        sync_weights(train, infer, transport=transport).result(timeout=10)
+
+
+def test_another_dtype_since_log_probs_could_not_be_compared():
+    said = r"trainer computes in bfloat16 and the replica in float32.*dtype='bfloat16'"
+    refused(Engine("actor", "bfloat16"), Engine("inference", "float32"), StateError, said)
+
+
+def test_weights_that_are_not_resident_on_either_side():
+    refused(Engine("actor", weights="cpu"), Engine("inference"), StateError, r"actor\.cuda\('weights'\)")
+    for state in ("cpu", "meta"):
+        refused(Engine("actor"), Engine("inference", weights=state), StateError, r"inference\.cuda\('weights'\)")
+
+
+def test_a_transport_that_cannot_work_here():
+    refused(Engine("actor"), Engine("inference"), WeightSyncError, "there are shm, ipc, broadcast", "nvlink")
+    refused(Engine("actor"), Engine("inference"), WeightSyncError, "on GPUs", "ipc")
+    hf = Engine("inference", reads=("shm",))
+    refused(Engine("actor"), hf, WeightSyncError, 'executor="vllm"', "broadcast")

@@ -1,0 +1,192 @@
+"""A worker is killed: the cell says which one and why, and `heal` brings the session to where it stood."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rlbench as rb
+from rlbench.errors import StateError, WorkerDied
+from rlbench.tiny import tasks
+
+pytestmark = pytest.mark.engine
+WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def mortal(cluster: Any, tiny_path: Any) -> Iterator[Any]:
+    made = rb.Session("tiny", name="mortal", train={"lr": 1e-4, "tensor_parallel_size": 2}, reference=True, seed=3)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def batch(mortal: Any) -> Any:
+    rollouts = mortal.rollout(tasks.prompts(8, seed=3), n=4, max_tokens=12)
+    return rollouts.score(tasks.reward).batch(advantage=rb.rl.group_normalized())
+
+
+def until(true: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)
+
+
+def pid_of(session: Any, engine: str, worker: int) -> int:
+    pids = session.link.state("engines")["engines"][engine]["pids"]
+    return int(pids[f"rlbench/{session.name}/{engine}/{worker}"])
+
+
+def kill(session: Any, engine: str, worker: int) -> int:
+    pid = pid_of(session, engine, worker)
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def checksums(session: Any) -> Any:
+    return session.train.call_all("training_checksums").result()
+
+
+def goes_on(session: Any, batch: Any) -> None:
+    """The whole loop once more."""
+    step = session.step
+    assert session.train_step(batch).step == step + 1
+    session.sync_weights()
+    rollouts = session.rollout(tasks.prompts(2), n=2, max_tokens=8, progress=False)
+    assert rollouts.samples == 4 and rollouts.weight_version == session.version
+
+
+def test_a_rank_killed_between_calls_shows_on_the_card_and_healing_goes_back_to_before_the_last_step(
+    mortal: Any, batch: Any
+) -> None:
+    mortal.train_step(batch)
+    before, step = checksums(mortal), mortal.step
+    mortal.train_step(batch)
+    pid = kill(mortal, "actor", 1)
+    until(lambda: "rank 1 died" in repr(mortal))
+    with pytest.raises(WorkerDied, match=rf"rank 1 of actor died \(pid {pid}\): .*killed") as died:
+        mortal.train_step(batch)
+    assert "GiB when last seen" in str(died.value) and "session.heal()" in str(died.value)
+    healed = mortal.heal()
+    assert checksums(mortal) == before and (mortal.step, healed.step) == (step, step)
+    assert "optimizer" in healed.engines["actor"] and list(healed.engines) == ["actor"]
+    assert mortal.inference.weight_versions() == [mortal.version], "the replica holds the weights gone back to"
+    assert "died" not in repr(mortal)
+    goes_on(mortal, batch)
+
+
+def test_a_rank_killed_in_the_middle_of_a_step_ends_the_step_and_heals(mortal: Any, batch: Any) -> None:
+    mortal.train_step(batch)
+    before, step = checksums(mortal), mortal.step
+    victim = pid_of(mortal, "actor", 0)
+
+    def deadly(inputs: Any) -> Any:
+        if inputs.mask.sum() > 40:  # not in the trial in this process
+            os.kill(victim, signal.SIGKILL)
+        return -inputs.logprobs * inputs.advantages, {}
+
+    with pytest.raises(WorkerDied, match="rank 0 of actor died"):
+        mortal.train_step(batch, loss=deadly)
+    mortal.heal()
+    assert mortal.step == step - 1, "the state before the last step that was finished"
+    assert checksums(mortal) != before
+    goes_on(mortal, batch)
+
+
+def test_a_rank_killed_inside_the_optimizers_step_costs_that_step_alone(mortal: Any, batch: Any) -> None:
+    mortal.train_step(batch)
+    before, step = checksums(mortal), mortal.step
+
+    def deadly() -> None:
+        if rank == 1:  # type: ignore[name-defined]  # noqa: F821
+            import os
+            import signal
+
+            module.optimizer.step = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[name-defined]  # noqa: F821
+
+    mortal.train.run(deadly)
+    with pytest.raises(WorkerDied, match="rank 1 of actor died"):
+        mortal.train_step(batch)
+    mortal.heal()
+    assert (checksums(mortal), mortal.step) == (before, step)
+    goes_on(mortal, batch)
+    assert len(mortal.snapshots) == 1, "what was kept for the step that failed gave way"
+
+
+def test_a_replica_killed_in_the_middle_of_a_rollout_is_rebuilt_with_the_trainers_weights(
+    mortal: Any, batch: Any
+) -> None:
+    mortal.sync_weights()
+    greedy = {"temperature": 0.0, "max_tokens": 12, "progress": False}
+    said = mortal.rollout(tasks.prompts(8, seed=1), **greedy).texts
+    before, version = checksums(mortal), mortal.version
+    pending = mortal.rollout(
+        tasks.prompts(64), n=16, max_tokens=1500, ignore_eos=True, progress=False, block=False
+    )
+    until(lambda: any("rollout" in what for what in mortal.link.state()["running"].values()))
+    kill(mortal, "inference", 0)
+    with pytest.raises(WorkerDied, match="replica 0 of inference died"):
+        pending.result(timeout=WAIT_S)
+    healed = mortal.heal()
+    assert healed.engines == {"inference": "built again, with the trainer's weights"}
+    assert checksums(mortal) == before and mortal.version == version
+    assert mortal.rollout(tasks.prompts(8, seed=1), **greedy).texts == said
+    goes_on(mortal, batch)
+
+
+def test_where_asked_the_synced_weights_come_back_and_the_optimizer_starts_anew(mortal: Any, batch: Any) -> None:
+    mortal.train_step(batch)
+    mortal.sync_weights()
+    weights, logprobs, step = mortal.train.call_all("state_checksum").result(), mortal.logprobs(batch), mortal.step
+    kill(mortal, "actor", 0)
+    kill(mortal, "actor", 1)
+    healed = mortal.heal(prefer="weights")
+    assert "optimizer starts anew" in healed.engines["actor"] and mortal.step == step
+    assert mortal.train.call_all("state_checksum").result() == weights
+    assert np.array_equal(mortal.logprobs(batch), logprobs)
+    assert mortal.version == mortal.inference.weight_versions()[0]
+    goes_on(mortal, batch)
+
+
+def test_a_reference_is_rebuilt_too_and_a_new_driver_can_heal(mortal: Any, batch: Any) -> None:
+    expected = mortal.train_step(batch, loss=rb.rl.grpo(kl_coef=0.1)).ref_kl
+    mortal.undo()
+    kill(mortal, "reference", 0)
+    kill(mortal, "inference", 0)
+    until(lambda: "rank 0 died" in repr(mortal) and "replica 0 died" in repr(mortal))
+    again = rb.attach("mortal")
+    with pytest.raises(WorkerDied, match=r"session\.heal\(\)"):
+        again.rollout(tasks.prompts(2), max_tokens=4, progress=False)
+    assert set(again.heal().engines) == {"reference", "inference"}
+    assert again.train_step(batch, loss=rb.rl.grpo(kl_coef=0.1)).ref_kl == pytest.approx(expected, rel=1e-4)
+    goes_on(again, batch)
+    mortal.__dict__.update(again.__dict__)  # the fixture's handle drives again
+
+
+def test_where_all_live_nothing_is_done(mortal: Any) -> None:
+    pids = [pid_of(mortal, "actor", 0), pid_of(mortal, "inference", 0)]
+    assert repr(mortal.heal()) == "nothing to heal: every worker lives"
+    assert [pid_of(mortal, "actor", 0), pid_of(mortal, "inference", 0)] == pids
+    with pytest.raises(StateError, match="prefer='luck'"):
+        mortal.heal(prefer="luck")
+
+
+def test_killing_while_a_stop_is_under_way_still_ends_the_verb(mortal: Any, batch: Any) -> None:
+    pending = mortal.rollout(
+        tasks.prompts(32), n=8, max_tokens=1500, ignore_eos=True, progress=False, block=False
+    )
+    until(lambda: mortal.link.state()["running"])
+    threading.Timer(0.0, pending.stop).start()
+    kill(mortal, "inference", 0)
+    with pytest.raises((WorkerDied, rb.Stopped)):
+        pending.result(timeout=WAIT_S)
+    mortal.heal()
+    goes_on(mortal, batch)

@@ -1,0 +1,135 @@
+"""Pausing generation: nothing is lost, nothing computed meanwhile, and what comes out is what would have come out."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import rlbench as rb
+from rlbench.dispatch.context import CallContext
+from rlbench.errors import Stopped
+from rlbench.monitor import client
+from rlbench.tiny import tasks
+from rlbench.workers.replica_pause import Gate
+
+
+def until(true, seconds=120.0):
+    """Wait for something that other processes bring about."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+# -- the gate
+
+
+def test_an_open_gate_lets_through_what_was_not_asked_to_stop():
+    gate, context = Gate(), CallContext()
+    assert gate.passes(context) and not gate.closed and context.progress == {}
+    context.request_stop()
+    assert not gate.passes(context)
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_closed_gate_holds_until_it_opens_or_the_call_is_to_stop(stop):
+    gate, context, passed = Gate(), CallContext(), []
+    gate.close()
+    thread = threading.Thread(target=lambda: passed.append(gate.passes(context)), daemon=True)
+    thread.start()
+    until(lambda: context.progress == {"paused": True})
+    assert passed == [] and gate.closed
+    (context.request_stop if stop else gate.open)()
+    thread.join(60)
+    assert passed == [not stop] and context.progress == {"paused": False}
+
+
+# -- in a session
+
+
+@pytest.fixture(scope="module", params=["vllm", "hf"])
+def generating(request):
+    """A session with each kind of replica: the shared one, and one of this module."""
+    if request.param == "vllm":
+        yield request.getfixturevalue("session")
+        return
+    request.getfixturevalue("tiny_path")
+    request.getfixturevalue("cluster")
+    made = rb.Session("tiny", name="pausing", inference={"executor": "hf", "max_num_seqs": 8}, undo=0)
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def resumed(request):
+    """No test leaves a session paused."""
+    yield
+    if "generating" in request.fixturenames:
+        request.getfixturevalue("generating").resume()
+
+
+def progress(session):
+    """What the one replica reports of the running rollout."""
+    running = client.ask(client.find(session.name), "/state")["running"]
+    return next((told for call in running for told in call["progress"]), {})
+
+
+def status(session):
+    return session.inference.control("status")[0]
+
+
+def cpu_ticks(pid):
+    """User and system time a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+GREEDY = {"temperature": 0.0, "max_tokens": 600, "ignore_eos": True, "progress": False}
+
+
+@pytest.mark.engine
+def test_a_paused_rollout_goes_on_with_the_very_same_tokens(generating):
+    prompts = tasks.prompts(6, seed=3)
+    uninterrupted = generating.rollout(prompts, n=2, **GREEDY)
+    pending = generating.rollout(prompts, n=2, block=False, **GREEDY)
+    until(lambda: progress(generating).get("tokens", 0) > 0)
+    generating.pause()
+    assert generating.paused and status(generating)["paused"]
+    until(lambda: progress(generating).get("paused"))
+    held = progress(generating)["tokens"]
+    assert not pending.done and "paused" in repr(generating)
+    assert client.ask(client.find(generating.name), "/state")["paused"]
+    before, begin = cpu_ticks(generating.inference.info["pid"]), time.monotonic()
+    time.sleep(2.0)
+    used = (cpu_ticks(generating.inference.info["pid"]) - before) / os.sysconf("SC_CLK_TCK")
+    assert used < 0.5 * (time.monotonic() - begin), "a paused replica sleeps"
+    assert progress(generating)["tokens"] == held and not pending.done
+    generating.resume()
+    assert pending.result(timeout=240).texts == uninterrupted.texts and not generating.paused
+    assert not status(generating)["paused"]
+
+
+@pytest.mark.engine
+def test_a_stop_while_paused_gives_what_there_is(generating):
+    pending = generating.rollout(tasks.prompts(8), n=1, block=False, **(GREEDY | {"max_tokens": 1500}))
+    until(lambda: progress(generating).get("tokens", 0) > 0)
+    generating.pause()
+    until(lambda: progress(generating).get("paused"))
+    generating.stop()
+    with pytest.raises(Stopped) as stopped:
+        pending.result(timeout=120)
+    assert stopped.value.partial.aborted.any() and int(stopped.value.partial.lengths.sum()) > 0
+    assert generating.paused, "a stop does not resume"
+
+
+@pytest.mark.engine
+def test_pausing_while_nothing_runs_holds_the_next_rollout(generating):
+    generating.pause()
+    pending = generating.rollout(["sort 312"], block=False, max_tokens=4, progress=False)
+    until(lambda: progress(generating).get("paused"))
+    with pytest.raises(TimeoutError):
+        pending.result(timeout=0.5)
+    assert client.command(client.find(generating.name), "resume")["result"] == {"paused": False}
+    assert pending.result(timeout=120).samples == 1

@@ -1,0 +1,194 @@
+"""A tensor parallel replica takes a broadcast on all its workers; one worker's failure is everybody's, and mended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rlbench.errors import StateError, WeightSyncError
+from rlbench.weights import broadcast
+from rlbench.weights.channel import Channel
+from rlbench.weights.facts import LOOPBACK
+from rlbench.weights.manifest import Manifest, planned
+from rlbench.weights.names import to_checkpoint_names, unique_parameters
+from rlbench.weights.transport import PeerFailed
+from rlbench.workers.replica_config import ReplicaConfig
+from rlbench.workers.replica_vllm import VllmReplica
+from tests.workers.tiny_checkpoint import hf_logprobs, make_checkpoint
+
+pytestmark = pytest.mark.engine
+ENDS_S = 60.0
+SEQUENCE = [(13 * i) % 250 for i in range(60)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("wide"), tied=True)
+
+
+@pytest.fixture(scope="module")
+def replica(folder: Path) -> Iterator[VllmReplica]:
+    config = ReplicaConfig(
+        str(folder), dtype="float32", tensor_parallel_size=2, kv_cache_bytes=64 << 20, max_num_seqs=16
+    )
+    replica = VllmReplica(config)
+    replica.build()
+    yield replica
+    replica.close()
+
+
+@pytest.fixture
+def model(folder: Path) -> PreTrainedModel:
+    """The trainer's side, with weights of its own."""
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in loaded.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.03)
+    return loaded
+
+
+class Sender:
+    """The sending rank, on a thread of this process."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.tensors = dict(to_checkpoint_names(model, unique_parameters(model)))
+        self.channel = Channel.listen(LOOPBACK, 3, "gloo", torch.device("cpu"))
+        layout = ((n, "float32", tuple(t.shape), t.nbytes) for n, t in self.tensors.items())
+        self.manifest = Manifest("broadcast", planned(layout, 100_000), self.channel.info)
+        self.pool = ThreadPoolExecutor(1)
+
+    def send(self, tensors: dict[str, torch.Tensor] | None = None) -> Future[None]:
+        def sending() -> None:
+            self.channel.form()
+            self.channel.begin()
+            self.channel.release()
+            try:
+                broadcast.send(self.channel, self.manifest, (tensors or self.tensors).items())
+            except WeightSyncError as error:
+                self.channel.fail(error)
+                raise
+
+        return self.pool.submit(sending)
+
+    def close(self) -> None:
+        self.channel.close()
+        self.pool.shutdown()
+
+
+@pytest.fixture
+def sender(model: PreTrainedModel) -> Iterator[Sender]:
+    made = Sender(model)
+    yield made
+    made.close()
+
+
+def gap(replica: VllmReplica, model: PreTrainedModel) -> float:
+    return float(np.abs(replica.prompt_logprobs([SEQUENCE])[0] - hf_logprobs(model, SEQUENCE)).max())
+
+
+def test_all_workers_take_their_share_and_keep_the_group(
+    replica: VllmReplica, model: PreTrainedModel, sender: Sender
+) -> None:
+    assert replica.sync_facts().workers == 2
+    assert len(sender.manifest.buckets) > 3
+    for version in (1, 2):
+        sending = sender.send()
+        replica.apply_weights(sender.manifest)
+        sending.result(ENDS_S)
+        assert gap(replica, model) <= 1e-4
+        replica.commit_version(version)
+        assert replica.sync_facts().channels == (("", sender.channel.info.token),)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+
+
+def test_a_sender_that_gives_up_before_it_begins_leaves_the_weights_alone(
+    replica: VllmReplica, sender: Sender
+) -> None:
+    before = replica.prompt_logprobs([SEQUENCE])[0]
+    sender.channel.fail("stopped")
+    with pytest.raises(PeerFailed, match=r"keeps its weights.*given up elsewhere: stopped"):
+        replica.apply_weights(sender.manifest)
+    assert replica.status()["weights"] == "cuda"
+    assert replica.sync_facts().channels == ()
+    np.testing.assert_array_equal(before, replica.prompt_logprobs([SEQUENCE])[0])
+
+
+def test_a_sender_that_fails_half_way_tears_the_replica_until_another_sync(
+    replica: VllmReplica, model: PreTrainedModel, sender: Sender
+) -> None:
+    short = dict(list(sender.tensors.items())[:-2])
+    sending = sender.send(short)
+    with pytest.raises(PeerFailed, match=r"mixture.*came with \('nothing'"):
+        replica.apply_weights(sender.manifest)
+    with pytest.raises(WeightSyncError, match="announced"):
+        sending.result(ENDS_S)
+    with pytest.raises(StateError, match="half-way"):
+        replica.prompt_logprobs([SEQUENCE])
+    mend(replica, model)
+
+
+def test_a_worker_that_cannot_load_ends_the_sender_and_the_other_worker(
+    replica: VllmReplica, model: PreTrainedModel, sender: Sender
+) -> None:
+    replica._built.collective_rpc(spoil)
+    sending = sender.send()
+    with pytest.raises(WeightSyncError, match=r"mixture: OSError: worker 1 has no room.*Sync again") as error:
+        replica.apply_weights(sender.manifest)
+    assert not isinstance(error.value, PeerFailed)  # the cause, not its echo in the other worker
+    with pytest.raises(PeerFailed, match="worker 1 has no room"):
+        sending.result(ENDS_S)
+    replica._built.collective_rpc(repair)
+    mend(replica, model)
+
+
+def test_buckets_that_no_worker_can_read_leave_no_answer_behind_in_vllms_queue(
+    replica: VllmReplica, model: PreTrainedModel
+) -> None:
+    """Both workers fail; the second one's answer must not be taken for that of the next call."""
+    made = Sender(model)
+    lost = tuple(replace(bucket, path="/dev/shm/rlbench-test-nowhere") for bucket in made.manifest.buckets)
+    made.close()
+    with pytest.raises(WeightSyncError, match="cannot be read here"):
+        replica.apply_weights(Manifest("shm", lost))
+    mend(replica, model)
+
+
+def mend(replica: VllmReplica, model: PreTrainedModel) -> None:
+    """The next sync, with a group of its own, makes the replica whole."""
+    made = Sender(model)
+    sending = made.send()
+    replica.apply_weights(made.manifest)
+    sending.result(ENDS_S)
+    assert gap(replica, model) <= 1e-4
+    replica.commit_version(replica.status()["version"] + 1)
+    made.close()
+
+
+def spoil(worker: Any) -> None:
+    """On worker 1 the second bucket does not load."""
+    model, count = worker.model_runner.model, 0
+    plain = type(model).load_weights
+
+    def load(weights: Any) -> Any:
+        nonlocal count
+        count += 1
+        if worker.rank == 1 and count == 2:
+            raise OSError("worker 1 has no room")
+        return plain(model, weights)
+
+    model.load_weights = load
+
+
+def repair(worker: Any) -> None:
+    del worker.model_runner.model.load_weights

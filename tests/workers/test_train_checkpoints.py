@@ -1,0 +1,137 @@
+"""A checkpoint brings training back on any number of ranks, and a failed save leaves what was there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlbench.checkpoint import folder as folders
+from rlbench.errors import CheckpointError
+from tests.modules import qwen_on_meta, save_qwen
+from tests.ranks import RankFailure, Ranks, ranks
+from tests.trainers.test_policy_step import batch, forward_backward
+from tests.workers.test_train_snapshots import NoisyQwen, step
+
+SESSION = {"step": 3, "history": [{"loss": 1.5}]}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def qwen(request: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_qwen(tmp_path_factory.mktemp("qwen"), tied=request.param)
+
+
+def save(engine: Ranks, root: Path, **options: Any) -> Path:
+    done = engine.call("save_checkpoint", str(root), "step-3", SESSION, *options.values())
+    assert all(other == done[0] for other in done)
+    return Path(done[0]["path"])
+
+
+def whole(engine: Ranks) -> dict[str, Any]:
+    """Full parameters and optimizer state, whatever the sharding."""
+
+    def gather() -> Any:
+        from torch.distributed.tensor import DTensor
+
+        from rlbench.checkpoint.rank_state import sharded_tensors_of
+
+        found = sharded_tensors_of(module)  # type: ignore[name-defined]  # noqa: F821
+        return {n: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for n, t in found.items()}
+
+    return engine.run(gather)[0]
+
+
+@pytest.mark.parametrize(("written", "read"), [(2, 2), (2, 1), (1, 2)])
+def test_weights_and_optimizer_come_back_bit_for_bit_on_any_number_of_ranks(
+    qwen: str, tmp_path: Path, written: int, read: int
+) -> None:
+    with ranks(written, qwen_on_meta(qwen, NoisyQwen)) as engine:
+        step(engine, 0)
+        step(engine, 1)
+        kept, path = whole(engine), save(engine, tmp_path)
+        checksums, onward = engine.call("training_checksums"), step(engine, 2)
+    with ranks(read, qwen_on_meta(qwen, NoisyQwen)) as engine:
+        done = engine.call("load_checkpoint", str(path))
+        found = whole(engine)
+        assert set(found) == set(kept) and all(torch.equal(found[n], kept[n]) for n in kept)
+        assert [d["random"] for d in done] == [written == read] * read
+        if written == read:
+            assert engine.call("training_checksums") == checksums
+            assert step(engine, 2) == onward
+        else:
+            forward_backward(engine, batch(2))
+            assert engine.call("policy_optim_step", {})[0]["metrics"]["lr"] == onward[2], (
+                "the scheduler goes on"
+            )
+
+
+def test_gradients_that_wait_do_not_survive_a_load(qwen: str, tmp_path: Path) -> None:
+    with ranks(2, qwen_on_meta(qwen, NoisyQwen)) as engine:
+        path = save(engine, tmp_path)
+        first = step(engine, 0)
+        forward_backward(engine, batch(5))
+        engine.call("load_checkpoint", str(path))
+        assert step(engine, 0) == first
+
+
+def test_damage_and_another_model_are_refused_and_training_goes_on(qwen: str, tmp_path: Path) -> None:
+    with ranks(2, qwen_on_meta(qwen, NoisyQwen)) as engine:
+        path = save(engine, tmp_path)
+        step(engine, 0)
+        before = engine.call("training_checksums")
+        shard = max(path.rglob("*.distcp"), key=lambda p: p.stat().st_size)
+        content = bytearray(shard.read_bytes())
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(content)
+        found = engine.outcomes("load_checkpoint", [(str(path),)] * 2)
+        assert isinstance(found[0].error, CheckpointError) and "content" in str(found[0].error)
+        assert isinstance(found[1], RankFailure)
+        assert engine.call("training_checksums") == before
+        step(engine, 1)
+    with ranks(1, qwen_on_meta(qwen, NoisyQwen)) as engine:
+        path = save(engine, tmp_path / "without")
+        engine.run(lambda: module.register_buffer("more", torch.ones(2)))  # type: ignore[name-defined]  # noqa: F821
+        with pytest.raises(CheckpointError, match="another model: 1 tensors differ, first buffer/more"):
+            engine.call("load_checkpoint", str(path))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip(f"a small tmpfs cannot be mounted here: {mounted.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_disk_that_fills_up_leaves_the_earlier_checkpoint_and_a_usable_engine(
+    qwen: str, small_disk: Path
+) -> None:
+    with ranks(2, qwen_on_meta(qwen, NoisyQwen)) as engine:
+        kept = save(engine, small_disk)
+        step(engine, 0)
+        with open(small_disk / "filler", "wb") as filler:
+            filler.write(b"x" * (os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize - 20_000))
+        before = engine.call("training_checksums")
+        found = engine.outcomes("save_checkpoint", [(str(small_disk), "step-4", SESSION)] * 2)
+        assert all(isinstance(f, RankFailure) for f in found)
+        assert any("could not be written" in str(f.error) and "MiB are free" in str(f.error) for f in found)
+        assert folders.find(small_disk) == kept and folders.verify(kept)
+        assert not list(small_disk.glob(".*.partial")), "nothing half-written keeps the room"
+        os.unlink(small_disk / "filler")
+        assert engine.call("training_checksums") == before
+        step(engine, 1)
+        engine.call("load_checkpoint", str(kept))
