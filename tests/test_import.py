@@ -29,6 +29,11 @@ def test_rooms_of_the_kernel_import_neither_torch_nor_vllm(room):
     assert not modules_after(f"import rlbench.{room}") & {"torch", "vllm", "transformers"}
 
 
+def test_a_ray_process_builds_no_grammar_of_jsonschemas():
+    """It took 1 to 2 s of every worker's start, wherever Jupyter had brought the extra along (constraints say how)."""
+    assert not modules_after("import ray") & {"rfc3987_syntax", "lark"}
+
+
 def test_every_public_name_resolves():
     import rlbench
 

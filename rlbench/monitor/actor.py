@@ -53,6 +53,7 @@ class Monitor:
         self._last_beat = self._last_call = time.monotonic()
         self._running, self._progress, self._looked = Running(), Progress(), -WATCHED_S
         self._operator_epoch: int | None = None
+        self._closed = False
         self._last_error: dict[str, Any] | None = None
         self._samples: collections.deque[dict[str, Any]] = collections.deque(maxlen=SAMPLES_KEPT)
         self._commands = Commands(self._control, self._operate, self._busy)
@@ -187,15 +188,19 @@ class Monitor:
         """
         if epoch is not None and epoch < self._granted():
             return False
-        for actor in self._actors():
-            ray.kill(actor)
-        for placement in _placements(self._state):
-            _remove_placement(placement)
-        processes.sweep(Path("/dev/shm"), self._shm_prefix)
-        shutil.rmtree(registry.snapshot_folder(self._name), ignore_errors=True)
-        registry.session_file(self._name).unlink(missing_ok=True)
-        self._journal.remove()
-        threading.Timer(0.1, lambda: ray.kill(ray.get_actor(actor_name(self._name, "monitor")))).start()
+        with self._lock:
+            if self._closed:
+                return True
+            self._closed = True  # workers that are now seen dead must not bring the session's file back
+            for actor in self._actors():
+                ray.kill(actor)
+            for placement in _placements(self._state):
+                _remove_placement(placement)
+            processes.sweep(Path("/dev/shm"), self._shm_prefix)
+            shutil.rmtree(registry.snapshot_folder(self._name), ignore_errors=True)
+            registry.session_file(self._name).unlink(missing_ok=True)
+            self._journal.remove()
+        threading.Timer(0.1, _end, [actor_name(self._name, "monitor")]).start()
         return True
 
     # -- control verbs without the kernel
@@ -261,6 +266,8 @@ class Monitor:
 
     def _apply(self, event: states.Event) -> None:
         """Journal an event that can be applied, then apply it; give back devices that no engine has any more."""
+        if self._closed:
+            raise SessionError(f"session {self._name!r} is closed")
         after = states.reduce(self._state, event)
         self._journal.append(event)
         self._applied.append(event.get("id_once", ""))
@@ -283,7 +290,7 @@ class Monitor:
 
     def _keep(self) -> None:
         """Sample memory and watch the lease until the process ends."""
-        while True:
+        while not self._closed:
             time.sleep(SAMPLE_INTERVAL_S)
             pids = {n: p for e in self._state["engines"].values() for n, p in e.get("pids", {}).items()}
             resident = {name: processes.resident_bytes(pid) for name, pid in pids.items()}
@@ -335,6 +342,8 @@ class Monitor:
     def _note_dead(self, dead: set[str]) -> None:
         """A worker that died outside a call is seen here first: its engine shows it."""
         with self._lock:
+            if self._closed:
+                return
             for name, record in self._state["engines"].items():
                 found = [actor for actor in record.get("actors", []) if actor in dead]
                 if found and "info" in record and not record.get("broken"):
@@ -382,6 +391,10 @@ def _lives(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _end(name: str) -> None:
+    ray.kill(ray.get_actor(name))
 
 
 def _placements(state: states.State) -> set[str]:

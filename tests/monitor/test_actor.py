@@ -203,6 +203,21 @@ def test_closing_a_session_removes_all_that_was_its_own(cluster):
     assert not files[1].exists()
 
 
+def test_a_closed_session_stays_closed_whatever_its_monitor_still_sees(cluster, monkeypatch):
+    """Between the end of the workers and its own a monitor saw them dead, and wrote the session's file once more."""
+    from rlbench.monitor import actor  # it imports Ray, which must know the cluster's token first
+
+    monkeypatch.setattr(actor, "_end", lambda name: None)  # it lives on, so that it has all the time to see it
+    monitor = actor.Monitor("closed", cluster.id, "rlb-closed:")
+    worker = {"kind": "train", "info": {}, "actors": ["rlbench/closed/echo/0"], "pids": {"rlbench/closed/echo/0": 0}}
+    monitor.apply(0, {"do": "engine", "name": "echo", "fields": worker})
+    assert monitor.close() and monitor.close()
+    with pytest.raises(SessionError, match="closed"):
+        monitor.apply(0, {"do": "set", "key": "step", "value": 1})
+    monitor._note_dead({"rlbench/closed/echo/0"})
+    assert not registry.session_file("closed").exists() and not registry.journal_file("closed").exists()
+
+
 SCRIPT = """
 import os, sys
 import rlbench as rb
