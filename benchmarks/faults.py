@@ -5,21 +5,26 @@
 
 A fault is survived when the training state (weights, optimizer, random state, on every rank) equals bit for bit that
 before or after the verb, and the next rollout, step and sync succeed. An interrupt is a SIGINT to this process, as
-Ctrl-C gives; a kill is SIGKILL to a worker, followed by `session.heal()`. At the end the session is closed, and no
-process and no shared-memory file of it may be left.
+Ctrl-C gives; a kill of a worker is SIGKILL, followed by `session.heal()`; a kill of the kernel is SIGKILL to a process
+that drives the session, followed by `rb.attach()` from this one; a loss fails on rank 1 alone. At the end the session
+is closed, and no process and no shared-memory file of it may be left.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import pickle
 import random
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +60,21 @@ HEAD = (
 )
 
 
+KILLED = (("rollout", "inference"), ("train step", "actor"), ("sync", "actor"), ("sync", "inference"))
+KERNEL = """
+import pickle, sys
+import rlbench as rb
+from rlbench.tiny import tasks
+session = rb.attach(sys.argv[1], take_over=True)
+batch = pickle.load(open(sys.argv[2], "rb"))
+print("begins", flush=True)
+if sys.argv[3] == "rollout":
+    session.rollout(tasks.prompts(16), n=8, max_tokens=96, ignore_eos=True, progress=False)
+else:
+    session.train_step(batch, token_budget=64)
+"""
+
+
 class Trial:
     """A session, a fixed point to start every try from, and the verbs with their undisturbed outcome."""
 
@@ -68,15 +88,15 @@ class Trial:
         self.start = session.snapshot("start of every try")
         self.folder = tempfile.TemporaryDirectory()
         self.verbs: dict[str, Callable[[], Any]] = {
-            "rollout": lambda: session.rollout(
+            "rollout": lambda: self.session.rollout(
                 tasks.prompts(16), n=8, max_tokens=96, ignore_eos=True, progress=False
             ),
             "score": lambda: rollouts.score(lambda r: time.sleep(0.01) or tasks.reward(r)),
-            "train step": lambda: session.train_step(self.batch, token_budget=64),
-            "sync": session.sync_weights,
-            "snapshot": session.snapshot,
-            "save": lambda: session.save(self.folder.name, max_num=2),
-            "user function": lambda: session.train.run(_in_turns),
+            "train step": lambda: self.session.train_step(self.batch, token_budget=64),
+            "sync": lambda: self.session.sync_weights(),
+            "snapshot": lambda: self.session.snapshot(),
+            "save": lambda: self.session.save(self.folder.name, max_num=2),
+            "user function": lambda: self.session.train.run(_in_turns),
         }
         self.after = {name: self._undisturbed(verb) for name, verb in self.verbs.items()}
 
@@ -124,6 +144,74 @@ class Trial:
             tally.lost.append(f"{name}: heal: {error}")
             return
         self.judge(tally, sent, [before, after])
+
+    def lose_kernel(self, name: str, tally: Tally) -> None:
+        """Kill the process that drives a verb at a random point of it, then attach from here."""
+        session = self.session
+        session.restore(self.start)
+        before, (seconds, after) = self.checksums(), self.after[name]
+        kept = Path(self.folder.name) / "batch.pickle"
+        kept.write_bytes(pickle.dumps(self.batch))
+        kernel = subprocess.Popen(
+            [sys.executable, "-c", KERNEL, session.name, str(kept), name], stdout=subprocess.PIPE, text=True
+        )
+        tally.tries += 1
+        assert kernel.stdout is not None and kernel.stdout.readline() == "begins\n"
+        time.sleep(self.random.uniform(0, seconds))
+        kernel.kill()
+        kernel.wait()
+        killed = time.monotonic()
+        try:
+            self.session = rb.attach(session.name)
+            tally.prompt_s.append(time.monotonic() - killed)
+            self.session.stop()
+        except rb.errors.RLBenchError as error:
+            tally.lost.append(f"{name}: {type(error).__name__}: {error}")
+            self.session = rb.attach(session.name, take_over=True)
+            return
+        self.judge(tally, killed, [before, after])
+
+    def lose_monitor(self, name: str, tally: Tally) -> None:
+        """Kill the process that keeps the session's state at a random point of a verb."""
+        self.session.restore(self.start)
+        before, (seconds, after) = self.checksums(), self.after[name]
+        victim = self.session.link.state()["pid"]
+        timer = threading.Timer(self.random.uniform(0, seconds), lambda: os.kill(victim, signal.SIGKILL))
+        tally.tries += 1
+        sent = time.monotonic() + timer.interval
+        timer.start()
+        try:
+            self.verbs[name]()
+        except rb.errors.RLBenchError as error:
+            tally.lost.append(f"{name}: {type(error).__name__}: {error}")
+            return
+        finally:
+            timer.join()
+        self.judge(tally, sent, [before, after])
+
+    def fail_on_one_rank(self, tally: Tally) -> None:
+        """A loss that raises on rank 1, in one of its micro-batches."""
+        self.session.restore(self.start)
+        before = self.checksums()
+        fails_at, calls = self.random.randrange(4), [0]
+
+        def loss(inputs: Any) -> Any:
+            import torch.distributed as dist
+
+            calls[0] += 1
+            if dist.is_initialized() and dist.get_rank() == 1 and calls[0] > fails_at:
+                raise ValueError("on rank 1 alone")
+            return -inputs.advantages * inputs.logprobs, {}
+
+        tally.tries += 1
+        begin = time.monotonic()
+        try:
+            self.session.train_step(self.batch, loss=loss, token_budget=64)
+        except rb.errors.RemoteError:
+            tally.prompt_s.append(time.monotonic() - begin)
+        else:
+            tally.lost.append("the step did not say that the loss failed")
+        self.judge(tally, begin, [before])
 
     def judge(self, tally: Tally, sent: float, allowed: list[Any]) -> None:
         """Is the state one of those allowed, and does the loop go on?"""
@@ -179,34 +267,40 @@ def left_behind(name: str, pids: list[int], prefix: str) -> list[str]:
     return alive + files
 
 
-def run(interrupts: int, kills: int, seed: int, name: str = "faults") -> list[Tally]:
+def schedule(
+    trial: Trial, interrupts: int, kills: int, others: int
+) -> Iterator[tuple[str, int, Callable[[Tally], None]]]:
+    """Every fault with the number of its tries and what does it once."""
+    for verb in trial.verbs:
+        yield f"Ctrl-C in {verb}", interrupts, partial(trial.interrupt, verb)
+    for verb, engine in KILLED if kills else ():
+        what = "a rank" if engine == "actor" else "the replica"
+        yield f"kill -9 of {what} in {verb}", kills, partial(trial.kill, verb, engine)
+    for verb in ("rollout", "train step"):
+        yield f"kill -9 of the kernel in {verb}", others, partial(trial.lose_kernel, verb)
+    for verb in ("rollout", "train step", "sync"):
+        yield f"kill -9 of the monitor in {verb}", others, partial(trial.lose_monitor, verb)
+    yield "a loss that fails on rank 1 alone", others, trial.fail_on_one_rank
+
+
+def run(interrupts: int, kills: int, others: int, seed: int, name: str = "faults") -> list[Tally]:
     """All faults on a session of its own; one tally each."""
     from rlbench.dispatch.link import shm_prefix
 
     session = rb.Session("tiny", name=name, train={"tensor_parallel_size": 2, "lr": 1e-4}, seed=seed)
     tallies: list[Tally] = []
+    trial: Trial | None = None
     try:
         trial = Trial(session, seed)
-        for verb in trial.verbs:
-            tallies.append(tally := Tally(f"Ctrl-C in {verb}"))
-            for _ in range(interrupts):
-                trial.interrupt(verb, tally)
-        for verb, engine in (
-            ("rollout", "inference"),
-            ("train step", "actor"),
-            ("sync", "actor"),
-            ("sync", "inference"),
-        ):
-            if kills:
-                tallies.append(
-                    tally := Tally(f"kill -9 of {'a rank' if engine == 'actor' else 'the replica'} in {verb}")
-                )
-            for _ in range(kills):
-                trial.kill(verb, engine, tally)
+        for fault, tries, once in schedule(trial, interrupts, kills, others):
+            tallies.append(tally := Tally(fault))
+            for _ in range(tries):
+                once(tally)
+        session = trial.session
         pids = [p for e in session.link.state("engines")["engines"].values() for p in e["pids"].values()]
         prefix = shm_prefix(name)
     finally:
-        session.close()
+        (trial.session if trial else session).close()
     left = left_behind(name, pids, prefix)
     tallies.append(Tally("closing after all that", 1, int(not left), lost=left))
     return tallies
@@ -219,10 +313,11 @@ def main() -> None:
     )
     parser.add_argument("--interrupts", type=int, default=15, help="of each verb")
     parser.add_argument("--kills", type=int, default=8, help="of each verb and engine")
+    parser.add_argument("--others", type=int, default=5, help="of each other fault")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     with rb.init(devices=2):
-        tallies = run(given.interrupts, given.kills, given.seed)
+        tallies = run(given.interrupts, given.kills, given.others, given.seed)
     print(HEAD)
     for tally in tallies:
         print(tally.row())

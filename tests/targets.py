@@ -62,7 +62,7 @@ class EchoTarget:
         mine: list[int] = []
         while claimed := current().claim(chunk):
             mine.extend(claimed)
-            time.sleep(0.01)
+            time.sleep(0.1)  # long enough for a slower worker to begin
         return mine
 
     def close(self) -> None:

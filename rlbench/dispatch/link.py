@@ -11,6 +11,7 @@ import itertools
 import os
 import re
 import secrets
+import shutil
 import sys
 import threading
 import time
@@ -18,10 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rlbench.dispatch.chain import Steps
-from rlbench.dispatch.obituary import obituary
+from rlbench.dispatch.obituary import final_fate, obituary
 from rlbench.dispatch.pending import Observer, Pending, sigint_held
 from rlbench.dispatch.protocol import Ticket, actor_name
-from rlbench.errors import SessionError, WorkerDied
+from rlbench.errors import EngineError, SessionError, WorkerDied
 from rlbench.runtime import cluster, processes, registry
 
 MONITOR = "rlbench.monitor.actor:Monitor"
@@ -63,6 +64,7 @@ class Link:
         if _find(actor_name(name, "monitor")) is not None:
             raise SessionError(f"session {name!r} is there already: rb.attach({name!r}) drives it")
         registry.journal_file(name).unlink(missing_ok=True)
+        shutil.rmtree(registry.snapshot_folder(name), ignore_errors=True)  # of one whose machine went down
         import ray
 
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
@@ -185,8 +187,11 @@ class Link:
         def ended() -> None:
             self._acknowledged = call_id
 
-        return Pending(what or f"{engine}.{name}", labels, actors, refs, call_id, finish, observer,
-                       lambda i, error: self._died(engine, labels[i], error), ended, collective, again)  # fmt: skip
+        def died(i: int, error: BaseException) -> BaseException:
+            return self._died(engine, labels[i], actors[i], error)
+
+        return Pending(what or f"{engine}.{name}", labels, actors, refs, call_id, finish, observer, died, ended,
+                       collective, again)  # fmt: skip
 
     @contextlib.contextmanager
     def verb(self, what: str) -> Iterator[None]:
@@ -236,8 +241,14 @@ class Link:
         """Stop driving; the session lives on."""
         self._closed.set()
 
-    def _died(self, engine: str, label: str, error: BaseException) -> BaseException:
-        actor, pid, samples, in_session = "", None, [], False
+    def _died(self, engine: str, label: str, worker: Any, error: BaseException) -> BaseException:
+        fate = final_fate(worker, error)
+        if fate is None:
+            return EngineError(
+                f"{label} of {engine} could not be reached while it ran this call, and answers again: whether the call "
+                "was done is not known. Look at the engine before you go on"
+            )
+        error, actor, pid, samples, in_session = fate, "", None, [], False
         with contextlib.suppress(SessionError):  # the monitor may be gone as well: the death is what to tell
             self.engine(engine, {"broken": f"{label} died"})
             state = self.state("engines", "config")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from rlbench.runtime import processes, registry
 
 LAST_LINES = 8
 RECENT_SAMPLES = 10  # five seconds
+FATE_LIMIT_S, FATE_POLL_S = 60.0, 5.0
 NOISE = ("[Gloo]", "UserWarning", "warnings.warn")
 
 
@@ -40,6 +42,27 @@ def obituary(
         else f"  The engine is broken: {engine}.close(), then build it again."
     )
     return "\n".join(lines)
+
+
+def final_fate(worker: Any, error: BaseException) -> BaseException | None:
+    """What Ray says in the end of a worker that it could not reach: why it died, or None where it answers again.
+
+    A node that went away shows first as a lost connection; that it is gone takes the cluster some seconds to see.
+    """
+    import ray
+
+    if not isinstance(error, ray.exceptions.ActorUnavailableError):
+        return error
+    deadline = time.monotonic() + FATE_LIMIT_S
+    while time.monotonic() < deadline:
+        try:
+            ray.get(worker.pid.remote(), timeout=FATE_POLL_S)
+            return None
+        except (ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError):
+            time.sleep(FATE_POLL_S / 10)
+        except ray.exceptions.RayActorError as final:
+            return final
+    return error
 
 
 def cause(error: BaseException, samples: list[dict[str, Any]]) -> str:

@@ -299,6 +299,7 @@ def _ray_init(address: str) -> None:
 
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+        _say_nothing_of_deaths()
     except ConnectionError as error:
         if "AuthenticationError" in str(error.__cause__):  # Ray wraps it as text
             raise ClusterError(
@@ -306,3 +307,16 @@ def _ray_init(address: str) -> None:
                 "RAY_AUTH_TOKEN) in this process's environment before it imports ray, then rb.init(address=…) again"
             ) from error
         raise ClusterError(f"the Ray cluster at {address} does not take us in: {error}") from error
+
+
+def _say_nothing_of_deaths() -> None:
+    """End the thread that prints Ray's page about a dead worker into the cell, beside ours: no option does.
+
+    Does what Ray's own disconnect does to it, which is safe to do twice.
+    """
+    from ray._private.worker import global_worker
+
+    global_worker.threads_stopped.set()
+    global_worker.gcs_error_subscriber.close()
+    global_worker.listener_thread.join(5.0)
+    global_worker.threads_stopped.clear()

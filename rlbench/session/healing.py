@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 from rlbench.dispatch.chain import Steps
 from rlbench.engines.base import Engine
 from rlbench.engines.sync import sync_weights
-from rlbench.errors import StateError, WorkerDied
+from rlbench.errors import EngineError, StateError, WorkerDied
 from rlbench.session import building, snapshots
 
 if TYPE_CHECKING:
     from rlbench.session.session import Session
 
 SOURCES = ("snapshot", "weights")
+ANSWER_LIMIT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -68,15 +69,20 @@ def heal_steps(session: Session, prefer: str) -> Steps:
 
 
 def lost_workers(engine: Engine) -> list[str]:
-    """Labels of the engine's workers that do not live any more."""
+    """Labels of the engine's workers that do not live any more; EngineError where one neither answers nor is dead."""
     import ray
 
     found = []
     for label, actor in zip(engine.labels, engine.workers, strict=True):
         try:
-            ray.get(actor.pid.remote(), timeout=30)
+            ray.get(actor.pid.remote(), timeout=ANSWER_LIMIT_S)
         except (ray.exceptions.RayActorError, WorkerDied):
             found.append(label)
+        except ray.exceptions.GetTimeoutError:
+            raise EngineError(
+                f"{label} of {engine.name} is not dead, but has not answered for {ANSWER_LIMIT_S:g} s: wait for it, or "
+                "end its process and heal() again"
+            ) from None
     return found
 
 
@@ -87,7 +93,7 @@ def _bring_back(session: Session, prefer: str, staged: dict[str, Any] | None) ->
         newest = kept[-1]
         yield from snapshots.restore_steps(session, newest, sync=False)
         return f"built again, from snapshot {newest.label!r} (step {newest.step}): weights, optimizer, random state"
-    session.anchors.go_back("")
+    session.anchors.go_back(None)
     session.link.set(undo=[])
     if staged and all(Path(bucket["path"]).exists() for bucket in staged["manifest"]["buckets"]):
         yield session.train.call_all("load_staged", staged["manifest"], what="heal")

@@ -21,13 +21,14 @@ from rlbench.engines.sync import sync_weights
 from rlbench.errors import SessionError, StateError, Stopped, nearest
 from rlbench.runtime import cluster, registry
 from rlbench.session import building, checkpoints, training
+from rlbench.session.anchors import Anchors
 from rlbench.session.check_verbs import CheckVerbs
 from rlbench.session.evaluation import evaluate_steps
 from rlbench.session.facts import card_facts, text_card
 from rlbench.session.options import SessionOptions, resolve_model
 from rlbench.session.pause_verbs import PauseVerbs
 from rlbench.session.state_verbs import StateVerbs
-from rlbench.session.training import Anchors, StepOptions
+from rlbench.session.training import StepOptions
 
 
 class Session(StateVerbs, CheckVerbs, PauseVerbs):
@@ -69,7 +70,7 @@ class Session(StateVerbs, CheckVerbs, PauseVerbs):
             return
         self._link = Link.create(name, lease_s)
         self._last: Any = None
-        self.anchors = Anchors()
+        self.anchors = Anchors(self._link.name)
         self._tokenizer: Any = None
         try:
             self._link.set(config=self._options.to_json())
@@ -129,7 +130,7 @@ class Session(StateVerbs, CheckVerbs, PauseVerbs):
         session = cls.__new__(cls)
         session._link = link
         session._options = SessionOptions(**state["config"])
-        session._last, session._tokenizer, session.anchors = None, None, Anchors()
+        session._last, session._tokenizer, session.anchors = None, None, Anchors(link.name)
         session._engines = {}
         for name, record in state["engines"].items():
             session._engines[name] = (

@@ -25,8 +25,6 @@ from rlbench.session.loss_check import NO_REFERENCE, ShippedLoss, ship
 if TYPE_CHECKING:
     from rlbench.session.session import Session
 
-ANCHORS_KEPT = 8
-
 
 @dataclass(frozen=True)
 class StepOptions:
@@ -153,39 +151,6 @@ def batch_metrics(batch: TrainBatch) -> dict[str, Any]:
     if batch.rewards is not None:
         values |= {"reward": float(batch.rewards.mean()), "reward_std": float(batch.rewards.std())}
     return values
-
-
-class Anchors:
-    """Old log-probs of the batches trained on lately, by the identity of their tokens."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, np.ndarray] = {}
-        self._marked: dict[str, dict[str, np.ndarray]] = {}
-
-    def applied(self, batch: TrainBatch) -> TrainBatch:
-        """The batch with the old log-probs known for its tokens; the batch itself on its first step."""
-        if batch.old_logprobs is None and batch.key in self._kept:
-            return batch.replace(old_logprobs=self._kept[batch.key])
-        return batch
-
-    def mark(self, snapshot: str) -> None:
-        """Remember which there are at a snapshot."""
-        self._marked[snapshot] = dict(self._kept)
-
-    def go_back(self, snapshot: str) -> None:
-        """Keep those there were at a snapshot alone: a batch seen first after it will be seen by another policy."""
-        self._kept = dict(self._marked.get(snapshot, {}))
-
-    def forget(self, snapshot: str) -> None:
-        """The snapshot is dropped."""
-        self._marked.pop(snapshot, None)
-
-    def keep(self, batch: TrainBatch, logprobs: np.ndarray) -> None:
-        """Remember the log-probs of a batch's first step."""
-        if batch.key not in self._kept:
-            self._kept[batch.key] = logprobs
-            while len(self._kept) > ANCHORS_KEPT:
-                self._kept.pop(next(iter(self._kept)))
 
 
 def _check_batch(batch: Any, session: Session) -> None:

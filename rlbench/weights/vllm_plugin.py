@@ -169,6 +169,8 @@ def repack_stale(model: torch.nn.Module, packed_before: set[int]) -> None:
 class ReplicaWorkerMixin:
     """What a replica asks of its workers beyond vLLM's own calls; the same on CPU and GPU."""
 
+    _weight_update_active: bool
+
     def reload_from_disk(self) -> None:
         """Load the checkpoint again (also after the weights were discarded) and pack the tied head."""
         model = self.model_runner.model  # type: ignore[attr-defined]
@@ -187,6 +189,13 @@ class ReplicaWorkerMixin:
             logging.getLogger(__name__).debug("%s failed", method, exc_info=True)
             return f"{type(error).__name__}: {error}", bool(getattr(error, "secondary", False))
         return None
+
+    def start_weight_update(self) -> None:
+        """As vLLM's; an update that is still open here, since it failed on another worker alone, is over."""
+        if self._weight_update_active:
+            self.weight_transfer_engine.reset_weight_update_target()  # type: ignore[attr-defined]
+            self._weight_update_active = False
+        super().start_weight_update()  # type: ignore[misc]
 
     def finish_weight_update(self) -> None:
         """As vLLM's, but a failure ends the update too: a later one would be refused as nested otherwise."""

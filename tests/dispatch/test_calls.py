@@ -10,7 +10,7 @@ import pytest
 
 from rlbench.dispatch.chain import Chain
 from rlbench.dispatch.link import Link, spawn_host
-from rlbench.errors import DataError, RemoteError, SessionError, Stopped, WorkerDied
+from rlbench.errors import DataError, EngineError, RemoteError, SessionError, Stopped, WorkerDied
 
 pytestmark = pytest.mark.engine
 
@@ -192,7 +192,7 @@ def test_stopping_a_chain_stops_the_step_in_flight(link, actors):
         chain.result(timeout=5)
 
 
-def test_a_killed_worker_ends_the_wait_and_says_which_one(cluster):
+def test_a_killed_worker_ends_the_wait_and_says_which_one(cluster, capfd):
     made = Link.create("death")
     host = spawn_host(made, "echo", 0, "tests.targets:EchoTarget", (0,), {}, {"num_cpus": 0})
     import ray
@@ -205,6 +205,22 @@ def test_a_killed_worker_ends_the_wait_and_says_which_one(cluster):
         pending.result(timeout=30)
     assert made.state()["engines"]["echo"]["broken"] == "rank 0 died"
     made.close()
+    time.sleep(1.0)  # Ray's page about it came within that
+    printed = "".join(capfd.readouterr())
+    assert "worker died" not in printed, "what the cell shows is our error alone"
+
+
+def test_a_worker_that_was_out_of_reach_and_answers_again_is_not_called_dead(link, actors):
+    import ray
+
+    from rlbench.dispatch.obituary import final_fate
+
+    lost = ray.exceptions.ActorUnavailableError("the connection broke", actors[0]._actor_id.binary())
+    assert final_fate(actors[0], lost) is None
+    error = link._died("echo", "rank 0", actors[0], lost)
+    assert isinstance(error, EngineError) and not isinstance(error, WorkerDied)
+    assert "whether the call was done is not known" in str(error)
+    assert not link.state("engines")["engines"].get("echo", {}).get("broken")
 
 
 def test_of_a_dead_rank_and_a_peer_that_fails_for_it_the_dead_one_is_named(cluster):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import rlbench as rb
-from rlbench.errors import StateError, WorkerDied
+from rlbench.errors import EngineError, StateError, WorkerDied
 from rlbench.tiny import tasks
 
 pytestmark = pytest.mark.engine
@@ -189,4 +189,19 @@ def test_killing_while_a_stop_is_under_way_still_ends_the_verb(mortal: Any, batc
     with pytest.raises((WorkerDied, rb.Stopped)):
         pending.result(timeout=WAIT_S)
     mortal.heal()
+    goes_on(mortal, batch)
+
+
+def test_a_worker_that_neither_answers_nor_is_dead_is_not_built_over(
+    mortal: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlbench.session.healing.ANSWER_LIMIT_S", 1.0)
+    pid = pid_of(mortal, "actor", 1)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(EngineError, match="rank 1 of actor is not dead, but has not answered"):
+            mortal.heal()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert not mortal.heal().engines
     goes_on(mortal, batch)

@@ -16,12 +16,12 @@ def check(tallies: list[faults.Tally]) -> None:
 
 
 def test_interrupts_at_random_points_of_every_verb_are_survived(cluster, tiny_path) -> None:
-    check(faults.run(interrupts=2, kills=0, seed=11, name="faults-short"))
+    check(faults.run(interrupts=2, kills=0, others=1, seed=11, name="faults-short"))
 
 
 @pytest.mark.long
 def test_a_hundred_interrupts_and_thirty_kills_are_survived(cluster, tiny_path) -> None:
-    tallies = faults.run(interrupts=15, kills=8, seed=5, name="faults-long")
+    tallies = faults.run(interrupts=15, kills=8, others=5, seed=5, name="faults-long")
     check(tallies)
     assert sum(t.tries for t in tallies if t.fault.startswith("Ctrl-C")) >= 100
     assert sum(t.tries for t in tallies if t.fault.startswith("kill")) >= 30

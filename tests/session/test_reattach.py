@@ -43,6 +43,10 @@ def test_killing_the_kernel_in_the_middle_of_a_rollout_loses_nothing(cluster, ti
     assert (session.step, session.version) == (1, 1)
     assert session.train.call_all("state_checksum").result() == [checksum]
     assert len(session.history) == 1 and session.history[0]["loss_name"] == "grpo"
+    again = session.last.score(tasks.reward).batch(advantage=rb.rl.group_normalized())
+    seen = session.forward_backward(again)
+    session.zero_grad()
+    assert seen.kl > 0, "a batch the first kernel trained on has its ratios against the policy that saw it first"
     rollouts = session.rollout(tasks.prompts(4), n=2, max_tokens=8)
     assert rollouts.samples == 8 and rollouts.weight_version == 1
     batch = rollouts.score(tasks.reward).batch(advantage=rb.rl.group_normalized())

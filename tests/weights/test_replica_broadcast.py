@@ -152,6 +152,14 @@ def test_a_worker_that_cannot_load_ends_the_sender_and_the_other_worker(
     mend(replica, model)
 
 
+def test_an_update_that_failed_on_one_worker_alone_is_over_on_the_other(
+    replica: VllmReplica, model: PreTrainedModel
+) -> None:
+    """The other worker had taken its bucket when it was told; its open update then refused every later one."""
+    replica._built.collective_rpc("transfer", args=("start_weight_update",))
+    mend(replica, model)
+
+
 def test_buckets_that_no_worker_can_read_leave_no_answer_behind_in_vllms_queue(
     replica: VllmReplica, model: PreTrainedModel
 ) -> None:
