@@ -67,3 +67,30 @@ class EchoTarget:
 
     def close(self) -> None:
         self.closed = True
+
+
+class TellingTarget(EchoTarget):
+    """Tells its memory, but not before it is let; counts how many ask at a time."""
+
+    CONTROL = frozenset({"status", "memory", "let", "asked"})
+
+    def __init__(self, rank: int = 0) -> None:
+        super().__init__(rank)
+        self.may, self.lock = threading.Event(), threading.Lock()
+        self.asking = self.most = self.total = 0
+
+    def memory(self) -> dict:
+        with self.lock:
+            self.asking, self.total = self.asking + 1, self.total + 1
+            self.most = max(self.most, self.asking)
+        self.may.wait(60)
+        with self.lock:
+            self.asking -= 1
+        return {"device": "host", "weights": 1 << 20, "gradients": 0, "frees": {"weights": 0}, "rss": 0}
+
+    def let(self) -> None:
+        self.may.set()
+
+    def asked(self) -> tuple[int, int]:
+        """How often it was asked, and by how many at a time at most."""
+        return self.total, self.most

@@ -1,15 +1,24 @@
-"""The records of a session's steps, oldest first."""
+"""The records of a session's steps, oldest first: a list, a table, curves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, overload
 
+import numpy as np
+
+from rlbench.data.drawing import drawn
+from rlbench.data.optional import needed
 from rlbench.errors import DataError, nearest
 
 
 class History(Sequence[dict[str, Any]]):
-    """A list of step records; `history["reward"]` is one metric over the steps, None where a step lacks it."""
+    """A list of step records; `history["reward"]` is one metric over the steps, None where a step lacks it.
+
+    `history[-1]` is the last record, `history[10:]` the history from the eleventh on. A value inside a part of a record
+    is called by both names: `history["seconds/total"]`.
+    """
 
     def __init__(self, records: list[dict[str, Any]]) -> None:
         self.records = list(records)
@@ -29,21 +38,59 @@ class History(Sequence[dict[str, Any]]):
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, str):
-            if self.records and not any(index in r for r in self.records):
-                known = dict.fromkeys(name for r in self.records for name in r)
-                raise DataError(
-                    f"no step has a metric {index!r}{nearest(index, known)}; there are {', '.join(known)}"
-                )
-            return [r.get(index) for r in self.records]
+            return self._metric(index)
         if isinstance(index, slice):
             return History(self.records[index])
         return self.records[index]
 
-    def table(self) -> Any:
-        """The records as a pandas DataFrame."""
-        import pandas
+    @property
+    def names(self) -> list[str]:
+        """The metrics that are numbers in some step: what `plot` can draw."""
+        return list(dict.fromkeys(name for row in self._rows() for name, value in row.items() if is_number(value)))
 
-        return pandas.DataFrame(self.records)
+    def values(self, name: str) -> np.ndarray:
+        """One metric over the steps, (steps,) float64, NaN where a step lacks it.
+
+        Raises:
+            DataError: no step has it, or it is not a number.
+        """
+        found = self._metric(name)
+        if found and not any(is_number(value) for value in found):
+            raise DataError(f"{name!r} is no number in any step{nearest(name, self.names)}; see history.names")
+        return np.array([float(value) if is_number(value) else np.nan for value in found])
+
+    def to_pandas(self) -> Any:
+        """A DataFrame with one row per step; the parts of a record get columns of their own (`seconds/total`).
+
+        Raises:
+            DataError: pandas is not installed.
+        """
+        return needed("pandas", "history.to_pandas()").DataFrame(self._rows())
+
+    def table(self) -> Any:
+        """The same as `to_pandas()`."""
+        return self.to_pandas()
+
+    def plot(
+        self, *names: str, x: str = "step", compare: Mapping[str, History] | None = None, smooth: float | None = None,
+        name: str | None = None,
+    ) -> Any:  # fmt: skip
+        """Metrics over the steps, one panel each; with other runs on the same axes.
+
+        Args:
+            names: of metrics (see `names`); default: reward, loss, KL, … as far as there are any.
+            x: `"step"`, or what was spent until then: `"tokens"` trained on, `"seconds"` of training steps.
+            compare: name -> history of another run, drawn beside this one: `{"lr 1e-5": other.history}`.
+            smooth: draw an exponential moving average of this span (in steps, above 1) over the faint values.
+            name: what this run is called beside the others; default: "this".
+
+        Returns:
+            A `Chart`: interactive in JupyterLab, a drawing where a notebook is only read, text in a terminal.
+
+        Raises:
+            DataError: no run has a metric, or a value that cannot be used.
+        """
+        return drawn("history_plot", self, names, x=x, compare=compare, smooth=smooth, name=name)
 
     def __repr__(self) -> str:
         if not self.records:
@@ -51,3 +98,27 @@ class History(Sequence[dict[str, Any]]):
         last = self.records[-1]
         shown = ", ".join(f"{k} {last[k]:.3g}" for k in ("reward", "loss", "kl") if last.get(k) is not None)
         return f"History({len(self.records)} steps; last: {shown})"
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [dict(_flat(record)) for record in self.records]
+
+    def _metric(self, name: str) -> list[Any]:
+        rows = [record if name in record else dict(_flat(record)) for record in self.records]
+        if rows and not any(name in row for row in rows):
+            known = dict.fromkeys(k for row in self._rows() for k in row)
+            raise DataError(f"no step has a metric {name!r}{nearest(name, known)}; there are {', '.join(known)}")
+        return [row.get(name) for row in rows]
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite or infinite number; a truth value or a NaN is none."""
+    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    return number and not math.isnan(value)
+
+
+def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", value

@@ -13,8 +13,9 @@ SHOWN = ("loss", "reward", "grad_norm", "kl", "entropy", "clip_fraction", "logpr
 class Metrics(Mapping[str, Any]):
     """Metrics of one verb, by name; also as attributes.
 
-    `tokens` holds the per-token channels of the batch's rows (`logprobs`, `entropy`), as flat float32 arrays in the
-    order of `batch.responses.values`; it is not part of the record.
+    `tokens` holds per-token channels of the batch, flat float32 arrays in the order of `batch.responses.values`:
+    `logprobs`, `entropy`, `old_logprobs`, `ref_logprobs` where there is one, and what the loss's own metrics say per
+    token (`ratio`, `clip_fraction`, …, or anything a loss of yours returns). It is not part of the record.
     """
 
     def __init__(self, values: Mapping[str, Any], tokens: Mapping[str, np.ndarray] | None = None) -> None:

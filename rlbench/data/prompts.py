@@ -24,12 +24,35 @@ class Prompt:
 
     @property
     def text(self) -> str:
-        """The prompt for a reader: the text, the last message's content, or the token ids in brackets."""
+        """The prompt for a reader: the text, the last message's content, or the token ids in brackets.
+
+        Images and what else is no text in a message are named in brackets: `[image] What is this?`.
+        """
         if isinstance(self.content, str):
             return self.content
         if self.content and isinstance(self.content[0], dict):
-            return str(self.content[-1].get("content", ""))
+            return message_text(self.content[-1])
         return str(list(self.content))
+
+
+def message_text(message: Mapping[str, Any]) -> str:
+    """A message's text; its content may be a text, a list of parts (text, image, …) or missing."""
+    content = message.get("content")
+    if content is None:
+        return ""
+    if isinstance(content, list | tuple):
+        return " ".join(part_text(part) for part in content)
+    return str(content)
+
+
+def part_text(part: Any) -> str:
+    """One part of a message: its text, or its kind in brackets (`[image]`)."""
+    if isinstance(part, Mapping):
+        kind = str(part.get("type", "part"))
+        if "text" in part and kind in ("text", "part"):
+            return str(part["text"])
+        return f"[{kind.removesuffix('_url')}]"
+    return str(part)
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:

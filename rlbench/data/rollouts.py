@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlbench.data import channels as channel_values
 from rlbench.data.advantage_call import call_advantage, given_columns, take_rows
 from rlbench.data.batch import TrainBatch
+from rlbench.data.column import Column
 from rlbench.data.jobs import FINISH_REASONS, GeneratedArrays
 from rlbench.data.prompts import Prompt
 from rlbench.data.ragged import Ragged
 from rlbench.errors import DataError, Stopped
 from rlbench.traces import user_error
+
+if TYPE_CHECKING:
+    from rlbench.data.metrics import Metrics
 
 RewardFn = Callable[["Rollout"], float]
 
@@ -70,6 +76,8 @@ class Rollouts:
 
     `responses`: sampled token ids; `logprobs`: flat float32 beside them; `group` (N,) int32: the prompt of each
     sample; `finish` (N,) int8 into FINISH_REASONS; `versions` (N,) int64; `rewards` (N,) float64 once scored.
+    `channels`: more numbers per token, flat float32 beside `logprobs`, NaN where not known (see `with_batch`).
+    `tokenizer`: folder or hub id of the tokenizer the tokens are of; "" where not known.
     """
 
     prompts: tuple[Prompt, ...]
@@ -85,6 +93,12 @@ class Rollouts:
     number: int = 0
     not_started: tuple[int, ...] = ()
     stats: dict[str, float] = field(default_factory=dict)
+    channels: Mapping[str, np.ndarray] = field(default_factory=dict)
+    tokenizer: str = ""
+
+    def __post_init__(self) -> None:
+        if self.rewards is not None:  # an array still, and one with `.plot()`
+            object.__setattr__(self, "rewards", Column.of(self.rewards, "rewards"))
 
     @classmethod
     def merge(
@@ -93,6 +107,7 @@ class Rollouts:
         parts: Sequence[GeneratedArrays],
         sampling: dict[str, Any],
         number: int = 0,
+        tokenizer: str = "",
     ) -> Rollouts:
         """Join what the replicas returned, in prompt order. Prompts nobody started are listed in `not_started`."""
         keys = np.concatenate([p.keys for p in parts]).reshape(-1, 2)
@@ -115,6 +130,7 @@ class Rollouts:
             number=number,
             not_started=tuple(i for i in range(len(prompts)) if i not in started),
             stats=_summed_stats(parts),
+            tokenizer=tokenizer,
         )
 
     def __len__(self) -> int:
@@ -142,9 +158,9 @@ class Rollouts:
         return (self._sample(i) for i in range(self.samples))
 
     @property
-    def lengths(self) -> np.ndarray:
-        """Response lengths in tokens, (N,) int64."""
-        return self.responses.lengths
+    def lengths(self) -> Column:
+        """Response lengths in tokens, (N,) int64; `.plot()` draws them."""
+        return Column.of(self.responses.lengths, "lengths", "tokens", self.truncated)
 
     @property
     def truncated(self) -> np.ndarray:
@@ -230,10 +246,83 @@ class Rollouts:
             sampler_logprobs=chosen.logprobs,
             group=chosen.group,
             weight_version=chosen.versions,
-            rewards=chosen.rewards,
+            rewards=np.asarray(chosen.rewards),
             truncated=chosen.truncated,
             temperature=float(self.sampling.get("temperature", 1.0)),
         )
+
+    def with_channels(self, **channels: Any) -> Rollouts:
+        """The same rollouts with more numbers per token to look at; one of the same name is replaced.
+
+        Args:
+            channels: by name, flat over all response tokens or one row per completion (arrays, tensors, lists).
+                Standard names, units and colours: `rlbench.data.channels.KNOWN`.
+
+        Raises:
+            DataError: a length that does not fit.
+        """
+        given = {name: channel_values.as_channel(name, values, self) for name, values in channels.items()}
+        return replace(self, channels={**self.channels, **given})
+
+    def with_batch(self, batch: TrainBatch, metrics: Metrics | None = None) -> Rollouts:
+        """The same rollouts with what a batch made of them, and a step on it, say of each token.
+
+        Args:
+            batch: made from these rollouts, all or some of them in any order. Gives `advantage`, `mask` and, where it
+                knows them, `old_logprob` and `ref_logprob`.
+            metrics: what `train_step` returned for this batch. Gives `trainer_logprob` and `entropy` as they were
+                when the step began (nats), from them `difference` (trainer − sampler), `ratio` (to the old policy; to
+                the sampler where the old is not known), `ref_kl` (k3, nats) where there is a reference, `clipped`
+                where the loss says so, and what else the loss's metrics say per token.
+
+        Returns:
+            New rollouts. Completions that are not in the batch, as those an interrupt cut, have NaN.
+
+        Raises:
+            DataError: the batch is of other samples, or the metrics of another batch.
+        """
+        return replace(self, channels={**self.channels, **channel_values.batch_channels(self, batch, metrics)})
+
+    def to_pandas(self) -> Any:
+        """One row per completion; see `rlbench.data.export.frame`."""
+        from rlbench.data import export
+
+        return export.frame(self)
+
+    def to_parquet(self, path: str | Path) -> Path:
+        """Write everything to one Parquet file, one row per completion; `from_parquet` gives equal rollouts back."""
+        from rlbench.data import export
+
+        return export.write_parquet(self, path)
+
+    @classmethod
+    def from_parquet(cls, path: str | Path) -> Rollouts:
+        """Read what `to_parquet` wrote. Raises DataError for any other file."""
+        from rlbench.data import export
+
+        return export.read_parquet(path)
+
+    def to_json(self, path: str | Path) -> Path:
+        """Write trajectories as JSON, a completion's turns as messages; see `rlbench.data.trajectories`."""
+        from rlbench.data import trajectories
+
+        return trajectories.write_json(self, path)
+
+    def to_html(self, path: str | Path, colour: str | None = None, samples: int = 200) -> Path:
+        """Write a page that needs nothing but itself: groups, and tokens coloured by any channel.
+
+        Args:
+            path: of the file.
+            colour: the channel it opens with; None takes the one that tells most.
+            samples: completions at most, the most telling groups first; the page says how many are left out.
+
+        Returns:
+            The path.
+        """
+        from rlbench.data import drawing, files
+
+        page = drawing.drawn("rollouts_page", self, colour=colour, samples=samples)
+        return files.write_text(path, page)
 
     def _rewards(self, fn: RewardFn) -> list[float]:
         values: list[float] = []
@@ -287,6 +376,9 @@ class Rollouts:
             versions=self.versions[rows],
             texts=tuple(self.texts[i] for i in rows),
             rewards=None if self.rewards is None else self.rewards[rows],
+            channels={
+                name: self.responses.with_values(values).take(rows).values for name, values in self.channels.items()
+            },
         )
 
     def _prompts(self, chosen: np.ndarray) -> Rollouts:
@@ -335,7 +427,7 @@ def _summed_stats(parts: Sequence[GeneratedArrays]) -> dict[str, float]:
     return {
         k: float(
             max(p.stats.get(k, 0.0) for p in parts)
-            if k == "seconds"
+            if k in ("seconds", "peak_bytes")
             else sum(p.stats.get(k, 0.0) for p in parts)
         )
         for k in keys

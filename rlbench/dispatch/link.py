@@ -129,6 +129,10 @@ class Link:
         """Change the session's state; each event counts once, also where a monitor that restarts is asked again."""
         self._ask("apply", self.epoch, *({"id_once": secrets.token_hex(8)} | event for event in events))
 
+    def tell(self, event: dict[str, Any]) -> None:
+        """Send an event that nothing depends on, without waiting; a driver that was replaced is not heard."""
+        self.monitor.tell.remote(self.epoch, {"id_once": secrets.token_hex(8)} | event)
+
     def set(self, **values: Any) -> None:
         """Set top-level values of the session's state."""
         self.apply(*({"do": "set", "key": k, "value": v} for k, v in values.items()))

@@ -96,6 +96,8 @@ class Pending:
                     raise TimeoutError(f"{self.what} is still running after {timeout:g} s")
                 self._outcome = self._collect(answers)
                 self._again = None  # it held the arguments
+                if self._outcome[1] is not None:
+                    self._close_view()
                 if self._on_end is not None:
                     self._on_end()
         value, error = self._outcome
@@ -130,6 +132,12 @@ class Pending:
 
     def __repr__(self) -> str:
         return f"Pending({self.what}, {'done' if self.done else 'running'})"
+
+    def _close_view(self) -> None:
+        """The call failed or was stopped: progress that stands still would look as if it went on."""
+        close = getattr(self._observer, "close", None)
+        if close is not None:
+            close(None)
 
     def _settled(self, timeout: float | None) -> list[Answer] | None:
         """All workers' answers; None after `timeout` seconds. Sends again what an epoch's end kept from running."""

@@ -9,7 +9,10 @@ from rlbench.dispatch.protocol import Progress
 
 
 class View(Protocol):
-    """Called every poll with the progress of the running workers (`report` where none runs), and once at the end."""
+    """Called every poll with the progress of the running workers (`report` where none runs), and once at the end.
+
+    The end has the verb's result. None where it failed or was stopped, also after the end of what it had by then.
+    """
 
     def __call__(self, progress: list[Progress]) -> None: ...
 

@@ -14,7 +14,7 @@ from rlbench.dispatch.pending import Observer, Pending
 from rlbench.dispatch.protocol import actor_name
 from rlbench.engines.parallel import estimated_bytes
 from rlbench.engines.placement import Device, actor_options, allot, devices_of
-from rlbench.errors import BuildError, EngineError, StateError, WorkerDied, nearest
+from rlbench.errors import BuildError, EngineError, SessionError, StateError, WorkerDied, nearest
 from rlbench.runtime import cluster
 
 PUT_BYTES = 256 << 10
@@ -81,6 +81,20 @@ class Engine:
         """Where the engine is: one of `cuda`, `cpu`, `meta` when all parts agree, else each part's."""
         states = {part: self.status()[part] for part in self.PARTS}
         return next(iter(states.values())) if len(set(states.values())) == 1 else states
+
+    def described(self) -> str:
+        """Where the engine is, as its session's monitor knows it: no worker is asked, so this never waits for one."""
+        if not self.built:
+            return "not built"
+        try:
+            state = self.link.state("engines")["engines"].get(self.name, {}).get("state", {})
+        except SessionError as gone:
+            return str(gone)
+        states = {part: state[part] for part in self.PARTS if part in state}
+        same = len(set(states.values())) == 1
+        where = next(iter(states.values())) if same else ", ".join(f"{part} {at}" for part, at in states.items())
+        count = f"{self.world_size} {self.labels[0].split()[0]}{'' if self.world_size == 1 else 's'}"
+        return f"{count}, {where}" if where else count
 
     def status(self) -> dict[str, Any]:
         """The first worker's status, answered also while it is busy."""

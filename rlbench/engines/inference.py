@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlbench.data import GenerateJob, Prompt, Rollouts, as_prompts
+from rlbench.data.length_stats import length_stats
 from rlbench.dispatch import views
 from rlbench.dispatch.link import Link
 from rlbench.dispatch.pending import Pending
@@ -91,6 +92,7 @@ class InferenceEngine(Engine):
             infos = self.call_all("build", what=f"{self.name}.build").result()
         self._info = infos[0] | {
             "path": self.path,
+            "tokenizer": str(config.engine_kwargs.get("tokenizer") or path),
             "executor": self.executor,
             "tensor_parallel_size": tensor_parallel_size,
         }
@@ -102,6 +104,11 @@ class InferenceEngine(Engine):
     @property
     def labels(self) -> list[str]:
         return [f"replica {i}" for i in range(len(self._actors))]
+
+    @property
+    def tokenizer(self) -> str:
+        """Folder or hub id of the replicas' tokenizer."""
+        return str(self._info.get("tokenizer", self.path))
 
     def generate(
         self, prompts: Any, sampling: dict[str, Any] | None = None, *, n: int | None = None, progress: bool = True,
@@ -142,9 +149,11 @@ class InferenceEngine(Engine):
         view = views.make("generate", total=len(asked) * samples) if progress else None
 
         def finish(parts: list[Any]) -> Rollouts:
-            merged = Rollouts.merge(asked, parts, rest, number)
+            merged = Rollouts.merge(asked, parts, rest, number, self.tokenizer)
             if view is not None:
                 view.close(merged)
+            if number:
+                self.link.tell({"do": "lengths", "entry": length_stats(merged)})
             if merged.samples < len(asked) * samples or merged.aborted.any():
                 raise Stopped(f"rollout {number} stopped: {merged.samples - int(merged.aborted.sum())} of "
                               f"{len(asked) * samples} completions are finished", merged)  # fmt: skip
@@ -163,7 +172,7 @@ class InferenceEngine(Engine):
         number = max(job.number for job, _ in found)
         job = next(job for job, _ in found if job.number == number)
         parts = [arrays for other, arrays in found if other.number == number]
-        return Rollouts.merge(list(job.asked), parts, job.sampling, number)
+        return Rollouts.merge(list(job.asked), parts, job.sampling, number, self.tokenizer)
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Log-probs of given tokens: for each sequence a float32 array (length - 1,), of token t given those before."""
@@ -198,8 +207,7 @@ class InferenceEngine(Engine):
         return [int(s["version"]) for s in self.control("status")]
 
     def __repr__(self) -> str:
-        where = f"{self.world_size} replicas, {self.device()}" if self.built else "not built"
-        return f"InferenceEngine({self.name!r}, {self.executor}, {self.path!r}, {where})"
+        return f"InferenceEngine({self.name!r}, {self.executor}, {self.path!r}, {self.described()})"
 
 
 def _samples(n: int | None, sampling: dict[str, Any]) -> int:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlbench.data import Ragged, TrainBatch
+from rlbench.dispatch import views
 from rlbench.dispatch.chain import Chain, Steps
 from rlbench.dispatch.link import shm_prefix
 from rlbench.engines.base import Engine
@@ -45,6 +46,7 @@ def sync_weights(
 
 
 def _steps(train: TrainEngine, infer: InferenceEngine, version: int | None, transport: str | None) -> Steps:
+    view = views.make("sync")
     held = _asked(infer, "status")
     _need_ready(train, infer, held)
     ranks: list[Facts] = _asked(train, "sync_facts")
@@ -65,7 +67,7 @@ def _steps(train: TrainEngine, infer: InferenceEngine, version: int | None, tran
         }  # fmt: skip
         manifest = yield train.call_all(
             "stage_weights", options, finish=lambda found: merged([m for m in found if m is not None]),
-            what="weight sync: staging",
+            what="weight sync: staging", observer=view,
         )  # fmt: skip
     proof: dict[str, Any] = {
         "version": max(int(s["version"]) for s in held) + 1 if version is None else version,
@@ -92,13 +94,16 @@ def _steps(train: TrainEngine, infer: InferenceEngine, version: int | None, tran
     infer.link.engine(infer.name, {"state": infer.status(), "proof": proof_left})
     if choice.transport == "shm":  # these files outlive the ranks: what a rebuilt trainer may go on from
         train.note_staged(proof["version"], asdict(manifest))
-    return {
+    done = {
         "version": proof["version"],
         "bytes": manifest.nbytes,
         "tensors": len(list(manifest.entries)),
         "transport": choice.transport,
         "gap": gap,
     }
+    if view is not None:
+        view.close(done)
+    return done
 
 
 def _asked(engine: Engine, what: str) -> list[Any]:
@@ -150,14 +155,14 @@ def probe_batch(tokens: list[list[int]]) -> TrainBatch:
     )  # fmt: skip
 
 
-def rows_in_order(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Join the ranks' per-row arrays (`rows`, `logprobs`, `entropy`) in the batch's order; each row once."""
-    by_row: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-    for part in parts:
-        for row, logprobs, entropy in zip(part["rows"], part["logprobs"], part["entropy"], strict=True):
-            by_row[int(row)] = (np.asarray(logprobs), np.asarray(entropy))
-    order = sorted(by_row)
-    return {"logprobs": [by_row[r][0] for r in order], "entropy": [by_row[r][1] for r in order]}
+def rows_in_order(parts: list[dict[str, Any]]) -> dict[str, list[np.ndarray]]:
+    """Join the ranks' per-row `channels` in the batch's order, each row once; by name."""
+    parts = [part for part in parts if len(part["rows"])]
+    rows = np.concatenate([part["rows"] for part in parts]).astype(np.int64)
+    _, first = np.unique(rows, return_index=True)  # a row that was repeated to fill a rank counts once
+    shared = [name for name in parts[0]["channels"] if all(name in part["channels"] for part in parts)]
+    joined = {name: [values for part in parts for values in part["channels"][name]] for name in shared}
+    return {name: [np.asarray(values[i]) for i in first] for name, values in joined.items()}
 
 
 def check_proof(proof: dict[str, Any], replicas: list[list[np.ndarray]]) -> float:

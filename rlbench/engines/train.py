@@ -170,8 +170,7 @@ class TrainEngine(Engine):
         return sorted({*super().__dir__(), *self._methods})
 
     def __repr__(self) -> str:
-        where = f"{self.world_size} ranks, {self.device()}" if self.built else "not built"
-        return f"TrainEngine({self.name!r}, fsdp2, {where})"
+        return f"TrainEngine({self.name!r}, fsdp2, {self.described()})"
 
     def _make_methods(self, infos: list[dict[str, Any]]) -> None:
         self._methods = {info["name"]: proxy(info, self._caller(info["name"])) for info in infos}

@@ -23,20 +23,19 @@ import ray
 
 from rlbench.dispatch.protocol import actor_name
 from rlbench.errors import SessionError
-from rlbench.monitor import lease, operators
+from rlbench.monitor import holdings, lease, operators
 from rlbench.monitor import state as states
 from rlbench.monitor.commands import Commands, Refusal
 from rlbench.monitor.endpoint import Endpoint, Routes
 from rlbench.monitor.report import session_report
 from rlbench.monitor.running import Call, Progress, Running
+from rlbench.monitor.telemetry import Telemetry
 from rlbench.runtime import processes, registry
-from rlbench.runtime.devices import gpu_memory
 
 SAMPLE_INTERVAL_S = 0.5
 CONTROL_LIMIT_S = 5.0
 WATCHED_S = 5.0
-"""How long after a look at the session its calls are asked for their progress."""
-SAMPLES_KEPT = 1200
+"""How long after a look at the session its workers are asked for their memory and their calls' progress."""
 ONCE_KEPT = 256
 
 
@@ -55,10 +54,11 @@ class Monitor:
         self._operator_epoch: int | None = None
         self._closed = False
         self._last_error: dict[str, Any] | None = None
-        self._samples: collections.deque[dict[str, Any]] = collections.deque(maxlen=SAMPLES_KEPT)
+        self._telemetry = Telemetry()
+        self._dead: set[str] = set()
         self._commands = Commands(self._control, self._operate, self._busy)
         self._token = secrets.token_urlsafe(32)
-        self._endpoint = Endpoint(Routes(self.report, self.samples, self._commands), self._token)
+        self._endpoint = Endpoint(Routes(self.report, self.telemetry, self._commands), self._token)
         self._describe_on_disk()
         threading.Thread(target=self._keep, daemon=True).start()
 
@@ -80,9 +80,8 @@ class Monitor:
         with self._lock:
             self._looked = now = time.monotonic()
             driver = self._state["driver"]
-            latest = self._samples[-1]["resident"] if self._samples else {}
             return session_report(
-                self._state, self._running, self._progress, latest, records,
+                self._state, self._running, self._progress, self._telemetry, records,
                 alive=driver is not None and _alive(driver), beat_age_s=now - self._last_beat,
                 idle_s=now - self._last_call, last_error=self._last_error,
             )  # fmt: skip
@@ -95,6 +94,12 @@ class Monitor:
                 if event.get("id_once") not in self._applied:
                     self._apply(event)
             self._last_beat = self._last_call = time.monotonic()
+
+    def tell(self, epoch: int, *events: states.Event) -> None:
+        """`apply` for who does not wait: what an older driver still tells is not heard, and nothing is raised."""
+        with self._lock:
+            if epoch >= self._granted() and not self._closed:
+                self.apply(epoch, *events)
 
     def drive(self, driver: dict[str, Any], take_over: bool) -> int:
         """Grant the driver's lease; returns its epoch.
@@ -141,7 +146,7 @@ class Monitor:
     def end(self, call_id: str, epoch: int, error: dict[str, str] | None = None) -> None:
         """The call is over on its first worker; `error`: how it failed there."""
         with self._lock:
-            call = self._running.end(call_id, epoch)
+            call = self._running.end(call_id, epoch, error)
             if error is not None:
                 self._last_error = {"what": call.what if call else None, "time": time.time(), **error}
             self._last_beat = self._last_call = time.monotonic()
@@ -177,8 +182,14 @@ class Monitor:
             ray.wait(told, num_returns=len(told), timeout=CONTROL_LIMIT_S)
 
     def samples(self, since: float = 0.0) -> list[dict[str, Any]]:
-        """Memory samples newer than `since` (Unix seconds): resident bytes per actor, and NVML's view of each GPU."""
-        return [s for s in self._samples if s["time"] > since]
+        """Memory samples newer than `since` (Unix seconds); see docs/monitor-api.md."""
+        return self._telemetry.since(since)
+
+    def telemetry(self, since: float) -> dict[str, Any]:
+        """What the endpoint says of memory: `samples`, and the `marks` of what ended after `since` or still runs."""
+        with self._lock:
+            self._looked = time.monotonic()
+            return {"samples": self.samples(since), "marks": self._running.marks.since(since)}
 
     def close(self, epoch: int | None = None) -> bool:
         """End the session: its workers, its devices, its files, then this process.
@@ -194,8 +205,8 @@ class Monitor:
             self._closed = True  # workers that are now seen dead must not bring the session's file back
             for actor in self._actors():
                 ray.kill(actor)
-            for placement in _placements(self._state):
-                _remove_placement(placement)
+            for placement in holdings.placements(self._state):
+                holdings.remove_placement(placement)
             processes.sweep(Path("/dev/shm"), self._shm_prefix)
             shutil.rmtree(registry.snapshot_folder(self._name), ignore_errors=True)
             registry.session_file(self._name).unlink(missing_ok=True)
@@ -272,39 +283,24 @@ class Monitor:
         self._journal.append(event)
         self._applied.append(event.get("id_once", ""))
         before, self._state = self._state, after
-        for placement in _placements(before) - _placements(after):
-            _remove_placement(placement)
+        self._running.marks.note(event, before)
+        for placement in holdings.placements(before) - holdings.placements(after):
+            holdings.remove_placement(placement)
         if event["do"] == "engine":
             self._describe_on_disk()  # a person may have to end these processes without us
 
+    def _pids(self) -> dict[str, int]:
+        """Process of each worker, by actor."""
+        return {n: p for e in self._state["engines"].values() for n, p in e.get("pids", {}).items()}
+
     def _actors(self, engine: str | None = None) -> list[Any]:
-        found = []
-        records = self._state["engines"]
-        for record in records.values() if engine is None else [records.get(engine, {})]:
-            for name in record.get("actors", []):
-                try:
-                    found.append(ray.get_actor(name))
-                except ValueError:
-                    continue  # died, or not born yet: nothing to tell it
-        return found
+        return holdings.actors(self._state, engine)
 
     def _keep(self) -> None:
         """Sample memory and watch the lease until the process ends."""
         while not self._closed:
             time.sleep(SAMPLE_INTERVAL_S)
-            pids = {n: p for e in self._state["engines"].values() for n, p in e.get("pids", {}).items()}
-            resident = {name: processes.resident_bytes(pid) for name, pid in pids.items()}
-            self._samples.append(
-                {
-                    "time": time.time(),
-                    "resident": {k: v for k, v in resident.items() if v is not None},
-                    "oom_kills": processes.oom_kills(),
-                    **_gpus(),
-                }
-            )
-            dead = {name for name, nbytes in resident.items() if nbytes is None and not _lives(name)}
-            self._forget_dead_calls(dead)
-            self._note_dead(dead)
+            self._sample()
             self._look_at_calls()
             driver = self._state["driver"]
             alive = driver is not None and _alive(driver)
@@ -319,9 +315,26 @@ class Monitor:
                 self.close()
                 return
 
+    def _sample(self) -> None:
+        """Sample memory, and see which workers died: dead at two looks, as an engine that is closed kills its own."""
+        pids = self._pids()
+        sample, before = self._telemetry.take(pids, self._watched())
+        kills = [s["oom_kills"] for s in (before, sample) if s is not None and s["oom_kills"] is not None]
+        if len(kills) == 2 and kills[1] > kills[0]:
+            with self._lock:
+                self._running.marks.instant("oom", "the system killed a process for want of memory")
+        dead = {name for name in pids if name not in sample["resident"] and not holdings.lives(name)}
+        self._forget_dead_calls(dead)
+        self._note_dead(dead & self._dead)
+        self._dead = dead
+
+    def _watched(self) -> bool:
+        """Whether somebody looks at the session."""
+        return time.monotonic() - self._looked < WATCHED_S
+
     def _look_at_calls(self) -> None:
         """Ask the running calls how far they are, while somebody looks at the session."""
-        if time.monotonic() - self._looked < WATCHED_S:
+        if self._watched():
             with self._lock:
                 calls = dict(self._running.calls)
             self._progress.look({call_id: self._actors(call.engine) for call_id, call in calls.items()})
@@ -352,57 +365,19 @@ class Monitor:
 
     def _describe_on_disk(self) -> None:
         """What others need to reach the session, and to end it where this process cannot."""
-        workers = {n: p for e in self._state["engines"].values() for n, p in e.get("pids", {}).items()}
+        workers = {n: p for n, p in self._pids().items() if holdings.beside(p)}
         registry.write_json(registry.session_file(self._name), {
             "name": self._name, "cluster": self._cluster, "pid": os.getpid(),
             "started": processes.start_time(os.getpid()), "boot": processes.boot_id(),
             "node": ray.get_runtime_context().get_node_id(), "epoch": self._state["epoch"],
             "url": self._endpoint.url, "token": self._token, "shm": self._shm_prefix,
-            "workers": {name: [pid, processes.start_time(pid)] for name, pid in workers.items() if _beside(pid)},
+            "workers": {name: [pid, processes.start_time(pid)] for name, pid in workers.items()},
         })  # fmt: skip
-
-
-def _gpus() -> dict[str, Any]:
-    """NVML's view; a driver that fails says so in the sample, and the watch over the lease goes on."""
-    try:
-        return {"gpus": gpu_memory()}
-    except Exception as error:
-        return {"gpus": [], "gpus_error": f"{type(error).__name__}: {error}"}
-
-
-def _beside(pid: int) -> bool:
-    """True for a process that Ray started on this node with ours: a worker elsewhere has a number that is not its own
-    here.
-    """
-    try:
-        return os.getsid(pid) == os.getsid(0)
-    except ProcessLookupError:
-        return False
 
 
 def _alive(driver: dict[str, Any]) -> bool:
     return processes.is_same(driver["pid"], driver["started"])
 
 
-def _lives(name: str) -> bool:
-    """Whether Ray still knows the actor: its process may be on another node, where no pid of ours means anything."""
-    try:
-        ray.get_actor(name)
-    except ValueError:
-        return False
-    return True
-
-
 def _end(name: str) -> None:
     ray.kill(ray.get_actor(name))
-
-
-def _placements(state: states.State) -> set[str]:
-    return {name for engine in state["engines"].values() for name in engine.get("placements", [])}
-
-
-def _remove_placement(name: str) -> None:
-    try:
-        ray.util.remove_placement_group(ray.util.get_placement_group(name))
-    except ValueError:
-        return  # already gone

@@ -33,15 +33,14 @@ class Routes:
 
     Args:
         state: the session's report with its last N records.
-        samples: memory samples newer than a time.
+        telemetry: `samples` newer than a time, and the `marks` beside them.
         commands: the control verbs.
     """
 
     def __init__(
-        self, state: Callable[[int], dict[str, Any]], samples: Callable[[float], list[dict[str, Any]]],
-        commands: Commands,
-    ) -> None:  # fmt: skip
-        self._state, self._samples, self._commands = state, samples, commands
+        self, state: Callable[[int], dict[str, Any]], telemetry: Callable[[float], dict[str, Any]], commands: Commands
+    ) -> None:
+        self._state, self._telemetry, self._commands = state, telemetry, commands
 
     def answer(self, method: str, path: str, query: dict[str, str], body: dict[str, Any]) -> Answer:
         """Status and value. Raises Refusal."""
@@ -51,7 +50,7 @@ class Routes:
             return 200, self._state(int(_number(query, "history", HISTORY_DEFAULT, HISTORY_MAX)))
         if parts == ["samples"]:
             self._need("GET", method)
-            return 200, {"samples": self._samples(_number(query, "since", 0.0, None))}
+            return 200, self._telemetry(_number(query, "since", 0.0, None))
         if parts == ["command"]:
             self._need("POST", method)
             return 202, {"command": self._commands.submit(body.get("verb"), body.get("args") or {})}

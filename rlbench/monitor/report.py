@@ -9,6 +9,7 @@ from typing import Any
 from rlbench.monitor import lease
 from rlbench.monitor.running import Call, Progress, Running
 from rlbench.monitor.state import State, history
+from rlbench.monitor.telemetry import Telemetry
 
 HISTORY_DEFAULT, HISTORY_MAX = 50, 500
 SNAPSHOT_FIELDS = ("label", "step", "version", "bytes", "fresh", "disk", "time")
@@ -16,10 +17,10 @@ ENGINE_STATE = ("weights", "kv_cache", "optimizer", "version", "pending")
 
 
 def session_report(
-    state: State, running: Running, progress: Progress, resident: Mapping[str, int], records: int, *,
+    state: State, running: Running, progress: Progress, telemetry: Telemetry, records: int, *,
     alive: bool, beat_age_s: float, idle_s: float, last_error: dict[str, Any] | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The session as plain values: `records` last step records, `resident` bytes by actor."""
+    """The session as plain values, with its `records` last step records."""
     led_here = history(state)
     config = state["config"]
     return {
@@ -32,7 +33,7 @@ def session_report(
         "rollouts": state["rollouts"],
         "branch": state["branch"],
         "paused": state.get("paused", False),
-        "engines": [engine_report(name, record, resident) for name, record in state["engines"].items()],
+        "engines": [engine_report(name, record, telemetry) for name, record in state["engines"].items()],
         "running": [call_report(i, call) | {"progress": progress.of(i)} for i, call in running.calls.items()],
         "verbs": [{"what": verb.what, "since": verb.since} for verb in running.verbs.values()],
         "driver": driver_report(state["driver"], alive, beat_age_s),
@@ -40,21 +41,25 @@ def session_report(
         "snapshots": [snapshot_report(i, fields) for i, fields in state["snapshots"].items()],
         "history": led_here[-records:] if records else [],
         "history_total": len(led_here),
+        "lengths": state["lengths"],
+        "splits": list(running.marks.steps.splits),
         "last_error": last_error,
     }
 
 
-def engine_report(name: str, record: Mapping[str, Any], resident: Mapping[str, int]) -> dict[str, Any]:
-    """One engine: what it is, where its parts are, and its worker processes."""
+def engine_report(name: str, record: Mapping[str, Any], telemetry: Telemetry) -> dict[str, Any]:
+    """One engine: what it is, where its parts are and what they take, and its worker processes."""
     info, state = record.get("info", {}), record.get("state", {})
-    pids = record.get("pids", {})
+    pids, resident = record.get("pids", {}), telemetry.resident()
     return {
         "name": name,
         "kind": record.get("kind"),
         "executor": info.get("executor", "fsdp2" if record.get("kind") == "train" else None),
         "ready": "info" in record,
-        "state": {key: state[key] for key in ENGINE_STATE if key in state},
+        "state": {key: state[key] for key in ENGINE_STATE if key in state}
+        | ({"optimizer": "none"} if info.get("optimizer") == [] else {}),
         "broken": record.get("broken"),
+        **telemetry.engine(pids),
         "workers": [
             {"name": actor, "pid": pids.get(actor), "resident": resident.get(actor)}
             for actor in record.get("actors", [])

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlbench.monitor.marks import Marks, kind_of, ran_out
+
 NO_OUTPUT = 1 << 60
 """A cursor behind all that a call may print: only its progress is asked for."""
 
@@ -27,9 +29,13 @@ class Call:
 
 
 class Running:
-    """The calls and verbs under way. Not locked: the monitor holds its lock around every use."""
+    """The calls and verbs under way, and the marks they leave.
+
+    Not locked: the monitor holds its lock around every use.
+    """
 
     def __init__(self) -> None:
+        self.marks = Marks()
         self.calls: dict[str, Call] = {}
         self.verbs: dict[str, Call] = {}
         self._ended: collections.deque[tuple[str, int]] = collections.deque(maxlen=64)
@@ -37,29 +43,52 @@ class Running:
 
     def begin(self, call_id: str, call: Call) -> None:
         """A call was submitted; a short call's end may have overtaken this."""
-        if (call_id, call.epoch) not in self._ended:
+        over = (call_id, call.epoch) in self._ended
+        if not over:
             self.calls[call_id] = call
+        if self._part_of_a_verb(call):
+            return
+        if over:
+            self.marks.instant(kind_of(call.what), call.what, call.engine)
+        else:
+            self.marks.begin(call_id, call.what, call.engine)
 
-    def end(self, call_id: str, epoch: int) -> Call | None:
-        """The call of that epoch is over; returns it, where it was known to run."""
+    def end(self, call_id: str, epoch: int, error: dict[str, str] | None = None) -> Call | None:
+        """The call of that epoch is over, with the failure it had; returns it, where it was known to run."""
         self._ended.append((call_id, epoch))
         known = self.calls.get(call_id)
-        return self.calls.pop(call_id) if known is not None and known.epoch <= epoch else None
+        if known is None or known.epoch > epoch:
+            return None
+        self.marks.end(call_id)
+        if error is not None and ran_out(error["kind"], error["message"]):
+            self.marks.instant("oom", f"{known.what}: {error['kind']}", known.engine)
+        return self.calls.pop(call_id)
 
     def begin_verb(self, verb_id: str, verb: Call) -> None:
-        """A driver began a verb of several calls."""
-        if verb_id not in self._ended_verbs:
-            self.verbs[verb_id] = verb
+        """A driver began a verb of several calls; its messages may have overtaken this."""
+        if verb_id in self._ended_verbs:
+            self.marks.instant(kind_of(verb.what), verb.what)
+            return
+        self.verbs[verb_id] = verb
+        own = [i for i, call in self.calls.items() if self._part_of_a_verb(call)]  # they overtook it
+        self.marks.begin(verb_id, verb.what, instead_of=own)
 
     def end_verb(self, verb_id: str) -> None:
         """The verb is over."""
         self._ended_verbs.append(verb_id)
+        self.marks.end(verb_id)
         self.verbs.pop(verb_id, None)
 
     def forget_verbs(self, epochs: Iterable[int] | None = None) -> None:
         """Nobody is left to end the verbs (of these epochs)."""
         chosen = None if epochs is None else set(epochs)
-        self.verbs = {} if chosen is None else {i: v for i, v in self.verbs.items() if v.epoch not in chosen}
+        for verb_id in [i for i, verb in self.verbs.items() if chosen is None or verb.epoch in chosen]:
+            self.marks.end(verb_id)
+            del self.verbs[verb_id]
+
+    def _part_of_a_verb(self, call: Call) -> bool:
+        """Whether a verb that runs says the same already: its mark covers the call's."""
+        return any(kind_of(v.what) == kind_of(call.what) and v.epoch == call.epoch for v in self.verbs.values())
 
     def names(self) -> list[str]:
         """What runs, each once, for a sentence."""

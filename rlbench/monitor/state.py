@@ -13,6 +13,7 @@ from typing import Any
 
 PLACE = ("step", "version", "rollouts", "tip")
 """What says where a session stands in its own course; a snapshot keeps it."""
+LENGTHS_KEPT = 32
 
 Event = dict[str, Any]
 State = dict[str, Any]
@@ -23,7 +24,7 @@ def initial(name: str) -> State:
     return {
         "name": name, "epoch": 0, "driver": None, "config": {}, "engines": {}, "version": 0, "highest": 0, "step": 0,
         "rollouts": 0, "records": [], "tip": None, "snapshots": {}, "undo": [], "branch": "main", "branches": {},
-        "paused": False,
+        "paused": False, "lengths": [],
     }  # fmt: skip
 
 
@@ -45,8 +46,8 @@ def reduce(state: State, event: Event) -> State:
     """The state after one event.
 
     Events: `set` (key, value), `engine` (name, fields; None drops it), `record` (a step's record), `drive` (epoch,
-    driver), `snapshot` (id, fields; None drops it): keeps where the session stands, `restore` (id): goes back there
-    under a version that no weights had before.
+    driver), `lengths` (entry: those of a rollout), `snapshot` (id, fields; None drops it): keeps where the session
+    stands, `restore` (id): goes back there under a version that no weights had before.
     """
     kind = event["do"]
     if kind == "set":
@@ -75,6 +76,9 @@ def reduce(state: State, event: Event) -> State:
         place = {key: state["snapshots"][event["id"]][key] for key in PLACE}
         version = state["highest"] + 1
         return state | place | {"version": version, "highest": version}
+    if kind == "lengths":
+        entry = event["entry"] | {"step": state["step"]}
+        return state | {"lengths": [*state["lengths"], entry][-LENGTHS_KEPT:]}
     if kind == "drive":
         return state | {"epoch": event["epoch"], "driver": event["driver"]}
     raise ValueError(f"unknown event {kind!r}")

@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlbench.notebook.chart_svg import DASHES
 from rlbench.notebook.markup import box, escape
-from rlbench.notebook.views import sparkline
+from rlbench.notebook.palette import HUES
+from rlbench.notebook.sparkline import sparkline
 
 WIDTH, HEIGHT = 560, 220
 LEFT, RIGHT, TOP, BOTTOM = 44, 120, 24, 28
-HUES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#F0E442")
-DASHES = ("", "6 3", "2 3", "8 3 2 3")
 
 
 class Curves:
@@ -81,7 +81,7 @@ class Curves:
         return "".join(parts)
 
     def _line(self, i: int, name: str, points: list[tuple[float, float]]) -> str:
-        hue, dash = HUES[i % len(HUES)], DASHES[i % len(DASHES)]
+        hue, dash = HUES[i % len(HUES)].light, DASHES[i % len(DASHES)]
         placed = " ".join(f"{a},{b}" for a, b in (self._place(x, v) for x, v in points))
         key = TOP + 22 + 16 * i
         style = f'fill="none" stroke="{hue}" stroke-width="2" stroke-dasharray="{dash}"'

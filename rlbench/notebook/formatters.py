@@ -7,24 +7,43 @@ import sys
 import traceback
 from typing import Any
 
+from rlbench.data import drawing
 from rlbench.dispatch import views as progress_views
 from rlbench.errors import RLBenchError, Stopped
 from rlbench.traces import line_of, remember
 
 HTML = {
-    "rlbench.data.rollouts.Rollouts": "rollouts_view",
-    "rlbench.data.batch.TrainBatch": "batch_view",
-    "rlbench.data.history.History": "history_view",
-    "rlbench.data.metrics.Metrics": "metrics_view",
+    "rlbench.data.rollouts.Rollouts": "rollout_static.rollouts_view",
     "rlbench.session.preflight.Preflight": "check_views.preflight_view",
     "rlbench.session.rehearsal.Rehearsal": "check_views.rehearsal_view",
 }
+CARDS = {  # a `Card` each: text/html and text/plain say the same; a list of them still shows each one's repr
+    "rlbench.data.batch.TrainBatch": "views.batch_card",
+    "rlbench.data.history.History": "views.history_card",
+    "rlbench.data.metrics.Metrics": "views.metrics_card",
+    "rlbench.engines.base.Engine": "views.engine_card",
+    "rlbench.session.checkpoints.Saved": "kept_views.saved_card",
+    "rlbench.session.evaluation.Evaluation": "kept_views.evaluation_card",
+    "rlbench.session.healing.Healed": "kept_views.healed_card",
+    "rlbench.session.facts.Sessions": "views.sessions_card",
+    "rlbench.session.snapshots.Snapshot": "kept_views.snapshot_card",
+    "rlbench.session.snapshots.Snapshots": "kept_views.snapshots_card",
+}
+PAINTERS = {  # what `rlbench.data.drawing` finds once this room is imported, also in a plain script
+    "history_plot": "rlbench.notebook.plots:history_plot",
+    "rollouts_page": "rlbench.notebook.rollout_page:page",
+    "column_plot": "rlbench.notebook.plots:column_plot",
+}
+for _what, _painter in PAINTERS.items():
+    drawing.register(_what, _painter)
 
 
 def install() -> None:
     """Register progress views, and in IPython the HTML formatters and the display of our errors. Safe to call twice."""
     progress_views.register("generate", "rlbench.notebook.progress:GenerateProgress")
     progress_views.register("prepare", "rlbench.notebook.progress:PrepareProgress")
+    progress_views.register("train", "rlbench.notebook.progress:TrainProgress")
+    progress_views.register("sync", "rlbench.notebook.progress:SyncProgress")
     module = sys.modules.get("IPython")
     shell = module.get_ipython() if module is not None else None
     if shell is None:
@@ -33,6 +52,12 @@ def install() -> None:
     for path, view in HTML.items():
         owner, _, name = path.rpartition(".")
         formatter.for_type_by_name(owner, name, _formatter(view))
+    for path, card in CARDS.items():
+        owner, _, name = path.rpartition(".")
+        shell.display_formatter.mimebundle_formatter.for_type_by_name(owner, name, _card(card))
+    if getattr(shell, "kernel", None) is not None:  # a live viewer needs a front end to talk to
+        bundles = shell.display_formatter.mimebundle_formatter
+        bundles.for_type_by_name("rlbench.data.rollouts", "Rollouts", _rollouts_bundle)
     shell.set_custom_exc((RLBenchError, Stopped), _show_error)
 
 
@@ -44,6 +69,20 @@ def _formatter(view: str) -> Any:
         return str(getattr(views, name)(value))
 
     return draw
+
+
+def _card(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+
+    def bundle(value: Any, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        card = getattr(importlib.import_module(f"rlbench.notebook.{module}"), name)(value)
+        return dict(card.bundle())
+
+    return bundle
+
+
+def _rollouts_bundle(value: Any, include: Any = None, exclude: Any = None) -> Any:
+    return importlib.import_module("rlbench.notebook.rollout_viewer").mimebundle(value)
 
 
 def _show_error(

@@ -6,24 +6,29 @@ import html
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from rlbench.notebook.palette import DARK
+
 STYLE = """<style>
 .rlb {font-family: var(--jp-ui-font-family, system-ui, sans-serif); font-size: 12px; color-scheme: light dark;
   color: var(--jp-ui-font-color1, CanvasText); line-height: 1.5}
-.rlb table {border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 0}
+.rlb table {border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 12px; margin: 0}
 .rlb th, .rlb td {padding: 0 12px 0 0 !important; text-align: left !important; font-weight: 400; border: 0;
   background: transparent !important; vertical-align: top; max-width: none}
 .rlb tr {background: transparent !important}
 .rlb th {color: var(--jp-ui-font-color2, GrayText); font-size: 11px}
+.rlb th[scope=row] {color: inherit; font-size: 12px; font-weight: 600; white-space: nowrap}
+.rlb table.labels th[scope=row] {color: var(--jp-ui-font-color2, GrayText); font-weight: 400}
+.rlb caption {caption-side: top; text-align: left; padding: 4px 0 0; font-size: 11px;
+  color: var(--jp-ui-font-color2, GrayText)}
 .rlb .n {text-align: right !important}
-.rlb b {font-weight: 600}
+.rlb b {font-weight: 600} .rlb .k {white-space: nowrap}
 .rlb .q {color: var(--jp-ui-font-color2, GrayText)}
-.rlb .w {color: var(--jp-warn-color0, #b35900)}
+.rlb .w {color: var(--rlb-warn)}
 .rlb code, .rlb .t {font-family: var(--jp-code-font-family, monospace); font-size: 12px;
   background: transparent !important;
   white-space: pre-wrap; word-break: break-word}
 .rlb .g {border: 1px solid var(--jp-border-color2, #ccc); border-radius: 4px; padding: 4px 8px; margin: 4px 0}
-.rlb .neg {background: rgba(213, 94, 0, .28)} .rlb .pos {background: rgba(0, 114, 178, .25)}
-</style>"""
+""" + f".rlb {{--rlb-warn: #a34e00}} {DARK.format('.rlb')} {{--rlb-warn: #f2a05c}}\n</style>"
 
 CHIPS = {"cuda": ("●", "resident"), "cpu": ("○", "host"), "meta": ("◌", "released"), "empty": ("◌", "empty"),
          "torn": ("✕", "torn"), "none": ("–", "none")}  # fmt: skip
@@ -39,25 +44,48 @@ def box(*parts: str) -> str:
     return STYLE + '<div class="rlb">' + "".join(parts) + "</div>"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], numeric: Iterable[int] = ()) -> str:
-    """A table of escaped or ready-made cells; columns in `numeric` are right-aligned."""
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], numeric: Iterable[int] = (), caption: str = "",
+    named: bool = False, look: str = "",
+) -> str:  # fmt: skip
+    """A table of escaped or ready-made cells.
+
+    Args:
+        head: names of the columns; none where all are empty.
+        numeric: columns that are right-aligned.
+        caption: what the table is of, escaped.
+        named: the first column names its row.
+        look: a CSS class; `labels` draws the names of rows like those of columns.
+    """
     right = set(numeric)
 
-    def cell(tag: str, i: int, text: str) -> str:
-        return f"<{tag}{' class=n' if i in right else ''}>{text}</{tag}>"
+    def cell(tag: str, i: int, text: str, scope: str = "") -> str:
+        look = (f" scope={scope}" if scope else "") + (" class=n" if i in right else "")
+        return f"<{tag}{look}>{text}</{tag}>"
 
-    top = "<tr>" + "".join(cell("th", i, t) for i, t in enumerate(head)) + "</tr>" if any(head) else ""
-    body = "".join("<tr>" + "".join(cell("td", i, t) for i, t in enumerate(row)) + "</tr>" for row in rows)
-    return f"<table>{top}{body}</table>"
+    def line(row: Sequence[str]) -> str:
+        return "".join(
+            cell("th", i, text, "row") if named and i == 0 else cell("td", i, text) for i, text in enumerate(row)
+        )
+
+    top = "<tr>" + "".join(cell("th", i, t, "col") for i, t in enumerate(head)) + "</tr>" if any(head) else ""
+    over = f"<caption>{caption}</caption>" if caption else ""
+    body = "".join(f"<tr>{line(row)}</tr>" for row in rows)
+    return f"<table{f' class={look}' if look else ''}>{over}{top}{body}</table>"
 
 
 def chip(part: str, state: str) -> str:
-    """`weights ● resident`: a sign and always the word."""
+    """`weights ● resident`: a sign and always the word; as HTML."""
+    title = f"{part.replace('_', ' ')}: {state}"
+    return f'<span title="{escape(title)}">{escape(chip_text(part, state))}</span>'
+
+
+def chip_text(part: str, state: str) -> str:
+    """`weights ● resident`, as plain text."""
     sign, word = CHIPS.get(state, ("?", state))
-    part = part.replace("_", " ")
-    return f'<span title="{escape(part)}: {escape(state)}">{escape(part)} {sign} {escape(word)}</span>'
+    return f"{part.replace('_', ' ')} {sign} {word}"
 
 
 def gib(nbytes: float) -> str:
     """Bytes for a reader, in GiB or MiB, three significant digits."""
-    return f"{nbytes / 2**30:.3g} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.3g} MiB"
+    return f"{nbytes / 2**30:.3g} GiB" if nbytes >= 1000 * 2**20 else f"{nbytes / 2**20:.3g} MiB"

@@ -1,88 +1,133 @@
-"""Progress of a call while a cell waits: one line, redrawn in place, then the cost line that stays."""
+"""Progress of a verb while a cell waits: a line redrawn in place, with what there is to see, then the cost line.
+
+Everything shown is what the workers report of themselves; what was not measured is left out.
+"""
 
 from __future__ import annotations
 
-import html
-import sys
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rlbench.data import Rollouts
 from rlbench.dispatch.protocol import Progress
+from rlbench.notebook.inert import cut, visible
+from rlbench.notebook.markup import gib
+from rlbench.notebook.progress_line import Line, in_notebook
+from rlbench.notebook.sparkline import blocks
 
-REDRAW_S = 0.25
-
-
-class Line:
-    """One line of text redrawn in place: an updating HTML output in a notebook, carriage returns in a terminal."""
-
-    def __init__(self) -> None:
-        self._handle: Any = None
-        self._last = 0.0
-        self._width = 0
-
-    def show(self, text: str, fraction: float | None = None, final: bool = False) -> None:
-        """Draw `text`, with a bar for `fraction` (0 to 1); at most four times a second unless final."""
-        now = time.monotonic()
-        if not final and now - self._last < REDRAW_S:
-            return
-        self._last = now
-        if in_notebook():
-            self._notebook(text, None if final else fraction)
-        elif sys.stderr.isatty():
-            bar = "" if fraction is None or final else _text_bar(fraction) + " "
-            line = f"{bar}{text}"
-            sys.stderr.write("\r" + line.ljust(self._width) + ("\n" if final else ""))
-            sys.stderr.flush()
-            self._width = len(line)
-
-    def _notebook(self, text: str, fraction: float | None) -> None:
-        from IPython.display import DisplayHandle
-
-        bar = (
-            ""
-            if fraction is None
-            else f'<progress max="1" value="{fraction:.3f}" style="width:12em;height:8px" aria-label="progress">'
-            "</progress> "
-        )
-        data = {
-            "text/plain": text,
-            "text/html": '<div style="font-size:12px;color:var(--jp-ui-font-color2,gray);'
-            f'font-variant-numeric:tabular-nums">{bar}{html.escape(text)}</div>',
-        }
-        if self._handle is None:
-            self._handle = DisplayHandle()
-            self._handle.display(data, raw=True)
-        else:
-            self._handle.update(data, raw=True)
+__all__ = ["GenerateProgress", "PrepareProgress", "SyncProgress", "TrainProgress", "in_notebook"]
+SHOWN_CHARACTERS = 120
 
 
 class GenerateProgress:
-    """Finished samples, tokens and tokens/s of a generate call over all replicas."""
+    """Finished samples, tokens/s, lengths and first texts of a generate call over all replicas."""
 
     def __init__(self, total: int) -> None:
         self._total = total
-        self._line = Line()
+        self._line = Line("rollout")
         self._begin = time.monotonic()
+        self._finished = self._tokens = 0
+        self._lengths: Histogram = (1, [])
+        self._first: list[str] = []
+        self._ended = False
 
     def __call__(self, progress: list[Progress]) -> None:
-        finished = sum(int(p.values.get("finished", 0)) for p in progress)
-        tokens = sum(int(p.values.get("tokens", 0)) for p in progress)
-        rate = tokens / max(1e-6, time.monotonic() - self._begin)
-        held = " · paused: session.resume() goes on" if any(p.values.get("paused") for p in progress) else ""
+        values = [p.values for p in progress]
+        self._see(values)
+        rate = self._tokens / max(1e-6, time.monotonic() - self._begin)
+        held = " · paused: session.resume() goes on" if any(v.get("paused") for v in values) else ""
         self._line.show(
-            f"{finished}/{self._total} samples · {tokens:,} tokens · {rate:,.0f} tok/s{held}",
-            finished / self._total,
-        )
+            f"{self._finished}/{self._total} samples · {self._tokens:,} tokens · {compact(rate)} tok/s{held}",
+            self._finished / self._total, [*_lengths_line(self._lengths), *map(_sample_line, self._first)],
+        )  # fmt: skip
+
+    def _see(self, values: Sequence[Mapping[str, Any]]) -> None:
+        """Take what runs now; a replica that is done is not asked any more, and what it told still counts."""
+        self._finished = max(self._finished, sum(int(v.get("finished", 0)) for v in values))
+        self._tokens = max(self._tokens, sum(int(v.get("tokens", 0)) for v in values))
+        joined = joined_histograms([v["lengths"] for v in values if v.get("lengths")])
+        if sum(joined[1]) >= sum(self._lengths[1]):
+            self._lengths = joined
+        first = [text for v in values for text in v.get("first", ())][:2]
+        self._first = first if len(first) >= len(self._first) else self._first
 
     def report(self, done: int, total: int) -> None:
         """`done` of `total` samples are finished."""
         self._line.show(f"{done}/{total} samples", done / max(1, total))
 
     def close(self, result: Any) -> None:
+        """Leave the cost line; where it failed, how far it was."""
+        if self._ended:
+            return
+        self._ended, seconds = True, time.monotonic() - self._begin
+        told = isinstance(result, Rollouts)
+        ended = f"rollout ended · {self._finished}/{self._total} samples · {seconds:.3g} s"
+        self._line.end(cost_line(result, seconds) if told else ended, seconds)
+
+
+class TrainProgress:
+    """Micro-batches, tokens/s and the loss so far of a training verb over all ranks.
+
+    Args:
+        what: the verb.
+        tokens: of the batch, prompts and responses.
+        trained: of those, the ones the loss is about.
+    """
+
+    def __init__(self, what: str, tokens: int, trained: int) -> None:
+        self._what, self._tokens, self._trained = what, tokens, trained
+        self._line = Line("train")
+        self._begin = time.monotonic()
+        self._seen = ""
+
+    def __call__(self, progress: list[Progress]) -> None:
+        ranks = [p.values for p in progress if p.values.get("total")]
+        if not ranks:
+            return
+        done, total = min(int(v["done"]) for v in ranks), int(ranks[0]["total"])
+        self._seen = f"micro-batch {done}/{total}"
+        parts = [self._what, self._seen if ranks[0].get("phase") == "backward" else f"scoring {done}/{total}"]
+        tokens, trained = (sum(float(v.get(name, 0)) for v in ranks) for name in ("tokens", "trained"))
+        if tokens:
+            parts.append(f"{compact(tokens / max(1e-6, time.monotonic() - self._begin))} tok/s")
+        if trained:  # each rank tells its part of the batch's loss; for the tokens done so far that is
+            parts.append(f"loss ~{sum(float(v.get('loss', 0)) for v in ranks) * self._trained / trained:.3g}")
+        self._line.show(" · ".join(parts), done / total)
+
+    def report(self, done: int, total: int) -> None:
+        """`done` of `total` micro-batches are done."""
+        self._line.show(f"{self._what} · micro-batch {done}/{total}", done / max(1, total))
+
+    def close(self, result: Any) -> None:
+        """Leave the cost line; where it failed or was stopped, how far it was."""
+        seconds = time.monotonic() - self._begin
+        if result is None:
+            self._line.end(" · ".join(filter(None, (self._what, "ended", self._seen, f"{seconds:.3g} s"))), seconds)
+        else:
+            self._line.end(train_cost_line(self._what, result, self._tokens, seconds), seconds)
+
+
+class SyncProgress:
+    """Bytes gathered by a weight sync."""
+
+    def __init__(self) -> None:
+        self._line = Line("sync")
+        self._begin = time.monotonic()
+
+    def __call__(self, progress: list[Progress]) -> None:
+        gathered = max((int(p.values.get("bytes", 0)) for p in progress), default=0)
+        if gathered:
+            self._line.show(f"sync · {gib(gathered)} gathered · {time.monotonic() - self._begin:.1f} s")
+
+    def report(self, done: int, total: int) -> None:
+        """`done` of `total` bytes are gathered."""
+        self._line.show(f"sync · {gib(done)} of {gib(total)} gathered", done / max(1, total))
+
+    def close(self, result: Any) -> None:
         """Leave the cost line."""
-        if isinstance(result, Rollouts):
-            self._line.show(cost_line(result, time.monotonic() - self._begin), final=True)
+        seconds = time.monotonic() - self._begin
+        self._line.end(f"sync ended · {seconds:.2g} s" if result is None else sync_cost_line(result, seconds), seconds)
 
 
 class PrepareProgress:
@@ -90,7 +135,7 @@ class PrepareProgress:
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._line = Line()
+        self._line = Line("prepare")
         self._begin = time.monotonic()
         self._shown = False
 
@@ -105,28 +150,87 @@ class PrepareProgress:
     def close(self, result: Any) -> None:
         """Leave the cost line where there was a cost."""
         if self._shown:
-            self._line.show(f"{self._what} · {time.monotonic() - self._begin:.0f} s", final=True)
+            seconds = time.monotonic() - self._begin
+            self._line.end(f"{self._what} · {seconds:.0f} s", seconds)
+
+
+# -- what they say
 
 
 def cost_line(rollouts: Rollouts, seconds: float) -> str:
-    """`rollout 64 × ≤512 · 2.1 s · 3.1k tok/s · v41`"""
+    """`rollout 64 × ≤512 · 2.1 s · 3.1k tok/s · peak 6.4 GiB · v41`"""
     lengths = rollouts.lengths
-    tokens = int(lengths.sum())
     longest = int(lengths.max()) if len(lengths) else 0
     versions = "/".join(f"v{v}" for v in sorted({int(v) for v in rollouts.versions}))
-    return (
-        f"rollout {rollouts.samples} × ≤{longest} · {seconds:.1f} s · {tokens / max(seconds, 1e-6):,.0f} tok/s"
-        f"{' · ' + versions if versions else ''}"
+    rate = int(lengths.sum()) / max(seconds, 1e-6)
+    return _joined(
+        f"rollout {rollouts.samples} × ≤{longest}", f"{seconds:.1f} s", f"{compact(rate)} tok/s",
+        _peak(rollouts.stats.get("peak_bytes")), versions,
+    )  # fmt: skip
+
+
+def train_cost_line(what: str, values: Mapping[str, Any], tokens: int, seconds: float) -> str:
+    """`train_step · 16 micro-batches · 1.9 s · 3.1k tok/s · padding 0 % · peak 1.2 GiB · v42`"""
+    count, padding = values.get("micro_batches"), values.get("padding")
+    return _joined(
+        what,
+        "" if count is None else f"{count} micro-batch{'' if count == 1 else 'es'}",
+        f"{seconds:.3g} s",
+        f"{compact(values.get('tokens_per_s') or tokens / max(seconds, 1e-6))} tok/s",
+        "" if padding is None else f"padding {padding:.0%}".replace("%", " %"),
+        _peak(values.get("peak_bytes")),
+        f"v{values['version']}" if "version" in values else "",
+        f"step skipped: {values['skipped']}" if values.get("skipped") else "",
     )
 
 
-def in_notebook() -> bool:
-    """True in an IPython kernel, where outputs can be redrawn."""
-    from rlbench.dispatch.link import driver_mode
+def sync_cost_line(done: Mapping[str, Any], seconds: float) -> str:
+    """`sync v42 · 48.2 MiB · 0.03 s · shm · gap 1e-06`"""
+    gap = "proof waits for the KV cache" if done["gap"] is None else f"gap {done['gap']:.1g}"
+    return _joined(f"sync v{done['version']}", gib(done["bytes"]), f"{seconds:.2g} s", done["transport"], gap)
 
-    return driver_mode() == "notebook"
+
+def compact(rate: float) -> str:
+    """A rate for a reader: `512`, `3.1k`, `12M`."""
+    for size, unit in ((1e6, "M"), (1e3, "k")):
+        if rate >= 0.9995 * size:
+            return f"{rate / size:.3g}{unit}"
+    return f"{rate:.0f}"
 
 
-def _text_bar(fraction: float, width: int = 16) -> str:
-    full = round(fraction * width)
-    return "▓" * full + "░" * (width - full)
+Histogram = tuple[int, list[int]]
+"""Width of a bin in tokens, and the counts."""
+
+
+def joined_histograms(told: Iterable[Mapping[str, Any]]) -> Histogram:
+    """One histogram of what several replicas tell; their widths are powers of two, so bins fall into each other."""
+    parts = [(int(one["width"]), list(one["counts"])) for one in told]
+    width = max((w for w, _ in parts), default=1)
+    counts: list[int] = []
+    for own, values in parts:
+        for i, count in enumerate(values):
+            at = i * own // width
+            counts += [0] * (at + 1 - len(counts))
+            counts[at] += count
+    return width, counts
+
+
+def _lengths_line(histogram: Histogram) -> list[str]:
+    width, counts = histogram
+    if not any(counts):
+        return []
+    drawn = "".join(block if count else "·" for block, count in zip(blocks([0, *counts])[1:], counts, strict=True))
+    return [f"lengths 0–{width * len(counts) - 1} tok  {drawn}"]
+
+
+def _sample_line(text: str) -> str:
+    """A finished sample on one line, inert."""
+    return "“" + cut(visible(text).replace("\n", "⏎").replace("\t", "⇥"), SHOWN_CHARACTERS) + "”"
+
+
+def _peak(nbytes: float | None) -> str:
+    return "" if not nbytes else f"peak {gib(nbytes)}"
+
+
+def _joined(*parts: str) -> str:
+    return " · ".join(part for part in parts if part)

@@ -1,137 +1,222 @@
-"""The static views: session card, rollouts, metrics, history. Numbers first; every one also reads as plain text."""
+"""The cards of a session, its engines, a batch, a step's metrics and the history. Numbers first, units always."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from rlbench.data import Rollout, Rollouts, TrainBatch
-from rlbench.data.history import History
-from rlbench.data.metrics import SHOWN, Metrics, format_number
-from rlbench.notebook.markup import box, chip, escape, gib, table
+from rlbench.data import TrainBatch
+from rlbench.data.column import Column
+from rlbench.data.history import History, is_number
+from rlbench.data.metrics import Metrics, format_number
+from rlbench.errors import SessionError
+from rlbench.notebook.card import WARNING, Card, Cell, Grid, Pair
+from rlbench.notebook.engine_facts import EngineFacts, engine_facts
+from rlbench.notebook.markup import chip_text, gib
+from rlbench.notebook.sparkline import blocks, sparkline
+from rlbench.notebook.units import SHARES, duration, labelled, percent, with_unit
 
-GROUPS_SHOWN, SAMPLES_SHOWN, TEXT_SHOWN = 4, 4, 400
+STEPS_SHOWN, BINS_SHOWN, METHODS_SHOWN, PAIRS_SHOWN, COURSE_WIDTH = 12, 24, 12, 4, 40
 
 
-def session_card(facts: dict[str, Any]) -> str:
+# -- session and engines
+
+
+def session_card(facts: Mapping[str, Any]) -> Card:
     """The card at the end of a cell; `facts` as `Session.facts()` gives them."""
-    head = (
-        f"<b>rlbench</b> · {escape(facts['name'])} <span class=q>{escape(facts['model'])}</span> &nbsp; "
-        f"step {facts['step']} · "
-        f"v{facts['version']} · seed {facts['seed']} · <span class=q>{escape(facts['lease'])}</span>"
-        + (f" · {escape(facts['phase'])}" if facts["phase"] else "")
-    )
-    rows = []
-    for engine in facts["engines"]:
-        chips = " &nbsp; ".join(chip(part, state) for part, state in engine["state"].items())
-        note = (
-            f"<span class=w>⚠ {escape(engine['note'])}</span>"
-            if engine["note"]
-            else escape(engine["version"])
-        )
-        rows.append(
-            [f"<b>{escape(engine['name'])}</b>", escape(engine["kind"]), chips, gib(engine["bytes"]), note]
-        )
-    return box(f"<div>{head}</div>", table(["", "", "", "memory", ""], rows, numeric=[3]))
+    idle = facts.get("idle_s")
+    doing = facts["phase"] or ("" if idle is None else f"idle {duration(idle)}")
+    branch = "" if facts.get("branch", "main") == "main" else f"branch {facts['branch']}"
+    parts = max((len(engine.state) for engine in facts["engines"]), default=0)
+    rows = tuple(_engine_row(engine, parts) for engine in facts["engines"])
+    return Card(
+        f"rlbench · {facts['name']}",
+        (facts["model"], f"step {facts['step']}", f"v{facts['version']}", f"seed {facts['seed']}", branch, doing,
+         facts["lease"]),
+        [Grid(rows, numeric=frozenset({2 + parts}))],
+    )  # fmt: skip
 
 
-def rollouts_view(rollouts: Rollouts) -> str:
-    """Summary and the most telling groups: mixed rewards first, then the longest spread."""
-    parts = [f"<div>{escape(repr(rollouts))}</div>"]
-    for p in _telling_groups(rollouts):
-        group = rollouts[int(p)]
-        rewards = [o.reward for o in group.outputs if o.reward is not None]
-        right = f" · reward {np.mean(rewards):.3g} ± {np.std(rewards):.2g}" if rewards else ""
-        shown = _telling_samples(group.outputs)
-        more = len(group.outputs) - len(shown)
-        parts.append(
-            f"<div class=g><div>prompt {int(p)}: <code>{escape(_short(group.source.text))}</code>"
-            f"<span class=q>{right}</span></div>"
-            + table([], map(_row, shown), numeric=[2])
-            + (f"<span class=q>… {more} more</span>" if more else "") + "</div>"
-        )  # fmt: skip
-    hidden = len(rollouts) - min(len(rollouts), GROUPS_SHOWN)
-    if hidden:
-        parts.append(f"<div class=q>… {hidden} more prompts</div>")
-    return box(*parts)
+def engine_card(engine: Any) -> Card:
+    """One engine, as its session's monitor knows it: no worker is asked, so a busy or dead one does not matter."""
+    if not engine.built:
+        return Card(engine.name, ("not built",), notes=[f"{engine.name}.build(…) starts its workers"])
+    try:
+        state, samples = engine.link.state("engines", "version"), engine.link.samples()
+    except SessionError as gone:
+        return Card(engine.name, (), notes=[f"{WARNING}{gone}"])
+    record = state["engines"].get(engine.name)
+    if record is None:
+        return Card(engine.name, (), notes=[f"{WARNING}its session has no engine {engine.name!r} any more"])
+    facts = engine_facts(engine.name, record, state["version"], samples[-1] if samples else None)
+    methods = [str(method["name"]) for method in record.get("methods", [])]
+    return engine_facts_card(facts, methods)
 
 
-def metrics_view(metrics: Metrics) -> str:
-    """One row of numbers."""
-    names = [n for n in SHOWN if metrics.get(n) is not None]
-    split = metrics.get("seconds")
-    parts = [table(names, [[format_number(metrics[n]) for n in names]], numeric=range(len(names)))]
-    if isinstance(split, dict):
-        parts.append(
-            "<div class=q>" + " · ".join(f"{escape(k)} {v:.2f} s" for k, v in split.items()) + "</div>"
-        )
+def engine_facts_card(facts: EngineFacts, methods: list[str]) -> Card:
+    """The card of one engine; `methods` are those of the user's module."""
+    rows: list[tuple[Cell, ...]] = [("state", " · ".join(chip_text(*part) for part in facts.state.items()))]
+    memory = f"{gib(facts.bytes)} resident" if facts.bytes else "not sampled yet"
+    owners = " · ".join(f"{owner.replace('_', ' ')} {gib(held)}" for owner, held in facts.owners.items())
+    rows += [("memory", memory + (f": {owners}" if owners else "")), *facts.about]
+    if methods:
+        more = len(methods) - METHODS_SHOWN
+        rows.append(("methods", ", ".join(methods[:METHODS_SHOWN]) + (f" and {more} more" if more > 0 else "")))
+    notes = [f"{WARNING}{facts.note}"] if facts.note else []
+    role = "" if facts.role == facts.name else facts.role
+    return Card(facts.name, (role, facts.kind, facts.version), [Grid(tuple(rows), labels=True)], notes)
+
+
+def sessions_card(records: Sequence[Mapping[str, Any]]) -> Card:
+    """The sessions on a cluster."""
+    if not records:
+        return Card("no sessions yet", notes=['rb.Session("tiny") starts one'])
+    rows = tuple((str(r["name"]), str(r.get("pid", "")), f"rb.attach({r['name']!r})") for r in records)
+    count = f"{len(rows)} session{'' if len(rows) == 1 else 's'}"
+    return Card(count, grids=[Grid(rows, ("name", "monitor's pid", "drive it from here"), frozenset({1}))])
+
+
+def _engine_row(engine: EngineFacts, parts: int) -> tuple[Cell, ...]:
+    chips = [chip_text(*part) for part in engine.state.items()]
+    note = f"{WARNING}{engine.note}" if engine.note else ""
+    return (
+        engine.name, engine.kind, *chips, *[""] * (parts - len(chips)), gib(engine.bytes) if engine.bytes else "",
+        engine.version, note,
+    )  # fmt: skip
+
+
+# -- a batch
+
+
+def batch_card(batch: TrainBatch) -> Card:
+    """What a step would train on."""
+    trained = int(batch.mask.sum())
+    facts = [f"{format_number(len(batch))} sequences", f"{format_number(batch.tokens)} response tokens",
+             f"{format_number(trained)} trained ({percent(trained, batch.tokens)})"]  # fmt: skip
+    if not len(batch):
+        return Card("batch", facts, notes=["nothing to train on: rollouts.score(reward_fn).batch(advantage=…)"])
+    lengths = Column.of(batch.response_lengths, "lengths", "tokens", batch.truncated)
+    versions = np.unique(batch.weight_version)
+    known = [name for name in ("old_logprobs", "ref_logprobs") if getattr(batch, name) is not None]
+    rows: list[tuple[Cell, ...]] = [
+        ("lengths", f"{blocks(_heights(lengths), floor=0)}  {_spread(lengths)}"),
+        ("prompts", _spread(Column.of(batch.prompts.lengths, "prompts"))),
+        *([] if batch.rewards is None else [("reward", _values(batch.rewards))]),
+        ("advantage", _advantage(batch)),
+        ("sampled by", ", ".join(f"v{version}" for version in versions[:8]) + (" …" if len(versions) > 8 else "")
+         + f", temperature {format_number(batch.temperature)}"),
+        *([("log-probs known", ", ".join(["sampler", *(name.removesuffix("_logprobs") for name in known)]))]),
+    ]  # fmt: skip
+    notes = []
+    silent = _silent(batch)
+    if silent:
+        notes.append(f"{silent} of {len(batch)} sequences have advantage 0 throughout: no policy gradient from them")
+    return Card("batch", facts, [Grid(tuple(rows), labels=True)], notes)
+
+
+def _advantage(batch: TrainBatch) -> str:
+    own = batch.advantages[batch.mask]
+    return _values(own) if len(own) else "no trained token"
+
+
+def _values(values: np.ndarray) -> str:
+    low, mean, high = float(values.min()), float(values.mean()), float(values.max())
+    spread = f"mean {format_number(mean)} ± {format_number(float(values.std()))}"
+    return f"{spread} · from {format_number(low)} to {format_number(high)}"
+
+
+def _spread(column: Column) -> str:
+    found = column.summary()
+    shown = " · ".join(f"{name} {format_number(round(found[name]))}" for name in ("min", "p50", "p90", "max"))
+    cut = f" · {format_number(100 * found['truncated'])} % truncated" if "truncated" in found else ""
+    return f"{shown} tokens{cut}"
+
+
+def _heights(column: Column) -> np.ndarray:
+    """Counts in a few equal bins, for a row of blocks."""
+    bins = min(BINS_SHOWN, int(column.max() - column.min()) + 1)
+    return np.histogram(np.asarray(column), bins)[0]
+
+
+def _silent(batch: TrainBatch) -> int:
+    """Sequences without any advantage to learn from."""
+    told = batch.responses.with_values((batch.advantages != 0) & batch.mask)
+    sums = np.add.reduceat(np.append(told.values, False).astype(np.int64), told.offsets[:-1])
+    return int(((sums == 0) | (told.lengths == 0)).sum())
+
+
+# -- metrics
+
+RESULT = ("loss", "reward", "reward_std")
+POLICY = ("kl", "ref_kl", "entropy", "clip_fraction", "ratio", "clip_fraction_low", "clip_fraction_high", "ppo_kl")
+SAMPLER = ("logprob_gap", "logprob_gap_max", "mismatch/kl", "mismatch/ess")
+GRADIENT = ("grad_norm", "lr")
+SIZE = ("sequences", "tokens", "tokens_per_s", "length", "length_max", "truncated")
+GROUPS = (("result", RESULT), ("policy", POLICY), ("sampler", SAMPLER), ("gradient", GRADIENT), ("size", SIZE))
+ELSEWHERE = ("step", "version", "data_version", "skipped", "seconds", "loss_name", "loss_hash", "aggregation", "head")
+
+
+def metrics_card(metrics: Metrics) -> Card:
+    """What a training verb found, by what it is about; each number under the name it is called by."""
+    rows = [row for title, names in GROUPS for row in _pair_rows(title, metrics, names)]
+    known = {name for _, names in GROUPS for name in names} | set(ELSEWHERE)
+    others = [name for name in metrics if name not in known and not name.startswith("mismatch/")]
+    rows += _pair_rows("others", metrics, others)
+    seconds = metrics.get("seconds")
+    notes = [time_split(seconds)] if isinstance(seconds, Mapping) and seconds else []
     if metrics.get("skipped"):
-        parts.append(f"<div class=w>⚠ step skipped: {escape(metrics['skipped'])}</div>")
-    return box(*parts)
+        notes.append(f"{WARNING}step skipped: {metrics['skipped']}")
+    told = [("step", "step {}"), ("version", "v{}"), ("data_version", "data of v{}"), ("loss_name", "{}"),
+            ("aggregation", "{}"), ("head", "head {}")]
+    facts = [text.format(metrics[name]) for name, text in told if metrics.get(name) is not None]
+    return Card("metrics", facts, [Grid(tuple(rows))], notes)
 
 
-def history_view(history: History) -> str:
-    """The last records as a table, with the reward as a sparkline."""
+def time_split(seconds: Mapping[str, Any]) -> str:
+    """`0.13 s = forward_backward 0.0739 · optimizer 0.00282 · …`, the longest part first."""
+    parts = {name: value for name, value in seconds.items() if name != "total"}
+    ranked = sorted(parts.items(), key=lambda part: -part[1] if is_number(part[1]) else 0.0)
+    shown = " · ".join(f"{name} {_seconds(value)}" for name, value in ranked)
+    if "total" not in seconds:
+        return f"{shown} s"
+    return f"{_seconds(seconds['total'])} s" + (f" = {shown}" if shown else "")
+
+
+def _pair_rows(title: str, metrics: Metrics, names: Sequence[str]) -> list[tuple[Cell, ...]]:
+    """The metrics of one group that are there, a few to a line."""
+    pairs = [Pair(name, with_unit(name, metrics[name])) for name in names if metrics.get(name) is not None]
+    lines = [pairs[i : i + PAIRS_SHOWN] for i in range(0, len(pairs), PAIRS_SHOWN)]
+    return [(title if i == 0 else "", *line) for i, line in enumerate(lines)]
+
+
+# -- history
+
+
+def history_card(history: History) -> Card:
+    """The last steps as a table, with the course of the reward and the loss over all of them."""
     records = history.records
     if not records:
-        return box("<span class=q>No steps yet. <code>session.train_step(batch)</code></span>")
-    names = [n for n in ("step", "reward", "loss", "kl", "entropy", "clip_fraction", "grad_norm", "length", "loss_name")
-             if any(r.get(n) is not None for r in records)]  # fmt: skip
-    rows = [[escape(format_number(r.get(n, ""))) for n in names] for r in records[-12:]]
-    rewards = [r["reward"] for r in records if r.get("reward") is not None]
-    line = f"<div>reward {sparkline(rewards)}</div>" if len(rewards) > 1 else ""
-    return box(line, table(names, rows, numeric=range(len(names) - 1)))
+        return Card("history", ("no steps yet",), notes=["session.train_step(batch) makes the first"])
+    wanted = ("step", "reward", "loss", "kl", "entropy", "clip_fraction", "grad_norm", "length", "loss_name")
+    names = [name for name in wanted if any(r.get(name) is not None for r in records)]
+    rows = [tuple(_shown(name, r.get(name)) for name in names) for r in records[-STEPS_SHOWN:]]
+    courses = [(name, sparkline(found, COURSE_WIDTH)) for name in ("reward", "loss")
+               if len(found := [float(r[name]) for r in records if is_number(r.get(name))]) > 1]  # fmt: skip
+    count = f"{format_number(len(records))} step{'' if len(records) == 1 else 's'}"
+    shown = f"the last {len(rows)}" if len(rows) < len(records) else ""
+    numeric = frozenset(i for i, name in enumerate(names) if name != "loss_name")
+    steps = Grid(tuple(rows), tuple(map(labelled, names)), numeric, shown, labels=True)
+    hint = "history.plot() draws them · history.to_pandas() is a table"
+    return Card("history", (count,), [Grid(tuple(courses), labels=True), steps], [hint])
 
 
-def batch_view(batch: TrainBatch) -> str:
-    """Summary of a batch."""
-    return box(f"<div>{escape(repr(batch))}</div>")
-
-
-def sparkline(values: list[float], width: int = 60) -> str:
-    """Values as block characters, with the first and the last in figures."""
-    kept = (
-        values
-        if len(values) <= width
-        else [values[i] for i in np.linspace(0, len(values) - 1, width).astype(int)]
-    )
-    low, high = min(kept), max(kept)
-    blocks = "▁▂▃▄▅▆▇█"
-    marks = "".join(blocks[round((v - low) / (high - low) * 7) if high > low else 0] for v in kept)
-    return f"{values[0]:.3g} {marks} {values[-1]:.3g}"
-
-
-def _telling_groups(rollouts: Rollouts) -> np.ndarray:
-    count = len(rollouts)
-    samples = np.bincount(rollouts.group, minlength=count)
-    values = rollouts.rewards if rollouts.rewards is not None else rollouts.lengths.astype(float)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        mean = np.bincount(rollouts.group, values, count) / samples
-        spread = np.bincount(rollouts.group, values**2, count) / samples - mean**2
-    order = np.argsort(-np.nan_to_num(spread, nan=-1.0), kind="stable")
-    return order[samples[order] > 0][:GROUPS_SHOWN]
-
-
-def _telling_samples(outputs: list[Any]) -> list[Any]:
-    ranked = sorted(outputs, key=lambda o: (-(o.reward or 0.0), len(o)))
-    if len(ranked) <= SAMPLES_SHOWN:
-        return ranked
-    half = SAMPLES_SHOWN // 2
-    return ranked[:half] + ranked[-half:]
-
-
-def _row(rollout: Rollout) -> list[str]:
-    text = f"<code>{escape(_short(rollout.text))}</code>"
-    return [_reward(rollout.reward), text, f"{len(rollout)} tok", escape(rollout.finish_reason)]
-
-
-def _reward(value: float | None) -> str:
+def _shown(name: str, value: Any) -> str:
     if value is None:
         return ""
-    kind = "pos" if value > 0 else "neg" if value < 0 else ""
-    return f'<span class="{kind}">{value:+.2f}</span>'
+    return with_unit(name, value) if name in SHARES else format_number(value)
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= TEXT_SHOWN else text[:TEXT_SHOWN] + "…"
+def _seconds(value: Any) -> str:
+    return format_number(float(value)) if is_number(value) else str(value)

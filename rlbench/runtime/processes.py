@@ -85,7 +85,18 @@ def _signal_all(session_id: int, number: int) -> None:
 
 def resident_bytes(pid: int) -> int | None:
     """Resident memory of `pid` in bytes; None where it is gone."""
+    found = memory_bytes(pid)
+    return None if found is None else found[0]
+
+
+def memory_bytes(pid: int) -> tuple[int, int] | None:
+    """Resident memory of `pid` in bytes, and how much of it is shared; None where it is gone.
+
+    Shared is what lies in files and shared memory that other processes may map too: libraries, object stores.
+    """
     try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        fields = Path(f"/proc/{pid}/statm").read_text().split()
     except (FileNotFoundError, ProcessLookupError):
         return None
+    page = os.sysconf("SC_PAGE_SIZE")
+    return int(fields[1]) * page, int(fields[2]) * page

@@ -19,19 +19,22 @@ from rlbench.engines.base import Engine
 from rlbench.engines.paths import check_model_path
 from rlbench.engines.sync import sync_weights
 from rlbench.errors import SessionError, StateError, Stopped, nearest
+from rlbench.notebook.card import WARNING, Card
+from rlbench.notebook.views import session_card
 from rlbench.runtime import cluster, registry
 from rlbench.session import building, checkpoints, training
 from rlbench.session.anchors import Anchors
 from rlbench.session.check_verbs import CheckVerbs
 from rlbench.session.evaluation import evaluate_steps
-from rlbench.session.facts import card_facts, text_card
+from rlbench.session.facts import Sessions, card_facts
 from rlbench.session.options import SessionOptions, resolve_model
 from rlbench.session.pause_verbs import PauseVerbs
 from rlbench.session.state_verbs import StateVerbs
 from rlbench.session.training import StepOptions
+from rlbench.session.view_verbs import ViewVerbs
 
 
-class Session(StateVerbs, CheckVerbs, PauseVerbs):
+class Session(StateVerbs, CheckVerbs, PauseVerbs, ViewVerbs):
     """A model with its engines, driven cell by cell.
 
     Args:
@@ -375,14 +378,18 @@ class Session(StateVerbs, CheckVerbs, PauseVerbs):
         self.close()
 
     def __repr__(self) -> str:
-        return f"Session({self.name!r}, closed)" if self._link.closed else text_card(self.facts())
+        return self._card().text()
 
-    def _repr_html_(self) -> str | None:
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return self._card().bundle()
+
+    def _card(self) -> Card:
         if self._link.closed:
-            return None
-        from rlbench.notebook.views import session_card
-
-        return session_card(self.facts())
+            return Card(f"Session({self.name!r}, closed)")
+        try:
+            return session_card(self.facts())
+        except SessionError as gone:
+            return Card(f"Session({self.name!r})", notes=[f"{WARNING}{gone}"])
 
     def _run(self, what: str, steps: Steps, block: bool) -> Any:
         chain = Chain(what, self._link.held(what, steps))
@@ -416,7 +423,7 @@ def attach(name: str | None = None, take_over: bool = False) -> Session:
     return Session._attached(Link.attach(name, take_over))
 
 
-def sessions() -> list[dict[str, Any]]:
+def sessions() -> Sessions:
     """The sessions on the cluster, one dict each."""
     joined = cluster.current()
-    return [registry.shown(record) for record in registry.live_sessions(joined.id)]
+    return Sessions(registry.shown(record) for record in registry.live_sessions(joined.id))

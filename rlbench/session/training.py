@@ -7,14 +7,16 @@ log-probs (ratio exactly 1); they are kept, so that further steps on the same to
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlbench.data import Ragged, TrainBatch
 from rlbench.data.metrics import Metrics
+from rlbench.dispatch import views
 from rlbench.dispatch.chain import Steps
+from rlbench.dispatch.views import View
 from rlbench.engines import TrainEngine
 from rlbench.engines.base import shared
 from rlbench.engines.sync import rows_in_order
@@ -34,6 +36,7 @@ class StepOptions:
     token_budget: int | None = None
     packing: bool = True
     head: str = "auto"
+    whole_step: bool = False
 
     def to_worker(self) -> dict[str, Any]:
         """The options a rank reads; LossError for an unknown aggregation."""
@@ -42,7 +45,7 @@ class StepOptions:
         if self.aggregation is not None:
             Aggregation.of(self.aggregation)
         return {"aggregation": self.aggregation, "token_budget": self.token_budget, "packing": self.packing,
-                "head": self.head}  # fmt: skip
+                "head": self.head, "whole_step": self.whole_step}  # fmt: skip
 
 
 def train_step_steps(
@@ -50,7 +53,11 @@ def train_step_steps(
 ) -> Steps:
     """Exactly one optimizer step on `batch`; returns `Metrics` and records them."""
     begin = time.perf_counter()
-    metrics = yield from forward_backward_steps(session, batch, loss, options)
+    _check_batch(batch, session)
+    view = _view("train_step", batch)
+    metrics = yield from forward_backward_steps(
+        session, batch, loss, replace(options, whole_step=True), view
+    )
     values = dict(metrics)
     stepped = yield from optim_step_steps(session, lr)
     values |= {name: stepped[name] for name in ("step", "version", "grad_norm", "lr", "skipped")}
@@ -58,13 +65,21 @@ def train_step_steps(
     values["seconds"] = values["seconds"] | {"optimizer": stepped["seconds"]["step"], "total": total}
     values["tokens_per_s"] = float(batch.lengths.sum()) / total
     session.record({k: v for k, v in values.items() if not isinstance(v, np.ndarray)})
+    if view is not None:
+        view.close(values)
     return Metrics(values, metrics.tokens)
 
 
-def forward_backward_steps(session: Session, batch: TrainBatch, loss: Any, options: StepOptions) -> Steps:
-    """Accumulate the gradient of `loss` on `batch`; returns `Metrics` with the per-token channels."""
+def forward_backward_steps(
+    session: Session, batch: TrainBatch, loss: Any, options: StepOptions, view: View | None = None
+) -> Steps:
+    """Accumulate the gradient of `loss` on `batch`; returns `Metrics` with the per-token channels.
+
+    `view`: of the verb this is a part of, which shows the progress; None: it has one of its own.
+    """
     begin = time.perf_counter()
     _check_batch(batch, session)
+    own_view = _view("forward_backward", batch) if view is None else None
     batch = session.anchors.applied(batch)
     worker_options = options.to_worker()
     shipped: ShippedLoss = ship(loss, batch, session.reference is not None or batch.ref_logprobs is not None)
@@ -74,17 +89,19 @@ def forward_backward_steps(session: Session, batch: TrainBatch, loss: Any, optio
     referenced = time.perf_counter()
     merged = yield session.train.call_all(
         "policy_forward_backward", shared(batch), shipped.blob, worker_options,
-        finish=merged_parts, what="train_step", track=True,
+        finish=merged_parts, what="train_step", track=True, observer=view or own_view,
     )  # fmt: skip
-    tokens = {name: flat_in_order(merged, name, batch) for name in ("logprobs", "entropy")}
+    tokens = {name: Ragged.from_rows(rows, np.float32).values for name, rows in merged.pop("channels").items()}
     session.anchors.keep(batch, tokens["logprobs"])
     values = batch_metrics(batch) | merged["metrics"]
     values |= {
         "loss_name": shipped.name, "loss_hash": shipped.hash,
-        "aggregation": merged["aggregation"], "head": merged["head"],
+        **{name: merged[name] for name in ("aggregation", "head", "micro_batches", "padding", "peak_bytes")},
         "seconds": {"check": checked - begin, "reference": referenced - checked,
                     "forward_backward": time.perf_counter() - referenced},
     }  # fmt: skip
+    if own_view is not None:
+        own_view.close(values)
     return Metrics(values, tokens)
 
 
@@ -128,14 +145,15 @@ def logprob_steps(engine: TrainEngine, batch: TrainBatch, options: StepOptions) 
 
 
 def merged_parts(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The ranks' parts as one: rows in order, and the metrics, which the ranks have already made equal."""
-    own = {"metrics": dict(parts[0]["metrics"]), **{k: parts[0][k] for k in ("aggregation", "head")}}
-    return rows_in_order(parts) | own
+    """The ranks' parts as one: per-token channels in order; the metrics are equal on all ranks.
 
-
-def flat_in_order(merged: dict[str, Any], name: str, batch: TrainBatch) -> np.ndarray:
-    """A per-row channel as one flat array in the order of `batch.responses.values`."""
-    return Ragged.from_rows(merged[name], np.float32).values
+    `padding`: share of the computed tokens; `peak_bytes`: of the rank with the highest, None where not all measured.
+    """
+    own = {"metrics": dict(parts[0]["metrics"]), **{k: parts[0][k] for k in ("aggregation", "head", "micro_batches")}}
+    padding, computed = (sum(part[name] for part in parts) for name in ("padding", "computed"))
+    peaks = [int(peak) for part in parts if (peak := part.get("peak_bytes")) is not None]
+    own |= {"padding": padding / max(1, computed), "peak_bytes": max(peaks) if len(peaks) == len(parts) else None}
+    return {"channels": rows_in_order(parts), **own}
 
 
 def batch_metrics(batch: TrainBatch) -> dict[str, Any]:
@@ -151,6 +169,11 @@ def batch_metrics(batch: TrainBatch) -> dict[str, Any]:
     if batch.rewards is not None:
         values |= {"reward": float(batch.rewards.mean()), "reward_std": float(batch.rewards.std())}
     return values
+
+
+def _view(what: str, batch: TrainBatch) -> View | None:
+    """Whoever shows the progress of a training verb."""
+    return views.make("train", what=what, tokens=int(batch.lengths.sum()), trained=int(batch.mask.sum()))
 
 
 def _check_batch(batch: Any, session: Session) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,30 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages behind the tensors, each counted once; a released storage has none."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
+
+
+def on_device(tensors: Iterable[Tensor], device: torch.device) -> list[Tensor]:
+    """Those that take memory of this kind of device; on a host without a GPU all tensors are in host memory."""
+    return [tensor for tensor in tensors if tensor.device.type == device.type]
+
+
+def beyond(parts: Mapping[str, int], device: torch.device) -> dict[str, int]:
+    """What torch's allocator holds on a GPU beside `parts` (bytes by owner); empty on a host, which has none to ask.
+
+    Returns:
+        `allocated` and `reserved` bytes; `activations`: allocated to nothing that is known, so to what a pass computes;
+        `other`: reserved and not in use.
+    """
+    if device.type != "cuda":
+        return {}
+    allocated = int(torch.cuda.memory_allocated(device))
+    reserved = int(torch.cuda.memory_reserved(device))
+    return {
+        "allocated": allocated,
+        "reserved": reserved,
+        "activations": max(0, allocated - sum(parts.values())),
+        "other": reserved - allocated,
+    }
 
 
 def place(tensors: list[Tensor]) -> str:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -80,6 +81,36 @@ class PeakMemory:
     def _sample(self) -> None:
         while not self._done.wait(SAMPLE_S):
             self._sampled = max(self._sampled, self._resident())
+
+
+@dataclass
+class PassPeak:
+    """The highest memory during a pass, `bytes`; None where it cannot be had for nothing."""
+
+    bytes: int | None = None
+
+
+@contextlib.contextmanager
+def pass_peak(device: torch.device | None = None, pids: Sequence[int] = ()) -> Iterator[PassPeak]:
+    """Measure a pass that must not be slowed: as `PeakMemory`, but nothing is trimmed and nothing sampled.
+
+    Args:
+        device: the GPU of this process; None or a CPU device: host memory.
+        pids: the processes whose resident memory counts, added up; default: this one.
+    """
+    measured, gpu, own = PassPeak(), device is not None and device.type == "cuda", list(pids) or [os.getpid()]
+    known = True
+    if gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        try:
+            for pid in own:
+                Path(f"/proc/{pid}/clear_refs").write_text(RESET_PEAK)
+        except OSError:  # not Linux, or not allowed in this container: then the figure is left out
+            known = False
+    yield measured
+    if known:
+        measured.bytes = int(torch.cuda.max_memory_allocated(device)) if gpu else sum(map(high_water, own))
 
 
 def high_water(pid: int) -> int:

@@ -27,6 +27,10 @@ class MetricSums:
         self.sums[name] = self.sums.get(name, 0.0) + value
         self.weights[name] = self.weights.get(name, 0.0) + weight
 
+    def so_far(self) -> dict[str, float]:
+        """The tokens trained on, and their part of the loss, for whoever watches the step."""
+        return {"trained": self.totals.get("tokens", 0.0), "loss": self.totals.get("loss", 0.0)}
+
     def merge(self, other: MetricSums) -> None:
         """Take in what another rank counted."""
         for name in other.sums:
@@ -42,6 +46,13 @@ class MetricSums:
         means = {name: total / self.weights[name] for name, total in self.sums.items() if self.weights[name]}
         mismatch = self.mismatch.result() if self.mismatch.tokens else {}
         return {**self.totals, **self.peaks, **means, **{f"mismatch/{n}": v for n, v in mismatch.items()}}
+
+
+TAKEN = frozenset({
+    "loss", "tokens", "entropy", "kl", "ref_kl", "logprob_gap", "logprob_gap_max", "logprobs", "old_logprobs",
+    "ref_logprobs",
+})  # fmt: skip
+"""Names of the standard metrics and per-token channels."""
 
 
 @torch.no_grad()
@@ -73,9 +84,13 @@ def measure(sums: MetricSums, inputs: LossInputs, own: dict[str, Tensor | float]
         sums.mean(name, float(torch.where(mask, value, 0.0).sum()), tokens)
     if tokens:
         sums.peaks["logprob_gap_max"] = max(sums.peaks.get("logprob_gap_max", 0.0), float(gap[mask].max()))
-    taken = {*standard, "loss", "tokens", "logprob_gap_max"}
     for name, given in own.items():
-        _own_metric(sums, f"loss/{name}" if name in taken else name, given, mask, tokens)
+        _own_metric(sums, own_name(name), given, mask, tokens)
+
+
+def own_name(name: str) -> str:
+    """What a loss's own metric is called beside the standard ones."""
+    return f"loss/{name}" if name in TAKEN else name
 
 
 def _own_metric(sums: MetricSums, name: str, value: Tensor | float, mask: Tensor, tokens: float) -> None:

@@ -31,6 +31,8 @@ class PolicyOptions:
         head: "chunked": log-probs and entropies straight from the output layer, never holding the logits;
             "plain": from the logits; "auto": chunked where the model allows it (it has one nn.Linear as its
             output layer and does nothing to the logits), else plain.
+        whole_step: the optimizer's step follows at once. Where it does not, because the driver went away in between,
+            the next pass drops these gradients instead of adding to them.
     """
 
     token_budget: int | None = None
@@ -40,6 +42,7 @@ class PolicyOptions:
     old_logprobs: str = "current"
     keep_tokens: bool = True
     head: str = "auto"
+    whole_step: bool = False
 
     def __post_init__(self) -> None:
         if self.old_logprobs not in ("current", "sampler"):

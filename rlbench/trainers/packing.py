@@ -84,6 +84,10 @@ class Grid:
         """Flat (R,) values to (S, T); differentiable."""
         return flat.new_full(self.shape, fill).index_put((self.rows, self.columns), flat)
 
+    def flat(self, padded: Tensor) -> Tensor:
+        """(S, T) back to the flat (R,) values."""
+        return padded[self.rows, self.columns]
+
 
 @dataclass(frozen=True)
 class ModelInputs:

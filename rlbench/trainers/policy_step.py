@@ -28,9 +28,9 @@ from rlbench.strategies.fsdp2 import FSDPV2Strategy
 from rlbench.strategies.gradients import scale_gradients
 from rlbench.trainers.forward import PolicyModel, as_batch
 from rlbench.trainers.loss_value import LossCache, evaluate
-from rlbench.trainers.metrics import MetricSums, measure, merged
+from rlbench.trainers.metrics import MetricSums, measure, merged, own_name
 from rlbench.trainers.options import PolicyOptions
-from rlbench.trainers.packing import ModelInputs, plan_micro_batches
+from rlbench.trainers.packing import Grid, ModelInputs, plan_micro_batches
 from rlbench.trainers.step_plan import NO_PLAN, StepPlan, plan_step
 
 Report = Callable[..., None]
@@ -42,6 +42,7 @@ class _Pending:
 
     totals: BatchTotals
     aggregation: Aggregation
+    whole_step: bool
 
 
 class PolicyStep:
@@ -51,7 +52,8 @@ class PolicyStep:
         module: sharded, with its weights.
         strategy: the rank's.
         stop_requested: asked before each backward.
-        report: called with progress (`done`, `total` micro-batches of this rank, `phase`).
+        report: called with progress (`done`, `total` micro-batches of this rank, `phase`; in the backward phase also
+            its `tokens` so far and, of those that are trained on, `trained` and their part of the `loss`).
     """
 
     def __init__(
@@ -72,8 +74,8 @@ class PolicyStep:
         """Log-probs and entropies without gradient, of this rank's rows; collective.
 
         Returns:
-            `rows` (n,) int64 and, in the same order, `logprobs` and `entropy`: lists of (length,) float32
-            arrays.
+            `rows` (n,) int64, and `channels`: `logprobs` and `entropy`, each a list of (length,) float32 arrays in
+            the same order.
         """
         clock = _Clock()
         mine, temperature = self._prepare(batch, options)
@@ -83,7 +85,7 @@ class PolicyStep:
                 part = batch.rows(rows) if len(rows) else _fill()
                 with self._model.stats(part, temperature, options.packing, options.head) as (logprobs, entropy, _):
                     if len(rows):
-                        kept.add(rows, part, logprobs, entropy)
+                        kept.add(rows, part, {"logprobs": logprobs, "entropy": entropy})
             self._vote(Verdict.STOP if self._stop_requested() else Verdict.GO, "forward", clock)
             self._report(phase="forward", done=step + 1, total=len(mine))
         return {**kept.result(), "seconds": dict(clock.seconds)}
@@ -96,8 +98,10 @@ class PolicyStep:
             loss_blob: a loss, or the name of one, by cloudpickle.
 
         Returns:
-            `metrics` (of all ranks; equal on each), `aggregation`, `head`, `micro_batches`, `seconds` by phase, and as
-            `forward` returns them `rows`, `logprobs`, `entropy` of this rank's rows.
+            `metrics` (of all ranks; equal on each), `aggregation`, `head`, `micro_batches`, `computed` (tokens the rank
+            ran through the model) and `padding` (how many of them belong to no row), `seconds` by phase, and as
+            `forward` returns them the `rows` of this rank and their `channels`: also `old_logprobs`, `ref_logprobs`
+            where there are any, and what the loss's metrics say per token.
 
         Raises:
             LossError: the loss gave something that cannot be trained on (gradients are cleared).
@@ -109,8 +113,8 @@ class PolicyStep:
         mine, temperature = self._prepare(batch, options)
         _check_reference(loss, batch)
         plan = self._plan(loss, batch, options, clock)
-        pending, share = self._join_pending(batch, _aggregation(loss, options))
-        sums, kept = MetricSums(), _TokenKeeper()
+        pending, share = self._join_pending(batch, _aggregation(loss, options), options.whole_step)
+        sums, kept, computed, tokens = MetricSums(), _TokenKeeper(), 0, 0
         random_state = self.strategy.device.rng_state()
         for step, rows in enumerate(mine):
             with self._cleared_on_failure(random_state):
@@ -118,6 +122,8 @@ class PolicyStep:
                 begin = time.perf_counter()
                 with self._model.stats(part, temperature, options.packing, options.head) as (logprobs, entropy, inputs):
                     begin = clock.add("forward", begin)
+                    if len(rows):
+                        computed, tokens = computed + inputs.input_ids.numel(), tokens + sum(inputs.lengths)
                     failure: Exception | None = None
                     total = logprobs.sum() * 0.0  # a fill: the collectives of a backward, and no gradient
                     try:
@@ -137,8 +143,9 @@ class PolicyStep:
                     with clock("backward"):
                         self.strategy.backward(total, self.module, reduction="sum")
                 if len(rows) and options.keep_tokens:
-                    kept.add(rows, part, logprobs, entropy)
-            self._report(phase="backward", done=step + 1, total=len(mine))
+                    said = _said_per_token(view, own, inputs.grid)
+                    kept.add(rows, part, {"logprobs": logprobs, "entropy": entropy, **said})
+            self._report(phase="backward", done=step + 1, total=len(mine), tokens=tokens, **sums.so_far())
         self._pending = pending
         metrics = merged(control.gather(sums))
         return {
@@ -146,6 +153,8 @@ class PolicyStep:
             "aggregation": pending.aggregation.mode,
             "head": "plain" if options.head == "plain" else self._model.head_used(options.packing),
             "micro_batches": len(mine),
+            "computed": computed,
+            "padding": computed - tokens,
             "seconds": dict(clock.seconds),
             **kept.result(),
         }
@@ -219,12 +228,16 @@ class PolicyStep:
             raise EngineError(f"the ranks were given different batches ({steps}); give each the whole batch.")
         return plan[self.strategy.rank], temperature
 
-    def _join_pending(self, batch: TrainBatch, aggregation: Aggregation) -> tuple[_Pending, float]:
+    def _join_pending(
+        self, batch: TrainBatch, aggregation: Aggregation, whole_step: bool
+    ) -> tuple[_Pending, float]:
         """Extend the normaliser to this batch, rescaling waiting gradients; also this batch's share of the
         whole."""
         own = _totals(batch)
+        if self._pending is not None and self._pending.whole_step:
+            self.zero_grad()  # half a step: its driver went away before the other half
         if self._pending is None:
-            return _Pending(own, aggregation), 1.0
+            return _Pending(own, aggregation, whole_step), 1.0
         if self._pending.aggregation != aggregation:
             raise LossError(
                 f"gradients of aggregation={self._pending.aggregation.mode!r} wait for a step; they cannot "
@@ -234,7 +247,7 @@ class PolicyStep:
         now = aggregation.divisor(whole)
         scale_gradients(self.module.parameters(), aggregation.divisor(self._pending.totals) / now)
         self._pending = None  # from here on a failure clears everything
-        return _Pending(whole, aggregation), aggregation.divisor(own) / now
+        return _Pending(whole, aggregation, whole_step), aggregation.divisor(own) / now
 
     def _plan(self, loss: Loss, batch: TrainBatch, options: PolicyOptions, clock: _Clock) -> StepPlan:
         """What the loss says of the whole step, where it wants to see it first; collective."""
@@ -340,23 +353,36 @@ def _fill() -> TrainBatch:
     return as_batch([np.zeros(2, np.int32)])
 
 
+def _said_per_token(view: LossInputs, own: dict[str, Any], grid: Grid) -> dict[str, Tensor]:
+    """What the loss compared with and what it said, flat: old and reference log-probs, its metrics per token."""
+    said = {name: value for name, value in (("old_logprobs", view.old_logprobs), ("ref_logprobs", view.ref_logprobs))
+            if value is not None}  # fmt: skip
+    said |= {own_name(name): value for name, value in own.items()
+             if isinstance(value, Tensor) and value.shape == view.mask.shape}  # fmt: skip
+    return {name: grid.flat(value) for name, value in said.items()}
+
+
 class _TokenKeeper:
-    """Per-row log-probs and entropies on the host."""
+    """Per-row channels on the host: those that every micro-batch gave."""
 
     def __init__(self) -> None:
         self._rows: list[np.ndarray] = []
-        self._logprobs: list[np.ndarray] = []
-        self._entropy: list[np.ndarray] = []
+        self._channels: dict[str, list[np.ndarray]] = {"logprobs": [], "entropy": []}
 
-    def add(self, rows: np.ndarray, part: TrainBatch, logprobs: Tensor, entropy: Tensor) -> None:
+    def add(self, rows: np.ndarray, part: TrainBatch, channels: dict[str, Tensor]) -> None:
+        """Keep flat (R,) values of a micro-batch."""
         cuts = part.responses.offsets[1:-1]
+        if not self._rows:
+            self._channels = {name: [] for name in channels}
         self._rows.append(rows)
-        self._logprobs += np.split(logprobs.detach().float().cpu().numpy(), cuts)
-        self._entropy += np.split(entropy.detach().float().cpu().numpy(), cuts)
+        self._channels = {name: kept for name, kept in self._channels.items() if name in channels}
+        for name, kept in self._channels.items():
+            kept += np.split(channels[name].detach().float().cpu().numpy(), cuts)
 
     def result(self) -> dict[str, Any]:
+        """`rows` and, in the same order, each channel's arrays by name in `channels`."""
         rows = np.concatenate(self._rows) if self._rows else np.zeros(0, np.int64)
-        return {"rows": rows, "logprobs": self._logprobs, "entropy": self._entropy}
+        return {"rows": rows, "channels": self._channels}
 
 
 class _Clock:

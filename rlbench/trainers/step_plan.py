@@ -41,7 +41,7 @@ def plan_step(loss: Any, batch: TrainBatch, parts: list[dict[str, Any]], old: st
     Args:
         loss: one with `plan`.
         batch: the whole batch.
-        parts: what `PolicyStep.forward` gave on every rank: `rows`, `logprobs`, `entropy`.
+        parts: what `PolicyStep.forward` gave on every rank: `rows` and their `channels`.
         old: what stands in for old log-probs where the batch has none, "current" or "sampler".
 
     Raises:
@@ -93,6 +93,8 @@ def pad_rows(rows: Ragged) -> Tensor:
 def _in_order(parts: list[dict[str, Any]], name: str) -> np.ndarray:
     """A channel of all ranks, flat in the batch's order. A row that several ranks computed counts once."""
     by_row = {
-        int(row): values for part in parts for row, values in zip(part["rows"], part[name], strict=True)
+        int(row): values
+        for part in parts
+        for row, values in zip(part["rows"], part["channels"][name], strict=True)
     }
     return np.concatenate([by_row[row] for row in sorted(by_row)])

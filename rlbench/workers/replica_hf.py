@@ -31,9 +31,10 @@ from rlbench.workers.replica_job import (
     decode_texts,
     encode_prompts,
 )
+from rlbench.workers.replica_memory import allocator, memory_by_owner, peak_stats
 from rlbench.workers.replica_pause import Gate, Pausable
 from rlbench.workers.replica_rehearsal import Filled
-from rlbench.workers.replica_state import ReplicaState, check_tags, memory_by_owner, moved
+from rlbench.workers.replica_state import ReplicaState, check_tags, moved
 
 _SCORE_TOKENS = 8192  # padded tokens of one forward pass in prompt_logprobs
 
@@ -110,26 +111,29 @@ class HfReplica(Pausable):
         sampler = BatchSampler(
             self._built, options, self._max_model_len, self._decode(options.skip_special_tokens)
         )
-        context, progress, samples = current(), Progress(current()), list[Sample]()
-        for batch in self._batches(job):
-            if self.gate.closed and not self.gate.passes(context):
-                break
-            samples.extend(batch)
-            seeds = [int(job.seeds[s.prompt, s.index]) & 0x7FFF_FFFF_FFFF_FFFF for s in batch]
-            sampler.start(batch, [prompts[s.prompt] for s in batch], seeds)
-            while sampler.rows and self.gate.passes(context):
-                progress.tokens += sampler.step()
-                self._running = len(sampler.rows)
-                progress.tick(len(samples) - self._running, self._running, len(samples))
-            if context.stop_requested():
-                for row in sampler.rows:
-                    row.sample.finish = "abort"
-                break
+        context, progress, samples = current(), Progress(current(), self._decode(True)), list[Sample]()
+        highest: dict[str, float] = {}
+        with peak_stats(highest, [os.getpid()], self._device == "cpu", own=True):
+            for batch in self._batches(job):
+                if self.gate.closed and not self.gate.passes(context):
+                    break
+                samples.extend(batch)
+                seeds = [int(job.seeds[s.prompt, s.index]) & 0x7FFF_FFFF_FFFF_FFFF for s in batch]
+                sampler.start(batch, [prompts[s.prompt] for s in batch], seeds)
+                while sampler.rows and self.gate.passes(context):
+                    progress.tokens += sampler.step()
+                    self._running = len(sampler.rows)
+                    batch = _finished(batch, progress)
+                    progress.tick(len(samples) - self._running, self._running, len(samples))
+                if context.stop_requested():
+                    for row in sampler.rows:
+                        row.sample.finish = "abort"
+                    break
         self._running = 0
         samples = [sample for sample in samples if sample.tokens]
         progress.tick(len(samples), 0, len(samples), force=True)
         texts = decode_texts(samples, self._tokenizer, options.skip_special_tokens)
-        arrays = collect(samples, texts, dict(enumerate(prompts)), self.state.version, progress.stats)
+        arrays = collect(samples, texts, dict(enumerate(prompts)), self.state.version, progress.stats | highest)
         return self._last.keep(job, arrays)
 
     def last_rollout(self) -> tuple[GenerateJob, GeneratedArrays] | None:
@@ -339,13 +343,14 @@ class HfReplica(Pausable):
             "paused": self.gate.closed,
         }
 
-    def memory(self) -> dict[str, int]:
-        """Resident bytes by owner: weights, kv_cache (none between calls), other, rss. Thread-safe, never
+    def memory(self) -> dict[str, Any]:
+        """Resident bytes by owner, as `memory_by_owner` has them; no KV cache between calls. Thread-safe, never
         waits.
         """
-        return memory_by_owner(
-            self._weight_bytes, 0, [os.getpid()], self._model is None or self._device == "cpu"
-        )
+        if self._model is None or self._device == "cpu":
+            return memory_by_owner(self._weight_bytes, 0, [os.getpid()])
+        weights = 0 if self.state.weights in ("cpu", "meta") else self._weight_bytes
+        return memory_by_owner(weights, 0, [os.getpid()], allocator(weights, 0, 0))
 
     def close(self) -> None:
         """Free everything."""
@@ -362,6 +367,14 @@ class HfReplica(Pausable):
         if self._model is None:
             raise StateError("the replica is not built (or was closed); call build() first")
         return self._model
+
+
+def _finished(running: list[Sample], progress: Progress) -> list[Sample]:
+    """Report the samples that finished with the last step; returns the others."""
+    for sample in running:
+        if sample.finish:
+            progress.finish(sample)
+    return [sample for sample in running if not sample.finish]
 
 
 def _by_length(sequences: list[list[int]], budget: int) -> Iterator[list[int]]:

@@ -5,7 +5,7 @@ drawn.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,8 @@ from rlbench.dispatch.context import CallContext
 from rlbench.errors import DataError, nearest
 
 REPORT_SECONDS = 0.2
+SHOWN_SAMPLES, SHOWN_TOKENS, SHOWN_CHARACTERS = 2, 48, 120
+"""Of what is finished first, so much text goes into the progress: it is sent several times a second."""
 _SET_BY_CALL = {
     "n": "give n to generate() or rollout()",
     "seed": "every sample has a seed of its own, derived from the session's seed",
@@ -124,20 +126,62 @@ def _encode(prompt: Any, index: int, tokenizer: Any) -> list[int]:
     return [int(token) for token in ids]
 
 
-class Progress:
-    """Reports to the call's context at most every REPORT_SECONDS."""
+class GrowingHistogram:
+    """Counts of lengths in at most `BINS` bins of one width, a power of two that doubles when a length is beyond.
 
-    def __init__(self, context: CallContext) -> None:
+    So histograms of several replicas can be joined, and nobody need know the longest before.
+    """
+
+    BINS = 24
+
+    def __init__(self) -> None:
+        self.width = 1
+        self.counts = [0] * self.BINS
+
+    def add(self, length: int) -> None:
+        """Count one sample of `length` tokens."""
+        while length >= self.width * self.BINS:
+            pairs = zip(self.counts[::2], self.counts[1::2], strict=True)
+            self.counts = [a + b for a, b in pairs] + [0] * (self.BINS // 2)
+            self.width *= 2
+        self.counts[length // self.width] += 1
+
+    def plain(self) -> dict[str, Any]:
+        """`counts[i]` samples of `i * width` to below `(i + 1) * width` tokens; empty bins at the end are left out."""
+        used = max((i + 1 for i, count in enumerate(self.counts) if count), default=0)
+        return {"width": self.width, "counts": self.counts[:used]}
+
+
+class Progress:
+    """Reports to the call's context at most every REPORT_SECONDS.
+
+    Args:
+        decode: token ids to text, for the first samples that finish; None: their texts are not shown.
+    """
+
+    def __init__(self, context: CallContext, decode: Callable[[list[int]], str] | None = None) -> None:
         self.context = context
         self.tokens = 0
         self.started = self._last = time.perf_counter()
+        self._decode = decode
+        self._lengths = GrowingHistogram()
+        self._first: list[str] = []
+
+    def finish(self, sample: Sample) -> None:
+        """A sample is complete: its length counts, and the first ones are shown."""
+        self._lengths.add(len(sample.tokens))
+        if self._decode is not None and len(self._first) < SHOWN_SAMPLES:
+            self._first.append(self._decode(sample.tokens[:SHOWN_TOKENS])[:SHOWN_CHARACTERS])
 
     def tick(self, finished: int, running: int, total: int, *, force: bool = False) -> None:
         """Publish the counters when it is time."""
         now = time.perf_counter()
         if force or now - self._last >= REPORT_SECONDS:
             self._last = now
-            self.context.report(tokens=self.tokens, finished=finished, total=total, running=running)
+            self.context.report(
+                tokens=self.tokens, finished=finished, total=total, running=running, lengths=self._lengths.plain(),
+                first=list(self._first),
+            )  # fmt: skip
 
     @property
     def stats(self) -> dict[str, float]:

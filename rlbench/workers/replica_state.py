@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,39 +68,7 @@ def check_tags(state: str, tags: list[str] | None) -> set[str]:
     return set(tags) if tags else set(TAGS)
 
 
-def rss_bytes(pid: int | str = "self") -> int:
-    """Resident bytes of a process, read from /proc (0 when it is gone)."""
-    try:
-        with open(f"/proc/{pid}/statm") as statm:
-            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except FileNotFoundError:
-        return 0
-
-
-def resident_bytes(address: int, nbytes: int) -> int:
-    """How much of a range of this process's own memory is in RAM (`mincore`), in whole pages."""
-    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-    pages = (address + nbytes - start) // mmap.PAGESIZE
-    if pages <= 0:
-        return 0
-    flags = (ctypes.c_ubyte * pages)()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(pages * mmap.PAGESIZE), flags) != 0:
-        return 0  # unmapped in the meantime: the engine was closed
-    return sum(bytes(flags).translate(_LOWEST_BIT)) * mmap.PAGESIZE
-
-
-_LOWEST_BIT = bytes(value & 1 for value in range(256))
-
-
-def memory_by_owner(weights: int, kv_cache: int, pids: list[int], on_cpu: bool) -> dict[str, int]:
-    """Bytes by owner; `other` is the rest of the processes' resident memory (on a GPU host: all of it)."""
-    rss = sum(rss_bytes(pid) for pid in pids)
-    other = max(0, rss - weights - kv_cache) if on_cpu else rss
-    return {"weights": weights, "kv_cache": kv_cache, "other": other, "rss": rss}
-
-
-def moved(before: dict[str, int], after: dict[str, int], state: ReplicaState, **more: Any) -> dict[str, Any]:
+def moved(before: dict[str, Any], after: dict[str, Any], state: ReplicaState, **more: Any) -> dict[str, Any]:
     """What a state change did: states by tag, bytes resident by owner and bytes freed (negative: taken),
     measured.
     """

@@ -30,8 +30,9 @@ from rlbench.workers.replica_job import (
     decode_texts,
     encode_prompts,
 )
+from rlbench.workers.replica_memory import own_process, peak_stats, vllm_memory
 from rlbench.workers.replica_pause import Gate, Pausable
-from rlbench.workers.replica_state import ReplicaState, check_tags, memory_by_owner, moved, resident_bytes
+from rlbench.workers.replica_state import ReplicaState, check_tags, moved
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -41,25 +42,10 @@ if TYPE_CHECKING:
     from rlbench.workers.vllm_requests import EngineRequests
 
 SAMPLING_OPTIONS = [
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "max_tokens",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "bad_words",
-    "allowed_token_ids",
-    "logit_bias",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "include_stop_str_in_output",
-]
+    "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
+    "repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "allowed_token_ids", "logit_bias",
+    "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
+]  # fmt: skip
 
 
 class VllmReplica(Pausable):
@@ -154,13 +140,19 @@ class VllmReplica(Pausable):
         model = self._model_config
         prompts = encode_prompts(job.prompts, self._tokenizer, model.max_model_len, model.get_vocab_size())
         params = vllm_requests.sampling_params(job.sampling)
-        with self._requests() as requests:
+        highest: dict[str, float] = {}
+        own = own_process(self._workers)
+        with self._requests() as requests, peak_stats(highest, self._pids, self._on_cpu, own):
             samples, stats = vllm_requests.draw(
-                requests, job, prompts, params, self.config.max_num_seqs, self.gate
+                requests, job, prompts, params, self.config.max_num_seqs, self.gate, self._shown
             )
         texts = decode_texts(samples, self._tokenizer, params.skip_special_tokens)
-        arrays = collect(samples, texts, dict(enumerate(prompts)), self.state.version, stats)
+        arrays = collect(samples, texts, dict(enumerate(prompts)), self.state.version, stats | highest)
         return self._last.keep(job, arrays)
+
+    def _shown(self, ids: list[int]) -> str:
+        """Text of a sample while others still run."""
+        return "" if self._tokenizer is None else str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def last_rollout(self) -> tuple[GenerateJob, GeneratedArrays] | None:
         """The last rollout served, whole or stopped, with what was asked; never blocks."""
@@ -353,23 +345,9 @@ class VllmReplica(Pausable):
             "paused": self.gate.closed,
         }
 
-    def memory(self) -> dict[str, int]:
-        """Resident bytes by owner: weights, kv_cache, other, rss. Thread-safe, never waits."""
-        workers = self._workers
-        return memory_by_owner(
-            sum(worker["weights"] for worker in workers),
-            sum(self._kv_resident(worker) for worker in workers),
-            self._pids,
-            self._on_cpu,
-        )
-
-    def _kv_resident(self, worker: dict[str, Any]) -> int:
-        """KV bytes of one worker: looked up page by page where it is this process, else its size while it is
-        awake.
-        """
-        if self._on_cpu and worker["pid"] == os.getpid():
-            return sum(resident_bytes(address, nbytes) for address, nbytes in worker["kv_ranges"])
-        return sum(nbytes for _, nbytes in worker["kv_ranges"]) if self.state.kv_cache == "cuda" else 0
+    def memory(self) -> dict[str, Any]:
+        """Resident bytes by owner, as `memory_by_owner` has them. Thread-safe, never waits."""
+        return vllm_memory(self._workers, self.state, self._pids, self._on_cpu)
 
     def close(self) -> None:
         """Stop the engine, its worker processes included, and free everything."""

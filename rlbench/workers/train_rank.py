@@ -20,6 +20,7 @@ from rlbench.nn.base import guard_forward
 from rlbench.strategies.device import RankDevice
 from rlbench.strategies.fsdp2 import FSDPV2Strategy
 from rlbench.strategies.materialize import allocate, materialize
+from rlbench.strategies.peak import pass_peak
 from rlbench.strategies.sources import locate
 from rlbench.trainers.options import PolicyOptions
 from rlbench.trainers.policy_step import PolicyStep, reshard
@@ -52,7 +53,6 @@ class TrainRank(KeepingVerbs, TrialVerbs):
         self._group = RankGroup(rank, world_size, config.host, config.timeout_s)
         self._module: BaseTrainModule | None = None
         self._sender: WeightSender | None = None
-        self._measured: dict[str, int] = {}
         self._methods: frozenset[str] = frozenset()
 
     # -- life ------------------------------------------------------------------------------------------------
@@ -101,9 +101,7 @@ class TrainRank(KeepingVerbs, TrialVerbs):
         guard_forward(module)
         strategy.control.together("on_weights_materialized", module.on_weights_materialized)
         self._residency = Residency(module, device, self._optimizers, self._materialize)
-        self._policy = PolicyStep(
-            module, strategy, stop, lambda **progress: context.current().report(**progress)
-        )
+        self._policy = PolicyStep(module, strategy, stop, self._report)
         self._sender = WeightSender(module, strategy.control, stop)
         self._keep(RankSnapshots(module, strategy.control, stop), RankCheckpoints(module, strategy.control))
         uuid = facts.gpu_uuid(device.device)
@@ -178,7 +176,8 @@ class TrainRank(KeepingVerbs, TrialVerbs):
         """Log-probs and entropies without gradient, of this rank's rows; see `PolicyStep.forward`."""
         self._built()
         self._residency.need("weights")
-        return self._policy.forward(batch, PolicyOptions.of(options))
+        with self._residency.passing():
+            return self._policy.forward(batch, PolicyOptions.of(options))
 
     def policy_forward_backward(
         self, batch: TrainBatch, loss_blob: bytes, options: dict[str, Any]
@@ -187,7 +186,9 @@ class TrainRank(KeepingVerbs, TrialVerbs):
         self._built()
         self._residency.need("weights")
         try:
-            return self._policy.forward_backward(batch, loss_blob, PolicyOptions.of(options))
+            with self._residency.passing(), pass_peak(self._strategy.device.device) as peak:
+                done = self._policy.forward_backward(batch, loss_blob, PolicyOptions.of(options))
+            return done | {"peak_bytes": peak.bytes}
         finally:
             self._remeasure()
 
@@ -292,11 +293,10 @@ class TrainRank(KeepingVerbs, TrialVerbs):
         return {"built": built, "rank": self.rank, "lr": lr, **parts}
 
     def memory(self) -> dict[str, Any]:
-        """Bytes by owner as the last verb left them, and the states. Never blocks."""
-        return {
-            **self._measured,
-            "states": {k: v for k, v in self.status().items() if k in ("weights", "optimizer")},
-        }
+        """Bytes by owner, see `Residency.memory`, and the states. Never blocks."""
+        if self._module is None or not self._methods:
+            return {}
+        return {**self._residency.memory(), "states": dict(self._residency.state)}
 
     # -- parts -----------------------------------------------------------------------------------------------
 
@@ -347,8 +347,14 @@ class TrainRank(KeepingVerbs, TrialVerbs):
         dtype = torch.bfloat16 if self._strategy.bf16 else next(self._module.parameters()).dtype
         return str(dtype).removeprefix("torch.")
 
+    def _report(self, **progress: Any) -> None:
+        """Publish how far a pass is. Gradients are there from the first backward on: count them then."""
+        context.current().report(**progress)
+        if progress.get("phase") == "backward" and progress.get("done") == 1:
+            self._remeasure()
+
     def _remeasure(self) -> None:
-        self._measured = self._residency.measure()
+        self._residency.measure()
 
 
 def _unpickled(blob: bytes) -> BaseTrainModule:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from rlbench.dispatch.context import current
 from rlbench.errors import EngineError, Stopped, WeightSyncError, nearest
 from rlbench.nn import BaseTrainModule
 from rlbench.strategies.control import ControlGroup, Verdict
@@ -238,7 +239,7 @@ class WeightSender:
             0 if own_hook else VOTE_BYTES
         )  # a user's hook may fail: then no rank may enter the next gather
         failure: Exception | None = None
-        since_vote = VOTE_BYTES
+        since_vote, moved = VOTE_BYTES, 0
         for name, tensor in state.items():
             if since_vote >= interval:
                 self._vote(failure)
@@ -251,7 +252,10 @@ class WeightSender:
                 except Exception as error:  # a user's hook: the next vote ends the sync
                     failure, mapped = error, None
             if mapped is not None:
-                yield mapped[0], full(mapped[1])
+                whole = full(mapped[1])
+                moved += whole.nbytes
+                current().report(bytes=moved)
+                yield mapped[0], whole
         self._vote(failure)
 
     def _vote(self, failure: Exception | None) -> None:

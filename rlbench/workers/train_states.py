@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ class Residency:
         self._materialize = materialize
         self.state = dict.fromkeys(PARTS, "cuda")
         self._released: memory.Released = []
+        self._held = dict.fromkeys(("weights", "gradients", "optimizer"), 0)
+        self._resting: int | None = None
 
     def need(self, *parts: str) -> None:
         """Refuse a call that needs `parts` on the device.
@@ -145,15 +148,44 @@ class Residency:
         if self._device.is_gpu:
             done["taken"] += sum(memory.move_optimizer(o, self._device.device) for o in self._optimizers())
 
-    def measure(self) -> dict[str, int]:
-        """Bytes by owner; `other` is what the process holds beside them."""
-        held = {
-            "weights": memory.nbytes(memory.weight_tensors(self._module)),
-            "gradients": memory.nbytes(memory.gradient_tensors(self._module)),
-            "optimizer": memory.nbytes(memory.optimizer_tensors(self._optimizers())),
+    def measure(self) -> None:
+        """Count the bytes of every tensor on the device, by owner: after what may have changed them."""
+        tensors = {
+            "weights": memory.weight_tensors(self._module),
+            "gradients": memory.gradient_tensors(self._module),
+            "optimizer": memory.optimizer_tensors(self._optimizers()),
         }
-        process = self._device.allocated()
-        return {**held, "other": max(0, process["rss"] - sum(held.values())), **process}
+        device = self._device.device
+        self._held = {owner: memory.nbytes(memory.on_device(own, device)) for owner, own in tensors.items()}
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """While a batch is computed, what the process grows beyond its gradients is activations.
+
+        That is all a host can tell, which has no allocator to ask: it holds whatever else the pass takes, too.
+        """
+        self._resting = self._device.allocated()["rss"] - self._held["gradients"]
+        try:
+            yield
+        finally:
+            self._resting = None
+
+    def memory(self) -> dict[str, Any]:
+        """Bytes by owner on the `device` ("host" or "gpu") as they were last counted, and what the process holds beside
+        them now; `frees`: what `cpu` of each part would free. For any thread; walks no tensors.
+        """
+        held, process, resting = self._held, self._device.allocated(), self._resting
+        frees = {part: held[part] if self._device.is_gpu else 0 for part in PARTS}
+        if self._device.is_gpu:
+            beyond = memory.beyond(held, self._device.device)
+        else:
+            grown = 0 if resting is None else process["rss"] - resting - held["gradients"]
+            activations = max(0, grown)
+            beyond = {
+                "activations": activations, "other": max(0, process["rss"] - sum(held.values()) - activations)
+            }  # fmt: skip
+        device = "gpu" if self._device.is_gpu else "host"
+        return {"device": device, **held, **beyond, **process, "frees": frees}
 
 
 def trim_heap() -> None:

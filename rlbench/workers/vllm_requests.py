@@ -6,7 +6,7 @@ Whatever ends a call, no request of it stays in the engine.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -87,15 +87,18 @@ def draw(
     params: SamplingParams,
     max_num_seqs: int,
     gate: Gate,
+    decode: Callable[[list[int]], str] | None = None,
 ) -> tuple[list[Sample], dict[str, float]]:
     """Step until every claimed sample is finished, or the call is asked to stop; wait while the gate is closed.
+
+    `decode`: for the first finished texts in the progress.
 
     Returns:
         The samples that have tokens (running ones end with finish reason `abort` on a stop), and tokens and
         seconds.
     """
     context = current()
-    progress = Progress(context)
+    progress = Progress(context, decode)
     samples: list[Sample] = []
     running = requests.running
     feed = _feed(job, running, max_num_seqs)
@@ -111,6 +114,8 @@ def draw(
             break
         for sample, output in requests.step():
             progress.tokens += _extend(sample, output)
+            if output.finished:
+                progress.finish(sample)
         progress.tick(len(samples) - len(running), len(running), len(samples))
     for sample in running.values():
         sample.finish = "abort"

@@ -86,3 +86,17 @@ def test_the_text_for_a_reader():
     assert Prompt("abc").text == "abc"
     assert Prompt(CHAT).text == "hello"
     assert Prompt([1, 2]).text == "[1, 2]"
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ([{"type": "image", "image": b"x"}, {"type": "text", "text": "What is it?"}], "[image] What is it?"),
+        ([{"type": "image_url", "image_url": {"url": "data:…"}}, "plain"], "[image] plain"),
+        ([{"type": "input_audio"}], "[input_audio]"),
+        (None, ""),
+        ([], ""),
+    ],
+)
+def test_a_message_of_parts_has_a_text_that_names_what_is_no_text(content, text):
+    assert Prompt([{"role": "user", "content": content}]).text == text

@@ -76,6 +76,28 @@ def test_print_shows_in_the_calling_cell_once_with_its_rank(link, actors, capsys
     assert out.count("[rank 0] hello\n") == 1 and out.count("[rank 1] hello\n") == 1
 
 
+def test_the_view_of_a_call_that_failed_or_was_stopped_is_closed(link, actors):
+    class View:
+        def __init__(self):
+            self.closed = []
+
+        def __call__(self, progress):
+            """Drawn elsewhere."""
+
+        def close(self, result):
+            self.closed.append(result)
+
+    failed, stopped, done = View(), View(), View()
+    with pytest.raises(RemoteError):
+        submit(link, actors, "fail", observer=failed).result()
+    pending = submit(link, actors, "slowly", 30.0, observer=stopped)
+    pending.stop()
+    with pytest.raises(Stopped):
+        pending.result(timeout=30)
+    submit(link, actors, "status", observer=done).result()
+    assert (failed.closed, stopped.closed, done.closed) == ([None], [None], []), "a result is the caller's to show"
+
+
 def test_output_appears_while_the_call_still_runs(link, actors, capsys):
     pending = submit(link, actors[:1], "slowly", 1.5)
     with pytest.raises(TimeoutError):

@@ -59,7 +59,8 @@ def commands(recorder):
 @pytest.fixture
 def record(commands):
     """A served endpoint, described as a session's file describes it."""
-    routes = Routes(lambda records: {"records": records}, lambda since: [{"time": since}], commands)
+    telemetry = lambda since: {"samples": [{"time": since}], "marks": []}  # noqa: E731
+    routes = Routes(lambda records: {"records": records}, telemetry, commands)
     endpoint = Endpoint(routes, "secret")
     yield {"name": "alone", "url": endpoint.url, "token": "secret"}
     endpoint.close()
@@ -322,7 +323,8 @@ def same_keys(real, example, where):
         same_keys(real[0], example[0], f"{where}[]")
 
 
-FREE = {"state.history[]", "state.running[].progress[]", "state.engines[].state", "samples.samples[].resident",
+FREE = {"state.history[]", "state.running[].progress[]", "state.engines[].state", "state.engines[].bytes",
+        "state.engines[].frees", "samples.samples[].resident", "samples.samples[].shared", "samples.samples[].owners",
         "command.command.args", "command.command.result", "file.workers"}  # fmt: skip
 
 
@@ -332,9 +334,18 @@ def test_the_documented_keys_are_the_real_ones(session, repository):
     session.snapshot("documented")
     session.zero_grad()
     try:
-        same_keys(client.ask(record, "/state"), documented(repository, "GET /state"), "state")
-        until(lambda: client.ask(record, "/samples")["samples"])
-        same_keys(client.ask(record, "/samples"), documented(repository, "GET /samples"), "samples")
+        session.rollout(["1 2 3"], max_tokens=4, progress=False)
+        until(lambda: client.ask(record, "/state")["lengths"])
+        state, wanted = client.ask(record, "/state"), documented(repository, "GET /state")
+        same_keys(state, wanted, "state")
+        assert state["engines"] and state["lengths"] and wanted["splits"]
+        until(lambda: client.ask(record, "/samples")["samples"][-1]["owners"])
+        given, wanted = client.ask(record, "/samples"), documented(repository, "GET /samples")
+        same_keys(given, wanted, "samples")
+        assert given["marks"] and wanted["marks"]
+        for owners in given["samples"][-1]["owners"].values():
+            kinds = {"weights", "gradients", "optimizer", "activations", "other"}, {"weights", "kv_cache", "other"}
+            assert set(owners) in kinds
         stopped = client.ask(record, "/command", {"verb": "stop"})
         same_keys(stopped, documented(repository, "POST /command"), "command")
         later = client.ask(record, f"/command/{stopped['command']['id']}")

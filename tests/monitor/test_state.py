@@ -22,6 +22,7 @@ EVENTS = st.one_of(
             "fields": st.none() | st.dictionaries(st.sampled_from(["kind", "state"]), VALUES),
         }
     ),
+    st.fixed_dictionaries({"do": st.just("lengths"), "entry": st.fixed_dictionaries({"rollout": st.integers(1, 9)})}),
     st.fixed_dictionaries({"do": st.just("record"), "record": st.dictionaries(st.text(max_size=3), VALUES)}),
     st.fixed_dictionaries(
         {"do": st.just("drive"), "epoch": st.integers(1, 9), "driver": st.just(DRIVER) | st.none()}
@@ -92,6 +93,17 @@ def test_a_dropped_snapshot_is_no_longer_there_to_undo():
 def test_a_driver_comes_with_its_epoch():
     value = reduced({"do": "drive", "epoch": 4, "driver": DRIVER})
     assert (value["epoch"], value["driver"]) == (4, DRIVER)
+
+
+def test_the_lengths_of_the_last_rollouts_are_kept_with_the_step_they_belong_to():
+    value = reduced(
+        {"do": "lengths", "entry": {"rollout": 1}}, {"do": "set", "key": "step", "value": 7},
+        {"do": "snapshot", "id": "a", "fields": {}}, {"do": "lengths", "entry": {"rollout": 2}},
+        {"do": "restore", "id": "a"},
+    )  # fmt: skip
+    assert value["lengths"] == [{"rollout": 1, "step": 0}, {"rollout": 2, "step": 7}], "what was sampled stays so"
+    many = reduced(*({"do": "lengths", "entry": {"rollout": i}} for i in range(50)))
+    assert [entry["rollout"] for entry in many["lengths"]] == list(range(18, 50))
 
 
 def test_an_unknown_event_is_refused():

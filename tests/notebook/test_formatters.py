@@ -6,12 +6,20 @@ from IPython.core.interactiveshell import InteractiveShell
 from rlbench import notebook
 from rlbench.data.history import History
 from rlbench.data.metrics import Metrics
+from rlbench.engines import InferenceEngine, TrainEngine
 from rlbench.errors import DataError, Stopped
+from rlbench.notebook import kept_views, views
+from rlbench.session.checkpoints import Saved
+from rlbench.session.evaluation import Evaluation
+from rlbench.session.facts import Sessions
+from rlbench.session.healing import Healed
+from rlbench.session.snapshots import Snapshots
 from tests.data.values import rollouts
 
 
 @pytest.fixture
 def shell():
+    InteractiveShell.clear_instance()  # of an earlier test: a terminal's shell shows no HTML
     made = InteractiveShell.instance()
     notebook.install()
     made.user_ns |= {"rollouts": rollouts(), "DataError": DataError, "Stopped": Stopped}
@@ -23,14 +31,41 @@ def batch():
     return rollouts().score(range(6)).batch(lambda rewards, group: rewards)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [rollouts, batch, lambda: Metrics({"step": 1, "loss": 0.5}), lambda: History([{"step": 1, "loss": 0.5}])],
-    ids=["rollouts", "batch", "metrics", "history"],
-)
-def test_a_value_shows_as_html_and_keeps_its_text_for_other_readers(shell, value):
-    data, _ = shell.display_formatter.format(value())
-    assert '<div class="rlb">' in data["text/html"] and data["text/plain"] == repr(value())
+def test_rollouts_show_as_html_and_keep_their_text_for_other_readers(shell):
+    data, _ = shell.display_formatter.format(rollouts())
+    assert '<div class="rlb">' in data["text/html"] and data["text/plain"] == repr(rollouts())
+
+
+CARDS = {
+    "batch": (batch, views.batch_card),
+    "metrics": (lambda: Metrics({"step": 1, "loss": 0.5}), views.metrics_card),
+    "history": (lambda: History([{"step": 1, "loss": 0.5}]), views.history_card),
+    "evaluation": (lambda: Evaluation(0.5, rollouts().score([1.0] * 6)), kept_views.evaluation_card),
+    "checkpoint": (lambda: Saved("/x", 1, ()), kept_views.saved_card),
+    "snapshots": (lambda: Snapshots([]), kept_views.snapshots_card),
+    "healed": (lambda: Healed({}, 1, 1), kept_views.healed_card),
+    "sessions": (lambda: Sessions([{"name": "a", "pid": 1}]), views.sessions_card),
+}
+
+
+@pytest.mark.parametrize(("make", "card"), CARDS.values(), ids=CARDS)
+def test_a_card_shows_as_html_and_says_the_same_as_text(shell, make, card):
+    data, _ = shell.display_formatter.format(make())
+    assert data == card(make()).bundle() and set(data) == {"text/html", "text/plain"}
+
+
+@pytest.mark.parametrize(("make", "card"), CARDS.values(), ids=CARDS)
+def test_in_a_list_a_value_shows_its_one_line(shell, make, card):
+    data, _ = shell.display_formatter.format({"a": make()})
+    assert data["text/plain"].replace(" ", "") == ("{'a':" + repr(make()) + "}").replace(" ", "")
+
+
+def test_an_engine_of_either_kind_shows_a_card_and_is_asked_nothing(shell):
+    data, _ = shell.display_formatter.format(InferenceEngine("/nowhere"))
+    assert data == views.engine_card(InferenceEngine("/nowhere")).bundle()
+    assert repr(InferenceEngine("/nowhere")) == "InferenceEngine('inference', vllm, '/nowhere', not built)"
+    assert repr(TrainEngine(None)) == "TrainEngine('actor', fsdp2, not built)"
+    assert "not built" in shell.display_formatter.format(TrainEngine(None))[0]["text/plain"]
 
 
 def test_installing_twice_and_outside_of_ipython_is_harmless(shell):

@@ -1,158 +1,45 @@
-"""The static views: what they show, that it is well-formed, and that nothing a model or a user wrote becomes markup."""
-
-from html.parser import HTMLParser
+"""The cards of a session, its engines, a batch, a step's metrics and the history: what they say."""
 
 import numpy as np
 import pytest
 
 from rlbench.data.history import History
 from rlbench.data.metrics import Metrics
+from rlbench.errors import SessionError
 from rlbench.notebook import views
-from rlbench.notebook.curves import Curves
+from rlbench.notebook.engine_facts import engine_facts
 from rlbench.notebook.markup import chip, gib
-from rlbench.session.facts import card_facts, text_card
-from tests.data.values import generated, rollouts
+from rlbench.notebook.sparkline import blocks, sparkline
+from rlbench.notebook.units import duration, short, with_unit
+from rlbench.session.facts import Sessions, card_facts
+from tests.notebook.reading import both
+from tests.notebook.values import ACTOR, INFERENCE, batch, state
 
-HOSTILE = "<script>alert(\"x\")</script><img src=x onerror='y'>&\"'"
-VOID = {"img", "br", "hr", "meta", "input", "line"}
-
-
-class Reader(HTMLParser):
-    """Tags, attributes and visible text of a piece of HTML, and whether every tag is closed in order."""
-
-    def __init__(self, html):
-        super().__init__(convert_charrefs=True)
-        self.tags, self.attributes, self.text, self.open = [], [], "", []
-        self.feed(html)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_endtag(self, tag):
-        assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
-
-    def handle_data(self, data):
-        if self.open[-1:] != ["style"]:
-            self.text += data
+# -- the session
 
 
-def read(html):
-    reader = Reader(html)
-    assert not reader.open, f"never closed: {reader.open}"
-    return reader
-
-
-def state(**engines):
-    return {
-        "name": "sort", "config": {"model": "tiny", "seed": 3}, "step": 42, "version": 42,
-        "running": {"id": "rollout 64"}, "engines": engines,
-        "driver": {"mode": "notebook"}, "lease_s": 8 * 3600.0,
-    }  # fmt: skip
-
-
-ACTOR = {
-    "kind": "train", "actors": ["a/0", "a/1"], "info": {},
-    "state": {"weights": "cuda", "optimizer": "cpu", "version": 42},
-}  # fmt: skip
-INFERENCE = {
-    "kind": "inference", "actors": ["i/0"], "info": {"executor": "vllm"},
-    "state": {"weights": "cuda", "kv_cache": "meta", "version": 41},
-}  # fmt: skip
-
-
-def hostile_rollouts():
-    from rlbench.data import Prompt, Rollouts
-
-    part = generated([(0, 0, [1, 2], "stop")])
-    part = type(part)(**{**part.__dict__, "texts": [HOSTILE]})
-    return Rollouts.merge([Prompt(HOSTILE)], [part], {}).score([1.0])
-
-
-@pytest.mark.parametrize(
-    "html",
-    [
-        lambda: views.rollouts_view(hostile_rollouts()),
-        lambda: views.session_card(
-            card_facts(
-                state(**{HOSTILE: INFERENCE | {"broken": HOSTILE, "info": {"executor": HOSTILE}}})
-                | {"name": HOSTILE, "config": {"model": HOSTILE, "seed": 0}, "running": {"x": HOSTILE}},
-                [],
-            )
-        ),
-        lambda: views.session_card(card_facts(state(a=ACTOR | {"state": {"weights": HOSTILE}}), [])),
-        lambda: views.metrics_view(
-            Metrics({"step": 1, "skipped": HOSTILE, "loss": 1.0, "seconds": {HOSTILE: 1.0}})
-        ),
-        lambda: views.history_view(History([{"step": 1, "loss": 1.0, "loss_name": HOSTILE}])),
-        lambda: Curves({HOSTILE: [1.0, 2.0]}, y=HOSTILE, x=HOSTILE)._repr_html_(),
-    ],
-    ids=["rollouts", "card", "card state", "metrics", "history", "curves"],
-)
-def test_hostile_text_is_shown_as_text_wherever_it_comes_in(html):
-    reader = read(html())
-    assert HOSTILE in reader.text
-    assert not {"script", "img"} & set(reader.tags)
-    assert not [name for name, _ in reader.attributes if name.startswith("on")]
-
-
-# -- rollouts
-
-
-def test_rollouts_show_prompts_answers_rewards_and_why_they_ended():
-    text = read(views.rollouts_view(rollouts().score([0, 1, 0.5, 0.5, -1, 1]))).text
-    for part in ("6 rollouts of 3 prompts", "sort 21 :", "p2s0", "+1.00", "-1.00", "6 tok", "length"):
-        assert part in text, part
-
-
-def test_the_prompt_whose_answers_differ_most_comes_first():
-    text = read(views.rollouts_view(rollouts().score([1, 1, 0, 1, -5, 5]))).text
-    assert text.index("prompt 2") < text.index("prompt 1") < text.index("prompt 0")
-
-
-def test_unscored_and_empty_rollouts_have_a_view():
-    assert "prompt 0" in read(views.rollouts_view(rollouts())).text
-    nothing = rollouts().select(np.zeros(6, bool))
-    assert "0 rollouts of 3 prompts" in read(views.rollouts_view(nothing)).text
-
-
-def test_what_is_left_out_is_counted():
-    from rlbench.data import Prompt, Rollouts
-
-    samples = [(p, s, [p], "stop") for p in range(7) for s in range(6)]
-    value = Rollouts.merge([Prompt(f"q{p}") for p in range(7)], [generated(samples)], {})
-    text = read(views.rollouts_view(value)).text
-    assert "3 more prompts" in text and text.count("2 more") == 4
-
-
-def test_a_long_answer_is_cut():
-    value = rollouts(prompts=("x" * 9000, "b", "c"))
-    assert len(views.rollouts_view(value)) < 9000
-
-
-# -- the card
+SAMPLE = {"resident": {"a/0": 2**30, "a/1": 2**29, "i/0": 2**28}, "owners": {"a/0": {"weights": 2**20, "other": 0}}}
 
 
 def test_the_card_says_where_each_engine_is_in_words():
-    facts = card_facts(
-        state(actor=ACTOR, inference=INFERENCE), [{"resident": {"a/0": 2**30, "a/1": 2**29, "i/0": 2**28}}]
-    )
-    text = read(views.session_card(facts)).text
+    facts = card_facts(state(inference=INFERENCE, actor=ACTOR), [{"resident": {}}, SAMPLE])
+    text = both(views.session_card(facts))
     for part in (
         "sort", "tiny", "step 42", "v42", "seed 3", "rollout 64", "fsdp2 ×2", "vllm ×1", "weights ● resident",
         "optimizer ○ host", "kv cache ◌ released", "1.5 GiB", "256 MiB",
-        "v41, 1 version behind: session.sync_weights()",
+        "v41 ⚠ one version behind: session.sync_weights()",
     ):  # fmt: skip
         assert part in text, part
-    plain = text_card(facts)
-    assert "step 42" in plain and "v41, 1 version behind" in plain and "kv_cache meta" in plain
+    assert text.index("actor") < text.index("inference")
+
+
+def test_the_card_says_how_long_nothing_ran_and_which_branch_this_is():
+    idle = state() | {"running": {}, "idle_s": 200.0}
+    assert "idle 3 min" in both(views.session_card(card_facts(idle, [])))
+    assert "idle" not in both(views.session_card(card_facts(idle | {"running": {"x": "train_step"}}, [])))[:60]
+    assert "branch warm" in both(views.session_card(card_facts(idle | {"branch": "warm"}, [])))
+    assert "branch" not in both(views.session_card(card_facts(idle | {"branch": "main"}, [])))
+    assert "paused" in both(views.session_card(card_facts(idle | {"paused": True}, [])))
 
 
 @pytest.mark.parametrize(
@@ -166,41 +53,164 @@ def test_the_card_says_where_each_engine_is_in_words():
 )
 def test_the_card_says_when_the_session_ends_by_itself(driver, lease_s, text):
     facts = card_facts(state() | {"driver": driver, "lease_s": lease_s}, [])
-    assert text in read(views.session_card(facts)).text and text in text_card(facts)
+    assert text in both(views.session_card(facts))
 
 
 def test_the_card_of_a_frozen_reference_and_of_a_broken_engine():
     facts = card_facts(state(reference=ACTOR, inference=INFERENCE | {"broken": "replica 0 died"}), [])
-    reference, inference = facts["engines"]
-    assert reference["version"] == "frozen" and reference["note"] == "" and reference["bytes"] == 0
-    assert inference["note"] == "replica 0 died"
+    inference, reference = facts["engines"]
+    assert reference.version == "frozen" and reference.note == "" and reference.bytes == 0
+    assert inference.note == "replica 0 died" and "⚠ replica 0 died" in both(views.session_card(facts))
 
 
 def test_the_card_of_a_session_that_is_still_being_built():
     facts = card_facts(state(actor={"kind": "train", "devices": []}), [])
-    assert "fsdp2 ×0" in read(views.session_card(facts)).text
+    assert "fsdp2 ×0" in both(views.session_card(facts))
+
+
+def test_how_far_replicas_are_behind_is_said_in_words():
+    def note(held, version):
+        return engine_facts("i", INFERENCE | {"state": {"version": held}}, version).note
+
+    assert note(4, 5).startswith("one version behind") and note(0, 3).startswith("three versions behind")
+    assert note(0, 30).startswith("30 versions behind") and note(5, 5) == "" and note(None, 5) == ""
+
+
+def test_the_sessions_of_a_cluster_are_a_list_that_shows_how_to_drive_each():
+    listed = Sessions([{"name": "sort", "pid": 12}])
+    assert listed == [{"name": "sort", "pid": 12}] and "rb.attach('sort')" in repr(listed)
+    assert "rb.attach('sort')" in both(views.sessions_card(listed)) and "rb.Session(" in both(views.sessions_card([]))
+
+
+# -- an engine
+
+
+BUILT = ACTOR | {
+    "info": {"parameters": 329600, "trainable": 1000, "dtype": "float32", "device": "cuda:0", "optimizer": ["AdamW"],
+             "shard_size": 2, "source": "/models/tiny"},
+    "state": {"weights": "cuda", "optimizer": "cpu", "lr": 1e-6}, "methods": [{"name": "scores"}],
+}  # fmt: skip
+
+
+class Held:
+    """An engine as `engine_card` sees it: what its monitor knows, and no worker to ask."""
+
+    name, built = "actor", True
+
+    def __init__(self, records, error=None):
+        self.link, self._records, self._error = self, records, error
+
+    def state(self, *keys):
+        if self._error:
+            raise self._error
+        return {"engines": self._records, "version": 42}
+
+    def samples(self):
+        return [SAMPLE]
+
+
+def test_the_card_of_an_engine_says_what_it_is_made_of_and_where_it_is():
+    text = both(views.engine_card(Held({"actor": BUILT})))
+    for part in (
+        "actor train · fsdp2 ×2 · v42", "weights ● resident · optimizer ○ host", "1.5 GiB resident: weights 1 MiB",
+        "330 k, 1 k trained", "dtype float32", "2 ranks on cuda, sharded over 2", "AdamW, lr 1e-06", "/models/tiny",
+        "methods scores",
+    ):  # fmt: skip
+        assert part in text, part
+
+
+def test_the_card_of_replicas_says_their_limits_and_that_they_are_behind():
+    info = {"executor": "vllm", "max_model_len": 2048, "kv_cache_bytes": 2**30, "tensor_parallel_size": 2,
+            "device": "cuda", "path": "/models/tiny"}  # fmt: skip
+    held = Held({"actor": INFERENCE | {"info": info}})
+    text = both(views.engine_card(held))
+    for part in ("1 replica on cuda, 2 devices each", "2,048 tokens", "KV cache 1 GiB", "kv cache ◌ released",
+                 "⚠ one version behind: session.sync_weights()"):  # fmt: skip
+        assert part in text, part
+
+
+def test_an_engine_that_trains_nothing_has_no_optimizer_whatever_its_state_says():
+    record = BUILT | {"info": BUILT["info"] | {"trainable": 0, "optimizer": []}}
+    text = both(views.engine_card(Held({"actor": record})))
+    assert "optimizer – none" in text and "frozen" in text and "AdamW" not in text
+
+
+def test_an_engine_that_is_not_there_says_so_instead_of_raising():
+    unbuilt = Held({})
+    unbuilt.built = False
+    assert "not built" in both(views.engine_card(unbuilt)) and "build(…)" in both(views.engine_card(unbuilt))
+    assert "no engine 'actor' any more" in both(views.engine_card(Held({})))
+    assert "⚠ session 'x' is gone" in both(views.engine_card(Held({}, SessionError("session 'x' is gone"))))
 
 
 # -- metrics, history, batch
 
 
-def test_metrics_show_their_numbers_and_what_the_time_went_to():
-    text = read(
-        views.metrics_view(Metrics({"loss": 0.123456, "reward": None, "seconds": {"total": 1.25}}))
-    ).text
-    assert "0.123" in text and "total 1.25 s" in text and "reward" not in text
+def test_metrics_are_grouped_by_what_they_are_about_with_their_units():
+    metrics = Metrics(
+        {"step": 3, "version": 2, "loss": 0.123456, "reward": None, "kl": 0.00012345, "clip_fraction": 0.03125,
+         "grad_norm": 1.5, "tokens_per_s": 12345.6, "mine": 7.0, "loss_name": "grpo", "mismatch/chi2_seq": 1.0}
+    )  # fmt: skip
+    text = both(views.metrics_card(metrics))
+    lines = {line.split(" ")[0]: line for line in text.splitlines()}
+    assert text.startswith("metrics step 3 · v2 · grpo") and lines["result"] == "result loss 0.123"
+    assert lines["policy"] == "policy kl 0.000123 nats clip_fraction 3.12 %"
+    assert lines["gradient"] == "gradient grad_norm 1.5" and lines["size"] == "size tokens_per_s 12,346 tok/s"
+    assert lines["others"] == "others mine 7"
+
+
+def test_every_metric_is_shown_by_the_name_it_is_called_by():
+    values = {f"metric_{i}": i / 3 for i in range(11)}
+    text = both(views.metrics_card(Metrics(values)))
+    assert all(f"{name} " in text for name in values) and len(text.splitlines()) == 4
+
+
+def test_the_time_of_a_step_is_split_with_the_longest_part_first():
+    seconds = {"check": 0.001, "forward_backward": 1.0, "optimizer": 0.2, "total": 1.25}
+    assert views.time_split(seconds) == "1.25 s = forward_backward 1 · optimizer 0.2 · check 0.001"
+    assert views.time_split({"total": 2.0}) == "2 s" and views.time_split({"step": 0.5}) == "step 0.5 s"
+    assert "1.25 s = forward_backward 1" in both(views.metrics_card(Metrics({"loss": 1.0, "seconds": seconds})))
+
+
+def test_a_skipped_step_says_why():
+    text = both(views.metrics_card(Metrics({"skipped": "gradient not finite"})))
+    assert "⚠ step skipped: gradient not finite" in text
 
 
 def test_history_shows_the_last_steps_and_an_empty_one_says_how_to_begin():
-    history = History([{"step": i, "reward": i / 20, "loss": 1.0} for i in range(1, 21)])
-    text = read(views.history_view(history)).text
-    assert "0.05 ▁" in text and "█ 1" in text and "20" in text
-    assert "session.train_step(batch)" in read(views.history_view(History([]))).text
+    history = History([{"step": i, "reward": i / 20, "loss": 1.0, "clip_fraction": 0.5} for i in range(1, 21)])
+    text = both(views.history_card(history))
+    assert text.startswith("history 20 steps") and "0.05 ▁" in text and "█ 1" in text and "the last 12" in text
+    assert text.count("50 %") == 12 and "history.plot()" in text
+    assert "session.train_step(batch)" in both(views.history_card(History([])))
+    assert "the last" not in both(views.history_card(history[:5]))
 
 
-def test_a_batch_shows_its_size():
-    batch = rollouts().score(range(6)).batch(lambda rewards, group: np.zeros(6))
-    assert "6 sequences" in read(views.batch_view(batch)).text
+def test_a_history_with_holes_shows_nothing_where_nothing_is():
+    text = both(views.history_card(History([{"step": 1, "reward": None}, {"step": 2, "reward": 0.5}])))
+    assert "None" not in text and "nan" not in text
+
+
+def test_a_batch_shows_what_a_step_would_learn_from():
+    text = both(views.batch_card(batch(advantage=lambda rewards, group: rewards - 2)))
+    for part in ("6 sequences · 21 response tokens · 21 trained (100 %)", "min 1 · p50 4 · p90 6 · max 6 tokens",
+                 "16.7 % truncated", "mean 2.5 ± 1.71 · from 0 to 5", "from -2 to 3", "v0, temperature 1",
+                 "1 of 6 sequences have advantage 0 throughout"):  # fmt: skip
+        assert part in text, part
+    assert "advantage 0 throughout" not in both(views.batch_card(batch(advantage=lambda r, group: r + 1)))
+
+
+def test_masked_tokens_and_empty_batches_have_a_card():
+    value = batch(advantage=lambda rewards, group: rewards + 1)
+    masked = value.replace(mask=np.zeros(21, bool))
+    text = both(views.batch_card(masked))
+    assert "0 trained (0 %)" in text and "no trained token" in text and "6 of 6 sequences have advantage 0" in text
+    assert "nothing to train on" in both(views.batch_card(value[:0]))
+    known = value.replace(old_logprobs=value.sampler_logprobs, rewards=None)
+    assert "sampler, old" in both(views.batch_card(known)) and "reward" not in both(views.batch_card(known))
+
+
+# -- numbers
 
 
 @pytest.mark.parametrize(
@@ -210,14 +220,24 @@ def test_bytes_for_a_reader(nbytes, text):
     assert gib(nbytes) == text
 
 
+@pytest.mark.parametrize(
+    ("made", "text"),
+    [(duration(3.2), "3 s"), (duration(600), "10 min"), (duration(9000), "2.5 h"), (duration(3 * 86400), "3 d"),
+     (short(329600), "330 k"), (short(7.6e9), "7.6 B"), (short(12), "12"), (with_unit("entropy", 1.25), "1.25 nats"),
+     (with_unit("truncated", 0.0625), "6.25 %"), (with_unit("seconds/total", 2.0), "2 s"),
+     (with_unit("loss", 0.5), "0.5")],
+)  # fmt: skip
+def test_numbers_carry_their_unit(made, text):
+    assert made == text
+
+
 def test_a_chip_always_has_the_word():
-    assert "weights ● resident" in chip("weights", "cuda") and "kv cache ◌ released" in chip(
-        "kv_cache", "meta"
-    )
+    assert "weights ● resident" in chip("weights", "cuda") and "kv cache ◌ released" in chip("kv_cache", "meta")
     assert "weights ? lost" in chip("weights", "lost")
 
 
 def test_a_sparkline_rises_with_its_values_and_ends_in_figures():
-    assert views.sparkline([0.0, 0.5, 1.0]) == "0 ▁▅█ 1"
-    assert views.sparkline([2.0, 2.0]) == "2 ▁▁ 2"
-    assert len(views.sparkline(list(map(float, range(500))))) < 80
+    assert sparkline([0.0, 0.5, 1.0]) == "0 ▁▅█ 1"
+    assert sparkline([2.0, 2.0]) == "2 ▁▁ 2"
+    assert blocks([3, 3, 0], floor=0) == "██▁" and blocks([3, 3]) == "▁▁" and blocks([0, 0], floor=0) == "▁▁"
+    assert len(sparkline(list(map(float, range(500))))) < 80

@@ -68,6 +68,17 @@ def test_the_session_survives_what_the_tutorial_does_to_it(repository, tiny_path
     assert "healed; at step" in said and "model.safetensors" in said
 
 
+def test_every_view_of_the_tutorial_also_reads_as_text_and_html(repository, tiny_path, tmp_path):
+    made = run("02_seeing.ipynb", repository, tmp_path)
+    outputs = [output for cell in made.cells for output in cell.get("outputs", ()) if "data" in output]
+    for output in outputs:
+        assert output.data.get("text/plain", "").strip() or output.data.get("text/html", "").strip()
+    pages = "".join(output.data.get("text/html", "") for output in outputs)
+    for said in ("actor", "prompt", "reward", "lengths", "before step 8", "<svg", "<table"):
+        assert said in pages, said
+    assert sum(len(str(output.data)) for output in outputs) < 200_000 * len(made.cells)
+
+
 def test_committed_notebooks_hold_no_outputs(repository):
     for path in (repository / "notebooks").glob("*.ipynb"):
         for cell in nbformat.read(path, as_version=4).cells:

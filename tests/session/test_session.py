@@ -1,6 +1,7 @@
 """A session on the tiny model, two training ranks, a reference and one vLLM replica: what each verb promises."""
 
 import os
+import re
 import signal
 import threading
 import time
@@ -10,7 +11,9 @@ import pytest
 import torch
 
 import rlbench as rb
+from rlbench.engines.base import Engine
 from rlbench.errors import DataError, EngineError, LossError, SessionError, StateError
+from rlbench.notebook.views import engine_card, metrics_card
 from rlbench.tiny import tasks
 
 pytestmark = pytest.mark.engine
@@ -227,10 +230,34 @@ def test_training_while_offloaded_is_refused_with_the_mend(session, batch):
 def test_the_card_says_how_far_the_replica_is_behind(session, batch):
     session.sync_weights()
     session.train_step(batch)
-    assert "1 version behind: session.sync_weights()" in repr(session)
-    assert "sync_weights" in session._repr_html_()
+    assert "one version behind: session.sync_weights()" in repr(session)
+    assert "one version behind: session.sync_weights()" in session._repr_mimebundle_()["text/html"]
+    assert "one version behind" in engine_card(session.inference).text()
     done = session.sync_weights()
     assert done["gap"] <= 1e-4 and "behind" not in repr(session) and done["version"] == session.version
+
+
+def test_an_engine_says_where_it_is_without_asking_its_workers(session, monkeypatch):
+    def asked(self, *args):
+        raise AssertionError("a worker was asked, which may be busy or dead")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "control", asked)
+        assert repr(session.train) == "TrainEngine('actor', fsdp2, 2 ranks, cuda)"
+        assert re.fullmatch(r"InferenceEngine\('inference', \w+, '.*', 1 replica, cuda\)", repr(session.inference))
+        card = engine_card(session.train).text()
+    assert "weights ● resident" in card and "2 ranks on" in card and "all trained" in card and "iB resident" in card
+    session.offload("inference", "kv_cache")
+    assert "weights cuda, kv_cache meta" in repr(session.inference)
+    session.onload("inference")
+
+
+def test_what_a_session_says_of_itself_are_cards(session, batch):
+    assert "rb.attach('shared')" in repr(rb.sessions()) and rb.sessions()[0]["pid"] > 0
+    metrics = session.train_step(batch)
+    card = metrics_card(metrics).text()
+    assert f"step {session.step}" in card and "forward_backward" in card and "nats" in card
+    assert session.history.plot("loss", "seconds/total", x="tokens").panels[1].lines[0].x[-1] > 0
 
 
 def test_history_has_one_record_per_step(session, batch):

@@ -12,6 +12,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 import rlbench.nn
+from rlbench.engines.sync import rows_in_order
 from rlbench.errors import DataError, EngineError, LossError, Stopped
 from rlbench.rl import Aggregation, BatchTotals, LossInputs, grpo, k3, mismatch_diagnostics
 from tests.modules import RAGGED, RunningMeanModel, batch_of, qwen_on_meta, save_qwen
@@ -152,6 +153,17 @@ def test_several_backwards_before_a_step_are_one_normalised_step(qwen: str) -> N
             forward_backward(engine, parts[0], aggregation="token-sum")
 
 
+def test_gradients_of_a_step_whose_other_half_never_came_are_dropped_by_the_next_pass(qwen: str) -> None:
+    lost, given = batch(1, RAGGED[:3]), batch(2, RAGGED[3:])
+    model = Qwen2ForCausalLM.from_pretrained(qwen)
+    total, _ = by_hand(model, given, GRPO, "token-mean")
+    total.backward()
+    with ranks(2, qwen_on_meta(qwen)) as engine:
+        forward_backward(engine, lost, whole_step=True)
+        forward_backward(engine, given)
+        assert_gradients(engine, model)
+
+
 def test_the_rows_log_probs_come_back_by_row_and_agree_with_a_pass_without_gradient(qwen: str) -> None:
     given = batch()
     with ranks(2, qwen_on_meta(qwen)) as engine:
@@ -162,12 +174,31 @@ def test_the_rows_log_probs_come_back_by_row_and_agree_with_a_pass_without_gradi
         rows = {
             int(r): (lp, e)
             for p in parts
-            for r, lp, e in zip(p["rows"], p["logprobs"], p["entropy"], strict=True)
+            for r, lp, e in zip(p["rows"], p["channels"]["logprobs"], p["channels"]["entropy"], strict=True)
         }
         assert sorted(rows) == list(range(len(given)))
         assert [len(rows[i][0]) for i in range(len(given))] == given.response_lengths.tolist()
         joined.append(np.concatenate([np.stack(rows[i]) for i in range(len(given))], axis=1))
     np.testing.assert_allclose(joined[0], joined[1], atol=2e-6)
+
+
+def test_what_a_loss_says_per_token_comes_back_in_the_batchs_order(qwen: str) -> None:
+    given = batch()
+
+    def loss(inputs: Any) -> Any:
+        ratio = (inputs.logprobs - inputs.old_logprobs).exp()
+        said = {"ratio": ratio.detach(), "kl": inputs.advantages * 2, "one number": ratio.detach().mean()}
+        return -inputs.advantages * ratio, said
+
+    for count in (1, 2):
+        with ranks(count, qwen_on_meta(qwen)) as engine:
+            found = rows_in_order(forward_backward(engine, given, loss, token_budget=20))
+        flat = {name: np.concatenate(rows) for name, rows in found.items()}
+        assert sorted(flat) == ["entropy", "logprobs", "loss/kl", "old_logprobs", "ratio", "ref_logprobs"]
+        np.testing.assert_array_equal(flat["old_logprobs"], given.old_logprobs)
+        np.testing.assert_array_equal(flat["ref_logprobs"], given.ref_logprobs)
+        np.testing.assert_allclose(flat["loss/kl"], given.advantages * 2)
+        np.testing.assert_allclose(flat["ratio"], np.exp(flat["logprobs"] - given.old_logprobs), rtol=1e-5)
 
 
 def test_where_the_batch_has_no_old_log_probs_the_ratio_is_one_or_the_samplers(qwen: str) -> None:

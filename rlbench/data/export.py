@@ -1,0 +1,250 @@
+"""Rollouts as tables: a pandas frame to work on, and one Parquet file that gives the same rollouts back.
+
+The file has one row per completion, readable with any tool:
+
+    prompt_index, sample_index   int32   which prompt, which of its completions
+    prompt                       text    the prompt for a reader
+    text                         text    the completion; null in the row of a prompt that has none
+    reward                       float64 null where not scored
+    length, finish_reason, weight_version
+    token_ids                    list<int32>
+    sampler_logprob              list<float32>, nats; likewise one column `channel.NAME` per further channel
+    prompt_token_ids             list<int32>
+    prompt_json, label_json, meta_json      the prompt as it was given (`rlbench.data.plain`)
+
+What belongs to the whole (sampling options, number, statistics, tokenizer) stands in the schema's metadata.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlbench.data import plain
+from rlbench.data.channels import SAMPLER, all_channels
+from rlbench.data.files import written_aside
+from rlbench.data.jobs import FINISH_REASONS
+from rlbench.data.prompts import Prompt
+from rlbench.data.ragged import Ragged, offsets_of
+from rlbench.errors import DataError
+
+if TYPE_CHECKING:
+    from rlbench.data.rollouts import Rollouts
+
+FORMAT = 1
+KEY = b"rlbench.rollouts"
+CHANNEL = "channel."
+
+
+def frame(rollouts: Rollouts) -> Any:
+    """A pandas DataFrame, one row per completion in `.flat` order.
+
+    Columns: `prompt_index`, `sample_index`, `prompt` (for a reader), `label`, `text`, `reward` (NaN before scoring),
+    `length` (tokens), `finish_reason`, `weight_version`, `token_ids`, and each channel as one array per row
+    (`sampler_logprob`, `advantage`, …).
+
+    Raises:
+        DataError: pandas is not installed.
+    """
+    pandas = _needed("pandas", "to_pandas()")
+    prompts = [rollouts.prompts[p] for p in rollouts.group]
+    unscored = np.full(rollouts.samples, np.nan)
+    columns = {
+        "prompt_index": rollouts.group,
+        "sample_index": sample_index(rollouts),
+        "prompt": [p.text for p in prompts],
+        "label": [p.label for p in prompts],
+        "text": list(rollouts.texts),
+        "reward": unscored if rollouts.rewards is None else rollouts.rewards,
+        "length": rollouts.lengths,
+        "finish_reason": [FINISH_REASONS[f] for f in rollouts.finish],
+        "weight_version": rollouts.versions,
+        "token_ids": list(rollouts.responses),
+    }
+    for name, values in all_channels(rollouts).items():
+        columns[CHANNEL + name if name in columns else name] = list(rollouts.responses.with_values(values))
+    return pandas.DataFrame(columns)
+
+
+def write_parquet(rollouts: Rollouts, path: str | Path) -> Path:
+    """Write a Parquet file; see the top of this file.
+
+    Raises:
+        DataError: pyarrow is not installed, a label or prompt holds what cannot be written exactly, or no such folder.
+    """
+    parquet = _needed("pyarrow.parquet", "to_parquet()")
+    table = _table(rollouts)
+    with written_aside(path) as aside:
+        parquet.write_table(table, aside, compression="zstd")
+    return Path(path).expanduser()
+
+
+def read_parquet(path: str | Path) -> Rollouts:
+    """Read what `write_parquet` wrote.
+
+    Raises:
+        DataError: pyarrow is not installed, no such file, or it is not one of ours.
+    """
+    parquet = _needed("pyarrow.parquet", "from_parquet()")
+    from pyarrow import ArrowException
+
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise DataError(f"no file {path}")
+    try:
+        table = parquet.read_table(path, partitioning=None)
+    except ArrowException as error:
+        raise DataError(f"{path} is no Parquet file that can be read: {error}") from None
+    about = (table.schema.metadata or {}).get(KEY)
+    if about is None:
+        columns = ", ".join(table.column_names[:8])
+        raise DataError(f"{path} was not written by rollouts.to_parquet(): it holds the columns {columns}")
+    facts = json.loads(about)
+    if facts["format"] > FORMAT:
+        raise DataError(
+            f"{path} has format {facts['format']}; this rlbench reads up to {FORMAT}: update rlbench"
+        )
+    try:
+        return _rollouts(table, facts)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise DataError(f"{path} was changed since rollouts.to_parquet() wrote it: {error}") from error
+
+
+def sample_index(rollouts: Rollouts) -> np.ndarray:
+    """Which of its prompt's completions each one is, (N,) int32."""
+    firsts = np.searchsorted(rollouts.group, np.arange(len(rollouts)))
+    return (np.arange(rollouts.samples) - firsts[rollouts.group]).astype(np.int32)
+
+
+def _table(rollouts: Rollouts) -> Any:
+    """Completions in order, then one row for each prompt without any."""
+    import pyarrow as pa
+
+    bare = np.setdiff1d(np.arange(len(rollouts)), rollouts.group)
+    none = [None] * len(bare)
+    prompt_of = np.concatenate([rollouts.group, bare]).astype(np.int32)
+    contents = [_prompt_cells(p, i) for i, p in enumerate(rollouts.prompts)]
+    rewards = [None] * rollouts.samples if rollouts.rewards is None else rollouts.rewards.tolist()
+    columns = {
+        "prompt_index": pa.array(prompt_of, pa.int32()),
+        "sample_index": pa.array([*sample_index(rollouts).tolist(), *none], pa.int32()),
+        "prompt": _texts([contents[p][0] for p in prompt_of], "the text of prompt", lossy=True),
+        "text": _texts([*rollouts.texts, *none], "completion"),
+        "reward": pa.array([*rewards, *none], pa.float64()),
+        "length": pa.array([*rollouts.lengths.tolist(), *none], pa.int64()),
+        "finish_reason": pa.array([*(FINISH_REASONS[f] for f in rollouts.finish), *none], pa.string()),
+        "weight_version": pa.array([*rollouts.versions.tolist(), *none], pa.int64()),
+        "token_ids": _lists(rollouts.responses, len(bare), pa.int32()),
+    }
+    for name, values in all_channels(rollouts).items():
+        column = SAMPLER if name == SAMPLER else CHANNEL + name
+        columns[column] = _lists(rollouts.responses.with_values(values), len(bare), pa.float32())
+    columns["prompt_token_ids"] = _lists(rollouts.prompt_ids.take(prompt_of), 0, pa.int32())
+    for k, name in enumerate(("prompt_json", "label_json", "meta_json"), start=1):
+        columns[name] = pa.array([contents[p][k] for p in prompt_of], pa.large_string())
+    facts = {
+        "format": FORMAT, "number": rollouts.number, "prompts": len(rollouts), "samples": rollouts.samples,
+        "scored": rollouts.rewards is not None, "not_started": [int(p) for p in rollouts.not_started],
+        "sampling": plain.to_plain(rollouts.sampling, "the sampling options"),
+        "stats": plain.to_plain(rollouts.stats, "stats"), "channels": list(rollouts.channels),
+        "tokenizer": rollouts.tokenizer,
+    }  # fmt: skip
+    return pa.table(columns).replace_schema_metadata({KEY: json.dumps(facts).encode()})
+
+
+def _rollouts(table: Any, facts: dict[str, Any]) -> Rollouts:
+    from rlbench.data.rollouts import Rollouts
+
+    samples = facts["samples"]
+    rows = table.slice(0, samples)
+    prompt_of = table["prompt_index"].to_numpy()
+    first = np.full(facts["prompts"], -1)
+    first[prompt_of[::-1]] = np.arange(len(prompt_of))[::-1]
+    if (first < 0).any():
+        raise ValueError(f"prompt {int(np.argmax(first < 0))} has no row")
+    prompts_table = table.take(first)
+    cells = [prompts_table[n].to_pylist() for n in ("prompt_json", "label_json", "meta_json")]
+    finish = {name: i for i, name in enumerate(FINISH_REASONS)}
+    return Rollouts(
+        prompts=tuple(Prompt(*map(plain.loads, row)) for row in zip(*cells, strict=True)),
+        prompt_ids=_ragged(prompts_table["prompt_token_ids"], np.int32),
+        responses=_ragged(rows["token_ids"], np.int32),
+        logprobs=_ragged(rows[SAMPLER], np.float32).values,
+        group=rows["prompt_index"].to_numpy().astype(np.int32),
+        finish=np.array([finish[f] for f in rows["finish_reason"].to_pylist()], np.int8),
+        versions=rows["weight_version"].to_numpy().astype(np.int64),
+        texts=tuple(rows["text"].to_pylist()),
+        sampling=plain.from_plain(facts["sampling"]),
+        rewards=rows["reward"].to_numpy().astype(np.float64) if facts["scored"] else None,
+        number=facts["number"],
+        not_started=tuple(facts["not_started"]),
+        stats=plain.from_plain(facts["stats"]),
+        channels={name: _ragged(rows[CHANNEL + name], np.float32).values for name in facts["channels"]},
+        tokenizer=facts["tokenizer"],
+    )
+
+
+def _prompt_cells(prompt: Prompt, index: int) -> tuple[str, str, str, str]:
+    return (
+        prompt.text,
+        plain.dumps(prompt.content, f"prompt {index}"),
+        plain.dumps(prompt.label, f"the label of prompt {index}"),
+        plain.dumps(dict(prompt.meta), f"the meta data of prompt {index}"),
+    )
+
+
+def _texts(values: list[str | None], what: str, lossy: bool = False) -> Any:
+    """A text column. Lone surrogates have no UTF-8: replaced if the exact text stands elsewhere, else refused."""
+    import pyarrow as pa
+
+    if lossy:
+        values = [None if v is None else v.encode("utf-8", "replace").decode() for v in values]
+    try:
+        return pa.array(values, pa.large_string())
+    except UnicodeEncodeError:
+        bad = next(i for i, v in enumerate(values) if v is not None and not _encodable(v))
+        raise DataError(
+            f"{what} {bad} holds a lone surrogate, which no file can hold as text: replace it first"
+        ) from None
+
+
+def _encodable(text: str) -> bool:
+    return not any("\ud800" <= c <= "\udfff" for c in text)
+
+
+def _lists(rows: Ragged, nulls: int, kind: Any) -> Any:
+    """A list column of ragged rows, then so many nulls, without a Python object per number."""
+    import pyarrow as pa
+
+    offsets = np.concatenate([rows.offsets, np.full(nulls, rows.offsets[-1])])
+    absent = np.zeros(len(offsets) - 1, bool)
+    absent[len(rows) :] = True
+    return pa.LargeListArray.from_arrays(
+        pa.array(offsets, pa.int64()), pa.array(rows.values, kind), mask=pa.array(absent) if nulls else None
+    )
+
+
+def _ragged(column: Any, dtype: type) -> Ragged:
+    import pyarrow as pa
+
+    arrays = [chunk for chunk in column.chunks if len(chunk)]
+    values = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in arrays]
+    lengths = [pa.compute.list_value_length(chunk).to_numpy(zero_copy_only=False) for chunk in arrays]
+    return Ragged(
+        np.concatenate([np.zeros(0), *values]).astype(dtype)
+        if not values
+        else np.concatenate(values).astype(dtype),
+        offsets_of(np.concatenate(lengths).astype(np.int64) if lengths else []),
+    )
+
+
+def _needed(package: str, call: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError:
+        raise DataError(f"{call} needs {package}: pip install {package.partition('.')[0]}") from None

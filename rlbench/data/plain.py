@@ -1,0 +1,121 @@
+"""Prompts, labels and options as JSON and back, exactly: what JSON has no form for is marked, the rest is refused."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rlbench.errors import DataError
+
+MARK = "__rlbench__"
+
+
+def to_plain(value: Any, what: str) -> Any:
+    """A value made of JSON's types.
+
+    Tuples, bytes, numpy scalars and arrays, numbers that are not finite, mappings whose keys are not text, and images
+    (PIL; stored as PNG) become `{"__rlbench__": kind, …}`.
+
+    Args:
+        value: anything.
+        what: names it in the error, as "prompt 3: label".
+
+    Raises:
+        DataError: something else is in it.
+    """
+    if value is None or isinstance(value, str | bool) or type(value) is int:
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {MARK: "float", "value": repr(value)}
+    if isinstance(value, list):
+        return [to_plain(v, what) for v in value]
+    if isinstance(value, tuple):
+        return {MARK: "tuple", "value": [to_plain(v, what) for v in value]}
+    if isinstance(value, Mapping):
+        return _mapping(value, what)
+    if isinstance(value, bytes):
+        return {MARK: "bytes", "value": base64.b64encode(value).decode()}
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufcSU":
+        return _array(value)
+    if type(value).__module__.startswith("PIL."):
+        return _image(value)
+    raise DataError(
+        f"{what} holds a {type(value).__name__}, which cannot be written so that it reads back the same: "
+        "use text, numbers, lists, dicts, numpy arrays or images"
+    )
+
+
+def from_plain(value: Any) -> Any:
+    """What `to_plain` was given."""
+    if isinstance(value, list):
+        return [from_plain(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(MARK)
+    if kind is None:
+        return {key: from_plain(v) for key, v in value.items()}
+    if kind not in _BACK:
+        raise DataError(
+            f"a value of unknown kind {kind!r}: the file is of a newer rlbench; update rlbench to read it"
+        )
+    return _BACK[kind](value)
+
+
+def dumps(value: Any, what: str) -> str:
+    """`to_plain` as one line of JSON, ASCII alone (so that any text survives)."""
+    return json.dumps(to_plain(value, what), separators=(",", ":"), allow_nan=False)
+
+
+def loads(text: str) -> Any:
+    """What `dumps` was given."""
+    return from_plain(json.loads(text))
+
+
+def _mapping(value: Mapping[Any, Any], what: str) -> dict[str, Any]:
+    if MARK not in value and all(type(key) is str for key in value):
+        return {key: to_plain(v, what) for key, v in value.items()}
+    return {MARK: "dict", "value": [[to_plain(k, what), to_plain(v, what)] for k, v in value.items()]}
+
+
+def _array(value: np.ndarray | np.generic) -> dict[str, Any]:
+    data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
+    return {
+        MARK: "array" if isinstance(value, np.ndarray) else "scalar",
+        "dtype": value.dtype.str, "shape": list(value.shape), "value": data,
+    }  # fmt: skip
+
+
+def _image(value: Any) -> dict[str, Any]:
+    stream = io.BytesIO()
+    value.save(stream, format="PNG")
+    return {MARK: "image", "value": base64.b64encode(stream.getvalue()).decode()}
+
+
+def _read_array(value: dict[str, Any]) -> np.ndarray:
+    dtype = np.dtype(str(value["dtype"]))
+    return np.frombuffer(base64.b64decode(value["value"]), dtype).reshape(value["shape"]).copy()
+
+
+def _read_image(value: dict[str, Any]) -> Any:
+    from PIL import Image
+
+    image = Image.open(io.BytesIO(base64.b64decode(value["value"])), formats=["PNG"])
+    image.load()
+    return image
+
+
+_BACK = {
+    "float": lambda v: float(v["value"]),
+    "tuple": lambda v: tuple(from_plain(x) for x in v["value"]),
+    "dict": lambda v: {from_plain(k): from_plain(x) for k, x in v["value"]},
+    "bytes": lambda v: base64.b64decode(v["value"]),
+    "array": _read_array,
+    "scalar": lambda v: _read_array(v)[()],
+    "image": _read_image,
+}

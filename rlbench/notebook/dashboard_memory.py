@@ -1,0 +1,125 @@
+"""Memory over time as the dashboard draws it: stacks by owner, one lane per device and process, and what ran."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlbench.notebook.markup import gib
+from rlbench.notebook.palette import OWNERS
+
+MIB = 1 << 20
+MARKS_KEPT = 300
+
+Sample = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One process or device over time: MiB per owner at each of the moments of `Memory.times`; None where unknown."""
+
+    name: str
+    owners: tuple[tuple[int | None, ...], ...]
+    total: int | None
+    detail: str
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory over time; `marks` say what ran meanwhile: (start, seconds or None, what, label)."""
+
+    times: tuple[float, ...]
+    lanes: tuple[Lane, ...]
+    marks: tuple[tuple[float, float | None, str, str], ...]
+
+
+def memory(
+    samples: Sequence[Sample], marks: Iterable[Mapping[str, Any]] = (), state: Mapping[str, Any] | None = None,
+    most: int | None = None,
+) -> Memory:  # fmt: skip
+    """Memory over time, one lane per device, then one per process in the order of the engines.
+
+    `most`: at most so many moments; those where nothing changed go first.
+    """
+    taken = [(float(sample["time"]), _moment(sample)) for sample in samples]
+    kept = thinned(taken, most) if most is not None else taken
+    order = [w["name"] for e in (state or {}).get("engines", ()) for w in e.get("workers", ())]
+    found = list(dict.fromkeys(name for _, moment in kept for name in moment))
+    names = sorted(
+        found, key=lambda n: (not n.startswith("GPU "), order.index(n) if n in order else len(order), n)
+    )
+    last = samples[-1] if samples else {}
+    lanes = tuple(
+        Lane(
+            lane_name(n),
+            _columns([moment.get(n) for _, moment in kept]),
+            _capacity(n, last),
+            _detail(n, last),
+        )
+        for n in names
+    )
+    recent = sorted(marks, key=lambda mark: mark["time"])[-MARKS_KEPT:]
+    return Memory(tuple(round(time, 2) for time, _ in kept), lanes, tuple(map(_mark, recent)))
+
+
+def lane_name(actor: str) -> str:
+    """`rlbench/demo/actor/0` as a reader knows it: `actor 0`."""
+    return " ".join(actor.split("/")[-2:])
+
+
+def thinned(moments: list[tuple[float, Any]], most: int) -> list[tuple[float, Any]]:
+    """Moments without those between two equal ones; if these are too many still, every n-th and the last."""
+    ends = len(moments) - 1
+    kept = [
+        moment for i, moment in enumerate(moments)
+        if i in (0, ends) or not moments[i - 1][1] == moment[1] == moments[i + 1][1]
+    ]  # fmt: skip
+    if len(kept) <= most:
+        return kept
+    every = math.ceil(len(kept) / max(1, most - 1))
+    return [*kept[:-1:every], kept[-1]]
+
+
+def _moment(sample: Sample) -> dict[str, tuple[int, ...]]:
+    """MiB by owner for every device and process of one sample."""
+    found = {f"GPU {i}": _stack({"other": gpu["used"]}) for i, gpu in enumerate(sample.get("gpus", ()))}
+    owners = sample.get("owners", {})
+    for actor, resident in sample.get("resident", {}).items():
+        found[actor] = _stack(owners.get(actor) or {"other": resident})
+    return found
+
+
+def _stack(owners: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(round(max(0, owners.get(owner) or 0) / MIB) for owner in OWNERS)
+
+
+def _columns(rows: Sequence[tuple[int, ...] | None]) -> tuple[tuple[int | None, ...], ...]:
+    return tuple(tuple(None if row is None else row[i] for row in rows) for i in range(len(OWNERS)))
+
+
+def _capacity(name: str, sample: Sample) -> int | None:
+    if not name.startswith("GPU "):
+        return None
+    gpus = sample.get("gpus", ())
+    i = int(name.removeprefix("GPU "))
+    return round(gpus[i]["total"] / MIB) if i < len(gpus) else None
+
+
+def _detail(name: str, sample: Sample) -> str:
+    """What the stack does not show: shared memory, and the allocator's own numbers on a GPU."""
+    said = []
+    if shared := sample.get("shared", {}).get(name):
+        said.append(f"shared {gib(shared)}")
+    if torch := sample.get("torch", {}).get(name):
+        said.append(f"torch {gib(torch['allocated'])} of {gib(torch['reserved'])}")
+    return " · ".join(said)
+
+
+def _mark(mark: Mapping[str, Any]) -> tuple[float, float | None, str, str]:
+    seconds = mark.get("seconds")
+    return (
+        round(float(mark["time"]), 2), None if seconds is None else round(float(seconds), 2),
+        str(mark.get("what") or "other"), str(mark.get("label") or mark.get("what") or ""),
+    )  # fmt: skip

@@ -1,0 +1,29 @@
+"""Model output made visible: what would act on a page or a terminal, or hide itself, is drawn as what it is.
+
+Escaping (`markup.escape`, or `textContent` in JavaScript) keeps markup inert; this is for the characters themselves:
+ANSI codes, marks that turn the direction of writing, characters of no width.
+"""
+
+from __future__ import annotations
+
+import re
+
+_PICTURES = {code: 0x2400 + code for code in range(0x20) if code not in (0x09, 0x0A)} | {0x7F: 0x2421}
+"""Control characters of ASCII as their pictures (␛); tab and line feed are white space."""
+_INVISIBLE = re.compile(
+    "[\u0080-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff"
+    "\U000e0000-\U000e007f]"
+)
+"""C1 controls, soft hyphen, direction marks and isolates, zero width, tags, lone surrogates."""
+
+
+def visible(text: str) -> str:
+    """`text` with controls as pictures and invisible characters as their code points (‹U+202E›)."""
+    if text.isprintable():  # none of these is; most pieces are
+        return text
+    return _INVISIBLE.sub(lambda m: f"‹U+{ord(m[0]):04X}›", text.translate(_PICTURES))
+
+
+def cut(text: str, most: int) -> str:
+    """The first `most` characters, and how many are left out."""
+    return text if len(text) <= most else f"{text[:most]}… (+{len(text) - most:,} characters)"

@@ -1,0 +1,61 @@
+// The exported page's controls: colour by any channel, show some completions, read a token's numbers.
+// The page reads without them. Text of models is in the page already; nothing here writes markup.
+
+const facts = JSON.parse(document.getElementById("facts").textContent);
+const completions = [...document.querySelectorAll("[data-i]")];
+const readout = document.getElementById("readout");
+let chosen = facts.colour;
+
+function numbers(element) {
+  if (!element.rlb) {
+    const bytes = Uint8Array.from(atob(facts.rows[element.dataset.i].values), (c) => c.charCodeAt(0));
+    const flat = new Float32Array(bytes.buffer), count = element.querySelectorAll("i").length;
+    element.rlb = facts.channels.map((_, c) => flat.subarray(c * count, (c + 1) * count));
+  }
+  return element.rlb;
+}
+
+function recolour() {
+  drawLegend(document.getElementById("legend"), facts.channels[chosen], facts.channels);
+  for (const element of completions) {
+    const values = numbers(element);
+    element.querySelectorAll("i").forEach((token, t) => {
+      token.style.background = colour(facts.channels[chosen], values[chosen][t]) || "none";
+      token.removeAttribute("title");
+    });
+  }
+}
+
+function filter() {
+  const wanted = document.getElementById("filter").value, text = document.getElementById("search").value.trim().toLowerCase();
+  for (const group of document.querySelectorAll(".g")) {
+    let shown = 0;
+    const prompt = text && group.querySelector(".h").textContent.toLowerCase().includes(text);
+    for (const element of group.querySelectorAll("tr")) {
+      const row = facts.rows[element.dataset.i];
+      const fits = { all: true, right: row.right, wrong: !row.right, cut: row.cut }[wanted];
+      const found = !text || prompt || element.textContent.toLowerCase().includes(text);
+      element.hidden = !(fits && found);
+      shown += !element.hidden;
+    }
+    group.hidden = !shown;
+  }
+}
+
+function read(event) {
+  const token = event.target.closest?.("[data-i] i");
+  if (!token) return;
+  const element = token.closest("[data-i]"), t = [...element.querySelectorAll("i")].indexOf(token), values = numbers(element);
+  const kind = token.classList.contains("s") ? "s" : token.classList.contains("b") ? "b" : "t";
+  const id = facts.rows[element.dataset.i].ids[t];
+  readout.textContent = describeToken(t, token.textContent.replace("⏎\n", "\n"), kind, id, facts.channels, (c) => values[c][t]);
+}
+
+const select = document.getElementById("colour");
+facts.channels.forEach((scale, c) => select.add(new Option(scale.name.replaceAll("_", " "), c, false, c === chosen)));
+select.addEventListener("change", () => ((chosen = Number(select.value)), recolour()));
+document.getElementById("filter").addEventListener("change", filter);
+document.getElementById("search").addEventListener("input", filter);
+document.addEventListener("mouseover", read);
+document.getElementById("controls").hidden = false;
+recolour();

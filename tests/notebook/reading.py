@@ -1,0 +1,58 @@
+"""Reads a piece of HTML as a browser would: its text, tags and attributes; and a text that would like to be markup."""
+
+import re
+from html.parser import HTMLParser
+
+HOSTILE = "<script>alert(\"x\")</script><img src=x onerror='y'>&\"'"
+VOID = {"img", "br", "hr", "meta", "input", "line"}
+
+
+class Reader(HTMLParser):
+    """Tags, attributes and visible text of a piece of HTML, and whether every tag is closed in order."""
+
+    def __init__(self, html):
+        super().__init__(convert_charrefs=True)
+        self.tags, self.attributes, self.text, self.open = [], [], "", []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data):
+        if self.open[-1:] != ["style"]:
+            self.text += data
+
+
+def read(html):
+    reader = Reader(html)
+    assert not reader.open, f"never closed: {reader.open}"
+    return reader
+
+
+def words(text):
+    """What a reader reads, whatever the layout."""
+    return re.sub(r"\s+", "", text)
+
+
+def both(card):
+    """The card as text, once it is sure that its HTML is well-formed and says the same."""
+    assert words(read(card.html()).text) == words(card.text())
+    assert card.bundle() == {"text/html": card.html(), "text/plain": card.text()}
+    return re.sub(r"[ ]+", " ", card.text())
+
+
+def inert(reader):
+    """Nothing in it runs."""
+    assert not {"script", "img"} & set(reader.tags)
+    assert not [name for name, _ in reader.attributes if name.startswith("on")]

@@ -1,0 +1,59 @@
+"""What a replica reports while it generates: lengths of what is finished, and the first texts, in a few bytes."""
+
+import json
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlbench.dispatch.context import CallContext
+from rlbench.workers.replica_job import GrowingHistogram, Progress, Sample
+
+
+@given(st.lists(st.integers(1, 100_000), max_size=60))
+def test_a_growing_histogram_counts_as_numpy_does(lengths):
+    histogram = GrowingHistogram()
+    for length in lengths:
+        histogram.add(length)
+    told = histogram.plain()
+    width = told["width"]
+    assert width & (width - 1) == 0 and len(told["counts"]) <= 24
+    assert width == 1 or max(lengths) >= width // 2 * 24, "no wider than it must be"
+    edges = np.arange(len(told["counts"]) + 1) * width
+    assert told["counts"] == (np.histogram(lengths, edges)[0].tolist() if lengths else [])
+    assert sum(told["counts"]) == len(lengths)
+
+
+def test_the_first_finished_texts_are_told_cut_and_the_rest_only_counted():
+    context, decoded = CallContext(), []
+
+    def decode(ids):
+        decoded.append(ids)
+        return "x" * 10_000
+
+    progress = Progress(context, decode)
+    for length in (5, 2000, 7):
+        progress.finish(Sample(0, 0, tokens=list(range(length))))
+    progress.tick(3, 0, 3, force=True)
+    assert [len(ids) for ids in decoded] == [5, 48]
+    assert [len(text) for text in context.progress["first"]] == [120, 120]
+    assert sum(context.progress["lengths"]["counts"]) == 3
+    assert len(json.dumps(context.progress)) < 600
+
+
+def test_without_a_tokenizer_lengths_are_told_alone():
+    context = CallContext()
+    progress = Progress(context)
+    progress.finish(Sample(0, 0, tokens=[1, 2]))
+    progress.tick(1, 0, 1, force=True)
+    assert context.progress["first"] == [] and context.progress["lengths"] == {"width": 1, "counts": [0, 0, 1]}
+
+
+def test_what_was_told_does_not_change_afterwards():
+    context = CallContext()
+    progress = Progress(context, str)
+    progress.finish(Sample(0, 0, tokens=[1]))
+    progress.tick(1, 1, 2, force=True)
+    told = json.dumps(context.progress)
+    progress.finish(Sample(0, 1, tokens=[1]))
+    assert json.dumps(context.progress) == told

@@ -1,0 +1,118 @@
+"""What a rank says of its memory while others look: by owner, following what moves, without walking its tensors."""
+
+import mmap
+
+import pytest
+import torch
+from torch import nn
+
+from rlbench.strategies.device import RankDevice
+from rlbench.strategies.memory import beyond
+from rlbench.strategies.peak import pass_peak
+from rlbench.workers.train_states import Residency
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def rank():
+    """A module of 16 MiB with its optimizer, on the host."""
+    module = nn.Linear(2048, 2048, bias=False)
+    optimizer = torch.optim.AdamW(module.parameters())
+    device = RankDevice(torch.device("cpu"))
+    residency = Residency(module, device, lambda: [optimizer], lambda: "nowhere")
+    residency.measure()
+    return module, optimizer, residency
+
+
+def owners(residency):
+    told = residency.memory()
+    return {name: told[name] for name in ("weights", "gradients", "optimizer", "activations", "other")}
+
+
+def test_parts_are_counted_as_they_come_and_go(rank):
+    module, optimizer, residency = rank
+    assert (owners(residency)["weights"], owners(residency)["gradients"]) == (16 * MIB, 0)
+    module(torch.randn(4, 2048)).sum().backward()
+    residency.measure()
+    assert owners(residency)["gradients"] == 16 * MIB
+    optimizer.step()
+    module.zero_grad()
+    residency.measure()
+    held = owners(residency)
+    assert held["gradients"] == 0 and 32 * MIB <= held["optimizer"] < 33 * MIB
+    residency.move("meta", ["optimizer"])
+    residency.measure()
+    assert owners(residency)["optimizer"] == 0
+
+
+def test_released_weights_take_nothing(rank):
+    _, _, residency = rank
+    residency.move("meta", ["weights"])
+    residency.measure()
+    assert owners(residency)["weights"] == 0
+    residency.move("cuda", ["weights"])
+    residency.measure()
+    assert owners(residency)["weights"] == 16 * MIB
+
+
+def test_owners_add_up_to_the_process(rank):
+    _, _, residency = rank
+    told = residency.memory()
+    assert sum(owners(residency).values()) == pytest.approx(told["rss"], abs=4 * MIB)
+    assert told["device"] == "host" and told["frees"] == {"weights": 0, "optimizer": 0}
+
+
+def test_activations_are_what_a_pass_has_grown_by_without_its_gradients(rank):
+    module, _, residency = rank
+    assert residency.memory()["activations"] == 0
+    with residency.passing():
+        held = mmap.mmap(-1, 200 * MIB)  # pages of its own, whatever the allocator kept from earlier tests
+        for page in range(0, 200 * MIB, mmap.PAGESIZE):
+            held[page] = 1
+        assert 190 * MIB < residency.memory()["activations"] < 230 * MIB
+        held.close()
+        module.weight.grad = torch.ones(2048, 2048)
+        residency.measure()
+        assert residency.memory()["activations"] < 8 * MIB, "gradients are an owner of their own"
+    assert residency.memory()["activations"] == 0
+
+
+def test_a_look_walks_no_tensors(rank, monkeypatch):
+    from rlbench.strategies import memory
+
+    _, _, residency = rank
+    monkeypatch.setattr(memory, "nbytes", lambda tensors: pytest.fail("walked"))
+    assert residency.memory()["weights"] == 16 * MIB
+
+
+def test_the_peak_of_a_pass_is_its_own():
+    def peak_of(size):
+        with pass_peak() as peak:
+            held = mmap.mmap(-1, size)
+            for page in range(0, size, mmap.PAGESIZE):
+                held[page] = 1
+            held.close()
+        return peak.bytes
+
+    large, small = peak_of(300 * MIB), peak_of(20 * MIB)
+    if large is None:
+        pytest.skip("this container does not allow the high-water mark to be set back")
+    assert 250 * MIB < large - small < 310 * MIB, "the second pass forgot the first"
+
+
+def test_a_host_has_no_allocator_to_ask():
+    assert beyond({"weights": 5}, torch.device("cpu")) == {}
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_activations_are_what_nothing_known_holds():
+    device = torch.device("cuda", torch.cuda.current_device())
+    start = beyond({}, device)["activations"]
+    weights = torch.zeros(16 * MIB // 4, device=device)
+    passing = torch.zeros(8 * MIB // 4, device=device)
+    said = beyond({"weights": weights.untyped_storage().nbytes() + start}, device)
+    assert said["activations"] == passing.untyped_storage().nbytes()
+    assert said["reserved"] == said["allocated"] + said["other"]
+    del passing
+    assert beyond({"weights": 16 * MIB + start}, device)["activations"] == 0
