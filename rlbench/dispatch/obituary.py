@@ -10,7 +10,7 @@ from rlbench.runtime import processes, registry
 
 LAST_LINES = 8
 RECENT_SAMPLES = 10  # five seconds
-FATE_LIMIT_S, FATE_POLL_S = 60.0, 5.0
+FATE_LIMIT_S, FATE_POLL_S = 120.0, 5.0
 NOISE = ("[Gloo]", "UserWarning", "warnings.warn")
 
 

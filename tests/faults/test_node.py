@@ -54,12 +54,15 @@ def test_a_worker_whose_node_is_lost_says_so_and_the_session_lives_on(cluster: A
     import ray
 
     node, process_session = second_node
-    there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+    here, there = (
+        {"scheduling_strategy": ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(id_, soft=False)}
+        for id_ in (ray.get_runtime_context().get_node_id(), node)
+    )
     link = Link.create("nodeloss")
     try:
         far, near = (
             spawn_host(link, name, 0, "tests.targets:EchoTarget", (0,), {}, {"num_cpus": 0} | place)
-            for name, place in (("far", {"scheduling_strategy": there}), ("near", {}))
+            for name, place in (("far", there), ("near", here))
         )
         assert os.getsid(ray.get(far.pid.remote())) == process_session != os.getsid(ray.get(near.pid.remote()))
         for name in ("far", "near"):
@@ -67,7 +70,9 @@ def test_a_worker_whose_node_is_lost_says_so_and_the_session_lives_on(cluster: A
         assert submit(link, far, "echo", 1).result() == ((1,), {})
         running = link.submit("far", ["rank 0"], [far], "slowly", [((600.0,), {})], lambda values: values[0])
         time.sleep(1)  # the call has reached it
-        for pid in processes.session_members(process_session):
+        worker = ray.get(far.pid.remote())
+        # the worker last: a raylet that still sees it die tells of that alone
+        for pid in sorted(processes.session_members(process_session), key=lambda pid: pid == worker):
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(WorkerDied, match="rank 0 of far died: its node left the cluster"):
             running.result(timeout=WAIT_S)

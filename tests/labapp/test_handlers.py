@@ -55,7 +55,9 @@ def served(asked):
         return {"ran": verb}
 
     routes = Routes(
-        lambda n: {"name": "demo", "history": [n]}, lambda since: [{"time": since}], Commands(control, control, list)
+        lambda n: {"name": "demo", "history": [n]},
+        lambda since: {"samples": [{"time": since}], "marks": []},
+        Commands(control, control, list),
     )
     endpoint = Endpoint(routes, TOKEN)
     describe("demo", url=endpoint.url)

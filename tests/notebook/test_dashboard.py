@@ -71,6 +71,13 @@ def test_a_toggle_shows_where_the_part_is_and_says_what_a_press_frees():
     assert away.label == "optimizer ○ host" and away.title == "Make optimizer of actor resident again"
 
 
+def test_a_part_that_an_engine_does_not_have_has_no_toggle():
+    state = blank("s")
+    state["engines"][0]["state"]["optimizer"] = "none"
+    assert not any(c.key == "actor/optimizer" for c in view(state, now=NOW).controls)
+    assert control(state, "actor/weights").pressed
+
+
 def test_what_cannot_be_done_now_says_why():
     state = blank("s")
     assert not control(state, "stop").enabled and "nothing runs" in control(state, "stop").title
