@@ -17,7 +17,7 @@ HTML = {
     "rlbench.session.preflight.Preflight": "check_views.preflight_view",
     "rlbench.session.rehearsal.Rehearsal": "check_views.rehearsal_view",
 }
-CARDS = {  # a `Card` each: text/html and text/plain say the same; a list of them still shows each one's repr
+CARDS = {  # a `Card` each, or what has `bundle()`: HTML and text say the same; a list still shows each one's repr
     "rlbench.data.batch.TrainBatch": "views.batch_card",
     "rlbench.data.history.History": "views.history_card",
     "rlbench.data.metrics.Metrics": "views.metrics_card",
@@ -26,6 +26,7 @@ CARDS = {  # a `Card` each: text/html and text/plain say the same; a list of the
     "rlbench.session.evaluation.Evaluation": "kept_views.evaluation_card",
     "rlbench.session.healing.Healed": "kept_views.healed_card",
     "rlbench.session.facts.Sessions": "views.sessions_card",
+    "rlbench.session.loss_lab.LossLab": "loss_lab_view.lab_view",
     "rlbench.session.snapshots.Snapshot": "kept_views.snapshot_card",
     "rlbench.session.snapshots.Snapshots": "kept_views.snapshots_card",
 }

@@ -317,5 +317,6 @@ def test_a_real_session(open_notebook, pytestconfig):
     control(notebook, "stop").click()
     notebook.wait(endless, 60)
     assert "Stopped" in notebook.output(endless)
+    notebook.wait_text(0, re.compile(r"stop: .*done"))  # nothing is asked any more of the monitor that ends next
     notebook.do("session.close()")
     notebook.wait_text(0, "session seen is closed: these are its last numbers")

@@ -1,0 +1,187 @@
+"""How a loss lab looks: a row of numbers per loss, where the losses spend their gradient, coefficient against ratio."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlbench.data.metrics import format_number
+from rlbench.notebook.card import WARNING, Card, Cell, Grid
+from rlbench.notebook.chart import Chart, Line, Panel
+from rlbench.notebook.chart_svg import page
+from rlbench.notebook.inert import cut, visible
+from rlbench.notebook.sparkline import blocks
+from rlbench.notebook.units import percent, short
+
+DRAWN = 8
+"""Losses in a chart: as many as there are hues."""
+SIGNS = ("A = +1", "A = −1")
+BUCKETS = 8
+"""Columns of a table of buckets: there may be a hundred turns."""
+NAME, BLOCKS = 40, 40
+"""Characters of a loss's name in a chart; blocks of a curve as text."""
+
+
+@dataclass(frozen=True)
+class LabView:
+    """A card and the chart below it."""
+
+    card: Card
+    chart: Chart
+
+    def bundle(self) -> dict[str, str]:
+        """Both, as IPython takes them."""
+        return {
+            "text/html": self.card.html() + page(self.chart),
+            "text/plain": f"{self.card.text()}\n{self.chart!r}",
+        }
+
+
+def lab_view(lab: Any) -> LabView:
+    """The card of a lab, and its losses' coefficients against the ratio."""
+    return LabView(lab_card(lab), what_if_chart(lab, *lab.shown_curves))
+
+
+# -- the card
+
+
+def lab_card(lab: Any) -> Card:
+    """The numbers of every loss, the errors of those that failed, and what to know when reading them."""
+    batch = lab.batch
+    facts = (f"{format_number(len(batch))} sequences", f"{short(int(batch.mask.sum()))} tokens trained")
+    grids = [_numbers(lab)] if len(lab) else []
+    grids += [_spending(lab, what) for what in ("length", "turn") if len(lab) and _telling(lab, what)]
+    return Card("loss lab", facts, grids, [*_failures(lab.failed), *_remarks(lab)])
+
+
+def _numbers(lab: Any) -> Grid:
+    """One row per loss: value, size and shares of its coefficients, direction against the first loss's."""
+    first = next(iter(lab))
+    rows = tuple(_row(lab, i, entry) for i, entry in enumerate(lab.entries.values()))
+    head = ("", "value", "|coef|", "clip", "share of + / −", "zero", f"cos to {cut(first, NAME)}", "signs differ",
+            "aggregation")  # fmt: skip
+    return Grid(rows, head, frozenset(range(1, 8)))
+
+
+def _row(lab: Any, i: int, entry: Any) -> tuple[Cell, ...]:
+    named = f"{entry.name} ({entry.hash[:4]})" if entry.hash else entry.name
+    clip = "–" if entry.clip_fraction is None else percent(entry.clip_fraction, 1)
+    positive, negative, _ = (round(100 * float(share)) for share in entry.shares["advantage"])
+    cosine = float(lab.cosines[i, 0])
+    return (
+        named, format_number(entry.value), format_number(entry.norm), clip, f"{positive} / {negative}",
+        percent(entry.zeros, 1), "–" if math.isnan(cosine) else f"{cosine:.2f}",
+        "–" if i == 0 else percent(lab.disagreement(entry.name), 1), entry.aggregation,
+    )  # fmt: skip
+
+
+def _spending(lab: Any, what: str) -> Grid:
+    """Buckets as columns: the trained tokens' share of each, then every loss's."""
+    buckets = lab.scored.buckets[what]
+    rows = [("trained tokens", buckets.tokens), *((e.name, e.shares[what]) for e in lab.entries.values())]
+    cells = tuple((name, *(percent(float(share), 1) for share in shares[:BUCKETS])) for name, shares in rows)
+    captions = {
+        "length": "share of |coef| by length of the response, tokens",
+        "turn": "share of |coef| by turn",
+    }
+    head, more = ("", *buckets.labels[:BUCKETS]), len(buckets.labels) - BUCKETS
+    caption = captions[what] + (f"; {more} more: lab.by({what!r})" if more > 0 else "")
+    return Grid(cells, head, frozenset(range(1, len(head))), caption)
+
+
+def _telling(lab: Any, what: str) -> bool:
+    return len(lab.scored.buckets[what].labels) > 1
+
+
+def _failures(failed: Mapping[str, Exception]) -> list[str]:
+    """Each loss's error, and the user's line even where the message is long."""
+    return [
+        f"{WARNING}{_label(name)} has no numbers: {' · '.join(filter(None, _said(error)))}"
+        for name, error in failed.items()
+    ]
+
+
+def _said(error: Any) -> tuple[str, str]:
+    line = str(getattr(error, "user_line", ""))
+    return _label(str(error).removesuffix(line).strip(), 240), line
+
+
+def _remarks(lab: Any) -> list[str]:
+    if not len(lab):
+        return []
+    found = []
+    if lab.scored.on_policy:
+        found.append(
+            "every ratio to the old policy is 1, as in a batch's first step: no clip range acts here. lab.what_if() "
+            "shows where it would"
+        )
+    bonus = [name for name, entry in lab.entries.items() if entry.entropy_coefficients is not None]
+    if bonus:
+        found.append(f"{', '.join(bonus)}: the entropy term acts beside these coefficients, see lab.table()")
+    leaky = [name for name, entry in lab.entries.items() if entry.leaks]
+    if leaky:
+        found.append(
+            f"{WARNING}{', '.join(leaky)}: untrained tokens (tool output, padding) get a gradient, too: a step would "
+            "train on them. Clear them first: torch.where(inputs.mask, …, 0)"
+        )
+    return [
+        *found,
+        "coef = ∂L/∂log-prob of a token, aggregated; negative: a step makes the token more likely",
+    ]
+
+
+# -- what if the ratio were r
+
+
+def what_if_chart(
+    lab: Any, curves: Mapping[str, Any], failed: Mapping[str, Exception], losses_too: bool = False
+) -> Chart:
+    """One token's coefficient (and loss) against its ratio new/old; a panel for each sign of the advantage."""
+    shown = dict(list(curves.items())[:DRAWN])
+    notes = [
+        f"{_label(name)}: no curve of one token: {_label(str(error), 200)}" for name, error in failed.items()
+    ]
+    if not shown:
+        return Chart("", (), "No curves: no loss could be evaluated on one token.", "\n".join(notes))
+    panels = [_panel("coefficient", i, shown) for i in range(len(SIGNS))]
+    if losses_too:
+        panels += [_panel("loss", i, shown) for i in range(len(SIGNS))]
+    old, _ = lab.typical_token(max(float(curve.ratios.max()) for curve in shown.values()))
+    probability = format_number(float(np.exp(old)))
+    notes.insert(
+        0, f"one token alone, of old probability {probability}, weight 1; negative: it becomes more likely"
+    )
+    if len(curves) > DRAWN:
+        notes.append(f"the first {DRAWN} of {len(curves)} losses; lab.curves() has all")
+    return Chart("coefficient against ratio r", tuple(panels), _text(panels), "\n".join(notes))
+
+
+def _panel(what: str, sign: int, curves: Mapping[str, Any]) -> Panel:
+    lines = tuple(
+        Line(_label(name), curve.ratios, getattr(curve, what)[sign], hue=hue)
+        for hue, (name, curve) in enumerate(curves.items())
+    )
+    return Panel(f"{what}, {SIGNS[sign]}", "ratio", lines)
+
+
+def _text(panels: Sequence[Panel]) -> str:
+    """Each curve as blocks, with its values at both ends and, where the grid has it, at ratio 1."""
+    rows = [(f"{panel.y} · {line.name}", line) for panel in panels for line in panel.lines]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {_curve_text(line)}" for name, line in rows)
+
+
+def _curve_text(line: Line) -> str:
+    kept = np.linspace(0, len(line.x) - 1, min(BLOCKS, len(line.x))).astype(int)
+    ends = f"{format_number(float(line.y[0]))} {blocks(line.y[kept])} {format_number(float(line.y[-1]))}"
+    at_one = np.flatnonzero(np.abs(line.x - 1) < 1e-6)
+    return ends + (f", at 1: {format_number(float(line.y[at_one[0]]))}" if len(at_one) else "")
+
+
+def _label(text: str, most: int = NAME) -> str:
+    """A name as it is drawn: nothing in it acts, and it leaves room for the others."""
+    return cut(visible(" ".join(text.split("\n"))), most)
