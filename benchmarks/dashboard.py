@@ -42,7 +42,7 @@ for _ in range({rounds}):
     seconds = {{}}
     for shown in random.sample((True, False), 2):
         dashboard.follow() if shown else dashboard.rest()
-        time.sleep(0.5)
+        time.sleep(6)  # the monitor asks the workers for five seconds more after the last look
         seconds[shown] = sum(step() for _ in range({steps}))
     rounds.append((seconds[True], seconds[False]))
 print(json.dumps(rounds))
