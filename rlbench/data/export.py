@@ -27,6 +27,7 @@ from rlbench.data import plain
 from rlbench.data.channels import SAMPLER, all_channels
 from rlbench.data.files import written_aside
 from rlbench.data.jobs import FINISH_REASONS
+from rlbench.data.optional import needed
 from rlbench.data.prompts import Prompt
 from rlbench.data.ragged import Ragged, offsets_of
 from rlbench.errors import DataError
@@ -49,7 +50,7 @@ def frame(rollouts: Rollouts) -> Any:
     Raises:
         DataError: pandas is not installed.
     """
-    pandas = _needed("pandas", "to_pandas()")
+    pandas = needed("pandas", "to_pandas()")
     prompts = [rollouts.prompts[p] for p in rollouts.group]
     unscored = np.full(rollouts.samples, np.nan)
     columns = {
@@ -75,7 +76,7 @@ def write_parquet(rollouts: Rollouts, path: str | Path) -> Path:
     Raises:
         DataError: pyarrow is not installed, a label or prompt holds what cannot be written exactly, or no such folder.
     """
-    parquet = _needed("pyarrow.parquet", "to_parquet()")
+    parquet = needed("pyarrow.parquet", "to_parquet()")
     table = _table(rollouts)
     with written_aside(path) as aside:
         parquet.write_table(table, aside, compression="zstd")
@@ -88,7 +89,7 @@ def read_parquet(path: str | Path) -> Rollouts:
     Raises:
         DataError: pyarrow is not installed, no such file, or it is not one of ours.
     """
-    parquet = _needed("pyarrow.parquet", "from_parquet()")
+    parquet = needed("pyarrow.parquet", "from_parquet()")
     from pyarrow import ArrowException
 
     path = Path(path).expanduser()
@@ -239,12 +240,3 @@ def _ragged(column: Any, dtype: type) -> Ragged:
         else np.concatenate(values).astype(dtype),
         offsets_of(np.concatenate(lengths).astype(np.int64) if lengths else []),
     )
-
-
-def _needed(package: str, call: str) -> Any:
-    import importlib
-
-    try:
-        return importlib.import_module(package)
-    except ModuleNotFoundError:
-        raise DataError(f"{call} needs {package}: pip install {package.partition('.')[0]}") from None

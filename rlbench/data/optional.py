@@ -13,4 +13,4 @@ def needed(package: str, call: str) -> Any:
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as missing:
-        raise DataError(f"{call} needs {package}: pip install {package}") from missing
+        raise DataError(f"{call} needs {package}: pip install {package.partition('.')[0]}") from missing

@@ -59,7 +59,7 @@ def train_step_steps(
         session, batch, loss, replace(options, whole_step=True), view
     )
     values = dict(metrics)
-    stepped = yield from optim_step_steps(session, lr)
+    stepped = yield from optim_step_steps(session, lr, whole_step=True)
     values |= {name: stepped[name] for name in ("step", "version", "grad_norm", "lr", "skipped")}
     total = time.perf_counter() - begin
     values["seconds"] = values["seconds"] | {"optimizer": stepped["seconds"]["step"], "total": total}
@@ -105,9 +105,9 @@ def forward_backward_steps(
     return Metrics(values, tokens)
 
 
-def optim_step_steps(session: Session, lr: float | None) -> Steps:
+def optim_step_steps(session: Session, lr: float | None, whole_step: bool = False) -> Steps:
     """Step the optimizer on the accumulated gradients; the trainer's version goes up unless the step was skipped."""
-    options = {} if lr is None else {"lr": lr}
+    options = {"whole_step": whole_step} | ({} if lr is None else {"lr": lr})
     kept = yield from snapshots.before_step_steps(session)
     try:
         done = yield session.train.call_all(

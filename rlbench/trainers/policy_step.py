@@ -160,9 +160,13 @@ class PolicyStep:
         }
 
     def optim_step(
-        self, optimizer: torch.optim.Optimizer, scheduler: Any = None, max_norm: float | None = None
+        self, optimizer: torch.optim.Optimizer, scheduler: Any = None, max_norm: float | None = None,
+        whole_step: bool = False,
     ) -> dict[str, Any]:
         """Clip and step; collective. Once the last vote is passed the step completes.
+
+        Args:
+            whole_step: the second half of a `train_step`; otherwise gradients of half a one are not stepped with.
 
         Returns:
             `metrics` (`grad_norm` before clipping, `lr`), `stepped`, and `skipped`: the reason, or None.
@@ -170,6 +174,8 @@ class PolicyStep:
         Raises:
             EngineError: no gradient waits. Stopped: gradients are cleared and nothing was stepped.
         """
+        if not whole_step:
+            self._drop_half_step()
         if all(parameter.grad is None for parameter in self.module.parameters()):
             raise EngineError("there is no gradient to step with; call forward_backward(batch, loss) first.")
         clock = _Clock()
@@ -186,6 +192,11 @@ class PolicyStep:
             "skipped": result["skipped"],
             "seconds": dict(clock.seconds),
         }
+
+    def _drop_half_step(self) -> None:
+        """Forget the gradients of a whole step whose driver went away before its second half."""
+        if self._pending is not None and self._pending.whole_step:
+            self.zero_grad()
 
     def zero_grad(self) -> None:
         """Forget the gradients that wait for a step."""
@@ -234,8 +245,7 @@ class PolicyStep:
         """Extend the normaliser to this batch, rescaling waiting gradients; also this batch's share of the
         whole."""
         own = _totals(batch)
-        if self._pending is not None and self._pending.whole_step:
-            self.zero_grad()  # half a step: its driver went away before the other half
+        self._drop_half_step()
         if self._pending is None:
             return _Pending(own, aggregation, whole_step), 1.0
         if self._pending.aggregation != aggregation:

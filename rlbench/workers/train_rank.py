@@ -193,18 +193,19 @@ class TrainRank(KeepingVerbs, TrialVerbs):
             self._remeasure()
 
     def policy_optim_step(self, options: dict[str, Any]) -> dict[str, Any]:
-        """One optimizer step; options: `lr` (from now on), `max_norm` (of this step). See
+        """One optimizer step; options: `lr` (from now on), `max_norm` (of this step), `whole_step`. See
         `PolicyStep.optim_step`."""
         module = self._built()
         self._residency.need("weights", "optimizer")
-        unknown = sorted(set(options) - {"lr", "max_norm"})
+        unknown = sorted(set(options) - {"lr", "max_norm", "whole_step"})
         if unknown:
             raise EngineError(f"unknown option {unknown[0]!r}; optim_step takes lr and max_norm.")
         if options.get("lr") is not None:
             self.set_lr(options["lr"])
         try:
             return self._policy.optim_step(
-                self._policy_optimizer(), getattr(module, "lr_scheduler", None), options.get("max_norm")
+                self._policy_optimizer(), getattr(module, "lr_scheduler", None), options.get("max_norm"),
+                options.get("whole_step", False),
             )
         finally:
             self._remeasure()

@@ -164,6 +164,18 @@ def test_gradients_of_a_step_whose_other_half_never_came_are_dropped_by_the_next
         assert_gradients(engine, model)
 
 
+def test_gradients_of_half_a_step_are_not_stepped_with_by_hand(qwen: str) -> None:
+    given = batch()
+    with ranks(1, qwen_on_meta(qwen)) as engine:
+        forward_backward(engine, given, whole_step=True)
+        with pytest.raises(EngineError, match="no gradient to step with"):
+            engine.call("policy_optim_step", {})
+        forward_backward(engine, given, whole_step=True)
+        assert engine.call("policy_optim_step", {"whole_step": True})[0]["stepped"]
+        forward_backward(engine, given)
+        assert engine.call("policy_optim_step", {})[0]["stepped"]
+
+
 def test_the_rows_log_probs_come_back_by_row_and_agree_with_a_pass_without_gradient(qwen: str) -> None:
     given = batch()
     with ranks(2, qwen_on_meta(qwen)) as engine:
