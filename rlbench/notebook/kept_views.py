@@ -10,9 +10,6 @@ from rlbench.notebook.card import Card, Cell, Grid
 from rlbench.notebook.markup import gib
 from rlbench.notebook.units import duration, percent
 
-UNDO = "before step "
-"""Labels of the snapshots that `undo()` goes back to begin so."""
-
 
 def snapshots_card(snapshots: Any) -> Card:
     """All snapshots of a session, oldest first, with what they cost."""
@@ -25,7 +22,7 @@ def snapshots_card(snapshots: Any) -> Card:
     grid = Grid(rows, ("label", "step", "version", "size", "its own", "where", "kept"), frozenset({1, 2, 3, 4}))
     count = f"{len(kept)} snapshot{'' if len(kept) == 1 else 's'}"
     notes = ["session.restore(label) goes back to one, bit for bit; later steps leave the history"]
-    last = next((s for s in reversed(kept) if s.label.startswith(UNDO)), None)
+    last = next((s for s in kept if s.id == snapshots.undo_to), None)
     if last is not None:
         notes.append(f"session.undo() goes back to {last.label!r}: step {last.step}")
     return Card(count, (f"{gib(sum(s.fresh for s in kept))} in all",), [grid], notes)

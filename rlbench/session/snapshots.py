@@ -49,10 +49,14 @@ class Snapshot:
 
 
 class Snapshots:
-    """The snapshots of a session, oldest first; by label, id or place."""
+    """The snapshots of a session, oldest first; by label, id or place.
 
-    def __init__(self, kept: list[Snapshot]) -> None:
+    `undo_to`: id of the one that `undo()` goes back to; None where no step can be undone.
+    """
+
+    def __init__(self, kept: list[Snapshot], undo_to: str | None = None) -> None:
         self._kept = kept
+        self.undo_to = undo_to
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -82,12 +86,13 @@ class Snapshots:
 
 def listed(session: Session) -> Snapshots:
     """The session's snapshots, those kept for undo included."""
-    kept = session.link.state("snapshots")["snapshots"]
+    state = session.link.state("snapshots", "undo")
+    kept, undo = state["snapshots"], state["undo"]
     names = Snapshot.__dataclass_fields__
     found = [
         Snapshot(id=i, **{k: v for k, v in fields.items() if k in names and k != "id"}) for i, fields in kept.items()
     ]
-    return Snapshots(sorted(found, key=lambda s: s.time))
+    return Snapshots(sorted(found, key=lambda s: s.time), undo[-1] if undo else None)
 
 
 def snapshot_steps(session: Session, label: str | None, disk: bool) -> Steps:
