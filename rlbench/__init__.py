@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rlbench._version import __version__
 
 if TYPE_CHECKING:
-    from rlbench import data, errors, nn, rl, tiny
+    from rlbench import data, envs, errors, nn, rewards, rl, tiny
     from rlbench.data import Prompt, PromptGroup, Rollout, Rollouts, TrainBatch
     from rlbench.engines import InferenceEngine, NeedParallel, TrainEngine
     from rlbench.errors import RLBenchError, Stopped
@@ -38,7 +38,7 @@ _NAMES = {
     "TrainBatch": "rlbench.data", "RLBenchError": "rlbench.errors", "Stopped": "rlbench.errors",
     "last_traceback": "rlbench.traces",
 }  # fmt: skip
-_ROOMS = ("data", "errors", "nn", "rl", "tiny")
+_ROOMS = ("data", "envs", "errors", "nn", "rewards", "rl", "tiny")
 
 __all__ = ["__version__", *_NAMES, *_ROOMS]
 

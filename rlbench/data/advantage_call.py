@@ -3,7 +3,8 @@
     def mine(rewards, group): ...                     # (B,) float64, (B,) int64 -> (B,) or (B, T)
     def mine(rewards, group, *, lengths, mask): ...   # the same, and what it names
 
-Some of it the rollouts know by themselves; the rest is given to `rollouts.batch(advantage=…, values=…)`.
+Some of it the rollouts know by themselves, of an environment also `turns` and `token_rewards`; the rest is given to
+`rollouts.batch(advantage=…, values=…)`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlbench.data.ragged import Ragged
+from rlbench.data.turns import env_columns
 from rlbench.errors import DataError, RLBenchError, nearest
 from rlbench.traces import user_error
 
@@ -84,12 +86,13 @@ def call_advantage(
     """
     import torch  # in the function: a kernel that only rolls out and looks never needs torch
 
-    wanted = _wanted(advantage)
+    wanted = wanted_names(advantage)
     unused = sorted(set(columns) - set(wanted))
     if unused:
         raise DataError(
             f"batch: {', '.join(unused)} would have no effect: {_name(advantage)} does not take it"
         )
+    columns = {n: v for n, v in env_columns(rollouts).items() if n in wanted} | dict(columns)
     lacking = [n for n, optional in wanted.items() if n in GIVEN and n not in columns and not optional]
     if lacking:
         raise DataError(
@@ -114,7 +117,7 @@ def call_advantage(
     return _flat(result, rollouts)
 
 
-def _wanted(advantage: Callable[..., Any]) -> dict[str, bool]:
+def wanted_names(advantage: Callable[..., Any]) -> dict[str, bool]:
     """Names beyond the first two parameters, and whether each has a default."""
     try:
         parameters = list(inspect.signature(advantage).parameters.values())

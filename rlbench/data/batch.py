@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rlbench.data.batch_row import BatchRow, rows_of
+from rlbench.data.origin import traced
 from rlbench.data.ragged import Ragged
 from rlbench.errors import DataError
 
@@ -85,6 +89,7 @@ class TrainBatch:
         digest.update(np.ascontiguousarray(self.sampler_logprobs).tobytes())
         return digest.hexdigest()[:16]
 
+    @traced
     def rows(self, indices: np.ndarray | list[int]) -> TrainBatch:
         """The given sequences, in the given order."""
         rows = np.asarray(indices, np.int64)
@@ -100,14 +105,48 @@ class TrainBatch:
             self, prompts=self.prompts.take(rows), responses=self.responses.take(rows), **per_token, **per_row
         )
 
+    @traced
     def __getitem__(self, index: Any) -> TrainBatch:
         """A slice, a boolean mask or a list of rows gives a batch of those sequences."""
         rows = np.arange(len(self))[index]
         return self.rows(np.atleast_1d(rows))
 
+    @traced
+    def select(self, keep: np.ndarray | Callable[[BatchRow], Any]) -> TrainBatch:
+        """The sequences for which `keep` (a (B,) bool array, or a function of a `BatchRow`) holds."""
+        mask = np.array([bool(keep(row)) for row in rows_of(self)], bool) if callable(keep) else np.asarray(keep, bool)
+        if mask.shape != (len(self),):
+            raise DataError(f"select: wanted {len(self)} booleans, got shape {mask.shape}")
+        return self.rows(np.flatnonzero(mask))
+
+    @traced
     def replace(self, **fields: Any) -> TrainBatch:
         """A new batch with other fields, e.g. `batch.replace(advantages=…)`."""
         return replace(self, **fields)
+
+    @traced
+    def join(self, *others: TrainBatch, drop_unknown: bool = False) -> TrainBatch:
+        """This batch's sequences, then the others'; groups stay apart. See `rlbench.data.join`."""
+        from rlbench.data.joining import join
+
+        return join(self, *others, drop_unknown=drop_unknown)
+
+    @traced
+    def __add__(self, other: TrainBatch) -> TrainBatch:
+        return self.join(other) if isinstance(other, TrainBatch) else NotImplemented
+
+    def to_parquet(self, path: str | Path) -> Path:
+        """Write the batch to one Parquet file, one row per sequence; `from_parquet` gives an equal batch back."""
+        from rlbench.data.batch_file import write_batch
+
+        return write_batch(self, path)
+
+    @classmethod
+    def from_parquet(cls, path: str | Path) -> TrainBatch:
+        """Read what `to_parquet` wrote. Raises DataError for any other file."""
+        from rlbench.data.batch_file import read_batch
+
+        return read_batch(path)
 
 
 PER_TOKEN = ("mask", "advantages", "sampler_logprobs", "old_logprobs", "ref_logprobs")

@@ -43,7 +43,8 @@ KNOWN: Mapping[str, ChannelKind] = {
     "entropy": ChannelKind("H", "nats", "size", "entropy of the trainer's next-token distribution"),
     "ref_kl": ChannelKind("ref KL", "nats", "size", "k3 estimate of the KL divergence to the reference policy"),
     "clipped": ChannelKind("clipped", "", "flag", "1 where the loss's clip range cut the token's gradient off"),
-    "mask": ChannelKind("trained", "", "flag", "1 where the token was trained on"),
+    "mask": ChannelKind("trained", "", "flag", "1 where the token was trained on, 0 where an environment said it"),
+    "turn": ChannelKind("turn", "", "size", "turn of the conversation, from 0; an observation's is that it answers"),
     "old_logprob": ChannelKind("old", "nats", "size", "log-prob under the old policy: that which saw the batch first"),
     "ref_logprob": ChannelKind("reference", "nats", "size", "log-prob under the reference policy"),
 }  # fmt: skip
@@ -68,8 +69,15 @@ def kind_of(name: str, values: np.ndarray) -> ChannelKind:
 
 
 def all_channels(rollouts: Rollouts) -> dict[str, np.ndarray]:
-    """Every channel there is, the sampler's log-probs too; standard ones first, in the order of `KNOWN`."""
-    there = {SAMPLER: rollouts.logprobs, **rollouts.channels}
+    """Every channel there is, the sampler's log-probs too; standard ones first, in the order of `KNOWN`.
+
+    Of an environment's tokens there is no log-prob: NaN, as in `difference` and what else comes from it.
+    """
+    there: dict[str, np.ndarray] = {SAMPLER: rollouts.logprobs}
+    if rollouts.mask is not None and rollouts.turns is not None:
+        there = {SAMPLER: np.where(rollouts.mask, rollouts.logprobs, np.float32(np.nan)),
+                 "mask": rollouts.mask.astype(np.float32), "turn": rollouts.turns.astype(np.float32)}  # fmt: skip
+    there |= rollouts.channels
     return {name: there[name] for name in (*KNOWN, *there) if name in there}
 
 
@@ -122,7 +130,12 @@ def batch_channels(
             )
         found[FROM_STEP.get(name, name)] = np.asarray(value, np.float32)
     found |= _derived(found, batch.sampler_logprobs)
-    return {name: _spread(value, rows, rollouts, batch) for name, value in found.items()}
+    spread = {name: _spread(value, rows, rollouts, batch) for name, value in found.items()}
+    if rollouts.mask is not None:
+        for name in {"difference"} | ({"ratio"} if "old_logprob" not in found else set()):
+            if name in spread:  # the sampler drew none of an environment's tokens
+                spread[name][~rollouts.mask] = np.nan
+    return spread
 
 
 def _flat(values: Any, rollouts: Rollouts) -> np.ndarray:

@@ -57,9 +57,10 @@ class Column(np.ndarray):
     def summary(self) -> dict[str, float]:
         """`count`, `mean`, `std`, `min`, `p10`, `p50`, `p90`, `max`; of lengths also `truncated`, a share of 1.
 
-        Of no values it has the count alone.
+        Of no values it has the count alone. NaN is no value: a reward whose scoring failed is one.
         """
         values = np.asarray(self, np.float64).ravel()
+        values = values[~np.isnan(values)]
         if not len(values):
             return {"count": 0}
         low, *between, high = np.percentile(values, [0, *PERCENTILES, 100])

@@ -5,8 +5,11 @@ The file has one row per completion, readable with any tool:
     prompt_index, sample_index   int32   which prompt, which of its completions
     prompt                       text    the prompt for a reader
     text                         text    the completion; null in the row of a prompt that has none
-    reward                       float64 null where not scored
+    reward                       float64 null where not scored, NaN where scoring failed
+    component.NAME               float64 what the reward was made of; further: reward_seconds, reward_error(_line)
     length, finish_reason, weight_version
+    env_reward, info_json        float64, text: of an environment (`rlbench.data.turns`); and as lists, mask (bool, over
+                                 tokens), turn (int32, over tokens), turn_reward (float64, over turns)
     token_ids                    list<int32>
     sampler_logprob              list<float32>, nats; likewise one column `channel.NAME` per further channel
     prompt_token_ids             list<int32>
@@ -25,11 +28,12 @@ import numpy as np
 
 from rlbench.data import plain
 from rlbench.data.channels import SAMPLER, all_channels
+from rlbench.data.export_turns import lists, ragged, turn_columns, turn_fields
 from rlbench.data.files import written_aside
 from rlbench.data.jobs import FINISH_REASONS
 from rlbench.data.optional import needed
 from rlbench.data.prompts import Prompt
-from rlbench.data.ragged import Ragged, offsets_of
+from rlbench.data.scoring import RewardError, RewardErrors
 from rlbench.errors import DataError
 
 if TYPE_CHECKING:
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 KEY = b"rlbench.rollouts"
 CHANNEL = "channel."
+COMPONENT = "component."
 
 
 def frame(rollouts: Rollouts) -> Any:
@@ -45,7 +50,8 @@ def frame(rollouts: Rollouts) -> Any:
 
     Columns: `prompt_index`, `sample_index`, `prompt` (for a reader), `label`, `text`, `reward` (NaN before scoring),
     `length` (tokens), `finish_reason`, `weight_version`, `token_ids`, and each channel as one array per row
-    (`sampler_logprob`, `advantage`, …).
+    (`sampler_logprob`, `advantage`, …). Where the reward told: `component.NAME`, `reward_seconds`, `reward_error`.
+    Where there was an environment: `env_reward`, `turn_rewards`, `info`.
 
     Raises:
         DataError: pandas is not installed.
@@ -65,8 +71,12 @@ def frame(rollouts: Rollouts) -> Any:
         "weight_version": rollouts.versions,
         "token_ids": list(rollouts.responses),
     }
+    columns |= _scoring_columns(rollouts)
     for name, values in all_channels(rollouts).items():
         columns[CHANNEL + name if name in columns else name] = list(rollouts.responses.with_values(values))
+    if rollouts.turn_rewards is not None:
+        columns |= {"env_reward": rollouts.env_rewards, "turn_rewards": list(rollouts.turn_rewards)}
+        columns["info"] = list(rollouts.infos)
     return pandas.DataFrame(columns)
 
 
@@ -138,12 +148,17 @@ def _table(rollouts: Rollouts) -> Any:
         "length": pa.array([*rollouts.lengths.tolist(), *none], pa.int64()),
         "finish_reason": pa.array([*(FINISH_REASONS[f] for f in rollouts.finish), *none], pa.string()),
         "weight_version": pa.array([*rollouts.versions.tolist(), *none], pa.int64()),
-        "token_ids": _lists(rollouts.responses, len(bare), pa.int32()),
+        "token_ids": lists(rollouts.responses, len(bare), pa.int32()),
     }
     for name, values in all_channels(rollouts).items():
-        column = SAMPLER if name == SAMPLER else CHANNEL + name
-        columns[column] = _lists(rollouts.responses.with_values(values), len(bare), pa.float32())
-    columns["prompt_token_ids"] = _lists(rollouts.prompt_ids.take(prompt_of), 0, pa.int32())
+        if name == SAMPLER or name in rollouts.channels:
+            column = SAMPLER if name == SAMPLER else CHANNEL + name
+            columns[column] = lists(rollouts.responses.with_values(values), len(bare), pa.float32())
+    columns |= turn_columns(rollouts, len(bare))
+    for name, told in _scoring_columns(rollouts).items():
+        kind = pa.large_string() if told.dtype == object else pa.float64()
+        columns[name] = pa.array([*told.tolist(), *none], kind)
+    columns["prompt_token_ids"] = lists(rollouts.prompt_ids.take(prompt_of), 0, pa.int32())
     for k, name in enumerate(("prompt_json", "label_json", "meta_json"), start=1):
         columns[name] = pa.array([contents[p][k] for p in prompt_of], pa.large_string())
     facts = {
@@ -151,7 +166,9 @@ def _table(rollouts: Rollouts) -> Any:
         "scored": rollouts.rewards is not None, "not_started": [int(p) for p in rollouts.not_started],
         "sampling": plain.to_plain(rollouts.sampling, "the sampling options"),
         "stats": plain.to_plain(rollouts.stats, "stats"), "channels": list(rollouts.channels),
-        "tokenizer": rollouts.tokenizer,
+        "tokenizer": rollouts.tokenizer, "components": list(rollouts.components),
+        "reward_errors": [[e.index, e.prompt, e.error, e.line] for e in rollouts.reward_errors],
+        "timed": rollouts.reward_seconds is not None, "turns": rollouts.mask is not None,
     }  # fmt: skip
     return pa.table(columns).replace_schema_metadata({KEY: json.dumps(facts).encode()})
 
@@ -171,9 +188,8 @@ def _rollouts(table: Any, facts: dict[str, Any]) -> Rollouts:
     finish = {name: i for i, name in enumerate(FINISH_REASONS)}
     return Rollouts(
         prompts=tuple(Prompt(*map(plain.loads, row)) for row in zip(*cells, strict=True)),
-        prompt_ids=_ragged(prompts_table["prompt_token_ids"], np.int32),
-        responses=_ragged(rows["token_ids"], np.int32),
-        logprobs=_ragged(rows[SAMPLER], np.float32).values,
+        prompt_ids=ragged(prompts_table["prompt_token_ids"], np.int32),
+        responses=ragged(rows["token_ids"], np.int32),
         group=rows["prompt_index"].to_numpy().astype(np.int32),
         finish=np.array([finish[f] for f in rows["finish_reason"].to_pylist()], np.int8),
         versions=rows["weight_version"].to_numpy().astype(np.int64),
@@ -183,9 +199,27 @@ def _rollouts(table: Any, facts: dict[str, Any]) -> Rollouts:
         number=facts["number"],
         not_started=tuple(facts["not_started"]),
         stats=plain.from_plain(facts["stats"]),
-        channels={name: _ragged(rows[CHANNEL + name], np.float32).values for name in facts["channels"]},
+        channels={name: ragged(rows[CHANNEL + name], np.float32).values for name in facts["channels"]},
         tokenizer=facts["tokenizer"],
+        components={name: rows[COMPONENT + name].to_numpy().astype(np.float64) for name in facts.get("components", ())},
+        reward_seconds=rows["reward_seconds"].to_numpy().astype(np.float64) if facts.get("timed") else None,
+        reward_errors=RewardErrors(RewardError(*error) for error in facts.get("reward_errors", ())),
+        **turn_fields(rows, ragged(rows[SAMPLER], np.float32).values, facts.get("turns", False)),
     )
+
+
+def _scoring_columns(rollouts: Rollouts) -> dict[str, np.ndarray]:
+    """What scoring told beside the rewards, (N,) each: float64, or object for texts (None where nothing failed)."""
+    columns: dict[str, np.ndarray] = {COMPONENT + name: v for name, v in rollouts.components.items()}
+    if rollouts.reward_seconds is not None:
+        columns["reward_seconds"] = rollouts.reward_seconds
+    if rollouts.reward_errors:
+        for name, what in (("reward_error", "error"), ("reward_error_line", "line")):
+            columns[name] = np.full(rollouts.samples, None, object)
+            columns[name][[e.index for e in rollouts.reward_errors]] = [
+                getattr(e, what).encode("utf-8", "replace").decode() for e in rollouts.reward_errors
+            ]
+    return columns
 
 
 def _prompt_cells(prompt: Prompt, index: int) -> tuple[str, str, str, str]:
@@ -214,29 +248,3 @@ def _texts(values: list[str | None], what: str, lossy: bool = False) -> Any:
 
 def _encodable(text: str) -> bool:
     return not any("\ud800" <= c <= "\udfff" for c in text)
-
-
-def _lists(rows: Ragged, nulls: int, kind: Any) -> Any:
-    """A list column of ragged rows, then so many nulls, without a Python object per number."""
-    import pyarrow as pa
-
-    offsets = np.concatenate([rows.offsets, np.full(nulls, rows.offsets[-1])])
-    absent = np.zeros(len(offsets) - 1, bool)
-    absent[len(rows) :] = True
-    return pa.LargeListArray.from_arrays(
-        pa.array(offsets, pa.int64()), pa.array(rows.values, kind), mask=pa.array(absent) if nulls else None
-    )
-
-
-def _ragged(column: Any, dtype: type) -> Ragged:
-    import pyarrow as pa
-
-    arrays = [chunk for chunk in column.chunks if len(chunk)]
-    values = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in arrays]
-    lengths = [pa.compute.list_value_length(chunk).to_numpy(zero_copy_only=False) for chunk in arrays]
-    return Ragged(
-        np.concatenate([np.zeros(0), *values]).astype(dtype)
-        if not values
-        else np.concatenate(values).astype(dtype),
-        offsets_of(np.concatenate(lengths).astype(np.int64) if lengths else []),
-    )

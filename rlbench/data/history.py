@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import numpy as np
 
 from rlbench.data.drawing import drawn
 from rlbench.data.optional import needed
+from rlbench.data.verbs import Verbs
 from rlbench.errors import DataError, nearest
 
 
@@ -20,8 +21,9 @@ class History(Sequence[dict[str, Any]]):
     is called by both names: `history["seconds/total"]`.
     """
 
-    def __init__(self, records: list[dict[str, Any]]) -> None:
+    def __init__(self, records: list[dict[str, Any]], read_verbs: Callable[[], Verbs] | None = None) -> None:
         self.records = list(records)
+        self._read_verbs = read_verbs
 
     def __len__(self) -> int:
         return len(self.records)
@@ -40,8 +42,19 @@ class History(Sequence[dict[str, Any]]):
         if isinstance(index, str):
             return self._metric(index)
         if isinstance(index, slice):
-            return History(self.records[index])
+            return History(self.records[index], self._read_verbs)
         return self.records[index]
+
+    @property
+    def verbs(self) -> Verbs:
+        """Every verb of the session, not the steps alone: arguments, sources, outcome, metrics, time.
+
+        Raises:
+            DataError: these records did not come from a session.
+        """
+        if self._read_verbs is None:
+            raise DataError("these step records did not come from a session: session.history.verbs has the verbs")
+        return self._read_verbs()
 
     @property
     def names(self) -> list[str]:

@@ -57,7 +57,7 @@ def part_text(part: Any) -> str:
 
 def as_prompts(prompts: Any) -> list[Prompt]:
     """Accept what people hold: one prompt or many; strings, messages, token ids, `Prompt`s, or rows (dicts, a data
-    frame's too) with a `prompt` (and perhaps a `label`).
+    frame's too) with a `prompt` (and perhaps a `label`); a `PromptSet` of `rlbench.data.load`.
 
     Raises DataError for an empty list and for anything else, naming the index.
     """
@@ -68,19 +68,21 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str | Prompt | Mapping) or _is_token_ids(prompts) or _is_chat(prompts):
         prompts = [prompts]
     if not isinstance(prompts, Iterable):
-        raise DataError(f"prompts: wanted a list of texts, chats or token ids, got {type(prompts).__name__}")
-    found = [_as_prompt(p, i) for i, p in enumerate(prompts)]
+        mend = ": take some of it, .take(n)" if hasattr(prompts, "take") else ""
+        raise DataError(f"prompts: wanted a list of texts, chats or token ids, got {type(prompts).__name__}{mend}")
+    found = [as_prompt(p, i) for i, p in enumerate(prompts)]
     if not found:
         raise DataError("the prompt list is empty: give at least one prompt")
     return found
 
 
-def _as_prompt(value: Any, index: int) -> Prompt:
+def as_prompt(value: Any, index: int) -> Prompt:
+    """One prompt of `as_prompts`; `index` names it where it is none (DataError)."""
     if isinstance(value, Prompt):
         return value
     if isinstance(value, Mapping) and "prompt" in value:
         rest = {k: v for k, v in value.items() if k not in ("prompt", "label")}
-        inner = _as_prompt(value["prompt"], index)
+        inner = as_prompt(value["prompt"], index)
         return Prompt(inner.content, value.get("label"), rest)
     if hasattr(value, "tolist"):
         value = value.tolist()
@@ -96,6 +98,12 @@ def _as_prompt(value: Any, index: int) -> Prompt:
         f"prompt {index}: wanted a text, chat messages ([{{'role': …, 'content': …}}]), token ids or a row with "
         f"'prompt'; got {_shown(value)}"
     )
+
+
+def is_chat_or_tokens(value: Any) -> bool:
+    """Whether a value is chat messages or token ids, as they are or as an array."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return _is_token_ids(value) or _is_chat(value)
 
 
 def _is_token_ids(value: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,62 +11,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlbench.data import channels as channel_values
+from rlbench.data import scoring
 from rlbench.data.advantage_call import call_advantage, given_columns, take_rows
 from rlbench.data.batch import TrainBatch
 from rlbench.data.column import Column
 from rlbench.data.jobs import FINISH_REASONS, GeneratedArrays
+from rlbench.data.merging import merged
+from rlbench.data.origin import same_origin, traced
 from rlbench.data.prompts import Prompt
 from rlbench.data.ragged import Ragged
-from rlbench.errors import DataError, Stopped
-from rlbench.traces import user_error
+from rlbench.data.rollout import PromptGroup, Rollout
+from rlbench.data.turns import EnvError, env_errors, sampled_mask, taken_turns
+from rlbench.errors import DataError
 
 if TYPE_CHECKING:
+    from rlbench.data.comparing import RewardComparison
     from rlbench.data.metrics import Metrics
-
-RewardFn = Callable[["Rollout"], float]
-
-
-@dataclass(frozen=True, eq=False)
-class Rollout:
-    """One completion. `logprobs` are the sampler's, one float per token; `group` is its prompt's index."""
-
-    source: Prompt
-    token_ids: list[int]
-    text: str
-    logprobs: list[float]
-    finish_reason: str
-    group: int
-    index: int
-    weight_version: int
-    reward: float | None
-
-    @property
-    def prompt(self) -> Any:
-        """The prompt as it was given: text, messages or token ids."""
-        return self.source.content
-
-    @property
-    def label(self) -> Any:
-        """The prompt's reference answer."""
-        return self.source.label
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-
-@dataclass(frozen=True, eq=False)
-class PromptGroup:
-    """One prompt and its completions."""
-
-    source: Prompt
-    prompt_token_ids: list[int]
-    outputs: list[Rollout]
-    group: int
-
-    @property
-    def prompt(self) -> Any:
-        """The prompt as it was given: text, messages or token ids."""
-        return self.source.content
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +37,9 @@ class Rollouts:
     sample; `finish` (N,) int8 into FINISH_REASONS; `versions` (N,) int64; `rewards` (N,) float64 once scored.
     `channels`: more numbers per token, flat float32 beside `logprobs`, NaN where not known (see `with_batch`).
     `tokenizer`: folder or hub id of the tokenizer the tokens are of; "" where not known.
+    `components`: {name: (N,) float64} that the rewards were made of, NaN where one does not apply; `reward_seconds`
+    (N,): what scoring each took; `reward_errors`: why some have none (NaN), see `score(on_error="keep")`.
+    `mask`, `turns`, `turn_rewards`, `env_rewards` and `infos` where there was an environment: see `rlbench.data.turns`.
     """
 
     prompts: tuple[Prompt, ...]
@@ -95,6 +57,14 @@ class Rollouts:
     stats: dict[str, float] = field(default_factory=dict)
     channels: Mapping[str, np.ndarray] = field(default_factory=dict)
     tokenizer: str = ""
+    components: Mapping[str, np.ndarray] = field(default_factory=dict)
+    reward_seconds: np.ndarray | None = None
+    reward_errors: scoring.RewardErrors = field(default_factory=scoring.RewardErrors)
+    mask: np.ndarray | None = None
+    turns: np.ndarray | None = None
+    turn_rewards: Ragged | None = None
+    env_rewards: np.ndarray | None = None
+    infos: tuple[Mapping[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         if self.rewards is not None:  # an array still, and one with `.plot()`
@@ -110,28 +80,7 @@ class Rollouts:
         tokenizer: str = "",
     ) -> Rollouts:
         """Join what the replicas returned, in prompt order. Prompts nobody started are listed in `not_started`."""
-        keys = np.concatenate([p.keys for p in parts]).reshape(-1, 2)
-        order = np.lexsort((keys[:, 1], keys[:, 0]))
-        tokens = Ragged(np.concatenate([p.token_ids for p in parts]), _joined_offsets(parts)).take(order)
-        logprobs = Ragged(np.concatenate([p.logprobs for p in parts]), _joined_offsets(parts)).take(order)
-        ids = {i: row for p in parts for i, row in p.prompt_token_ids.items()}
-        texts = [t for p in parts for t in p.texts]
-        started = set(keys[:, 0].tolist())
-        return cls(
-            prompts=tuple(prompts),
-            prompt_ids=Ragged.from_rows((ids.get(i, []) for i in range(len(prompts))), np.int32),
-            responses=tokens,
-            logprobs=logprobs.values,
-            group=keys[order, 0].astype(np.int32),
-            finish=np.concatenate([p.finish for p in parts])[order],
-            versions=np.concatenate([p.versions for p in parts])[order],
-            texts=tuple(texts[i] for i in order),
-            sampling=dict(sampling),
-            number=number,
-            not_started=tuple(i for i in range(len(prompts)) if i not in started),
-            stats=_summed_stats(parts),
-            tokenizer=tokenizer,
-        )
+        return cls(sampling=dict(sampling), number=number, tokenizer=tokenizer, **merged(prompts, parts))
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -144,6 +93,7 @@ class Rollouts:
     def __iter__(self) -> Iterator[PromptGroup]:
         return (self._group(i) for i in range(len(self.prompts)))
 
+    @traced
     def __getitem__(self, index: int | slice) -> Any:
         """An integer gives a `PromptGroup`; a slice gives the `Rollouts` of those prompts."""
         if isinstance(index, slice):
@@ -173,11 +123,17 @@ class Rollouts:
         return self.finish == FINISH_REASONS.index("abort")
 
     @cached_property
+    def env_errors(self) -> list[EnvError]:
+        """What an environment's code raised, its tools' too; those with `ended` ended their completion."""
+        return env_errors(self.infos)
+
+    @cached_property
     def weight_version(self) -> int | None:
         """The one version all samples were drawn under; None when there are several."""
         versions = np.unique(self.versions)
         return int(versions[0]) if len(versions) == 1 else None
 
+    @traced
     def select(self, keep: np.ndarray | Callable[[Rollout], bool]) -> Rollouts:
         """The samples for which `keep` (a (N,) bool array, or a function of a `Rollout`) holds; prompts stay."""
         mask = np.array([bool(keep(r)) for r in self.flat]) if callable(keep) else np.asarray(keep, bool)
@@ -185,32 +141,51 @@ class Rollouts:
             raise DataError(f"select: wanted {self.samples} booleans, got shape {mask.shape}")
         return self._take(np.flatnonzero(mask))
 
-    def score(self, fn: RewardFn | Sequence[float] | np.ndarray) -> Rollouts:
+    @traced
+    def score(
+        self, fn: scoring.RewardFn | Sequence[float] | np.ndarray, *, concurrency: int | None = None,
+        timeout_s: float | None = None, isolate: bool = False, memory_gib: float | None = None, on_error: str = "raise",
+    ) -> Rollouts:  # fmt: skip
         """Give each completion a reward; a new value, so that the same rollouts can be scored again.
 
         Args:
-            fn: a function of one `Rollout` returning a number, or one number per completion in `.flat` order.
+            fn: a function of one `Rollout`, plain or async, that returns a number, a mapping of numbers with "reward"
+                (the others become `components`) or an `rb.rewards.Reward`; a function of many (`rb.rewards.batched`);
+                a reward of `rb.rewards`; or one number per completion in `.flat` order.
+            concurrency, timeout_s, isolate, memory_gib: see `rb.rewards.function`. What does not apply raises.
+            on_error: "raise": when all were tried, raise for those that failed. "keep": their reward is NaN, and
+                `reward_errors` says why; `batch` refuses them.
 
         Raises:
-            DataError: the function raised or returned no finite number; names the completion.
+            DataError: a reward raised, took too long or was no finite number: names the first such completion and
+                counts the others; `.partial` holds those that have a reward.
             Stopped: interrupted; `.partial` holds the completions that have a reward, None where none has.
         """
-        if callable(fn):
-            values = self._rewards(fn)
-        else:
-            values = list(fn)
-        try:
-            rewards = np.asarray(values, np.float64)
-        except (TypeError, ValueError) as error:
-            raise DataError(f"score: wanted {self.samples} rewards that are numbers: {error}") from None
-        if rewards.shape != (self.samples,):
-            raise DataError(
-                f"score: wanted {self.samples} rewards, one per completion, got shape {rewards.shape}"
-            )
-        if not np.isfinite(rewards).all():
-            raise DataError(f"score: reward {int(np.flatnonzero(~np.isfinite(rewards))[0])} is not finite")
-        return replace(self, rewards=rewards)
+        return scoring.score(
+            self, fn, on_error,
+            concurrency=concurrency, timeout_s=timeout_s, isolate=isolate, memory_gib=memory_gib,
+        )  # fmt: skip
 
+    def compare(
+        self, *, concurrency: int | None = None, timeout_s: float | None = None, isolate: bool = False,
+        memory_gib: float | None = None, **rewards: Any,
+    ) -> RewardComparison:  # fmt: skip
+        """Score with several rewards and say where they disagree: `rollouts.compare(old=one, new=another)`.
+
+        Args:
+            rewards: by name, the first is what the others are compared with. Each is what `score` takes, or the name of
+                one of `components`, or "rewards", which these rollouts have. Of one alone, those they have are "old".
+            concurrency, timeout_s, isolate, memory_gib: as in `score`, for each that is a function.
+
+        Raises:
+            DataError: nothing to compare with, or options that do not apply.
+        """
+        from rlbench.data import comparing
+
+        options = {"concurrency": concurrency, "timeout_s": timeout_s, "isolate": isolate, "memory_gib": memory_gib}
+        return comparing.compare(self, rewards, options)
+
+    @traced
     def batch(self, advantage: Callable[..., Any], drop_aborted: bool = True, **columns: Any) -> TrainBatch:
         """Turn scored rollouts into a batch to train on.
 
@@ -218,16 +193,13 @@ class Rollouts:
             advantage: `(rewards (B,) float64 tensor, group (B,) int64 tensor) -> (B,)` advantages, or one per token
                 (B, T); e.g. `rb.rl.group_normalized()`. It may ask for more by name: `rlbench.data.advantage_call`.
             drop_aborted: leave out completions that an interrupt cut short.
-            columns: what it asks for and rollouts do not know: `components={name: rewards}`, `baseline_rewards`,
+            columns: what it asks for and rollouts do not know: `components={name: rewards}` (else those of the
+                rewards, without details such as `answer/parsed`), `baseline_rewards`,
                 and per response token `token_rewards`, `values`, `ref_logprobs`, `teacher_logprobs`, `turns`, ….
 
         Raises:
-            DataError: not scored yet; nothing left; advantages of another shape or not finite.
+            DataError: not scored yet, or not all; nothing left; advantages of another shape or not finite.
         """
-        if self.rewards is None:
-            raise DataError(
-                "these rollouts have no rewards yet: rollouts.score(reward_fn).batch(advantage=…)"
-            )
         kept = ~self.aborted if drop_aborted else np.ones(self.samples, bool)
         kept &= self.lengths > 0
         if not kept.any():
@@ -235,9 +207,11 @@ class Rollouts:
                 "no finished completion is left to train on: roll out again, or batch(drop_aborted=False)"
             )
         rows = np.flatnonzero(kept)
+        scoring.check_known(self, rows)
+        columns = scoring.with_components(self, advantage, columns, rows)
         chosen = self if kept.all() else self._take(rows)
         given = take_rows(given_columns(self, columns), rows)
-        mask = np.ones(len(chosen.logprobs), bool)
+        mask = sampled_mask(chosen)
         return TrainBatch(
             prompts=chosen.prompt_ids.take(chosen.group),
             responses=chosen.responses,
@@ -251,6 +225,14 @@ class Rollouts:
             temperature=float(self.sampling.get("temperature", 1.0)),
         )
 
+    @traced
+    def __add__(self, other: Rollouts) -> Rollouts:
+        """Both, this one's prompts first; equal prompts stay apart. More: `rlbench.data.join`."""
+        from rlbench.data.joining import join
+
+        return join(self, other) if isinstance(other, Rollouts) else NotImplemented
+
+    @same_origin
     def with_channels(self, **channels: Any) -> Rollouts:
         """The same rollouts with more numbers per token to look at; one of the same name is replaced.
 
@@ -264,6 +246,7 @@ class Rollouts:
         given = {name: channel_values.as_channel(name, values, self) for name, values in channels.items()}
         return replace(self, channels={**self.channels, **given})
 
+    @same_origin
     def with_batch(self, batch: TrainBatch, metrics: Metrics | None = None) -> Rollouts:
         """The same rollouts with what a batch made of them, and a step on it, say of each token.
 
@@ -324,25 +307,15 @@ class Rollouts:
         page = drawing.drawn("rollouts_page", self, colour=colour, samples=samples)
         return files.write_text(path, page)
 
-    def _rewards(self, fn: RewardFn) -> list[float]:
-        values: list[float] = []
-        try:
-            for rollout in self.flat:
-                values.append(self._reward(fn, rollout))
-        except KeyboardInterrupt:
-            scored = self._take(np.arange(len(values))).score(values) if values else None
-            raise Stopped(
-                f"scoring stopped: {len(values)} of {self.samples} completions have a reward", scored
-            ) from None
-        return values
-
     def __repr__(self) -> str:
         parts = [f"{self.samples} rollouts of {len(self)} prompts", f"{int(self.lengths.sum())} tokens"]
         if self.samples:
             parts.append(f"{100 * self.truncated.mean():.0f} % truncated")
             parts.append("v" + "/".join(str(v) for v in np.unique(self.versions)))
+        if self.turn_rewards is not None and self.samples:
+            parts.append(f"{self.turn_rewards.lengths.mean():.1f} turns")
         if self.rewards is not None and self.samples:
-            parts.append(f"reward {self.rewards.mean():.3g} ± {self.rewards.std():.2g}")
+            parts.append(scoring.described(self.rewards))
         if self.aborted.any() or self.not_started:
             parts.append(f"{int(self.aborted.sum())} aborted, {len(self.not_started)} prompts not started")
         return f"Rollouts({' · '.join(parts)})"
@@ -358,7 +331,8 @@ class Rollouts:
             group=int(self.group[i]),
             index=i,
             weight_version=int(self.versions[i]),
-            reward=None if self.rewards is None else float(self.rewards[i]),
+            reward=scoring.known_or_none(self.rewards, i),
+            info=self.infos[i] if self.infos else {},
         )
 
     def _group(self, p: int) -> PromptGroup:
@@ -375,7 +349,8 @@ class Rollouts:
             finish=self.finish[rows],
             versions=self.versions[rows],
             texts=tuple(self.texts[i] for i in rows),
-            rewards=None if self.rewards is None else self.rewards[rows],
+            **scoring.rows_of(self, rows),
+            **taken_turns(self, rows),
             channels={
                 name: self.responses.with_values(values).take(rows).values for name, values in self.channels.items()
             },
@@ -397,38 +372,3 @@ class Rollouts:
             not_started=tuple(where[p] for p in self.not_started if p in where),
         )
 
-    def _reward(self, fn: RewardFn, rollout: Rollout) -> float:
-        try:
-            value = fn(rollout)
-        except Exception as error:
-            said = (
-                f"the reward raised {type(error).__name__}: {error} on completion {rollout.index} "
-                f"(prompt {rollout.group}: {rollout.source.text[:60]!r}, answer {rollout.text[:60]!r})"
-            )
-            raise user_error(DataError, said, error) from error
-        if inspect.isawaitable(value):
-            raise DataError("the reward function is async: pass a plain function, or a list of its results")
-        try:
-            return float(value)
-        except (TypeError, ValueError):
-            raise DataError(
-                f"the reward gave {type(value).__name__} {str(value)[:40]!r} on completion {rollout.index}; "
-                "wanted one number"
-            ) from None
-
-
-def _joined_offsets(parts: Sequence[GeneratedArrays]) -> np.ndarray:
-    lengths = np.concatenate([np.diff(p.offsets) for p in parts])
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-
-
-def _summed_stats(parts: Sequence[GeneratedArrays]) -> dict[str, float]:
-    keys = {k for p in parts for k in p.stats}
-    return {
-        k: float(
-            max(p.stats.get(k, 0.0) for p in parts)
-            if k in ("seconds", "peak_bytes")
-            else sum(p.stats.get(k, 0.0) for p in parts)
-        )
-        for k in keys
-    }

@@ -11,9 +11,11 @@
         "finish_reason": "stop", "weight_version": 41,          # "stop", "length" or "abort"
         "label": "123", "meta": {}}]}
 
-A prompt given as text is one user message; one given as token ids is a user message with `content` null. What JSON has
-no form for (bytes, arrays, images) is marked as in `rlbench.data.plain`. A path that ends in `.jsonl` gets one object
-per line instead, without the frame around them.
+With an environment `messages` has all turns, and there are `mask` and `turns` (one number per token id; mask 0 where
+the environment said it), `turn_rewards` and `info` (`rlbench.data.turns`). A prompt given as text is one user
+message; one given as token ids is a user message with `content` null. What JSON has no form for (bytes, arrays,
+images) is marked as in `rlbench.data.plain`. A path that ends in `.jsonl` gets one object per line instead, without
+the frame around them.
 """
 
 from __future__ import annotations
@@ -69,15 +71,17 @@ def trajectories(rollouts: Rollouts) -> Iterator[dict[str, Any]]:
         yield {
             "prompt_index": p,
             "sample_index": int(which[i]),
-            "messages": [*_messages(prompt, p), {"role": "assistant", "content": rollouts.texts[i]}],
+            "messages": [*_messages(prompt, p), *_answer(rollouts, i)],
             "prompt_token_ids": rollouts.prompt_ids[p].tolist(),
             "token_ids": rollouts.responses[i].tolist(),
             "channels": {name: _numbers(rows[i]) for name, rows in channels.items()},
-            "reward": None if rollouts.rewards is None else float(rollouts.rewards[i]),
+            "reward": None if rollouts.rewards is None else _number(rollouts.rewards[i]),
+            "reward_components": {name: _number(values[i]) for name, values in rollouts.components.items()},
             "finish_reason": FINISH_REASONS[rollouts.finish[i]],
             "weight_version": int(rollouts.versions[i]),
             "label": to_plain(prompt.label, f"the label of prompt {p}"),
             "meta": to_plain(dict(prompt.meta), f"the meta data of prompt {p}"),
+            **_turns(rollouts, i),
         }
 
 
@@ -87,6 +91,31 @@ def _messages(prompt: Prompt, index: int) -> list[dict[str, Any]]:
     if prompt.content and isinstance(prompt.content[0], dict):
         return list(to_plain(prompt.content, f"prompt {index}"))
     return [{"role": "user", "content": None}]
+
+
+def _number(value: float) -> float | None:
+    """As JSON holds it: a reward whose scoring failed is NaN."""
+    return float(value) if np.isfinite(value) else None
+
+
+def _answer(rollouts: Rollouts, i: int) -> list[dict[str, Any]]:
+    """What was said behind the prompt: one message, or with an environment those of all turns."""
+    said = rollouts.infos[i].get("messages") if rollouts.infos else None
+    return list(said) if said else [{"role": "assistant", "content": rollouts.texts[i]}]
+
+
+def _turns(rollouts: Rollouts, i: int) -> dict[str, Any]:
+    """What an environment adds; nothing without one."""
+    if rollouts.mask is None or rollouts.turns is None or rollouts.turn_rewards is None:
+        return {}
+    start, stop = rollouts.responses.offsets[i : i + 2]
+    info = dict(rollouts.infos[i]) if rollouts.infos else {}
+    return {
+        "mask": rollouts.mask[start:stop].astype(int).tolist(),
+        "turns": rollouts.turns[start:stop].tolist(),
+        "turn_rewards": _numbers(rollouts.turn_rewards[i]),
+        "info": to_plain({name: value for name, value in info.items() if name != "messages"}, f"the info of {i}"),
+    }
 
 
 def _numbers(values: np.ndarray) -> list[float | None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 from rlbench.dispatch.pending import STOP_WAIT_S
@@ -27,6 +27,8 @@ class Step(Protocol):
 
 
 Steps = Generator[Step, Any, Any]
+Ended = Callable[[Any, "BaseException | None"], None]
+"""Told the value or the error of a call that is over."""
 
 
 class Chain:
@@ -40,6 +42,8 @@ class Chain:
         self._value: Any = None
         self._error: BaseException | None = None
         self._finished = threading.Event()
+        self._then: list[Ended] = []
+        self._ending = threading.Lock()
         threading.Thread(target=self._drive, name=f"rlbench {what}", daemon=True).start()
 
     @property
@@ -52,6 +56,14 @@ class Chain:
         self._stop_wanted = True
         if self._current is not None:
             self._current.stop()
+
+    def then(self, ended: Ended) -> None:
+        """Call `ended(value, error)` when it is over, before `result()` returns; at once where it is over already."""
+        with self._ending:
+            if not self._finished.is_set():
+                self._then.append(ended)
+                return
+        ended(self._value, self._error)
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait and return the result; raises what the steps raised, TimeoutError after `timeout` seconds."""
@@ -106,4 +118,14 @@ class Chain:
         except BaseException as error:
             self._error = error
         finally:
-            self._finished.set()
+            self._end()
+
+    def _end(self) -> None:
+        with self._ending:
+            try:
+                for ended in self._then:
+                    ended(self._value, self._error)
+            except Exception as error:
+                self._error = self._error or error
+            finally:
+                self._finished.set()

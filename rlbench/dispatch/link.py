@@ -28,12 +28,15 @@ from rlbench.runtime import cluster, processes, registry
 MONITOR = "rlbench.monitor.actor:Monitor"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 BEAT_S = 5.0
+Noting = Callable[[str, str, tuple[Any, ...], dict[str, Any]], contextlib.AbstractContextManager[Any]]
+"""Keeps a record of what a user does with an engine itself: its name, the method, and the arguments."""
 
 
 class Link:
     """Drives session `name`. Made by `Link.create`, `Link.attach`, or for one control verb by `Link.operate`.
 
     `drives`: it is the driver's own: the session's lease depends on its life, and it may end the session.
+    `noting`: set by a session that keeps a record of its verbs.
     """
 
     def __init__(self, name: str, monitor: Any, epoch: int, drives: bool = True) -> None:
@@ -47,6 +50,7 @@ class Link:
         self._acknowledged = ""
         self._closed = threading.Event()
         self._drives = drives
+        self.noting: Noting = lambda engine, name, args, kwargs: contextlib.nullcontext()
         if drives:
             threading.Thread(target=self._beat, daemon=True).start()
 

@@ -33,6 +33,8 @@ FAILED_PEER_WAIT_S = 10.0
 Observer = Callable[[list[Progress]], None]
 Again = Callable[[Sequence[int]], list[Any] | None]
 """Sends a call once more to these workers; None: not yet."""
+Ended = Callable[[Any, "BaseException | None"], None]
+"""Told the value or the error of a call that is over."""
 Answer = Reply | BaseException
 """What a worker said, or why it says nothing any more."""
 
@@ -60,6 +62,7 @@ class Pending:
         self._first_failed: list[int] | None = None
         self._released = False
         self._again, self._stop_wanted = again, False
+        self._then: list[Ended] = []
         self._lock = threading.RLock()
 
     @property
@@ -100,10 +103,20 @@ class Pending:
                     self._close_view()
                 if self._on_end is not None:
                     self._on_end()
+                for ended in self._then:
+                    ended(*self._outcome)
         value, error = self._outcome
         if error is not None:
             raise error.with_traceback(None)
         return value
+
+    def then(self, ended: Ended) -> None:
+        """Call `ended(value, error)` when `result()` has it; at once where it is known already."""
+        with self._lock:
+            if self._outcome is None:
+                self._then.append(ended)
+                return
+        ended(*self._outcome)
 
     def blocking_result(self) -> Any:
         """`result()` where Ctrl-C stops the call: the prompt is back within two seconds.

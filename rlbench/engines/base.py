@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import dataclasses
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -21,6 +22,7 @@ PUT_BYTES = 256 << 10
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of one rank."""
 
+_live: weakref.WeakSet[Engine] = weakref.WeakSet()
 _anonymous: Link | None = None
 _anonymous_cluster: cluster.Cluster | None = None
 
@@ -36,6 +38,12 @@ def anonymous_link() -> Link:
     return _anonymous
 
 
+def live_engines(kind: str) -> list[Engine]:
+    """The engines of this kind that this kernel holds and that run, by session and name."""
+    held = [engine for engine in _live if engine.KIND == kind and engine.built and not engine.link.closed]
+    return sorted(held, key=lambda engine: (engine.link.name, engine.name))
+
+
 class Engine:
     """Base of the engines. `name` is its role in the session (`actor`, `inference`, …), unique there."""
 
@@ -49,6 +57,7 @@ class Engine:
         self._link = link
         self._actors: list[Any] = []
         self._info: dict[str, Any] = {}
+        _live.add(self)
 
     @property
     def built(self) -> bool:

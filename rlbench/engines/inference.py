@@ -15,6 +15,7 @@ from rlbench.dispatch.pending import Pending
 from rlbench.engines.base import Engine, checked_config, cores
 from rlbench.engines.placement import visible_gpus
 from rlbench.engines.seeds import request_seeds
+from rlbench.engines.turns import failed_in_env, split_options, tell_env_errors
 from rlbench.errors import BuildError, DataError, Stopped, nearest
 from rlbench.runtime import cluster
 
@@ -112,7 +113,7 @@ class InferenceEngine(Engine):
 
     def generate(
         self, prompts: Any, sampling: dict[str, Any] | None = None, *, n: int | None = None, progress: bool = True,
-        **options: Any,
+        env: Any = None, **options: Any,
     ) -> Rollouts:  # fmt: skip
         """Generate completions; blocks, Ctrl-C raises `rb.Stopped` with the finished part.
 
@@ -122,30 +123,33 @@ class InferenceEngine(Engine):
                 the same as keywords.
             n: completions per prompt (default 1).
             progress: show a progress bar with tokens/s.
+            env: an `rb.envs.Env` that each sample meets turn by turn: a class, an instance (copied for each sample) or
+                a function that makes one. Then `max_tokens` is per turn, and there are the options of
+                `rlbench.engines.turns.TURN_OPTIONS`: `max_turns`, `max_total_tokens`, `env_timeout_s`.
 
         Returns:
             `Rollouts`, in prompt order.
         """
-        pending = self.submit_generate(prompts, {**(sampling or {}), **options}, n=n, progress=progress)
+        pending = self.submit_generate(prompts, {**(sampling or {}), **options}, n=n, progress=progress, env=env)
         result: Rollouts = pending.blocking_result()
         return result
 
     def submit_generate(
         self, prompts: Any, sampling: dict[str, Any], *, n: int | None = None, progress: bool = True,
-        number: int | None = None,
+        number: int | None = None, env: Any = None,
     ) -> Pending:  # fmt: skip
         """Submit a generate call and return its `Pending`. `number` is the rollout's, from which its seeds derive."""
         self._need_built("generate")
         asked: list[Prompt] = as_prompts(prompts)
         samples = _samples(n, sampling)
-        rest = {k: v for k, v in sampling.items() if k != "n"}
+        turns, rest = split_options(env, {k: v for k, v in sampling.items() if k != "n"}, self.executor)
         if number is None:
             number = int(self.link.state("rollouts")["rollouts"]) + 1
             self.link.set(rollouts=number)
         replicas = len(self._actors)
         job = GenerateJob([p.content for p in asked], samples, rest,
                           request_seeds(self.seed, number, len(asked), samples), shared=replicas > 1, number=number,
-                          asked=tuple(asked) if number else ())  # fmt: skip
+                          asked=tuple(asked) if number or turns else (), env=turns)  # fmt: skip
         view = views.make("generate", total=len(asked) * samples) if progress else None
 
         def finish(parts: list[Any]) -> Rollouts:
@@ -154,9 +158,11 @@ class InferenceEngine(Engine):
                 view.close(merged)
             if number:
                 self.link.tell({"do": "lengths", "entry": length_stats(merged)})
-            if merged.samples < len(asked) * samples or merged.aborted.any():
+            cut = merged.aborted & ~failed_in_env(merged)
+            if merged.samples < len(asked) * samples or cut.any():
                 raise Stopped(f"rollout {number} stopped: {merged.samples - int(merged.aborted.sum())} of "
                               f"{len(asked) * samples} completions are finished", merged)  # fmt: skip
+            tell_env_errors(merged)
             return merged
 
         return self.call_all(

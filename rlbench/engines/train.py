@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from rlbench.dispatch import by_value
 from rlbench.dispatch.link import Link
 from rlbench.dispatch.pending import Pending
 from rlbench.engines.base import Call, Engine, checked_config, cores
 from rlbench.engines.methods import proxy
 from rlbench.engines.parallel import estimated_bytes, split_call
-from rlbench.errors import BuildError, MethodError, nearest
+from rlbench.engines.redefine import Redefining, forget, verbs
+from rlbench.errors import BuildError, EngineError, MethodError, nearest
 from rlbench.runtime import cluster
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ EXECUTORS = ("fsdp2",)
 WARN_BYTES = 4 << 20
 
 
-class TrainEngine(Engine):
+class TrainEngine(Redefining, Engine):
     """Training ranks around one module.
 
     Args:
@@ -108,7 +109,14 @@ class TrainEngine(Engine):
         self.link.engine(
             self.name, {"info": self._info, "methods": infos[0]["methods"], "state": self.status()}
         )
+        self.define_again()
         return self
+
+    def close(self) -> None:
+        """End the ranks and free what they hold; what was redefined is forgotten. Safe to call twice."""
+        if self._actors and not self.link.closed:
+            forget(self)
+        super().close()
 
     def run(self, fn: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """Run `fn(*args, **kwargs)` on every rank; returns one result per rank.
@@ -118,7 +126,35 @@ class TrainEngine(Engine):
         """
         self._need_built("run")
         calls: list[Call] = [((pickled(fn), a, k), {}) for a, k in split_call(args, kwargs, self.world_size)]
-        return list(self.call("run", calls, what=f"{self.name}.run").blocking_result())
+        with self.link.noting(self.name, "run", (fn, *args), kwargs):
+            return list(self.call("run", calls, what=f"{self.name}.run").blocking_result())
+
+    def run_cell(self, source: str, rank: int | None = None) -> list[str | None]:
+        """Run the text of a cell on every rank, or on one; what `%%ranks` does.
+
+        Names stay on the rank from cell to cell, as with `run`. Ctrl-C stops all ranks at the same statement.
+
+        Args:
+            source: the cell.
+            rank: of one; it must not ask the others for a collective.
+
+        Returns:
+            Per rank the `repr` of the cell's last expression, None where it has none.
+
+        Raises:
+            RemoteError: with the line of the cell. Stopped: interrupted. EngineError: no such rank.
+        """
+        self._need_built("run_cell")
+        if rank is not None and not 0 <= rank < self.world_size:
+            raise EngineError(f"run_cell: rank={rank}: {self.name} has ranks 0 to {self.world_size - 1}")
+        calls: list[Call] = [((source, rank), {})] * self.world_size
+        what = f"{self.name} cell" if rank is None else f"{self.name} cell on rank {rank}"
+        with self.link.noting(self.name, "run_cell", (source,), {} if rank is None else {"rank": rank}):
+            return list(self.call("run_cell", calls, what=what, track=True).blocking_result())
+
+    def complete_names(self, text: str) -> list[str]:
+        """Names on rank 0 that continue `text`; answers also while a cell runs."""
+        return list(self.control("complete_names", text)[0])
 
     def p2p_weight_sync(self, infer: InferenceEngine, transport: str | None = None) -> dict[str, Any]:
         """Send the weights to the replicas of `infer`; ends with equal versions and equal log-probs on a probe.
@@ -162,7 +198,7 @@ class TrainEngine(Engine):
                 f"{name!r}: the engine is not built; call build(…) first, its module's methods come with it"
             )
         raise MethodError(
-            f"the module of engine {self.name!r} has no method {name!r}{nearest(name, [*methods, *_verbs()])}; "
+            f"the module of engine {self.name!r} has no method {name!r}{nearest(name, [*methods, *verbs(self)])}; "
             f"it has {', '.join(methods)}"
         )
 
@@ -177,7 +213,8 @@ class TrainEngine(Engine):
 
     def _caller(self, name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> list[Any]:
-            return list(self._user_call(name, args, kwargs).blocking_result())
+            with self.link.noting(self.name, name, args, kwargs):
+                return list(self._user_call(name, args, kwargs).blocking_result())
 
         return call
 
@@ -194,16 +231,5 @@ class TrainEngine(Engine):
 
 
 def pickled(value: Any) -> bytes:
-    """`value` by cloudpickle: functions and classes of a notebook go by value."""
-    import cloudpickle
-
-    return bytes(cloudpickle.dumps(value))
-
-
-def content_hash(blob: bytes) -> str:
-    """Short identity of a pickled function."""
-    return hashlib.sha256(blob).hexdigest()[:12]
-
-
-def _verbs() -> list[str]:
-    return [name for name in dir(TrainEngine) if not name.startswith("_")]
+    """`value` by cloudpickle: functions and classes of a notebook and of local modules go by value."""
+    return by_value.dumps(value)

@@ -58,13 +58,13 @@ class Sessions(Handler):
 
 
 class State(Handler):
-    """`GET sessions/NAME/state?history=N`."""
+    """`GET sessions/NAME/state?history=N&since=T`."""
 
     @web.authenticated
     @authorized
     async def get(self, name: str) -> None:
         """The session's state."""
-        await self.pass_on(name, self.query("/state", "history"))
+        await self.pass_on(name, self.query("/state", "history", "since"))
 
 
 class Samples(Handler):

@@ -47,7 +47,8 @@ class Routes:
         parts = path.strip("/").split("/")
         if parts == ["state"]:
             self._need("GET", method)
-            return 200, self._state(int(_number(query, "history", HISTORY_DEFAULT, HISTORY_MAX)))
+            state = self._state(int(_number(query, "history", HISTORY_DEFAULT, HISTORY_MAX)))
+            return 200, state if "since" not in query else state | self._telemetry(_number(query, "since", 0.0, None))
         if parts == ["samples"]:
             self._need("GET", method)
             return 200, self._telemetry(_number(query, "since", 0.0, None))

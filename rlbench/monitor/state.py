@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-PLACE = ("step", "version", "rollouts", "tip")
+PLACE = ("step", "version", "rollouts", "tip", "cursor")
 """What says where a session stands in its own course; a snapshot keeps it."""
 LENGTHS_KEPT = 32
 
@@ -24,7 +24,7 @@ def initial(name: str) -> State:
     return {
         "name": name, "epoch": 0, "driver": None, "config": {}, "engines": {}, "version": 0, "highest": 0, "step": 0,
         "rollouts": 0, "records": [], "tip": None, "snapshots": {}, "undo": [], "branch": "main", "branches": {},
-        "paused": False, "lengths": [],
+        "paused": False, "lengths": [], "trackers": [], "cursor": None,
     }  # fmt: skip
 
 

@@ -125,7 +125,6 @@ def guard_forward(module: nn.Module) -> None:
     FSDP2 gathers the parameters in hooks around `self(...)`; a direct `forward` would meet sharded ones.
     """
     inside = [0]
-    original = module.forward
 
     def enter(*_: Any) -> None:
         inside[0] += 1
@@ -133,15 +132,22 @@ def guard_forward(module: nn.Module) -> None:
     def leave(*_: Any) -> None:
         inside[0] -= 1
 
-    @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if inside[0] == 0:
             raise EngineError(
                 "self.forward(...) skips the gathering of sharded parameters; call self(...) with the same "
                 "arguments."
             )
-        return original(*args, **kwargs)
+        return forward.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
 
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(leave, always_call=True)
+    functools.update_wrapper(forward, module.forward)
     module.forward = forward
+
+
+def renew_forward(module: nn.Module) -> None:
+    """The guarded module's class is another one: call that one's `forward` from now on."""
+    guard = vars(module)["forward"]
+    if getattr(guard.__wrapped__, "__self__", None) is module:  # the class's own, not one put on the instance
+        functools.update_wrapper(guard, type(module).forward.__get__(module))

@@ -16,7 +16,7 @@ from typing import Any
 from rlbench.errors import SessionError
 from rlbench.monitor import client
 
-BUSY_INTERVAL_S, IDLE_INTERVAL_S = 0.4, 1.0
+BUSY_INTERVAL_S, IDLE_INTERVAL_S = 0.5, 1.0
 """The monitor samples twice a second; nobody needs to be asked more often than that."""
 SAMPLES_KEPT, MARKS_KEPT = 1200, 300
 HISTORY_ASKED = 100
@@ -142,19 +142,18 @@ class Feed:
             self._trouble, self._ended = f"session {self.name} is closed", True
             return
         try:
-            state = client.ask(record, "/state?history=0")
+            since = self._samples[-1]["time"] if self._samples else 0.0
+            state = client.ask(record, f"/state?history=0&since={since + OVERLAP_S if since else 0}")
             mark = (state.get("history_total"), state.get("step"), state.get("version"), state.get("branch"))
             if mark != self._history[0]:
                 full = client.ask(record, f"/state?history={HISTORY_ASKED}")
                 self._history = (mark, full["history"])
-            since = self._samples[-1]["time"] if self._samples else 0.0
-            answer = client.ask(record, f"/samples?since={since + OVERLAP_S if since else 0}")
         except (client.MonitorGone, client.Refused) as error:
             self._trouble = str(error)
             return
+        self._samples.extend(state.pop("samples"))
+        self._keep_marks(state.pop("marks", ()))
         self._state = {**state, "history": self._history[1]}
-        self._samples.extend(answer["samples"])
-        self._keep_marks(answer.get("marks", ()))
         self._asked, self._trouble = time.time(), ""
 
     def _keep_marks(self, marks: Any) -> None:

@@ -19,14 +19,22 @@ HTML = {
 }
 CARDS = {  # a `Card` each, or what has `bundle()`: HTML and text say the same; a list still shows each one's repr
     "rlbench.data.batch.TrainBatch": "views.batch_card",
+    "rlbench.data.comparing.RewardComparison": "reward_views.comparison_view",
+    "rlbench.data.gradients.Gradients": "gradient_views.gradients_view",
     "rlbench.data.history.History": "views.history_card",
     "rlbench.data.metrics.Metrics": "views.metrics_card",
+    "rlbench.data.mixing.Mixture": "data_views.mixture_card",
+    "rlbench.data.prompt_set.PromptSet": "data_views.prompt_set_card",
+    "rlbench.data.prompt_stream.PromptStream": "data_views.stream_card",
+    "rlbench.data.scoring.RewardErrors": "reward_views.errors_card",
+    "rlbench.data.verbs.Verbs": "verbs_views.verbs_card",
     "rlbench.engines.base.Engine": "views.engine_card",
     "rlbench.session.checkpoints.Saved": "kept_views.saved_card",
     "rlbench.session.evaluation.Evaluation": "kept_views.evaluation_card",
     "rlbench.session.healing.Healed": "kept_views.healed_card",
     "rlbench.session.facts.Sessions": "views.sessions_card",
     "rlbench.session.loss_lab.LossLab": "loss_lab_view.lab_view",
+    "rlbench.session.script.Exported": "verbs_views.exported_card",
     "rlbench.session.snapshots.Snapshot": "kept_views.snapshot_card",
     "rlbench.session.snapshots.Snapshots": "kept_views.snapshots_card",
 }
@@ -49,6 +57,8 @@ def install() -> None:
     shell = module.get_ipython() if module is not None else None
     if shell is None:
         return
+    from rlbench.notebook import ranks_magic
+
     formatter = shell.display_formatter.formatters["text/html"]
     for path, view in HTML.items():
         owner, _, name = path.rpartition(".")
@@ -59,6 +69,7 @@ def install() -> None:
     if getattr(shell, "kernel", None) is not None:  # a live viewer needs a front end to talk to
         bundles = shell.display_formatter.mimebundle_formatter
         bundles.for_type_by_name("rlbench.data.rollouts", "Rollouts", _rollouts_bundle)
+    ranks_magic.install(shell)
     shell.set_custom_exc((RLBenchError, Stopped), _show_error)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
+
 from rlbench.data.metrics import format_number
 from rlbench.notebook.card import Card, Cell, Grid
 from rlbench.notebook.markup import gib
@@ -56,8 +58,8 @@ def saved_card(saved: Any) -> Card:
 def evaluation_card(evaluation: Any) -> Card:
     """The mean reward, how sure it is, and what the answers were like."""
     rollouts = evaluation.rollouts
-    rewards = rollouts.rewards
-    count = rollouts.samples
+    rewards = rollouts.rewards[np.isfinite(rollouts.rewards)]  # an environment may have failed on some
+    count = len(rewards)
     error = float(rewards.std()) / max(1, count) ** 0.5
     right = percent(int((rewards > 0).sum()), count)
     rows: tuple[tuple[Cell, ...], ...] = (

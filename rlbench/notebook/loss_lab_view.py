@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rlbench.data.metrics import format_number
 from rlbench.notebook.card import WARNING, Card, Cell, Grid
+from rlbench.notebook.card_view import CardView
 from rlbench.notebook.chart import Chart, Line, Panel
-from rlbench.notebook.chart_svg import page
 from rlbench.notebook.inert import cut, visible
+from rlbench.notebook.loss_lab_tokens import token_strips
 from rlbench.notebook.sparkline import blocks
 from rlbench.notebook.units import percent, short
 
@@ -26,24 +26,9 @@ NAME, BLOCKS = 40, 40
 """Characters of a loss's name in a chart; blocks of a curve as text."""
 
 
-@dataclass(frozen=True)
-class LabView:
-    """A card and the chart below it."""
-
-    card: Card
-    chart: Chart
-
-    def bundle(self) -> dict[str, str]:
-        """Both, as IPython takes them."""
-        return {
-            "text/html": self.card.html() + page(self.chart),
-            "text/plain": f"{self.card.text()}\n{self.chart!r}",
-        }
-
-
-def lab_view(lab: Any) -> LabView:
-    """The card of a lab, and its losses' coefficients against the ratio."""
-    return LabView(lab_card(lab), what_if_chart(lab, *lab.shown_curves))
+def lab_view(lab: Any) -> CardView:
+    """The card of a lab, its losses side by side on the tokens, and their coefficients against the ratio."""
+    return CardView(lab_card(lab), what_if_chart(lab, *lab.shown_curves), token_strips(lab))
 
 
 # -- the card
@@ -54,6 +39,7 @@ def lab_card(lab: Any) -> Card:
     batch = lab.batch
     facts = (f"{format_number(len(batch))} sequences", f"{short(int(batch.mask.sum()))} tokens trained")
     grids = [_numbers(lab)] if len(lab) else []
+    grids += [_parameters(lab.parameters)] if lab.parameters is not None else []
     grids += [_spending(lab, what) for what in ("length", "turn") if len(lab) and _telling(lab, what)]
     return Card("loss lab", facts, grids, [*_failures(lab.failed), *_remarks(lab)])
 
@@ -71,12 +57,27 @@ def _row(lab: Any, i: int, entry: Any) -> tuple[Cell, ...]:
     named = f"{entry.name} ({entry.hash[:4]})" if entry.hash else entry.name
     clip = "–" if entry.clip_fraction is None else percent(entry.clip_fraction, 1)
     positive, negative, _ = (round(100 * float(share)) for share in entry.shares["advantage"])
-    cosine = float(lab.cosines[i, 0])
     return (
         named, format_number(entry.value), format_number(entry.norm), clip, f"{positive} / {negative}",
-        percent(entry.zeros, 1), "–" if math.isnan(cosine) else f"{cosine:.2f}",
+        percent(entry.zeros, 1), _cosine(float(lab.cosines[i, 0])),
         "–" if i == 0 else percent(lab.disagreement(entry.name), 1), entry.aggregation,
     )  # fmt: skip
+
+
+def _parameters(found: Any) -> Grid:
+    """One row per loss: its whole gradient, against the first one's."""
+    rows = tuple(
+        (loss, format_number(float(found.norms[i])), _cosine(float(found.cosines[i, 0])),
+         _cosine(float(found.norm_ratios[i, 0])))
+        for i, loss in enumerate(found.losses)
+    )  # fmt: skip
+    first = cut(found.losses[0], NAME) if found.losses else ""
+    head = ("", "|grad|", f"cos to {first}", "norm ratio")
+    return Grid(rows, head, frozenset(range(1, 4)), "gradients of the parameters; lab.parameters.by_layer()")
+
+
+def _cosine(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.2f}"
 
 
 def _spending(lab: Any, what: str) -> Grid:
@@ -128,6 +129,8 @@ def _remarks(lab: Any) -> list[str]:
             f"{WARNING}{', '.join(leaky)}: untrained tokens (tool output, padding) get a gradient, too: a step would "
             "train on them. Clear them first: torch.where(inputs.mask, …, 0)"
         )
+    if lab.bound is not None:
+        found.append(f"lab[{next(iter(lab))!r}].step() takes the step with that loss")
     return [
         *found,
         "coef = ∂L/∂log-prob of a token, aggregated; negative: a step makes the token more likely",

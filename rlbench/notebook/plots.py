@@ -68,7 +68,7 @@ def column_plot(
     own = name or column.name or "values"
     if own in (compare or {}):
         raise DataError(f"{own!r} stands for these values already: name= gives them another name")
-    columns = {_label(own): column}
+    columns = {_label(own): _valued(column)}
     columns |= {_label(key): _column(key, given, column) for key, given in (compare or {}).items()}
     if len(columns) > LINES:
         raise DataError(f"{len(columns)} distributions are more than {LINES}: compare fewer")
@@ -180,13 +180,22 @@ def _x_name(x: str) -> str:
 
 def _column(name: str, given: Any, like: Column) -> Column:
     if isinstance(given, Column):
-        return given
+        return _valued(given)
     values = np.asarray(given)
     if values.ndim != 1 or values.dtype.kind not in "biuf":
         raise DataError(
             f"compare: {name!r} is {type(given).__name__}; wanted one number per completion, as in other.{like.name}"
         )
     return Column.of(values, like.name, like.unit)
+
+
+def _valued(column: Column) -> Column:
+    """The column without NaN: completions whose scoring failed have no reward."""
+    missing = np.isnan(column)
+    if not missing.any():
+        return column
+    cut = None if column.truncated is None else column.truncated[~missing]
+    return Column.of(np.asarray(column)[~missing], column.name, column.unit, cut)
 
 
 def _finite(name: str, column: Column) -> np.ndarray:

@@ -47,6 +47,8 @@ code, .t {font: 12px/1.5 ui-monospace, monospace; white-space: pre-wrap; overflo
 #readout {position: fixed; inset: auto 0 0 0; padding: 4px 24px; min-height: 20px; font-size: 12px;
   font-family: ui-monospace, monospace; background: Canvas; border-top: 1px solid GrayText;
   overflow-wrap: anywhere; white-space: pre-wrap}
+#controls :focus-visible, [data-i] .t:focus-visible {outline: 2px solid Highlight; outline-offset: 1px}
+[data-i] .t:focus-within i.at, [data-i] .t:focus i.at {outline: 2px solid CanvasText; outline-offset: -1px}
 [hidden] {display: none !important}
 @media (prefers-color-scheme: dark) {.w {color: #f5a04b}}
 """

@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from rlbench.data import Rollouts
+from rlbench.data.scoring import known
 from rlbench.errors import DataError, nearest
 from rlbench.notebook.channel_scale import number
 
@@ -47,8 +48,8 @@ class Summary:
     def threshold(self) -> float | None:
         """A completion is right when its reward is above: halfway between the least and the largest, or 0 where all
         rewards are equal. None before scoring."""
-        rewards = self.rollouts.rewards
-        if rewards is None or not len(rewards):
+        rewards = known(self.rewards)
+        if self.rollouts.rewards is None or not len(rewards):
             return None
         low, high = float(rewards.min()), float(rewards.max())
         return 0.0 if low == high else (low + high) / 2
@@ -65,11 +66,11 @@ class Summary:
     def two_valued(self) -> bool:
         """Whether every reward is one of two numbers, so that "4/8 right" says all."""
         rewards = self.rollouts.rewards
-        return rewards is not None and len(rewards) > 0 and len(np.unique(rewards)) <= 2
+        return rewards is not None and 0 < len(np.unique(known(rewards))) <= 2
 
     @cached_property
     def mean(self) -> np.ndarray:
-        """Mean reward of each prompt, (P,) float64; NaN without completions."""
+        """Mean reward of each prompt, (P,) float64; NaN without any."""
         return self.per_prompt(self.rewards)
 
     @cached_property
@@ -85,9 +86,14 @@ class Summary:
 
     @cached_property
     def rewards(self) -> np.ndarray:
-        """(N,) float64; zeros before scoring."""
+        """(N,) float64; zeros before scoring, NaN where it failed."""
         given = self.rollouts.rewards
-        return np.zeros(self.rollouts.samples) if given is None else given
+        return np.zeros(self.rollouts.samples) if given is None else np.asarray(given)
+
+    @cached_property
+    def failed(self) -> np.ndarray:
+        """(N,) bool: scoring it failed."""
+        return np.isnan(self.rewards)
 
     @cached_property
     def mismatch(self) -> np.ndarray | None:
@@ -114,9 +120,11 @@ class Summary:
         return totals / np.where(counts, counts, np.nan)
 
     def per_prompt(self, values: np.ndarray) -> np.ndarray:
-        """Mean of a column over each prompt's completions, (P,) float64."""
-        totals = np.bincount(self.rollouts.group, values, len(self.rollouts))
-        return totals / np.where(self.counts, self.counts, np.nan)
+        """Mean of a column over those of each prompt's completions that have a value, (P,) float64."""
+        there = ~np.isnan(values)
+        totals = np.bincount(self.rollouts.group, np.where(there, values, 0), len(self.rollouts))
+        counts = np.bincount(self.rollouts.group, there, len(self.rollouts))
+        return totals / np.where(counts, counts, np.nan)
 
     def sorts(self) -> list[str]:
         """Names of the orders these rollouts can be shown in."""
@@ -224,7 +232,8 @@ FILTERS: dict[str, Callable[[Summary], np.ndarray | None]] = {
     "mixed groups": _scored(lambda s: s.mixed[s.rollouts.group]),
     "zero-variance groups": _scored(lambda s: ~s.mixed[s.rollouts.group]),
     "right": _scored(lambda s: s.right),
-    "wrong": _scored(lambda s: ~s.right),
+    "wrong": _scored(lambda s: ~s.right & ~s.failed),
+    "scoring failed": lambda s: s.failed if s.failed.any() else None,
     "truncated": lambda s: s.rollouts.truncated,
     "aborted": lambda s: s.rollouts.aborted,
     "clipped tokens": lambda s: s.clipped,

@@ -13,6 +13,7 @@ from rlbench.data import FINISH_REASONS, Rollouts
 from rlbench.data.channels import all_channels
 from rlbench.data.export import sample_index
 from rlbench.data.pieces import Pieces, pieces_of
+from rlbench.data.scoring import described
 from rlbench.notebook.channel_scale import Scale, scale_of
 from rlbench.notebook.inert import cut, visible
 from rlbench.notebook.prompt_parts import images, prompt_parts
@@ -73,7 +74,7 @@ class Shown:
                 {"src": i.image, "alt": i.text} for i in images(prompt, THUMBNAIL)[:IMAGES_OF_A_PROMPT]
             ],
         }
-        if r.rewards is not None and len(lengths):
+        if r.rewards is not None and not s.failed[own].all():
             found |= {
                 "right": int(s.right[own].sum()), "two": s.two_valued,
                 "mean": float(s.mean[p]), "spread": float(s.spread[p]),
@@ -110,7 +111,7 @@ class Shown:
             "p": int(r.group[i]),
             "n": end - int(r.responses.offsets[i]),
             "from": start,
-            "reward": None if r.rewards is None else float(r.rewards[i]),
+            "reward": None if r.rewards is None or self.summary.failed[i] else float(r.rewards[i]),
             "right": bool(self.summary.right[i]),
             "finish": FINISH_REASONS[r.finish[i]],
             "version": int(r.versions[i]),
@@ -146,9 +147,7 @@ def headline(rollouts: Rollouts) -> str:
     if rollouts.samples:
         parts.append("v" + "/".join(str(v) for v in np.unique(rollouts.versions)[:4]))
         if rollouts.rewards is not None:
-            parts.append(
-                f"reward {rollouts.rewards.mean():.3g} ± {rollouts.rewards.std():.2g}".replace("-", "−")
-            )
+            parts.append(described(rollouts.rewards).replace("-", "−"))
         parts.append(f"{100 * rollouts.truncated.mean():.0f} % truncated")
     if rollouts.aborted.any():
         parts.append(f"{int(rollouts.aborted.sum()):,} aborted")

@@ -155,7 +155,8 @@ SAMPLER = ("logprob_gap", "logprob_gap_max", "mismatch/kl", "mismatch/ess")
 GRADIENT = ("grad_norm", "lr")
 SIZE = ("sequences", "tokens", "tokens_per_s", "length", "length_max", "truncated")
 GROUPS = (("result", RESULT), ("policy", POLICY), ("sampler", SAMPLER), ("gradient", GRADIENT), ("size", SIZE))
-ELSEWHERE = ("step", "version", "data_version", "skipped", "seconds", "loss_name", "loss_hash", "aggregation", "head")
+CODE = tuple(f"{what}_{part}" for what in ("loss", "reward", "advantage") for part in ("name", "hash", "source"))
+ELSEWHERE = ("step", "version", "data_version", "skipped", "seconds", "aggregation", "head", *CODE)
 
 
 def metrics_card(metrics: Metrics) -> Card:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from rlbench.session import preflight as preflights
+from rlbench.session.recording import recorded
 from rlbench.session.rehearsal import rehearse_steps
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 class CheckVerbs:
     """What `Session` inherits: preflight, rehearse."""
 
+    @recorded
     def preflight(
         self, prompts: Any = None, n: int = preflights.SAMPLES, sampling: dict[str, Any] | None = None, *,
         strict: bool = False, block: bool = True, **options: Any,
@@ -41,6 +43,7 @@ class CheckVerbs:
         chosen = {**(sampling or {}), **options}
         return me._run("preflight", preflights.preflight_steps(me, prompts, n, chosen, strict), block)
 
+    @recorded
     def rehearse(
         self, max_length: int | None = None, token_budget: int | None = None, *, loss: Any = "grpo",
         memory_limit: int | None = None, seconds: float = 60.0, block: bool = True,

@@ -36,8 +36,10 @@ def save_steps(session: Session, root: str, max_num: int | None, max_mem: float 
     for name, value in (("max_num", max_num), ("max_mem", max_mem)):
         if value is not None and value <= 0:
             raise CheckpointError(f"save: {name}={value!r} must be above 0, or None to keep all")
-    state = session.link.state("step", "version", "rollouts", "config", "history")
-    kept = {key: state[key] for key in ("step", "version", "rollouts", "config", "history")}
+    session.note_place()
+    names = ("step", "version", "rollouts", "config", "history", "cursor")
+    state = session.link.state(*names)
+    kept = {key: state[key] for key in names}
     name = f"step-{state['step']:06d}-v{state['version']}"
     place = str(Path(root).expanduser().resolve())
     parts = yield session.train.call_all(
@@ -63,7 +65,8 @@ def load_steps(session: Session, folder: Path, kept: dict[str, Any]) -> Steps:
     """Bring a session just built to a checkpoint: weights, optimizer, step, history, and the replicas' weights."""
     yield session.train.call_all("load_checkpoint", str(folder), what="load", track=True)
     session.link.apply(*({"do": "record", "record": record} for record in kept["history"]))
-    session.link.set(step=kept["step"], version=kept["version"], rollouts=kept["rollouts"])
+    place = {"step": kept["step"], "version": kept["version"], "rollouts": kept["rollouts"]}
+    session.link.set(**place, cursor=kept.get("cursor"))  # a checkpoint of an earlier rlbench has none
     session.train.publish_state()
     yield sync_weights(session.train, session.inference, kept["version"])
     return session

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,10 @@ from typing import Any
 import numpy as np
 
 from rlbench.data import TrainBatch
+from rlbench.dispatch import by_value
 from rlbench.errors import LossError
+from rlbench.session.one_thread import one_thread
+from rlbench.session.sources import source
 from rlbench.traces import user_error
 
 NO_REFERENCE = (
@@ -24,12 +26,13 @@ NO_REFERENCE = (
 
 @dataclass(frozen=True)
 class ShippedLoss:
-    """A loss on its way to the ranks: cloudpickled, with its name and the hash that identifies it in the records."""
+    """A loss on its way to the ranks: cloudpickled, with name, hash and text, which tell in the records what it was."""
 
     name: str
     blob: bytes
     hash: str
     needs_reference: bool
+    source: str = ""
 
 
 def ship(loss: Any, batch: TrainBatch, has_reference: bool = True) -> ShippedLoss:
@@ -44,8 +47,6 @@ def ship(loss: Any, batch: TrainBatch, has_reference: bool = True) -> ShippedLos
     Raises:
         LossError: it raised, gave the wrong shape or type, was not finite, or gives the log-probs no gradient.
     """
-    import cloudpickle
-
     from rlbench.rl.losses import resolve
 
     resolved = resolve(loss)
@@ -54,13 +55,13 @@ def ship(loss: Any, batch: TrainBatch, has_reference: bool = True) -> ShippedLos
         raise LossError(NO_REFERENCE)
     reads_reference = try_loss(resolved, name, batch, has_reference)
     try:
-        blob = bytes(cloudpickle.dumps(resolved))
+        blob = by_value.dumps(resolved)
     except Exception as error:  # whatever the objects it refers to raise
         raise LossError(
             f"`{name}` cannot be sent to the ranks ({type(error).__name__}: {error}): it refers to something that "
             "lives in this kernel alone (a session, a file, a lock); pass it values instead. Engines are untouched."
         ) from error
-    return ShippedLoss(name, blob, hashlib.sha256(blob).hexdigest()[:12], reads_reference)
+    return ShippedLoss(name, blob, by_value.identity(resolved), reads_reference, source(resolved))
 
 
 def try_loss(loss: Callable[..., Any], name: str, batch: TrainBatch, has_reference: bool = True) -> bool:
@@ -68,9 +69,13 @@ def try_loss(loss: Callable[..., Any], name: str, batch: TrainBatch, has_referen
 
     What it prints here is dropped: it prints on the ranks.
     """
+    with one_thread():
+        return _tried(loss, name, trial_inputs(batch, has_reference), has_reference)
+
+
+def _tried(loss: Callable[..., Any], name: str, inputs: Any, has_reference: bool) -> bool:
     import torch
 
-    inputs = trial_inputs(batch, has_reference)
     reads = _Reads()
     shape = tuple(inputs.logprobs.shape)
     try:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,10 @@ from rlbench.data import TrainBatch
 from rlbench.data.metrics import Metrics
 from rlbench.data.optional import needed
 from rlbench.errors import LossError, nearest
+from rlbench.session.lab_entry import Bound, Curve, LabEntry
+from rlbench.session.lab_gradients import ParameterGradients
 from rlbench.session.lab_inputs import Buckets, Scored, scored
+from rlbench.session.one_thread import one_thread
 
 if TYPE_CHECKING:
     from rlbench.data import Rollouts
@@ -35,62 +38,6 @@ if TYPE_CHECKING:
 
 RATIOS = np.linspace(0.025, 3.0, 120)
 """The grid of the curves: 1 is on it, and the clip ranges in use lie well inside."""
-
-
-@dataclass(frozen=True, eq=False)
-class LabEntry:
-    """One loss on the lab's batch. Arrays are flat float32 in the order of `batch.responses.values`, 0 where untrained.
-
-    Attributes:
-        name: as the lab was given it.
-        loss: the loss itself.
-        hash: what identifies it in the records; empty where not known.
-        aggregation: how the per-token losses became one.
-        value: the loss on the whole batch.
-        coefficients: ∂L/∂log-prob of each token; negative: a step makes the token more likely.
-        entropy_coefficients: ∂L/∂entropy, None for a loss without an entropy term.
-        per_token: the loss of each token, not aggregated.
-        metrics: the loss's own metrics, means over the trained tokens.
-        shares: by "advantage", "length" and "turn": the part of sum |coefficients| that each bucket has.
-        zeros: share of the trained tokens whose coefficient is exactly 0.
-        leaks: whether untrained tokens get a gradient, too, which a loss must not give them.
-    """
-
-    name: str
-    loss: Loss
-    hash: str
-    aggregation: str
-    value: float
-    coefficients: np.ndarray
-    entropy_coefficients: np.ndarray | None
-    per_token: np.ndarray
-    metrics: Mapping[str, float]
-    shares: Mapping[str, np.ndarray]
-    zeros: float
-    leaks: bool
-
-    @property
-    def norm(self) -> float:
-        """Euclidean norm of the coefficients."""
-        return float(np.linalg.norm(self.coefficients.astype(np.float64)))
-
-    @property
-    def clip_fraction(self) -> float | None:
-        """Share of the trained tokens whose gradient the loss's clipping took away; None where it does not say."""
-        return self.metrics.get("clip_fraction")
-
-    def __repr__(self) -> str:
-        clip = "" if self.clip_fraction is None else f", clip {100 * self.clip_fraction:.3g} %"
-        return f"{self.name}: loss {self.value:.3g}, |coef| {self.norm:.3g}{clip}, {self.aggregation}"
-
-
-@dataclass(frozen=True, eq=False)
-class Curve:
-    """`loss` and `coefficient` (2, R) of one token at `ratios` (R,), for an advantage of +1 and of −1."""
-
-    ratios: np.ndarray
-    loss: np.ndarray
-    coefficient: np.ndarray
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -104,6 +51,8 @@ class LossLab:
         cosines: (K, K) float64, of every two coefficient vectors; NaN where one is 0 throughout.
         norm_ratios: (K, K) float64, norm of the row's over that of the column's.
         aggregation: what all were aggregated by, or None: each by its own.
+        parameters: how the losses compare by the gradients they give the parameters, where that was asked for.
+        tokenizer: whose pieces the view shows; "": numbers.
     """
 
     scored: Scored
@@ -112,6 +61,9 @@ class LossLab:
     cosines: np.ndarray
     norm_ratios: np.ndarray
     aggregation: Any = None
+    parameters: ParameterGradients | None = None
+    tokenizer: str = ""
+    bound: Bound | None = field(default=None, repr=False)
 
     @property
     def batch(self) -> TrainBatch:
@@ -140,6 +92,9 @@ class LossLab:
         without = f"; without numbers: {', '.join(self.failed)}" if self.failed else ""
         return f"LossLab({len(self.batch)} sequences: {', '.join(self) or 'no losses'}{without})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"bound": None}  # a session stays where it is
+
     def __str__(self) -> str:
         from rlbench.notebook.loss_lab_view import lab_card
 
@@ -152,7 +107,8 @@ class LossLab:
 
         Columns: `aggregation`, `value`, `coef_norm`, `clip_fraction`, `share_positive`, `share_negative` (of |coef|, by
         the advantage's sign), `zeros`, `cos`, `norm_ratio` and `signs_differ` to the first loss (shares of the trained
-        tokens), `entropy_coef_norm`; then the losses' own metrics.
+        tokens), `entropy_coef_norm`; where parameter gradients were asked for `grad_norm`, `grad_cos` and
+        `grad_norm_ratio` to the first loss; then the losses' own metrics.
         """
         pandas = needed("pandas", "lab.table()")
         rows = {name: self._row(i, entry) for i, (name, entry) in enumerate(self.entries.items())}
@@ -190,7 +146,18 @@ class LossLab:
             "zeros": entry.zeros, "cos": self.cosines[i, 0], "norm_ratio": self.norm_ratios[i, 0],
             "signs_differ": self.disagreement(entry.name),
             "entropy_coef_norm": None if on_entropy is None else float(np.linalg.norm(on_entropy)),
+            **self._gradient_row(entry.name),
             **{f"metrics/{key}": value for key, value in entry.metrics.items() if key != "clip_fraction"},
+        }  # fmt: skip
+
+    def _gradient_row(self, name: str) -> dict[str, float]:
+        found = self.parameters
+        if found is None or name not in found.losses:
+            return {}
+        i = found.of(name)
+        return {
+            "grad_norm": float(found.norms[i]), "grad_cos": float(found.cosines[i, 0]),
+            "grad_norm_ratio": float(found.norm_ratios[i, 0]),
         }  # fmt: skip
 
     def _buckets(self, what: str) -> Buckets:
@@ -241,7 +208,7 @@ class LossLab:
         old, entropy = self.typical_token(float(np.max(ratios)))
         for name, entry in self.entries.items():
             try:
-                with contextlib.redirect_stdout(io.StringIO()):
+                with one_thread(), contextlib.redirect_stdout(io.StringIO()):
                     curve = ratio_curve(entry.loss, grid, old_logprob=old, entropy=entropy, name=name)
             except LossError as error:
                 failed[name] = error
@@ -277,9 +244,9 @@ class LossLab:
 
     def also(self, losses: Mapping[str, Any], hashes: Mapping[str, str] | None = None) -> LossLab:
         """A lab with more losses on the same batch and log-probs; one of the same name is replaced."""
-        held = {name: entry.loss for name, entry in self.entries.items()}
+        held = {name: entry.as_given for name, entry in self.entries.items()}
         known = {name: entry.hash for name, entry in self.entries.items() if name not in losses}
-        return _lab(self.scored, held | dict(losses), self.aggregation, known | dict(hashes or {}))
+        return self._derived(held | dict(losses), known | dict(hashes or {}))
 
     def sweep(self, name: str, field: str, values: Iterable[Any]) -> LossLab:
         """A lab of one loss of this lab, first as it is, then with `field` at each of `values`.
@@ -295,9 +262,12 @@ class LossLab:
         from rlbench.rl.lab import variants
 
         made, refused = variants(self[name].loss, field, values)
-        return _lab(
-            self.scored, {name: self[name].loss, **made}, self.aggregation, {name: self[name].hash}, refused
-        )
+        return self._derived({name: self[name].as_given, **made}, {name: self[name].hash}, refused)
+
+    def _derived(
+        self, losses: Mapping[str, Any], hashes: Mapping[str, str], refused: Mapping[str, LossError] | None = None
+    ) -> LossLab:
+        return make_lab(self.scored, losses, self.aggregation, hashes, refused, self.bound, self.tokenizer)
 
 
 # -- making one
@@ -332,11 +302,11 @@ def loss_lab(
 
     if aggregation is not None:
         Aggregation.of(aggregation)
-    named = _named(losses)
-    return _lab(scored(batch, tokens, turns), named, aggregation, dict(hashes or {}))
+    named = named_losses(losses)
+    return make_lab(scored(batch, tokens, turns), named, aggregation, dict(hashes or {}))
 
 
-def _named(losses: Mapping[str, Any] | Iterable[Any]) -> dict[str, Any]:
+def named_losses(losses: Mapping[str, Any] | Iterable[Any]) -> dict[str, Any]:
     if isinstance(losses, Mapping):
         named = dict(losses)
     else:
@@ -353,11 +323,11 @@ def _named(losses: Mapping[str, Any] | Iterable[Any]) -> dict[str, Any]:
     return named
 
 
-def _lab(
+def make_lab(
     scored: Scored, losses: Mapping[str, Any], aggregation: Any, hashes: Mapping[str, str],
-    refused: Mapping[str, LossError] | None = None,
+    refused: Mapping[str, LossError] | None = None, bound: Bound | None = None, tokenizer: str = "",
 ) -> LossLab:  # fmt: skip
-    """Evaluate, then compare."""
+    """Evaluate, then compare; `refused` failed before, `bound` is where a step can be taken."""
     from rlbench.rl import resolve
     from rlbench.rl.lab import coefficients_of_all, cosines, norm_ratios
 
@@ -368,19 +338,24 @@ def _lab(
             resolved[name] = resolve(loss)
         except LossError as error:
             failed[name] = error
-    found, wrong = coefficients_of_all(resolved, scored.inputs, aggregation)
-    entries = {
-        name: _entry(name, resolved[name], one, scored, hashes.get(name, "")) for name, one in found.items()
-    }
-    vectors = [one.logprobs for one in found.values()]
-    none = np.zeros((0, 0))
+    with one_thread():
+        found, wrong = coefficients_of_all(resolved, scored.inputs, aggregation)
+        entries = {
+            name: _entry(name, resolved[name], one, scored, hashes.get(name, ""), losses[name], bound)
+            for name, one in found.items()
+        }
+        vectors = [one.logprobs for one in found.values()]
+        none = np.zeros((0, 0))
+        between = cosines(vectors).numpy() if vectors else none
+        ratios = norm_ratios(vectors).numpy() if vectors else none
     return LossLab(
-        scored, entries, failed | wrong, cosines(vectors).numpy() if vectors else none,
-        norm_ratios(vectors).numpy() if vectors else none, aggregation,
-    )  # fmt: skip
+        scored, entries, failed | wrong, between, ratios, aggregation, tokenizer=tokenizer, bound=bound
+    )
 
 
-def _entry(name: str, loss: Loss, found: Coefficients, scored: Scored, hash: str) -> LabEntry:
+def _entry(
+    name: str, loss: Loss, found: Coefficients, scored: Scored, hash: str, given: Any, bound: Bound | None
+) -> LabEntry:
     import torch
 
     from rlbench.rl.lab import shares
@@ -395,5 +370,5 @@ def _entry(name: str, loss: Loss, found: Coefficients, scored: Scored, hash: str
             what: shares(flat, torch.from_numpy(one.of_token), trained, len(one.labels)).numpy()
             for what, one in scored.buckets.items()
         },
-        zeros=float((coefficient[mask] == 0).mean()), leaks=found.leaks,
+        zeros=float((coefficient[mask] == 0).mean()), leaks=found.leaks, given=given, bound=bound,
     )  # fmt: skip

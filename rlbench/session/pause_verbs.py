@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+from rlbench.session.recording import recorded
+
 if TYPE_CHECKING:
     from rlbench.session.session import Session
 
@@ -11,6 +13,7 @@ if TYPE_CHECKING:
 class PauseVerbs:
     """What `Session` inherits: pause, resume, paused."""
 
+    @recorded
     def pause(self) -> None:
         """Hold generation on every replica after its current step: requests and KV cache stay, nothing is computed.
 
@@ -19,6 +22,7 @@ class PauseVerbs:
         """
         cast("Session", self).link.pause(True)
 
+    @recorded
     def resume(self) -> None:
         """Let generation go on where `pause()` held it."""
         cast("Session", self).link.pause(False)

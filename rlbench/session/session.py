@@ -5,13 +5,11 @@ The session's state (step, versions, history, engine states) is at its monitor; 
 
 from __future__ import annotations
 
+import functools
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any, cast
 
 from rlbench.checkpoint import folder as folders
-from rlbench.data import TrainBatch
-from rlbench.data.history import History
-from rlbench.data.metrics import Metrics
 from rlbench.dispatch.chain import Chain, Steps
 from rlbench.dispatch.link import Link
 from rlbench.engines import InferenceEngine, TrainEngine
@@ -22,19 +20,24 @@ from rlbench.errors import SessionError, StateError, Stopped, nearest
 from rlbench.notebook.card import WARNING, Card
 from rlbench.notebook.views import session_card
 from rlbench.runtime import cluster, registry
-from rlbench.session import building, checkpoints, training
+from rlbench.session import building, checkpoints
 from rlbench.session.anchors import Anchors
 from rlbench.session.check_verbs import CheckVerbs
+from rlbench.session.data_verbs import DataVerbs
 from rlbench.session.evaluation import evaluate_steps
 from rlbench.session.facts import Sessions, card_facts
+from rlbench.session.history_verbs import HistoryVerbs
+from rlbench.session.lab_verbs import LabVerbs
 from rlbench.session.options import SessionOptions, resolve_model
 from rlbench.session.pause_verbs import PauseVerbs
+from rlbench.session.recording import Recorder, recorded
 from rlbench.session.state_verbs import StateVerbs
-from rlbench.session.training import StepOptions
+from rlbench.session.tracking import Trackers
+from rlbench.session.train_verbs import TrainVerbs
 from rlbench.session.view_verbs import ViewVerbs
 
 
-class Session(StateVerbs, CheckVerbs, PauseVerbs, ViewVerbs):
+class Session(TrainVerbs, DataVerbs, StateVerbs, HistoryVerbs, CheckVerbs, LabVerbs, PauseVerbs, ViewVerbs):
     """A model with its engines, driven cell by cell.
 
     Args:
@@ -73,7 +76,7 @@ class Session(StateVerbs, CheckVerbs, PauseVerbs, ViewVerbs):
             return
         self._link = Link.create(name, lease_s)
         self._last: Any = None
-        self.anchors = Anchors(self._link.name)
+        self._keep_books(self._link.name)
         self._tokenizer: Any = None
         try:
             self._link.set(config=self._options.to_json())
@@ -117,6 +120,7 @@ class Session(StateVerbs, CheckVerbs, PauseVerbs, ViewVerbs):
         session = cls(name=name, **checkpoints.overridden(kept, options))
         try:
             session._run("load", checkpoints.load_steps(session, folder, kept), True)
+            session.recorder.loaded(session, str(folder), options)
         except BaseException:
             session.close()
             raise
@@ -133,7 +137,8 @@ class Session(StateVerbs, CheckVerbs, PauseVerbs, ViewVerbs):
         session = cls.__new__(cls)
         session._link = link
         session._options = SessionOptions(**state["config"])
-        session._last, session._tokenizer, session.anchors = None, None, Anchors(link.name)
+        session._last, session._tokenizer = None, None
+        session._keep_books(link.name)
         session._engines = {}
         for name, record in state["engines"].items():
             session._engines[name] = (
@@ -189,6 +194,8 @@ class Session(StateVerbs, CheckVerbs, PauseVerbs, ViewVerbs):
         """The last rollouts, whole or stopped; after `rb.attach` those of the earlier kernel. None before the first."""
         if self._last is None:
             self._last = self.inference.last_rollout()
+            if self._last is not None:
+                self.recorder.recall(self._last)
         return self._last
 
     @property
@@ -210,25 +217,12 @@ class Session(StateVerbs, CheckVerbs, PauseVerbs, ViewVerbs):
         """Version of the trainer's weights: goes up with every optimizer step that was not skipped."""
         return int(self._link.state("version")["version"])
 
-    @property
-    def history(self) -> History:
-        """The record of every step, oldest first."""
-        return History(self._link.state()["history"])
-
-    @property
-    def lr(self) -> float:
-        """The learning rate; set it to change it for the next step."""
-        return float(self.train.control("status")[0]["lr"])
-
-    @lr.setter
-    def lr(self, value: float) -> None:
-        self.train.call_all("set_lr", float(value), what="lr").result()
-
     # -- verbs
 
+    @recorded
     def rollout(
         self, prompts: Any, n: int = 1, sampling: dict[str, Any] | None = None, *, block: bool = True,
-        on_stop: str = "raise", progress: bool = True, **options: Any,
+        on_stop: str = "raise", progress: bool = True, env: Any = None, **options: Any,
     ) -> Any:  # fmt: skip
         """Generate `n` completions per prompt.
 
@@ -236,6 +230,8 @@ class Session(StateVerbs, CheckVerbs, PauseVerbs, ViewVerbs):
             prompts: texts, chats, token ids, or rows with `prompt` and `label`.
             sampling: options by vLLM's names (`temperature`, `top_p`, `max_tokens`, …); also as keywords.
             block: False returns a `Pending` at once.
+            env: an `rb.envs.Env` that each sample meets turn by turn; then also `max_turns`, `max_total_tokens` and
+                `env_timeout_s`, and `max_tokens` is per turn.
             on_stop: `"raise"`: an interrupt raises `rb.Stopped`, `.partial` holds what was finished; `"return"`
                 returns that instead.
 
@@ -244,8 +240,9 @@ class Session(StateVerbs, CheckVerbs, PauseVerbs, ViewVerbs):
         """
         if on_stop not in ("raise", "return"):
             raise SessionError(f"on_stop={on_stop!r}: wanted 'raise' or 'return'")
+        self.note_place()
         pending = self.inference.submit_generate(
-            prompts, {**(sampling or {}), **options}, n=n, progress=progress
+            prompts, {**(sampling or {}), **options}, n=n, progress=progress, env=env
         )
         if not block:
             return pending
@@ -257,54 +254,7 @@ class Session(StateVerbs, CheckVerbs, PauseVerbs, ViewVerbs):
                 raise
         return self._last
 
-    def train_step(
-        self, batch: TrainBatch, loss: Any = "grpo", *, aggregation: Any = None,
-        token_budget: int | None = None, packing: bool = True, head: str = "auto", lr: float | None = None,
-        block: bool = True,
-    ) -> Any:  # fmt: skip
-        """Exactly one optimizer step: `forward_backward` over micro-batches, then `optim_step`.
-
-        Args:
-            batch: from `rollouts.score(…).batch(…)`.
-            loss: a name, a loss value, or a function `(LossInputs) -> (per_token, metrics)` as written in a cell.
-            aggregation: how per-token losses become one: a mode's name or an `rb.rl.Aggregation`; None: the one the
-                loss is meant for (`loss.aggregation`), "token-mean" for a function of your own.
-            token_budget: tokens per micro-batch and rank; None: what keeps its activations near 4 GiB.
-            packing: several sequences in one row without padding; False pads.
-            head: "chunked" never holds the logits, "plain" does; "auto": chunked where the model allows it. The
-                metrics' `head` says which it was, and why.
-            lr: learning rate from this step on.
-
-        Returns:
-            `Metrics` (or a `Pending` with `block=False`). An interrupt raises `rb.Stopped`: gradients are cleared and
-            the optimizer is untouched.
-        """
-        options = StepOptions(aggregation, token_budget, packing, head)
-        return self._run("train_step", training.train_step_steps(self, batch, loss, options, lr), block)
-
-    def forward_backward(
-        self, batch: TrainBatch, loss: Any = "grpo", *, aggregation: Any = None,
-        token_budget: int | None = None, packing: bool = True, head: str = "auto", block: bool = True,
-    ) -> Any:  # fmt: skip
-        """Accumulate the gradient of `loss` on `batch`; `optim_step()` uses it, `zero_grad()` drops it."""
-        options = StepOptions(aggregation, token_budget, packing, head)
-        return self._run(
-            "forward_backward", training.forward_backward_steps(self, batch, loss, options), block
-        )
-
-    def optim_step(self, lr: float | None = None, block: bool = True) -> Any:
-        """One optimizer step on the accumulated gradients; returns its `Metrics`."""
-
-        def steps() -> Steps:
-            done = yield from training.optim_step_steps(self, lr)
-            return Metrics(done)
-
-        return self._run("optim_step", steps(), block)
-
-    def zero_grad(self) -> None:
-        """Drop the accumulated gradients."""
-        self.train.call_all("policy_zero_grad", what="zero_grad").result()
-
+    @recorded
     def sync_weights(self, transport: str | None = None, block: bool = True) -> Any:
         """Send the trainer's weights to the replicas and prove it by log-probs.
 
@@ -318,33 +268,36 @@ class Session(StateVerbs, CheckVerbs, PauseVerbs, ViewVerbs):
         chain = sync_weights(self.train, self.inference, self.version, transport)
         return chain.blocking_result() if block else chain
 
+    @recorded
     def offload(self, engine: str, *parts: str) -> dict[str, Any]:
         """Free device memory, `offload("train")` or `offload("inference", "kv_cache")`; returns what was measured."""
         return self._engine(engine).cpu(parts or None)
 
+    @recorded
     def onload(self, engine: str, *parts: str) -> dict[str, Any]:
         """Make an engine, or parts of it, resident again."""
         return self._engine(engine).cuda(parts or None)
 
+    @recorded
     def evaluate(
         self,
         prompts: Any,
-        reward: Any,
+        reward: Any = None,
         n: int = 1,
         *,
         block: bool = True,
         progress: bool = True,
+        env: Any = None,
         **sampling: Any,
     ) -> Any:
-        """Mean reward of `n` completions per prompt, greedy unless told otherwise; returns an `Evaluation`."""
+        """Mean reward of `n` completions per prompt, greedy unless told otherwise; returns an `Evaluation`.
+
+        With `env` as in `rollout`; where `reward` is None the environment's rewards count.
+        """
         chosen = {"temperature": 0.0} | sampling
         return self._run(
-            "evaluate", evaluate_steps(self.inference, prompts, reward, n, chosen, progress), block
+            "evaluate", evaluate_steps(self.inference, prompts, reward, n, chosen, progress, env), block
         )
-
-    def logprobs(self, batch: TrainBatch) -> Any:
-        """The trainer's log-probs of a batch's responses, flat float32."""
-        return self._run("logprobs", training.logprob_steps(self.train, batch, StepOptions()), True)
 
     def stop(self) -> list[str]:
         """Stop what runs, also a call of an earlier kernel or another thread; returns at once what that was."""
@@ -352,9 +305,14 @@ class Session(StateVerbs, CheckVerbs, PauseVerbs, ViewVerbs):
 
     def close(self) -> None:
         """End the session: its engines, its memory, its files. Safe to call twice."""
+        self.trackers.close()
         self._link.close()
 
     # -- bookkeeping of the verbs
+
+    def _keep_books(self, name: str) -> None:
+        self.anchors, self.recorder, self.trackers = Anchors(name), Recorder(name), Trackers(self)
+        self._link.noting = functools.partial(self.recorder.engine_call, self)
 
     def advance(self, stepped: bool) -> tuple[int, int]:
         """One more step (a skipped one leaves the weights as they are); returns step and version."""

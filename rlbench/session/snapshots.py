@@ -109,6 +109,7 @@ def restore_steps(session: Session, which: Any, sync: bool) -> Steps:
     yield session.train.call_all("read_snapshot", snapshot.folder, what="restore", track=True)
     session.link.apply({"do": "restore", "id": snapshot.id})
     session.anchors.go_back(snapshot.id)
+    session.move_place()
     session.train.publish_state()
     if sync and session.replicas_can_sync():
         yield sync_weights(session.train, session.inference, session.version)
@@ -214,6 +215,7 @@ def _write(
     before = next((s.folder for s in reversed(known) if s.disk == disk), None)
     parts = yield session.train.call_all("write_snapshot", folder, before, disk, what="snapshot", track=not undo)
     step = session.step
+    session.note_place()
     fields = {
         "label": label or (f"before step {step + 1}" if undo else f"step {step}, {id_}"), "folder": folder,
         "disk": disk, "time": time.time(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from rlbench.session import checkpoints, healing, snapshots
+from rlbench.session.recording import recorded
 from rlbench.session.snapshots import Snapshot, Snapshots
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 class StateVerbs:
     """What `Session` inherits: snapshot, restore, undo, branch, save, export, heal."""
 
+    @recorded
     def snapshot(self, label: str | None = None, disk: bool = False, block: bool = True) -> Any:
         """Keep the whole training state: weights, optimizer, schedulers, random states, step, rollout number, history.
 
@@ -36,6 +38,7 @@ class StateVerbs:
         """The snapshots there are, oldest first; by label or place."""
         return snapshots.listed(cast("Session", self))
 
+    @recorded
     def restore(self, snapshot: Snapshot | str | int, sync: bool = True, block: bool = True) -> Any:
         """Go back to a snapshot, bit for bit; the replicas follow (`sync=False`: when `sync_weights()` is called).
 
@@ -45,16 +48,19 @@ class StateVerbs:
         me = cast("Session", self)
         return me._run("restore", snapshots.restore_steps(me, snapshot, sync), block)
 
+    @recorded
     def undo(self, sync: bool = True, block: bool = True) -> Any:
         """Take the last optimizer step back, and call by call those before it; returns the snapshot of before it."""
         me = cast("Session", self)
         return me._run("undo", snapshots.undo_steps(me, sync), block)
 
+    @recorded
     def drop(self, *which: Snapshot | str | int) -> list[str]:
         """Forget snapshots and free what they hold."""
         me = cast("Session", self)
         return list(me._run("drop", snapshots.drop_steps(me, list(which)), True))
 
+    @recorded
     def branch(self, name: str, sync: bool = True, block: bool = True) -> Any:
         """Start a branch here, or go on with one that was left: its weights, step and history come back.
 
@@ -72,6 +78,7 @@ class StateVerbs:
         left = {name: kept[id_] for name, id_ in state["branches"].items() if name != state["branch"]}
         return {state["branch"]: None} | left
 
+    @recorded
     def save(
         self, path: str, max_num: int | None = None, max_mem: float | None = None, block: bool = True
     ) -> Any:
@@ -93,6 +100,7 @@ class StateVerbs:
         me = cast("Session", self)
         return me._run("save", checkpoints.save_steps(me, path, max_num, max_mem), block)
 
+    @recorded
     def export(self, path: str, dtype: str | None = None, block: bool = True) -> Any:
         """Write the trainer's weights as a Hugging Face folder that transformers and vLLM load.
 
@@ -106,6 +114,7 @@ class StateVerbs:
         me = cast("Session", self)
         return me._run("export", checkpoints.export_steps(me, path, dtype), block)
 
+    @recorded
     def heal(self, prefer: str = "snapshot", block: bool = True) -> Any:
         """Rebuild the engines that lost a worker and bring back what they held; says from what.
 

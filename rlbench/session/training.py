@@ -22,7 +22,9 @@ from rlbench.engines.base import shared
 from rlbench.engines.sync import rows_in_order
 from rlbench.errors import DataError, LossError, WorkerDied
 from rlbench.session import snapshots
+from rlbench.session.batch_sources import batch_sources
 from rlbench.session.loss_check import NO_REFERENCE, ShippedLoss, ship
+from rlbench.session.sources import of_batch
 
 if TYPE_CHECKING:
     from rlbench.session.session import Session
@@ -53,7 +55,7 @@ def train_step_steps(
 ) -> Steps:
     """Exactly one optimizer step on `batch`; returns `Metrics` and records them."""
     begin = time.perf_counter()
-    _check_batch(batch, session)
+    check_batch(batch, session)
     view = _view("train_step", batch)
     metrics = yield from forward_backward_steps(
         session, batch, loss, replace(options, whole_step=True), view
@@ -64,7 +66,7 @@ def train_step_steps(
     total = time.perf_counter() - begin
     values["seconds"] = values["seconds"] | {"optimizer": stepped["seconds"]["step"], "total": total}
     values["tokens_per_s"] = float(batch.lengths.sum()) / total
-    session.record({k: v for k, v in values.items() if not isinstance(v, np.ndarray)})
+    session.record(batch_sources(batch) | {k: v for k, v in values.items() if not isinstance(v, np.ndarray)})
     if view is not None:
         view.close(values)
     return Metrics(values, metrics.tokens)
@@ -78,8 +80,9 @@ def forward_backward_steps(
     `view`: of the verb this is a part of, which shows the progress; None: it has one of its own.
     """
     begin = time.perf_counter()
-    _check_batch(batch, session)
+    check_batch(batch, session)
     own_view = _view("forward_backward", batch) if view is None else None
+    sources = of_batch(batch)
     batch = session.anchors.applied(batch)
     worker_options = options.to_worker()
     shipped: ShippedLoss = ship(loss, batch, session.reference is not None or batch.ref_logprobs is not None)
@@ -95,7 +98,7 @@ def forward_backward_steps(
     session.anchors.keep(batch, tokens["logprobs"])
     values = batch_metrics(batch) | merged["metrics"]
     values |= {
-        "loss_name": shipped.name, "loss_hash": shipped.hash,
+        "loss_name": shipped.name, "loss_hash": shipped.hash, "loss_source": shipped.source, **sources,
         **{name: merged[name] for name in ("aggregation", "head", "micro_batches", "padding", "peak_bytes")},
         "seconds": {"check": checked - begin, "reference": referenced - checked,
                     "forward_backward": time.perf_counter() - referenced},
@@ -176,9 +179,10 @@ def _view(what: str, batch: TrainBatch) -> View | None:
     return views.make("train", what=what, tokens=int(batch.lengths.sum()), trained=int(batch.mask.sum()))
 
 
-def _check_batch(batch: Any, session: Session) -> None:
+def check_batch(batch: Any, session: Session, verb: str = "train_step") -> None:
+    """Refuse what is no batch, or has nothing to train on."""
     if not isinstance(batch, TrainBatch):
         hint = "rollouts.score(reward_fn).batch(advantage=rb.rl.group_normalized())"
-        raise DataError(f"train_step wants a TrainBatch, got {type(batch).__name__}: {hint}")
+        raise DataError(f"{verb} wants a TrainBatch, got {type(batch).__name__}: {hint}")
     if not len(batch) or not batch.mask.any():
         raise DataError("the batch has no token to train on: its mask is all False")

@@ -1,1 +1,49 @@
-"""What stands between a user's method and torch on a rank: prepare, backward, step, offload."""
+"""What stands between a user's method and torch on a rank: prepare, backward, step, offload, keep.
+
+Names come on first use: torch is imported with the first of them that needs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlbench.strategies.arguments import add_arguments
+    from rlbench.strategies.base import StrategyBase
+    from rlbench.strategies.config import OptionError, StrategyConfig
+    from rlbench.strategies.factory import get_strategy
+    from rlbench.strategies.fake import FakeStrategy, get_fake_strategy
+    from rlbench.strategies.fsdp2 import (
+        FSDPadaptOptimizer,
+        FSDPV2Strategy,
+        ModelOptimPair,
+        ModelOrModelOptimPair,
+        is_mp_optimizer,
+        manual_transformer_cls_names_to_wrap,
+    )
+
+_NAMES = {
+    "add_arguments": "arguments", "StrategyBase": "base", "StrategyConfig": "config", "OptionError": "config",
+    "get_strategy": "factory", "FakeStrategy": "fake", "get_fake_strategy": "fake", "FSDPV2Strategy": "fsdp2",
+    "FSDPadaptOptimizer": "fsdp2", "is_mp_optimizer": "fsdp2", "ModelOptimPair": "fsdp2",
+    "ModelOrModelOptimPair": "fsdp2", "manual_transformer_cls_names_to_wrap": "fsdp2",
+}  # fmt: skip
+
+__all__ = [
+    "FSDPV2Strategy", "FSDPadaptOptimizer", "FakeStrategy", "ModelOptimPair", "ModelOrModelOptimPair", "OptionError",
+    "StrategyBase", "StrategyConfig", "add_arguments", "get_fake_strategy", "get_strategy", "is_mp_optimizer",
+    "manual_transformer_cls_names_to_wrap",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

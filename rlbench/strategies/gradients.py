@@ -36,6 +36,7 @@ def global_norm(parameters: Iterable[Tensor]) -> float:
         square = norms.double().square().sum()
         if key:
             mesh, placements = key
+            square = square.to(mesh.device_type)  # FSDP may keep gradients in host memory (fsdp_cpu_offload)
             for dimension, placement in enumerate(placements):
                 if isinstance(placement, Shard) and mesh.size(dimension) > 1:
                     dist.all_reduce(square, group=mesh.get_group(dimension))

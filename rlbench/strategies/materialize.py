@@ -40,11 +40,12 @@ def targets(module: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def materialize(module: BaseTrainModule, source: Any, seed: int) -> str:
+def materialize(module: nn.Module, source: Any, seed: int) -> str:
     """Fill the local shards of `module` from `source` and return where the weights came from. No collective.
 
     Args:
-        module: sharded and allocated.
+        module: sharded (or not) and allocated; names of the source go through its
+            `preprocess_input_named_parameters`, if it has that.
         source: what `materialization_source()` gave, or a checkpoint that replaces it.
         seed: of initialisers.
 
@@ -55,11 +56,12 @@ def materialize(module: BaseTrainModule, source: Any, seed: int) -> str:
     if _needs_transformers(module, opened, source):
         opened = through_transformers(module, opened)
     held = targets(module)
+    mapping = getattr(module, "preprocess_input_named_parameters", lambda name, tensor: (name, tensor))
     filled: set[int] = set()
     unknown: list[str] = []
     misshaped: list[str] = []
     for source_name in opened.names:
-        mapped = module.preprocess_input_named_parameters(source_name, opened.read(source_name))
+        mapped = mapping(source_name, opened.read(source_name))
         if mapped is None:
             continue
         name, tensor = mapped
@@ -76,15 +78,13 @@ def materialize(module: BaseTrainModule, source: Any, seed: int) -> str:
     return opened.label
 
 
-def _needs_transformers(module: BaseTrainModule, opened: TensorSource, source: Any) -> bool:
+def _needs_transformers(module: nn.Module, opened: TensorSource, source: Any) -> bool:
     """True for a transformers checkpoint whose names are not the module's, unless the user's own hook maps
     them."""
     if not hasattr(module, "_keys_to_ignore_on_load_unexpected") or isinstance(source, dict):
         return False
-    if (
-        type(module).preprocess_input_named_parameters
-        is not BaseTrainModule.preprocess_input_named_parameters
-    ):
+    plain = BaseTrainModule.preprocess_input_named_parameters
+    if getattr(type(module), "preprocess_input_named_parameters", plain) is not plain:
         return False
     held = targets(module)
     ids = {id(held[name]) for name in opened.names if name in held}

@@ -7,7 +7,8 @@ when their gradient arrives. A model that does anything to its logits cannot be 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.nn.functional import linear
 
 from rlbench.errors import EngineError
 from rlbench.rl.linear import linear_token_stats
+from rlbench.trainers.token_keeper import TokenGradients
 from rlbench.trainers.token_stats import token_stats
 
 
@@ -53,8 +55,9 @@ class Head:
         return cls(layer)
 
     def run(
-        self, model: Callable[[], Tensor], positions: Tensor | None, targets: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
+        self, model: Callable[[], Tensor], positions: Tensor | None, targets: Tensor, temperature: float,
+        watch: TokenGradients | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Log-probs and entropies (R,) of `targets`.
 
         Args:
@@ -62,6 +65,7 @@ class Head:
             positions: (R,) rows of the layer's flattened input to take; None: all, in order.
             targets: (R,) int64.
             temperature: divides the logits.
+            watch: takes the gradient of the layer's input.
 
         Raises:
             UnfitHead: the layer was not called just once, or what it gave did not come out untouched.
@@ -72,6 +76,8 @@ class Head:
             states = hidden.reshape(-1, hidden.shape[-1])
             if positions is not None:
                 states = states[positions]
+            if watch is not None:
+                watch.watch_hidden(states)
             logprobs, entropy = self._stats(states, targets, temperature)
             # no view: FSDP's hook on the output of a unit would be lost with an in-place operation on one
             stats = torch.stack((logprobs[None], entropy[None]), dim=-1)
@@ -100,6 +106,24 @@ class Head:
         if len(targets) == 0:  # nothing to compute, and gradients of zero all the same
             return token_stats(linear(states, weight, bias), targets, temperature)
         return linear_token_stats(states, weight, targets, temperature, bias)
+
+
+@contextmanager
+def watched_head(
+    module: nn.Module, watch: TokenGradients | None, positions: Tensor | None
+) -> Iterator[None]:
+    """While the model runs with its logits, let `watch` take the gradient of its output layer's input, where the model
+    says which layer that is."""
+    find = getattr(module, "get_output_embeddings", None)
+    layer = find() if callable(find) and watch is not None else None
+    if watch is None or not isinstance(layer, nn.Module):
+        yield
+        return
+    hook = layer.register_forward_pre_hook(lambda _, given: watch.watch_hidden(given[0], positions))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def token_bytes(module: nn.Module, item_size: int) -> int:

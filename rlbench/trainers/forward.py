@@ -20,8 +20,9 @@ from torch.distributed.fsdp import FSDPModule
 from rlbench.data.batch import TrainBatch
 from rlbench.errors import DataError, EngineError
 from rlbench.trainers.attention import packed_attention
-from rlbench.trainers.chunked_head import Head, UnfitHead, token_bytes
+from rlbench.trainers.chunked_head import Head, UnfitHead, token_bytes, watched_head
 from rlbench.trainers.packing import ModelInputs, model_inputs
+from rlbench.trainers.token_keeper import TokenGradients
 from rlbench.trainers.token_stats import token_stats
 
 CHECK_TOKENS = 24
@@ -78,24 +79,30 @@ class PolicyModel:
 
     @contextmanager
     def stats(
-        self, rows: TrainBatch, temperature: float, packed: bool, head: str = "auto"
-    ) -> Iterator[tuple[Tensor, Tensor, ModelInputs]]:
+        self, rows: TrainBatch, temperature: float, packed: bool, head: str = "auto",
+        watch: TokenGradients | None = None,
+    ) -> Iterator[tuple[Tensor, Tensor, ModelInputs]]:  # fmt: skip
         """Log-probs and entropies (R,) of the response tokens of `rows`; run the backward inside the
-        context. `head` is `PolicyOptions.head`."""
+        context. `head` is `PolicyOptions.head`; `watch` takes each token's gradients."""
         chunked = self.prove_head(rows, packed, head)
         inputs = model_inputs(rows, self.device, packed)
         with packed_attention(self.module, inputs.lengths) if packed else nullcontext():
-            yield *self._stats(inputs, temperature, packed, chunked), inputs
+            logprobs, entropy = self._stats(inputs, temperature, packed, chunked, watch)
+            if watch is not None:
+                watch.watch(logprobs, entropy)
+            yield logprobs, entropy, inputs
 
     def _stats(
-        self, inputs: ModelInputs, temperature: float, packed: bool, head: Head | None
-    ) -> tuple[Tensor, Tensor]:
+        self, inputs: ModelInputs, temperature: float, packed: bool, head: Head | None,
+        watch: TokenGradients | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if head is None:
-            logits = self._packed_logits(inputs) if packed else self._padded_logits(inputs)
+            with watched_head(self.module, watch, None if packed else inputs.predictors):
+                logits = self._packed_logits(inputs) if packed else self._padded_logits(inputs)
             return token_stats(logits, inputs.targets, temperature)
         run = self._run_packed if packed else self._run_padded
         positions = None if packed else inputs.predictors
-        return head.run(lambda: _logits(run(inputs)), positions, inputs.targets, temperature)
+        return head.run(lambda: _logits(run(inputs)), positions, inputs.targets, temperature, watch)
 
     def _run_packed(self, inputs: ModelInputs) -> Any:
         return self.module(

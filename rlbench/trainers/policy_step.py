@@ -9,7 +9,6 @@ the last step.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,21 +16,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from rlbench.data.batch import TrainBatch
 from rlbench.errors import DataError, EngineError, LossError, Stopped
-from rlbench.rl import Aggregation, BatchTotals, Loss, LossInputs
+from rlbench.rl import Aggregation, BatchTotals, Loss
 from rlbench.strategies.control import Verdict
 from rlbench.strategies.fsdp2 import FSDPV2Strategy
 from rlbench.strategies.gradients import scale_gradients
+from rlbench.trainers.clock import Clock
 from rlbench.trainers.forward import PolicyModel, as_batch
 from rlbench.trainers.loss_value import LossCache, evaluate
-from rlbench.trainers.metrics import MetricSums, measure, merged, own_name
+from rlbench.trainers.metrics import MetricSums, measure, merged
+from rlbench.trainers.micro_batch import loss_inputs, said_per_token, totals_of
 from rlbench.trainers.options import PolicyOptions
-from rlbench.trainers.packing import Grid, ModelInputs, plan_micro_batches
+from rlbench.trainers.packing import plan_micro_batches
 from rlbench.trainers.step_plan import NO_PLAN, StepPlan, plan_step
+from rlbench.trainers.token_keeper import TokenGradients, TokenKeeper
 
 Report = Callable[..., None]
 
@@ -66,6 +68,7 @@ class PolicyStep:
         self._model = PolicyModel(module, strategy.device.device, strategy.bf16)
         self._losses = LossCache()
         self._pending: _Pending | None = None
+        self._token_gradients: list[TokenKeeper] = []  # of the batches whose gradients wait
 
     # -- verbs -----------------------------------------------------------------------------------------------
 
@@ -77,9 +80,9 @@ class PolicyStep:
             `rows` (n,) int64, and `channels`: `logprobs` and `entropy`, each a list of (length,) float32 arrays in
             the same order.
         """
-        clock = _Clock()
+        clock = Clock()
         mine, temperature = self._prepare(batch, options)
-        kept = _TokenKeeper()
+        kept = TokenKeeper("logprobs", "entropy")
         for step, rows in enumerate(mine):
             with self._resharded_on_failure(), clock("forward"):
                 part = batch.rows(rows) if len(rows) else _fill()
@@ -107,20 +110,24 @@ class PolicyStep:
             LossError: the loss gave something that cannot be trained on (gradients are cleared).
             Stopped: somebody asked to stop (gradients are cleared, random state is as before the call).
         """
-        clock = _Clock()
+        clock = Clock()
         control = self.strategy.control
         loss = control.together("loading the loss", lambda: self._losses.load(loss_blob))
         mine, temperature = self._prepare(batch, options)
         _check_reference(loss, batch)
         plan = self._plan(loss, batch, options, clock)
         pending, share = self._join_pending(batch, _aggregation(loss, options), options.whole_step)
-        sums, kept, computed, tokens = MetricSums(), _TokenKeeper(), 0, 0
+        sums, kept, computed, tokens = MetricSums(), TokenKeeper("logprobs", "entropy"), 0, 0
+        felt = TokenKeeper(*TokenGradients.NAMES)
         random_state = self.strategy.device.rng_state()
         for step, rows in enumerate(mine):
             with self._cleared_on_failure(random_state):
                 part = batch.rows(rows) if len(rows) else _fill()
                 begin = time.perf_counter()
-                with self._model.stats(part, temperature, options.packing, options.head) as (logprobs, entropy, inputs):
+                watch = self._watch(options) if len(rows) else None
+                with self._model.stats(part, temperature, options.packing, options.head, watch) as (
+                    logprobs, entropy, inputs,
+                ):  # fmt: skip
                     begin = clock.add("forward", begin)
                     if len(rows):
                         computed, tokens = computed + inputs.input_ids.numel(), tokens + sum(inputs.lengths)
@@ -128,7 +135,7 @@ class PolicyStep:
                     total = logprobs.sum() * 0.0  # a fill: the collectives of a backward, and no gradient
                     try:
                         if len(rows):
-                            view = _loss_inputs(part, logprobs, entropy, inputs, options)
+                            view = loss_inputs(part, logprobs, entropy, inputs, options)
                             view = replace(view, channels=plan.of(rows, view.mask))
                             weights = pending.aggregation.weights(view.mask, pending.totals, view.group)
                             total, own = evaluate(loss, view, weights)
@@ -142,11 +149,15 @@ class PolicyStep:
                     self._vote(verdict, "forward_backward", clock, failure)
                     with clock("backward"):
                         self.strategy.backward(total, self.module, reduction="sum")
+                if watch is not None:
+                    felt.add(rows, part, watch.channels())
                 if len(rows) and options.keep_tokens:
-                    said = _said_per_token(view, own, inputs.grid)
+                    said = said_per_token(view, own, inputs.grid)
                     kept.add(rows, part, {"logprobs": logprobs, "entropy": entropy, **said})
             self._report(phase="backward", done=step + 1, total=len(mine), tokens=tokens, **sums.so_far())
         self._pending = pending
+        if not options.whole_step:
+            self._token_gradients.append(felt)
         metrics = merged(control.gather(sums))
         return {
             "metrics": metrics,
@@ -178,13 +189,13 @@ class PolicyStep:
             self._drop_half_step()
         if all(parameter.grad is None for parameter in self.module.parameters()):
             raise EngineError("there is no gradient to step with; call forward_backward(batch, loss) first.")
-        clock = _Clock()
+        clock = Clock()
         rate = float(optimizer.param_groups[0]["lr"])
         with self._cleared_on_failure():
             self._vote(Verdict.STOP if self._stop_requested() else Verdict.GO, "optim_step", clock)
             with clock("step"):
                 result = self.strategy.step_now(optimizer, self.module, scheduler, max_norm=max_norm)
-        self._pending = None
+        self._pending, self._token_gradients = None, []
         metrics = {"grad_norm": result["grad_norm"], "lr": rate}
         return {
             "metrics": metrics,
@@ -201,7 +212,36 @@ class PolicyStep:
     def zero_grad(self) -> None:
         """Forget the gradients that wait for a step."""
         self.module.zero_grad(set_to_none=True)
-        self._pending = None
+        self._pending, self._token_gradients = None, []
+
+    @property
+    def waiting(self) -> bool:
+        """Whether gradients wait for a step."""
+        self._drop_half_step()
+        return any(parameter.grad is not None for parameter in self.module.parameters())
+
+    def token_gradients(self) -> list[dict[str, Any]]:
+        """`rows` and `channels` (see `TokenGradients`) of this rank, for each batch whose gradients wait."""
+        return [felt.result() for felt in self._token_gradients]
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Put away the gradients that wait; they come back as they were, bit for bit, whatever happens inside."""
+        self._drop_half_step()
+        held = [(parameter, parameter.grad) for parameter in self.module.parameters()]
+        pending, felt = self._pending, self._token_gradients
+        self.zero_grad()
+        try:
+            yield
+        finally:
+            reshard(self.module)
+            for parameter, gradient in held:
+                parameter.grad = gradient
+            self._pending, self._token_gradients = pending, felt
+
+    def renew(self) -> None:
+        """The module's class is another one: look again at how it is run."""
+        self._model = PolicyModel(self.module, self.strategy.device.device, self.strategy.bf16)
 
     def clear(self) -> None:
         """Gradients gone and parameters back to shards: after anything that ended in the middle."""
@@ -244,7 +284,7 @@ class PolicyStep:
     ) -> tuple[_Pending, float]:
         """Extend the normaliser to this batch, rescaling waiting gradients; also this batch's share of the
         whole."""
-        own = _totals(batch)
+        own = totals_of(batch)
         self._drop_half_step()
         if self._pending is None:
             return _Pending(own, aggregation, whole_step), 1.0
@@ -255,11 +295,18 @@ class PolicyStep:
             )
         whole = self._pending.totals.then(own)
         now = aggregation.divisor(whole)
-        scale_gradients(self.module.parameters(), aggregation.divisor(self._pending.totals) / now)
+        scale = aggregation.divisor(self._pending.totals) / now
+        scale_gradients(self.module.parameters(), scale)
+        for felt in self._token_gradients:
+            felt.scale(scale)
         self._pending = None  # from here on a failure clears everything
         return _Pending(whole, aggregation, whole_step), aggregation.divisor(own) / now
 
-    def _plan(self, loss: Loss, batch: TrainBatch, options: PolicyOptions, clock: _Clock) -> StepPlan:
+    def _watch(self, options: PolicyOptions) -> TokenGradients | None:
+        """What takes each token's gradients; in a whole step nobody could ask for them."""
+        return None if options.whole_step else TokenGradients(self.strategy.backward_scale(self.module))
+
+    def _plan(self, loss: Loss, batch: TrainBatch, options: PolicyOptions, clock: Clock) -> StepPlan:
         """What the loss says of the whole step, where it wants to see it first; collective."""
         if not getattr(loss, "needs_plan", False):
             return NO_PLAN
@@ -270,7 +317,7 @@ class PolicyStep:
                 "the loss's plan", lambda: plan_step(loss, batch, parts, options.old_logprobs)
             )
 
-    def _vote(self, own: Verdict, doing: str, clock: _Clock, failure: Exception | None = None) -> None:
+    def _vote(self, own: Verdict, doing: str, clock: Clock, failure: Exception | None = None) -> None:
         """Go on only if all ranks do."""
         with clock("vote"):
             verdict = self.strategy.control.vote(own)
@@ -313,17 +360,6 @@ def reshard(module: nn.Module) -> None:
             part.reshard()
 
 
-def _totals(batch: TrainBatch) -> BatchTotals:
-    """Size of a batch, as `BatchTotals.of` counts it."""
-    owner = np.repeat(np.arange(len(batch)), batch.response_lengths)
-    trained = np.unique(owner[batch.mask])
-    numbers, tokens = np.unique(batch.group[owner[batch.mask]], return_counts=True)
-    return BatchTotals(
-        tokens=int(batch.mask.sum()), sequences=len(trained), max_length=int(batch.response_lengths.max()),
-        prompts=len(numbers), prompt_tokens=dict(zip(numbers.tolist(), tokens.tolist(), strict=True)),
-    )  # fmt: skip
-
-
 def _aggregation(loss: Loss, options: PolicyOptions) -> Aggregation:
     """The caller's choice, else the one the loss is meant for, else the token mean."""
     return Aggregation.of(options.aggregation or getattr(loss, "aggregation", None) or "token-mean")
@@ -336,80 +372,6 @@ def _check_reference(loss: Loss, batch: TrainBatch) -> None:
         )
 
 
-def _loss_inputs(
-    part: TrainBatch, logprobs: Tensor, entropy: Tensor, inputs: ModelInputs, options: PolicyOptions
-) -> LossInputs:
-    """The padded view that a loss sees."""
-    pad = inputs.grid.pad
-
-    def given(values: np.ndarray) -> Tensor:
-        return pad(torch.from_numpy(np.array(values, np.float32)).to(logprobs.device))
-
-    mask = torch.from_numpy(np.array(part.mask, bool)).to(logprobs.device)
-    if part.old_logprobs is not None:
-        old = given(part.old_logprobs)
-    else:
-        old = given(part.sampler_logprobs) if options.old_logprobs == "sampler" else pad(logprobs.detach())
-    return LossInputs(
-        logprobs=pad(logprobs), old_logprobs=old, sampler_logprobs=given(part.sampler_logprobs),
-        ref_logprobs=None if part.ref_logprobs is None else given(part.ref_logprobs),
-        advantages=given(part.advantages), mask=pad(mask.float()) > 0, entropy=pad(entropy),
-        group=torch.from_numpy(part.group.astype(np.int64)).to(logprobs.device),
-    )  # fmt: skip
-
-
 def _fill() -> TrainBatch:
     """What a rank without rows computes, so that its peers' collectives complete."""
     return as_batch([np.zeros(2, np.int32)])
-
-
-def _said_per_token(view: LossInputs, own: dict[str, Any], grid: Grid) -> dict[str, Tensor]:
-    """What the loss compared with and what it said, flat: old and reference log-probs, its metrics per token."""
-    said = {name: value for name, value in (("old_logprobs", view.old_logprobs), ("ref_logprobs", view.ref_logprobs))
-            if value is not None}  # fmt: skip
-    said |= {own_name(name): value for name, value in own.items()
-             if isinstance(value, Tensor) and value.shape == view.mask.shape}  # fmt: skip
-    return {name: grid.flat(value) for name, value in said.items()}
-
-
-class _TokenKeeper:
-    """Per-row channels on the host: those that every micro-batch gave."""
-
-    def __init__(self) -> None:
-        self._rows: list[np.ndarray] = []
-        self._channels: dict[str, list[np.ndarray]] = {"logprobs": [], "entropy": []}
-
-    def add(self, rows: np.ndarray, part: TrainBatch, channels: dict[str, Tensor]) -> None:
-        """Keep flat (R,) values of a micro-batch."""
-        cuts = part.responses.offsets[1:-1]
-        if not self._rows:
-            self._channels = {name: [] for name in channels}
-        self._rows.append(rows)
-        self._channels = {name: kept for name, kept in self._channels.items() if name in channels}
-        for name, kept in self._channels.items():
-            kept += np.split(channels[name].detach().float().cpu().numpy(), cuts)
-
-    def result(self) -> dict[str, Any]:
-        """`rows` and, in the same order, each channel's arrays by name in `channels`."""
-        rows = np.concatenate(self._rows) if self._rows else np.zeros(0, np.int64)
-        return {"rows": rows, "channels": self._channels}
-
-
-class _Clock:
-    """Wall seconds by phase. On a GPU work is queued, so a phase holds what it waited for."""
-
-    def __init__(self) -> None:
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.add(phase, begin)
-
-    def add(self, phase: str, begin: float) -> float:
-        now = time.perf_counter()
-        self.seconds[phase] += now - begin
-        return now

@@ -43,7 +43,7 @@ class LastRollout:
         return self._kept
 
 
-@dataclass
+@dataclass(eq=False)
 class Sample:
     """One sample while it is drawn: tokens, their log-probs and, where the engine makes it, its text."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -142,12 +142,21 @@ class VllmReplica(Pausable):
         params = vllm_requests.sampling_params(job.sampling)
         highest: dict[str, float] = {}
         own = own_process(self._workers)
+        samples: Sequence[Any]
+        collected: Callable[..., GeneratedArrays] = collect
         with self._requests() as requests, peak_stats(highest, self._pids, self._on_cpu, own):
-            samples, stats = vllm_requests.draw(
-                requests, job, prompts, params, self.config.max_num_seqs, self.gate, self._shown
-            )
+            if job.env is None:
+                samples, stats = vllm_requests.draw(
+                    requests, job, prompts, params, self.config.max_num_seqs, self.gate, self._shown
+                )
+            else:
+                from rlbench.workers.replica_turns import TurnDrawer, collect_turns
+
+                drawer = TurnDrawer(requests, job, prompts, params, self._tokenizer, model)
+                samples, stats = drawer.draw(self.config.max_num_seqs, self.gate)
+                collected = collect_turns
         texts = decode_texts(samples, self._tokenizer, params.skip_special_tokens)
-        arrays = collect(samples, texts, dict(enumerate(prompts)), self.state.version, stats | highest)
+        arrays = collected(samples, texts, dict(enumerate(prompts)), self.state.version, stats | highest)
         return self._last.keep(job, arrays)
 
     def _shown(self, ids: list[int]) -> str:

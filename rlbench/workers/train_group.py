@@ -61,6 +61,7 @@ class RankGroup:
         self._marks = dist.PrefixStore(
             "calls", store.clone()
         )  # its own connection: a wait must not block collectives
+        self._words = store.clone()  # and a third: words are left from a thread of their own
         dist.init_process_group(
             device.backend,
             store=dist.PrefixStore("group", store),
@@ -70,6 +71,12 @@ class RankGroup:
             **current_accelerator_kwargs(device.device),
         )
         self._joined = True
+
+    def board(self, call_id: str) -> dist.Store | None:
+        """Where the ranks that run one call can leave word for each other; None for one rank. Not waited in."""
+        if self._marks is None or self.world_size == 1:
+            return None
+        return dist.PrefixStore(f"boards/{call_id}", self._words)
 
     def register(self, epoch: int, seq: int, timeout_s: float) -> bool:
         """Mark call (epoch, seq) and wait for all ranks' marks; all ranks get the same answer.

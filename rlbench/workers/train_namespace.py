@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import linecache
 import types
+from collections.abc import Callable
 from typing import Any
 
 from rlbench.errors import EngineError
+from rlbench.workers.cell_cut import GATE, with_statements
 
 
 class Namespace:
@@ -26,7 +28,7 @@ class Namespace:
         What the function itself refers to is put into the namespace; what it assigns by `global` stays there.
         """
         if isinstance(work, str):
-            return self._cell(work)
+            return self.run_cell(work, lambda: None)
         if not isinstance(work, types.FunctionType):
             if callable(work):
                 return work(*args, **kwargs)
@@ -39,13 +41,24 @@ class Namespace:
         bound.__kwdefaults__ = work.__kwdefaults__
         return bound(*args, **kwargs)
 
-    def _cell(self, source: str) -> Any:
+    @property
+    def names(self) -> dict[str, Any]:
+        """What the next function or cell finds."""
+        return self._globals
+
+    def run_cell(self, source: str, statement: Callable[[], None]) -> Any:
+        """Run a cell and return the value of its last expression; `statement` is called before each statement.
+
+        A function that an earlier cell defined calls this cell's.
+        """
         self._cells += 1
         name = f"<rank cell {self._cells}>"
         linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)  # for its errors
         tree = ast.parse(source, name)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-        exec(compile(tree, name, "exec"), self._globals)
+        self._globals[GATE] = statement
+        exec(compile(with_statements(tree), name, "exec"), self._globals)
         if not isinstance(last, ast.Expr):
             return None
+        statement()
         return eval(compile(ast.Expression(last.value), name, "eval"), self._globals)

@@ -4,6 +4,7 @@ nothing of Ray."""
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,10 +28,13 @@ from rlbench.trainers.policy_step import PolicyStep, reshard
 from rlbench.weights import facts
 from rlbench.weights.manifest import Manifest
 from rlbench.weights.transport import Facts
+from rlbench.workers.train_cells import CellVerbs
 from rlbench.workers.train_config import TrainConfig
+from rlbench.workers.train_gradients import GradientVerbs
 from rlbench.workers.train_group import RankGroup
 from rlbench.workers.train_keeping import KeepingVerbs, RankCheckpoints, RankSnapshots
 from rlbench.workers.train_namespace import Namespace
+from rlbench.workers.train_redefine import RedefineVerbs
 from rlbench.workers.train_stage import WeightSender, checksum
 from rlbench.workers.train_states import Residency
 from rlbench.workers.train_trial import TrialVerbs
@@ -38,13 +42,13 @@ from rlbench.workers.train_trial import TrialVerbs
 FORWARD_INSTEAD_OF_CALL = "got mixed torch.Tensor and DTensor"
 
 
-class TrainRank(KeepingVerbs, TrialVerbs):
+class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerbs):
     """Built in two calls: `rendezvous` on rank 0, then `build` on all ranks at once.
 
     Every verb but those of `CONTROL`, `rendezvous` and `register` is collective and runs on one compute thread.
     """
 
-    CONTROL = frozenset({"status", "memory", "sync_facts", "give_up_sync"})
+    CONTROL = frozenset({"status", "memory", "sync_facts", "give_up_sync", "complete_names"})
 
     def __init__(self, rank: int, world_size: int, config: TrainConfig) -> None:
         self.rank = rank
@@ -92,7 +96,7 @@ class TrainRank(KeepingVerbs, TrialVerbs):
         masters = self.config.masters if self.config.masters is not None else trains
         if self.config.bf16 is None:
             strategy.bf16 = device.is_gpu or next(module.parameters()).dtype == torch.bfloat16
-        strategy.prepare_model(module, masters, self.config.shard_size, self.config.reshard_after_forward)
+        strategy.shard(module, masters, self.config.shard_size, self.config.reshard_after_forward)
         allocate(module, device.device)
         self._module = module
         self._source = strategy.control.together("loading the weights", self._materialize)
@@ -161,9 +165,13 @@ class TrainRank(KeepingVerbs, TrialVerbs):
 
     def run(self, fn_blob: bytes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function (or, as a string, a cell) in the rank's namespace; see `Namespace.run`."""
+        return self.in_namespace(lambda: self._namespace.run(cloudpickle.loads(fn_blob), args, kwargs))
+
+    def in_namespace(self, work: Callable[[], Any]) -> Any:
+        """Do what a user wrote: whatever ends it, no gathered parameter is left behind."""
         module = self._built()
         try:
-            return self._namespace.run(cloudpickle.loads(fn_blob), args, kwargs)
+            return work()
         except BaseException:
             reshard(module)
             raise

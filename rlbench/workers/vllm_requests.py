@@ -6,7 +6,7 @@ Whatever ends a call, no request of it stays in the engine.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -101,9 +101,9 @@ def draw(
     progress = Progress(context, decode)
     samples: list[Sample] = []
     running = requests.running
-    feed = _feed(job, running, max_num_seqs)
+    claims = feed(job, running, max_num_seqs)
     while gate.passes(context):
-        for index in next(feed, ()):
+        for index in next(claims, ()):
             for number in range(job.n):
                 sample = Sample(index, number)
                 one = copy.copy(params)
@@ -113,7 +113,7 @@ def draw(
         if not running:
             break
         for sample, output in requests.step():
-            progress.tokens += _extend(sample, output)
+            progress.tokens += extend(sample, output)
             if output.finished:
                 progress.finish(sample)
         progress.tick(len(samples) - len(running), len(running), len(samples))
@@ -146,10 +146,10 @@ def score(requests: EngineRequests, token_ids: list[list[int]], max_model_len: i
     return found
 
 
-def _feed(job: GenerateJob, running: dict[str, Any], max_num_seqs: int) -> Iterator[list[int]]:
+def feed(job: GenerateJob, running: Sized, max_num_seqs: int) -> Iterator[list[int]]:
     """Prompts to start before each step. A job of our own starts whole (vLLM queues it). A shared one is
-    claimed in small shares that grow with what runs here, so that replicas that start together split a small
-    job evenly and a large one still fills up within a few steps.
+    claimed in small shares that grow with what runs here (`running`), so that replicas that start together split
+    a small job evenly and a large one still fills up within a few steps.
     """
     if not job.shared:
         yield list(range(len(job.prompts)))
@@ -166,7 +166,7 @@ def _feed(job: GenerateJob, running: dict[str, Any], max_num_seqs: int) -> Itera
         yield claimed
 
 
-def _extend(sample: Sample, output: Any) -> int:
+def extend(sample: Sample, output: Any) -> int:
     """Append what one step brought to a sample; return the number of new tokens."""
     (part,) = output.outputs
     sample.tokens.extend(part.token_ids)

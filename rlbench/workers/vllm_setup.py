@@ -97,7 +97,11 @@ def engine_args(config: ReplicaConfig) -> dict[str, Any]:
         config.tensor_parallel_size > 1
     ):  # inside an actor vLLM would ask Ray for its workers; they are our children
         arguments["distributed_executor_backend"] = "mp"
-    if not on_cpu:
+    if on_cpu:
+        # A prefill that is cut in two draws a token too many, which vLLM takes back by the generator's offset; a
+        # CPU generator has none, so a step with more prompt tokens than its budget (2048) would fail.
+        arguments["enable_chunked_prefill"] = False
+    else:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
         arguments["enable_sleep_mode"] = True
     _check_engine_kwargs(config.engine_kwargs, arguments)

@@ -333,6 +333,30 @@ def test_the_exported_page_reads_filters_and_recolours(browser, tmp_path, tiny_p
     context.close()
 
 
+def test_the_exported_page_is_read_by_keyboard(browser, tmp_path, tiny_path):
+    page = browser.new_page()
+    page.goto(stepped(sorting(tiny_path)).to_html(tmp_path / "page.html").as_uri())
+    said = page.locator("#readout")
+    page.get_by_label("search").focus()
+    page.keyboard.press("Tab")
+    first = page.evaluate("document.activeElement.closest('[data-i]').dataset.i")
+    assert "completion" in page.evaluate("document.activeElement.getAttribute('aria-label')")
+    assert said.inner_text().startswith("token 0 ")
+    page.keyboard.press("ArrowRight")
+    assert said.inner_text().startswith("token 1 ") and page.locator("i.at").count() == 1
+    page.keyboard.press("End")
+    last = page.locator(f"tr[data-i='{first}'] i").count() - 1
+    assert said.inner_text().startswith(f"token {last} ")
+    page.keyboard.press("ArrowRight")  # nothing behind the last one
+    assert said.inner_text().startswith(f"token {last} ")
+    page.get_by_label("show").select_option("wrong")
+    shown = page.locator("tr[data-i]:visible")
+    page.locator("tr[data-i]:visible .t").first.focus()
+    page.keyboard.press("ArrowDown")
+    assert page.evaluate("document.activeElement.closest('[data-i]').dataset.i") == shown.nth(1).get_attribute("data-i")
+    page.close()
+
+
 def test_hostile_text_in_the_exported_page_stays_text(browser, tmp_path, tiny_path):
     texts = ["</script><script>window.hacked = 1</script>", "<img src=x onerror='window.hacked = 2'>", "\x1b[31m"]
     page = browser.new_page()

@@ -31,7 +31,7 @@ def same(a, b):
         if isinstance(x, Ragged):
             assert x.values.dtype == y.values.dtype and x.offsets.tolist() == y.offsets.tolist()
             x, y = x.values, y.values
-        if f.name == "channels":
+        if f.name in ("channels", "components"):
             assert list(x) == list(y)
             for name in x:
                 np.testing.assert_array_equal(x[name], y[name])
@@ -41,6 +41,17 @@ def same(a, b):
         else:
             assert x == y and type(x) is type(y), f.name
     return True
+
+
+def partly_scored():
+    """Components for some, an error for one that holds what no file can hold as text, and known times."""
+
+    def reward(rollout):
+        if rollout.index == 3:
+            raise ValueError("no \ud800 answer")
+        return {"reward": rollout.index, "len": len(rollout)} if rollout.index % 2 else rollout.index
+
+    return replace(rollouts().score(reward, on_error="keep"), reward_seconds=np.arange(6.0))
 
 
 def through(value, folder):
@@ -64,6 +75,8 @@ def through(value, folder):
         lambda: rollouts().select(np.zeros(6, bool)),
         lambda: rollouts()[::-1],
         lambda: written(["\ud800 lone", "p"], [["a", ""], [b"\xff\xfe"]]),
+        lambda: partly_scored(),
+        lambda: partly_scored()[1:].select(np.arange(4) > 0),
         lambda: rollouts().with_channels(x=[[np.nan, np.inf, -0.0][i % 3] for i in range(21)]),
     ],
     ids=[
@@ -74,6 +87,8 @@ def through(value, folder):
         "nothing",
         "other order",
         "hostile",
+        "scored",
+        "scored and selected",
         "not finite",
     ],
 )

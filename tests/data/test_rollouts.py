@@ -167,13 +167,13 @@ def test_a_reward_that_is_no_number_names_its_completion(given):
         rollouts().score(lambda r: given)
 
 
-@pytest.mark.filterwarnings("ignore:coroutine")
-def test_an_async_reward_is_refused():
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_a_plain_function_that_gives_a_coroutine_is_refused_naming_the_way():
     async def reward(rollout):
         return 1.0
 
-    with pytest.raises(DataError, match="async"):
-        rollouts().score(reward)
+    with pytest.raises(DataError, match=r"gave an awaitable .* `async def`"):
+        rollouts().score(lambda rollout: reward(rollout))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -141,6 +141,9 @@ def test_the_number_of_records_is_capped(record):
     assert client.ask(record, "/state?history=3")["records"] == 3
     assert client.ask(record, "/state?history=1e9")["records"] == 500
     assert client.ask(record, "/samples?since=12.5")["samples"] == [{"time": 12.5}]
+    both = client.ask(record, "/state?history=3&since=12.5")
+    assert (both["records"], both["samples"], both["marks"]) == (3, [{"time": 12.5}], [])
+    assert "samples" not in client.ask(record, "/state?history=3")
 
 
 def test_numbers_that_json_lacks_become_null():

@@ -74,7 +74,7 @@ def test_going_back_leaves_out_what_came_after_and_loses_nothing():
     )  # fmt: skip
     assert state.history(value) == [{"step": 1}, {"step": 2}, {"step": 30}]
     assert len(value["records"]) == 4
-    assert value["snapshots"]["a"] == {"step": 2, "version": 2, "rollouts": 0, "tip": 1, "bytes": 7}
+    assert value["snapshots"]["a"] == {"step": 2, "version": 2, "rollouts": 0, "tip": 1, "cursor": None, "bytes": 7}
 
 
 def test_what_was_gone_back_to_gets_a_version_no_weights_had():

@@ -42,20 +42,65 @@ function filter() {
   }
 }
 
-function read(event) {
+function hover(event) {
   const token = event.target.closest?.("[data-i] i");
-  if (!token) return;
+  if (token) say(token);
+}
+
+function say(token) {
   const element = token.closest("[data-i]"), t = [...element.querySelectorAll("i")].indexOf(token), values = numbers(element);
   const kind = token.classList.contains("s") ? "s" : token.classList.contains("b") ? "b" : "t";
   const id = facts.rows[element.dataset.i].ids[t];
   readout.textContent = describeToken(t, token.textContent.replace("⏎\n", "\n"), kind, id, facts.channels, (c) => values[c][t]);
 }
 
+// The keyboard's token: left and right go through a completion, up and down to the next one that is shown.
+let cursor = null;
+
+function goTo(token) {
+  cursor?.classList.remove("at");
+  cursor = token;
+  cursor.classList.add("at");
+  cursor.scrollIntoView({ block: "nearest" });
+  say(cursor);
+}
+
+function key(event) {
+  const cell = event.target.closest?.("[data-i] .t");
+  if (!cell || event.ctrlKey || event.metaKey || event.altKey) return;
+  const rows = { ArrowUp: -1, ArrowDown: 1 }[event.key];
+  if (rows) {
+    const shown = completions.filter((element) => !element.hidden && !element.closest(".g").hidden);
+    shown[shown.indexOf(cell.closest("[data-i]")) + rows]?.querySelector(".t").focus();
+  } else {
+    const tokens = [...cell.querySelectorAll("i")], t = tokens.indexOf(cursor);
+    const wanted = { ArrowLeft: t - 1, ArrowRight: t + 1, Home: 0, End: tokens.length - 1 }[event.key];
+    if (wanted === undefined) return;
+    if (tokens[wanted]) goTo(tokens[wanted]);
+  }
+  event.preventDefault();
+}
+
+function focused(event) {
+  const cell = event.target.closest?.("[data-i] .t");
+  if (!cell) return;
+  const token = cell.contains(cursor) ? cursor : cell.querySelector("i");
+  if (token) goTo(token);
+}
+
+for (const element of completions) {
+  const cell = element.querySelector(".t");
+  cell.tabIndex = 0;
+  cell.setAttribute("role", "group");
+  cell.setAttribute("aria-label", `completion ${element.dataset.i}; arrow keys read its tokens`);
+}
 const select = document.getElementById("colour");
 facts.channels.forEach((scale, c) => select.add(new Option(scale.name.replaceAll("_", " "), c, false, c === chosen)));
 select.addEventListener("change", () => ((chosen = Number(select.value)), recolour()));
 document.getElementById("filter").addEventListener("change", filter);
 document.getElementById("search").addEventListener("input", filter);
-document.addEventListener("mouseover", read);
+document.addEventListener("mouseover", hover);
+document.addEventListener("keydown", key);
+document.addEventListener("focusin", focused);
 document.getElementById("controls").hidden = false;
 recolour();

@@ -1,0 +1,81 @@
+"""Arrow tables of our own files: ragged columns in and out, and opening a file that must be one of ours."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlbench.data.files import written_aside
+from rlbench.data.optional import needed
+from rlbench.data.ragged import Ragged, offsets_of
+from rlbench.errors import DataError
+
+
+def write_own(table: Any, path: str | Path, key: bytes, facts: dict[str, Any]) -> Path:
+    """Write a table to Parquet, whole or not at all, with what belongs to all of it as JSON under `key`."""
+    parquet = needed("pyarrow.parquet", "to_parquet()")
+    marked = table.replace_schema_metadata({key: json.dumps(facts).encode()})
+    with written_aside(path) as aside:
+        parquet.write_table(marked, aside, compression="zstd")
+    return Path(path).expanduser()
+
+
+def read_own(path: str | Path, key: bytes, newest: int, writer: str) -> tuple[Any, dict[str, Any]]:
+    """The table and the facts of a file that `write_own` wrote.
+
+    Args:
+        path: of the file.
+        key: what marks a file of this kind.
+        newest: the highest `facts["format"]` that can be read.
+        writer: the call that writes such files, for messages.
+
+    Raises:
+        DataError: pyarrow is not installed, no such file, no Parquet, another kind of file, or a newer format.
+    """
+    parquet = needed("pyarrow.parquet", "from_parquet()")
+    from pyarrow import ArrowException
+
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise DataError(f"no file {path}")
+    try:
+        table = parquet.read_table(path, partitioning=None)
+    except ArrowException as error:
+        raise DataError(f"{path} is no Parquet file that can be read: {error}") from None
+    about = (table.schema.metadata or {}).get(key)
+    if about is None:
+        raise DataError(
+            f"{path} was not written by {writer}: it holds the columns {', '.join(table.column_names[:8])}"
+        )
+    facts = json.loads(about)
+    if facts["format"] > newest:
+        raise DataError(
+            f"{path} has format {facts['format']}; this rlbench reads up to {newest}: update rlbench"
+        )
+    return table, facts
+
+
+def list_column(rows: Ragged) -> Any:
+    """Ragged rows as a list column, of the values' own type, without a Python object per number."""
+    import pyarrow as pa
+
+    return pa.LargeListArray.from_arrays(pa.array(rows.offsets, pa.int64()), pa.array(rows.values))
+
+
+def ragged_column(column: Any, dtype: Any) -> Ragged:
+    """A list column as ragged rows of `dtype`. Raises ValueError where a row or a value is null."""
+    import pyarrow as pa
+
+    chunks = [chunk for chunk in column.chunks if len(chunk)]
+    flat = [chunk.flatten() for chunk in chunks]
+    if any(part.null_count for part in (*chunks, *flat)):
+        raise ValueError("a list or a number in it is missing")
+    values = [part.to_numpy(zero_copy_only=False) for part in flat]
+    lengths = [pa.compute.list_value_length(chunk).to_numpy(zero_copy_only=False) for chunk in chunks]
+    return Ragged(
+        np.concatenate(values).astype(dtype) if values else np.zeros(0, dtype),
+        offsets_of(np.concatenate(lengths).astype(np.int64) if lengths else []),
+    )

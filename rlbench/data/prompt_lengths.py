@@ -1,0 +1,109 @@
+"""How many tokens prompts have, counted the way the engines encode them, and which are too long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlbench.data.messages import is_chat
+from rlbench.data.optional import needed
+from rlbench.data.prompts import Prompt
+from rlbench.errors import DataError
+
+AT_ONCE = 1024
+HEAD = 60
+
+
+@dataclass(frozen=True)
+class LongPrompt:
+    """A prompt longer than allowed. `row`: its index in the source table `source`; `text`: how it begins."""
+
+    source: str
+    row: int
+    tokens: int
+    text: str
+
+
+def open_tokenizer(tokenizer: Any) -> Any:
+    """A tokenizer of `transformers`, from a folder, a hub id, or as it is.
+
+    Raises:
+        DataError: transformers is not installed, nothing can be loaded from there, or it is no such tokenizer.
+    """
+    if isinstance(tokenizer, str | Path):
+        transformers = needed("transformers", "load(…, tokenizer=…)")
+        try:
+            return transformers.AutoTokenizer.from_pretrained(str(Path(tokenizer).expanduser()))
+        except (OSError, ValueError) as error:
+            said = str(error).strip().split("\n")[0]
+            raise DataError(f"tokenizer={str(tokenizer)!r} cannot be loaded: {said}") from error
+    if not callable(tokenizer) or not hasattr(tokenizer, "apply_chat_template"):
+        raise DataError(
+            f"tokenizer= is a {type(tokenizer).__name__}: give a folder, a hub id or a tokenizer of transformers"
+        )
+    return tokenizer
+
+
+def token_counts(prompts: Sequence[Prompt], rows: Sequence[int], tokenizer: Any = None) -> np.ndarray:
+    """Tokens of each prompt as an engine sees it: texts as they are, with the special tokens that the tokenizer adds;
+    chats through its chat template, with the header of the answer. Images and other parts without text count only as
+    what the template writes for them.
+
+    Args:
+        prompts: P of them.
+        rows: their indices in the source table, for messages.
+        tokenizer: of transformers; None is enough for token ids.
+
+    Returns:
+        (P,) int64.
+
+    Raises:
+        DataError: a text or chat without a tokenizer, or a chat that the template refuses.
+    """
+    counts = np.zeros(len(prompts), np.int64)
+    texts: list[int] = []
+    for i, prompt in enumerate(prompts):
+        if not isinstance(prompt.content, str) and not is_chat(prompt.content):
+            counts[i] = len(prompt.content)
+        elif tokenizer is None:
+            raise DataError(f"row {rows[i]} is no token ids: give tokenizer= (the model's folder) to count its tokens")
+        elif isinstance(prompt.content, str):
+            texts.append(i)
+        else:
+            counts[i] = _chat_tokens(prompt.content, rows[i], tokenizer)
+    for start in range(0, len(texts), AT_ONCE):
+        some = texts[start : start + AT_ONCE]
+        encoded = tokenizer([prompts[i].content for i in some], verbose=False)["input_ids"]
+        counts[some] = [len(ids) for ids in encoded]
+    return counts
+
+
+def too_long(
+    prompts: Sequence[Prompt], rows: Sequence[int], counts: np.ndarray, limit: int, source: str
+) -> tuple[LongPrompt, ...]:
+    """The prompts of more than `limit` tokens, in order."""
+    over = np.flatnonzero(counts > limit).tolist()
+    return tuple(LongPrompt(source, rows[i], int(counts[i]), prompts[i].text[:HEAD]) for i in over)
+
+
+def described(long: Sequence[LongPrompt], total: int, limit: int) -> str:
+    """One line for a reader: how many of how many, and the longest."""
+    longest = max(long, key=lambda one: one.tokens)
+    return (
+        f"{len(long)} of {total} prompts {'has' if len(long) == 1 else 'have'} more than {limit} tokens; the longest "
+        f"has {longest.tokens} (row {longest.row}: {longest.text!r})"
+    )
+
+
+def _chat_tokens(chat: list[dict[str, Any]], row: int, tokenizer: Any) -> int:
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise DataError(f"row {row} is chat messages, but the tokenizer has no chat template: give text, or set one")
+    try:
+        ids = tokenizer.apply_chat_template(chat, tokenize=True, add_generation_prompt=True, return_dict=False)
+    except Exception as error:  # a template is a program of its own and raises what it likes
+        raise DataError(f"row {row}: the chat template refused: {type(error).__name__}: {error}") from error
+    return len(ids)

@@ -1,0 +1,87 @@
+"""Rollouts with an environment, seen from the driver: its options, and what its code raised on the replicas."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+
+from rlbench.data import Rollouts
+from rlbench.data.jobs import EnvJob
+from rlbench.dispatch import by_value
+from rlbench.envs.protocol import check_env
+from rlbench.errors import DataError
+from rlbench.traces import remember
+
+TURN_OPTIONS = {"max_turns": 8, "max_total_tokens": None, "env_timeout_s": 60.0}
+"""With their defaults: most turns of a sample; most response tokens of a sample, sampled and observed together (None:
+what the model's length holds); seconds one `reset` or `step` may take (None: for ever)."""
+
+
+def split_options(
+    env: Any, sampling: dict[str, Any], executor: str
+) -> tuple[EnvJob | None, dict[str, Any]]:
+    """The environment on its way to the replicas, and the sampling options alone.
+
+    Raises:
+        DataError: no environment, a wrong option, an option without an environment, or an executor that cannot.
+    """
+    given = {name: sampling[name] for name in TURN_OPTIONS if name in sampling}
+    rest = {name: value for name, value in sampling.items() if name not in given}
+    if env is None:
+        if given:
+            raise DataError(f"{', '.join(given)} would have no effect: turns need an environment, env=…")
+        return None, rest
+    if executor != "vllm":
+        raise DataError(f'env: executor="{executor}" draws single completions; build the engine with executor="vllm"')
+    check_env(env)
+    options = TURN_OPTIONS | given
+    for name, kind in (("max_turns", int), ("max_total_tokens", int), ("env_timeout_s", (int, float))):
+        value = options[name]
+        if value is None and name != "max_turns":
+            continue
+        if not isinstance(value, kind) or isinstance(value, bool) or not value > 0:  # type: ignore[arg-type]
+            raise DataError(f"{name}={value!r}: wanted a number above 0")
+    return EnvJob(_packed(env), options["max_turns"], options["max_total_tokens"], options["env_timeout_s"]), rest  # type: ignore[arg-type]
+
+
+def failed_in_env(rollouts: Rollouts) -> np.ndarray:
+    """(N,) bool: ended by an error in the environment."""
+    failed = np.zeros(rollouts.samples, bool)
+    failed[[error.sample for error in rollouts.env_errors if error.ended]] = True
+    return failed
+
+
+def tell_env_errors(rollouts: Rollouts) -> None:
+    """Say in one line what the environment's code raised.
+
+    Raises:
+        DataError: it ended every sample; names the user's line of the first.
+    """
+    errors = rollouts.env_errors
+    if not errors:
+        return
+    ended = [error for error in errors if error.ended]
+    if rollouts.samples and len({error.sample for error in ended}) == rollouts.samples:
+        first = ended[0]
+        shown = DataError(f"the environment failed for all {rollouts.samples} completions: {first}")
+        shown.user_line, shown.full_traceback = first.line, remember(first.traceback)
+        raise shown
+    remember((ended or errors)[0].traceback)
+    counts = [f"{len(ended)} of {rollouts.samples} completions were ended by the environment's errors"] if ended else []
+    if rest := len(errors) - len(ended):
+        counts.append(f"{rest} errors in tools or close() ended none")
+    warnings.warn(
+        f"{'; '.join(counts)}: rollouts.env_errors. First: {(ended or errors)[0]}", UserWarning, stacklevel=2
+    )
+
+
+def _packed(env: Any) -> bytes:
+    try:
+        return by_value.dumps(env)
+    except Exception as error:
+        raise DataError(
+            f"env: {type(env).__name__} cannot be sent to the replicas ({type(error).__name__}: {error}): make what "
+            "cannot be pickled in reset(), or give a function that makes the environment"
+        ) from error

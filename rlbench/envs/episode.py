@@ -1,0 +1,256 @@
+"""One sample that meets an environment: its tokens turn by turn, what each was, and what the environment said.
+
+It has no engine, thread or clock: the replica feeds it sampled tokens and answers, and asks what comes next.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlbench.data.prompts import Prompt
+from rlbench.envs.bridge import bridged, is_chat, opened
+from rlbench.envs.protocol import Message, Observation, Step, Turn
+from rlbench.errors import DataError
+from rlbench.traces import user_line
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`model_len`: tokens of prompt and response together; `turns`; `total`: response tokens, or None."""
+
+    model_len: int
+    turns: int
+    total: int | None
+    vocabulary: int
+
+
+@dataclass(eq=False)
+class Episode:
+    """A sample under way.
+
+    `tokens`, `logprobs`, `mask` and `turns` are flat over the response: sampled tokens (mask True, the sampler's
+    log-prob) and observed ones (mask False, 0.0), with the number of the turn each belongs to; an observation belongs
+    to the turn that it answers. `opening`: tokens of the first request.
+    """
+
+    prompt: Prompt
+    prompt_ids: list[int]
+    limits: Limits
+    make: Callable[[], Any]
+    tokenizer: Any
+    decode: Callable[[list[int]], str]
+    env: Any = None
+    opening: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    notes: dict[str, Any] = field(default_factory=dict)
+    number: int = 0
+    finish: str = ""
+    _start: int = 0
+    _said: bool = False
+    _chat: list[Message] | None = None
+
+    # --- the environment's calls, on any thread ------------------------------------------
+
+    def begin(self) -> Any:
+        """Make the environment and reset it; gives what `reset` gives."""
+        self.env = self.make()
+        reset = getattr(self.env, "reset", None)
+        return None if reset is None else reset(self.prompt)
+
+    def answer(self, turn: Turn) -> Any:
+        """The environment's step."""
+        return self.env.step(turn)
+
+    def close(self) -> Any:
+        """The environment's close, where it has one."""
+        close = getattr(self.env, "close", None)
+        return None if close is None else close()
+
+    # --- what follows from them ----------------------------------------------------------
+
+    @property
+    def context(self) -> list[int]:
+        """Every token id so far."""
+        return [*self.opening, *self.tokens]
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be sampled."""
+        left = self.limits.model_len - len(self.opening) - len(self.tokens)
+        return left if self.limits.total is None else min(left, self.limits.total - len(self.tokens))
+
+    def opened(self, observation: Observation) -> bool:
+        """Take what `reset` gave; False where it leaves no room to sample, which ends the sample."""
+        role = _role(self.env)
+        opening, said = opened(self.tokenizer, self.prompt, self.prompt_ids, observation, role)
+        self._check(opening)
+        self.opening = self.prompt_ids
+        if not self._fits(len(opening) - len(self.opening), "reset"):
+            return False
+        self.opening = opening
+        self.messages += said
+        if is_chat(self.prompt):
+            self._chat = [*self.prompt.content, *said]  # type: ignore[list-item]
+        return True
+
+    def sampled(self, ids: list[int], logprobs: list[float]) -> None:
+        """Take sampled tokens, in the parts they come in."""
+        self.tokens += ids
+        self.logprobs += logprobs
+        self.mask += [True] * len(ids)
+        self.turns += [self.number] * len(ids)
+
+    def turn(self, finish: str) -> Turn:
+        """Close the turn that was sampled: what the environment is asked."""
+        ids, text = self._say()
+        whole = list(self.messages) if not is_chat(self.prompt) else [*self.prompt.content, *self.messages]
+        return Turn(
+            self.number, text, ids, finish, self.number + 1 >= self.limits.turns, self.prompt, whole, self.context
+        )  # type: ignore[arg-type]
+
+    def stepped(self, step: Any, finish: str, ended: bool) -> bool:
+        """Take the environment's answer to the turn.
+
+        Args:
+            step: what it returned.
+            finish: how the turn ended.
+            ended: with an end token.
+
+        Returns:
+            True where another turn is to be sampled. `finish` is set otherwise.
+
+        Raises:
+            DataError: it is no `Step`, or its observation cannot be put behind the turn.
+        """
+        step = _checked(step)
+        self.rewards.append(float("nan") if step.reward is None else float(step.reward))
+        info = dict(step.info)
+        self.errors += [{**found, "turn": self.number, "ended": False} for found in plain(info.pop("errors", []))]
+        self.steps.append({str(name): plain(value) for name, value in info.items()})
+        if step.done or self.number + 1 >= self.limits.turns:
+            self.finish = finish
+            if not step.done:
+                self.notes["max_turns"] = True
+            if step.observation is not None:
+                self.notes["last_observation"] = plain(step.observation)
+            return False
+        role = _role(self.env)
+        ids, said = bridged(self.tokenizer, self._chat, step.observation, role, ended, self.tokens[-1])
+        self._check(ids)
+        if not self._fits(len(ids), "step"):
+            return False
+        self.tokens += ids
+        self.logprobs += [0.0] * len(ids)
+        self.mask += [False] * len(ids)
+        self.turns += [self.number] * len(ids)
+        self.number += 1
+        self.messages += said
+        self._start, self._said = len(self.tokens), False
+        return True
+
+    def failed(self, where: str, error: BaseException) -> None:
+        """End the sample for an error in the environment's code; its finished turns stay."""
+        self.errors.append({**error_facts(error, where), "turn": self.number, "ended": True})
+        self.finish = "abort"
+
+    def failed_to_close(self, error: BaseException) -> None:
+        """Note what the environment's `close` raised; the sample is as it was."""
+        self.errors.append({**error_facts(error, "close"), "turn": self.number, "ended": False})
+
+    def stopped(self) -> None:
+        """End the sample for an interrupt: what it has, a turn half said too, stays."""
+        self.finish = "abort"
+        if not self._said and len(self.tokens) > self._start:
+            self._say()
+
+    @property
+    def turn_rewards(self) -> list[float]:
+        """One per turn that has sampled tokens; NaN where the environment gave none."""
+        turns = self.number + (len(self.tokens) > self._start)
+        return [*self.rewards, *([float("nan")] * (turns - len(self.rewards)))]
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What `rollouts.infos` holds of the sample, as JSON types."""
+        found: dict[str, Any] = {"turns": len(self.turn_rewards), "messages": plain(self.messages), "steps": self.steps}
+        return found | self.notes | ({"errors": self.errors} if self.errors else {})
+
+    def _say(self) -> tuple[list[int], str]:
+        """Put the turn's sampled tokens among the messages; the tokens and their text."""
+        ids = self.tokens[self._start :]
+        text = self.decode(ids)
+        self.messages.append({"role": "assistant", "content": text})
+        self._said = True
+        return ids, text
+
+    def _fits(self, more: int, where: str) -> bool:
+        if self.room > more:
+            return True
+        self.finish = "length"
+        self.notes["no_room"] = {"after": where, "observation_tokens": more, "room": max(self.room, 0)}
+        return False
+
+    def _check(self, ids: list[int]) -> None:
+        wrong = [t for t in ids if not 0 <= t < self.limits.vocabulary]
+        if wrong:
+            raise DataError(
+                f"the observation holds token id {wrong[0]}, outside of the model's vocabulary of "
+                f"{self.limits.vocabulary}"
+            )
+
+
+def error_facts(error: BaseException, where: str) -> dict[str, Any]:
+    """An error as JSON types: `where` (`"reset"`, `"step"`, `"tool NAME"`), kind, message, user's line, traceback."""
+    line = user_line(error)
+    return {
+        "where": where,
+        "kind": type(error).__name__,
+        "message": str(error)[:2000],
+        "line": None if line is None else [line.file, line.line, line.function, line.source],
+        "traceback": "".join(traceback.format_exception(error))[-20000:],
+    }
+
+
+def plain(value: Any) -> Any:
+    """The same in JSON types; what JSON has no form for becomes its repr."""
+    try:
+        return json.loads(json.dumps(value, default=repr))
+    except (TypeError, ValueError, RecursionError):  # keys that are no texts, cycles
+        return repr(value)
+
+
+def _role(env: Any) -> str | None:
+    role = getattr(env, "role", "user")
+    if role is not None and not isinstance(role, str):
+        raise DataError(f"the environment's role is {role!r}: wanted 'user', 'tool', … or None")
+    return role
+
+
+def _checked(step: Any) -> Step:
+    if not isinstance(step, Step):
+        raise DataError(
+            f"step() returned {type(step).__name__} {step!r:.60}: wanted rb.envs.Step(observation, reward, done, info)"
+        )
+    if not isinstance(step.info, Mapping):
+        raise DataError(f"step()'s info is {type(step.info).__name__}: wanted a dict")
+    if step.reward is not None and not _finite(step.reward):
+        raise DataError(f"step() gave the reward {step.reward!r:.60}: wanted a finite number, or None for none")
+    return step
+
+
+def _finite(value: Any) -> bool:
+    try:
+        return abs(float(value)) < float("inf")
+    except (TypeError, ValueError):
+        return False

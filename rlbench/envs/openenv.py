@@ -1,0 +1,132 @@
+"""Environments of the OpenEnv library (`pip install openenv`), in this process or on a server.
+
+    env = rb.envs.from_openenv("http://localhost:8000", action=lambda turn: {"message": turn.text})
+    env = rb.envs.from_openenv(MyEnvironment, action=lambda turn: MyAction(message=turn.text))
+
+An OpenEnv environment is `reset()` and `step(action)` with an observation, a reward and `done`; what is left to say is
+how a completion becomes an action, and what of an observation the policy reads.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rlbench.data.optional import needed
+from rlbench.data.prompts import Prompt
+from rlbench.envs.protocol import Env, Observation, Step, Turn
+from rlbench.errors import DataError
+
+OWN = ("reward", "done", "metadata")
+"""Fields of an observation that are not for the policy."""
+
+
+def from_openenv(
+    source: str | Callable[[], Any],
+    *,
+    action: Callable[[Turn], Any],
+    observe: Callable[[Any], Observation] | None = None,
+    reset: Callable[[Prompt], Mapping[str, Any]] | None = None,
+    role: str | None = "user",
+) -> OpenEnvAdapter:
+    """An environment from one of OpenEnv.
+
+    Args:
+        source: a server's address (each sample has a session of its own there), or a class or function that makes an
+            `Environment` or an `EnvClient`.
+        action: a turn to what the environment's `step` takes; for an address, a dict. What it raises ends the sample.
+        observe: an observation (an object, for an address a dict) to what the policy reads; None: its one text field,
+            or all its fields as JSON, without reward, done and metadata.
+        reset: a prompt to the keyword arguments of the environment's `reset`; None: no arguments. What the environment
+            observes on `reset` is put behind the prompt.
+        role: of the messages that observations become in a chat.
+
+    Raises:
+        DataError: neither an address nor callable; for an address, openenv is not installed.
+    """
+    if isinstance(source, str):
+        needed("openenv", "rb.envs.from_openenv(address)")
+    elif not callable(source):
+        raise DataError(f"from_openenv: {type(source).__name__} is neither an address nor makes an environment")
+    return OpenEnvAdapter(source, action, observe or observed, reset, role)
+
+
+class OpenEnvAdapter(Env):
+    """See `from_openenv`."""
+
+    def __init__(
+        self,
+        source: str | Callable[[], Any],
+        action: Callable[[Turn], Any],
+        observe: Callable[[Any], Observation],
+        reset: Callable[[Prompt], Mapping[str, Any]] | None,
+        role: str | None,
+    ) -> None:
+        self.source, self.action, self.observe, self.arguments = source, action, observe, reset
+        self.role = role
+        self.inner: Any = None
+
+    def __repr__(self) -> str:
+        name = self.source if isinstance(self.source, str) else getattr(self.source, "__name__", repr(self.source))
+        return f"from_openenv({name!r})"
+
+    def reset(self, prompt: Prompt) -> Any:
+        """Make the environment, or open a session; gives what it observes."""
+        arguments = dict(self.arguments(prompt)) if self.arguments else {}
+        self.inner = self._made()
+        return self._called(lambda: self.inner.reset(**arguments), lambda result: self.observe(_observation(result)))
+
+    def step(self, turn: Turn) -> Any:
+        """Act, and observe; gives a `Step`."""
+        action = self.action(turn)
+        return self._called(lambda: self.inner.step(action), self._stepped)
+
+    def close(self) -> Any:
+        """Close the environment or the session."""
+        return None if self.inner is None else self._called(lambda: self.inner.close(), lambda result: None)
+
+    def _made(self) -> Any:
+        if isinstance(self.source, str):
+            return needed("openenv", "rb.envs.from_openenv(address)").GenericEnvClient(base_url=self.source)
+        return self.source()
+
+    def _called(self, call: Callable[[], Any], then: Callable[[Any], Any]) -> Any:
+        """A session is asked from the event loop; an environment in this process computes on the thread it is on."""
+        if isinstance(self.source, str):
+            return _awaited(call, then)
+        value = call()
+        return _awaited(lambda: value, then) if inspect.isawaitable(value) else then(value)
+
+    def _stepped(self, result: Any) -> Step:
+        reward = result.reward
+        return Step(self.observe(_observation(result)), None if reward is None else float(reward), bool(result.done))
+
+
+async def _awaited(call: Callable[[], Any], then: Callable[[Any], Any]) -> Any:
+    value = call()
+    return then(await value if inspect.isawaitable(value) else value)
+
+
+def observed(observation: Any) -> Observation:
+    """An observation as text: its one text field, else all fields as JSON, without reward, done and metadata.
+
+    None where nothing is left.
+    """
+    fields = observation if isinstance(observation, Mapping) else _fields(observation)
+    shown = {name: value for name, value in fields.items() if name not in OWN}
+    if len(shown) == 1 and isinstance(text := next(iter(shown.values())), str):
+        return text or None
+    return json.dumps(shown, ensure_ascii=False, default=str) if shown else None
+
+
+def _observation(result: Any) -> Any:
+    """A client gives a result with an observation in it, an environment the observation itself."""
+    return result.observation if hasattr(result, "observation") and hasattr(result, "done") else result
+
+
+def _fields(observation: Any) -> dict[str, Any]:
+    dumped = getattr(observation, "model_dump", None)
+    return dict(dumped()) if dumped is not None else dict(vars(observation))
+

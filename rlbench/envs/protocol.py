@@ -1,0 +1,131 @@
+"""What an environment is: what it is asked with a turn, and what it answers.
+
+    class Guess(rb.envs.Env):
+        def reset(self, prompt):              # a fresh copy for every sample
+            self.secret = prompt.label
+        def step(self, turn):
+            if turn.text.strip() == self.secret:
+                return rb.envs.Step(reward=1.0, done=True)
+            return rb.envs.Step("wrong, try again", reward=-0.1)
+
+    rollouts = session.rollout(prompts, n=8, env=Guess(), max_turns=4, max_tokens=32)
+
+`reset` and `step` may be `async def`. They run on the replica beside the thread that generates, so other samples go on
+meanwhile: plain ones on threads, async ones on one event loop, which they must not block. Calls of one environment
+never overlap, but may come from different threads.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import cloudpickle
+
+from rlbench.data.prompts import Prompt
+from rlbench.errors import DataError, nearest
+
+Message: TypeAlias = dict[str, Any]
+Observation: TypeAlias = str | list[Message] | list[int] | None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the policy said, and all there was before.
+
+    `number`: of the turn, from 0. `text`: of the tokens sampled in it, `token_ids` those tokens, the end token
+    included. `finish_reason`: `"stop"` or `"length"`. `last`: no turn can follow (`max_turns`). `messages`: the
+    conversation so far, those of a chat prompt first, this turn's last. `context`: every token id so far: prompt,
+    sampled and observed ones.
+    """
+
+    number: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    last: bool
+    prompt: Prompt
+    messages: list[Message]
+    context: list[int]
+
+
+@dataclass(frozen=True)
+class Step:
+    """An environment's answer to a turn.
+
+    `observation`: what the policy sees next. Text becomes a message of the environment's `role` in a chat, and stands
+    right behind the sampled tokens where the prompt is text or token ids or the role is None; messages need a chat;
+    token ids go in as they are; None lets the policy go on. It is never trained on. `reward`: of this turn, None for
+    none. `done`: the sample is over; a last observation then only shows in its info. `info`: JSON types, kept per turn
+    (what JSON has no form for, as its repr); a list `errors` in it, made by `error_facts`, is shown among the errors.
+    """
+
+    observation: Observation = None
+    reward: float | None = None
+    done: bool = False
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Env:
+    """Base of environments; anything with a `step` will do.
+
+    `role`: of the messages that text observations become in a chat; None puts the text right behind the sampled tokens,
+    inside the assistant's message.
+    """
+
+    role: str | None = "user"
+
+    def reset(self, prompt: Prompt) -> Any:
+        """Begin a sample. What it returns, an observation as in `Step`, is put behind the prompt."""
+        return None
+
+    def step(self, turn: Turn) -> Any:
+        """Answer a turn with a `Step`, or with an awaitable of one."""
+        raise NotImplementedError(f"{type(self).__name__} defines no step(turn)")
+
+    def close(self) -> Any:
+        """Called once when the sample is over, however it ended."""
+        return None
+
+
+async def awaited(value: Any) -> Any:
+    """What an awaitable gives."""
+    return await value
+
+
+def check_env(env: Any) -> None:
+    """Refuse what is no environment.
+
+    Args:
+        env: a class or a function without arguments (called once per sample), or an instance (copied for each).
+
+    Raises:
+        DataError: it has no `step`.
+    """
+    kind = env if isinstance(env, type) else type(env)
+    if not callable(getattr(kind, "step", None)) and not (callable(env) and not isinstance(env, type)):
+        raise DataError(
+            f"env={env!r:.80}: {kind.__name__} has no step(turn){nearest('step', dir(kind))}; give an rb.envs.Env, a "
+            "class of one, or a function that makes one"
+        )
+
+
+def unpacked(blob: bytes) -> Callable[[], Any]:
+    """Return what makes one environment per sample. Raises DataError where it cannot be loaded here."""
+    try:
+        env = cloudpickle.loads(blob)
+    except Exception as error:
+        raise DataError(f"env cannot be loaded on the replica: {type(error).__name__}: {error}") from error
+    if isinstance(env, type) or not hasattr(env, "step"):
+        return lambda: _with_step(env())
+    return lambda: copy.deepcopy(env)
+
+
+def _with_step(env: Any) -> Any:
+    if inspect.isawaitable(env) or not callable(getattr(env, "step", None)):
+        raise DataError(f"env() gave {type(env).__name__}, which has no step(turn)")
+    return env
+

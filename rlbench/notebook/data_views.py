@@ -1,0 +1,74 @@
+"""Cards of prompts at hand: a set, what was too long in it, and where a stream or a mixture stands."""
+
+from __future__ import annotations
+
+from rlbench.data.column import Column
+from rlbench.data.metrics import format_number
+from rlbench.data.mixing import Mixture
+from rlbench.data.prompt_set import PromptSet
+from rlbench.data.prompt_stream import PromptStream
+from rlbench.notebook.card import WARNING, Card, Cell, Grid
+
+SHOWN, HEAD = 5, 90
+
+
+def prompt_set_card(prompts: PromptSet) -> Card:
+    """The first prompts with their lengths and labels, and what was too long."""
+    facts = [f"{format_number(len(prompts))} prompts"]
+    if not len(prompts):
+        return Card(prompts.name or "prompts", facts)
+    if prompts.lengths is not None:
+        facts.append(f"tokens {_spread(Column.of(prompts.lengths, 'lengths'))}")
+    rows: list[tuple[Cell, ...]] = []
+    for i, prompt in enumerate(prompts.prompts[:SHOWN]):
+        tokens = [] if prompts.lengths is None else [format_number(int(prompts.lengths[i]))]
+        label = "–" if prompt.label is None else str(prompt.label)
+        rows.append((str(i), *tokens, _head(prompt.text), _head(label)))
+    known = prompts.lengths is not None
+    head = ("", *(["tokens"] if known else []), "prompt (its last message)", "label")
+    grids = [Grid(tuple(rows), head, frozenset({0, 1} if known else {0}), labels=True)]
+    notes = [f"… {format_number(len(prompts) - SHOWN)} more"] if len(prompts) > SHOWN else []
+    if prompts.too_long:
+        grids.append(_long_grid(prompts))
+        notes.append(f"{WARNING}{format_number(len(prompts.too_long))} too long: .too_long lists them all")
+    return Card(prompts.name or "prompts", facts, grids, notes)
+
+
+def stream_card(stream: PromptStream) -> Card:
+    """Where it stands."""
+    order = f"shuffled, seed {stream.seed}" if stream.shuffle else "in order"
+    return Card(f"stream {stream.prompts.name}".strip(), [_place(stream), f"{stream.taken} taken", order])
+
+
+def mixture_card(mixture: Mixture) -> Card:
+    """Shares asked for and given, and where each set stands."""
+    rows: list[tuple[Cell, ...]] = []
+    for name, stream in mixture.streams.items():
+        given = f"{100 * mixture.counts[name] / mixture.taken:.1f} %" if mixture.taken else "–"
+        rows.append((name, f"{100 * mixture.weights[name]:.1f} %", given, str(mixture.counts[name]), _place(stream)))
+    grid = Grid(tuple(rows), ("set", "share", "taken", "prompts", "stands at"), frozenset({1, 2, 3}))
+    return Card("mixture", [f"{mixture.taken} taken", f"seed {mixture.seed}"], [grid])
+
+
+def _long_grid(prompts: PromptSet) -> Grid:
+    longest = sorted(prompts.too_long, key=lambda one: -one.tokens)[:SHOWN]
+    rows = tuple((str(one.row), format_number(one.tokens), _head(one.text)) for one in longest)
+    limit = "" if prompts.max_prompt_tokens is None else f" than {prompts.max_prompt_tokens} tokens"
+    return Grid(rows, ("row", "tokens", "prompt"), frozenset({0, 1}), caption=f"longer{limit}", labels=True)
+
+
+def _place(stream: PromptStream) -> str:
+    if stream.ended:
+        return "ended"
+    last = "" if stream.epochs is None else f" of {stream.epochs}"
+    return f"epoch {stream.epoch + 1}{last}, {stream.position} of {len(stream.prompts)}"
+
+
+def _spread(column: Column) -> str:
+    found = column.summary()
+    return ", ".join(f"{name} {format_number(round(found[name]))}" for name in ("min", "p50", "p90", "max"))
+
+
+def _head(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= HEAD else line[: HEAD - 1] + "…"

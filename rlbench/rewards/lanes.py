@@ -1,0 +1,238 @@
+"""Processes that may be killed: a job runs over many payloads on a few of them; one that hangs or dies is replaced.
+
+Driven by the calling thread alone, with no helper of its own: when it is interrupted, nothing is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from typing import IO, Any
+
+import cloudpickle
+
+from rlbench.errors import DataError
+from rlbench.rewards.board import Failure
+from rlbench.traces import user_error
+
+MOST = 4
+"""Processes at a time, unless said; never more than cores."""
+START_S = 120.0
+"""How long a process may take to be ready: it imports what the job needs."""
+TAIL = 400
+"""Characters of what a process wrote before it died."""
+CODE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rlbench.rewards.isolation import main; main()"
+
+
+@dataclass(frozen=True)
+class Lost:
+    """No answer: `timeout`, or the process died. As text it goes on from "the reward …"."""
+
+    said: str
+    timeout: bool = False
+
+    def __str__(self) -> str:
+        return self.said
+
+
+class Lane:
+    """One process, and the payload it works on."""
+
+    def __init__(self, opening: bytes) -> None:
+        self.log: IO[bytes] = tempfile.TemporaryFile()  # closed by `end`
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CODE, json.dumps(sys.path)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, start_new_session=True,
+        )  # fmt: skip
+        self.unit: int | None = None
+        self.ready = False
+        self.since = time.perf_counter()
+        self._read = b""
+        self.send(opening)
+
+    def fileno(self) -> int:
+        """What a selector waits for."""
+        assert self.process.stdout is not None
+        return self.process.stdout.fileno()
+
+    def send(self, frame: bytes) -> None:
+        """Write one frame; the process reads whenever it is idle. That it is gone is seen when reading."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(struct.pack("<Q", len(frame)) + frame)
+            self.process.stdin.flush()
+
+    def receive(self) -> list[Any] | None:
+        """Whole answers that have arrived; None where the process ended."""
+        chunk = os.read(self.fileno(), 1 << 20)
+        if not chunk:
+            return None
+        self._read += chunk
+        found = []
+        while len(self._read) >= 8 and len(self._read) >= 8 + (size := struct.unpack("<Q", self._read[:8])[0]):
+            found.append(json.loads(self._read[8 : 8 + size]))
+            self._read = self._read[8 + size :]
+        return found
+
+    def end(self) -> str:
+        """Kill it with all it started, and wait until it is gone; says how it had ended, if it had."""
+        code = self.process.poll()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                if pipe is not None:
+                    pipe.close()
+        said = self._last_words()
+        self.log.close()
+        return _exit(code) + (f"; it wrote {said!r}" if said else "")
+
+    def _last_words(self) -> str:
+        size = self.log.seek(0, os.SEEK_END)
+        self.log.seek(max(0, size - TAIL))
+        return self.log.read().decode(errors="replace").strip()
+
+
+def answers(
+    job: Callable[[Any], Any], payloads: Iterable[Any], count: int, lanes: int | None = None,
+    timeout_s: float | None = None, memory_gib: float | None = None,
+) -> Generator[tuple[int, Any, float], None, None]:  # fmt: skip
+    """Run a job over payloads in processes of its own.
+
+    Args:
+        job: called with one payload in the process; goes there by cloudpickle, its answer comes back as JSON. A
+            `prepare()` of its own is called first and its time is not counted.
+        payloads: what it is called with, sent one at a time.
+        count: how many there are.
+        lanes: processes at a time; None: one per core, MOST at most.
+        timeout_s: seconds for one payload; the process is killed then, and replaced.
+        memory_gib: GiB a process may allocate beyond what it has at its start.
+
+    Yields:
+        (number of the payload, its answer or `Lost`, seconds), as they end. Close the iterator to end all processes.
+
+    Raises:
+        DataError: the job cannot be sent, or no process gets ready for it.
+    """
+    opening = cloudpickle.dumps({"memory_gib": memory_gib, "job": _blob(job, "the reward")})
+    waiting = enumerate(payloads)
+    wanted = min(count, lanes or min(MOST, os.cpu_count() or 1))
+    running: list[Lane] = []
+    left = count
+    try:
+        with selectors.DefaultSelector() as selector:
+
+            def start() -> None:
+                running.append(Lane(opening))
+                selector.register(running[-1], selectors.EVENT_READ)
+
+            def end(lane: Lane) -> str:
+                selector.unregister(lane)
+                running.remove(lane)
+                return lane.end()
+
+            while left:
+                while len(running) < min(wanted, left):
+                    start()
+                for key, _ in selector.select(_until(running, timeout_s)):
+                    lane: Lane = key.fileobj  # type: ignore[assignment]
+                    arrived = lane.receive()
+                    if arrived is None:
+                        unit, seconds, was_ready = lane.unit, time.perf_counter() - lane.since, lane.ready
+                        said = _ended(lane, end)
+                        if not was_ready:
+                            raise DataError(f"a process for the reward {said} before it was ready")
+                        if unit is not None:
+                            left -= 1
+                            yield unit, Lost(f"ended its process: it {said}"), seconds
+                        continue
+                    for answer in arrived:
+                        unit, seconds = lane.unit, time.perf_counter() - lane.since
+                        lane.unit = None
+                        if not lane.ready:
+                            _check_ready(answer)
+                            lane.ready = True
+                        _feed(lane, waiting)
+                        if unit is not None:
+                            left -= 1
+                            yield unit, answer, seconds
+                for lane in [lane for lane in running if _overdue(lane, timeout_s)]:
+                    unit, seconds = lane.unit, time.perf_counter() - lane.since
+                    said = end(lane)
+                    if unit is None:
+                        raise DataError(f"a process for the reward was not ready after {START_S:g} s: {said}")
+                    left -= 1
+                    yield unit, Lost(f"took longer than {timeout_s:g} s", timeout=True), seconds
+    finally:
+        for lane in running:
+            lane.end()
+
+
+def _blob(value: Any, what: str) -> bytes:
+    try:
+        return bytes(cloudpickle.dumps(value))
+    except Exception as error:  # whatever a value's own pickling raises
+        said = f"{what} cannot be sent to a process of its own ({type(error).__name__}: {error})"
+        raise user_error(DataError, said, error, ": let it open files and clients itself, when called") from error
+
+
+def _feed(lane: Lane, waiting: Iterator[tuple[int, Any]]) -> None:
+    """Give an idle process its next payload, if there is one."""
+    following = next(waiting, None)
+    if following is not None:
+        frame = _blob(following[1], "a completion")
+        lane.unit, lane.since = following[0], time.perf_counter()
+        lane.send(frame)
+
+
+def _check_ready(answer: dict[str, Any]) -> None:
+    if "broken" in answer:
+        failure = Failure.from_plain(answer["broken"])
+        shown = DataError(f"the reward cannot be run in a process of its own: {failure.said}")
+        shown.full_traceback = failure.trace
+        raise shown
+
+
+def _overdue(lane: Lane, timeout_s: float | None) -> bool:
+    allowed = _allowed(lane, timeout_s)
+    return allowed is not None and time.perf_counter() - lane.since >= allowed
+
+
+def _until(running: Iterable[Lane], timeout_s: float | None) -> float | None:
+    """Seconds to the next deadline."""
+    limits = [(lane, _allowed(lane, timeout_s)) for lane in running]
+    left = [allowed - (time.perf_counter() - lane.since) for lane, allowed in limits if allowed is not None]
+    return max(0.0, min(left)) if left else None
+
+
+def _allowed(lane: Lane, timeout_s: float | None) -> float | None:
+    if not lane.ready:
+        return START_S
+    return None if lane.unit is None else timeout_s
+
+
+def _ended(lane: Lane, end: Callable[[Lane], str]) -> str:
+    """How a process that closed its answers ended; it is given a moment to be reaped with its own exit code."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        lane.process.wait(1.0)
+    return end(lane)
+
+
+def _exit(code: int | None) -> str:
+    if code is None:
+        return "was killed"
+    if code >= 0:
+        return f"exited with code {code}"
+    name = signal.Signals(-code).name
+    return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")

@@ -1,0 +1,157 @@
+"""Mathematical answers, compared as mathematics (math-verify on sympy) in processes that can be killed.
+
+sympy computes what it reads: `10**10**10` in a completion takes for ever, in code that no signal and no thread can end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rlbench.errors import DataError
+from rlbench.rewards.board import Board, Failure, Outcome, Reward
+from rlbench.rewards.fields import By, part, read, shown
+from rlbench.rewards.kinds import Scorer
+from rlbench.rewards.lanes import Lost, answers
+
+if TYPE_CHECKING:
+    from rlbench.data.rollout import Rollout
+
+_BRACES = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
+PARSED, TIMEOUT = "math/parsed", "math/timeout"
+
+
+@dataclass(frozen=True, repr=False)
+class Math(Scorer):
+    """See `math`."""
+
+    label: By = None
+    inside: str | None = None
+    timeout_s: float = 5.0
+    memory_gib: float = 2.0
+    processes: int | None = None
+    digits: int = 6
+
+    def __post_init__(self) -> None:
+        if not self.timeout_s > 0 or not self.memory_gib > 0:
+            raise DataError("math: timeout_s and memory_gib are above 0")
+
+    def score_all(self, rollouts: Sequence[Rollout], board: Board) -> None:
+        """Compare all of them; see `Scorer.score_all`."""
+        if importlib.util.find_spec("math_verify") is None:
+            raise DataError("rb.rewards.math needs math-verify: pip install math-verify")
+        asked: list[tuple[int, tuple[str, str]]] = []
+        for i, rollout in enumerate(rollouts):
+            try:
+                wanted, text = read(rollout, self.label), part(rollout.text, self.inside)
+            except Exception as error:  # a user's own function of the rollout, too
+                board.put(i, Failure.of(error), 0.0)
+                continue
+            if text is None:
+                board.put(i, _wrong(parsed=0.0), 0.0)
+            else:
+                asked.append((i, (str(wanted), text)))
+        pairs = (pair for _, pair in asked)
+        job = Comparison(self.digits)
+        found = answers(job, pairs, len(asked), self.processes, self.timeout_s, self.memory_gib)
+        with contextlib.closing(found):
+            for k, answer, seconds in found:
+                i, (wanted, _) = asked[k]
+                board.put(i, _outcome(answer, wanted), seconds)
+
+    def __repr__(self) -> str:
+        changed = {k: v for k, v in vars(self).items() if v != getattr(type(self), k)}
+        return shown("math", **changed)
+
+
+def math(
+    label: By = None, *, inside: str | None = None, timeout_s: float = 5.0, memory_gib: float = 2.0,
+    processes: int | None = None, digits: int = 6,
+) -> Math:  # fmt: skip
+    r"""1.0 where the completion's answer equals the label as mathematics, 0.0 where not.
+
+    The answer is the last `\boxed{…}`, else what math-verify finds (LaTeX between dollars, a number). `0.5`, `1/2` and
+    `\frac{1}{2}` are equal. A label of GSM8K's form counts from its last `####` on.
+
+    Components: `math/parsed` 1.0 where an answer was found, `math/timeout` 1.0 where comparing it took too long or too
+    much memory; the reward is 0.0 then.
+
+    Args:
+        label: None for the prompt's label, the name of a key of its `meta`, or a function of the rollout.
+        inside: look inside the last `<inside>…</inside>` alone.
+        timeout_s: seconds for one completion.
+        memory_gib: GiB each process may take for it.
+        processes: at a time; None for one per core, four at most. They start anew with each scoring, in about a second.
+        digits: decimal digits in which numbers have to agree.
+
+    A completion has an error where its prompt has no label, or one that holds no mathematics.
+
+    Raises:
+        DataError: math-verify is not installed (when scoring).
+    """
+    return Math(label, inside, timeout_s, memory_gib, processes, digits)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What runs in the processes: (label, completion) -> whether a label and an answer were found, and are equal."""
+
+    digits: int
+
+    def prepare(self) -> None:
+        """Import sympy before the clock runs."""
+        logging.disable(logging.WARNING)  # math-verify warns that nobody ends it; we do
+        self(("1", "$\\frac{2}{2}$"))
+
+    def __call__(self, pair: tuple[str, str]) -> dict[str, bool]:
+        from math_verify import parse, verify
+
+        wanted, text = pair
+        gold = parse(_as_latex(wanted), parsing_timeout=None)
+        if not _meant(gold):
+            return {"gold": False, "parsed": False, "equal": False}
+        answer = parse(last_boxed(text) or text, parsing_timeout=None)
+        equal = bool(answer) and verify(gold, answer, float_rounding=self.digits, timeout_seconds=None)
+        return {"gold": True, "parsed": bool(answer), "equal": bool(equal)}
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The last whole `\boxed{…}` of a text; None where there is none. math-verify would take several as a list."""
+    opened: list[int | None] = []  # where the boxes began that are still open; None for another brace
+    found = None
+    for mark in _BRACES.finditer(text):
+        if mark[0].startswith("\\boxed"):
+            opened.append(mark.start())
+        elif mark[0] == "{":
+            opened.append(None)
+        elif mark[0] == "}" and opened and (begin := opened.pop()) is not None:
+            found = text[begin : mark.end()]
+    return found
+
+
+def _as_latex(label: str) -> str:
+    """The label as math-verify finds it for sure."""
+    label = label.rpartition("####")[2].strip()
+    return label if "$" in label or "\\boxed" in label else f"\\boxed{{{label}}}"
+
+
+def _meant(gold: list[Any]) -> bool:
+    """Whether there is anything to compare with; a text that sympy could not read is compared as text."""
+    return bool(gold) and any(str(g).strip() for g in gold)
+
+
+def _outcome(answer: Any, wanted: str) -> Outcome:
+    if isinstance(answer, Lost):
+        return _wrong(timeout=1.0)
+    if not answer["gold"]:
+        return Failure(f"math: the label {wanted[:60]!r} holds no mathematics", "wanted a number or LaTeX")
+    return Reward(float(answer["equal"]), {PARSED: float(answer["parsed"]), TIMEOUT: 0.0})
+
+
+def _wrong(parsed: float = 0.0, timeout: float = 0.0) -> Reward:
+    return Reward(0.0, {PARSED: parsed, TIMEOUT: timeout})

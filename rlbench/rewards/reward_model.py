@@ -1,0 +1,168 @@
+"""A reward model: a Hugging Face sequence classifier that reads prompt and completion and gives one number."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlbench.errors import DataError
+from rlbench.rewards.board import Board, Failure, Reward
+from rlbench.rewards.fields import shown
+from rlbench.rewards.kinds import Scorer
+
+if TYPE_CHECKING:
+    from rlbench.data.rollout import Rollout
+
+
+class Model(Scorer):
+    """See `model`. Loaded when first needed and kept; `close()` frees it. Pickles as its options, without weights."""
+
+    def __init__(
+        self, path: str | Path, batch_size: int = 8, device: str | None = None, dtype: str = "float32",
+        output: int | None = None, chat: bool | None = None,
+    ) -> None:  # fmt: skip
+        if batch_size < 1:
+            raise DataError(f"model: batch_size is 1 or more, got {batch_size}")
+        self.path = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else str(path)
+        self.batch_size, self.device, self.dtype, self.output, self.chat = batch_size, device, dtype, output, chat
+        self._loaded: tuple[Any, Any] | None = None
+
+    def score_all(self, rollouts: Sequence[Rollout], board: Board) -> None:
+        """Score in batches, long ones first, so that little is padded; see `Scorer.score_all`."""
+        import torch
+
+        model, tokenizer = self._load()
+        rows: list[tuple[int, list[int]]] = []
+        longest = getattr(model.config, "max_position_embeddings", None)
+        for i, rollout in enumerate(rollouts):
+            try:
+                ids = self.token_ids(rollout, tokenizer)
+            except Exception as error:  # a chat template refuses roles and orders in its own ways
+                board.put(i, Failure.of(error), 0.0)
+                continue
+            if longest is not None and len(ids) > longest:
+                said = f"the reward model takes {longest} tokens, prompt and completion are {len(ids)}"
+                board.put(i, Failure(said, "leave it out by rollouts.select"), 0.0)
+            else:
+                rows.append((i, ids))
+        rows.sort(key=lambda row: -len(row[1]))
+        for first in range(0, len(rows), self.batch_size):
+            chosen = rows[first : first + self.batch_size]
+            started = time.perf_counter()
+            with torch.inference_mode():
+                values = self._forward(model, [ids for _, ids in chosen])
+            outcomes = [
+                Reward(v) if v - v == 0.0 else Failure(f"the reward model gave {v}", "wanted a finite number")
+                for v in values
+            ]
+            board.put_all([i for i, _ in chosen], outcomes, time.perf_counter() - started)
+
+    def token_ids(self, rollout: Rollout, tokenizer: Any) -> list[int]:
+        """What the model reads of one completion: through its chat template, or prompt and completion in a row.
+
+        Raises:
+            DataError: a prompt of token ids: they are of another tokenizer.
+        """
+        content = rollout.prompt
+        chat = self.chat if self.chat is not None else not isinstance(content, str)
+        if isinstance(content, list) and not isinstance(content[0], dict):
+            raise DataError(
+                "the prompt is token ids, and the reward model has a tokenizer of its own: give texts or messages"
+            )
+        if not chat:
+            return list(tokenizer(rollout.source.text + rollout.text)["input_ids"])
+        asked = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
+        said = [*asked, {"role": "assistant", "content": rollout.text}]
+        return list(tokenizer.apply_chat_template(said, tokenize=True, return_dict=True)["input_ids"])
+
+    def close(self) -> None:
+        """Free the weights; the next scoring loads them again."""
+        self._loaded = None
+        torch = importlib.import_module("torch")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _load(self) -> tuple[Any, Any]:
+        if self._loaded is None:
+            try:
+                import torch
+                from transformers import AutoModelForSequenceClassification, AutoTokenizer
+            except ModuleNotFoundError as missing:
+                raise DataError(
+                    f"rb.rewards.model needs {missing.name}: `rlbench setup` installs what engines need"
+                ) from missing
+            device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(self.path)
+                model, report = AutoModelForSequenceClassification.from_pretrained(
+                    self.path, dtype=getattr(torch, self.dtype), output_loading_info=True
+                )
+            except (OSError, ValueError) as error:
+                raise DataError(f"{self.path} is no reward model that can be loaded: {error}") from error
+            self._check(model, sorted(report["missing_keys"]))
+            if model.config.pad_token_id is None:  # which token of a row is its last is found by it
+                model.config.pad_token_id = tokenizer.pad_token_id
+            self._loaded = model.to(device).eval(), tokenizer
+        return self._loaded
+
+    def _check(self, model: Any, missing: list[str]) -> None:
+        """A classifier whose head was never trained scores at random: refuse it."""
+        if missing:
+            raise DataError(
+                f"{self.path} has no weights for {', '.join(missing[:3])}: it is no reward model, but a language model "
+                "whose head would be random. Train one first, or give the id of one"
+            )
+        outputs = int(model.config.num_labels)
+        if self.output is None and outputs != 1:
+            raise DataError(f"{self.path} gives {outputs} numbers: say which is the reward by model(…, output=0)")
+        if self.output is not None and not 0 <= self.output < outputs:
+            raise DataError(f"model: output={self.output}, but {self.path} gives {outputs} numbers, counted from 0")
+
+    def _forward(self, model: Any, rows: Sequence[Sequence[int]]) -> list[float]:
+        import torch
+
+        pad = model.config.pad_token_id
+        if pad is None and len(rows) > 1:  # without a padding token the last token is found in single rows alone
+            return [value for row in rows for value in self._forward(model, [row])]
+        width = max(map(len, rows))
+        ids = torch.full((len(rows), width), pad or 0, dtype=torch.long)
+        mask = torch.zeros((len(rows), width), dtype=torch.long)
+        for k, row in enumerate(rows):
+            ids[k, : len(row)] = torch.as_tensor(row)
+            mask[k, : len(row)] = 1
+        device = next(model.parameters()).device
+        logits = model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
+        return [float(v) for v in logits[:, self.output or 0].float().cpu()]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_loaded": None}
+
+    def __repr__(self) -> str:
+        defaults = {"batch_size": 8, "device": None, "dtype": "float32", "output": None, "chat": None}
+        return shown("model", self.path, **{k: v for k in defaults if (v := getattr(self, k)) != defaults[k]})
+
+
+def model(
+    path: str | Path, *, batch_size: int = 8, device: str | None = None, dtype: str = "float32",
+    output: int | None = None, chat: bool | None = None,
+) -> Model:  # fmt: skip
+    """Rewards from a sequence-classification model, run in this process.
+
+    Args:
+        path: folder or Hugging Face id of a model with a trained head of one output.
+        batch_size: completions per forward.
+        device: of torch; None takes a GPU where there is one. The session's engines may need its memory: `close()`.
+        dtype: of the weights, a name of torch.
+        output: which number is the reward, of a model that gives several.
+        chat: put prompt and completion through the model's chat template, as user and assistant; None does where the
+            prompt is messages. A text is else read as it is, followed by the completion.
+
+    A completion too long for the model has an error; none is cut. Texts are tokenised by the model's own tokenizer.
+
+    Raises:
+        DataError: when scoring: no such model, a head that is not trained, or several outputs without `output`.
+    """
+    return Model(path, batch_size, device, dtype, output, chat)

@@ -1,0 +1,169 @@
+"""Rules on the text of a completion: 1.0 where it is as wanted, 0.0 where not.
+
+Functions of one `Rollout` as any of yours: they may be called, given to `rollouts.score`, and be parts of `weighted`
+and `mixture`. All look at the completion alone, never at the prompt, which may hold an example of the wanted format.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rlbench.errors import DataError
+from rlbench.rewards.fields import By, part, read, shown
+
+if TYPE_CHECKING:
+    from rlbench.data.rollout import Rollout
+
+
+@dataclass(frozen=True, repr=False)
+class Exact:
+    """See `exact`."""
+
+    label: By = None
+    inside: str | None = None
+    ignore_case: bool = False
+
+    def __call__(self, rollout: Rollout) -> float:
+        found, wanted = part(rollout.text, self.inside), str(read(rollout, self.label))
+        return float(found is not None and _folded(found, self) == _folded(wanted, self))
+
+    def __repr__(self) -> str:
+        return shown("exact", **vars(self))
+
+
+@dataclass(frozen=True, repr=False)
+class Contains:
+    """See `contains`."""
+
+    label: By = None
+    inside: str | None = None
+    ignore_case: bool = False
+
+    def __call__(self, rollout: Rollout) -> float:
+        wanted = _folded(str(read(rollout, self.label)), self)
+        if not wanted:
+            raise DataError("the label is empty: every completion contains it")
+        found = part(rollout.text, self.inside)
+        return float(found is not None and wanted in _folded(found, self))
+
+    def __repr__(self) -> str:
+        return shown("contains", **vars(self))
+
+
+@dataclass(frozen=True, repr=False)
+class Regex:
+    """See `regex`."""
+
+    pattern: str
+    group: int | str | None = None
+    label: By = None
+    flags: int = 0
+
+    def __post_init__(self) -> None:
+        try:
+            compiled = re.compile(self.pattern, self.flags)
+        except re.error as error:
+            raise DataError(f"regex: {self.pattern!r} is no pattern: {error}") from None
+        known = {*range(compiled.groups + 1), *compiled.groupindex}
+        if self.group is not None and self.group not in known:
+            raise DataError(f"regex: {self.pattern!r} has no group {self.group!r}; it has {_listed(known)}")
+        if self.group is None and self.label is not None:
+            raise DataError("regex: label has an effect with group alone, whose text is compared with it")
+
+    def __call__(self, rollout: Rollout) -> float:
+        found = list(re.finditer(self.pattern, rollout.text, self.flags))
+        if self.group is None:
+            return float(bool(found))
+        wanted = str(read(rollout, self.label)).strip()
+        return float(bool(found) and (found[-1][self.group] or "").strip() == wanted)
+
+    def __repr__(self) -> str:
+        return shown("regex", self.pattern, group=self.group, label=self.label, flags=int(self.flags) or None)
+
+
+@dataclass(frozen=True, repr=False)
+class Tags:
+    """See `tags`."""
+
+    names: tuple[str, ...]
+    opened: bool = False
+    outside: bool = False
+
+    def __post_init__(self) -> None:
+        bad = [name for name in self.names if not re.fullmatch(r"[\w.:-]+", str(name))]
+        if bad or not self.names or len(set(self.names)) < len(self.names):
+            raise DataError(f"tags: wanted different names of tags, as tags('think', 'answer'), got {self.names!r}")
+
+    def __call__(self, rollout: Rollout) -> float:
+        text = f"<{self.names[0]}>{rollout.text}" if self.opened else rollout.text
+        names = "|".join(map(re.escape, self.names))
+        marks = list(re.finditer(f"<(/?(?:{names}))>", text))
+        if [mark[1] for mark in marks] != [mark for name in self.names for mark in (name, f"/{name}")]:
+            return 0.0
+        borders = [0, *(place for mark in marks for place in mark.span()), len(text)]
+        around = [text[borders[i] : borders[i + 1]] for i in range(0, len(borders), 4)]
+        return float(self.outside or not any(piece.strip() for piece in around))
+
+    def __repr__(self) -> str:
+        return shown("tags", *self.names, opened=self.opened, outside=self.outside)
+
+
+def exact(label: By = None, *, inside: str | None = None, ignore_case: bool = False) -> Exact:
+    """1.0 where the completion is the label, white space around both aside.
+
+    Args:
+        label: what is wanted: None for the prompt's label, the name of a key of its `meta`, or a function of the
+            rollout. Compared as text.
+        inside: compare the text inside the last `<inside>…</inside>` alone; without such tags the reward is 0.0.
+        ignore_case: compare in lower case (`str.casefold`).
+    """
+    return Exact(label, inside, ignore_case)
+
+
+def contains(label: By = None, *, inside: str | None = None, ignore_case: bool = False) -> Contains:
+    """1.0 where the label stands somewhere in the completion; arguments as in `exact`.
+
+    A policy learns to write every candidate: mind what else it contains.
+    """
+    return Contains(label, inside, ignore_case)
+
+
+def regex(pattern: str, group: int | str | None = None, label: By = None, flags: int = 0) -> Regex:
+    r"""1.0 where the pattern is found in the completion; with `group`, where the last match's group is the label.
+
+    Args:
+        pattern: of Python's `re`, searched anywhere: `regex(r"#### (-?\d+)", 1)`.
+        group: number or name of the group that is compared, as text without white space around it, with `label`.
+        label: as in `exact`; with `group` alone.
+        flags: of `re`, as `re.DOTALL`.
+
+    A pattern with nested repeats can take for ever on a completion made for it: `score(…, isolate=True, timeout_s=1)`.
+
+    Raises:
+        DataError: no pattern, no such group.
+    """
+    return Regex(pattern, group, label, int(flags))
+
+
+def tags(*names: str, opened: bool = False, outside: bool = False) -> Tags:
+    """1.0 where each tag is opened and closed once, in this order, not nested, with nothing but white space outside.
+
+    Args:
+        names: `tags("think", "answer")` wants `<think>…</think> <answer>…</answer>`.
+        opened: the prompt's end has opened the first tag already.
+        outside: other text may stand before, between and after them.
+
+    Raises:
+        DataError: no names, equal names, or names that cannot be of tags.
+    """
+    return Tags(tuple(names), opened, outside)
+
+
+def _folded(text: str, rule: Any) -> str:
+    return text.strip().casefold() if rule.ignore_case else text.strip()
+
+
+def _listed(groups: set[Any]) -> str:
+    return ", ".join(map(repr, sorted(groups, key=str)))

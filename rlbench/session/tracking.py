@@ -1,0 +1,172 @@
+"""Trackers of a run (TensorBoard, W&B, MLflow, trackio, …) through accelerate's tracking.
+
+The x axis is the number of steps taken in the session so far, which never goes back: W&B and others drop what does. The
+session's own step is a metric, `step`, that falls where a step is undone.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rlbench.data import Rollouts
+from rlbench.data.history import is_number
+from rlbench.data.metrics import Metrics
+from rlbench.data.optional import needed
+from rlbench.errors import SessionError, nearest
+from rlbench.session.evaluation import Evaluation
+
+if TYPE_CHECKING:
+    from rlbench.session.recording import Entry
+    from rlbench.session.session import Session
+
+STEPS = ("train_step", "optim_step")
+
+
+class Trackers:
+    """The trackers of a session in this kernel, by name.
+
+    What they were made with is kept at the monitor, so that a kernel that attaches goes on with them.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._running: dict[str, Any] | None = None
+        self._steps: int | None = None
+
+    def __repr__(self) -> str:
+        return f"Trackers({', '.join(self._all()) or 'none: session.track(name)'})"
+
+    def start(self, tracker: Any, run: str | None, folder: str, options: dict[str, Any]) -> Any:
+        """Start one; returns accelerate's tracker, whose `.tracker` is the library's own run."""
+        running = self._all()
+        if isinstance(tracker, str):
+            spec = {"tracker": tracker, "run": run or self._session.name, "folder": folder, "options": options}
+            name, made = tracker, _made(spec)
+        else:
+            given = [key for key, value in (("run", run), ("options", options)) if value]
+            if given:
+                kind = type(tracker).__name__
+                raise SessionError(f"track({kind}(…), {given[0]}=…): a tracker of your own has its own")
+            spec, name, made = None, str(getattr(tracker, "name", type(tracker).__name__)), _checked(tracker)
+        if name in running:
+            raise SessionError(f"the session is tracked by {name} already: session.untrack({name!r}) ends that")
+        made.start()
+        made.store_init_configuration(flat(self._session.options.to_json()))
+        running[name] = made
+        if spec is not None:
+            self._keep([*self._specs(), spec])
+        return made
+
+    def finish(self, name: str | None) -> list[str]:
+        """End one, or all; returns their names."""
+        running = self._all()
+        if name is not None and name not in running:
+            raise SessionError(f"the session is not tracked by {name!r}{nearest(name, running)}")
+        ended = list(running) if name is None else [name]
+        for one in ended:
+            running.pop(one).finish()
+        if not self._session.link.closed:
+            self._keep([spec for spec in self._specs() if spec["tracker"] not in ended])
+        return ended
+
+    def saw(self, entry: Entry, value: Any) -> None:
+        """Log what a verb gave. A tracker that fails is said once per failure, and training goes on."""
+        values = logged(entry, value)
+        if not values or (self._running is None and not self._specs()):
+            return
+        at = self._count(entry)
+        for name, tracker in self._all().items():
+            try:
+                tracker.log(values, step=at)
+            except Exception as error:  # a service that is away must not end a step that is done
+                said = f"{type(error).__name__}: {error}"
+                warnings.warn(f"tracker {name} could not log {entry.verb}: {said}", stacklevel=4)
+
+    def close(self) -> None:
+        """End what runs here; the session is over."""
+        for tracker in (self._running or {}).values():
+            tracker.finish()
+        self._running = {}
+
+    def _all(self) -> dict[str, Any]:
+        """Those that run; in a kernel that attached, those that the session had are started again."""
+        if self._running is None:
+            self._running = {}
+            for spec in self._specs():
+                made = self._running[spec["tracker"]] = _made(spec)
+                made.start()
+        return self._running
+
+    def _specs(self) -> list[dict[str, Any]]:
+        return list(self._session.link.state("trackers")["trackers"])
+
+    def _keep(self, specs: list[dict[str, Any]]) -> None:
+        self._session.link.set(trackers=specs)
+
+    def _count(self, entry: Entry) -> int:
+        """Steps taken so far, this one included."""
+        if self._steps is None:
+            entries = self._session.recorder.entries()
+            self._steps = sum(one.verb in STEPS and one.outcome == "done" for one in entries)
+        elif entry.verb in STEPS:
+            self._steps += 1
+        return self._steps
+
+
+def logged(entry: Entry, value: Any) -> dict[str, float]:
+    """The numbers of a verb that a tracker gets."""
+    if entry.verb in STEPS and isinstance(value, Metrics):
+        return flat(value, numbers=True)
+    if isinstance(value, Evaluation):
+        return {"evaluation/reward": value.reward}
+    if entry.verb == "rollout" and isinstance(value, Rollouts) and value.samples:
+        seconds = value.stats.get("seconds")
+        rate = {"rollout/tokens_per_s": value.stats["tokens"] / seconds} if seconds else {}
+        shape = {"rollout/length": float(value.lengths.mean()), "rollout/truncated": float(value.truncated.mean())}
+        return shape | rate
+    return {}
+
+
+def flat(values: Mapping[str, Any], prefix: str = "", numbers: bool = False) -> dict[str, Any]:
+    """Nested values by one name each (`seconds/total`); `numbers`: those alone, else also text, None as text."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{name}/", numbers)
+        elif is_number(value) or (not numbers and isinstance(value, bool)):
+            found[f"{prefix}{name}"] = value if isinstance(value, bool | int) else float(value)
+        elif not numbers:
+            found[f"{prefix}{name}"] = str(value)
+    return found
+
+
+def _made(spec: Mapping[str, Any]) -> Any:
+    tracking = needed("accelerate.tracking", "session.track()")
+    _single_process()
+    known = {str(kind): cls for kind, cls in tracking.LOGGER_TYPE_TO_CLASS.items()}
+    kind = str(spec["tracker"])
+    if kind not in known:
+        raise SessionError(f"no tracker {kind!r}{nearest(kind, known)}; there are {', '.join(sorted(known))}")
+    there = [str(one) for one in tracking.get_available_trackers()]
+    if kind not in there:
+        installed = f"installed here: {', '.join(there)}" if there else "none is installed here"
+        raise SessionError(f"tracker {kind!r} needs its package: pip install {kind.replace('_', '-')} ({installed})")
+    place = {"logging_dir": spec["folder"]} if known[kind].requires_logging_directory else {}
+    return known[kind](spec["run"], **place, **spec["options"])
+
+
+def _checked(tracker: Any) -> Any:
+    tracking = needed("accelerate.tracking", "session.track()")
+    _single_process()
+    if not isinstance(tracker, tracking.GeneralTracker):
+        raise SessionError(
+            f"track takes a name or an accelerate.tracking.GeneralTracker of your own, got {type(tracker).__name__}"
+        )
+    return tracker
+
+
+def _single_process() -> None:
+    """accelerate's trackers ask whether this is the main process: a kernel is, and it must not take a GPU for that."""
+    needed("accelerate", "session.track()").PartialState(cpu=True)

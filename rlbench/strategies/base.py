@@ -1,0 +1,74 @@
+"""The surface that trainers and notebooks program against, whatever shards the models below it.
+
+Put together from sides, one a file: what ranks say to each other (`rank_side`), stepping (`step_side`), memory
+(`memory_side`), keeping (`keeping_side`), preparing (`preparing_side`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rlbench.strategies.config import StrategyConfig, accumulation_steps
+from rlbench.strategies.control import ControlGroup
+from rlbench.strategies.device import RankDevice
+from rlbench.strategies.keeping_side import KeepingSide
+from rlbench.strategies.preparing_side import PreparingSide
+
+
+class StrategyBase(PreparingSide, KeepingSide):
+    """What every strategy does; `_shard` says how.
+
+    Args:
+        seed, max_norm, micro_train_batch_size, train_batch_size, bf16: see `FSDPV2Strategy`.
+        args: namespace, mapping, `StrategyConfig`, path of a YAML file, or None; see `StrategyConfig.of`.
+        device: of this rank.
+        control: the group through which ranks agree.
+
+    Attributes:
+        args: what was given.
+        config: every option, with its default where none was given.
+        rank, world_size: of this process.
+    """
+
+    def __init__(
+        self, seed: int, max_norm: float, micro_train_batch_size: int, train_batch_size: int, bf16: bool, args: Any,
+        *, device: RankDevice, control: ControlGroup,
+    ) -> None:  # fmt: skip
+        self.args = args
+        self.config = StrategyConfig.of(args)
+        self.seed = seed
+        self.max_norm = max_norm
+        self.bf16 = bf16
+        self.micro_train_batch_size = micro_train_batch_size
+        self.train_batch_size = train_batch_size
+        self.device = device
+        self.control = control
+        self.rank = control.rank
+        self.world_size = control.world_size
+        self.accumulation = 1  # train_batch_size=1, the default, asks for none
+        if train_batch_size != 1:
+            self.accumulation = accumulation_steps(train_batch_size, micro_train_batch_size, self.world_size)
+        self._start_memory()
+        self._start_steps()
+
+    @contextmanager
+    def init_model_context(self, meta_init: bool = False) -> Iterator[None]:
+        """Make models inside.
+
+        Args:
+            meta_init: parameters get no memory until `prepare_model` loads them shard by shard (or `load_ckpt`
+                does).
+                Buffers are real: a constructor computes them, and no checkpoint brings them back.
+        """
+        from rlbench.nn import device
+
+        try:
+            if meta_init:
+                with device("meta"):
+                    yield
+            else:
+                yield
+        finally:
+            self.report_memory("Finished init_model_context")

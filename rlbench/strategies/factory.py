@@ -1,0 +1,41 @@
+"""The strategy that options ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlbench.errors import BuildError
+from rlbench.strategies.config import StrategyConfig, accumulation_steps
+from rlbench.strategies.fsdp2 import FSDPV2Strategy
+
+
+def get_strategy(args: Any) -> FSDPV2Strategy:
+    """Make the strategy of this rank, and print its options; collective.
+
+    Args:
+        args: a namespace, a mapping, a `StrategyConfig`, or the path of a YAML file; `fsdp` must be set.
+
+    Raises:
+        BuildError: without `fsdp` the reference system takes DeepSpeed, which is not here yet; or this process is
+            no rank.
+        OptionError: an option that is unknown, cannot be honoured, or a batch that ranks cannot share.
+
+    Example:
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        strategy = get_strategy(parser.parse_args(["--fsdp", "--train_batch_size", "16"]))
+    """
+    config = StrategyConfig.of(args)
+    if not config.fsdp:
+        raise BuildError(
+            f"without fsdp the strategy would be DeepSpeed's (zero_stage={config.zero_stage}), which is not here yet; "
+            "set --fsdp (fsdp=True) for FSDP2."
+        )
+    strategy = FSDPV2Strategy(
+        seed=config.seed, max_norm=config.max_norm, micro_train_batch_size=config.micro_train_batch_size,
+        train_batch_size=config.train_batch_size, bf16=config.bf16, args=args,
+    )  # fmt: skip
+    accumulation_steps(config.train_batch_size, config.micro_train_batch_size, strategy.world_size)
+    if strategy.is_rank_0():
+        print(config.summary(), flush=True)
+    return strategy

@@ -1,0 +1,57 @@
+"""One micro-batch as a loss sees it, and what the loss says of each token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlbench.data.batch import TrainBatch
+from rlbench.rl import BatchTotals, LossInputs
+from rlbench.trainers.metrics import own_name
+from rlbench.trainers.options import PolicyOptions
+from rlbench.trainers.packing import Grid, ModelInputs
+
+
+def totals_of(batch: TrainBatch) -> BatchTotals:
+    """Size of a batch, as `BatchTotals.of` counts it."""
+    owner = np.repeat(np.arange(len(batch)), batch.response_lengths)
+    trained = np.unique(owner[batch.mask])
+    numbers, tokens = np.unique(batch.group[owner[batch.mask]], return_counts=True)
+    return BatchTotals(
+        tokens=int(batch.mask.sum()), sequences=len(trained), max_length=int(batch.response_lengths.max()),
+        prompts=len(numbers), prompt_tokens=dict(zip(numbers.tolist(), tokens.tolist(), strict=True)),
+    )  # fmt: skip
+
+
+def loss_inputs(
+    part: TrainBatch, logprobs: Tensor, entropy: Tensor, inputs: ModelInputs, options: PolicyOptions
+) -> LossInputs:
+    """The padded view that a loss sees."""
+    pad = inputs.grid.pad
+
+    def given(values: np.ndarray) -> Tensor:
+        return pad(torch.from_numpy(np.array(values, np.float32)).to(logprobs.device))
+
+    mask = torch.from_numpy(np.array(part.mask, bool)).to(logprobs.device)
+    if part.old_logprobs is not None:
+        old = given(part.old_logprobs)
+    else:
+        old = given(part.sampler_logprobs) if options.old_logprobs == "sampler" else pad(logprobs.detach())
+    return LossInputs(
+        logprobs=pad(logprobs), old_logprobs=old, sampler_logprobs=given(part.sampler_logprobs),
+        ref_logprobs=None if part.ref_logprobs is None else given(part.ref_logprobs),
+        advantages=given(part.advantages), mask=pad(mask.float()) > 0, entropy=pad(entropy),
+        group=torch.from_numpy(part.group.astype(np.int64)).to(logprobs.device),
+    )  # fmt: skip
+
+
+def said_per_token(view: LossInputs, own: dict[str, Any], grid: Grid) -> dict[str, Tensor]:
+    """What the loss compared with and what it said, flat: old and reference log-probs, its metrics per token."""
+    said = {name: value for name, value in (("old_logprobs", view.old_logprobs), ("ref_logprobs", view.ref_logprobs))
+            if value is not None}  # fmt: skip
+    said |= {own_name(name): value for name, value in own.items()
+             if isinstance(value, Tensor) and value.shape == view.mask.shape}  # fmt: skip
+    return {name: grid.flat(value) for name, value in said.items()}

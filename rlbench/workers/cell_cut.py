@@ -1,0 +1,167 @@
+"""Where ranks that run the same cell can be stopped: at a statement, all after the same collective.
+
+A rank that stops by itself leaves its peers in a collective that never completes. So a rank that is asked to stop holds
+at its next statement, says how many collectives it has issued, and waits. Who has issued fewer than another goes on
+until it is level; once all hold with the same number, nobody can move any more, and all stop. Ranks meet in the
+engine's TCP store: the process group itself is what must not be waited in.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from rlbench.errors import Stopped
+
+GATE = "__rlbench_statement__"
+"""What each statement of a cell calls first."""
+POLL_S = 0.02
+TELL_S = 0.1
+LOST_S = 60.0
+"""A rank that says nothing for so long is no longer waited for."""
+
+
+class Board(Protocol):
+    """What the ranks write to: a TCP store."""
+
+    def set(self, key: str, value: str) -> None:
+        """Write."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all are there."""
+
+    def get(self, key: str) -> bytes:
+        """Read."""
+
+    def delete_key(self, key: str) -> bool:
+        """Remove."""
+
+
+class Cut:
+    """One rank's part in stopping one cell.
+
+    Args:
+        board: of all ranks that run it, with this cell's own prefix; None for one rank alone.
+        rank, ranks: this one, and all that run the cell.
+        stop_requested: asked at each statement.
+        issued: collectives this rank has issued so far, of all its groups.
+    """
+
+    def __init__(
+        self, board: Board | None, rank: int, ranks: list[int], stop_requested: Callable[[], bool],
+        issued: Callable[[], int],
+    ) -> None:  # fmt: skip
+        self._board, self._rank, self._ranks = board, rank, ranks
+        self._stop_requested, self._issued = stop_requested, issued
+        self._until = 0
+        self._over = threading.Event()
+        self._holding = False
+        self._teller: threading.Thread | None = None
+
+    def __enter__(self) -> Cut:
+        if self._board is not None and len(self._ranks) > 1:
+            self._teller = threading.Thread(target=self._tell_while_stopping, name="rlbench cut", daemon=True)
+            self._teller.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._over.set()
+        if self._teller is not None:
+            self._teller.join()
+            self._tell("done")  # a rank that ended its cell holds nobody up
+
+    def statement(self) -> None:
+        """Called before each statement of the cell. Raises Stopped where all ranks can stop."""
+        if self._over.is_set() or not self._stop_requested():
+            return
+        if self._teller is None:
+            self._end()
+        if self._issued() < self._until:
+            return
+        mine, since = self._issued(), time.monotonic()
+        self._holding = True
+        self._tell("held")
+        while True:
+            said = self._said()
+            highest = max((count for _, count in said.values()), default=mine)
+            if highest > mine:  # somebody waits in a collective for this rank
+                self._until, self._holding = highest, False
+                self._tell("runs")
+                return
+            level = [state in ("held", "done") and count == mine for state, count in said.values()]
+            if len(level) == len(self._ranks) - 1 and all(level):
+                self._end()
+            if time.monotonic() - since > LOST_S and len(said) < len(self._ranks) - 1:
+                self._end()
+            time.sleep(POLL_S)
+
+    def _end(self) -> None:
+        self._over.set()
+        raise Stopped("the cell was stopped between two statements, at the same place on every rank")
+
+    def _tell_while_stopping(self) -> None:
+        """A rank that is inside a statement, perhaps in a collective, says from here how far it is."""
+        while not self._over.wait(TELL_S):
+            if self._stop_requested() and not self._holding:
+                self._tell("runs")
+
+    def _tell(self, state: str) -> None:
+        if self._board is not None:
+            self._board.set(str(self._rank), json.dumps([state, self._issued()]))
+
+    def _said(self) -> dict[int, tuple[str, int]]:
+        """What the other ranks said last."""
+        assert self._board is not None
+        found = {}
+        for rank in self._ranks:
+            if rank != self._rank and self._board.check([str(rank)]):
+                state, count = json.loads(self._board.get(str(rank)))
+                found[rank] = (str(state), int(count))
+        return found
+
+
+def issued_collectives() -> int:
+    """Collectives that this process has issued, over all its groups; 0 without any."""
+    if not dist.is_initialized():
+        return 0
+    return sum(group._get_sequence_number_for_group() for group in list(dist.distributed_c10d._world.pg_map))
+
+
+def with_statements(tree: ast.Module) -> ast.Module:
+    """The same program with a call of `GATE` before each statement, also in its loops and functions."""
+    _Gates().visit(tree)
+    tree.body = _gated(tree.body)
+    return ast.fix_missing_locations(tree)
+
+
+class _Gates(ast.NodeTransformer):
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        if isinstance(node, ast.Module | ast.ClassDef):
+            return node  # a class body's names become attributes; a module is done last
+        for name in ("body", "orelse", "finalbody"):
+            body = getattr(node, name, None)
+            if isinstance(body, list) and body and isinstance(body[0], ast.stmt):
+                setattr(node, name, _gated(body))
+        return node
+
+
+def _gated(body: list[ast.stmt]) -> list[ast.stmt]:
+    found: list[ast.stmt] = []
+    for i, statement in enumerate(body):
+        first_text = i == 0 and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+        if not first_text and not isinstance(statement, ast.Global | ast.Nonlocal) and not _is_future(statement):
+            call = ast.Call(ast.Name(GATE, ast.Load()), [], [])
+            found.append(ast.copy_location(ast.Expr(ast.copy_location(call, statement)), statement))
+        found.append(statement)
+    return found
+
+
+def _is_future(statement: Any) -> bool:
+    return isinstance(statement, ast.ImportFrom) and statement.module == "__future__"

@@ -1,0 +1,42 @@
+"""The cards of a session's verbs and of the script made of them."""
+
+from pathlib import Path
+
+from rlbench.data.verbs import Verbs
+from rlbench.notebook import verbs_views
+from rlbench.session.recording import Entry
+from rlbench.session.script import Exported
+from tests.notebook.reading import HOSTILE, both
+
+
+def verb(name, **fields):
+    return dict(Entry(name, time=1e9, seconds=0.5, **fields).__dict__)
+
+
+def test_verbs_show_their_arguments_and_what_came_of_them():
+    records = [
+        verb("rollout", args={"prompts": "list of 8", "n": "4"}),
+        verb("train_step", args={"batch": "TrainBatch", "loss": "mine"}, metrics={"loss": -0.25, "reward": 0.5, "lr": 1.0}),
+        verb("train_step", args={"loss": "broken"}, outcome="failed", said="LossError: no such loss"),
+    ]  # fmt: skip
+    text = both(verbs_views.verbs_card(Verbs(records, lambda key: "")))
+    for part in ("3 verbs", "prompts=list of 8, n=4", "loss -0.25 · reward 0.5", "⚠ failed: LossError: no such loss"):
+        assert part in text, part
+    assert "1 earlier verbs" not in text and "5 earlier verbs" in both(
+        verbs_views.verbs_card(Verbs([verb("rollout")] * 25, lambda key: ""))
+    )
+    assert "no verbs yet" in both(verbs_views.verbs_card(Verbs([], lambda key: "")))
+
+
+def test_hostile_arguments_are_inert():
+    for text in HOSTILE:
+        card = verbs_views.verbs_card(Verbs([verb("rollout", args={"prompts": text})], lambda key: ""))
+        assert "<script" not in card.html() and "\x1b" not in card.text()
+
+
+def test_a_script_says_how_to_run_it_and_what_is_not_in_it():
+    exported = Exported(Path("/work/again.py"), 7, ("a.jsonl",), tuple(f"undo: it was taken back {i}" for i in range(10)))
+    text = both(verbs_views.exported_card(exported))
+    for part in ("7 verbs", "python again.py", "1 in again_files/", "it was taken back 0", "and 2 more"):
+        assert part in text, part
+    assert "python again.py" in repr(exported)

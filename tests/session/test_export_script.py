@@ -1,0 +1,159 @@
+"""What was done in a session is on record, and the script made of it does it again."""
+
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import rlbench as rb
+from rlbench.errors import LossError, SessionError
+
+pytestmark = pytest.mark.engine
+SCALE = 0.5
+
+
+def graded(rollout):
+    return SCALE * (sum(rollout.token_ids) % 5)
+
+
+def first(inputs):
+    return -(inputs.logprobs - inputs.old_logprobs).exp() * inputs.advantages, {}
+
+
+def second(inputs):
+    return -2 * inputs.logprobs * inputs.advantages, {"twice": inputs.logprobs.detach().mean() * 2}
+
+
+def remembered(value):
+    global kept
+    kept = value * SCALE
+
+
+def broken(inputs):
+    raise ZeroDivisionError("no such loss")
+
+
+@pytest.fixture(scope="module")
+def worked(cluster, tiny_path):
+    """A session in which something was drawn, learnt, undone, learnt otherwise and got wrong."""
+    from rlbench.tiny import tasks
+
+    session = rb.Session("tiny", train={"lr": 1e-3}, seed=5)
+    rollouts = session.rollout(tasks.prompts(4), n=4, max_tokens=12, temperature=1.5)
+    batch = rollouts.score(graded).batch(advantage=rb.rl.group_normalized())
+    session.train_step(batch, loss=first)
+    session.undo()
+    with pytest.raises(LossError):
+        session.train_step(batch, loss=broken)
+    session.train_step(batch, loss=second, lr=2e-3)
+    session.sync_weights()
+    more = session.rollout(["sort 4 2 :", "sort 9 1 3 :"], n=4, max_tokens=12, temperature=1.5)
+    scored = more.score(lambda r: float(len(r.token_ids) + sum(r.token_ids) % 7))
+    session.train_step(scored.select(scored.lengths > 0).batch(advantage=rb.rl.rloo()), loss="dapo")
+    by_hand = batch.replace(advantages=np.where(batch.advantages > 0, 1, 0).astype(np.float32))
+    session.forward_backward(by_hand, loss=rb.rl.grpo(clip_high=0.4))
+    session.optim_step()
+    session.train.run(remembered, 3)
+    session.train.run_cell("kept += 1\nkept")
+    session.evaluate(tasks.prompts(8), graded, max_tokens=8)
+    yield session
+    session.close()
+
+
+def run(script, tmp_path):
+    """What the script prints, run as a user would."""
+    done = subprocess.run(
+        [sys.executable, script.name], cwd=script.parent, text=True, capture_output=True, timeout=300,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_every_verb_is_on_record_with_what_came_of_it(worked):
+    verbs = worked.history.verbs
+    assert [one["verb"] for one in verbs] == [
+        "rollout", "train_step", "undo", "train_step", "train_step", "sync_weights", "rollout", "train_step",
+        "forward_backward", "optim_step", "train.run", "train.run_cell", "evaluate",
+    ]  # fmt: skip
+    assert [one["outcome"] for one in verbs].count("failed") == 1
+    failed = next(one for one in verbs if one["outcome"] == "failed")
+    assert "ZeroDivisionError: no such loss" in failed["said"] and failed["args"]["loss"] == "broken"
+    steps = [one for one in verbs if one["verb"] == "train_step" and one["outcome"] == "done"]
+    assert len({one["hashes"]["loss"] for one in steps}) == 3
+    assert "inputs.old_logprobs" in verbs.source(steps[0]) and "twice" in verbs.source(steps[1])
+    assert "SCALE = 0.5" in verbs.source(steps[0])  # the reward that made the batch, with what it refers to
+    assert steps[1]["metrics"]["lr"] == 2e-3 and steps[1]["step"] == 1 and steps[0]["seconds"] > 0
+    table = verbs.to_pandas()
+    assert list(table.verb) == [one["verb"] for one in verbs] and np.isfinite(table["metrics/reward"].iloc[-1])
+    assert "failed: LossError" in repr(verbs)
+
+
+def test_the_script_gives_the_same_numbers(worked, tmp_path):
+    script = tmp_path / "again.py"
+    made = worked.export_script(script)
+    text = script.read_text()
+    assert "def first" not in text and "def broken" not in text and "def second" in text
+    assert "left out, it was taken back" in text and "it failed: LossError" in text
+    assert made.statements == 10 and str(tmp_path) not in text
+    assert "session.train.run(remembered, 3)" in text and "session.train.run_cell('kept += 1\\nkept')" in text
+    out = run(script, tmp_path)
+    assert len(re.findall(r"^step \d", out, re.MULTILINE)) == 3
+    pairs = re.findall(r"(\w+) (\S+) \(seen ([^)]+)\)", out)
+    assert len(pairs) >= 9 and "nan" not in out
+    assert [float(then) > 0.1 for name, _, then in pairs if name == "grad_norm"] == [True] * 3
+    for name, now, then in pairs:
+        assert float(now) == pytest.approx(float(then), rel=1e-5, abs=1e-7), name
+    assert f"Evaluation(reward {worked.history.verbs[-1]['metrics']['reward']:.3g} over 8" in out
+
+
+def test_with_what_was_undone_the_script_undoes_it_too(worked, tmp_path):
+    made = worked.export_script(tmp_path / "all.py", undone=True)
+    text = (tmp_path / "all.py").read_text()
+    assert "def first" in text and "session.undo()" in text and made.statements == 12
+    assert text.index("def first") < text.index("session.undo()") < text.index("def second")
+
+
+def test_a_kernel_that_attaches_goes_on_with_the_record(worked, tmp_path):
+    before = len(worked.history.verbs)
+    again = rb.attach(worked.name, take_over=True)
+    assert again.last.number == 2
+    batch = again.last.score(graded).batch(advantage=rb.rl.group_normalized())
+    again.train_step(batch, loss="grpo")
+    assert len(again.history.verbs) == before + 1
+    again.export_script(tmp_path / "later.py")
+    text = (tmp_path / "later.py").read_text()
+    assert "= rollouts_2.score(graded).batch(advantage=rb.rl.group_normalized())" in text and "batch_4" in text
+    again.undo()
+
+
+def test_a_verb_that_does_not_wait_is_on_record_when_it_has_ended(session):
+    before = len(session.history.verbs)
+    pending = session.rollout("sort 3 1 :", n=2, max_tokens=4, block=False)
+    assert len(session.history.verbs) == before
+    rollouts = pending.result()
+    last = session.history.verbs[-1]
+    assert last["verb"] == "rollout" and last["number"] == rollouts.number and "block" not in last["code"]
+    chain = session.sync_weights(block=False)
+    chain.result()
+    assert session.history.verbs[-1]["verb"] == "sync_weights"
+
+
+def test_what_cannot_be_written_down_is_refused_by_name(cluster, tmp_path, session):
+    import threading
+
+    lock = threading.Lock()
+
+    def guarded(rollout):
+        with lock:
+            return float(len(rollout))
+
+    session.evaluate(["sort 3 1 :"], guarded, max_tokens=4)
+    with pytest.raises(SessionError, match=r"1 verbs cannot be written as a script; the first: evaluate: .*lock"):
+        session.export_script(tmp_path / "no.py")
+    assert not (tmp_path / "no.py").exists()
+    with pytest.raises(SessionError, match=r"ends in \.py"):
+        session.export_script(tmp_path / "no.txt")
