@@ -143,4 +143,4 @@ def test_in_a_terminal_the_users_line_shows_once_and_nothing_of_ours(repository)
     assert shown.count("return rollout.txt  # typo") == 1, shown
     assert "reward, cell 2, line 2:   return rollout.txt  # typo" in shown
     assert "Traceback" not in shown and "rollouts.py" not in shown and "site-packages" not in shown
-    assert "return rollout.txt  # typo" in rest and "rollouts.py" in rest and "AttributeError" in rest
+    assert "return rollout.txt  # typo" in rest and "kinds.py" in rest and "AttributeError" in rest

@@ -18,7 +18,7 @@ import numpy as np
 
 from rlbench.data.column import Column
 from rlbench.data.optional import needed
-from rlbench.data.scoring import RewardErrors, score, with_rewards
+from rlbench.data.scoring import RewardErrors, with_rewards
 from rlbench.errors import DataError, Stopped, nearest
 
 if TYPE_CHECKING:
@@ -249,8 +249,8 @@ def _scored(rollouts: Rollouts, name: str, reward: Any, options: Mapping[str, An
     if isinstance(reward, str):
         return _column(rollouts, name, reward)
     if callable(reward):
-        return score(rollouts, reward, "keep", **options)
-    return score(rollouts, reward)
+        return rollouts.score(reward, on_error="keep", **{key: value for key, value in options.items() if value})
+    return rollouts.score(reward)
 
 
 def _column(rollouts: Rollouts, name: str, column: str) -> Rollouts:

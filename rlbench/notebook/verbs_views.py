@@ -7,7 +7,6 @@ from typing import Any
 
 from rlbench.data.metrics import format_number
 from rlbench.notebook.card import WARNING, Card, Cell, Grid, Pair
-from rlbench.notebook.units import duration
 
 SHOWN = 20
 METRICS = ("loss", "reward", "kl", "grad_norm")
@@ -48,4 +47,4 @@ def _row(one: dict[str, Any]) -> tuple[Cell, ...]:
         came: str = f"{WARNING}{one['outcome']}: {one['said']}"
     else:
         came = " · ".join(map(str, found))
-    return one["verb"], clock, duration(one["seconds"]), given, came
+    return one["verb"], clock, f"{format_number(one['seconds'])} s", given, came

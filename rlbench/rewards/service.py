@@ -64,7 +64,7 @@ class Remote(Scorer):
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise DataError(f"remote: wanted a url as 'http://host:8000/score', got {self.url!r}")
+            raise DataError(f"remote: wanted a url as 'http://judge.example:8000/score', got {self.url!r}")
         if parts.username is not None:
             raise DataError(
                 "remote: a password in the url is not sent: use headers={'Authorization': …} or token_env=…"

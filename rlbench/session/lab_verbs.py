@@ -35,6 +35,7 @@ class LabVerbs:
         found: F = cast("Session", self).train.method(fn)  # type: ignore[type-var]
         return found
 
+    @recorded
     def gradients(self, block: bool = True) -> Any:
         """Look at the gradients that wait for a step, before clipping; nothing is changed.
 
@@ -51,6 +52,7 @@ class LabVerbs:
         me = cast("Session", self)
         return me._run("gradients", gradient_steps(me), block)
 
+    @recorded
     def loss_lab(
         self, batch: TrainBatch, losses: Mapping[str, Any] | Iterable[Any], *, aggregation: Any = None,
         parameter_gradients: bool = False, turns: np.ndarray | None = None, token_budget: int | None = None,

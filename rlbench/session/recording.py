@@ -145,7 +145,7 @@ class Recorder:
     def engine_call(
         self, session: Session, engine: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[None]:
-        """What a user does with an engine itself: `session.train.run(…)`, a method of the module, a cell on the ranks."""
+        """What a user does with an engine itself: `session.train.run(…)`, a method of the module, a cell on ranks."""
         role = {"actor": "train", "inference": "inference"}.get(engine, f"engines[{engine!r}]")
         entry = Entry(f"{role}.{method}", time=time.time())
         entry.args = {str(i): _shown(one) for i, one in enumerate(args)} | {k: _shown(v) for k, v in kwargs.items()}

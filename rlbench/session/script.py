@@ -124,8 +124,14 @@ class _Body:
                 self.lines += ["", *text.splitlines(), ""] if "\n" in text else [text]
         self.lines += entry.before
         if not why:
-            self.lines.append(self._statement(entry))
             self.statements += 1
+            if not self._decorates(entry):
+                self.lines.append(self._statement(entry))
+
+    def _decorates(self, entry: Entry) -> bool:
+        """A method that was added by a decorator: its definition is the statement."""
+        text = self._source(entry.defines[-1][1]) if entry.verb == "method" and entry.defines else ""
+        return text.startswith(("@session.method", "@session.train.method"))
 
     def _statement(self, entry: Entry) -> str:
         if entry.partial:
@@ -180,7 +186,8 @@ def report(metrics):
 HELPERS = {
     "saved_array": ("import numpy", "def saved_array(name):\n    return numpy.load(FILES / name)"),
     "saved_prompts": (
-        "import json", "def saved_prompts(name):\n    return [rb.Prompt(**json.loads(line)) for line in open(FILES / name)]",
+        "import json",
+        "def saved_prompts(name):\n    return [rb.Prompt(**json.loads(line)) for line in open(FILES / name)]",
     ),
     "saved_value": (
         "import cloudpickle",

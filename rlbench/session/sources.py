@@ -60,11 +60,12 @@ _described: weakref.WeakKeyDictionary[TrainBatch, dict[str, str]] = weakref.Weak
 
 
 def _makers(batch: TrainBatch) -> Iterator[tuple[str, str]]:
-    made = origin(batch)
+    made, told = origin(batch), set()
     while isinstance(made, Origin):
         what, name = {"batch": ("advantage", "advantage"), "score": ("reward", "fn")}.get(made.call, ("", ""))
         given = made.kwargs.get(name, made.args[0] if made.args else None) if what else None
-        if callable(given):
+        if callable(given) and what not in told:  # scored twice: the last counts
+            told.add(what)
             yield from ((f"{what}_{key}", str(value)) for key, value in described(given).items())
         made = made.of
 

@@ -22,7 +22,6 @@ from rlbench.engines.base import shared
 from rlbench.engines.sync import rows_in_order
 from rlbench.errors import DataError, LossError, WorkerDied
 from rlbench.session import snapshots
-from rlbench.session.batch_sources import batch_sources
 from rlbench.session.loss_check import NO_REFERENCE, ShippedLoss, ship
 from rlbench.session.sources import of_batch
 
@@ -66,7 +65,7 @@ def train_step_steps(
     total = time.perf_counter() - begin
     values["seconds"] = values["seconds"] | {"optimizer": stepped["seconds"]["step"], "total": total}
     values["tokens_per_s"] = float(batch.lengths.sum()) / total
-    session.record(batch_sources(batch) | {k: v for k, v in values.items() if not isinstance(v, np.ndarray)})
+    session.record({k: v for k, v in values.items() if not isinstance(v, np.ndarray)})
     if view is not None:
         view.close(values)
     return Metrics(values, metrics.tokens)

@@ -1,7 +1,8 @@
 """The surface that trainers and notebooks program against, whatever shards the models below it.
 
 Put together from sides, one a file: what ranks say to each other (`rank_side`), stepping (`step_side`), memory
-(`memory_side`), keeping (`keeping_side`), preparing (`preparing_side`).
+(`memory_side`), keeping (`keeping_side`), preparing (`preparing_side`). A side that generates (`inference_side`) joins
+them here.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -140,10 +141,12 @@ def read_values(folder: Path) -> dict[str, Any]:
 def read_tensors(control: ControlGroup, folder: Path, into: dict[str, Tensor]) -> None:
     """Fill tensors, sharded or not, with those of the same names; collective."""
     try:
-        dcp.load(
-            into, storage_reader=dcp.FileSystemReader(folder / STATE), process_group=control.group,
-            no_dist=control.group is None,
-        )  # fmt: skip
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch says that it is alone where that is meant
+            dcp.load(
+                into, storage_reader=dcp.FileSystemReader(folder / STATE), process_group=control.group,
+                no_dist=control.group is None,
+            )  # fmt: skip
     except dcp.CheckpointException as error:
         raise CheckpointError(f"{folder} cannot be read ({error}).") from error
 
@@ -158,10 +161,12 @@ def restore_random(control: ControlGroup, folder: Path) -> bool:
 
 def _save_tensors(control: ControlGroup, folder: Path, tensors: Mapping[str, Tensor]) -> None:
     try:
-        dcp.save(
-            dict(tensors), storage_writer=dcp.FileSystemWriter(folder), process_group=control.group,
-            no_dist=control.group is None,
-        )  # fmt: skip
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # as above
+            dcp.save(
+                dict(tensors), storage_writer=dcp.FileSystemWriter(folder), process_group=control.group,
+                no_dist=control.group is None,
+            )  # fmt: skip
     except (OSError, RuntimeError, dcp.CheckpointException) as error:
         raise _no_room(folder.parents[1], error) from error
 

@@ -10,7 +10,7 @@ from rlbench.strategies.fsdp2 import FSDPV2Strategy
 
 
 def get_strategy(args: Any) -> FSDPV2Strategy:
-    """Make the strategy of this rank, and print its options; collective.
+    """Make the strategy of this rank, seed the process and print the options; collective.
 
     Args:
         args: a namespace, a mapping, a `StrategyConfig`, or the path of a YAML file; `fsdp` must be set.
@@ -36,6 +36,7 @@ def get_strategy(args: Any) -> FSDPV2Strategy:
         train_batch_size=config.train_batch_size, bf16=config.bf16, args=args,
     )  # fmt: skip
     accumulation_steps(config.train_batch_size, config.micro_train_batch_size, strategy.world_size)
+    strategy.set_seed()
     if strategy.is_rank_0():
         print(config.summary(), flush=True)
     return strategy

@@ -74,9 +74,11 @@ def _compute_in_bfloat16(model: nn.Module, kind: str) -> None:
 
 
 def get_fake_strategy(args: Any = None) -> FakeStrategy:
-    """A strategy for tests, from the same options as `get_strategy` takes; needs no ranks and joins no group."""
+    """A strategy for tests, from the same options as `get_strategy` takes; needs no ranks, joins no group."""
     config = StrategyConfig.of(args)
-    return FakeStrategy(
+    strategy = FakeStrategy(
         seed=config.seed, max_norm=config.max_norm, micro_train_batch_size=config.micro_train_batch_size,
         train_batch_size=config.train_batch_size, bf16=config.bf16, args=config if args is None else args,
     )  # fmt: skip
+    strategy.set_seed()
+    return strategy

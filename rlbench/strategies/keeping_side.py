@@ -270,18 +270,16 @@ def _optimizer_targets(
 ) -> dict[str, Tensor]:
     """Empty tensors for the kept state, sharded as this model's parameters are."""
     found: dict[str, Tensor] = {}
+    on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     for name, parameter in _named(model, optimizer):
         prefix = f"{OPTIMIZER}{name}/"
         for full, (shape, dtype) in shapes.items():
-            if full.startswith(prefix):
-                alike = shape == parameter.shape and len(shape) > 0
-                found[full] = torch.zeros_like(parameter, dtype=dtype) if alike else _whole(shape, dtype, parameter)
+            if full.startswith(prefix) and shape == parameter.shape and len(shape) > 0:
+                found[full] = torch.zeros_like(parameter, dtype=dtype)
+            elif full.startswith(prefix):  # a step counter: where torch's kernels want it
+                where = local(parameter).device if on_device else torch.device("cpu")
+                found[full] = torch.zeros(shape, dtype=dtype, device=where)
     return found
-
-
-def _whole(shape: torch.Size, dtype: torch.dtype, parameter: Tensor) -> Tensor:
-    """A tensor that is not sharded. AdamW's fused step wants its counter on the parameter's device."""
-    return torch.zeros(shape, dtype=dtype, device=local(parameter).device)
 
 
 def _some(names: list[str]) -> str:

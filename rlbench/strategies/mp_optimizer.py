@@ -56,9 +56,7 @@ class FSDPadaptOptimizer(Optimizer):
         super().__init__(groups, dict(optimizer.defaults))
         for group in optimizer.param_groups:
             group["params"] = []  # it sees the copies, during a step
-        self._start_scale()
-
-    def _start_scale(self) -> None:
+        self._scaled = False
         dynamic = any(p.dtype == torch.float16 for p in self._parameters())
         for group in self.param_groups:
             loss_scale.start(group, dynamic)
@@ -74,6 +72,7 @@ class FSDPadaptOptimizer(Optimizer):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Add the gradients of the scaled loss; kwargs as of `torch.Tensor.backward`."""
         (loss.float() * self.loss_scale).backward(**kwargs)
+        self._scaled = True
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> bool:  # type: ignore[override]
@@ -85,6 +84,12 @@ class FSDPadaptOptimizer(Optimizer):
         if closure is not None:
             raise EngineError("the mixed-precision optimizer takes no closure; call backward(loss), then step().")
         scale = self.loss_scale
+        if scale != 1.0 and not self._scaled:
+            raise EngineError(
+                "these gradients are not scaled, as those of float16 parameters must be: make them by "
+                "strategy.backward(loss, model, optimizer) or optimizer.backward(loss)."
+            )
+        self._scaled = False
         self.grad_norm = global_norm(self._parameters()) / scale
         overflow = not math.isfinite(self.grad_norm)
         loss_scale.update(self.param_groups, overflow)
@@ -139,6 +144,8 @@ class FSDPadaptOptimizer(Optimizer):
             for key, value in state_dict["state"].get(index, {}).items():
                 if isinstance(value, Tensor) and value.dim() > 0:
                     self.state[parameter][key] = value.to(parameter.device, copy=True)
+                elif isinstance(value, Tensor):  # a counter: torch placed it, but shares it with where it came from
+                    self.state[parameter][key] = self.state[parameter][key].clone()
 
 
 def is_mp_optimizer(optim: Any) -> bool:

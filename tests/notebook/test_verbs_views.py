@@ -35,7 +35,8 @@ def test_hostile_arguments_are_inert():
 
 
 def test_a_script_says_how_to_run_it_and_what_is_not_in_it():
-    exported = Exported(Path("/work/again.py"), 7, ("a.jsonl",), tuple(f"undo: it was taken back {i}" for i in range(10)))
+    left_out = tuple(f"undo: it was taken back {i}" for i in range(10))
+    exported = Exported(Path("/runs/again.py"), 7, ("a.jsonl",), left_out)
     text = both(verbs_views.exported_card(exported))
     for part in ("7 verbs", "python again.py", "1 in again_files/", "it was taken back 0", "and 2 more"):
         assert part in text, part

@@ -68,6 +68,20 @@ def test_the_session_survives_what_the_tutorial_does_to_it(repository, tiny_path
     assert "healed   step" in said and "model.safetensors" in said
 
 
+def test_the_loss_lab_compares_steps_goes_back_and_its_script_gives_the_same_numbers(repository, tiny_path, tmp_path):
+    made = run("04_loss_lab.ipynb", repository, tmp_path)
+    text = ["".join(o.get("text", "") + o.get("data", {}).get("text/plain", "") for o in c.outputs)
+            if c.cell_type == "code" else "" for c in made.cells]  # fmt: skip
+    lab = next(t for t in text if t.startswith("loss lab"))
+    assert "cos to grpo" in lab and "gradients of the parameters" in lab and "soft" in lab
+    (hashes,) = (t for t in text if "('grpo', " in t)
+    assert len(set(re.findall(r"'([0-9a-f]{12})'", hashes))) == 2
+    script = next(t for t in text if t.startswith('"""What was done in session lab'))
+    assert script.count("def soft") == 2 and "left out, it was taken back" in script and "def partial" in script
+    pairs = re.findall(r"\w+ (\S+) \(seen ([^)]+)\)", text[-2])
+    assert len(pairs) >= 12 and all(float(now) == pytest.approx(float(then), rel=1e-5, abs=1e-8) for now, then in pairs)
+
+
 def test_every_view_of_the_tutorial_also_reads_as_text_and_html(repository, tiny_path, tmp_path):
     made = run("02_seeing.ipynb", repository, tmp_path)
     outputs = [output for cell in made.cells for output in cell.get("outputs", ()) if "data" in output]

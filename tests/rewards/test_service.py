@@ -209,10 +209,13 @@ def test_another_payload_may_be_sent_and_one_that_is_no_json_is_refused(serve):
         answers("x", label={1}).score(remote(service.url))
 
 
+URL = "http://h.example"
+
+
 @pytest.mark.parametrize(
     ("url", "options"),
-    [("localhost:8000", {}), ("ftp://host/", {}), ("http://", {}), ("http://me:pw@host/", {}),
-     ("http://h", {"tries": 0}), ("http://h", {"timeout_s": 0}), ("http://h", {"batch_size": 0})],
+    [("localhost:8000", {}), ("ftp://h.example/", {}), ("http://", {}), ("http://me:pw@h.example/", {}),
+     (URL, {"tries": 0}), (URL, {"timeout_s": 0}), (URL, {"batch_size": 0})],
 )  # fmt: skip
 def test_what_can_be_no_service_is_refused_when_it_is_made(url, options):
     with pytest.raises(DataError, match="remote"):

@@ -3,7 +3,7 @@
 import numpy as np
 
 import rlbench as rb
-from rlbench.session.batch_sources import batch_sources
+from rlbench.session.sources import of_batch
 from tests.data.values import rollouts
 
 
@@ -16,22 +16,22 @@ def centred(rewards, group):
 
 
 def test_reward_and_advantage_are_named_with_their_text():
-    found = batch_sources(rollouts().score(length).batch(advantage=centred)[:2])
+    found = of_batch(rollouts().score(length).batch(advantage=centred)[:2])
     assert (found["reward_name"], found["advantage_name"]) == ("length", "centred")
     assert "float(len(rollout))" in found["reward_source"] and "rewards.mean()" in found["advantage_source"]
     assert len(found["reward_hash"]) == len(found["advantage_hash"]) == 12 != found["reward_hash"]
-    preset = batch_sources(rollouts().score(length).batch(rb.rl.group_normalized(ddof=0)))
+    preset = of_batch(rollouts().score(length).batch(rb.rl.group_normalized(ddof=0)))
     assert preset["advantage_source"].startswith("group_normalized(") and preset["advantage_name"]
 
 
 def test_what_was_made_by_hand_has_no_source():
     batch = rollouts().score([1, 2, 3, 4, 5, 6]).batch(advantage=centred)
-    assert "reward_name" not in batch_sources(batch) and batch_sources(batch)["advantage_name"] == "centred"
+    assert "reward_name" not in of_batch(batch) and of_batch(batch)["advantage_name"] == "centred"
     bare = rb.TrainBatch(**{name: getattr(batch, name) for name in batch.__dataclass_fields__})
-    assert batch_sources(bare) == {}
+    assert of_batch(bare) == {}
 
 
 def test_the_last_reward_counts():
     batch = rollouts().score(length).score(lambda r: 1.0).batch(advantage=lambda rewards, group: rewards)
-    assert batch_sources(batch)["reward_name"] == "<lambda>"
+    assert of_batch(batch)["reward_name"] == "<lambda>"
     assert np.all(batch.rewards == 1)

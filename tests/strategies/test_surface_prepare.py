@@ -1,4 +1,4 @@
-"""`prepare_model` and what follows from it, on two ranks: forms, units, ties, models without memory, options of sharding."""
+"""`prepare_model` and what follows from it, on two ranks: forms, units, ties, empty models, options of sharding."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_reshard_after_forward_false_keeps_layers_gathered_until_the_backward(qw
 
 
 def test_a_model_made_without_memory_has_its_buffers_and_gets_its_weights(qwen: str, engine: Ranks) -> None:
-    """Defects absent: torch.device("meta") emptied RoPE's buffers, and to_empty left the weights as memory held them."""
+    """Defects absent: torch.device("meta") emptied RoPE's buffers, and to_empty left weights as memory had them."""
 
     def meta() -> Any:
         s = FSDPV2Strategy(bf16=False)
@@ -269,6 +269,7 @@ def test_half_precision_weights_are_held_in_float32_only_where_they_train(qwen: 
     def dtypes() -> Any:
         s = FSDPV2Strategy()
         made = [Qwen2ForCausalLM.from_pretrained(qwen, dtype=torch.bfloat16) for _ in range(2)]
-        return [str(next(s.prepare_model(m, trains).parameters()).dtype) for m, trains in zip(made, (True, False), strict=True)]
+        prepared = [s.prepare_model(made[0], True), s.prepare_model(made[1], False)]
+        return [str(next(model.parameters()).dtype) for model in prepared]
 
     assert engine.run(dtypes)[0] == ["torch.float32", "torch.bfloat16"]

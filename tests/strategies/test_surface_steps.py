@@ -46,8 +46,8 @@ def engine(qwen: str) -> Iterator[Ranks]:
 def test_ranks_train_as_torch_alone_does_clipped_over_all_groups_at_once_or_not(
     qwen: str, engine: Ranks, max_norm: float
 ) -> None:
-    """Parameters, optimizer state and norms. Defects absent: the gradient is not a sum over micro-batches but their mean;
-    clipping is by the global norm, not group by group; max_norm=0 does not zero gradients."""
+    """Parameters, optimizer state and norms. Defects absent: the gradient was a sum over micro-batches, not their mean;
+    clipping was group by group, not by the global norm; max_norm=0 zeroed all gradients."""
     steps = [[rows(4, 2 * step), rows(4, 2 * step + 1)] for step in range(3)]
     expected = train_by_hand(qwen, steps, max_norm)
     found = engine.run(

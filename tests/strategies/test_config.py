@@ -1,0 +1,174 @@
+"""Options: where they come from, what is refused, and that each says who honours it."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlbench.errors import BuildError
+from rlbench.strategies import OptionError, StrategyConfig, add_arguments, get_strategy
+from rlbench.strategies.config import NOBODY, OPTIONS, accumulation_steps, default, namespace_of
+
+REFERENCE = {
+    "seed": 42, "max_norm": 1.0, "micro_train_batch_size": 1, "train_batch_size": 128, "bf16": True, "zero_stage": 2,
+    "fsdp": False, "fsdp_cpu_offload": False, "adam_offload": False, "zpg": 1, "grad_accum_dtype": None,
+    "overlap_comm": False, "engine_type": "vllm", "engine_tp_size": 1, "local_rank": -1, "sp_size": 1,
+    "actor_learning_rate": 1e-5, "critic_learning_rate": 1e-5, "adam_betas": (0.9, 0.95), "l2": 0.0,
+    "lr_warmup_ratio": 0.03, "critic_pretrain": False, "remote_rm_url": None, "reward_running_norm": False,
+    "reward_running_norm_minus_mean": False, "advantages_norm": False, "advantage_clip": 0.0, "reward_clip": 0.0,
+    "micro_rollout_batch_size": 2, "n_samples_per_prompt": 8, "overlong_buffer": False, "overlong_buffer_len": 1024,
+    "overlong_buffer_penalty_factor": 1.0, "dynamic_sampling": False, "advantage_estimator": "group_norm",
+    "use_kl_loss": False, "kl_estimator": "k3", "mixed_mm_data": False, "use_mp_opt": False,
+}  # fmt: skip
+DOCUMENTED = {
+    "enable_engine_sleep": True, "chunk_size": 4096, "plot_every": 10, "log_dir": None, "engine_mem_util": 0.5,
+}  # fmt: skip
+
+
+def parsed(*line: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(line)
+
+
+def test_defaults_are_the_reference_systems_and_where_it_contradicts_itself_its_documents() -> None:
+    config = StrategyConfig()
+    assert {name: getattr(config, name) for name in REFERENCE} == REFERENCE
+    assert {name: getattr(config, name) for name in DOCUMENTED} == DOCUMENTED
+
+
+def test_every_option_is_in_the_table_once_and_on_the_command_line_with_the_same_default() -> None:
+    assert set(OPTIONS) == {f.name for f in fields(StrategyConfig)} - {"extra_args"}
+    assert vars(parsed()) == {name: default(name) for name in OPTIONS}
+    assert StrategyConfig.of(parsed()).overridden() == []
+
+
+def test_the_guides_command_lines_are_read() -> None:
+    config = StrategyConfig.of(parsed(
+        *"--fsdp --fsdp_cpu_offload --use_mp_opt --engine_tp_size 2 --engine_mem_util 0.85 --enable_engine_sleep "
+        "--micro_train_batch_size 1 --train_batch_size 64 --bf16 --adam_betas 0.8 0.9 --packing_samples".split()
+    ))  # fmt: skip
+    assert config.overridden() == [
+        "train_batch_size", "fsdp", "fsdp_cpu_offload", "use_mp_opt", "engine_tp_size", "engine_mem_util", "adam_betas",
+        "packing_samples",
+    ]  # fmt: skip
+    assert config.adam_betas == (0.8, 0.9)
+    assert not StrategyConfig.of(parsed("--disable_engine_sleep", "--no-bf16")).enable_engine_sleep
+    assert not parsed("--no-bf16").bf16
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_scripts_own_flag_counts_whether_it_comes_before_or_after_ours(first: bool) -> None:
+    parser = argparse.ArgumentParser()
+    if first:
+        parser.add_argument("--seed", type=int, default=7)
+    add_arguments(parser)
+    if not first:
+        parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--pretrain", default="a/model")
+    config = StrategyConfig.of(parser.parse_args([]))
+    assert (config.seed, config.extra_args) == (7, {"pretrain": "a/model"})
+    assert namespace_of(config).pretrain == "a/model" and namespace_of(config).seed == 7
+
+
+def test_yaml_mappings_and_the_command_line_agree(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("fsdp: true\nactor_learning_rate: 1e-6\nadam_betas: [0.8, 0.9]\nlog_dir: logs\n")
+    given = {"fsdp": True, "actor_learning_rate": 1e-6, "adam_betas": (0.8, 0.9), "log_dir": "logs"}
+    line = "--fsdp --actor_learning_rate 1e-6 --adam_betas 0.8 0.9 --log_dir logs".split()
+    assert StrategyConfig.of(tmp_path / "c.yaml") == StrategyConfig.of(given) == StrategyConfig.of(parsed(*line))
+    (tmp_path / "empty.yaml").write_text("")
+    assert StrategyConfig.from_yaml(tmp_path / "empty.yaml") == StrategyConfig.from_args(None)
+    (tmp_path / "list.yaml").write_text("- fsdp\n")
+    for bad, said in (("list.yaml", "holds list"), ("none.yaml", "cannot be read")):
+        with pytest.raises(OptionError, match=said):
+            StrategyConfig.of(tmp_path / bad)
+
+
+@pytest.mark.parametrize("given", [{"adam_ofload": True}, argparse.Namespace(adam_ofload=True)])
+def test_a_misspelt_option_is_refused_with_the_nearest_name(given: Any) -> None:
+    with pytest.raises(OptionError, match="no option 'adam_ofload'; nearest: adam_offload"):
+        StrategyConfig.of(given)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("seed", "many"), ("seed", 1.5), ("bf16", 1), ("max_norm", None), ("adam_betas", (0.9,)), ("log_dir", 3),
+     ("engine_type", None), ("max_norm", float("nan")), ("train_batch_size", 0), ("l2", True)],
+)  # fmt: skip
+def test_a_value_of_another_kind_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(OptionError, match=name):
+        StrategyConfig.of({name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("sp_size", 2), ("mixed_mm_data", True), ("zpg", 8), ("grad_accum_dtype", "fp32"), ("overlap_comm", True),
+     ("rm_use_engine", True), ("rm_engine_cudagraph", True), ("zero_stage", 3), ("engine_type", "sglang")],
+)  # fmt: skip
+def test_what_nobody_honours_raises_when_it_is_set(name: str, value: Any) -> None:
+    """Defect absent: inert flags."""
+    with pytest.raises(OptionError, match=f"{name}={value!r} cannot be honoured"):
+        StrategyConfig.of({"fsdp": True, name: value})
+    assert name == "engine_type" or OPTIONS[name].by == NOBODY
+
+
+def test_all_that_nobody_honours_is_tested_above() -> None:
+    tried = {name for name, _ in test_what_nobody_honours_raises_when_it_is_set.pytestmark[0].args[1]}
+    assert {name for name, option in OPTIONS.items() if option.by == NOBODY} == tried - {"engine_type"}
+
+
+def test_without_fsdp_the_reference_takes_deepspeed_which_is_said() -> None:
+    for given in ({}, {"zero_stage": 3}, parsed()):
+        with pytest.raises(BuildError, match=r"DeepSpeed's \(zero_stage=[23]\), which is not here yet; set --fsdp"):
+            get_strategy(given)
+
+
+def test_a_process_that_is_no_rank_is_told_where_strategies_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(BuildError, match=r"no rank .*%%ranks.*torchrun.*get_fake_strategy"):
+        get_strategy({"fsdp": True})
+
+
+def test_the_summary_marks_what_was_set() -> None:
+    lines = StrategyConfig.of(argparse.Namespace(fsdp=True, pretrain="x")).summary().splitlines()
+    assert "  fsdp: True (Overridden)" in lines and "  seed: 42 (Default)" in lines and "  pretrain: x" in lines
+    assert sum("(Overridden)" in line for line in lines) == 1
+    assert sum(line.endswith(("(Default)", "(Overridden)")) for line in lines) == len(OPTIONS)
+
+
+def test_the_batch_rule_has_the_references_words_and_numbers() -> None:
+    assert accumulation_steps(128, 4, 8) == 4
+    with pytest.raises(ValueError, match="train_batch_size must be divisible") as caught:
+        accumulation_steps(100, 3, 8)
+    said = str(caught.value).split()
+    for name, value in (("train_batch_size:", "100"), ("micro_train_batch_size:", "3"), ("world_size:", "8")):
+        assert said[said.index(name) + 1] == value
+    assert "100 % (3 * 8)" in str(caught.value)
+
+
+def test_cpu_offload_overrides_adam_offload() -> None:
+    assert not StrategyConfig.of({"fsdp_cpu_offload": True, "adam_offload": True}).adam_offload
+
+
+def test_options_and_their_flags_need_no_torch() -> None:
+    code = (
+        "import sys, argparse; from rlbench.strategies import StrategyConfig, add_arguments; "
+        "add_arguments(argparse.ArgumentParser()); StrategyConfig(); "
+        "assert not {'torch', 'ray', 'vllm'} & set(sys.modules), 'heavy import'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_public_name_is_there() -> None:
+    import rlbench.strategies as room
+
+    assert all(getattr(room, name) is not None for name in room.__all__)
+    assert set(room.__all__) <= set(dir(room))
+    with pytest.raises(AttributeError, match="no attribute 'get_strategie'"):
+        room.get_strategie  # noqa: B018
