@@ -75,4 +75,9 @@ def _line(one: dict[str, Any]) -> str:
 
 
 def _given(one: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in one["args"].items())
+    return given_text(one["args"])
+
+
+def given_text(args: dict[str, str]) -> str:
+    """Arguments for a reader; those without a name are numbered in a record."""
+    return ", ".join(value if name.isdigit() else f"{name}={value}" for name, value in args.items())

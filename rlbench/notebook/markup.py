@@ -18,7 +18,7 @@ STYLE = """<style>
 .rlb th {color: var(--jp-ui-font-color2, GrayText); font-size: 11px}
 .rlb th[scope=row] {color: inherit; font-size: 12px; font-weight: 600; white-space: nowrap}
 .rlb table.labels th[scope=row] {color: var(--jp-ui-font-color2, GrayText); font-weight: 400}
-.rlb caption {caption-side: top; text-align: left; padding: 4px 0 0; font-size: 11px;
+.rlb caption {caption-side: top; text-align: left; padding: 4px 0 0; font-size: 11px; white-space: nowrap;
   color: var(--jp-ui-font-color2, GrayText)}
 .rlb .n {text-align: right !important}
 .rlb b {font-weight: 600} .rlb .k {white-space: nowrap}

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from rlbench.data.metrics import format_number
+from rlbench.data.verbs import given_text
 from rlbench.notebook.card import WARNING, Card, Cell, Grid, Pair
 
 SHOWN = 20
@@ -40,11 +41,10 @@ def exported_card(exported: Any) -> Card:
 
 
 def _row(one: dict[str, Any]) -> tuple[Cell, ...]:
-    given = ", ".join(f"{name}={value}" for name, value in one["args"].items())
     clock = time.strftime("%H:%M:%S", time.localtime(one["time"]))
     found = [Pair(name, format_number(one["metrics"][name])) for name in METRICS if name in one["metrics"]]
     if one["outcome"] != "done":
         came: str = f"{WARNING}{one['outcome']}: {one['said']}"
     else:
         came = " · ".join(map(str, found))
-    return one["verb"], clock, f"{format_number(one['seconds'])} s", given, came
+    return one["verb"], clock, f"{format_number(one['seconds'])} s", given_text(one["args"]), came

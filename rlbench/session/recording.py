@@ -220,9 +220,13 @@ class Recorder:
                 args.append((name, value))
             elif not _same(value, parameter.default):
                 kwargs[name] = value
-        entry.args = {name: _shown(one) for name, one in [*args, *kwargs.items()]}
-        texts = [self._argument(entry, writer, name, one) for name, one in args]
-        texts += [f"{name}={self._argument(entry, writer, name, one)}" for name, one in kwargs.items()]
+        entry.args = {name: _shown(one) for name, one in [*args, *kwargs.items()]}  # also where no text is to be had
+        texts = []
+        for i, (name, one) in enumerate([*args, *kwargs.items()]):
+            text = self._argument(entry, writer, name, one)
+            texts.append(text if i < len(args) else f"{name}={text}")
+            if len(text) <= SHOWN and "saved_" not in text:
+                entry.args[name] = text
         entry.code = f"{entry.verb}({', '.join(texts)})"
 
     def _argument(self, entry: Entry, writer: Renderer, name: str, value: Any) -> str:

@@ -8,8 +8,8 @@
         MANIFEST.json        size and sha256 of each file (rlbench.checkpoint.folder)
       latest                 the tag to load
 
-A checkpoint appears whole or not at all. Rotation removes the oldest of these checkpoints alone, after the new one
-is whole.
+A checkpoint appears whole or not at all. Rotation removes the oldest of these checkpoints alone, after the new one is
+whole. torch keeps the index of `state/` as a pickle: load checkpoints that you trust.
 """
 
 from __future__ import annotations
@@ -60,6 +60,10 @@ def write(
         if not leads:
             return None
         name = _next_tag(root) if tag is None else _checked_tag(tag)
+        if (root / name).exists() and not _is_ours(root / name):
+            raise CheckpointError(
+                f"{root / name} is there and no checkpoint of strategy.save_ckpt; choose another tag."
+            )
         aside, _ = folders.begin(root, name)
         (aside / STAGE).mkdir()
         return aside, name
@@ -183,7 +187,7 @@ def _save_plain(values: dict[str, Any], path: Path) -> None:
         what = f"client_state[{culprit[0]!r}]" if culprit else "the scheduler's or optimizer's state"
         raise CheckpointError(
             f"{what} cannot be kept ({str(error).splitlines()[0]}): only numbers, text, tensors, and lists and dicts "
-            "of such are, so that a checkpoint can be read without running code."
+            "of such are, since they are read without running code."
         ) from error
 
 
@@ -203,8 +207,6 @@ def _put_in_place(whole: Path, final: Path) -> None:
     """Give a whole checkpoint its name; one of the same tag goes when the new one is safe under a name of its own."""
     if not final.exists():
         os.rename(whole, final)
-    elif not _is_ours(final):
-        raise CheckpointError(f"{final} is there and no checkpoint of strategy.save_ckpt; choose another tag.")
     else:
         number = next(n for n in range(2, 10**6) if not final.with_name(f"{final.name}-{n}").exists())
         safe = final.with_name(f"{final.name}-{number}")

@@ -88,7 +88,9 @@ class KeepingSide(StepSide):
         """
         folder = self.control.together("looking for a checkpoint", lambda: ckpt.find(load_dir))
         ckpt.check(self.control, folder)
-        shapes, values = ckpt.shapes_in(folder), ckpt.read_values(folder)
+        shapes, values = self.control.together(
+            "reading a checkpoint", lambda: (ckpt.shapes_in(folder), ckpt.read_values(folder))
+        )
         wants_optimizer = optimizer is not None and load_optimizer_states
         wants_scheduler = scheduler is not None and load_lr_scheduler_states
         reshard(model)

@@ -19,7 +19,6 @@ from rlbench.errors import EngineError
 from rlbench.strategies import loss_scale
 from rlbench.strategies.gradients import global_norm, local
 
-HALF = (torch.float16, torch.bfloat16)
 MASTER = "master"
 OWN_KEYS = ("params", "loss_scale", "good_steps", "dynamic_scale")
 
@@ -54,6 +53,10 @@ class FSDPadaptOptimizer(Optimizer):
         self.grad_norm = math.nan  # of the last step, unscaled, before clipping
         groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
         super().__init__(groups, dict(optimizer.defaults))
+        for parameter in self._parameters():
+            if parameter in optimizer.state:
+                self.state[parameter] = {k: _float32(v) for k, v in optimizer.state[parameter].items()}
+        optimizer.state.clear()
         for group in optimizer.param_groups:
             group["params"] = []  # it sees the copies, during a step
         self._scaled = False
@@ -146,6 +149,10 @@ class FSDPadaptOptimizer(Optimizer):
                     self.state[parameter][key] = value.to(parameter.device, copy=True)
                 elif isinstance(value, Tensor):  # a counter: torch placed it, but shares it with where it came from
                     self.state[parameter][key] = self.state[parameter][key].clone()
+
+
+def _float32(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def is_mp_optimizer(optim: Any) -> bool:

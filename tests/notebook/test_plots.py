@@ -211,7 +211,7 @@ def test_compared_distributions_share_their_bins_as_shares_of_their_own_total():
     assert {"now", "step 1"} <= set(texts(chart)) and len(drawn_lines(chart)) == 1
     for said in ("now: 4 values, tokens · mean 2 ", "step 1: 3 values, tokens · mean 3.67"):
         assert said in repr(chart) and f'<div class="q">{said}' in chart._repr_mimebundle_()["text/html"]
-        assert said in chart.figure.layout.annotations[0].text
+        assert said in chart.figure.layout.annotations[-1].text
     bar, outline = chart.figure.data
     assert (bar.type, outline.type, outline.mode) == ("bar", "scatter", "lines")
     assert "now: ▄█▄▁▁" in repr(chart).replace("▅", "▄")

@@ -14,13 +14,7 @@ from transformers import Qwen2ForCausalLM
 
 from rlbench.errors import StateError
 from rlbench.strategies import FakeStrategy, FSDPV2Strategy, StrategyBase, get_fake_strategy
-from tests.modules import save_qwen
 from tests.strategies.surface import assert_close, rows, run_steps, state_of, train_by_hand, whole
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_qwen(tmp_path_factory.mktemp("qwen"))
 
 
 def test_it_has_every_public_method_with_the_signature_of_the_real_one() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,20 +13,8 @@ from transformers import Qwen2ForCausalLM
 from rlbench.errors import EngineError
 from rlbench.strategies import FSDPadaptOptimizer, FSDPV2Strategy, is_mp_optimizer
 from rlbench.strategies.loss_scale import GROWTH_INTERVAL
-from tests.modules import qwen_on_meta, save_qwen
-from tests.ranks import Ranks, ranks
+from tests.ranks import Ranks
 from tests.strategies.surface import assert_close, language_loss, rows, run_steps, share, state_of, whole
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_qwen(tmp_path_factory.mktemp("qwen"))
-
-
-@pytest.fixture(scope="module")
-def engine(qwen: str) -> Iterator[Ranks]:
-    with ranks(2, qwen_on_meta(qwen)) as made:
-        yield made
 
 
 def layer_of(dtype: torch.dtype, start: float = 1.0) -> nn.Linear:
@@ -89,6 +76,18 @@ def test_float16_gradients_are_scaled_an_overflow_is_skipped_and_the_scale_grows
     for _ in range(GROWTH_INTERVAL):
         stepped(layer, optimizer, tiny)
     assert optimizer.loss_scale == first
+
+
+def test_an_optimizer_that_has_stepped_before_keeps_its_momentum() -> None:
+    layer = layer_of(torch.bfloat16)
+    inner = torch.optim.SGD(layer.parameters(), lr=0.25, momentum=0.5)
+    layer.weight.sum().backward()
+    inner.step()
+    layer.weight.grad = None
+    optimizer = FSDPadaptOptimizer(inner)
+    stepped(layer, optimizer)
+    assert layer.weight.tolist() == [[1 - 0.25 - 0.25 * 1.5] * 4]
+    assert optimizer.state[layer.weight]["momentum_buffer"].dtype == torch.float32
 
 
 def test_float16_gradients_that_were_not_scaled_are_noticed() -> None:

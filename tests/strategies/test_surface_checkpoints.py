@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, ge
 
 from rlbench.errors import CheckpointError
 from rlbench.strategies import FSDPV2Strategy, get_fake_strategy
-from tests.modules import TrainedQwen, qwen_on_meta, save_qwen
-from tests.ranks import Ranks, ranks
+from tests.modules import TrainedQwen
+from tests.ranks import Ranks
 from tests.strategies.surface import (
     assert_close,
     language_loss,
@@ -28,17 +27,6 @@ from tests.strategies.surface import (
     state_of,
     whole,
 )
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_qwen(tmp_path_factory.mktemp("qwen"))
-
-
-@pytest.fixture(scope="module")
-def engine(qwen: str) -> Iterator[Ranks]:
-    with ranks(2, qwen_on_meta(qwen)) as made:
-        yield made
 
 
 def solo(**options: Any) -> Any:
@@ -270,6 +258,21 @@ def test_optimizer_and_scheduler_are_left_as_they_are_by_their_flags(saved: Any)
     later = held()
     s.load_ckpt(model, str(folder), optimizer, scheduler, load_lr_scheduler_states=False)
     assert held() == (at[0], later[1])
+
+
+def test_what_accumulated_before_a_load_is_dropped_and_counted_anew(tmp_path: Path) -> None:
+    s = solo(train_batch_size=2)
+    model = s.prepare_model(nn.Linear(3, 3), True)
+    optimizer = s.create_optimizer(model, lr=1e-2)
+    s.save_ckpt(model, str(tmp_path))
+    stepped = []
+    for load in (True, False, False):
+        s.backward(model(torch.ones(1, 3)).sum(), model, optimizer)
+        stepped.append(s.optimizer_step(optimizer, model, None)["stepped"])
+        if load:
+            s.load_ckpt(model, str(tmp_path))
+            assert model.weight.grad is None
+    assert stepped == [False, False, True]
 
 
 def test_what_was_never_saved_cannot_be_asked_for(saved: Any) -> None:

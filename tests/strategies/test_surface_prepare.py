@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlbench.errors import BuildError, EngineError
 from rlbench.strategies import FSDPV2Strategy, manual_transformer_cls_names_to_wrap
-from tests.modules import qwen_on_meta, save_qwen
-from tests.ranks import Ranks, ranks
+from tests.modules import save_qwen
+from tests.ranks import Ranks
 from tests.strategies.surface import (
     assert_close,
     language_loss,
@@ -30,19 +29,8 @@ from tests.strategies.surface import (
 
 
 @pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_qwen(tmp_path_factory.mktemp("qwen"))
-
-
-@pytest.fixture(scope="module")
 def untied(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_qwen(tmp_path_factory.mktemp("untied"), tied=False)
-
-
-@pytest.fixture(scope="module")
-def engine(qwen: str) -> Iterator[Ranks]:
-    with ranks(2, qwen_on_meta(qwen)) as made:
-        yield made
 
 
 class Mixer(nn.Module):

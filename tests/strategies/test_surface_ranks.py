@@ -7,7 +7,6 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -19,20 +18,8 @@ from transformers import Qwen2ForCausalLM
 from rlbench.errors import EngineError, StateError
 from rlbench.strategies import FSDPV2Strategy, StrategyConfig
 from rlbench.strategies.fsdp2 import local_rank
-from tests.modules import qwen_on_meta, save_qwen
-from tests.ranks import Ranks, ranks
+from tests.ranks import Ranks
 from tests.strategies.surface import assert_close, rows, run_steps, said_by, whole
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_qwen(tmp_path_factory.mktemp("qwen"))
-
-
-@pytest.fixture(scope="module")
-def engine(qwen: str) -> Iterator[Ranks]:
-    with ranks(2, qwen_on_meta(qwen)) as made:
-        yield made
 
 
 def test_numbers_tensors_and_dicts_are_reduced_and_left_as_they_were(engine: Ranks) -> None:

@@ -5,7 +5,6 @@ Each defect of the reference system that this part had is named where a test sho
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,8 +15,7 @@ from transformers import Qwen2ForCausalLM
 from rlbench.errors import EngineError
 from rlbench.strategies import FSDPV2Strategy
 from rlbench.strategies.optimizer_groups import decays, parameter_groups
-from tests.modules import qwen_on_meta, save_qwen
-from tests.ranks import Ranks, ranks
+from tests.ranks import Ranks
 from tests.strategies.surface import (
     assert_close,
     language_loss,
@@ -29,17 +27,6 @@ from tests.strategies.surface import (
     train_on_ranks,
     whole,
 )
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_qwen(tmp_path_factory.mktemp("qwen"))
-
-
-@pytest.fixture(scope="module")
-def engine(qwen: str) -> Iterator[Ranks]:
-    with ranks(2, qwen_on_meta(qwen)) as made:
-        yield made
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 0.05])
