@@ -11,6 +11,8 @@ from rlbench.notebook.chart_svg import INK
 from rlbench.notebook.palette import HUES, VERMILLION
 
 GRID = "rgba(128,128,128,0.25)"
+WIDTH = 860
+"""Fixed: plotly cannot find the width of an output that is out of view, and JupyterLab takes those out of the page."""
 WIDE_HEIGHT, SMALL_HEIGHT, LINE_HEIGHT = 340, 210, 16
 DASHES = ("solid", "dash", "dot", "dashdot")
 DIGITS = 6
@@ -41,7 +43,7 @@ def figure(chart: Chart) -> Any:
     made.update_yaxes(**axes)
     height = WIDE_HEIGHT if columns == 1 else SMALL_HEIGHT * rows + 50
     made.update_layout(
-        template="none", paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)", height=height,
+        template="none", paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)", width=WIDTH, height=height,
         font={"color": INK, "size": 12}, margin={"l": 56, "r": 16, "t": 52, "b": 44}, bargap=0.04, barmode="stack",
         legend={"orientation": "h", "x": 0, "y": 1.0, "yref": "container", "yanchor": "top",
                 "bgcolor": "rgba(0,0,0,0)", "traceorder": "normal"},

@@ -28,7 +28,8 @@ from rlbench.session import script_text
 INLINE_CHARACTERS = 600
 """A longer literal goes into a file."""
 INLINE_NUMBERS = 16
-MOST_BYTES = 256 << 20
+MOST_BYTES = 1 << 30
+"""Of all files of a session together: a long run must not fill the disk with what no script will be made of."""
 RESERVED = ("rb", "session", "FILES", "saved_array", "saved_prompts", "saved_value")
 """Names the script itself gives a meaning."""
 
@@ -227,6 +228,7 @@ class Renderer:
     def _file(self, value: Any) -> str:
         if isinstance(value, Rollouts | TrainBatch):
             kind = type(value).__name__
+            self._need_room(kind, 8 * len(value.responses.values))  # before it is written: less than it will be
             aside = self.folder / f".{kind}.parquet"
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             value.to_parquet(aside)
@@ -243,17 +245,25 @@ class Renderer:
         return f"saved_value({self._keep(blob, _short_name(value), 'pkl')!r})"
 
     def _keep(self, content: bytes, name: str, suffix: str) -> str:
-        if len(content) > MOST_BYTES:
-            raise SessionError(f"{name} has {len(content) >> 20} MiB; at most {MOST_BYTES >> 20} are kept for a script")
         file = f"{name}-{hashlib.sha256(content).hexdigest()[:10]}.{suffix}"
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not (self.folder / file).exists():
+            self._need_room(name, len(content))
             aside = self.folder / f".{file}"
             aside.write_bytes(content)
             aside.rename(self.folder / file)
         if file not in self.files:
             self.files.append(file)
         return file
+
+
+    def _need_room(self, what: str, size: int) -> None:
+        there = sum(file.stat().st_size for file in self.folder.iterdir()) if self.folder.exists() else 0
+        if there + size > MOST_BYTES:
+            raise SessionError(
+                f"{what} of {size / 2**20:.3g} MiB is not kept for a script: the session has {there / 2**20:.3g} MiB, "
+                f"and {MOST_BYTES >> 20} are the most"
+            )
 
 
 def is_own(value: Any) -> bool:

@@ -16,10 +16,17 @@ SHOWN = 4
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:
-    """Give every parameter on meta uninitialised memory on `device`; buffers keep their values and move
-    there."""
+    """Give every parameter on meta uninitialised memory on `device`; ties stay, buffers keep their values and
+    move there."""
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
     module.to_empty(device=device)
+    for first, *others in names.values():
+        for other in others:  # where nothing is sharded, torch made each name a parameter of its own
+            owner, _, attribute = other.rpartition(".")
+            setattr(module.get_submodule(owner), attribute, module.get_parameter(first))
     for name, buffer in module.named_buffers():
         buffer.copy_(buffers[name])
 

@@ -195,3 +195,14 @@ def test_batches_and_rollouts_without_an_origin_are_kept_whole(tmp_path):
 def test_what_cannot_be_written_says_so(tmp_path):
     with pytest.raises(SessionError, match=r"lock cannot be written down \(TypeError"):
         written(threading.Lock(), tmp_path)
+
+
+def test_a_session_keeps_no_more_than_its_share_of_the_disk(tmp_path, monkeypatch):
+    from rlbench.session import script_values
+
+    monkeypatch.setattr(script_values, "MOST_BYTES", 50_000)
+    written(np.zeros(5000), tmp_path)
+    written(np.zeros(5000), tmp_path)  # the same file
+    with pytest.raises(SessionError, match="not kept for a script: the session has"):
+        written(np.ones(5000), tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1

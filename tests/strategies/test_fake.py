@@ -116,6 +116,16 @@ def test_bf16_computes_in_bfloat16_over_the_float32_parameters(qwen: str) -> Non
     assert not torch.is_autocast_enabled("cpu")
 
 
+def test_a_model_read_without_memory_is_filled_when_it_is_prepared(qwen: str) -> None:
+    s = get_fake_strategy({"bf16": False})
+    with s.init_model_context(meta_init=True):
+        model = Qwen2ForCausalLM.from_pretrained(qwen)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    s.prepare_model(model)
+    reference = Qwen2ForCausalLM.from_pretrained(qwen)
+    assert_close(whole(dict(model.named_parameters())), whole(dict(reference.named_parameters())), 0.0)
+
+
 def test_offloading_is_checked_as_with_ranks() -> None:
     s = get_fake_strategy({"adam_offload": True, "train_batch_size": 1, "bf16": False})
     layer = s.prepare_model(nn.Linear(2, 2), is_training=True)

@@ -79,7 +79,7 @@ def test_lists_tuples_pairs_and_what_is_no_module_come_back_in_their_form(qwen: 
         s = FSDPV2Strategy(bf16=False)
         made = [nn.Linear(4, 4) for _ in range(4)]
         optimizer = torch.optim.SGD(made[3].parameters(), lr=1.0)
-        found = s.prepare_model([made[0], (made[1], None), "http://reward", (made[3], optimizer, "scheduler")])
+        found = s.prepare_model([made[0], (made[1], None), "a remote reward", (made[3], optimizer, "scheduler")])
         again = s.prepare_model(made[0])
         return (
             [type(part).__name__ for part in found], s.prepare_model(None), found[2], found[3][2],
@@ -89,7 +89,7 @@ def test_lists_tuples_pairs_and_what_is_no_module_come_back_in_their_form(qwen: 
 
     kinds, none, url, scheduler, sharded, same, nothing, _ = engine.run(forms)[0]
     assert kinds == ["FSDPLinear", "tuple", "str", "tuple"]
-    assert (none, url, scheduler, nothing, same) == (None, "http://reward", "scheduler", None, True)
+    assert (none, url, scheduler, nothing, same) == (None, "a remote reward", "scheduler", None, True)
     assert sharded == [True, True, True, False]
 
 
@@ -250,7 +250,7 @@ def test_all_models_of_a_trainer_are_prepared_with_their_rates(qwen: str, engine
     rates, betas, decays, critic, reward, initial, last = engine.run(prepared, "a/critic", None)[0]
     assert rates[:3] == pytest.approx([0.0, 2e-3, 4e-3]) and last == pytest.approx(4e-4)
     assert (tuple(betas), decays, critic, reward, initial) == ((0.8, 0.9), {0.5, 0.0}, 8e-3, True, True)
-    assert engine.run(prepared, False, "http://rm")[0][3:6] == (None, False, True)
+    assert engine.run(prepared, False, "a remote reward")[0][3:6] == (None, False, True)
 
 
 def test_half_precision_weights_are_held_in_float32_only_where_they_train(qwen: str, engine: Ranks) -> None:
@@ -261,3 +261,15 @@ def test_half_precision_weights_are_held_in_float32_only_where_they_train(qwen: 
         return [str(next(model.parameters()).dtype) for model in prepared]
 
     assert engine.run(dtypes)[0] == ["torch.float32", "torch.bfloat16"]
+
+
+def test_a_prepared_model_generates(qwen: str, engine: Ranks) -> None:
+    """`generate` calls parts of the model; without FSDP being told, it would meet shards."""
+
+    def generated(sharded: bool) -> Any:
+        model = Qwen2ForCausalLM.from_pretrained(qwen)
+        if sharded:
+            model = FSDPV2Strategy(bf16=False).prepare_model(model)
+        return model.generate(torch.tensor(rows(2)), max_new_tokens=4, do_sample=False, pad_token_id=0).tolist()
+
+    assert engine.run(generated, True) == engine.run(generated, False)

@@ -151,7 +151,7 @@ def test_an_offloaded_model_refuses_to_compute_until_it_is_reloaded(qwen: str, e
         ids = torch.tensor(rows(1))
         with torch.no_grad():
             before = models[0](ids).logits
-        s.offload_model([*models, "http://reward", None])
+        s.offload_model([*models, "a remote reward", None])
         s.offload_model(models[0])
         try:
             models[0](ids)
