@@ -79,8 +79,10 @@ class RewardErrors(Sequence[RewardError]):
         return RewardErrors(replace(e, index=k) for k, e in found if e is not None)
 
 
-def score(rollouts: Rollouts, fn: Any, on_error: str = "raise", **options: Any) -> Rollouts:
-    """See `Rollouts.score`."""
+def score(
+    rollouts: Rollouts, fn: Any, on_error: str = "raise", board: Any = None, **options: Any
+) -> Rollouts:
+    """See `Rollouts.score`. `board`: where outcomes are written, by which another thread can stop it."""
     if on_error not in ON_ERROR:
         raise DataError(f"on_error={on_error!r}: wanted 'raise' or 'keep'{nearest(str(on_error), ON_ERROR)}")
     if not callable(fn):
@@ -89,17 +91,25 @@ def score(rollouts: Rollouts, fn: Any, on_error: str = "raise", **options: Any) 
             raise DataError(f"score: {', '.join(given)} would have no effect on rewards that are numbers already")
         return with_rewards(rollouts, _as_numbers(rollouts, fn))
     running = importlib.import_module("rlbench.rewards.running")
-    board = running.Board()
+    board = running.Board() if board is None else board
     try:
         running.as_scorer(fn, **options).score_all(list(rollouts.flat), board)
     except KeyboardInterrupt:
-        board.close()
-        said = f"scoring stopped: {len(board.rewards)} of {rollouts.samples} completions have a reward"
-        raise Stopped(said, _with_reward(rollouts, board)) from None
+        raise stopped(rollouts, board) from None
+    for i in range(rollouts.samples):
+        if board.known(i) is None:  # a scorer of a user's own may forget some, a coroutine may cancel itself
+            board.put(i, running.Failure("the reward ended without an outcome"), 0.0)
     board.close()
     if not board.failures or on_error == "keep":
         return _scored(rollouts, board, range(rollouts.samples))
     raise _error(rollouts, board)
+
+
+def stopped(rollouts: Rollouts, board: Any, why: str = "") -> Stopped:
+    """What to raise for a scoring that was stopped: `.partial` holds the completions that have a reward, if any."""
+    board.close()
+    said = f"scoring stopped: {len(board.rewards)} of {rollouts.samples} completions have a reward{why}"
+    return Stopped(said, _with_reward(rollouts, board))
 
 
 def check_known(rollouts: Rollouts, rows: np.ndarray) -> None:

@@ -58,13 +58,14 @@ def saved_card(saved: Any) -> Card:
 def evaluation_card(evaluation: Any) -> Card:
     """The mean reward, how sure it is, and what the answers were like."""
     rollouts = evaluation.rollouts
-    rewards = rollouts.rewards[np.isfinite(rollouts.rewards)]  # an environment may have failed on some
+    rewards = rollouts.rewards[evaluation.counted]
     count = len(rewards)
     error = float(rewards.std()) / max(1, count) ** 0.5
     right = percent(int((rewards > 0).sum()), count)
     rows: tuple[tuple[Cell, ...], ...] = (
         ("reward", f"{format_number(evaluation.reward)} ± {format_number(error)} (standard error)"),
         ("above 0", f"{right} of {format_number(count)} completions"),
+        *((("left out", evaluation.left_out()),) if evaluation.left_out() else ()),
         ("lengths", rollouts.lengths.described()),
     )
     versions = "/".join(f"v{version}" for version in sorted(set(rollouts.versions.tolist())))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlbench.errors import RLBenchError
+from rlbench.errors import RLBenchError, Stopped
 from rlbench.traces import UserLine, user_line
 
 
@@ -68,23 +69,29 @@ Outcome = Reward | Failure
 
 
 class Board:
-    """Outcomes by position, and the seconds each took. `close` ends it: what comes later is not written."""
+    """Outcomes by position, and the seconds each took. `close` ends it: what comes later is not written.
 
-    def __init__(self) -> None:
+    It also carries a stop from another thread to whoever scores: `stop` asks, `check` raises.
+    """
+
+    def __init__(self, whole: Board | None = None) -> None:
+        """`whole`: the board of the scoring that this one is a part of; a stop of that is one of this."""
         self.rewards: dict[int, Reward] = {}
         self.failures: dict[int, Failure] = {}
         self.seconds: dict[int, float] = {}
-        self._open = True
+        self._open, self._writing = True, threading.Lock()
+        self._stop: threading.Event = threading.Event() if whole is None else whole._stop
 
     def put(self, index: int, outcome: Outcome, seconds: float) -> None:
         """Write the outcome of one completion; `seconds` of wall clock."""
-        if not self._open:
-            return
-        self.seconds[index] = seconds
-        if isinstance(outcome, Reward):
-            self.rewards[index] = outcome
-        else:
-            self.failures[index] = outcome
+        with self._writing:
+            if not self._open:
+                return
+            self.seconds[index] = seconds
+            if isinstance(outcome, Reward):
+                self.rewards[index] = outcome
+            else:
+                self.failures[index] = outcome
 
     def put_all(self, indices: Sequence[int], outcomes: Sequence[Outcome], seconds: float) -> None:
         """Write what one call gave for several completions: each took its share of the time."""
@@ -97,4 +104,18 @@ class Board:
 
     def close(self) -> None:
         """Take no more: helpers that outlive an interrupt change nothing."""
-        self._open = False
+        with self._writing:
+            self._open = False
+
+    def stop(self) -> None:
+        """Ask whoever scores to stop, from any thread; returns at once."""
+        self._stop.set()
+
+    def check(self) -> None:
+        """What a scorer calls between completions, and at times while it waits.
+
+        Raises:
+            Stopped: somebody asked for it. A KeyboardInterrupt, so that what tidies up after one does so here.
+        """
+        if self._stop.is_set():
+            raise Stopped("scoring stopped")

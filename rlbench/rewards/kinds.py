@@ -34,10 +34,11 @@ class Scorer(ABC):
 
         Args:
             rollouts: what to score.
-            board: where outcomes are written. A failure is written, too, and the others go on.
+            board: where outcomes are written. A failure is written, too, and the others go on. Call `board.check()`
+                between completions, so that a stop from elsewhere is felt.
 
         Raises:
-            KeyboardInterrupt: interrupted; all helper processes and threads are gone by then.
+            KeyboardInterrupt: interrupted, or the board was asked to stop; all helper processes and threads are gone by then.
             DataError: nothing can be scored, as where a package is missing.
         """
 

@@ -29,6 +29,8 @@ MOST = 4
 """Processes at a time, unless said; never more than cores."""
 START_S = 120.0
 """How long a process may take to be ready: it imports what the job needs."""
+LOOK_S = 0.2
+"""Between two looks at whether to stop."""
 TAIL = 400
 """Characters of what a process wrote before it died."""
 CODE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rlbench.rewards.isolation import main; main()"
@@ -36,10 +38,11 @@ CODE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rlbench.re
 
 @dataclass(frozen=True)
 class Lost:
-    """No answer: `timeout`, or the process died. As text it goes on from "the reward …"."""
+    """No answer: `timeout`, or the process died, perhaps of `signal`. As text it goes on from "the reward …"."""
 
     said: str
     timeout: bool = False
+    signal: int = 0
 
     def __str__(self) -> str:
         return self.said
@@ -106,7 +109,7 @@ class Lane:
 
 def answers(
     job: Callable[[Any], Any], payloads: Iterable[Any], count: int, lanes: int | None = None,
-    timeout_s: float | None = None, memory_gib: float | None = None,
+    timeout_s: float | None = None, memory_gib: float | None = None, check: Callable[[], None] | None = None,
 ) -> Generator[tuple[int, Any, float], None, None]:  # fmt: skip
     """Run a job over payloads in processes of its own.
 
@@ -118,6 +121,7 @@ def answers(
         lanes: processes at a time; None: one per core, MOST at most.
         timeout_s: seconds for one payload; the process is killed then, and replaced.
         memory_gib: GiB a process may allocate beyond what it has at its start.
+        check: called several times a second; what it raises ends all processes.
 
     Yields:
         (number of the payload, its answer or `Lost`, seconds), as they end. Close the iterator to end all processes.
@@ -145,7 +149,9 @@ def answers(
             while left:
                 while len(running) < min(wanted, left):
                     start()
-                for key, _ in selector.select(_until(running, timeout_s)):
+                if check is not None:
+                    check()
+                for key, _ in selector.select(_until(running, timeout_s, None if check is None else LOOK_S)):
                     lane: Lane = key.fileobj  # type: ignore[assignment]
                     arrived = lane.receive()
                     if arrived is None:
@@ -155,7 +161,8 @@ def answers(
                             raise DataError(f"a process for the reward {said} before it was ready")
                         if unit is not None:
                             left -= 1
-                            yield unit, Lost(f"ended its process: it {said}"), seconds
+                            died_of = max(0, -(lane.process.returncode or 0))
+                            yield unit, Lost(f"ended its process: it {said}", signal=died_of), seconds
                         continue
                     for answer in arrived:
                         unit, seconds = lane.unit, time.perf_counter() - lane.since
@@ -209,10 +216,11 @@ def _overdue(lane: Lane, timeout_s: float | None) -> bool:
     return allowed is not None and time.perf_counter() - lane.since >= allowed
 
 
-def _until(running: Iterable[Lane], timeout_s: float | None) -> float | None:
-    """Seconds to the next deadline."""
+def _until(running: Iterable[Lane], timeout_s: float | None, most: float | None) -> float | None:
+    """Seconds to the next deadline; `most` at most."""
     limits = [(lane, _allowed(lane, timeout_s)) for lane in running]
     left = [allowed - (time.perf_counter() - lane.since) for lane, allowed in limits if allowed is not None]
+    left += [] if most is None else [most]
     return max(0.0, min(left)) if left else None
 
 

@@ -9,8 +9,10 @@ import contextlib
 import importlib.util
 import logging
 import re
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from rlbench.errors import DataError
@@ -24,6 +26,11 @@ if TYPE_CHECKING:
 
 _BRACES = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
 PARSED, TIMEOUT = "math/parsed", "math/timeout"
+WALL = 10
+"""Wall clock a comparison may take, in its seconds of CPU: on a busy machine it does not get a core all the time."""
+ON_LABEL, ON_ANSWER = signal.SIGVTALRM, signal.SIGPROF
+"""What ends a process whose CPU time is over: it also says at what."""
+_TIMERS = {ON_LABEL: signal.ITIMER_VIRTUAL, ON_ANSWER: signal.ITIMER_PROF}
 
 
 @dataclass(frozen=True, repr=False)
@@ -57,12 +64,12 @@ class Math(Scorer):
             else:
                 asked.append((i, (str(wanted), text)))
         pairs = (pair for _, pair in asked)
-        job = Comparison(self.digits)
-        found = answers(job, pairs, len(asked), self.processes, self.timeout_s, self.memory_gib)
+        job, wall_s = Comparison(self.digits, self.timeout_s), WALL * self.timeout_s
+        found = answers(job, pairs, len(asked), self.processes, wall_s, self.memory_gib, board.check)
         with contextlib.closing(found):
             for k, answer, seconds in found:
                 i, (wanted, _) = asked[k]
-                board.put(i, _outcome(answer, wanted), seconds)
+                board.put(i, _outcome(answer, wanted, self.timeout_s), seconds)
 
     def __repr__(self) -> str:
         changed = {k: v for k, v in vars(self).items() if v != getattr(type(self), k)}
@@ -78,18 +85,20 @@ def math(
     The answer is the last `\boxed{…}`, else what math-verify finds (LaTeX between dollars, a number). `0.5`, `1/2` and
     `\frac{1}{2}` are equal. A label of GSM8K's form counts from its last `####` on.
 
-    Components: `math/parsed` 1.0 where an answer was found, `math/timeout` 1.0 where comparing it took too long or too
-    much memory; the reward is 0.0 then.
+    Components: `math/parsed` 1.0 where an answer was found, `math/timeout` 1.0 where comparing it took too much time
+    or memory; the reward is 0.0 then.
 
     Args:
         label: None for the prompt's label, the name of a key of its `meta`, or a function of the rollout.
         inside: look inside the last `<inside>…</inside>` alone.
-        timeout_s: seconds for one completion.
+        timeout_s: seconds of CPU time for one completion, so that a busy machine makes no right answer wrong.
         memory_gib: GiB each process may take for it.
         processes: at a time; None for one per core, four at most. They start anew with each scoring, in about a second.
         digits: decimal digits in which numbers have to agree.
 
-    A completion has an error where its prompt has no label, or one that holds no mathematics.
+    A completion has an error, and no reward, for what is not its answer's fault: its prompt has no label, or one that
+    holds no mathematics or takes too much time or memory by itself; the process died, or got hardly any CPU time in
+    ten times `timeout_s`.
 
     Raises:
         DataError: math-verify is not installed (when scoring).
@@ -99,25 +108,67 @@ def math(
 
 @dataclass(frozen=True)
 class Comparison:
-    """What runs in the processes: (label, completion) -> whether a label and an answer were found, and are equal."""
+    """What runs in the processes: (label, completion) -> whether an answer was found, and equals the label.
+
+    The label comes first, with a limit of its own (`cpu_s` seconds, as for the answer): what it costs or raises is no
+    fault of the answer's.
+    """
 
     digits: int
+    cpu_s: float
 
     def prepare(self) -> None:
         """Import sympy before the clock runs."""
         logging.disable(logging.WARNING)  # math-verify warns that nobody ends it; we do
-        self(("1", "$\\frac{2}{2}$"))
+        for ending in _TIMERS:  # a parent may have blocked or ignored them
+            signal.signal(ending, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _TIMERS)
+        self._compared(_gold("1", self.digits), "$\\frac{2}{2}$")
 
-    def __call__(self, pair: tuple[str, str]) -> dict[str, bool]:
+    def __call__(self, pair: tuple[str, str]) -> dict[str, Any]:
+        wanted, text = pair
+        try:
+            with _cpu_limit(ON_LABEL, self.cpu_s):
+                gold = _gold(wanted, self.digits)
+        except Exception as error:  # told as the label's
+            return {"label": f"cannot be computed ({type(error).__name__}: {str(error)[:80]})"}
+        if not _meant(gold):
+            return {"label": "holds no mathematics"}
+        try:
+            with _cpu_limit(ON_ANSWER, self.cpu_s):
+                return self._compared(gold, text)
+        except MemoryError:
+            return {"parsed": False, "equal": False, "memory": True}
+        except Exception:  # an answer that sympy chokes on, as by its depth, is a wrong one
+            return {"parsed": False, "equal": False}
+
+    def _compared(self, gold: list[Any], text: str) -> dict[str, Any]:
         from math_verify import parse, verify
 
-        wanted, text = pair
-        gold = parse(_as_latex(wanted), parsing_timeout=None)
-        if not _meant(gold):
-            return {"gold": False, "parsed": False, "equal": False}
         answer = parse(last_boxed(text) or text, parsing_timeout=None)
         equal = bool(answer) and verify(gold, answer, float_rounding=self.digits, timeout_seconds=None)
-        return {"gold": True, "parsed": bool(answer), "equal": bool(equal)}
+        return {"parsed": bool(answer), "equal": bool(equal)}
+
+
+@lru_cache(maxsize=64)
+def _gold(wanted: str, digits: int) -> list[Any]:
+    """The label as mathematics, compared once with something else: sympy computes only then."""
+    from math_verify import parse, verify
+
+    gold = list(parse(_as_latex(wanted), parsing_timeout=None))
+    if _meant(gold):
+        verify(gold, parse("$\\frac{1}{3}$", parsing_timeout=None), float_rounding=digits, timeout_seconds=None)
+    return gold
+
+
+@contextlib.contextmanager
+def _cpu_limit(ending: signal.Signals, seconds: float) -> Iterator[None]:
+    """Let the kernel end this process when it has used so much CPU time: sympy heeds nothing less."""
+    signal.setitimer(_TIMERS[ending], seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(_TIMERS[ending], 0.0)
 
 
 def last_boxed(text: str) -> str | None:
@@ -145,11 +196,19 @@ def _meant(gold: list[Any]) -> bool:
     return bool(gold) and any(str(g).strip() for g in gold)
 
 
-def _outcome(answer: Any, wanted: str) -> Outcome:
+def _outcome(answer: Any, wanted: str, cpu_s: float) -> Outcome:
+    label = f"math: the label {wanted[:60]!r}"
     if isinstance(answer, Lost):
+        if answer.signal == ON_ANSWER:
+            return _wrong(timeout=1.0)
+        if answer.signal == ON_LABEL:
+            return Failure(f"{label} takes more than {cpu_s:g} s of CPU time by itself", "wanted one that is computed")
+        hint = "the machine is busy: score again, or give fewer processes=" if answer.timeout else ""
+        return Failure(f"math: the comparison {answer}", hint)
+    if "label" in answer:
+        return Failure(f"{label} {answer['label']}", "wanted a number or LaTeX")
+    if answer.get("memory"):
         return _wrong(timeout=1.0)
-    if not answer["gold"]:
-        return Failure(f"math: the label {wanted[:60]!r} holds no mathematics", "wanted a number or LaTeX")
     return Reward(float(answer["equal"]), {PARSED: float(answer["parsed"]), TIMEOUT: 0.0})
 
 

@@ -28,7 +28,7 @@ class Weighted(Scorer):
         boards: dict[str, Board] = {}
         try:
             for name, fn, _ in self.parts:
-                boards[name] = Board()
+                boards[name] = Board(board)
                 as_scorer(fn).score_all(rollouts, boards[name])
         finally:  # also what an interrupt leaves: completions of which all parts are known
             for i in range(len(rollouts)):
@@ -86,7 +86,7 @@ class Mixture(Scorer):
     def _score_kind(
         self, name: str, fn: Any, rows: Sequence[int], rollouts: Sequence[Rollout], board: Board
     ) -> None:
-        inner = Board()
+        inner = Board(board)
         try:
             as_scorer(fn).score_all([rollouts[i] for i in rows], inner)
         finally:  # also what an interrupt leaves

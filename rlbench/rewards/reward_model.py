@@ -50,6 +50,7 @@ class Model(Scorer):
                 rows.append((i, ids))
         rows.sort(key=lambda row: -len(row[1]))
         for first in range(0, len(rows), self.batch_size):
+            board.check()
             chosen = rows[first : first + self.batch_size]
             started = time.perf_counter()
             with torch.inference_mode():

@@ -25,8 +25,6 @@ FAREWELL_S = 2.0
 """How long an interrupt waits for cancelled coroutines to end."""
 OPTIONS = ("concurrency", "timeout_s", "isolate", "memory_gib")
 
-Put = Callable[[Sequence[int], Sequence[Outcome], float], None]
-
 
 @dataclass(frozen=True)
 class Function(Scorer):
@@ -52,11 +50,12 @@ class Function(Scorer):
         units = self._units(len(rollouts))
         if is_async(self.fn):
             attempt = partial(_attempted_async, self.fn, rollouts, self.batched, self.timeout_s)
-            side_by_side(attempt, units, self.concurrency or CONCURRENT, board.put_all)
+            side_by_side(attempt, units, self.concurrency or CONCURRENT, board)
         elif self.isolate:
             self._in_processes(rollouts, units, board)
         else:
             for unit in units:
+                board.check()
                 started = time.perf_counter()
                 found = attempted(self.fn, [rollouts[i] for i in unit], self.batched)
                 board.put_all(unit, found, time.perf_counter() - started)
@@ -69,7 +68,7 @@ class Function(Scorer):
     def _in_processes(self, rollouts: Sequence[Rollout], units: Sequence[range], board: Board) -> None:
         payloads = ([rollouts[i] for i in unit] for unit in units)
         job = Job(self.fn, self.batched)
-        found = answers(job, payloads, len(units), self.concurrency, self.timeout_s, self.memory_gib)
+        found = answers(job, payloads, len(units), self.concurrency, self.timeout_s, self.memory_gib, board.check)
         with contextlib.closing(found):
             for k, answer, seconds in found:
                 unit = units[k]
@@ -170,7 +169,7 @@ def as_scorer(fn: Any, **options: Any) -> Scorer:
 
 
 def side_by_side(
-    attempt: Callable[[Sequence[int]], Awaitable[list[Outcome]]], units: Iterable[range], limit: int, put: Put
+    attempt: Callable[[Sequence[int]], Awaitable[list[Outcome]]], units: Iterable[range], limit: int, board: Board
 ) -> None:
     """Run coroutines on a loop of their own in a thread of its own, as the caller's may be running: Jupyter's is.
 
@@ -178,10 +177,10 @@ def side_by_side(
         attempt: one unit of completions -> an outcome for each.
         units: their positions.
         limit: how many at a time.
-        put: told of each as it ends.
+        board: told of each as it ends.
 
     Raises:
-        KeyboardInterrupt: interrupted; what ran is cancelled.
+        KeyboardInterrupt: interrupted, or the board was asked to stop; what ran is cancelled.
     """
     waiting = iter(units)
     started, ended, trouble = threading.Event(), threading.Event(), []
@@ -191,7 +190,7 @@ def side_by_side(
         for unit in waiting:
             begun = time.perf_counter()
             found = await attempt(unit)
-            put(unit, found, time.perf_counter() - begun)
+            board.put_all(unit, found, time.perf_counter() - begun)
 
     async def main() -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -215,7 +214,7 @@ def side_by_side(
     thread.start()
     try:
         while not ended.wait(0.2):
-            pass
+            board.check()
         thread.join()
     except BaseException:
         started.wait(FAREWELL_S)
@@ -235,6 +234,11 @@ async def _attempted_async(
     try:
         async with clock:
             value = await (fn(mine) if batched else fn(mine[0]))
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():  # it is us who are cancelled, not what the reward waited for
+            raise
+        return [Failure.of(error)] * len(mine)
     except (Exception, SystemExit) as error:
         if clock.expired():
             return [Failure(f"the reward took longer than {timeout_s:g} s")] * len(mine)

@@ -98,6 +98,7 @@ class Remote(Scorer):
             for thread in threads:
                 thread.start()
             while any(thread.is_alive() for thread in threads):
+                board.check()
                 for thread in threads:
                     thread.join(0.1)
         except BaseException:

@@ -27,11 +27,15 @@ ANSWER_LIMIT_S = 30.0
 
 @dataclass(frozen=True)
 class Healed:
-    """What was rebuilt, by engine: from what it goes on. Where the session then stands."""
+    """What was rebuilt, by engine: from what it goes on. Where the session then stands.
+
+    `snapshot`: id of the one the trainer went back to, None where it went back to none.
+    """
 
     engines: dict[str, str]
     step: int
     version: int
+    snapshot: str | None = None
 
     def __repr__(self) -> str:
         if not self.engines:
@@ -50,6 +54,7 @@ def heal_steps(session: Session, prefer: str) -> Steps:
         raise StateError(f"heal(prefer={prefer!r}): wanted 'snapshot' or 'weights'")
     lost = [name for name, engine in session.engines.items() if lost_workers(engine)]
     rebuilt: dict[str, str] = {}
+    snapshot: str | None = None
     plans = building.plans(session.options, session.link)
     record = session.link.state("engines")["engines"].get("actor", {})
     staged = {"version": record["staged_version"], "manifest": record["staged"]} if "staged" in record else None
@@ -58,14 +63,14 @@ def heal_steps(session: Session, prefer: str) -> Steps:
         session.engines[name] = plans[name]()
         rebuilt[name] = "built again, frozen as before"
     if "actor" in lost:
-        rebuilt["actor"] = yield from _bring_back(session, prefer, staged)
+        rebuilt["actor"], snapshot = yield from _bring_back(session, prefer, staged)
     if lost and {"actor", "inference"} & set(lost) and session.replicas_can_sync():
         yield sync_weights(session.train, session.inference, session.version)
         if "inference" in lost:
             rebuilt["inference"] = "built again, with the trainer's weights"
     elif "inference" in lost:
         rebuilt["inference"] = "built again, with the model's first weights: session.sync_weights() is due"
-    return Healed(rebuilt, session.step, session.version)
+    return Healed(rebuilt, session.step, session.version, snapshot)
 
 
 def lost_workers(engine: Engine) -> list[str]:
@@ -87,21 +92,22 @@ def lost_workers(engine: Engine) -> list[str]:
 
 
 def _bring_back(session: Session, prefer: str, staged: dict[str, Any] | None) -> Steps:
-    """Give a rebuilt trainer the newest state there is; returns what that was, in words."""
+    """Give a rebuilt trainer the newest state there is; returns what that was, in words, and the snapshot's id."""
     kept = [s for s in snapshots.listed(session) if Path(s.folder).is_dir()]
     if kept and not (prefer == "weights" and staged):
         newest = kept[-1]
         yield from snapshots.restore_steps(session, newest, sync=False)
-        return f"built again, from snapshot {newest.label!r} (step {newest.step}): weights, optimizer, random state"
+        said = f"built again, from snapshot {newest.label!r} (step {newest.step}): weights, optimizer, random state"
+        return said, newest.id
     session.anchors.go_back(None)
     session.link.set(undo=[])
     if staged and all(Path(bucket["path"]).exists() for bucket in staged["manifest"]["buckets"]):
         yield session.train.call_all("load_staged", staged["manifest"], what="heal")
         session.link.set(version=staged["version"])
-        return f"built again, with the weights of the last sync (v{staged['version']}); the optimizer starts anew"
+        said = f"built again, with the weights of the last sync (v{staged['version']}); the optimizer starts anew"
+        return said, None
     fresh = session.version
     if fresh:
         session.link.set(version=session.link.state("highest")["highest"] + 1)
-    return "built again, with the weights it was first built from; the optimizer starts anew" + (
-        f". What {session.step} steps had trained is lost: there was no snapshot and no sync" if fresh else ""
-    )
+    lost = f". What {session.step} steps had trained is lost: there was no snapshot and no sync" if fresh else ""
+    return f"built again, with the weights it was first built from; the optimizer starts anew{lost}", None

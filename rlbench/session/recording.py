@@ -13,21 +13,26 @@ import hashlib
 import inspect
 import json
 import os
+import secrets
 import threading
 import time
+import warnings
 import weakref
+import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import numpy as np
 
 from rlbench.data import Rollouts, TrainBatch, as_prompts
 from rlbench.data.metrics import Metrics
 from rlbench.data.origin import Origin, origin, remember
 from rlbench.dispatch.chain import Chain
 from rlbench.dispatch.pending import Pending
-from rlbench.errors import Stopped
+from rlbench.errors import SessionError, Stopped
 from rlbench.runtime import registry
-from rlbench.session.script_values import Renderer
+from rlbench.session.script_values import SECRET, VARIABLE, Renderer
 
 if TYPE_CHECKING:
     from rlbench.session.session import Session
@@ -35,8 +40,6 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-VARIABLE = "<variable>"
-"""`Origin.call` of what a verb gave: `kwargs` has the name of the script's variable."""
 NOT_WRITTEN = ("block", "progress", "on_stop")
 """Arguments that say how a cell waits, not what is done."""
 METRICS = ("loss", "reward", "kl", "entropy", "grad_norm", "lr")
@@ -49,10 +52,12 @@ class Entry:
 
     `before`: statements that make its batches. `imports`, `defines` ((name, hash of the text)) and `files`: what both
     need; the first `shared` of `defines` are what `before` needs.
-    `number`: of the rollout drawn. `snapshot`: the one it made, went back to, or can be undone by.
+    `number`: of the rollout drawn; `digest`: of its tokens. `snapshot`: the one it made, went back to, or can be undone
+    by. `lost`: why what it did cannot be done again.
     """
 
     verb: str
+    id: str = field(default_factory=lambda: secrets.token_hex(6))
     args: dict[str, str] = field(default_factory=dict)
     code: str = ""
     variable: str = ""
@@ -70,6 +75,8 @@ class Entry:
     version: int | None = None
     rollouts: int | None = None
     number: int | None = None
+    digest: int | None = None
+    lost: str = ""
     snapshot: str | None = None
     partial: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -86,15 +93,28 @@ class Recorder:
         self._batches: weakref.WeakKeyDictionary[Origin, str] = weakref.WeakKeyDictionary()
         self._read: tuple[int, list[Entry]] = (0, [])
         self._begun: dict[str, int] = {}
+        self._warned = False
+
+    @property
+    def key(self) -> str:
+        """What tells this session from another of its name: a variable of that one's script is none of this one's."""
+        file = self.folder / "key"
+        with self._lock:
+            if not file.exists():
+                self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                file.write_text(secrets.token_hex(8))
+            return file.read_text()
 
     def entries(self) -> list[Entry]:
-        """All verbs, oldest first."""
+        """All verbs, in the order they began."""
         with self._lock:
             file = self.folder / "verbs.jsonl"
             size = file.stat().st_size if file.exists() else 0
             if size != self._read[0]:
                 text = file.read_text(encoding="utf-8") if size else ""
-                self._read = (size, [Entry(**json.loads(line)) for line in text.splitlines()])
+                lines = [Entry(**json.loads(line)) for line in text.split("\n")[:-1]]
+                last = {entry.id: entry for entry in lines}  # one that was not waited for has a line for its begin, too
+                self._read = (size, sorted(last.values(), key=lambda entry: entry.time))
             return list(self._read[1])
 
     def source(self, hash: str) -> str:
@@ -104,15 +124,40 @@ class Recorder:
     def begin(self, session: Session, verb: str, bound: inspect.BoundArguments) -> Entry:
         """Write down what a verb is called with."""
         entry = Entry(verb, time=time.time())
-        with self._lock:
+        with self._lock, self._unharmed(entry):
             entry.variable = self._variable(verb)
-            writer = Renderer(self.folder / "files", self._name_of, session)
+            writer = self._writer(entry, session)
             try:
                 self._write(entry, writer, bound)
-            except Exception as error:  # a record must not end what it records; the export says it
-                entry.trouble = f"{type(error).__name__}: {error}"
-            self._kept_of(entry, writer)
+            finally:
+                self._kept_of(entry, writer)
         return entry
+
+    def running(self, entry: Entry) -> None:
+        """The verb is not waited for: it is on record from here on, also where nobody ever asks for its result."""
+        with self._unharmed(entry):
+            self._append(replace(entry, outcome="running"))
+
+    @contextlib.contextmanager
+    def _unharmed(self, entry: Entry) -> Iterator[None]:
+        """A record must not end, or change, what it records: what goes wrong in it is told with the entry, and once."""
+        try:
+            yield
+        except Exception as error:
+            entry.trouble = entry.trouble or f"{type(error).__name__}: {error}"
+            if not isinstance(error, SessionError) and not self._warned:
+                self._warned = True
+                warnings.warn(f"{entry.verb} could not be put on record: {entry.trouble}", stacklevel=5)
+
+    def _writer(self, entry: Entry, session: Session | None = None) -> Renderer:
+        def bind(made: Origin, kind: str, text: str) -> str:
+            name = self._batches[made] = self._variable(kind)
+            entry.before.append(f"{name} = {text}")
+            entry.shared = len(writer.defines)
+            return name
+
+        writer = Renderer(self.folder / "files", self._name_of, session, bind)
+        return writer
 
     def _kept_of(self, entry: Entry, writer: Renderer) -> None:
         entry.imports, entry.files = writer.imports, writer.files
@@ -120,6 +165,15 @@ class Recorder:
 
     def end(self, session: Session, entry: Entry, value: Any = None, error: BaseException | None = None) -> None:
         """Add what came of it, and write the line."""
+        with self._unharmed(entry):
+            self._ended(session, entry, value, error)
+        if session.link.closed:
+            return  # the folder went with the session
+        with self._unharmed(entry):
+            self._append(entry)
+        session.trackers.saw(entry, value)
+
+    def _ended(self, session: Session, entry: Entry, value: Any, error: BaseException | None) -> None:
         entry.seconds = time.time() - entry.time
         if error is not None:
             entry.outcome = "stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed"
@@ -129,17 +183,16 @@ class Recorder:
         if not session.link.closed:
             state = session.link.state("step", "version", "rollouts", "undo")
             entry.step, entry.version, entry.rollouts = state["step"], state["version"], state["rollouts"]
-            if entry.verb in ("train_step", "optim_step") and entry.outcome == "done" and state["undo"]:
-                entry.snapshot = state["undo"][-1]
+            if entry.verb in ("train_step", "optim_step") and entry.outcome == "done":
+                entry.snapshot = session.undo_point
         self._note(entry, value)
-        if session.link.closed:
-            return  # the folder went with the session
+
+    def _append(self, entry: Entry) -> None:
         with self._lock:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             line = json.dumps(entry.__dict__, default=str) + "\n"
             with open(os.open(self.folder / "verbs.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a") as file:
                 file.write(line)
-        session.trackers.saw(entry, value)
 
     @contextlib.contextmanager
     def engine_call(
@@ -148,14 +201,13 @@ class Recorder:
         """What a user does with an engine itself: `session.train.run(…)`, a method of the module, a cell on ranks."""
         role = {"actor": "train", "inference": "inference"}.get(engine, f"engines[{engine!r}]")
         entry = Entry(f"{role}.{method}", time=time.time())
-        entry.args = {str(i): _shown(one) for i, one in enumerate(args)} | {k: _shown(v) for k, v in kwargs.items()}
-        with self._lock:
-            writer = Renderer(self.folder / "files", self._name_of, session)
+        entry.args = {str(i): _shown(one) for i, one in enumerate(args)} | {k: _shown(v, k) for k, v in kwargs.items()}
+        with self._lock, self._unharmed(entry):
+            writer = self._writer(entry, session)
             try:
                 entry.code = writer.call(f"{role}.{method}", args, kwargs)
-            except Exception as error:  # as in `begin`
-                entry.trouble = f"{type(error).__name__}: {error}"
-            self._kept_of(entry, writer)
+            finally:
+                self._kept_of(entry, writer)
         try:
             yield
         except BaseException as error:
@@ -179,16 +231,21 @@ class Recorder:
 
     def _note(self, entry: Entry, value: Any) -> None:
         if isinstance(value, Rollouts):
-            entry.number = value.number
-            if entry.outcome == "stopped" and entry.verb == "rollout":  # where it was cut is not to be had again
-                writer = Renderer(self.folder / "files", self._name_of)
-                entry.partial = writer.expression(value)
-                entry.files = [*entry.files, *writer.files]
+            entry.number, entry.digest = value.number, zlib.crc32(np.ascontiguousarray(value.responses.values))
             self._is(value, entry.variable)
+            cut = value.not_started or (value.aborted.any() and not value.env_errors)
+            if entry.verb == "rollout" and (entry.outcome == "stopped" or cut):
+                entry.outcome = "stopped"  # also where `on_stop="return"` gave it: where it was cut is not to be had again
+                writer = Renderer(self.folder / "files", lambda made: None)
+                entry.partial = writer.whole(value)
+                entry.files = [*entry.files, *writer.files]
         elif isinstance(getattr(value, "rollouts", None), Rollouts):  # an evaluation
             self._is(value.rollouts, f"{entry.variable}.rollouts")
         elif hasattr(value, "fresh") and hasattr(value, "id"):
             entry.snapshot = value.id
+        elif entry.verb == "heal" and "actor" in getattr(value, "engines", {}):
+            entry.snapshot = value.snapshot
+            entry.lost = "" if value.snapshot else f"heal() went on without a snapshot: {value.engines['actor']}"
         found = value if hasattr(value, "get") else {}
         for name in METRICS:
             number = found.get(name)
@@ -201,7 +258,7 @@ class Recorder:
 
     def _is(self, value: Any, variable: str) -> None:
         if variable:
-            remember(value, Origin(VARIABLE, kwargs={"session": self.name, "name": variable}))
+            remember(value, Origin(VARIABLE, kwargs={"session": self.key, "name": variable}))
 
     # -- the statement
 
@@ -220,10 +277,10 @@ class Recorder:
                 args.append((name, value))
             elif not _same(value, parameter.default):
                 kwargs[name] = value
-        entry.args = {name: _shown(one) for name, one in [*args, *kwargs.items()]}  # also where no text is to be had
+        entry.args = {name: _shown(one, name) for name, one in [*args, *kwargs.items()]}  # also where no text is to be had
         texts = []
         for i, (name, one) in enumerate([*args, *kwargs.items()]):
-            text = self._argument(entry, writer, name, one)
+            text = writer.named(name, one) if SECRET.search(name) else self._argument(entry, writer, name, one)
             texts.append(text if i < len(args) else f"{name}={text}")
             if len(text) <= SHOWN and "saved_" not in text:
                 entry.args[name] = text
@@ -253,13 +310,13 @@ class Recorder:
 
     def _name_of(self, made: Origin) -> str | None:
         if made.call == VARIABLE:
-            return str(made.kwargs["name"]) if made.kwargs["session"] == self.name else None
+            return str(made.kwargs["name"]) if made.kwargs["session"] == self.key else None
         return self._batches.get(made)
 
     def _variable(self, verb: str) -> str:
         """A new variable for what a verb gives; empty where that is nothing to go on with."""
         stem = {"rollout": "rollouts", "evaluate": "evaluation", "snapshot": "snapshot", "batch": "batch",
-                "loss_lab": "lab"}.get(verb)  # fmt: skip
+                "loss_lab": "lab", "scored": "scored", "joined": "joined"}.get(verb)  # fmt: skip
         if stem is None:
             return ""
         if stem not in self._begun:
@@ -284,13 +341,17 @@ def recorded(method: Callable[P, R]) -> Callable[P, R]:
     def verb(*args: P.args, **kwargs: P.kwargs) -> R:
         session: Any = args[0]
         bound = signature.bind(*args, **kwargs)  # a TypeError here is the caller's, as without this
+        prompts = bound.arguments.get("prompts")
+        if hasattr(prompts, "__next__"):  # it can be read once
+            bound.arguments["prompts"] = list(prompts)
         entry = session.recorder.begin(session, method.__name__, bound)
         try:
-            value = method(*args, **kwargs)
+            value = method(*bound.args, **bound.kwargs)
         except BaseException as error:
             session.recorder.end(session, entry, error=error)
             raise
         if isinstance(value, Pending | Chain):
+            session.recorder.running(entry)
             value.then(lambda found, error: session.recorder.end(session, entry, found, error))
         else:
             session.recorder.end(session, entry, value)
@@ -317,7 +378,9 @@ def _same(value: Any, default: Any) -> bool:
     return value is default or (plain and value == default)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Any, called: str = "") -> str:
+    if SECRET.search(called) and isinstance(value, str):
+        return "…"
     name = getattr(value, "__name__", None) if callable(value) else None
     text = name or (repr(value) if not isinstance(value, list | tuple | dict) or len(value) < 8 else
                     f"{type(value).__name__} of {len(value)}")  # fmt: skip

@@ -1,10 +1,12 @@
 """The text of a function, a lambda or a class as it was typed, and the names it uses.
 
-Read from the source by its syntax tree, so that cells, scripts and modules are one.
+Read from the source by its syntax tree, so that cells, scripts and modules are one, and compiled again: a text that is
+not that of the code at hand (a module that was edited or loaded anew) is none.
 """
 
 from __future__ import annotations
 
+import __future__
 import ast
 import functools
 import inspect
@@ -15,11 +17,17 @@ import symtable
 import sys
 import textwrap
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+OF_EVERY_CLASS = frozenset(vars(type("_", (), {"__annotations__": {}}))) | {
+    "__annotations__", "__orig_bases__", "__parameters__", "__abstractmethods__", "_abc_impl", "__firstlineno__",
+    "__static_attributes__", "__doc__", "__module__", "__qualname__", "__classcell__",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -32,28 +40,30 @@ class Statement:
     expression: bool = False
 
 
-def statement_of(value: Any) -> Statement | None:
+def statement_of(value: Any, bound: Any = None) -> Statement | None:
     """The statement a function or class was made by; None where its text is not to be had, or would not make it again.
 
-    So of a closure, of which a second one has other values inside.
+    So of a closure, of which a second one has other values inside, and of what was changed after its statement.
+
+    Args:
+        value: the function or class.
+        bound: what the statement's name stands for, where decorators made something else of the function.
     """
     if isinstance(value, type):
         return _class_statement(value)
     inner = inspect.unwrap(value)
-    if not isinstance(inner, types.FunctionType) or inner.__code__.co_freevars:
+    if not isinstance(inner, types.FunctionType) or inner.__code__.co_freevars or set(vars(inner)) - {"__wrapped__"}:
         return None
     found = _parsed(inner.__code__.co_filename)
     if found is None:
         return None
     text, tree = found
-    first = inner.__code__.co_firstlineno
     if inner.__name__ == "<lambda>":
-        return _lambda_statement(inner.__code__, text, tree)
+        return _lambda_statement(inner, text, tree) if inner is value else None
     for node in ast.walk(tree):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        if node.name == inner.__name__ and first == _first(node):
-            return _statement(node, text)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == inner.__name__:
+            if _first(node) == inner.__code__.co_firstlineno and _makes(node, text, inner, value, bound):
+                return _statement(node, text)
     return None
 
 
@@ -73,7 +83,7 @@ def json_lines(rows: Sequence[dict[str, Any]]) -> bytes | None:
         text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
     except (TypeError, ValueError):
         return None
-    same = [json.loads(line) for line in text.splitlines()] == list(rows)
+    same = [json.loads(line) for line in text.split("\n")[:-1]] == list(rows)
     return text.encode() if same else None
 
 
@@ -84,7 +94,75 @@ def npy(value: np.ndarray) -> bytes:
     return file.getvalue()
 
 
+# -- whether a statement makes the value at hand
+
+
+def _makes(node: Definition, text: str, inner: types.FunctionType, value: Any, bound: Any) -> bool:
+    if node.decorator_list:  # the statement binds what the decorators made of it
+        if inner.__globals__.get(node.name) is not (value if bound is None else bound):
+            return False
+    elif inner is not value or bound is not None:  # it was wrapped by a call elsewhere
+        return False
+    assert not isinstance(node, ast.ClassDef)
+    return _same_code(text, inner) and _same_defaults(node.args, inner)
+
+
+def _same_code(text: str, function: types.FunctionType) -> bool:
+    """Whether the text of a file or a cell compiles to the function's code, at its line."""
+    code = function.__code__
+    return any(
+        _equal(one, code) for one in _compiled(text, code.co_flags & __future__.annotations.compiler_flag)
+        if (one.co_name, one.co_firstlineno) == (code.co_name, code.co_firstlineno)
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(text: str, flags: int) -> tuple[types.CodeType, ...]:
+    """All code in a text. As a whole: what is imported at its top decides how a call in a function is compiled."""
+    return tuple(_codes(compile(text, "<text>", "exec", flags, True)))
+
+
+def _codes(code: types.CodeType) -> list[types.CodeType]:
+    inside = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return inside + [deeper for one in inside for deeper in _codes(one)]
+
+
+def _equal(one: types.CodeType, other: types.CodeType) -> bool:
+    plain = ("co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_argcount", "co_kwonlyargcount")
+    if any(getattr(one, name) != getattr(other, name) for name in plain) or len(one.co_consts) != len(other.co_consts):
+        return False
+    return all(
+        _equal(a, b) if isinstance(a, types.CodeType) and isinstance(b, types.CodeType)
+        else type(a) is type(b) and repr(a) == repr(b)
+        for a, b in zip(one.co_consts, other.co_consts, strict=True)
+    )  # fmt: skip
+
+
+def _same_defaults(arguments: ast.arguments, function: types.FunctionType) -> bool:
+    """Whether the text of the defaults gives those the function has: literals, or names that still stand for them."""
+    given = [*zip(arguments.defaults, function.__defaults__ or (), strict=False)]
+    names = [argument.arg for argument in arguments.kwonlyargs]
+    kept = function.__kwdefaults__ or {}
+    by_name = zip(names, arguments.kw_defaults, strict=True)
+    given += [(node, kept[name]) for name, node in by_name if node is not None and name in kept]
+    if len(arguments.defaults) != len(function.__defaults__ or ()):
+        return False
+    return all(_gives(node, value, function.__globals__) for node, value in given)
+
+
+def _gives(node: ast.expr, value: Any, known: Mapping[str, Any]) -> bool:
+    if isinstance(node, ast.Name):
+        return known.get(node.id, node) is value
+    try:
+        literal = ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError):
+        return False
+    return type(literal) is type(value) and repr(literal) == repr(value)
+
+
 def _class_statement(cls: type) -> Statement | None:
+    if "<locals>" in cls.__qualname__:
+        return None
     found: tuple[str, ast.Module] | None = None
     for method in _methods(cls):
         found = found or _parsed(method.__code__.co_filename)
@@ -93,34 +171,66 @@ def _class_statement(cls: type) -> Statement | None:
             found = _parsed(inspect.getfile(cls))
         except (OSError, TypeError):
             return None
-    if found is None or "<locals>" in cls.__qualname__:
+    if found is None:
         return None
     text, tree = found
     made = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__]
-    return _statement(made[-1], text) if made else None
+    return _statement(made[-1], text) if made and _is_class(made[-1], text, cls) else None
 
 
-def _lambda_statement(code: types.CodeType, text: str, tree: ast.Module) -> Statement | None:
+def _is_class(node: ast.ClassDef, text: str, cls: type) -> bool:
+    """Whether the class still is what its statement says: the same methods, constants and no more."""
+    own = [method for method in _methods(cls) if method.__qualname__.startswith(cls.__qualname__)]
+    if not all(_same_code(text, method) for method in own):
+        return False
+    bound: set[str] = set()
+    for one in node.body:
+        targets = one.targets if isinstance(one, ast.Assign) else [one.target] if isinstance(one, ast.AnnAssign) else []
+        names = [target.id for target in targets if isinstance(target, ast.Name)]
+        bound |= set(names) | ({one.name} if isinstance(one, Definition) else set())
+        value = getattr(one, "value", None)
+        if isinstance(one, ast.Assign | ast.AnnAssign) and value is not None and not node.decorator_list:
+            literal = _literal(value)
+            if literal is not None and any(repr(vars(cls).get(name)) != literal for name in names):
+                return False
+    return bool(node.decorator_list) or not set(vars(cls)) - bound - OF_EVERY_CLASS
+
+
+def _literal(node: ast.expr) -> str | None:
+    try:
+        return repr(ast.literal_eval(node))
+    except (ValueError, TypeError, SyntaxError):
+        return None
+
+
+def _lambda_statement(function: types.FunctionType, text: str, tree: ast.Module) -> Statement | None:
     """The lambda whose body the code was compiled from; None where two on the same place could be meant."""
-    at = {(line, column) for line, _, column, _ in code.co_positions() if line is not None and column is not None}
-    starts = sorted(place for place in at if place[0] > 0)
+    code = function.__code__
+    starts = {(line, column) for line, _, column, _ in code.co_positions() if line is not None and column is not None}
     fits = [
         node for node in ast.walk(tree)
         if isinstance(node, ast.Lambda) and node.lineno >= code.co_firstlineno
-        and any((node.body.lineno, node.body.col_offset) == place for place in starts)
+        and (node.body.lineno, node.body.col_offset) in starts
     ]  # fmt: skip
-    if len(fits) != 1:
+    source = ast.get_source_segment(text, fits[0]) if len(fits) == 1 else None
+    if source is None or not _same_code(text, function) or not _same_defaults(fits[0].args, function):
         return None
-    source = ast.get_source_segment(text, fits[0])
-    return None if source is None else Statement("", source, _names(fits[0], f"({source})"), True)
+    return Statement("", source, _names(fits[0], f"({source})"), True)
 
 
-def _statement(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, text: str) -> Statement:
-    source = textwrap.dedent("\n".join(text.splitlines()[_first(node) - 1 : node.end_lineno]))
+# -- reading
+
+
+def _statement(node: Definition, text: str) -> Statement:
+    source = _source(node, text)
     return Statement(node.name, source, _names(node, source))
 
 
-def _first(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
+def _source(node: Definition, text: str) -> str:
+    return textwrap.dedent("\n".join(text.split("\n")[_first(node) - 1 : node.end_lineno]))
+
+
+def _first(node: Definition) -> int:
     return min([node.lineno, *(one.lineno for one in node.decorator_list)])
 
 
@@ -149,6 +259,7 @@ def _methods(cls: type) -> list[types.FunctionType]:
 
 
 def _parsed(filename: str) -> tuple[str, ast.Module] | None:
+    linecache.checkcache(filename)  # a file that was edited since it was read
     text = "".join(linecache.getlines(filename))
     return _tree(text) if text else None
 

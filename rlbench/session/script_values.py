@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+import re
 import sys
 import types
 from collections.abc import Callable, Iterable
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from rlbench.data import Prompt, Rollouts, TrainBatch
-from rlbench.data.origin import Origin, origin
+from rlbench.data.origin import Origin, origin, watch
 from rlbench.dispatch import by_value
 from rlbench.errors import SessionError
 from rlbench.session import script_text
@@ -30,8 +31,24 @@ INLINE_CHARACTERS = 600
 INLINE_NUMBERS = 16
 MOST_BYTES = 1 << 30
 """Of all files of a session together: a long run must not fill the disk with what no script will be made of."""
-RESERVED = ("rb", "session", "FILES", "saved_array", "saved_prompts", "saved_value")
+MODULES = ("cloudpickle", "functools", "json", "numpy", "os", "sys", "zlib")
+RESERVED = (
+    "rb", "session", "FILES", "Path", "saved_array", "saved_prompts", "saved_value", "differences", "check", "stepped",
+    "drawn", "evaluated", *MODULES,
+)  # fmt: skip
 """Names the script itself gives a meaning."""
+VALUES_BOUND = {"score": "scored", "join": "joined", "__add__": "joined"}
+"""Calls whose value gets a variable: a reward is asked once, and long chains stay short."""
+SECRET = re.compile(r"(?i)authorization|api_?key|(?:^|[_-])key$|token(?!iz|s|_ids?)|passw|secret|credential")
+SECRET_IN_URL = re.compile(r"(?i)([?&][^=&#]*(?:key|token|passw|secret)[^=&#]*=)[^&#]+")
+
+
+VARIABLE = "<variable>"
+"""`Origin.call` of what a verb gave: `kwargs` has the name of the script's variable."""
+
+
+class Changed(Exception):
+    """What gave a value is not any more what it was, or cannot be written: the value itself is to be kept."""
 
 
 class Renderer:
@@ -40,14 +57,19 @@ class Renderer:
     Args:
         folder: where files are kept; they are named by their content, so that equal ones are kept once.
         variable: the name of the script's variable that holds what an origin says, or None where there is none.
+        bind: gives a value of a kind (`scored`, `joined`) a variable: its origin, the kind, its expression.
         session: what the name `session` stands for.
 
     Attributes:
         imports: lines. defines: (name, text), in the order they are needed. files: names in `folder`.
     """
 
-    def __init__(self, folder: Path, variable: Callable[[Origin], str | None], session: Any = None) -> None:
-        self.folder, self.variable, self.session = folder, variable, session
+    def __init__(
+        self, folder: Path, variable: Callable[[Origin], str | None], session: Any = None,
+        bind: Callable[[Origin, str, str], str] | None = None,
+    ) -> None:  # fmt: skip
+        self.folder, self.variable, self.session, self.bind = folder, variable, session, bind
+        self._names: dict[str, Any] = {}
         self.imports: list[str] = []
         self.defines: list[tuple[str, str]] = []
         self.files: list[str] = []
@@ -59,9 +81,14 @@ class Renderer:
         Raises:
             SessionError: it cannot be written at all.
         """
-        found = value if isinstance(value, Origin) else origin(value)
+        if isinstance(value, Origin):
+            return self._made(value)
+        found = origin(value)
         if found is not None:
-            return self._made(found)
+            try:
+                return self._made(found)
+            except (Changed, SessionError, RecursionError):
+                return self._file(value)
         if value is self.session and value is not None:
             return "session"
         text = self._plain(value) or self._own(value) or self._code(value)
@@ -69,8 +96,19 @@ class Renderer:
 
     def call(self, name: str, args: Iterable[Any], kwargs: dict[str, Any]) -> str:
         """A call's text."""
-        given = [*map(self.expression, args), *(f"{key}={self.expression(one)}" for key, one in kwargs.items())]
+        given = [*map(self.expression, args), *(f"{key}={self.named(key, one)}" for key, one in kwargs.items())]
         return f"{name}({', '.join(given)})"
+
+    def named(self, name: str, value: Any) -> str:
+        """A value that goes by a name: a secret stays out of the script, which asks the environment for it."""
+        if isinstance(value, str) and value and SECRET.search(name):
+            self._need("import os")
+            return f"os.environ[{re.sub(r'[^A-Z0-9]+', '_', name.upper())!r}]"
+        return self.expression(value)
+
+    def whole(self, value: Any) -> str:
+        """The value kept as it is, whatever made it."""
+        return self._file(value)
 
     def prompts(self, asked: list[Prompt]) -> str:
         """Prompts: a list of short texts, else a file with one JSON object per line."""
@@ -86,10 +124,19 @@ class Renderer:
     # -- what a value is
 
     def _made(self, made: Origin) -> str:
-        """The calls that gave a value; SessionError does not occur here: every part has a text or a file."""
+        """The calls that gave a value. Raises Changed where they would not give it again."""
         known = self.variable(made)
         if known is not None:
             return known
+        if made.call == VARIABLE:
+            raise Changed("it is of another session")
+        if any(mark and mark != marked(one) for mark, one in zip(made.marks, made.given(), strict=False)):
+            raise Changed("a function it was made with, or what that refers to, is another one now")
+        text = self._calls(made)
+        kind = VALUES_BOUND.get(made.call.rpartition(".")[2])
+        return text if kind is None or self.bind is None else self.bind(made, kind, text)
+
+    def _calls(self, made: Origin) -> str:
         kwargs = dict(made.kwargs)
         if made.call == "__getitem__":
             return f"{self.expression(made.of)}[{self._index(made.args[0])}]"
@@ -107,11 +154,13 @@ class Renderer:
         return self.expression(index)
 
     def _plain(self, value: Any) -> str | None:
-        if value is None or isinstance(value, bool | int | str | bytes):
+        if type(value) is str:
+            return repr(SECRET_IN_URL.sub(r"\1LEFT-OUT", value))
+        if value is None or type(value) in (bool, int, bytes):
             return repr(value)
         if isinstance(value, np.generic):
             return self._plain(value.item())
-        if isinstance(value, float):
+        if type(value) is float:
             return repr(value) if math.isfinite(value) else f'float("{value}")'
         if isinstance(value, slice):
             return repr(value)
@@ -121,7 +170,8 @@ class Renderer:
         if type(value) in (list, tuple, set, frozenset) and len(value) <= INLINE_CHARACTERS // 3:
             return self._several(value)
         if type(value) is dict and len(value) <= INLINE_CHARACTERS // 5:
-            return "{" + ", ".join(f"{self.expression(k)}: {self.expression(v)}" for k, v in value.items()) + "}"
+            items = [f"{self.expression(k)}: {self.named(k if type(k) is str else '', v)}" for k, v in value.items()]
+            return "{" + ", ".join(items) + "}"
         return None
 
     def _several(self, values: Any) -> str:
@@ -142,6 +192,10 @@ class Renderer:
             return None
         if isinstance(value, Rollouts | TrainBatch):
             return None
+        decorated = getattr(value, "fn", None)
+        if isinstance(decorated, types.FunctionType) and decorated.__globals__.get(decorated.__name__) is value:
+            statement = script_text.statement_of(decorated, value)
+            return statement.name if statement is not None and self._define(value, statement, decorated) else None
         given = {
             field.name: getattr(value, field.name) for field in dataclasses.fields(value)
             if field.init and not _is_default(field, getattr(value, field.name))
@@ -162,19 +216,22 @@ class Renderer:
             return None
         if statement.expression:  # a lambda stands where it is used
             return f"({statement.text})" if self._gather(statement, script_text.globals_of(value)) else None
-        return statement.name if self._define(value, statement) else None
+        return statement.name if self._define(value, statement, value) else None
 
     # -- definitions
 
-    def _define(self, value: Any, statement: script_text.Statement) -> bool:
-        """Put a definition, and before it what it names, into `defines`; False where it cannot be."""
+    def _define(self, value: Any, statement: script_text.Statement, code: Any) -> bool:
+        """Put a definition, and before it what it names, into `defines`; False where it cannot be.
+
+        `code`: the function or class of the statement; `value`: what its name stands for, the same but for decorators.
+        """
+        if not self._takes(statement.name, value):
+            return False
         if any(value is one for one in self._defining) or (statement.name, statement.text) in self.defines:
             return True
-        if statement.name in RESERVED:
-            return False
         self._defining.append(value)
         try:
-            if not self._gather(statement, script_text.globals_of(value)):
+            if not self._gather(statement, script_text.globals_of(code)):
                 return False
         finally:
             self._defining.pop()
@@ -191,17 +248,24 @@ class Renderer:
             if isinstance(value, types.ModuleType):
                 if name == "rb" and value.__name__ == "rlbench":
                     continue
-                if name in RESERVED:
-                    return False
+                if by_value.is_local(value) or not (name == value.__name__ in MODULES or self._takes(name, value)):
+                    return False  # a local module goes along by value, as it is now
                 self._need(f"import {value.__name__}" + ("" if value.__name__ == name else f" as {name}"))
                 continue
             if value is self.session and name == "session":
                 continue
-            if name in RESERVED:
+            if not self._takes(name, value):
                 return False
-            text = self.expression(value)
+            text = self.named(name, value)
             if text != name:
                 self._alias(name, text)
+        return True
+
+    def _takes(self, name: str, value: Any) -> bool:
+        """Whether a name of the script may stand for this value: it is nobody else's."""
+        if name in RESERVED or (name in self._names and self._names[name] is not value):
+            return False
+        self._names[name] = value
         return True
 
     def _alias(self, name: str, text: str) -> None:
@@ -266,6 +330,17 @@ class Renderer:
             )
 
 
+def marked(value: Any) -> str:
+    """What identifies an argument of a call: of code and of objects, what they are made of; "" of plain data."""
+    plain = (str, int, float, bool, bytes, list, tuple, dict, slice, np.ndarray, np.generic, Origin, type(None))
+    if isinstance(value, plain) or type(value).__module__.startswith("rlbench.data"):
+        return ""
+    try:
+        return by_value.identity(value)
+    except Exception:  # whatever the objects it refers to raise: it is compared with itself alone
+        return f"object {id(value)}"
+
+
 def is_own(value: Any) -> bool:
     """Whether a function or a class is a user's: of the notebook or script, or of a local module."""
     module = sys.modules.get(value.__module__ or "")
@@ -299,3 +374,6 @@ def _at(module: str, qualname: str) -> Any:
 def _short_name(value: Any) -> str:
     name = getattr(value, "__name__", None) or type(value).__name__
     return "".join(c if c.isalnum() else "-" for c in str(name))[:32].strip("-") or "value"
+
+
+watch(marked)

@@ -312,6 +312,7 @@ class Session(TrainVerbs, DataVerbs, StateVerbs, HistoryVerbs, CheckVerbs, LabVe
 
     def _keep_books(self, name: str) -> None:
         self.anchors, self.recorder, self.trackers = Anchors(name), Recorder(name), Trackers(self)
+        self.undo_point: str | None = None  # of the last step: the snapshot it can be taken back to
         self._link.noting = functools.partial(self.recorder.engine_call, self)
 
     def advance(self, stepped: bool) -> tuple[int, int]:

@@ -122,6 +122,7 @@ def optim_step_steps(session: Session, lr: float | None, whole_step: bool = Fals
         yield from snapshots.after_step_steps(session, kept, stepped=False)
         raise
     yield from snapshots.after_step_steps(session, kept, bool(done["stepped"]))
+    session.undo_point = kept.id if kept is not None and done["stepped"] else None
     step, version = session.advance(stepped=bool(done["stepped"]))
     return done["metrics"] | {
         "skipped": done["skipped"],

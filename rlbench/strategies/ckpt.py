@@ -230,9 +230,6 @@ def _rotate(root: Path, newest: str, max_num: int | None, max_mem: float | None)
         os.rename(oldest, doomed)
         shutil.rmtree(doomed)
         removed.append(oldest)
-    latest = root / folders.LATEST
-    if latest.is_file() and not (root / latest.read_text().strip()).exists():
-        _point_latest(root, newest)
     return removed
 
 

@@ -19,7 +19,6 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
-    register_fsdp_forward_method,
 )
 
 from rlbench.errors import BuildError
@@ -113,10 +112,7 @@ class FSDPV2Strategy(StrategyBase):
     def _shard(
         self, model: nn.Module, is_training: bool, shard_size: int, reshard_after_forward: bool
     ) -> nn.Module:
-        self.shard(model, is_training, shard_size, reshard_after_forward)
-        if hasattr(model, "generate"):
-            register_fsdp_forward_method(model, "generate")  # it calls parts of the model; gather the root for them
-        return model
+        return self.shard(model, is_training, shard_size, reshard_after_forward)
 
     def _precision(self, masters_in_optimizer: bool) -> MixedPrecisionPolicy:
         if masters_in_optimizer:  # the parameters are in half precision themselves

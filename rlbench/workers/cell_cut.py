@@ -2,8 +2,9 @@
 
 A rank that stops by itself leaves its peers in a collective that never completes. So a rank that is asked to stop holds
 at its next statement, says how many collectives it has issued, and waits. Who has issued fewer than another goes on
-until it is level; once all hold with the same number, nobody can move any more, and all stop. Ranks meet in the
-engine's TCP store: the process group itself is what must not be waited in.
+until it is level; once all hold with the same number, nobody can move any more, and all stop. A rank that has ended its
+cell issues no more, so nobody waits for it. Ranks meet in the engine's TCP store: the process group itself is what must
+not be waited in.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ GATE = "__rlbench_statement__"
 POLL_S = 0.02
 TELL_S = 0.1
 LOST_S = 60.0
-"""A rank that says nothing for so long is no longer waited for."""
+"""How long a rank holds, or goes on to be level, before it stops wherever the others are."""
 
 
 class Board(Protocol):
@@ -60,6 +61,7 @@ class Cut:
         self._board, self._rank, self._ranks = board, rank, ranks
         self._stop_requested, self._issued = stop_requested, issued
         self._until = 0
+        self._held_since: float | None = None
         self._over = threading.Event()
         self._holding = False
         self._teller: threading.Thread | None = None
@@ -82,9 +84,12 @@ class Cut:
             return
         if self._teller is None:
             self._end()
+        if self._held_since is None:
+            self._held_since = time.monotonic()
+        self._check_lost()
         if self._issued() < self._until:
             return
-        mine, since = self._issued(), time.monotonic()
+        mine = self._issued()
         self._holding = True
         self._tell("held")
         while True:
@@ -94,16 +99,19 @@ class Cut:
                 self._until, self._holding = highest, False
                 self._tell("runs")
                 return
-            level = [state in ("held", "done") and count == mine for state, count in said.values()]
+            level = [state == "done" or (state == "held" and count == mine) for state, count in said.values()]
             if len(level) == len(self._ranks) - 1 and all(level):
                 self._end()
-            if time.monotonic() - since > LOST_S and len(said) < len(self._ranks) - 1:
-                self._end()
+            self._check_lost()
             time.sleep(POLL_S)
 
-    def _end(self) -> None:
+    def _end(self, where: str = "at the same place on every rank") -> None:
         self._over.set()
-        raise Stopped("the cell was stopped between two statements, at the same place on every rank")
+        raise Stopped(f"the cell was stopped between two statements, {where}")
+
+    def _check_lost(self) -> None:
+        if self._held_since is not None and time.monotonic() - self._held_since > LOST_S:
+            self._end(f"after {LOST_S:g} s in which the ranks did not meet: another may wait in a collective")
 
     def _tell_while_stopping(self) -> None:
         """A rank that is inside a statement, perhaps in a collective, says from here how far it is."""

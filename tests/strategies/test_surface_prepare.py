@@ -263,9 +263,7 @@ def test_half_precision_weights_are_held_in_float32_only_where_they_train(qwen: 
     assert engine.run(dtypes)[0] == ["torch.float32", "torch.bfloat16"]
 
 
-def test_a_prepared_model_generates(qwen: str, engine: Ranks) -> None:
-    """`generate` calls parts of the model; without FSDP being told, it would meet shards."""
-
+def test_a_prepared_model_generates_what_it_did_before(qwen: str, engine: Ranks) -> None:
     def generated(sharded: bool) -> Any:
         model = Qwen2ForCausalLM.from_pretrained(qwen)
         if sharded:
