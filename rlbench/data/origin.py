@@ -117,7 +117,7 @@ def digest(value: Any) -> int:
     for name in WATCHED:
         column = getattr(value, name, None) if dataclasses.is_dataclass(value) else None
         if isinstance(column, np.ndarray):
-            found = zlib.crc32(np.ascontiguousarray(column), found)
+            found = zlib.crc32(np.ascontiguousarray(column).data, found)
     return found
 
 

@@ -115,7 +115,9 @@ def _sent(engine: TrainEngine, verb: str, key: str, name: str, value: Any, *more
             "in this kernel alone (a session, a file, a lock); pass it values instead. Engines are untouched."
         ) from error
     what = f"{engine.name}.{verb}"
-    done = engine.call_all(verb, blob, identity, *more, verbs(engine), what=what).blocking_result()[0]
+    replacing = {"replace": more[0]} if more and more[0] is not None else {}
+    with engine.link.noting(engine.name, "redefine" if verb == "redefine" else "method", (value,), replacing):
+        done = engine.call_all(verb, blob, identity, *more, verbs(engine), what=what).blocking_result()[0]
     if done["changed"]:
         _adopt(engine, done)
         text = base64.b64encode(blob).decode()

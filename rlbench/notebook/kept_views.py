@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import numpy as np
-
 from rlbench.data.metrics import format_number
 from rlbench.notebook.card import Card, Cell, Grid
 from rlbench.notebook.markup import gib

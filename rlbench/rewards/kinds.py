@@ -38,7 +38,8 @@ class Scorer(ABC):
                 between completions, so that a stop from elsewhere is felt.
 
         Raises:
-            KeyboardInterrupt: interrupted, or the board was asked to stop; all helper processes and threads are gone by then.
+            KeyboardInterrupt: interrupted, or the board was asked to stop; all helper processes and threads are gone
+                by then.
             DataError: nothing can be scored, as where a package is missing.
         """
 

@@ -22,13 +22,11 @@ F = TypeVar("F")
 class LabVerbs:
     """What `Session` inherits."""
 
-    @recorded
     def redefine(self, cls: type, replace: str | None = None) -> Redefined:
         """Put an edited class in the place of the live one of its name in the policy, or in the modules inside it;
         weights and optimizer stay. See `TrainEngine.redefine`."""
         return cast("Session", self).train.redefine(cls, replace)
 
-    @recorded
     def method(self, fn: F) -> F:
         """Decorator: add a function to the live policy as a method, callable as `session.train.name(…)`; see
         `TrainEngine.method`."""

@@ -218,7 +218,7 @@ class Recorder:
     def loaded(self, session: Session, path: str, options: dict[str, Any]) -> None:
         """The session began with a checkpoint: the statement that makes it like this again."""
         texts = [repr(path), *(f"{name}={value!r}" for name, value in options.items())]
-        entry = Entry("load", {"path": path}, f"load({', '.join(texts)})", time=time.time())
+        entry = Entry("load", args={"path": path}, code=f"load({', '.join(texts)})", time=time.time())
         self.end(session, entry)
 
     def recall(self, rollouts: Rollouts) -> None:
@@ -231,11 +231,12 @@ class Recorder:
 
     def _note(self, entry: Entry, value: Any) -> None:
         if isinstance(value, Rollouts):
-            entry.number, entry.digest = value.number, zlib.crc32(np.ascontiguousarray(value.responses.values))
+            entry.number = value.number
+            entry.digest = zlib.crc32(np.ascontiguousarray(value.responses.values).data)
             self._is(value, entry.variable)
             cut = value.not_started or (value.aborted.any() and not value.env_errors)
             if entry.verb == "rollout" and (entry.outcome == "stopped" or cut):
-                entry.outcome = "stopped"  # also where `on_stop="return"` gave it: where it was cut is not to be had again
+                entry.outcome = "stopped"  # also where `on_stop="return"` gave it: it is not to be had again
                 writer = Renderer(self.folder / "files", lambda made: None)
                 entry.partial = writer.whole(value)
                 entry.files = [*entry.files, *writer.files]
@@ -277,7 +278,7 @@ class Recorder:
                 args.append((name, value))
             elif not _same(value, parameter.default):
                 kwargs[name] = value
-        entry.args = {name: _shown(one, name) for name, one in [*args, *kwargs.items()]}  # also where no text is to be had
+        entry.args = {name: _shown(one, name) for name, one in [*args, *kwargs.items()]}  # until there is a text
         texts = []
         for i, (name, one) in enumerate([*args, *kwargs.items()]):
             text = writer.named(name, one) if SECRET.search(name) else self._argument(entry, writer, name, one)
@@ -343,7 +344,7 @@ def recorded(method: Callable[P, R]) -> Callable[P, R]:
         bound = signature.bind(*args, **kwargs)  # a TypeError here is the caller's, as without this
         prompts = bound.arguments.get("prompts")
         if hasattr(prompts, "__next__"):  # it can be read once
-            bound.arguments["prompts"] = list(prompts)
+            bound.arguments["prompts"] = list(prompts or ())
         entry = session.recorder.begin(session, method.__name__, bound)
         try:
             value = method(*bound.args, **bound.kwargs)

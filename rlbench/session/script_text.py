@@ -5,8 +5,8 @@ not that of the code at hand (a module that was edited or loaded anew) is none.
 """
 
 from __future__ import annotations
-
 import __future__
+
 import ast
 import functools
 import inspect

@@ -109,3 +109,47 @@ def test_it_is_a_value():
     assert math()(one("7")) == rb.rewards.Reward(1.0, {"math/parsed": 1.0, "math/timeout": 0.0})
     with pytest.raises(DataError):
         math(timeout_s=0)
+
+
+# -- what is not the answer's fault
+
+
+ENDLESS = r"$10^{10^{10^{10}}}$"
+
+
+def test_a_label_that_cannot_be_computed_is_an_error_and_no_zero():
+    value = written([Prompt("q", ENDLESS), Prompt("q", "7")], [["7", "8"], ["7", ENDLESS]])
+    scored = value.score(math(timeout_s=1), on_error="keep")
+    np.testing.assert_array_equal(scored.rewards, [np.nan, np.nan, 1, 0])
+    assert scored.components["math/timeout"][3] == 1
+    for error in scored.reward_errors:
+        assert "the label" in error.error and "CPU time by itself" in error.error
+
+
+def slow_to_run(monkeypatch, code):
+    """What the processes run begins with `code`, which math-verify knows nothing of."""
+    import cloudpickle
+
+    from rlbench.rewards import math_check
+
+    class Slow(math_check.Comparison):
+        def __call__(self, pair):
+            exec(code)
+            return super().__call__(pair)
+
+    cloudpickle.register_pickle_by_value(__import__(__name__, fromlist=["x"]))
+    monkeypatch.setattr(math_check, "Comparison", Slow)
+
+
+def test_time_in_which_the_process_got_no_core_makes_no_right_answer_wrong(monkeypatch):
+    slow_to_run(monkeypatch, "import time; time.sleep(1.5)")
+    assert answers("7", "8").score(math(timeout_s=1)).rewards.tolist() == [1, 0]
+    monkeypatch.setattr("rlbench.rewards.math_check.WALL", 1)
+    scored = answers("7").score(math(timeout_s=1), on_error="keep")
+    assert np.isnan(scored.rewards).all() and "the machine is busy" in scored.reward_errors[0].error
+
+
+def test_a_process_that_dies_is_an_error_and_no_zero(monkeypatch):
+    slow_to_run(monkeypatch, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    scored = answers("7").score(math(), on_error="keep")
+    assert np.isnan(scored.rewards).all() and "SIGKILL" in scored.reward_errors[0].error

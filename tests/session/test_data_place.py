@@ -59,3 +59,27 @@ def test_another_kernel_and_a_checkpoint_go_on_where_the_data_was(cluster, tmp_p
 def test_what_has_no_place_is_refused(session):
     with pytest.raises(SessionError, match=r"follow takes prompts\.stream\(\) or rb\.data\.mix\(…\)"):
         session.follow(rb.data.load(TEXTS))
+
+
+def test_a_session_can_go_on_with_other_data(session):
+    other = TEXTS[5:]
+    try:
+        session.follow(stream())
+        step(session, session._following)
+        kept = session.snapshot("with the first data")
+        with pytest.raises(DataError, match=r"session\.follow\(data, fresh=True\)"):
+            session.follow(stream(other))
+        second = session.follow(stream(other), fresh=True)
+        assert second.taken == 0
+        step(session, second)
+        assert session.follow(stream(other)).taken == 2  # it is this one that is kept now
+        with pytest.warns(UserWarning, match="stays where it is"):
+            session.restore(kept)
+        assert session.follow(stream(other)).taken == 2
+        assert session.follow(None) is None
+        assert session.follow(stream()).taken == 0
+        with pytest.raises(SessionError, match="no effect"):
+            session.follow(None, fresh=True)
+    finally:
+        session.follow(None)
+        session.drop("with the first data")

@@ -1,5 +1,6 @@
 """Values written as Python are the same values when that Python is run."""
 
+import enum
 import functools
 import importlib
 import json
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import rlbench as rb
+from rlbench.data.origin import Origin, remember
 from rlbench.errors import SessionError
 from rlbench.session.script_values import Renderer
 from tests.data.values import rollouts
@@ -206,3 +208,122 @@ def test_a_session_keeps_no_more_than_its_share_of_the_disk(tmp_path, monkeypatc
     with pytest.raises(SessionError, match="not kept for a script: the session has"):
         written(np.ones(5000), tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
+
+
+class Mode(str, enum.Enum):
+    A = "a"
+
+
+def in_cell(source, name, number, **known):
+    """What a cell defines, as in a notebook: its text is where IPython would have it."""
+    place = f"<cell {number}>"
+    linecache.cache[place] = (len(source), None, source.splitlines(True), place)
+    known = {"__name__": "__main__", **known}
+    exec(compile(source, place, "exec"), known)
+    return known[name]
+
+
+def test_an_enum_that_is_also_a_text_stays_one(tmp_path):
+    found, _, _ = written(Mode.A, tmp_path)
+    assert found is Mode.A or found.value == "a"
+
+
+def test_a_decorator_that_was_called_elsewhere_is_not_lost(tmp_path):
+    better = decorate(reward)
+    found, _, renderer = written(better, tmp_path)
+    sample = next(rollouts().flat)
+    assert found(sample) == better(sample) == 2 * reward(sample) and renderer.files
+
+
+def test_a_batched_reward_is_written_with_its_decorator(tmp_path):
+    import rlbench
+
+    source = "@rb.rewards.batched\ndef many(samples):\n    return [float(len(s)) for s in samples]\n"
+    many = in_cell(source, "many", 10, rb=rlbench)
+    found, body, renderer = written(many, tmp_path)
+    assert body.count("@rb.rewards.batched") == 1 and not renderer.files
+    value = rollouts()
+    assert np.array_equal(value.score(found).rewards, value.score(many).rewards)
+
+
+def test_defaults_are_those_the_function_has_not_those_of_its_text(tmp_path):
+    made = [in_cell("def f(r, k=K):\n    return float(k)\n", "f", 11, K=k) for k in (1, 2)]
+    made[0].__globals__["K"] = 5  # the text would now give another default
+    assert [written(fn, tmp_path)[0](None) for fn in made] == [1.0, 2.0]
+    loop = in_cell("fs = [lambda r, k=k: float(k) for k in range(3)]\n", "fs", 12)
+    assert [written(fn, tmp_path)[0](None) for fn in loop] == [0.0, 1.0, 2.0]
+
+
+def test_what_was_changed_after_its_text_goes_as_it_is(tmp_path):
+    patched = in_cell("class J:\n    bonus = 1\n    def __call__(self, r):\n        return float(self.bonus)\n", "J", 13)
+    found, _, renderer = written(patched, tmp_path)
+    assert found()(None) == 1.0 and not renderer.files
+    patched.bonus = 5
+    assert written(patched, tmp_path)[0]()(None) == 5.0
+    weighed = in_cell("def f(r):\n    return f.weight\n", "f", 14)
+    weighed.weight = 3
+    assert written(weighed, tmp_path)[2].files
+
+
+def test_a_module_that_was_edited_gives_the_code_at_hand(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    file = tmp_path / "edited_rewards.py"
+    file.write_text("def inner(r):\n    return 1.0\ndef mine(r):\n    return inner(r)\n")
+    module = importlib.import_module("edited_rewards")
+    try:
+        first = module.mine
+        assert written(first, tmp_path / "files")[0](None) == 1.0
+        file.write_text("def inner(r):\n    return 9.0 + 0\ndef mine(r):\n    return inner(r)\n")
+        assert written(first, tmp_path / "files")[0](None) == 1.0  # edited, not loaded
+        importlib.reload(module)
+        assert written(module.mine, tmp_path / "files")[0](None) == 9.0
+        use = in_cell("def use(r):\n    return edited_rewards.inner(r)\n", "use", 15, edited_rewards=module)
+        assert written(use, tmp_path / "files")[0](None) == 9.0
+    finally:
+        del sys.modules["edited_rewards"]
+
+
+def test_two_values_of_one_name_stay_apart(tmp_path):
+    one = in_cell("S = 1\ndef f(r):\n    return float(S)\n", "f", 16)
+    two = in_cell("S = 3\ndef f(r):\n    return float(S)\ndef g(r):\n    return float(S)\n", "g", 17)
+    other = two.__globals__["f"]
+    found, _, _ = written([one, two, other], tmp_path)
+    assert [fn(None) for fn in found] == [1.0, 3.0, 3.0]
+
+
+def test_secrets_are_asked_of_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTHORIZATION", "hidden-1")
+    monkeypatch.setenv("API_KEY", "hidden-2")
+    fn = in_cell("API_KEY = 'hidden-2'\ndef f(r):\n    return API_KEY\n", "f", 18)
+    found, body, renderer = written([{"Authorization": "hidden-1", "other": "x"}, fn], tmp_path)
+    assert found[0] == {"Authorization": "hidden-1", "other": "x"} and found[1](None) == "hidden-2"
+    assert "hidden" not in body and not renderer.files
+    remote = rb.rewards.remote("http://judge.example/score?api_key=hidden-3", headers={"Authorization": "hidden-1"})
+    assert "hidden" not in Renderer(tmp_path, lambda made: None).expression(remote)
+
+
+def test_a_value_whose_making_changed_since_is_kept_whole(tmp_path):
+    scale = in_cell("def f(r):\n    return float(len(r) * S)\n", "f", 19, S=1)
+    start = rollouts()
+    remember(start, Origin("<variable>", kwargs={"session": "", "name": "rollouts_1"}))
+    name = lambda made: "rollouts_1" if made.call == "<variable>" else None  # noqa: E731
+
+    def text(value):
+        return Renderer(tmp_path, name).expression(value)
+
+    batch = start.score(scale).batch(advantage=rb.rl.group_normalized())
+    assert text(batch).startswith("rollouts_1.score(f)")
+    scale.__globals__["S"] = 100
+    assert "from_parquet" in text(batch), "the reward is another one now"
+    chosen = np.ones(6, bool)
+    picked = start.select(chosen)
+    chosen[:] = False
+    assert picked.samples == 6 and "True, True" in text(picked)
+    scored = start.score([1, 2, 3, 4, 5, 6])
+    assert text(scored) == "rollouts_1.score([1, 2, 3, 4, 5, 6])"
+    scored.rewards[:] = 0
+    assert "from_parquet" in text(scored) and "from_parquet" in text(scored.batch(advantage=rb.rl.group_normalized()))
+    foreign = remember(rollouts(), Origin("<variable>", kwargs={"session": "another", "name": "rollouts_1"}))
+    kept = Renderer(tmp_path, lambda made: None).expression(foreign.score([1, 2, 3, 4, 5, 6]))
+    assert "from_parquet" in kept

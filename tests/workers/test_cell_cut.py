@@ -133,6 +133,53 @@ def test_a_rank_that_ended_holds_nobody_up():
     assert world.all(program, ask) == ["stopped", "done"]
 
 
+def test_a_rank_that_ended_with_fewer_collectives_holds_nobody_up():
+    world = World(2)
+
+    def program(rank, statement):
+        statement()
+        world.collective(rank)
+        if rank == 0:
+            world.issued[0] += 1  # one of a group that the other is not in
+        while rank == 0:
+            statement()
+            time.sleep(0.005)
+
+    def ask(world):
+        time.sleep(0.1)
+        for stop in world.stop:
+            stop.set()
+
+    assert world.all(program, ask) == ["stopped", "done"]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_ranks_that_never_meet_are_waited_for_only_so_long(monkeypatch, ahead):
+    monkeypatch.setattr("rlbench.workers.cell_cut.LOST_S", 0.5)
+    world, over = World(2), threading.Event()
+
+    def program(rank, statement):
+        world.issued[rank] += rank * ahead
+        if rank == 1:
+            over.wait(20)  # in one long statement, perhaps in a collective of its own
+        while rank == 0:
+            statement()
+            time.sleep(0.005)
+
+    def ask(world):
+        for stop in world.stop:
+            stop.set()
+        for _ in range(1000):
+            if world.outcomes[0] is not None:
+                break
+            time.sleep(0.01)
+        held_on = world.outcomes[0]
+        over.set()
+        world.held_on = held_on
+
+    assert world.all(program, ask) == ["stopped", "done"] and world.held_on == "stopped"
+
+
 def test_one_rank_alone_stops_at_its_next_statement():
     with Cut(None, 0, [0], lambda: True, lambda: 0) as cut, pytest.raises(Stopped, match="between two statements"):
         cut.statement()
