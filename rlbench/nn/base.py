@@ -150,4 +150,5 @@ def renew_forward(module: nn.Module) -> None:
     """The guarded module's class is another one: call that one's `forward` from now on."""
     guard = vars(module)["forward"]
     if getattr(guard.__wrapped__, "__self__", None) is module:  # the class's own, not one put on the instance
-        functools.update_wrapper(guard, type(module).forward.__get__(module))
+        cls: Any = type(module)
+        functools.update_wrapper(guard, cls.forward.__get__(module))

@@ -6,6 +6,7 @@ The session's state (step, versions, history, engine states) is at its monitor; 
 from __future__ import annotations
 
 import functools
+import weakref
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any, cast
 
@@ -292,7 +293,10 @@ class Session(TrainVerbs, DataVerbs, StateVerbs, HistoryVerbs, CheckVerbs, LabVe
     ) -> Any:
         """Mean reward of `n` completions per prompt, greedy unless told otherwise; returns an `Evaluation`.
 
-        With `env` as in `rollout`; where `reward` is None the environment's rewards count.
+        With `env` as in `rollout`; where `reward` is None the environment's rewards count. Completions that the
+        environment's errors ended, or a stop cut, do not count; the `Evaluation` says how many.
+
+        A stop raises `Stopped`; its `.partial` are Rollouts: what was drawn, or those that had a reward by then.
         """
         chosen = {"temperature": 0.0} | sampling
         return self._run(
@@ -301,7 +305,10 @@ class Session(TrainVerbs, DataVerbs, StateVerbs, HistoryVerbs, CheckVerbs, LabVe
 
     def stop(self) -> list[str]:
         """Stop what runs, also a call of an earlier kernel or another thread; returns at once what that was."""
-        return self._link.stop_running()
+        here = [chain for chain in self._chains if chain.what == "evaluate" and not chain.done]
+        for chain in here:  # a reward runs in this kernel, where the monitor stops nothing
+            chain.stop()
+        return self._link.stop_running() or [chain.what for chain in here]
 
     def close(self) -> None:
         """End the session: its engines, its memory, its files. Safe to call twice."""
@@ -311,6 +318,7 @@ class Session(TrainVerbs, DataVerbs, StateVerbs, HistoryVerbs, CheckVerbs, LabVe
     # -- bookkeeping of the verbs
 
     def _keep_books(self, name: str) -> None:
+        self._chains: weakref.WeakSet[Chain] = weakref.WeakSet()
         self.anchors, self.recorder, self.trackers = Anchors(name), Recorder(name), Trackers(self)
         self.undo_point: str | None = None  # of the last step: the snapshot it can be taken back to
         self._link.noting = functools.partial(self.recorder.engine_call, self)
@@ -352,6 +360,7 @@ class Session(TrainVerbs, DataVerbs, StateVerbs, HistoryVerbs, CheckVerbs, LabVe
 
     def _run(self, what: str, steps: Steps, block: bool) -> Any:
         chain = Chain(what, self._link.held(what, steps))
+        self._chains.add(chain)
         return chain.blocking_result() if block else chain
 
     def _engine(self, name: str) -> Engine:

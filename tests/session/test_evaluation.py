@@ -13,8 +13,10 @@ import rlbench as rb
 from rlbench.data import FINISH_REASONS
 from rlbench.dispatch.chain import Chain
 from rlbench.errors import DataError, Stopped
+from rlbench.notebook.kept_views import evaluation_card
 from rlbench.session.evaluation import Evaluation, Scoring, evaluate_steps
 from tests.data.values import rollouts
+from tests.notebook.reading import both
 from tests.rewards.values import nothing_left
 
 
@@ -62,6 +64,13 @@ def test_completions_that_the_environment_failed_or_a_stop_cut_do_not_count():
     by_function = evaluated(with_a_crash(), reward=lambda r: float(r.index), env=object())
     assert by_function.reward == pytest.approx((0 + 2 + 3 + 5) / 4)
     assert repr(evaluated(rollouts(), reward=lambda r: 1.0)) == "Evaluation(reward 1 over 6 completions)"
+
+
+def test_the_card_counts_the_same_completions():
+    text = both(evaluation_card(evaluated(with_a_crash(), env=object())))
+    assert "66.7 % of 3 completions" in text and "0.667 ± 0.272" in text
+    assert "left out 1 ended by an error of the environment, 1 cut by a stop, 1 without a reward" in text
+    assert "left out" not in both(evaluation_card(Evaluation(0.5, rollouts().score([0, 1, 0, 1, 0, 1]))))
 
 
 def test_where_nothing_counts_there_is_no_mean():
@@ -119,7 +128,7 @@ def test_a_plain_function_that_hangs_is_left_behind_and_changes_nothing_later():
         time.sleep(0.01)
     threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     try:
-        with pytest.raises(Stopped, match="cannot be cut: .*isolate=True") as raised:
+        with pytest.raises(Stopped, match=r"cannot be cut: .*isolate=True") as raised:
             chain.blocking_result()
         assert chain.done and raised.value.partial.samples == 2
     finally:
@@ -149,3 +158,20 @@ def test_ctrl_c_while_the_reward_runs_gives_back_the_prompt_and_the_next_verb_wo
         session.evaluate([f"sort {i} 1 :" for i in range(30)], reward, max_tokens=2, progress=False)
     assert 0 < raised.value.partial.samples < 30
     assert session.evaluate(["sort 2 1 :"], lambda r: 1.0, max_tokens=2, progress=False).reward == 1.0
+
+
+@pytest.mark.engine
+def test_session_stop_reaches_the_reward_of_an_evaluation(session):
+    seen = threading.Event()
+
+    def reward(rollout):
+        seen.set()
+        time.sleep(0.3)
+        return 1.0
+
+    pending = session.evaluate([f"sort {i} 1 :" for i in range(30)], reward, max_tokens=2, progress=False, block=False)
+    assert seen.wait(60)
+    assert session.stop() == ["evaluate"]
+    with pytest.raises(Stopped) as raised:
+        pending.result(timeout=5)
+    assert raised.value.partial is None or raised.value.partial.samples < 30

@@ -20,7 +20,7 @@ def rollout(n):
 
 
 def chosen(*entries):
-    return [i for i in sorted(course(entries))]
+    return sorted(course(entries))
 
 
 def test_an_undone_step_is_left_out_with_its_undo():
@@ -40,7 +40,8 @@ def test_a_snapshot_of_a_course_that_was_left_brings_that_course_back():
 
 def test_going_back_drops_the_backwards_that_waited():
     back = verb("forward_backward")
-    entries = [back, verb("optim_step", snapshot="a"), verb("undo", snapshot="a"), back, verb("optim_step", snapshot="b")]
+    one, two = verb("optim_step", snapshot="a"), verb("optim_step", snapshot="b")
+    entries = [back, one, verb("undo", snapshot="a"), back, two]
     assert chosen(*entries) == [3, 4]
     kept = [step("z"), back, verb("zero_grad"), back, verb("optim_step", snapshot="a"), verb("undo", snapshot="a")]
     assert chosen(*kept) == [0, 1, 2]

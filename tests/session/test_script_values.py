@@ -210,7 +210,7 @@ def test_a_session_keeps_no_more_than_its_share_of_the_disk(tmp_path, monkeypatc
     assert len(list(tmp_path.iterdir())) == 1
 
 
-class Mode(str, enum.Enum):
+class Mode(str, enum.Enum):  # noqa: UP042 - a text that is more than one
     A = "a"
 
 
@@ -255,7 +255,8 @@ def test_defaults_are_those_the_function_has_not_those_of_its_text(tmp_path):
 
 
 def test_what_was_changed_after_its_text_goes_as_it_is(tmp_path):
-    patched = in_cell("class J:\n    bonus = 1\n    def __call__(self, r):\n        return float(self.bonus)\n", "J", 13)
+    source = "class J:\n    bonus = 1\n    def __call__(self, r):\n        return float(self.bonus)\n"
+    patched = in_cell(source, "J", 13)
     found, _, renderer = written(patched, tmp_path)
     assert found()(None) == 1.0 and not renderer.files
     patched.bonus = 5
