@@ -165,7 +165,7 @@ def test_what_cannot_be_written_down_is_refused_by_name(cluster, tmp_path, sessi
 
 
 def test_odd_ways_to_work_give_the_same_numbers_too(cluster, tiny_path, tmp_path):
-    """Backwards that an undo drops, a rollout that overlaps a step, a step taken back with its rollouts, changed data."""
+    """Backwards that an undo drops, a rollout that overlaps a step, steps taken back with rollouts, changed data."""
     from rlbench.tiny import tasks
 
     def graded_twice(rollouts):
