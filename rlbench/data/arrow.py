@@ -58,11 +58,19 @@ def read_own(path: str | Path, key: bytes, newest: int, writer: str) -> tuple[An
     return table, facts
 
 
-def list_column(rows: Ragged) -> Any:
-    """Ragged rows as a list column, of the values' own type, without a Python object per number."""
+def list_column(rows: Ragged, nulls: int = 0, kind: Any = None) -> Any:
+    """Ragged rows as a list column, then so many nulls, without a Python object per number.
+
+    `kind`: Arrow's type of a value; None: the values' own.
+    """
     import pyarrow as pa
 
-    return pa.LargeListArray.from_arrays(pa.array(rows.offsets, pa.int64()), pa.array(rows.values))
+    offsets = np.concatenate([rows.offsets, np.full(nulls, rows.offsets[-1])])
+    absent = np.zeros(len(offsets) - 1, bool)
+    absent[len(rows) :] = True
+    return pa.LargeListArray.from_arrays(
+        pa.array(offsets, pa.int64()), pa.array(rows.values, kind), mask=pa.array(absent) if nulls else None
+    )
 
 
 def ragged_column(column: Any, dtype: Any) -> Ragged:

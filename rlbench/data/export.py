@@ -20,16 +20,15 @@ What belongs to the whole (sampling options, number, statistics, tokenizer) stan
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlbench.data import plain
+from rlbench.data.arrow import list_column, ragged_column, read_own, write_own
 from rlbench.data.channels import SAMPLER, all_channels
-from rlbench.data.export_turns import lists, ragged, turn_columns, turn_fields
-from rlbench.data.files import written_aside
+from rlbench.data.export_turns import turn_columns, turn_fields
 from rlbench.data.jobs import FINISH_REASONS
 from rlbench.data.optional import needed
 from rlbench.data.prompts import Prompt
@@ -86,11 +85,9 @@ def write_parquet(rollouts: Rollouts, path: str | Path) -> Path:
     Raises:
         DataError: pyarrow is not installed, a label or prompt holds what cannot be written exactly, or no such folder.
     """
-    parquet = needed("pyarrow.parquet", "to_parquet()")
-    table = _table(rollouts)
-    with written_aside(path) as aside:
-        parquet.write_table(table, aside, compression="zstd")
-    return Path(path).expanduser()
+    needed("pyarrow", "to_parquet()")
+    table, facts = _table(rollouts)
+    return write_own(table, path, KEY, facts)
 
 
 def read_parquet(path: str | Path) -> Rollouts:
@@ -99,25 +96,7 @@ def read_parquet(path: str | Path) -> Rollouts:
     Raises:
         DataError: pyarrow is not installed, no such file, or it is not one of ours.
     """
-    parquet = needed("pyarrow.parquet", "from_parquet()")
-    from pyarrow import ArrowException
-
-    path = Path(path).expanduser()
-    if not path.is_file():
-        raise DataError(f"no file {path}")
-    try:
-        table = parquet.read_table(path, partitioning=None)
-    except ArrowException as error:
-        raise DataError(f"{path} is no Parquet file that can be read: {error}") from None
-    about = (table.schema.metadata or {}).get(KEY)
-    if about is None:
-        columns = ", ".join(table.column_names[:8])
-        raise DataError(f"{path} was not written by rollouts.to_parquet(): it holds the columns {columns}")
-    facts = json.loads(about)
-    if facts["format"] > FORMAT:
-        raise DataError(
-            f"{path} has format {facts['format']}; this rlbench reads up to {FORMAT}: update rlbench"
-        )
+    table, facts = read_own(path, KEY, FORMAT, "rollouts.to_parquet()")
     try:
         return _rollouts(table, facts)
     except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -130,8 +109,8 @@ def sample_index(rollouts: Rollouts) -> np.ndarray:
     return (np.arange(rollouts.samples) - firsts[rollouts.group]).astype(np.int32)
 
 
-def _table(rollouts: Rollouts) -> Any:
-    """Completions in order, then one row for each prompt without any."""
+def _table(rollouts: Rollouts) -> tuple[Any, dict[str, Any]]:
+    """Completions in order, then one row for each prompt without any; and the facts of the whole."""
     import pyarrow as pa
 
     bare = np.setdiff1d(np.arange(len(rollouts)), rollouts.group)
@@ -148,17 +127,17 @@ def _table(rollouts: Rollouts) -> Any:
         "length": pa.array([*rollouts.lengths.tolist(), *none], pa.int64()),
         "finish_reason": pa.array([*(FINISH_REASONS[f] for f in rollouts.finish), *none], pa.string()),
         "weight_version": pa.array([*rollouts.versions.tolist(), *none], pa.int64()),
-        "token_ids": lists(rollouts.responses, len(bare), pa.int32()),
+        "token_ids": list_column(rollouts.responses, len(bare), pa.int32()),
     }
     for name, values in all_channels(rollouts).items():
         if name == SAMPLER or name in rollouts.channels:
             column = SAMPLER if name == SAMPLER else CHANNEL + name
-            columns[column] = lists(rollouts.responses.with_values(values), len(bare), pa.float32())
+            columns[column] = list_column(rollouts.responses.with_values(values), len(bare), pa.float32())
     columns |= turn_columns(rollouts, len(bare))
     for name, told in _scoring_columns(rollouts).items():
         kind = pa.large_string() if told.dtype == object else pa.float64()
         columns[name] = pa.array([*told.tolist(), *none], kind)
-    columns["prompt_token_ids"] = lists(rollouts.prompt_ids.take(prompt_of), 0, pa.int32())
+    columns["prompt_token_ids"] = list_column(rollouts.prompt_ids.take(prompt_of), 0, pa.int32())
     for k, name in enumerate(("prompt_json", "label_json", "meta_json"), start=1):
         columns[name] = pa.array([contents[p][k] for p in prompt_of], pa.large_string())
     facts = {
@@ -170,7 +149,7 @@ def _table(rollouts: Rollouts) -> Any:
         "reward_errors": [[e.index, e.prompt, e.error, e.line] for e in rollouts.reward_errors],
         "timed": rollouts.reward_seconds is not None, "turns": rollouts.mask is not None,
     }  # fmt: skip
-    return pa.table(columns).replace_schema_metadata({KEY: json.dumps(facts).encode()})
+    return pa.table(columns), facts
 
 
 def _rollouts(table: Any, facts: dict[str, Any]) -> Rollouts:
@@ -188,8 +167,8 @@ def _rollouts(table: Any, facts: dict[str, Any]) -> Rollouts:
     finish = {name: i for i, name in enumerate(FINISH_REASONS)}
     return Rollouts(
         prompts=tuple(Prompt(*map(plain.loads, row)) for row in zip(*cells, strict=True)),
-        prompt_ids=ragged(prompts_table["prompt_token_ids"], np.int32),
-        responses=ragged(rows["token_ids"], np.int32),
+        prompt_ids=ragged_column(prompts_table["prompt_token_ids"], np.int32),
+        responses=ragged_column(rows["token_ids"], np.int32),
         group=rows["prompt_index"].to_numpy().astype(np.int32),
         finish=np.array([finish[f] for f in rows["finish_reason"].to_pylist()], np.int8),
         versions=rows["weight_version"].to_numpy().astype(np.int64),
@@ -199,12 +178,12 @@ def _rollouts(table: Any, facts: dict[str, Any]) -> Rollouts:
         number=facts["number"],
         not_started=tuple(facts["not_started"]),
         stats=plain.from_plain(facts["stats"]),
-        channels={name: ragged(rows[CHANNEL + name], np.float32).values for name in facts["channels"]},
+        channels={name: ragged_column(rows[CHANNEL + name], np.float32).values for name in facts["channels"]},
         tokenizer=facts["tokenizer"],
         components={name: rows[COMPONENT + name].to_numpy().astype(np.float64) for name in facts.get("components", ())},
         reward_seconds=rows["reward_seconds"].to_numpy().astype(np.float64) if facts.get("timed") else None,
         reward_errors=RewardErrors(RewardError(*error) for error in facts.get("reward_errors", ())),
-        **turn_fields(rows, ragged(rows[SAMPLER], np.float32).values, facts.get("turns", False)),
+        **turn_fields(rows, ragged_column(rows[SAMPLER], np.float32).values, facts.get("turns", False)),
     )
 
 

@@ -52,7 +52,8 @@ def export_script(session: Session, path: str | Path, undone: bool) -> Exported:
         raise SessionError(f"export_script({str(path)!r}): the name of a script ends in .py")
     entries = session.recorder.entries()
     kept = course(entries, everything=undone)
-    troubles = [f"{entries[i].verb}: {entries[i].trouble}" for i in sorted(kept) if entries[i].trouble]
+    acting = [entries[i] for i in sorted(kept) if entries[i].outcome != "failed"]
+    troubles = [f"{entry.verb}: {entry.trouble}" for entry in acting if entry.trouble]
     if troubles:
         raise SessionError(f"{len(troubles)} verbs cannot be written as a script; the first: {troubles[0]}")
     lines = needed_lines(entries, kept)
