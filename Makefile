@@ -14,6 +14,8 @@ PYTHON := $(shell for p in python3 python3.11 python3.12 python3.13 python3.14 p
 endif
 BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
+QUICK := not engine and not slow and not long and not browser and not gpu
+QUICK_TESTS = $(BIN)/pytest -q -n 2 --dist loadfile -m "$(QUICK)" $(PYTEST_ARGS)
 QUICKSTART := notebooks/01_quickstart.ipynb
 
 help:  ## what can be made
@@ -30,8 +32,9 @@ lab: env  ## JupyterLab on the quickstart
 demo: env  ## the quickstart's whole loop without a browser: reward curve, executed notebook in build/
 	@$(BIN)/python scripts/run_notebook.py $(QUICKSTART) build/01_quickstart.executed.ipynb --show reward-curve
 
-test: env  ## all tests but the long ones; those that need a GPU skip themselves without one
-	$(BIN)/pytest -m "not long" $(PYTEST_ARGS)
+test: env  ## all tests but the long ones: first, two at a time, those that start nothing; without a GPU those for one skip
+	$(QUICK_TESTS) || [ $$? = 5 ]  # 5: none of those chosen by PYTEST_ARGS
+	$(BIN)/pytest -m "not long and not ($(QUICK))" $(PYTEST_ARGS) || [ $$? = 5 ]
 
 test-long: env  ## the tests that take minutes each
 	$(BIN)/pytest -m long $(PYTEST_ARGS)
@@ -42,7 +45,7 @@ lint: env  ## style, types, imports between rooms
 	$(BIN)/lint-imports
 
 check: lint  ## lint, then the quick tests
-	$(BIN)/pytest -q -n 2 --dist loadfile -m "not engine and not slow and not long and not browser and not gpu" $(PYTEST_ARGS)
+	$(QUICK_TESTS)
 
 clean:  ## remove what was built, and the tools' caches
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
