@@ -58,6 +58,16 @@ def session(cluster: Any, tiny_path: Path) -> Iterator[Any]:
     made.close()
 
 
+@pytest.fixture(scope="module")
+def session_as_before(session: Any) -> Iterator[None]:
+    """For files that train the shared session: weights and optimizer are put back after the last test of the file."""
+    kept = session.snapshot()
+    yield
+    session.zero_grad()
+    session.restore(kept)
+    session.drop(kept)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what is marked `gpu` where there is none, with the reason."""
     from rlbench.setup.plan import has_nvidia_gpu

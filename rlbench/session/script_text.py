@@ -98,7 +98,9 @@ def npy(value: np.ndarray) -> bytes:
 
 
 def _makes(node: Definition, text: str, inner: types.FunctionType, value: Any, bound: Any) -> bool:
-    if node.decorator_list:  # the statement binds what the decorators made of it
+    added = all(ast.unparse(one).endswith(".method") for one in node.decorator_list)  # ours: gives the function back
+    if node.decorator_list and not (added and inner is value and bound is None):
+        # the statement binds what the decorators made of it
         if inner.__globals__.get(node.name) is not (value if bound is None else bound):
             return False
     elif inner is not value or bound is not None:  # it was wrapped by a call elsewhere

@@ -5,6 +5,7 @@ import functools
 import os
 import pickle
 import threading
+import sys
 import time
 
 import numpy as np
@@ -238,7 +239,7 @@ def test_all_are_tried_and_the_first_failure_is_shown_with_the_count_and_the_res
 
 def test_where_none_has_a_reward_there_is_no_partial():
     with pytest.raises(DataError) as error:
-        rollouts().score(lambda r: exit())
+        rollouts().score(lambda r: sys.exit())
     assert error.value.partial is None and "SystemExit" in str(error.value)
 
 

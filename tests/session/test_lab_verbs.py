@@ -15,7 +15,7 @@ from rlbench.notebook.loss_lab_view import lab_view
 from rlbench.session.loss_lab import loss_lab
 from rlbench.tiny import tasks
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("session_as_before")]
 
 
 @pytest.fixture(scope="module")
@@ -162,8 +162,8 @@ def test_a_method_comes_and_is_edited_while_weights_stay(session):
 
     assert session.train.count(times=3) == [3, 3] and session.train.count.__doc__ == "Edited."
     assert "count" in session.train.methods() and checksums(session) == before
-    written = [entry for entry in session.recorder.entries() if entry.verb == "method"][-1]
-    assert (written.code, written.trouble) == ("method(count)", "")
+    written = [entry for entry in session.recorder.entries() if entry.verb == "train.method"][-1]
+    assert (written.code, written.trouble) == ("train.method(count)", "")
     with pytest.raises(TypeError):
         session.train.count(4, 5)
     attached = TrainEngine.attach(session.link, "actor", session.link.state("engines")["engines"]["actor"])
@@ -185,7 +185,7 @@ def test_a_part_of_the_policy_is_redefined_and_what_cannot_be_is_not(session, ba
     before, plain = checksums(session), session.logprobs(batch)
     try:
         done = session.redefine(louder(0.5))
-        assert "redefine" in [entry.verb for entry in session.recorder.entries()]
+        assert "train.redefine" in [entry.verb for entry in session.recorder.entries()]
         assert done.changed and done.modules > 1 and "redefined" in repr(done)
         assert np.abs(session.logprobs(batch) - plain).max() > 1e-3 and checksums(session) == before
         assert not session.redefine(louder(0.5)).changed
