@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +63,7 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._shm = ShmReader()
         self._ipc = IpcReader(self.device)
         self._channel: Channel | None = None
-        self._packed_before: set[int] = set()
+        self._packed_before: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """For a broadcast: join the group (once), and wait until the sender begins. Touches no weight.
@@ -88,7 +89,7 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def start_weight_update(self) -> None:
         """Put the layers into the state in which they take checkpoint tensors."""
-        self._packed_before = packed_ids(self.model)
+        self._packed_before = packed_copies(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -146,12 +147,15 @@ def _as_outside_vllm(backend: str) -> Iterator[None]:
         yield
 
 
-def packed_ids(model: torch.nn.Module) -> set[int]:
-    """Identities of the packed copies (`cpu_linear`) that modules compute with now."""
-    return {id(module.cpu_linear) for module in model.modules() if hasattr(module, "cpu_linear")}
+def packed_copies(model: torch.nn.Module) -> weakref.WeakSet[Any]:
+    """The packed copies (`cpu_linear`) that modules compute with now; not kept alive, as they are as large as weights.
+
+    Not their ids: a new copy may lie where an old one was.
+    """
+    return weakref.WeakSet(module.cpu_linear for module in model.modules() if hasattr(module, "cpu_linear"))
 
 
-def repack_stale(model: torch.nn.Module, packed_before: set[int]) -> None:
+def repack_stale(model: torch.nn.Module, packed_before: weakref.WeakSet[Any]) -> None:
     """Pack again what an update left packed from the old weights: the tied lm_head.
 
     vLLM on CPU computes with a packed copy of each linear weight. Layer-wise reload renews it for layers that
@@ -161,7 +165,7 @@ def repack_stale(model: torch.nn.Module, packed_before: set[int]) -> None:
     """
     for module in model.modules():
         weight = getattr(module, "weight", None)
-        stale = id(getattr(module, "cpu_linear", None)) in packed_before
+        stale = getattr(module, "cpu_linear", None) in packed_before
         if stale and isinstance(weight, torch.Tensor) and weight.numel() > 0:
             module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr,operator]
 
@@ -174,7 +178,7 @@ class ReplicaWorkerMixin:
     def reload_from_disk(self) -> None:
         """Load the checkpoint again (also after the weights were discarded) and pack the tied head."""
         model = self.model_runner.model  # type: ignore[attr-defined]
-        before = packed_ids(model)
+        before = packed_copies(model)
         self.reload_weights()  # type: ignore[attr-defined]
         repack_stale(model, before)
 

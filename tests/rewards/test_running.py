@@ -4,8 +4,8 @@ import asyncio
 import functools
 import os
 import pickle
-import threading
 import sys
+import threading
 import time
 
 import numpy as np
