@@ -235,9 +235,11 @@ def test_what_cannot_be_written_down_is_refused_by_name(worked, tmp_path):
         with lock:
             return float(len(rollout))
 
-    worked.evaluate(["sort 3 1 :"], guarded, max_tokens=4)  # the last test of this session: no script is made of it now
+    session = rb.attach(worked.name, take_over=True)  # a test before this one took it over, too
+    session.evaluate(["sort 3 1 :"], guarded, max_tokens=4)  # the last of this session: no script is made of it now
     with pytest.raises(SessionError, match=r"1 verbs cannot be written as a script; the first: evaluate: .*lock"):
-        worked.export_script(tmp_path / "no.py")
+        session.export_script(tmp_path / "no.py")
     assert not (tmp_path / "no.py").exists()
     with pytest.raises(SessionError, match=r"ends in \.py"):
-        worked.export_script(tmp_path / "no.txt")
+        session.export_script(tmp_path / "no.txt")
+    session.close()
