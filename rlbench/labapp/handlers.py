@@ -6,6 +6,7 @@ Jupyter's own rules hold: authentication, the XSRF token for what is sent, no re
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 from jupyter_server.auth.decorator import authorized
@@ -19,6 +20,7 @@ from rlbench.labapp.monitors import SCHEMA, Trouble
 
 MAX_BODY = 64 << 10
 SESSION = r"(?P<name>[^/]+)"
+GPUS = monitors.Gpus()
 
 
 class Handler(APIHandler):
@@ -48,13 +50,14 @@ class Handler(APIHandler):
 
 
 class Sessions(Handler):
-    """`GET sessions`: those of this machine, live or gone."""
+    """`GET sessions`: those of this machine, live or gone; beside that the memory of its devices."""
 
     @web.authenticated
     @authorized
     async def get(self) -> None:
         """List them."""
-        self.finish({"schema": SCHEMA, "sessions": monitors.listed()})
+        listing = {"sessions": monitors.listed(), "memory": monitors.host_memory(), **await GPUS.memory()}
+        self.finish({"schema": SCHEMA, "time": time.time(), **listing})
 
 
 class State(Handler):
@@ -65,6 +68,25 @@ class State(Handler):
     async def get(self, name: str) -> None:
         """The session's state."""
         await self.pass_on(name, self.query("/state", "history", "since"))
+
+
+class Look(Handler):
+    """`GET sessions/NAME/look?history=N&since=T`: the state, or why there is none, always with status 200.
+
+    For pages that ask again and again: a browser writes every other status to its console.
+    """
+
+    @web.authenticated
+    @authorized
+    async def get(self, name: str) -> None:
+        """The session's state, or `state` and `error`."""
+        try:
+            status, value = await monitors.ask(name, self.query("/state", "history", "since"))
+        except Trouble as trouble:
+            value = trouble.answer
+        else:
+            value = value if status == 200 else {**value, "state": "refused"}
+        self.finish(value)
 
 
 class Samples(Handler):
@@ -103,6 +125,20 @@ class CommandState(Handler):
         await self.pass_on(name, f"/command/{id_}")
 
 
+class Kill(Handler):
+    """`POST sessions/NAME/kill`: ends it with its processes, also where its monitor does not answer."""
+
+    @web.authenticated
+    @authorized(action="execute")
+    async def post(self, name: str) -> None:
+        """End it, and say what was done."""
+        try:
+            self.finish({"schema": SCHEMA, "message": await monitors.kill(name)})
+        except Trouble as trouble:
+            self.set_status(trouble.status)
+            self.finish(trouble.answer)
+
+
 def command_of(body: bytes) -> dict[str, Any]:
     """The command in a request's body, and nothing else of it. Raises Trouble."""
     if len(body) > MAX_BODY:
@@ -121,8 +157,10 @@ def routes(base_url: str) -> list[tuple[str, type[Handler]]]:
     table: list[tuple[str, type[Handler]]] = [
         (r"sessions", Sessions),
         (rf"sessions/{SESSION}/state", State),
+        (rf"sessions/{SESSION}/look", Look),
         (rf"sessions/{SESSION}/samples", Samples),
         (rf"sessions/{SESSION}/command", Command),
+        (rf"sessions/{SESSION}/kill", Kill),
         (rf"sessions/{SESSION}/command/(?P<id_>[0-9a-f]{{1,32}})", CommandState),
     ]
     return [(url_path_join(base_url, "rlbench", "api", path), handler) for path, handler in table]

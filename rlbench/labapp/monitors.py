@@ -5,20 +5,26 @@ A monitor's token stays here: it is sent to the monitor alone, and no answer hol
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 from tornado.httpclient import HTTPClientError, HTTPRequest
 from tornado.simple_httpclient import SimpleAsyncHTTPClient
 
-from rlbench.runtime import registry
+from rlbench.runtime import devices, registry
 
 SCHEMA = 1
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 CONNECT_LIMIT_S, ANSWER_LIMIT_S = 1.0, 5.0
+KILL_LIMIT_S = 100.0
+NVML_LIMIT_S = 1.0
 MAX_ANSWER = 32 << 20
 
 
@@ -39,6 +45,49 @@ def listed() -> list[dict[str, Any]]:
         for name, record in records
         if record is not None
     ]
+
+
+def host_memory() -> dict[str, int]:
+    """`used` and `total` bytes of the machine's memory; used is what cannot be had without ending something."""
+    found = psutil.virtual_memory()
+    return {"used": found.total - found.available, "total": found.total}
+
+
+class Gpus:
+    """What NVML says of the machine's GPUs, asked in a thread: a driver that hangs holds nobody up."""
+
+    def __init__(self) -> None:
+        self._asked: asyncio.Future[list[dict[str, Any]]] | None = None
+
+    async def memory(self) -> dict[str, Any]:
+        """`gpus`, each with `name`, `used` and `total` bytes; where NVML fails none, and `gpus_error` says how."""
+        if self._asked is None or self._asked.done():
+            self._asked = asyncio.ensure_future(asyncio.to_thread(devices.gpu_memory))
+        try:
+            return {"gpus": await asyncio.wait_for(asyncio.shield(self._asked), NVML_LIMIT_S)}
+        except TimeoutError:
+            return {"gpus": [], "gpus_error": f"NVML did not answer within {NVML_LIMIT_S:.0f} s"}
+        except Exception as error:  # whatever the driver raises: the sessions are listed all the same
+            return {"gpus": [], "gpus_error": f"{type(error).__name__}: {error}"}
+
+
+async def kill(name: str) -> str:
+    """End session `name` as `rlbench kill` does, in a process of its own; what it said. Raises Trouble."""
+    _record(name)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "rlbench.cli", "kill", "--yes", "--", name,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        said, _ = await asyncio.wait_for(process.communicate(), KILL_LIMIT_S)
+    except TimeoutError as error:
+        process.kill()
+        await process.wait()
+        raise Trouble(504, "silent", f"session {name!r} did not end in {KILL_LIMIT_S:.0f} s") from error
+    lines = said.decode(errors="replace").strip().splitlines()
+    if process.returncode:
+        raise Trouble(500, "silent", lines[-1] if lines else f"rlbench kill ended with {process.returncode}")
+    return lines[-1] if lines else ""
 
 
 async def ask(name: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
@@ -65,11 +114,15 @@ def _silent(record: Mapping[str, Any], name: str, error: object) -> Trouble:
     if registry.monitor_lives(record):
         return Trouble(503, "silent", f"the monitor of session {name!r} does not answer: {error}")
     return Trouble(
-        503, "gone", f"session {name!r} is gone: its monitor ended. `rlbench kill {name}` removes what it left"
+        503,
+        "gone",
+        f"session {name!r} is gone: its monitor ended. `rlbench kill {name}` removes what it left",
     )
 
 
-async def _fetch(record: Mapping[str, Any], path: str, body: Mapping[str, Any] | None) -> tuple[int, dict[str, Any]]:
+async def _fetch(
+    record: Mapping[str, Any], path: str, body: Mapping[str, Any] | None
+) -> tuple[int, dict[str, Any]]:
     target = urlsplit(str(record.get("url", "")))
     if target.hostname != "127.0.0.1":
         raise ValueError("its file names no endpoint on this machine")

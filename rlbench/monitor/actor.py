@@ -137,11 +137,15 @@ class Monitor:
             self._last_beat = time.monotonic()
             return True
 
-    def begin(self, call_id: str, what: str, engine: str, epoch: int) -> None:
-        """A call was submitted to `engine`: a running call is not idle."""
+    def begin(self, call_id: str, what: str, engine: str, epoch: int, verb_id: str = "") -> None:
+        """A call was submitted to `engine`: a running call is not idle. One of a verb that was asked to stop, between
+        two of its calls or as one ended, is stopped."""
         with self._lock:
             self._running.begin(call_id, Call(what, engine, epoch))
             self._last_beat = self._last_call = time.monotonic()
+            late = self._running.stopped(verb_id)
+        if late:
+            self._stop_call(call_id, engine)
 
     def end(self, call_id: str, epoch: int, error: dict[str, str] | None = None) -> None:
         """The call is over on its first worker; `error`: how it failed there."""
@@ -163,13 +167,18 @@ class Monitor:
             self._running.end_verb(verb_id)
 
     def stop_running(self) -> list[str]:
-        """Set the stop flag of every running call; returns what was running."""
+        """Set the stop flag of every running call, and of those that the verbs under way will still make; returns what
+        was running."""
         with self._lock:
-            running = dict(self._running.calls)
+            running, verbs = dict(self._running.calls), list(self._running.verbs.values())
+            self._running.stop_verbs()
         for call_id, call in running.items():
-            for actor in self._actors(call.engine):
-                actor.stop.remote(call_id)
-        return [call.what for call in running.values()]
+            self._stop_call(call_id, call.engine)
+        return [call.what for call in running.values() or verbs]
+
+    def _stop_call(self, call_id: str, engine: str) -> None:
+        for actor in self._actors(engine):
+            actor.stop.remote(call_id)
 
     def pause(self, paused: bool) -> None:
         """Hold generation on every replica after its current step, or let it go on."""

@@ -39,12 +39,17 @@ def session_report(
         "driver": driver_report(state["driver"], alive, beat_age_s),
         "lease": lease_report(state["driver"], alive, beat_age_s, idle_s, bool(running.calls)),
         "snapshots": [snapshot_report(i, fields) for i, fields in state["snapshots"].items()],
-        "history": led_here[-records:] if records else [],
+        "history": [step_report(record) for record in led_here[-records:]] if records else [],
         "history_total": len(led_here),
         "lengths": state["lengths"],
         "splits": list(running.marks.steps.splits),
         "last_error": last_error,
     }
+
+
+def step_report(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A step's record without the text of the code it used, which is long: who looks has the hashes."""
+    return {name: value for name, value in record.items() if not name.endswith("_source")}
 
 
 def engine_report(name: str, record: Mapping[str, Any], telemetry: Telemetry) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class Running:
         self.marks = Marks()
         self.calls: dict[str, Call] = {}
         self.verbs: dict[str, Call] = {}
+        self._stopped_verbs: set[str] = set()
         self._ended: collections.deque[tuple[str, int]] = collections.deque(maxlen=64)
         self._ended_verbs: collections.deque[str] = collections.deque(maxlen=64)
 
@@ -78,6 +79,15 @@ class Running:
         self._ended_verbs.append(verb_id)
         self.marks.end(verb_id)
         self.verbs.pop(verb_id, None)
+        self._stopped_verbs.discard(verb_id)
+
+    def stop_verbs(self) -> None:
+        """Somebody asked to stop: what the verbs that run will call is to be stopped, too."""
+        self._stopped_verbs.update(self.verbs)
+
+    def stopped(self, verb_id: str) -> bool:
+        """Whether a call of this verb is to be stopped as it begins."""
+        return verb_id in self._stopped_verbs
 
     def forget_verbs(self, epochs: Iterable[int] | None = None) -> None:
         """Nobody is left to end the verbs (of these epochs)."""
@@ -85,6 +95,7 @@ class Running:
         for verb_id in [i for i, verb in self.verbs.items() if chosen is None or verb.epoch in chosen]:
             self.marks.end(verb_id)
             del self.verbs[verb_id]
+            self._stopped_verbs.discard(verb_id)
 
     def _part_of_a_verb(self, call: Call) -> bool:
         """Whether a verb that runs says the same already: its mark covers the call's."""

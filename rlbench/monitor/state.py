@@ -20,25 +20,34 @@ State = dict[str, Any]
 
 
 def initial(name: str) -> State:
-    """A session nobody has built anything in."""
+    """A session nobody has built anything in.
+
+    `unhealed`: records, as they were, of engines that a heal began to bring back and has not. `cut`: the trainer and the
+    snapshot of before an iteration of its that was stopped with steps of it done.
+    """
     return {
         "name": name, "epoch": 0, "driver": None, "config": {}, "engines": {}, "version": 0, "highest": 0, "step": 0,
         "rollouts": 0, "records": [], "tip": None, "snapshots": {}, "undo": [], "branch": "main", "branches": {},
         "paused": False, "lengths": [], "trackers": [], "cursor": None,
+        "unhealed": {}, "cut": None,
     }  # fmt: skip
 
 
 def history(state: State) -> list[dict[str, Any]]:
-    """The step records that led to where the session stands, oldest first.
+    """The step records that led to where the session stands, oldest first."""
+    return [state["records"][at]["record"] for at in course(state)]
+
+
+def course(state: State) -> list[int]:
+    """Which of the records those are, by number.
 
     Records are a tree: each knows the one before it. Going back to a snapshot moves the tip; nothing is lost.
     """
-    found: list[dict[str, Any]] = []
+    found: list[int] = []
     at = state["tip"]
     while at is not None:
-        entry = state["records"][at]
-        found.append(entry["record"])
-        at = entry["parent"]
+        found.append(at)
+        at = state["records"][at]["parent"]
     return found[::-1]
 
 

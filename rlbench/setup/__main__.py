@@ -15,6 +15,7 @@ def main() -> int:
     has.
     """
     root = Path(__file__).resolve().parents[2]
+    os.environ["RLB_LABEXT"] = "skip"  # an editable install has no panel of its own: `make panel` builds the checkout's
     try:
         check_this_machine()
         engine = choose_engine(os.environ.get("RLBENCH_ENGINE"), has_nvidia_gpu())

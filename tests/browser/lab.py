@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +34,8 @@ CHROMIUM_ARGS = (
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
     "--disable-dev-shm-usage",  # in a container it may be small, and Ray uses it
 )  # fmt: skip
+OF_A_LOST_KERNEL = "Canceled future for kernel_info_request"
+"""What JupyterLab itself throws where a kernel is killed or restarted just as Lab asks it who it is."""
 THEMES = {"light": "JupyterLab Light", "dark": "JupyterLab Dark"}
 
 # The page's notebook as `panel`, its cells as `cells`: what all snippets below start with.
@@ -88,7 +91,8 @@ class Notebook:
         self._context = browser.new_context(viewport={"width": 1280, "height": 900})
         self.page: Page = self._context.new_page()
         self.page.set_default_timeout(30_000)
-        self.page.on("pageerror", lambda error: self.errors.append(f"thrown: {error}"))
+        self._lost_kernel = False
+        self.page.on("pageerror", self._thrown)
         self.page.on("console", self._heard)
         self.page.on("dialog", lambda dialog: dialog.accept())  # "leave page?" on a reload
         self._with_kernel = start_kernel
@@ -209,9 +213,18 @@ class Notebook:
     def restart_kernel(self, timeout: float = 60.0) -> None:
         """JupyterLab's own Restart Kernel, confirmed in its dialog; returns when the new process answers."""
         before = self.kernel_pid()
+        self._lost_kernel = True
         self._command("notebook:restart-kernel")
         self.accept_dialog("Restart")
         self.wait_for_kernel(not_pid=before, timeout=timeout)
+
+    def kill_kernel(self) -> int:
+        """As when its memory ran out; its process id. JupyterLab says so in a dialog, and starts another by itself."""
+        pid = self.kernel_pid()
+        assert pid is not None
+        self._lost_kernel = True
+        os.kill(pid, signal.SIGKILL)
+        return pid
 
     def kernel_pid(self) -> int | None:
         """Process id of the kernel, also while it is busy; None while there is none."""
@@ -312,6 +325,10 @@ class Notebook:
     def _command(self, name: str) -> None:
         """Begin a command of JupyterLab; not awaited, since some end only when a dialog is answered."""
         self._js("panel.activate(); window.jupyterapp.commands.execute(name);", name=name)
+
+    def _thrown(self, error: Any) -> None:
+        if not (self._lost_kernel and OF_A_LOST_KERNEL in str(error)):
+            self.errors.append(f"thrown: {error}")
 
     def _heard(self, message: ConsoleMessage) -> None:
         if message.type == "error":

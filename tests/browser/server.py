@@ -29,13 +29,21 @@ class Lab:
     `state`: the XDG_STATE_HOME of its kernels, so that their sessions are apart from those of the tests' process.
     """
 
-    def __init__(self, folder: Path, **environ: str) -> None:
-        """Start a server below `folder`; `environ` is added to its environment (and its kernels')."""
-        self.root, self.home, self.state = folder / "root", folder / "home", folder / "state"
-        self.token = secrets.token_hex(16)
+    def __init__(
+        self, folder: Path, *, base_url: str = "/", state: Path | None = None, **environ: str
+    ) -> None:
+        """Start a server below `folder`.
+
+        Args:
+            base_url: what its addresses begin with, as `/user/ada/` behind a JupyterHub.
+            state: the state folder of another lab, whose cluster this one's kernels join and leave as it is.
+            environ: added to its environment (and its kernels').
+        """
+        self.root, self.home, self.state = folder / "root", folder / "home", state or folder / "state"
+        self.token, self._base_url, self._own_state = secrets.token_hex(16), base_url, state is None
         self._runtime, self._share = self.home / "runtime", self.home / "share"
         for path in (self.root, self.home, self.state, self._runtime, self._share):
-            path.mkdir(parents=True)
+            path.mkdir(parents=True, exist_ok=True)
         self._write_settings()
         self._log = open(folder / "lab.log", "w+")
         self.environ = self._environment() | environ
@@ -96,18 +104,20 @@ class Lab:
         return None
 
     def close(self) -> None:
-        """End the server with its kernels, then whatever cluster they left in the state folder."""
+        """End the server with its kernels, then whatever cluster they left in a state folder of its own."""
         self._process.terminate()
         try:
             self._process.wait(30)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._log.close()
+        if not self._own_state:
+            return
         stop = "import sys; from rlbench.cli import main; sys.exit(main(['stop', '--all']))"
         done = subprocess.run(
             [sys.executable, "-c", stop], env=self.environ, capture_output=True, text=True, timeout=120
         )
-        self._log.close()
         assert done.returncode == 0, (
             f"the cluster of JupyterLab's kernels did not end: {done.stdout}{done.stderr}"
         )
@@ -119,7 +129,8 @@ class Lab:
         return [
             sys.executable, "-m", "jupyterlab", "--allow-root", "--no-browser", "--ServerApp.ip=127.0.0.1",
             f"--ServerApp.port={port}", f"--IdentityProvider.token={self.token}",
-            f"--ServerApp.root_dir={self.root}", f"--LabApp.workspaces_dir={self.home / 'workspaces'}",
+            f"--ServerApp.base_url={self._base_url}", f"--ServerApp.root_dir={self.root}",
+            f"--LabApp.workspaces_dir={self.home / 'workspaces'}",
             "--LabApp.expose_app_in_browser=True", "--LabApp.news_url=",
             # a run that is killed leaves no server behind for ever
             "--ServerApp.shutdown_no_activity_timeout=900", "--MappingKernelManager.cull_idle_timeout=900",

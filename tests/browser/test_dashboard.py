@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import re
-import signal
 import time
 
 import pytest
@@ -242,7 +240,7 @@ def test_a_closed_session_leaves_its_last_numbers(notebook, lab):
 
 
 def test_a_kernel_that_died_is_noticed_and_presses_go_on_through_the_server(notebook, script):
-    os.kill(notebook.kernel_pid(), signal.SIGKILL)
+    notebook.kill_kernel()
     notebook.accept_dialog("appears to have died")
     notebook.wait_text(0, re.compile(r"stale \d+ s: the kernel says nothing"), timeout=30)
     assert "28/64" in notebook.output(0), "the last numbers stay"

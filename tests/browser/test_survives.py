@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 
 import pytest
 
@@ -119,9 +117,8 @@ def wait_until_running(lab, notebook, index, what):
 
 
 def kill_kernel(notebook):
-    """As when its memory ran out; JupyterLab says so, and starts another by itself."""
-    pid = notebook.kernel_pid()
-    os.kill(pid, signal.SIGKILL)
+    """Until the next one is there."""
+    pid = notebook.kill_kernel()
     assert "It will restart automatically" in notebook.accept_dialog("appears to have died")
     notebook.wait_for_kernel(not_pid=pid)
 

@@ -3,18 +3,22 @@
 import asyncio
 import json
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from http.cookies import SimpleCookie
 
+import psutil
 import pytest
 from tornado.httpclient import HTTPClientError
 
-from rlbench.labapp import monitors
+from rlbench.labapp import handlers, monitors
 from rlbench.monitor.commands import Commands
 from rlbench.monitor.endpoint import Endpoint, Routes
-from rlbench.runtime import processes, registry
+from rlbench.runtime import devices, processes, registry
 
 pytest_plugins = ["pytest_jupyter.jupyter_server"]
 TOKEN = "the-monitors-own-secret"
@@ -95,6 +99,102 @@ async def test_sessions_are_listed_with_their_liveness_and_no_token(jp_fetch, se
         "demo": "live", "lost": "gone", "reused": "gone", "before-the-reboot": "gone"
     }  # fmt: skip
     assert TOKEN not in json.dumps(value) and "token" not in json.dumps(value)
+
+
+async def test_the_list_tells_the_servers_time_and_the_machines_memory(jp_fetch):
+    before = time.time()
+    _, value = await get(jp_fetch, "sessions")
+    assert before <= value["time"] <= time.time()
+    assert 0 < value["memory"]["used"] < value["memory"]["total"]
+    assert value["memory"]["total"] == psutil.virtual_memory().total
+
+
+GPU = {"name": "Accelerator X", "used": 3, "total": 10}
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    """`nvml(answer)`: what NVML is from then on; without, this host's."""
+    monkeypatch.setattr(handlers, "GPUS", monitors.Gpus())
+    return lambda answer: monkeypatch.setattr(devices, "gpu_memory", answer)
+
+
+async def test_the_list_tells_the_memory_of_the_gpus_also_without_a_session(jp_fetch, nvml):
+    assert (await get(jp_fetch, "sessions"))[1]["gpus"] == devices.gpu_memory()
+    nvml(lambda: [GPU])
+    _, value = await get(jp_fetch, "sessions")
+    assert value["gpus"] == [GPU] and "gpus_error" not in value
+
+
+async def test_a_driver_that_fails_is_told_and_the_sessions_are_listed_all_the_same(jp_fetch, served, nvml):
+    def fails():
+        raise OSError("driver/library version mismatch")
+
+    nvml(fails)
+    status, value = await get(jp_fetch, "sessions")
+    assert (status, value["gpus"], value["gpus_error"]) == (
+        200,
+        [],
+        "OSError: driver/library version mismatch",
+    )
+    assert [row["name"] for row in value["sessions"]] == ["demo"]
+    nvml(lambda: [GPU])
+    assert (await get(jp_fetch, "sessions"))[1]["gpus"] == [GPU]
+
+
+async def test_a_driver_that_hangs_is_asked_once_and_holds_nobody_up(jp_fetch, served, nvml, monkeypatch):
+    monkeypatch.setattr(monitors, "NVML_LIMIT_S", 0.0)
+    goes_on, questions = threading.Event(), []
+
+    def hangs():
+        questions.append(1)
+        goes_on.wait(60)
+        return [GPU]
+
+    nvml(hangs)
+    for _ in range(3):
+        status, value = await get(jp_fetch, "sessions")
+        assert (status, value["gpus_error"]) == (200, "NVML did not answer within 0 s")
+    goes_on.set()
+    assert await handlers.GPUS._asked == [GPU] and questions == [1]
+
+
+async def test_a_look_is_the_state(jp_fetch, served):
+    status, value = await get(jp_fetch, "sessions", "demo", "look", params={"history": "3", "since": "2.5"})
+    assert (status, value["history"], value["samples"]) == (200, [3], [{"time": 2.5}])
+
+
+async def test_a_look_that_finds_nothing_says_why_without_an_error_for_the_pages_console(jp_fetch, served):
+    describe("lost", pid=2**22 - 1)
+    describe("closed")
+    for name, state in (("nobody", "unknown"), ("lost", "gone"), ("closed", "silent"), ("..", "unknown")):
+        status, value = await get(jp_fetch, "sessions", name, "look")
+        assert (status, value["state"]) == (200, state) and value["error"] and "engines" not in value
+    status, value = await get(jp_fetch, "sessions", "demo", "look", params={"history": "x"})
+    assert (status, value["state"]) == (200, "refused") and "history" in value["error"]
+    assert TOKEN not in json.dumps(value)
+
+
+async def test_killing_ends_the_processes_a_session_left_and_its_file(jp_fetch):
+    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    ended = threading.Thread(target=worker.wait)  # a process that nobody waits for stays as a zombie
+    ended.start()
+    workers = {"rlbench/lost/actor/0": [worker.pid, processes.start_time(worker.pid)]}
+    describe("lost", pid=2**22 - 1, workers=workers)
+    status, value = await status_of(
+        jp_fetch("rlbench", "api", "sessions", "lost", "kill", method="POST", body=b"", request_timeout=60)
+    )
+    assert (status, "1 processes ended" in value["message"]) == (200, True), value
+    ended.join(30)
+    assert worker.returncode == -signal.SIGTERM and not registry.session_file("lost").exists()
+
+
+@pytest.mark.parametrize("name", ["nobody", "..", "-x", "--help"])
+async def test_what_is_no_session_cannot_be_killed(jp_fetch, served, name):
+    status, value = await status_of(
+        jp_fetch("rlbench", "api", "sessions", name, "kill", method="POST", body=b"")
+    )
+    assert (status, value["state"], value["sessions"]) == (404, "unknown", ["demo"])
 
 
 async def test_state_and_samples_are_the_monitors(jp_fetch, served):
@@ -207,6 +307,7 @@ async def test_an_answer_that_is_no_json_is_not_passed_on(jp_fetch):
 async def test_without_the_servers_token_nothing_is_said(http_server_client, jp_base_url, served, asked):
     for method, path, body in (("GET", "sessions", None), ("GET", "sessions/demo/state", None),
                                ("GET", "sessions/demo/samples", None), ("GET", "sessions/demo/command/00", None),
+                               ("GET", "sessions/demo/look", None), ("POST", "sessions/demo/kill", b""),
                                ("POST", "sessions/demo/command", b'{"verb": "stop"}')):  # fmt: skip
         with pytest.raises(HTTPClientError) as refused:
             await http_server_client.fetch(f"{jp_base_url}rlbench/api/{path}", method=method, body=body)
@@ -230,7 +331,9 @@ async def test_a_page_needs_the_xsrf_token_to_command(jp_fetch, jp_serverapp, se
     page = {"Authorization": "", "Cookie": "; ".join(f"{k}={v}" for k, v in cookies.items())}
     assert (await get(jp_fetch, "sessions", "demo", "state", headers=page))[0] == 200
     assert (await post(jp_fetch, "demo", {"verb": "stop"}, headers=page))[0] == 403
-    assert asked == []
+    killing = jp_fetch("rlbench", "api", "sessions", "demo", "kill", method="POST", body=b"", headers=page)
+    assert (await status_of(killing))[0] == 403
+    assert asked == [] and registry.session_file("demo").exists()
     status, _ = await post(jp_fetch, "demo", {"verb": "stop"}, headers=page | {"X-XSRFToken": cookies["_xsrf"]})
     assert status == 202
 
@@ -248,9 +351,6 @@ async def test_a_page_of_another_origin_is_refused(jp_fetch, jp_serverapp, serve
 
 
 def test_it_imports_neither_ray_nor_torch(repository):
-    import subprocess
-    import sys
-
     code = "import rlbench.labapp.handlers, sys; print(*({'ray', 'torch', 'numpy', 'vllm'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr

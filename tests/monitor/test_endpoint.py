@@ -17,7 +17,7 @@ from rlbench.errors import SessionError, Stopped
 from rlbench.monitor import client
 from rlbench.monitor.commands import Commands, Refusal, checked
 from rlbench.monitor.endpoint import MAX_BODY, Endpoint, Routes
-from rlbench.monitor.report import plain
+from rlbench.monitor.report import plain, step_report
 from rlbench.runtime import registry
 from tests.echo_engine import echo, submit
 
@@ -144,6 +144,11 @@ def test_the_number_of_records_is_capped(record):
     both = client.ask(record, "/state?history=3&since=12.5")
     assert (both["records"], both["samples"], both["marks"]) == (3, [{"time": 12.5}], [])
     assert "samples" not in client.ask(record, "/state?history=3")
+
+
+def test_a_step_is_reported_without_the_text_of_its_code():
+    record = {"step": 3, "loss_hash": "ab", "loss_source": "x" * 16_000, "reward_source": "y", "source": 1}
+    assert step_report(record) == {"step": 3, "loss_hash": "ab", "source": 1}
 
 
 def test_numbers_that_json_lacks_become_null():

@@ -1,0 +1,41 @@
+/** What the panel asks of the server, and how an answer can fail. */
+import type { Command, Listing, SessionState } from './wire';
+
+export type TroubleKind =
+  | 'server'
+  /** The server was started without our handlers. */
+  | 'absent'
+  | 'unknown'
+  | 'gone'
+  | 'silent'
+  | 'refused'
+  /** A session that was closed and is still there. */
+  | 'lasting';
+
+/** A question that got no good answer; `kind` says who did not give it. */
+export class Trouble extends Error {
+  constructor(
+    readonly kind: TroubleKind,
+    message: string,
+    /** The answer's HTTP status; 0 where there was none. */
+    readonly status = 0
+  ) {
+    super(message);
+  }
+}
+
+export interface Question {
+  /** So many last step records. */
+  history: number;
+  /** Memory samples newer than this, Unix seconds; none where it is left out. */
+  since?: number;
+}
+
+/** What the panel asks of the server; api.ts does it over HTTP. */
+export interface Asks {
+  sessions(): Promise<Listing>;
+  state(name: string, question: Question): Promise<SessionState>;
+  command(name: string, verb: string, args: Readonly<Record<string, unknown>>): Promise<Command>;
+  followed(name: string, id: string): Promise<Command>;
+  kill(name: string): Promise<string>;
+}

@@ -1,0 +1,277 @@
+/**
+ * What the server's handlers answer (docs/monitor-api.md), read defensively: a monitor may be older, and what is in a
+ * name or a message was written by somebody else. A key that is missing or of another type leaves its default.
+ */
+
+export interface Listed {
+  readonly name: string;
+  /** `gone`: only the session's file is left. */
+  readonly state: 'live' | 'gone';
+}
+
+export interface Machine {
+  readonly used: number;
+  readonly total: number;
+}
+
+export interface Gpu extends Machine {
+  /** What its maker calls it. */
+  readonly name: string;
+}
+
+export interface Listing {
+  /** The server's clock, Unix seconds. */
+  readonly time: number;
+  readonly sessions: readonly Listed[];
+  readonly memory: Machine | null;
+  readonly gpus: readonly Gpu[];
+  /** Why the GPUs' memory is not known; empty where it is, or where there are none. */
+  readonly gpusError: string;
+}
+
+export interface Engine {
+  readonly name: string;
+  readonly kind: string;
+  readonly executor: string;
+  readonly ready: boolean;
+  readonly broken: string;
+  /** Part → `cuda`, `cpu`, `meta`; parts that the engine does not have are left out. */
+  readonly parts: Readonly<Record<string, string>>;
+  readonly version: number | null;
+  /** Bytes of its parts in its device's memory; empty while nobody has told. */
+  readonly bytes: Readonly<Record<string, number>>;
+  readonly frees: Readonly<Record<string, number>>;
+  readonly workers: readonly Worker[];
+}
+
+export interface Worker {
+  readonly name: string;
+  readonly resident: number | null;
+}
+
+export interface Progress {
+  readonly phase: string;
+  readonly done: number | null;
+  readonly finished: number;
+  readonly total: number;
+  readonly tokens: number;
+}
+
+export interface Call {
+  readonly what: string;
+  readonly since: number;
+  readonly progress: readonly Progress[];
+}
+
+export interface Driver {
+  readonly pid: number;
+  readonly mode: string;
+  readonly alive: boolean;
+}
+
+export interface Step {
+  readonly step: number;
+  readonly reward: number | null;
+  readonly length: number | null;
+}
+
+export interface Failure {
+  readonly what: string;
+  readonly kind: string;
+  readonly message: string;
+  readonly time: number;
+}
+
+export interface Sample {
+  readonly time: number;
+  readonly resident: Readonly<Record<string, number>>;
+  readonly owners: Readonly<Record<string, Readonly<Record<string, number>>>>;
+}
+
+export interface SessionState {
+  /** The monitor's clock, Unix seconds. */
+  readonly time: number;
+  readonly model: string;
+  readonly step: number;
+  readonly version: number;
+  readonly branch: string;
+  readonly paused: boolean;
+  readonly engines: readonly Engine[];
+  readonly running: readonly Call[];
+  readonly verbs: readonly string[];
+  readonly driver: Driver | null;
+  /** Seconds until the session ends by itself; null while it is held. */
+  readonly endsIn: number | null;
+  readonly historyTotal: number;
+  readonly history: readonly Step[];
+  readonly failure: Failure | null;
+  readonly samples: readonly Sample[];
+}
+
+export interface Command {
+  readonly id: string;
+  readonly verb: string;
+  readonly state: 'running' | 'done' | 'failed';
+  readonly error: string;
+  readonly result: Readonly<Record<string, unknown>>;
+}
+
+type Json = Readonly<Record<string, unknown>>;
+const PARTS = ['weights', 'optimizer', 'kv_cache'] as const;
+
+export function readListing(value: unknown): Listing {
+  const found = object(value);
+  return {
+    time: number(found['time']) ?? 0,
+    sessions: list(found['sessions']).map(row => ({
+      name: text(row['name']),
+      state: row['state'] === 'live' ? 'live' : 'gone'
+    })),
+    memory: machine(found['memory']),
+    gpus: list(found['gpus']).map(gpu => ({
+      ...(machine(gpu) ?? { used: 0, total: 0 }),
+      name: text(gpu['name'])
+    })),
+    gpusError: text(found['gpus_error'])
+  };
+}
+
+export function readState(value: unknown): SessionState {
+  const found = object(value);
+  return {
+    time: number(found['time']) ?? 0,
+    model: text(found['model']),
+    step: number(found['step']) ?? 0,
+    version: number(found['version']) ?? 0,
+    branch: text(found['branch']),
+    paused: found['paused'] === true,
+    engines: list(found['engines']).map(engine),
+    running: list(found['running']).map(call),
+    verbs: list(found['verbs']).map(verb => text(verb['what'])),
+    driver: driver(found['driver']),
+    endsIn: number(object(found['lease'])['left_s']),
+    historyTotal: number(found['history_total']) ?? 0,
+    history: list(found['history']).map(step),
+    failure: failure(found['last_error']),
+    samples: list(found['samples']).map(sample)
+  };
+}
+
+export function readCommand(value: unknown): Command {
+  const found = object(object(value)['command']);
+  const error = object(found['error']);
+  const state = found['state'];
+  return {
+    id: text(found['id']),
+    verb: text(found['verb']),
+    state: state === 'running' || state === 'failed' ? state : 'done',
+    error: [text(error['kind']), text(error['message'])].filter(said => said).join(': '),
+    result: object(found['result'])
+  };
+}
+
+function engine(row: Json): Engine {
+  const state = object(row['state']);
+  const parts = PARTS.map(part => [part, text(state[part])] as const);
+  return {
+    name: text(row['name']),
+    kind: text(row['kind']),
+    executor: text(row['executor']),
+    ready: row['ready'] !== false,
+    broken: text(row['broken']),
+    parts: Object.fromEntries(parts.filter(([, where]) => where !== '' && where !== 'none')),
+    version: number(state['version']),
+    bytes: numbers(row['bytes']),
+    frees: numbers(row['frees']),
+    workers: list(row['workers']).map(worker => ({
+      name: text(worker['name']),
+      resident: number(worker['resident'])
+    }))
+  };
+}
+
+function call(row: Json): Call {
+  return {
+    what: text(row['what']),
+    since: number(row['since']) ?? 0,
+    progress: list(row['progress']).map(one => ({
+      phase: text(one['phase']),
+      done: number(one['done']),
+      finished: number(one['finished']) ?? 0,
+      total: number(one['total']) ?? 0,
+      tokens: number(one['tokens']) ?? 0
+    }))
+  };
+}
+
+function driver(value: unknown): Driver | null {
+  if (!isObject(value)) {
+    return null;
+  }
+  return {
+    pid: number(value['pid']) ?? 0,
+    mode: text(value['mode']),
+    alive: value['alive'] === true
+  };
+}
+
+function step(row: Json, index: number): Step {
+  return {
+    step: number(row['step']) ?? index + 1,
+    reward: number(row['reward']),
+    length: number(row['length'])
+  };
+}
+
+function failure(value: unknown): Failure | null {
+  if (!isObject(value)) {
+    return null;
+  }
+  return {
+    what: text(value['what']),
+    kind: text(value['kind']),
+    message: text(value['message']),
+    time: number(value['time']) ?? 0
+  };
+}
+
+function sample(row: Json): Sample {
+  const owners = Object.entries(object(row['owners']));
+  return {
+    time: number(row['time']) ?? 0,
+    resident: numbers(row['resident']),
+    owners: Object.fromEntries(owners.map(([worker, held]) => [worker, numbers(held)]))
+  };
+}
+
+function machine(value: unknown): Machine | null {
+  const { used, total } = numbers(value);
+  return used !== undefined && total ? { used, total } : null;
+}
+
+function isObject(value: unknown): value is Json {
+  return typeof value === 'object' && value !== null && !Array.isArray(value);
+}
+
+function object(value: unknown): Json {
+  return isObject(value) ? value : {};
+}
+
+function list(value: unknown): readonly Json[] {
+  return Array.isArray(value) ? value.map(object) : [];
+}
+
+function text(value: unknown): string {
+  return typeof value === 'string' ? value : typeof value === 'number' ? String(value) : '';
+}
+
+function number(value: unknown): number | null {
+  return typeof value === 'number' && Number.isFinite(value) ? value : null;
+}
+
+function numbers(value: unknown): Record<string, number> {
+  const found = Object.entries(object(value));
+  return Object.fromEntries(
+    found.filter((pair): pair is [string, number] => number(pair[1]) !== null)
+  );
+}

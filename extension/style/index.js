@@ -1,0 +1,2 @@
+import './palette.css';
+import './panel.css';

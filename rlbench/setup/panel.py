@@ -1,0 +1,160 @@
+"""Build the JupyterLab side panel from `extension/`; `make lab`, `make lint` and the wheel's build hook use this.
+
+    python -m rlbench.setup.panel         build what is out of date, and show it to this environment's JupyterLab
+    python -m rlbench.setup.panel lint    TypeScript's types, eslint, prettier
+    python -m rlbench.setup.panel test    the unit tests beside the TypeScript
+
+Node and the network are needed for building alone. Without node everything else works, and one line says so.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rlbench.setup.plan import SetupError
+
+NAME = "rlbench-lab"
+OLDEST_NODE = (20, 19)  # of the bundler
+STAMP = "sources.sha256"
+SOURCES = (
+    "package.json", "yarn.lock", "tsconfig.json", "tsconfig.build.json", "install.json", "schema", "src", "style"
+)  # fmt: skip
+NOT_BUILT = re.compile(r"\.test\.tsx?$")
+TASKS = {"lint": "check", "test": "test"}
+
+
+def output(root: Path) -> Path:
+    """Where the built panel lies in a checkout or source archive."""
+    return root / "rlbench" / "labextension"
+
+
+def sources_digest(root: Path) -> str:
+    """Hash of all that decides what is built, names included."""
+    hashed = hashlib.sha256()
+    for path in _sources(root / "extension"):
+        hashed.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return hashed.hexdigest()
+
+
+def is_built(root: Path) -> bool:
+    """True if the built panel is that of the sources there are."""
+    stamp = output(root) / STAMP
+    return stamp.is_file() and stamp.read_text().strip() == sources_digest(root)
+
+
+def why_no_node() -> str:
+    """What is missing for building, as part of a sentence; empty where nothing is."""
+    node = shutil.which("node", path=_path())
+    if node is None:
+        return "node was not found"
+    said = subprocess.run([node, "--version"], capture_output=True, text=True).stdout.strip()
+    found = re.match(r"v(\d+)\.(\d+)", said)
+    if found is None or (int(found[1]), int(found[2])) < OLDEST_NODE:
+        return f"node {said or '?'} is older than {OLDEST_NODE[0]}.{OLDEST_NODE[1]}"
+    return ""
+
+
+def build(root: Path) -> None:
+    """Build the panel of `root` anew. Raises SetupError with what the failing tool said last."""
+    with _alone(root):
+        if is_built(root):  # another run finished it while this one waited
+            return
+        _modules(root)
+        shutil.rmtree(output(root), ignore_errors=True)  # the names of older chunks are others
+        shutil.rmtree(root / "extension" / "lib", ignore_errors=True)
+        _jlpm(root, "build")
+        shutil.copy(root / "extension" / "install.json", output(root))
+        (output(root) / STAMP).write_text(sources_digest(root) + "\n")
+
+
+def link(root: Path, prefix: Path) -> None:
+    """Let the JupyterLab of the environment at `prefix` find the panel that is built in this checkout."""
+    place = prefix / "share" / "jupyter" / "labextensions" / NAME
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if place.is_symlink() and place.resolve() == output(root).resolve():
+        return
+    if place.is_symlink():
+        place.unlink()
+    elif place.is_dir():  # of a wheel that was installed here before
+        shutil.rmtree(place)
+    place.symlink_to(output(root), target_is_directory=True)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Build and show the panel, or `lint` or `test` it."""
+    root = Path(__file__).resolve().parents[2]
+    missing = why_no_node()
+    try:
+        if missing and not (is_built(root) and not arguments):
+            print(f"rlbench: {missing}: no side panel in JupyterLab, everything else works", file=sys.stderr)
+        elif arguments:
+            with _alone(root):
+                _modules(root)
+            _jlpm(root, TASKS[arguments[0]], shown=True)
+        else:
+            if not is_built(root):
+                print("rlbench: building the side panel …", file=sys.stderr, flush=True)
+                build(root)
+            link(root, Path(sys.prefix))
+    except SetupError as failed:
+        print(f"rlbench: {failed}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _sources(extension: Path) -> Iterator[Path]:
+    for name in SOURCES:
+        path = extension / name
+        found = sorted(path.rglob("*")) if path.is_dir() else [path]
+        yield from (one for one in found if one.is_file() and not NOT_BUILT.search(one.name))
+
+
+def _modules(root: Path) -> None:
+    """Install what yarn.lock names, where that was not done yet."""
+    lock, state = root / "extension" / "yarn.lock", root / "extension" / "node_modules" / ".rlbench-lock"
+    digest = hashlib.sha256(lock.read_bytes()).hexdigest()
+    if not state.is_file() or state.read_text() != digest:
+        _jlpm(root, "install", "--immutable")
+        state.write_text(digest)
+
+
+def _jlpm(root: Path, *arguments: str, shown: bool = False) -> None:
+    """JupyterLab's own yarn, in the extension's folder."""
+    env = {**os.environ, "PATH": _path()}
+    command = ["jlpm", *arguments]
+    jlpm = shutil.which("jlpm", path=env["PATH"])
+    if jlpm is None:
+        raise SetupError("jlpm was not found: it comes with jupyterlab and with jupyter-builder")
+    done = subprocess.run(
+        [jlpm, *arguments], cwd=root / "extension", env=env, text=True,
+        stdout=None if shown else subprocess.PIPE, stderr=None if shown else subprocess.STDOUT,
+    )  # fmt: skip
+    if done.returncode:
+        said = "" if shown else ":\n" + "\n".join(done.stdout.splitlines()[-30:])
+        raise SetupError(f"{' '.join(command)} failed{said}")
+
+
+def _path() -> str:
+    """The search path with this Python's own programs first, jlpm and jupyter-builder among them."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
+@contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    """One build at a time; the lock is a source file, so that nothing is left behind."""
+    with open(root / "extension" / "package.json", "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
