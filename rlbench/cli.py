@@ -1,4 +1,4 @@
-"""The command line: `rlbench setup`, `ps`, `logs`, `stop`, `kill`.
+"""The command line: `rlbench setup`, `train`, `ps`, `logs`, `stop`, `kill`.
 
 Only the standard library is imported until a command needs more, so that `rlbench setup` runs where nothing
 else of rlbench can be imported yet. A command is a function of the parsed arguments that returns the exit
@@ -156,6 +156,13 @@ def run_kill(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_train(args: argparse.Namespace) -> int:
+    """Train a policy in a session of its own: METHOD [FILE.yaml] [--option value …]; `train --help` has all options."""
+    from rlbench.session.train_command import train
+
+    return train(args.arguments)
+
+
 def _confirmed(question: str) -> bool:
     """Ask a person; where nobody can be asked the answer is no."""
     return sys.stdin.isatty() and input(question).strip().lower() in ("y", "yes")
@@ -184,6 +191,12 @@ def _parser() -> argparse.ArgumentParser:
     setup.add_argument("--engine", choices=("cpu", "gpu"), help="instead of what the machine has")
     setup.add_argument("--dry-run", action="store_true", help="print the uv commands, install nothing")
     setup.set_defaults(run=run_setup)
+
+    train = commands.add_parser(
+        "train", help="train a policy: METHOD [FILE.yaml] [--option value …]", add_help=False, prefix_chars="\0"
+    )  # nothing begins with that: all that follows, --help too, is left to the command's own parser
+    train.add_argument("arguments", nargs=argparse.REMAINDER)
+    train.set_defaults(run=run_train)
 
     ps = commands.add_parser("ps", help="list the running sessions", description=run_ps.__doc__)
     ps.add_argument("--json", action="store_true", help="as JSON, with all that is known")

@@ -47,8 +47,8 @@ def tiny_path() -> Path:
 
 
 @pytest.fixture(scope="session")
-def session(cluster: Any, tiny_path: Path) -> Iterator[Any]:
-    """A session on the tiny model that tests share: they must leave it usable, and not count on its step."""
+def shared_session(cluster: Any, tiny_path: Path) -> Iterator[Any]:
+    """What `session` is, made once."""
     import rlbench as rb
 
     made = rb.Session(
@@ -58,14 +58,28 @@ def session(cluster: Any, tiny_path: Path) -> Iterator[Any]:
     made.close()
 
 
-@pytest.fixture(scope="module")
-def session_as_before(session: Any) -> Iterator[None]:
-    """For files that train the shared session: weights and optimizer are put back after the last test of the file."""
-    kept = session.snapshot()
+@pytest.fixture(scope="session")
+def session(shared_session: Any) -> Any:
+    """A session on the tiny model that files share: each file finds it as it was made, up to its version."""
+    return shared_session
+
+
+@pytest.fixture(scope="module", autouse=True)
+def session_as_before(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Put the shared session back after each file that uses it: policy, optimizer, step and history.
+
+    Which files came before is a matter of timing where two processes share them.
+    """
+    mine = [item for item in request.session.items if item.nodeid.startswith(f"{request.node.nodeid}::")]
+    if not any("shared_session" in getattr(item, "fixturenames", ()) for item in mine):
+        yield
+        return
+    session = request.getfixturevalue("shared_session")
+    kept = session.snapshot(f"before {request.node.nodeid}", disk=True)
     yield
     session.zero_grad()
     session.restore(kept)
-    session.drop(kept)
+    session.drop(*(snapshot.id for snapshot in session.snapshots))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

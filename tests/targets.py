@@ -69,6 +69,31 @@ class EchoTarget:
         self.closed = True
 
 
+class MeetingTarget(EchoTarget):
+    """Counts collectives as a rank does; `meet` waits in one for ever, as a GPU does for a process that is gone."""
+
+    def __init__(self, rank: int = 0) -> None:
+        super().__init__(rank)
+        self.issued = 0
+
+    def issued_collectives(self) -> int:
+        return self.issued
+
+    def meet(self, failing: int) -> None:
+        if self.rank == failing:
+            raise ValueError("mine alone")
+        self.issued += 1
+        while True:
+            time.sleep(0.05)
+
+    def compute(self, failing: int, seconds: float) -> str:
+        """Hears no stop, as a user's own method may not."""
+        if self.rank == failing:
+            raise ValueError("mine alone")
+        time.sleep(seconds)
+        return "done"
+
+
 class TellingTarget(EchoTarget):
     """Tells its memory, but not before it is let; counts how many ask at a time."""
 

@@ -2,6 +2,8 @@
 
 Tensors: parameters and buffers (this rank's shards), optimizer state. Plain: hyper-parameters of the optimizers,
 schedulers, random states. Gradients that wait for a step are not part of it.
+
+Optimizers and schedulers are those the module holds as attributes, unless they are given by name.
 """
 
 from __future__ import annotations
@@ -18,20 +20,22 @@ from torch.distributed.tensor import DTensor
 
 from rlbench.errors import CheckpointError
 
+Optimizers = Mapping[str, torch.optim.Optimizer]
 
-def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+
+def tensors_of(module: nn.Module, optimizers: Optimizers | None = None) -> dict[str, Tensor]:
     """This rank's part of every parameter, buffer and optimizer tensor, under names that a rebuilt rank gives too."""
-    return {name: _local(tensor) for name, tensor in sharded_tensors_of(module).items()}
+    return {name: local_part(tensor) for name, tensor in sharded_tensors_of(module, optimizers).items()}
 
 
-def sharded_tensors_of(module: nn.Module) -> dict[str, Tensor]:
+def sharded_tensors_of(module: nn.Module, optimizers: Optimizers | None = None) -> dict[str, Tensor]:
     """The same, sharded ones whole as DTensors: what a checkpoint for any number of ranks is written from."""
     found: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
         found[f"parameter/{name}"] = parameter.data
     for name, buffer in module.named_buffers():
         found[f"buffer/{name}"] = buffer
-    for which, optimizer in optimizers_of(module).items():
+    for which, optimizer in _or_own(module, optimizers).items():
         for name, parameter in _named(module, optimizer):
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
@@ -64,20 +68,32 @@ def optimizer_tensors_like(
 
 def values_of(module: nn.Module) -> dict[str, Any]:
     """What is not a tensor of the model: small, plain, readable by `torch.load(weights_only=True)`."""
-    optimizers: dict[str, Any] = {}
-    for which, optimizer in optimizers_of(module).items():
-        optimizers[which] = {
+    schedulers = {name: scheduler_values(scheduler) for name, scheduler in schedulers_of(module).items()}
+    return {"optimizers": optimizer_values(module), "schedulers": schedulers, "random": random_state()}
+
+
+def optimizer_values(module: nn.Module, optimizers: Optimizers | None = None) -> dict[str, Any]:
+    """Of each optimizer its settings, and of its state what is no tensor."""
+    return {
+        which: {
             "groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
             "state": {
                 name: {k: v for k, v in optimizer.state.get(p, {}).items() if not isinstance(v, Tensor)}
                 for name, p in _named(module, optimizer)
             },
         }
-    schedulers = {
-        name: {k: v for k, v in scheduler.state_dict().items() if _plain(v)}
-        for name, scheduler in schedulers_of(module).items()
+        for which, optimizer in _or_own(module, optimizers).items()
     }
-    return {"optimizers": optimizers, "schedulers": schedulers, "random": random_state()}
+
+
+def scheduler_values(scheduler: Any) -> dict[str, Any]:
+    """Where a scheduler stands, without the functions it may hold."""
+    return {k: v for k, v in scheduler.state_dict().items() if _plain(v)}
+
+
+def load_scheduler(scheduler: Any, values: Mapping[str, Any]) -> None:
+    """Put back what `scheduler_values` gave."""
+    scheduler.load_state_dict(scheduler.state_dict() | dict(values))
 
 
 @torch.no_grad()
@@ -87,29 +103,53 @@ def load(module: nn.Module, tensors: Mapping[str, Tensor], values: Mapping[str, 
     Raises:
         CheckpointError: names or shapes differ, found before anything is changed.
     """
-    present = tensors_of(module)
-    optimizers = optimizers_of(module)
-    _check(present, tensors, set(optimizers), set(values["optimizers"]))
-    for name, target in present.items():
-        if not name.startswith("optimizer/"):
-            target.copy_(_local(tensors[name]))
-    for which, optimizer in optimizers.items():
-        saved = values["optimizers"][which]
-        for group, kept in zip(optimizer.param_groups, saved["groups"], strict=True):
-            group.update(kept)
+    load_model(module, tensors, values["optimizers"])
+    for name, scheduler in schedulers_of(module).items():
+        load_scheduler(scheduler, values["schedulers"].get(name, {}))
+    set_random_state(values["random"])
+
+
+def check_fits(
+    module: nn.Module, tensors: Mapping[str, Tensor], kept: Mapping[str, Any], optimizers: Optimizers | None = None
+) -> None:
+    """Raise where `load_model` would: CheckpointError, of names or shapes that differ."""
+    owned = _or_own(module, optimizers)
+    _check(tensors_of(module, owned), tensors, set(owned), set(kept))
+
+
+@torch.no_grad()
+def load_model(
+    module: nn.Module, tensors: Mapping[str, Tensor], kept: Mapping[str, Any], optimizers: Optimizers | None = None
+) -> None:
+    """Put back what `tensors_of` and `optimizer_values` gave; parameters and optimizers keep their identity.
+
+    Optimizer state that is offloaded stays so.
+
+    Raises:
+        CheckpointError: as `check_fits`; nothing is changed.
+    """
+    owned = _or_own(module, optimizers)
+    check_fits(module, tensors, kept, owned)
+    for name, target in tensors_of(module, {}).items():
+        target.copy_(local_part(tensors[name]))
+    for which, optimizer in owned.items():
+        saved = kept[which]
+        for group, settings in zip(optimizer.param_groups, saved["groups"], strict=True):
+            group.update(settings)
+        counts_on_device = any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
         for name, parameter in _named(module, optimizer):
             prefix = f"optimizer/{which}/{name}/"
             state = dict(saved["state"].get(name, {}))
+            now = optimizer.state.get(parameter, {})
             for full, value in tensors.items():
                 if full.startswith(prefix):
-                    state[full.removeprefix(prefix)] = _like(parameter, value)
+                    key = full.removeprefix(prefix)
+                    where = _place(parameter, now.get(key), value, counts_on_device)
+                    state[key] = like_parameter(parameter, value, where)
             if state:
                 optimizer.state[parameter] = state
             else:
                 optimizer.state.pop(parameter, None)
-    for name, scheduler in schedulers_of(module).items():
-        scheduler.load_state_dict(scheduler.state_dict() | values["schedulers"].get(name, {}))
-    set_random_state(values["random"])
 
 
 def checksums(module: nn.Module) -> dict[str, str]:
@@ -174,20 +214,39 @@ def _named(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[st
     ]
 
 
-def _like(parameter: Tensor, value: Tensor) -> Tensor:
-    """An optimizer tensor as the optimizer would have made it: sharded like its parameter, on its device."""
+def like_parameter(parameter: Tensor, value: Tensor, device: torch.device | None = None) -> Tensor:
+    """A tensor of the optimizer, or a gradient, as it would have been made: sharded like its parameter.
+
+    Args:
+        value: this rank's part.
+        device: where it goes; None: to the parameter.
+    """
+    device = device or local_part(parameter.detach()).device
     if isinstance(value, DTensor):
         return value
     if isinstance(parameter, DTensor) and tuple(value.shape) == tuple(parameter.to_local().shape):
         made = torch.zeros_like(parameter, dtype=value.dtype)
+        made = made if made.device.type == device.type else made.to(device)
         made.to_local().copy_(value)
         return made
-    copy = value.clone()  # a step counter: it stays on the host, where AdamW keeps it
-    return copy if value.dim() == 0 else copy.to(parameter.device)
+    return value.clone().to(device)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _place(parameter: Tensor, now: Any, value: Tensor, counts_on_device: bool) -> torch.device:
+    """Where a tensor of the optimizer belongs: where it is now (it may be offloaded), else where a step makes it."""
+    if isinstance(now, Tensor):
+        return local_part(now).device
+    counter = value.dim() == 0 and not counts_on_device
+    return torch.device("cpu") if counter else local_part(parameter.detach()).device
+
+
+def _or_own(module: nn.Module, optimizers: Optimizers | None) -> Optimizers:
+    return optimizers_of(module) if optimizers is None else optimizers
 
 
 def _check(
@@ -201,7 +260,7 @@ def _check(
             f"the saved state is that of another module: {len(differ)} names differ, first {', '.join(differ[:3])}"
         )
     for name in here:
-        kept_shape = _local(saved[name]).shape
+        kept_shape = local_part(saved[name]).shape
         if present[name].shape != kept_shape or present[name].dtype != saved[name].dtype:
             raise CheckpointError(
                 f"{name}: saved {tuple(kept_shape)} {saved[name].dtype}, the module has "

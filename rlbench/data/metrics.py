@@ -43,7 +43,9 @@ class Metrics(Mapping[str, Any]):
         return [*super().__dir__(), *self._values]
 
     def __repr__(self) -> str:
-        shown = [f"{k} {format_number(self._values[k])}" for k in SHOWN if self._values.get(k) is not None]
+        numbers = [k for k, v in self._values.items() if isinstance(v, int | float | np.number)]
+        names = [k for k in SHOWN if self._values.get(k) is not None] or numbers[: len(SHOWN)]
+        shown = [f"{k} {format_number(self._values[k])}" for k in names]
         head = f"step {self._values['step']}" if "step" in self._values else "metrics"
         if self._values.get("skipped"):
             shown.append(f"step skipped: {self._values['skipped']}")

@@ -60,6 +60,12 @@ def _is_users(file: str) -> bool:
     return not file.startswith(LIBRARIES) and not any(part in file for part in INSTALLED)
 
 
+def is_own(value: Any) -> bool:
+    """Whether a function or a class is a user's: of the notebook or script, or of a local module."""
+    module = sys.modules.get(getattr(value, "__module__", None) or "")
+    return getattr(value, "__module__", None) == "__main__" or module is None or is_local(module)
+
+
 def _dumped(value: Any, named: bool) -> bytes:
     with _registering:  # cloudpickle's list of such modules is one for the process
         known = cloudpickle.list_registry_pickle_by_value()

@@ -13,7 +13,12 @@ from typing import Any
 
 @dataclass
 class CallContext:
-    """One call on one worker. `claimer` hands out job indices shared between the replicas of an engine."""
+    """One call on one worker. `claimer` hands out job indices shared between the replicas of an engine.
+
+    `worker`: the name of its actor, `rlbench/<session>/<engine>/<number>`, and `cluster`: the id of the cluster it runs
+    on, by which what runs here can drive the session in turn; both empty outside of a session.
+    `issued_before`: the worker's count of collectives when the call began.
+    """
 
     call_id: str = "local"
     epoch: int = 0
@@ -21,6 +26,9 @@ class CallContext:
     claimer: Callable[[int], list[int]] | None = None
     progress: dict[str, Any] = field(default_factory=dict)
     name: str = ""
+    worker: str = ""
+    cluster: str = ""
+    issued_before: int = 0
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def stop_requested(self) -> bool:

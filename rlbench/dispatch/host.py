@@ -26,18 +26,19 @@ from rlbench.traces import user_line
 REGISTER_LIMIT_S = 5.0
 KEPT_OUTPUT = 1 << 20
 KEPT_MESSAGE = 4000
+KEPT_QUEUES = 8
 ORPHAN_CHECKS = 6
 ORPHAN_INTERVAL_S = 10.0
 
 
 class Host:
-    """One worker process. `target` names a class as `module:Class`; `args` go to its constructor."""
+    """One worker process, on `cluster`. `target` names a class as `module:Class`; `args` go to its constructor."""
 
     def __init__(
-        self, name: str, monitor: str, env: dict[str, str], target: str, args: tuple[Any, ...]
-    ) -> None:
+        self, name: str, monitor: str, env: dict[str, str], target: str, args: tuple[Any, ...], cluster: str = ""
+    ) -> None:  # fmt: skip
         os.environ.update(env)  # before torch is imported: thread counts are read once
-        self._name, self._monitor = name, monitor
+        self._name, self._monitor, self._cluster = name, monitor, cluster
         self._epoch = 0
         self._context: context.CallContext | None = None
         self._stopped_ids: set[str] = set()
@@ -81,7 +82,7 @@ class Host:
         if running is None or running.call_id != call_id:
             return Progress(known=call_id in self._kept)
         text, end = self._output.since(cursor)
-        return Progress(True, text, end, dict(running.progress))
+        return Progress(True, text, end, dict(running.progress), self._issued() - running.issued_before)
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def stop(self, call_id: str) -> bool:
@@ -108,8 +109,8 @@ class Host:
         with self._lock:
             queue = self._queues.setdefault(call_id, _Queue(total))
             taken = queue.take(count)
-            for old in [c for c in self._queues if c != call_id]:
-                del self._queues[old]  # one call at a time: an older call's queue is done with
+            while len(self._queues) > KEPT_QUEUES:  # calls of two drivers may reach the replicas in different orders
+                del self._queues[next(iter(self._queues))]
             return taken
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
@@ -150,7 +151,10 @@ class Host:
             )
 
     def _run(self, ticket: Ticket, name: str, args: Iterable[Any], kwargs: dict[str, Any]) -> Reply:
-        mine = context.CallContext(ticket.call_id, ticket.epoch, ticket.seq, self._claimer(ticket), name=name)
+        mine = context.CallContext(
+            ticket.call_id, ticket.epoch, ticket.seq, self._claimer(ticket), name=name, worker=self._name,
+            cluster=self._cluster, issued_before=self._issued(),
+        )  # fmt: skip
         with self._lock:
             if ticket.call_id in self._stopped_ids:
                 mine.request_stop()
@@ -170,7 +174,13 @@ class Host:
             with self._lock:
                 self._context = None
                 self._stopped_ids.discard(ticket.call_id)
-        return Reply(value, failure, stopped, self._output.end(), time.perf_counter() - begin)
+        issued = self._issued() - mine.issued_before
+        return Reply(value, failure, stopped, self._output.end(), time.perf_counter() - begin, issued)
+
+    def _issued(self) -> int:
+        """Collectives the worker has issued so far, of targets that have peers."""
+        count = getattr(self._target, "issued_collectives", None)
+        return 0 if count is None else int(count())
 
     def _claimer(self, ticket: Ticket) -> Any:
         if not ticket.queue:

@@ -51,6 +51,7 @@ class Link:
         self._closed = threading.Event()
         self._drives = drives
         self.noting: Noting = lambda engine, name, args, kwargs: contextlib.nullcontext()
+        self._verb = threading.local()  # the one that this thread makes the calls of
         if drives:
             threading.Thread(target=self._beat, daemon=True).start()
 
@@ -163,6 +164,7 @@ class Link:
         if self.closed:
             raise SessionError(f"session {self.name!r} is closed")
         call_id, sent = secrets.token_hex(6), 0
+        verb_id = getattr(self._verb, "id", "")
 
         def send(ranks: Sequence[int]) -> list[Any]:
             nonlocal sent
@@ -172,7 +174,7 @@ class Link:
                 actor_name(self.name, engine, 0) if queue_total else "", queue_total, track,
             )  # fmt: skip
             if track:
-                self.monitor.begin.remote(call_id, what or name, engine, sent)
+                self.monitor.begin.remote(call_id, what or name, engine, sent, verb_id)
             return [
                 actors[i].call.remote(ticket, name, tuple(calls[i][1]), *calls[i][0], *calls[i][1].values())
                 for i in ranks
@@ -196,19 +198,22 @@ class Link:
             self._acknowledged = call_id
 
         def died(i: int, error: BaseException) -> BaseException:
-            return self._died(engine, labels[i], actors[i], error)
+            return self.died(engine, labels[i], actors[i], error)
 
         return Pending(what or f"{engine}.{name}", labels, actors, refs, call_id, finish, observer, died, ended,
                        collective, again)  # fmt: skip
 
     @contextlib.contextmanager
     def verb(self, what: str) -> Iterator[None]:
-        """Show `what` as running also between its calls, so that no control verb comes in between."""
-        verb_id = secrets.token_hex(6)
+        """Show `what` as running also between its calls, so that no control verb comes in between, and a stop that
+        does reaches the next of them. All of it is on one thread."""
+        verb_id, around = secrets.token_hex(6), getattr(self._verb, "id", "")
         self.monitor.begin_verb.remote(verb_id, what, self.epoch)
+        self._verb.id = verb_id
         try:
             yield
         finally:
+            self._verb.id = around
             self.monitor.end_verb.remote(verb_id)
 
     def held(self, what: str, steps: Steps) -> Steps:
@@ -249,7 +254,8 @@ class Link:
         """Stop driving; the session lives on."""
         self._closed.set()
 
-    def _died(self, engine: str, label: str, worker: Any, error: BaseException) -> BaseException:
+    def died(self, engine: str, label: str, worker: Any, error: BaseException) -> BaseException:
+        """What to raise for `error`, which Ray raised of a worker: a `WorkerDied`, unless it answers again."""
         fate = final_fate(worker, error)
         if fate is None:
             return EngineError(
@@ -319,7 +325,7 @@ def spawn_host(
     name = actor_name(link.name, engine, rank)
     host = ray.remote(concurrency_groups={"compute": 1, "control": 4})(_load("rlbench.dispatch.host:Host"))
     return host.options(name=name, lifetime="detached", max_restarts=0, **options).remote(
-        name, actor_name(link.name, "monitor"), env, target, args
+        name, actor_name(link.name, "monitor"), env, target, args, cluster.current().id
     )
 
 

@@ -76,8 +76,6 @@ def cause(error: BaseException, samples: list[dict[str, Any]]) -> str:
         return "the host was nearly out of memory, and Ray killed it"
     if "node" in text.lower() and ("died" in text or "dead" in text) and "actor's node" in text.lower():
         return "its node left the cluster"
-    if "ended to release its peers" in text:
-        return "it was ended to release the others from a collective"
     if "connection error code 2" in text or "SYSTEM_ERROR" in text:
         return "its process ended without a word: killed from outside (signal 9), or crashed"
     stated = [line.strip() for line in text.splitlines() if "cause" in line.lower() or "exit" in line.lower()]

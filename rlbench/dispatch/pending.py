@@ -16,10 +16,12 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 from rlbench.dispatch.failures import remote_error
+from rlbench.dispatch.peers import Peers
 from rlbench.dispatch.protocol import Failure, Progress, Reply
 from rlbench.errors import (
     CallDropped,
     EngineError,
+    RLBenchError,
     SessionError,
     StaleEpoch,
     Stopped,
@@ -28,7 +30,6 @@ from rlbench.errors import (
 
 POLL_S = 0.2
 STOP_WAIT_S = 1.7
-FAILED_PEER_WAIT_S = 10.0
 
 Observer = Callable[[list[Progress]], None]
 Again = Callable[[Sequence[int]], list[Any] | None]
@@ -60,7 +61,7 @@ class Pending:
         self._outcome: tuple[Any, BaseException | None] | None = None
         self._collective = collective
         self._first_failed: list[int] | None = None
-        self._released = False
+        self._peers = Peers(self._actors, self.call_id)
         self._again, self._stop_wanted = again, False
         self._then: list[Ended] = []
         self._lock = threading.RLock()
@@ -165,7 +166,7 @@ class Pending:
             except SessionError as error:
                 return [Reply(failure=Failure("SessionError", str(error), "", error))] * len(answers)
             if sent is not None:
-                self._first_failed = None
+                self._first_failed, self._peers = None, Peers(self._actors, self.call_id)
                 for i, ref in zip(refused, sent, strict=True):
                     self._refs[i] = ref
                 continue
@@ -187,21 +188,20 @@ class Pending:
         """Wait until all have answered; False at the deadline."""
         import ray
 
-        failed_since: float | None = None
         while True:
             left = POLL_S if deadline is None else min(POLL_S, max(0.0, deadline - time.monotonic()))
             ready, waiting = ray.wait(self._refs, num_returns=len(self._refs), timeout=left)
             if not waiting:
                 return True
-            if deadline is not None and time.monotonic() >= deadline:
-                return False
-            self._look(waiting)
             early = [i for i, ref in enumerate(self._refs) if ref in ready and _failed(ref)]
-            if early and self._collective:
+            over = deadline is not None and time.monotonic() >= deadline
+            if early or not over:
+                self._look(waiting)
+            if early:
                 self._first_failed = early if self._first_failed is None else self._first_failed
-                failed_since = failed_since or time.monotonic()
-                if time.monotonic() - failed_since > FAILED_PEER_WAIT_S:
-                    self._release_peers(ready)
+                self._after_failure(early)
+            if over:
+                return False
 
     def _look(self, waiting: list[Any]) -> None:
         """Print what the running workers printed since the last look, and show their progress."""
@@ -219,16 +219,19 @@ class Pending:
                 if progress.output:
                     self._print(i, progress.output)
                     self._cursors[i] = progress.cursor
+                self._peers.issued[i] = progress.issued
                 seen.append(progress)
         if self._observer is not None and seen:
             self._observer(seen)
 
-    def _release_peers(self, ready: list[Any]) -> None:
-        """A rank failed while others still wait for it in a collective: only its exit releases them."""
-        self._released = True
-        for i, ref in enumerate(self._refs):
-            if ref in ready and _failed(ref):
-                self._actors[i].leave.remote()
+    def _after_failure(self, failed: Sequence[int]) -> None:
+        """See to the others; where that takes long, show what failed meanwhile."""
+        level = min(_issued(self._refs[i]) for i in failed) if self._collective else None
+        if self._peers.go_on(failed, level):
+            answer = _answer(self._refs[failed[0]])
+            if isinstance(answer, Reply) and answer.failure is not None:
+                said = f"{answer.failure.kind}: {answer.failure.message}"
+                self._print(failed[0], f"{said}\n(it failed; the others were asked to stop, and are waited for)\n")
 
     def _collect(self, answers: Sequence[Answer]) -> tuple[Any, BaseException | None]:
         replies: list[tuple[int, Reply]] = []
@@ -242,14 +245,18 @@ class Pending:
                 self._cursors[i] = len(reply.output)
             replies.append((i, reply))
         first = self._first_failed
-        died = [(i, cause) for i, cause in dead if first is None or i in first]
-        if died:  # peers that fail for want of a dead rank are not the cause
+        died = [(i, cause) for i, cause in dead if first is None or i in first or self._by_itself(cause)]
+        if died:  # peers that fail for want of a dead rank are not the cause, also where they are heard of sooner
             return None, self._death(*died[0])
         failed = [(i, r.failure) for i, r in replies if r.failure is not None]
         if failed:
             causes = [f for f in failed if first is None or f[0] in first] or failed
             found = self._remote_error([f for f in causes if not _secondary(f[1])] or causes)
-            return None, self._released_error(found) if self._released else found
+            apart = [i for i, failure in failed if getattr(failure.error, "ends_rank", False)]
+            if apart and not self._peers.released:
+                self._peers.end(apart)
+                return None, self._ended_error(found, apart[0], "ended, as it holds another state than the others")
+            return None, self._released_error(found) if self._peers.released else found
         if dead:
             return None, self._death(*dead[0])
         values = [r.value for _, r in replies]
@@ -266,10 +273,21 @@ class Pending:
 
     def _released_error(self, cause: BaseException) -> BaseException:
         """The failed rank was ended, so the engine lost it: say both."""
-        lost = self._death(
-            self._first_failed[0] if self._first_failed else 0, EngineError("ended to release its peers")
-        )
-        return type(lost)(f"{cause}\n  The other ranks waited for this one in a collective. {lost}")
+        first = self._first_failed[0] if self._first_failed else 0
+        return self._ended_error(cause, first, "ended to release the others from a collective that it never joins")
+
+    def _ended_error(self, cause: BaseException, rank: int, why: str) -> BaseException:
+        lost = self._death(rank, EngineError(why))
+        error = type(lost)(f"{cause}\n  {lost}")
+        if isinstance(cause, RLBenchError) and isinstance(error, RLBenchError):
+            error.user_line, error.full_traceback = cause.user_line, cause.full_traceback
+        return error
+
+    def _by_itself(self, cause: BaseException) -> bool:
+        """Whether a worker died that we did not end for the others."""
+        from ray.exceptions import ActorDiedError
+
+        return isinstance(cause, ActorDiedError) and not self._peers.released
 
     def _death(self, rank: int, cause: BaseException) -> BaseException:
         if self._on_death is not None:
@@ -316,12 +334,20 @@ def _answer(ref: Any) -> Answer:
 
 
 def _failed(ref: Any) -> bool:
+    """Whether a worker failed in the call. One that refused it never began, so no peer waits for it in a collective."""
     import ray
 
     try:
-        return ray.get(ref).failure is not None
+        failure = ray.get(ref).failure
     except ray.exceptions.RayError:
         return True
+    return failure is not None and not isinstance(failure.error, CallDropped | StaleEpoch)
+
+
+def _issued(ref: Any) -> int:
+    """Collectives that a worker which failed had issued; 0 of one that died."""
+    answer = _answer(ref)
+    return answer.issued if isinstance(answer, Reply) else 0
 
 
 def _secondary(failure: Failure) -> bool:

@@ -41,23 +41,27 @@ class Failure:
 
 @dataclass(frozen=True)
 class Reply:
-    """The end of one call on one worker. `output`: all it printed; `stopped`: cut by an interrupt, `value` partial."""
+    """The end of one call on one worker. `output`: all it printed; `stopped`: cut by an interrupt, `value` partial;
+    `issued`: collectives it took part in."""
 
     value: Any = None
     failure: Failure | None = None
     stopped: bool = False
     output: str = ""
     seconds: float = 0.0
+    issued: int = 0
 
 
 @dataclass(frozen=True)
 class Progress:
-    """A look at a running call: what it printed since the cursor, and the progress it reports."""
+    """A look at a running call: what it printed since the cursor, the progress it reports, the collectives it is in or
+    has done."""
 
     known: bool
     output: str = ""
     cursor: int = 0
     values: dict[str, Any] = field(default_factory=dict)
+    issued: int = 0
 
 
 def actor_name(session: str, *parts: str | int) -> str:

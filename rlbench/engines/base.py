@@ -132,11 +132,18 @@ class Engine:
         return self._to_state(device, None)
 
     def control(self, name: str, *args: Any) -> list[Any]:
-        """Ask every worker on its control lane."""
+        """Ask every worker on its control lane. Raises WorkerDied where one is dead."""
         import ray
 
         self._need_built(name)
-        return list(ray.get([a.control.remote(name, *args) for a in self._actors], timeout=30))
+        refs = [actor.control.remote(name, *args) for actor in self._actors]
+        found = []
+        for label, actor, ref in zip(self.labels, self._actors, refs, strict=True):
+            try:
+                found.append(ray.get(ref, timeout=30))
+            except ray.exceptions.RayActorError as error:
+                raise self.link.died(self.name, label, actor, error) from None
+        return found
 
     def call(
         self, name: str, calls: Sequence[Call], finish: Callable[[list[Any]], Any] = list,

@@ -7,10 +7,12 @@ raised is the cause, not its echo.
 from __future__ import annotations
 
 import time
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from rlbench.dispatch.pending import Pending
 from rlbench.errors import Stopped, WeightSyncError
 from rlbench.weights.manifest import Manifest
 
@@ -29,21 +31,13 @@ class Crossing:
     """
 
     def __init__(self, train: TrainEngine, infer: InferenceEngine, manifest: Manifest, workers: list[int]) -> None:
-        assert manifest.channel is not None
         self._train, self._infer = train, infer
         self._outcome: tuple[None, BaseException | None] | None = None
         self._sending = train.call_all("send_weights", infer.name, manifest, what="weight sync: sending")
         self._applying = []
-        first = 1
         try:
-            for actor, label, count in zip(infer._actors, infer.labels, workers, strict=True):
-                own = replace(manifest, channel=replace(manifest.channel, first_rank=first))
-                first += count
-                # a call of its own for each: the death of one must be seen while the others still wait
-                self._applying.append(
-                    infer.link.submit(infer.name, [label], [actor], "apply_weights", [((own,), {})], list,
-                                      "weight sync: applying", collective=False)
-                )  # fmt: skip
+            for call in receiving(infer, manifest, workers):
+                self._applying.append(call)
         except BaseException as error:
             self._give_up(f"the replicas could not be called: {error}")
             raise
@@ -82,26 +76,39 @@ class Crossing:
                 raise TimeoutError(f"weight sync: sending is still running after {timeout:g} s")
         finally:
             pool.shutdown(wait=False)
-        return self._cause(futures)
+        return cause_of([future.exception() for future in futures], self._infer)
 
     def _give_up(self, reason: str) -> None:
         """Tell the sender, and through it all members; to a dead sender there is nothing to tell."""
         for actor in self._train._actors:
             actor.control.remote("give_up_sync", self._infer.name, reason)
 
-    def _cause(self, futures: list[Future[Any]]) -> BaseException | None:
-        """The error to show: what went wrong first hand, not what others gave up for."""
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        if not errors:
-            return None
-        first_hand = [error for error in errors if not getattr(error, "secondary", False)] or errors
-        cause = first_hand[0]
-        if isinstance(cause, Stopped):
-            return cause
-        shown = WeightSyncError(
-            f"the weights did not reach all replicas: {cause}\n  A replica that had begun to take them refuses to "
-            f"generate until a sync succeeds: sync again (a dead worker's engine must be built again first), or call "
-            f"{self._infer.name}.reload()"
-        )
-        shown.__cause__ = cause
-        return shown
+
+def receiving(infer: InferenceEngine, manifest: Manifest, workers: list[int]) -> Iterator[Pending]:
+    """Submit `apply_weights` to one replica after the other, each a call of its own: the death of one must be seen
+    while the others still wait."""
+    assert manifest.channel is not None
+    first = 1
+    for actor, label, count in zip(infer._actors, infer.labels, workers, strict=True):
+        own = replace(manifest, channel=replace(manifest.channel, first_rank=first))
+        first += count
+        yield infer.link.submit(infer.name, [label], [actor], "apply_weights", [((own,), {})], list,
+                                "weight sync: applying", collective=False)  # fmt: skip
+
+
+def cause_of(ended: Sequence[BaseException | None], infer: InferenceEngine) -> BaseException | None:
+    """The error to show: what went wrong first hand, not what others gave up for. None where nothing did."""
+    errors = [error for error in ended if error is not None]
+    if not errors:
+        return None
+    first_hand = [error for error in errors if not getattr(error, "secondary", False)] or errors
+    cause = first_hand[0]
+    if isinstance(cause, Stopped):
+        return cause
+    shown = WeightSyncError(
+        f"the weights did not reach all replicas: {cause}\n  A replica that had begun to take them refuses to "
+        f"generate until a sync succeeds: sync again (a dead worker's engine must be built again first), or call "
+        f"{infer.name}.reload()"
+    )
+    shown.__cause__ = cause
+    return shown

@@ -19,6 +19,8 @@ from rlbench.engines.turns import failed_in_env, split_options, tell_env_errors
 from rlbench.errors import BuildError, DataError, Stopped, nearest
 from rlbench.runtime import cluster
 
+ASLEEP = "asleep_by_ranks"
+"""Of the engine's record: training ranks had it sleep, so it is to wake when they are gone."""
 TARGETS = {"vllm": "rlbench.workers.replica_vllm:VllmReplica", "hf": "rlbench.workers.replica_hf:HfReplica"}
 
 
@@ -136,9 +138,12 @@ class InferenceEngine(Engine):
 
     def submit_generate(
         self, prompts: Any, sampling: dict[str, Any], *, n: int | None = None, progress: bool = True,
-        number: int | None = None, env: Any = None,
+        number: int | None = None, env: Any = None, seeds: np.ndarray | None = None,
     ) -> Pending:  # fmt: skip
-        """Submit a generate call and return its `Pending`. `number` is the rollout's, from which its seeds derive."""
+        """Submit a generate call and return its `Pending`.
+
+        `number` is the rollout's, from which its seeds derive where no `seeds` (prompts, n) int64 are given.
+        """
         self._need_built("generate")
         asked: list[Prompt] = as_prompts(prompts)
         samples = _samples(n, sampling)
@@ -147,8 +152,9 @@ class InferenceEngine(Engine):
             number = int(self.link.state("rollouts")["rollouts"]) + 1
             self.link.set(rollouts=number)
         replicas = len(self._actors)
-        job = GenerateJob([p.content for p in asked], samples, rest,
-                          request_seeds(self.seed, number, len(asked), samples), shared=replicas > 1, number=number,
+        if seeds is None:
+            seeds = request_seeds(self.seed, number, len(asked), samples)
+        job = GenerateJob([p.content for p in asked], samples, rest, seeds, shared=replicas > 1, number=number,
                           asked=tuple(asked) if number or turns else (), env=turns)  # fmt: skip
         view = views.make("generate", total=len(asked) * samples) if progress else None
 

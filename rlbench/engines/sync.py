@@ -8,7 +8,8 @@ cannot see packed parameters. Where a replica's KV cache is released, the proof 
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from rlbench.dispatch.chain import Chain, Steps
 from rlbench.dispatch.link import shm_prefix
 from rlbench.engines.base import Engine
 from rlbench.engines.crossing import Crossing
-from rlbench.errors import StateError, WeightSyncError
+from rlbench.errors import StateError, WeightSyncError, WorkerDied
 from rlbench.weights.manifest import Manifest, merged
 from rlbench.weights.transport import Choice, Facts, choose
 
@@ -45,21 +46,79 @@ def sync_weights(
     return Chain("weight sync", train.link.held("weight sync", _steps(train, infer, version, transport)))
 
 
-def _steps(train: TrainEngine, infer: InferenceEngine, version: int | None, transport: str | None) -> Steps:
-    view = views.make("sync")
+@dataclass(frozen=True)
+class Begun:
+    """What is known before anything moves: the replicas' states and places, the transport, the probe's tokens."""
+
+    held: list[dict[str, Any]]
+    replicas: list[Facts]
+    choice: Choice
+    probe: list[list[int]]
+
+
+def begin_steps(infer: InferenceEngine, dtype: str, ranks: Sequence[Facts], transport: str | None) -> Steps:
+    """Refuse what cannot succeed and choose the transport; changes nothing. Returns a `Begun`.
+
+    Args:
+        infer: the replicas.
+        dtype: the trainer computes in.
+        ranks: where the training ranks are.
+        transport: asked for by name; None: the best that works.
+    """
     held = _asked(infer, "status")
-    _need_ready(train, infer, held)
-    ranks: list[Facts] = _asked(train, "sync_facts")
+    _need_replicas_ready(infer, dtype, held)
     replicas: list[Facts] = _asked(infer, "sync_facts")
     choice = choose(ranks, replicas, transport)
     yield infer.call_all("begin_sync", what="weight sync")
-    probe = probe_tokens(int(infer.info["vocab_size"]))
+    return Begun(held, replicas, choice, probe_tokens(int(infer.info["vocab_size"])))
+
+
+def record_proof(
+    infer: InferenceEngine, begun: Begun, version: int, expected: Sequence[np.ndarray], dtype: str
+) -> dict[str, Any]:
+    """Put on record what the replicas will have to prove: a driver that dies from now on leaves it behind.
+
+    `expected`: the trainer's log-probs on the probe, in `dtype`. Returns the proof, for `prove_steps`.
+    """
+    rows = [row.tolist() for row in expected]
+    proof = {"version": version, "tokens": begun.probe, "expected": rows, "dtype": dtype}
+    infer.link.engine(infer.name, {"proof": proof})
+    return proof
+
+
+def prove_steps(infer: InferenceEngine, begun: Begun, proof: dict[str, Any]) -> Steps:
+    """Compare log-probs and commit the version; where the KV cache is released that waits for it. Returns the gap."""
+    gap = None
+    if all(s["kv_cache"] == "cuda" for s in begun.held):
+        got = yield infer.call_all("prompt_logprobs", begun.probe, what="weight sync: proof")
+        gap = check_proof(proof, got)
+        yield infer.call_all("commit_version", proof["version"], what="weight sync")
+    infer.link.engine(infer.name, {"state": infer.status(), "proof": proof if gap is None else None})
+    return gap
+
+
+def said(manifest: Manifest, version: int, transport: str, gap: float | None) -> dict[str, Any]:
+    """What a sync returns."""
+    return {
+        "version": version, "bytes": manifest.nbytes, "tensors": len(list(manifest.entries)), "transport": transport,
+        "gap": gap,
+    }  # fmt: skip
+
+
+def _steps(train: TrainEngine, infer: InferenceEngine, version: int | None, transport: str | None) -> Steps:
+    view = views.make("sync")
+    if train.status()["weights"] != "cuda":
+        raise StateError(f"the trainer's weights are offloaded: {train.name}.cuda('weights') first")
+    dtype = str(train.info["dtype"])
+    ranks: list[Facts] = _asked(train, "sync_facts")
+    begun: Begun = yield from begin_steps(infer, dtype, ranks, transport)
+    choice = begun.choice
     expected = yield train.call_all(
-        "policy_forward", probe_batch(probe), {}, finish=rows_in_order, what="weight sync"
+        "policy_forward", probe_batch(begun.probe), {}, finish=rows_in_order, what="weight sync"
     )
     manifest: Manifest
     if choice.transport == "broadcast":
-        manifest = yield from _announced(train, infer, choice, ranks, replicas)
+        manifest = yield from _announced(train, infer, choice, ranks, begun.replicas)
     else:
         options = {
             "transport": choice.transport, "prefix": f"{shm_prefix(train.link.name)}{train.name}",
@@ -69,38 +128,19 @@ def _steps(train: TrainEngine, infer: InferenceEngine, version: int | None, tran
             "stage_weights", options, finish=lambda found: merged([m for m in found if m is not None]),
             what="weight sync: staging", observer=view,
         )  # fmt: skip
-    proof: dict[str, Any] = {
-        "version": max(int(s["version"]) for s in held) + 1 if version is None else version,
-        "tokens": probe,
-        "expected": [row.tolist() for row in expected["logprobs"]],
-        "dtype": str(train.info["dtype"]),
-    }
-    # on record before anything is applied: a kernel that dies now leaves what the replica still has to prove
-    infer.link.engine(infer.name, {"proof": proof})
+    if version is None:
+        version = max(int(s["version"]) for s in begun.held) + 1
+    proof = record_proof(infer, begun, version, expected["logprobs"], dtype)
     if choice.transport == "broadcast":
-        yield Crossing(train, infer, manifest, [facts.workers for facts in replicas])
+        yield Crossing(train, infer, manifest, [facts.workers for facts in begun.replicas])
     else:
         yield infer.call_all("apply_weights", manifest, what="weight sync: applying")
     if choice.transport == "ipc":
         yield train.call_all("release_weights", what="weight sync")
-    gap = None
-    if all(s["kv_cache"] == "cuda" for s in held):
-        got = yield infer.call_all("prompt_logprobs", probe, what="weight sync: proof")
-        gap = check_proof(proof, got)
-        yield infer.call_all("commit_version", proof["version"], what="weight sync")
-        proof_left = None
-    else:
-        proof_left = proof
-    infer.link.engine(infer.name, {"state": infer.status(), "proof": proof_left})
+    gap = yield from prove_steps(infer, begun, proof)
     if choice.transport == "shm":  # these files outlive the ranks: what a rebuilt trainer may go on from
-        train.note_staged(proof["version"], asdict(manifest))
-    done = {
-        "version": proof["version"],
-        "bytes": manifest.nbytes,
-        "tensors": len(list(manifest.entries)),
-        "transport": choice.transport,
-        "gap": gap,
-    }
+        train.note_staged(version, asdict(manifest))
+    done = said(manifest, version, choice.transport, gap)
     if view is not None:
         view.close(done)
     return done
@@ -108,33 +148,36 @@ def _steps(train: TrainEngine, infer: InferenceEngine, version: int | None, tran
 
 def _asked(engine: Engine, what: str) -> list[Any]:
     """One answer per worker; WeightSyncError where one is dead."""
-    import ray
-
     try:
         return engine.control(what)
-    except ray.exceptions.RayActorError as error:
-        raise WeightSyncError(
-            f"a worker of {engine.name} is dead: {engine.name}.close(), build it again, then sync ({error})"
-        ) from error
+    except WorkerDied as error:
+        raise WeightSyncError(f"the weights cannot be synced: {error}") from error
 
 
 def _announced(
     train: TrainEngine, infer: InferenceEngine, choice: Choice, ranks: list[Facts], replicas: list[Facts]
 ) -> Steps:
     """What will be broadcast and where the group meets, accepted by all replicas before anything is sent."""
-    sender = choice.senders[0]
-    one_node = all(facts.node == ranks[sender].node for facts in replicas)
-    tokens = {dict(facts.channels).get("", "") for facts in replicas}
-    options = {
-        "to": infer.name, "sender": sender, "host": LOOPBACK if one_node else ranks[sender].address,
-        "world_size": 1 + sum(facts.workers for facts in replicas), "backend": choice.backend,
-        "held": tokens.pop() if len(tokens) == 1 else "",
-    }  # fmt: skip
+    options, sender = group_options(infer.name, choice, ranks, replicas), choice.senders[0]
     manifest = yield train.call_all(
         "announce_weights", options, finish=lambda found: found[sender], what="weight sync: announcing"
     )
     yield infer.call_all("check_weights", replace(manifest, channel=None), what="weight sync")
     return manifest
+
+
+def group_options(
+    to: str, choice: Choice, ranks: Sequence[Facts], replicas: Sequence[Facts]
+) -> dict[str, Any]:
+    """Who sends a broadcast to engine `to`, where its group meets, and which one all replicas are in already."""
+    sender = choice.senders[0]
+    one_node = all(facts.node == ranks[sender].node for facts in replicas)
+    tokens = {dict(facts.channels).get("", "") for facts in replicas}
+    return {
+        "to": to, "sender": sender, "host": LOOPBACK if one_node else ranks[sender].address,
+        "world_size": 1 + sum(facts.workers for facts in replicas), "backend": choice.backend,
+        "held": tokens.pop() if len(tokens) == 1 else "",
+    }  # fmt: skip
 
 
 def probe_tokens(vocab_size: int) -> list[list[int]]:
@@ -181,10 +224,8 @@ def check_proof(proof: dict[str, Any], replicas: list[list[np.ndarray]]) -> floa
     return gap
 
 
-def _need_ready(train: TrainEngine, infer: InferenceEngine, held: list[dict[str, Any]]) -> None:
-    if train.status()["weights"] != "cuda":
-        raise StateError(f"the trainer's weights are offloaded: {train.name}.cuda('weights') first")
-    trains, holds = train.info["dtype"], infer.info["dtype"]
+def _need_replicas_ready(infer: InferenceEngine, trains: str, held: list[dict[str, Any]]) -> None:
+    holds = infer.info["dtype"]
     if trains != holds:
         raise StateError(
             f"the trainer computes in {trains} and the replica in {holds}, so their log-probs cannot be compared: "

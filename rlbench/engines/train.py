@@ -132,7 +132,7 @@ class TrainEngine(Redefining, Engine):
     def run_cell(self, source: str, rank: int | None = None) -> list[str | None]:
         """Run the text of a cell on every rank, or on one; what `%%ranks` does.
 
-        Names stay on the rank from cell to cell, as with `run`. Ctrl-C stops all ranks at the same statement.
+        Names stay on the rank from cell to cell, as with `run`. Ctrl-C stops all ranks after the same collective.
 
         Args:
             source: the cell.

@@ -52,6 +52,7 @@ def install() -> None:
     progress_views.register("generate", "rlbench.notebook.progress:GenerateProgress")
     progress_views.register("prepare", "rlbench.notebook.progress:PrepareProgress")
     progress_views.register("train", "rlbench.notebook.progress:TrainProgress")
+    progress_views.register("fit", "rlbench.notebook.trainer_progress:FitProgress")
     progress_views.register("sync", "rlbench.notebook.progress:SyncProgress")
     module = sys.modules.get("IPython")
     shell = module.get_ipython() if module is not None else None

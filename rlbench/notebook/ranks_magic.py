@@ -6,7 +6,7 @@
     %%ranks actor --session demo    # where several sessions have one
 
 What a rank prints is shown as it comes, with the rank before it; so is the value of the cell's last expression. An
-error shows once, with the line of the cell. Ctrl-C stops every rank at the same statement.
+error shows once, with the line of the cell. Ctrl-C stops every rank after the same collective.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from rlbench.errors import ClusterError
 
@@ -33,8 +34,8 @@ def gpu_count() -> int:
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
-def gpu_memory() -> list[dict[str, int]]:
-    """Used and total bytes of each GPU as NVML sees it, all processes together; empty on a host without a GPU."""
+def gpu_memory() -> list[dict[str, Any]]:
+    """`name`, `used` and `total` bytes of each GPU as NVML sees it, all processes together; empty without a GPU."""
     if not PROC.is_dir() and shutil.which("nvidia-smi") is None:
         return []  # not gpu_count(): Ray hides the GPUs from actors that hold none, and the monitor only looks
     import pynvml
@@ -42,10 +43,14 @@ def gpu_memory() -> list[dict[str, int]]:
     pynvml.nvmlInit()
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        found = [pynvml.nvmlDeviceGetMemoryInfo(handle) for handle in handles]
-        return [{"used": int(memory.used), "total": int(memory.total)} for memory in found]
+        return [_gpu(pynvml.nvmlDeviceGetName(h), pynvml.nvmlDeviceGetMemoryInfo(h)) for h in handles]
     finally:
         pynvml.nvmlShutdown()
+
+
+def _gpu(name: str | bytes, memory: Any) -> dict[str, Any]:
+    said = name.decode(errors="replace") if isinstance(name, bytes) else name  # by the age of NVML's binding
+    return {"name": said, "used": int(memory.used), "total": int(memory.total)}
 
 
 def default_devices() -> int:

@@ -10,6 +10,7 @@ from typing import Any
 from rlbench.dispatch.link import Link
 from rlbench.engines import InferenceEngine, TrainEngine
 from rlbench.engines.base import Engine
+from rlbench.errors import SessionError
 from rlbench.runtime import cluster
 from rlbench.session.options import SessionOptions, checked
 from rlbench.trainers.policy_spec import PolicySpec
@@ -22,6 +23,8 @@ POLICY = {f.name for f in dataclasses.fields(PolicySpec)} - {"path", "trainable"
 RANK = {f.name for f in dataclasses.fields(TrainConfig)} - {
     "shard_size", "seed", "max_norm", "micro_train_batch_size", "train_batch_size", "adam_offload",
 }  # fmt: skip
+CONTRADICTIONS = (("use_mp_opt", "bf16"), ("use_mp_opt", "masters"), ("fsdp_cpu_offload", "masters"))
+"""Options of the ranks that act on a module held for training, or in half precision, alone."""
 REPLICA = {f.name for f in dataclasses.fields(ReplicaConfig)} - {"path", "seed", "tensor_parallel_size"}
 
 
@@ -29,9 +32,11 @@ def check_options(
     train: Mapping[str, Any] | None, inference: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Both engines' options, refused where nobody would read them."""
-    return checked("train", train, SIZES | POLICY | RANK), checked(
-        "inference", inference, SIZES | REPLICA | {"executor"}
-    )
+    found = checked("train", train, SIZES | POLICY | RANK)
+    for name, other in CONTRADICTIONS:
+        if found.get(name) and found.get(other) is False:
+            raise SessionError(f"train: {name} has no effect with {other}=False; leave one of them out")
+    return found, checked("inference", inference, SIZES | REPLICA | {"executor"})
 
 
 def plans(options: SessionOptions, link: Link) -> dict[str, Callable[[], Engine]]:
@@ -69,18 +74,23 @@ def _train_sizes(given: dict[str, Any]) -> dict[str, int]:
 def _inference(options: SessionOptions, link: Link) -> Engine:
     given = dict(options.inference)
     sizes = {k: given.pop(k) for k in list(given) if k in SIZES}
-    given.setdefault("dtype", options.train.get("dtype") or _trainer_dtype(options.path))
+    given.setdefault("dtype", _trainer_dtype(options))
     engine = InferenceEngine(
         options.path, given.pop("executor", "vllm"), seed=options.seed, link=link, **given
     )
     return engine.build(**sizes)
 
 
-def _trainer_dtype(path: str) -> str:
-    """What the trainer computes in: bfloat16 on GPUs, else the checkpoint's own (vLLM's "auto" would halve float32)."""
+def _trainer_dtype(options: SessionOptions) -> str:
+    """What the trainer computes in: what it is held in where that was said, else bfloat16 on GPUs, else the
+    checkpoint's own (vLLM's "auto" would halve float32)."""
+    if options.train.get("use_mp_opt"):
+        return "bfloat16"
+    if options.train.get("dtype"):
+        return str(options.train["dtype"])
     if cluster.current().gpus:
         return "bfloat16"
     from transformers import AutoConfig
 
-    dtype = getattr(AutoConfig.from_pretrained(path), "dtype", None)
+    dtype = getattr(AutoConfig.from_pretrained(options.path), "dtype", None)
     return str(dtype).removeprefix("torch.") if dtype is not None else "float32"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlbench.dispatch import views
+from rlbench.engines.paths import check_model_path
 from rlbench.errors import SessionError, nearest
 
 
@@ -16,7 +17,8 @@ class SessionOptions:
     """A session's settings, as kept by its monitor.
 
     `train`: `tensor_parallel_size`, `data_parallel_size`, and fields of the policy's options (`lr`, `betas`,
-    `weight_decay`, `max_norm`, `dtype`). `inference`: sizes, `executor`, and fields of `ReplicaConfig`.
+    `weight_decay`, `max_norm`, `dtype`) and of `TrainConfig`. `inference`: sizes, `executor`, and fields of
+    `ReplicaConfig`.
     `reference`: None, or the model of a frozen reference policy. `undo`: how many last steps can be undone.
     """
 
@@ -44,6 +46,17 @@ def checked(
                 f"{kind}: unknown option {name!r}{nearest(name, known)}; there are {', '.join(sorted(known))}"
             )
     return options
+
+
+def reference_at(reference: bool | str | None, policy: str) -> str | None:
+    """The folder (absolute) or hub id of a session's reference, as of `rb.Session(reference=…)`; True: the policy's.
+
+    Raises:
+        BuildError: it can be neither.
+    """
+    if reference is True:
+        return policy
+    return check_model_path(resolve_model(str(reference))) if reference else None
 
 
 def resolve_model(model: str) -> str:

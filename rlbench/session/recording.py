@@ -171,7 +171,8 @@ class Recorder:
             return  # the folder went with the session
         with self._unharmed(entry):
             self._append(entry)
-        session.trackers.saw(entry, value)
+        with self._unharmed(entry):
+            session.trackers.saw(entry, value)
 
     def _ended(self, session: Session, entry: Entry, value: Any, error: BaseException | None) -> None:
         entry.seconds = time.time() - entry.time
@@ -199,7 +200,8 @@ class Recorder:
         self, session: Session, engine: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[None]:
         """What a user does with an engine itself: `session.train.run(…)`, a method of the module, a cell on ranks."""
-        role = {"actor": "train", "inference": "inference"}.get(engine, f"engines[{engine!r}]")
+        roles = {"actor": "train", "inference": "inference", "trainer": "last_trainer"}
+        role = roles.get(engine, f"engines[{engine!r}]")
         entry = Entry(f"{role}.{method}", time=time.time())
         entry.args = {str(i): _shown(one) for i, one in enumerate(args)} | {k: _shown(v, k) for k, v in kwargs.items()}
         with self._lock, self._unharmed(entry):

@@ -110,12 +110,14 @@ def through(smaller: tuple[int, int], larger: tuple[int, int]) -> _Line:
 
 @dataclass(frozen=True)
 class _Trainer:
-    """What one training engine is rehearsed with."""
+    """What one training engine is rehearsed with. `missing`: bytes of optimizer state that the first step makes;
+    `step`: those that a step takes beside it while it runs, when no activations are there any more."""
 
     engine: TrainEngine
     facts: list[dict[str, Any]]
     limit: int
     missing: int
+    step: int
     loss_blob: bytes | None
 
 
@@ -183,7 +185,8 @@ def worst_batch(tokens: int, length: int, ranks: int, vocabulary: int) -> TrainB
 
 def _of(engine: TrainEngine, facts: list[dict[str, Any]], memory_limit: int | None, blob: bytes | None) -> _Trainer:
     limit = min(int(f["limit"]) for f in facts) if memory_limit is None else int(memory_limit)
-    return _Trainer(engine, facts, limit, max(int(f["optimizer_missing"]) for f in facts), blob)
+    missing, step = (max(int(f[name]) for f in facts) for name in ("optimizer_missing", "optimizer_step"))
+    return _Trainer(engine, facts, limit, missing, step, blob)
 
 
 def _train_steps(
@@ -213,12 +216,13 @@ def _train_steps(
             raise CheckFailed(_out_of_memory(name, tokens, points)) from error
         points.append((tokens, max(int(m["peak"]) for m in measured)))
     line = through(points[1], points[2])
+    peaks = [max(int(m["peak"]), int(m["before"]) + trainer.step) + trainer.missing for m in measured]
     doing = "forward and backward, gradients there" if trainer.loss_blob is not None else "forward"
     found = EngineRehearsal(
         name, f"{budget:,} tokens in rows of {length:,} on each of {ranks} ranks: {doing}",
-        points[2][1] + trainer.missing, trainer.limit,
+        max(peaks), trainer.limit,
         f"~{_bytes(trainer.missing)} of it optimizer state, which the first step makes" if trainer.missing else "",
-        tuple(int(m["peak"]) + trainer.missing for m in measured),
+        tuple(peaks),
     )  # fmt: skip
     if found.headroom < 0:
         raise CheckFailed(_refusal(found, line, trainer, budget, length), _only(found, line, budget, length))
@@ -239,7 +243,7 @@ def _refusal(found: EngineRehearsal, line: _Line, trainer: _Trainer, budget: int
     """What does not fit, and what to lower."""
     said = f"the worst case of {found.name} needs {_bytes(found.peak)} and has {_bytes(found.limit)}."
     most = _safe(line, trainer)
-    if not most:
+    if not most or most >= budget:  # then it is the optimizer's step that does not fit
         return (
             f"{said} Weights, gradients and optimizer state alone fill it: spread the model over more ranks "
             "(tensor_parallel_size), or offload other engines"

@@ -207,7 +207,7 @@ class Renderer:
         if isinstance(value, types.ModuleType):
             self._need(f"import {value.__name__}")
             return value.__name__
-        if not isinstance(value, types.FunctionType | type) or not is_own(value):
+        if not isinstance(value, types.FunctionType | type) or not by_value.is_own(value):
             module, name = str(getattr(value, "__module__", "")), str(getattr(value, "__qualname__", ""))
             there = name and module != "__main__" and _at(module, name) is value
             return self._imported(module, name) if there else None
@@ -339,12 +339,6 @@ def marked(value: Any) -> str:
         return by_value.identity(value)
     except Exception:  # whatever the objects it refers to raise: it is compared with itself alone
         return f"object {id(value)}"
-
-
-def is_own(value: Any) -> bool:
-    """Whether a function or a class is a user's: of the notebook or script, or of a local module."""
-    module = sys.modules.get(value.__module__ or "")
-    return value.__module__ == "__main__" or module is None or by_value.is_local(module)
 
 
 def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:

@@ -29,16 +29,19 @@ from rlbench.session.evaluation import evaluate_steps
 from rlbench.session.facts import Sessions, card_facts
 from rlbench.session.history_verbs import HistoryVerbs
 from rlbench.session.lab_verbs import LabVerbs
-from rlbench.session.options import SessionOptions, resolve_model
+from rlbench.session.options import SessionOptions, reference_at, resolve_model
 from rlbench.session.pause_verbs import PauseVerbs
 from rlbench.session.recording import Recorder, recorded
 from rlbench.session.state_verbs import StateVerbs
 from rlbench.session.tracking import Trackers
 from rlbench.session.train_verbs import TrainVerbs
+from rlbench.session.trainer_verbs import TrainerVerbs
 from rlbench.session.view_verbs import ViewVerbs
 
 
-class Session(TrainVerbs, DataVerbs, StateVerbs, HistoryVerbs, CheckVerbs, LabVerbs, PauseVerbs, ViewVerbs):
+class Session(
+    TrainVerbs, TrainerVerbs, DataVerbs, StateVerbs, HistoryVerbs, CheckVerbs, LabVerbs, PauseVerbs, ViewVerbs
+):
     """A model with its engines, driven cell by cell.
 
     Args:
@@ -46,14 +49,14 @@ class Session(TrainVerbs, DataVerbs, StateVerbs, HistoryVerbs, CheckVerbs, LabVe
         name: a name to find it again; default: made up. Where a session of this name runs and is like this one, it is
             attached to: running the cell again changes nothing.
         train: sizes (`tensor_parallel_size`, `data_parallel_size`) and policy options (`lr`, `betas`, `weight_decay`,
-            `max_norm`, `dtype`).
+            `max_norm`, `dtype`, `use_mp_opt`, `fsdp_cpu_offload`, …: `PolicySpec` and `TrainConfig`).
         inference: sizes, `executor` (`"vllm"`, `"hf"`) and replica options (`kv_cache_bytes`, `max_model_len`, …).
         reference: True keeps the starting weights as a frozen reference policy for KL; or another model.
         seed: of sampling; with the same seed and the same cells a session draws the same samples.
         lease_s: seconds after which the session ends by itself: without a call from a notebook (default 8 h), or after
             a script died (default 30 s).
-        undo: how many last steps `undo()` can take back. Each costs a copy of the weights and the optimizer in host
-            memory, written before the step.
+        undo: how many last steps `undo()` can take back. Each costs a copy of the weights and the optimizer (and of a
+            trainer's critic and average) in host memory, written before the step.
 
     Raises:
         SessionError, BuildError: naming what is wrong; nothing is left running.
@@ -68,7 +71,7 @@ class Session(TrainVerbs, DataVerbs, StateVerbs, HistoryVerbs, CheckVerbs, LabVe
             raise SessionError(f"undo={undo!r}: the number of last steps that can be undone, 0 for none")
         train_options, inference_options = building.check_options(train, inference)
         path = check_model_path(resolve_model(str(model)))
-        reference_path = path if reference is True else resolve_model(str(reference)) if reference else None
+        reference_path = reference_at(reference, path)
         self._options = SessionOptions(
             str(model), path, seed, train_options, inference_options, reference_path, undo
         )
@@ -305,8 +308,8 @@ class Session(TrainVerbs, DataVerbs, StateVerbs, HistoryVerbs, CheckVerbs, LabVe
 
     def stop(self) -> list[str]:
         """Stop what runs, also a call of an earlier kernel or another thread; returns at once what that was."""
-        here = [chain for chain in self._chains if chain.what == "evaluate" and not chain.done]
-        for chain in here:  # a reward runs in this kernel, where the monitor stops nothing
+        here = [chain for chain in self._chains if chain.what.startswith(("evaluate", "trainer.")) and not chain.done]
+        for chain in here:  # a reward runs in this kernel, a fit is between two calls: the monitor stops neither
             chain.stop()
         return self._link.stop_running() or [chain.what for chain in here]
 

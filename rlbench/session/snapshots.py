@@ -1,7 +1,8 @@
 """Going back: snapshots of a session, undo of a step, and branches.
 
-A snapshot is the trainer's whole state (weights, optimizer, schedulers, random states) in files outside the ranks, and
-in the monitor's record where the session stood: step, rollout number, history. Restoring one moves all of that back and
+A snapshot is the whole training state (weights, optimizer, schedulers, random states, and what a `session.trainer` on
+the ranks holds beside them) in files outside the ranks, and in the monitor's record where the session stood: step,
+rollout number, history. Restoring one moves all of that back and
 gives the weights a version of their own, so that no replica is taken for current that is not; the replicas then get
 them by a sync. What came later stays on record and can be branched from.
 """
@@ -13,7 +14,6 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlbench.data.metrics import format_number
@@ -104,21 +104,28 @@ def snapshot_steps(session: Session, label: str | None, disk: bool) -> Steps:
 
 
 def restore_steps(session: Session, which: Any, sync: bool) -> Steps:
-    """Bring trainer, step, history and rollout number back, then the replicas; returns the snapshot."""
+    """Bring the ranks, step, history and rollout number back, then the replicas; returns the snapshot."""
     snapshot = listed(session)[which]
-    yield session.train.call_all("read_snapshot", snapshot.folder, what="restore", track=True)
+    found = yield session.train.call_all(
+        "read_snapshot", snapshot.folder, what="restore", track=True, finish=lambda parts: parts[0]
+    )
     session.link.apply({"do": "restore", "id": snapshot.id})
     session.anchors.go_back(snapshot.id)
     session.move_place()
     session.train.publish_state()
+    session.trainer_went_back(snapshot.label, found["trainer"])
     if sync and session.replicas_can_sync():
         yield sync_weights(session.train, session.inference, session.version)
     return snapshot
 
 
 def drop_steps(session: Session, which: list[Any]) -> Steps:
-    """Forget snapshots, then free what they hold."""
+    """Forget snapshots, and branches that end at one, then free what they hold."""
     chosen = [listed(session)[one] for one in which]
+    gone = {snapshot.id for snapshot in chosen}
+    branches = session.link.state("branches")["branches"]
+    if gone & set(branches.values()):
+        session.link.set(branches={name: end for name, end in branches.items() if end not in gone})
     yield from _drop(session, chosen)
     return [s.label for s in chosen]
 
@@ -203,15 +210,17 @@ def branch_steps(session: Session, name: str, sync: bool) -> Steps:
 # -- parts
 
 
+def folder_start(session: Session, disk: bool) -> str:
+    """How the paths of the session's snapshots begin; an id follows."""
+    return f"{registry.snapshot_folder(session.name)}/" if disk else f"/dev/shm/{shm_prefix(session.name)}snapshot-"
+
+
 def _write(
     session: Session, label: str | None, disk: bool, known: list[Snapshot], undo: bool = False
 ) -> Steps:
     """Write, then put on record. A folder that no record names is swept with the session."""
     id_ = secrets.token_hex(4)
-    folder = str(
-        registry.snapshot_folder(session.name) / id_ if disk
-        else Path("/dev/shm") / f"{shm_prefix(session.name)}snapshot-{id_}"
-    )  # fmt: skip
+    folder = f"{folder_start(session, disk)}{id_}"
     before = next((s.folder for s in reversed(known) if s.disk == disk), None)
     parts = yield session.train.call_all("write_snapshot", folder, before, disk, what="snapshot", track=not undo)
     step = session.step

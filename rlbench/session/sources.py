@@ -7,7 +7,6 @@ import functools
 import inspect
 import linecache
 import re
-import sys
 import types
 import weakref
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Any, TypedDict
 
 from rlbench.data import TrainBatch
 from rlbench.data.origin import Origin, origin
-from rlbench.dispatch.by_value import identity, is_local
+from rlbench.dispatch.by_value import identity, is_local, is_own
 
 MOST = 16_000
 """Characters of text in one record; the rest is counted."""
@@ -107,10 +106,7 @@ def _reached(fn: Any) -> Iterator[Any]:
 
 def _own(value: Any) -> bool:
     """Whether it is a function or a class of the notebook or of a local module."""
-    if not isinstance(value, types.FunctionType | type):
-        return False
-    module = sys.modules.get(value.__module__ or "")
-    return value.__module__ == "__main__" or module is None or is_local(module)
+    return isinstance(value, types.FunctionType | type) and is_own(value)
 
 
 def _referred(value: Any) -> Iterator[Any]:

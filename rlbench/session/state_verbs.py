@@ -19,6 +19,8 @@ class StateVerbs:
     def snapshot(self, label: str | None = None, disk: bool = False, block: bool = True) -> Any:
         """Keep the whole training state: weights, optimizer, schedulers, random states, step, rollout number, history.
 
+        Of a `session.trainer`, too: critic, average, schedules, place in the prompts, what waits to be trained on.
+
         Args:
             label: to find it by; default: made up of the step.
             disk: on disk in the state folder, instead of host memory. Either is gone when the session closes; for
@@ -43,20 +45,22 @@ class StateVerbs:
         """Go back to a snapshot, bit for bit; the replicas follow (`sync=False`: when `sync_weights()` is called).
 
         The weights get a new version number, since those in between were other weights. Gradients that wait for a
-        step are dropped; later steps leave the history and stay on record.
+        step are dropped; later steps leave the history and stay on record. A trainer on the ranks goes back, too; where
+        the snapshot is of before it was made, or of another one, the policy alone does, and a warning says so.
         """
         me = cast("Session", self)
         return me._run("restore", snapshots.restore_steps(me, snapshot, sync), block)
 
     @recorded
     def undo(self, sync: bool = True, block: bool = True) -> Any:
-        """Take the last optimizer step back, and call by call those before it; returns the snapshot of before it."""
+        """Take the last optimizer step (of a trainer: iteration) back, and call by call those before it; returns the
+        snapshot of before it."""
         me = cast("Session", self)
         return me._run("undo", snapshots.undo_steps(me, sync), block)
 
     @recorded
     def drop(self, *which: Snapshot | str | int) -> list[str]:
-        """Forget snapshots and free what they hold."""
+        """Forget snapshots and free what they hold. A branch that was left at one is forgotten with it."""
         me = cast("Session", self)
         return list(me._run("drop", snapshots.drop_steps(me, list(which)), True))
 

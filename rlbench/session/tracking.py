@@ -6,8 +6,9 @@ session's own step is a metric, `step`, that falls where a step is undone.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlbench.data import Rollouts
@@ -36,7 +37,8 @@ class Trackers:
         self._steps: int | None = None
 
     def __repr__(self) -> str:
-        return f"Trackers({', '.join(self._all()) or 'none: session.track(name)'})"
+        running = self._running if self._running is not None else [spec["tracker"] for spec in self._specs()]
+        return f"Trackers({', '.join(running) or 'none: session.track(name)'})"
 
     def start(self, tracker: Any, run: str | None, folder: str, options: dict[str, Any]) -> Any:
         """Start one; returns accelerate's tracker, whose `.tracker` is the library's own run."""
@@ -72,22 +74,21 @@ class Trackers:
         return ended
 
     def saw(self, entry: Entry, value: Any) -> None:
-        """Log what a verb gave. A tracker that fails is said once per failure, and training goes on."""
+        """Log what a verb gave. A tracker that fails is said each time, and training goes on."""
         values = logged(entry, value)
-        if not values or (self._running is None and not self._specs()):
+        running = self._all() if values else {}
+        if not running:
             return
         at = self._count(entry)
-        for name, tracker in self._all().items():
-            try:
+        for name, tracker in running.items():
+            with _told(name, f"log {entry.verb}"):
                 tracker.log(values, step=at)
-            except Exception as error:  # a service that is away must not end a step that is done
-                said = f"{type(error).__name__}: {error}"
-                warnings.warn(f"tracker {name} could not log {entry.verb}: {said}", stacklevel=4)
 
     def close(self) -> None:
         """End what runs here; the session is over."""
-        for tracker in (self._running or {}).values():
-            tracker.finish()
+        for name, tracker in (self._running or {}).items():
+            with _told(name, "end"):
+                tracker.finish()
         self._running = {}
 
     def _all(self) -> dict[str, Any]:
@@ -95,8 +96,10 @@ class Trackers:
         if self._running is None:
             self._running = {}
             for spec in self._specs():
-                made = self._running[spec["tracker"]] = _made(spec)
-                made.start()
+                with _told(spec["tracker"], "go on in this kernel"):
+                    made = _made(spec)
+                    made.start()
+                    self._running[spec["tracker"]] = made
         return self._running
 
     def _specs(self) -> list[dict[str, Any]]:
@@ -113,6 +116,15 @@ class Trackers:
         elif entry.verb in STEPS:
             self._steps += 1
         return self._steps
+
+
+@contextlib.contextmanager
+def _told(name: str, what: str) -> Iterator[None]:
+    """A tracker in trouble is told of: a service that is away must not end a step that is done, or keep a session."""
+    try:
+        yield
+    except Exception as error:  # whatever the tracker's library raises
+        warnings.warn(f"tracker {name} could not {what}: {type(error).__name__}: {error}", stacklevel=5)
 
 
 def logged(entry: Entry, value: Any) -> dict[str, float]:

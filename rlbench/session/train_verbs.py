@@ -88,5 +88,6 @@ class TrainVerbs:
 
     @recorded
     def set_lr(self, lr: float) -> None:
-        """Change the learning rate from now on; the same as `session.lr = lr`."""
+        """Change the learning rate from now on; the same as `session.lr = lr`. A trainer's schedule goes on from it in
+        proportion (StateError where that is at 0: before its first step)."""
         cast("Session", self).train.call_all("set_lr", float(lr), what="lr").result()

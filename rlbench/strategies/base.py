@@ -1,8 +1,7 @@
 """The surface that trainers and notebooks program against, whatever shards the models below it.
 
 Put together from sides, one a file: what ranks say to each other (`rank_side`), stepping (`step_side`), memory
-(`memory_side`), keeping (`keeping_side`), preparing (`preparing_side`). A side that generates (`inference_side`) joins
-them here.
+(`memory_side`), keeping (`keeping_side`), preparing (`preparing_side`), generating (`inference_side`).
 """
 
 from __future__ import annotations
@@ -14,11 +13,12 @@ from typing import Any
 from rlbench.strategies.config import StrategyConfig, accumulation_steps
 from rlbench.strategies.control import ControlGroup
 from rlbench.strategies.device import RankDevice
+from rlbench.strategies.inference_side import InferenceSide
 from rlbench.strategies.keeping_side import KeepingSide
 from rlbench.strategies.preparing_side import PreparingSide
 
 
-class StrategyBase(PreparingSide, KeepingSide):
+class StrategyBase(PreparingSide, KeepingSide, InferenceSide):
     """What every strategy does; `_shard` says how.
 
     Args:

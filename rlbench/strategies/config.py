@@ -16,7 +16,7 @@ from typing import Any
 
 from rlbench.errors import BuildError, nearest
 
-STRATEGY, ENGINE, TRAINER, NOBODY = "strategy", "inference side", "trainer", "nobody yet"
+STRATEGY, TRAINER, NOBODY = "strategy", "trainer", "nobody yet"
 TYPO = 0.9  # so alike are a misspelt name and the one that was meant; a script's own options are less
 
 
@@ -33,12 +33,13 @@ class Option:
     does: str
 
 
-def _of(section: str, by: str, **does: str) -> dict[str, Option]:
+def options_of(section: str, by: str, **does: str) -> dict[str, Option]:
+    """Options of one section, honoured by the same."""
     return {name: Option(section, by, text) for name, text in does.items()}
 
 
 OPTIONS: dict[str, Option] = {
-    **_of(
+    **options_of(
         "Training", STRATEGY,
         seed="of set_seed and of initialisers",
         max_norm="global gradient norm to clip to; 0: no clipping",
@@ -52,7 +53,7 @@ OPTIONS: dict[str, Option] = {
         lr_warmup_ratio="share of the steps over which the rate rises",
         critic_pretrain="a critic is trained; the path it came from, or true",
     ),
-    **_of(
+    **options_of(
         "Sharding", STRATEGY,
         fsdp="train with FSDP2; without it the reference takes DeepSpeed, which is not here yet",
         fsdp_cpu_offload="trained weights, gradients and optimizer live in host memory; overrides adam_offload",
@@ -60,7 +61,7 @@ OPTIONS: dict[str, Option] = {
         use_mp_opt="half-precision weights with float32 copies in the optimizer (FSDPadaptOptimizer)",
         local_rank="which GPU of its node a rank takes; -1: LOCAL_RANK, else the rank",
     ),
-    **_of(
+    **options_of(
         "Sharding", NOBODY,
         zero_stage="stages are DeepSpeed's, which is not here yet; fsdp=True shards as stage 3 does",
         zpg="hierarchical partitioning is DeepSpeed's; prepare_model(shard_size=n) shards within n ranks",
@@ -69,21 +70,25 @@ OPTIONS: dict[str, Option] = {
         sp_size="attention over split sequences is not here yet; shorten sequences or lower micro_train_batch_size",
         mixed_mm_data="vision-language models are not here yet",
     ),
-    **_of(
-        "Inference engine", ENGINE,
+    **options_of(
+        "Inference engine", STRATEGY,
         engine_type="the engine that generates: vllm",
         engine_tp_size="ranks that share one engine",
-        engine_mem_util="share of the memory the engine may take",
+        engine_mem_util="share of the GPU's memory the engine may take; on a host without one, of the free memory for "
+        "its KV cache, which has 1 GiB there where this is not set",
         enable_engine_sleep="the engine gives its memory back while ranks train",
+    ),
+    **options_of(
+        "Inference engine", TRAINER,
         log_dir="folder of length plots and logs",
         plot_every="steps between two plots of generated lengths",
     ),
-    **_of(
+    **options_of(
         "Inference engine", NOBODY,
         rm_use_engine="reward models run on the ranks",
         rm_engine_cudagraph="reward models run on the ranks",
     ),
-    **_of(
+    **options_of(
         "Rewards and advantages", TRAINER,
         remote_rm_url="a reward service instead of reward models; prepare_models_and_optimizers then shards none",
         reward_running_norm="divide rewards by their running deviation",
@@ -96,7 +101,7 @@ OPTIONS: dict[str, Option] = {
         kl_estimator="k1, k2 or k3",
         pretrain_data="text for a language loss beside the policy's",
     ),
-    **_of(
+    **options_of(
         "Experience", TRAINER,
         micro_rollout_batch_size="prompts of one forward while experience is made",
         n_samples_per_prompt="completions of one prompt",

@@ -3,7 +3,9 @@ own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import weakref
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from enum import IntEnum
 from typing import Any
@@ -22,6 +24,20 @@ class Verdict(IntEnum):
     FAILED = 2
 
 
+def _leave(group: Any) -> None:
+    with contextlib.suppress(ValueError, AssertionError):  # the ranks have parted already
+        dist.destroy_process_group(group)
+
+
+def issued_collectives() -> int:
+    """Collectives that this process has issued, over all its groups; 0 without any."""
+    if not dist.is_initialized():
+        return 0
+    groups = list(dist.distributed_c10d._world.pg_map)
+    backends = {group._get_backend(device) for group in groups for device in group._device_types}
+    return sum(backend._get_sequence_number_for_group() for backend in backends)  # a group asks one of its two alone
+
+
 def peer_failed(message: str) -> EngineError:
     """An error for a rank that gave up because another one failed; `secondary` says so to whoever collects
     them."""
@@ -30,13 +46,24 @@ def peer_failed(message: str) -> EngineError:
     return error
 
 
+def ranks_apart(message: str) -> EngineError:
+    """An error of a rank whose state is not that of the others any more; `ends_rank` tells whoever collects them that
+    it must not go on."""
+    error = EngineError(message)
+    error.__dict__["ends_rank"] = True
+    return error
+
+
 class ControlGroup:
-    """A gloo group beside the model's own, on CPU and GPU hosts alike."""
+    """A gloo group beside the model's own, on CPU and GPU hosts alike; its connections end with it."""
 
     def __init__(self, timeout: timedelta | None = None) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.group = dist.new_group(backend="gloo", timeout=timeout)
+        if self.world_size > 1:  # a rank that drops it at once would cut off one that is still connecting
+            dist.barrier(group=self.group)
+        weakref.finalize(self, _leave, self.group).atexit = False
 
     def vote(self, own: Verdict) -> Verdict:
         """Return the greatest vote of all ranks; collective."""
@@ -53,6 +80,15 @@ class ControlGroup:
         found: list[Any] = [None] * self.world_size
         dist.all_gather_object(found, value, group=self.group)
         return found
+
+    def scatter(self, parts: Sequence[Any] | None) -> Any:
+        """Give each rank its part of what rank 0 holds, one per rank; the others pass None; collective."""
+        if self.world_size == 1:
+            assert parts is not None
+            return parts[0]
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, None if parts is None else list(parts), src=0, group=self.group)
+        return mine[0]
 
     def together(self, doing: str, work: Callable[[], Any]) -> Any:
         """Run `work`, which holds no collective, on every rank; if it fails on one, it fails on all.

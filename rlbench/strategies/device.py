@@ -33,8 +33,8 @@ class RankDevice:
 
     @property
     def backend(self) -> str:
-        """The process group's backend."""
-        return "nccl" if self.is_gpu else "gloo"
+        """The process group's; on a GPU with one for host memory beside it, where `fsdp_cpu_offload` keeps shards."""
+        return "cpu:gloo,cuda:nccl" if self.is_gpu else "gloo"
 
     def release_cache(self) -> None:
         """Give unused memory of the allocator back."""

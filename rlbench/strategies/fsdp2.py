@@ -167,5 +167,4 @@ def join_ranks(device: RankDevice) -> None:
             f"this process is no rank ({absent[0]} is not set): make the strategy in a %%ranks cell or in "
             "train.run(fn), start the script with torchrun, or take get_fake_strategy(args), which needs no ranks."
         )
-    backend = "cpu:gloo,cuda:nccl" if device.is_gpu else "gloo"
-    dist.init_process_group(backend, timeout=TIMEOUT)
+    dist.init_process_group(device.backend, timeout=TIMEOUT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,25 @@ from rlbench.errors import CheckpointError, nearest
 from rlbench.strategies import ckpt, hf_folder, memory
 from rlbench.strategies.gradients import local
 from rlbench.strategies.materialize import allocate, targets
-from rlbench.strategies.memory_side import reshard
+from rlbench.strategies.memory_side import holds_gradients, reshard
 from rlbench.strategies.optimizer_groups import names_by_id
 from rlbench.strategies.step_side import StepSide
 
 WEIGHTS, OPTIMIZER = "weight/", "optimizer/"
 SHOWN = 3
+
+
+@dataclass(frozen=True)
+class OpenedCkpt:
+    """A checkpoint that is whole and fits what `open_ckpt` was given; nothing of it is loaded yet."""
+
+    folder: Path
+    names: set[str]
+    shapes: Mapping[str, tuple[torch.Size, torch.dtype]]
+    values: dict[str, Any]
+    settings: list[dict[str, Any]]
+    wants_optimizer: bool
+    wants_scheduler: bool
 
 
 class KeepingSide(StepSide):
@@ -55,7 +69,7 @@ class KeepingSide(StepSide):
             values["optimizer"] = _optimizer_values(model, optimizer)
         if scheduler is not None:
             values["scheduler"] = scheduler.state_dict()
-        if any(parameter.grad is not None for parameter in model.parameters()):
+        if holds_gradients(model):
             self.print("save_ckpt: gradients wait for a step; they are not kept")
         folder, removed = ckpt.write(
             self.control, save_dir, tag, tensors, values, save_latest, max_num, max_mem
@@ -86,6 +100,18 @@ class KeepingSide(StepSide):
             CheckpointError: none there, damaged, of another model, or without what was asked for; found before
                 anything is changed.
         """
+        opened = self.open_ckpt(
+            model, load_dir, optimizer, scheduler, load_module_strict, load_optimizer_states, load_lr_scheduler_states
+        )
+        self.load_opened(opened, model, optimizer, scheduler)
+        return str(opened.folder), opened.values["client_state"]
+
+    def open_ckpt(
+        self, model: nn.Module, load_dir: str, optimizer: torch.optim.Optimizer | None = None, scheduler: Any = None,
+        load_module_strict: bool = True, load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True,
+    ) -> OpenedCkpt:  # fmt: skip
+        """The first half of `load_ckpt`, which changes nothing: arguments and errors are its. Several models are loaded
+        all or not at all by opening each before the first `load_opened`."""
         folder = self.control.together("looking for a checkpoint", lambda: ckpt.find(load_dir))
         ckpt.check(self.control, folder)
         shapes, values = self.control.together(
@@ -104,21 +130,28 @@ class KeepingSide(StepSide):
                     f"{folder} was saved without its {part}; give none, or set {flag}=False to leave it as it is."
                 )
         settings = _settings(folder, model, optimizer, values["optimizer"]) if wants_optimizer else []
+        return OpenedCkpt(folder, names, shapes, values, settings, wants_optimizer, wants_scheduler)
+
+    def load_opened(
+        self, opened: OpenedCkpt, model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Any = None,
+    ) -> None:  # fmt: skip
+        """The second half of `load_ckpt`: bring what was opened into what was given then."""
+        folder, values = opened.folder, opened.values
         self.forget_gradients(model)
         if any(parameter.is_meta for parameter in model.parameters()):
             allocate(model, self.weights_device(model))
-        into = {WEIGHTS + name: tensor.detach() for name, tensor in _kept(model).items() if name in names}
-        if wants_optimizer and optimizer is not None:
-            into |= _optimizer_targets(model, optimizer, shapes)
+        into = {WEIGHTS + name: tensor.detach() for name, tensor in _kept(model).items() if name in opened.names}
+        if opened.wants_optimizer and optimizer is not None:
+            into |= _optimizer_targets(model, optimizer, opened.shapes)
         ckpt.read_tensors(self.control, folder, into)
-        if wants_optimizer and optimizer is not None:
-            self._put_optimizer(model, optimizer, into, values["optimizer"], settings)
+        if opened.wants_optimizer and optimizer is not None:
+            self._put_optimizer(model, optimizer, into, values["optimizer"], opened.settings)
             ckpt.restore_random(self.control, folder)
-        if wants_scheduler:
+        if opened.wants_scheduler:
             scheduler.load_state_dict(values["scheduler"])
         self.sync_and_clear_cache()
         self.print(f"checkpoint {folder} loaded")
-        return str(folder), values["client_state"]
 
     def save_model(self, model: nn.Module, tokenizer: Any, output_dir: str, **kwargs: Any) -> None:
         """Write a folder that transformers and vLLM load: weights, config, tokenizer. Rank 0 writes it.

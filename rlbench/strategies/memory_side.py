@@ -108,6 +108,10 @@ class MemorySide(RankSide):
         self.last_moved = moved
         return moved
 
+    def offloaded(self, model: nn.Module) -> bool:
+        """Whether `offload_model` sent it away and `reload_model` has not brought it back."""
+        return model in self._absent
+
     def _move_model(self, model: nn.Module, to: torch.device) -> int:
         if not self.device.is_gpu or kept_on_host(model):
             return 0  # it is in host memory anyway
@@ -156,10 +160,21 @@ def _modules(models: Any) -> Iterable[nn.Module]:
     return [model for model in several if isinstance(model, nn.Module)]
 
 
+def holds_gradients(model: nn.Module) -> bool:
+    """Whether gradients wait on a model; its parameters are shards afterwards, as gathered ones do not show theirs."""
+    reshard(model)
+    return any(parameter.grad is not None for parameter in model.parameters())
+
+
 def reshard(model: nn.Module) -> None:
+    """Free every gathered parameter, and forget the pass it was gathered for: one that ended early leaves marks by
+    which the next would gather and reduce in another order than on ranks where it did not."""
     for part in model.modules():
         if isinstance(part, FSDPModule):
-            part.reshard()  # gathered weights would stay behind on the device
+            if part._get_fsdp_state()._is_root:
+                part.reset_iter_state()
+            else:
+                part.reshard()
 
 
 def kept_on_host(model: nn.Module) -> bool:

@@ -64,6 +64,11 @@ class FSDPadaptOptimizer(Optimizer):
         for group in self.param_groups:
             loss_scale.start(group, dynamic)
 
+    @property
+    def inner(self) -> Optimizer:
+        """The optimizer that steps the copies."""
+        return self._inner
+
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 

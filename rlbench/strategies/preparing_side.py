@@ -162,23 +162,28 @@ class PreparingSide(StepSide, ABC):
     def _prepare_trained(
         self, model: nn.Module, rate: float, config: StrategyConfig, max_steps: int
     ) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-        from transformers import get_scheduler
-
         prepared = self.prepare_model(model, is_training=True)
         optimizer = self.create_optimizer(
             prepared, lr=rate, betas=config.adam_betas, weight_decay=config.l2
         )
-        scheduler = get_scheduler(
-            "cosine_with_min_lr", optimizer, num_warmup_steps=math.ceil(max_steps * config.lr_warmup_ratio),
-            num_training_steps=max_steps, scheduler_specific_kwargs={"min_lr": rate * LEAST_RATE},
-        )  # fmt: skip
-        return prepared, optimizer, scheduler
+        return prepared, optimizer, cosine_schedule(optimizer, max_steps, config.lr_warmup_ratio)
 
     @abstractmethod
     def _shard(
         self, model: nn.Module, is_training: bool, shard_size: int, reshard_after_forward: bool
     ) -> nn.Module:
         """Bring one module into the form the strategy computes with, in place, and return it."""
+
+
+def cosine_schedule(optimizer: torch.optim.Optimizer, max_steps: int, warmup_ratio: float) -> Any:
+    """The rate rises to the optimizer's own over a share of the steps, then falls to a tenth of it by a cosine."""
+    from transformers import get_scheduler
+
+    return get_scheduler(
+        "cosine_with_min_lr", optimizer, num_warmup_steps=math.ceil(max_steps * warmup_ratio),
+        num_training_steps=max_steps,
+        scheduler_specific_kwargs={"min_lr_rate": LEAST_RATE},  # min_lr is set against the rate of the constructor
+    )  # fmt: skip
 
 
 def _is_module(value: Any) -> bool:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from rlbench.errors import EngineError
+from rlbench.strategies.control import ranks_apart
 from rlbench.strategies.gradients import global_norm, scale_gradients
-from rlbench.strategies.memory_side import MemorySide
+from rlbench.strategies.memory_side import MemorySide, holds_gradients
 from rlbench.strategies.mp_optimizer import FSDPadaptOptimizer
 from rlbench.strategies.optimizer_groups import parameter_groups
 
@@ -82,12 +83,12 @@ class StepSide(MemorySide):
             scaled = loss * self.backward_scale(model)
         else:
             raise EngineError(f"reduction={reduction!r}: it is 'mean' or 'sum'.")
-        if isinstance(optimizer, FSDPadaptOptimizer):
-            optimizer.backward(scaled, **kwargs)
-        elif optimizer is None and self.config.use_mp_opt:
+        if optimizer is None and self.config.use_mp_opt:
             raise EngineError(
                 "with use_mp_opt the optimizer scales the loss; pass it: backward(loss, model, optimizer)."
             )
+        if isinstance(optimizer, FSDPadaptOptimizer):
+            optimizer.backward(scaled, **kwargs)
         else:
             scaled.backward(**kwargs)
 
@@ -131,10 +132,10 @@ class StepSide(MemorySide):
         limit = self.max_norm if max_norm is None else max_norm
         if isinstance(optimizer, FSDPadaptOptimizer):
             optimizer.max_norm = limit
-            optimizer.step()
+            self._step(optimizer)
             norm = optimizer.grad_norm
         else:
-            norm = _step_clipped(optimizer, limit)
+            norm = self._step_clipped(optimizer, limit)
         optimizer.zero_grad(set_to_none=True)
         if not math.isfinite(norm):
             reason = (
@@ -146,20 +147,31 @@ class StepSide(MemorySide):
             scheduler.step()
         return StepResult(stepped=True, grad_norm=norm, skipped=None)
 
+    def _step_clipped(self, optimizer: torch.optim.Optimizer, limit: float) -> float:
+        """Clip by the norm over all groups, and step unless it is not finite; returns the norm before clipping."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        norm = global_norm(parameters)
+        if math.isfinite(norm):
+            if 0 < limit < norm:
+                scale_gradients(parameters, limit / norm)
+            self._step(optimizer)
+        return norm
+
+    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The others take theirs whatever happens here: a rank that fails in it holds other weights than they do."""
+        try:
+            optimizer.step()
+        except Exception as error:
+            if self.world_size == 1:
+                raise
+            raise ranks_apart(
+                f"the optimizer's step failed on rank {self.rank} ({type(error).__name__}: {error}), and may have been "
+                "taken on others"
+            ) from error
+
     def forget_gradients(self, model: nn.Module) -> bool:
         """Drop the gradients of a model that wait for a step, and the count of them; returns whether there were any."""
-        waited = any(parameter.grad is not None for parameter in model.parameters())
+        waited = holds_gradients(model)
         model.zero_grad(set_to_none=True)
         self._calls.pop(model, None)
         return waited
-
-
-def _step_clipped(optimizer: torch.optim.Optimizer, limit: float) -> float:
-    """Clip by the norm over all groups, and step unless it is not finite; returns the norm before clipping."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    norm = global_norm(parameters)
-    if math.isfinite(norm):
-        if 0 < limit < norm:
-            scale_gradients(parameters, limit / norm)
-        optimizer.step()
-    return norm

@@ -1,1 +1,42 @@
-"""What a whole recipe does on the ranks. Import the submodules: this package itself imports no torch."""
+"""What a whole recipe does on the ranks. Names come on first use: torch is imported with the first of them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlbench.trainers.experience import Experience
+    from rlbench.trainers.experience_maker import FastExperienceMaker
+    from rlbench.trainers.length_analysis import GenLenAnalyser
+    from rlbench.trainers.ppo_config import PPOConfig
+    from rlbench.trainers.ppo_trainer import PPOTrainer
+    from rlbench.trainers.replay_buffer import NaiveReplayBuffer
+    from rlbench.trainers.reward_heads import make_reward_model
+    from rlbench.trainers.spmd_ppo_trainer import SPMDPPOTrainer, SPMDPPOTrainerBase
+    from rlbench.trainers.trajectory_saver import TrajectorySaver
+    from rlbench.trainers.value_model import make_critic
+
+_NAMES = {
+    "Experience": "experience", "FastExperienceMaker": "experience_maker", "GenLenAnalyser": "length_analysis",
+    "NaiveReplayBuffer": "replay_buffer", "PPOConfig": "ppo_config", "PPOTrainer": "ppo_trainer",
+    "SPMDPPOTrainer": "spmd_ppo_trainer", "SPMDPPOTrainerBase": "spmd_ppo_trainer",
+    "TrajectorySaver": "trajectory_saver", "make_critic": "value_model", "make_reward_model": "reward_heads",
+}  # fmt: skip
+
+__all__ = [
+    "Experience", "FastExperienceMaker", "GenLenAnalyser", "NaiveReplayBuffer", "PPOConfig", "PPOTrainer",
+    "SPMDPPOTrainer", "SPMDPPOTrainerBase", "TrajectorySaver", "make_critic", "make_reward_model",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -56,7 +56,7 @@ class Head:
 
     def run(
         self, model: Callable[[], Tensor], positions: Tensor | None, targets: Tensor, temperature: float,
-        watch: TokenGradients | None = None,
+        watch: TokenGradients | None = None, chunk_rows: int | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Log-probs and entropies (R,) of `targets`.
 
@@ -66,6 +66,7 @@ class Head:
             targets: (R,) int64.
             temperature: divides the logits.
             watch: takes the gradient of the layer's input.
+            chunk_rows: rows of logits held at once, at most; None: what suits the device.
 
         Raises:
             UnfitHead: the layer was not called just once, or what it gave did not come out untouched.
@@ -78,7 +79,7 @@ class Head:
                 states = states[positions]
             if watch is not None:
                 watch.watch_hidden(states)
-            logprobs, entropy = self._stats(states, targets, temperature)
+            logprobs, entropy = self._stats(states, targets, temperature, chunk_rows)
             # no view: FSDP's hook on the output of a unit would be lost with an in-place operation on one
             stats = torch.stack((logprobs[None], entropy[None]), dim=-1)
             given.append((stats, stats._version))
@@ -97,7 +98,9 @@ class Head:
         logprobs, entropy = stats[0].unbind(-1)
         return logprobs, entropy
 
-    def _stats(self, states: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def _stats(
+        self, states: Tensor, targets: Tensor, temperature: float, chunk_rows: int | None
+    ) -> tuple[Tensor, Tensor]:
         weight, bias = self.layer.weight, self.layer.bias
         if isinstance(weight, DTensor):
             raise UnfitHead("the output layer's weight is not gathered when the layer runs")
@@ -105,7 +108,8 @@ class Head:
             raise UnfitHead(f"the output layer saw {len(states)} positions for {len(targets)} tokens")
         if len(targets) == 0:  # nothing to compute, and gradients of zero all the same
             return token_stats(linear(states, weight, bias), targets, temperature)
-        return linear_token_stats(states, weight, targets, temperature, bias)
+        tile = None if chunk_rows is None else chunk_rows * len(weight)
+        return linear_token_stats(states, weight, targets, temperature, bias, tile)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from rlbench.data.batch import TrainBatch
 from rlbench.errors import DataError, EngineError
+from rlbench.strategies.whole_pass import FORWARD, unvotable, whole_pass
 from rlbench.trainers.attention import packed_attention
 from rlbench.trainers.chunked_head import Head, UnfitHead, token_bytes, watched_head
 from rlbench.trainers.packing import ModelInputs, model_inputs
@@ -80,21 +81,24 @@ class PolicyModel:
     @contextmanager
     def stats(
         self, rows: TrainBatch, temperature: float, packed: bool, head: str = "auto",
-        watch: TokenGradients | None = None,
+        watch: TokenGradients | None = None, chunk_rows: int | None = None,
     ) -> Iterator[tuple[Tensor, Tensor, ModelInputs]]:  # fmt: skip
         """Log-probs and entropies (R,) of the response tokens of `rows`; run the backward inside the
-        context. `head` is `PolicyOptions.head`; `watch` takes each token's gradients."""
+        context. `head` is `PolicyOptions.head`; `watch` takes each token's gradients; `chunk_rows` as of `Head.run`."""
         chunked = self.prove_head(rows, packed, head)
-        inputs = model_inputs(rows, self.device, packed)
-        with packed_attention(self.module, inputs.lengths) if packed else nullcontext():
-            logprobs, entropy = self._stats(inputs, temperature, packed, chunked, watch)
-            if watch is not None:
-                watch.watch(logprobs, entropy)
+        with ExitStack() as within:
+            with whole_pass(self.module, FORWARD):
+                inputs = model_inputs(rows, self.device, packed)
+                if packed:
+                    within.enter_context(packed_attention(self.module, inputs.lengths))
+                logprobs, entropy = self._stats(inputs, temperature, packed, chunked, watch, chunk_rows)
+                if watch is not None:
+                    watch.watch(logprobs, entropy)
             yield logprobs, entropy, inputs
 
     def _stats(
         self, inputs: ModelInputs, temperature: float, packed: bool, head: Head | None,
-        watch: TokenGradients | None = None,
+        watch: TokenGradients | None = None, chunk_rows: int | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if head is None:
             with watched_head(self.module, watch, None if packed else inputs.predictors):
@@ -102,7 +106,7 @@ class PolicyModel:
             return token_stats(logits, inputs.targets, temperature)
         run = self._run_packed if packed else self._run_padded
         positions = None if packed else inputs.predictors
-        return head.run(lambda: _logits(run(inputs)), positions, inputs.targets, temperature, watch)
+        return head.run(lambda: _logits(run(inputs)), positions, inputs.targets, temperature, watch, chunk_rows)
 
     def _run_packed(self, inputs: ModelInputs) -> Any:
         return self.module(
@@ -158,7 +162,7 @@ class PolicyModel:
                 "position_ids, use_cache and logits_to_keep; pass packing=False."
             )
         probe = _probe(batch)
-        with _evaluating(self.module):
+        with unvotable(self.module), evaluating(self.module):
             with self.stats(probe, 1.0, packed=True, head="plain") as (packed, _, _):
                 pass
             with self.stats(probe, 1.0, packed=False, head="plain") as (padded, _, _):
@@ -183,7 +187,8 @@ class PolicyModel:
         if head == "plain":
             return None
         if packed not in self._heads:
-            self._heads[packed] = self._try_head(_probe(batch), packed)
+            with unvotable(self.module):
+                self._heads[packed] = self._try_head(_probe(batch), packed)
             if isinstance(self._heads[packed], str) and head == "auto":
                 warnings.warn(f"log-probs take the whole logits' memory: {self._heads[packed]}", stacklevel=2)
         found = self._heads[packed]
@@ -201,12 +206,14 @@ class PolicyModel:
             return f"plain: {unfit}"
         inputs = model_inputs(probe, self.device, packed)
         with (
-            _evaluating(self.module),
+            evaluating(self.module),
             packed_attention(self.module, inputs.lengths) if packed else nullcontext(),
         ):
             plain = self._stats(inputs, CHECK_TEMPERATURE, packed, None)
             try:
                 chunked = self._stats(inputs, CHECK_TEMPERATURE, packed, head)
+            except torch.OutOfMemoryError:
+                raise  # of one rank, perhaps: the others go on to other collectives
             except (UnfitHead, RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
                 for part in self.module.modules():  # the forward may have ended between gather and release
                     if isinstance(part, FSDPModule):
@@ -219,7 +226,7 @@ class PolicyModel:
 
 
 @contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
+def evaluating(module: nn.Module) -> Iterator[None]:
     """Without dropout; each part goes back to the mode it was in."""
     training = [part for part in module.modules() if part.training]
     module.eval()

@@ -25,8 +25,14 @@ class TrainedPolicy(HuggingFaceFsdp2TrainModule):
     optimizer: torch.optim.Optimizer
 
     def on_weights_materialized(self) -> None:
-        """Make the optimizer the spec asks for."""
+        """Make the optimizer the spec asks for.
+
+        Raises:
+            BuildError: float16 weights with `use_mp_opt`: their gradients wait scaled, and the session shows them.
+        """
         spec = self.spec
+        if self.strategy.config.use_mp_opt and any(p.dtype == torch.float16 for p in self.parameters()):
+            raise BuildError("use_mp_opt holds a session's weights in bfloat16, these are float16: dtype='bfloat16'.")
         self.optimizer = self.strategy.create_optimizer(
             self, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay
         )
@@ -42,7 +48,7 @@ def make_policy(spec: PolicySpec) -> FrozenPolicy | TrainedPolicy:
     architecture = causal_class(spec.path, spec.revision)
     base = TrainedPolicy if spec.trainable else FrozenPolicy
     cls: Any = type(f"{base.__name__}{architecture.__name__}", (base, architecture), {"__module__": __name__})
-    options: dict[str, Any] = {} if spec.dtype is None else {"dtype": _dtype(spec.dtype)}
+    options: dict[str, Any] = {} if spec.dtype is None else {"dtype": floating_dtype(spec.dtype)}
     if spec.revision is not None:
         options["revision"] = spec.revision
     with device("meta"):
@@ -62,16 +68,9 @@ def causal_class(path: str, revision: str | None = None) -> type[Any]:
         BuildError: no config there, or no causal language model of its type.
     """
     import transformers
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    check_path(path)
-    try:
-        config = AutoConfig.from_pretrained(path, revision=revision)
-    except (OSError, ValueError) as error:
-        raise BuildError(
-            f"{path!r} cannot be opened as a model: it is neither a folder with a config.json of a known "
-            f"type nor a model that the hub or its local cache can serve now ({str(error).splitlines()[0]})"
-        ) from error
+    config = config_of(path, revision)
     for name in config.architectures or ():
         if hasattr(transformers, name):
             return getattr(transformers, name)  # type: ignore[no-any-return]
@@ -81,9 +80,28 @@ def causal_class(path: str, revision: str | None = None) -> type[Any]:
     return mapping[type(config)]  # type: ignore[no-any-return]
 
 
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
+def config_of(path: str, revision: str | None = None) -> Any:
+    """The config of the checkpoint at `path`.
+
+    Raises:
+        BuildError: there is none, or of no known type.
+    """
+    from transformers import AutoConfig
+
+    check_path(path)
+    try:
+        return AutoConfig.from_pretrained(path, revision=revision)
+    except (OSError, ValueError) as error:
+        raise BuildError(
+            f"{path!r} cannot be opened as a model: it is neither a folder with a config.json of a known "
+            f"type nor a model that the hub or its local cache can serve now ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def floating_dtype(given: str | torch.dtype) -> torch.dtype:
+    """The floating dtype of that name. Raises BuildError for any other."""
+    found = given if isinstance(given, torch.dtype) else getattr(torch, given, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         known = ("float32", "bfloat16", "float16")
-        raise BuildError(f"dtype={name!r} is none{nearest(name, known)}; use {', '.join(known)}.")
+        raise BuildError(f"dtype={given!r} is none{nearest(str(given), known)}; use {', '.join(known)}.")
     return found

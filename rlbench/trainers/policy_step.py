@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from rlbench.data.batch import TrainBatch
 from rlbench.errors import DataError, EngineError, LossError, Stopped
@@ -25,6 +24,8 @@ from rlbench.rl import Aggregation, BatchTotals, Loss
 from rlbench.strategies.control import Verdict
 from rlbench.strategies.fsdp2 import FSDPV2Strategy
 from rlbench.strategies.gradients import scale_gradients
+from rlbench.strategies.memory_side import holds_gradients, reshard
+from rlbench.strategies.whole_pass import BACKWARD, votable, whole_pass
 from rlbench.trainers.clock import Clock
 from rlbench.trainers.forward import PolicyModel, as_batch
 from rlbench.trainers.loss_value import LossCache, evaluate
@@ -56,15 +57,18 @@ class PolicyStep:
         stop_requested: asked before each backward.
         report: called with progress (`done`, `total` micro-batches of this rank, `phase`; in the backward phase also
             its `tokens` so far and, of those that are trained on, `trained` and their part of the `loss`).
+        optimizer: gives the one that has a say in the backward (`use_mp_opt`), or None.
     """
 
     def __init__(
-        self, module: nn.Module, strategy: FSDPV2Strategy, stop_requested: Callable[[], bool], report: Report
-    ) -> None:
+        self, module: nn.Module, strategy: FSDPV2Strategy, stop_requested: Callable[[], bool], report: Report,
+        optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None,
+    ) -> None:  # fmt: skip
         self.module = module
         self.strategy = strategy
         self._stop_requested = stop_requested
         self._report = report
+        self._optimizer = optimizer
         self._model = PolicyModel(module, strategy.device.device, strategy.bf16)
         self._losses = LossCache()
         self._pending: _Pending | None = None
@@ -84,13 +88,19 @@ class PolicyStep:
         mine, temperature = self._prepare(batch, options)
         kept = TokenKeeper("logprobs", "entropy")
         for step, rows in enumerate(mine):
-            with self._resharded_on_failure(), clock("forward"):
-                part = batch.rows(rows) if len(rows) else _fill()
-                with self._model.stats(part, temperature, options.packing, options.head) as (logprobs, entropy, _):
-                    if len(rows):
-                        kept.add(rows, part, {"logprobs": logprobs, "entropy": entropy})
-            self._vote(Verdict.STOP if self._stop_requested() else Verdict.GO, "forward", clock)
+            failure: Exception | None = None
+            with self._resharded_on_failure():
+                try:
+                    with clock("forward"):
+                        part = batch.rows(rows) if len(rows) else _fill()
+                        with self._model.stats(part, temperature, options.packing, options.head) as found:
+                            if len(rows):
+                                kept.add(rows, part, {"logprobs": found[0], "entropy": found[1]})
+                except Exception as error:
+                    failure = votable(error)
+                self._vote(self._own_verdict(failure), "forward", clock, failure)
             self._report(phase="forward", done=step + 1, total=len(mine))
+        reshard(self.module)  # the next step changes the shards, not what is gathered
         return {**kept.result(), "seconds": dict(clock.seconds)}
 
     def forward_backward(self, batch: TrainBatch, loss_blob: bytes, options: PolicyOptions) -> dict[str, Any]:
@@ -119,42 +129,46 @@ class PolicyStep:
         pending, share = self._join_pending(batch, _aggregation(loss, options), options.whole_step)
         sums, kept, computed, tokens = MetricSums(), TokenKeeper("logprobs", "entropy"), 0, 0
         felt = TokenKeeper(*TokenGradients.NAMES)
+        carried: Exception | None = None  # of a backward, to the next vote
         random_state = self.strategy.device.rng_state()
         for step, rows in enumerate(mine):
             with self._cleared_on_failure(random_state):
                 part = batch.rows(rows) if len(rows) else _fill()
                 begin = time.perf_counter()
                 watch = self._watch(options) if len(rows) else None
-                with self._model.stats(part, temperature, options.packing, options.head, watch) as (
-                    logprobs, entropy, inputs,
-                ):  # fmt: skip
-                    begin = clock.add("forward", begin)
-                    if len(rows):
-                        computed, tokens = computed + inputs.input_ids.numel(), tokens + sum(inputs.lengths)
-                    failure: Exception | None = None
-                    total = logprobs.sum() * 0.0  # a fill: the collectives of a backward, and no gradient
+                with ExitStack() as within:
+                    failure, total = carried, None  # type: Exception | None, Any
                     try:
+                        logprobs, entropy, inputs = within.enter_context(
+                            self._model.stats(part, temperature, options.packing, options.head, watch)
+                        )
+                        begin = clock.add("forward", begin)
+                        total = logprobs.sum() * 0.0  # a fill: the collectives of a backward, and no gradient
                         if len(rows):
+                            computed, tokens = computed + inputs.input_ids.numel(), tokens + sum(inputs.lengths)
                             view = loss_inputs(part, logprobs, entropy, inputs, options)
                             view = replace(view, channels=plan.of(rows, view.mask))
                             weights = pending.aggregation.weights(view.mask, pending.totals, view.group)
                             total, own = evaluate(loss, view, weights)
                             measure(sums, view, own, float(total.detach()) / share)
-                    except Exception as error:  # a user's code: the vote ends the call
-                        failure = error
+                    except Exception as error:  # of the model, or of a user's loss: the vote ends the call
+                        failure = failure or votable(error)
                     clock.add("loss", begin)
-                    verdict = (
-                        Verdict.FAILED if failure else Verdict.STOP if self._stop_requested() else Verdict.GO
-                    )
-                    self._vote(verdict, "forward_backward", clock, failure)
-                    with clock("backward"):
-                        self.strategy.backward(total, self.module, reduction="sum")
+                    self._vote(self._own_verdict(failure), "forward_backward", clock, failure)
+                    try:
+                        with clock("backward"), whole_pass(self.module, BACKWARD):
+                            self.strategy.backward(total, self.module, self._optimizer(), reduction="sum")
+                    except Exception as error:  # the others go on to the next vote
+                        carried = votable(error)
+                        continue
                 if watch is not None:
                     felt.add(rows, part, watch.channels())
                 if len(rows) and options.keep_tokens:
                     said = said_per_token(view, own, inputs.grid)
                     kept.add(rows, part, {"logprobs": logprobs, "entropy": entropy, **said})
             self._report(phase="backward", done=step + 1, total=len(mine), tokens=tokens, **sums.so_far())
+        with self._cleared_on_failure(random_state):
+            self._vote(Verdict.FAILED if carried else Verdict.GO, "forward_backward", clock, carried)
         self._pending = pending
         if not options.whole_step:
             self._token_gradients.append(felt)
@@ -186,13 +200,13 @@ class PolicyStep:
             EngineError: no gradient waits. Stopped: gradients are cleared and nothing was stepped.
         """
         if not whole_step:
-            self._drop_half_step()
-        if all(parameter.grad is None for parameter in self.module.parameters()):
+            self._drop_stale()
+        if not holds_gradients(self.module):
             raise EngineError("there is no gradient to step with; call forward_backward(batch, loss) first.")
         clock = Clock()
         rate = float(optimizer.param_groups[0]["lr"])
         with self._cleared_on_failure():
-            self._vote(Verdict.STOP if self._stop_requested() else Verdict.GO, "optim_step", clock)
+            self._vote(self._own_verdict(), "optim_step", clock)
             with clock("step"):
                 result = self.strategy.step_now(optimizer, self.module, scheduler, max_norm=max_norm)
         self._pending, self._token_gradients = None, []
@@ -204,33 +218,37 @@ class PolicyStep:
             "seconds": dict(clock.seconds),
         }
 
-    def _drop_half_step(self) -> None:
-        """Forget the gradients of a whole step whose driver went away before its second half."""
-        if self._pending is not None and self._pending.whole_step:
+    def _drop_stale(self) -> None:
+        """Forget the gradients of a whole step whose driver went away before its second half, and what is known of
+        gradients that somebody cleared (a cell of the user's, a checkpoint that was loaded)."""
+        if self._pending is not None and (self._pending.whole_step or not holds_gradients(self.module)):
             self.zero_grad()
 
     def zero_grad(self) -> None:
-        """Forget the gradients that wait for a step."""
-        self.module.zero_grad(set_to_none=True)
+        """Gradients gone and parameters back to shards: forget what waits for a step, or ended in the middle."""
+        self.strategy.forget_gradients(self.module)
         self._pending, self._token_gradients = None, []
 
     @property
     def waiting(self) -> bool:
         """Whether gradients wait for a step."""
-        self._drop_half_step()
-        return any(parameter.grad is not None for parameter in self.module.parameters())
+        self._drop_stale()
+        return holds_gradients(self.module)
 
     def token_gradients(self) -> list[dict[str, Any]]:
         """`rows` and `channels` (see `TokenGradients`) of this rank, for each batch whose gradients wait."""
+        self._drop_stale()
         return [felt.result() for felt in self._token_gradients]
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Put away the gradients that wait; they come back as they were, bit for bit, whatever happens inside."""
-        self._drop_half_step()
+        self._drop_stale()
+        reshard(self.module)  # a gathered parameter shows not the gradient of its shard
         held = [(parameter, parameter.grad) for parameter in self.module.parameters()]
         pending, felt = self._pending, self._token_gradients
-        self.zero_grad()
+        self.module.zero_grad(set_to_none=True)  # the strategy's count of them stays
+        self._pending, self._token_gradients = None, []
         try:
             yield
         finally:
@@ -242,11 +260,6 @@ class PolicyStep:
     def renew(self) -> None:
         """The module's class is another one: look again at how it is run."""
         self._model = PolicyModel(self.module, self.strategy.device.device, self.strategy.bf16)
-
-    def clear(self) -> None:
-        """Gradients gone and parameters back to shards: after anything that ended in the middle."""
-        self.zero_grad()
-        reshard(self.module)
 
     def head_used(self, options: PolicyOptions) -> str:
         """How log-probs come about: "chunked", or "plain" with the reason; "unknown" before the first pass."""
@@ -285,7 +298,7 @@ class PolicyStep:
         """Extend the normaliser to this batch, rescaling waiting gradients; also this batch's share of the
         whole."""
         own = totals_of(batch)
-        self._drop_half_step()
+        self._drop_stale()
         if self._pending is None:
             return _Pending(own, aggregation, whole_step), 1.0
         if self._pending.aggregation != aggregation:
@@ -317,6 +330,11 @@ class PolicyStep:
                 "the loss's plan", lambda: plan_step(loss, batch, parts, options.old_logprobs)
             )
 
+    def _own_verdict(self, failure: Exception | None = None) -> Verdict:
+        if failure is not None:
+            return Verdict.FAILED
+        return Verdict.STOP if self._stop_requested() else Verdict.GO
+
     def _vote(self, own: Verdict, doing: str, clock: Clock, failure: Exception | None = None) -> None:
         """Go on only if all ranks do."""
         with clock("vote"):
@@ -346,18 +364,10 @@ class PolicyStep:
         try:
             yield
         except BaseException:
-            self.clear()
+            self.zero_grad()
             if random_state is not None:
                 self.strategy.device.set_rng_state(random_state)
             raise
-
-
-def reshard(module: nn.Module) -> None:
-    """Free every gathered parameter; a forward that ended early leaves some, which would be used again when
-    stale."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
 
 
 def _aggregation(loss: Loss, options: PolicyOptions) -> Aggregation:

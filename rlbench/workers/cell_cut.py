@@ -16,8 +16,6 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch.distributed as dist
-
 from rlbench.errors import Stopped
 
 GATE = "__rlbench_statement__"
@@ -105,7 +103,7 @@ class Cut:
             self._check_lost()
             time.sleep(POLL_S)
 
-    def _end(self, where: str = "at the same place on every rank") -> None:
+    def _end(self, where: str = "on every rank after the same collective") -> None:
         self._over.set()
         raise Stopped(f"the cell was stopped between two statements, {where}")
 
@@ -132,13 +130,6 @@ class Cut:
                 state, count = json.loads(self._board.get(str(rank)))
                 found[rank] = (str(state), int(count))
         return found
-
-
-def issued_collectives() -> int:
-    """Collectives that this process has issued, over all its groups; 0 without any."""
-    if not dist.is_initialized():
-        return 0
-    return sum(group._get_sequence_number_for_group() for group in list(dist.distributed_c10d._world.pg_map))
 
 
 def with_statements(tree: ast.Module) -> ast.Module:

@@ -8,7 +8,8 @@ import rlcompleter
 from typing import TYPE_CHECKING, cast
 
 from rlbench.dispatch import context
-from rlbench.workers.cell_cut import Cut, issued_collectives
+from rlbench.strategies.control import issued_collectives
+from rlbench.workers.cell_cut import Cut
 
 if TYPE_CHECKING:
     from rlbench.workers.train_rank import TrainRank
@@ -38,6 +39,7 @@ class CellVerbs:
         if me.rank not in ranks:
             return None
         call = context.current()
+        me._group.forget_board()
         board = me._group.board(call.call_id) if len(ranks) > 1 else None
         with Cut(board, me.rank, ranks, call.stop_requested, issued_collectives) as cut:
             value = me.in_namespace(lambda: me._namespace.run_cell(source, cut.statement))

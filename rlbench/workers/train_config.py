@@ -21,6 +21,10 @@ class TrainConfig:
         micro_train_batch_size, train_batch_size: their quotient per rank is the accumulation of
             `strategy.optimizer_step`.
         adam_offload: `strategy.maybe_offload_optimizer` moves optimizer state to the host.
+        use_mp_opt: a module that trains is held in half precision (bfloat16, unless it is float16 already), with
+            float32 copies in the optimizer that `strategy.create_optimizer` makes.
+        fsdp_cpu_offload: the weights, gradients and optimizer of a module that trains live in host memory; each layer's
+            weights come to the device when it computes.
         local_ranks: ranks that share this host's cores; None: all.
         threads: compute threads of a rank; None: cores / local_ranks.
         host: address rank 0 listens on for its peers.
@@ -37,6 +41,8 @@ class TrainConfig:
     micro_train_batch_size: int = 1
     train_batch_size: int = 1
     adam_offload: bool = False
+    use_mp_opt: bool = False
+    fsdp_cpu_offload: bool = False
     local_ranks: int | None = None
     threads: int | None = None
     host: str = "127.0.0.1"

@@ -16,6 +16,7 @@ from rlbench.data.batch import TrainBatch
 from rlbench.errors import StateError
 from rlbench.strategies.gradients import local
 from rlbench.strategies.shard_sums import over_shards
+from rlbench.strategies.whole_pass import votable
 from rlbench.trainers.options import PolicyOptions
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class GradientVerbs:
                     try:
                         self._policy.forward_backward(batch, blob, chosen)
                     except Exception as error:  # of the user's loss; all ranks have left the pass together
-                        failed[name] = str(error)
+                        failed[name] = str(votable(error))
                         continue
                     own = [None if p.grad is None else local(p.grad).detach() for p in parameters]
                     for other, theirs in [*held.items(), (name, own)]:

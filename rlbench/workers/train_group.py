@@ -33,6 +33,7 @@ class RankGroup:
         self._marks: dist.Store | None = None
         self._marked: list[str] = []
         self._joined = False
+        self._board: dist.Store | None = None
 
     def serve(self) -> tuple[str, int] | None:
         """Start the store (rank 0) and return its address; None on other ranks."""
@@ -76,7 +77,14 @@ class RankGroup:
         """Where the ranks that run one call can leave word for each other; None for one rank. Not waited in."""
         if self._marks is None or self.world_size == 1:
             return None
-        return dist.PrefixStore(f"boards/{call_id}", self._words)
+        self._board = dist.PrefixStore(f"boards/{call_id}", self._words)
+        return self._board
+
+    def forget_board(self) -> None:
+        """Take this rank's word off the last board: its call is over on all ranks, as they are at the next one."""
+        board, self._board = self._board, None
+        if board is not None:
+            board.delete_key(str(self.rank))
 
     def register(self, epoch: int, seq: int, timeout_s: float) -> bool:
         """Mark call (epoch, seq) and wait for all ranks' marks; all ranks get the same answer.

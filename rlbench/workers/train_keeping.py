@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rlbench.strategies.fsdp2 import FSDPV2Strategy
     from rlbench.trainers.policy_step import PolicyStep
     from rlbench.workers.train_config import TrainConfig
+    from rlbench.workers.train_rank import TrainRank
     from rlbench.workers.train_stage import WeightSender
     from rlbench.workers.train_states import Residency
 
@@ -47,15 +48,18 @@ class KeepingVerbs:
         """Write the whole training state; see `RankSnapshots.write`."""
         self._built()
         self._residency.need_kept("weights", "optimizer")
-        return self._snapshots.write(folder, before, durable)
+        return self._snapshots.write(folder, before, durable, cast("TrainRank", self)._trainer_state())
 
-    def read_snapshot(self, folder: str) -> dict[str, str]:
-        """Go back to a snapshot; gradients that wait for a step are dropped. See `RankSnapshots.read`."""
+    def read_snapshot(self, folder: str) -> dict[str, Any]:
+        """Go back to a snapshot; gradients that wait for a step are dropped, but for those of a trainer that goes back,
+        which wait as they did then. See `RankSnapshots.put_back`."""
         self._built()
         self._residency.need_kept("weights", "optimizer")
-        self._policy.clear()
+        trainer = cast("TrainRank", self)._trainer_state()
+        opened = self._snapshots.open(folder, trainer)
+        self._policy.zero_grad()
         try:
-            return self._snapshots.read(folder)
+            return self._snapshots.put_back(opened, trainer)
         finally:
             self._remeasure()
 
@@ -63,6 +67,11 @@ class KeepingVerbs:
         """Remove snapshots from this host."""
         self._built()
         self._snapshots.drop(folders)
+
+    def sweep_snapshots(self, starts: list[str], kept: list[str]) -> None:
+        """Remove from this host what is no snapshot any more, or never became one; see `RankSnapshots.sweep`."""
+        self._built()
+        self._snapshots.sweep(starts, kept)
 
     def save_checkpoint(
         self,
@@ -81,7 +90,7 @@ class KeepingVerbs:
         """Go on from a checkpoint, of whatever number of ranks; see `RankCheckpoints.load`."""
         self._built()
         self._residency.need("weights", "optimizer")
-        self._policy.clear()
+        self._policy.zero_grad()
         try:
             return self._checkpoints.load(path)
         finally:
@@ -109,7 +118,7 @@ class KeepingVerbs:
         """
         module = self._built()
         self._residency.need("weights")
-        self._policy.clear()
+        self._policy.zero_grad()
         reader = ShmReader()
 
         def load() -> str:

@@ -18,13 +18,15 @@ from rlbench.dispatch import context
 from rlbench.errors import BuildError, EngineError, MethodError, StateError, nearest
 from rlbench.nn import BaseTrainModule, RankContext, callable_methods, check_module
 from rlbench.nn.base import guard_forward
+from rlbench.strategies.control import issued_collectives
 from rlbench.strategies.device import RankDevice
 from rlbench.strategies.fsdp2 import FSDPV2Strategy
 from rlbench.strategies.materialize import allocate, materialize
+from rlbench.strategies.memory_side import reshard
 from rlbench.strategies.peak import pass_peak
 from rlbench.strategies.sources import locate
 from rlbench.trainers.options import PolicyOptions
-from rlbench.trainers.policy_step import PolicyStep, reshard
+from rlbench.trainers.policy_step import PolicyStep
 from rlbench.weights import facts
 from rlbench.weights.manifest import Manifest
 from rlbench.weights.transport import Facts
@@ -37,12 +39,14 @@ from rlbench.workers.train_namespace import Namespace
 from rlbench.workers.train_redefine import RedefineVerbs
 from rlbench.workers.train_stage import WeightSender, checksum
 from rlbench.workers.train_states import Residency
+from rlbench.workers.train_trainer import TrainerVerbs
 from rlbench.workers.train_trial import TrialVerbs
 
+OF_THE_STRATEGY = ("adam_offload", "use_mp_opt", "fsdp_cpu_offload")
 FORWARD_INSTEAD_OF_CALL = "got mixed torch.Tensor and DTensor"
 
 
-class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerbs):
+class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerbs, TrainerVerbs):
     """Built in two calls: `rendezvous` on rank 0, then `build` on all ranks at once.
 
     Every verb but those of `CONTROL`, `rendezvous` and `register` is collective and runs on one compute thread.
@@ -68,6 +72,11 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
     def register(self, epoch: int, seq: int, timeout_s: float) -> bool:
         """Agree with all ranks that they have call (epoch, seq); False on all if one has not in time."""
         return self._group.register(epoch, seq, timeout_s)
+
+    def issued_collectives(self) -> int:
+        """How many collectives this rank has issued: one that waits for a peer has issued more than that. Never
+        blocks."""
+        return issued_collectives()
 
     def build(self, module_blob: bytes, master: tuple[str, int]) -> dict[str, Any]:
         """Join the ranks, make the module, shard it, load its weights, run its hook; collective.
@@ -95,9 +104,10 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
         trains = type(module).on_weights_materialized is not BaseTrainModule.on_weights_materialized
         masters = self.config.masters if self.config.masters is not None else trains
         if self.config.bf16 is None:
-            strategy.bf16 = device.is_gpu or next(module.parameters()).dtype == torch.bfloat16
+            half = self.config.use_mp_opt and masters
+            strategy.bf16 = half or device.is_gpu or next(module.parameters()).dtype == torch.bfloat16
         strategy.shard(module, masters, self.config.shard_size, self.config.reshard_after_forward)
-        allocate(module, device.device)
+        allocate(module, strategy.weights_device(module))
         self._module = module
         self._source = strategy.control.together("loading the weights", self._materialize)
         stop = lambda: context.current().stop_requested()  # noqa: E731
@@ -105,7 +115,7 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
         guard_forward(module)
         strategy.control.together("on_weights_materialized", module.on_weights_materialized)
         self._residency = Residency(module, device, self._optimizers, self._materialize)
-        self._policy = PolicyStep(module, strategy, stop, self._report)
+        self._policy = PolicyStep(module, strategy, stop, self._report, self._scaling_optimizer)
         self._sender = WeightSender(module, strategy.control, stop)
         self._keep(RankSnapshots(module, strategy.control, stop), RankCheckpoints(module, strategy.control))
         uuid = facts.gpu_uuid(device.device)
@@ -193,6 +203,7 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
         """Add the gradients of a batch; see `PolicyStep.forward_backward`."""
         self._built()
         self._residency.need("weights")
+        self.need_no_trainer_gradients()
         try:
             with self._residency.passing(), pass_peak(self._strategy.device.device) as peak:
                 done = self._policy.forward_backward(batch, loss_blob, PolicyOptions.of(options))
@@ -205,6 +216,7 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
         `PolicyStep.optim_step`."""
         module = self._built()
         self._residency.need("weights", "optimizer")
+        self.need_no_trainer_gradients()
         unknown = sorted(set(options) - {"lr", "max_norm", "whole_step"})
         if unknown:
             raise EngineError(f"unknown option {unknown[0]!r}; optim_step takes lr and max_norm.")
@@ -222,14 +234,17 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
         """Forget the gradients that wait for a step."""
         self._built()
         self._policy.zero_grad()
+        self.drop_trainer_gradients()
         self._remeasure()
 
     def set_lr(self, lr: float) -> None:
-        """Set the learning rate of every optimizer of the module, and the base rate of its schedulers."""
+        """Set the learning rate of every optimizer of the module, and the base rate of its schedulers; a trainer's is
+        at this rate now and goes on from it in proportion (see `go_on_from`, which may refuse)."""
         module = self._built()
         if not (isinstance(lr, int | float) and 0 <= lr < float("inf")):
             raise EngineError(f"lr={lr!r}: a learning rate is a number from 0 on.")
         self._policy_optimizer()
+        self._schedule_from(float(lr))
         for optimizer in self._optimizers():
             for group in optimizer.param_groups:
                 group["lr"] = float(lr)
@@ -314,7 +329,7 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
         return FSDPV2Strategy(
             seed=config.seed, max_norm=config.max_norm, micro_train_batch_size=config.micro_train_batch_size,
             train_batch_size=config.train_batch_size, bf16=bool(config.bf16),
-            args={"adam_offload": config.adam_offload}, device=device,
+            args={name: getattr(config, name) for name in OF_THE_STRATEGY}, device=device,
         )  # fmt: skip
 
     def _threads(self) -> int:
@@ -350,6 +365,10 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
                 "in on_weights_materialized: self.optimizer = self.strategy.create_optimizer(self, lr=…)."
             )
         return optimizers[0]
+
+    def _scaling_optimizer(self) -> torch.optim.Optimizer | None:
+        """That of the policy verbs where it has a say in a backward (`use_mp_opt`)."""
+        return self._policy_optimizer() if self.config.use_mp_opt else None
 
     def _compute_dtype(self) -> str:
         assert self._module is not None

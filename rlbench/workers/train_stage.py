@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import MethodType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -33,18 +35,31 @@ Named = Iterator[tuple[str, Tensor]]
 
 
 class WeightSender:
-    """Gives a rank's module to replicas. What it holds for that (buffers, groups) is reused from sync to sync."""
+    """Gives a rank's module to replicas. What it holds for that (buffers, groups) is reused from sync to sync.
+
+    `module`: with the hooks of `rlbench.nn`, or without (a model of transformers). It is not kept alive.
+    """
 
     def __init__(
-        self, module: BaseTrainModule, control: ControlGroup, stop_requested: Callable[[], bool]
+        self, module: torch.nn.Module, control: ControlGroup, stop_requested: Callable[[], bool]
     ) -> None:
-        self._module = module
+        self._held = weakref.ref(module)
         self._control = control
         self._stop_requested = stop_requested
         self._stages: dict[tuple[str, str, int], ShmStage | IpcStage] = {}
         self._channels: dict[str, Channel] = {}
         self._stoppable = True
         self._failure: Exception | None = None
+
+    @property
+    def _module(self) -> torch.nn.Module:
+        module = self._held()
+        assert module is not None  # whoever calls holds it
+        return module
+
+    def gives(self, module: torch.nn.Module) -> bool:
+        """Whether this is the module it was made for."""
+        return self._held() is module
 
     @torch.no_grad()
     def stage(
@@ -92,7 +107,8 @@ class WeightSender:
     def announce(
         self, to: str, sender: int, host: str, world_size: int, backend: str, held: str
     ) -> Manifest | None:
-        """Say what `send` will send, without gathering it, and where the group meets; collective.
+        """Say what `send` will send, and where the group meets; collective. Nothing is gathered for it but what a
+        `postprocess_output_named_parameters` of the user's own gathers.
 
         Args:
             to: name of the inference engine; the sender keeps one group for each.
@@ -233,8 +249,9 @@ class WeightSender:
         """Full tensors under the names the module's hook gives them; each tied storage once."""
         state = unique_parameters(self._module)
         parameters = {name: tensor for name, tensor in state.items() if isinstance(tensor, DTensor)}
-        hook = type(self._module).postprocess_output_named_parameters
-        own_hook = hook is not BaseTrainModule.postprocess_output_named_parameters
+        plain = BaseTrainModule.postprocess_output_named_parameters
+        hook = getattr(self._module, "postprocess_output_named_parameters", MethodType(plain, self._module))
+        own_hook = getattr(hook, "__func__", None) is not plain
         interval = (
             0 if own_hook else VOTE_BYTES
         )  # a user's hook may fail: then no rank may enter the next gather
@@ -246,9 +263,9 @@ class WeightSender:
                 since_vote = 0
             since_vote += tensor.numel() * tensor.element_size()
             mapped: tuple[str, Tensor] | None = (name, tensor.detach())
-            if isinstance(tensor, DTensor):
+            if own_hook and isinstance(tensor, DTensor):  # the plain one only gathers, which `full` does, or need not
                 try:
-                    mapped = self._module.postprocess_output_named_parameters(name, tensor, parameters)
+                    mapped = hook(name, tensor, parameters)
                 except Exception as error:  # a user's hook: the next vote ends the sync
                     failure, mapped = error, None
             if mapped is not None:
@@ -270,8 +287,12 @@ class WeightSender:
 
 
 def _gathered(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor; collective."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """The whole of a sharded tensor, on the ranks' device even where its shards live in host memory; collective."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.to_local().device.type != tensor.device_mesh.device_type:  # fsdp_cpu_offload, on a GPU
+        tensor = tensor.to(tensor.device_mesh.device_type)
+    return tensor.full_tensor()
 
 
 def _shape_only(tensor: Tensor) -> Tensor:
@@ -279,7 +300,7 @@ def _shape_only(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _renames(module: BaseTrainModule) -> dict[str, str] | None:
+def _renames(module: torch.nn.Module) -> dict[str, str] | None:
     """Checkpoint name of each parameter where the architecture only renames; None where it merges or
     splits."""
     names = list(unique_parameters(module))
@@ -301,7 +322,7 @@ def checksum(module: torch.nn.Module) -> str:
     sharding."""
     digest = hashlib.sha256()
     for name, tensor in sorted(unique_parameters(module).items()):
-        full: Any = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        full: Any = _gathered(tensor)
         digest.update(name.encode())
         digest.update(full.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -19,6 +19,7 @@ from torch import nn
 from rlbench.errors import EngineError, StateError, nearest
 from rlbench.strategies import memory
 from rlbench.strategies.device import RankDevice
+from rlbench.strategies.memory_side import kept_on_host
 
 PARTS = ("weights", "optimizer")
 STATES = ("cuda", "cpu", "meta")
@@ -117,7 +118,7 @@ class Residency:
         done["lost"].append("trained weights that no checkpoint holds")
 
     def _weights_to_cpu(self, done: dict[str, Any]) -> None:
-        if self._device.is_gpu:
+        if self._device.is_gpu and not kept_on_host(self._module):
             before = memory.nbytes(memory.weight_tensors(self._module))
             self._module.to("cpu")
             done["freed"] += before
@@ -127,7 +128,7 @@ class Residency:
         if was_released:
             done["taken"] += memory.regain(self._released)
             self._released = []
-        if self._device.is_gpu:
+        if self._device.is_gpu and not kept_on_host(self._module):
             self._module.to(self._device.device)
         if was_released:
             done["materialized_from"] = self._materialize()
@@ -141,11 +142,11 @@ class Residency:
             done["lost"].append("optimizer state; it starts anew")
 
     def _optimizer_to_cpu(self, done: dict[str, Any]) -> None:
-        if self._device.is_gpu:
+        if self._device.is_gpu and not kept_on_host(self._module):
             done["freed"] += sum(memory.move_optimizer(o, torch.device("cpu")) for o in self._optimizers())
 
     def _optimizer_to_cuda(self, done: dict[str, Any]) -> None:
-        if self._device.is_gpu:
+        if self._device.is_gpu and not kept_on_host(self._module):
             done["taken"] += sum(memory.move_optimizer(o, self._device.device) for o in self._optimizers())
 
     def measure(self) -> None:

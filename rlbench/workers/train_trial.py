@@ -17,6 +17,7 @@ from rlbench.checkpoint.rank_state import random_state, set_random_state
 from rlbench.data.batch import TrainBatch
 from rlbench.errors import StateError
 from rlbench.strategies import memory
+from rlbench.strategies.mp_optimizer import MASTER, FSDPadaptOptimizer
 from rlbench.strategies.peak import PeakMemory, room
 from rlbench.trainers.options import PolicyOptions
 
@@ -67,14 +68,15 @@ class TrialVerbs:
 
         Returns:
             `token_budget`, `used` (bytes now), `limit` (bytes it may use, everything else staying as it is), `device`,
-            `optimizer` and `optimizer_missing`: the optimizer's bytes, and what it will take with its first step.
+            and of that device's memory `optimizer`: the bytes of the optimizers' state, `optimizer_missing`: what it
+            will take with its first step, `optimizer_step`: what a step takes beside it while it runs.
         """
         self._residency.need("weights", "optimizer")
         with self._put_back():
             chosen = PolicyOptions.of(options)
             self._policy.forward(batch, chosen)
             head = self._policy.head_used(chosen)
-        device = self._strategy.device
+        device, optimizers = self._strategy.device, self._optimizers()
         with PeakMemory(device.device) as now:
             pass
         here = 1 if device.is_gpu else self.config.local_ranks or self.world_size
@@ -83,8 +85,9 @@ class TrialVerbs:
             "used": now.before,
             "limit": now.before + room(device.device, here),
             "device": str(device.device),
-            "optimizer": memory.nbytes(memory.optimizer_tensors(self._optimizers())),
-            "optimizer_missing": sum(map(_missing, self._optimizers())),
+            "optimizer": memory.nbytes(memory.on_device(memory.optimizer_tensors(optimizers), device.device)),
+            "optimizer_missing": sum(missing_state(one, device.device) for one in optimizers),
+            "optimizer_step": sum(taken_by_step(one, device.device) for one in optimizers),
         }
 
     def rehearse(
@@ -134,12 +137,36 @@ def _need_no_gradients(module: nn.Module) -> None:
         )
 
 
-def _missing(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of state this optimizer will take with its first step; exact for torch's own, in the parameters' dtype."""
-    if optimizer.state:
+def missing_state(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+    """Bytes of `device` that this optimizer's state will take with its first step; exact for torch's own and for
+    `FSDPadaptOptimizer` around one, but for their counters."""
+    held = {key for state in optimizer.state.values() for key in state}
+    if not isinstance(optimizer, FSDPadaptOptimizer):
+        return 0 if held else _moments(optimizer) * sum(p.nbytes for p in _trained(optimizer, device))
+    moments = 0 if held - {MASTER} else _moments(optimizer.inner)
+    return (moments + (MASTER not in held)) * _masters(optimizer, device)
+
+
+def taken_by_step(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+    """Bytes of `device` by which its step is above gradients and state, while it runs: float32 gradients of the copies,
+    which take the place of those in half precision."""
+    if not isinstance(optimizer, FSDPadaptOptimizer):
         return 0
-    defaults = optimizer.defaults
-    per_weight = MOMENTS.get(type(optimizer).__name__, 2)
-    per_weight += bool(defaults.get("amsgrad")) + bool(defaults.get("momentum"))
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    return per_weight * memory.nbytes(memory.local(p.data) for p in trained)
+    return max(0, _masters(optimizer, device) - sum(p.nbytes for p in _trained(optimizer, device)))
+
+
+def _moments(optimizer: torch.optim.Optimizer) -> int:
+    """Tensors of a parameter's size that its state holds for each."""
+    asked = sum(bool(optimizer.defaults.get(name)) for name in ("amsgrad", "momentum", "centered"))
+    return MOMENTS.get(type(optimizer).__name__, 2) + asked
+
+
+def _masters(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+    """Bytes of a float32 copy of what it trains."""
+    return sum(p.numel() * torch.float32.itemsize for p in _trained(optimizer, device))
+
+
+def _trained(optimizer: torch.optim.Optimizer, device: torch.device) -> list[torch.Tensor]:
+    """This rank's parts of its parameters, of those on `device`: their state is made beside them."""
+    held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return memory.on_device((memory.local(p.detach()) for p in held), device)

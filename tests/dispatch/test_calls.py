@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+from rlbench.dispatch import peers
 from rlbench.dispatch.chain import Chain
 from rlbench.dispatch.link import Link, spawn_host
 from rlbench.errors import DataError, EngineError, RemoteError, SessionError, Stopped, WorkerDied
@@ -239,7 +240,7 @@ def test_a_worker_that_was_out_of_reach_and_answers_again_is_not_called_dead(lin
 
     lost = ray.exceptions.ActorUnavailableError("the connection broke", actors[0]._actor_id.binary())
     assert final_fate(actors[0], lost) is None
-    error = link._died("echo", "rank 0", actors[0], lost)
+    error = link.died("echo", "rank 0", actors[0], lost)
     assert isinstance(error, EngineError) and not isinstance(error, WorkerDied)
     assert "whether the call was done is not known" in str(error)
     assert not link.state("engines")["engines"].get("echo", {}).get("broken")
@@ -260,3 +261,32 @@ def test_of_a_dead_rank_and_a_peer_that_fails_for_it_the_dead_one_is_named(clust
     with pytest.raises(WorkerDied, match="rank 1 of echo died"):
         pending.result(timeout=30)
     made.close()
+
+
+@pytest.fixture
+def meeting(cluster):
+    import ray
+
+    made = Link.create("meeting")
+    hosts = [spawn_host(made, "echo", i, "tests.targets:MeetingTarget", (i,), {}, {"num_cpus": 0}) for i in range(2)]
+    ray.get([h.pid.remote() for h in hosts])
+    yield made, hosts
+    made.close()
+
+
+def test_a_peer_in_a_collective_of_a_rank_that_failed_is_released_whatever_it_takes(meeting, monkeypatch):
+    monkeypatch.setattr(peers, "STUCK_S", 0.3)
+    monkeypatch.setattr(peers, "FREED_S", 0.5)
+    made, hosts = meeting
+    with pytest.raises(WorkerDied, match=r"(?s)ValueError: mine alone.*rank 1 of echo died.*ended to"):
+        submit(made, hosts, "meet", 1).result(timeout=60)
+
+
+def test_a_peer_that_computes_is_waited_for_and_the_failure_shows_meanwhile(meeting, monkeypatch, capsys):
+    monkeypatch.setattr(peers, "STUCK_S", 0.3)
+    monkeypatch.setattr(peers, "TELL_S", 0.3)
+    made, hosts = meeting
+    with pytest.raises(RemoteError, match="mine alone"):
+        submit(made, hosts, "compute", 1, 3.0).result(timeout=60)
+    assert "[rank 1] ValueError: mine alone\n[rank 1] (it failed;" in capsys.readouterr().out
+    assert submit(made, hosts, "shout", "both live").result() == ["BOTH LIVE"] * 2

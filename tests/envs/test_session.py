@@ -12,7 +12,7 @@ from rlbench.errors import DataError, Stopped
 from rlbench.tiny import tasks
 from tests.envs.test_hook import post_generation_hook
 
-pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("session_as_before")]
+pytestmark = pytest.mark.engine
 
 PROMPTS = [{"prompt": p, "label": tasks.answer(p)} for p in tasks.prompts(6, seed=3)]
 

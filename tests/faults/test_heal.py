@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,32 @@ def test_a_rank_killed_inside_the_optimizers_step_costs_that_step_alone(mortal: 
     assert (checksums(mortal), mortal.step) == (before, step)
     goes_on(mortal, batch)
     assert len(mortal.snapshots) == 1, "what was kept for the step that failed gave way"
+
+
+def test_what_a_rank_left_that_died_in_the_middle_of_a_snapshot_is_removed(mortal: Any, batch: Any) -> None:
+    mortal.train_step(batch)
+    before, kept = checksums(mortal), mortal.snapshot("kept")
+
+    def deadly() -> None:
+        if rank == 1:  # type: ignore[name-defined]  # noqa: F821
+            import os
+            import signal
+
+            import rlbench.workers.train_snapshots as writing
+
+            writing._save = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)  # after the tensors
+
+    mortal.train.run(deadly)
+    with pytest.raises(WorkerDied, match="rank 1 of actor died"):
+        mortal.snapshot("never")
+    beside = Path(kept.folder).parent
+    start = Path(kept.folder).name.removesuffix(kept.id)
+    assert any(path.name.endswith(".partial") for path in beside.glob(f"{start}*"))
+    mortal.heal()
+    assert {str(path) for path in beside.glob(f"{start}*")} == {s.folder for s in mortal.snapshots}
+    assert checksums(mortal) == before
+    mortal.drop("kept")
+    goes_on(mortal, batch)
 
 
 def test_a_replica_killed_in_the_middle_of_a_rollout_is_rebuilt_with_the_trainers_weights(

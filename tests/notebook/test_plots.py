@@ -164,6 +164,7 @@ def test_few_steps_are_drawn_too(steps):
 # -- large ones
 
 
+@pytest.mark.slow
 def test_a_long_history_of_several_runs_stays_small_in_a_saved_notebook():
     runs = {f"run {i}": history(20_000, i) for i in range(3)}
     bundle = history(20_000).plot(smooth=20, compare=runs)._repr_mimebundle_()

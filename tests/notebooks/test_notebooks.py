@@ -99,3 +99,14 @@ def test_committed_notebooks_hold_no_outputs(repository):
     for path in (repository / "notebooks").glob("*.ipynb"):
         for cell in nbformat.read(path, as_version=4).cells:
             assert not cell.get("outputs") and cell.get("execution_count") is None, path.name
+
+
+def test_both_methods_solve_the_task_from_three_places_with_equal_curves(repository, tiny_path, tmp_path):
+    said = "".join(
+        output.get("text", "") + output.get("data", {}).get("text/plain", "")
+        for cell in run("05_ranks_and_trainers.ipynb", repository, tmp_path).cells
+        for output in cell.get("outputs", ())
+    )
+    assert re.findall(r"(\w+) +equal: (\w+)", said) == [("grpo", "True"), ("ppo", "True")]
+    greedy = [float(value) for value in re.findall(r"(?m)(?:^\[rank 0\] |eval/reward )(0\.\d+)", said)]
+    assert len(greedy) >= 6 and min(greedy) > 0.88, "each way, both methods: greedy accuracy on unseen prompts"

@@ -16,6 +16,8 @@ from rlbench.rewards.math_check import last_boxed
 from tests.data.written import written
 from tests.rewards.values import answers, nothing_left, one
 
+pytestmark = pytest.mark.slow
+
 CASES = [
     ("1/2", r"so \boxed{0.5}", 1), ("1/2", r"so \boxed{\frac{2}{4}}", 1), ("1/2", r"so \boxed{0.51}", 0),
     ("0.5", "the answer is $1/2$", 1), ("72", "The answer is 72", 1), ("72", "The answer is 73.", 0),

@@ -54,6 +54,7 @@ def hanging(rollout):
     return 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scorer",
     [

@@ -5,7 +5,7 @@ import pytest
 import rlbench as rb
 from rlbench.errors import DataError, SessionError
 
-pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("session_as_before")]
+pytestmark = pytest.mark.engine
 TEXTS = [f"sort {i} {9 - i} :" for i in range(10)]
 
 

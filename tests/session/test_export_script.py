@@ -10,6 +10,7 @@ import pytest
 
 import rlbench as rb
 from rlbench.errors import LossError, SessionError
+from tests.session.test_operator import state, until
 
 pytestmark = pytest.mark.engine
 SCALE = 0.5
@@ -189,8 +190,8 @@ def test_a_rollout_that_was_cut_is_kept_as_it_was_and_the_next_has_its_own_numbe
 
     with rb.Session("tiny", train={"lr": 1e-3}, seed=3) as session:
         pending = session.rollout(tasks.prompts(64), n=16, max_tokens=64, ignore_eos=True, block=False, progress=False)
-        while not session.link.stop_running():
-            pass
+        until(lambda: any(told.get("tokens") for call in state(session)["running"] for told in call["progress"]))
+        assert session.link.stop_running()
         with pytest.raises(rb.Stopped) as stopped:
             pending.result()
         part = stopped.value.partial

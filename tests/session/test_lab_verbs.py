@@ -15,7 +15,7 @@ from rlbench.notebook.loss_lab_view import lab_view
 from rlbench.session.loss_lab import loss_lab
 from rlbench.tiny import tasks
 
-pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("session_as_before")]
+pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,14 @@ def test_each_engine_takes_its_own_options():
         check_options({"kv_cache_bytes": 1}, None)
 
 
+def test_how_the_policy_is_held_is_an_option_that_must_be_able_to_act():
+    for train in ({"use_mp_opt": True, "fsdp_cpu_offload": True, "bf16": True}, {"use_mp_opt": False, "bf16": False}):
+        assert check_options(train, None) == (train, {})
+    for name, other in (("use_mp_opt", "bf16"), ("use_mp_opt", "masters"), ("fsdp_cpu_offload", "masters")):
+        with pytest.raises(SessionError, match=f"{name} has no effect with {other}=False"):
+            check_options({name: True, other: False}, None)
+
+
 @pytest.mark.parametrize("name", ["path", "seed", "trainable"])
 def test_what_the_session_itself_sets_cannot_be_given_twice(name):
     with pytest.raises(SessionError, match=f"unknown option '{name}'"):

@@ -5,7 +5,7 @@ import pytest
 import rlbench as rb
 from rlbench.errors import SessionError
 
-pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("session_as_before")]
+pytestmark = pytest.mark.engine
 
 
 def step(session):
@@ -83,6 +83,24 @@ def test_a_tracker_of_your_own_sees_the_options_and_each_step_and_may_fail(track
         tracked.track(mine)
     tracked.untrack()
     assert mine.ended
+
+
+def test_a_tracker_that_cannot_go_on_or_end_keeps_neither_a_step_nor_a_session(cluster):
+    with rb.Session("tiny", name="troubled") as first:
+        first.link.set(trackers=[{"tracker": "tensorboard", "run": "r", "folder": "f", "options": {"no_such": 1}}])
+        again = rb.attach("troubled", take_over=True)
+        assert "tensorboard" in repr(again.trackers) and again.trackers._running is None  # looking starts nothing
+        with pytest.warns(UserWarning, match="tracker tensorboard could not go on in this kernel: TypeError"):
+            assert step(again)["skipped"] is None
+
+        class Stuck:
+            def finish(self):
+                raise ConnectionError("the service is away")
+
+        again.trackers._running = {"stuck": Stuck()}
+        with pytest.warns(UserWarning, match="tracker stuck could not end: ConnectionError"):
+            again.close()
+        assert "troubled" not in [one["name"] for one in rb.sessions()]
 
 
 def test_mistakes_are_told_before_anything_is_started(session):

@@ -28,6 +28,8 @@ from tests.strategies.surface import (
     whole,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def solo(**options: Any) -> Any:
     return get_fake_strategy({"bf16": False, "train_batch_size": 1, "max_norm": 0.0, **options})

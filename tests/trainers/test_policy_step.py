@@ -18,6 +18,8 @@ from rlbench.rl import Aggregation, BatchTotals, LossInputs, grpo, k3, mismatch_
 from tests.modules import RAGGED, RunningMeanModel, batch_of, qwen_on_meta, save_qwen
 from tests.ranks import RankFailure, Ranks, ranks
 
+pytestmark = pytest.mark.slow
+
 GRPO = grpo(kl_coef=0.1, entropy_coef=0.02, clip_low=0.1, clip_high=0.1, aggregation="token-mean")
 
 
@@ -240,6 +242,17 @@ def test_a_model_of_ones_own_trains_padded(qwen: str) -> None:
             forward_backward(engine, given)
         forward_backward(engine, given, packing=False, token_budget=30)
         assert_gradients(engine, reference)
+
+
+def test_gradients_that_a_cell_cleared_do_not_weigh_in_the_next_step(qwen: str) -> None:
+    cleared, given = batch(1, RAGGED[:3]), batch(2, RAGGED[3:])
+    model = Qwen2ForCausalLM.from_pretrained(qwen)
+    by_hand(model, given, GRPO, "token-mean")[0].backward()
+    with ranks(2, qwen_on_meta(qwen)) as engine:
+        forward_backward(engine, cleared)
+        engine.run(lambda: module.zero_grad())  # type: ignore[name-defined]  # noqa: F821
+        forward_backward(engine, given)
+        assert_gradients(engine, model)
 
 
 # -- what ends early -----------------------------------------------------------------------------------------

@@ -18,6 +18,8 @@ from tests.ranks import RankFailure, Ranks, ranks
 from tests.trainers.test_policy_step import batch, forward_backward
 from tests.workers.test_train_snapshots import NoisyQwen, step
 
+pytestmark = pytest.mark.slow
+
 SESSION = {"step": 3, "history": [{"loss": 1.5}]}
 
 

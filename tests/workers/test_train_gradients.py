@@ -17,6 +17,8 @@ from rlbench.session.inspection import gradients_of
 from tests.modules import RAGGED, RunningMeanModel, batch_of, qwen_on_meta, save_qwen
 from tests.ranks import RankFailure, Ranks, ranks
 
+pytestmark = pytest.mark.slow
+
 MODES = ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum")
 
 

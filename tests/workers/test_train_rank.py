@@ -23,6 +23,8 @@ from rlbench.workers.train_group import RankGroup
 from tests.modules import RAGGED, TrainedQwen, batch_of, qwen_on_meta, save_qwen
 from tests.ranks import RankFailure, ranks
 
+pytestmark = pytest.mark.slow
+
 IDS = [[1, 2, 3, 4, 5]]
 
 
@@ -323,6 +325,22 @@ def test_staged_weights_are_what_a_checkpoint_of_the_module_holds(tmp_path: Path
         held = [Path(bucket.path) for bucket in manifest.buckets]
         assert all(file.exists() for file in held)
     assert not any(file.exists() for file in held)  # close() leaves nothing behind
+
+
+def test_a_broadcast_is_announced_without_gathering_a_weight(qwen: str) -> None:
+    """A broadcast gathered everything twice: once to say what would come."""
+
+    options = {"to": "replicas", "sender": 0, "host": "127.0.0.1", "world_size": 2, "backend": "gloo", "held": ""}
+    transport = {"transport": "shm", "prefix": f"rlb-test-announce-{os.getpid()}"}
+    with ranks(2, qwen_on_meta(qwen)) as engine:
+        counts = [engine.call("issued_collectives")[0]]
+        announced, other = engine.call("announce_weights", options)
+        counts.append(engine.call("issued_collectives")[0])
+        staged = engine.call("stage_weights", transport)[0]
+        counts.append(engine.call("issued_collectives")[0])
+        weights = [entry.name for bucket in staged.buckets for entry in bucket.entries]
+        assert [entry.name for bucket in announced.buckets for entry in bucket.entries] == weights and other is None
+        assert counts[1] - counts[0] < len(weights) <= counts[2] - counts[1]
 
 
 def test_a_stop_and_a_failing_hook_end_staging_on_all_ranks(qwen: str) -> None:

@@ -54,7 +54,8 @@ def test_after_a_restore_training_goes_on_bit_for_bit(qwen: str, tmp_path: Path,
         onward = [step(engine, 1), step(engine, 2)]
         assert engine.call("training_checksums") != before
         forward_backward(engine, batch(9))  # gradients that wait must not leak into what follows
-        assert engine.call("read_snapshot", str(tmp_path / "a")) == before
+        found = engine.call("read_snapshot", str(tmp_path / "a"))
+        assert [own["checksums"] for own in found] == before
         assert [step(engine, 1), step(engine, 2)] == onward
 
 
@@ -157,3 +158,110 @@ def test_released_weights_are_no_state_to_keep(qwen: str, tmp_path: Path) -> Non
         engine.call("to_state", "cuda", ["weights"])
         engine.call("to_state", "cpu", None)
         engine.call("write_snapshot", str(tmp_path / "a"))
+
+
+def refuse_to_go_back(at: int) -> None:
+    """On one rank the scheduler refuses what it once gave, which is found after the weights went back."""
+    if rank == at:  # type: ignore[name-defined]  # noqa: F821
+
+        def load_state_dict(state: Any) -> None:
+            raise RuntimeError("not today")
+
+        module.lr_scheduler.load_state_dict = load_state_dict  # type: ignore[name-defined]  # noqa: F821
+
+
+def test_a_rank_that_fails_in_the_middle_of_going_back_is_said_to_hold_another_state(
+    qwen: str, tmp_path: Path
+) -> None:
+    """Its peers go back; it must not stay beside them as if it had done nothing."""
+    with ranks(2, qwen_on_meta(qwen, NoisyQwen)) as engine:
+        engine.call("write_snapshot", str(tmp_path / "a"))
+        kept = engine.call("training_checksums")
+        step(engine, 0)
+        engine.run(refuse_to_go_back, 1)
+        whole, torn = engine.outcomes("read_snapshot", [(str(tmp_path / "a"),)] * 2)
+        assert not isinstance(whole, RankFailure) and whole["checksums"] == kept[0]
+        assert isinstance(torn, RankFailure) and torn.error.ends_rank
+        assert "on rank 1 (RuntimeError: not today)" in str(torn.error) and "usable" not in str(torn.error)
+
+
+def test_the_only_rank_says_that_it_is_torn_and_a_restore_mends_it(qwen: str, tmp_path: Path) -> None:
+    with ranks(1, qwen_on_meta(qwen, NoisyQwen)) as engine:
+        engine.call("write_snapshot", str(tmp_path / "a"))
+        kept = engine.call("training_checksums")
+        step(engine, 0)
+        engine.run(refuse_to_go_back, 0)
+        with pytest.raises(CheckpointError, match=r"not today\): the policy is torn.*Restore this snapshot"):
+            engine.call("read_snapshot", str(tmp_path / "a"))
+
+        def heed() -> None:
+            del module.lr_scheduler.load_state_dict  # type: ignore[name-defined]  # noqa: F821
+
+        engine.run(heed)
+        assert engine.call("read_snapshot", str(tmp_path / "a"))[0]["checksums"] == kept[0]
+
+
+def test_a_trainer_that_cannot_go_back_leaves_the_policy_whole(qwen: str, tmp_path: Path) -> None:
+    def restore(folder: str) -> dict[str, str]:
+        from rlbench.checkpoint import rank_state
+        from rlbench.workers.train_snapshots import RankSnapshots
+
+        class Stubborn:
+            id, optimizer_steps = "t", 0
+
+            def load(self, *read: Any) -> None:
+                torch.rand(1)
+                raise RuntimeError("not today")
+
+            def tensors(self) -> dict[str, Any]:
+                return {}
+
+            def values(self) -> dict[str, Any]:
+                return {}
+
+            def check(self, *read: Any) -> None:
+                pass
+
+        me, trainer = module, Stubborn()  # type: ignore[name-defined]  # noqa: F821
+        snapshots: Any = RankSnapshots(me, strategy.control, lambda: False)  # type: ignore[name-defined]  # noqa: F821
+        snapshots.write(folder, None, False, trainer)
+        with torch.no_grad():
+            next(me.parameters()).zero_()
+        with pytest.raises(CheckpointError, match="went back whole, the session's trainer is torn"):
+            snapshots.put_back(snapshots.open(folder, trainer), trainer)
+        return rank_state.checksums(me)
+
+    with ranks(1, qwen_on_meta(qwen, NoisyQwen)) as engine:
+        before = engine.call("training_checksums")[0]["weights"]
+        assert engine.run(restore, str(tmp_path / "a"))[0]["weights"] == before
+
+
+@pytest.mark.parametrize("part", [".", "rank-1", "rank-1/trainer-x"])
+def test_what_others_may_have_written_is_not_read(qwen: str, tmp_path: Path, part: str) -> None:
+    """Its values are unpickled, and the names in shared memory are no secret."""
+    with ranks(2, qwen_on_meta(qwen, NoisyQwen)) as engine:
+        engine.call("write_snapshot", str(tmp_path / "a"))
+        (tmp_path / "a" / "rank-1" / "trainer-x").mkdir(mode=0o700)
+        step(engine, 0)
+        before = engine.call("training_checksums")
+        (tmp_path / "a" / part).chmod(0o722)
+        found = engine.outcomes("read_snapshot", [(str(tmp_path / "a"),)] * 2)
+        assert isinstance(found[1].error, CheckpointError) and "drwx-w--w-" in str(found[1].error)
+        assert str(tmp_path / "a" / part) in str(found[1].error) and isinstance(found[0], RankFailure)
+        assert engine.call("training_checksums") == before
+        (tmp_path / "a" / part).chmod(0o700)
+        (tmp_path / "a").rename(tmp_path / "elsewhere")
+        (tmp_path / "a").symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(CheckpointError, match=r"a is not read.*lrwx"):
+            engine.call("read_snapshot", str(tmp_path / "a"))
+
+
+def test_what_is_no_snapshot_of_the_session_any_more_is_swept(qwen: str, tmp_path: Path) -> None:
+    """Of ids alone, whole or partial: what else lies beside them stays."""
+    names = ["s-0123abcd", "s-0123abce", "s-0123abcf.partial", "other-0123abcd", "s-anchors", "s-0123abcf.old"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    starts = [f"{tmp_path}/s-", f"{tmp_path}/none/"]
+    with ranks(2, qwen_on_meta(qwen, NoisyQwen)) as engine:
+        engine.call("sweep_snapshots", starts, [str(tmp_path / "s-0123abcd")])
+    assert sorted(os.listdir(tmp_path)) == ["other-0123abcd", "s-0123abcd", "s-0123abcf.old", "s-anchors"]

@@ -1,0 +1,130 @@
+"""The verb of a session that makes a trainer on its ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from rlbench.dispatch import by_value
+from rlbench.engines.base import shared
+from rlbench.errors import SessionError, Stopped, WorkerDied
+from rlbench.session import trainer_places
+from rlbench.session.recording import recorded
+from rlbench.session.session_trainer import SessionTrainer
+
+if TYPE_CHECKING:
+    from rlbench.session.session import Session
+
+
+class TrainerVerbs:
+    """What `Session` inherits: trainer, last_trainer."""
+
+    _trainer: SessionTrainer | None = None
+
+    @recorded
+    def trainer(
+        self, method: str = "grpo", prompts: Any = None, reward: Any = None, *, eval_prompts: Any = None,
+        critic: str | bool | None = None, reference: str | bool | None = None, ema: bool = False, loss: Any = None,
+        lr: float | None = None, critic_lr: float | None = None, schedule_steps: int | None = None,
+        trainer_class: type | None = None, arguments: dict[str, Any] | None = None, **options: Any,
+    ) -> SessionTrainer:  # fmt: skip
+        """Make an `SPMDPPOTrainer` on the session's ranks, around the session's own policy, optimizer and replicas.
+
+            trainer = session.trainer("grpo", prompts, reward, rollout_batch_size=32, n_samples_per_prompt=8)
+            trainer.fit(30)
+            session.history.plot("reward")
+
+        Args:
+            method: "grpo", "ppo" (with a critic), "dapo", "gspo", "rloo", …: a set of options, see
+                `rlbench.trainers.run_config`; those given here count first.
+            prompts: a `PromptSet`, a stream or mixture, or what `rollout` takes. The trainer keeps the place.
+            reward: as of `rollouts.score`; also the folder of a reward model, the address of a service, or several of
+                such with `arguments={"reward_fn": …}`.
+            eval_prompts: of `trainer.evaluate()` and `eval_steps`.
+            critic: folder of the critic's checkpoint, or hub id; True: the session's model; None: as the method needs.
+            reference: of the reference policy likewise; True: the session's model; None: where the options ask for KL.
+            ema: keep a moving average of the policy.
+            loss: a loss of your own in place of the method's.
+            lr, critic_lr: learning rates; None: the policy's stays as it is, the critic's is `critic_learning_rate`.
+            schedule_steps: optimizer steps over which the rates warm up and fall; None: they stay.
+            trainer_class: a subclass of `SPMDPPOTrainer` with methods of your own.
+            arguments: further arguments of the trainer by name (`reward_fn`, `loss_agg_mode`, `use_gspo`, …).
+            options: of `StrategyConfig` and `PPOConfig`; `seed` and `max_norm` are the session's unless given.
+                Folders and files, here and above, are found from the kernel's working directory.
+
+        Returns:
+            A `SessionTrainer`. It takes the place of the one before, which stays where the new one is refused.
+
+        Raises:
+            OptionError: an option that means nothing or cannot be honoured, or a folder that is not there (then the
+                trainer before stays). SessionError: no prompts.
+        """
+        from rlbench.trainers.building import TrainerSpec
+        from rlbench.trainers.run_config import method_options
+
+        me = cast("Session", self)
+        if prompts is None:
+            raise SessionError("session.trainer: which prompts? trainer(method, prompts, reward)")
+        held = {"seed": me.options.seed, **{k: v for k, v in me.options.train.items() if k == "max_norm"}}
+        chosen = held | method_options(method, options)
+        needs_critic = chosen.get("advantage_estimator") == "gae" and (chosen.pop("critic_pretrain", None) or True)
+        needs_reference = float(chosen.get("init_kl_coef", 0.0)) > 0
+        spec = TrainerSpec(
+            me.options.path, chosen, trainer_class, needs_critic if critic is None else critic,
+            needs_reference if reference is None else reference, ema, reward, lr, critic_lr, schedule_steps, prompts,
+            eval_prompts, loss, dict(arguments or {}),
+        )  # fmt: skip
+        blob = by_value.dumps(trainer_places.from_here(spec))
+        made = me.train.call_all(
+            "make_trainer", method, shared(blob), what="trainer", finish=lambda found: found[0], track=True
+        )
+        try:
+            self._trainer = SessionTrainer(me, made.blocking_result(), blob)
+        except WorkerDied:
+            raise
+        except (Exception, Stopped):
+            if chosen.get("load_checkpoint"):
+                self._know_what_was_loaded()
+            raise
+        return self._trainer
+
+    def _know_what_was_loaded(self) -> None:
+        """A trainer was refused; where its checkpoint is in the policy by then, the weights get a version of their own.
+        """
+        me = cast("Session", self)
+        if me.train.call_all("take_left_loaded", finish=any, what="trainer").result():
+            me.link.set(version=int(me.link.state("highest")["highest"]) + 1)
+
+    def trainer_went_back(self, label: str, found: Mapping[str, Any] | None) -> None:
+        """The policy went back to snapshot `label`, and with it the trainer; a warning where it did not.
+
+        Args:
+            found: what the ranks say of their trainer, see `RankSnapshots.put_back`; None where they have none.
+        """
+        if found is None:
+            return
+        if self._trainer is not None:
+            self._trainer.went_back(int(found["optimizer_steps"]))
+        if found["left"] is not None:
+            warnings.warn(
+                f"{label!r}: the policy went back, the trainer did not: {found['left']}. Its critic, average, place in "
+                "the prompts and counts are where they were, experience and gradients that waited are gone; "
+                "session.trainer(…) makes it anew",
+                stacklevel=2,
+            )
+
+    @property
+    def last_trainer(self) -> SessionTrainer:
+        """The trainer that `trainer` made last; after `rb.attach` the one that is on the ranks, as it stands.
+
+        Raises:
+            SessionError: there is none.
+        """
+        if self._trainer is None:
+            me = cast("Session", self)
+            held = me.train.call_all("held_trainer", what="trainer", finish=lambda found: found[0]).result()
+            self._trainer = None if held is None else SessionTrainer(me, held)
+        if self._trainer is None:
+            raise SessionError("there is no trainer yet: session.trainer(method, prompts, reward) makes one")
+        return self._trainer

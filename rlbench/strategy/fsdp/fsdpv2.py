@@ -1,0 +1,15 @@
+"""The reference system's name of `rlbench.strategies.fsdp2`."""
+
+from rlbench.strategies.fsdp2 import (
+    FSDPadaptOptimizer,
+    FSDPV2Strategy,
+    ModelOptimPair,
+    ModelOrModelOptimPair,
+    is_mp_optimizer,
+    manual_transformer_cls_names_to_wrap,
+)
+
+__all__ = [
+    "FSDPV2Strategy", "FSDPadaptOptimizer", "ModelOptimPair", "ModelOrModelOptimPair", "is_mp_optimizer",
+    "manual_transformer_cls_names_to_wrap",
+]  # fmt: skip

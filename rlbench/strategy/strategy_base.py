@@ -1,0 +1,5 @@
+"""The reference system's name of `rlbench.strategies.base`."""
+
+from rlbench.strategies.base import StrategyBase
+
+__all__ = ["StrategyBase"]

@@ -1,0 +1,367 @@
+"""`FastExperienceMaker`: from prompts to experience that can be trained on, on each rank for its own share of them.
+
+    generate -> rewards -> (dynamic sampling: again, for groups that teach nothing)
+             -> log-probs of actor and reference, values -> shaping -> advantages -> micro-batches
+
+Everything is collective, and between the stages the ranks ask each other whether one of them was stopped or failed;
+then all of them end, and nothing of the maker has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlbench.data.batch import TrainBatch
+from rlbench.data.prompts import Prompt
+from rlbench.data.rollouts import Rollouts
+from rlbench.errors import DataError
+from rlbench.rl import MismatchMoments, RunningMoments
+from rlbench.strategies.base import StrategyBase
+from rlbench.strategies.config import OptionError, StrategyConfig
+from rlbench.trainers import experience_metrics
+from rlbench.trainers.advantage_stage import Estimated, Samples, check_estimator, estimated
+from rlbench.trainers.clock import Clock
+from rlbench.trainers.dynamic_sampling import Drawn, MorePrompts, with_signal
+from rlbench.trainers.experience import Experience
+from rlbench.trainers.model_stage import ModelStage
+from rlbench.trainers.over_ranks import agreed, check_stop
+from rlbench.trainers.ppo_config import PPOConfig
+from rlbench.trainers.reward_stage import Recipe, RewardFn, RewardStage
+from rlbench.trainers.samples import counted, encoded, prompts_of, rollouts_of, sampling_of
+from rlbench.trainers.shaping_stage import Shaped, check_shaping, shaped
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """What the models say of the samples, flat float32; None where a model was not asked."""
+
+    old: np.ndarray
+    entropy: np.ndarray | None
+    ref: np.ndarray | None
+    values: np.ndarray | None
+    mismatch: MismatchMoments
+    gap: np.ndarray | None
+
+
+class FastExperienceMaker:
+    """Makes experience of a rank's prompts.
+
+    Args:
+        actor: the policy; computes the old log-probs.
+        critic: with `advantage_estimator="gae"` alone.
+        reward_model, remote_rm_url, reward_fn, reward_recipe: what scores, see `RewardStage`.
+        initial_model: the reference; needed where `kl_ctl` has a weight above 0, or with `use_kl_loss`.
+        tokenizer: the policy's.
+        prompt_max_len: tokens; a longer prompt is refused.
+        kl_ctl: holds the weight of the KL as `.coef`, or is a number; None: `config.init_kl_coef`. May be replaced
+            between calls.
+        strategy: the rank's, with its inference engine set up.
+        reward_fn_label_map: {key: number of a reward}, see `RewardStage`.
+        packing_samples: forwards without padding; also where the options say so.
+        processor: of vision-language models, which are not here yet.
+        options: of the strategy; None: its own.
+        config: of the trainer; None: the defaults.
+
+    Attributes:
+        metrics: of the last call, over all ranks.
+        seconds: of the last call, by stage, of this rank.
+
+    Raises:
+        OptionError: options that contradict each other, or something that would have no effect.
+    """
+
+    def __init__(
+        self, actor: Any, critic: Any, reward_model: Any, initial_model: Any, tokenizer: Any, prompt_max_len: int,
+        kl_ctl: Any, strategy: StrategyBase, remote_rm_url: str | Sequence[str] | None = None,
+        reward_fn: RewardFn | None = None, reward_fn_label_map: Mapping[str, Any] | None = None,
+        reward_recipe: Recipe | None = None, packing_samples: bool = False, processor: Any = None, *,
+        options: StrategyConfig | None = None, config: PPOConfig | None = None,
+    ) -> None:  # fmt: skip
+        if processor is not None:
+            raise OptionError("processor: vision-language models are not here yet. Leave it out.")
+        self.actor, self.critic, self.initial_model = actor, critic, initial_model
+        self.tokenizer, self.prompt_max_len, self.kl_ctl, self.strategy = tokenizer, prompt_max_len, kl_ctl, strategy
+        self.options = strategy.config if options is None else options
+        self.config = PPOConfig() if config is None else config
+        self.metrics: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
+        self._rewards = RewardStage(reward_model, remote_rm_url, reward_fn, reward_recipe, reward_fn_label_map)
+        self._models = ModelStage(
+            strategy, self.options.micro_rollout_batch_size, packing_samples or self.options.packing_samples,
+            self.options.chunk_size if self.options.fused_linear_logprob else None,
+        )  # fmt: skip
+        self._moments = RunningMoments()
+        self._groups = 0  # numbers given so far, on all ranks
+        self._check()
+
+    def make_experience_list(
+        self, all_prompts: Sequence[Any], all_images: Any = None, all_videos: Any = None,
+        all_references: Sequence[Any] | None = None, all_labels: Sequence[Any] | None = None,
+        more_prompts: MorePrompts | None = None, **generate_kwargs: Any,
+    ) -> list[Experience]:  # fmt: skip
+        """Sample `n_samples_per_prompt` responses to each of this rank's prompts and make experience of them.
+
+        Args:
+            all_prompts: of this rank, at least one: `Prompt`s, texts, chats or token ids.
+            all_images, all_videos: of vision-language models, which are not here yet.
+            all_references: the prompts' reference answers, which `reward_fn` gets as `refs`; kept as
+                `meta["reference"]`. Without them it gets the labels.
+            all_labels: in place of the prompts' labels; `reward_recipe` goes by them.
+            more_prompts: gives so many further prompts for this rank, for `dynamic_sampling`; called on all ranks at
+                once.
+            generate_kwargs: options of sampling, in place of the trainer's (`max_new_tokens` is `max_tokens`).
+
+        Returns:
+            Experience of `micro_rollout_batch_size` sequences each, the last perhaps of fewer. A response that was cut
+            by an interrupt, and one without a token, trains nothing: no other is compared with it, its reward is NaN,
+            and of the metrics `aborted` alone counts it.
+
+        Raises:
+            DataError: on all ranks: a prompt that cannot be used, a sample without a reward, too few groups with a
+                signal. Stopped: on all ranks.
+        """
+        if _given(all_images) or _given(all_videos):
+            raise DataError("images and videos: vision-language models are not here yet. Give texts or token ids.")
+        clock = Clock()
+        sampling = sampling_of(self.config, self.options.n_samples_per_prompt, generate_kwargs)
+        prompts = agreed(
+            self.strategy.control, "the prompts",
+            lambda: self._prompts(all_prompts, all_labels, all_references, sampling, more_prompts),
+        )  # fmt: skip
+        drawn, rollouts = self._drawn(prompts, more_prompts, sampling, clock)
+        batch, groups = self._batch(rollouts)
+        with clock("models"):
+            judged = self._judged(batch)
+        with clock("advantages"):
+            given = shaped(
+                np.asarray(rollouts.rewards, np.float64), batch.response_lengths, int(sampling["max_tokens"]),
+                self.options, self._moments, self.strategy.control,
+            )  # fmt: skip
+            samples = Samples(
+                batch.responses, batch.mask, given.rewards, batch.group.astype(np.int64), judged.old, judged.ref,
+                judged.values,
+            )  # fmt: skip
+            found = estimated(
+                samples, self.options, self._kl_coef, self.config.gamma, self.config.lambd, self.strategy.control
+            )
+            made = self._experience(rollouts, batch, judged, given, samples, found)
+            metrics = self._measured(made, rollouts, judged, given, found)
+        if drawn is not None:
+            metrics |= drawn.numbers(groups)
+        self._moments, self._groups = given.moments, self._groups + groups
+        self.metrics, self.seconds = metrics, dict(clock.seconds)
+        size = self.options.micro_rollout_batch_size
+        return [made.rows(np.arange(i, min(i + size, len(made)))) for i in range(0, len(made), size)]
+
+    def evaluate(
+        self, all_prompts: Sequence[Any], all_references: Sequence[Any] | None = None,
+        all_labels: Sequence[Any] | None = None, n: int = 1, **generate_kwargs: Any,
+    ) -> dict[str, float]:  # fmt: skip
+        """Score samples of this rank's prompts to look at: nothing is shaped, and no running moment moves.
+
+        Args:
+            all_prompts, all_references, all_labels: as of `make_experience_list`; a rank may have none.
+            n: samples of each prompt.
+            generate_kwargs: options of sampling, in place of the trainer's.
+
+        Returns:
+            Over all ranks: `reward`, `reward_std`, `response_length…`, `truncated`, `samples`, and each component's
+            `{name}_mean` and `{name}_std`.
+        """
+        sampling = sampling_of(self.config, n, generate_kwargs)
+        prompts = agreed(
+            self.strategy.control, "the prompts", lambda: prompts_of(all_prompts, all_labels, all_references)
+        )
+        return experience_metrics.evaluation(self._scored(prompts, sampling, Clock()), self.strategy.control)
+
+    def state(self) -> dict[str, Any]:
+        """What goes on from call to call, as plain JSON: the rewards' running moments, and the number of groups."""
+        moments = self._moments
+        return {"groups": self._groups, "moments": [moments.count, moments.mean, moments.squares]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        count, mean, squares = state["moments"]
+        self._moments = RunningMoments(int(count), float(mean), float(squares))
+        self._groups = int(state["groups"])
+
+    # -- stages ------------------------------------------------------------------------------------------------
+
+    def _prompts(
+        self, given: Sequence[Any], labels: Any, references: Any, sampling: Mapping[str, Any],
+        more_prompts: MorePrompts | None,
+    ) -> list[Prompt]:  # fmt: skip
+        prompts = prompts_of(given, labels, references)
+        if not prompts:
+            raise DataError(f"rank {self.strategy.rank} has no prompts: give each rank at least one")
+        if self.options.dynamic_sampling and more_prompts is None:
+            raise DataError("dynamic_sampling takes further prompts in the place of some: give more_prompts")
+        if not sampling["temperature"] > 0:
+            raise DataError(f"temperature={sampling['temperature']}: a policy is sampled at a temperature above 0")
+        return prompts
+
+    def _drawn(
+        self, prompts: list[Prompt], more_prompts: MorePrompts | None, sampling: Mapping[str, Any], clock: Clock
+    ) -> tuple[Drawn | None, Rollouts]:
+        """Scored samples of this rank, and what dynamic sampling took to get them."""
+        if not self.options.dynamic_sampling or more_prompts is None:
+            return None, self._scored(prompts, sampling, clock)
+        drawn = with_signal(
+            lambda asked: self._scored(asked, sampling, clock), prompts, more_prompts, self.options,
+            self.strategy.control,
+        )  # fmt: skip
+        return drawn, drawn.rollouts
+
+    def _scored(self, prompts: list[Prompt], sampling: Mapping[str, Any], clock: Clock) -> Rollouts:
+        """Generate, and score what came."""
+        control = self.strategy.control
+        ids = agreed(control, "the prompts", lambda: encoded(prompts, self.tokenizer, self.prompt_max_len))
+        with clock("generate"):
+            outputs = self.strategy.gather_and_generate(
+                dict(sampling), all_prompts=prompts, sleep_engine=self.options.enable_engine_sleep
+            )
+        rollouts = agreed(control, "generation", lambda: rollouts_of(prompts, ids, outputs, sampling))
+        with clock("rewards"):
+            return self._rewards.score(rollouts, self._models, self.tokenizer, control)
+
+    def _batch(self, rollouts: Rollouts) -> tuple[TrainBatch, int]:
+        """The samples without advantages yet, and how many groups there are over all ranks; collective."""
+        _, group = np.unique(rollouts.group, return_inverse=True)
+        counts = self.strategy.control.gather(int(group.max()) + 1)
+        first = self._groups + sum(counts[: self.strategy.rank])
+        tokens = len(rollouts.logprobs)
+        batch = TrainBatch(
+            prompts=rollouts.prompt_ids.take(rollouts.group), responses=rollouts.responses,
+            mask=np.repeat(counted(rollouts), rollouts.lengths), advantages=np.zeros(tokens, np.float32),
+            sampler_logprobs=rollouts.logprobs, group=(group + first).astype(np.int32),
+            weight_version=rollouts.versions, rewards=np.array(rollouts.rewards, np.float64),
+            truncated=rollouts.truncated, temperature=float(rollouts.sampling["temperature"]),
+        )  # fmt: skip
+        return batch, sum(counts)
+
+    def _judged(self, batch: TrainBatch) -> _Judged:
+        """Ask the actor, the reference and the critic, one after the other."""
+        sampler = batch.sampler_logprobs
+        if self.config.old_logprobs == "recompute":
+            stats = self._models.policy_stats(self.actor, batch, "the actor's log-probs")
+            old, entropy = stats.logprobs, stats.entropy
+            mismatch, gap = _mismatch(batch, old), np.abs(old - sampler)
+        else:  # the first micro-batch tells how far sampler and trainer are apart; the rest is not computed
+            some = batch.rows(np.arange(min(len(batch), self.options.micro_rollout_batch_size)))
+            stats = self._models.policy_stats(self.actor, some, "the actor's log-probs")
+            old, entropy, gap, mismatch = sampler, None, None, _mismatch(some, stats.logprobs)
+        ref = None
+        if self._needs_reference:
+            ref = self._models.policy_stats(self.initial_model, batch, "the reference's log-probs").logprobs
+        values = None if self.critic is None else self._models.values(self.critic, batch)
+        check_stop(self.strategy.control, "making experience")
+        return _Judged(old, entropy, ref, values, mismatch, gap)
+
+    def _experience(
+        self, rollouts: Rollouts, batch: TrainBatch, judged: _Judged, given: Shaped, samples: Samples, found: Estimated
+    ) -> Experience:
+        """All samples of this rank with their advantages."""
+        old = judged.old if self.config.old_logprobs == "recompute" else None  # None: the sampler's stand in
+        whole = batch.replace(advantages=found.advantages, old_logprobs=old, ref_logprobs=judged.ref)
+        return Experience(
+            batch=whole, prompts=tuple(rollouts.prompts[int(group)] for group in rollouts.group), texts=rollouts.texts,
+            token_rewards=found.token_rewards, kl=found.kl, values=judged.values,
+            returns=found.returns if self.critic is not None else None, entropy=judged.entropy,
+            info=_info(samples, found, judged, given, whole),
+            components={name: np.asarray(values, np.float64) for name, values in rollouts.components.items()},
+        )  # fmt: skip
+
+    def _measured(
+        self, made: Experience, rollouts: Rollouts, judged: _Judged, given: Shaped, found: Estimated
+    ) -> dict[str, float]:
+        """Metrics over all ranks; collective."""
+        mask, rows, options = made.batch.mask, counted(rollouts), self.options
+        assert made.batch.rewards is not None
+        columns: dict[str, Any] = {
+            "reward": given.rewards[rows], "step_reward": made.batch.rewards[rows], "return": made.info["return"][rows],
+            "response_length": made.batch.response_lengths[rows], "total_length": made.batch.lengths[rows],
+            "advantages": found.advantages[mask], "returns": found.returns[mask],
+            "truncated": rollouts.truncated[rows], "aborted": rollouts.aborted,
+        }  # fmt: skip
+        if made.kl is not None:
+            columns |= {"kl": made.kl[mask], "kl_per_sequence": made.info["kl_sum"][rows]}
+        if made.entropy is not None:
+            columns["entropy"] = made.entropy[mask]
+        if options.overlong_buffer:
+            columns["overlong"] = given.overlong[rows]
+        if options.reward_clip:
+            columns["reward_clip_frac"] = given.clipped[rows]
+        if options.advantage_clip:
+            columns["advantage_clip_frac"] = found.clipped[mask]
+        return experience_metrics.over_ranks(columns, rollouts.components, judged.mismatch, self.strategy.control)
+
+    # -- options -----------------------------------------------------------------------------------------------
+
+    @property
+    def _kl_coef(self) -> float:
+        """The weight of the KL now."""
+        if self.kl_ctl is None:
+            return self.config.init_kl_coef
+        return float(getattr(self.kl_ctl, "coef", self.kl_ctl))
+
+    @property
+    def _needs_reference(self) -> bool:
+        return self._kl_coef > 0 or self.options.use_kl_loss
+
+    def _check(self) -> None:
+        options = self.options
+        check_estimator(options, self.config.gamma, self.critic is not None)
+        check_shaping(options, self.config.generate_max_len)
+        if self._needs_reference and self.initial_model is None:
+            raise OptionError(
+                f"a KL of weight {self._kl_coef:g} needs a reference: give initial_model, or init_kl_coef=0."
+            )
+        for name, least in (("micro_rollout_batch_size", 1), ("n_samples_per_prompt", 1), ("chunk_size", 1),
+                            ("max_num_gen_batches", 0)):  # fmt: skip
+            if getattr(options, name) < least:
+                raise OptionError(f"{name}={getattr(options, name)}: it is a number from {least} on.")
+        if options.dynamic_sampling and options.n_samples_per_prompt < 2:
+            raise OptionError("dynamic_sampling compares the samples of a prompt: n_samples_per_prompt is 2 or more.")
+
+
+def _given(media: Any) -> bool:
+    return media is not None and any(one is not None for one in media)
+
+
+def _mismatch(batch: TrainBatch, old: np.ndarray) -> MismatchMoments:
+    """Sampler against trainer over the trained tokens of a batch."""
+    samples = Samples(batch.responses, batch.mask, np.zeros(0), batch.group, old)
+    return MismatchMoments.of(
+        samples.padded(old), samples.padded(batch.sampler_logprobs), samples.padded(batch.mask)
+    )
+
+
+def _info(
+    samples: Samples, found: Estimated, judged: _Judged, given: Shaped, batch: TrainBatch
+) -> dict[str, np.ndarray]:
+    """(B,) numbers of each sequence; means are over its trained tokens, 0 where it has none."""
+    trained = samples.padded(batch.mask)
+    tokens = trained.sum(1).clamp(min=1).double()
+
+    def mean(flat: np.ndarray) -> np.ndarray:
+        return (torch.where(trained, samples.padded(flat), 0.0).sum(1) / tokens).numpy()
+
+    info = {
+        "reward": given.rewards, "response_length": batch.response_lengths.astype(np.float64),
+        "total_length": batch.lengths.astype(np.float64),
+        "return": samples.padded(found.token_rewards).sum(1).numpy(),
+        "reward_clip_frac": given.clipped.astype(np.float64),
+        "advantage_clip_frac": mean(found.clipped.astype(np.float64)), "overlong": given.overlong.astype(np.float64),
+    }  # fmt: skip
+    if found.kl is not None:
+        info |= {"kl": mean(found.kl), "kl_sum": samples.padded(found.kl).sum(1).numpy()}
+    if judged.entropy is not None:
+        info["entropy"] = mean(judged.entropy)
+    if judged.gap is not None:
+        info["logprob_gap"] = mean(judged.gap)
+    return info

@@ -1,0 +1,173 @@
+"""What models say of samples, without gradient: log-probs of actor and reference, values, scores of reward models.
+
+Sharded models meet in collectives, so every rank runs as many forwards as the one with the most samples; where its own
+have ended it computes a fill that nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from rlbench.data.batch import TrainBatch
+from rlbench.data.ragged import flat_index
+from rlbench.errors import EngineError
+from rlbench.strategies.base import StrategyBase
+from rlbench.strategies.memory_side import reshard
+from rlbench.strategies.whole_pass import votable
+from rlbench.trainers.forward import PolicyModel, as_batch, evaluating
+from rlbench.trainers.over_ranks import agreed, check_stop
+from rlbench.trainers.reward_heads import scores_of
+from rlbench.trainers.value_model import values_of
+
+FILL = [0, 0]
+NO_ROWS = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Flat float32 beside the response tokens of a batch: log-probs, and entropies in nats."""
+
+    logprobs: np.ndarray
+    entropy: np.ndarray
+
+
+class ModelStage:
+    """Runs models over this rank's samples, `micro_batch` sequences at a time.
+
+    Args:
+        strategy: the rank's.
+        micro_batch: sequences of one forward.
+        packed: lay sequences one behind the other, without padding.
+        chunk_rows: log-probs straight from the output layer, so many rows of logits at once; None: from the logits.
+    """
+
+    def __init__(self, strategy: StrategyBase, micro_batch: int, packed: bool, chunk_rows: int | None) -> None:
+        self._strategy = strategy
+        self._micro_batch = micro_batch
+        self._packed = packed
+        self._chunk_rows = chunk_rows
+        self._policies: dict[int, PolicyModel] = {}  # by module, which the PolicyModel holds
+
+    def policy_stats(self, model: nn.Module, batch: TrainBatch, doing: str) -> Stats:
+        """Log-probs and entropies of the response tokens under a policy; collective.
+
+        Args:
+            model: prepared by the strategy.
+            batch: this rank's samples; at its temperature.
+            doing: for messages.
+
+        Raises:
+            EngineError: on all ranks: a log-prob that is not finite. DataError: tokens the model does not know.
+        """
+        policy = self._policy(model)
+        agreed(self._strategy.control, doing, lambda: policy.check_tokens(batch))
+        head = "plain" if self._chunk_rows is None else "chunked"
+        found = np.full((2, batch.tokens), np.nan, np.float32)
+        with self._computing(model):
+            if self._packed:
+                policy.prove_packing(batch)
+
+            def compute(rows: np.ndarray) -> None:
+                part = batch.rows(rows) if len(rows) else as_batch([np.asarray(FILL, np.int32)])
+                with policy.stats(
+                    part, batch.temperature, self._packed, head, chunk_rows=self._chunk_rows
+                ) as (logprobs, entropy, _):  # fmt: skip
+                    if len(rows):
+                        found[:, _tokens_of(batch, rows)] = torch.stack([logprobs, entropy]).float().cpu().numpy()
+
+            self._each(batch.lengths, doing, compute)
+        self._check_finite(doing, batch, found)
+        return Stats(*found)
+
+    def values(self, critic: nn.Module, batch: TrainBatch) -> np.ndarray:
+        """The critic's value of the state before each response token, flat float32; collective."""
+        doing, found = "the critic's values", np.full(batch.tokens, np.nan, np.float32)
+        device = self._strategy.device.device
+        with self._computing(critic):
+
+            def compute(rows: np.ndarray) -> None:
+                part = batch.rows(rows) if len(rows) else as_batch([np.asarray(FILL, np.int32)])
+                values = values_of(critic, part, device, self._packed)
+                if len(rows):
+                    found[_tokens_of(batch, rows)] = values.float().cpu().numpy()
+
+            self._each(batch.lengths, doing, compute)
+        self._check_finite(doing, batch, found[None])
+        return found
+
+    def scores(self, model: nn.Module, sequences: Sequence[Sequence[int]], doing: str) -> np.ndarray:
+        """A local reward model's score of each sequence of token ids, (B,) float64; collective.
+
+        The model is brought to the device for this and goes back to the host afterwards, so that only one is there.
+        """
+        with self._computing(model, send_away=True):
+            found = scores_of(model, sequences, self._strategy, self._micro_batch)
+        check_stop(self._strategy.control, doing)
+        return found.double().numpy()
+
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    def _policy(self, model: nn.Module) -> PolicyModel:
+        found = self._policies.get(id(model))
+        if found is None:
+            found = PolicyModel(model, self._strategy.device.device, self._strategy.bf16)
+            self._policies[id(model)] = found
+        return found
+
+    def _check_finite(self, doing: str, batch: TrainBatch, found: np.ndarray) -> None:
+        """Refuse numbers (k, tokens) of which one is not finite, on all ranks; collective."""
+
+        def check() -> None:
+            wrong = np.flatnonzero(~np.isfinite(found).all(0))
+            if len(wrong):
+                row = int(np.searchsorted(batch.responses.offsets, wrong[0], "right")) - 1
+                raise EngineError(
+                    f"{doing}: {len(wrong)} of {batch.tokens} tokens have numbers that are not finite, the first in "
+                    f"sequence {row}. Look at the model's weights: an update may have spoilt them; load a checkpoint."
+                )
+
+        agreed(self._strategy.control, doing, check)
+
+    @contextmanager
+    def _computing(self, model: nn.Module, send_away: bool = False) -> Iterator[None]:
+        """On the device, without dropout and gradient; one that was offloaded goes back whatever happens inside."""
+        send_away = send_away or self._strategy.offloaded(model)
+        self._strategy.reload_model(model)
+        try:
+            with torch.no_grad(), evaluating(model):
+                yield
+        finally:
+            reshard(model)  # a forward that ended early leaves gathered parameters behind
+            if send_away:
+                self._strategy.offload_model(model)
+
+    def _each(self, lengths: np.ndarray, doing: str, compute: Callable[[np.ndarray], None]) -> None:
+        """`compute` the rows of each forward, short sequences first, as many forwards on every rank; a stop or a
+        failure on one ends it on all, between two."""
+        control = self._strategy.control
+        order = np.argsort(lengths, kind="stable")
+        own = [order[i : i + self._micro_batch] for i in range(0, len(order), self._micro_batch)]
+        failures: list[Exception] = []
+
+        def check() -> None:
+            if failures:
+                raise failures[0]
+
+        for k in range(max(control.gather(len(own)))):
+            agreed(control, doing, check)
+            try:
+                compute(own[k] if k < len(own) else NO_ROWS)
+            except Exception as error:  # the others are in the same forward, and hear of it after it
+                failures.append(votable(error))
+        agreed(control, doing, check)
+
+
+def _tokens_of(batch: TrainBatch, rows: np.ndarray) -> np.ndarray:
+    """Where the response tokens of `rows` lie in the flat arrays of the batch."""
+    return flat_index(batch.responses.offsets, rows)

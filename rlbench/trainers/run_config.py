@@ -1,0 +1,267 @@
+"""A whole run from its options: `rlbench train METHOD [FILE.yaml] [--option value …]`.
+
+What counts, from the least: the defaults, the method (`methods.py`), the file, the command line. A file is flat YAML,
+one option a line, with the names of `RunOptions`, `PPOConfig` and `StrategyConfig`:
+
+    pretrain: /models/qwen
+    prompt_data: prompts.jsonl
+    reward: rewards.py:score
+    rollout_batch_size: 64
+    actor_learning_rate: 1e-6
+
+Importable without torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlbench.errors import nearest
+from rlbench.strategies.config import OptionError, StrategyConfig, accumulation_steps
+from rlbench.strategies.config import names as strategy_names
+from rlbench.trainers.methods import METHODS, method_options, of_trainer, our_names, with_method
+from rlbench.trainers.ppo_config import PPOConfig
+from rlbench.trainers.ppo_config import names as trainer_names
+from rlbench.trainers.run_arguments import add_run_arguments
+from rlbench.trainers.run_options import (
+    ALL_OPTIONS,
+    NEEDS,
+    RUN_DEFAULTS,
+    RUN_OPTIONS,
+    RunOptions,
+    defaults,
+    typed,
+)
+
+__all__ = ["METHODS", "RunConfig", "add_run_arguments", "method_options", "parse"]
+
+COMPARING = ("group_norm", "grpo", "rloo", "reinforce_baseline", "cpgd")
+"""Estimators that compare the samples of a prompt."""
+SCORING = ("reward", "reward_pretrain", "remote_rm_url")
+"""Options that say what scores a response."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Every option of a run.
+
+    Attributes:
+        method: its name, one of `METHODS`.
+        run, ppo, strategy: the options, by who reads them.
+        given: those that the method, the file or the command line set, by our names.
+    """
+
+    method: str
+    run: RunOptions
+    ppo: PPOConfig
+    strategy: StrategyConfig
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def load(
+        cls, method: str, file: str | Path | None = None, overrides: Mapping[str, Any] | None = None
+    ) -> RunConfig:
+        """From a method, a YAML file and what counts over both.
+
+        Args:
+            method: one of `METHODS`.
+            file: flat YAML.
+            overrides: by our names or the reference's.
+
+        Raises:
+            OptionError: an unknown method or option (with the nearest name), a value of another kind, options that
+                contradict each other or cannot be honoured, a file that cannot be read.
+        """
+        from_file = {} if file is None else our_names(read_yaml(file))
+        written = {**from_file, **our_names(overrides or {})}
+        given = with_method(method, {name: typed(name, value) for name, value in written.items()})
+        given |= _filled(given)
+        made = cls(
+            method,
+            RunOptions(**_named(given, RUN_OPTIONS)),
+            PPOConfig(**_named(given, trainer_names())),
+            StrategyConfig(**{**RUN_DEFAULTS, **_named(given, strategy_names())}),
+            given,
+        )
+        made._check()
+        for text in made.doubts():
+            warnings.warn(text, stacklevel=2)
+        return made
+
+    @property
+    def trainer_options(self) -> dict[str, Any]:
+        """What was set of the trainer's and the strategy's options, by name."""
+        return {name: value for name, value in self.given.items() if of_trainer(name)}
+
+    def value(self, name: str) -> Any:
+        """The value of an option."""
+        part: Any = self.run if name in RUN_OPTIONS else self.ppo if name in trainer_names() else self.strategy
+        return getattr(part, name)
+
+    def overridden(self) -> list[str]:
+        """The options that do not have their default."""
+        return [name for name, held in defaults().items() if self.value(name) != held]
+
+    def summary(self) -> str:
+        """All options by section, each marked "(Overridden)" or "(Default)"."""
+        changed = set(self.overridden())
+        lines = ["=" * 60, f"RunConfig: {self.method}"]
+        for section in dict.fromkeys(option.section for option in ALL_OPTIONS.values()):
+            lines += ["-" * 60, f"{section}:"]
+            for name in (n for n in ALL_OPTIONS if ALL_OPTIONS[n].section == section):
+                lines.append(f"  {name}: {self.value(name)} ({'Overridden' if name in changed else 'Default'})")
+        return "\n".join([*lines, "=" * 60])
+
+    def check_batches(self, world_size: int) -> None:
+        """Refuse batches that so many ranks cannot share.
+
+        Raises:
+            OptionError: with the numbers.
+        """
+        accumulation_steps(self.strategy.train_batch_size, self.strategy.micro_train_batch_size, world_size)
+        if self.ppo.rollout_batch_size % world_size:
+            raise OptionError(
+                "rollout_batch_size must be divisible by world_size, and is not a multiple:\n"
+                f"  rollout_batch_size:  {self.ppo.rollout_batch_size}\n"
+                f"  world_size:          {world_size}\n"
+                f"  Required: {self.ppo.rollout_batch_size} % {world_size} == 0; change one of them."
+            )
+
+    def doubts(self) -> list[str]:
+        """Options that act, but hardly as they are meant."""
+        found = [
+            f"{name} has no effect without {other}"
+            for name, (other, off) in NEEDS.items()
+            if name in self.given and self.value(other) == off
+        ]
+        if "plot_every" in self.given and self.strategy.log_dir is None and not self.strategy.use_tensorboard:
+            found.append("plot_every has no effect without log_dir or use_tensorboard")
+        estimator, kl = self.strategy.advantage_estimator, self.strategy.kl_estimator
+        if not self.strategy.use_kl_loss and self.ppo.init_kl_coef > 0 and kl in ("k2", "k3"):
+            found.append(f"kl_estimator={kl} in the reward: the sum of k1 is the KL of a response; take that")
+        if self.strategy.use_kl_loss and estimator in ("gae", "cpgd"):
+            found.append(f"use_kl_loss with advantage_estimator={estimator}, which has the KL in the reward")
+        return found
+
+    def _check(self) -> None:
+        strategy, estimator = self.strategy, self.strategy.advantage_estimator
+        if not strategy.fsdp:
+            raise OptionError("fsdp=False cannot be honoured: it means DeepSpeed, which is not here yet. Leave it out.")
+        if estimator in COMPARING and strategy.n_samples_per_prompt < 2:
+            raise OptionError(
+                f"advantage_estimator={estimator!r} compares the samples of a prompt: n_samples_per_prompt must be "
+                f"greater than 1, and is {strategy.n_samples_per_prompt}."
+            )
+        if strategy.use_mp_opt and not strategy.bf16:
+            raise OptionError("use_mp_opt has no effect with bf16=False: a run holds its weights in bfloat16 then.")
+        if strategy.use_kl_loss and self.ppo.init_kl_coef == 0:
+            raise OptionError("use_kl_loss has no effect with init_kl_coef=0: give a weight above 0.")
+        if strategy.use_kl_loss and strategy.kl_estimator == "k1":
+            raise OptionError(
+                "use_kl_loss with kl_estimator='k1': its gradient is zero in the mean, so that it would only add "
+                "noise; use k2 or k3."
+            )
+        if self.ppo.ptx_coef > 0 and strategy.pretrain_data is None:
+            raise OptionError(f"ptx_coef={self.ppo.ptx_coef:g} has no effect without pretrain_data; give both.")
+        if "engine_mem_util" in self.given and self.run.kv_cache_bytes is not None:
+            raise OptionError("engine_mem_util has no effect with kv_cache_bytes: both size the engine; give one.")
+        if self.run.ranks:
+            self.check_batches(self.run.ranks)
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The options in a file.
+
+    Raises:
+        OptionError: no such file, not flat YAML, or an option that stands in it twice.
+    """
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+        found = yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise OptionError(f"{path} cannot be read as YAML ({error}).") from error
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise OptionError(f"{path} holds {type(found).__name__}; it must be `option: value`, one a line.")
+    for name, value in found.items():
+        if isinstance(value, dict):
+            raise OptionError(f"{path}: {name} holds options of its own; they stand in the file itself, one a line.")
+    written = re.findall(r"^([A-Za-z_]\w*)\s*:", text, re.MULTILINE)
+    if twice := [name for name in dict.fromkeys(written) if written.count(name) > 1]:
+        raise OptionError(f"{path}: {twice[0]} stands there twice. Give it once.")
+    return {str(name): value for name, value in found.items()}
+
+
+def parse(arguments: Sequence[str], prog: str = "rlbench train") -> RunConfig:
+    """A run from a command line: the method, perhaps a file, and options.
+
+    Args:
+        arguments: without the name of the program.
+        prog: that name, for `--help` and usage.
+
+    Raises:
+        OptionError: as of `RunConfig.load`. SystemExit: `--help`, or no method.
+    """
+    parser = argparse.ArgumentParser(
+        prog=prog, usage=f"{prog} METHOD [FILE.yaml] [--option value ...]", allow_abbrev=False,
+        description="Train a policy in a session of its own, from the first iteration to the last. A method is a set "
+        "of options; those of the file count over it, those of the command line over both.",
+    )  # fmt: skip
+    parser.add_argument("method", metavar="METHOD", help=f"one of {', '.join(METHODS)}")
+    parser.add_argument(
+        "file", metavar="FILE.yaml", nargs="?",
+        help="options as YAML, one a line: rollout_batch_size: 64; what they name is found from the folder you are in",
+    )  # fmt: skip
+    add_run_arguments(parser)
+    found, rest = parser.parse_known_args(arguments)
+    if rest:
+        flags = [flag.removeprefix("--") for action in parser._actions for flag in action.option_strings]
+        name = rest[0].removeprefix("--").partition("=")[0]
+        raise OptionError(f"there is no option {rest[0]!r}{nearest(name, flags)}.")
+    options = vars(found)
+    return RunConfig.load(options.pop("method"), options.pop("file"), options)
+
+
+def _filled(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What follows from what was given: the critic of GAE, and the built-in task of the built-in model.
+
+    Raises:
+        OptionError: a critic that nothing asks for, or none where one is needed; prompts or rewards are missing.
+    """
+    estimator, critic = given["advantage_estimator"], given.get("critic_pretrain")
+    pretrain = given.get("pretrain", defaults()["pretrain"])
+    found: dict[str, Any] = {}
+    if estimator != "gae" and critic:
+        raise OptionError(
+            f"critic_pretrain={critic!r} has no effect with advantage_estimator={estimator!r}, which needs no critic: "
+            "leave it out, or use gae."
+        )
+    if estimator == "gae" and critic is False:
+        raise OptionError("critic_pretrain=False cannot be honoured: advantage_estimator='gae' needs a critic.")
+    if estimator == "gae":
+        found["critic_pretrain"] = critic or True  # True: the policy's own checkpoint
+    tiny = "tiny" if pretrain == "tiny" else None
+    if given.get("prompt_data") is None:
+        found["prompt_data"] = tiny or _missing("prompt_data", "which prompts?")
+    if not any(given.get(name) for name in SCORING):
+        found["reward"] = tiny or _missing("reward", f"what scores a response? One of {', '.join(SCORING)}.")
+    if given.get("eval_steps", 0) > 0 and given.get("eval_data") is None:
+        found["eval_data"] = tiny or _missing("eval_data", "eval_steps has no effect without it.")
+    return found
+
+
+def _missing(name: str, why: str) -> Any:
+    raise OptionError(f"{name} is missing: {why}")
+
+
+def _named(given: Mapping[str, Any], names: Any) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name in names}

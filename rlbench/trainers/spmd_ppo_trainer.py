@@ -1,0 +1,320 @@
+"""`SPMDPPOTrainer`: every rank makes experience of its own share of the prompts and trains on its own micro-batches.
+
+One `ppo_train` is `max_epochs` passes over the experience in its order, `train_batch_size` sequences (over all ranks)
+to an optimizer step. What is left over where they do not divide waits, as gradients, for the next call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rlbench.dispatch import context
+from rlbench.errors import StateError
+from rlbench.rl import AdaptiveKL, Aggregation, Loss, PolicyLoss, resolve
+from rlbench.strategies.config import OptionError, accumulation_steps
+from rlbench.trainers.experience import Experience
+from rlbench.trainers.ppo_trainer import Metrics, PPOTrainer, mean_of
+from rlbench.trainers.update import PolicyUpdate, ValueUpdate, loss_of
+
+DEFAULT_MODE = "seq-mean-token-mean"
+OF_EXPERIENCE = ("_waiting", "_place", "_began", "_texts_began", "_done", "rollout_metrics")
+"""What is known of the experience that is being trained on."""
+OF_OUR_LOSS = ("entropy_coef", "high_entropy_token_ratio", "mismatch")
+"""Options of the loss that the options make; one of your own brings its own."""
+
+
+class SPMDPPOTrainerBase(PPOTrainer):
+    """A `PPOTrainer` with its update.
+
+    Args:
+        args, kwargs: of `PPOTrainer`.
+        loss_agg_mode: how the losses of tokens become one, see `rlbench.rl.Aggregation`; a `loss` of your own that
+            says how it is meant has its own way where this is left at its default.
+        use_gspo: ratios of whole sequences (GSPO, arXiv 2507.18071) instead of tokens.
+        VLM: vision-language models, which are not here yet.
+
+    Raises:
+        AssertionError: `engine_tp_size` of the strategy is not above 0.
+        OptionError: an option that cannot be honoured, or a batch the ranks cannot share.
+    """
+
+    def __init__(
+        self, *args: Any, loss_agg_mode: str = DEFAULT_MODE, use_gspo: bool = False, VLM: bool = False,
+        **kwargs: Any,
+    ) -> None:  # fmt: skip
+        if VLM:
+            raise OptionError("VLM=True: vision-language models are not here yet. Leave it out.")
+        strategy = kwargs["strategy"] if "strategy" in kwargs else args[0]
+        size = strategy.config.engine_tp_size
+        assert size > 0, f"engine_tp_size={size}: the trainer needs an inference engine of at least one rank"
+        super().__init__(*args, **kwargs)
+        options, ppo = self.options.strategy, self.options.ppo
+        micro, whole = options.micro_train_batch_size, options.train_batch_size
+        accumulation_steps(whole, micro, self.strategy.world_size)
+        self._per_rank = whole // self.strategy.world_size
+        self.policy_loss: Loss
+        self.policy_loss, self.aggregation = loss_of(options, ppo, loss_agg_mode=loss_agg_mode, use_gspo=use_gspo)
+        if self.loss is not None:
+            self.policy_loss = resolve(self.loss)
+            self._check_own_loss(self.policy_loss)
+            own = getattr(self.policy_loss, "aggregation", None)
+            if own is not None and loss_agg_mode == DEFAULT_MODE:
+                self.aggregation = Aggregation.of(own)
+        fused = options.fused_linear_logprob
+        self.policy_update = PolicyUpdate(
+            self.actor, self.actor_optim, self.actor_scheduler, self.strategy, self.policy_loss, self.aggregation,
+            packed=options.packing_samples, head="chunked" if fused else "plain",
+            tile=options.chunk_size if fused else None, temperature=ppo.temperature, ptx_coef=ppo.ptx_coef,
+            stop_requested=self._may_stop,
+        )  # fmt: skip
+        self.value_update = None
+        if self.critic is not None and self.critic_optim is not None:
+            self.value_update = ValueUpdate(
+                self.critic, self.critic_optim, self.critic_scheduler, self.strategy, ppo.value_clip or None,
+                self.aggregation, packed=options.packing_samples, stop_requested=self._may_stop,
+            )  # fmt: skip
+        if ppo.freezing_actor_steps > 0 and self.value_update is None:
+            raise OptionError(
+                f"freezing_actor_steps={ppo.freezing_actor_steps}: without a critic nothing would train meanwhile. "
+                "Give a critic, or leave it out."
+            )
+        self._waiting = 0  # sequences of this rank whose gradients wait for their step
+        self._place = 0  # sequences of this rank trained on in a call that was stopped
+        self._began = 0  # the place at which the step that waits began, in this experience
+        self._committed = False  # the actor has stepped: the critic does too, whoever asks to stop
+        self._texts_began: Any = None  # and its place in the pretraining texts
+        self._done: list[Metrics] = []  # of the optimizer steps on this experience
+        self._said = False
+
+    def ppo_train(self, global_steps: int = 0) -> Metrics:
+        """Train on the experience in the buffer, then give the inference engine the new weights.
+
+        A call that was stopped leaves the optimizer steps it has done; called again, it goes on with the next one.
+
+        Args:
+            global_steps: of the run; `freezing_actor_steps` and the files of logs count by it.
+
+        Returns:
+            Metrics averaged over all optimizer steps on this experience (those of a call that was stopped, too), equal
+            on all ranks: `policy_loss`, `critic_loss`, `kl`, `actor_lr`, …, those of the rollout, and `train_steps`,
+            their number.
+
+        Raises:
+            StateError: the buffer is empty. Stopped: gradients are cleared, no optimizer is half stepped; where the
+            steps were done and the engine does not have them yet, the next call sends them.
+        """
+        if not len(self.replay_buffer):
+            raise StateError("there is no experience to train on: call make_experience() first")
+        begin = time.perf_counter()
+        self._say_mode()
+        frozen = global_steps < self.options.ppo.freezing_actor_steps
+        self._bring_in()
+        try:
+            self._train(frozen)
+        finally:
+            self._send_away()
+        metrics = mean_of(self._done) | self.rollout_metrics | {
+            "train_steps": float(len(self._done)), "optimizer_steps": float(self.optimizer_steps),
+        }  # fmt: skip
+        metrics["perf/ppo_train_s"] = time.perf_counter() - begin
+        if self.unsent:
+            metrics |= self.send_weights()
+        self._adapt()
+        trained_on = self.replay_buffer.items
+        self._experience_is_done()
+        self.log.trained(trained_on, global_steps)
+        return metrics
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    def _train(self, frozen: bool) -> None:
+        self.actor.train()
+        if self.critic is not None:
+            self.critic.train()
+        self._drop_lost()
+        for part, span in self._parts():
+            metrics = self._one_part(part, span, frozen)
+            if metrics is not None:
+                self._done.append(metrics)
+            self._place += span
+
+    def _parts(self) -> Iterator[tuple[Experience, int]]:
+        """What of the experience goes to each optimizer step, over all epochs, from where a stopped call was.
+
+        The rank with the most sequences counts; one that has fewer adds less to the last part.
+        """
+        control, items = self.strategy.control, self.replay_buffer.items
+        whole: Experience = control.together("joining the experience", lambda: Experience.joined(items))
+        longest = max(control.gather(len(whole)))
+        at = self._place
+        while at < longest * self.options.ppo.max_epochs:
+            start = at % longest
+            stop = min(start + self._per_rank - self._waiting, longest)
+            yield whole.rows(np.arange(min(start, len(whole)), min(stop, len(whole)))), stop - start
+            at += stop - start
+
+    def _one_part(self, part: Experience, span: int, frozen: bool) -> Metrics | None:
+        """Add the gradients of a part; the step's metrics once there are as many sequences as a step has."""
+        size = self.options.strategy.micro_train_batch_size
+        batches = [part.rows(np.arange(i, min(i + size, len(part)))) for i in range(0, len(part), size)]
+        if not self._waiting:
+            self._began, self._texts_began = self._place, self.pretraining.state()
+        whole = self._waiting + span >= self._per_rank
+        metrics: Metrics = {}
+        try:
+            if not frozen:
+                self.policy_update.accumulate(batches, self.pretraining.texts(span))
+            if self.value_update is not None:
+                self.value_update.accumulate(batches)
+            if whole and not frozen:
+                metrics |= self.policy_update.finish()
+                self._committed = self.unsent = True
+            if whole and self.value_update is not None:
+                metrics |= self.value_update.finish()
+        except BaseException:
+            self._forget()
+            raise
+        finally:
+            self._committed = False
+        self._waiting = 0 if whole else self._waiting + span
+        if not whole:
+            return None
+        self.optimizer_steps += 1
+        if self.ema_model is not None and not frozen:
+            self.strategy.moving_average(
+                self.actor, self.ema_model, self.options.ppo.ema_beta, self.strategy.device.device
+            )
+        return metrics
+
+    def _may_stop(self) -> bool:
+        return not self._committed and context.current().stop_requested()
+
+    def _forget(self) -> None:
+        """A part failed or was stopped: its gradients are gone, and those that waited for the same step with them.
+
+        What of the step came from this experience is trained on again.
+        """
+        self.drop_gradients()
+        self._place = self._began
+        self.pretraining.restore(self._texts_began)
+
+    def _drop_lost(self) -> None:
+        """Where somebody cleared gradients that waited (on any rank, of any model), the step begins anew on all: its
+        rest would be taken for all of it."""
+        if any(self.strategy.control.gather(any(update.lost_gradients for update in self.updates))):
+            self.strategy.print("gradients that waited for their step are gone; the step begins anew")
+            self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients that wait for a step, and the count of the sequences they came from."""
+        self.policy_update.clear()
+        if self.value_update is not None:
+            self.value_update.clear()
+        self._waiting = 0
+
+    def _experience_is_done(self) -> None:
+        self.replay_buffer.clear()
+        self._place = self._began = 0
+        self._done = []
+
+    def went_elsewhere(self) -> None:
+        """A checkpoint was loaded: experience and gradients that wait are of other weights, and forgotten."""
+        super().went_elsewhere()
+        self.drop_gradients()
+        self._experience_is_done()
+        self._weigh_kl()
+
+    @property
+    def sequences_waiting(self) -> tuple[int, int]:
+        """Of a rank: sequences whose gradients wait for their step, and those that a step has."""
+        return self._waiting, self._per_rank
+
+    def waiting_state(self) -> dict[str, Any]:
+        """The experience that waits, and how far the training on it is; without the gradients that wait."""
+        updates = {update.name: update.waiting_state() for update in self.updates}
+        return {
+            "experience": list(self.replay_buffer.items), "draws": self.replay_buffer.state(), "updates": updates,
+            **{name: getattr(self, name) for name in OF_EXPERIENCE},
+        }  # fmt: skip
+
+    def restore_waiting(self, state: dict[str, Any]) -> None:
+        """Go on with what `waiting_state` gave; the gradients are the caller's to put back."""
+        self.replay_buffer.items = list(state["experience"])
+        self.replay_buffer.restore(state["draws"])
+        for name in OF_EXPERIENCE:
+            setattr(self, name, state[name])
+        for update in self.updates:
+            update.restore_waiting(state["updates"][update.name])
+        self._weigh_kl()
+
+    @property
+    def updates(self) -> list[PolicyUpdate | ValueUpdate]:
+        """The policy's, and the critic's where there is one."""
+        return [self.policy_update, *([] if self.value_update is None else [self.value_update])]
+
+    # -- around them --------------------------------------------------------------------------------------------
+
+    def _bring_in(self) -> None:
+        for optimizer in (self.actor_optim, self.critic_optim):
+            if optimizer is not None:
+                self.strategy.maybe_load_optimizer(optimizer)
+
+    def _send_away(self) -> None:
+        for optimizer in (self.actor_optim, self.critic_optim):
+            if optimizer is not None:
+                self.strategy.maybe_offload_optimizer(optimizer)
+
+    def _adapt(self) -> None:
+        """Let the weight of the KL follow the KL that was seen, and with `use_kl_loss` the loss follow the weight."""
+        observed = self.rollout_metrics.get("kl_per_sequence")
+        if observed is None or not isinstance(self.kl_ctl, AdaptiveKL):
+            return
+        own = sum(int(part.trained.sum()) for part in self.replay_buffer.items)
+        samples = sum(self.strategy.control.gather(own))
+        self.kl_ctl = self.kl_ctl.update(observed, samples)
+        self._weigh_kl()
+
+    def _weigh_kl(self) -> None:
+        if self.options.strategy.use_kl_loss and self.loss is None and isinstance(self.policy_loss, PolicyLoss):
+            self.policy_loss = replace(self.policy_loss, kl_coef=self.kl_ctl.coef)
+            self.policy_update.loss = self.policy_loss
+
+    def _check_own_loss(self, loss: Loss) -> None:
+        """Refuse what a loss of the user's leaves without effect."""
+        for name in OF_OUR_LOSS:
+            if getattr(self.options.ppo, name):
+                raise OptionError(f"{name} would have no effect with a loss of your own: build it into that.")
+        if self.options.strategy.use_kl_loss and not getattr(loss, "needs_reference", False):
+            raise OptionError("use_kl_loss would have no effect with a loss of your own that has no KL: build it in.")
+
+    def _say_mode(self) -> None:
+        held = sum(self.strategy.control.gather(len(self.replay_buffer)))
+        whole = self.options.strategy.train_batch_size
+        if self._said or held == whole:
+            return
+        self._said = True
+        kind = "HIGH FREQUENCY UPDATE MODE" if whole < held else "ACCUMULATION MODE"
+        steps = f"{held / whole:g} steps per ppo_train" if whole < held else f"a step every {whole / held:g} ppo_train"
+        self.strategy.print(f"{kind}: train_batch_size {whole}, {held} sequences of experience: {steps}")
+
+
+class SPMDPPOTrainer(SPMDPPOTrainerBase):
+    """PPO and its relatives for language models on the ranks of a session.
+
+    Args:
+        args, kwargs: of `SPMDPPOTrainerBase` and `PPOTrainer`.
+
+    Example:
+        trainer = SPMDPPOTrainer(
+            strategy, actor, critic, reward, reference, None, actor_optim, critic_optim, None, None,
+            tokenizer=tokenizer, prompts=prompts, max_epochs=2,
+        )
+        for step in range(30):
+            trainer.make_experience()
+            metrics = trainer.ppo_train(step)
+    """

@@ -1,0 +1,130 @@
+"""The critic: the value of the state before each response token, from a causal checkpoint's backbone and a head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlbench.data.batch import TrainBatch
+from rlbench.errors import EngineError
+from rlbench.strategies.whole_pass import FORWARD, unvotable, whole_pass
+from rlbench.trainers.attention import packed_attention
+from rlbench.trainers.forward import CHECK_TOKENS, CHECK_TOLERANCE, HALF_TOLERANCE, as_batch, evaluating
+from rlbench.trainers.packing import ModelInputs, model_inputs
+from rlbench.trainers.scalar_model import HEAD, ScalarHeadModel, make_scalar
+
+
+class CriticModel(ScalarHeadModel):
+    """A critic; `make_critic` makes one. `critic(input_ids, …)` gives the value after each token, float32."""
+
+
+def make_critic(
+    path: str, *, dtype: str | torch.dtype | None = None, value_head_prefix: str = HEAD,
+    gradient_checkpointing: bool = False, seed: int = 42, revision: str | None = None,
+) -> Any:  # fmt: skip
+    """Make a critic on meta, with or without `strategy.init_model_context`; `strategy.prepare_model(critic,
+    is_training=True)` shards it and loads its weights, `strategy.load_ckpt` those of a checkpoint.
+
+    The head is the checkpoint's, where it holds one (of a critic or a reward model), else drawn N(0, 1/(h + 1)), the
+    deviation; h is the width of the hidden states.
+
+    Args:
+        path: folder or hub id of a causal language model, a critic or a reward model.
+        dtype: of the weights; None: the checkpoint's. Half precision is trained in float32 unless `use_mp_opt` is set.
+        value_head_prefix: what the head is called in the checkpoint.
+        gradient_checkpointing: recompute activations in the backward.
+        seed: of a drawn head; the same on any number of ranks.
+        revision: of a hub id.
+
+    Returns:
+        `CriticModel` and transformers' sequence classification architecture in one.
+
+    Raises:
+        BuildError: no such checkpoint, or transformers has no such head for its architecture.
+    """
+    critic = make_scalar(CriticModel, path, dtype, value_head_prefix, seed, revision)
+    if gradient_checkpointing:
+        critic.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        critic.train()
+    return critic
+
+
+def values_of(critic: CriticModel, batch: TrainBatch, device: torch.device, packed: bool) -> Tensor:
+    """The value of the state before each response token: of prompt and response up to the token, without it.
+
+    Args:
+        critic: a `CriticModel`, prepared. All ranks call this equally often.
+        batch: B sequences.
+        device: of the critic's inputs.
+        packed: without padding, each sequence attending to itself alone; or padded rows. The values are equal.
+
+    Returns:
+        (R,) float32 beside the response tokens, with gradient where gradients are on.
+
+    Raises:
+        EngineError: the model computes something else when it is packed, or a gradient through packed rows would be
+            recomputed in the backward, after the packed attention is off: use `valued` then.
+    """
+    checkpointing = getattr(critic, "is_gradient_checkpointing", False) and critic.training
+    if packed and checkpointing and torch.is_grad_enabled():
+        raise EngineError(
+            "a packed critic with gradient checkpointing runs its layers again in the backward: run it inside "
+            "`with valued(critic, batch, device, packed=True) as (values, inputs):`."
+        )
+    with valued(critic, batch, device, packed) as (values, _):
+        return values
+
+
+@contextmanager
+def valued(
+    critic: CriticModel, batch: TrainBatch, device: torch.device, packed: bool
+) -> Iterator[tuple[Tensor, ModelInputs]]:
+    """`values_of` with the layout they came from; run the backward inside the context."""
+    if packed:
+        with unvotable(critic):
+            prove_packing(critic, device)
+    with ExitStack() as within:
+        with whole_pass(critic, FORWARD):
+            inputs = model_inputs(batch, device, packed)
+            if packed:
+                within.enter_context(packed_attention(critic, inputs.lengths))
+            values = _values(critic, inputs)
+        yield values, inputs
+
+
+@torch.no_grad()
+def prove_packing(critic: CriticModel, device: torch.device) -> None:
+    """Compare packed and padded values once, on two short sequences, the same on all ranks; collective.
+
+    Raises:
+        EngineError: the layers look across sequences.
+    """
+    if critic.packing_proved:
+        return
+    tokens = np.arange(2 * CHECK_TOKENS) % int(critic.config.get_text_config().vocab_size)
+    probe = as_batch([tokens[:CHECK_TOKENS], tokens[CHECK_TOKENS // 2 : 2 * CHECK_TOKENS - 5]])
+    found = []
+    with evaluating(critic):
+        for packed in (True, False):
+            inputs = model_inputs(probe, device, packed)
+            with packed_attention(critic, inputs.lengths) if packed else nullcontext():
+                found.append(_values(critic, inputs))
+    gap = float((found[0] - found[1]).abs().mean() / found[1].abs().mean().clamp(min=1e-12))
+    if not gap <= (HALF_TOLERANCE if critic.in_half else CHECK_TOLERANCE):
+        raise EngineError(
+            f"{type(critic).__name__} computes something else when sequences are packed (values differ by {gap:.2g} of "
+            "their size): its layers look across sequences; pass packed=False."
+        )
+    critic.packing_proved = True
+
+
+def _values(critic: CriticModel, inputs: ModelInputs) -> Tensor:
+    return critic(  # type: ignore[no-any-return]
+        inputs.input_ids, attention_mask=inputs.attention_mask, position_ids=inputs.position_ids,
+        positions=inputs.predictors,
+    )  # fmt: skip

@@ -1,0 +1,360 @@
+"""`rlbench train`: what a run's options make of session and trainer, and whole runs as a user starts them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlbench import cli
+from rlbench.data import PromptSet
+from rlbench.session import building, run_data, train_command
+from rlbench.session.session import Session
+from rlbench.strategies.config import OptionError
+from rlbench.tiny import tasks
+from rlbench.trainers import policy_module
+from rlbench.trainers.run_config import RunConfig, method_options
+
+REWARDS = """
+def score(rollout):
+    return float(rollout.text == "".join(sorted(rollout.prompt[0]["content"].removeprefix("sort "))))
+
+def both(model_rewards, labels, queries, refs, label_map):
+    return sum(model_rewards)
+"""
+OPTIONS = """
+pretrain: tiny
+prompt_data: tiny
+reward: my_rewards.py:score
+max_steps: 2
+lr_schedule: constant
+actor_learning_rate: 5e-5
+rollout_batch_size: 8
+n_samples_per_prompt: 4
+train_batch_size: 32
+micro_train_batch_size: 16
+micro_rollout_batch_size: 32
+generate_max_len: 8
+packing_samples: true
+kv_cache_bytes: 67108864
+ckpt_path: kept
+save_path: saved
+seed: 0
+"""
+
+
+def config(method: str = "grpo", **given: Any) -> RunConfig:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return RunConfig.load(method, None, given)
+
+
+def stream(count: int) -> Any:
+    return PromptSet.of(tasks.prompts(count)).stream(seed=0)
+
+
+def arguments(given: RunConfig, wanted: int = 10) -> dict[str, Any]:
+    """What `session.trainer` is given; all of it is something it takes."""
+    found = train_command.trainer_arguments(given, stream(8), wanted)
+    named = inspect.signature(Session.trainer).parameters
+    method_options(given.method, {name: value for name, value in found.items() if name not in named})
+    return found
+
+
+# -- how long
+
+
+def test_a_run_is_as_long_as_its_episodes_or_its_steps() -> None:
+    def count(**given: Any) -> int:
+        return train_command.iterations(config(rollout_batch_size=4, **given), stream(10))
+
+    assert (count(), count(num_episodes=3), count(max_steps=100)) == (2, 7, 100)
+    assert (count(max_steps=5, num_episodes=3), count(max_steps=50, num_episodes=3)) == (5, 7)
+    assert train_command.iterations(config(rollout_batch_size=32), stream(10)) == 1
+
+
+def test_a_mixture_has_no_end_of_its_own() -> None:
+    def count(**given: Any) -> int:
+        wanted = config(prompt_data="tiny,more", **given)
+        mixture = run_data.mix({"tiny": tasks.prompts(8), "more": tasks.prompts(8, seed=1)})
+        return train_command.iterations(wanted, mixture)
+
+    assert count(max_steps=7) == 7
+    for given in ({}, {"num_episodes": 2}, {"num_episodes": 2, "max_steps": 7}):
+        with pytest.raises(OptionError, match="a mixture of prompts has no episode"):
+            count(**given)
+
+
+# -- what session and trainer are made with
+
+
+def test_the_session_is_made_with_the_options_that_concern_it() -> None:
+    made = train_command.session_options(config(
+        ranks=3, replicas=2, kv_cache_bytes=5_000_000, engine_tp_size=2, bf16=False,
+        actor_learning_rate=1e-4, adam_betas=(0.8, 0.9), l2=0.1, max_norm=0.5, seed=7, pretrain="a/model",
+        prompt_data="p.jsonl", reward="math", train_batch_size=96, rollout_batch_size=33,
+    ), on_gpu=True)  # fmt: skip
+    assert (made["model"], made["seed"]) == ("a/model", 7)
+    assert made["train"] == {
+        "lr": 1e-4, "betas": (0.8, 0.9), "weight_decay": 0.1, "max_norm": 0.5, "bf16": False, "tensor_parallel_size": 3,
+    }  # fmt: skip
+    assert made["inference"] == {
+        "tensor_parallel_size": 2, "data_parallel_size": 2, "kv_cache_bytes": 5_000_000, "dtype": "float32",
+    }  # fmt: skip
+    building.check_options(made["train"], made["inference"])  # all are options of a session
+
+
+def test_the_engine_takes_a_share_of_the_gpus_memory_or_of_the_hosts_free_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def engine(on_gpu: bool, **given: Any) -> dict[str, Any]:
+        made = train_command.session_options(config(engine_mem_util=0.25, **given), on_gpu)
+        building.check_options(made["train"], made["inference"])
+        return {name: made["inference"].get(name) for name in ("gpu_memory_utilization", "kv_cache_bytes")}
+
+    monkeypatch.setattr(train_command.psutil, "virtual_memory", lambda: SimpleNamespace(available=8000))
+    assert engine(True) == {"gpu_memory_utilization": 0.25, "kv_cache_bytes": None}
+    assert engine(False) == {"gpu_memory_utilization": None, "kv_cache_bytes": 2000}
+    assert engine(False, replicas=2)["kv_cache_bytes"] == 1000
+    with pytest.raises(OptionError, match="engine_mem_util has no effect with kv_cache_bytes"):
+        config(engine_mem_util=0.3, kv_cache_bytes=5_000_000)
+
+
+@pytest.mark.parametrize("name", train_command.HOW_IT_IS_HELD)
+def test_how_the_actor_is_held_is_said_to_the_session_and_the_trainer_asks_for_no_other(name: str) -> None:
+    given = config(**{name: True})
+    made = train_command.session_options(given, on_gpu=False)
+    assert made["train"][name] is True and arguments(given)[name] is True
+    building.check_options(made["train"], made["inference"])
+    assert name not in train_command.session_options(config(), on_gpu=False)["train"]
+
+
+def test_half_precision_weights_are_not_asked_for_in_float32() -> None:
+    with pytest.raises(OptionError, match="use_mp_opt has no effect with bf16=False"):
+        config(use_mp_opt=True, bf16=False)
+
+
+def test_what_is_not_said_is_left_to_the_session() -> None:
+    made = train_command.session_options(config(), on_gpu=True)
+    assert "tensor_parallel_size" not in made["train"] and "bf16" not in made["train"]
+    assert made["inference"] == {"tensor_parallel_size": 1, "data_parallel_size": 1} and made["model"] == "tiny"
+
+
+def test_the_trainer_is_given_what_concerns_it_and_nothing_of_the_session(tmp_path: Path) -> None:
+    (tmp_path / "rewards_of_run.py").write_text(REWARDS)
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"input": "some text"}))
+    found = arguments(config(
+        "dapo", bf16=False, engine_tp_size=1, engine_mem_util=0.3, seed=3, enable_ema=True, eval_data="tiny",
+        max_eval_samples=5, reward_fn=f"{tmp_path}/rewards_of_run.py:both", ptx_coef=0.1,
+        pretrain_data=str(tmp_path / "texts.jsonl"), remote_rm_url="http://reward.example",
+    ))  # fmt: skip
+    assert (found["method"], found["seed"], found["ema"], len(found["eval_prompts"])) == ("dapo", 3, True, 5)
+    assert found["eps_clip_high"] == 0.28 and found["loss_agg_mode"] == "token-mean"
+    assert not set(found) & {"bf16", "engine_tp_size", "engine_mem_util", "fsdp", "enable_ema", "eval_data"}
+    given = found["arguments"]
+    assert given["remote_rm_url"] == ["http://reward.example"] and given["reward_fn"]([1.0, 2.0], *[None] * 4) == 3.0
+    assert len(given["pretrain_prompts"]) == 1 and found["reward"] is None
+    sys.modules.pop("rewards_of_run", None)
+
+
+def test_without_options_there_is_no_average_no_evaluation_and_the_tasks_own_reward() -> None:
+    found = arguments(config())
+    assert found["ema"] is False and found["eval_prompts"] is None and found["reward"] is tasks.reward
+
+
+def test_a_schedule_lasts_for_the_optimizer_steps_of_the_run_or_there_is_none() -> None:
+    given: dict[str, Any] = {"rollout_batch_size": 16, "n_samples_per_prompt": 4, "train_batch_size": 32}
+    given["max_epochs"] = 3
+    assert arguments(config(**given), wanted=5)["schedule_steps"] == 30  # 5 iterations of 3 · 64 sequences, 32 a step
+    assert arguments(config(**given, lr_schedule="constant"), wanted=5)["schedule_steps"] is None
+
+
+def test_places_are_those_of_the_command_wherever_the_ranks_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "judge.py").write_text("")
+    found = arguments(config(ckpt_path="kept", log_dir="lengths", remote_rm_url=["judge.py", "http://reward.example"]))
+    assert (found["ckpt_path"], found["log_dir"]) == (f"{tmp_path}/kept", f"{tmp_path}/lengths")
+    assert found["save_path"] == f"{tmp_path}/ckpt" and "use_tensorboard" not in found
+    assert found["arguments"]["remote_rm_url"] == [f"{tmp_path}/judge.py", "http://reward.example"]
+
+
+def test_names_in_a_file_are_found_from_where_the_command_runs_not_beside_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in ("recipes", "project"):
+        (tmp_path / place / "judge").mkdir(parents=True)
+        (tmp_path / place / "judge" / "config.json").write_text("{}")
+    (tmp_path / "recipes" / "run.yaml").write_text("reward_pretrain: judge\nckpt_path: kept\nmetrics_file: m.jsonl\n")
+    monkeypatch.chdir(tmp_path / "project")
+    read = RunConfig.load("grpo", "../recipes/run.yaml")
+    found = arguments(read)
+    assert (found["reward"], found["ckpt_path"]) == (f"{tmp_path}/project/judge", f"{tmp_path}/project/kept")
+    assert train_command.run(Scripted(), read, 1) == 0  # type: ignore[arg-type]
+    assert (tmp_path / "project" / "m.jsonl").is_file()
+
+
+def test_a_critic_is_found_as_the_policy_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy_module, "config_of", lambda path: None)  # in the place of the hub
+    (tmp_path / "critic").mkdir()
+    (tmp_path / "critic" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert arguments(config("ppo", critic_pretrain="critic"))["critic_pretrain"] == str((tmp_path / "critic").resolve())
+    assert arguments(config("ppo", critic_pretrain="tiny"))["critic_pretrain"] == run_data.model_at("tiny")
+    assert arguments(config("ppo", critic_pretrain="an-org/critic"))["critic_pretrain"] == "an-org/critic"
+    assert arguments(config("ppo"))["critic_pretrain"] is True
+    with pytest.raises(OptionError, match=f"critic_pretrain='./crtic': there is no folder {tmp_path}/crtic"):
+        arguments(config("ppo", critic_pretrain="./crtic"))
+
+
+# -- iterations
+
+
+class Scripted:
+    """In the place of a session's trainer: iterations from `at` on, one of which may be stopped."""
+
+    def __init__(self, at: int = 0, stopped_at: int | None = None) -> None:
+        self.at, self.stopped_at, self.finished = at, stopped_at, False
+
+    def where(self) -> dict[str, int]:
+        return {"iterations": self.at}
+
+    def step(self) -> dict[str, float]:
+        if self.at + 1 == self.stopped_at:
+            raise KeyboardInterrupt
+        self.at += 1
+        return {"reward": self.at / 10}
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def run(trainer: Scripted, wanted: int, **given: Any) -> int:
+    return train_command.run(trainer, config(**given), wanted)  # type: ignore[arg-type]
+
+
+def test_each_iteration_has_its_line_unless_logging_steps_says_less(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = Scripted()
+    assert run(trainer, 3) == 0 and trainer.finished
+    assert capsys.readouterr().out.splitlines() == [f"iteration {i}: reward 0.{i}" for i in (1, 2, 3)]
+    run(Scripted(), 5, logging_steps=2)
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["iteration 2", "iteration 4"]
+
+
+def test_a_run_goes_on_where_its_checkpoint_is_and_one_that_is_done_is_done(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(Scripted(at=2), 3) == 0
+    assert capsys.readouterr().out.splitlines() == ["going on after iteration 2", "iteration 3: reward 0.3"]
+    done = Scripted(at=3)
+    assert run(done, 3) == 0 and done.at == 3
+
+
+def test_a_stop_ends_with_130_and_says_how_far_it_came(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = Scripted(stopped_at=3)
+    assert run(trainer, 5) == train_command.STOPPED == 130 and not trainer.finished
+    assert capsys.readouterr().out.splitlines()[-1] == "stopped after 2 of 5 iterations"
+
+
+def test_all_metrics_of_each_iteration_are_kept_as_lines_where_a_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "new" / "metrics.jsonl"
+    run(Scripted(), 2, metrics_file=str(file), logging_steps=9)
+    run(Scripted(at=2), 3, metrics_file="~/new/metrics.jsonl")
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert records == [{"iteration": i, "reward": i / 10} for i in (1, 2, 3)]
+
+
+# -- the command
+
+
+def test_help_and_mistakes_come_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "--help"])
+    assert ended.value.code == 0 and "--rollout_batch_size N" in capsys.readouterr().out
+    monkeypatch.setattr(train_command, "Session", None)  # nothing may come so far
+    for line, said in (
+        ("grpo --max_step 3", "no option '--max_step'; nearest: max_steps"), ("gropo", "no method 'gropo'"),
+        ("grpo none.yaml", "none.yaml cannot be read"), ("--seed 3 grpo --reward nowhere:f", "reward='nowhere:f'"),
+        ("grpo --prompt_data none.jsonl --max_steps 1", "no file none.jsonl"),
+        ("grpo --reward_pretrain none", "reward_pretrain='none'"),
+        ("grpo --train_batch_size 3 --ranks 2", "train_batch_size must be divisible"),
+    ):  # fmt: skip
+        assert cli.main(["train", *line.split()]) == 1, line
+        shown = capsys.readouterr()
+        assert shown.err.startswith("rlbench train: ") and said in shown.err, shown.err
+    assert not list(tmp_path.rglob("*.json"))
+
+
+@pytest.fixture
+def place(tmp_path: Path, tiny_path: Path) -> Iterator[SimpleNamespace]:
+    """A folder with a run's files, and a state folder of its own that must be left without a cluster and sessions."""
+    (tmp_path / "run.yaml").write_text(OPTIONS)
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    state = tmp_path / "state" / "rlbench"
+
+    def check_left() -> None:
+        assert not (state / "cluster.json").exists() and not list((state / "sessions").glob("*.json"))
+
+    def saved() -> set[str]:
+        return {path.relative_to(tmp_path).as_posix() for path in (tmp_path / "kept").glob("*/global_step*")}
+
+    env = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state")}
+    yield SimpleNamespace(folder=tmp_path, env=env, check_left=check_left, saved=saved)
+    check_left()
+
+
+def command(*line: str) -> list[str]:
+    return [sys.executable, "-m", "rlbench.cli", "train", "grpo", "run.yaml", *line]
+
+
+@pytest.mark.engine
+def test_a_run_is_stopped_by_ctrl_c_leaves_nothing_and_a_second_one_goes_on_to_its_end(place: SimpleNamespace) -> None:
+    """The first keeps a checkpoint of each iteration; the second, one iteration longer, of its end alone."""
+    asked = ("--load_checkpoint", "--enable_ema", "--metrics_file", "m.jsonl")
+    with subprocess.Popen(
+        command(*asked, "--max_steps", "5000", "--save_steps", "1"), cwd=place.folder, env=place.env,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        first = []
+        for line in process.stdout:
+            first.append(line.rstrip("\n"))
+            if line.startswith("iteration 2"):
+                break
+        process.send_signal(signal.SIGINT)
+        rest = process.communicate(timeout=120)[0]
+    assert process.returncode == 130, "\n".join(first[-20:]) + rest
+    stopped = re.search(r"^stopped after (\d+) of 5000 iterations$", rest, re.MULTILINE)
+    assert stopped is not None and "Traceback" not in rest, rest
+    place.check_left()
+    done = int(stopped[1])
+    assert done >= 2 and "  max_steps: 5000 (Overridden)" in first and "  temperature: 1.0 (Default)" in first
+    assert [line.split(":")[0] for line in first if line.startswith("iteration")] == ["iteration 1", "iteration 2"]
+    assert {f"kept/{part}/global_step{done}" for part in ("_actor", "_ema")} <= place.saved()
+
+    line = command(*asked, "--max_steps", str(done + 1), "--save_steps", "-1")
+    ran = subprocess.run(line, cwd=place.folder, env=place.env, capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-3000:]
+    second = ran.stdout.splitlines()
+    assert f"going on after iteration {done}" in second
+    assert [line.split(":")[0] for line in second if line.startswith("iteration")] == [f"iteration {done + 1}"]
+    assert {f"kept/{part}/global_step{done + 1}" for part in ("_actor", "_ema")} <= place.saved()
+    records = [json.loads(line) for line in (place.folder / "m.jsonl").read_text().splitlines()]
+    assert [one["iteration"] for one in records] == [*range(1, done + 2)]
+    assert all(0 <= one["reward"] <= 1 for one in records)
+    assert len({one["actor_lr"] for one in records}) == 1, "lr_schedule: constant"

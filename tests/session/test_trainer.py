@@ -1,0 +1,224 @@
+"""A trainer on the ranks of a real session: records, undo, stops, resuming, equal numbers from a cell of the ranks."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import rlbench as rb
+from rlbench.errors import SessionError, Stopped
+from rlbench.strategies import OptionError
+from rlbench.tiny import tasks
+
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("put_back")]
+
+OPTIONS = {
+    "rollout_batch_size": 8, "n_samples_per_prompt": 4, "train_batch_size": 32, "micro_train_batch_size": 8,
+    "micro_rollout_batch_size": 16, "generate_max_len": 10, "packing_samples": True, "seed": 3,
+}  # fmt: skip
+
+
+def prompts(count=64, seed=3):
+    return rb.data.PromptSet.of(tasks.prompts(count, seed=seed)).stream(seed=seed)
+
+
+def grpo(session, **given):
+    return session.trainer("grpo", given.pop("prompts", None) or prompts(), tasks.reward, **{**OPTIONS, **given})
+
+
+@pytest.fixture
+def put_back(session):
+    """The shared session goes back to where it was after each test: these ask for equal numbers."""
+    kept = session.snapshot()
+    session.sync_weights()
+    yield
+    session.zero_grad()
+    session.train.call_all("drop_trainer").result()  # no part of the snapshot, which is of before it
+    session._trainer = None
+    session.restore(kept)
+    session.drop(kept)
+
+
+def test_an_iteration_trains_syncs_and_is_on_record(session):
+    trainer, step = grpo(session), session.step
+    metrics = trainer.step()
+    assert session.step == step + 1 and metrics.step == step + 1 and metrics.train_steps == 1
+    assert session.inference.weight_versions() == [session.version] == [metrics.version]
+    record = session.history[-1]
+    assert {"reward", "loss", "grad_norm", "length", "policy_loss", "actor_lr"} <= record.keys()
+    assert record["loss_name"] == "grpo" and record["seconds"]["total"] > record["seconds"]["sync"] > 0
+    scored = session.rollout(["sort 4312"], n=2, max_tokens=8)  # the replicas are awake, as they were
+    assert scored.versions.tolist() == [session.version] * 2
+    entries = [one["verb"] for one in session.history.verbs if str(one["verb"]).startswith("last_trainer")]
+    assert entries[-1] == "last_trainer.step"
+
+
+def test_undo_takes_an_iteration_of_the_policy_back(session):
+    trainer, before = grpo(session), session.train.run(checksum)[0]
+    trainer.step()
+    assert session.train.run(checksum)[0] != before
+    session.undo()
+    assert session.train.run(checksum)[0] == before
+
+
+def checksum():
+    whole = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in module.parameters())  # noqa: F821
+    return float(sum(p.detach().double().sum() for p in whole))
+
+
+def test_a_cell_on_the_ranks_gives_the_same_curve(session):
+    def curve(history):
+        return [(round(h["reward"], 9), round(h["actor_grad_norm"], 6), round(h["mismatch/kl"], 6)) for h in history]
+
+    kept = session.snapshot()
+    ours = curve(grpo(session).fit(3))
+    session.restore(kept)
+    session.train.run(make_by_hand, session.options.path, prompts(), OPTIONS)
+    theirs = curve([session.train.run(iterate, step)[0] for step in range(3)])
+    session.drop(kept)
+    assert ours == theirs
+
+
+def make_by_hand(path, stream, options):
+    from transformers import AutoTokenizer
+
+    from rlbench.strategy import get_strategy
+    from rlbench.trainer.spmd_ppo_trainer import SPMDPPOTrainer
+
+    global by_hand
+    names = ("micro_train_batch_size", "train_batch_size", "micro_rollout_batch_size", "n_samples_per_prompt",
+             "packing_samples", "seed")  # fmt: skip
+    own = get_strategy({"fsdp": True, "bf16": False, **{name: options[name] for name in names}})
+    own.setup_inference_engine(own.config, engine_type="vllm")
+    by_hand = SPMDPPOTrainer(
+        own, module, None, tasks.reward, None, None, module.optimizer, None, None, None,  # noqa: F821
+        tokenizer=AutoTokenizer.from_pretrained(path), prompts=stream, init_kl_coef=0.0,
+        rollout_batch_size=options["rollout_batch_size"], max_new_tokens=options["generate_max_len"],
+    )  # fmt: skip
+
+
+def iterate(step):
+    by_hand.make_experience()
+    return by_hand.ppo_train(step)
+
+
+def test_a_stop_ends_a_fit_within_an_iteration_and_fit_goes_on(session):
+    trainer, raised = grpo(session), []
+
+    def run():
+        try:
+            trainer.fit(500)
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    deadline = time.monotonic() + 60
+    while len(trainer.history) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    begin = time.monotonic()
+    session.stop()
+    thread.join(timeout=60)
+    assert isinstance(raised[0], Stopped) and len(raised[0].partial) >= 2, raised
+    assert time.monotonic() - begin < 30
+    done = len(trainer.history)
+    trainer.fit(1)
+    assert len(trainer.history) == done + 1
+    assert session.rollout(["sort 52"], n=1, max_tokens=6).samples == 1
+
+
+def test_save_and_load_go_on_as_if_nothing_had_been(session, tmp_path):
+    trainer = grpo(session)
+    trainer.step()
+    trainer.save(str(tmp_path / "kept"))
+    straight = [trainer.step() for _ in range(2)]
+    assert trainer.load(str(tmp_path / "kept"))["iterations"] == 1
+    again = [trainer.step() for _ in range(2)]
+    for one, other in zip(straight, again, strict=True):
+        assert one.reward == other.reward and np.isclose(one.actor_grad_norm, other.actor_grad_norm, rtol=1e-4)
+
+
+def test_ppo_has_a_critic_and_a_reference_whose_kl_is_in_the_reward(session):
+    trainer = session.trainer(
+        "ppo", prompts(), tasks.reward, critic_lr=1e-3, **{**OPTIONS, "init_kl_coef": 0.05, "n_samples_per_prompt": 2,
+                                                           "train_batch_size": 16},
+    )  # fmt: skip
+    first, second = trainer.step(), trainer.step()
+    assert first.kl == pytest.approx(0.0, abs=1e-4) and second.kl != first.kl  # the reference is where it began
+    assert {"critic_loss", "values", "critic_lr", "explained_variance", "returns_mean"} <= first.keys()
+    assert first.critic_lr == pytest.approx(1e-3)
+    assert second["return"] != pytest.approx(second.reward, abs=1e-6), "the KL is in the return, not in the reward"
+
+
+def test_dynamic_sampling_draws_again_until_every_group_teaches_something(session):
+    trainer = session.trainer(
+        "dapo", prompts(400), tasks.reward, eval_prompts=tasks.prompts(16, split="eval"),
+        **{**OPTIONS, "generate_max_len": 12},
+    )  # fmt: skip
+    metrics = trainer.step()
+    assert metrics.step_reward_min < metrics.step_reward_max
+    assert trainer.where()["prompts"]["position"] > OPTIONS["rollout_batch_size"], "some prompts were replaced"
+    assert 0 <= trainer.evaluate()["eval/reward"] <= 1
+
+
+def test_a_class_of_the_notebook_is_what_runs_and_a_second_trainer_takes_its_place(session):
+    from rlbench.trainers import SPMDPPOTrainer
+
+    class Doubled(SPMDPPOTrainer):
+        def make_experience(self, prompts=None):
+            return super().make_experience(prompts) | {"made": 2.0}
+
+    first = grpo(session, trainer_class=Doubled)
+    assert first.make_experience()["made"] == 2.0
+    second = grpo(session)
+    with pytest.raises(SessionError, match="another trainer has taken the place"):
+        first.step()
+    assert session.last_trainer is second
+
+
+def test_mistakes_are_told_where_they_are_made(session):
+    with pytest.raises(SessionError, match="which prompts"):
+        session.trainer("grpo")
+    with pytest.raises(OptionError, match=r"no method 'gpro'; nearest: .*grpo"):
+        session.trainer("gpro", prompts(), tasks.reward)
+    with pytest.raises(OptionError, match="no option 'rolout_batch_size'"):
+        grpo(session, rolout_batch_size=4)
+    with pytest.raises(OptionError, match=r"rb\.Session\(…, train=\{'use_mp_opt': True\}\)"):
+        grpo(session, use_mp_opt=True)
+    with pytest.raises(OptionError, match="cannot be shared out evenly over 2 ranks"):
+        grpo(session, rollout_batch_size=7).step()
+    assert grpo(session).step().train_steps == 1, "the session is as usable as before"
+
+
+def test_a_kernel_that_comes_back_finds_the_trainer_where_it_was(session):
+    first = grpo(session)
+    before = first.step()
+    again = rb.attach(session.name, take_over=True)
+    try:
+        found = again.last_trainer
+        assert found.method == "grpo" and found.options["rollout_batch_size"] == OPTIONS["rollout_batch_size"]
+        record = found.step()
+        assert record.step == before.step + 1 and found.where()["iterations"] == 2
+    finally:
+        again.link.release()
+        session.link.epoch = rb.attach(session.name, take_over=True).link.epoch  # the shared one drives again
+
+
+def test_a_script_of_the_session_makes_the_trainer_again(session, tmp_path):
+    session.trainer("grpo", tasks.prompts(64, seed=3), tasks.reward, **OPTIONS).fit(1)
+    session.export_script(str(tmp_path / "again.py"))
+    text = (tmp_path / "again.py").read_text()
+    assert "session.trainer(" in text and "reward=rlbench.tiny.tasks.reward" in text
+    assert "session.last_trainer.fit(1)" in text
+    compile(text, "again.py", "exec")
+
+
+def test_a_trainer_that_a_cell_makes_under_the_same_name_leaves_the_sessions_alone(session):
+    trainer = grpo(session)
+    session.train.run_cell("trainer = 'of the cell'")
+    assert trainer.step().train_steps == 1
+    grpo(session).where()
+    session.train.run_cell("trainer = 'of the cell'")
+    session.train.call_all("drop_trainer").result()
+    assert session.train.run_cell("trainer") == ["'of the cell'"] * 2

@@ -1,0 +1,46 @@
+"""The ranks' group on each kind of host, and that what it does is counted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+GROUP = """
+import torch
+import torch.distributed as dist
+from rlbench.strategies.control import ControlGroup, issued_collectives
+from rlbench.strategies.device import RankDevice, current_accelerator_kwargs
+
+device = RankDevice.pick(0, {kind!r})
+dist.init_process_group(
+    device.backend, store=dist.HashStore(), rank=0, world_size=1, **current_accelerator_kwargs(device.device)
+)
+control, counts = ControlGroup(), [issued_collectives()]
+for place in {places!r}:
+    dist.all_reduce(torch.ones(1, device=place))
+    counts.append(issued_collectives())
+dist.all_reduce(torch.ones(1), group=control.group)
+counts.append(issued_collectives())
+print("COUNTED", [after - before for before, after in zip(counts, counts[1:])])
+dist.destroy_process_group()
+"""
+
+
+def counted(kind: str, places: list[str]) -> str:
+    """What a process of one rank says that it issued."""
+    script = GROUP.format(kind=kind, places=places)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_collectives_of_all_groups_are_counted() -> None:
+    assert "COUNTED [1, 1, 1]" in counted("cpu", ["cpu", "cpu"])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_shards_in_host_memory_have_a_group_too_and_both_are_counted() -> None:
+    """`fsdp_cpu_offload`: "No backend type associated with device type cpu"."""
+    assert "COUNTED [1, 1, 1, 1]" in counted("cuda", ["cuda", "cpu", "cuda"])

@@ -1,0 +1,182 @@
+"""The inference side where there is no engine: what is asked, what is refused, and who counts and sleeps when."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlbench.data import Prompt
+from rlbench.dispatch import context
+from rlbench.errors import DataError, EngineError, StateError
+from rlbench.strategies import FakeStrategy, OptionError, inference_side
+from rlbench.strategies.generate_call import own_prompts, sampling_of
+from rlbench.strategies.inference_side import EngineStatus
+
+
+class Told:
+    """In the place of what talks to replicas: writes down what it is told."""
+
+    def __init__(self, strategy: Any, config: Any, plan: Any, actor: Any) -> None:
+        self.engine, self.said, self.fails = object(), [("made", plan.tp_size)], None
+
+    def awake(self) -> bool:
+        return self.said[-1] != ("sleep",)
+
+    def wake(self) -> None:
+        self.said.append(("wake",))
+
+    def sleep(self) -> None:
+        self.said.append(("sleep",))
+
+    def generate(self, mine: Any, sampling: Any, samples: int, number: int) -> list[Any]:
+        if self.fails is not None:
+            raise self.fails
+        self.said.append(("generate", [p.content for p in mine], sampling, samples, number))
+        return [number]
+
+    def update(self, actor: Any, transport: Any) -> dict[str, Any]:
+        self.said.append(("update", actor, transport))
+        return {}
+
+
+@pytest.fixture
+def on_a_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """As if in a call on a session's rank, with `Told` in the place of the replicas."""
+    monkeypatch.setattr(inference_side, "REPLICAS", f"{__name__}:Told")
+    context.set_current(context.CallContext(worker="rlbench/demo/actor/0"))
+    yield
+    context.set_current(None)
+
+
+def test_before_setup_every_call_names_setup() -> None:
+    s = FakeStrategy()
+    assert s.inference_engine is None
+    for call in (
+        lambda: s.gather_and_generate({}, all_prompts=["a"]), lambda: s.update_engine_weights(torch.nn.Linear(1, 1)),
+        s.maybe_sleep_inference_engine, s.wakeup_inference_engine, lambda: s.inference_engine_status,
+    ):  # fmt: skip
+        with pytest.raises(StateError, match=r"call strategy\.setup_inference_engine\(args\) first"):
+            call()
+
+
+def test_a_process_that_is_on_no_sessions_ranks_is_told_where_to_go() -> None:
+    with pytest.raises(EngineError, match=r"on no session's ranks.*%%ranks cell or in session\.train\.run\(fn\)"):
+        FakeStrategy().setup_inference_engine()
+
+
+def test_ranks_that_cannot_share_engines_and_other_engines_are_refused(on_a_rank: Any) -> None:
+    with pytest.raises(OptionError, match=r"world_size % engine_tp_size must be 0.*1 ranks.*engines of 3"):
+        FakeStrategy().setup_inference_engine({"engine_tp_size": 3})
+    with pytest.raises(OptionError, match="engine_type='sglang' cannot be honoured"):
+        FakeStrategy().setup_inference_engine(engine_type="sglang")
+
+
+def test_setup_wakes_the_engine_and_brings_the_actors_weights(on_a_rank: Any) -> None:
+    s, actor = FakeStrategy(), torch.nn.Linear(1, 1)
+    assert s.setup_inference_engine(actor=actor) is s.inference_engine is not None
+    assert s._replicas.said == [("made", 1), ("wake",), ("update", actor, None)]
+    assert s.inference_engine_status is EngineStatus.WAKEUP
+
+
+def test_the_engine_sleeps_after_a_generation_unless_somebody_says_no(on_a_rank: Any) -> None:
+    def slept(options: dict[str, Any], **call: Any) -> bool:
+        s = FakeStrategy(args=options)
+        s.setup_inference_engine()
+        s.gather_and_generate({"n": 2}, all_prompts=["a"], **call)
+        assert s._replicas.said[2] == ("generate", ["a"], {}, 2, 1)
+        return s.inference_engine_status is EngineStatus.SLEEPED
+
+    assert slept({})
+    assert not slept({}, sleep_engine=False)
+    assert not slept({"enable_engine_sleep": False})
+
+
+def test_the_options_of_setup_count_for_sleep(on_a_rank: Any) -> None:
+    s = FakeStrategy()
+    s.setup_inference_engine(Namespace(enable_engine_sleep=False, prompt_max_len=8))
+    s.maybe_sleep_inference_engine()
+    assert s.inference_engine_status is EngineStatus.WAKEUP
+
+
+def test_a_generation_that_failed_does_not_count_so_that_its_seeds_come_again(on_a_rank: Any) -> None:
+    s = FakeStrategy()
+    s.setup_inference_engine()
+    s._replicas.fails = DataError("no")
+    with pytest.raises(DataError):
+        s.gather_and_generate({}, all_prompts=["a"])
+    s._replicas.fails = None
+    assert s.gather_and_generate({}, all_prompts=["a"]) == [1]
+    assert s.gather_and_generate({}, all_prompts=["a"]) == [2] and s.generate_calls == 2
+
+
+def test_prompts_are_texts_chats_prompts_or_token_ids() -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    asked = own_prompts(["a", chat, Prompt("b", label=3)], None, None, None)
+    assert asked == [Prompt("a"), Prompt(chat), Prompt("b", label=3)]
+    rows = [[1, 2], np.array([3]), torch.tensor([4, 5]), (np.int64(6),)]
+    assert [p.content for p in own_prompts(None, rows, None, None)] == [[1, 2], [3], [4, 5], [6]]
+    assert own_prompts([], None, [None], None) == own_prompts(None, [], None, None) == []
+
+
+@pytest.mark.parametrize(
+    ("texts", "ids", "said"),
+    [(None, None, "was given neither"), (["a"], [[1]], "was given both"),
+     (["a", ""], None, "prompt 1 is an empty text"), (None, [[1], []], "prompt 1 of this rank is empty"),
+     (None, [[1.5]], "prompt 0 of this rank is no list of token ids"),
+     (None, ["sort 1"], "texts and chats go into all_prompts"), ([3.5], None, "prompt 0: wanted a text")],
+)  # fmt: skip
+def test_what_is_no_prompt_is_refused_with_its_place(texts: Any, ids: Any, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        own_prompts(texts, ids, None, None)
+
+
+def test_images_are_refused_as_not_here_yet() -> None:
+    with pytest.raises(NotImplementedError, match="vision-language models are not here yet"):
+        own_prompts(["a"], None, [object()], None)
+    with pytest.raises(EngineError, match="vision-language"):
+        own_prompts(["a"], None, None, [1])
+
+
+class Struct:
+    """As vLLM's SamplingParams: every field has a default, some are derived."""
+
+    __struct_fields__ = (
+        "n",
+        "temperature",
+        "max_tokens",
+        "stop",
+        "seed",
+        "logprobs",
+        "output_text_buffer_length",
+        "_x",
+    )
+
+    def __init__(self, **given: Any) -> None:
+        self.__dict__.update(n=1, temperature=1.0, max_tokens=16, stop=None, seed=None, logprobs=None, _x=object())
+        self.output_text_buffer_length = len(given.get("stop", ""))
+        self.__dict__.update(given)
+
+
+def test_sampling_options_come_as_mapping_or_as_attributes() -> None:
+    assert sampling_of(None) == ({}, 1)
+    assert sampling_of({"temperature": 0.5, "n": 4}) == ({"temperature": 0.5}, 4)
+    assert sampling_of(SimpleNamespace(top_p=0.9, n=2, stop=None, _private=1)) == ({"top_p": 0.9}, 2)
+    assert sampling_of(Struct()) == ({"max_tokens": 16}, 1)  # vLLM's own default, which its user means
+    given = Struct(temperature=0.0, stop="x", n=3, logprobs=5, seed=7)
+    assert sampling_of(given) == ({"temperature": 0.0, "max_tokens": 16, "stop": "x", "seed": 7}, 3)
+    for wrong in (0, 1.5, True, "2"):
+        with pytest.raises(DataError, match="at least one completion"):
+            sampling_of({"n": wrong})
+
+
+def test_each_rank_gets_its_own_part_of_what_rank_0_holds(engine: Any) -> None:
+    def scattered() -> Any:
+        return strategy.control.scatter([["a"], {"b": 2}] if rank == 0 else None)  # type: ignore[name-defined] # noqa: F821
+
+    assert engine.run(scattered) == [["a"], {"b": 2}]
+    assert FakeStrategy().control.scatter([7]) == 7

@@ -1,0 +1,107 @@
+"""A trainer's checkpoint is loaded whole or not at all, and gradients or rates that a user changes are noticed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlbench.errors import CheckpointError, StateError, Stopped
+from rlbench.strategies import get_fake_strategy
+from rlbench.strategies.preparing_side import cosine_schedule
+from rlbench.trainers import SPMDPPOTrainer
+from rlbench.trainers.building import go_on_from
+from tests.trainers.test_ppo_trainer import first_weight
+from tests.trainers.test_review_trainers import stop_once, with_critic
+from tests.trainers.test_trainer_state import everything, whole_trainer
+
+pytestmark = pytest.mark.slow
+
+
+def damaged(trainer: SPMDPPOTrainer, folder: Path) -> None:
+    file = max((folder / "_critic").glob("*/state/*.distcp"), key=lambda path: path.stat().st_size)
+    whole = bytearray(file.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    file.write_bytes(whole)
+
+
+def of_another_size(trainer: SPMDPPOTrainer, folder: Path) -> None:
+    trainer.critic = torch.nn.Linear(3, 2)
+    trainer.critic_optim = trainer.strategy.create_optimizer(trainer.critic, lr=1e-3)
+
+
+def with_an_optimizer_of_another_class(trainer: SPMDPPOTrainer, folder: Path) -> None:
+    trainer.critic_optim = torch.optim.SGD(trainer.critic.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize("spoil", [damaged, of_another_size, with_an_optimizer_of_another_class])
+def test_a_critic_that_does_not_fit_leaves_the_actor_as_it_is(qwen_path: str, tmp_path: Path, spoil: Any) -> None:
+    saved = with_critic(qwen_path)
+    saved.fit(max_steps=1)
+    saved.files.save(tmp_path)
+    trainer = with_critic(qwen_path)
+    trainer.make_experience()
+    spoil(trainer, tmp_path)
+    before = first_weight(trainer.actor)
+    with pytest.raises(CheckpointError):
+        trainer.files.load(tmp_path)
+    assert torch.equal(before, first_weight(trainer.actor)) and not trainer.actor_optim.state
+    assert not trainer.unsent and len(trainer.replay_buffer) == 16 and trainer.iterations == 0
+
+
+def test_a_load_that_ends_between_actor_and_critic_is_sent_before_anything_is_drawn(
+    qwen_path: str, tmp_path: Path
+) -> None:
+    saved = with_critic(qwen_path)
+    saved.fit(max_steps=1)
+    saved.files.save(tmp_path)
+    trainer = with_critic(qwen_path)
+    stop_once(trainer, trainer.strategy, "load_opened", at=2)
+    with pytest.raises(Stopped):
+        trainer.files.load(tmp_path)
+    trainer.make_experience()
+    assert torch.equal(trainer.strategy.update_engine_weights[-1], first_weight(saved.actor))
+
+
+@pytest.mark.parametrize("cleared", ["both", "actor", "critic"])
+def test_gradients_that_a_cell_cleared_are_no_part_of_a_step(qwen_path: str, cleared: str) -> None:
+    """16 of 24 sequences wait, and are gone: the next 16 are no step of 24."""
+    trainer = whole_trainer(qwen_path, train_batch_size=24)
+    trainer.iterate()
+    before = everything(trainer)
+    for name in ("actor", "critic"):
+        if cleared in (name, "both"):
+            getattr(trainer, name).zero_grad()
+    assert trainer.iterate()["train_steps"] == 0
+    assert trainer.sequences_waiting == (16, 24) and all(map(torch.equal, everything(trainer), before))
+    assert trainer.iterate()["train_steps"] == 1
+
+
+def test_a_schedule_goes_on_in_proportion_from_a_rate_that_is_set() -> None:
+    def made() -> tuple[Any, Any]:
+        optimizer = get_fake_strategy().create_optimizer(torch.nn.Linear(2, 2), lr=1e-3)
+        return optimizer, cosine_schedule(optimizer, 12, 0.1)
+
+    def rates(optimizer: Any, schedule: Any) -> list[float]:
+        found = []
+        for _ in range(6):
+            found.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+        return found
+
+    (optimizer, schedule), (other, untouched) = made(), made()
+    with pytest.raises(StateError, match="before its first step"):
+        go_on_from(schedule, 5e-4)
+    for one, its in ((optimizer, schedule), (other, untouched)):
+        rates(one, its)
+    factor = 0.5
+    now = other.param_groups[0]["lr"] * factor
+    go_on_from(schedule, now)
+    for group in optimizer.param_groups:
+        group["lr"] = now
+    assert rates(optimizer, schedule) == pytest.approx([rate * factor for rate in rates(other, untouched)])
+    with pytest.raises(StateError, match="StepLR, which would write its own rate over"):
+        go_on_from(torch.optim.lr_scheduler.StepLR(optimizer, 3), 1e-4)

@@ -1,0 +1,132 @@
+"""What a trainer holds beside the policy, put back in place: each part, and what does not fit is refused unchanged."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from rlbench.checkpoint import rank_state
+from rlbench.data import PromptSet
+from rlbench.errors import CheckpointError, DataError
+from rlbench.strategies import get_fake_strategy
+from rlbench.strategies.preparing_side import cosine_schedule
+from rlbench.trainers import SPMDPPOTrainer, make_critic
+from rlbench.trainers.trainer_state import TrainerState
+from tests.trainers.making import LONGEST, TableEngine, asked, last_token, qwen_of
+from tests.trainers.test_ppo_trainer import OPTIONS, Synced
+
+
+def whole_trainer(qwen_path: str, **options: Any) -> SPMDPPOTrainer:
+    """With all that moves beside a policy: critic, average, schedules, a KL weight that adapts."""
+    strategy = get_fake_strategy({**OPTIONS, "advantage_estimator": "gae", **options})
+    strategy.gather_and_generate = TableEngine()  # type: ignore[method-assign]
+    strategy.update_engine_weights = Synced()  # type: ignore[method-assign]
+    actor, ema, reference = (qwen_of(qwen_path) for _ in range(3))
+    critic = strategy.prepare_model(make_critic(qwen_path), is_training=True)
+    own = [strategy.create_optimizer(model, lr=1e-2, weight_decay=0.0) for model in (actor, critic)]
+    return SPMDPPOTrainer(
+        strategy, actor, critic, last_token, reference, ema, *own, *(cosine_schedule(one, 20, 0.2) for one in own),
+        prompts=PromptSet.of(asked(40)).stream(seed=3), rollout_batch_size=4, generate_max_len=LONGEST,
+        prompt_max_len=16, init_kl_coef=0.1, kl_target=0.01, kl_horizon=20,
+    )  # fmt: skip
+
+
+def policy_of(trainer: SPMDPPOTrainer) -> tuple[Any, Any]:
+    """What a snapshot keeps of the policy itself."""
+    optimizers = {"actor": trainer.actor_optim}
+    tensors = {name: tensor.clone() for name, tensor in rank_state.tensors_of(trainer.actor, optimizers).items()}
+    return tensors, rank_state.optimizer_values(trainer.actor, optimizers)
+
+
+def kept(trainer: SPMDPPOTrainer) -> tuple[Any, Any]:
+    """As it is written to files."""
+    state = TrainerState(trainer, "a")
+    tensors = {name: tensor.clone() for name, tensor in state.tensors().items()}
+    return tensors, pickle.loads(pickle.dumps(state.values()))
+
+
+def go_back(trainer: SPMDPPOTrainer, policy: tuple[Any, Any], own: tuple[Any, Any]) -> None:
+    TrainerState(trainer, "a").check(*own)
+    TrainerState(trainer, "a").load(*own)
+    rank_state.load_model(trainer.actor, *policy, {"actor": trainer.actor_optim})
+
+
+def iteration(trainer: SPMDPPOTrainer) -> dict[str, float]:
+    return {name: value for name, value in trainer.iterate().items() if not name.startswith(("perf/", "engine_"))}
+
+
+def everything(trainer: SPMDPPOTrainer) -> list[torch.Tensor]:
+    return [t.clone() for model in (trainer.actor, trainer.critic, trainer.ema_model) for t in model.parameters()]
+
+
+def assert_goes_on_alike(trainer: SPMDPPOTrainer, count: int = 2) -> None:
+    """From here `count` iterations, back, and the same ones again: bit for bit."""
+    policy, own = policy_of(trainer), kept(trainer)
+    first, after = [iteration(trainer) for _ in range(count)], everything(trainer)
+    go_back(trainer, policy, own)
+    assert [iteration(trainer) for _ in range(count)] == first
+    assert all(map(torch.equal, everything(trainer), after))
+
+
+def test_after_going_back_all_goes_on_bit_for_bit(qwen_path: str) -> None:
+    trainer = whole_trainer(qwen_path)
+    trainer.iterate()
+    assert_goes_on_alike(trainer)
+
+
+def test_before_the_first_step_there_is_no_optimizer_state_and_afterwards_neither(qwen_path: str) -> None:
+    trainer = whole_trainer(qwen_path, train_batch_size=24)
+    policy, own = policy_of(trainer), kept(trainer)
+    trainer.iterate()
+    trainer.iterate()  # a step of 24, and 8 that wait
+    go_back(trainer, policy, own)
+    assert trainer.sequences_waiting == (0, 24)
+    assert all(p.grad is None for model in (trainer.actor, trainer.critic) for p in model.parameters())
+    assert not trainer.critic_optim.state and trainer.critic_scheduler.last_epoch == 0
+    assert trainer.kl_ctl.coef == 0.1 and trainer.optimizer_steps == trainer.iterations == 0
+
+
+def test_what_waits_in_the_middle_of_a_step_and_of_the_experience_waits_again(qwen_path: str) -> None:
+    trainer = whole_trainer(qwen_path, train_batch_size=24)
+    trainer.iterate()  # 16 of 24 sequences
+    assert trainer.sequences_waiting == (16, 24)
+    assert_goes_on_alike(trainer)
+    trainer = whole_trainer(qwen_path)
+    trainer.make_experience()
+    assert_goes_on_alike(trainer)
+
+
+def test_a_part_that_does_not_fit_is_refused_and_nothing_is_changed(qwen_path: str) -> None:
+    trainer = whole_trainer(qwen_path)
+    trainer.iterate()
+    tensors, values = kept(trainer)
+    trainer.iterate()
+    before, steps = everything(trainer), trainer.optimizer_steps
+    state = TrainerState(trainer, "a")
+    first = next(name for name in tensors if name.startswith("critic/parameter/"))
+    for spoiled, match in (
+        ({name: t for name, t in tensors.items() if name != first}, "another module"),
+        (tensors | {first: tensors[first].double()}, "float64"),
+    ):
+        with pytest.raises(CheckpointError, match=match):
+            state.check(spoiled, values)
+    with pytest.raises(CheckpointError, match="optimizers of critic, average now, and had critic"):
+        state.check(tensors, values | {"optimizers": {"critic": {}}})
+    trainer.prompts = PromptSet.of(asked(8)).stream(seed=1)
+    with pytest.raises(DataError, match="have changed"):
+        state.check(tensors, values)
+    assert all(map(torch.equal, everything(trainer), before)) and trainer.optimizer_steps == steps
+
+
+def test_a_trainer_that_stays_forgets_what_was_made_with_other_weights(qwen_path: str) -> None:
+    trainer = whole_trainer(qwen_path, train_batch_size=24)
+    trainer.iterate()
+    trainer.make_experience()
+    place = trainer.prompts.state()
+    TrainerState(trainer, "a").stay()
+    assert trainer.sequences_waiting == (0, 24) and not len(trainer.replay_buffer)
+    assert all(p.grad is None for model in (trainer.actor, trainer.critic) for p in model.parameters())
+    assert trainer.prompts.state() == place and trainer.iterations == 1
