@@ -22,8 +22,8 @@ State = dict[str, Any]
 def initial(name: str) -> State:
     """A session nobody has built anything in.
 
-    `unhealed`: records, as they were, of engines that a heal began to bring back and has not. `cut`: the trainer and the
-    snapshot of before an iteration of its that was stopped with steps of it done.
+    `unhealed`: records, as they were, of engines that a heal began to bring back and has not. `cut`: of an iteration
+    that was stopped with steps of it done, the trainer and the snapshot of before it.
     """
     return {
         "name": name, "epoch": 0, "driver": None, "config": {}, "engines": {}, "version": 0, "highest": 0, "step": 0,

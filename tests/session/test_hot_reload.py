@@ -33,7 +33,7 @@ def batch(session):
 
 
 def held(session):
-    """Of every rank: bytes of Python's objects since `traced` began, losses kept, functions and classes that came by value.
+    """Of every rank: bytes of Python's objects since `traced` began, losses kept, and what came by value.
 
     Not the process's resident size: what an allocator keeps for itself moves by more than a leak would.
     """
