@@ -47,6 +47,14 @@ def tiny_path() -> Path:
 
 
 @pytest.fixture(scope="session")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a Qwen2 of 40 k parameters, its embedding tied."""
+    from tests.modules import save_qwen
+
+    return save_qwen(tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.fixture(scope="session")
 def shared_session(cluster: Any, tiny_path: Path) -> Iterator[Any]:
     """What `session` is, made once."""
     import rlbench as rb

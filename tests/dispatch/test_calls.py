@@ -263,6 +263,31 @@ def test_of_a_dead_rank_and_a_peer_that_fails_for_it_the_dead_one_is_named(clust
     made.close()
 
 
+def test_a_death_that_is_heard_of_after_a_peer_failed_for_it_is_the_one_named(cluster):
+    import ray
+
+    made = Link.create("later")
+    hosts = [
+        spawn_host(made, "echo", i, "tests.targets:EchoTarget", (i,), {}, {"num_cpus": 0}) for i in range(2)
+    ]
+    pids = ray.get([h.pid.remote() for h in hosts])
+    calls = [((0.2,), {}), ((60.0,), {})]
+    pending = made.submit("echo", ["rank 0", "rank 1"], hosts, "fail_after", calls, list)
+
+    def kill_once_the_failure_is_known():
+        while pending._first_failed is None:
+            time.sleep(0.05)
+        os.kill(pids[1], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_once_the_failure_is_known, daemon=True)
+    killer.start()
+    with pytest.raises(WorkerDied, match="rank 1 of echo died"):
+        pending.result(timeout=30)
+    killer.join()
+    assert pending._first_failed == [0]
+    made.close()
+
+
 @pytest.fixture
 def meeting(cluster):
     import ray

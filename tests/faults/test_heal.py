@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import rlbench as rb
-from rlbench.errors import EngineError, StateError, WorkerDied
+from rlbench.errors import EngineError, RLBenchError, StateError, WorkerDied
+from rlbench.session import building
 from rlbench.tiny import tasks
 
 pytestmark = pytest.mark.engine
@@ -196,6 +197,45 @@ def test_a_reference_is_rebuilt_too_and_a_new_driver_can_heal(mortal: Any, batch
     assert again.train_step(batch, loss=rb.rl.grpo(kl_coef=0.1)).ref_kl == pytest.approx(expected, rel=1e-4)
     goes_on(again, batch)
     mortal.__dict__.update(again.__dict__)  # the fixture's handle drives again
+
+
+def test_a_heal_that_found_its_snapshot_damaged_can_be_repeated_without_it(mortal: Any, batch: Any) -> None:
+    older, before = mortal.snapshot("older"), checksums(mortal)
+    mortal.train_step(batch)
+    newest = mortal.snapshot("newest")
+    for path in Path(newest.folder).rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"torn")
+    kill(mortal, "actor", 0)
+    until(lambda: "rank 0 died" in repr(mortal))
+    with pytest.raises(RLBenchError, match="newest"):
+        mortal.heal()
+    mortal.drop("newest")
+    healed = mortal.heal()
+    assert list(healed.engines) == ["actor"] and healed.snapshot == older.id
+    assert checksums(mortal) == before
+    mortal.drop("older")
+    goes_on(mortal, batch)
+
+
+def test_a_heal_whose_build_failed_can_be_repeated(
+    mortal: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mortal.train_step(batch)
+    kill(mortal, "actor", 1)
+    until(lambda: "rank 1 died" in repr(mortal))
+
+    def no_memory() -> Any:
+        raise EngineError("no memory for it just now")
+
+    plans = building.plans
+    with monkeypatch.context() as patched:
+        patched.setattr(building, "plans", lambda *a: {**plans(*a), "actor": no_memory})
+        with pytest.raises(EngineError, match="just now"):
+            mortal.heal()
+    assert list(mortal.heal().engines) == ["actor"]
+    assert repr(mortal.heal()).startswith("nothing to heal")
+    goes_on(mortal, batch)
 
 
 def test_where_all_live_nothing_is_done(mortal: Any) -> None:

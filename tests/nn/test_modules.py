@@ -14,12 +14,7 @@ from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import rlbench.nn
 from rlbench.errors import BuildError, StateError
-from tests.modules import RunningMeanModel, TrainedQwen, qwen_on_meta, save_qwen
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_qwen(tmp_path_factory.mktemp("qwen"))
+from tests.modules import RunningMeanModel, TrainedQwen, qwen_on_meta
 
 
 def test_making_on_meta_reads_no_weights_and_keeps_buffers(qwen: str, tmp_path: Path) -> None:

@@ -73,6 +73,19 @@ def test_undo_takes_back_the_whole_of_an_iteration_that_was_stopped(session):
     assert session.step == step + 4, "the next iteration has a snapshot of its own again"
 
 
+def test_a_new_kernel_knows_of_an_iteration_that_was_stopped_and_undo_takes_all_of_it_back(session):
+    trainer = grpo(session, **FOUR_STEPS)
+    trainer.fit(1)
+    step, before = session.step, session.train.run(checksum)
+    cut(session, trainer, 2)
+    session._trainer = None  # as a kernel finds it that has just attached
+    again = session.last_trainer
+    assert again is not trainer and again.id == trainer.id
+    assert again.fit(1)[0]["step"] == step + 4, "the rest of the iteration"
+    session.undo()
+    assert session.train.run(checksum) == before and session.step == step
+
+
 def test_load_refuses_to_drop_gradients_of_the_session(session, tmp_path):
     trainer = grpo(session)
     trainer.save(str(tmp_path))

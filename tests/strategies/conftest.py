@@ -6,14 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.modules import qwen_on_meta, save_qwen
+from tests.modules import qwen_on_meta
 from tests.ranks import Ranks, ranks
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Folder of a Qwen2 of 40 k parameters, its embedding tied."""
-    return save_qwen(tmp_path_factory.mktemp("qwen"))
 
 
 @pytest.fixture(scope="module")

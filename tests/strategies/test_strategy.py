@@ -12,13 +12,8 @@ from torch import nn
 from transformers import Qwen2ForCausalLM
 
 from rlbench.errors import BuildError, EngineError
-from tests.modules import VOCAB, TrainedQwen, qwen_on_meta, save_qwen
+from tests.modules import VOCAB, TrainedQwen, qwen_on_meta
 from tests.ranks import Ranks, ranks
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_qwen(tmp_path_factory.mktemp("qwen"))
 
 
 def rows(count: int, seed: int = 0) -> list[list[int]]:

@@ -23,8 +23,8 @@ def fake() -> Any:
 
 
 @pytest.fixture(scope="module")
-def actor(qwen_path: str) -> Any:
-    return qwen_of(qwen_path)
+def actor(qwen: str) -> Any:
+    return qwen_of(qwen)
 
 
 def teaches(prompt: Prompt) -> bool:

@@ -29,8 +29,8 @@ def fake() -> Fake:
 
 
 @pytest.fixture(scope="module")
-def actor(qwen_path: str) -> Any:
-    return qwen_of(qwen_path)
+def actor(qwen: str) -> Any:
+    return qwen_of(qwen)
 
 
 def moved(path: str) -> Any:
@@ -157,9 +157,9 @@ def test_responses_that_were_all_cut_by_an_interrupt_train_nothing(fake: Fake, a
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("fused", [{}, {"fused_linear_logprob": True, "chunk_size": 3}])
 def test_old_and_reference_logprobs_are_the_models_own_at_the_samplers_temperature(
-    fake: Fake, actor: Any, qwen_path: str, packed: bool, fused: dict[str, Any]
+    fake: Fake, actor: Any, qwen: str, packed: bool, fused: dict[str, Any]
 ) -> None:
-    reference = moved(qwen_path)
+    reference = moved(qwen)
     maker = maker_of(
         fake, actor, initial_model=reference, packing_samples=packed, options=fused,
         config={"init_kl_coef": 0.1, "temperature": 0.8},
@@ -172,9 +172,9 @@ def test_old_and_reference_logprobs_are_the_models_own_at_the_samplers_temperatu
     assert np.abs(d).max() > 1e-3 and made.entropy is not None and (made.entropy > 0).all()
 
 
-def test_packed_and_padded_forwards_give_the_same_experience(fake: Fake, qwen_path: str) -> None:
+def test_packed_and_padded_forwards_give_the_same_experience(fake: Fake, qwen: str) -> None:
     """Defect absent: packing changed the loss, and crashed GAE, whitening and dynamic sampling."""
-    model, rows = qwen_of(qwen_path), []
+    model, rows = qwen_of(qwen), []
     watch = lambda _, args, kwargs: rows.append(len(kwargs["input_ids"]))  # noqa: E731
     model.model.register_forward_pre_hook(watch, with_kwargs=True)
     made = []
@@ -208,8 +208,8 @@ def test_chunk_size_bounds_the_logits_held_at_once(
     assert seen and max(seen[2:]) <= 2 * actor.config.vocab_size
 
 
-def test_dropout_is_off_while_experience_is_made_and_on_again_afterwards(fake: Fake, qwen_path: str) -> None:
-    model = qwen_of(qwen_path)
+def test_dropout_is_off_while_experience_is_made_and_on_again_afterwards(fake: Fake, qwen: str) -> None:
+    model = qwen_of(qwen)
     model.config.attention_dropout = 0.5
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
@@ -251,16 +251,16 @@ def test_with_the_samplers_logprobs_the_actor_looks_at_one_micro_batch_alone(
     assert maker.metrics["mismatch/kl"] == pytest.approx(float(-x.mean()), abs=1e-5)
 
 
-def test_without_a_kl_the_reference_is_not_asked(fake: Fake, actor: Any, qwen_path: str) -> None:
-    reference = moved(qwen_path)
+def test_without_a_kl_the_reference_is_not_asked(fake: Fake, actor: Any, qwen: str) -> None:
+    reference = moved(qwen)
     reference.register_forward_pre_hook(lambda *_: pytest.fail("the reference was asked"))
     made = joined(maker_of(fake, actor, initial_model=reference).make_experience_list(asked(2)))
     assert made.kl is None and made.batch.ref_logprobs is None
 
 
-def test_the_weight_of_the_kl_is_the_controllers_of_that_moment(fake: Fake, actor: Any, qwen_path: str) -> None:
+def test_the_weight_of_the_kl_is_the_controllers_of_that_moment(fake: Fake, actor: Any, qwen: str) -> None:
     maker = maker_of(
-        fake, actor, initial_model=moved(qwen_path), kl_ctl=FixedKL(0.5), options={"advantage_estimator": "reinforce"}
+        fake, actor, initial_model=moved(qwen), kl_ctl=FixedKL(0.5), options={"advantage_estimator": "reinforce"}
     )
     one = joined(maker.make_experience_list(asked(2)))
     maker.kl_ctl = FixedKL(0.0)
@@ -271,19 +271,19 @@ def test_the_weight_of_the_kl_is_the_controllers_of_that_moment(fake: Fake, acto
 
 
 def test_a_reference_and_a_critic_that_were_offloaded_are_brought_in_and_sent_back(
-    fake: Fake, actor: Any, qwen_path: str
+    fake: Fake, actor: Any, qwen: str
 ) -> None:
-    reference = moved(qwen_path)
+    reference = moved(qwen)
     fake.offload_model(reference)
     maker = maker_of(fake, actor, initial_model=reference, config={"init_kl_coef": 0.1})
     assert joined(maker.make_experience_list(asked(2))).kl is not None
     assert fake.offloaded(reference) and not fake.offloaded(actor)
 
 
-def test_gae_takes_the_values_of_the_critic(fake: Fake, actor: Any, qwen_path: str) -> None:
+def test_gae_takes_the_values_of_the_critic(fake: Fake, actor: Any, qwen: str) -> None:
     from rlbench.trainers.value_model import make_critic, values_of
 
-    critic = fake.prepare_model(make_critic(qwen_path))
+    critic = fake.prepare_model(make_critic(qwen))
     maker = maker_of(
         fake, actor, critic=critic, options={"advantage_estimator": "gae"}, config={"gamma": 0.9, "lambd": 0.8}
     )
@@ -374,7 +374,7 @@ def test_advantages_beside_responses_that_were_cut_are_those_of_the_kernels_own_
     assert len(kernels) == made.trained.sum() == 6
 
 
-def test_metrics_and_moments_are_of_the_responses_that_were_not_cut(fake: Fake, actor: Any, qwen_path: str) -> None:
+def test_metrics_and_moments_are_of_the_responses_that_were_not_cut(fake: Fake, actor: Any, qwen: str) -> None:
     fake.gather_and_generate = Interrupted()
     options = {
         "reward_running_norm": True, "reward_clip": 5.0, "overlong_buffer": True, "overlong_buffer_len": 6,
@@ -382,7 +382,7 @@ def test_metrics_and_moments_are_of_the_responses_that_were_not_cut(fake: Fake, 
     }  # fmt: skip
     reward = lambda r: {"reward": of_a_finished_one(r), "format": float(len(r))}  # noqa: E731
     maker = maker_of(
-        fake, actor, reward, options, {"init_kl_coef": 0.1}, initial_model=moved(qwen_path)
+        fake, actor, reward, options, {"init_kl_coef": 0.1}, initial_model=moved(qwen)
     )  # fmt: skip
     made = joined(maker.make_experience_list(asked(3)))
     rows, m = made.trained, maker.metrics
@@ -476,9 +476,9 @@ def test_evaluating_moves_no_running_moment(fake: Fake, actor: Any) -> None:
 # -- metrics --------------------------------------------------------------------------------------------------------
 
 
-def test_metrics_are_those_of_all_samples(fake: Fake, actor: Any, qwen_path: str) -> None:
+def test_metrics_are_those_of_all_samples(fake: Fake, actor: Any, qwen: str) -> None:
     maker = maker_of(
-        fake, actor, initial_model=moved(qwen_path),
+        fake, actor, initial_model=moved(qwen),
         reward=lambda r: {"reward": last_token(r), "format": float(len(r) > 3), "a/detail": 1.0},
         options={"advantages_norm": True, "advantage_clip": 0.8}, config={"init_kl_coef": 0.1},
     )  # fmt: skip
@@ -518,8 +518,8 @@ def test_a_reward_that_fails_leaves_the_maker_as_it_was(fake: Fake, actor: Any) 
 
 
 @pytest.mark.parametrize("stage", ["generation", "reward", "model"])
-def test_a_stop_ends_between_the_stages(fake: Fake, qwen_path: str, stage: str) -> None:
-    model, call = qwen_of(qwen_path), context.CallContext()
+def test_a_stop_ends_between_the_stages(fake: Fake, qwen: str, stage: str) -> None:
+    model, call = qwen_of(qwen), context.CallContext()
     seen: list[str] = []
 
     def at(name: str) -> None:
@@ -572,8 +572,8 @@ def test_a_stop_reaches_a_reward_that_is_running(fake: Fake, actor: Any) -> None
     assert 0 < len(scored) < 200
 
 
-def test_a_model_that_gives_no_numbers_ends_the_call_and_says_so(fake: Fake, qwen_path: str) -> None:
-    model = qwen_of(qwen_path)
+def test_a_model_that_gives_no_numbers_ends_the_call_and_says_so(fake: Fake, qwen: str) -> None:
+    model = qwen_of(qwen)
     with torch.no_grad():
         model.model.norm.weight.fill_(float("nan"))
     maker = maker_of(fake, model)

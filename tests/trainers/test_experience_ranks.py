@@ -22,8 +22,8 @@ SHARES = (1, 3)  # prompts of the two ranks: forwards of the first are filled
 
 
 @pytest.fixture(scope="module")
-def engine(qwen_path: str) -> Iterator[Ranks]:
-    with ranks(2, qwen_on_meta(qwen_path)) as made:
+def engine(qwen: str) -> Iterator[Ranks]:
+    with ranks(2, qwen_on_meta(qwen)) as made:
         yield made
 
 
@@ -50,12 +50,12 @@ def made_on_ranks(engine: Ranks, path: str, options: dict[str, Any], calls: int 
 
 
 @pytest.fixture(scope="module")
-def both(engine: Ranks, qwen_path: str) -> tuple[list[Any], Any]:
+def both(engine: Ranks, qwen: str) -> tuple[list[Any], Any]:
     """The same on two ranks and in one process."""
-    found = made_on_ranks(engine, qwen_path, FOR_ALL)
+    found = made_on_ranks(engine, qwen, FOR_ALL)
     strategy = get_fake_strategy({"bf16": False})
     maker = maker_of(
-        strategy, qwen_of(qwen_path), options=FOR_ALL, initial_model=qwen_of(qwen_path), config={"init_kl_coef": 0.1}
+        strategy, qwen_of(qwen), options=FOR_ALL, initial_model=qwen_of(qwen), config={"init_kl_coef": 0.1}
     )
     for call in range(2):
         made = joined(maker.make_experience_list(asked(4, seed=call)))
@@ -91,7 +91,7 @@ def outcomes(engine: Ranks, fn: Any, stopping: tuple[int, ...] = ()) -> list[Any
     return engine.outcomes("run", [(cloudpickle.dumps(fn), (), {})] * 2, stopping)
 
 
-def test_a_reward_that_fails_on_one_rank_ends_the_call_on_both(engine: Ranks, qwen_path: str) -> None:
+def test_a_reward_that_fails_on_one_rank_ends_the_call_on_both(engine: Ranks, qwen: str) -> None:
     def make() -> Any:
         from rlbench.strategies import FSDPV2Strategy
 
@@ -102,40 +102,40 @@ def test_a_reward_that_fails_on_one_rank_ends_the_call_on_both(engine: Ranks, qw
                 raise ValueError("the judge of rank 1")
             return last_token(rollout)
 
-        maker = maker_of(s, s.prepare_model(qwen_of(qwen_path)), reward, FOR_ALL)
+        maker = maker_of(s, s.prepare_model(qwen_of(qwen)), reward, FOR_ALL)
         maker.make_experience_list(asked(2))
 
     here, there = outcomes(engine, make)
     assert isinstance(here, RankFailure) and isinstance(here.error, EngineError)
     assert "failed on rank 1" in str(here.error) and "the judge of rank 1" in str(here.error)
     assert isinstance(there, RankFailure) and isinstance(there.error, DataError)
-    assert [len(part[0]) for part in made_on_ranks(engine, qwen_path, FOR_ALL, calls=1)] == [4, 12]
+    assert [len(part[0]) for part in made_on_ranks(engine, qwen, FOR_ALL, calls=1)] == [4, 12]
 
 
-def test_a_prompt_that_one_rank_cannot_use_ends_the_call_on_both(engine: Ranks, qwen_path: str) -> None:
+def test_a_prompt_that_one_rank_cannot_use_ends_the_call_on_both(engine: Ranks, qwen: str) -> None:
     def make() -> Any:
         from rlbench.strategies import FSDPV2Strategy
 
         s = FSDPV2Strategy(bf16=False)
-        maker_of(s, s.prepare_model(qwen_of(qwen_path))).make_experience_list([[1] * (40 if s.rank else 4)])
+        maker_of(s, s.prepare_model(qwen_of(qwen))).make_experience_list([[1] * (40 if s.rank else 4)])
 
     here, there = outcomes(engine, make)
     assert isinstance(here.error, EngineError) and "prompt 0 has 40 tokens" in str(here.error)
     assert isinstance(there.error, DataError)
 
 
-def test_a_stop_asked_of_one_rank_ends_the_call_on_both(engine: Ranks, qwen_path: str) -> None:
+def test_a_stop_asked_of_one_rank_ends_the_call_on_both(engine: Ranks, qwen: str) -> None:
     def make() -> Any:
         from rlbench.strategies import FSDPV2Strategy
 
         s = FSDPV2Strategy(bf16=False)
-        maker_of(s, s.prepare_model(qwen_of(qwen_path))).make_experience_list(asked(2))
+        maker_of(s, s.prepare_model(qwen_of(qwen))).make_experience_list(asked(2))
 
     assert [type(found.error) for found in outcomes(engine, make, stopping=(1,))] == [Stopped, Stopped]
     assert outcomes(engine, make) == [None, None]
 
 
-def test_ranks_agree_on_what_is_sampled_again_and_share_what_one_has_too_many(engine: Ranks, qwen_path: str) -> None:
+def test_ranks_agree_on_what_is_sampled_again_and_share_what_one_has_too_many(engine: Ranks, qwen: str) -> None:
     """The first rank's prompts teach nothing, the second's all do: it gives some away."""
 
     def make() -> Any:
@@ -153,7 +153,7 @@ def test_ranks_agree_on_what_is_sampled_again_and_share_what_one_has_too_many(en
         def reward(rollout: Any) -> float:
             return 1.0 if rollout.source.meta["dull"] else last_token(rollout)
 
-        actor = s.prepare_model(qwen_of(qwen_path))
+        actor = s.prepare_model(qwen_of(qwen))
         maker = maker_of(s, actor, reward, {"dynamic_sampling": True})
         prompts = asked(4, meta=dull)
         made = joined(maker.make_experience_list(prompts[:3] if s.rank == 0 else prompts[3:], more_prompts=more))
@@ -169,14 +169,14 @@ def test_ranks_agree_on_what_is_sampled_again_and_share_what_one_has_too_many(en
     assert metrics["dynamic_sampling/with_signal"] == len(drawn) >= 4
 
 
-def test_a_model_on_the_ranks_scores_what_each_rank_has(engine: Ranks, qwen_path: str) -> None:
+def test_a_model_on_the_ranks_scores_what_each_rank_has(engine: Ranks, qwen: str) -> None:
     def make() -> Any:
         from rlbench.strategies import FSDPV2Strategy
         from rlbench.trainers.reward_heads import make_reward_model, scores_of
 
         s = FSDPV2Strategy(bf16=False)
-        reward = s.prepare_model(make_reward_model(qwen_path, seed=1))
-        actor = s.prepare_model(qwen_of(qwen_path))
+        reward = s.prepare_model(make_reward_model(qwen, seed=1))
+        actor = s.prepare_model(qwen_of(qwen))
         made = joined(maker_of(s, actor, reward).make_experience_list(mine(asked(4), s.rank)))
         s.reload_model(reward)
         pairs = zip(made.batch.prompts, made.batch.responses, strict=True)

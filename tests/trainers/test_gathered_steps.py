@@ -13,7 +13,7 @@ from rlbench.strategies import FSDPV2Strategy
 from rlbench.strategies.whole_pass import unvotable, votable
 from rlbench.trainers.forward import PolicyModel
 from rlbench.trainers.value_model import make_critic, valued
-from tests.modules import qwen_on_meta, save_qwen
+from tests.modules import qwen_on_meta
 from tests.ranks import RankFailure, ranks
 from tests.trainers.test_policy_step import GRPO, batch, forward_backward, run_steps
 from tests.trainers.test_update import actor_of
@@ -23,11 +23,6 @@ from tests.trainers.update_reference import experience
 pytestmark = pytest.mark.slow
 
 KEPT = {"reshard_after_forward": False}
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_qwen(tmp_path_factory.mktemp("qwen"))
 
 
 @pytest.fixture(scope="module")

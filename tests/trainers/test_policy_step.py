@@ -15,17 +15,12 @@ import rlbench.nn
 from rlbench.engines.sync import rows_in_order
 from rlbench.errors import DataError, EngineError, LossError, Stopped
 from rlbench.rl import Aggregation, BatchTotals, LossInputs, grpo, k3, mismatch_diagnostics
-from tests.modules import RAGGED, RunningMeanModel, batch_of, qwen_on_meta, save_qwen
+from tests.modules import RAGGED, RunningMeanModel, batch_of, qwen_on_meta
 from tests.ranks import RankFailure, Ranks, ranks
 
 pytestmark = pytest.mark.slow
 
 GRPO = grpo(kl_coef=0.1, entropy_coef=0.02, clip_low=0.1, clip_high=0.1, aggregation="token-mean")
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_qwen(tmp_path_factory.mktemp("qwen"))
 
 
 def batch(seed: int = 0, lengths: Any = RAGGED, **fields: Any) -> Any:

@@ -39,12 +39,12 @@ def first_weight(model: Any) -> torch.Tensor:
     return next(iter(model.parameters())).detach().clone()
 
 
-def trainer_of(qwen_path: str, **given: Any) -> SPMDPPOTrainer:
+def trainer_of(qwen: str, **given: Any) -> SPMDPPOTrainer:
     """4 prompts of 4 samples an iteration: 16 sequences, one optimizer step."""
     strategy = get_fake_strategy({**OPTIONS, **given.pop("options", {})})
     strategy.gather_and_generate = TableEngine()  # type: ignore[method-assign]
     strategy.update_engine_weights = Synced()  # type: ignore[method-assign]
-    actor = given.pop("actor", None) or qwen_of(qwen_path)
+    actor = given.pop("actor", None) or qwen_of(qwen)
     chosen = {
         "rollout_batch_size": 4, "generate_max_len": LONGEST, "prompt_max_len": 16, "init_kl_coef": 0.0,
         "prompts": PromptSet.of(asked(40)).stream(seed=3), **given,
@@ -57,8 +57,8 @@ def trainer_of(qwen_path: str, **given: Any) -> SPMDPPOTrainer:
     return made
 
 
-def test_an_iteration_steps_once_for_each_train_batch_and_then_syncs(qwen_path: str) -> None:
-    trainer = trainer_of(qwen_path)
+def test_an_iteration_steps_once_for_each_train_batch_and_then_syncs(qwen: str) -> None:
+    trainer = trainer_of(qwen)
     before = first_weight(trainer.actor)
     rollout = trainer.make_experience()
     assert len(trainer.replay_buffer) == 16 and "reward" in rollout
@@ -72,30 +72,30 @@ def test_an_iteration_steps_once_for_each_train_batch_and_then_syncs(qwen_path: 
         trainer.ppo_train()
 
 
-def test_smaller_train_batches_step_more_often_and_epochs_go_over_all_again(qwen_path: str) -> None:
-    trainer = trainer_of(qwen_path, options={"train_batch_size": 8}, max_epochs=3)
+def test_smaller_train_batches_step_more_often_and_epochs_go_over_all_again(qwen: str) -> None:
+    trainer = trainer_of(qwen, options={"train_batch_size": 8}, max_epochs=3)
     trainer.make_experience()
     assert trainer.ppo_train()["train_steps"] == 6 and trainer.optimizer_steps == 6
 
 
-def test_a_train_batch_larger_than_the_experience_waits_and_equals_one_step_on_all(qwen_path: str) -> None:
+def test_a_train_batch_larger_than_the_experience_waits_and_equals_one_step_on_all(qwen: str) -> None:
     """Two iterations of 16 sequences to one step of 32 end with the weights of one iteration of 32."""
-    waits = trainer_of(qwen_path, options={"train_batch_size": 32})
+    waits = trainer_of(qwen, options={"train_batch_size": 32})
     waits.make_experience()
     first = waits.ppo_train()
     assert first["train_steps"] == 0 and "policy_loss" not in first
     assert len(waits.strategy.update_engine_weights) == 0, "nothing changed, so nothing is sent"  # type: ignore[arg-type]
     waits.make_experience()
     assert waits.ppo_train()["train_steps"] == 1
-    whole = trainer_of(qwen_path, options={"train_batch_size": 32}, rollout_batch_size=8)
+    whole = trainer_of(qwen, options={"train_batch_size": 32}, rollout_batch_size=8)
     whole.make_experience()
     whole.ppo_train()
     torch.testing.assert_close(first_weight(waits.actor), first_weight(whole.actor), rtol=0, atol=2e-6)
 
 
-def test_neither_micro_batches_nor_packing_nor_the_fused_head_change_the_step(qwen_path: str) -> None:
+def test_neither_micro_batches_nor_packing_nor_the_fused_head_change_the_step(qwen: str) -> None:
     def weights(**options: Any) -> torch.Tensor:
-        trainer = trainer_of(qwen_path, options=options)
+        trainer = trainer_of(qwen, options=options)
         trainer.make_experience()
         trainer.ppo_train()
         return first_weight(trainer.actor)
@@ -107,11 +107,11 @@ def test_neither_micro_batches_nor_packing_nor_the_fused_head_change_the_step(qw
         torch.testing.assert_close(weights(**options), plain, rtol=0, atol=5e-5)
 
 
-def test_a_critic_learns_beside_the_policy_and_alone_while_the_actor_is_frozen(qwen_path: str) -> None:
+def test_a_critic_learns_beside_the_policy_and_alone_while_the_actor_is_frozen(qwen: str) -> None:
     strategy = get_fake_strategy(OPTIONS)
-    critic = strategy.prepare_model(make_critic(qwen_path), is_training=True)
+    critic = strategy.prepare_model(make_critic(qwen), is_training=True)
     again = trainer_of(
-        qwen_path, options={"advantage_estimator": "gae"}, critic=critic, freezing_actor_steps=1,
+        qwen, options={"advantage_estimator": "gae"}, critic=critic, freezing_actor_steps=1,
         critic_optim=strategy.create_optimizer(critic, lr=1e-3),
     )  # fmt: skip
     actor, head = first_weight(again.actor), first_weight(critic)
@@ -124,18 +124,18 @@ def test_a_critic_learns_beside_the_policy_and_alone_while_the_actor_is_frozen(q
     assert {"policy_loss", "critic_loss"} <= both.keys() and not torch.equal(actor, first_weight(again.actor))
 
 
-def test_the_average_follows_the_actor_after_each_step(qwen_path: str) -> None:
-    ema = qwen_of(qwen_path)
+def test_the_average_follows_the_actor_after_each_step(qwen: str) -> None:
+    ema = qwen_of(qwen)
     before = first_weight(ema)
-    trainer = trainer_of(qwen_path, ema=ema, ema_beta=0.75)
+    trainer = trainer_of(qwen, ema=ema, ema_beta=0.75)
     trainer.make_experience()
     trainer.ppo_train()
     torch.testing.assert_close(first_weight(ema), 0.75 * before + 0.25 * first_weight(trainer.actor))
 
 
-def test_a_stop_keeps_the_steps_that_are_done_and_the_next_call_goes_on(qwen_path: str) -> None:
+def test_a_stop_keeps_the_steps_that_are_done_and_the_next_call_goes_on(qwen: str) -> None:
     def run(stop_after: int | None) -> tuple[torch.Tensor, int]:
-        trainer = trainer_of(qwen_path, options={"train_batch_size": 4}, max_epochs=2)
+        trainer = trainer_of(qwen, options={"train_batch_size": 4}, max_epochs=2)
         trainer.make_experience()
         call, steps = context.CallContext(), []
         context.set_current(call)
@@ -163,7 +163,7 @@ def test_a_stop_keeps_the_steps_that_are_done_and_the_next_call_goes_on(qwen_pat
     torch.testing.assert_close(run(3)[0], run(None)[0], rtol=0, atol=0)
 
 
-def test_a_failing_reward_gives_the_prompts_back(qwen_path: str) -> None:
+def test_a_failing_reward_gives_the_prompts_back(qwen: str) -> None:
     failing = [True]
 
     def reward(rollout: Any) -> float:
@@ -171,7 +171,7 @@ def test_a_failing_reward_gives_the_prompts_back(qwen_path: str) -> None:
             raise ValueError("the judge is out")
         return last_token(rollout)
 
-    trainer = trainer_of(qwen_path, reward=reward)
+    trainer = trainer_of(qwen, reward=reward)
     place = trainer.prompts.state()  # type: ignore[union-attr]
     with pytest.raises(DataError, match="the judge is out"):
         trainer.make_experience()
@@ -181,7 +181,7 @@ def test_a_failing_reward_gives_the_prompts_back(qwen_path: str) -> None:
     assert trainer.prompts.taken == 4  # type: ignore[union-attr]
 
 
-def test_users_override_making_and_training(qwen_path: str) -> None:
+def test_users_override_making_and_training(qwen: str) -> None:
     class Mine(SPMDPPOTrainer):
         def make_experience(self, prompts: Any = None) -> Any:
             found = super().make_experience(prompts)
@@ -191,18 +191,18 @@ def test_users_override_making_and_training(qwen_path: str) -> None:
         def ppo_train(self, global_steps: int = 0) -> Any:
             return super().ppo_train(global_steps) | {"mine": 1.0}
 
-    trainer = trainer_of(qwen_path, kind=Mine)
+    trainer = trainer_of(qwen, kind=Mine)
     done = trainer.fit(max_steps=2)
     assert trainer.seen == 16 and [one["mine"] for one in done] == [1.0, 1.0]  # type: ignore[attr-defined]
 
 
-def test_fit_goes_on_where_it_was_from_a_checkpoint(qwen_path: str, tmp_path: Any) -> None:
+def test_fit_goes_on_where_it_was_from_a_checkpoint(qwen: str, tmp_path: Any) -> None:
     """Defect absent: a resumed run took its data from the start, without its optimizer."""
     files = {"ckpt_path": str(tmp_path / "ckpt"), "save_steps": 2}
-    whole = trainer_of(qwen_path)
+    whole = trainer_of(qwen)
     expected = whole.fit(max_steps=4)
-    trainer_of(qwen_path, **files).fit(max_steps=2)
-    resumed = trainer_of(qwen_path, load_checkpoint=True, **files)
+    trainer_of(qwen, **files).fit(max_steps=2)
+    resumed = trainer_of(qwen, load_checkpoint=True, **files)
     found = resumed.fit(max_steps=4)
     assert len(found) == 2 and resumed.prompts.taken == 16  # type: ignore[union-attr]
     for ours, theirs in zip(found, expected[2:], strict=True):
@@ -211,13 +211,13 @@ def test_fit_goes_on_where_it_was_from_a_checkpoint(qwen_path: str, tmp_path: An
     torch.testing.assert_close(first_weight(resumed.actor), first_weight(whole.actor))
 
 
-def test_pretraining_text_pulls_the_policy_towards_it(qwen_path: str) -> None:
+def test_pretraining_text_pulls_the_policy_towards_it(qwen: str) -> None:
     class Letters:
         def __call__(self, text: str) -> dict[str, list[int]]:
             return {"input_ids": [ord(letter) % 50 for letter in text]}
 
     trainer = trainer_of(
-        qwen_path, ptx_coef=5.0, pretrain_prompts=["some text to keep"] * 32, tokenizer=Letters(), max_epochs=4
+        qwen, ptx_coef=5.0, pretrain_prompts=["some text to keep"] * 32, tokenizer=Letters(), max_epochs=4
     )
     losses = []
     for _ in range(3):
@@ -226,14 +226,14 @@ def test_pretraining_text_pulls_the_policy_towards_it(qwen_path: str) -> None:
     assert losses[-1] < losses[0] - 0.1
     for wrong in ({"ptx_coef": 1.0}, {"pretrain_prompts": ["text"]}):
         with pytest.raises(OptionError, match="belong together"):
-            trainer_of(qwen_path, **wrong)
+            trainer_of(qwen, **wrong)
 
 
-def test_the_weight_of_the_kl_adapts_and_the_loss_follows_it(qwen_path: str) -> None:
-    reference = qwen_of(qwen_path)
+def test_the_weight_of_the_kl_adapts_and_the_loss_follows_it(qwen: str) -> None:
+    reference = qwen_of(qwen)
     for use_kl_loss in (False, True):
         trainer = trainer_of(
-            qwen_path, reference=copy.deepcopy(reference), init_kl_coef=0.1, kl_target=1e-6, kl_horizon=20,
+            qwen, reference=copy.deepcopy(reference), init_kl_coef=0.1, kl_target=1e-6, kl_horizon=20,
             options={"use_kl_loss": use_kl_loss, "kl_estimator": "k3"}, max_epochs=2,
         )  # fmt: skip
         with torch.no_grad():
@@ -245,9 +245,9 @@ def test_the_weight_of_the_kl_adapts_and_the_loss_follows_it(qwen_path: str) -> 
         assert getattr(trainer.policy_update.loss, "kl_coef", 0) == (trainer.kl_ctl.coef if use_kl_loss else 0)
 
 
-def test_lengths_trajectories_and_tensorboard_are_written_where_the_options_say(qwen_path: str, tmp_path: Any) -> None:
+def test_lengths_trajectories_and_tensorboard_are_written_where_the_options_say(qwen: str, tmp_path: Any) -> None:
     trainer = trainer_of(
-        qwen_path, log_dir=str(tmp_path / "lengths"), plot_every=2, use_tensorboard=str(tmp_path / "board"),
+        qwen, log_dir=str(tmp_path / "lengths"), plot_every=2, use_tensorboard=str(tmp_path / "board"),
         save_trajectories=True, num_trajectories_to_save=3, save_path=str(tmp_path / "saved"), tokenizer=Digits(),
     )  # fmt: skip
     trainer.fit(max_steps=3)
@@ -267,13 +267,13 @@ class Interrupted(TableEngine):
 
 
 def test_responses_that_were_cut_move_neither_the_step_nor_the_kl_nor_the_lengths_that_are_drawn(
-    qwen_path: str, tmp_path: Any
+    qwen: str, tmp_path: Any
 ) -> None:
     """8 of 16: one step is that of the other 8 alone."""
     adapting: dict[str, Any] = {"init_kl_coef": 0.1, "kl_target": 1e-6, "kl_horizon": 20}
-    trainer = trainer_of(qwen_path, reference=qwen_of(qwen_path), log_dir=str(tmp_path), plot_every=0, **adapting)
+    trainer = trainer_of(qwen, reference=qwen_of(qwen), log_dir=str(tmp_path), plot_every=0, **adapting)
     trainer.strategy.gather_and_generate = Interrupted()  # type: ignore[method-assign]
-    other = trainer_of(qwen_path, reference=qwen_of(qwen_path), options={"train_batch_size": 8}, **adapting)
+    other = trainer_of(qwen, reference=qwen_of(qwen), options={"train_batch_size": 8}, **adapting)
     for one in (trainer, other):
         with torch.no_grad():
             next(iter(one.actor.parameters())).mul_(1.1)  # away from the reference
@@ -321,19 +321,19 @@ class Digits:
         ({"temperature": 0.0}, "temperature above 0"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_with_the_reason(qwen_path: str, given: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_honoured_is_refused_with_the_reason(qwen: str, given: dict[str, Any], said: str) -> None:
     with pytest.raises(OptionError, match=said):
-        trainer_of(qwen_path, **given)
+        trainer_of(qwen, **given)
 
 
-def test_an_engine_of_no_ranks_is_an_assertion_error(qwen_path: str) -> None:
+def test_an_engine_of_no_ranks_is_an_assertion_error(qwen: str) -> None:
     strategy = get_fake_strategy(OPTIONS)
     strategy.config.engine_tp_size = 0
     with pytest.raises(AssertionError, match="engine_tp_size=0"):
-        SPMDPPOTrainer(strategy, qwen_of(qwen_path))
+        SPMDPPOTrainer(strategy, qwen_of(qwen))
 
 
-def test_options_of_the_strategy_count_unless_the_trainer_has_its_own(qwen_path: str) -> None:
+def test_options_of_the_strategy_count_unless_the_trainer_has_its_own(qwen: str) -> None:
     config = get_fake_strategy(OPTIONS).config
     options = read_options(config, {"micro_train_batch_size": 8, "max_new_tokens": 5, "stop": ["x"], "top_k": 3})
     assert options.strategy.micro_train_batch_size == 8 and config.micro_train_batch_size == 4
@@ -341,9 +341,9 @@ def test_options_of_the_strategy_count_unless_the_trainer_has_its_own(qwen_path:
     assert options.generate_kwargs == {"temperature": 1.0, "top_p": 1.0, "max_tokens": 5, "top_k": 3, "stop": ["x"]}
 
 
-def test_evaluation_is_greedy_and_leaves_the_training_alone(qwen_path: str) -> None:
+def test_evaluation_is_greedy_and_leaves_the_training_alone(qwen: str) -> None:
     """Defect absent: an evaluation moved the running moments of rewards."""
-    trainer = trainer_of(qwen_path, options={"reward_running_norm": True}, eval_prompts=asked(6, seed=9))
+    trainer = trainer_of(qwen, options={"reward_running_norm": True}, eval_prompts=asked(6, seed=9))
     trainer.make_experience()
     state = trainer.files.state()
     found = trainer.evaluate()
@@ -352,16 +352,16 @@ def test_evaluation_is_greedy_and_leaves_the_training_alone(qwen_path: str) -> N
     assert "eval/reward" in found and trainer.files.state() == state and len(trainer.replay_buffer) == 16
 
 
-def test_arguments_of_a_script_say_how_long_a_fit_is(qwen_path: str) -> None:
+def test_arguments_of_a_script_say_how_long_a_fit_is(qwen: str) -> None:
     whole = argparse.Namespace(num_episodes=1, max_steps=None)
-    assert len(trainer_of(qwen_path).fit(whole)) == 10, "40 prompts, 4 at a time"
-    assert len(trainer_of(qwen_path).fit(argparse.Namespace(max_steps=2))) == 2
-    trainer = trainer_of(qwen_path)
+    assert len(trainer_of(qwen).fit(whole)) == 10, "40 prompts, 4 at a time"
+    assert len(trainer_of(qwen).fit(argparse.Namespace(max_steps=2))) == 2
+    trainer = trainer_of(qwen)
     trainer.fit(prompts_dataloader=asked(12, seed=5), consumed_samples=4, num_update_steps_per_episodes=2)
     assert trainer.iterations == 2 and trainer.prompts.taken == 12  # type: ignore[union-attr]
 
 
-def test_the_base_alone_does_not_train(qwen_path: str) -> None:
-    trainer = trainer_of(qwen_path, kind=PPOTrainer)
+def test_the_base_alone_does_not_train(qwen: str) -> None:
+    trainer = trainer_of(qwen, kind=PPOTrainer)
     with pytest.raises(NotImplementedError):
         trainer.ppo_train()

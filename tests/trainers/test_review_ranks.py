@@ -20,8 +20,8 @@ OPTIONS = {
 
 
 @pytest.fixture(scope="module")
-def engine(qwen_path: str) -> Iterator[Ranks]:
-    with ranks(2, qwen_on_meta(qwen_path)) as made:
+def engine(qwen: str) -> Iterator[Ranks]:
+    with ranks(2, qwen_on_meta(qwen)) as made:
         yield made
 
 
@@ -43,7 +43,7 @@ def outcomes(engine: Ranks, fn: Any) -> list[Any]:
     return engine.outcomes("run", [(cloudpickle.dumps(fn), (), {})] * 2)
 
 
-def test_a_trainer_that_is_gone_leaves_no_group_behind(engine: Ranks, qwen_path: str) -> None:
+def test_a_trainer_that_is_gone_leaves_no_group_behind(engine: Ranks, qwen: str) -> None:
     def grown() -> int:
         import gc
 
@@ -53,10 +53,10 @@ def test_a_trainer_that_is_gone_leaves_no_group_behind(engine: Ranks, qwen_path:
             gc.collect()
             return len(distributed_c10d._world.pg_map)
 
-        trainer_on(qwen_path).make_experience()
+        trainer_on(qwen).make_experience()
         before = count()
         for _ in range(3):
-            trainer_on(qwen_path).make_experience()
+            trainer_on(qwen).make_experience()
         return count() - before
 
     assert engine.run(grown) == [0, 0]
@@ -64,7 +64,7 @@ def test_a_trainer_that_is_gone_leaves_no_group_behind(engine: Ranks, qwen_path:
 
 @pytest.mark.parametrize("where", ["board", "lengths"])
 def test_a_log_that_rank_0_cannot_write_ends_the_call_on_both(
-    engine: Ranks, qwen_path: str, tmp_path: Any, where: str
+    engine: Ranks, qwen: str, tmp_path: Any, where: str
 ) -> None:
     """Defect absent: rank 0 raised alone, and the other waited for it in the next collective."""
     (tmp_path / "file").write_text("no folder")
@@ -72,7 +72,7 @@ def test_a_log_that_rank_0_cannot_write_ends_the_call_on_both(
     given = {"use_tensorboard": folder} if where == "board" else {"log_dir": folder, "plot_every": 0}
 
     def make() -> None:
-        trainer = trainer_on(qwen_path, **given)
+        trainer = trainer_on(qwen, **given)
         trainer.make_experience()
         trainer.ppo_train()
 
@@ -82,13 +82,13 @@ def test_a_log_that_rank_0_cannot_write_ends_the_call_on_both(
     assert "failed on rank 0" in str(there.error)
 
 
-def test_experience_that_one_rank_cannot_join_ends_the_call_on_both(engine: Ranks, qwen_path: str) -> None:
+def test_experience_that_one_rank_cannot_join_ends_the_call_on_both(engine: Ranks, qwen: str) -> None:
     """A maker of the user's that adds a number to the first experience alone, on one rank."""
 
     def make() -> None:
         import torch.distributed as dist
 
-        trainer = trainer_on(qwen_path)
+        trainer = trainer_on(qwen)
         trainer.make_experience()
         if dist.get_rank() == 1:
             for part in trainer.replay_buffer.items:
@@ -102,7 +102,7 @@ def test_experience_that_one_rank_cannot_join_ends_the_call_on_both(engine: Rank
 
 
 def test_a_metric_that_a_reward_names_in_one_call_alone_is_unknown_in_the_others(
-    engine: Ranks, qwen_path: str
+    engine: Ranks, qwen: str
 ) -> None:
     def make() -> Any:
         calls: list[int] = []
@@ -113,7 +113,7 @@ def test_a_metric_that_a_reward_names_in_one_call_alone_is_unknown_in_the_others
             calls.append(1)
             return scores[0], {"now": 1.0} if len(calls) == 1 and dist.get_rank() == 1 else {}
 
-        trainer = trainer_on(qwen_path, reward_fn=reward_fn)
+        trainer = trainer_on(qwen, reward_fn=reward_fn)
         trainer.make_experience()
         trainer.make_experience()
         return "policy_loss" in trainer.ppo_train()

@@ -37,8 +37,8 @@ def stop_once(trainer: Any, owner: Any, name: str, at: int = 1) -> None:
     setattr(owner, name, stopped)
 
 
-def test_weights_that_a_stop_kept_from_the_engine_are_sent_with_the_next_call(qwen_path: str) -> None:
-    trainer = trainer_of(qwen_path)
+def test_weights_that_a_stop_kept_from_the_engine_are_sent_with_the_next_call(qwen: str) -> None:
+    trainer = trainer_of(qwen)
     synced: Any = trainer.strategy.update_engine_weights
     stop_once(trainer, trainer.strategy, "update_engine_weights")
     with pytest.raises(Stopped):
@@ -50,8 +50,8 @@ def test_weights_that_a_stop_kept_from_the_engine_are_sent_with_the_next_call(qw
     assert metrics["train_steps"] == 1 and "policy_loss" in metrics
 
 
-def test_weights_of_a_checkpoint_are_sent_before_anything_is_drawn(qwen_path: str, tmp_path: Any) -> None:
-    trainer = trainer_of(qwen_path)
+def test_weights_of_a_checkpoint_are_sent_before_anything_is_drawn(qwen: str, tmp_path: Any) -> None:
+    trainer = trainer_of(qwen)
     trainer.files.save(tmp_path)
     trainer.fit(max_steps=1)
     synced: Any = trainer.strategy.update_engine_weights
@@ -62,9 +62,9 @@ def test_weights_of_a_checkpoint_are_sent_before_anything_is_drawn(qwen_path: st
     assert torch.equal(synced[-1], first_weight(trainer.actor)) and len(synced) == 2
 
 
-def test_steps_before_a_stop_reach_the_engine_where_the_rest_makes_no_whole_step(qwen_path: str) -> None:
+def test_steps_before_a_stop_reach_the_engine_where_the_rest_makes_no_whole_step(qwen: str) -> None:
     """16 sequences, 12 to a step: the second part is accumulated and waits."""
-    trainer = trainer_of(qwen_path, options={"train_batch_size": 12})
+    trainer = trainer_of(qwen, options={"train_batch_size": 12})
     synced: Any = trainer.strategy.update_engine_weights
     trainer.make_experience()
     stop_once(trainer, trainer.policy_update, "accumulate", at=2)
@@ -75,9 +75,9 @@ def test_steps_before_a_stop_reach_the_engine_where_the_rest_makes_no_whole_step
     assert trainer.optimizer_steps == 1 and len(synced) == 1
 
 
-def test_what_cannot_be_logged_ends_no_iteration_half_done(qwen_path: str, tmp_path: Any) -> None:
+def test_what_cannot_be_logged_ends_no_iteration_half_done(qwen: str, tmp_path: Any) -> None:
     trainer = trainer_of(
-        qwen_path, save_trajectories=True, save_path=str(tmp_path), tokenizer=Digits(),
+        qwen, save_trajectories=True, save_path=str(tmp_path), tokenizer=Digits(),
         prompts=PromptSet.of(asked(8, meta={"reference": object()})).stream(seed=1),
     )  # fmt: skip
     trainer.make_experience()
@@ -87,8 +87,8 @@ def test_what_cannot_be_logged_ends_no_iteration_half_done(qwen_path: str, tmp_p
     assert len(trainer.replay_buffer) == 0, "it was trained on, and is not again"
 
 
-def test_an_evaluation_changes_no_sample_of_the_training(qwen_path: str) -> None:
-    trainer = trainer_of(qwen_path, eval_prompts=asked(3, seed=9))
+def test_an_evaluation_changes_no_sample_of_the_training(qwen: str) -> None:
+    trainer = trainer_of(qwen, eval_prompts=asked(3, seed=9))
     engine = trainer.strategy.gather_and_generate
 
     def counting(*args: Any, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ def test_an_evaluation_changes_no_sample_of_the_training(qwen_path: str) -> None
     assert trainer.strategy.generate_calls == 1, "seeds derive from it"
 
 
-def test_experience_that_was_not_made_is_drawn_again_with_the_same_seeds(qwen_path: str) -> None:
+def test_experience_that_was_not_made_is_drawn_again_with_the_same_seeds(qwen: str) -> None:
     failing = [True]
 
     def reward(rollout: Any) -> float:
@@ -109,7 +109,7 @@ def test_experience_that_was_not_made_is_drawn_again_with_the_same_seeds(qwen_pa
             raise ValueError("the judge is out")
         return last_token(rollout)
 
-    trainer = trainer_of(qwen_path, reward=reward)
+    trainer = trainer_of(qwen, reward=reward)
     engine = trainer.strategy.gather_and_generate
 
     def counting(*args: Any, **kwargs: Any) -> Any:
@@ -122,27 +122,27 @@ def test_experience_that_was_not_made_is_drawn_again_with_the_same_seeds(qwen_pa
     assert trainer.strategy.generate_calls == 0
 
 
-def test_an_evaluation_that_fails_leaves_the_iteration_saved(qwen_path: str, tmp_path: Any) -> None:
+def test_an_evaluation_that_fails_leaves_the_iteration_saved(qwen: str, tmp_path: Any) -> None:
     files = {"ckpt_path": str(tmp_path), "save_steps": 1}
-    trainer = trainer_of(qwen_path, eval_prompts=asked(3, seed=9), eval_steps=1, **files)
+    trainer = trainer_of(qwen, eval_prompts=asked(3, seed=9), eval_steps=1, **files)
     stop_once(trainer, trainer.experience_maker, "evaluate")
     with pytest.raises(Stopped):
         trainer.iterate()
     trainer.finish()
-    resumed = trainer_of(qwen_path, load_checkpoint=True, **files)
+    resumed = trainer_of(qwen, load_checkpoint=True, **files)
     resumed.files.load_newest()
     assert resumed.iterations == 1
 
 
 def test_a_checkpoint_is_loaded_over_a_stopped_update_without_anything_left_of_it(
-    qwen_path: str, tmp_path: Any
+    qwen: str, tmp_path: Any
 ) -> None:
     """Neither the place among the sequences nor gradients that waited."""
-    fresh = trainer_of(qwen_path, options={"train_batch_size": 12})
+    fresh = trainer_of(qwen, options={"train_batch_size": 12})
     fresh.files.save(tmp_path / "begin")
     fresh.make_experience()
     fresh.ppo_train()
-    used = trainer_of(qwen_path, options={"train_batch_size": 12})
+    used = trainer_of(qwen, options={"train_batch_size": 12})
     used.make_experience()
     used.ppo_train()
     assert used.policy_update.waiting
@@ -161,39 +161,39 @@ def test_a_checkpoint_is_loaded_over_a_stopped_update_without_anything_left_of_i
     torch.testing.assert_close(first_weight(used.actor), first_weight(fresh.actor), rtol=0, atol=0)
 
 
-def with_critic(qwen_path: str, **given: Any) -> Any:
+def with_critic(qwen: str, **given: Any) -> Any:
     strategy = get_fake_strategy()
-    critic = strategy.prepare_model(make_critic(qwen_path), is_training=True)
+    critic = strategy.prepare_model(make_critic(qwen), is_training=True)
     return trainer_of(
-        qwen_path, options={"advantage_estimator": "gae"}, critic=critic,
+        qwen, options={"advantage_estimator": "gae"}, critic=critic,
         critic_optim=strategy.create_optimizer(critic, lr=1e-3), **given,
     )  # fmt: skip
 
 
-def test_a_checkpoint_without_a_part_is_refused_before_anything_changes(qwen_path: str, tmp_path: Any) -> None:
-    alone = trainer_of(qwen_path)
+def test_a_checkpoint_without_a_part_is_refused_before_anything_changes(qwen: str, tmp_path: Any) -> None:
+    alone = trainer_of(qwen)
     alone.fit(max_steps=1)
     alone.files.save(tmp_path)
-    trainer = with_critic(qwen_path)
+    trainer = with_critic(qwen)
     before = first_weight(trainer.actor)
     with pytest.raises(CheckpointError, match="_critic"):
         trainer.files.load(tmp_path)
     assert torch.equal(before, first_weight(trainer.actor)) and trainer.iterations == 0
 
 
-def test_a_checkpoint_of_other_prompts_is_refused_before_anything_changes(qwen_path: str, tmp_path: Any) -> None:
-    other = trainer_of(qwen_path, prompts=PromptSet.of(asked(12, seed=8)).stream(seed=3))
+def test_a_checkpoint_of_other_prompts_is_refused_before_anything_changes(qwen: str, tmp_path: Any) -> None:
+    other = trainer_of(qwen, prompts=PromptSet.of(asked(12, seed=8)).stream(seed=3))
     other.fit(max_steps=1)
     other.files.save(tmp_path)
-    trainer = trainer_of(qwen_path)
+    trainer = trainer_of(qwen)
     before = first_weight(trainer.actor)
     with pytest.raises(DataError, match="have changed"):
         trainer.files.load(tmp_path)
     assert torch.equal(before, first_weight(trainer.actor)) and trainer.iterations == 0
 
 
-def test_a_save_that_broke_off_between_actor_and_critic_is_no_mixture(qwen_path: str, tmp_path: Any) -> None:
-    trainer = with_critic(qwen_path)
+def test_a_save_that_broke_off_between_actor_and_critic_is_no_mixture(qwen: str, tmp_path: Any) -> None:
+    trainer = with_critic(qwen)
     trainer.fit(max_steps=1)
     trainer.files.save(tmp_path)
     actor, critic = first_weight(trainer.actor), first_weight(trainer.critic)
@@ -201,16 +201,16 @@ def test_a_save_that_broke_off_between_actor_and_critic_is_no_mixture(qwen_path:
     stop_once(trainer, trainer.strategy, "save_ckpt", at=2)
     with pytest.raises(Stopped):
         trainer.files.save(tmp_path)
-    resumed = with_critic(qwen_path)
+    resumed = with_critic(qwen)
     resumed.files.load(tmp_path)
     assert resumed.iterations == 1
     assert torch.equal(first_weight(resumed.actor), actor) and torch.equal(first_weight(resumed.critic), critic)
 
 
-def test_a_resumed_run_goes_on_with_the_next_texts_and_the_kl_as_it_had_adapted(qwen_path: str, tmp_path: Any) -> None:
+def test_a_resumed_run_goes_on_with_the_next_texts_and_the_kl_as_it_had_adapted(qwen: str, tmp_path: Any) -> None:
     def made(**given: Any) -> Any:
         return trainer_of(
-            qwen_path, reference=copy.deepcopy(trainer_of(qwen_path).actor), init_kl_coef=0.1, kl_target=1e-6,
+            qwen, reference=copy.deepcopy(trainer_of(qwen).actor), init_kl_coef=0.1, kl_target=1e-6,
             kl_horizon=20, options={"use_kl_loss": True, "kl_estimator": "k3"}, **LETTERS, **given,
         )  # fmt: skip
 
@@ -227,27 +227,27 @@ def test_a_resumed_run_goes_on_with_the_next_texts_and_the_kl_as_it_had_adapted(
     torch.testing.assert_close(first_weight(resumed.actor), first_weight(whole.actor), rtol=0, atol=0)
 
 
-def test_gradients_that_others_left_on_the_actor_are_not_trained_on(qwen_path: str) -> None:
+def test_gradients_that_others_left_on_the_actor_are_not_trained_on(qwen: str) -> None:
     """Those of a trainer that was replaced while its step waited."""
 
     def norm(left: bool) -> float:
-        actor = qwen_of(qwen_path)
+        actor = qwen_of(qwen)
         if left:
-            before = trainer_of(qwen_path, actor=actor, options={"train_batch_size": 32})
+            before = trainer_of(qwen, actor=actor, options={"train_batch_size": 32})
             before.make_experience()
             before.ppo_train()
-        trainer = trainer_of(qwen_path, actor=actor)
+        trainer = trainer_of(qwen, actor=actor)
         trainer.make_experience()
         return trainer.ppo_train()["actor_grad_norm"]
 
     assert norm(True) == norm(False)
 
 
-def test_gradients_that_somebody_cleared_while_they_waited_are_not_counted(qwen_path: str) -> None:
+def test_gradients_that_somebody_cleared_while_they_waited_are_not_counted(qwen: str) -> None:
     """`zero_grad` in a cell: the step begins anew, and is of as many sequences as any."""
 
     def norm(cleared: bool) -> float:
-        trainer = trainer_of(qwen_path, options={"train_batch_size": 32})
+        trainer = trainer_of(qwen, options={"train_batch_size": 32})
         trainer.make_experience()
         if cleared:
             trainer.ppo_train()
@@ -262,8 +262,8 @@ def test_gradients_that_somebody_cleared_while_they_waited_are_not_counted(qwen_
     assert norm(True) == pytest.approx(norm(False), rel=1e-6)
 
 
-def test_a_stopped_step_gives_its_texts_back(qwen_path: str) -> None:
-    trainer = trainer_of(qwen_path, **LETTERS)
+def test_a_stopped_step_gives_its_texts_back(qwen: str) -> None:
+    trainer = trainer_of(qwen, **LETTERS)
     trainer.make_experience()
     stop_once(trainer, trainer.policy_update, "finish")
     with pytest.raises(Stopped):
@@ -272,39 +272,39 @@ def test_a_stopped_step_gives_its_texts_back(qwen_path: str) -> None:
     assert isinstance(stream, PromptStream) and stream.taken == 0
 
 
-def test_texts_given_to_fit_are_trained_on(qwen_path: str) -> None:
-    trainer = trainer_of(qwen_path, **LETTERS)
+def test_texts_given_to_fit_are_trained_on(qwen: str) -> None:
+    trainer = trainer_of(qwen, **LETTERS)
     mine = PromptSet.of([f"7 8 {i}" for i in range(20)]).stream(seed=1)
     trainer.fit(pretrain_dataloader=mine, max_steps=1)
     assert mine.taken == 16
 
 
-def test_an_evaluation_takes_the_names_of_the_trainer_s_options(qwen_path: str) -> None:
-    trainer = trainer_of(qwen_path, eval_prompts=asked(2))
+def test_an_evaluation_takes_the_names_of_the_trainer_s_options(qwen: str) -> None:
+    trainer = trainer_of(qwen, eval_prompts=asked(2))
     trainer.evaluate(max_new_tokens=3)
     engine: Any = trainer.strategy.gather_and_generate
     assert engine.calls[-1]["sampling"]["max_tokens"] == 3
 
 
-def test_episodes_given_to_fit_count_over_those_of_a_script(qwen_path: str) -> None:
-    trainer = trainer_of(qwen_path, prompts=PromptSet.of(asked(8)).stream(seed=3))
+def test_episodes_given_to_fit_count_over_those_of_a_script(qwen: str) -> None:
+    trainer = trainer_of(qwen, prompts=PromptSet.of(asked(8)).stream(seed=3))
     assert len(trainer.fit(argparse.Namespace(num_episodes=5), num_episodes=1)) == 2
 
 
-def test_a_loss_of_ones_own_is_aggregated_as_it_is_meant(qwen_path: str) -> None:
-    assert trainer_of(qwen_path, loss=dapo()).aggregation.mode == "token-mean"
-    assert trainer_of(qwen_path, loss=dapo(), loss_agg_mode="prompt-mean").aggregation.mode == "prompt-mean"
+def test_a_loss_of_ones_own_is_aggregated_as_it_is_meant(qwen: str) -> None:
+    assert trainer_of(qwen, loss=dapo()).aggregation.mode == "token-mean"
+    assert trainer_of(qwen, loss=dapo(), loss_agg_mode="prompt-mean").aggregation.mode == "prompt-mean"
 
 
 @pytest.mark.parametrize("given", [{"entropy_coef": 0.1}, {"high_entropy_token_ratio": 0.2}, {"mismatch": "icepop"}])
-def test_options_of_a_loss_that_is_not_taken_are_refused(qwen_path: str, given: dict[str, Any]) -> None:
+def test_options_of_a_loss_that_is_not_taken_are_refused(qwen: str, given: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match="would have no effect"):
-        trainer_of(qwen_path, loss="ppo", **given)
+        trainer_of(qwen, loss="ppo", **given)
 
 
-def test_actor_steps_cannot_be_frozen_without_a_critic_to_train(qwen_path: str) -> None:
+def test_actor_steps_cannot_be_frozen_without_a_critic_to_train(qwen: str) -> None:
     with pytest.raises(OptionError, match="freezing_actor_steps"):
-        trainer_of(qwen_path, freezing_actor_steps=2)
+        trainer_of(qwen, freezing_actor_steps=2)
 
 
 def test_a_schedule_falls_to_a_tenth_of_its_own_rate_whatever_the_optimizer_was_made_with() -> None:
@@ -319,9 +319,9 @@ def test_a_schedule_falls_to_a_tenth_of_its_own_rate_whatever_the_optimizer_was_
     assert max(rates) == pytest.approx(1e-3) and rates[-1] == pytest.approx(1e-4)
 
 
-def test_a_line_that_rank_0_cannot_write_ends_the_call_on_all(qwen_path: str, tmp_path: Any, monkeypatch: Any) -> None:
+def test_a_line_that_rank_0_cannot_write_ends_the_call_on_all(qwen: str, tmp_path: Any, monkeypatch: Any) -> None:
     """Defect absent: rank 0 raised alone, and the others waited for it in the next collective."""
-    trainer = trainer_of(qwen_path, log_dir=str(tmp_path), plot_every=0)
+    trainer = trainer_of(qwen, log_dir=str(tmp_path), plot_every=0)
     shared: list[Any] = []
     together = trainer.strategy.control.raise_together
 

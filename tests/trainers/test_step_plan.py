@@ -15,14 +15,9 @@ from rlbench.data import Ragged
 from rlbench.errors import LossError
 from rlbench.rl import LossInputs
 from rlbench.trainers.step_plan import pad_rows, whole_inputs
-from tests.modules import RAGGED, qwen_on_meta, save_qwen
+from tests.modules import RAGGED, qwen_on_meta
 from tests.ranks import ranks
 from tests.trainers.test_policy_step import assert_gradients, batch, by_hand, forward_backward
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_qwen(tmp_path_factory.mktemp("qwen"))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,11 +37,11 @@ def with_an_optimizer_of_another_class(trainer: SPMDPPOTrainer, folder: Path) ->
 
 
 @pytest.mark.parametrize("spoil", [damaged, of_another_size, with_an_optimizer_of_another_class])
-def test_a_critic_that_does_not_fit_leaves_the_actor_as_it_is(qwen_path: str, tmp_path: Path, spoil: Any) -> None:
-    saved = with_critic(qwen_path)
+def test_a_critic_that_does_not_fit_leaves_the_actor_as_it_is(qwen: str, tmp_path: Path, spoil: Any) -> None:
+    saved = with_critic(qwen)
     saved.fit(max_steps=1)
     saved.files.save(tmp_path)
-    trainer = with_critic(qwen_path)
+    trainer = with_critic(qwen)
     trainer.make_experience()
     spoil(trainer, tmp_path)
     before = first_weight(trainer.actor)
@@ -52,12 +52,12 @@ def test_a_critic_that_does_not_fit_leaves_the_actor_as_it_is(qwen_path: str, tm
 
 
 def test_a_load_that_ends_between_actor_and_critic_is_sent_before_anything_is_drawn(
-    qwen_path: str, tmp_path: Path
+    qwen: str, tmp_path: Path
 ) -> None:
-    saved = with_critic(qwen_path)
+    saved = with_critic(qwen)
     saved.fit(max_steps=1)
     saved.files.save(tmp_path)
-    trainer = with_critic(qwen_path)
+    trainer = with_critic(qwen)
     stop_once(trainer, trainer.strategy, "load_opened", at=2)
     with pytest.raises(Stopped):
         trainer.files.load(tmp_path)
@@ -66,9 +66,9 @@ def test_a_load_that_ends_between_actor_and_critic_is_sent_before_anything_is_dr
 
 
 @pytest.mark.parametrize("cleared", ["both", "actor", "critic"])
-def test_gradients_that_a_cell_cleared_are_no_part_of_a_step(qwen_path: str, cleared: str) -> None:
+def test_gradients_that_a_cell_cleared_are_no_part_of_a_step(qwen: str, cleared: str) -> None:
     """16 of 24 sequences wait, and are gone: the next 16 are no step of 24."""
-    trainer = whole_trainer(qwen_path, train_batch_size=24)
+    trainer = whole_trainer(qwen, train_batch_size=24)
     trainer.iterate()
     before = everything(trainer)
     for name in ("actor", "critic"):

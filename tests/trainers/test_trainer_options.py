@@ -27,23 +27,23 @@ class Saved(Digits):
         (Path(folder) / "digits.txt").write_text("0123456789")
 
 
-def test_the_schedule_of_the_critic_moves_its_rate_and_no_other(qwen_path: str) -> None:
+def test_the_schedule_of_the_critic_moves_its_rate_and_no_other(qwen: str) -> None:
     strategy = get_fake_strategy(OPTIONS)
-    critic = strategy.prepare_model(make_critic(qwen_path), is_training=True)
+    critic = strategy.prepare_model(make_critic(qwen), is_training=True)
     optimizer = strategy.create_optimizer(critic, lr=1e-2)
     trainer = trainer_of(
-        qwen_path, options={"advantage_estimator": "gae"}, critic=critic, critic_optim=optimizer,
+        qwen, options={"advantage_estimator": "gae"}, critic=critic, critic_optim=optimizer,
         critic_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
     )  # fmt: skip
     rates = [(one["critic_lr"], one["actor_lr"]) for one in trainer.fit(max_steps=3)]
     assert rates == [pytest.approx((1e-2 / n, 1e-3)) for n in (1, 2, 3)]
 
 
-def test_recomputed_activations_change_no_step(qwen_path: str) -> None:
+def test_recomputed_activations_change_no_step(qwen: str) -> None:
     """Each layer runs twice for each of the four micro-batches of the step: forward, and again in the backward."""
 
     def trained(**given: Any) -> tuple[int, torch.Tensor]:
-        trainer, runs = trainer_of(qwen_path, **given), []
+        trainer, runs = trainer_of(qwen, **given), []
         trainer.make_experience()
         layer: Any = trainer.actor.model.layers[0].self_attn
         layer.register_forward_hook(lambda *_: runs.append(torch.is_grad_enabled()))
@@ -55,25 +55,25 @@ def test_recomputed_activations_change_no_step(qwen_path: str) -> None:
     torch.testing.assert_close(recomputed, plain, rtol=0, atol=1e-6)
 
 
-def test_a_critic_recomputes_too_and_a_model_that_cannot_says_so(qwen_path: str) -> None:
+def test_a_critic_recomputes_too_and_a_model_that_cannot_says_so(qwen: str) -> None:
     strategy = get_fake_strategy(OPTIONS)
-    critic = strategy.prepare_model(make_critic(qwen_path), is_training=True)
+    critic = strategy.prepare_model(make_critic(qwen), is_training=True)
     trainer_of(
-        qwen_path, options={"advantage_estimator": "gae"}, critic=critic, gradient_checkpointing=True,
+        qwen, options={"advantage_estimator": "gae"}, critic=critic, gradient_checkpointing=True,
         critic_optim=strategy.create_optimizer(critic, lr=1e-3),
     )  # fmt: skip
     assert critic.is_gradient_checkpointing
     with pytest.raises(OptionError, match="gradient_checkpointing: Linear does not offer it"):
-        trainer_of(qwen_path, actor=torch.nn.Linear(2, 2), gradient_checkpointing=True)
+        trainer_of(qwen, actor=torch.nn.Linear(2, 2), gradient_checkpointing=True)
 
 
 def kept(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "_actor").glob("global_step*"))
 
 
-def test_as_many_checkpoints_are_kept_as_the_options_allow(qwen_path: str, tmp_path: Path) -> None:
+def test_as_many_checkpoints_are_kept_as_the_options_allow(qwen: str, tmp_path: Path) -> None:
     def fitted(name: str, steps: int, **given: Any) -> list[str]:
-        trainer_of(qwen_path, save_steps=1, ckpt_path=str(tmp_path / name), **given).fit(max_steps=steps)
+        trainer_of(qwen, save_steps=1, ckpt_path=str(tmp_path / name), **given).fit(max_steps=steps)
         return kept(tmp_path / name)
 
     assert fitted("three", 4) == ["global_step2", "global_step3", "global_step4"]
@@ -83,11 +83,11 @@ def test_as_many_checkpoints_are_kept_as_the_options_allow(qwen_path: str, tmp_p
 
 
 def test_a_checkpoint_comes_with_a_model_for_transformers_where_that_is_asked_for(
-    qwen_path: str, tmp_path: Path
+    qwen: str, tmp_path: Path
 ) -> None:
     def fitted(name: str, **given: Any) -> Any:
         folders = {"ckpt_path": str(tmp_path / name), "save_path": str(tmp_path / name / "models")}
-        trainer = trainer_of(qwen_path, tokenizer=Saved(), save_steps=2, **folders, **given)
+        trainer = trainer_of(qwen, tokenizer=Saved(), save_steps=2, **folders, **given)
         trainer.fit(max_steps=3)
         return trainer
 
@@ -102,19 +102,19 @@ def test_a_checkpoint_comes_with_a_model_for_transformers_where_that_is_asked_fo
     assert (saved / "global_step3_hf" / "digits.txt").is_file()
 
 
-def test_every_so_many_iterations_are_evaluated(qwen_path: str) -> None:
+def test_every_so_many_iterations_are_evaluated(qwen: str) -> None:
     def evaluated(every: int) -> list[int]:
-        done = trainer_of(qwen_path, eval_prompts=asked(4, seed=9), eval_steps=every).fit(max_steps=5)
+        done = trainer_of(qwen, eval_prompts=asked(4, seed=9), eval_steps=every).fit(max_steps=5)
         return [number for number, metrics in enumerate(done, 1) if "eval/reward" in metrics]
 
     assert (evaluated(2), evaluated(1), evaluated(-1)) == ([2, 4], [1, 2, 3, 4, 5], [])
 
 
 def test_an_iteration_is_one_line_and_no_batch_and_no_memory_is_printed(
-    qwen_path: str, capsys: pytest.CaptureFixture[str]
+    qwen: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Defect absent: whole batches and a summary of memory were printed at every step."""
-    trainer = trainer_of(qwen_path)
+    trainer = trainer_of(qwen)
     capsys.readouterr()
     trainer.fit(max_steps=3)
     printed = "".join(capsys.readouterr())
@@ -124,9 +124,9 @@ def test_an_iteration_is_one_line_and_no_batch_and_no_memory_is_printed(
 
 
 def test_lines_and_curves_are_as_often_as_logging_steps_says(
-    qwen_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    qwen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainer_of(qwen_path, logging_steps=2, use_tensorboard=str(tmp_path), plot_every=99).fit(max_steps=5)
+    trainer_of(qwen, logging_steps=2, use_tensorboard=str(tmp_path), plot_every=99).fit(max_steps=5)
     assert re.findall(r"iteration (\d)", capsys.readouterr().out) == ["2", "4"]
     board = board_of(tmp_path)
     assert [event.step for event in board.Scalars("rollout/reward")] == [2, 4]
@@ -141,8 +141,8 @@ def board_of(folder: Path) -> Any:
     return board
 
 
-def test_tensorboard_alone_gets_the_histogram_of_lengths(qwen_path: str, tmp_path: Path) -> None:
-    trainer_of(qwen_path, use_tensorboard=str(tmp_path), plot_every=2).fit(max_steps=3)
+def test_tensorboard_alone_gets_the_histogram_of_lengths(qwen: str, tmp_path: Path) -> None:
+    trainer_of(qwen, use_tensorboard=str(tmp_path), plot_every=2).fit(max_steps=3)
     board = board_of(tmp_path)
     (tag,) = board.Tags()["histograms"]
     events = board.Histograms(tag)
@@ -150,11 +150,11 @@ def test_tensorboard_alone_gets_the_histogram_of_lengths(qwen_path: str, tmp_pat
     assert not list(tmp_path.glob("*.png"))
 
 
-def test_the_tokens_marked_in_trajectories_are_the_share_that_keeps_its_loss(qwen_path: str, tmp_path: Path) -> None:
+def test_the_tokens_marked_in_trajectories_are_the_share_that_keeps_its_loss(qwen: str, tmp_path: Path) -> None:
     def share(**given: Any) -> float:
         place = tmp_path / str(len(list(tmp_path.iterdir())))
         trainer = trainer_of(
-            qwen_path, tokenizer=Saved(), save_path=str(place), save_trajectories=True, num_trajectories_to_save=16,
+            qwen, tokenizer=Saved(), save_path=str(place), save_trajectories=True, num_trajectories_to_save=16,
             mark_high_entropy_tokens=True, **given,
         )  # fmt: skip
         trainer.fit(max_steps=1)
@@ -166,17 +166,17 @@ def test_the_tokens_marked_in_trajectories_are_the_share_that_keeps_its_loss(qwe
     assert share() < 0.25 < share(high_entropy_token_ratio=0.5) < 0.6
 
 
-def test_entropies_that_nobody_computes_cannot_be_marked(qwen_path: str) -> None:
+def test_entropies_that_nobody_computes_cannot_be_marked(qwen: str) -> None:
     with pytest.raises(OptionError, match="mark_high_entropy_tokens needs the actor's entropies"):
-        trainer_of(qwen_path, mark_high_entropy_tokens=True, save_trajectories=True, old_logprobs="sampler")
+        trainer_of(qwen, mark_high_entropy_tokens=True, save_trajectories=True, old_logprobs="sampler")
 
 
-def test_advantages_are_as_large_as_the_rewards_unless_a_clip_is_asked_for(qwen_path: str) -> None:
+def test_advantages_are_as_large_as_the_rewards_unless_a_clip_is_asked_for(qwen: str) -> None:
     """Defect absent: advantages were always clamped to 10."""
 
     def largest(**options: Any) -> np.ndarray:
         trainer = trainer_of(
-            qwen_path, reward=lambda rollout: 1000 * last_token(rollout) - 4000,
+            qwen, reward=lambda rollout: 1000 * last_token(rollout) - 4000,
             options={"advantage_estimator": "reinforce", **options},
         )  # fmt: skip
         trainer.make_experience()

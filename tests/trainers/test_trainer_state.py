@@ -19,13 +19,13 @@ from tests.trainers.making import LONGEST, TableEngine, asked, last_token, qwen_
 from tests.trainers.test_ppo_trainer import OPTIONS, Synced
 
 
-def whole_trainer(qwen_path: str, **options: Any) -> SPMDPPOTrainer:
+def whole_trainer(qwen: str, **options: Any) -> SPMDPPOTrainer:
     """With all that moves beside a policy: critic, average, schedules, a KL weight that adapts."""
     strategy = get_fake_strategy({**OPTIONS, "advantage_estimator": "gae", **options})
     strategy.gather_and_generate = TableEngine()  # type: ignore[method-assign]
     strategy.update_engine_weights = Synced()  # type: ignore[method-assign]
-    actor, ema, reference = (qwen_of(qwen_path) for _ in range(3))
-    critic = strategy.prepare_model(make_critic(qwen_path), is_training=True)
+    actor, ema, reference = (qwen_of(qwen) for _ in range(3))
+    critic = strategy.prepare_model(make_critic(qwen), is_training=True)
     own = [strategy.create_optimizer(model, lr=1e-2, weight_decay=0.0) for model in (actor, critic)]
     return SPMDPPOTrainer(
         strategy, actor, critic, last_token, reference, ema, *own, *(cosine_schedule(one, 20, 0.2) for one in own),
@@ -71,14 +71,14 @@ def assert_goes_on_alike(trainer: SPMDPPOTrainer, count: int = 2) -> None:
     assert all(map(torch.equal, everything(trainer), after))
 
 
-def test_after_going_back_all_goes_on_bit_for_bit(qwen_path: str) -> None:
-    trainer = whole_trainer(qwen_path)
+def test_after_going_back_all_goes_on_bit_for_bit(qwen: str) -> None:
+    trainer = whole_trainer(qwen)
     trainer.iterate()
     assert_goes_on_alike(trainer)
 
 
-def test_before_the_first_step_there_is_no_optimizer_state_and_afterwards_neither(qwen_path: str) -> None:
-    trainer = whole_trainer(qwen_path, train_batch_size=24)
+def test_before_the_first_step_there_is_no_optimizer_state_and_afterwards_neither(qwen: str) -> None:
+    trainer = whole_trainer(qwen, train_batch_size=24)
     policy, own = policy_of(trainer), kept(trainer)
     trainer.iterate()
     trainer.iterate()  # a step of 24, and 8 that wait
@@ -89,18 +89,18 @@ def test_before_the_first_step_there_is_no_optimizer_state_and_afterwards_neithe
     assert trainer.kl_ctl.coef == 0.1 and trainer.optimizer_steps == trainer.iterations == 0
 
 
-def test_what_waits_in_the_middle_of_a_step_and_of_the_experience_waits_again(qwen_path: str) -> None:
-    trainer = whole_trainer(qwen_path, train_batch_size=24)
+def test_what_waits_in_the_middle_of_a_step_and_of_the_experience_waits_again(qwen: str) -> None:
+    trainer = whole_trainer(qwen, train_batch_size=24)
     trainer.iterate()  # 16 of 24 sequences
     assert trainer.sequences_waiting == (16, 24)
     assert_goes_on_alike(trainer)
-    trainer = whole_trainer(qwen_path)
+    trainer = whole_trainer(qwen)
     trainer.make_experience()
     assert_goes_on_alike(trainer)
 
 
-def test_a_part_that_does_not_fit_is_refused_and_nothing_is_changed(qwen_path: str) -> None:
-    trainer = whole_trainer(qwen_path)
+def test_a_part_that_does_not_fit_is_refused_and_nothing_is_changed(qwen: str) -> None:
+    trainer = whole_trainer(qwen)
     trainer.iterate()
     tensors, values = kept(trainer)
     trainer.iterate()
@@ -121,8 +121,8 @@ def test_a_part_that_does_not_fit_is_refused_and_nothing_is_changed(qwen_path: s
     assert all(map(torch.equal, everything(trainer), before)) and trainer.optimizer_steps == steps
 
 
-def test_a_trainer_that_stays_forgets_what_was_made_with_other_weights(qwen_path: str) -> None:
-    trainer = whole_trainer(qwen_path, train_batch_size=24)
+def test_a_trainer_that_stays_forgets_what_was_made_with_other_weights(qwen: str) -> None:
+    trainer = whole_trainer(qwen, train_batch_size=24)
     trainer.iterate()
     trainer.make_experience()
     place = trainer.prompts.state()

@@ -16,7 +16,7 @@ from rlbench.rl import LossInputs, clip_cov, explained_variance, high_entropy, p
 from rlbench.strategies import FSDPV2Strategy
 from rlbench.trainers.update import PolicyUpdate, ValueUpdate
 from rlbench.trainers.value_model import make_critic
-from tests.modules import qwen_on_meta, save_qwen
+from tests.modules import qwen_on_meta
 from tests.ranks import RankFailure, Ranks, ranks
 from tests.trainers.update_reference import (
     EPS,
@@ -38,11 +38,6 @@ pytestmark = pytest.mark.slow
 
 PPO = ppo(clip_low=EPS[0], clip_high=EPS[1])
 FULL = ppo(clip_low=EPS[0], clip_high=EPS[1], kl_coef=0.1, entropy_coef=0.02)
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_qwen(tmp_path_factory.mktemp("qwen"))
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from transformers import (
 from rlbench.errors import BuildError, EngineError
 from rlbench.strategies import FSDPV2Strategy
 from rlbench.trainers.value_model import CriticModel, make_critic, valued, values_of
-from tests.modules import VOCAB, batch_of, qwen_on_meta, save_qwen
+from tests.modules import VOCAB, batch_of, qwen_on_meta
 from tests.ranks import Ranks, ranks
 from tests.trainers.update_reference import (
     LENGTHS,
@@ -35,11 +35,6 @@ from tests.trainers.update_reference import (
 )
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_qwen(tmp_path_factory.mktemp("qwen"))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from rlbench.strategies import FSDPV2Strategy
 from rlbench.trainers.model_stage import ModelStage
 from rlbench.trainers.update import PolicyUpdate, ValueUpdate
 from rlbench.trainers.value_model import make_critic
-from tests.modules import qwen_on_meta, save_qwen
+from tests.modules import qwen_on_meta
 from tests.ranks import RankFailure, Ranks, ranks
 from tests.trainers.test_policy_step import GRPO, batch, forward_backward, run_steps
 from tests.trainers.test_update import actor_of
@@ -24,11 +24,6 @@ pytestmark = pytest.mark.slow
 
 WHERE = ["before the first gather", "inside a layer", "behind the last layer", "backward", "after the last backward"]
 OPTIONS = {"token_budget": 20}
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_qwen(tmp_path_factory.mktemp("qwen"))
 
 
 @pytest.fixture(scope="module")

@@ -29,11 +29,6 @@ IDS = [[1, 2, 3, 4, 5]]
 
 
 @pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_qwen(tmp_path_factory.mktemp("qwen"))
-
-
-@pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Qwen2 of 42 MB, whose memory shows in the process."""
     path = tmp_path_factory.mktemp("large")

@@ -15,16 +15,11 @@ import rlbench.nn
 from rlbench.dispatch import by_value
 from rlbench.errors import EngineError, MethodError
 from rlbench.rl import grpo
-from tests.modules import RAGGED, Block, RunningMeanModel, TrainedQwen, batch_of, qwen_on_meta, save_qwen
+from tests.modules import RAGGED, Block, RunningMeanModel, TrainedQwen, batch_of, qwen_on_meta
 from tests.ranks import RankFailure, Ranks, ranks
 
 IDS = [[1, 2, 3, 4, 5]]
 VERBS = ("build", "redefine", "cuda")
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_qwen(tmp_path_factory.mktemp("qwen"))
 
 
 def redefine(engine: Ranks, cls: Any, replace: str | None = None) -> dict[str, Any]:
