@@ -93,11 +93,24 @@ class Pending:
             RemoteError, EngineError: the user's code, or ours, raised on a worker.
             WorkerDied: a worker process ended.
         """
-        with self._lock:
+        outcome = self._wait(timeout)
+        if outcome is None:
+            raise TimeoutError(f"{self.what} is still running after {timeout:g} s")
+        value, error = outcome
+        if error is not None:
+            raise error.with_traceback(None)
+        return value
+
+    def _wait(self, timeout: float | None = None) -> tuple[Any, BaseException | None] | None:
+        """Value and error, one of them None; None after `timeout` seconds."""
+        begin = time.monotonic()
+        if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
+            return self._outcome  # another thread waits for it
+        try:
             if self._outcome is None:
-                answers = self._settled(timeout)
+                answers = self._settled(None if timeout is None else timeout - (time.monotonic() - begin))
                 if answers is None:
-                    raise TimeoutError(f"{self.what} is still running after {timeout:g} s")
+                    return None
                 self._outcome = self._collect(answers)
                 self._again = None  # it held the arguments
                 if self._outcome[1] is not None:
@@ -106,10 +119,9 @@ class Pending:
                     self._on_end()
                 for ended in self._then:
                     ended(*self._outcome)
-        value, error = self._outcome
-        if error is not None:
-            raise error.with_traceback(None)
-        return value
+            return self._outcome
+        finally:
+            self._lock.release()
 
     def then(self, ended: Ended) -> None:
         """Call `ended(value, error)` when `result()` has it; at once where it is known already."""
@@ -136,6 +148,8 @@ class Pending:
         except Stopped:
             raise
         except (TimeoutError, KeyboardInterrupt):
+            # somebody must see to its end: a rank that failed is waited for by its peers until then
+            threading.Thread(target=self._wait, name=f"rlbench {self.what}, stopping", daemon=True).start()
             raise Stopped(
                 f"{self.what} is still stopping: its current step cannot be cut; the next call waits for it"
             ) from None
@@ -345,9 +359,18 @@ def _failed(ref: Any) -> bool:
 
 
 def _issued(ref: Any) -> int:
-    """Collectives that a worker which failed had issued; 0 of one that died."""
+    """Collectives that a worker which failed had issued; 0 of one that died. One out of reach may live, and issue those
+    that its peers wait for: no number of theirs is more."""
     answer = _answer(ref)
-    return answer.issued if isinstance(answer, Reply) else 0
+    if isinstance(answer, Reply):
+        return answer.issued
+    return sys.maxsize if _out_of_reach(answer) else 0
+
+
+def _out_of_reach(answer: BaseException) -> bool:
+    from ray.exceptions import ActorUnavailableError
+
+    return isinstance(answer, ActorUnavailableError)
 
 
 def _secondary(failure: Failure) -> bool:

@@ -5,8 +5,9 @@ Names come on first use: torch is imported with the first of them that needs it.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rlbench.lazy import lazy_names
 
 if TYPE_CHECKING:
     from rlbench.strategies.arguments import add_arguments
@@ -36,14 +37,4 @@ __all__ = [
     "manual_transformer_cls_names_to_wrap",
 ]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _NAMES)

@@ -24,16 +24,26 @@ class Verdict(IntEnum):
     FAILED = 2
 
 
+_issued_by_left_groups = 0
+
+
 def _leave(group: Any) -> None:
+    global _issued_by_left_groups
     with contextlib.suppress(ValueError, AssertionError):  # the ranks have parted already
+        issued = _issued_in([group])
         dist.destroy_process_group(group)
+        _issued_by_left_groups += issued
 
 
 def issued_collectives() -> int:
-    """Collectives that this process has issued, over all its groups; 0 without any."""
+    """Collectives that this process has issued, over all groups it has, and those of `ControlGroup` that it had; 0
+    without any. It does not fall where a trainer leaves its group: peers are compared by it."""
     if not dist.is_initialized():
         return 0
-    groups = list(dist.distributed_c10d._world.pg_map)
+    return _issued_by_left_groups + _issued_in(list(dist.distributed_c10d._world.pg_map))
+
+
+def _issued_in(groups: Sequence[Any]) -> int:
     backends = {group._get_backend(device) for group in groups for device in group._device_types}
     return sum(backend._get_sequence_number_for_group() for backend in backends)  # a group asks one of its two alone
 

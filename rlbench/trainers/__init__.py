@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rlbench.lazy import lazy_names
 
 if TYPE_CHECKING:
     from rlbench.trainers.experience import Experience
@@ -29,14 +30,4 @@ __all__ = [
     "SPMDPPOTrainer", "SPMDPPOTrainerBase", "TrajectorySaver", "make_critic", "make_reward_model",
 ]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _NAMES)

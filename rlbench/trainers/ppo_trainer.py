@@ -192,7 +192,7 @@ class PPOTrainer:
 
     def ppo_train(self, global_steps: int = 0) -> Metrics:
         """Train on what waits in the replay buffer; see `SPMDPPOTrainerBase.ppo_train`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} defines no ppo_train(global_steps); SPMDPPOTrainer does")
 
     def fit(
         self, args: Any = None, prompts_dataloader: Any = None, pretrain_dataloader: Any = None,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rlbench.dispatch import peers
+from rlbench.dispatch import pending as waiting
 from rlbench.dispatch.chain import Chain
 from rlbench.dispatch.link import Link, spawn_host
 from rlbench.errors import DataError, EngineError, RemoteError, SessionError, Stopped, WorkerDied
@@ -295,6 +296,7 @@ def meeting(cluster):
     made = Link.create("meeting")
     hosts = [spawn_host(made, "echo", i, "tests.targets:MeetingTarget", (i,), {}, {"num_cpus": 0}) for i in range(2)]
     ray.get([h.pid.remote() for h in hosts])
+    made.engine("echo", {"kind": "train", "actors": [f"rlbench/meeting/echo/{i}" for i in range(2)]})
     yield made, hosts
     made.close()
 
@@ -315,3 +317,56 @@ def test_a_peer_that_computes_is_waited_for_and_the_failure_shows_meanwhile(meet
         submit(made, hosts, "compute", 1, 3.0).result(timeout=60)
     assert "[rank 1] ValueError: mine alone\n[rank 1] (it failed;" in capsys.readouterr().out
     assert submit(made, hosts, "shout", "both live").result() == ["BOTH LIVE"] * 2
+
+
+def test_after_ctrl_c_a_peer_of_a_rank_that_failed_is_released_without_anybody_waiting(meeting, monkeypatch):
+    monkeypatch.setattr(waiting, "STOP_WAIT_S", 0.3)
+    monkeypatch.setattr(peers, "STUCK_S", 1.5)
+    monkeypatch.setattr(peers, "FREED_S", 0.5)
+    made, hosts = meeting
+    call = submit(made, hosts, "meet", 1)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(Stopped, match="still stopping"):
+        call.blocking_result()
+    with pytest.raises(TimeoutError):
+        call.result(timeout=0.0)  # also while another thread sees to it
+    deadline = time.monotonic() + 60
+    while "broken" not in made.state()["engines"]["echo"]:
+        assert time.monotonic() < deadline, "the peer waits for ever"
+        time.sleep(0.1)
+    with pytest.raises(WorkerDied, match=r"(?s)mine alone.*rank 1 of echo died"):
+        call.result(timeout=60)
+
+
+def test_a_rank_out_of_reach_for_a_moment_is_not_ended_for_its_peers(monkeypatch):
+    from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+    monkeypatch.setattr(waiting, "_answer", lambda ref: ref)
+    assert waiting._issued(ActorDiedError()) == 0
+
+    class Unreached:
+        ended = False
+
+        @property
+        def leave(self):
+            self.ended = True
+            return self
+
+        def remote(self, *args):
+            return None
+
+        stop = property(lambda self: self)
+
+    actors = [Unreached(), Unreached()]
+    others = peers.Peers(actors, "call")
+    others.issued[1] = 1000  # the peer waits for a collective
+    level = waiting._issued(ActorUnavailableError("the connection broke", b"x" * 16))
+    monkeypatch.setattr(peers, "STUCK_S", 0.0)
+    for _ in range(5):
+        others.go_on([0], level)
+        time.sleep(0.02)
+    assert not others.released and not actors[0].ended
+    others.go_on([0], 0)
+    time.sleep(0.02)
+    others.go_on([0], 0)
+    assert others.released and actors[0].ended, "one that has died would be"

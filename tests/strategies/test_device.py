@@ -40,6 +40,27 @@ def test_collectives_of_all_groups_are_counted() -> None:
     assert "COUNTED [1, 1, 1]" in counted("cpu", ["cpu", "cpu"])
 
 
+def test_the_count_does_not_fall_where_a_group_is_left() -> None:
+    """A peer is seen to wait by having issued more than the rank that failed, which may have left a group before."""
+    script = """
+import gc
+import torch
+import torch.distributed as dist
+from rlbench.strategies.control import ControlGroup, issued_collectives
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+control = ControlGroup()
+dist.all_reduce(torch.ones(1), group=control.group)
+before = issued_collectives()
+groups = len(dist.distributed_c10d._world.pg_map)
+del control
+gc.collect()
+print("LEFT", groups - len(dist.distributed_c10d._world.pg_map), before - issued_collectives(), before > 0)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert "LEFT 1 0 True" in done.stdout, done.stdout + done.stderr[-2000:]
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_shards_in_host_memory_have_a_group_too_and_both_are_counted() -> None:
     """`fsdp_cpu_offload`: "No backend type associated with device type cpu"."""
