@@ -188,6 +188,25 @@ class PPOTrainer:
         start = sum(counts[: self.strategy.rank])
         return found[start : start + count]
 
+    # -- what a subclass keeps ------------------------------------------------------------------------------------
+
+    def get_extra_state(self) -> Any:
+        """What a class of your own keeps in attributes and wants back where the run goes back; None: nothing.
+
+        Snapshots keep it for each rank, so `undo`, `restore` and `branch` bring it back; `save` keeps rank 0's, so plain
+        values and tensors alone, equal on all ranks. The two methods are named as torch's `nn.Module` names them.
+        """
+        return None
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take what `get_extra_state` gave; not called where that was None."""
+        raise NotImplementedError(f"{type(self).__name__} defines no set_extra_state(state)")
+
+    @property
+    def takes_extra_state(self) -> bool:
+        """Whether the class defines `set_extra_state`."""
+        return type(self).set_extra_state is not PPOTrainer.set_extra_state
+
     # -- the long run -------------------------------------------------------------------------------------------
 
     def ppo_train(self, global_steps: int = 0) -> Metrics:

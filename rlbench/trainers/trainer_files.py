@@ -100,6 +100,10 @@ class Checkpoints:
             self.save()
 
     def state(self) -> dict[str, Any]:
+        """Where the run stands, as plain values, and what a class of the user's keeps."""
+        return {**self.place(), "extra": self._trainer.get_extra_state()}
+
+    def place(self) -> dict[str, Any]:
         """Where the run stands, as plain values."""
         trainer = self._trainer
         return {
@@ -116,6 +120,11 @@ class Checkpoints:
         trainer = self._trainer
         if "iterations" not in state:
             raise CheckpointError("this checkpoint is none of a trainer: it holds a model alone (strategy.load_ckpt)")
+        if state.get("extra") is not None and not trainer.takes_extra_state:
+            raise CheckpointError(
+                f"it holds extra state of a trainer's own class, and {type(trainer).__name__} defines no "
+                "set_extra_state(state): use the class that saved it"
+            )
         if state["prompts"] is not None:
             if trainer.prompts is None:
                 raise StateError("the checkpoint has a place in its prompts, and this trainer has none: give prompts=")
@@ -135,6 +144,8 @@ class Checkpoints:
         trainer.kl_ctl = _with_coef(trainer.kl_ctl, float(state["kl_coef"]))
         trainer.experience_maker.restore(state["maker"])
         trainer.strategy.generate_calls = int(state["generate_calls"])
+        if state.get("extra") is not None:
+            trainer.set_extra_state(state["extra"])
 
     def _parts(self) -> list[tuple[str, Any, Any, Any]]:
         trainer = self._trainer

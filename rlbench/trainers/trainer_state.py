@@ -2,7 +2,7 @@
 
 Tensors: critic with its optimizer, moving average, gradients that wait for a step. Values: schedulers, the place in the
 prompts, the weight of the KL, counts, experience that waits. The reference and reward models never change, so they are
-no part of it; nor is what a class of the user's keeps in attributes of its own.
+no part of it. What a class of the user's keeps in attributes of its own is, where it defines `get_extra_state`.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class TrainerVerbs:
         if verb not in VERBS:
             raise EngineError(f"the trainer has no verb {verb!r}{nearest(verb, VERBS)}")
         if verb == "where":  # asks nobody
-            return trainer.files.state()
+            return trainer.files.place()
         me._residency.need("weights", "optimizer")
         if verb in (*STEPPING, "load") and me._policy.waiting and not trainer.policy_update.holds_gradients:
             would = "load would drop them" if verb == "load" else "the trainer's would take them in"

@@ -130,3 +130,39 @@ def test_a_trainer_that_stays_forgets_what_was_made_with_other_weights(qwen: str
     assert trainer.sequences_waiting == (0, 24) and not len(trainer.replay_buffer)
     assert all(p.grad is None for model in (trainer.actor, trainer.critic) for p in model.parameters())
     assert trainer.prompts.state() == place and trainer.iterations == 1
+
+
+class Counting(SPMDPPOTrainer):
+    """A class of the user's with a state of its own: the rewards that its last iterations had."""
+
+    def make_experience(self, prompts: Any = None) -> dict[str, float]:
+        found = super().make_experience(prompts)
+        self.__dict__.setdefault("seen", []).append(found["reward"])
+        return found
+
+    def get_extra_state(self) -> Any:
+        return {"seen": list(self.__dict__.get("seen", ()))}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = list(state["seen"])
+
+
+def test_what_a_users_class_keeps_goes_back_too_where_it_says_what_that_is(qwen: str, tmp_path: Any) -> None:
+    trainer = whole_trainer(qwen)
+    trainer.__class__ = Counting
+    trainer.iterate()
+    policy, own, seen = policy_of(trainer), kept(trainer), list(trainer.seen)
+    trainer.files.save(tmp_path)
+    trainer.iterate()
+    assert len(trainer.seen) == 2
+    go_back(trainer, policy, own)
+    assert trainer.seen == seen
+    trainer.iterate()
+    trainer.files.load(tmp_path)
+    assert trainer.seen == seen and "extra" not in trainer.files.place()
+    trainer.__class__ = SPMDPPOTrainer
+    trainer.iterate()
+    before = everything(trainer)
+    with pytest.raises(CheckpointError, match="SPMDPPOTrainer defines no set_extra_state"):
+        trainer.files.load(tmp_path)
+    assert all(map(torch.equal, everything(trainer), before)), "nothing was loaded"
