@@ -193,8 +193,8 @@ class PPOTrainer:
     def get_extra_state(self) -> Any:
         """What a class of your own keeps in attributes and wants back where the run goes back; None: nothing.
 
-        Snapshots keep it for each rank, so `undo`, `restore` and `branch` bring it back; `save` keeps rank 0's, so plain
-        values and tensors alone, equal on all ranks. The two methods are named as torch's `nn.Module` names them.
+        Snapshots keep it for each rank, so `undo`, `restore` and `branch` bring it back; `save` keeps rank 0's, so
+        plain values and tensors alone, equal on all ranks. The two methods are named as torch's `nn.Module` names them.
         """
         return None
 
