@@ -17,7 +17,7 @@ from rlbench.dispatch.chain import Steps
 from rlbench.engines.base import Engine, shared
 from rlbench.engines.inference import ASLEEP
 from rlbench.engines.sync import sync_weights
-from rlbench.errors import EngineError, RLBenchError, StateError, WorkerDied
+from rlbench.errors import CheckpointError, EngineError, RLBenchError, StateError, WorkerDied
 from rlbench.session import building, snapshots
 
 if TYPE_CHECKING:
@@ -127,7 +127,13 @@ def _bring_back(session: Session, prefer: str, staged: dict[str, Any] | None) ->
     """Give a rebuilt trainer the newest state there is; returns what that was, in words, and the snapshot's id."""
     newest = _newest(session, prefer, staged)
     if newest is not None:
-        yield from snapshots.restore_steps(session, newest, sync=False)
+        try:
+            yield from snapshots.restore_steps(session, newest, sync=False)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"snapshot {newest.label!r} (step {newest.step}) cannot be read: {error}. session.drop({newest.id!r}), "
+                "then heal() again: it goes on from the one before"
+            ) from None
         said = f"built again, from snapshot {newest.label!r} (step {newest.step}): weights, optimizer, random state"
         return said, newest.id
     session.anchors.go_back(None)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import rlbench as rb
-from rlbench.errors import EngineError, RLBenchError, StateError, WorkerDied
+from rlbench.errors import CheckpointError, EngineError, StateError, WorkerDied
 from rlbench.session import building
 from rlbench.tiny import tasks
 
@@ -205,16 +205,17 @@ def test_a_heal_that_found_its_snapshot_damaged_can_be_repeated_without_it(morta
     newest = mortal.snapshot("newest")
     for path in Path(newest.folder).rglob("*"):
         if path.is_file():
+            path.unlink()  # what has not changed is one file for both
             path.write_bytes(b"torn")
     kill(mortal, "actor", 0)
     until(lambda: "rank 0 died" in repr(mortal))
-    with pytest.raises(RLBenchError, match="newest"):
+    with pytest.raises(CheckpointError, match=rf"snapshot 'newest' .*session\.drop\('{newest.id}'\), then heal"):
         mortal.heal()
-    mortal.drop("newest")
+    mortal.drop(newest.id)
     healed = mortal.heal()
-    assert list(healed.engines) == ["actor"] and healed.snapshot == older.id
+    assert list(healed.engines) == ["actor"] and healed.snapshot not in (None, newest.id)
     assert checksums(mortal) == before
-    mortal.drop("older")
+    mortal.drop(older.id)
     goes_on(mortal, batch)
 
 
