@@ -5,7 +5,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env panel lab demo test test-long check lint clean distclean
+.PHONY: help env panel lab demo test test-curves test-long check lint clean distclean
 
 NEW_ENOUGH := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))
 ifndef PYTHON
@@ -14,7 +14,7 @@ PYTHON := $(shell for p in python3 python3.11 python3.12 python3.13 python3.14 p
 endif
 BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
-QUICK := not engine and not slow and not long and not browser and not gpu
+QUICK := not engine and not slow and not curve and not long and not browser and not gpu
 QUICK_TESTS = $(BIN)/pytest -q -n 2 --dist loadfile -m "$(QUICK)" $(PYTEST_ARGS)
 # pytest's 5: among the tests chosen by PYTEST_ARGS none is of this kind; without a choice it is an error
 OR_NONE = $(if $(PYTEST_ARGS),|| [ $$? = 5 ])
@@ -38,13 +38,16 @@ demo: env  ## the quickstart's whole loop without a browser: reward curve, execu
 	@$(BIN)/python scripts/run_notebook.py $(QUICKSTART) build/01_quickstart.executed.ipynb --show reward-curve
 
 # Files with engines run two at a time, each process with a cluster of its own; a browser gets the machine for itself.
-test: panel  ## all tests but the long ones: those that start nothing, those with engines, those with a browser
+test: panel  ## all tests but curves and long ones: those that start nothing, those with engines, those with a browser
 	$(QUICK_TESTS) $(OR_NONE)
-	$(BIN)/pytest -n 2 --dist loadfile -m "not long and not browser and not ($(QUICK))" $(PYTEST_ARGS) $(OR_NONE)
+	$(BIN)/pytest -n 2 --dist loadfile -m "not long and not curve and not browser and not ($(QUICK))" $(PYTEST_ARGS) $(OR_NONE)
 	$(BIN)/pytest -m "browser and not long" $(PYTEST_ARGS) $(OR_NONE)
 
-test-long: env  ## the tests that take minutes each
-	$(BIN)/pytest -m long $(PYTEST_ARGS)
+test-curves: env  ## the tests that train until a reward has risen, in notebooks, examples and commands
+	$(BIN)/pytest -n 2 -m curve $(PYTEST_ARGS) $(OR_NONE)
+
+test-long: test-curves  ## those, and the other tests that take minutes each
+	$(BIN)/pytest -m "long and not curve" $(PYTEST_ARGS) $(OR_NONE)
 
 lint: env  ## style, types, imports between rooms; where node is, the side panel's too
 	$(BIN)/ruff check .

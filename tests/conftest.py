@@ -90,10 +90,18 @@ def session_as_before(request: pytest.FixtureRequest) -> Iterator[None]:
     session.drop(*(snapshot.id for snapshot in session.snapshots))
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `gpu` where there is none, with the reason."""
+    """Mark files that take ranks in processes of their own as `slow`: the quick tests start none.
+
+    Skip what is marked `gpu` where there is none, with the reason.
+    """
     from rlbench.setup.plan import has_nvidia_gpu
 
+    for item in items:
+        names = vars(item.module).values() if isinstance(item, pytest.Function) else ()
+        if any(getattr(value, "__module__", None) == "tests.ranks" for value in names):
+            item.add_marker(pytest.mark.slow)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not has_nvidia_gpu():
         for item in marked:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import faulthandler
 import functools
+import gc
 import multiprocessing as mp
 import os
+import shutil
+import tempfile
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -29,12 +36,17 @@ class RankFailure(Exception):
         self.error = error
 
 
-def _serve(pipe: Connection) -> None:
-    """A rank's process: makes a TrainRank, runs its verbs, sends results back."""
+def _serve(pipe: Connection, said: str) -> None:
+    """A rank's process: makes a TrainRank, runs its verbs, sends results back; `said`: where its last words go."""
+    with open(said, "ab", buffering=0) as file:
+        os.dup2(file.fileno(), 2)  # what C++ says before it aborts
+    faulthandler.enable()
     from rlbench.dispatch import context
     from rlbench.workers.train_rank import TrainRank
 
     target: Any = None
+    gc.collect()
+    gc.freeze()  # so that collecting costs little below
     while True:
         name, blob, stopping = pipe.recv()
         if name == "exit":
@@ -54,15 +66,31 @@ def _serve(pipe: Connection) -> None:
             pipe.send((False, cloudpickle.dumps((error, traceback.format_exc()))))
         finally:
             context.set_current(None)
+        if name == "close":  # groups in cycles keep a thread each that wakes a hundred times a second
+            target = value = None
+            gc.collect()
+
+
+@dataclass(frozen=True)
+class _Rank:
+    pipe: Connection
+    process: Any
+    said: str
 
 
 class Ranks:
     """The ranks of one engine; each verb runs on all of them and gives one result per rank."""
 
-    def __init__(self, pipes: list[Connection], config: TrainConfig) -> None:
-        self.pipes = pipes
-        self.world_size = len(pipes)
+    def __init__(self, started: list[_Rank], config: TrainConfig) -> None:
+        self.started = started
+        self.pipes = [rank.pipe for rank in started]
+        self.world_size = len(started)
         self.call_each("new", [(rank, self.world_size, config) for rank in range(self.world_size)])
+
+    @property
+    def alive(self) -> bool:
+        """Whether all processes live; where one has ended, all were."""
+        return all(rank.process.is_alive() for rank in self.started)
 
     def build(self, module: Any) -> list[dict[str, Any]]:
         master = self.outcomes("rendezvous", [() for _ in self.pipes])[0]
@@ -83,15 +111,18 @@ class Ranks:
     ) -> list[Any]:
         """Results or RankFailures, so that a test sees what each rank said; `stopping` ranks are asked to
         stop."""
-        for rank, own in enumerate(args or [()] * self.world_size):
-            self.pipes[rank].send((name, cloudpickle.dumps(own), rank in stopping))
         found = []
-        for pipe in self.pipes:
-            if not pipe.poll(ANSWER_S):
-                raise TimeoutError(f"a rank did not answer {name} within {ANSWER_S} s")
-            good, blob = pipe.recv()
-            value = cloudpickle.loads(blob)
-            found.append(value if good else RankFailure(*value))
+        try:
+            for rank, own in enumerate(args or [()] * self.world_size):
+                self.pipes[rank].send((name, cloudpickle.dumps(own), rank in stopping))
+            for pipe in self.pipes:
+                if not pipe.poll(ANSWER_S):
+                    raise TimeoutError(f"a rank did not answer {name} within {ANSWER_S} s")
+                good, blob = pipe.recv()
+                value = cloudpickle.loads(blob)
+                found.append(value if good else RankFailure(*value))
+        except (EOFError, OSError) as error:
+            raise RuntimeError(f"a rank's process ended in {name}: {_last_words(self.started)}") from error
         return found
 
     def method(self, name: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -102,36 +133,55 @@ class Ranks:
 
 
 @functools.cache
-def _pipes() -> list[Connection]:
+def _started() -> list[_Rank]:
+    """The processes, for all tests; after the end of one the next test starts others."""
     context = mp.get_context("spawn")
-    pipes, processes = [], []
+    folder = tempfile.mkdtemp(prefix="rlb-test-ranks-")
+    started = []
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for _ in range(MOST_RANKS):
+    for rank in range(MOST_RANKS):
         mine, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        said = f"{folder}/rank-{rank}.txt"
+        process = context.Process(target=_serve, args=(theirs, said), daemon=True)
         process.start()
-        pipes.append(mine)
-        processes.append(process)
+        theirs.close()  # else its end would not show here
+        started.append(_Rank(mine, process, said))
 
     def end() -> None:
-        for pipe, process in zip(pipes, processes, strict=True):
-            pipe.send(("exit", b"", False))
-            process.join(5)
-            if process.is_alive():
-                process.kill()
+        for rank in started:
+            with contextlib.suppress(OSError):
+                rank.pipe.send(("exit", b"", False))
+            rank.process.join(5)
+            if rank.process.is_alive():
+                rank.process.kill()
+        shutil.rmtree(folder, ignore_errors=True)
 
     atexit.register(end)
-    return pipes
+    return started
+
+
+def _last_words(started: list[_Rank]) -> str:
+    """How the processes ended and what they said; those that live are ended with them."""
+    _started.cache_clear()
+    found = []
+    for number, rank in enumerate(started):
+        rank.process.join(2)
+        found.append(f"rank {number}: exit code {rank.process.exitcode}")
+        if rank.process.exitcode not in (None, 0):
+            found[-1] += "\n" + Path(rank.said).read_text(errors="replace")[-4000:]
+        rank.process.kill()
+        rank.process.join(5)
+    return "\n".join(found)
 
 
 @contextmanager
 def ranks(world_size: int, module: Any = None, **config: Any) -> Iterator[Ranks]:
     """Ranks for a test; built around `module` if one is given."""
-    engine = Ranks(_pipes()[:world_size], TrainConfig(threads=1, device="cpu", **config))
+    engine = Ranks(_started()[:world_size], TrainConfig(threads=1, device="cpu", **config))
     try:
         if module is not None:
             engine.build(module)
         yield engine
     finally:
-        for closed in engine.outcomes("close"):
+        for closed in engine.outcomes("close") if engine.alive else ():
             assert not isinstance(closed, RankFailure), closed

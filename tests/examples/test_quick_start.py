@@ -10,6 +10,7 @@ import pytest
 pytestmark = pytest.mark.engine
 
 
+@pytest.mark.curve
 def test_the_script_runs_and_the_sync_closes_the_gap(repository, tiny_path, tmp_path):
     done = subprocess.run(
         [sys.executable, "examples/quick_start.py"],

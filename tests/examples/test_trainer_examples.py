@@ -54,6 +54,7 @@ def test_the_recipes_show_its_command(name, repository):
     assert f"python examples/{name}.py" in page
 
 
+@pytest.mark.curve
 @pytest.mark.engine
 @pytest.mark.parametrize("name", ["grpo", "ppo_critic"])
 def test_the_reward_rises_beyond_noise(name, repository, tiny_path, tmp_path):

@@ -42,6 +42,7 @@ def curves(notebook):
     }
 
 
+@pytest.mark.curve
 def test_grpo_learns_the_task_and_the_controls_do_not(quickstart):
     found = curves(quickstart)
     assert 0.15 <= found["GRPO"][0] <= 0.40 and found["GRPO"][1] > 0.9
@@ -50,6 +51,7 @@ def test_grpo_learns_the_task_and_the_controls_do_not(quickstart):
     assert ruined[1] < 0.05
 
 
+@pytest.mark.curve
 def test_every_rich_output_also_reads_as_text_and_nothing_is_saved_of_widgets(quickstart):
     for cell in quickstart.cells:
         for output in cell.get("outputs", ()):
@@ -101,6 +103,7 @@ def test_committed_notebooks_hold_no_outputs(repository):
             assert not cell.get("outputs") and cell.get("execution_count") is None, path.name
 
 
+@pytest.mark.curve
 def test_both_methods_solve_the_task_from_three_places_with_equal_curves(repository, tiny_path, tmp_path):
     said = "".join(
         output.get("text", "") + output.get("data", {}).get("text/plain", "")

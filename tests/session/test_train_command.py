@@ -322,6 +322,7 @@ def command(*line: str) -> list[str]:
     return [sys.executable, "-m", "rlbench.cli", "train", "grpo", "run.yaml", *line]
 
 
+@pytest.mark.curve
 @pytest.mark.engine
 def test_a_run_is_stopped_by_ctrl_c_leaves_nothing_and_a_second_one_goes_on_to_its_end(place: SimpleNamespace) -> None:
     """The first keeps a checkpoint of each iteration; the second, one iteration longer, of its end alone."""

@@ -116,7 +116,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if mounted.returncode:
         pytest.skip(f"a small tmpfs cannot be mounted here: {mounted.stderr.strip()}")
     yield place
-    subprocess.run(["umount", str(place)], check=True)
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
 def test_a_disk_that_fills_up_leaves_the_earlier_checkpoint_and_a_usable_engine(
