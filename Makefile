@@ -14,8 +14,9 @@ PYTHON := $(shell for p in python3 python3.11 python3.12 python3.13 python3.14 p
 endif
 BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
-QUICK := not engine and not slow and not curve and not long and not browser and not gpu
-QUICK_TESTS = $(BIN)/pytest -q -n 2 --dist loadfile -m "$(QUICK)" $(PYTEST_ARGS)
+ALONE := not engine and not curve and not long and not browser
+QUICK := $(ALONE) and not slow and not gpu
+TWO_AT_A_TIME := $(BIN)/pytest -n 2 --dist loadfile
 # pytest's 5: among the tests chosen by PYTEST_ARGS none is of this kind; without a choice it is an error
 OR_NONE = $(if $(PYTEST_ARGS),|| [ $$? = 5 ])
 QUICKSTART := notebooks/01_quickstart.ipynb
@@ -38,13 +39,13 @@ demo: env  ## the quickstart's whole loop without a browser: reward curve, execu
 	@$(BIN)/python scripts/run_notebook.py $(QUICKSTART) build/01_quickstart.executed.ipynb --show reward-curve
 
 # Files with engines run two at a time, each process with a cluster of its own; a browser gets the machine for itself.
-test: panel  ## all tests but curves and long ones: those that start nothing, those with engines, those with a browser
-	$(QUICK_TESTS) $(OR_NONE)
-	$(BIN)/pytest -n 2 --dist loadfile -m "not long and not curve and not browser and not ($(QUICK))" $(PYTEST_ARGS) $(OR_NONE)
-	$(BIN)/pytest -m "browser and not long" $(PYTEST_ARGS) $(OR_NONE)
+test: panel  ## all tests but curves and long ones: those without engines, those with engines, those with a browser
+	$(TWO_AT_A_TIME) -q -m "$(ALONE)" $(PYTEST_ARGS) $(OR_NONE)
+	$(TWO_AT_A_TIME) -m "engine and not curve and not long and not browser" $(PYTEST_ARGS) $(OR_NONE)
+	$(BIN)/pytest -m "browser and not curve and not long" $(PYTEST_ARGS) $(OR_NONE)
 
 test-curves: env  ## the tests that train until a reward has risen, in notebooks, examples and commands
-	$(BIN)/pytest -n 2 -m curve $(PYTEST_ARGS) $(OR_NONE)
+	$(TWO_AT_A_TIME) -m curve $(PYTEST_ARGS) $(OR_NONE)
 
 test-long: test-curves  ## those, and the other tests that take minutes each
 	$(BIN)/pytest -m "long and not curve" $(PYTEST_ARGS) $(OR_NONE)
@@ -56,7 +57,7 @@ lint: env  ## style, types, imports between rooms; where node is, the side panel
 	@$(BIN)/python -m rlbench.setup.panel lint
 
 check: lint  ## lint, then the quick tests
-	$(QUICK_TESTS)
+	$(TWO_AT_A_TIME) -q -m "$(QUICK)" $(PYTEST_ARGS)
 
 clean:  ## remove what was built, and the tools' caches
 	rm -rf build dist rlbench/labextension extension/lib extension/node_modules .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -20,6 +20,8 @@ from rlbench.monitor.commands import Commands
 from rlbench.monitor.endpoint import Endpoint, Routes
 from rlbench.runtime import devices, processes, registry
 
+pytestmark = pytest.mark.slow
+
 pytest_plugins = ["pytest_jupyter.jupyter_server"]
 TOKEN = "the-monitors-own-secret"
 

@@ -21,6 +21,8 @@ from rlbench.monitor.report import plain, step_report
 from rlbench.runtime import registry
 from tests.echo_engine import echo, submit
 
+pytestmark = pytest.mark.slow
+
 
 def until(true, seconds=60.0):
     """Wait for something that other processes or threads bring about."""

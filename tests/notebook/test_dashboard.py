@@ -14,6 +14,8 @@ from rlbench.notebook.feed import Feed
 from rlbench.notebook.palette import OWNERS
 from tests.scripted_monitor import GIB, MIB, blank, engine, played
 
+pytestmark = pytest.mark.slow
+
 NOW = 1_795_000_000.0
 HOSTILE = "<b>x</b></script><script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e"
 

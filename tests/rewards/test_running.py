@@ -17,6 +17,8 @@ from rlbench.errors import DataError, Stopped
 from tests.data.values import rollouts
 from tests.rewards.values import interrupting, nothing_left
 
+pytestmark = pytest.mark.slow
+
 # -- what a function may return
 
 

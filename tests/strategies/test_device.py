@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 GROUP = """
 import torch
 import torch.distributed as dist

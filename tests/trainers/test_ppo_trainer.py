@@ -21,6 +21,8 @@ from rlbench.trainers.ppo_trainer import PPOTrainer
 from rlbench.trainers.trainer_options import read_options
 from tests.trainers.making import LONGEST, TableEngine, asked, last_token, qwen_of
 
+pytestmark = pytest.mark.slow
+
 OPTIONS: dict[str, Any] = {
     "advantage_estimator": "group_norm", "n_samples_per_prompt": 4, "micro_rollout_batch_size": 8,
     "train_batch_size": 16, "micro_train_batch_size": 4, "bf16": False,

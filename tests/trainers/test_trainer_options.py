@@ -17,6 +17,8 @@ from rlbench.trainers import make_critic
 from tests.trainers.making import asked, last_token
 from tests.trainers.test_ppo_trainer import OPTIONS, Digits, first_weight, trainer_of
 
+pytestmark = pytest.mark.slow
+
 
 class Saved(Digits):
     """A tokenizer with a file of its own."""

@@ -18,6 +18,8 @@ from rlbench.trainers.trainer_state import TrainerState
 from tests.trainers.making import LONGEST, TableEngine, asked, last_token, qwen_of
 from tests.trainers.test_ppo_trainer import OPTIONS, Synced
 
+pytestmark = pytest.mark.slow
+
 
 def whole_trainer(qwen: str, **options: Any) -> SPMDPPOTrainer:
     """With all that moves beside a policy: critic, average, schedules, a KL weight that adapts."""

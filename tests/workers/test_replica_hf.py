@@ -22,6 +22,8 @@ from rlbench.workers.replica_hf import HfReplica
 
 from .tiny_checkpoint import hf_logprobs, make_checkpoint
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[1, 2, 3], "a longer prompt", [7] * 30]
 
 
