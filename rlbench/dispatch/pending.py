@@ -64,7 +64,8 @@ class Pending:
         self._peers = Peers(self._actors, self.call_id)
         self._again, self._stop_wanted = again, False
         self._then: list[Ended] = []
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # whoever waits holds it
+        self._telling = threading.Lock()
 
     @property
     def done(self) -> bool:
@@ -104,28 +105,32 @@ class Pending:
     def _wait(self, timeout: float | None = None) -> tuple[Any, BaseException | None] | None:
         """Value and error, one of them None; None after `timeout` seconds."""
         begin = time.monotonic()
-        if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
+        if not self._lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
             return self._outcome  # another thread waits for it
         try:
             if self._outcome is None:
                 answers = self._settled(None if timeout is None else timeout - (time.monotonic() - begin))
                 if answers is None:
                     return None
-                self._outcome = self._collect(answers)
-                self._again = None  # it held the arguments
-                if self._outcome[1] is not None:
-                    self._close_view()
-                if self._on_end is not None:
-                    self._on_end()
-                for ended in self._then:
-                    ended(*self._outcome)
+                self._end(self._collect(answers))
             return self._outcome
         finally:
             self._lock.release()
 
+    def _end(self, outcome: tuple[Any, BaseException | None]) -> None:
+        with self._telling:
+            self._outcome, told = outcome, self._then
+        self._again = None  # it held the arguments
+        if outcome[1] is not None:
+            self._close_view()
+        if self._on_end is not None:
+            self._on_end()
+        for ended in told:
+            ended(*outcome)
+
     def then(self, ended: Ended) -> None:
         """Call `ended(value, error)` when `result()` has it; at once where it is known already."""
-        with self._lock:
+        with self._telling:
             if self._outcome is None:
                 self._then.append(ended)
                 return
