@@ -122,7 +122,8 @@ class Ranks:
                 value = cloudpickle.loads(blob)
                 found.append(value if good else RankFailure(*value))
         except (EOFError, OSError) as error:
-            raise RuntimeError(f"a rank's process ended in {name}: {_last_words(self.started)}") from error
+            what = f"{error}" if isinstance(error, TimeoutError) else f"a rank's process ended in {name}"
+            raise RuntimeError(f"{what}: {_last_words(self.started)}") from error
         return found
 
     def method(self, name: str, *args: Any, **kwargs: Any) -> list[Any]:

@@ -34,6 +34,8 @@ class RankGroup:
         self._marked: list[str] = []
         self._joined = False
         self._board: dist.Store | None = None
+        self.failed = False  # the call that ran last, on this rank
+        self.some_failed = False  # the call before, on some rank
 
     def serve(self) -> tuple[str, int] | None:
         """Start the store (rank 0) and return its address; None on other ranks."""
@@ -90,21 +92,23 @@ class RankGroup:
         """Mark call (epoch, seq) and wait for all ranks' marks; all ranks get the same answer.
 
         The first rank to decide, by seeing all marks or by running out of time, decides for all. Before the
-        ranks have joined there is nothing to order, and the answer is True.
+        ranks have joined there is nothing to order, and the answer is True. A mark says whether the rank failed in the
+        call before (`some_failed`).
         """
         if self._marks is None or self.world_size == 1:
             return True
         call = f"{epoch}/{seq}"
-        self._marks.set(f"{call}/{self.rank}", "1")
+        self._marks.set(f"{call}/{self.rank}", "failed" if self.failed else "well")
+        marks = [f"{call}/{rank}" for rank in range(self.world_size)]
         try:
-            self._marks.wait(
-                [f"{call}/{rank}" for rank in range(self.world_size)], timedelta(seconds=timeout_s)
-            )
+            self._marks.wait(marks, timedelta(seconds=timeout_s))
+            self.some_failed |= b"failed" in map(bytes, self._marks.multi_get(marks))
             own = "go"
         except dist.DistStoreError:
             own = "drop"
         verdict = bytes(self._marks.compare_set(f"{call}/verdict", "", own))
         self._forget_old(call)
+        self.failed &= verdict != b"go"  # a call that was dropped ran nowhere
         return verdict == b"go"
 
     def _forget_old(self, call: str) -> None:

@@ -71,7 +71,11 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
 
     def register(self, epoch: int, seq: int, timeout_s: float) -> bool:
         """Agree with all ranks that they have call (epoch, seq); False on all if one has not in time."""
-        return self._group.register(epoch, seq, timeout_s)
+        agreed = self._group.register(epoch, seq, timeout_s)
+        if agreed and self._group.some_failed:
+            self._group.some_failed = False
+            reshard(self._built())  # a rank that failed holds no gathered parameter any more, so nobody may
+        return agreed
 
     def issued_collectives(self) -> int:
         """How many collectives this rank has issued: one that waits for a peer has issued more than that. Never
@@ -157,20 +161,14 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
             raise MethodError(f"the module has no method {name!r}{nearest(name, self._methods)}.")
         self._residency.need("weights")
         try:
-            result = getattr(module, name)(*args, **kwargs)
+            result = self.in_namespace(lambda: getattr(module, name)(*args, **kwargs))
         except RuntimeError as error:
-            reshard(module)
             if FORWARD_INSTEAD_OF_CALL in str(error):
                 raise EngineError(
                     f"{name} used a submodule or parameter whose shards are not gathered ({error}); go "
                     "through self(...), not self.forward(...) or a part of the model."
                 ) from error
             raise
-        except BaseException:
-            reshard(module)  # a forward that ended early leaves gathered parameters behind
-            raise
-        finally:
-            self._remeasure()
         return None if result is module else result
 
     def run(self, fn_blob: bytes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -178,12 +176,13 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
         return self.in_namespace(lambda: self._namespace.run(cloudpickle.loads(fn_blob), args, kwargs))
 
     def in_namespace(self, work: Callable[[], Any]) -> Any:
-        """Do what a user wrote: whatever ends it, no gathered parameter is left behind."""
+        """Do what a user wrote: whatever ends it early, no gathered parameter is left behind, on any rank."""
         module = self._built()
         try:
             return work()
         except BaseException:
             reshard(module)
+            self._group.failed = True
             raise
         finally:
             self._remeasure()

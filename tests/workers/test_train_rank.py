@@ -92,7 +92,42 @@ def test_the_store_listens_on_the_loopback_alone() -> None:
         pass
 
 
+def test_a_rank_that_failed_in_the_call_before_is_known_to_all_at_the_next_call_that_runs() -> None:
+    found = groups()
+    assert registered(found, 1, [5.0, 5.0], 0.0) == [True, True]
+    found[1].failed = True
+    assert registered(found, 2, [0.2, 5.0], 0.6) == [False, False]
+    assert registered(found, 3, [5.0, 5.0], 0.0) == [True, True]
+    assert [group.some_failed for group in found] == [True, True]
+    for group in found:
+        group.some_failed = False
+    assert registered(found, 4, [5.0, 5.0], 0.0) == [True, True]
+    assert not any(group.some_failed or group.failed for group in found)
+
+
 # -- the user's code -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("through", ["a cell", "a method"])
+def test_layers_that_stay_gathered_do_not_outlive_a_failure_of_another_rank(qwen: str, through: str) -> None:
+    """Who holds them gathers nothing in the next forward, where the rank that failed waits to gather with it."""
+
+    def numbers(failing: int = -1) -> float:
+        found = module(torch.arange(6)[None]).logits.double().sum()  # type: ignore[name-defined]  # noqa: F821
+        if rank == failing:  # type: ignore[name-defined]  # noqa: F821
+            raise ValueError("mine alone")
+        return float(found)
+
+    with ranks(2, qwen_on_meta(qwen), reshard_after_forward=False) as engine:
+        expected = engine.run(numbers)
+        if through == "a cell":
+            found = engine.outcomes("run", [(cloudpickle.dumps(numbers), (1,), {})] * 2)
+        else:
+            engine.run(numbers)
+            found = engine.outcomes("call_method", [("fails_on", (1,), {})] * 2)
+        assert [isinstance(one, RankFailure) for one in found] == [False, True]
+        assert engine.call("register", 1, 1, 20.0) == [True, True]
+        assert engine.run(numbers) == expected
 
 
 def test_methods_run_on_every_rank_and_know_where_they_are(qwen: str) -> None:
