@@ -147,11 +147,14 @@ class Notebook:
             self.page.wait_for_timeout(50)
 
     def runs(self, index: int) -> bool:
-        """True while a cell runs or waits for its turn. (The kernel's status says "idle" during some busy cells.)"""
+        """True while a cell runs or waits for its turn. (The kernel's status says "idle" during some busy cells.)
+
+        A cell that the page has not drawn yet, after it was loaded anew, was not run in it.
+        """
         return bool(
             self._js(
                 "const cell = cells[index]; return cell.rlbRun ? cell.rlbRun === 'running' "
-                ": cell.node.querySelector('.jp-InputPrompt').textContent === '[*]:';",
+                ": cell.node.querySelector('.jp-InputPrompt')?.textContent === '[*]:';",
                 index=index,
             )
         )
