@@ -1,17 +1,15 @@
 """How things look in a cell. `install()` registers formatters and progress views; the rooms below need not know."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
+from rlbench.lazy import lazy_names
 from rlbench.notebook.curves import Curves
 from rlbench.notebook.formatters import install
 
+if TYPE_CHECKING:
+    from rlbench.notebook.rollout_viewer import viewer
+
 __all__ = ["Curves", "install", "viewer"]
 
-
-def __getattr__(name: str) -> Any:
-    """`viewer` on first use: widgets are not imported for those who only hold a session."""
-    if name == "viewer":
-        from rlbench.notebook.rollout_viewer import viewer
-
-        return viewer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# `viewer` on first use: widgets are not imported for those who only hold a session
+__getattr__, __dir__ = lazy_names(__name__, {"viewer": "rollout_viewer"})

@@ -131,8 +131,9 @@ def _bring_back(session: Session, prefer: str, staged: dict[str, Any] | None) ->
             yield from snapshots.restore_steps(session, newest, sync=False)
         except CheckpointError as error:
             raise CheckpointError(
-                f"snapshot {newest.label!r} (step {newest.step}) cannot be read: {error}. session.drop({newest.id!r}), "
-                "then heal() again: it goes on from the one before"
+                f"snapshot {newest.label!r} (step {newest.step}) cannot be gone back to: {error}. "
+                f"session.drop({newest.id!r}), then heal() again: it goes on from the one before, or without one from "
+                "the weights of the last sync"
             ) from None
         said = f"built again, from snapshot {newest.label!r} (step {newest.step}): weights, optimizer, random state"
         return said, newest.id

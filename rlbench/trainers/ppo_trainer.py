@@ -305,6 +305,11 @@ class PPOTrainer:
         options = self.options.strategy
         if processor is not None:
             raise OptionError("processor: vision-language models are not here yet. Leave it out.")
+        if type(self).get_extra_state is not PPOTrainer.get_extra_state and not self.takes_extra_state:
+            raise OptionError(
+                f"{type(self).__name__} defines get_extra_state and no set_extra_state(state): what it keeps could not "
+                "go back. Define both, or neither."
+            )
         if self.critic is None and options.advantage_estimator == "gae":
             raise OptionError("advantage_estimator='gae' needs a critic; give one, or 'group_norm' for GRPO.")
         needs = self.options.ppo.init_kl_coef > 0

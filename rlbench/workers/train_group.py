@@ -35,7 +35,7 @@ class RankGroup:
         self._joined = False
         self._board: dist.Store | None = None
         self.failed = False  # the call that ran last, on this rank
-        self.some_failed = False  # the call before, on some rank
+        self._some_failed = False  # the call before, on some rank
 
     def serve(self) -> tuple[str, int] | None:
         """Start the store (rank 0) and return its address; None on other ranks."""
@@ -93,7 +93,7 @@ class RankGroup:
 
         The first rank to decide, by seeing all marks or by running out of time, decides for all. Before the
         ranks have joined there is nothing to order, and the answer is True. A mark says whether the rank failed in the
-        call before (`some_failed`).
+        call before (`take_failure`).
         """
         if self._marks is None or self.world_size == 1:
             return True
@@ -102,7 +102,7 @@ class RankGroup:
         marks = [f"{call}/{rank}" for rank in range(self.world_size)]
         try:
             self._marks.wait(marks, timedelta(seconds=timeout_s))
-            self.some_failed |= b"failed" in map(bytes, self._marks.multi_get(marks))
+            self._some_failed |= b"failed" in map(bytes, self._marks.multi_get(marks))
             own = "go"
         except dist.DistStoreError:
             own = "drop"
@@ -110,6 +110,11 @@ class RankGroup:
         self._forget_old(call)
         self.failed &= verdict != b"go"  # a call that was dropped ran nowhere
         return verdict == b"go"
+
+    def take_failure(self) -> bool:
+        """Whether some rank failed in the call before this one; said once."""
+        found, self._some_failed = self._some_failed, False
+        return found
 
     def _forget_old(self, call: str) -> None:
         """Keep the store small: marks of calls long past are of no use."""

@@ -72,8 +72,7 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
     def register(self, epoch: int, seq: int, timeout_s: float) -> bool:
         """Agree with all ranks that they have call (epoch, seq); False on all if one has not in time."""
         agreed = self._group.register(epoch, seq, timeout_s)
-        if agreed and self._group.some_failed:
-            self._group.some_failed = False
+        if agreed and self._group.take_failure():
             reshard(self._built())  # a rank that failed holds no gathered parameter any more, so nobody may
         return agreed
 

@@ -365,5 +365,5 @@ def test_arguments_of_a_script_say_how_long_a_fit_is(qwen: str) -> None:
 
 def test_the_base_alone_does_not_train(qwen: str) -> None:
     trainer = trainer_of(qwen, kind=PPOTrainer)
-    with pytest.raises(NotImplementedError):
+    with pytest.raises(NotImplementedError, match=r"defines no ppo_train\(global_steps\)"):
         trainer.ppo_train()

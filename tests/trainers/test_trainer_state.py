@@ -11,7 +11,7 @@ import torch
 from rlbench.checkpoint import rank_state
 from rlbench.data import PromptSet
 from rlbench.errors import CheckpointError, DataError
-from rlbench.strategies import get_fake_strategy
+from rlbench.strategies import OptionError, get_fake_strategy
 from rlbench.strategies.preparing_side import cosine_schedule
 from rlbench.trainers import SPMDPPOTrainer, make_critic
 from rlbench.trainers.trainer_state import TrainerState
@@ -168,3 +168,13 @@ def test_what_a_users_class_keeps_goes_back_too_where_it_says_what_that_is(qwen:
     with pytest.raises(CheckpointError, match="SPMDPPOTrainer defines no set_extra_state"):
         trainer.files.load(tmp_path)
     assert all(map(torch.equal, everything(trainer), before)), "nothing was loaded"
+
+
+def test_a_class_that_says_what_it_keeps_and_cannot_take_it_back_is_refused_when_it_is_made() -> None:
+    class OneWay(SPMDPPOTrainer):
+        def get_extra_state(self) -> Any:
+            return {"seen": 1}
+
+    strategy = get_fake_strategy(OPTIONS)
+    with pytest.raises(OptionError, match="OneWay defines get_extra_state and no set_extra_state"):
+        OneWay(strategy, torch.nn.Linear(2, 2), tokenizer=None, init_kl_coef=0.0)

@@ -98,11 +98,9 @@ def test_a_rank_that_failed_in_the_call_before_is_known_to_all_at_the_next_call_
     found[1].failed = True
     assert registered(found, 2, [0.2, 5.0], 0.6) == [False, False]
     assert registered(found, 3, [5.0, 5.0], 0.0) == [True, True]
-    assert [group.some_failed for group in found] == [True, True]
-    for group in found:
-        group.some_failed = False
+    assert [group.take_failure() for group in found] == [True, True]
     assert registered(found, 4, [5.0, 5.0], 0.0) == [True, True]
-    assert not any(group.some_failed or group.failed for group in found)
+    assert not any(group.take_failure() or group.failed for group in found)
 
 
 # -- the user's code -----------------------------------------------------------------------------------------
