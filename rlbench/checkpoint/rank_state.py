@@ -3,15 +3,16 @@
 Tensors: parameters and buffers (this rank's shards), optimizer state. Plain: hyper-parameters of the optimizers,
 schedulers, random states. Gradients that wait for a step are not part of it.
 
-Optimizers and schedulers are those the module holds as attributes, unless they are given by name.
+Optimizers and schedulers are those the module holds as attributes, alone or in a dict (`self.optimizer = {"muon": …,
+"adamw": …}`), and those that such an optimizer is made of, unless they are given by name.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,6 +22,11 @@ from torch.distributed.tensor import DTensor
 from rlbench.errors import CheckpointError
 
 Optimizers = Mapping[str, torch.optim.Optimizer]
+Scheduler: TypeAlias = torch.optim.lr_scheduler.LRScheduler
+OF_TORCH = ("state", "param_groups", "defaults")
+"""Attributes of every optimizer that hold no other optimizer."""
+MOST_HELD = 64
+"""Entries of a dict or list up to which it may be one of optimizers; longer ones are data."""
 
 
 def tensors_of(module: nn.Module, optimizers: Optimizers | None = None) -> dict[str, Tensor]:
@@ -73,9 +79,11 @@ def values_of(module: nn.Module) -> dict[str, Any]:
 
 
 def optimizer_values(module: nn.Module, optimizers: Optimizers | None = None) -> dict[str, Any]:
-    """Of each optimizer its settings, and of its state what is no tensor."""
+    """Of each optimizer its class, its groups' parameters and settings, and of its state what is no tensor."""
     return {
         which: {
+            "class": type(optimizer).__qualname__,
+            "parameters": _parameters_by_group(module, optimizer),
             "groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
             "state": {
                 name: {k: v for k, v in optimizer.state.get(p, {}).items() if not isinstance(v, Tensor)}
@@ -101,7 +109,7 @@ def load(module: nn.Module, tensors: Mapping[str, Tensor], values: Mapping[str, 
     """Put back what `tensors_of` and `values_of` gave; parameters and optimizers keep their identity.
 
     Raises:
-        CheckpointError: names or shapes differ, found before anything is changed.
+        CheckpointError: as `check_fits`, found before anything is changed.
     """
     load_model(module, tensors, values["optimizers"])
     for name, scheduler in schedulers_of(module).items():
@@ -112,9 +120,14 @@ def load(module: nn.Module, tensors: Mapping[str, Tensor], values: Mapping[str, 
 def check_fits(
     module: nn.Module, tensors: Mapping[str, Tensor], kept: Mapping[str, Any], optimizers: Optimizers | None = None
 ) -> None:
-    """Raise where `load_model` would: CheckpointError, of names or shapes that differ."""
+    """Raise CheckpointError where `load_model` could not put everything back.
+
+    Of the module: other names or shapes. Of an optimizer: another class, or parameters in other groups.
+    """
     owned = _or_own(module, optimizers)
     _check(tensors_of(module, owned), tensors, set(owned), set(kept))
+    for which, optimizer in owned.items():
+        _check_optimizer(which, kept[which], type(optimizer).__qualname__, _parameters_by_group(module, optimizer))
 
 
 @torch.no_grad()
@@ -168,17 +181,36 @@ def checksums(module: nn.Module) -> dict[str, str]:
 
 
 def optimizers_of(module: nn.Module) -> dict[str, torch.optim.Optimizer]:
-    """The optimizers a module holds as attributes, each once."""
-    found: dict[int, tuple[str, torch.optim.Optimizer]] = {}
+    """The optimizers a module holds, each once: as attributes, in dicts, and as the parts of another."""
+    optimizers: dict[int, tuple[str, torch.optim.Optimizer]] = {}
     for name, value in vars(module).items():
-        if isinstance(value, torch.optim.Optimizer):
-            found.setdefault(id(value), (name, value))
-    return dict(found.values())
+        for path, optimizer in _held(name, value, torch.optim.Optimizer, inside=True):
+            optimizers.setdefault(id(optimizer), (path, optimizer))
+    return dict(optimizers.values())
 
 
-def schedulers_of(module: nn.Module) -> dict[str, torch.optim.lr_scheduler.LRScheduler]:
-    """The learning-rate schedulers a module holds as attributes."""
-    return {n: v for n, v in vars(module).items() if isinstance(v, torch.optim.lr_scheduler.LRScheduler)}
+def schedulers_of(module: nn.Module) -> dict[str, Scheduler]:
+    """The learning-rate schedulers a module holds as attributes or in dicts."""
+    return {path: held for name, value in vars(module).items() for path, held in _held(name, value, Scheduler)}
+
+
+def _held(name: str, value: Any, kind: type, inside: bool = False) -> Iterator[tuple[str, Any]]:
+    """What of `kind` an attribute holds, itself or in a small dict or list, by name.
+
+    `inside`: also what one of them is made of, as an optimizer that hands its groups to others keeps its state there.
+    """
+    if isinstance(value, kind):
+        yield name, value
+        for key, part in vars(value).items() if inside else ():
+            if key not in OF_TORCH:
+                yield from _held(f"{name}.{key}", part, kind, inside)
+        return
+    if not isinstance(value, Mapping | list | tuple) or len(value) > MOST_HELD:
+        return
+    parts: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, Mapping) else enumerate(value)
+    for key, part in parts:
+        if isinstance(part, kind):
+            yield from _held(f"{name}.{key}", part, kind, inside)
 
 
 def random_state() -> dict[str, Any]:
@@ -212,6 +244,12 @@ def _named(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[st
         for g, group in enumerate(optimizer.param_groups)
         for i, parameter in enumerate(group["params"])
     ]
+
+
+def _parameters_by_group(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """Names of the parameters in each of an optimizer's groups."""
+    names = iter(_named(module, optimizer))
+    return [[next(names)[0] for _ in group["params"]] for group in optimizer.param_groups]
 
 
 def like_parameter(parameter: Tensor, value: Tensor, device: torch.device | None = None) -> Tensor:
@@ -266,6 +304,24 @@ def _check(
                 f"{name}: saved {tuple(kept_shape)} {saved[name].dtype}, the module has "
                 f"{tuple(present[name].shape)} {present[name].dtype}; build it with as many ranks as it was saved with"
             )
+
+
+def _check_optimizer(which: str, saved: Mapping[str, Any], kind: str, parameters: list[list[str]]) -> None:
+    """Refuse state of another optimizer: put into this one it would be neither."""
+    if (saved["class"], saved["parameters"]) == (kind, parameters):
+        return
+    was, now = (f"{name} over {_groups(groups)}" for name, groups in (
+        (saved["class"], saved["parameters"]), (kind, parameters)))  # fmt: skip
+    differ = f"was {was} and is {now}" if was != now else f"({now}) has other parameters in its groups"
+    raise CheckpointError(
+        f"the saved state is of another optimizer: module.{which} {differ}. Nothing was changed; make the optimizer it "
+        "was saved with again, then go back, or session.drop the snapshot"
+    )
+
+
+def _groups(parameters: list[list[str]]) -> str:
+    number = sum(map(len, parameters))
+    return f"{number} parameters in {len(parameters)} group{'s' if len(parameters) != 1 else ''}"
 
 
 def _plain(value: Any) -> bool:

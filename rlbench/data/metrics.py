@@ -46,6 +46,8 @@ class Metrics(Mapping[str, Any]):
         numbers = [k for k, v in self._values.items() if isinstance(v, int | float | np.number)]
         names = [k for k in SHOWN if self._values.get(k) is not None] or numbers[: len(SHOWN)]
         shown = [f"{k} {format_number(self._values[k])}" for k in names]
+        if (usual := self._values.get("lr_usual")) is not None:
+            shown.append(f"lr {format_number(self._values['lr'])} for this step (usually {format_number(usual)})")
         head = f"step {self._values['step']}" if "step" in self._values else "metrics"
         if self._values.get("skipped"):
             shown.append(f"step skipped: {self._values['skipped']}")

@@ -142,6 +142,10 @@ class Link:
         """Set top-level values of the session's state."""
         self.apply(*({"do": "set", "key": k, "value": v} for k, v in values.items()))
 
+    def next_rollout(self) -> int:
+        """Count one more rollout and return its number, which no other has, also from another thread."""
+        return int(self._ask("next_rollout", self.epoch))
+
     def engine(self, name: str, fields: dict[str, Any] | None) -> None:
         """Set fields of an engine's record; None drops the engine."""
         self.apply({"do": "engine", "name": name, "fields": fields})

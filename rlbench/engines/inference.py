@@ -149,8 +149,7 @@ class InferenceEngine(Engine):
         samples = _samples(n, sampling)
         turns, rest = split_options(env, {k: v for k, v in sampling.items() if k != "n"}, self.executor)
         if number is None:
-            number = int(self.link.state("rollouts")["rollouts"]) + 1
-            self.link.set(rollouts=number)
+            number = self.link.next_rollout()
         replicas = len(self._actors)
         if seeds is None:
             seeds = request_seeds(self.seed, number, len(asked), samples)

@@ -95,6 +95,13 @@ class Monitor:
                     self._apply(event)
             self._last_beat = self._last_call = time.monotonic()
 
+    def next_rollout(self, epoch: int) -> int:
+        """Count one more rollout; returns its number. Seeds derive from it, so no two may get the same."""
+        with self._lock:
+            number = int(self._state["rollouts"]) + 1
+            self.apply(epoch, {"do": "set", "key": "rollouts", "value": number})
+            return number
+
     def tell(self, epoch: int, *events: states.Event) -> None:
         """`apply` for who does not wait: what an older driver still tells is not heard, and nothing is raised."""
         with self._lock:

@@ -97,7 +97,11 @@ class BaseTrainModule(nn.Module):
         return set()
 
     def on_weights_materialized(self) -> None:
-        """Run on every rank once the weights are there and sharded: the place for optimizer and processor."""
+        """Run on every rank once the weights are there and sharded: the place for optimizer and processor.
+
+        `self.optimizer` is what the policy verbs step: one, or a dict of several that are stepped together, as
+        `{"muon": …, "adamw": …}`. `self.lr_scheduler`, one or a dict, is stepped after it.
+        """
 
     def preprocess_input_named_parameters(self, name: str, param: Tensor) -> tuple[str, Tensor] | None:
         """Map one tensor of the source to a parameter of this module; None drops it."""

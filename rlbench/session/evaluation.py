@@ -71,12 +71,18 @@ def evaluate_steps(
     Without `reward` the environment's rewards count. See `Evaluation` for which completions do not count.
 
     Raises:
-        DataError: neither a reward nor an environment that gives one, or no completion that counts.
+        DataError: neither a reward nor an environment that gives one, several greedy completions of a prompt, which
+            would be one and the same, or no completion that counts.
         Stopped: `.partial` holds Rollouts: those drawn when it was stopped while it drew, those that have a reward when
             it was stopped while it scored (None without any).
     """
     if reward is None and env is None:
         raise DataError("evaluate needs a reward function, or an environment (env=…) that gives rewards")
+    if n > 1 and sampling.get("temperature") == 0:
+        raise DataError(
+            f"evaluate(n={n}, temperature=0) would draw the same greedy completion {n} times: n=1, or a temperature "
+            "above 0"
+        )
     rollouts = yield inference.submit_generate(prompts, sampling, n=n, progress=progress, number=0, env=env)
     scored = (yield from _scored(rollouts, reward)) if reward is not None else rollouts
     if scored.rewards is None:

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 SOURCES = ("snapshot", "weights")
 ANSWER_LIMIT_S = 30.0
+NOT_BACK = (
+    "this engine was built again with the weights it was first built from, and heal() ended before it had brought the "
+    "session's state back: session.heal() again, or session.restore(…) a snapshot"
+)
 LOST = "lost with its ranks: session.trainer(…) makes one"
 
 
@@ -76,6 +80,8 @@ def heal_steps(session: Session, prefer: str) -> Steps:
         session.engines[name] = plans[name]()
         rebuilt[name] = "built again, frozen as before"
     staged = _staged(record)
+    if "actor" in lost:  # a heal that ends in the middle leaves weights that are not the session's
+        yield session.train.call_all("hold_back", NOT_BACK, what="heal")
     if "actor" in lost:
         yield _swept(session)
         trainer = session._trainer
@@ -87,6 +93,7 @@ def heal_steps(session: Session, prefer: str) -> Steps:
             rebuilt["trainer"] = yield from _made_again(session, trainer, "from its beginning: no snapshot has it")
         if trainer is None and kept is not None:
             rebuilt["trainer"] = f"{LOST} (another kernel had made it)"
+        yield session.train.call_all("hold_back", None, what="heal")
         _wake(session)
     if {"actor", "inference"} & set(lost) and _can_sync(session):
         yield sync_weights(session.train, session.inference, session.version)

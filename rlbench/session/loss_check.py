@@ -9,10 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
 import numpy as np
 
 from rlbench.data import TrainBatch
 from rlbench.dispatch import by_value
+from rlbench.dispatch.own_state import Watch, changes_itself
 from rlbench.errors import LossError
 from rlbench.session.one_thread import one_thread
 from rlbench.session.sources import source
@@ -53,7 +55,6 @@ def ship(loss: Any, batch: TrainBatch, has_reference: bool = True) -> ShippedLos
     name = loss if isinstance(loss, str) else getattr(resolved, "__name__", None) or repr(resolved)
     if getattr(resolved, "needs_reference", False) and not has_reference:
         raise LossError(NO_REFERENCE)
-    reads_reference = try_loss(resolved, name, batch, has_reference)
     try:
         blob = by_value.dumps(resolved)
     except Exception as error:  # whatever the objects it refers to raise
@@ -61,16 +62,28 @@ def ship(loss: Any, batch: TrainBatch, has_reference: bool = True) -> ShippedLos
             f"`{name}` cannot be sent to the ranks ({type(error).__name__}: {error}): it refers to something that "
             "lives in this kernel alone (a session, a file, a lock); pass it values instead. Engines are untouched."
         ) from error
+    reads_reference = _try_copy(blob, name, batch, has_reference)
     return ShippedLoss(name, blob, by_value.identity(resolved), reads_reference, source(resolved))
 
 
-def try_loss(loss: Callable[..., Any], name: str, batch: TrainBatch, has_reference: bool = True) -> bool:
-    """Call `loss` on two sequences of `batch` and check what it gives; True if it reads the reference's log-probs.
+def _try_copy(blob: bytes, name: str, batch: TrainBatch, has_reference: bool) -> bool:
+    """Call a copy of a loss, as a rank does, on two sequences of `batch`, and check what it gives.
 
     What it prints here is dropped: it prints on the ranks.
+
+    Returns:
+        Whether it reads the reference's log-probs.
+
+    Raises:
+        LossError: as `ship`; also where the call changed the copy, since no rank would know of it.
     """
+    loss = cloudpickle.loads(blob)
+    watch = Watch(blob, loss)
     with one_thread():
-        return _tried(loss, name, trial_inputs(batch, has_reference), has_reference)
+        reads_reference = _tried(loss, name, trial_inputs(batch, has_reference), has_reference)
+    if changed := watch.changed():
+        raise LossError(f"`{name}` {changes_itself(changed)} Engines are untouched.")
+    return reads_reference
 
 
 def _tried(loss: Callable[..., Any], name: str, inputs: Any, has_reference: bool) -> bool:
@@ -114,6 +127,26 @@ def _tried(loss: Callable[..., Any], name: str, inputs: Any, has_reference: bool
     _need_gradient(per_token, inputs, name)
     declared = getattr(loss, "needs_reference", None)
     return has_reference and ("ref_logprobs" in reads.names if declared is None else bool(declared))
+
+
+def trusts_old_logprobs(shipped: ShippedLoss, batch: TrainBatch) -> bool:
+    """Whether a loss's ratio is to the old log-probs alone: the sampler's change nothing in it."""
+    import torch
+
+    loss = cloudpickle.loads(shipped.blob)
+    inputs = trial_inputs(batch, has_reference=True)
+    inputs = dataclasses.replace(inputs, advantages=torch.ones_like(inputs.advantages) * inputs.mask)
+
+    def value(**fields: Any) -> torch.Tensor:
+        with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
+            per_token: torch.Tensor = loss(dataclasses.replace(inputs, **fields))[0]
+        return per_token[inputs.mask]
+
+    with one_thread():
+        first = value()
+        by_old, by_sampler = (not torch.equal(first, value(**{name: getattr(inputs, name) - 0.02}))
+                              for name in ("old_logprobs", "sampler_logprobs"))  # fmt: skip
+    return by_old and not by_sampler
 
 
 class _Reads:

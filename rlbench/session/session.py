@@ -294,14 +294,15 @@ class Session(
         env: Any = None,
         **sampling: Any,
     ) -> Any:
-        """Mean reward of `n` completions per prompt, greedy unless told otherwise; returns an `Evaluation`.
+        """Mean reward of `n` completions per prompt; returns an `Evaluation`. One is greedy and several are sampled at
+        temperature 1, unless told otherwise.
 
         With `env` as in `rollout`; where `reward` is None the environment's rewards count. Completions that the
         environment's errors ended, or a stop cut, do not count; the `Evaluation` says how many.
 
         A stop raises `Stopped`; its `.partial` are Rollouts: what was drawn, or those that had a reward by then.
         """
-        chosen = {"temperature": 0.0} | sampling
+        chosen = {"temperature": 0.0 if n == 1 else 1.0} | sampling
         return self._run(
             "evaluate", evaluate_steps(self.inference, prompts, reward, n, chosen, progress, env), block
         )

@@ -35,7 +35,8 @@ class TrainVerbs:
             packing: several sequences in one row without padding; False pads.
             head: "chunked" never holds the logits, "plain" does; "auto": chunked where the model allows it. The
                 metrics' `head` says which it was, and why.
-            lr: learning rate from this step on.
+            lr: learning rate of this step alone; `session.lr = …` changes it for good. Groups of the optimizer that
+                have rates of their own keep their ratio to the first one's.
 
         Returns:
             `Metrics` (or a `Pending` with `block=False`). An interrupt raises `rb.Stopped`: gradients are cleared and
@@ -57,7 +58,7 @@ class TrainVerbs:
 
     @recorded
     def optim_step(self, lr: float | None = None, block: bool = True) -> Any:
-        """One optimizer step on the accumulated gradients; returns its `Metrics`."""
+        """One optimizer step on the accumulated gradients, at rate `lr` where one is given; returns its `Metrics`."""
         me = cast("Session", self)
 
         def steps() -> Steps:
@@ -88,6 +89,7 @@ class TrainVerbs:
 
     @recorded
     def set_lr(self, lr: float) -> None:
-        """Change the learning rate from now on; the same as `session.lr = lr`. A trainer's schedule goes on from it in
-        proportion (StateError where that is at 0: before its first step)."""
+        """Change the learning rate from now on; the same as `session.lr = lr`. Groups of the optimizer that have rates
+        of their own keep their ratio to the first one's. A trainer's schedule goes on from it in proportion (StateError
+        where that is at 0: before its first step)."""
         cast("Session", self).train.call_all("set_lr", float(lr), what="lr").result()

@@ -7,6 +7,7 @@ log-probs (ratio exactly 1); they are kept, so that further steps on the same to
 from __future__ import annotations
 
 import time
+import warnings
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from rlbench.engines.base import shared
 from rlbench.engines.sync import rows_in_order
 from rlbench.errors import DataError, LossError, WorkerDied
 from rlbench.session import snapshots
-from rlbench.session.loss_check import NO_REFERENCE, ShippedLoss, ship
+from rlbench.session.loss_check import NO_REFERENCE, ShippedLoss, ship, trusts_old_logprobs
 from rlbench.session.sources import of_batch
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ def train_step_steps(
     )
     values = dict(metrics)
     stepped = yield from optim_step_steps(session, lr, whole_step=True)
-    values |= {name: stepped[name] for name in ("step", "version", "grad_norm", "lr", "skipped")}
+    values |= {name: stepped[name] for name in ("step", "version", "grad_norm", "lr", "skipped", "lr_usual")
+               if name in stepped}  # fmt: skip
     total = time.perf_counter() - begin
     values["seconds"] = values["seconds"] | {"optimizer": stepped["seconds"]["step"], "total": total}
     values["tokens_per_s"] = float(batch.lengths.sum()) / total
@@ -85,6 +87,7 @@ def forward_backward_steps(
     batch = session.anchors.applied(batch)
     worker_options = options.to_worker()
     shipped: ShippedLoss = ship(loss, batch, session.reference is not None or batch.ref_logprobs is not None)
+    _tell_stale(session, batch, shipped)
     checked = time.perf_counter()
     if shipped.needs_reference and batch.ref_logprobs is None:
         batch = yield from reference_steps(session, batch, options)
@@ -122,6 +125,8 @@ def optim_step_steps(session: Session, lr: float | None, whole_step: bool = Fals
         yield from snapshots.after_step_steps(session, kept, stepped=False)
         raise
     yield from snapshots.after_step_steps(session, kept, bool(done["stepped"]))
+    for note in done["notes"]:
+        warnings.warn(note, stacklevel=2)
     session.undo_point = kept.id if kept is not None and done["stepped"] else None
     step, version = session.advance(stepped=bool(done["stepped"]))
     return done["metrics"] | {
@@ -130,6 +135,20 @@ def optim_step_steps(session: Session, lr: float | None, whole_step: bool = Fals
         "step": step,
         "version": version,
     }
+
+
+def _tell_stale(session: Session, batch: TrainBatch, shipped: ShippedLoss) -> None:
+    """Warn where the policy that sampled a batch is not the one its old log-probs will be taken from."""
+    if batch.old_logprobs is not None:
+        return
+    if batch.weight_version.min() < session.version and trusts_old_logprobs(shipped, batch):
+        warnings.warn(  # one text, so that Python shows it once
+            "sequences of this batch were sampled from older weights than the trainer's, no old log-probs of theirs "
+            f"are known, and `{shipped.name}` compares with the trainer's of now: the ratio is 1, and nothing corrects "
+            'for what changed since. anchor="sampler" compares with the sampler\'s, mismatch= reweighs by them (both '
+            "of the losses of rb.rl), batch.replace(old_logprobs=…) gives your own",
+            stacklevel=2,
+        )
 
 
 def reference_steps(session: Session, batch: TrainBatch, options: StepOptions) -> Steps:

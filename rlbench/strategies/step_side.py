@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 import torch
@@ -19,9 +20,11 @@ from torch import Tensor, nn
 from rlbench.errors import EngineError
 from rlbench.strategies.control import ranks_apart
 from rlbench.strategies.gradients import global_norm, scale_gradients
+from rlbench.strategies.learning_rate import at_rates
 from rlbench.strategies.memory_side import MemorySide, holds_gradients
 from rlbench.strategies.mp_optimizer import FSDPadaptOptimizer
 from rlbench.strategies.optimizer_groups import parameter_groups
+from rlbench.strategies.optimizer_set import Stepped, parts_of
 
 
 class StepResult(TypedDict):
@@ -116,26 +119,30 @@ class StepSide(MemorySide):
         return self.step_now(optimizer, model, scheduler, max_norm)
 
     def step_now(
-        self,
-        optimizer: torch.optim.Optimizer,
-        model: nn.Module,
-        scheduler: Any = None,
-        max_norm: float | None = None,
-    ) -> StepResult:
+        self, optimizer: Stepped, model: nn.Module, scheduler: Any = None, max_norm: float | None = None, *,
+        rates: Sequence[float] | None = None,
+    ) -> StepResult:  # fmt: skip
         """Clip (to `max_norm`, by default the strategy's), step and clear the gradients, whatever has
         accumulated.
+
+        Args:
+            optimizer: one, or a set of several that are stepped together.
+            scheduler: of the model, or several by name; stepped last, at the rates the groups had before.
+            rates: learning rates of the optimizer's groups for this step alone; None: those they have.
 
         A norm that is not finite clears the gradients and leaves parameters, optimizer and scheduler untouched; the
         result says so.
         """
-        self.need_optimizer(optimizer)
+        for part in parts_of(optimizer):
+            self.need_optimizer(part)
         limit = self.max_norm if max_norm is None else max_norm
-        if isinstance(optimizer, FSDPadaptOptimizer):
-            optimizer.max_norm = limit
-            self._step(optimizer)
-            norm = optimizer.grad_norm
-        else:
-            norm = self._step_clipped(optimizer, limit)
+        with at_rates(optimizer, rates):
+            if isinstance(optimizer, FSDPadaptOptimizer):
+                optimizer.max_norm = limit
+                self._step(optimizer)
+                norm = optimizer.grad_norm
+            else:
+                norm = self._step_clipped(optimizer, limit)
         optimizer.zero_grad(set_to_none=True)
         if not math.isfinite(norm):
             reason = (
@@ -143,11 +150,12 @@ class StepSide(MemorySide):
             )
             self.print(f"optimizer step skipped: {reason}")
             return StepResult(stepped=False, grad_norm=norm, skipped=reason)
-        if scheduler is not None:
-            scheduler.step()
+        for each in scheduler.values() if isinstance(scheduler, Mapping) else [scheduler]:
+            if each is not None:
+                each.step()
         return StepResult(stepped=True, grad_norm=norm, skipped=None)
 
-    def _step_clipped(self, optimizer: torch.optim.Optimizer, limit: float) -> float:
+    def _step_clipped(self, optimizer: Stepped, limit: float) -> float:
         """Clip by the norm over all groups, and step unless it is not finite; returns the norm before clipping."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         norm = global_norm(parameters)
@@ -157,7 +165,7 @@ class StepSide(MemorySide):
             self._step(optimizer)
         return norm
 
-    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _step(self, optimizer: Stepped) -> None:
         """The others take theirs whatever happens here: a rank that fails in it holds other weights than they do."""
         try:
             optimizer.step()

@@ -6,7 +6,7 @@ prepared by a strategy with the trainer's options.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -182,24 +182,27 @@ def _schedule(optimizer: Any, spec: TrainerSpec, config: StrategyConfig) -> Any:
     return cosine_schedule(optimizer, spec.schedule_steps, config.lr_warmup_ratio)
 
 
-def go_on_from(schedule: Any, lr: float) -> None:
-    """Make `lr` a schedule's rate now; it goes on from there in proportion. The optimizer's own rate is the caller's.
+def go_on_from(schedule: Any, rates: Sequence[float]) -> None:
+    """Make `rates` (one per group) a schedule's rates now; it goes on from there in proportion. The optimizer's own are
+    the caller's.
 
     Raises:
         StateError: the schedule is at 0 here whatever its rate is, or of a kind that multiplies none. Nothing changed.
     """
     if not isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):
         raise StateError(
-            f"the trainer's schedule is a {type(schedule).__name__}, which would write its own rate over lr={lr:g} "
-            "after the next step: change trainer.actor_scheduler on the ranks, or make a trainer without it"
+            f"the trainer's schedule is a {type(schedule).__name__}, which would write its own rate over "
+            f"lr={rates[0]:g} after the next step: change trainer.actor_scheduler on the ranks, or make a trainer "
+            "without it"
         )
     shares = [float(share(schedule.last_epoch)) for share in schedule.lr_lambdas]
     if not all(shares):
         raise StateError(
-            f"lr={lr:g}: the trainer's schedule_steps begin at rate 0, so there is nothing to go on from before its "
-            "first step: set lr after that, or make the trainer with the rate it is to rise to: session.trainer(…, lr=)"
+            f"lr={rates[0]:g}: the trainer's schedule_steps begin at rate 0, so there is nothing to go on from before "
+            "its first step: set lr after that, or make the trainer with the rate it is to rise to: "
+            "session.trainer(…, lr=)"
         )
-    schedule.base_lrs = [float(lr) / share for share in shares]
+    schedule.base_lrs = [rate / share for rate, share in zip(rates, shares, strict=True)]
 
 
 def _critic(strategy: FSDPV2Strategy, spec: TrainerSpec) -> tuple[nn.Module | None, Any]:

@@ -10,6 +10,7 @@ import cloudpickle
 import torch
 from torch import Tensor
 
+from rlbench.dispatch.own_state import Watch, changes_itself
 from rlbench.errors import LossError
 from rlbench.rl import Loss, LossInputs, resolve
 
@@ -20,7 +21,7 @@ class LossCache:
     """Unpickled losses by the hash of their bytes."""
 
     def __init__(self) -> None:
-        self._held: OrderedDict[str, Loss] = OrderedDict()
+        self._held: OrderedDict[str, tuple[Loss, Watch]] = OrderedDict()
 
     def load(self, blob: bytes) -> Loss:
         """Return the loss (or the standard loss a pickled name stands for).
@@ -37,11 +38,24 @@ class LossCache:
                     f"the loss cannot be rebuilt on the rank ({type(error).__name__}: {error}); define what "
                     "it needs in the notebook, or install it where the ranks run."
                 ) from error
-            self._held[key] = resolve(value)
+            self._held[key] = (resolve(value), Watch(blob, value))
         self._held.move_to_end(key)
         while len(self._held) > KEPT:
             self._held.popitem(last=False)
-        return self._held[key]
+        return self._held[key][0]
+
+    def need_unchanged(self, blob: bytes) -> None:
+        """Refuse a loss that its calls have changed since it was loaded, and forget this copy of it.
+
+        Raises:
+            LossError: naming what changed.
+        """
+        key = hashlib.sha256(blob).hexdigest()
+        loss, watch = self._held[key]
+        if changed := watch.changed():
+            del self._held[key]
+            name = getattr(loss, "__name__", None) or type(loss).__name__
+            raise LossError(f"`{name}` {changes_itself(changed)} Gradients were cleared.")
 
 
 def evaluate(loss: Loss, inputs: LossInputs, weights: Tensor) -> tuple[Tensor, dict[str, Any]]:

@@ -9,7 +9,7 @@ the last step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +25,7 @@ from rlbench.strategies.control import Verdict
 from rlbench.strategies.fsdp2 import FSDPV2Strategy
 from rlbench.strategies.gradients import scale_gradients
 from rlbench.strategies.memory_side import holds_gradients, reshard
+from rlbench.strategies.optimizer_set import Stepped
 from rlbench.strategies.whole_pass import BACKWARD, votable, whole_pass
 from rlbench.trainers.clock import Clock
 from rlbench.trainers.forward import PolicyModel, as_batch
@@ -169,6 +170,7 @@ class PolicyStep:
             self._report(phase="backward", done=step + 1, total=len(mine), tokens=tokens, **sums.so_far())
         with self._cleared_on_failure(random_state):
             self._vote(Verdict.FAILED if carried else Verdict.GO, "forward_backward", clock, carried)
+            control.together("the loss's calls", lambda: self._losses.need_unchanged(loss_blob))
         self._pending = pending
         if not options.whole_step:
             self._token_gradients.append(felt)
@@ -185,16 +187,19 @@ class PolicyStep:
         }
 
     def optim_step(
-        self, optimizer: torch.optim.Optimizer, scheduler: Any = None, max_norm: float | None = None,
-        whole_step: bool = False,
+        self, optimizer: Stepped, scheduler: Any = None, max_norm: float | None = None, whole_step: bool = False,
+        rates: Sequence[float] | None = None,
     ) -> dict[str, Any]:
         """Clip and step; collective. Once the last vote is passed the step completes.
 
         Args:
+            scheduler: stepped afterwards: one, several by name, or None.
             whole_step: the second half of a `train_step`; otherwise gradients of half a one are not stepped with.
+            rates: learning rates of the optimizer's groups for this step alone; None: those they have.
 
         Returns:
-            `metrics` (`grad_norm` before clipping, `lr`), `stepped`, and `skipped`: the reason, or None.
+            `metrics` (`grad_norm` before clipping, `lr` of the first group in this step,
+            and with `rates` `lr_usual`), `stepped`, and `skipped`: the reason, or None.
 
         Raises:
             EngineError: no gradient waits. Stopped: gradients are cleared and nothing was stepped.
@@ -204,13 +209,18 @@ class PolicyStep:
         if not holds_gradients(self.module):
             raise EngineError("there is no gradient to step with; call forward_backward(batch, loss) first.")
         clock = Clock()
-        rate = float(optimizer.param_groups[0]["lr"])
+        usual = float(optimizer.param_groups[0]["lr"])
+        rate = usual if rates is None else rates[0]
         with self._cleared_on_failure():
             self._vote(self._own_verdict(), "optim_step", clock)
             with clock("step"):
-                result = self.strategy.step_now(optimizer, self.module, scheduler, max_norm=max_norm)
+                result = self.strategy.step_now(
+                    optimizer, self.module, scheduler, max_norm=max_norm, rates=rates
+                )
         self._pending, self._token_gradients = None, []
         metrics = {"grad_norm": result["grad_norm"], "lr": rate}
+        if rates is not None:
+            metrics["lr_usual"] = usual
         return {
             "metrics": metrics,
             "stepped": result["stepped"],

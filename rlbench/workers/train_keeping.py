@@ -54,12 +54,13 @@ class KeepingVerbs:
         """Go back to a snapshot; gradients that wait for a step are dropped, but for those of a trainer that goes back,
         which wait as they did then. See `RankSnapshots.put_back`."""
         self._built()
-        self._residency.need_kept("weights", "optimizer")
+        self._residency.need_kept("weights", "optimizer", whole=False)
         trainer = cast("TrainRank", self)._trainer_state()
         opened = self._snapshots.open(folder, trainer)
         self._policy.zero_grad()
         try:
-            return self._snapshots.put_back(opened, trainer)
+            with self._residency.replacing(f"snapshot {Path(folder).name}"):
+                return self._snapshots.put_back(opened, trainer)
         finally:
             self._remeasure()
 
@@ -110,6 +111,11 @@ class KeepingVerbs:
 
         return self._sender.give("exporting the model", take)
 
+    def hold_back(self, reason: str | None) -> None:
+        """Use weights and optimizer for nothing until a snapshot has replaced them, or, with None, go on with them."""
+        self._built()
+        self._residency.torn = reason
+
     def load_staged(self, staged: dict[str, Any]) -> str:
         """Take the weights that an earlier engine staged in shared memory; the optimizer starts anew.
 
@@ -117,7 +123,7 @@ class KeepingVerbs:
             staged: its manifest, as plain values.
         """
         module = self._built()
-        self._residency.need("weights")
+        self._residency.need("weights", whole=False)
         self._policy.zero_grad()
         reader = ShmReader()
 

@@ -4,7 +4,7 @@ nothing of Ray."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from rlbench.checkpoint import rank_state
 from rlbench.data.batch import TrainBatch
 from rlbench.dispatch import context
 from rlbench.errors import BuildError, EngineError, MethodError, StateError, nearest
@@ -21,8 +22,10 @@ from rlbench.nn.base import guard_forward
 from rlbench.strategies.control import issued_collectives
 from rlbench.strategies.device import RankDevice
 from rlbench.strategies.fsdp2 import FSDPV2Strategy
+from rlbench.strategies.learning_rate import scaled_rates
 from rlbench.strategies.materialize import allocate, materialize
 from rlbench.strategies.memory_side import reshard
+from rlbench.strategies.optimizer_set import OptimizerSet, Stepped, parts_of
 from rlbench.strategies.peak import pass_peak
 from rlbench.strategies.sources import locate
 from rlbench.trainers.options import PolicyOptions
@@ -36,6 +39,7 @@ from rlbench.workers.train_gradients import GradientVerbs
 from rlbench.workers.train_group import RankGroup
 from rlbench.workers.train_keeping import KeepingVerbs, RankCheckpoints, RankSnapshots
 from rlbench.workers.train_namespace import Namespace
+from rlbench.workers.train_optimizers import outside_state, unstepped
 from rlbench.workers.train_redefine import RedefineVerbs
 from rlbench.workers.train_stage import WeightSender, checksum
 from rlbench.workers.train_states import Residency
@@ -210,7 +214,7 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
             self._remeasure()
 
     def policy_optim_step(self, options: dict[str, Any]) -> dict[str, Any]:
-        """One optimizer step; options: `lr` (from now on), `max_norm` (of this step), `whole_step`. See
+        """One optimizer step; options: `lr` and `max_norm` (of this step alone), `whole_step`. See
         `PolicyStep.optim_step`."""
         module = self._built()
         self._residency.need("weights", "optimizer")
@@ -218,13 +222,15 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
         unknown = sorted(set(options) - {"lr", "max_norm", "whole_step"})
         if unknown:
             raise EngineError(f"unknown option {unknown[0]!r}; optim_step takes lr and max_norm.")
-        if options.get("lr") is not None:
-            self.set_lr(options["lr"])
+        optimizer, lr = self._policy_optimizer(), options.get("lr")
+        notes = [unstepped(module, optimizer)]
         try:
-            return self._policy.optim_step(
-                self._policy_optimizer(), getattr(module, "lr_scheduler", None), options.get("max_norm"),
-                options.get("whole_step", False),
+            done = self._policy.optim_step(
+                optimizer, getattr(module, "lr_scheduler", None), options.get("max_norm"),
+                options.get("whole_step", False), None if lr is None else scaled_rates(optimizer, lr),
             )
+            notes.append(outside_state(module, optimizer))
+            return done | {"notes": [note for note in notes if note is not None]}
         finally:
             self._remeasure()
 
@@ -236,21 +242,24 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
         self._remeasure()
 
     def set_lr(self, lr: float) -> None:
-        """Set the learning rate of every optimizer of the module, and the base rate of its schedulers; a trainer's is
-        at this rate now and goes on from it in proportion (see `go_on_from`, which may refuse)."""
-        module = self._built()
-        if not (isinstance(lr, int | float) and 0 <= lr < float("inf")):
-            raise EngineError(f"lr={lr!r}: a learning rate is a number from 0 on.")
-        self._policy_optimizer()
-        self._schedule_from(float(lr))
-        for optimizer in self._optimizers():
-            for group in optimizer.param_groups:
-                group["lr"] = float(lr)
-                if "initial_lr" in group:
-                    group["initial_lr"] = float(lr)
-        for value in vars(module).values():
-            if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
-                value.base_lrs = [float(lr)] * len(value.base_lrs)
+        """Set the learning rate of the policy's optimizer, and the base rate of its schedulers; a trainer's is at this
+        rate now and goes on from it in proportion (see `go_on_from`, which may refuse).
+
+        Where its groups have rates of their own the first gets `lr`, and the others keep their ratio to it.
+        """
+        module, optimizer = self._built(), self._policy_optimizer()
+        rates = scaled_rates(optimizer, lr)
+        if not any(rates) and len({group["lr"] for group in optimizer.param_groups}) > 1:
+            raise EngineError("lr=0 would forget the ratio of the groups' rates; train_step(…, lr=0) is for one step.")
+        self._schedule_from(rates)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+            if "initial_lr" in group:
+                group["initial_lr"] = rate
+        stepped = parts_of(optimizer)
+        for scheduler in rank_state.schedulers_of(module).values():
+            if any(scheduler.optimizer is part for part in stepped):
+                scheduler.base_lrs = [float(group["lr"]) for group in scheduler.optimizer.param_groups]
 
     # -- weights ---------------------------------------------------------------------------------------------
 
@@ -310,6 +319,8 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
         """State of each part. Never blocks."""
         built = self._module is not None and bool(self._methods)
         parts = dict(self._residency.state) if built else {"weights": "empty", "optimizer": "empty"}
+        if built and self._residency.torn is not None:
+            parts["weights"] = "torn"
         optimizers = self._optimizers() if built else []
         lr = float(optimizers[0].param_groups[0]["lr"]) if optimizers else None
         return {"built": built, "rank": self.rank, "lr": lr, **parts}
@@ -346,27 +357,39 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
         return materialize(self._module, self._module.materialization_source(), self.config.seed)
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers the module holds as attributes."""
+        """The optimizers the module holds."""
         assert self._module is not None
-        found = {id(v): v for v in vars(self._module).values() if isinstance(v, torch.optim.Optimizer)}
-        return list(found.values())
+        return list(rank_state.optimizers_of(self._module).values())
 
-    def _policy_optimizer(self) -> torch.optim.Optimizer:
-        """`module.optimizer`, or the only one."""
-        optimizers = self._optimizers()
+    def _policy_optimizer(self) -> Stepped:
+        """`module.optimizer`, one or a dict of several; or the only one."""
         named = vars(self._built()).get("optimizer")
         if isinstance(named, torch.optim.Optimizer):
             return named
+        if isinstance(named, Mapping) and named:
+            return OptimizerSet(named)
+        optimizers = self._optimizers()
         if len(optimizers) != 1:
             raise EngineError(
                 f"the module has {len(optimizers)} optimizers and none is called self.optimizer; create it "
-                "in on_weights_materialized: self.optimizer = self.strategy.create_optimizer(self, lr=…)."
+                "in on_weights_materialized: self.optimizer = self.strategy.create_optimizer(self, lr=…), or a dict of "
+                "several, which are stepped together."
             )
         return optimizers[0]
 
+    def _one_optimizer(self) -> torch.optim.Optimizer:
+        """`_policy_optimizer()` for who steps one alone."""
+        optimizer = self._policy_optimizer()
+        if isinstance(optimizer, OptimizerSet):
+            raise EngineError(
+                f"module.optimizer is a set of {len(optimizer.parts)}, and a trainer (and use_mp_opt) steps one: hold "
+                "one that is made of them, or step with session.train_step."
+            )
+        return optimizer
+
     def _scaling_optimizer(self) -> torch.optim.Optimizer | None:
         """That of the policy verbs where it has a say in a backward (`use_mp_opt`)."""
-        return self._policy_optimizer() if self.config.use_mp_opt else None
+        return self._one_optimizer() if self.config.use_mp_opt else None
 
     def _compute_dtype(self) -> str:
         assert self._module is not None

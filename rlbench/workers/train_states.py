@@ -44,16 +44,22 @@ class Residency:
         self._optimizers = optimizers
         self._materialize = materialize
         self.state = dict.fromkeys(PARTS, "cuda")
+        self.torn: str | None = None  # what failed in the middle of replacing the state, and what mends it
         self._released: memory.Released = []
         self._held = dict.fromkeys(("weights", "gradients", "optimizer"), 0)
         self._resting: int | None = None
 
-    def need(self, *parts: str) -> None:
+    def need(self, *parts: str, whole: bool = True) -> None:
         """Refuse a call that needs `parts` on the device.
 
+        Args:
+            whole: False for a call that replaces all of them, as what is torn does not matter then.
+
         Raises:
-            StateError: naming the call that brings them back.
+            StateError: naming the call that brings them back, or makes them whole.
         """
+        if whole and self.torn is not None:
+            raise StateError(self.torn)
         for part in parts:
             if self.state[part] != "cuda":
                 raise StateError(
@@ -61,15 +67,27 @@ class Residency:
                     f"cuda('{part}') on the engine, then call again."
                 )
 
-    def need_kept(self, *parts: str) -> None:
-        """Refuse a call that reads `parts` wherever they are, when they were released.
+    def need_kept(self, *parts: str, whole: bool = True) -> None:
+        """Refuse a call that reads `parts` wherever they are, when they were released; `whole` as of `need`.
 
         Raises:
-            StateError: naming the call that brings them back.
+            StateError: naming the call that brings them back, or makes them whole.
         """
-        for part in parts:
-            if self.state[part] == "meta":
-                self.need(part)
+        self.need(*(part for part in parts if self.state[part] == "meta"), whole=whole)
+
+    @contextmanager
+    def replacing(self, by: str) -> Iterator[None]:
+        """Around what replaces weights and optimizer: where it ends in the middle, nothing else is done with them."""
+        try:
+            yield
+        except BaseException:
+            self.torn = (
+                f"the policy is torn: {by} ended in the middle of going back, so it is partly that and partly as "
+                "before. session.restore(…) this or another snapshot first; where that fails too, end the rank's "
+                "process and session.heal()"
+            )
+            raise
+        self.torn = None
 
     def _said(self, part: str) -> str:
         return "released (meta)" if self.state[part] == "meta" else "offloaded (cpu)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import cloudpickle
@@ -52,12 +52,12 @@ class TrainerVerbs:
 
         me = cast("TrainRank", self)
         module = me._built()
-        me._residency.need("weights", "optimizer")
+        me._residency.need("weights", "optimizer", whole=False)  # of one that a heal has yet to bring back, too
         spec = me._strategy.control.together("reading the trainer", lambda: cloudpickle.loads(spec_blob))
         id_ = id_ or me._strategy.control.gather(secrets.token_hex(4))[0]
         with put_aside(self._trainer):
             made = me.in_namespace(
-                lambda: build_trainer(module, me._policy_optimizer(), spec, me._strategy.bf16, self._note_loaded)
+                lambda: build_trainer(module, me._one_optimizer(), spec, me._strategy.bf16, self._note_loaded)
             )
         self.drop_trainer()
         self._trainer = me._namespace.names[NAME] = made
@@ -111,7 +111,7 @@ class TrainerVerbs:
                 "session.zero_grad() first"
             )
         was_awake = self._engine_awake(trainer)
-        optimizer = me._policy_optimizer()
+        optimizer = me._one_optimizer()
         calls = {"save": trainer.files.save, "load": trainer.files.load, "finish": trainer.finish,
                  "ppo_train": trainer.train_on_waiting, "sync": trainer.send_weights}
         method = calls.get(verb) or getattr(trainer, verb)
@@ -143,12 +143,12 @@ class TrainerVerbs:
                 "this would take them in: trainer.step() goes on with them, session.zero_grad() drops them"
             )
 
-    def _schedule_from(self, lr: float) -> None:
-        """The policy's rate is `lr` from now on: a schedule of the trainer's goes on from it."""
+    def _schedule_from(self, rates: Sequence[float]) -> None:
+        """Let a schedule of the trainer's go on from the rates that the policy's groups have from now on."""
         from rlbench.trainers.building import go_on_from
 
         if self._trainer is not None and self._trainer.actor_scheduler is not None:
-            go_on_from(self._trainer.actor_scheduler, lr)
+            go_on_from(self._trainer.actor_scheduler, rates)
 
     def drop_trainer_gradients(self) -> None:
         """The policy's gradients were cleared: those of the trainer's that wait go with them, the critic's too."""

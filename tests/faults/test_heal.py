@@ -211,6 +211,9 @@ def test_a_heal_that_found_its_snapshot_damaged_can_be_repeated_without_it(morta
     until(lambda: "rank 0 died" in repr(mortal))
     with pytest.raises(CheckpointError, match=rf"snapshot 'newest' .*session\.drop\('{newest.id}'\), then heal"):
         mortal.heal()
+    for verb in (lambda: mortal.train_step(batch), mortal.sync_weights, mortal.snapshot):
+        with pytest.raises(StateError, match="brought"):  # it holds the weights it was first built from
+            verb()
     mortal.drop(newest.id)
     healed = mortal.heal()
     assert list(healed.engines) == ["actor"] and healed.snapshot not in (None, newest.id)

@@ -46,6 +46,14 @@ def link(cluster, request):
     made.close()
 
 
+def test_rollouts_from_many_threads_have_numbers_of_their_own(link):
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(16) as pool:
+        numbers = list(pool.map(lambda _: link.next_rollout(), range(64)))
+    assert sorted(numbers) == list(range(1, 65)) and link.state("rollouts")["rollouts"] == 64
+
+
 def test_a_killed_monitor_comes_back_with_its_state_and_its_driver_goes_on(link):
     host, _ = echo(link)
     link.set(step=5, version=4)

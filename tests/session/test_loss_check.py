@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rlbench.errors import LossError
-from rlbench.rl import grpo
-from rlbench.session.loss_check import ship, trial_inputs
+from rlbench.rl import grpo, token_tis
+from rlbench.session.loss_check import ship, trial_inputs, trusts_old_logprobs
 from tests.data.values import rollouts
 
 
@@ -221,3 +221,67 @@ def test_our_own_loss_errors_pass_as_they_are(batch):
         raise LossError("say it my way")
 
     assert refused(own, batch) == "say it my way"
+
+
+# -- state
+
+
+class Soft:
+    """Subtracts a moving average of the advantages."""
+
+    def __init__(self) -> None:
+        self.baseline, self.calls = 0.0, 0
+
+    def __call__(self, inputs):
+        self.baseline = 0.9 * self.baseline + 0.1 * float(inputs.advantages[inputs.mask].mean())
+        self.calls += 1
+        return -(inputs.advantages - self.baseline) * inputs.logprobs, {}
+
+
+SEEN: dict[str, int] = {}
+
+
+def counting(inputs):
+    SEEN["calls"] = SEEN.get("calls", 0) + 1
+    return mine(inputs)
+
+
+def enclosed():
+    calls = 0
+
+    def closure(inputs):
+        nonlocal calls
+        calls += 1
+        return mine(inputs)
+
+    return closure
+
+
+def test_a_loss_that_changes_itself_is_refused_and_left_as_it_was(batch):
+    soft = Soft()
+    for loss, names in ((soft, ("baseline", "calls")), (soft.__call__, ("calls",)), (counting, ("SEEN",)),
+                        (enclosed(), ("calls",))):  # fmt: skip
+        said = refused(loss, batch)
+        assert "changes itself" in said and all(name in said for name in names)
+    assert (soft.baseline, soft.calls, SEEN) == (0.0, 0, {}), "the trial called copies"
+
+
+def test_a_loss_that_holds_values_and_leaves_them_is_taken(batch):
+    table = {"scale": torch.ones(3), "names": ["a", "b"]}
+
+    def scaled(inputs):
+        per_token, metrics = mine(inputs)
+        return per_token * table["scale"].sum(), metrics | {"names": len(table["names"])}
+
+    first, again = ship(scaled, batch), ship(scaled, batch)
+    assert first.hash == again.hash and first.name == "scaled"
+
+
+@pytest.mark.parametrize(
+    ("loss", "trusts"),
+    [("grpo", True), ("gspo", True), (mine, True), ("reinforce", False), (grpo(anchor="sampler"), False),
+     (grpo(mismatch=token_tis()), False)],
+    ids=["grpo", "gspo", "own", "no ratio", "anchored at the sampler", "reweighed"],
+)  # fmt: skip
+def test_a_loss_whose_ratio_is_to_the_old_log_probs_alone_is_known(batch, loss, trusts):
+    assert trusts_old_logprobs(ship(loss, batch), batch) is trusts

@@ -5,6 +5,7 @@ import re
 import signal
 import threading
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -147,6 +148,38 @@ def test_the_learning_rate_changes_live(session, batch):
     session.lr = 1e-5
     session.train_step(batch, loss=my_loss)
     assert checksum(session) != before
+
+
+def test_a_learning_rate_given_to_a_step_is_of_that_step_alone(session, batch):
+    usual = session.lr
+    metrics = session.train_step(batch, loss=my_loss, lr=usual / 10)
+    assert metrics.lr == pytest.approx(usual / 10) and "usually" in repr(metrics)
+    assert session.lr == usual and "usually" not in repr(session.train_step(batch, loss=my_loss))
+
+
+def test_sequences_of_older_weights_are_told_where_the_loss_does_not_see_them(session, batch):
+    stale = batch.replace(sampler_logprobs=batch.sampler_logprobs - 2e-3)  # other tokens' identity: never seen
+    assert stale.weight_version.max() < session.version
+    with pytest.warns(UserWarning, match="older weights"):
+        session.forward_backward(stale, loss="grpo")
+    unseen = batch.replace(sampler_logprobs=batch.sampler_logprobs - 3e-3)
+    fresh = unseen.replace(weight_version=np.full(len(batch), session.version))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        session.zero_grad()
+        session.forward_backward(unseen, loss=rb.rl.grpo(anchor="sampler"))
+        session.zero_grad()
+        session.forward_backward(fresh, loss="grpo")
+    session.zero_grad()
+
+
+def test_several_completions_of_a_prompt_are_evaluated_by_sampling(session):
+    prompts = tasks.prompts(4, seed=5)
+    with pytest.raises(DataError, match="greedy"):
+        session.evaluate(prompts, tasks.reward, n=4, temperature=0.0, max_tokens=8)
+    several = session.evaluate(prompts, tasks.reward, n=8, max_tokens=8, progress=False)
+    assert several.rollouts.samples == 32 and len(set(several.rollouts.texts)) > 4
+    assert session.evaluate(prompts, tasks.reward, max_tokens=8, progress=False).rollouts.sampling["temperature"] == 0
 
 
 def test_verbs_that_do_not_block_return_a_pending(session, batch):

@@ -334,6 +334,27 @@ def test_a_loss_that_cannot_be_trained_on_is_refused_and_the_engine_stays_usable
         assert np.isfinite(forward_backward(engine, batch())[0]["metrics"]["loss"])
 
 
+def test_a_loss_that_one_rank_sees_change_is_refused_on_all_and_starts_anew(qwen: str, undisturbed: str) -> None:
+    baseline = 0.0
+
+    def soft(inputs: LossInputs) -> Any:
+        import torch.distributed as dist
+
+        nonlocal baseline
+        baseline += dist.get_rank()  # a trial in the kernel cannot see it
+        return -inputs.logprobs * (inputs.advantages - baseline), {}
+
+    with ranks(2, qwen_on_meta(qwen)) as engine:
+        for _ in range(2):  # the copy that changed is not used again
+            args = [(batch(7), cloudpickle.dumps(soft), {})] * 2
+            first, second = engine.outcomes("policy_forward_backward", args)
+            assert isinstance(second.error, LossError) and "baseline" in str(second.error)
+            assert "rank 1" in str(first.error)
+        with pytest.raises(EngineError, match="no gradient"):
+            engine.call("policy_optim_step", {})
+        assert run_steps(engine) == undisturbed
+
+
 @pytest.mark.parametrize("verb", ["policy_optim_step", "policy_forward", "policy_forward_backward"])
 def test_a_stop_of_any_verb_leaves_parameters_and_optimizer_untouched(
     qwen: str, undisturbed: str, verb: str

@@ -94,14 +94,14 @@ def test_a_schedule_goes_on_in_proportion_from_a_rate_that_is_set() -> None:
 
     (optimizer, schedule), (other, untouched) = made(), made()
     with pytest.raises(StateError, match="before its first step"):
-        go_on_from(schedule, 5e-4)
+        go_on_from(schedule, [5e-4])
     for one, its in ((optimizer, schedule), (other, untouched)):
         rates(one, its)
     factor = 0.5
     now = other.param_groups[0]["lr"] * factor
-    go_on_from(schedule, now)
+    go_on_from(schedule, [now] * len(optimizer.param_groups))
     for group in optimizer.param_groups:
         group["lr"] = now
     assert rates(optimizer, schedule) == pytest.approx([rate * factor for rate in rates(other, untouched)])
     with pytest.raises(StateError, match="StepLR, which would write its own rate over"):
-        go_on_from(torch.optim.lr_scheduler.StepLR(optimizer, 3), 1e-4)
+        go_on_from(torch.optim.lr_scheduler.StepLR(optimizer, 3), [1e-4])
