@@ -248,10 +248,11 @@ class Session(
         pending = self.inference.submit_generate(
             prompts, {**(sampling or {}), **options}, n=n, progress=progress, env=env
         )
+        pending.then(self._keep_last)
         if not block:
             return pending
         try:
-            self._last = pending.blocking_result()
+            return pending.blocking_result()
         except Stopped as stopped:
             self._last = stopped.partial
             if on_stop == "raise" or stopped.partial is None:
@@ -326,6 +327,10 @@ class Session(
         self.anchors, self.recorder, self.trackers = Anchors(name), Recorder(name), Trackers(self)
         self.undo_point: str | None = None  # of the last step: the snapshot it can be taken back to
         self._link.noting = functools.partial(self.recorder.engine_call, self)
+
+    def _keep_last(self, rollouts: Any, error: BaseException | None) -> None:
+        """A rollout has ended, with these or cut: it is `last`."""
+        self._last = rollouts if error is None else getattr(error, "partial", None) or self._last
 
     def advance(self, stepped: bool) -> tuple[int, int]:
         """One more step (a skipped one leaves the weights as they are); returns step and version."""

@@ -32,6 +32,7 @@ class RankCheckpoints:
     def __init__(self, module: BaseTrainModule, control: ControlGroup) -> None:
         self._module = module
         self._control = control
+        self._built_with = set(rank_state.tensors_of(module, {}))
 
     def save(
         self, root: str, name: str, session: dict[str, Any], max_num: int | None, max_gb: float | None
@@ -45,8 +46,10 @@ class RankCheckpoints:
             max_num, max_gb: see `rlbench.checkpoint.folder.rotate`.
 
         Raises:
-            CheckpointError: no room, or no right to write; the earlier ones are as they were.
+            CheckpointError: no room, or no right to write, or a model that no load could build; the earlier ones are
+                as they were.
         """
+        self._control.together("looking at what is to be saved", self._need_model_as_built)
         leads = self._control.rank == 0
         places = self._control.together(
             "making room for a checkpoint", lambda: folders.begin(Path(root), name) if leads else None
@@ -102,6 +105,16 @@ class RankCheckpoints:
 
         self._control.together("loading a checkpoint", put)
         return {"random": with_random}
+
+    def _need_model_as_built(self) -> None:
+        """Refuse a checkpoint that could not be loaded: loading builds the model from its source, as it was built."""
+        differ = sorted(set(rank_state.tensors_of(self._module, {})) ^ self._built_with)
+        if differ:
+            raise CheckpointError(
+                f"{len(differ)} tensors of the module are others than it was built with (first {differ[0]}), and a "
+                "checkpoint is loaded into the model as it is built: save what was added by itself "
+                "(session.train.run), or make it in on_weights_materialized. session.snapshot() keeps all of it here"
+            )
 
     def _write(self, aside: Path) -> None:
         own = aside / f"values-{self._control.rank}.pt"

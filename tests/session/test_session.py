@@ -186,7 +186,7 @@ def test_verbs_that_do_not_block_return_a_pending(session, batch):
     pending = session.train_step(batch, block=False)
     assert pending.result(timeout=60).grad_norm >= 0 and pending.done
     rollouts = session.rollout(["sort 12"], block=False, max_tokens=3)
-    assert rollouts.result(timeout=60).samples == 1
+    assert rollouts.result(timeout=60).samples == 1 and session.last is rollouts.result()
 
 
 def test_a_pending_can_be_awaited(session):

@@ -137,3 +137,18 @@ def test_a_disk_that_fills_up_leaves_the_earlier_checkpoint_and_a_usable_engine(
         assert engine.call("training_checksums") == before
         step(engine, 1)
         engine.call("load_checkpoint", str(kept))
+
+
+def test_a_model_that_has_grown_since_it_was_built_is_not_saved_as_one_that_could_be_loaded(
+    qwen: str, tmp_path: Path
+) -> None:
+    def grow() -> None:
+        module.adapter = torch.nn.Linear(2, 2)  # type: ignore[name-defined]  # noqa: F821
+
+    with ranks(1, qwen_on_meta(qwen, NoisyQwen)) as engine:
+        save(engine, tmp_path)
+        before = sorted(tmp_path.iterdir())
+        engine.run(grow)
+        with pytest.raises(CheckpointError, match=r"adapter"):
+            save(engine, tmp_path)
+        assert sorted(tmp_path.iterdir()) == before
