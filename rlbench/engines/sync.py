@@ -107,7 +107,10 @@ def said(manifest: Manifest, version: int, transport: str, gap: float | None) ->
 
 def _steps(train: TrainEngine, infer: InferenceEngine, version: int | None, transport: str | None) -> Steps:
     view = views.make("sync")
-    if train.status()["weights"] != "cuda":
+    status = train.status()
+    if status["torn"] is not None:
+        raise StateError(status["torn"])
+    if status["weights"] != "cuda":
         raise StateError(f"the trainer's weights are offloaded: {train.name}.cuda('weights') first")
     dtype = str(train.info["dtype"])
     ranks: list[Facts] = _asked(train, "sync_facts")

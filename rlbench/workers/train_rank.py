@@ -319,11 +319,12 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
         """State of each part. Never blocks."""
         built = self._module is not None and bool(self._methods)
         parts = dict(self._residency.state) if built else {"weights": "empty", "optimizer": "empty"}
-        if built and self._residency.torn is not None:
+        torn = self._residency.torn if built else None
+        if torn is not None:
             parts["weights"] = "torn"
         optimizers = self._optimizers() if built else []
         lr = float(optimizers[0].param_groups[0]["lr"]) if optimizers else None
-        return {"built": built, "rank": self.rank, "lr": lr, **parts}
+        return {"built": built, "rank": self.rank, "lr": lr, "torn": torn, **parts}
 
     def memory(self) -> dict[str, Any]:
         """Bytes by owner, see `Residency.memory`, and the states. Never blocks."""
