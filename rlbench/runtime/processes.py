@@ -68,13 +68,23 @@ def oom_kills() -> int | None:
 
 
 def sweep(folder: Path, prefix: str) -> None:
-    """Remove the files and folders of `folder` whose names start with `prefix`."""
+    """Remove this user's files and folders in `folder` whose names start with `prefix`.
+
+    Where everybody may write, others can use such names too: what is theirs stays.
+    """
     for entry in folder.iterdir():
-        if entry.name.startswith(prefix):
+        if entry.name.startswith(prefix) and _is_own(entry):
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry, ignore_errors=True)
             else:
                 entry.unlink(missing_ok=True)
+
+
+def _is_own(path: Path) -> bool:
+    try:
+        return path.lstat().st_uid == os.geteuid()
+    except FileNotFoundError:  # whose it was removed it
+        return False
 
 
 def _signal_all(session_id: int, number: int) -> None:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from rlbench.errors import ClusterError
+from rlbench.private import others_access
 from rlbench.runtime import processes
 
 
@@ -49,12 +50,32 @@ class ClusterRecord:
     devices: int
     gpus: int
 
+    @property
+    def logs(self) -> Path:
+        """Where Ray keeps the logs of its processes and of our workers."""
+        return ray_folder(Path(self.temp_dir)) / "session_latest" / "logs"
+
+
+def ray_folder(temp_dir: Path) -> Path:
+    """Ray's folder in that of a cluster: Ray opens its own to everybody, so it lies in one that is its owner's."""
+    return temp_dir / "ray"
+
 
 def state_dir() -> Path:
-    """Return our state folder, made 0700 if it was not there."""
+    """Return our state folder, made 0700 if it was not there.
+
+    Raises:
+        ClusterError: another user may have put something into the one that is there.
+    """
     base = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
     folder = Path(base) / "rlbench"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    others = others_access(folder.stat())
+    if others is not None:
+        raise ClusterError(
+            f"the state folder {folder} is not used, since another user may have put something into it: it is "
+            f"{others}. Look at what it holds and `chmod 700` it, or set XDG_STATE_HOME to a folder of your own"
+        )
     folder.chmod(0o700)
     (folder / "sessions").mkdir(exist_ok=True, mode=0o700)
     return folder

@@ -8,7 +8,6 @@ the files, not copies.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 from collections.abc import Iterable, Iterator
@@ -18,6 +17,7 @@ from pathlib import Path
 import torch
 
 from rlbench.errors import WeightSyncError
+from rlbench.private import others_access
 from rlbench.weights.manifest import Bucket, Manifest, TensorEntry, aligned, sent_twice
 
 SHM_DIR = "/dev/shm"
@@ -60,7 +60,7 @@ class ShmStage:
         Overwrites what was staged before: call it only once the replicas have applied that.
 
         Raises:
-            WeightSyncError: a name comes twice, or shared memory is full.
+            WeightSyncError: a name comes twice, shared memory is full, or another user holds the file's name.
         """
         buckets: list[Bucket] = []
         entries: list[TensorEntry] = []
@@ -102,7 +102,7 @@ class ShmStage:
             return self._mappings[index].data
         # Doubling keeps small models small and maps a large one a few times only, in the first sync.
         size = min(max(2 * nbytes, 1 << 20), max(self.bucket_bytes, nbytes))
-        descriptor = os.open(self._path(index), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        descriptor = _open_own(self._path(index), os.O_RDWR | os.O_CREAT)
         try:
             os.posix_fallocate(descriptor, 0, size)  # a full /dev/shm says so here, not by SIGBUS in the copy
             mapping = _map(descriptor)
@@ -131,7 +131,7 @@ class ShmReader:
         """Yield (name, tensor) of one bucket: views of shared memory, valid until the sender stages again.
 
         Raises:
-            WeightSyncError: the file is gone or smaller than the manifest says.
+            WeightSyncError: the file is gone, another user's, or smaller than the manifest says.
         """
         data = self._open(bucket)
         for entry in bucket.entries:
@@ -146,7 +146,7 @@ class ShmReader:
             found = os.stat(bucket.path)
             known = self._mappings.get(bucket.path)
             if known is None or (known.inode, known.nbytes) != (found.st_ino, found.st_size):
-                descriptor = os.open(bucket.path, os.O_RDWR | os.O_NOFOLLOW)
+                descriptor = _open_own(bucket.path, os.O_RDWR)
                 try:
                     known = self._mappings[bucket.path] = _map(descriptor)
                 finally:
@@ -176,14 +176,27 @@ def view(data: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
     return data[entry.offset : entry.offset + entry.nbytes].view(dtype).view(entry.shape)
 
 
-def sweep(prefix: str) -> list[str]:
-    """Unlink every stage file whose name starts with `prefix` (of a sender that died); return their names."""
-    gone = []
-    for path in Path(SHM_DIR).glob(f"{prefix}-*"):
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
-            gone.append(path.name)
-    return gone
+def _open_own(path: str, flags: int) -> int:
+    """Open a stage file of this user's alone: the names are no secret, and everybody may use them in shared memory."""
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o600)
+    except OSError:
+        others = others_access(os.lstat(path))
+        if others is None:
+            raise
+        raise _open_to(others, path) from None  # a link, or a file that we are kept out of
+    others = others_access(os.fstat(descriptor))
+    if others is None:
+        return descriptor
+    os.close(descriptor)
+    raise _open_to(others, path)
+
+
+def _open_to(others: str, path: str) -> WeightSyncError:
+    return WeightSyncError(
+        f"{path} is not used for weights, since another user could read or change them there: it is {others}. Remove "
+        "it, or end this session and start one of another name"
+    )
 
 
 def _map(descriptor: int) -> _Mapping:

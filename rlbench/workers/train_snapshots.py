@@ -18,7 +18,6 @@ import os
 import re
 import shutil
 import socket
-import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,13 +31,13 @@ from rlbench.checkpoint import rank_state
 from rlbench.checkpoint.tensor_files import read_tensors, write_tensors
 from rlbench.errors import CheckpointError, Stopped
 from rlbench.nn import BaseTrainModule
+from rlbench.private import others_access
 from rlbench.strategies.control import ControlGroup, Verdict, ranks_apart
 from rlbench.trainers.trainer_state import TrainerState
 
 VALUES, TRAINER, TRAINER_VALUES = "values.pt", "trainer-", "values.pkl"
 ID = re.compile(r"[0-9a-f]{8}(\.partial)?")
 """How the name of a snapshot's folder ends, written whole or not."""
-WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 Read = tuple[Mapping[str, Tensor], dict[str, Any]]
 """The tensors and the values of one part."""
 
@@ -72,7 +71,7 @@ class RankSnapshots:
 
         Args:
             folder: of the whole snapshot.
-            before: an earlier one, whose unchanged tensors are shared.
+            before: an earlier one, whose unchanged tensors are shared where it is still there and its owner's alone.
             durable: return only when the disk has it.
             trainer: the session's, which is kept with the policy.
 
@@ -91,7 +90,7 @@ class RankSnapshots:
             try:
                 aside.mkdir(mode=0o700, parents=True, exist_ok=True)
                 tensors = rank_state.tensors_of(self._module)
-                known = shared if shared is not None and shared.is_dir() else None
+                known = shared if shared is not None and shared.is_dir() and _is_own(shared) else None
                 done = write_tensors(aside / own, tensors, known, durable, self._until_stopped())
                 _save(rank_state.values_of(self._module), aside / own / VALUES, durable)
                 written = {"bytes": done.nbytes, "fresh": done.fresh}
@@ -148,7 +147,7 @@ class RankSnapshots:
                 written it.
         """
         own = Path(folder) / f"rank-{self._control.rank}"
-        self._control.together("looking at a snapshot", lambda: _need_ours(Path(folder), own))
+        self._control.together("looking at a snapshot", lambda: _need_ours(own))
         gathered = self._control.gather(own.is_dir())
         if not all(gathered):
             raise CheckpointError(
@@ -262,18 +261,30 @@ def _read_trainer(own: Path, trainer: TrainerState) -> tuple[Read | None, str | 
     return read, None
 
 
-def _need_ours(folder: Path, own: Path) -> None:
+def _need_ours(own: Path) -> None:
     """Refuse what another user may have written: its values are unpickled, and the names in shared memory are no
     secret."""
-    for part in (folder, own, *own.glob(f"{TRAINER}*")):
+    part, others = _others_part(own)
+    if others is not None:
+        raise CheckpointError(
+            f"{part} is not read: a snapshot is its owner's, with all files, and writable by nobody else, and this is "
+            f"{others}. Restore another snapshot, and session.drop this one"
+        )
+
+
+def _others_part(own: Path) -> tuple[Path, str | None]:
+    """Look through a rank's folder for what another user may have written: where, and how (None: nothing is)."""
+    for part in (own.parent, own, *own.rglob("*")):
         with contextlib.suppress(FileNotFoundError):  # said by whoever needs it
-            found = part.lstat()
-            if found.st_uid != os.geteuid() or found.st_mode & WRITABLE_BY_OTHERS or not stat.S_ISDIR(found.st_mode):
-                raise CheckpointError(
-                    f"{part} is not read: a snapshot is a folder of its owner, writable by nobody else, and this one "
-                    f"is {stat.filemode(found.st_mode)} of user {found.st_uid} (yours is {os.geteuid()}). Restore "
-                    "another snapshot, and session.drop this one"
-                )
+            others = others_access(part.lstat())
+            if others is not None:
+                return part, others
+    return own, None
+
+
+def _is_own(own: Path) -> bool:
+    """Whether a rank's folder is free of what another user may have written."""
+    return _others_part(own)[1] is None
 
 
 def _snapshots_at(start: str) -> list[Path]:

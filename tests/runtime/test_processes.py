@@ -61,6 +61,15 @@ def test_a_process_is_the_same_until_it_ends_and_never_again():
     assert not processes.is_same(process.pid, started) and processes.start_time(process.pid) is None
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_what_another_user_made_under_our_names_is_not_swept(tmp_path):
+    for name in ("rlb-1-own", "rlb-1-theirs", "rlb-2-own"):
+        (tmp_path / name).write_text("")
+    os.chown(tmp_path / "rlb-1-theirs", 65534, 65534)
+    processes.sweep(tmp_path, "rlb-1-")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["rlb-1-theirs", "rlb-2-own"]
+
+
 def test_a_zombie_does_not_live():
     process = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
     assert process.stdout is not None

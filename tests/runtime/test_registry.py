@@ -1,6 +1,7 @@
 """The state folder: private, written whole, and honest about files it cannot read."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -47,6 +48,22 @@ def test_a_folder_somebody_opened_up_is_closed_again(state):
     state.chmod(0o755)
     registry.state_dir()
     assert oct(state.stat().st_mode & 0o777) == "0o700"
+
+
+def test_a_folder_in_which_others_may_have_put_something_is_not_used(state):
+    state.mkdir()
+    state.chmod(0o777)
+    with pytest.raises(ClusterError, match="XDG_STATE_HOME"):
+        registry.token_file()
+    assert list(state.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_folder_of_another_user_is_not_used(state):
+    state.mkdir(mode=0o700)
+    os.chown(state, 65534, 65534)
+    with pytest.raises(ClusterError, match="XDG_STATE_HOME"):
+        registry.token_file()
 
 
 def test_a_cluster_is_found_as_it_was_written_and_forgotten_with_its_sessions(state):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlbench.errors import WeightSyncError
-from rlbench.weights.shm import SHM_DIR, ShmReader, ShmStage, read_manifest, sweep
+from rlbench.weights.shm import SHM_DIR, ShmReader, ShmStage, read_manifest
 
 
 @pytest.fixture
@@ -84,10 +84,24 @@ def test_a_closed_stage_leaves_nothing_and_is_refused_by_readers(stage: ShmStage
         dict(read_manifest(manifest))
 
 
-def test_files_of_a_dead_sender_are_swept(stage: ShmStage, prefix: str) -> None:
-    stage.write(mixed().items())
-    assert len(sweep(prefix)) == 3
-    assert not list(Path(SHM_DIR).glob(f"{prefix}-*"))
+@pytest.mark.parametrize("plant", ["file", "link"])
+def test_what_another_user_put_under_its_name_is_not_used(stage: ShmStage, plant: str, tmp_path: Path) -> None:
+    (bucket,) = stage.write([("a", torch.ones(2))]).buckets
+    stage.close()
+    target = tmp_path / "target"
+    target.touch()
+    if plant == "file":
+        Path(bucket.path).touch()
+        Path(bucket.path).chmod(0o666)
+    else:
+        Path(bucket.path).symlink_to(target)
+    try:
+        for use in (lambda: stage.write([("a", torch.ones(2))]), lambda: list(ShmReader().read(bucket))):
+            with pytest.raises(WeightSyncError, match=f"{bucket.path} is not used"):
+                use()
+        assert target.stat().st_size == 0
+    finally:
+        Path(bucket.path).unlink()
 
 
 def test_bad_stages_are_refused(stage: ShmStage) -> None:

@@ -256,6 +256,18 @@ def test_what_others_may_have_written_is_not_read(qwen: str, tmp_path: Path, par
             engine.call("read_snapshot", str(tmp_path / "a"))
 
 
+def test_a_snapshot_shares_no_file_that_others_may_have_written(qwen: str, tmp_path: Path) -> None:
+    """One who knows the name of a dropped snapshot could make it anew, and would own what later ones link to."""
+    with ranks(1, qwen_on_meta(qwen, NoisyQwen)) as engine:
+        whole = engine.call("write_snapshot", str(tmp_path / "a"))[0]["bytes"]
+        assert engine.call("write_snapshot", str(tmp_path / "b"), str(tmp_path / "a"))[0]["fresh"] < whole
+        (tmp_path / "a" / "rank-0" / "3.bin").chmod(0o602)
+        assert engine.call("write_snapshot", str(tmp_path / "c"), str(tmp_path / "a"))[0]["fresh"] == whole
+        engine.call("read_snapshot", str(tmp_path / "c"))
+        with pytest.raises(CheckpointError, match=r"3.bin is not read"):
+            engine.call("read_snapshot", str(tmp_path / "b"))  # the same file, by its other link
+
+
 def test_what_is_no_snapshot_of_the_session_any_more_is_swept(qwen: str, tmp_path: Path) -> None:
     """Of ids alone, whole or partial: what else lies beside them stays."""
     names = ["s-0123abcd", "s-0123abce", "s-0123abcf.partial", "other-0123abcd", "s-anchors", "s-0123abcf.old"]
