@@ -8,6 +8,8 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 if TYPE_CHECKING:
     import torch
 
@@ -28,6 +30,19 @@ def address() -> str:
             probe.connect(("192.0.2.1", 9))  # a reserved address; connecting a datagram socket sends nothing
             return str(probe.getsockname()[0])
     return LOOPBACK
+
+
+def keep_gloo_on(host: str) -> None:
+    """Bind this process's gloo to the interface of `host`, a loopback address, unless the environment says otherwise.
+
+    Gloo would take the address that the machine's name stands for, which is often the outer one.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ or not host.startswith("127."):
+        return
+    with contextlib.suppress(OSError):  # no list of interfaces: gloo chooses by the host's name
+        for interface, addresses in psutil.net_if_addrs().items():
+            if any(address.address == host for address in addresses):
+                os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
 def gpu_uuid(device: torch.device) -> str:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import socket
 from datetime import timedelta
 
-import psutil
 import torch.distributed as dist
 
 from rlbench.strategies.device import RankDevice, current_accelerator_kwargs
+from rlbench.weights import facts
 
 KEPT_MARKS = 32
 
@@ -57,7 +55,7 @@ class RankGroup:
 
     def join(self, master: tuple[str, int], device: RankDevice) -> None:
         """Connect to the store at `master` and form the process group; collective."""
-        self._keep_gloo_on(master[0])
+        facts.keep_gloo_on(master[0])
         store = self._server or dist.TCPStore(
             *master, self.world_size, is_master=False, timeout=self._timeout
         )
@@ -132,12 +130,3 @@ class RankGroup:
             dist.destroy_process_group()
             self._joined = False
         self._marks = self._server = None
-
-    def _keep_gloo_on(self, host: str) -> None:
-        """Bind gloo to the interface that has `host`, unless the environment says otherwise."""
-        if "GLOO_SOCKET_IFNAME" in os.environ:
-            return
-        with contextlib.suppress(OSError):  # no list of interfaces: gloo chooses by the host's name
-            for interface, addresses in psutil.net_if_addrs().items():
-                if any(address.address == host for address in addresses) and host.startswith("127."):
-                    os.environ["GLOO_SOCKET_IFNAME"] = interface

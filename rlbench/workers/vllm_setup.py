@@ -11,6 +11,7 @@ import warnings
 from typing import Any
 
 from rlbench.errors import BuildError, nearest
+from rlbench.weights import facts
 from rlbench.workers.replica_config import DEFAULT_KV_BYTES, ReplicaConfig
 
 GPU_WORKER = "rlbench.weights.vllm_plugin.GpuReplicaWorker"
@@ -43,6 +44,7 @@ def prepare_environment(config: ReplicaConfig) -> None:
       tensor parallelism: plus one worker process per rank, which ends when this process does).
     - torch.compile: with enforce_eager vLLM still compiles a few helpers of the sampler at the first request,
       which costs 20 s on two cores and needs a C++ compiler; eager they run as fast.
+    - Addresses: all processes of a replica are on one machine, and meet on its loopback interface.
     - Logging: warnings about missing preload libraries and the like would show in the user's cell at each
       start.
     """
@@ -50,6 +52,8 @@ def prepare_environment(config: ReplicaConfig) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # what it says before it reads that
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_HOST_IP", facts.LOOPBACK)
+    facts.keep_gloo_on(facts.LOOPBACK)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*reduce_op")
     prepare_threads(config)

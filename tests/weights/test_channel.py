@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -182,3 +183,17 @@ def test_two_tensors_of_one_name_are_refused() -> None:
         planned([("w", "float32", (1,), 4), ("w", "float32", (1,), 4)], 1000)
 
 
+
+
+@pytest.mark.parametrize(("host", "before", "after"), [
+    (LOOPBACK, None, "lo"), (LOOPBACK, "eth7", "eth7"), ("192.0.2.9", None, None),
+])  # fmt: skip
+def test_gloo_stays_on_loopback_where_its_group_does(
+    host: str, before: str | None, after: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Left alone it listens where the machine's name points, which others may reach."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", before or "")
+    if before is None:
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    facts.keep_gloo_on(host)
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == after

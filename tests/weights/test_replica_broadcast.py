@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -56,6 +57,14 @@ def model(folder: Path) -> PreTrainedModel:
     return loaded
 
 
+def listening_addresses() -> set[str]:
+    """Where this process and its children listen."""
+    family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    found = [c for process in family for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert found
+    return {connection.laddr.ip.removeprefix("::ffff:") for connection in found}
+
+
 class Sender:
     """The sending rank, on a thread of this process."""
 
@@ -99,6 +108,7 @@ def test_all_workers_take_their_share_and_keep_the_group(
     replica: VllmReplica, model: PreTrainedModel, sender: Sender
 ) -> None:
     assert replica.sync_facts().workers == 2
+    assert listening_addresses() <= {"127.0.0.1", "::1"}, "its workers meet on this machine alone"
     assert len(sender.manifest.buckets) > 3
     for version in (1, 2):
         sending = sender.send()
