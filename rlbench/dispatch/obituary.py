@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 from rlbench.runtime import processes, registry
@@ -87,8 +86,7 @@ def last_words(pid: int | None) -> list[str]:
     record = registry.read_cluster()
     if pid is None or record is None:
         return []
-    logs = Path(record.temp_dir) / "session_latest" / "logs"
-    found = sorted(logs.glob(f"worker-*-{pid}.err")) + sorted(logs.glob(f"worker-*-{pid}.out"))
+    found = sorted(record.logs.glob(f"worker-*-{pid}.err")) + sorted(record.logs.glob(f"worker-*-{pid}.out"))
     lines = [
         line.rstrip()
         for path in found

@@ -37,8 +37,7 @@ def files_of(record: Mapping[str, Any], pid: int) -> list[Path]:
             f"session {record['name']!r} runs on a cluster that rlbench did not start: its logs lie in that cluster's "
             "folder (`ray logs`)"
         )
-    folder = Path(cluster.temp_dir) / "session_latest" / "logs"
-    return sorted([*folder.glob(f"worker-*-{pid}.out"), *folder.glob(f"worker-*-{pid}.err")])
+    return sorted([*cluster.logs.glob(f"worker-*-{pid}.out"), *cluster.logs.glob(f"worker-*-{pid}.err")])
 
 
 def last_lines(path: Path, count: int) -> Iterator[str]:

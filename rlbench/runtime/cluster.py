@@ -296,7 +296,9 @@ def _ray_init(address: str) -> None:
     # a remote call that comes after shutdown() must not start a cluster of its own
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     import ray
+    from ray._private import ray_constants
 
+    ray_constants.ENABLE_RAY_CLUSTER = False  # as `head.ONE_MACHINE`, also where ray was imported before
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
         _say_nothing_of_deaths()

@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from rlbench.runtime import processes, registry
+from rlbench.runtime import head, processes, registry
 
 IDLE_LIMIT_S = 600.0
 START_LIMIT_S = 90.0
@@ -36,14 +36,13 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: wanted_end.append(number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for attempt in range(1, ATTEMPTS + 1):
-        # a short path: Ray puts unix sockets below it (107 characters at most)
-        temp_dir = tempfile.mkdtemp(prefix="rlb-")
+        temp_dir = tempfile.mkdtemp(prefix="rlb-")  # 0700, and short: see `head`
         port = free_port()
         said = Path(temp_dir) / "start.log"
         with said.open("w") as out:
             ray = subprocess.Popen(
-                ray_command(port, temp_dir, devices, gpus), env=ray_environment(), start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                head.command(port, Path(temp_dir), devices, gpus), env=head.environment(Path(temp_dir)),
+                start_new_session=True, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
             )  # fmt: skip
         try:
             if _wait_for_ray(said, ray, wanted_end):
@@ -73,32 +72,6 @@ def _publish(cluster_id: str, port: int, ray_session: int, temp_dir: str, device
         ray_session=ray_session, ray_start=ray_start, boot=processes.boot_id(), temp_dir=temp_dir,
         token_path=str(registry.token_file()), devices=devices, gpus=gpus,
     ))  # fmt: skip
-
-
-def ray_command(port: int, temp_dir: str, devices: int, gpus: int) -> list[str]:
-    """The command line that starts our head node, with ports of its own and a bounded object store."""
-    return [
-        sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}",
-        "--node-ip-address=127.0.0.1", f"--temp-dir={temp_dir}", f"--num-cpus={devices}", f"--num-gpus={gpus}",
-        f"--object-store-memory={object_store_bytes()}", "--include-dashboard=false", "--disable-usage-stats",
-        "--dashboard-agent-listen-port=0", "--min-worker-port=0", "--max-worker-port=0",
-        f"--ray-client-server-port={free_port()}",
-    ]  # fmt: skip
-
-
-def ray_environment() -> dict[str, str]:
-    """Environment for Ray's processes: token authentication, and none of the notebook's process identity."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("JPY_", "RAY_"))}
-    return env | {
-        "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(registry.token_file()),
-        "RAY_enable_metrics_collection": "0",
-    }  # fmt: skip
-
-
-def object_store_bytes() -> int:
-    """Room for rollouts and batches: at most 4 GiB and at most a third of free shared memory (weights go there too)."""
-    stat = os.statvfs("/dev/shm")
-    return max(128 << 20, min(4 << 30, stat.f_bavail * stat.f_frsize // 3))
 
 
 def free_port() -> int:

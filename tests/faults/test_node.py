@@ -8,17 +8,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlbench.dispatch.link import Link, spawn_host
 from rlbench.errors import WorkerDied
-from rlbench.runtime import guard, processes
+from rlbench.runtime import head, processes
 from tests.echo_engine import submit
 
 pytestmark = pytest.mark.engine
 WAIT_S = 90.0
+JOIN = """
+from ray._private import services
+from ray.scripts.scripts import main
+services.resolve_ip_for_localhost = lambda host: host  # our clusters are one machine's, so Ray refuses a second node
+main()
+"""
 
 
 def until(true: Callable[[], Any]) -> Any:
@@ -30,16 +37,17 @@ def until(true: Callable[[], Any]) -> Any:
 
 
 @pytest.fixture
-def second_node(cluster: Any) -> Iterator[tuple[str, int]]:
+def second_node(cluster: Any, tmp_path: Path) -> Iterator[tuple[str, int]]:
     """A second raylet beside the head: its node id and its process session."""
     import ray
 
+    environment = {k: v for k, v in head.environment(tmp_path).items() if k not in head.ONE_MACHINE}
     known = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     raylet = subprocess.Popen(
-        [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={cluster.address}", "--block",
+        [sys.executable, "-c", JOIN, "start", f"--address={cluster.address}", "--block",
          "--num-cpus=1", "--node-ip-address=127.0.0.1", f"--object-store-memory={128 << 20}", "--disable-usage-stats",
          "--dashboard-agent-listen-port=0", "--min-worker-port=0", "--max-worker-port=0"],
-        env=guard.ray_environment(), start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        env=environment, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
         stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:

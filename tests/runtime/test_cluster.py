@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlbench.runtime import cluster as clusters
-from rlbench.runtime import processes, registry
+from rlbench.runtime import head, processes, registry
 from tests.runtime.kernels import Kernel, Refused
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -150,7 +150,8 @@ def test_a_cluster_that_others_run_is_joined_by_address_and_never_stopped(guest,
 
 
 def test_without_the_token_nobody_gets_in(starter, tmp_path):
-    stranger = Kernel(tmp_path, RAY_NUM_REDIS_GET_RETRIES="2")  # Ray would try for twenty seconds
+    # Ray would try for twenty seconds, and at the outer address, where nothing listens
+    stranger = Kernel(tmp_path, RAY_NUM_REDIS_GET_RETRIES="2", **head.ONE_MACHINE)
     with pytest.raises(Refused, match="ConnectionError"):
         stranger.run(ALONE.format(here().address))
     with pytest.raises(Refused, match=r"ClusterError: .*wants its token: set RAY_AUTH_MODE=token"):
