@@ -17,7 +17,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -36,7 +35,7 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: wanted_end.append(number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for attempt in range(1, ATTEMPTS + 1):
-        temp_dir = tempfile.mkdtemp(prefix="rlb-")  # 0700, and short: see `head`
+        temp_dir = head.new_folder()
         port = free_port()
         said = Path(temp_dir) / "start.log"
         with said.open("w") as out:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,18 @@ from rlbench.runtime import registry
 
 ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Keeps Ray from replacing 127.0.0.1 by the outer address; read when ray is imported."""
+SOCKET_PATH = 107
+"""How long the path of a unix socket may be."""
+SOCKET_BELOW = len("/rlb-12345678/ray/session_2026-01-31_12-00-00_123456_4194304/sockets/plasma_store")
 RAY_MEMORY = 1 << 30
 """What Ray calls the memory of the node, which nothing of ours asks for. Left to itself, it refuses to start where the
 machine has less free than its object store may take at most."""
+
+
+def new_folder() -> str:
+    """Make the folder of a cluster, for its owner alone: where temporary files go, if Ray's sockets fit below that."""
+    usual = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="rlb-", dir=usual if len(usual) + SOCKET_BELOW <= SOCKET_PATH else "/tmp")
 
 
 def command(port: int, folder: Path, devices: int, gpus: int) -> list[str]:
@@ -26,7 +36,7 @@ def command(port: int, folder: Path, devices: int, gpus: int) -> list[str]:
 
     Args:
         port: of the cluster's address.
-        folder: of its owner alone. Its path is short: Ray puts unix sockets below it (107 characters at most).
+        folder: of `new_folder`.
         devices, gpus: of the cluster.
     """
     return [

@@ -34,9 +34,10 @@ def state(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def starter(state):
-    """The kernel that starts the cluster."""
-    kernel = Kernel(state)
+def starter(state, tmp_path_factory):
+    """The kernel that starts the cluster; its temporary files lie too deep for a unix socket."""
+    deep = tmp_path_factory.mktemp("x" * 80)
+    kernel = Kernel(state, TMPDIR=str(deep))
     kernel.run(JOIN.format("devices=2"))
     yield kernel
     kernel.end()
@@ -92,6 +93,8 @@ def test_init_again_is_the_cluster_that_is_there(starter):
 
 
 def test_what_it_writes_is_its_owners_alone(starter, state):
+    folder = Path(here().temp_dir)
+    assert folder.parent == Path("/tmp") and oct(folder.stat().st_mode & 0o777) == "0o700"
     assert {oct(p.stat().st_mode & 0o777) for p in [state / "rlbench", state / "rlbench" / "sessions"]} == {
         "0o700"
     }
