@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 SHOWN = ("loss", "reward", "grad_norm", "kl", "entropy", "clip_fraction", "logprob_gap", "tokens_per_s")
+LOSSES = ("loss", "policy_loss")
 
 
 class Metrics(Mapping[str, Any]):
@@ -45,13 +46,19 @@ class Metrics(Mapping[str, Any]):
     def __repr__(self) -> str:
         numbers = [k for k, v in self._values.items() if isinstance(v, int | float | np.number)]
         names = [k for k in SHOWN if self._values.get(k) is not None] or numbers[: len(SHOWN)]
-        shown = [f"{k} {format_number(self._values[k])}" for k in names]
+        shown = [shown_metric(k, self._values) for k in names]
         if (usual := self._values.get("lr_usual")) is not None:
             shown.append(f"lr {format_number(self._values['lr'])} for this step (usually {format_number(usual)})")
         head = f"step {self._values['step']}" if "step" in self._values else "metrics"
         if self._values.get("skipped"):
             shown.append(f"step skipped: {self._values['skipped']}")
         return f"{head}: " + " · ".join(shown)
+
+
+def shown_metric(name: str, values: Mapping[str, Any]) -> str:
+    """A metric for a line; behind a loss stands how its tokens became one number, which other systems do otherwise."""
+    text = f"{name} {format_number(values[name])}"
+    return f"{text} ({values['aggregation']})" if name in LOSSES and values.get("aggregation") else text
 
 
 def format_number(value: Any) -> str:

@@ -170,10 +170,11 @@ def cost_line(rollouts: Rollouts, seconds: float) -> str:
 
 
 def train_cost_line(what: str, values: Mapping[str, Any], tokens: int, seconds: float) -> str:
-    """`train_step · 16 micro-batches · 1.9 s · 3.1k tok/s · padding 0 % · peak 1.2 GiB · v42`"""
+    """`train_step · token-mean · 16 micro-batches · 1.9 s · 3.1k tok/s · padding 0 % · peak 1.2 GiB · v42`"""
     count, padding = values.get("micro_batches"), values.get("padding")
     return _joined(
         what,
+        values.get("aggregation") or "",
         "" if count is None else f"{count} micro-batch{'' if count == 1 else 'es'}",
         f"{seconds:.3g} s",
         f"{compact(values.get('tokens_per_s') or tokens / max(seconds, 1e-6))} tok/s",

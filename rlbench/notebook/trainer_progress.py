@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlbench.data.metrics import format_number
+from rlbench.data.metrics import shown_metric
 from rlbench.dispatch.protocol import Progress
 from rlbench.notebook.progress_line import Line
 from rlbench.notebook.sparkline import blocks
@@ -58,7 +58,7 @@ class FitProgress:
 
     def _last(self) -> list[str]:
         last = self._done[-1] if self._done else {}
-        return [f"{name} {format_number(last[name])}" for name in SHOWN if last.get(name) is not None]
+        return [shown_metric(name, last) for name in SHOWN if last.get(name) is not None]
 
     def _below(self) -> list[str]:
         rewards = [float(values["reward"]) for values in self._done if values.get("reward") is not None][-DRAWN:]

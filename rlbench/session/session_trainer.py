@@ -44,6 +44,7 @@ class SessionTrainer:
         self._session = session
         self.id, self.spec = str(made["id"]), spec
         self.method = str(made["method"])
+        self.aggregation = str(made["aggregation"])
         self.options: dict[str, Any] = {**made["ppo"], **made["overridden"]}
         self.history = History([])
         self._records: dict[int, dict[str, Any]] = {}  # all of them, by the number of the session's record
@@ -256,6 +257,7 @@ class SessionTrainer:
         parts = {name.split("/")[1].removesuffix("_s"): v for name, v in found.items() if name.startswith("perf/")}
         values: dict[str, Any] = {**found, **common}
         values |= {"step": step, "version": int(state["version"]), "loss_name": self.method,
+                   "aggregation": self.aggregation,
                    "seconds": {**parts, "total": seconds}}  # fmt: skip
         self._session.record(values)
         self._records[int(self._session.link.state("tip")["tip"])] = values

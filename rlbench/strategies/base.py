@@ -6,23 +6,28 @@ Put together from sides, one a file: what ranks say to each other (`rank_side`),
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-from rlbench.strategies.config import StrategyConfig, accumulation_steps
+from rlbench.strategies.config import OptionError, StrategyConfig, accumulation_steps
 from rlbench.strategies.control import ControlGroup
 from rlbench.strategies.device import RankDevice
 from rlbench.strategies.inference_side import InferenceSide
 from rlbench.strategies.keeping_side import KeepingSide
 from rlbench.strategies.preparing_side import PreparingSide
 
+ARGUMENTS = {"seed": 42, "max_norm": 0.0, "micro_train_batch_size": 1, "train_batch_size": 1, "bf16": True}
+"""Options that are arguments of a strategy, too, and their defaults there."""
+
 
 class StrategyBase(PreparingSide, KeepingSide, InferenceSide):
     """What every strategy does; `_shard` says how.
 
     Args:
-        seed, max_norm, micro_train_batch_size, train_batch_size, bf16: see `FSDPV2Strategy`.
+        seed, max_norm, micro_train_batch_size, train_batch_size, bf16: see `FSDPV2Strategy`. One at its default is as
+            `args` say it.
         args: namespace, mapping, `StrategyConfig`, path of a YAML file, or None; see `StrategyConfig.of`.
         device: of this rank.
         control: the group through which ranks agree.
@@ -31,26 +36,35 @@ class StrategyBase(PreparingSide, KeepingSide, InferenceSide):
         args: what was given.
         config: every option, with its default where none was given.
         rank, world_size: of this process.
+
+    Raises:
+        OptionError: an argument and `args` say two things.
     """
 
     def __init__(
         self, seed: int, max_norm: float, micro_train_batch_size: int, train_batch_size: int, bf16: bool, args: Any,
         *, device: RankDevice, control: ControlGroup,
     ) -> None:  # fmt: skip
+        own: dict[str, Any] = {
+            "seed": seed, "max_norm": max_norm, "micro_train_batch_size": micro_train_batch_size,
+            "train_batch_size": train_batch_size, "bf16": bf16,
+        }  # fmt: skip
         self.args = args
-        self.config = StrategyConfig.of(args)
-        self.seed = seed
-        self.max_norm = max_norm
-        self.bf16 = bf16
-        self.micro_train_batch_size = micro_train_batch_size
-        self.train_batch_size = train_batch_size
+        self.config, own = _settled(args, own)
+        self.seed: int = own["seed"]
+        self.max_norm: float = own["max_norm"]
+        self.bf16: bool = own["bf16"]
+        self.micro_train_batch_size: int = own["micro_train_batch_size"]
+        self.train_batch_size: int = own["train_batch_size"]
         self.device = device
         self.control = control
         self.rank = control.rank
         self.world_size = control.world_size
         self.accumulation = 1  # train_batch_size=1, the default, asks for none
-        if train_batch_size != 1:
-            self.accumulation = accumulation_steps(train_batch_size, micro_train_batch_size, self.world_size)
+        if self.train_batch_size != 1:
+            self.accumulation = accumulation_steps(
+                self.train_batch_size, self.micro_train_batch_size, self.world_size
+            )
         self._start_memory()
         self._start_steps()
 
@@ -73,3 +87,22 @@ class StrategyBase(PreparingSide, KeepingSide, InferenceSide):
                 yield
         finally:
             self.report_memory("Finished init_model_context")
+
+
+def _settled(args: Any, arguments: Mapping[str, Any]) -> tuple[StrategyConfig, dict[str, Any]]:
+    """The options and the arguments of a strategy, each as the other says it where it does not itself.
+
+    Raises:
+        OptionError: they say two things.
+    """
+    config = StrategyConfig.of(args)
+    overridden = config.overridden()
+    said = args if isinstance(args, Mapping) else overridden
+    settled = dict(arguments)
+    for name, value in arguments.items():
+        if value == ARGUMENTS[name] and name in said:
+            settled[name] = getattr(config, name)
+        elif name in overridden and getattr(config, name) != value:
+            raise OptionError(f"{name}={value!r}, and {name}={getattr(config, name)!r} in args: give it once.")
+    own = {name: value for name, value in arguments.items() if value != ARGUMENTS[name]}
+    return replace(config, **own), settled

@@ -1,8 +1,10 @@
 """Options of a strategy and of what is built on it: one dataclass, from a namespace, YAML or the command line.
 
 Names and defaults are the reference system's; where its documents and its code disagree the documents count
-(`enable_engine_sleep` is on, `plot_every` is 10). `OPTIONS` says of each who honours it. What nobody honours yet
-raises when it is set, so that no option is without effect. Importable without torch.
+(`enable_engine_sleep` is on, `plot_every` is 10). Its class says advantage_estimator "group_norm", with which a critic
+has no effect, and its command line "gae": None, the default here, follows from whether there is a critic. `OPTIONS`
+says of each who honours it. What nobody honours yet raises when it is set, so that no option is without effect.
+Importable without torch.
 """
 
 from __future__ import annotations
@@ -96,7 +98,7 @@ OPTIONS: dict[str, Option] = {
         reward_clip="clamp rewards to this magnitude; 0: not",
         advantages_norm="whiten advantages",
         advantage_clip="clamp advantages to this magnitude; 0: not",
-        advantage_estimator="how advantages come from rewards",
+        advantage_estimator="how advantages come from rewards; unless it is said gae with a critic, else group_norm",
         use_kl_loss="KL to the reference as a loss, not in the reward",
         kl_estimator="k1, k2 or k3",
         pretrain_data="text for a language loss beside the policy's",
@@ -172,7 +174,7 @@ class StrategyConfig:
     dynamic_sampling: bool = False
     dynamic_sampling_metric: str = "reward"
     max_num_gen_batches: int = 10
-    advantage_estimator: str = "group_norm"
+    advantage_estimator: str | None = None
     use_kl_loss: bool = False
     kl_estimator: str = "k3"
     plot_every: int = 10
@@ -278,6 +280,19 @@ def names() -> list[str]:
 def default(name: str) -> Any:
     """The default of an option."""
     return next(f.default for f in fields(StrategyConfig) if f.name == name)
+
+
+def need_fsdp(config: StrategyConfig) -> None:
+    """Refuse what the reference system trains with DeepSpeed.
+
+    Raises:
+        OptionError: `fsdp` is not set.
+    """
+    if not config.fsdp:
+        raise OptionError(
+            f"fsdp=False cannot be honoured: the strategy would be DeepSpeed's (zero_stage={config.zero_stage}), which "
+            "is not here yet; set --fsdp (fsdp=True) for FSDP2."
+        )
 
 
 def accumulation_steps(train_batch_size: int, micro_train_batch_size: int, world_size: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from enum import IntEnum
 from typing import Any
@@ -114,6 +114,17 @@ class ControlGroup:
             failure = error
         self.raise_together(doing, failure)
         return result
+
+    @contextlib.contextmanager
+    def ended_together(self, doing: str) -> Iterator[None]:
+        """What fails in the block on one rank, after its last collective (a file that rank 0 writes), ends the call on
+        all: they would wait for it in the next."""
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # whatever it is, the peers must hear of it
+            failure = error
+        self.raise_together(doing, failure)
 
     def raise_together(self, doing: str, failure: Exception | None) -> None:
         """Share the failures of `doing`; collective. Raises the rank's own failure, else one that names

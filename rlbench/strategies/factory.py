@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlbench.errors import BuildError
-from rlbench.strategies.config import StrategyConfig, accumulation_steps
+from rlbench.strategies.config import StrategyConfig, accumulation_steps, need_fsdp
 from rlbench.strategies.fsdp2 import FSDPV2Strategy
 
 
@@ -16,9 +15,9 @@ def get_strategy(args: Any) -> FSDPV2Strategy:
         args: a namespace, a mapping, a `StrategyConfig`, or the path of a YAML file; `fsdp` must be set.
 
     Raises:
-        BuildError: without `fsdp` the reference system takes DeepSpeed, which is not here yet; or this process is
-            no rank.
-        OptionError: an option that is unknown, cannot be honoured, or a batch that ranks cannot share.
+        OptionError: an option that is unknown, cannot be honoured, or a batch that ranks cannot share. Without `fsdp`
+            the reference system takes DeepSpeed, which is not here yet.
+        BuildError: this process is no rank.
 
     Example:
         parser = argparse.ArgumentParser()
@@ -26,11 +25,7 @@ def get_strategy(args: Any) -> FSDPV2Strategy:
         strategy = get_strategy(parser.parse_args(["--fsdp", "--train_batch_size", "16"]))
     """
     config = StrategyConfig.of(args)
-    if not config.fsdp:
-        raise BuildError(
-            f"without fsdp the strategy would be DeepSpeed's (zero_stage={config.zero_stage}), which is not here yet; "
-            "set --fsdp (fsdp=True) for FSDP2."
-        )
+    need_fsdp(config)
     strategy = FSDPV2Strategy(
         seed=config.seed, max_norm=config.max_norm, micro_train_batch_size=config.micro_train_batch_size,
         train_batch_size=config.train_batch_size, bf16=config.bf16, args=args,

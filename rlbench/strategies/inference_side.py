@@ -25,6 +25,7 @@ from rlbench.errors import EngineError, StateError
 from rlbench.strategies.config import OptionError, StrategyConfig
 from rlbench.strategies.gather_plan import gather_plan
 from rlbench.strategies.generate_call import own_prompts, sampling_of
+from rlbench.strategies.length_analysis import GenLenAnalyser
 from rlbench.strategies.rank_side import RankSide
 
 REPLICAS = "rlbench.engines.rank_replicas:RankReplicas"
@@ -88,10 +89,14 @@ class InferenceSide(RankSide):
     Attributes:
         generate_calls: how many calls of `gather_and_generate` were completed. The next one's seeds derive from it, so
             a run that goes on from a checkpoint sets it to what it was.
+        collects_lengths: whether `gather_and_generate` writes response lengths to `log_dir`, every `plot_every` calls.
+            A trainer on the strategy counts its iterations instead.
     """
 
     config: StrategyConfig
     generate_calls: int = 0
+    collects_lengths: bool = True
+    _lengths: GenLenAnalyser | None = None
     _replicas: Replicas | None = None
     _sleeps: bool = True
 
@@ -102,7 +107,7 @@ class InferenceSide(RankSide):
             args: options as of `StrategyConfig.of`; None: the strategy's own. `engine_tp_size`, `engine_mem_util` and,
                 beside them in a script's namespace, `pretrain` (the model's path), `prompt_max_len` and
                 `generate_max_len` (their sum is the longest sequence) say how an engine is built. Of a session that has
-                an engine already they must fit it.
+                an engine already they must fit it. `log_dir` and `plot_every`: see `collects_lengths`.
             engine_type: "vllm".
             actor: a module whose weights the engine then gets, see `update_engine_weights`; None: it keeps its own.
 
@@ -124,6 +129,8 @@ class InferenceSide(RankSide):
                 "setup_inference_engine: this process is on no session's ranks, so there are no devices to build an "
                 "engine on. Call it in a %%ranks cell or in session.train.run(fn), where the strategy is `strategy`."
             )
+        if config.log_dir is not None:
+            self._lengths = GenLenAnalyser(plot_every=config.plot_every, plot_out_dir=config.log_dir, strategy=self)
         made: Replicas = _load(REPLICAS)(self, config, plan, actor)
         self._replicas, self._sleeps = made, config.enable_engine_sleep
         made.wake()
@@ -180,6 +187,9 @@ class InferenceSide(RankSide):
         self.generate_calls += 1
         if sleep_engine:
             self.maybe_sleep_inference_engine()
+        if self._lengths is not None and self.collects_lengths:
+            with self.control.ended_together("writing response lengths"):
+                self._lengths.collect(outputs, self.generate_calls - 1)
         return outputs
 
     def update_engine_weights(self, actor: Any, transport: str | None = None) -> dict[str, Any]:

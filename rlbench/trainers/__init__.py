@@ -9,7 +9,6 @@ from rlbench.lazy import lazy_names
 if TYPE_CHECKING:
     from rlbench.trainers.experience import Experience
     from rlbench.trainers.experience_maker import FastExperienceMaker
-    from rlbench.trainers.length_analysis import GenLenAnalyser
     from rlbench.trainers.ppo_config import PPOConfig
     from rlbench.trainers.ppo_trainer import PPOTrainer
     from rlbench.trainers.replay_buffer import NaiveReplayBuffer
@@ -19,15 +18,15 @@ if TYPE_CHECKING:
     from rlbench.trainers.value_model import make_critic
 
 _NAMES = {
-    "Experience": "experience", "FastExperienceMaker": "experience_maker", "GenLenAnalyser": "length_analysis",
-    "NaiveReplayBuffer": "replay_buffer", "PPOConfig": "ppo_config", "PPOTrainer": "ppo_trainer",
+    "Experience": "experience", "FastExperienceMaker": "experience_maker", "NaiveReplayBuffer": "replay_buffer",
+    "PPOConfig": "ppo_config", "PPOTrainer": "ppo_trainer",
     "SPMDPPOTrainer": "spmd_ppo_trainer", "SPMDPPOTrainerBase": "spmd_ppo_trainer",
     "TrajectorySaver": "trajectory_saver", "make_critic": "value_model", "make_reward_model": "reward_heads",
 }  # fmt: skip
 
 __all__ = [
-    "Experience", "FastExperienceMaker", "GenLenAnalyser", "NaiveReplayBuffer", "PPOConfig", "PPOTrainer",
-    "SPMDPPOTrainer", "SPMDPPOTrainerBase", "TrajectorySaver", "make_critic", "make_reward_model",
+    "Experience", "FastExperienceMaker", "NaiveReplayBuffer", "PPOConfig", "PPOTrainer", "SPMDPPOTrainer",
+    "SPMDPPOTrainerBase", "TrajectorySaver", "make_critic", "make_reward_model",
 ]  # fmt: skip
 
 __getattr__, __dir__ = lazy_names(__name__, _NAMES)

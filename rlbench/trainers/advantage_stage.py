@@ -62,7 +62,7 @@ def check_estimator(options: StrategyConfig, gamma: float, critic: bool) -> str:
     Raises:
         OptionError: an unknown name, or options that it cannot honour.
     """
-    name = ALIASES.get(options.advantage_estimator, options.advantage_estimator)
+    name = _name_of(options)
     if name not in ESTIMATORS:
         known = [*ESTIMATORS, *ALIASES]
         raise OptionError(
@@ -77,7 +77,8 @@ def check_estimator(options: StrategyConfig, gamma: float, critic: bool) -> str:
         raise OptionError("advantage_estimator='gae' needs a critic; give one, or 'group_norm' for GRPO.")
     if name != "gae" and critic:
         raise OptionError(
-            f"the critic would have no effect with advantage_estimator={name!r}: leave it out, or use 'gae'."
+            f"the critic would have no effect with advantage_estimator={name!r}: give critic=None, as the reference's "
+            "command line does then, or use 'gae'."
         )
     if name in COMPARE and options.n_samples_per_prompt < 2:
         raise OptionError(
@@ -87,6 +88,11 @@ def check_estimator(options: StrategyConfig, gamma: float, critic: bool) -> str:
     if name in UNDISCOUNTED and gamma != 1.0:
         raise OptionError(f"gamma={gamma:g} would have no effect: advantage_estimator={name!r} knows no discount.")
     return name
+
+
+def _name_of(options: StrategyConfig) -> str:
+    assert options.advantage_estimator is not None, "with_estimator comes first"
+    return ALIASES.get(options.advantage_estimator, options.advantage_estimator)
 
 
 @dataclass(frozen=True)
@@ -163,7 +169,7 @@ def estimated(
     Raises:
         LossError: a number at a trained token that is not finite.
     """
-    name = ALIASES.get(options.advantage_estimator, options.advantage_estimator)
+    name = _name_of(options)
     mask = given.padded(given.mask)
     trains = mask.any(1)
     rewards, group = torch.from_numpy(given.rewards), torch.from_numpy(given.group)

@@ -34,6 +34,7 @@ from rlbench.trainers.ppo_config import PPOConfig
 from rlbench.trainers.reward_stage import Recipe, RewardFn, RewardStage
 from rlbench.trainers.samples import counted, encoded, prompts_of, rollouts_of, sampling_of
 from rlbench.trainers.shaping_stage import Shaped, check_shaping, shaped
+from rlbench.trainers.trainer_options import with_estimator
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class FastExperienceMaker:
 
     Args:
         actor: the policy; computes the old log-probs.
-        critic: with `advantage_estimator="gae"` alone.
+        critic: with `advantage_estimator="gae"` alone, which it means where none is named.
         reward_model, remote_rm_url, reward_fn, reward_recipe: what scores, see `RewardStage`.
         initial_model: the reference; needed where `kl_ctl` has a weight above 0, or with `use_kl_loss`.
         tokenizer: the policy's.
@@ -86,7 +87,7 @@ class FastExperienceMaker:
             raise OptionError("processor: vision-language models are not here yet. Leave it out.")
         self.actor, self.critic, self.initial_model = actor, critic, initial_model
         self.tokenizer, self.prompt_max_len, self.kl_ctl, self.strategy = tokenizer, prompt_max_len, kl_ctl, strategy
-        self.options = strategy.config if options is None else options
+        self.options = with_estimator(strategy.config if options is None else options, critic is not None)
         self.config = PPOConfig() if config is None else config
         self.metrics: dict[str, float] = {}
         self.seconds: dict[str, float] = {}
@@ -98,6 +99,8 @@ class FastExperienceMaker:
         self._moments = RunningMoments()
         self._groups = 0  # numbers given so far, on all ranks
         self._check()
+        if critic is not None:
+            self._models.check_critic(critic)
 
     def make_experience_list(
         self, all_prompts: Sequence[Any], all_images: Any = None, all_videos: Any = None,

@@ -23,7 +23,7 @@ from rlbench.strategies.whole_pass import votable
 from rlbench.trainers.forward import PolicyModel, as_batch, evaluating
 from rlbench.trainers.over_ranks import agreed, check_stop
 from rlbench.trainers.reward_heads import scores_of
-from rlbench.trainers.value_model import values_of
+from rlbench.trainers.value_model import check_critic, values_of
 
 FILL = [0, 0]
 NO_ROWS = np.zeros(0, np.int64)
@@ -84,6 +84,11 @@ class ModelStage:
             self._each(batch.lengths, doing, compute)
         self._check_finite(doing, batch, found)
         return Stats(*found)
+
+    def check_critic(self, critic: nn.Module) -> None:
+        """Refuse a module that gives no values; collective."""
+        with self._computing(critic):
+            check_critic(critic, self._strategy.device.device)
 
     def values(self, critic: nn.Module, batch: TrainBatch) -> np.ndarray:
         """The critic's value of the state before each response token, flat float32; collective."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from rlbench.data import Mixture, Prompt, PromptSet, PromptStream
 from rlbench.errors import DataError, StateError
-from rlbench.rl import AdaptiveKL, FixedKL
+from rlbench.rl import AdaptiveKL, Aggregation, FixedKL
 from rlbench.strategies.base import StrategyBase
 from rlbench.strategies.config import OptionError
 from rlbench.trainers.experience_maker import FastExperienceMaker
@@ -35,7 +35,8 @@ class PPOTrainer:
     Args:
         strategy: of the rank, with its inference engine set up.
         actor: the policy, prepared by the strategy (or the session's own module).
-        critic: prepared; None: advantages come from groups of samples.
+        critic: prepared; of `make_critic`, or one of the user's own, see `own_critic`. Advantages come from GAE then
+            unless an estimator is named; None: they come from groups of samples.
         reward_model: what scores: a module with a scalar head on the ranks, a Python reward (as of `rollouts.score`),
             the address of a service, or a list of such.
         initial_model: the frozen reference policy; None where no KL is asked for.
@@ -57,6 +58,9 @@ class PPOTrainer:
         OptionError: an option that means nothing, or contradicts another one.
     """
 
+    aggregation: Aggregation
+    """How the losses of tokens become one, which the class that updates says."""
+
     def __init__(
         self, strategy: StrategyBase, actor: nn.Module, critic: nn.Module | None = None, reward_model: Any = None,
         initial_model: nn.Module | None = None, ema_model: nn.Module | None = None, actor_optim: Any = None,
@@ -67,7 +71,7 @@ class PPOTrainer:
         loss: Any = None, **options: Any,
     ) -> None:  # fmt: skip
         self.strategy = strategy
-        self.options: TrainerOptions = read_options(strategy.config, options)
+        self.options: TrainerOptions = read_options(strategy.config, options, critic is not None)
         self.actor, self.critic, self.reward_model = actor, critic, reward_model
         self.initial_model, self.ema_model = initial_model, ema_model
         self.actor_optim, self.critic_optim = actor_optim, critic_optim
@@ -89,9 +93,8 @@ class PPOTrainer:
             self.options.strategy.packing_samples, processor, options=self.options.strategy, config=ppo,
         )  # fmt: skip
         self.replay_buffer = NaiveReplayBuffer(
-            self.options.strategy.micro_train_batch_size, ppo.buffer_limit, ppo.buffer_cpu_offload,
-            self.options.strategy.packing_samples,
-        )  # fmt: skip
+            self.options.strategy.micro_train_batch_size, ppo.buffer_limit, ppo.buffer_cpu_offload
+        )
         self.log = TrainerLog(self.options, strategy, tokenizer)
         self.files = Checkpoints(self)
         self.iterations = self.optimizer_steps = 0
@@ -244,7 +247,7 @@ class PPOTrainer:
         done: list[Metrics] = []
         while self.iterations < last:
             done.append(self.iterate())
-            self.log.say(done[-1], self.iterations)
+            self.log.say({**done[-1], "aggregation": self.aggregation.mode}, self.iterations)
         self.finish()
         return done
 

@@ -25,7 +25,8 @@ class NaiveReplayBuffer:
         sample_batch_size: sequences that `sample` draws, and that iterating gives at a time.
         limit: newest sequences that are kept; 0: all.
         cpu_offload: experience lies on the host; False is refused.
-        packing_samples: says how a trainer lays the sequences out; ragged as they lie here, they have no padding.
+        packing_samples: the reference's; True is refused: sequences lie here without padding in any case, and how a
+            trainer lays them out is its own option.
         seed: of `sample`.
 
     Attributes:
@@ -42,7 +43,12 @@ class NaiveReplayBuffer:
             )
         if not cpu_offload:
             raise OptionError("cpu_offload=False cannot be honoured: experience lies on the host. Leave it out.")
-        self.sample_batch_size, self.limit, self.packing_samples = sample_batch_size, limit, packing_samples
+        if packing_samples:
+            raise OptionError(
+                "packing_samples=True has no effect on a buffer, where sequences have no padding in any case. Give it "
+                "to the trainer."
+            )
+        self.sample_batch_size, self.limit = sample_batch_size, limit
         self.items: list[Experience] = []
         self._random = np.random.default_rng(seed)
 

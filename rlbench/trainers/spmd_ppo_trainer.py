@@ -6,6 +6,7 @@ to an optimizer step. What is left over where they do not divide waits, as gradi
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -32,7 +33,7 @@ class SPMDPPOTrainerBase(PPOTrainer):
     """A `PPOTrainer` with its update.
 
     Args:
-        args, kwargs: of `PPOTrainer`.
+        args, kwargs: of `PPOTrainer`. A `micro_train_batch_size` beyond a rank's share of `train_batch_size` is that.
         loss_agg_mode: how the losses of tokens become one, see `rlbench.rl.Aggregation`; a `loss` of your own that
             says how it is meant has its own way where this is left at its default.
         use_gspo: ratios of whole sequences (GSPO, arXiv 2507.18071) instead of tokens.
@@ -54,9 +55,10 @@ class SPMDPPOTrainerBase(PPOTrainer):
         assert size > 0, f"engine_tp_size={size}: the trainer needs an inference engine of at least one rank"
         super().__init__(*args, **kwargs)
         options, ppo = self.options.strategy, self.options.ppo
-        micro, whole = options.micro_train_batch_size, options.train_batch_size
-        accumulation_steps(whole, micro, self.strategy.world_size)
-        self._per_rank = whole // self.strategy.world_size
+        whole, ranks = options.train_batch_size, self.strategy.world_size
+        if whole % ranks or options.micro_train_batch_size < whole // ranks:  # else one backward takes a rank's share
+            accumulation_steps(whole, options.micro_train_batch_size, ranks)
+        self._per_rank = whole // ranks
         self.policy_loss: Loss
         self.policy_loss, self.aggregation = loss_of(options, ppo, loss_agg_mode=loss_agg_mode, use_gspo=use_gspo)
         if self.loss is not None:
@@ -101,8 +103,9 @@ class SPMDPPOTrainerBase(PPOTrainer):
 
         Returns:
             Metrics averaged over all optimizer steps on this experience (those of a call that was stopped, too), equal
-            on all ranks: `policy_loss`, `critic_loss`, `kl`, `actor_lr`, …, those of the rollout, and `train_steps`,
-            their number.
+            on all ranks: `policy_loss`, `kl`, `actor_lr`, …, those of the rollout, and `train_steps`, their number;
+            with a critic `critic_loss`. Where no step fell due, those of the sequences that wait for one. A loss that
+            was not computed is NaN: of a frozen actor, or one that waits for the whole step (`Loss.plan`).
 
         Raises:
             StateError: the buffer is empty. Stopped: gradients are cleared, no optimizer is half stepped; where the
@@ -118,7 +121,7 @@ class SPMDPPOTrainerBase(PPOTrainer):
             self._train(frozen)
         finally:
             self._send_away()
-        metrics = mean_of(self._done) | self.rollout_metrics | {
+        metrics = self._losses() | self.rollout_metrics | {
             "train_steps": float(len(self._done)), "optimizer_steps": float(self.optimizer_steps),
         }  # fmt: skip
         metrics["perf/ppo_train_s"] = time.perf_counter() - begin
@@ -129,6 +132,12 @@ class SPMDPPOTrainerBase(PPOTrainer):
         self._experience_is_done()
         self.log.trained(trained_on, global_steps)
         return metrics
+
+    def _losses(self) -> Metrics:
+        """Of the steps on this experience, else of what waits; collective."""
+        losses = ("policy_loss",) if self.value_update is None else ("policy_loss", "critic_loss")
+        found = self._done or [update.so_far() for update in self.updates if update.waiting]
+        return dict.fromkeys(losses, math.nan) | mean_of(found)
 
     # -- steps --------------------------------------------------------------------------------------------------
 

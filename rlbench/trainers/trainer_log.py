@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlbench.data.metrics import format_number
+from rlbench.data.metrics import shown_metric
 from rlbench.errors import DataError
 from rlbench.strategies.base import StrategyBase
+from rlbench.strategies.length_analysis import GenLenAnalyser
 from rlbench.trainers.experience import Experience
-from rlbench.trainers.length_analysis import GenLenAnalyser
 from rlbench.trainers.trainer_options import TrainerOptions
 from rlbench.trainers.trajectory_saver import MARKED, TrajectorySaver
 
@@ -28,6 +27,7 @@ class TrainerLog:
         folder = config.use_tensorboard if strategy.is_rank_0() else None
         self._board = strategy.control.together("opening TensorBoard", lambda: _board(folder) if folder else None)
         self._lengths = None
+        strategy.collects_lengths = False  # by the trainer's iterations, not by the engine's calls
         if config.log_dir is not None or config.use_tensorboard:  # alike on all ranks: collecting is collective
             self._lengths = GenLenAnalyser(
                 plot_every=config.plot_every, plot_out_dir=config.log_dir, strategy=strategy, tensorboard=self._board
@@ -43,7 +43,7 @@ class TrainerLog:
         """Experience was made: its lengths."""
         if self._lengths is not None:
             lengths = [int(n) for made in experiences for n in made.batch.response_lengths[made.trained]]
-            with self._shared("writing response lengths"):
+            with self._strategy.control.ended_together("writing response lengths"):
                 self._lengths.collect(lengths, iteration)
 
     def trained(self, experiences: Sequence[Experience], iteration: int) -> None:
@@ -55,23 +55,13 @@ class TrainerLog:
         """An iteration is over: its metrics by namespace."""
         if not self._options.strategy.use_tensorboard or iteration % self._options.ppo.logging_steps:
             return
-        with self._shared("writing to TensorBoard"):
+        with self._strategy.control.ended_together("writing to TensorBoard"):
             if self._board is not None:
                 for name, value in metrics.items():
                     self._board.add_scalar(namespaced(name), value, iteration)
                 self._board.flush()
 
-    @contextmanager
-    def _shared(self, doing: str) -> Iterator[None]:
-        """What fails on the rank that writes ends the call on all: they would wait for it in the next collective."""
-        failure: Exception | None = None
-        try:
-            yield
-        except Exception as error:  # whatever it is, the peers must hear of it
-            failure = error
-        self._strategy.control.raise_together(doing, failure)
-
-    def say(self, metrics: Mapping[str, float], iteration: int) -> None:
+    def say(self, metrics: Mapping[str, Any], iteration: int) -> None:
         """Print the line of an iteration, on rank 0."""
         if iteration % self._options.ppo.logging_steps == 0:
             self._strategy.print(line_of(metrics, iteration))
@@ -82,9 +72,9 @@ class TrainerLog:
             self._board.flush()
 
 
-def line_of(metrics: Mapping[str, float], iteration: int) -> str:
+def line_of(metrics: Mapping[str, Any], iteration: int) -> str:
     """An iteration for a reader."""
-    shown = [f"{name} {format_number(metrics[name])}" for name in SHOWN if name in metrics]
+    shown = [shown_metric(name, metrics) for name in SHOWN if name in metrics]
     return f"iteration {iteration}: " + " · ".join(shown)
 
 

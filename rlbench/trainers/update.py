@@ -27,7 +27,7 @@ from rlbench.trainers.packing import ModelInputs
 from rlbench.trainers.step_plan import StepPlan, plan_step
 from rlbench.trainers.token_keeper import TokenKeeper
 from rlbench.trainers.update_loop import Metrics, UpdateLoop, Weighing, fill, never
-from rlbench.trainers.value_model import CriticModel, valued
+from rlbench.trainers.value_model import valued
 
 __all__ = ["PolicyUpdate", "ValueUpdate", "loss_of"]
 
@@ -243,7 +243,7 @@ class ValueUpdate(UpdateLoop):
     `value_clip_fraction`, `explained_variance`, `critic_lr`, `critic_grad_norm`, `critic_skipped`.
 
     Args:
-        critic: see `make_critic`; prepared by the strategy.
+        critic: see `make_critic`, or one of the user's own (`own_critic`); prepared by the strategy.
         optimizer, scheduler, strategy, aggregation, stop_requested: see `UpdateLoop`.
         value_clip: bound on the change of a value since the experience was made, in units of the return; 0: none.
         packed: rows without padding; or padded ones. The result is the same.
@@ -253,7 +253,7 @@ class ValueUpdate(UpdateLoop):
     OF_STEP = (*UpdateLoop.OF_STEP, "_errors", "_returns")
 
     def __init__(
-        self, critic: CriticModel, optimizer: torch.optim.Optimizer, scheduler: Any, strategy: StrategyBase,
+        self, critic: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, strategy: StrategyBase,
         value_clip: float | None = None, aggregation: str | Aggregation = "seq-mean-token-mean", *, packed: bool = True,
         stop_requested: Callable[[], bool] = never,
     ) -> None:  # fmt: skip
@@ -271,7 +271,10 @@ class ValueUpdate(UpdateLoop):
             raise DataError("the experience has no returns for the critic to predict; make it with a critic.")
         if self.value_clip is not None and part.values is None:
             raise DataError(f"value_clip={self.value_clip:g} needs the values of when the experience was made.")
-        size = int(self.critic.config.get_text_config().vocab_size)
+        config = getattr(self.critic, "config", None)
+        if not hasattr(config, "get_text_config"):
+            return  # a module of the user's own, which says of no vocabulary
+        size = int(config.get_text_config().vocab_size)
         for ids in (part.batch.prompts.values, part.batch.responses.values):
             if len(ids) and not (0 <= int(ids.min()) and int(ids.max()) < size):
                 raise DataError(

@@ -138,6 +138,10 @@ class UpdateLoop(ABC):
         own = {"lr": rate, "grad_norm": norm, "skipped": float(not stepped)}
         return metrics | {f"{self.name}_{name}": value for name, value in own.items()}
 
+    def so_far(self) -> Metrics:
+        """Metrics of what waits for its step, over all ranks; the loss is that of its sequences alone; collective."""
+        return self._named(merged(self.strategy.control.gather(self._sums)))
+
     def clear(self) -> None:
         """Forget the gradients that wait, and what is known of them."""
         self.strategy.forget_gradients(self.model)

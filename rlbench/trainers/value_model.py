@@ -1,4 +1,7 @@
-"""The critic: the value of the state before each response token, from a causal checkpoint's backbone and a head."""
+"""The critic: the value of the state before each response token, from a causal checkpoint's backbone and a head.
+
+A critic of the user's own is read as `own_critic` says.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlbench.data.batch import TrainBatch
 from rlbench.errors import EngineError
 from rlbench.strategies.whole_pass import FORWARD, unvotable, whole_pass
 from rlbench.trainers.attention import packed_attention
 from rlbench.trainers.forward import CHECK_TOKENS, CHECK_TOLERANCE, HALF_TOLERANCE, as_batch, evaluating
+from rlbench.trainers.own_critic import gives_each_token, is_classifier, own_values, reading_each_token
 from rlbench.trainers.packing import ModelInputs, model_inputs
 from rlbench.trainers.scalar_model import HEAD, ScalarHeadModel, make_scalar
 
@@ -54,14 +58,15 @@ def make_critic(
     return critic
 
 
-def values_of(critic: CriticModel, batch: TrainBatch, device: torch.device, packed: bool) -> Tensor:
+def values_of(critic: nn.Module, batch: TrainBatch, device: torch.device, packed: bool) -> Tensor:
     """The value of the state before each response token: of prompt and response up to the token, without it.
 
     Args:
-        critic: a `CriticModel`, prepared. All ranks call this equally often.
+        critic: a `CriticModel`, or one of the user's own, prepared. All ranks call this equally often.
         batch: B sequences.
         device: of the critic's inputs.
-        packed: without padding, each sequence attending to itself alone; or padded rows. The values are equal.
+        packed: without padding, each sequence attending to itself alone; or padded rows. The values are equal. A
+            module that is not transformers' is given padded rows in any case.
 
     Returns:
         (R,) float32 beside the response tokens, with gradient where gradients are on.
@@ -82,9 +87,13 @@ def values_of(critic: CriticModel, batch: TrainBatch, device: torch.device, pack
 
 @contextmanager
 def valued(
-    critic: CriticModel, batch: TrainBatch, device: torch.device, packed: bool
+    critic: nn.Module, batch: TrainBatch, device: torch.device, packed: bool
 ) -> Iterator[tuple[Tensor, ModelInputs]]:
     """`values_of` with the layout they came from; run the backward inside the context."""
+    scalar = isinstance(critic, CriticModel) or is_classifier(critic)
+    packed = packed and scalar
+    if not scalar:
+        check_critic(critic, device)
     if packed:
         with unvotable(critic):
             prove_packing(critic, device)
@@ -93,18 +102,29 @@ def valued(
             inputs = model_inputs(batch, device, packed)
             if packed:
                 within.enter_context(packed_attention(critic, inputs.lengths))
-            values = _values(critic, inputs)
+            values = _values(critic, inputs) if scalar else own_values(critic, batch, inputs, device)
         yield values, inputs
 
 
+def check_critic(critic: nn.Module, device: torch.device) -> None:
+    """Refuse a module that gives no values; collective.
+
+    Raises:
+        EngineError: with the shapes that are wanted, and the one that was seen.
+    """
+    if not isinstance(critic, CriticModel) and not is_classifier(critic):
+        with unvotable(critic):
+            gives_each_token(critic, device)
+
+
 @torch.no_grad()
-def prove_packing(critic: CriticModel, device: torch.device) -> None:
+def prove_packing(critic: Any, device: torch.device) -> None:
     """Compare packed and padded values once, on two short sequences, the same on all ranks; collective.
 
     Raises:
         EngineError: the layers look across sequences.
     """
-    if critic.packing_proved:
+    if getattr(critic, "packing_proved", False):
         return
     tokens = np.arange(2 * CHECK_TOKENS) % int(critic.config.get_text_config().vocab_size)
     probe = as_batch([tokens[:CHECK_TOKENS], tokens[CHECK_TOKENS // 2 : 2 * CHECK_TOKENS - 5]])
@@ -123,8 +143,9 @@ def prove_packing(critic: CriticModel, device: torch.device) -> None:
     critic.packing_proved = True
 
 
-def _values(critic: CriticModel, inputs: ModelInputs) -> Tensor:
-    return critic(  # type: ignore[no-any-return]
-        inputs.input_ids, attention_mask=inputs.attention_mask, position_ids=inputs.position_ids,
-        positions=inputs.predictors,
-    )  # fmt: skip
+def _values(critic: nn.Module, inputs: ModelInputs) -> Tensor:
+    with nullcontext() if isinstance(critic, CriticModel) else reading_each_token(critic):
+        return critic(  # type: ignore[no-any-return]
+            inputs.input_ids, attention_mask=inputs.attention_mask, position_ids=inputs.position_ids,
+            positions=inputs.predictors,
+        )  # fmt: skip

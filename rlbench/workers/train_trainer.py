@@ -46,7 +46,7 @@ class TrainerVerbs:
 
         Returns:
             `id` and `method`; `overridden`: options of the strategy that are not at their default; `ppo`: all of the
-            trainer; `optimizer_steps`: done before, by the run whose checkpoint was loaded.
+            trainer; `aggregation`: its mode; `optimizer_steps`: done before, by the run whose checkpoint was loaded.
         """
         from rlbench.trainers.building import build_trainer, put_aside
 
@@ -64,7 +64,8 @@ class TrainerVerbs:
         self._trainer_id = id_
         config = made.options.strategy
         changed = {name: getattr(config, name) for name in config.overridden()}
-        self._made_trainer = {"id": id_, "method": method, "overridden": changed, "ppo": vars(made.options.ppo)}
+        self._made_trainer = {"id": id_, "method": method, "overridden": changed, "ppo": vars(made.options.ppo),
+                              "aggregation": made.aggregation.mode}  # fmt: skip
         return {**self._made_trainer, "optimizer_steps": made.optimizer_steps}
 
     def _note_loaded(self) -> None:

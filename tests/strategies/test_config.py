@@ -23,7 +23,7 @@ REFERENCE = {
     "lr_warmup_ratio": 0.03, "critic_pretrain": False, "remote_rm_url": None, "reward_running_norm": False,
     "reward_running_norm_minus_mean": False, "advantages_norm": False, "advantage_clip": 0.0, "reward_clip": 0.0,
     "micro_rollout_batch_size": 2, "n_samples_per_prompt": 8, "overlong_buffer": False, "overlong_buffer_len": 1024,
-    "overlong_buffer_penalty_factor": 1.0, "dynamic_sampling": False, "advantage_estimator": "group_norm",
+    "overlong_buffer_penalty_factor": 1.0, "dynamic_sampling": False,
     "use_kl_loss": False, "kl_estimator": "k3", "mixed_mm_data": False, "use_mp_opt": False,
 }  # fmt: skip
 DOCUMENTED = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -85,7 +86,8 @@ def test_a_train_batch_larger_than_the_experience_waits_and_equals_one_step_on_a
     waits = trainer_of(qwen, options={"train_batch_size": 32})
     waits.make_experience()
     first = waits.ppo_train()
-    assert first["train_steps"] == 0 and "policy_loss" not in first
+    assert first["train_steps"] == 0
+    assert first["policy_loss"] == pytest.approx(loss_of_one_step(qwen), abs=1e-6), "of the sequences that wait"
     assert len(waits.strategy.update_engine_weights) == 0, "nothing changed, so nothing is sent"  # type: ignore[arg-type]
     waits.make_experience()
     assert waits.ppo_train()["train_steps"] == 1
@@ -93,6 +95,36 @@ def test_a_train_batch_larger_than_the_experience_waits_and_equals_one_step_on_a
     whole.make_experience()
     whole.ppo_train()
     torch.testing.assert_close(first_weight(waits.actor), first_weight(whole.actor), rtol=0, atol=2e-6)
+
+
+def loss_of_one_step(qwen: str) -> float:
+    trainer = trainer_of(qwen)
+    trainer.make_experience()
+    return trainer.ppo_train()["policy_loss"]
+
+
+def test_the_documents_metrics_are_there_where_nothing_was_computed_too(qwen: str) -> None:
+    """A loss with a plan computes nothing before its step is whole."""
+    strategy = get_fake_strategy(OPTIONS)
+    critic = strategy.prepare_model(make_critic(qwen), is_training=True)
+    trainer = trainer_of(
+        qwen, options={"advantage_estimator": "gae", "train_batch_size": 32}, high_entropy_token_ratio=0.5,
+        critic=critic, critic_optim=strategy.create_optimizer(critic, lr=1e-3),
+    )  # fmt: skip
+    trainer.make_experience()
+    first = trainer.ppo_train()
+    assert math.isnan(first["policy_loss"]) and first["critic_loss"] > 0
+    trainer.make_experience()
+    assert math.isfinite(trainer.ppo_train()["policy_loss"])
+
+
+def test_a_micro_batch_is_at_most_a_ranks_share_of_a_step(qwen: str) -> None:
+    """As the documents' example asks for micro-batches of 16, whatever the step has."""
+    whole, large = trainer_of(qwen, micro_train_batch_size=16), trainer_of(qwen, micro_train_batch_size=64)
+    for trainer in (whole, large):
+        trainer.make_experience()
+        assert trainer.ppo_train()["train_steps"] == 1
+    assert torch.equal(first_weight(whole.actor), first_weight(large.actor))
 
 
 def test_neither_micro_batches_nor_packing_nor_the_fused_head_change_the_step(qwen: str) -> None:
@@ -119,7 +151,7 @@ def test_a_critic_learns_beside_the_policy_and_alone_while_the_actor_is_frozen(q
     actor, head = first_weight(again.actor), first_weight(critic)
     again.make_experience()
     frozen = again.ppo_train(0)
-    assert "policy_loss" not in frozen and {"critic_loss", "values", "critic_lr"} <= frozen.keys()
+    assert math.isnan(frozen["policy_loss"]) and {"critic_loss", "values", "critic_lr"} <= frozen.keys()
     assert torch.equal(actor, first_weight(again.actor)) and not torch.equal(head, first_weight(critic))
     again.make_experience()
     both = again.ppo_train(1)

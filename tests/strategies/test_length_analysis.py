@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from rlbench.errors import DataError
-from rlbench.strategies import FSDPV2Strategy, get_fake_strategy
-from rlbench.trainers import length_plot
-from rlbench.trainers.length_analysis import PAST_STEPS, TAG, GenLenAnalyser, lengths_of
-from rlbench.trainers.length_plot import BINS, Lengths, draw, edges_of, ticks
+from rlbench.strategies import FSDPV2Strategy, get_fake_strategy, length_plot
+from rlbench.strategies.length_analysis import PAST_STEPS, TAG, GenLenAnalyser, lengths_of
+from rlbench.strategies.length_plot import BINS, Lengths, draw, edges_of, ticks
 from tests.modules import qwen_on_meta, save_qwen
 from tests.ranks import Ranks, ranks
 
@@ -212,7 +211,7 @@ def test_drawing_leaves_no_state_in_a_plotting_library(tmp_path: Path) -> None:
     import sys
 
     code = (
-        "import sys; from rlbench.trainers.length_analysis import GenLenAnalyser; "
+        "import sys; from rlbench.strategies.length_analysis import GenLenAnalyser; "
         f"GenLenAnalyser(plot_every=1, plot_out_dir={str(tmp_path)!r}).collect([1, 2], 0); "
         "assert not {'matplotlib', 'plotly', 'torch'} & set(sys.modules), 'heavy import'"
     )

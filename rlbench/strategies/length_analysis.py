@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from rlbench.errors import DataError
-from rlbench.trainers.length_plot import Lengths, check_pillow, draw, edges_of
+from rlbench.strategies.length_plot import Lengths, check_pillow, draw, edges_of
 
 TAG = "VLLM GenerateOutputLength Distribution"
 PAST_STEPS = 8
