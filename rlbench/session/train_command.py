@@ -16,10 +16,11 @@ from rlbench.session import run_data, trainer_places
 from rlbench.session.session import Session
 from rlbench.session.session_trainer import SessionTrainer
 from rlbench.strategies.config import OptionError
+from rlbench.trainers.building import OF_THE_CRITIC
 from rlbench.trainers.run_config import RunConfig, parse
 
 STOPPED = 130
-OF_THE_SESSION = ("bf16", "fsdp", "engine_mem_util", "engine_tp_size")
+OF_THE_SESSION = ("bf16", "fsdp", "engine_mem_util", "engine_tp_size", "actor_learning_rate")
 """Options of the strategy that the session is made with."""
 HOW_IT_IS_HELD = ("use_mp_opt", "fsdp_cpu_offload")
 """Options of the policy's ranks, which the trainer finds there."""
@@ -122,6 +123,8 @@ def trainer_arguments(config: RunConfig, prompts: PromptStream | Mixture, wanted
     """
     options, ppo, run = config.strategy, config.ppo, config.run
     given = {name: value for name, value in config.trainer_options.items() if name not in OF_THE_SESSION}
+    if options.advantage_estimator != "gae":  # they act on the session's optimizer; a critic has its own
+        given = {name: value for name, value in given.items() if name not in OF_THE_CRITIC}
     given = trainer_places.options_here(given)
     if isinstance(given.get("critic_pretrain"), str):
         given["critic_pretrain"] = trainer_places.model_here("critic_pretrain", given["critic_pretrain"])

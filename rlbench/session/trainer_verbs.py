@@ -12,6 +12,7 @@ from rlbench.errors import SessionError, Stopped, WorkerDied
 from rlbench.session import trainer_places
 from rlbench.session.recording import recorded
 from rlbench.session.session_trainer import SessionTrainer
+from rlbench.strategies.config import OptionError
 
 if TYPE_CHECKING:
     from rlbench.session.session import Session
@@ -46,7 +47,8 @@ class TrainerVerbs:
             reference: of the reference policy likewise; True: the session's model; None: where the options ask for KL.
             ema: keep a moving average of the policy.
             loss: a loss of your own in place of the method's.
-            lr, critic_lr: learning rates; None: the policy's stays as it is, the critic's is `critic_learning_rate`.
+            lr, critic_lr: learning rates (`actor_learning_rate`, `critic_learning_rate` say the same); None: the
+                policy's stays as it is, the critic's is at its default.
             schedule_steps: optimizer steps over which the rates warm up and fall; None: they stay.
             trainer_class: a subclass of `SPMDPPOTrainer` with methods of your own.
             arguments: further arguments of the trainer by name (`reward_fn`, `loss_agg_mode`, `use_gspo`, …).
@@ -57,8 +59,8 @@ class TrainerVerbs:
             A `SessionTrainer`. It takes the place of the one before, which stays where the new one is refused.
 
         Raises:
-            OptionError: an option that means nothing or cannot be honoured, or a folder that is not there (then the
-                trainer before stays). SessionError: no prompts.
+            OptionError: an option that means nothing, cannot be honoured or would have no effect, or a folder that is
+                not there (then the trainer before stays). SessionError: no prompts.
         """
         from rlbench.trainers.building import TrainerSpec
         from rlbench.trainers.run_config import method_options
@@ -68,7 +70,10 @@ class TrainerVerbs:
             raise SessionError("session.trainer: which prompts? trainer(method, prompts, reward)")
         held = {"seed": me.options.seed, **{k: v for k, v in me.options.train.items() if k == "max_norm"}}
         chosen = held | method_options(method, options)
-        needs_critic = chosen.get("advantage_estimator") == "gae" and (chosen.pop("critic_pretrain", None) or True)
+        lr = _one_of("lr", lr, "actor_learning_rate", chosen.pop("actor_learning_rate", None))
+        needs_critic: str | bool = chosen.get("advantage_estimator") == "gae"
+        if needs_critic:
+            critic = _one_of("critic", critic, "critic_pretrain", chosen.pop("critic_pretrain", None))
         needs_reference = float(chosen.get("init_kl_coef", 0.0)) > 0
         spec = TrainerSpec(
             me.options.path, chosen, trainer_class, needs_critic if critic is None else critic,
@@ -128,3 +133,14 @@ class TrainerVerbs:
         if self._trainer is None:
             raise SessionError("there is no trainer yet: session.trainer(method, prompts, reward) makes one")
         return self._trainer
+
+
+def _one_of(name: str, given: Any, other: str, also: Any) -> Any:
+    """What was given under one of two names.
+
+    Raises:
+        OptionError: under both.
+    """
+    if given is not None and also is not None:
+        raise OptionError(f"{name}={given!r} and {other}={also!r} say the same: give one of them.")
+    return also if given is None else given

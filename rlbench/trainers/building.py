@@ -17,11 +17,14 @@ from torch import nn
 from rlbench.checkpoint import rank_state
 from rlbench.errors import BuildError, StateError
 from rlbench.strategies import memory
-from rlbench.strategies.config import OptionError, StrategyConfig
+from rlbench.strategies.config import OptionError, StrategyConfig, need_fsdp
 from rlbench.strategies.config import names as strategy_names
 from rlbench.strategies.fsdp2 import FSDPV2Strategy
 from rlbench.strategies.memory_side import kept_on_host
 from rlbench.strategies.mp_optimizer import is_mp_optimizer
+
+OF_THE_CRITIC = ("critic_pretrain", "critic_learning_rate", "adam_betas", "l2")
+"""Options that act on the critic's optimizer alone, as the policy's is the session's."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,9 @@ class TrainerSpec:
         lr, critic_lr: learning rates; None: the actor's stays as it is, the critic's is `critic_learning_rate`.
         schedule_steps: optimizer steps over which the rates warm up and fall by a cosine; None: they stay.
         prompts, eval_prompts, loss, arguments: of the trainer.
+
+    Raises:
+        OptionError: an option that would have no effect.
     """
 
     path: str
@@ -55,6 +61,17 @@ class TrainerSpec:
     eval_prompts: Any = None
     loss: Any = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        unread: dict[str, str] = {}
+        if not self.critic:
+            unread |= {name: "there is no critic" for name in self.options if name in OF_THE_CRITIC}
+        if self.schedule_steps is None and "lr_warmup_ratio" in self.options:
+            unread["lr_warmup_ratio"] = "the rates stay: give schedule_steps, too"
+        if self.critic_lr is not None and "critic_learning_rate" in self.options:
+            unread["critic_learning_rate"] = "critic_lr says the same: give one of them"
+        for name, why in unread.items():
+            raise OptionError(f"{name}={self.options[name]!r} would have no effect: {why}.")
 
 
 def build_trainer(
@@ -77,7 +94,8 @@ def build_trainer(
     from rlbench.trainers.spmd_ppo_trainer import SPMDPPOTrainer
 
     strategys = {name: value for name, value in spec.options.items() if name in strategy_names()}
-    config = StrategyConfig(**{"bf16": bf16, "fsdp": True, **strategys, **_as_held(module, optimizer, strategys)})
+    config = StrategyConfig(**{"fsdp": True, **strategys, **_as_held(module, optimizer, bf16, strategys)})
+    need_fsdp(config)
     strategy = FSDPV2Strategy(
         seed=config.seed, max_norm=config.max_norm, micro_train_batch_size=config.micro_train_batch_size,
         train_batch_size=config.train_batch_size, bf16=bf16, args=config,
@@ -107,18 +125,18 @@ def build_trainer(
     return trainer
 
 
-def _as_held(module: nn.Module, optimizer: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that say how an actor is held, as the session's is.
+def _as_held(module: nn.Module, optimizer: Any, bf16: bool, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that say how an actor is held and computes, as the session's does.
 
     Raises:
         OptionError: it was asked for otherwise.
     """
-    held = {"use_mp_opt": is_mp_optimizer(optimizer), "fsdp_cpu_offload": kept_on_host(module)}
+    held = {"use_mp_opt": is_mp_optimizer(optimizer), "fsdp_cpu_offload": kept_on_host(module), "bf16": bf16}
     for name, so in held.items():
         if given.get(name, so) != so:
             raise OptionError(
-                f"{name}={given[name]}: how the actor is held is said when the session is made, and this one's was "
-                f"made with {name}={so}. Make it by rb.Session(…, train={{{name!r}: {given[name]}}}), or leave it out."
+                f"{name}={given[name]} cannot be honoured: how the actor is held and computes is said when the session is "
+                f"made, and this one was made with {name}={so}. Make it by rb.Session(…, train={{{name!r}: {given[name]}}}), or leave it out."
             )
     return held
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlbench.errors import nearest
-from rlbench.strategies.config import OptionError
+from rlbench.strategies.config import OPTIONS, OptionError
 from rlbench.trainers.reference_flags import ALIASES, NEGATED, REFUSED, asks_for_nothing
 from rlbench.trainers.run_options import ALL_OPTIONS, PPO_OPTIONS, RUN_OPTIONS, defaults
 from rlbench.trainers.trainer_options import ALIASES as SAMPLING_ALIASES
@@ -40,6 +40,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "cpgd": {"advantage_estimator": "cpgd", "init_kl_coef": 0.0, "use_cpg_loss": True},
 }  # fmt: skip
 OVERLONG_SHARE = 5
+
+OF_OTHER_RANKS = {"zero_stage": OPTIONS["zero_stage"].does, "local_rank": "a session's ranks have their devices"}
+"""Options that ranks of a session refuse whatever their value is: zero_stage=2, the default, asks for DeepSpeed."""
 
 TRAINER_ARGUMENTS = ("loss_agg_mode", "use_gspo")
 """Options of a run that are arguments of the trainer's class."""
@@ -111,6 +114,8 @@ def our_names(given: Mapping[str, Any], also: tuple[str, ...] = ()) -> dict[str,
             if not isinstance(value, bool):
                 raise OptionError(f"{written}={value!r}: it must be true or false.")
             name, value = NEGATED[written], not value
+        if name in OF_OTHER_RANKS:
+            raise OptionError(f"{written}={value!r} cannot be honoured: {OF_OTHER_RANKS[name]}. Leave it out.")
         if name not in ALL_OPTIONS and name not in also:
             known = [*ALL_OPTIONS, *ALIASES, *NEGATED, *also]
             raise OptionError(f"there is no option {written!r}{nearest(str(written), known)}.")

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rlbench.errors import nearest
-from rlbench.strategies.config import OptionError, StrategyConfig, accumulation_steps
+from rlbench.strategies.config import OptionError, StrategyConfig, accumulation_steps, need_fsdp
 from rlbench.strategies.config import names as strategy_names
 from rlbench.trainers.methods import METHODS, method_options, of_trainer, our_names, with_method
 from rlbench.trainers.ppo_config import PPOConfig
@@ -151,8 +151,9 @@ class RunConfig:
 
     def _check(self) -> None:
         strategy, estimator = self.strategy, self.strategy.advantage_estimator
-        if not strategy.fsdp:
-            raise OptionError("fsdp=False cannot be honoured: it means DeepSpeed, which is not here yet. Leave it out.")
+        need_fsdp(strategy)
+        if self.run.lr_schedule == "constant" and "lr_warmup_ratio" in self.given:
+            raise OptionError("lr_warmup_ratio has no effect with lr_schedule='constant': leave one of them out.")
         if estimator in COMPARING and strategy.n_samples_per_prompt < 2:
             raise OptionError(
                 f"advantage_estimator={estimator!r} compares the samples of a prompt: n_samples_per_prompt must be "

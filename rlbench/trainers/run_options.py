@@ -186,6 +186,8 @@ NEEDS: Mapping[str, tuple[str, Any]] = {
     "dynamic_sampling_metric": ("dynamic_sampling", False), "max_num_gen_batches": ("dynamic_sampling", False),
     "ema_beta": ("enable_ema", False), "kl_target": ("init_kl_coef", 0.0),
     "eval_split": ("eval_data", None), "max_eval_samples": ("eval_data", None),
+    "critic_learning_rate": ("critic_pretrain", False), "value_clip": ("critic_pretrain", False),
+    "lambd": ("critic_pretrain", False),
 }  # fmt: skip
 """Options that act with another one alone: option -> the other, and its value without which this one has no effect."""
 

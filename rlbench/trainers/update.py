@@ -272,7 +272,7 @@ class ValueUpdate(UpdateLoop):
         if self.value_clip is not None and part.values is None:
             raise DataError(f"value_clip={self.value_clip:g} needs the values of when the experience was made.")
         config = getattr(self.critic, "config", None)
-        if not hasattr(config, "get_text_config"):
+        if config is None or not hasattr(config, "get_text_config"):
             return  # a module of the user's own, which says of no vocabulary
         size = int(config.get_text_config().vocab_size)
         for ids in (part.batch.prompts.values, part.batch.responses.values):

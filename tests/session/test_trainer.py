@@ -41,12 +41,14 @@ def put_back(session):
 
 
 def test_an_iteration_trains_syncs_and_is_on_record(session):
-    trainer, step = grpo(session), session.step
+    trainer, step = grpo(session, actor_learning_rate=3e-6), session.step
     metrics = trainer.step()
+    assert metrics.actor_lr == 3e-6
     assert session.step == step + 1 and metrics.step == step + 1 and metrics.train_steps == 1
     assert session.inference.weight_versions() == [session.version] == [metrics.version]
     record = session.history[-1]
     assert {"reward", "loss", "grad_norm", "length", "policy_loss", "actor_lr"} <= record.keys()
+    assert record["aggregation"] == "seq-mean-token-mean" and "(seq-mean-token-mean)" in repr(metrics)
     assert record["loss_name"] == "grpo" and record["seconds"]["total"] > record["seconds"]["sync"] > 0
     scored = session.rollout(["sort 4312"], n=2, max_tokens=8)  # the replicas are awake, as they were
     assert scored.versions.tolist() == [session.version] * 2
@@ -188,6 +190,10 @@ def test_mistakes_are_told_where_they_are_made(session):
         grpo(session, use_mp_opt=True)
     with pytest.raises(OptionError, match="cannot be shared out evenly over 2 ranks"):
         grpo(session, rollout_batch_size=7).step()
+    for said in ({"fsdp": False}, {"fsdp": False, "zero_stage": 3}, {"bf16": True}, {"critic_pretrain": True},
+                 {"lr_warmup_ratio": 0.5}, {"lr": 1e-5, "actor_learning_rate": 1e-6}):  # fmt: skip
+        with pytest.raises(OptionError, match="cannot be honoured|no effect|say the same"):
+            grpo(session, **said)
     assert grpo(session).step().train_steps == 1, "the session is as usable as before"
 
 
