@@ -45,6 +45,7 @@ from rlbench.rl.kl import ESTIMATORS as KL_ESTIMATORS
 from rlbench.strategies.config import OptionError, StrategyConfig
 from rlbench.strategies.control import ControlGroup
 from rlbench.trainers.over_ranks import whitened
+from rlbench.trainers.trainer_options import with_estimator
 
 GROUP_EPS = 1e-9
 ALIASES = {"grpo": "group_norm"}
@@ -62,7 +63,7 @@ def check_estimator(options: StrategyConfig, gamma: float, critic: bool) -> str:
     Raises:
         OptionError: an unknown name, or options that it cannot honour.
     """
-    name = _name_of(options)
+    name = _name_of(with_estimator(options, critic))
     if name not in ESTIMATORS:
         known = [*ESTIMATORS, *ALIASES]
         raise OptionError(

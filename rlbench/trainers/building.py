@@ -135,8 +135,9 @@ def _as_held(module: nn.Module, optimizer: Any, bf16: bool, given: Mapping[str, 
     for name, so in held.items():
         if given.get(name, so) != so:
             raise OptionError(
-                f"{name}={given[name]} cannot be honoured: how the actor is held and computes is said when the session is "
-                f"made, and this one was made with {name}={so}. Make it by rb.Session(…, train={{{name!r}: {given[name]}}}), or leave it out."
+                f"{name}={given[name]} cannot be honoured: how the actor is held and computes is said when the session "
+                f"is made, and this one was made with {name}={so}. Make it by rb.Session(…, "
+                f"train={{{name!r}: {given[name]}}}), or leave it out."
             )
     return held
 

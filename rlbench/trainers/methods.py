@@ -115,7 +115,7 @@ def our_names(given: Mapping[str, Any], also: tuple[str, ...] = ()) -> dict[str,
                 raise OptionError(f"{written}={value!r}: it must be true or false.")
             name, value = NEGATED[written], not value
         if name in OF_OTHER_RANKS:
-            raise OptionError(f"{written}={value!r} cannot be honoured: {OF_OTHER_RANKS[name]}. Leave it out.")
+            raise OptionError(f"{written}={value} cannot be honoured: {OF_OTHER_RANKS[name]}. Leave it out.")
         if name not in ALL_OPTIONS and name not in also:
             known = [*ALL_OPTIONS, *ALIASES, *NEGATED, *also]
             raise OptionError(f"there is no option {written!r}{nearest(str(written), known)}.")

@@ -315,8 +315,8 @@ class PPOTrainer:
             )
         if options.pretrain_data is not None and self.pretrain_prompts is None:
             raise OptionError(
-                f"pretrain_data={options.pretrain_data!r} cannot be honoured by a trainer: `rlbench train` reads it. Give "
-                "the texts themselves, as pretrain_prompts."
+                f"pretrain_data={options.pretrain_data!r} cannot be honoured by a trainer: `rlbench train` reads it. "
+                "Give the texts themselves, as pretrain_prompts."
             )
         if self.critic is None and options.advantage_estimator == "gae":
             raise OptionError("advantage_estimator='gae' needs a critic; give one, or 'group_norm' for GRPO.")

@@ -2,7 +2,8 @@
 
 A door is where options are given: a trainer's keywords, a strategy's arguments, `session.trainer`, `rlbench train`,
 `rb.Session`. Their names are taken from the classes, so a new one is walked from the day it is there: it must be read
-by what acts on it while the door is used (a read that hands it on or checks it is none), change what comes out, or raise.
+by what acts on it while the door is used (a read that hands it on or checks it is none), change what comes out, or
+raise.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ def test_mistakes_are_told_where_they_are_made(session):
         grpo(session, rollout_batch_size=7).step()
     for said in ({"fsdp": False}, {"fsdp": False, "zero_stage": 3}, {"bf16": True}, {"critic_pretrain": True},
                  {"lr_warmup_ratio": 0.5}, {"lr": 1e-5, "actor_learning_rate": 1e-6}):  # fmt: skip
-        with pytest.raises(OptionError, match="cannot be honoured|no effect|say the same"):
+        with pytest.raises(OptionError, match=r"cannot be honoured|no effect|say the same"):
             grpo(session, **said)
     assert grpo(session).step().train_steps == 1, "the session is as usable as before"
 
