@@ -58,7 +58,7 @@ def log_prob_gap(train_engine, rollouts) -> float:
 def main(model: str) -> None:
     rb.init(devices=2)
 
-    vllm_engine = rb.InferenceEngine(model, executor="vllm", dtype="float32")
+    vllm_engine = rb.InferenceEngine(model, executor="vllm")
     vllm_engine.build(tensor_parallel_size=1, data_parallel_size=1)
     # equal lengths, because train_step stacks the rows
     rollouts = vllm_engine.generate(PROMPTS, {"max_tokens": 16, "ignore_eos": True})

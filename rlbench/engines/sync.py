@@ -20,7 +20,7 @@ from rlbench.dispatch.chain import Chain, Steps
 from rlbench.dispatch.link import shm_prefix
 from rlbench.engines.base import Engine
 from rlbench.engines.crossing import Crossing
-from rlbench.errors import StateError, WeightSyncError, WorkerDied
+from rlbench.errors import BuildError, StateError, WeightSyncError, WorkerDied
 from rlbench.weights.manifest import Manifest, merged
 from rlbench.weights.transport import Choice, Facts, choose
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.05}
 PROBE_ROWS, PROBE_TOKENS = 2, 24
+PROBE_OPTIONS = {"packing": False, "head": "plain"}
+"""What every causal model can compute; whether it can run packed is another question."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -44,6 +46,40 @@ def sync_weights(
     the KV cache is released, so that the proof follows with `infer.cuda("kv_cache")`).
     """
     return Chain("weight sync", train.link.held("weight sync", _steps(train, infer, version, transport)))
+
+
+def agreement_steps(train: TrainEngine, infer: InferenceEngine) -> Steps:
+    """Refuse, as soon as both engines are built, a model whose weights could never be synced between them.
+
+    Compares names and shapes of what would be sent, and both sides' log-probs on the probe. Where the two were asked to
+    compute in different dtypes there is nothing to compare, and a sync says so.
+
+    Raises:
+        BuildError: with what differs.
+    """
+    dtype = str(train.info["dtype"])
+    if dtype != infer.info["dtype"]:
+        return
+    tokens = probe_tokens(int(infer.info["vocab_size"]))
+    try:
+        layout = yield train.call_all("weight_layout", finish=lambda found: found[0], what="comparing names")
+        yield infer.call_all("check_weights", layout, what="comparing names")
+        computed = yield train.call_all(
+            "policy_forward", probe_batch(tokens), PROBE_OPTIONS, finish=rows_in_order, what="comparing log-probs"
+        )
+        got = yield infer.call_all("prompt_logprobs", tokens, what="comparing log-probs")
+    except WeightSyncError as error:
+        raise BuildError(
+            f"the weights of {train.info['architecture']} cannot be brought from the trainer to the replica: {error}"
+        ) from error
+    gap, allowed = largest_gap(computed["logprobs"], got), allowed_gap(dtype)
+    if not gap <= allowed:
+        advice = "executor='hf' generates with transformers; " if infer.executor == "vllm" else ""
+        raise BuildError(
+            f"{infer.executor} and transformers compute different log-probs from the same checkpoint of "
+            f"{train.info['architecture']}: up to {gap:.2g} (allowed in {dtype}: {allowed:g}), so what is rolled out "
+            f"would not be the trained policy's. {advice}docs/models.md lists families that agree"
+        )
 
 
 @dataclass(frozen=True)
@@ -117,7 +153,7 @@ def _steps(train: TrainEngine, infer: InferenceEngine, version: int | None, tran
     begun: Begun = yield from begin_steps(infer, dtype, ranks, transport)
     choice = begun.choice
     expected = yield train.call_all(
-        "policy_forward", probe_batch(begun.probe), {}, finish=rows_in_order, what="weight sync"
+        "policy_forward", probe_batch(begun.probe), PROBE_OPTIONS, finish=rows_in_order, what="weight sync"
     )
     manifest: Manifest
     if choice.transport == "broadcast":
@@ -211,13 +247,20 @@ def rows_in_order(parts: list[dict[str, Any]]) -> dict[str, list[np.ndarray]]:
     return {name: [np.asarray(values[i]) for i in first] for name, values in joined.items()}
 
 
+def allowed_gap(dtype: str) -> float:
+    """How far log-probs of two engines that compute in `dtype` may differ."""
+    return TOLERANCE.get(dtype, TOLERANCE["bfloat16"])
+
+
+def largest_gap(expected: Sequence[Any], replicas: Sequence[Sequence[Any]]) -> float:
+    """Largest difference between `expected` rows of log-probs and those of any replica."""
+    flat = np.concatenate([np.asarray(row) for row in expected])
+    return max(float(np.abs(np.concatenate([np.asarray(row) for row in rows]) - flat).max()) for rows in replicas)
+
+
 def check_proof(proof: dict[str, Any], replicas: list[list[np.ndarray]]) -> float:
     """Largest difference between the trainer's and the replicas' log-probs; WeightSyncError above the tolerance."""
-    expected = np.concatenate([np.asarray(row) for row in proof["expected"]])
-    gap = max(
-        float(np.abs(np.concatenate([np.asarray(r) for r in rows]) - expected).max()) for rows in replicas
-    )
-    allowed = TOLERANCE.get(proof["dtype"], TOLERANCE["bfloat16"])
+    gap, allowed = largest_gap(proof["expected"], replicas), allowed_gap(proof["dtype"])
     if not gap <= allowed:
         raise WeightSyncError(
             f"after the sync the replica's log-probs differ from the trainer's by up to {gap:.2g} (allowed in "

@@ -56,6 +56,7 @@ class BaseHuggingFaceTrainModule(BaseTrainModule):
         if model_kwargs.get("dtype") == "auto":
             del model_kwargs["dtype"]
         config = kwargs.pop("config", None) or _read_config(cls, path, hub, kwargs)
+        model_kwargs = attention_options(config) | model_kwargs
         module = cls._from_config(config, **model_kwargs)  # type: ignore[attr-defined]
         module.name_or_path = config._name_or_path = path
         module._source_revision = hub.get("revision")
@@ -86,6 +87,15 @@ class BaseHuggingFaceTrainModule(BaseTrainModule):
 
 class HuggingFaceFsdp2TrainModule(BaseHuggingFaceTrainModule, Fsdp2TrainModule):
     """A transformers architecture trained with FSDP2."""
+
+
+def attention_options(config: Any) -> dict[str, str]:
+    """The attention to ask for where transformers' own choice computes something else than the architecture says.
+
+    Its SDPA leaves out the cap on attention scores (Gemma 2) without an error; vLLM applies it.
+    """
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    return {"attn_implementation": "eager"} if capped else {}
 
 
 def _read_config(cls: type, path: str, hub: dict[str, Any], overrides: dict[str, Any]) -> Any:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
+from rlbench.dispatch.chain import Chain
 from rlbench.dispatch.link import Link
 from rlbench.engines import InferenceEngine, TrainEngine
 from rlbench.engines.base import Engine
+from rlbench.engines.sync import agreement_steps
 from rlbench.errors import SessionError
 from rlbench.runtime import cluster
 from rlbench.session.options import SessionOptions, checked
@@ -52,6 +54,16 @@ def plans(options: SessionOptions, link: Link) -> dict[str, Callable[[], Engine]
     return found
 
 
+def check_agreement(engines: Mapping[str, Engine]) -> None:
+    """Refuse a model that trainer and replica do not compute alike, before anything is done with it.
+
+    Raises:
+        BuildError: with what differs.
+    """
+    train, infer = cast(TrainEngine, engines["actor"]), cast(InferenceEngine, engines["inference"])
+    Chain("comparing the engines", agreement_steps(train, infer)).result()
+
+
 def _policy(role: str, path: str, given: dict[str, Any], trainable: bool, seed: int, link: Link) -> Engine:
     spec = PolicySpec(path, trainable, **{k: v for k, v in given.items() if k in POLICY})
     engine = TrainEngine(
@@ -82,15 +94,13 @@ def _inference(options: SessionOptions, link: Link) -> Engine:
 
 
 def _trainer_dtype(options: SessionOptions) -> str:
-    """What the trainer computes in: what it is held in where that was said, else bfloat16 on GPUs, else the
-    checkpoint's own (vLLM's "auto" would halve float32)."""
-    if options.train.get("use_mp_opt"):
+    """What the trainer computes in, as far as its options say it; else what a replica chooses by itself, which is the
+    same."""
+    given = options.train
+    if given.get("bf16") is not None:
+        return "bfloat16" if given["bf16"] else "float32"
+    if given.get("use_mp_opt") or cluster.current().gpus:
         return "bfloat16"
-    if options.train.get("dtype"):
-        return str(options.train["dtype"])
-    if cluster.current().gpus:
-        return "bfloat16"
-    from transformers import AutoConfig
-
-    dtype = getattr(AutoConfig.from_pretrained(options.path), "dtype", None)
-    return str(dtype).removeprefix("torch.") if dtype is not None else "float32"
+    if given.get("dtype") is not None:
+        return "bfloat16" if str(given["dtype"]).endswith("bfloat16") else "float32"
+    return "auto"

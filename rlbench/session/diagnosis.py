@@ -16,7 +16,7 @@ import numpy as np
 from rlbench.data import Rollouts, TrainBatch
 from rlbench.data.ragged import Ragged
 from rlbench.dispatch.chain import Steps
-from rlbench.engines.sync import TOLERANCE, probe_batch, rows_in_order
+from rlbench.engines.sync import allowed_gap, probe_batch, rows_in_order
 from rlbench.session import causes
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def tolerance(dtype: str) -> float:
     On the embedded model in float32 vLLM and the trainer differ by 3e-6 to 6e-6 at most over some hundred tokens, at
     temperatures from 0.5 to 1.3; a thousandth of a weight's size more shows as 1e-3 and more.
     """
-    return TOLERANCE.get(dtype, TOLERANCE["bfloat16"])
+    return allowed_gap(dtype)
 
 
 def drawing(session: Session, contents: Any, n: int, options: dict[str, Any]) -> Any:

@@ -385,9 +385,11 @@ class Session(
         try:
             futures = {name: pool.submit(plan) for name, plan in plans.items()}
             wait(futures.values(), return_when=FIRST_EXCEPTION)
-            return {name: future.result() for name, future in futures.items()}
+            engines = {name: future.result() for name, future in futures.items()}
         finally:  # after an interrupt or a failure nobody waits for the others: closing the session ends them
             pool.shutdown(wait=False, cancel_futures=True)
+        building.check_agreement(engines)
+        return engines
 
 
 def attach(name: str | None = None, take_over: bool = False) -> Session:

@@ -60,10 +60,8 @@ def _attend(
     Neighbouring sequences of one length go through one call. Raises EngineError for what it does not compute.
     """
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    if not causal or attention_mask is not None or softcap is not None or s_aux is not None:
-        raise EngineError(
-            f"{type(module).__name__} cannot run packed (it is not plain causal attention): packing=False."
-        )
+    if not causal or attention_mask is not None:
+        raise EngineError(f"{type(module).__name__} cannot run packed (it is not causal attention): packing=False.")
     if query.shape[2] != sum(_lengths):
         raise EngineError(
             f"packed attention got {query.shape[2]} positions for sequences of {sum(_lengths)}: "
@@ -75,13 +73,35 @@ def _attend(
         span = slice(start, start + count * length)
         q, k, v = (_batched(t[:, :, span], count, length) for t in (query, key, value))
         mask = _window(length, sliding_window, q.device)
-        attended = scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )  # fmt: skip
+        if softcap is not None or s_aux is not None:
+            attended = _with_scores(q, k, v, mask, dropout, scaling, softcap, s_aux)
+        else:
+            attended = scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )  # fmt: skip
         outputs.append(attended.transpose(1, 2).reshape(1, count * length, q.shape[1], v.shape[-1]))
         start += count * length
     return torch.cat(outputs, dim=1), None
+
+
+def _with_scores(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scaling: float | None,
+    softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Attention that needs its scores: capped by a tanh (Gemma 2), or with a sink per head that takes its share of the
+    softmax (gpt-oss)."""
+    groups, length = query.shape[1] // key.shape[1], query.shape[2]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = query @ key.mT * (scaling if scaling is not None else query.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    seen = mask if mask is not None else torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1).to(scores)], dim=-1)
+    shares = torch.softmax(scores, dim=-1, dtype=torch.float32)[..., :length].to(query.dtype)
+    return torch.nn.functional.dropout(shares, dropout) @ value
 
 
 def _batched(tensor: Tensor, count: int, length: int) -> Tensor:

@@ -58,8 +58,26 @@ def to_checkpoint_names(module: torch.nn.Module, state: dict[str, torch.Tensor])
 
     if not isinstance(module, PreTrainedModel):
         return state
-    converted: dict[str, torch.Tensor] = revert_weight_conversion(module, state)
+    converted: dict[str, torch.Tensor] = revert_weight_conversion(_as_transformers_class(module), state)
     return converted
+
+
+def transformers_class(module: torch.nn.Module) -> type[torch.nn.Module] | None:
+    """The architecture of transformers that the module is of, by class or by inheritance; None for another."""
+    return next((cls for cls in type(module).__mro__ if cls.__module__.startswith("transformers.models.")), None)
+
+
+def _as_transformers_class(module: Any) -> Any:
+    """The same module under its class of transformers, which alone is looked up for its names.
+
+    A class of the user's own, or one that FSDP made, would be taken for an architecture transformers knows nothing of.
+    """
+    plain = transformers_class(module)
+    if plain is None:
+        return module
+    alias = plain.__new__(plain)
+    alias.__dict__ = module.__dict__  # its parameters and submodules are the module's own
+    return alias
 
 
 def checkpoint_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:

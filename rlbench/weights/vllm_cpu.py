@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker  # first: it replaces what torch lacks without a GPU
 
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod  # isort: skip
+
 from rlbench.weights.memory import (
     EmptiedParameter,
     drop_pages,
@@ -31,6 +33,16 @@ class CpuReplicaWorker(ReplicaWorkerMixin, CPUWorker):
         keep_freed_pages()
         super().__init__(*args, **kwargs)
         self._emptied: list[EmptiedParameter] = []
+
+    def start_weight_update(self) -> None:
+        """As vLLM's; the experts' kernels are made again from what comes."""
+        forget_expert_kernels(self.model_runner.model)
+        super().start_weight_update()
+
+    def reload_from_disk(self) -> None:
+        """Load the checkpoint again (also after the weights were discarded)."""
+        forget_expert_kernels(self.model_runner.model)
+        super().reload_from_disk()
 
     def sleep(self, level: int = 1) -> None:
         """Level 1 keeps the weights (they are in host memory already), level 2 drops them too."""
@@ -56,6 +68,17 @@ class CpuReplicaWorker(ReplicaWorkerMixin, CPUWorker):
             for emptied in self._emptied:
                 emptied.restore()
             self._emptied = []
+
+
+def forget_expert_kernels(model: torch.nn.Module) -> None:
+    """Have the next weights of each mixture of experts packed as the first were.
+
+    vLLM on CPU computes with packed experts. It packs them where it makes their kernel, which it does once, and an
+    update leaves them as the checkpoint has them: the kernel would read plain weights as packed ones, without an error.
+    """
+    for module in model.modules():
+        if isinstance(module, UnquantizedFusedMoEMethod):
+            module.moe_kernel = None
 
 
 def _discarded(*_: Any) -> torch.Tensor:

@@ -16,8 +16,8 @@ class ReplicaConfig:
 
     Args:
         path: checkpoint folder or hub id, with its tokenizer.
-        dtype: `float32`, `bfloat16`, `float16` or `auto` (the checkpoint's; vLLM turns float32 into bfloat16
-            there, so give the trainer's dtype where log-probs are compared).
+        dtype: `float32`, `bfloat16`, `float16`, or `auto`: what a trainer of the same checkpoint computes in, so that
+            their log-probs can be compared (`compute_dtype`).
         tensor_parallel_size: processes one copy of the model is spread over; 1 stays in the replica's own
             process.
         kv_cache_bytes: size of the KV cache; None is 1 GiB on a CPU host and vLLM's own choice on a GPU.
@@ -52,3 +52,19 @@ class ReplicaConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BuildError(f"{name}={value} must be at least 1, or None for the default")
+
+
+def compute_dtype(config: ReplicaConfig, on_gpu: bool) -> str:
+    """What a replica computes in.
+
+    Unless told otherwise that is what a `TrainEngine` of the checkpoint computes in: bfloat16 on a GPU; on a host
+    without, bfloat16 for a checkpoint in bfloat16, else float32.
+    """
+    if config.dtype != "auto":
+        return config.dtype
+    if on_gpu:
+        return "bfloat16"
+    from transformers import AutoConfig
+
+    held = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code).get_text_config().dtype
+    return "bfloat16" if str(held).endswith("bfloat16") else "float32"

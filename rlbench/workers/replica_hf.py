@@ -20,7 +20,7 @@ from rlbench.errors import BuildError, DataError, StateError, WeightSyncError
 from rlbench.weights.manifest import Manifest
 from rlbench.weights.transport import Facts
 from rlbench.workers import vllm_setup
-from rlbench.workers.replica_config import ReplicaConfig
+from rlbench.workers.replica_config import ReplicaConfig, compute_dtype
 from rlbench.workers.replica_job import (
     LastRollout,
     Progress,
@@ -262,11 +262,15 @@ class HfReplica(Pausable):
             self.state.weights = "cuda" if held == "cpu" else "empty"
 
     def _from_checkpoint(self) -> Any:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
+        from rlbench.nn.huggingface import attention_options
+
+        given: dict[str, Any] = {"trust_remote_code": self.config.trust_remote_code}
         model = AutoModelForCausalLM.from_pretrained(
-            self.config.path, dtype=self.config.dtype, trust_remote_code=self.config.trust_remote_code
-        )
+            self.config.path, dtype=compute_dtype(self.config, on_gpu=self._device == "cuda"), **given,
+            **attention_options(AutoConfig.from_pretrained(self.config.path, **given)),
+        )  # fmt: skip
         return model.to(self._device).eval()
 
     def _load_checkpoint(self) -> None:
@@ -279,6 +283,15 @@ class HfReplica(Pausable):
         """Refuse a sync that cannot be applied, before the trainer gathers anything. Changes nothing."""
         self.state.require_room("p2p_weight_sync")
 
+    def check_weights(self, manifest: Manifest) -> None:
+        """Refuse weights that do not fit. Changes nothing. Raises WeightSyncError naming them."""
+        from rlbench.weights.names import check_names, checkpoint_shapes
+
+        self.state.require_room("p2p_weight_sync")
+        self._expected = self._expected or checkpoint_shapes(vllm_setup.checkpoint_folder(self.config))
+        tied = getattr(self._built.config.get_text_config(), "tie_word_embeddings", False)
+        check_names(manifest.shapes, self._expected, ("lm_head.weight",) if tied else ())
+
     def apply_weights(self, manifest: Manifest) -> None:
         """Load staged weights into a new model and exchange the two: as a whole, so a failure leaves the old
         ones.
@@ -286,18 +299,14 @@ class HfReplica(Pausable):
         Raises:
             WeightSyncError: names do not match, or a transport this executor does not read.
         """
-        from rlbench.weights.names import check_names, checkpoint_shapes
         from rlbench.weights.shm import read_manifest
 
-        self.state.require_room("p2p_weight_sync")
         if manifest.transport != "shm":
             raise WeightSyncError(
                 f'executor "hf" reads weights by transport "shm", not {manifest.transport!r}'
             )
+        self.check_weights(manifest)
         old = self._built
-        self._expected = self._expected or checkpoint_shapes(vllm_setup.checkpoint_folder(self.config))
-        tied = getattr(old.config.get_text_config(), "tie_word_embeddings", False)
-        check_names(manifest.shapes, self._expected, ("lm_head.weight",) if tied else ())
         state = {name: tensor.to(old.dtype, copy=True) for name, tensor in read_manifest(manifest)}
         new = type(old).from_pretrained(None, config=old.config, state_dict=state, dtype=old.dtype)
         new.generation_config = old.generation_config

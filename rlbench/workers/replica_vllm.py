@@ -104,6 +104,7 @@ class VllmReplica(Pausable):
         self._engine.collective_rpc("init_weight_transfer_engine", args=({},))
         self._engine.set_weight_version("0")
         self._measure()
+        self._try_pass()
         model = self._model_config
         tied = getattr(model.hf_config.get_text_config(), "tie_word_embeddings", False)
         self._receiver = WeightReceiver(
@@ -119,6 +120,21 @@ class VllmReplica(Pausable):
             "device": current_platform.device_type,
             "threads": threads,
         }
+
+    def _try_pass(self) -> None:
+        """Compute two tokens: vLLM starts architectures whose layers have no kernel for this device.
+
+        Raises:
+            BuildError: in vLLM's words.
+        """
+        try:
+            self.prompt_logprobs([[0, 1]])
+        except Exception as error:
+            raise BuildError(
+                f"vLLM loads {self.config.path!r} ({', '.join(self._model_config.architectures)}) but cannot compute "
+                f"with it here: {type(error).__name__}: {error}. executor='hf' generates with transformers instead"
+            ) from error
+        self._reset_caches()
 
     # --- generating ----------------------------------------------------------------------
 

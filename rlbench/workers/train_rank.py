@@ -32,6 +32,7 @@ from rlbench.trainers.options import PolicyOptions
 from rlbench.trainers.policy_step import PolicyStep
 from rlbench.weights import facts
 from rlbench.weights.manifest import Manifest
+from rlbench.weights.names import transformers_class
 from rlbench.weights.transport import Facts
 from rlbench.workers.train_cells import CellVerbs
 from rlbench.workers.train_config import TrainConfig
@@ -93,7 +94,7 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
             master: what rank 0's `rendezvous` returned.
 
         Returns:
-            `parameters`, `trainable`, `methods`, `dtype` (of computation), `tied`, `device`, `source`,
+            `architecture`, `parameters`, `trainable`, `methods`, `dtype` (of computation), `tied`, `device`, `source`,
             `optimizer`.
 
         Raises:
@@ -136,6 +137,7 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
         self._methods = frozenset(info["name"] for info in methods)
         self._remeasure()
         return {
+            "architecture": (transformers_class(module) or type(module)).__name__,
             "parameters": sum(parameter.numel() for parameter in module.parameters()),
             "trainable": sum(p.numel() for p in module.parameters() if p.requires_grad),
             "methods": methods,
@@ -275,6 +277,10 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
     def release_weights(self) -> None:
         """The replicas have applied: free what was staged on a GPU."""
         self._weight_sender().release_staged()
+
+    def weight_layout(self) -> Manifest:
+        """What a sync would send, without contents; `WeightSender.layout`."""
+        return self._weight_sender().layout()
 
     def announce_weights(self, options: dict[str, Any]) -> Manifest | None:
         """Say what a broadcast will send; `WeightSender.announce`. Only the sending rank returns."""

@@ -104,6 +104,17 @@ class WeightSender:
     # -- broadcast: announced first, so that replicas can refuse before any of their weights is touched
 
     @torch.no_grad()
+    def layout(self) -> Manifest:
+        """Names, types and shapes of all weights as a sync sends them; collective. Raises as `announce`."""
+        tensors = self._checkpoint_tensors(_shape_only)
+
+        def plan() -> tuple[Bucket, ...]:
+            layout = ((n, str(t.dtype).removeprefix("torch."), tuple(t.shape), t.nbytes) for n, t in tensors)
+            return planned(layout, DEFAULT_BUCKET_BYTES)
+
+        return Manifest("layout", self._consume("announcing weights", tensors, plan))
+
+    @torch.no_grad()
     def announce(
         self, to: str, sender: int, host: str, world_size: int, backend: str, held: str
     ) -> Manifest | None:
@@ -122,13 +133,7 @@ class WeightSender:
             Stopped: it was asked to; nothing has happened yet.
             WeightSyncError: the architecture's weights must be looked at to be named, or a name comes twice.
         """
-        tensors = self._checkpoint_tensors(_shape_only)
-
-        def plan() -> tuple[Bucket, ...]:
-            layout = ((n, str(t.dtype).removeprefix("torch."), tuple(t.shape), t.nbytes) for n, t in tensors)
-            return planned(layout, DEFAULT_BUCKET_BYTES)
-
-        buckets = self._consume("announcing weights", tensors, plan)
+        buckets = self.layout().buckets
         mine = self._control.rank == sender
         device = next(self._module.parameters()).device
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlbench.errors import BuildError, nearest
 from rlbench.weights import facts
-from rlbench.workers.replica_config import DEFAULT_KV_BYTES, ReplicaConfig
+from rlbench.workers.replica_config import DEFAULT_KV_BYTES, ReplicaConfig, compute_dtype
 
 GPU_WORKER = "rlbench.weights.vllm_plugin.GpuReplicaWorker"
 CPU_WORKER = "rlbench.weights.vllm_cpu.CpuReplicaWorker"
@@ -81,7 +81,7 @@ def engine_args(config: ReplicaConfig) -> dict[str, Any]:
     on_cpu = current_platform.is_cpu()
     arguments: dict[str, Any] = {
         "model": config.path,
-        "dtype": config.dtype,
+        "dtype": compute_dtype(config, on_gpu=not on_cpu),
         "tensor_parallel_size": config.tensor_parallel_size,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,

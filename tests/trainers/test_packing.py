@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import MistralConfig, MistralForCausalLM, Qwen2ForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2ForCausalLM,
+)
 
 from rlbench.errors import DataError, EngineError
 from rlbench.trainers.forward import PolicyModel
@@ -95,6 +103,33 @@ def test_a_sliding_window_is_kept_when_packed() -> None:
         num_key_value_heads=2, sliding_window=5,
     )  # fmt: skip
     model = MistralForCausalLM(config).eval()
+    batch = batch_of(RAGGED)
+    np.testing.assert_allclose(stats(model, batch, True), by_hand(model, batch), atol=1e-5)
+
+
+SMALL = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0,
+}  # fmt: skip
+
+
+def capped() -> Any:
+    config = Gemma2Config(**SMALL, attn_logit_softcapping=0.05, attn_implementation="eager")
+    return Gemma2ForCausalLM(config)
+
+
+def with_sinks() -> Any:
+    return GptOssForCausalLM(GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1))
+
+
+@pytest.mark.parametrize("make", [capped, with_sinks])
+def test_capped_scores_and_sinks_are_kept_when_packed(make: Any) -> None:
+    torch.manual_seed(0)
+    model = make().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
     batch = batch_of(RAGGED)
     np.testing.assert_allclose(stats(model, batch, True), by_hand(model, batch), atol=1e-5)
 
