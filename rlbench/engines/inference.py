@@ -16,7 +16,7 @@ from rlbench.engines.base import Engine, checked_config, cores
 from rlbench.engines.placement import visible_gpus
 from rlbench.engines.seeds import request_seeds
 from rlbench.engines.turns import failed_in_env, split_options, tell_env_errors
-from rlbench.errors import BuildError, DataError, Stopped, nearest
+from rlbench.errors import BuildError, DataError, EngineError, Stopped, nearest
 from rlbench.runtime import cluster
 
 ASLEEP = "asleep_by_ranks"
@@ -189,6 +189,13 @@ class InferenceEngine(Engine):
         """Log-probs of given tokens: for each sequence a float32 array (length - 1,), of token t given those before."""
         found = self.call_all("prompt_logprobs", [list(map(int, row)) for row in token_ids]).result()
         return list(found[0])
+
+    def p2p_weight_sync(self, to: Any, transport: str | None = None) -> None:
+        """Refuse: replicas hold weights as their kernels want them, which nobody else can read."""
+        raise EngineError(
+            f"{self.name} is an InferenceEngine: it takes weights and gives none. Sync from the TrainEngine that has "
+            f"them, train.p2p_weight_sync({getattr(to, 'name', 'engine')})"
+        )
 
     def reload(self) -> dict[str, Any]:
         """Load the weights again from the model's path, as version 0."""

@@ -101,9 +101,9 @@ def begin_steps(infer: InferenceEngine, dtype: str, ranks: Sequence[Facts], tran
         ranks: where the training ranks are.
         transport: asked for by name; None: the best that works.
     """
-    held = _asked(infer, "status")
+    held = asked(infer, "status")
     _need_replicas_ready(infer, dtype, held)
-    replicas: list[Facts] = _asked(infer, "sync_facts")
+    replicas: list[Facts] = asked(infer, "sync_facts")
     choice = choose(ranks, replicas, transport)
     yield infer.call_all("begin_sync", what="weight sync")
     return Begun(held, replicas, choice, probe_tokens(int(infer.info["vocab_size"])))
@@ -149,7 +149,7 @@ def _steps(train: TrainEngine, infer: InferenceEngine, version: int | None, tran
     if status["weights"] != "cuda":
         raise StateError(f"the trainer's weights are offloaded: {train.name}.cuda('weights') first")
     dtype = str(train.info["dtype"])
-    ranks: list[Facts] = _asked(train, "sync_facts")
+    ranks: list[Facts] = asked(train, "sync_facts")
     begun: Begun = yield from begin_steps(infer, dtype, ranks, transport)
     choice = begun.choice
     expected = yield train.call_all(
@@ -185,7 +185,7 @@ def _steps(train: TrainEngine, infer: InferenceEngine, version: int | None, tran
     return done
 
 
-def _asked(engine: Engine, what: str) -> list[Any]:
+def asked(engine: Engine, what: str) -> list[Any]:
     """One answer per worker; WeightSyncError where one is dead."""
     try:
         return engine.control(what)

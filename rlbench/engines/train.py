@@ -156,24 +156,32 @@ class TrainEngine(Redefining, Engine):
         """Names on rank 0 that continue `text`; answers also while a cell runs."""
         return list(self.control("complete_names", text)[0])
 
-    def p2p_weight_sync(self, infer: InferenceEngine, transport: str | None = None) -> dict[str, Any]:
-        """Send the weights to the replicas of `infer`; ends with equal versions and equal log-probs on a probe.
+    def p2p_weight_sync(self, to: InferenceEngine | TrainEngine, transport: str | None = None) -> dict[str, Any]:
+        """Send the weights to another engine; ends with equal log-probs on a probe, and replicas with equal versions.
 
         Args:
-            infer: the replicas.
+            to: replicas; or a training engine without an optimizer, as a reference is, on this host.
             transport: `"shm"` (shared memory of one host), `"ipc"` (CUDA IPC, where every replica's GPU also holds a
                 training rank) or `"broadcast"` (NCCL between GPUs, gloo between CPUs); None: the best that works.
 
         Returns:
-            `version`, `bytes`, `tensors`, `transport`, and `gap`: the largest log-prob difference found.
+            `version` (of replicas), `bytes`, `tensors`, `transport`, and `gap`: the largest log-prob difference found.
 
         Raises:
+            EngineError: `to` is no engine that can take them.
             WeightSyncError: names or shapes differ, weights could not be staged, sent or applied, the proof failed, or
                 the transport cannot work between these engines.
         """
+        from rlbench.engines.copying import copy_weights
         from rlbench.engines.sync import sync_weights
 
-        return dict(sync_weights(self, infer, transport=transport).blocking_result())
+        if not isinstance(to, Engine):
+            raise EngineError(f"p2p_weight_sync wants an InferenceEngine or a TrainEngine, got {type(to).__name__}")
+        self._need_built("p2p_weight_sync")
+        to._need_built("p2p_weight_sync")
+        if isinstance(to, TrainEngine):
+            return dict(copy_weights(self, to, transport).blocking_result())
+        return dict(sync_weights(self, to, transport=transport).blocking_result())
 
     def note_staged(self, version: int, manifest: dict[str, Any]) -> None:
         """Put on record what lies staged in shared memory; the layout only where it changed: it is journalled."""

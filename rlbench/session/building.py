@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 from rlbench.dispatch.chain import Chain
@@ -15,7 +17,7 @@ from rlbench.engines.sync import agreement_steps
 from rlbench.errors import SessionError
 from rlbench.runtime import cluster
 from rlbench.session.options import SessionOptions, checked
-from rlbench.trainers.policy_spec import PolicySpec
+from rlbench.trainers.policy_spec import PolicySpec, check_causal
 from rlbench.workers.replica_config import ReplicaConfig
 from rlbench.workers.train_config import TrainConfig
 
@@ -39,6 +41,14 @@ def check_options(
         if found.get(name) and found.get(other) is False:
             raise SessionError(f"train: {name} has no effect with {other}=False; leave one of them out")
     return found, checked("inference", inference, SIZES | REPLICA | {"executor"})
+
+
+def check_models(*paths: str | None) -> None:
+    """Refuse folders of what is no causal language model, before anything is started for them. BuildError."""
+    for path in paths:
+        if path is not None and (config := Path(path) / "config.json").is_file():
+            held = json.loads(config.read_text())
+            check_causal(path, held.get("architectures") or (), str(held.get("model_type")))
 
 
 def plans(options: SessionOptions, link: Link) -> dict[str, Callable[[], Engine]]:

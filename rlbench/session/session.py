@@ -72,6 +72,7 @@ class Session(
         train_options, inference_options = building.check_options(train, inference)
         path = check_model_path(resolve_model(str(model)))
         reference_path = reference_at(reference, path)
+        building.check_models(path, reference_path)
         self._options = SessionOptions(
             str(model), path, seed, train_options, inference_options, reference_path, undo
         )

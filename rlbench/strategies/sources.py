@@ -21,11 +21,13 @@ WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth")
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Full tensors by name. `read` may be lazy; `label` says in a message where they come from."""
+    """Full tensors by name. `read` may be lazy; `label` says in a message where they come from, and is a path unless
+    they are `in_memory`."""
 
     label: str
     names: tuple[str, ...]
     read: Callable[[str], Tensor]
+    in_memory: bool = False
 
 
 def open_source(
@@ -34,7 +36,7 @@ def open_source(
     """Open what a module's `materialization_source()` returned.
 
     Args:
-        source: path, hub id, dict of tensors, or dict of initialisers.
+        source: path, hub id, dict of tensors, dict of initialisers, or one that is open already.
         shapes: full shape of each parameter, for the initialisers.
         revision: of a hub id.
         seed: of the initialisers; the same full tensor is drawn on every rank.
@@ -42,6 +44,8 @@ def open_source(
     Raises:
         BuildError: nothing there, or something that is no source.
     """
+    if isinstance(source, TensorSource):
+        return source
     if isinstance(source, Mapping):
         return _from_mapping(source, shapes, seed)
     if not isinstance(source, str | Path):
@@ -192,11 +196,15 @@ def through_transformers(module: nn.Module, source: TensorSource) -> TensorSourc
         if issubclass(cls, PreTrainedModel)
         and not issubclass(cls, BaseTrainModule | torch.distributed.fsdp.FSDPModule)
     )
+    place: dict[str, Any] = {"pretrained_model_name_or_path": source.label}
+    if source.in_memory:
+        state = {name: source.read(name) for name in source.names}
+        place = {"pretrained_model_name_or_path": None, "state_dict": state, "dtype": next(iter(state.values())).dtype}
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         model, report = plain.from_pretrained(
-            source.label, config=module.config, output_loading_info=True, ignore_mismatched_sizes=True
+            **place, config=module.config, output_loading_info=True, ignore_mismatched_sizes=True
         )
     finally:
         if bars:

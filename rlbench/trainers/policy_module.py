@@ -9,7 +9,7 @@ import torch
 from rlbench.errors import BuildError, nearest
 from rlbench.nn import HuggingFaceFsdp2TrainModule, device
 from rlbench.nn.huggingface import check_path
-from rlbench.trainers.policy_spec import PolicySpec
+from rlbench.trainers.policy_spec import PolicySpec, check_causal
 
 
 class FrozenPolicy(HuggingFaceFsdp2TrainModule):
@@ -71,6 +71,7 @@ def causal_class(path: str, revision: str | None = None) -> type[Any]:
     from transformers import AutoModelForCausalLM
 
     config = config_of(path, revision)
+    check_causal(path, config.architectures or (), config.model_type)
     for name in config.architectures or ():
         if hasattr(transformers, name):
             return getattr(transformers, name)  # type: ignore[no-any-return]

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from rlbench.errors import BuildError
+
+TASK = re.compile(r"For[A-Z]\w*$")
+"""What transformers' classes say they are for; a class of the user's own need not."""
 
 
 @dataclass(frozen=True)
@@ -38,3 +45,18 @@ class PolicySpec:
         from rlbench.trainers.policy_module import make_policy
 
         return make_policy(self)
+
+
+def check_causal(path: str, architectures: Sequence[str], model_type: str) -> None:
+    """Refuse a checkpoint of something else than a causal language model, by the names its config gives.
+
+    Raises:
+        BuildError: it is a vision-language model, a classifier, an encoder, …
+    """
+    tasks = [found[0] for name in architectures if (found := TASK.search(name))]
+    if tasks and "ForCausalLM" not in tasks:
+        raise BuildError(
+            f"{path!r} is a {model_type!r} model ({', '.join(architectures)}), which is no causal language model: a "
+            "session trains and samples those alone. A module of your own class trains on rb.TrainEngine; rewards and "
+            "critics take classifiers (rb.rewards, make_critic)"
+        )

@@ -75,6 +75,11 @@ class PolicyStep:
         self._pending: _Pending | None = None
         self._token_gradients: list[TokenKeeper] = []  # of the batches whose gradients wait
 
+    @property
+    def vocab_size(self) -> int:
+        """Of the model."""
+        return self._model.vocab_size
+
     # -- verbs -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()

@@ -103,14 +103,15 @@ def checkpoint_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_names(sent: Shapes, expected: Shapes, tied: Iterable[str] = ()) -> None:
-    """Refuse a sync whose names or shapes differ from what the replica's checkpoint holds.
+def check_names(sent: Shapes, expected: Shapes, tied: Iterable[str] = (), owner: str = "replica") -> None:
+    """Refuse a sync whose names or shapes differ from what the receiver's checkpoint holds.
 
     Args:
         sent: shape by checkpoint name, as staged.
-        expected: the same of the replica's checkpoint.
+        expected: the same of the receiver's checkpoint.
         tied: names that may come or be left out, because another name carries the same weight
             (`lm_head.weight`).
+        owner: what a message calls the receiver.
 
     Raises:
         WeightSyncError: naming unknown, missing and wrongly shaped weights (the first few of each).
@@ -126,7 +127,7 @@ def check_names(sent: Shapes, expected: Shapes, tied: Iterable[str] = ()) -> Non
     complaints = []
     if unknown:
         complaints.append(
-            f"the replica does not know {_some(unknown)}{nearest(unknown[0], missing or expected)}"
+            f"the {owner} does not know {_some(unknown)}{nearest(unknown[0], missing or expected)}"
         )
     if missing:
         complaints.append(f"the trainer did not send {_some(missing)}")
@@ -134,9 +135,8 @@ def check_names(sent: Shapes, expected: Shapes, tied: Iterable[str] = ()) -> Non
         complaints.append(f"shapes differ: {_some(wrong)}")
     if complaints:
         raise WeightSyncError(
-            f"weights do not match the replica's model: {'; '.join(complaints)}. Build both engines from the "
-            "same checkpoint, or rename in postprocess_output_named_parameters. "
-            "The replica keeps its old weights."
+            f"weights do not match the {owner}'s model: {'; '.join(complaints)}. Build both engines from the "
+            f"same checkpoint, or rename in postprocess_output_named_parameters. The {owner} keeps its old weights."
         )
 
 

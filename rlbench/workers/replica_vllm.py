@@ -108,7 +108,7 @@ class VllmReplica(Pausable):
         model = self._model_config
         tied = getattr(model.hf_config.get_text_config(), "tie_word_embeddings", False)
         self._receiver = WeightReceiver(
-            self._engine.collective_rpc, vllm_setup.checkpoint_folder(self.config), tied
+            self._engine.collective_rpc, vllm_setup.checkpoint_folder(self.config), tied, model.architectures
         )
         return {
             "pid": os.getpid(),

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlbench.errors import WeightSyncError
 from rlbench.weights.manifest import ChannelInfo, Manifest
 from rlbench.weights.names import check_names, checkpoint_shapes
 from rlbench.weights.transport import PeerFailed
+
+NOT_UPDATED = {
+    "GptOssForCausalLM": "vLLM 0.32 copies its experts past the loaders that an update goes through, so they would "
+    "stay as they are",
+}
+"""Architectures that vLLM loads once and cannot take another set of weights for."""
 
 
 class WeightReceiver:
@@ -18,21 +24,28 @@ class WeightReceiver:
         rpc: calls a worker method on all workers, as vLLM's `collective_rpc`.
         folder: of the checkpoint whose names and shapes are expected.
         tied: whether the output head is the embedding.
+        architectures: by vLLM's names.
     """
 
-    def __init__(self, rpc: Callable[..., list[Any]], folder: str, tied: bool) -> None:
+    def __init__(
+        self, rpc: Callable[..., list[Any]], folder: str, tied: bool, architectures: Sequence[str]
+    ) -> None:
         self._rpc = rpc
+        self._architectures = architectures
         self._expected = checkpoint_shapes(folder)
         self._optional = ("lm_head.weight",) if tied else ()
         self.channel = ""
         """Token of the broadcast group that all workers are in; empty: none."""
 
     def check(self, manifest: Manifest) -> None:
-        """Refuse names and shapes that are not those of the replica's checkpoint.
+        """Refuse what vLLM cannot update, and names and shapes that are not those of the replica's checkpoint.
 
         Raises:
             WeightSyncError: naming them; nothing was touched.
         """
+        for name in self._architectures:
+            if name in NOT_UPDATED:
+                raise WeightSyncError(f"{name} cannot be synced: {NOT_UPDATED[name]}. Use executor='hf'")
         check_names(manifest.shapes, self._expected, self._optional)
 
     def meet(self, channel: ChannelInfo) -> None:

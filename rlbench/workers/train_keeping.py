@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from rlbench.strategies.materialize import materialize
-from rlbench.strategies.sources import locate
+from rlbench.strategies.sources import TensorSource, locate
 from rlbench.weights.manifest import Manifest
+from rlbench.weights.names import check_names
 from rlbench.weights.shm import ShmReader
 from rlbench.workers.train_checkpoints import RankCheckpoints
 from rlbench.workers.train_export import write_model
@@ -117,19 +118,26 @@ class KeepingVerbs:
         self._residency.torn = reason
 
     def load_staged(self, staged: dict[str, Any]) -> str:
-        """Take the weights that an earlier engine staged in shared memory; the optimizer starts anew.
+        """Take the weights that another engine, or an earlier one, staged in shared memory; no optimizer comes with
+        them.
 
         Args:
             staged: its manifest, as plain values.
+
+        Raises:
+            WeightSyncError: they are those of another architecture; the weights stay as they are.
         """
-        module = self._built()
+        module, manifest = self._built(), Manifest.from_json(staged)
         self._residency.need("weights", whole=False)
+        assert self._sender is not None
+        check_names(manifest.shapes, self._sender.layout().shapes, owner="trainer")
         self._policy.zero_grad()
         reader = ShmReader()
 
         def load() -> str:
-            buckets = Manifest.from_json(staged).buckets
-            return materialize(module, {n: t for b in buckets for n, t in reader.read(b)}, self.config.seed)
+            tensors = {n: t for bucket in manifest.buckets for n, t in reader.read(bucket)}
+            source = TensorSource("the staged weights", tuple(tensors), tensors.__getitem__, in_memory=True)
+            return materialize(module, source, self.config.seed)
 
         try:
             return str(self._strategy.control.together("loading staged weights", load))

@@ -94,8 +94,8 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
             master: what rank 0's `rendezvous` returned.
 
         Returns:
-            `architecture`, `parameters`, `trainable`, `methods`, `dtype` (of computation), `tied`, `device`, `source`,
-            `optimizer`.
+            `architecture`, `vocab_size`, `parameters`, `trainable`, `methods`, `dtype` (of computation), `tied`,
+            `device`, `source`, `optimizer`.
 
         Raises:
             BuildError: on every rank, when one cannot make or fill its module.
@@ -138,6 +138,7 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
         self._remeasure()
         return {
             "architecture": (transformers_class(module) or type(module)).__name__,
+            "vocab_size": self._policy.vocab_size,
             "parameters": sum(parameter.numel() for parameter in module.parameters()),
             "trainable": sum(p.numel() for p in module.parameters() if p.requires_grad),
             "methods": methods,
@@ -277,6 +278,10 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
     def release_weights(self) -> None:
         """The replicas have applied: free what was staged on a GPU."""
         self._weight_sender().release_staged()
+
+    def forget_weights(self, prefix: str) -> None:
+        """Whoever took what was staged under `prefix` has it: free the memory."""
+        self._weight_sender().forget_staged(prefix)
 
     def weight_layout(self) -> Manifest:
         """What a sync would send, without contents; `WeightSender.layout`."""

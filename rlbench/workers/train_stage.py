@@ -101,6 +101,11 @@ class WeightSender:
             if key[0] == "ipc":
                 stage.close()
 
+    def forget_staged(self, prefix: str) -> None:
+        """Free what was staged under `prefix`: it will not be staged again soon."""
+        for key in [key for key in self._stages if key[1] == prefix]:
+            self._stages.pop(key).close()
+
     # -- broadcast: announced first, so that replicas can refuse before any of their weights is touched
 
     @torch.no_grad()

@@ -1,6 +1,7 @@
 """Weight sync between real ranks and a real vLLM replica: equal log-probs, versions, states, and what is refused."""
 
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import rlbench as rb
 from rlbench.engines.sync import probe_tokens
-from rlbench.errors import BuildError, DataError, StateError, WeightSyncError
+from rlbench.errors import BuildError, DataError, EngineError, StateError, WeightSyncError
 from rlbench.runtime.processes import start_time
 from rlbench.trainers.policy_spec import PolicySpec
 
@@ -36,7 +37,7 @@ def gap(train, infer):
 
 @pytest.fixture(scope="module")
 def infer(cluster, tiny_path):
-    engine = rb.InferenceEngine(str(tiny_path), name="sync-inference", dtype="float32", kv_cache_bytes=256 << 20)
+    engine = rb.InferenceEngine(str(tiny_path), name="sync-inference", kv_cache_bytes=256 << 20)
     engine.build(tensor_parallel_size=1, data_parallel_size=1)
     yield engine
     engine.close()
@@ -91,6 +92,36 @@ def test_offloading_the_replica_really_frees_its_cache(train, infer):
     infer.cuda("kv_cache")
     assert before["kv_cache"] > 1 << 20 and after["kv_cache"] == 0  # pages that are resident, not what was asked for
     assert before["rss"] - after["rss"] > 0.9 * before["kv_cache"]
+
+
+@pytest.fixture(scope="module")
+def reference(infer, tiny_path):
+    engine = rb.TrainEngine(PolicySpec(str(tiny_path), trainable=False), name="sync-reference")
+    engine.build(tensor_parallel_size=1, data_parallel_size=1)
+    yield engine
+    engine.close()
+
+
+def test_a_reference_takes_the_policys_weights_and_gives_none_back(train, infer, reference):
+    train.run(perturb)
+    own = train.call_all("state_checksum").result()[0]
+    assert reference.call_all("state_checksum").result()[0] != own
+    done = train.p2p_weight_sync(reference)
+    assert reference.call_all("state_checksum").result()[0] == own and done["gap"] <= 1e-4 and done["tensors"] > 10
+    assert not list(Path("/dev/shm").glob(f"*{train.name}-copy*"))
+    for refused in (
+        lambda: reference.p2p_weight_sync(train),  # it trains
+        lambda: train.p2p_weight_sync(train),
+        lambda: infer.p2p_weight_sync(train),
+        lambda: train.p2p_weight_sync("reference"),
+    ):
+        with pytest.raises(EngineError, match="p2p_weight_sync"):
+            refused()
+    reference.meta()
+    with pytest.raises(StateError, match=r"cuda\('weights'\)"):
+        train.p2p_weight_sync(reference)
+    reference.cuda()
+    assert train.call_all("state_checksum").result()[0] == own
 
 
 def test_an_offloaded_trainer_is_refused_with_the_mend(train, infer):

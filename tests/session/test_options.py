@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from rlbench.errors import SessionError
-from rlbench.session.building import check_options
+import rlbench as rb
+from rlbench.errors import BuildError, SessionError
+from rlbench.session.building import check_models, check_options
 from rlbench.session.options import SessionOptions, checked, resolve_model
 
 
@@ -37,6 +38,21 @@ def test_how_the_policy_is_held_is_an_option_that_must_be_able_to_act():
     for name, other in (("use_mp_opt", "bf16"), ("use_mp_opt", "masters"), ("fsdp_cpu_offload", "masters")):
         with pytest.raises(SessionError, match=f"{name} has no effect with {other}=False"):
             check_options({name: True, other: False}, None)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2_5_VLForConditionalGeneration", "Qwen2ForSequenceClassification"])
+def test_a_folder_of_no_causal_language_model_is_refused_before_anything_starts(architecture, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen", "architectures": [architecture]}))
+    with pytest.raises(BuildError, match=architecture):
+        check_models(str(tmp_path), None)
+    with pytest.raises(BuildError, match=architecture):
+        rb.Session(str(tmp_path))
+
+
+@pytest.mark.parametrize("architectures", [["Qwen2ForCausalLM"], ["GPT2LMHeadModel"], ["MyQwenModel"], [], None])
+def test_a_causal_language_model_may_be_of_a_class_of_the_users_own(architectures, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "architectures": architectures}))
+    check_models(str(tmp_path), "hub/id")
 
 
 @pytest.mark.parametrize("name", ["path", "seed", "trainable"])

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+import rlbench.nn
 from rlbench.errors import WeightSyncError
 from rlbench.weights.names import (
     check_names,
@@ -16,6 +17,7 @@ from rlbench.weights.names import (
     to_checkpoint_names,
     unique_parameters,
 )
+from tests.families.shapes import small_config
 
 
 def model(tied: bool) -> Qwen2ForCausalLM:
@@ -46,6 +48,19 @@ def test_what_is_sent_is_what_the_saved_checkpoint_holds(tmp_path: Path, tied: b
         check_names({name: tuple(tensor.shape) for name, tensor in sent.items()}, held)
     torch.save(made.state_dict(), tmp_path / "pytorch_model.bin")
     check_names(held, checkpoint_shapes(tmp_path), tied=["lm_head.weight"] if tied else [])
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "qwen3_moe", "mixtral", "gpt2"])
+def test_a_class_of_the_users_own_sends_the_names_of_its_architecture(family: str) -> None:
+    config = small_config(family)
+    with torch.device("meta"):
+        plain = AutoModelForCausalLM.from_config(config)
+        own = type("MyModel", (rlbench.nn.HuggingFaceFsdp2TrainModule, type(plain)), {})(config)
+    names = to_checkpoint_names(plain, unique_parameters(plain))
+    assert list(to_checkpoint_names(own, unique_parameters(own))) == list(names)
+    assert type(own).__name__ == "MyModel"
+    if family == "gpt_neox":
+        assert "embed_out.weight" in names  # else nothing was renamed, and nothing is proved
 
 
 def test_buffers_of_a_checkpoint_are_sent_and_others_are_not() -> None:

@@ -1,0 +1,76 @@
+"""A config of each causal-LM family that transformers and vLLM share, small enough to build in a second."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+SMALL = {
+    "vocab_size": 259, "hidden_size": 128, "n_embd": 128, "d_model": 128, "word_embed_proj_dim": 128,
+    "intermediate_size": 256, "ffn_dim": 256, "n_inner": 256, "ffn_hidden_size": 256,
+    "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2,
+    "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "rotary_dim": 16,
+    "max_position_embeddings": 512, "n_positions": 512, "max_seq_len": 512, "max_sequence_length": 512,
+    "moe_intermediate_size": 64, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
+    "num_experts_per_tok": 2, "moe_k": 2, "shared_expert_intermediate_size": 64, "n_shared_experts": 1, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1,
+    "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32,
+    "pad_token_id": 256, "bos_token_id": 257, "eos_token_id": 258,
+}  # fmt: skip
+ALWAYS = ("pad_token_id", "bos_token_id", "eos_token_id", "head_dim", "num_key_value_heads")
+"""What is set also where the family's own default is None."""
+LATENT = {"num_key_value_heads": 4}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+OWN: dict[str, dict[str, Any]] = {
+    "axk1": LATENT, "deepseek_v3": LATENT, "deepseek_v32": LATENT, "glm4_moe_lite": LATENT, "glm_moe_dsa": LATENT,
+    "minicpm3": LATENT, "deepseek_v2": LATENT | {"num_experts_per_tok": 2},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "falcon": {"bias": False},
+    "gemma3n_text": {
+        "num_hidden_layers": 6, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 259, "hidden_size_per_layer_input": 32,
+        "laurel_rank": 16, "activation_sparsity_pattern": None,
+    },
+    "gemma4_text": {
+        "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 32,
+        "vocab_size_per_layer_input": 259, "hidden_size_per_layer_input": 32,
+    },
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16,
+    },
+    "jamba": {
+        "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
+        "expert_layer_offset": 1, "use_mamba_kernels": False,
+    },
+    "kimi_linear": LATENT | LINEAR,
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": LATENT | {"expert_ffn_hidden_size": 64, "zero_expert_num": 2, "moe_topk": 2},
+    "mamba2": {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1},
+    "qwen3_5_text": LINEAR, "qwen3_5_moe_text": LINEAR, "qwen3_next": LINEAR, "qwen4_exp_text": LINEAR,
+    "zamba2": {
+        "num_hidden_layers": 4, "layer_types": ["mamba", "hybrid"] * 2, "n_mamba_heads": 8, "mamba_d_state": 16,
+    },
+}  # fmt: skip
+WITHOUT = {"falcon": {"head_dim"}}
+"""What a family derives and does not take."""
+
+
+def small_config(family: str) -> Any:
+    """The config of `family`, a `model_type` of transformers."""
+    kind = CONFIG_MAPPING[family]
+    default = kind()
+    held = default.to_dict()
+    small = {
+        name: value
+        for name, value in SMALL.items()
+        if (name in held or hasattr(default, name)) and (held.get(name) is not None or name in ALWAYS)
+    }
+    if held.get("layer_types"):
+        small["layer_types"] = None
+    for name in WITHOUT.get(family, ()):
+        small.pop(name, None)
+    return kind(**small | OWN.get(family, {}))
