@@ -21,10 +21,15 @@ SMALL = {
 ALWAYS = ("pad_token_id", "bos_token_id", "eos_token_id", "head_dim", "num_key_value_heads")
 """What is set also where the family's own default is None."""
 LATENT = {"num_key_value_heads": 4}
+WIDE_LATENT = LATENT | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # what vLLM's kernel for CPUs takes
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 OWN: dict[str, dict[str, Any]] = {
-    "axk1": LATENT, "deepseek_v3": LATENT, "deepseek_v32": LATENT, "glm4_moe_lite": LATENT, "glm_moe_dsa": LATENT,
-    "minicpm3": LATENT, "deepseek_v2": LATENT | {"num_experts_per_tok": 2},
+    "axk1": LATENT, "deepseek_v32": LATENT, "glm_moe_dsa": LATENT, "minicpm3": LATENT,
+    "deepseek_v2": WIDE_LATENT | {"num_experts_per_tok": 2}, "deepseek_v3": WIDE_LATENT | {"topk_method": "noaux_tc"},
+    # what checkpoints say and transformers' config no longer has
+    "glm4_moe": {"head_dim": 32}, "glm4_moe_lite": WIDE_LATENT | {"first_k_dense_replace": 1},
+    "hy_v3": {"first_k_dense_replace": 1}, "minimax_m2": {"rotary_dim": 16}, "afmoe": {"score_func": "sigmoid"},
+    "lfm2": {"block_dim": 128, "conv_dim": 128},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
