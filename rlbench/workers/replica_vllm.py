@@ -99,7 +99,10 @@ class VllmReplica(Pausable):
         except RLBenchError:
             raise
         except Exception as error:
-            raise BuildError(f"vLLM could not start on {self.config.path!r}: {error}") from error
+            raise BuildError(
+                f"vLLM could not start on {self.config.path!r}: {error}. Where it cannot serve the architecture here, "
+                "executor='hf' generates with transformers"
+            ) from error
         self._tokenizer = self._engine.renderer.tokenizer
         self._engine.collective_rpc("init_weight_transfer_engine", args=({},))
         self._engine.set_weight_version("0")

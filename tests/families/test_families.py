@@ -25,8 +25,15 @@ from tests.workers.tiny_checkpoint import byte_tokenizer
 
 pytestmark = pytest.mark.engine
 FIRST = ("gemma2", "gpt_neox", "qwen3_moe")
-SYNCING = ("llama",)
-UNLIKE = ("bloom",)
+SYNCING = (
+    "arcee", "cohere", "cohere2", "cohere2_moe", "cwm", "ernie4_5", "exaone4", "exaone_moe", "flex_olmo",
+    "gemma", "gemma3_text", "gemma4_text", "glm", "glm4", "gpt2", "gptj", "granite", "granite_swa",
+    "granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax",
+    "jais2", "llama", "mamba2", "mellum", "minicpm3", "ministral3", "mistral", "mixtral", "nemotron", "olmo",
+    "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "seed_oss", "smollm3",
+    "stablelm", "starcoder2", "vaultgemma",
+)  # fmt: skip
+UNLIKE = ("apertus", "bloom", "ernie4_5_moe", "gemma3n_text", "gpt_bigcode", "hrm_text")
 """vLLM on a CPU and transformers do not compute the same from one checkpoint."""
 NOT_UPDATED = ("gpt_oss",)
 """vLLM cannot take another set of weights."""
