@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 import rlbench.nn
-from rlbench.errors import BuildError
+from rlbench.errors import BuildError, WeightSyncError
+from rlbench.trainers.policy_spec import PolicySpec
+from tests.families.shapes import small_config
 from tests.modules import VOCAB, RunningMeanModel, TrainedQwen, qwen_on_meta, save_qwen
 from tests.ranks import Ranks, ranks
 
@@ -165,3 +169,28 @@ def test_half_precision_weights_train_as_float32_masters_and_a_frozen_module_kee
             info = engine.build(qwen_on_meta(path, cls))[0]
             assert info["dtype"] == "bfloat16"  # of computation
             assert {tensor.dtype for n, tensor in full_state(engine).items()} == {kept}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_neox"])
+def test_what_one_engine_staged_another_takes_by_the_checkpoints_names(family: str, tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    AutoModelForCausalLM.from_config(small_config(family)).save_pretrained(tmp_path)
+
+    def halve() -> None:
+        with torch.no_grad():
+            for parameter in module.parameters():  # type: ignore[name-defined]  # noqa: F821
+                parameter.mul_(0.5)
+
+    with ranks(1) as engine:
+        engine.build(PolicySpec(str(tmp_path)))
+        staged = asdict(engine.call("stage_weights", {"transport": "shm", "prefix": f"rlb-test-{family}"})[0])
+        first = engine.call("state_checksum")
+        engine.run(halve)
+        halved = engine.call("state_checksum")
+        other = copy.deepcopy(staged)
+        other["buckets"][0]["entries"][0]["name"] = "of.another.architecture"
+        with pytest.raises(WeightSyncError, match=r"of\.another\.architecture"):
+            engine.call("load_staged", other)
+        assert engine.call("state_checksum") == halved != first
+        engine.call("load_staged", staged)
+        assert engine.call("state_checksum") == first
