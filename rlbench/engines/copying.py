@@ -13,11 +13,12 @@ from rlbench.engines.sync import (
     allowed_gap,
     asked,
     largest_gap,
+    need_weights,
     probe_batch,
     probe_tokens,
     rows_in_order,
 )
-from rlbench.errors import EngineError, StateError, WeightSyncError
+from rlbench.errors import EngineError, WeightSyncError
 from rlbench.weights.manifest import Manifest, merged
 from rlbench.weights.transport import choose
 
@@ -69,8 +70,7 @@ def _need_copyable(source: TrainEngine, target: TrainEngine, transport: str | No
             "rb.Session.load() bring both back"
         )
     for engine in (source, target):
-        if engine.status()["weights"] != "cuda":
-            raise StateError(f"the weights of {engine.name} are offloaded: {engine.name}.cuda('weights') first")
+        need_weights(engine)
     if transport not in (None, "shm"):
         raise WeightSyncError(f"transport={transport!r}: between training engines there is 'shm'; leave transport out")
     choose(asked(source, "sync_facts"), asked(target, "sync_facts"), "shm")

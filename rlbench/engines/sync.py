@@ -143,11 +143,7 @@ def said(manifest: Manifest, version: int, transport: str, gap: float | None) ->
 
 def _steps(train: TrainEngine, infer: InferenceEngine, version: int | None, transport: str | None) -> Steps:
     view = views.make("sync")
-    status = train.status()
-    if status["torn"] is not None:
-        raise StateError(status["torn"])
-    if status["weights"] != "cuda":
-        raise StateError(f"the trainer's weights are offloaded: {train.name}.cuda('weights') first")
+    need_weights(train)
     dtype = str(train.info["dtype"])
     ranks: list[Facts] = asked(train, "sync_facts")
     begun: Begun = yield from begin_steps(infer, dtype, ranks, transport)
@@ -183,6 +179,15 @@ def _steps(train: TrainEngine, infer: InferenceEngine, version: int | None, tran
     if view is not None:
         view.close(done)
     return done
+
+
+def need_weights(train: TrainEngine) -> None:
+    """Refuse to read a trainer's weights where they are not whole, or not resident; StateError names the mend."""
+    status = train.status()
+    if status["torn"] is not None:
+        raise StateError(status["torn"])
+    if status["weights"] != "cuda":
+        raise StateError(f"the weights of {train.name} are offloaded: {train.name}.cuda('weights') first")
 
 
 def asked(engine: Engine, what: str) -> list[Any]:

@@ -46,7 +46,7 @@ class BaseHuggingFaceTrainModule(BaseTrainModule):
             return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)  # type: ignore[misc]
         path = str(pretrained_model_name_or_path)
         hub = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
-        model_kwargs = {
+        model_kwargs: dict[str, Any] = {
             name: kwargs.pop(name)
             for name in ("dtype", "torch_dtype", "attn_implementation")
             if name in kwargs

@@ -75,7 +75,7 @@ def _as_transformers_class(module: Any) -> Any:
     plain = transformers_class(module)
     if plain is None:
         return module
-    alias = plain.__new__(plain)
+    alias = object.__new__(plain)
     alias.__dict__ = module.__dict__  # its parameters and submodules are the module's own
     return alias
 
