@@ -20,21 +20,7 @@ SMALL = {
 }  # fmt: skip
 ALWAYS = ("pad_token_id", "bos_token_id", "eos_token_id", "head_dim", "num_key_value_heads")
 """What is set also where the family's own default is None."""
-LATENT = {"num_key_value_heads": 4}
-WIDE_LATENT = LATENT | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # what vLLM's kernel for CPUs takes
-LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 OWN: dict[str, dict[str, Any]] = {
-    "axk1": LATENT, "deepseek_v32": LATENT, "glm_moe_dsa": LATENT, "minicpm3": LATENT,
-    "deepseek_v2": WIDE_LATENT | {"num_experts_per_tok": 2}, "deepseek_v3": WIDE_LATENT | {"topk_method": "noaux_tc"},
-    # what checkpoints say and transformers' config no longer has
-    "glm4_moe": {"head_dim": 32}, "glm4_moe_lite": WIDE_LATENT | {"first_k_dense_replace": 1},
-    "hy_v3": {"first_k_dense_replace": 1}, "minimax_m2": {"rotary_dim": 16}, "afmoe": {"score_func": "sigmoid"},
-    "lfm2": {"block_dim": 128, "conv_dim": 128},
-    "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
-        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
-    },
-    "falcon": {"bias": False},
     "gemma3n_text": {
         "num_hidden_layers": 6, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
         "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 259, "hidden_size_per_layer_input": 32,
@@ -44,24 +30,10 @@ OWN: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 32,
         "vocab_size_per_layer_input": 259, "hidden_size_per_layer_input": 32,
     },
-    "granitemoehybrid": {
-        "layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16,
-    },
-    "jamba": {
-        "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
-        "expert_layer_offset": 1, "use_mamba_kernels": False,
-    },
-    "kimi_linear": LATENT | LINEAR,
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "longcat_flash": LATENT | {"expert_ffn_hidden_size": 64, "zero_expert_num": 2, "moe_topk": 2},
+    "glm4_moe": {"head_dim": 32},  # what its checkpoints say and transformers' config no longer has
     "mamba2": {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1},
-    "qwen3_5_text": LINEAR, "qwen3_5_moe_text": LINEAR, "qwen3_next": LINEAR, "qwen4_exp_text": LINEAR,
-    "zamba2": {
-        "num_hidden_layers": 4, "layer_types": ["mamba", "hybrid"] * 2, "n_mamba_heads": 8, "mamba_d_state": 16,
-    },
+    "minicpm3": {"num_key_value_heads": 4},
 }  # fmt: skip
-WITHOUT = {"falcon": {"head_dim"}}
-"""What a family derives and does not take."""
 
 
 def small_config(family: str) -> Any:
@@ -76,6 +48,4 @@ def small_config(family: str) -> Any:
     }
     if held.get("layer_types"):
         small["layer_types"] = None
-    for name in WITHOUT.get(family, ()):
-        small.pop(name, None)
     return kind(**small | OWN.get(family, {}))

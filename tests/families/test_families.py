@@ -27,7 +27,7 @@ pytestmark = pytest.mark.engine
 FIRST = ("gemma2", "gpt_neox", "qwen3_moe")
 SYNCING = (
     "arcee", "cohere", "cohere2", "cohere2_moe", "cwm", "ernie4_5", "exaone4", "exaone_moe", "flex_olmo",
-    "gemma", "gemma3_text", "gemma4_text", "glm", "glm4", "gpt2", "gptj", "granite", "granite_swa",
+    "gemma", "gemma3_text", "gemma4_text", "glm", "glm4", "glm4_moe", "gpt2", "gptj", "granite", "granite_swa",
     "granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax",
     "jais2", "llama", "mamba2", "mellum", "minicpm3", "ministral3", "mistral", "mixtral", "nemotron", "olmo",
     "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "seed_oss", "smollm3",
