@@ -3,7 +3,7 @@
     import rlbench as rb
 
     session = rb.Session("tiny")
-    rollouts = session.rollout(prompts, n=8)
+    rollouts = session.rollout(prompts, n=8, max_tokens=256)
     batch = rollouts.score(reward).batch(advantage=rb.rl.group_normalized())
     session.train_step(batch, loss="grpo")
     session.sync_weights()

@@ -147,3 +147,11 @@ def joined(parts: Iterable[tuple[str, str]]) -> str:
 
 def _library(file: str) -> bool:
     return file.startswith((*LIBRARIES, "<frozen "))
+
+
+def user_stacklevel() -> int:
+    """The `stacklevel` by which a `warnings.warn` of the caller shows the user's line, the first outside rlbench."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "rlbench":
+        level, frame = level + 1, frame.f_back
+    return level

@@ -25,6 +25,7 @@ class TrainBatch:
     `sampler_logprobs` and, where known, `old_logprobs`, `ref_logprobs`, all float32, flat in the order of
     `responses.values`. Per sequence: `rewards` float64 or None, `group` int32, `weight_version` int64.
     `temperature` is the sampler's: the trainer divides its logits by it, so that both speak of one distribution.
+    `reshaped_by`: other sampling options, as `top_p=0.9`, that make `sampler_logprobs` those of another distribution.
     """
 
     prompts: Ragged
@@ -39,6 +40,7 @@ class TrainBatch:
     ref_logprobs: np.ndarray | None = None
     truncated: np.ndarray | None = None
     temperature: float = 1.0
+    reshaped_by: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.prompts) != len(self.responses):

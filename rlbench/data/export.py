@@ -147,7 +147,7 @@ def _table(rollouts: Rollouts) -> tuple[Any, dict[str, Any]]:
         "stats": plain.to_plain(rollouts.stats, "stats"), "channels": list(rollouts.channels),
         "tokenizer": rollouts.tokenizer, "components": list(rollouts.components),
         "reward_errors": [[e.index, e.prompt, e.error, e.line] for e in rollouts.reward_errors],
-        "timed": rollouts.reward_seconds is not None, "turns": rollouts.mask is not None,
+        "timed": rollouts.reward_seconds is not None, "turns": rollouts.mask is not None, "notes": list(rollouts.notes),
     }  # fmt: skip
     return pa.table(columns), facts
 
@@ -178,6 +178,7 @@ def _rollouts(table: Any, facts: dict[str, Any]) -> Rollouts:
         number=facts["number"],
         not_started=tuple(facts["not_started"]),
         stats=plain.from_plain(facts["stats"]),
+        notes=tuple(facts.get("notes", ())),
         channels={name: ragged_column(rows[CHANNEL + name], np.float32).values for name in facts["channels"]},
         tokenizer=facts["tokenizer"],
         components={name: rows[COMPONENT + name].to_numpy().astype(np.float64) for name in facts.get("components", ())},

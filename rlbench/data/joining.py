@@ -86,7 +86,9 @@ def _batches(parts: list[TrainBatch], drop_unknown: bool) -> TrainBatch:
     for field in fields(TrainBatch):
         name = field.name
         values = [getattr(part, name) for part in parts]
-        if isinstance(values[0], Ragged):
+        if name == "reshaped_by":
+            joined[name] = tuple(dict.fromkeys(option for part in parts for option in part.reshaped_by))
+        elif isinstance(values[0], Ragged):
             joined[name] = joined_ragged(values)
         elif name == "group":
             joined[name] = _renumbered(values)

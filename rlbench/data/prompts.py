@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 from rlbench.errors import DataError
 
 PromptContent: TypeAlias = str | list[dict[str, Any]] | list[int]
+OTHER_INPUTS = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids", "prompt_embeds")
+"""Inputs that vLLM's prompts may have beside text and tokens."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,8 @@ def part_text(part: Any) -> str:
 
 def as_prompts(prompts: Any) -> list[Prompt]:
     """Accept what people hold: one prompt or many; strings, messages, token ids, `Prompt`s, or rows (dicts, a data
-    frame's too) with a `prompt` (and perhaps a `label`); a `PromptSet` of `rlbench.data.load`.
+    frame's too) with a `prompt`, or vLLM's `prompt_token_ids`, and perhaps a `label`; a `PromptSet` of
+    `rlbench.data.load`.
 
     Raises DataError for an empty list and for anything else, naming the index.
     """
@@ -80,10 +83,8 @@ def as_prompt(value: Any, index: int) -> Prompt:
     """One prompt of `as_prompts`; `index` names it where it is none (DataError)."""
     if isinstance(value, Prompt):
         return value
-    if isinstance(value, Mapping) and "prompt" in value:
-        rest = {k: v for k, v in value.items() if k not in ("prompt", "label")}
-        inner = as_prompt(value["prompt"], index)
-        return Prompt(inner.content, value.get("label"), rest)
+    if isinstance(value, Mapping) and ("prompt" in value or "prompt_token_ids" in value):
+        return _of_row(value, index)
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, str):
@@ -98,6 +99,20 @@ def as_prompt(value: Any, index: int) -> Prompt:
         f"prompt {index}: wanted a text, chat messages ([{{'role': …, 'content': …}}]), token ids or a row with "
         f"'prompt'; got {_shown(value)}"
     )
+
+
+def _of_row(row: Mapping[str, Any], index: int) -> Prompt:
+    """A dict with what is asked; of vLLM's, the token ids count before the text."""
+    for name in OTHER_INPUTS:
+        if row.get(name) is not None:
+            raise DataError(
+                f"prompt {index} has {name}: only text, chats and token ids are generated from, vision-language models "
+                "are not here yet; leave it out"
+            )
+    asked = "prompt_token_ids" if row.get("prompt_token_ids") is not None else "prompt"
+    rest = {k: v for k, v in row.items() if k not in ("prompt", "prompt_token_ids", "label", *OTHER_INPUTS)}
+    inner = as_prompt(row[asked], index)
+    return Prompt(inner.content, row.get("label"), rest)
 
 
 def is_chat_or_tokens(value: Any) -> bool:

@@ -51,6 +51,7 @@ def join_rollouts(parts: Sequence[Rollouts], same_prompts: bool, drop_unknown: b
         "channels": _named([part.channels for part in parts], [len(part.logprobs) for part in parts]),
         "components": _named([part.components for part in parts], [part.samples for part in parts]),
         "reward_errors": _errors(parts),
+        "notes": tuple(dict.fromkeys(note for part in parts for note in part.notes)),
     }
     for field in fields(parts[0]):
         if field.name not in joined:

@@ -21,6 +21,7 @@ from rlbench.data.origin import same_origin, traced
 from rlbench.data.prompts import Prompt
 from rlbench.data.ragged import Ragged
 from rlbench.data.rollout import PromptGroup, Rollout
+from rlbench.data.sampling import notes_of, reshaped_by
 from rlbench.data.turns import EnvError, env_errors, sampled_mask, taken_turns
 from rlbench.errors import DataError
 
@@ -40,6 +41,7 @@ class Rollouts:
     `components`: {name: (N,) float64} that the rewards were made of, NaN where one does not apply; `reward_seconds`
     (N,): what scoring each took; `reward_errors`: why some have none (NaN), see `score(on_error="keep")`.
     `mask`, `turns`, `turn_rewards`, `env_rewards` and `infos` where there was an environment: see `rlbench.data.turns`.
+    `notes`: what a reader has to know of how they were drawn, one sentence each.
     """
 
     prompts: tuple[Prompt, ...]
@@ -65,6 +67,7 @@ class Rollouts:
     turn_rewards: Ragged | None = None
     env_rewards: np.ndarray | None = None
     infos: tuple[Mapping[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.rewards is not None:  # an array still, and one with `.plot()`
@@ -80,7 +83,8 @@ class Rollouts:
         tokenizer: str = "",
     ) -> Rollouts:
         """Join what the replicas returned, in prompt order. Prompts nobody started are listed in `not_started`."""
-        return cls(sampling=dict(sampling), number=number, tokenizer=tokenizer, **merged(prompts, parts))
+        whole = cls(sampling=dict(sampling), number=number, tokenizer=tokenizer, **merged(prompts, parts))
+        return replace(whole, notes=notes_of(sampling, whole.responses.lengths[whole.truncated], whole.samples))
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -223,6 +227,7 @@ class Rollouts:
             rewards=np.asarray(chosen.rewards),
             truncated=chosen.truncated,
             temperature=float(self.sampling.get("temperature", 1.0)),
+            reshaped_by=reshaped_by(self.sampling),
         )
 
     @traced
@@ -318,7 +323,7 @@ class Rollouts:
             parts.append(scoring.described(self.rewards))
         if self.aborted.any() or self.not_started:
             parts.append(f"{int(self.aborted.sum())} aborted, {len(self.not_started)} prompts not started")
-        return f"Rollouts({' · '.join(parts)})"
+        return "\n  ".join([f"Rollouts({' · '.join(parts)})", *self.notes])
 
     def _sample(self, i: int) -> Rollout:
         span = slice(int(self.responses.offsets[i]), int(self.responses.offsets[i + 1]))

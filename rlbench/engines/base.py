@@ -7,14 +7,14 @@ import contextlib
 import dataclasses
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from rlbench.dispatch.link import Link, spawn_host
 from rlbench.dispatch.pending import Observer, Pending
 from rlbench.dispatch.protocol import actor_name
 from rlbench.engines.parallel import estimated_bytes
-from rlbench.engines.placement import Device, actor_options, allot, devices_of
+from rlbench.engines.placement import Device, actor_options, allot, devices_of, unshared
 from rlbench.errors import BuildError, EngineError, SessionError, StateError, WorkerDied, nearest
 from rlbench.runtime import cluster
 
@@ -131,6 +131,16 @@ class Engine:
             raise StateError(f"to({device!r}): wanted 'cuda', 'cpu' or 'meta'")
         return self._to_state(device, None)
 
+    def release_memory_cache(self, cpu: bool = False, gpu: bool = True) -> list[dict[str, int]]:
+        """Give back memory that the workers' allocators keep for later; returns the bytes freed, one dict per worker.
+
+        Args:
+            cpu: of the host: pages that the C allocator keeps.
+            gpu: of the GPU: blocks that torch keeps; a host without has none.
+        """
+        what = f"{self.name}.release_memory_cache()"
+        return list(self.call_all("release_memory_cache", cpu, gpu, what=what).result())
+
     def control(self, name: str, *args: Any) -> list[Any]:
         """Ask every worker on its control lane. Raises WorkerDied where one is dead."""
         import ray
@@ -210,13 +220,25 @@ class Engine:
         if not self._actors:
             raise EngineError(f"{self.name}.{name}: the engine is not built; call {self.name}.build(…) first")
 
-    def _allot(
-        self, count: int, colocate_with: Engine | None, not_colocate_with: Engine | None
-    ) -> list[Device]:
-        if self._actors:
+    def _stays_built(self, pipeline_parallel_size: int, ignore_rebuild_error: bool) -> bool:
+        """Whether a call of `build` has nothing to do; BuildError where it cannot be done."""
+        if pipeline_parallel_size != 1:
             raise BuildError(
-                f"{self.name} is built already: use it, or {self.name}.close() before building again"
+                f"pipeline_parallel_size={pipeline_parallel_size}: a model is not split by its layers here, 1 is the "
+                "only size; use tensor_parallel_size and data_parallel_size"
             )
+        if self._actors and not ignore_rebuild_error:
+            raise BuildError(
+                f"{self.name} is built already: use it, or {self.name}.close() before building again "
+                "(ignore_rebuild_error=True leaves it as it is)"
+            )
+        return bool(self._actors)
+
+    def _allot(
+        self, count: int, colocate_with: Engine | None, not_colocate_with: Engine | None, alone: bool = False
+    ) -> list[Device]:
+        if alone and colocate_with is not None:
+            raise BuildError("allow_colocate=False and colocate_with= contradict each other: give one of them")
         if count < 1:
             raise BuildError(
                 f"the engine wants {count} workers: parallel sizes are 1 or more (-1: all devices)"
@@ -238,9 +260,11 @@ class Engine:
                 )
             near = devices_of(state, colocate_with.name) if colocate_with else []
             avoid = devices_of(state, not_colocate_with.name) if not_colocate_with else []
-            devices = allot(self.link, count, near, avoid)
+            if set(near) & set(unshared(state)):
+                raise BuildError(f"cannot place {self.name} beside an engine built with allow_colocate=False")
+            devices = allot(self.link, count, near, [*avoid, *unshared(state)], alone)
             self.link.engine(self.name, {
-                "kind": self.KIND, "devices": [[d.placement, d.bundle] for d in devices],
+                "kind": self.KIND, "devices": [[d.placement, d.bundle] for d in devices], "alone": alone,
                 "placements": sorted({d.placement for d in devices}), "broken": None,
             })  # fmt: skip
         return devices
@@ -330,6 +354,14 @@ def checked_config(config_class: Any, given: dict[str, Any], what: str) -> Any:
                 f"{what}: unknown option {name!r}{nearest(name, known)}; there are {', '.join(known)}"
             )
     return config_class(**given)
+
+
+def executor_of(given: str, known: Iterable[str], kind: str) -> str:
+    """The executor's name, from itself in any case or from RLite's class of it (`Fsdp2TrainExecutor`)."""
+    name = given.lower().removesuffix("executor").removesuffix(kind.lower().removesuffix("engine"))
+    if name not in known:
+        raise BuildError(f"executor={given!r}: {kind} has {', '.join(known)}{nearest(given, known)}")
+    return name
 
 
 def shared(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,18 +10,23 @@ import numpy as np
 
 from rlbench.data import GenerateJob, Prompt, Rollouts, as_prompts
 from rlbench.data.length_stats import length_stats
+from rlbench.data.sampling import reshaped_by, reshaped_notes, sampling_options
 from rlbench.dispatch import views
 from rlbench.dispatch.link import Link
 from rlbench.dispatch.pending import Pending
-from rlbench.engines.base import Engine, checked_config, cores
-from rlbench.engines.placement import visible_gpus
+from rlbench.engines.base import Engine, checked_config, cores, executor_of
+from rlbench.engines.placement import network_environment, visible_gpus
 from rlbench.engines.seeds import request_seeds
-from rlbench.engines.turns import failed_in_env, split_options, tell_env_errors
-from rlbench.errors import BuildError, DataError, EngineError, Stopped, nearest
+from rlbench.engines.turns import failed_in_env, hook_env, split_options, tell_env_errors
+from rlbench.envs.hook import Hook
+from rlbench.errors import DataError, EngineError, Stopped
 from rlbench.runtime import cluster
+from rlbench.traces import user_stacklevel
 
 ASLEEP = "asleep_by_ranks"
 """Of the engine's record: training ranks had it sleep, so it is to wake when they are gone."""
+BY_CALL = ("n", "seed")
+"""Of the sampling options, those that say which samples a call draws, and how many."""
 TARGETS = {"vllm": "rlbench.workers.replica_vllm:VllmReplica", "hf": "rlbench.workers.replica_hf:HfReplica"}
 
 
@@ -28,8 +34,8 @@ class InferenceEngine(Engine):
     """Inference replicas of one model.
 
     Args:
-        path: folder or hub id of the model.
-        executor: `"vllm"`, or `"hf"` (transformers generate) where vLLM cannot be installed.
+        path: folder or hub id of the model, or an object whose `get_checkpoint_path()` says it.
+        executor: `"vllm"`, or `"hf"` (transformers generate) where vLLM cannot be installed; RLite's names of it count.
         name: its role in the session.
         seed: session seed, from which request seeds derive.
         config: fields of `ReplicaConfig`: dtype, kv_cache_bytes, max_model_len, max_num_seqs, …
@@ -41,15 +47,12 @@ class InferenceEngine(Engine):
 
     def __init__(self, path: Any, executor: str = "vllm", *, name: str = "inference", seed: int = 0,
                  link: Link | None = None, **config: Any) -> None:  # fmt: skip
-        if executor.lower() not in TARGETS:
-            raise BuildError(
-                f"executor={executor!r}: InferenceEngine has {', '.join(TARGETS)}{nearest(executor, TARGETS)}"
-            )
         super().__init__(name, link)
-        self.path = str(path)
-        self.executor = executor.lower()
+        self.path = str(path.get_checkpoint_path() if hasattr(path, "get_checkpoint_path") else path)
+        self.executor = executor_of(executor, TARGETS, "InferenceEngine")
         self.seed = seed
         self._config = config
+        self._told: set[str] = set()
 
     @classmethod
     def attach(cls, link: Link, name: str, record: dict[str, Any], seed: int) -> InferenceEngine:
@@ -60,7 +63,8 @@ class InferenceEngine(Engine):
 
     def build(
         self, *, tensor_parallel_size: int = 1, data_parallel_size: int = -1, colocate_with: Engine | None = None,
-        not_colocate_with: Engine | None = None,
+        not_colocate_with: Engine | None = None, allow_colocate: bool = True, pipeline_parallel_size: int = 1,
+        ignore_rebuild_error: bool = False, **config: Any,
     ) -> InferenceEngine:  # fmt: skip
         """Start the replicas and load the model.
 
@@ -69,6 +73,10 @@ class InferenceEngine(Engine):
             data_parallel_size: number of replicas; -1: as many as there are GPUs for, and one on a host without
                 (replicas there would share the same cores).
             colocate_with, not_colocate_with: engines whose devices to share, or to leave alone.
+            allow_colocate: False: devices that no engine of the session shares, now or later.
+            pipeline_parallel_size: 1, there is no other.
+            ignore_rebuild_error: True: where the engine is built already, nothing happens.
+            config: fields of `ReplicaConfig`, in place of the constructor's.
 
         Raises:
             BuildError: a wrong path, built already, more devices than there are, vLLM missing, …
@@ -76,26 +84,29 @@ class InferenceEngine(Engine):
         from rlbench.engines.paths import check_model_path
         from rlbench.workers.replica_config import ReplicaConfig
 
+        if self._stays_built(pipeline_parallel_size, ignore_rebuild_error):
+            return self
         path = check_model_path(self.path)
         joined = cluster.current()
         replicas = data_parallel_size
         if replicas == -1:
             replicas = max(1, joined.gpus // max(1, tensor_parallel_size)) if joined.gpus else 1
-        given = {"threads": max(1, cores() // replicas), "seed": self.seed} | self._config
+        given = {"threads": max(1, cores() // replicas), "seed": self.seed} | self._config | config
         given |= {"path": path, "tensor_parallel_size": tensor_parallel_size}
-        config = checked_config(ReplicaConfig, given, "InferenceEngine")
-        devices = self._allot(tensor_parallel_size * replicas, colocate_with, not_colocate_with)
+        chosen = checked_config(ReplicaConfig, given, "InferenceEngine")
+        count = tensor_parallel_size * replicas
+        devices = self._allot(count, colocate_with, not_colocate_with, not allow_colocate)
         with self._building():
             groups = [
                 devices[i : i + tensor_parallel_size] for i in range(0, len(devices), tensor_parallel_size)
             ]
-            env = {"OMP_NUM_THREADS": str(config.threads), "OMP_WAIT_POLICY": "passive"}
-            self._spawn(TARGETS[self.executor], lambda i: (config,), [group[0] for group in groups],
+            env = {"OMP_NUM_THREADS": str(chosen.threads), "OMP_WAIT_POLICY": "passive", **network_environment()}
+            self._spawn(TARGETS[self.executor], lambda i: (chosen,), [group[0] for group in groups],
                         [env | visible_gpus(group) for group in groups])  # fmt: skip
             infos = self.call_all("build", what=f"{self.name}.build").result()
         self._info = infos[0] | {
             "path": self.path,
-            "tokenizer": str(config.engine_kwargs.get("tokenizer") or path),
+            "tokenizer": str(chosen.engine_kwargs.get("tokenizer") or path),
             "executor": self.executor,
             "tensor_parallel_size": tensor_parallel_size,
         }
@@ -114,17 +125,20 @@ class InferenceEngine(Engine):
         return str(self._info.get("tokenizer", self.path))
 
     def generate(
-        self, prompts: Any, sampling: dict[str, Any] | None = None, *, n: int | None = None, progress: bool = True,
-        env: Any = None, **options: Any,
+        self, prompts: Any, sampling: Any = None, *, n: int | None = None, progress: bool = True, env: Any = None,
+        sampling_params: Any = None, post_generation_hook: Hook | None = None, use_tqdm: bool = True, **options: Any,
     ) -> Rollouts:  # fmt: skip
         """Generate completions; blocks, Ctrl-C raises `rb.Stopped` with the finished part.
 
         Args:
             prompts: texts, chats or token ids (see `rlbench.data.as_prompts`).
-            sampling: sampling options by vLLM's names (`temperature`, `top_p`, `max_tokens`, `stop`, `ignore_eos`, …);
-                the same as keywords.
+            sampling: sampling options by vLLM's names (`temperature`, `top_p`, `max_tokens`, `stop`, `ignore_eos`, …)
+                or vLLM's `SamplingParams`; the same as keywords. `max_tokens` is 16 where not given, as in vLLM; None
+                lets a completion fill the model's length. With `seed` a call draws the same samples each time.
             n: completions per prompt (default 1).
-            progress: show a progress bar with tokens/s.
+            progress, use_tqdm: show a progress bar with tokens/s; False of one of them: none.
+            sampling_params: vLLM's and RLite's name of `sampling`.
+            post_generation_hook: `rb.envs.from_hook` of it as `env`; it alone ends its samples.
             env: an `rb.envs.Env` that each sample meets turn by turn: a class, an instance (copied for each sample) or
                 a function that makes one. Then `max_tokens` is per turn, and there are the options of
                 `rlbench.engines.turns.TURN_OPTIONS`: `max_turns`, `max_total_tokens`, `env_timeout_s`.
@@ -132,7 +146,12 @@ class InferenceEngine(Engine):
         Returns:
             `Rollouts`, in prompt order.
         """
-        pending = self.submit_generate(prompts, {**(sampling or {}), **options}, n=n, progress=progress, env=env)
+        if sampling is not None and sampling_params is not None:
+            raise DataError("sampling and sampling_params are one option: give one of them")
+        chosen = sampling_options(sampling if sampling_params is None else sampling_params) | options
+        if post_generation_hook is not None:
+            env, chosen = hook_env(post_generation_hook, env, chosen)
+        pending = self.submit_generate(prompts, chosen, n=n, progress=progress and use_tqdm, env=env)
         result: Rollouts = pending.blocking_result()
         return result
 
@@ -147,12 +166,16 @@ class InferenceEngine(Engine):
         self._need_built("generate")
         asked: list[Prompt] = as_prompts(prompts)
         samples = _samples(n, sampling)
-        turns, rest = split_options(env, {k: v for k, v in sampling.items() if k != "n"}, self.executor)
+        seed = sampling.get("seed")
+        turns, rest = split_options(env, {k: v for k, v in sampling.items() if k not in BY_CALL}, self.executor)
+        if number != 0:
+            self._tell_reshaped(rest)
         if number is None:
             number = self.link.next_rollout()
         replicas = len(self._actors)
         if seeds is None:
-            seeds = request_seeds(self.seed, number, len(asked), samples)
+            drawn_by = (self.seed, number) if seed is None else (_whole("seed", seed), 0)
+            seeds = request_seeds(*drawn_by, len(asked), samples)
         job = GenerateJob([p.content for p in asked], samples, rest, seeds, shared=replicas > 1, number=number,
                           asked=tuple(asked) if number or turns else (), env=turns)  # fmt: skip
         view = views.make("generate", total=len(asked) * samples) if progress else None
@@ -174,6 +197,14 @@ class InferenceEngine(Engine):
             "generate", job, finish=finish, what=f"rollout {number}", observer=view,
             queue_total=len(asked) if replicas > 1 else 0, track=True,
         )  # fmt: skip
+
+    def _tell_reshaped(self, sampling: dict[str, Any]) -> None:
+        """Say once of each option that it makes the sampler's log-probs those of another distribution."""
+        fresh = [option for option in reshaped_by(sampling) if option not in self._told]
+        if fresh and sampling.get("temperature") != 0:
+            self._told.update(fresh)
+            refused = "Losses that weigh by the sampler's log-probs refuse them"
+            warnings.warn(f"{reshaped_notes(tuple(fresh))[0]}. {refused}", UserWarning, stacklevel=user_stacklevel())
 
     def last_rollout(self) -> Rollouts | None:
         """The last rollout the replicas served, whole or stopped, also of an earlier kernel; None before the first."""
@@ -226,6 +257,12 @@ class InferenceEngine(Engine):
 
     def __repr__(self) -> str:
         return f"InferenceEngine({self.name!r}, {self.executor}, {self.path!r}, {self.described()})"
+
+
+def _whole(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise DataError(f"{name}={value!r}: wanted a whole number")
+    return value
 
 
 def _samples(n: int | None, sampling: dict[str, Any]) -> int:

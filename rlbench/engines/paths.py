@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from rlbench.errors import BuildError
+from rlbench.errors import BuildError, CheckpointError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -30,3 +30,11 @@ def check_model_path(path: str) -> str:
             f"no model folder {path!r}: check the path, or give a hub id like 'Qwen/Qwen2.5-0.5B-Instruct'"
         )
     return path
+
+
+def new_folder(path: str | Path, verb: str) -> Path:
+    """The absolute path of a folder that `verb` may write; CheckpointError where something is there already."""
+    place = Path(path).expanduser().resolve()
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise CheckpointError(f"{verb}: {place} is there already and not empty: choose another path, or remove it")
+    return place

@@ -15,6 +15,7 @@ from typing import Any
 from rlbench.dispatch.link import Link
 from rlbench.errors import BuildError
 from rlbench.runtime import cluster
+from rlbench.weights.facts import INTERFACE
 
 CPU_SHARE = 1 / 16
 GPU_SHARE = 1 / 20
@@ -36,12 +37,18 @@ def devices_of(state: dict[str, Any], engine: str | None = None) -> list[Device]
     return [Device(p, b) for record in records for p, b in record.get("devices", [])]
 
 
+def unshared(state: dict[str, Any]) -> list[Device]:
+    """Devices of the session's engines that share with nobody (`allow_colocate=False`)."""
+    engines = state["engines"].items()
+    return [device for name, record in engines if record.get("alone") for device in devices_of(state, name)]
+
+
 def allot(
-    link: Link, count: int, colocate_with: Sequence[Device], avoid: Sequence[Device] = ()
+    link: Link, count: int, colocate_with: Sequence[Device], avoid: Sequence[Device] = (), alone: bool = False
 ) -> list[Device]:
     """Choose `count` devices: those of the engine to colocate with first, then unused ones, then the least shared.
 
-    Raises BuildError where the cluster has fewer devices, or will not give them.
+    `alone`: unused ones only. Raises BuildError where the cluster has fewer devices, or will not give them.
     """
     total = cluster.current().devices
     if count > total:
@@ -52,6 +59,11 @@ def allot(
     chosen = list(dict.fromkeys(colocate_with))[:count]
     use = Counter(devices_of(link.state()))
     fresh = min(count - len(chosen), total - len(use))
+    if alone and fresh < count:
+        raise BuildError(
+            f"allow_colocate=False: the engine wants {count} devices of its own and {fresh} of {total} are unused: "
+            "close another engine, ask for fewer, or let it share (allow_colocate=True)"
+        )
     if fresh > 0:
         chosen += _reserve(link, fresh)
     shared = sorted((d for d in use if d not in chosen and d not in avoid), key=lambda d: use[d])
@@ -75,6 +87,12 @@ def actor_options(device: Device) -> dict[str, Any]:
             ray.util.get_placement_group(device.placement), placement_group_bundle_index=device.bundle
         ),
     }
+
+
+def network_environment() -> dict[str, str]:
+    """The environment that has an actor's process groups use the interface of `rb.init(network_interface=…)`."""
+    name = cluster.network_interface()
+    return {} if name is None else dict.fromkeys((INTERFACE, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), name)
 
 
 def visible_gpus(devices: Sequence[Device]) -> dict[str, str]:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlbench.dispatch import by_value
 from rlbench.dispatch.link import Link
 from rlbench.dispatch.pending import Pending
-from rlbench.engines.base import Call, Engine, checked_config, cores
+from rlbench.engines.base import Call, Engine, checked_config, cores, executor_of
 from rlbench.engines.methods import proxy
 from rlbench.engines.parallel import estimated_bytes, split_call
+from rlbench.engines.paths import new_folder
+from rlbench.engines.placement import network_environment
 from rlbench.engines.redefine import Redefining, forget, verbs
 from rlbench.errors import BuildError, EngineError, MethodError, nearest
 from rlbench.runtime import cluster
+from rlbench.traces import user_stacklevel
 
 if TYPE_CHECKING:
     from rlbench.engines.inference import InferenceEngine
@@ -28,7 +33,7 @@ class TrainEngine(Redefining, Engine):
     Args:
         module: an instance of an `rb.nn` base, created on meta (`accelerate.init_empty_weights`, `rb.device("meta")`),
             or a callable that makes one on the ranks.
-        executor: `"fsdp2"`.
+        executor: `"fsdp2"`; RLite's names of it count.
         name: its role in the session.
     """
 
@@ -38,10 +43,7 @@ class TrainEngine(Redefining, Engine):
 
     def __init__(self, module: Any, executor: str = "fsdp2", *, name: str = "actor", link: Link | None = None,
                  **config: Any) -> None:  # fmt: skip
-        if executor.lower() not in EXECUTORS:
-            raise BuildError(
-                f"executor={executor!r}: TrainEngine has {', '.join(EXECUTORS)}{nearest(executor, EXECUTORS)}"
-            )
+        executor_of(executor, EXECUTORS, "TrainEngine")
         super().__init__(name, link)
         self._module = module
         self._config = config
@@ -66,7 +68,8 @@ class TrainEngine(Redefining, Engine):
 
     def build(
         self, *, tensor_parallel_size: int = 1, data_parallel_size: int = -1, colocate_with: Engine | None = None,
-        not_colocate_with: Engine | None = None,
+        not_colocate_with: Engine | None = None, allow_colocate: bool = True, pipeline_parallel_size: int = 1,
+        ignore_rebuild_error: bool = False, **config: Any,
     ) -> TrainEngine:  # fmt: skip
         """Start the ranks, materialise the module on them and shard it.
 
@@ -75,10 +78,16 @@ class TrainEngine(Redefining, Engine):
             data_parallel_size: replicas of that; -1: as many as the devices allow.
             colocate_with: an engine whose devices to share; it may have another size.
             not_colocate_with: an engine whose devices to leave alone.
+            allow_colocate: False: devices that no engine of the session shares, now or later.
+            pipeline_parallel_size: 1, there is no other.
+            ignore_rebuild_error: True: where the engine is built already, nothing happens.
+            config: fields of `TrainConfig`, in place of the constructor's.
 
         Raises:
             BuildError: built already, more ranks than devices, weights that do not fit the module, …
         """
+        if self._stays_built(pipeline_parallel_size, ignore_rebuild_error):
+            return self
         total = cluster.current().devices
         replicas = (
             max(1, total // max(1, tensor_parallel_size)) if data_parallel_size == -1 else data_parallel_size
@@ -86,17 +95,17 @@ class TrainEngine(Redefining, Engine):
         world = tensor_parallel_size * replicas
         from rlbench.workers.train_config import TrainConfig
 
-        config = checked_config(
-            TrainConfig, {"shard_size": tensor_parallel_size} | self._config, "TrainEngine"
-        )
+        options = {"shard_size": tensor_parallel_size, **self._config, **config}
+        chosen = checked_config(TrainConfig, options, "TrainEngine")
         blob = pickled(self._module)
         threads = str(max(1, cores() // world))
         env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"}
-        devices = self._allot(world, colocate_with, not_colocate_with)
+        env |= network_environment()
+        devices = self._allot(world, colocate_with, not_colocate_with, not allow_colocate)
         with self._building():
             self._spawn(
                 "rlbench.workers.train_rank:TrainRank",
-                lambda rank: (rank, world, config),
+                lambda rank: (rank, world, chosen),
                 devices,
                 [env] * world,
             )
@@ -183,6 +192,52 @@ class TrainEngine(Redefining, Engine):
             return dict(copy_weights(self, to, transport).blocking_result())
         return dict(sync_weights(self, to, transport=transport).blocking_result())
 
+    @property
+    def training(self) -> bool:
+        """Whether the module is in training mode; `train()` and `eval()` set it."""
+        return bool(self.status()["training"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The module's whole state dict, by its own names, as tensors in this kernel's memory."""
+        parts = self.call_all("whole_state", what=f"{self.name}.state_dict()").result()
+        return dict(parts[0])
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Fill the parameters from a dict of whole tensors; the optimizer keeps its state, gradients are dropped.
+
+        Raises:
+            BuildError: missing, left over or mis-shaped tensors.
+        """
+        self._load("load_state_dict", dict(state_dict), own_names=True)
+
+    def save(self, path: str | Path, dtype: str | None = None) -> dict[str, Any]:
+        """Write the weights as safetensors, with config and tokenizer where the module is a transformers model.
+
+        `session.save` writes what a run goes on from: optimizer, step and history too.
+
+        Args:
+            path: a folder, new or empty.
+            dtype: of the tensors; None: the config's, or what the module is held in.
+
+        Returns:
+            `path`, `bytes`, `files`.
+
+        Raises:
+            CheckpointError: something is there already, or there is no room.
+        """
+        place = new_folder(path, f"{self.name}.save")
+        what = f"{self.name}.save()"
+        return dict(self.call_all("save_weights", str(place), dtype, what=what, track=True).result()[0])
+
+    def load(self, path: str | Path) -> None:
+        """Fill the parameters from a checkpoint, a folder or a file, through the module's hooks; else as
+        `load_state_dict`."""
+        self._load("load", str(Path(path).expanduser().resolve()), own_names=False)
+
+    def _load(self, verb: str, source: Any, own_names: bool) -> None:
+        with self.link.noting(self.name, verb, (source,), {}):
+            self.call_all("load_weights", source, own_names, what=f"{self.name}.{verb}()", track=True).result()
+
     def note_staged(self, version: int, manifest: dict[str, Any]) -> None:
         """Put on record what lies staged in shared memory; the layout only where it changed: it is journalled."""
         fields: dict[str, Any] = {"staged_version": version}
@@ -217,6 +272,12 @@ class TrainEngine(Redefining, Engine):
         return f"TrainEngine({self.name!r}, fsdp2, {self.described()})"
 
     def _make_methods(self, infos: list[dict[str, Any]]) -> None:
+        if hidden := [info["name"] for info in infos if hasattr(type(self), info["name"])]:
+            warnings.warn(
+                f"{', '.join(hidden)}: {self.name} has attributes of its own of these names, so the module's methods "
+                "cannot be called by them; rename them",
+                stacklevel=user_stacklevel(),
+            )
         self._methods = {info["name"]: proxy(info, self._caller(info["name"])) for info in infos}
 
     def _caller(self, name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from rlbench.data import Rollouts
 from rlbench.data.jobs import EnvJob
 from rlbench.dispatch import by_value
+from rlbench.envs.hook import Hook, from_hook
 from rlbench.envs.protocol import check_env
 from rlbench.errors import DataError
 from rlbench.traces import remember
@@ -44,6 +46,13 @@ def split_options(
         if not isinstance(value, kind) or isinstance(value, bool) or not value > 0:  # type: ignore[arg-type]
             raise DataError(f"{name}={value!r}: wanted a number above 0")
     return EnvJob(_packed(env), options["max_turns"], options["max_total_tokens"], options["env_timeout_s"]), rest  # type: ignore[arg-type]
+
+
+def hook_env(hook: Hook, env: Any, sampling: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A `post_generation_hook` as environment, and the options of the call: the hook alone ends its samples."""
+    if env is not None:
+        raise DataError("env and post_generation_hook both say what follows a turn: give one of them")
+    return from_hook(hook), {"max_turns": sys.maxsize} | sampling
 
 
 def failed_in_env(rollouts: Rollouts) -> np.ndarray:

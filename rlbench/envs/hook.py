@@ -7,7 +7,8 @@
         else:
             output_queue.put(generation)
 
-    rollouts = engine.generate(prompts, env=rb.envs.from_hook(post_generation_hook), max_turns=4)
+    rollouts = engine.generate(prompts, post_generation_hook=post_generation_hook, max_tokens=64)
+    rollouts = session.rollout(prompts, env=rb.envs.from_hook(post_generation_hook), max_turns=4, max_tokens=64)
 
 A history in `input_queue` asks for another turn, one in `output_queue` ends the sample. Two things differ, and are
 refused rather than done in silence: the new input must go on from the last one and its answer (what comes behind them

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from rlbench.data.metrics import format_number
-from rlbench.notebook.card import Card, Cell, Grid
+from rlbench.notebook.card import WARNING, Card, Cell, Grid
 from rlbench.notebook.markup import gib
 from rlbench.notebook.units import duration, percent
 
@@ -68,7 +68,8 @@ def evaluation_card(evaluation: Any) -> Card:
     )
     versions = "/".join(f"v{version}" for version in sorted(set(rollouts.versions.tolist())))
     facts = (f"{format_number(len(rollouts))} prompts", versions)
-    return Card("evaluation", facts, [Grid(rows, labels=True)], ["evaluation.rollouts holds the answers"])
+    notes = [*(f"{WARNING}{note}" for note in rollouts.notes), "evaluation.rollouts holds the answers"]
+    return Card("evaluation", facts, [Grid(rows, labels=True)], notes)
 
 
 def healed_card(healed: Any) -> Card:

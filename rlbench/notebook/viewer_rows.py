@@ -153,7 +153,7 @@ def headline(rollouts: Rollouts) -> str:
         parts.append(f"{int(rollouts.aborted.sum()):,} aborted")
     if rollouts.not_started:
         parts.append(f"{len(rollouts.not_started):,} prompts not started")
-    return " · ".join(parts)
+    return " · ".join([*parts, *(f"⚠ {note}" for note in rollouts.notes)])
 
 
 def _fitting(lengths: Sequence[int]) -> int:

@@ -11,6 +11,7 @@ from rlbench.data import TrainBatch
 from rlbench.data.column import Column
 from rlbench.data.history import History, is_number
 from rlbench.data.metrics import Metrics, format_number
+from rlbench.data.sampling import reshaped_notes
 from rlbench.errors import SessionError
 from rlbench.notebook.card import WARNING, Card, Cell, Grid, Pair
 from rlbench.notebook.engine_facts import EngineFacts, engine_facts
@@ -113,6 +114,7 @@ def batch_card(batch: TrainBatch) -> Card:
     silent = _silent(batch)
     if silent:
         notes.append(f"{silent} of {len(batch)} sequences have advantage 0 throughout: no policy gradient from them")
+    notes += [f"{WARNING}{note}" for note in reshaped_notes(batch.reshaped_by)]
     return Card("batch", facts, [Grid(tuple(rows), labels=True)], notes)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlbench.errors import LossError, nearest
@@ -47,6 +48,27 @@ def resolve(loss: str | Loss) -> Loss:
             f"a loss is a name or a function (LossInputs) -> (per_token, metrics); got {type(loss).__name__}."
         )
     return loss
+
+
+def check_sampled_as_trained(loss: Loss, name: str, reshaped_by: Sequence[str], reads_sampler: bool = False) -> None:
+    """Refuse a loss that would weigh by log-probs of another distribution than the one that is trained.
+
+    Args:
+        loss: any; `needs_sampler` says whether it weighs so.
+        name: what to call it.
+        reshaped_by: the sampling options that made it another distribution; empty: it is the same.
+        reads_sampler: counts where the loss does not say.
+
+    Raises:
+        LossError: naming the options.
+    """
+    if reshaped_by and getattr(loss, "needs_sampler", reads_sampler):
+        raise LossError(
+            f"`{name}` weighs by the sampler's log-probs, and the tokens were drawn with {', '.join(reshaped_by)}: "
+            "these are log-probs of the reshaped distribution, not of the policy, so its weights would measure the "
+            "options. Sample without them, or take ratios to the trainer's own log-probs, which are exact "
+            '(anchor="old", mismatch=None). A function that only looks at them says so: .needs_sampler = False.'
+        )
 
 
 def presets() -> Presets:

@@ -41,6 +41,11 @@ class MismatchCorrection:
         return type(self).__name__
 
     @property
+    def needs_sampler(self) -> bool:
+        """Whether it takes the sampler's log-probs for those of the policy, but for rounding and age."""
+        return True
+
+    @property
     def needs_plan(self) -> bool:
         """Whether it looks at the whole optimizer step."""
         return False
@@ -83,6 +88,11 @@ class chain(MismatchCorrection):
                 f"chain: parts holds {len(self.parts)} corrections, importance weights among them: {weighing}; "
                 "wanted one part or more, with at most one importance weight (two would correct twice)."
             )
+
+    @property
+    def needs_sampler(self) -> bool:
+        """Whether a part does."""
+        return any(part.needs_sampler for part in self.parts)
 
     @property
     def needs_plan(self) -> bool:

@@ -108,6 +108,11 @@ class PolicyLoss:
         return self.kl_coef != 0
 
     @property
+    def needs_sampler(self) -> bool:
+        """Whether `sampler_logprobs` must be those of the policy itself, but for rounding and age."""
+        return self.anchor == "sampler" or (self.mismatch is not None and self.mismatch.needs_sampler)
+
+    @property
     def needs_plan(self) -> bool:
         """Whether some part looks at the whole optimizer step."""
         own = type(self).surrogate_plan is not PolicyLoss.surrogate_plan

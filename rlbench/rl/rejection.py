@@ -135,6 +135,11 @@ class off_policy_sequence_mask(Rejection):
         if not self.delta >= 0:
             raise LossError(f"{self.name}: delta={self.delta!r} must be >= 0, in nats per token.")
 
+    @property
+    def needs_sampler(self) -> bool:
+        """Whether it compares with the sampler."""
+        return self.against == "sampler"
+
     def keeps(self, x: LossInputs) -> Tensor:
         """Return True (S, T) but for the tokens of negative advantage in sequences beyond delta."""
         behaviour = x.sampler_logprobs if self.against == "sampler" else x.old_logprobs

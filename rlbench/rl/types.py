@@ -4,6 +4,8 @@ A loss may be a plain function, written in a notebook cell, or any callable. The
 them:
 
 * `needs_reference`: true where `ref_logprobs` must be there (a KL penalty against a reference policy);
+* `needs_sampler`: true where it takes `sampler_logprobs` for those of the policy that is trained, as an importance
+  weight against the sampler does; where a function does not say, reading them counts as that;
 * `aggregation`: the mode (see `rlbench.rl.aggregate`) it is meant for, used where the caller names none;
 * `needs_plan` and `plan(whole) -> {name: (S, T) tensor}`: for a loss that looks at all tokens of the optimizer
   step (a quantile, a top fraction, a batch mean). `plan` gets the whole step, all ranks and micro-batches, without

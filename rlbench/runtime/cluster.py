@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from rlbench.errors import ClusterError
+import psutil
+
+from rlbench.errors import ClusterError, nearest
 from rlbench.runtime import guard, processes, registry
 from rlbench.runtime.devices import default_devices, gpu_count
 
@@ -61,23 +63,32 @@ class Cluster:
 
 _joined: Cluster | None = None
 _at_shutdown: list[Any] = []
+_interface: str | None = None
 
 
-def init(address: str | None = None, devices: int | None = None) -> Cluster:
+def init(
+    address: str | None = None, devices: int | None = None, network_interface: str | None = None
+) -> Cluster:
     """Join the cluster: ours (started if need be), or the one at `address`.
 
     Args:
         address: `host:port` of a Ray cluster that others run; None for our own.
         devices: device slots of our own cluster on a host without a GPU (default: the cores). Counts when a cluster
             is started; asking a running one for another number raises.
+        network_interface: by name (`"eth0"`), on every node: the ranks and replicas of engines built from now on talk
+            over it. Default: loopback on one machine, else the interface a packet would leave by. Ray itself stays on
+            loopback in a cluster of our own, and where others started it in theirs.
 
     Returns:
         The joined `Cluster`; the same one when called again.
 
     Raises:
-        ClusterError: Ray was initialised some other way, nothing answers at `address`, or Ray does not start.
+        ClusterError: Ray was initialised some other way, nothing answers at `address`, Ray does not start, or this host
+            has no such interface.
     """
-    global _joined
+    global _joined, _interface
+    if network_interface is not None:
+        _interface = _known_interface(network_interface)
     if devices is not None and devices < 1:
         raise ClusterError(f"devices={devices}: at least one device slot is needed")
     if _joined is not None and _still_joined():
@@ -90,6 +101,21 @@ def init(address: str | None = None, devices: int | None = None) -> Cluster:
             record = _find_ours() or _start(devices)
         _joined = _same(_join_ours(record), None, devices)
     return _joined
+
+
+def network_interface() -> str | None:
+    """The interface that `init` was told, by name."""
+    return _interface
+
+
+def _known_interface(name: str) -> str:
+    known = psutil.net_if_addrs()
+    if name not in known:
+        raise ClusterError(
+            f"network_interface={name!r}: this host has no such interface{nearest(name, known)}; it has "
+            f"{', '.join(known)}. Leave it out on a single machine"
+        )
+    return name
 
 
 def _is_our_address(address: str) -> bool:
@@ -132,7 +158,8 @@ def shutdown() -> None:
 
     Named sessions keep it (and their weights) alive: `session.close()` ends one. Safe to call twice.
     """
-    global _joined
+    global _joined, _interface
+    _interface = None
     if _joined is None:
         record = registry.read_cluster()
         if record is not None and guard_alive(record) and not registry.live_sessions(record.id):

@@ -11,12 +11,9 @@ from typing import Any
 
 import numpy as np
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "top_p": (None, 1, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0, 0.0), "repetition_penalty": (None, 1, 1.0),
-    "presence_penalty": (None, 0, 0.0), "frequency_penalty": (None, 0, 0.0), "min_tokens": (None, 0),
-    "bad_words": (None, [], ()), "allowed_token_ids": (None,), "logit_bias": (None, {}),
-}  # fmt: skip
-"""Sampling options that reshape the distribution, with values that do not; a trainer knows the temperature alone."""
+WITHOUT = (
+    "Leave it out, or train with a loss that does not weigh by the sampler's log-probs (most do not)"
+)
 FIRST_OVER_REST = 4.0
 LEAST_CUT = 8
 
@@ -130,8 +127,7 @@ def of_pattern(tokens: Tokens, allowed: float) -> str:
     if _cut(tokens, allowed):
         return (
             "a cut distribution: the sampler gives every token at least the trainer's probability, and never more than "
-            "cutting off its tail does. top_p, top_k or min_p do that: sample without them, or correct for it (rb.rl's "
-            "importance weights)"
+            "cutting off its tail does. top_p, top_k or min_p do that: sample without them"
         )
     first, rest = size[tokens.index == 0], size[tokens.index > 0]
     if len(rest) and first.mean() > FIRST_OVER_REST * max(float(rest.mean()), allowed / FIRST_OVER_REST):
@@ -151,7 +147,15 @@ def of_options(names: Sequence[str], sampling: Mapping[str, Any]) -> str:
     said = ", ".join(f"{name}={sampling[name]!r}" for name in names)
     return (
         f"{said} in the sampling options: the sampler's probabilities are those of the reshaped distribution, the "
-        "trainer's are not; drawn without, both agree. Leave it out, or correct for it (rb.rl's importance weights)"
+        f"trainer's are not; drawn without, both agree. {WITHOUT}"
+    )
+
+
+def of_reshaped(options: Sequence[str]) -> str:
+    """The cause where the batch says that its tokens were drawn so, and they cannot be drawn again to prove it."""
+    return (
+        f"the tokens were drawn with {', '.join(options)}: the sampler's probabilities are those of the reshaped "
+        f"distribution, the trainer's are not. {WITHOUT}"
     )
 
 
@@ -178,11 +182,6 @@ def of_numbers(weights: Weights) -> str:
         f"the replicas say {held} and the trainer v{weights.trainer_version}, though they compute the same: nothing "
         "was changed, or nothing that shows. session.sync_weights()"
     )
-
-
-def reshaping(sampling: Mapping[str, Any]) -> list[str]:
-    """The sampling options that reshape the distribution, and are set so that they do."""
-    return [name for name, harmless in NEUTRAL.items() if name in sampling and sampling[name] not in harmless]
 
 
 def _cut(tokens: Tokens, allowed: float) -> bool:

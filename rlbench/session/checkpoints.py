@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlbench.checkpoint import folder as folders
 from rlbench.dispatch.chain import Steps
+from rlbench.engines.paths import new_folder
 from rlbench.engines.sync import sync_weights
 from rlbench.errors import CheckpointError
 
@@ -74,9 +75,7 @@ def load_steps(session: Session, folder: Path, kept: dict[str, Any]) -> Steps:
 
 def export_steps(session: Session, path: str, dtype: str | None) -> Steps:
     """Write the trainer's weights as a Hugging Face folder; returns `path`, `bytes`, `files`."""
-    place = Path(path).expanduser().resolve()
-    if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise CheckpointError(f"{place} is there already and not empty: export to another path, or remove it")
+    place = new_folder(path, "export")
     parts = yield session.train.call_all(
         "export_model", str(place), session.options.path, dtype, what="export", track=True
     )

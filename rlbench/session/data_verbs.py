@@ -26,7 +26,7 @@ class DataVerbs:
         """Keep the place of a stream of prompts with the session: in snapshots, in checkpoints, for another kernel.
 
             prompts = session.follow(mixture)           # from here on
-            session.rollout(prompts.take(64), n=8)
+            session.rollout(prompts.take(64), n=8, max_tokens=256)
 
         Going back (`restore`, `undo`, `branch`) moves it back as well. In a session that was attached to or loaded, it
         first goes to where that session was.

@@ -15,6 +15,7 @@ import numpy as np
 
 from rlbench.data import Rollouts, TrainBatch
 from rlbench.data.ragged import Ragged
+from rlbench.data.sampling import reshaping
 from rlbench.dispatch.chain import Steps
 from rlbench.engines.sync import allowed_gap, probe_batch, rows_in_order
 from rlbench.session import causes
@@ -100,6 +101,8 @@ def cause_steps(
     guilty = yield from _guilty_options(session, drawn, allowed)
     if guilty:
         return causes.of_options(guilty, drawn.sampling or {})
+    if drawn.sampling is None and batch.reshaped_by:
+        return causes.of_reshaped(batch.reshaped_by)
     other = yield from _temperature(session, batch, allowed)
     if other is not None:
         return causes.of_temperature(other, batch.temperature)
@@ -127,7 +130,7 @@ def _tokens(batch: TrainBatch, scored: Scored, tokenizer: Any) -> causes.Tokens:
 def _guilty_options(session: Session, drawn: Drawn, allowed: float) -> Steps:
     """The sampling options that make the difference: each drawn with alone, and all left out."""
     sampling = drawn.sampling or {}
-    suspects = causes.reshaping(sampling)
+    suspects = reshaping(sampling)
     if not suspects or drawn.contents is None:
         return suspects
     plain = {name: value for name, value in sampling.items() if name not in suspects}

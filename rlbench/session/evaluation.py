@@ -44,7 +44,8 @@ class Evaluation:
     def __repr__(self) -> str:
         missing = self.left_out()
         said = f"; left out: {missing}" if missing else ""
-        return f"Evaluation(reward {self.reward:.3g} over {int(self.counted.sum())} completions{said})"
+        line = f"Evaluation(reward {self.reward:.3g} over {int(self.counted.sum())} completions{said})"
+        return "\n  ".join([line, *self.rollouts.notes])
 
     def left_out(self) -> str:
         """How many completions do not count, and why; empty where all do."""

@@ -77,16 +77,21 @@ def _try_copy(blob: bytes, name: str, batch: TrainBatch, has_reference: bool) ->
     Raises:
         LossError: as `ship`; also where the call changed the copy, since no rank would know of it.
     """
+    from rlbench.rl.losses import check_sampled_as_trained
+
     loss = cloudpickle.loads(blob)
     watch = Watch(blob, loss)
     with one_thread():
-        reads_reference = _tried(loss, name, trial_inputs(batch, has_reference), has_reference)
+        reads = _tried(loss, name, trial_inputs(batch, has_reference))
     if changed := watch.changed():
         raise LossError(f"`{name}` {changes_itself(changed)} Engines are untouched.")
-    return reads_reference
+    check_sampled_as_trained(loss, name, batch.reshaped_by, "sampler_logprobs" in reads)
+    declared = getattr(loss, "needs_reference", None)
+    return has_reference and ("ref_logprobs" in reads if declared is None else bool(declared))
 
 
-def _tried(loss: Callable[..., Any], name: str, inputs: Any, has_reference: bool) -> bool:
+def _tried(loss: Callable[..., Any], name: str, inputs: Any) -> set[str]:
+    """Names of the inputs that the loss read."""
     import torch
 
     reads = _Reads()
@@ -125,8 +130,7 @@ def _tried(loss: Callable[..., Any], name: str, inputs: Any, has_reference: bool
                 f"`{name}`: metric {key!r} has shape {tuple(value.shape)}; wanted one number, or {shape}, one per token"
             )
     _need_gradient(per_token, inputs, name)
-    declared = getattr(loss, "needs_reference", None)
-    return has_reference and ("ref_logprobs" in reads.names if declared is None else bool(declared))
+    return reads.names
 
 
 def trusts_old_logprobs(shipped: ShippedLoss, batch: TrainBatch) -> bool:

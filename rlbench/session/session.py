@@ -11,6 +11,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any, cast
 
 from rlbench.checkpoint import folder as folders
+from rlbench.data.sampling import sampling_options
 from rlbench.dispatch.chain import Chain, Steps
 from rlbench.dispatch.link import Link
 from rlbench.engines import InferenceEngine, TrainEngine
@@ -226,14 +227,15 @@ class Session(
 
     @recorded
     def rollout(
-        self, prompts: Any, n: int = 1, sampling: dict[str, Any] | None = None, *, block: bool = True,
+        self, prompts: Any, n: int | None = None, sampling: Any = None, *, block: bool = True,
         on_stop: str = "raise", progress: bool = True, env: Any = None, **options: Any,
     ) -> Any:  # fmt: skip
-        """Generate `n` completions per prompt.
+        """Generate `n` completions per prompt (default 1).
 
         Args:
             prompts: texts, chats, token ids, or rows with `prompt` and `label`.
-            sampling: options by vLLM's names (`temperature`, `top_p`, `max_tokens`, …); also as keywords.
+            sampling: options by vLLM's names (`temperature`, `top_p`, `max_tokens`, …), or its `SamplingParams`; also
+                as keywords. `max_tokens` is 16 where not given, as in vLLM; None: up to the model's length.
             block: False returns a `Pending` at once.
             env: an `rb.envs.Env` that each sample meets turn by turn; then also `max_turns`, `max_total_tokens` and
                 `env_timeout_s`, and `max_tokens` is per turn.
@@ -247,7 +249,7 @@ class Session(
             raise SessionError(f"on_stop={on_stop!r}: wanted 'raise' or 'return'")
         self.note_place()
         pending = self.inference.submit_generate(
-            prompts, {**(sampling or {}), **options}, n=n, progress=progress, env=env
+            prompts, sampling_options(sampling) | options, n=n, progress=progress, env=env
         )
         pending.then(self._keep_last)
         if not block:

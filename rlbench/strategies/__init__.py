@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rlbench.strategies.arguments import add_arguments
     from rlbench.strategies.base import StrategyBase
     from rlbench.strategies.config import OptionError, StrategyConfig
-    from rlbench.strategies.factory import get_strategy
+    from rlbench.strategies.factory import DeepspeedStrategy, get_strategy
     from rlbench.strategies.fake import FakeStrategy, get_fake_strategy
     from rlbench.strategies.fsdp2 import (
         FSDPadaptOptimizer,
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "add_arguments": "arguments", "StrategyBase": "base", "StrategyConfig": "config", "OptionError": "config",
-    "get_strategy": "factory", "FakeStrategy": "fake", "get_fake_strategy": "fake", "FSDPV2Strategy": "fsdp2",
-    "FSDPadaptOptimizer": "fsdp2", "is_mp_optimizer": "fsdp2", "ModelOptimPair": "fsdp2",
+    "get_strategy": "factory", "DeepspeedStrategy": "factory", "FakeStrategy": "fake", "get_fake_strategy": "fake",
+    "FSDPV2Strategy": "fsdp2", "FSDPadaptOptimizer": "fsdp2", "is_mp_optimizer": "fsdp2", "ModelOptimPair": "fsdp2",
     "ModelOrModelOptimPair": "fsdp2", "manual_transformer_cls_names_to_wrap": "fsdp2",
     "GenLenAnalyser": "length_analysis",
 }  # fmt: skip
 
 __all__ = [
-    "FSDPV2Strategy", "FSDPadaptOptimizer", "FakeStrategy", "GenLenAnalyser", "ModelOptimPair", "ModelOrModelOptimPair",
-    "OptionError", "StrategyBase", "StrategyConfig", "add_arguments", "get_fake_strategy", "get_strategy",
-    "is_mp_optimizer", "manual_transformer_cls_names_to_wrap",
+    "DeepspeedStrategy", "FSDPV2Strategy", "FSDPadaptOptimizer", "FakeStrategy", "GenLenAnalyser", "ModelOptimPair",
+    "ModelOrModelOptimPair", "OptionError", "StrategyBase", "StrategyConfig", "add_arguments", "get_fake_strategy",
+    "get_strategy", "is_mp_optimizer", "manual_transformer_cls_names_to_wrap",
 ]  # fmt: skip
 
 __getattr__, __dir__ = lazy_names(__name__, _NAMES)

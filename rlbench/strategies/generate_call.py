@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rlbench.data.prompts import Prompt, as_prompt, as_prompts
+from rlbench.data.sampling import sampling_options
 from rlbench.errors import DataError, EngineError
-
-DERIVED = ("logprobs", "output_text_buffer_length")
-"""Fields of vLLM's SamplingParams that ask for nothing: the log-prob always comes, the buffer follows from `stop`."""
 
 
 class NotHereYet(EngineError, NotImplementedError):
@@ -45,33 +43,16 @@ def sampling_of(given: Any) -> tuple[dict[str, Any], int]:
     """Sampling options by vLLM's names, and how many samples of each prompt (`n`, default 1).
 
     Args:
-        given: None, a mapping, or an object with these options as attributes. Of vLLM's own `SamplingParams`, whose
-            fields all have defaults, those that differ from them count, and `max_tokens` always.
+        given: what `rlbench.data.sampling.sampling_options` takes.
 
     Raises:
         DataError: `n` is no number from 1 on.
     """
-    options = _options(given)
+    options = sampling_options(given)
     samples = options.pop("n", 1)
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
         raise DataError(f"sampling_params: n={samples!r}; at least one completion per prompt is needed.")
     return options, samples
-
-
-def _options(given: Any) -> dict[str, Any]:
-    if given is None:
-        return {}
-    if isinstance(given, Mapping):
-        return dict(given)
-    fields = getattr(given, "__struct_fields__", None)
-    if fields is None:
-        return {name: value for name, value in vars(given).items() if value is not None and not name.startswith("_")}
-    plain = type(given)()
-    found = {name: getattr(given, name) for name in fields if not name.startswith("_") and name not in DERIVED}
-    return {
-        name: value for name, value in found.items()
-        if value is not None and (name == "max_tokens" or value != getattr(plain, name))
-    }  # fmt: skip
 
 
 def _token_ids(row: Any, place: int) -> list[int]:

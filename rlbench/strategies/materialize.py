@@ -47,7 +47,7 @@ def targets(module: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def materialize(module: nn.Module, source: Any, seed: int) -> str:
+def materialize(module: nn.Module, source: Any, seed: int, own_names: bool = False) -> str:
     """Fill the local shards of `module` from `source` and return where the weights came from. No collective.
 
     Args:
@@ -55,6 +55,7 @@ def materialize(module: nn.Module, source: Any, seed: int) -> str:
             `preprocess_input_named_parameters`, if it has that.
         source: what `materialization_source()` gave, or a checkpoint that replaces it.
         seed: of initialisers.
+        own_names: the source has the module's own names, as its state dict does: no hook maps them.
 
     Raises:
         BuildError: missing, left over or mis-shaped tensors; the sentence names some, and the nearest names.
@@ -63,7 +64,8 @@ def materialize(module: nn.Module, source: Any, seed: int) -> str:
     if _needs_transformers(module, opened, source):
         opened = through_transformers(module, opened)
     held = targets(module)
-    mapping = getattr(module, "preprocess_input_named_parameters", lambda name, tensor: (name, tensor))
+    hook = None if own_names else getattr(module, "preprocess_input_named_parameters", None)
+    mapping = hook or (lambda name, tensor: (name, tensor))
     filled: set[int] = set()
     unknown: list[str] = []
     misshaped: list[str] = []

@@ -1,5 +1,5 @@
 """The reference system's name of `rlbench.trainers.spmd_ppo_trainer`."""
 
-from rlbench.trainers.spmd_ppo_trainer import SPMDPPOTrainer, SPMDPPOTrainerBase
+from rlbench.trainers.spmd_ppo_trainer import SPMDPPOTrainer, SPMDPPOTrainerBase, SPMDPPOTrainerVL
 
-__all__ = ["SPMDPPOTrainer", "SPMDPPOTrainerBase"]
+__all__ = ["SPMDPPOTrainer", "SPMDPPOTrainerBase", "SPMDPPOTrainerVL"]

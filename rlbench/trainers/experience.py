@@ -182,7 +182,8 @@ def joined_batches(batches: Sequence[TrainBatch]) -> TrainBatch:
         fields[name] = None if all(value is None for value in found) else _concatenated(name, found)
     return TrainBatch(
         prompts=_joined_rows([batch.prompts for batch in batches]),
-        responses=_joined_rows([batch.responses for batch in batches]), temperature=first.temperature, **fields,
+        responses=_joined_rows([batch.responses for batch in batches]), temperature=first.temperature,
+        reshaped_by=tuple(dict.fromkeys(option for batch in batches for option in batch.reshaped_by)), **fields,
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ import torch
 from rlbench.data.batch import TrainBatch
 from rlbench.data.prompts import Prompt
 from rlbench.data.rollouts import Rollouts
+from rlbench.data.sampling import reshaped_by, reshaped_notes
 from rlbench.errors import DataError
 from rlbench.rl import MismatchMoments, RunningMoments
 from rlbench.strategies.base import StrategyBase
@@ -98,6 +99,7 @@ class FastExperienceMaker:
         )  # fmt: skip
         self._moments = RunningMoments()
         self._groups = 0  # numbers given so far, on all ranks
+        self._told: tuple[str, ...] = ()  # of the options that reshape the sampler's distribution
         self._check()
         if critic is not None:
             self._models.check_critic(critic)
@@ -238,12 +240,17 @@ class FastExperienceMaker:
         counts = self.strategy.control.gather(int(group.max()) + 1)
         first = self._groups + sum(counts[: self.strategy.rank])
         tokens = len(rollouts.logprobs)
+        reshaped = reshaped_by(rollouts.sampling)
+        if reshaped != self._told:
+            self._told = reshaped
+            self.strategy.print(*reshaped_notes(reshaped))
         batch = TrainBatch(
             prompts=rollouts.prompt_ids.take(rollouts.group), responses=rollouts.responses,
             mask=np.repeat(counted(rollouts), rollouts.lengths), advantages=np.zeros(tokens, np.float32),
             sampler_logprobs=rollouts.logprobs, group=(group + first).astype(np.int32),
             weight_version=rollouts.versions, rewards=np.array(rollouts.rewards, np.float64),
             truncated=rollouts.truncated, temperature=float(rollouts.sampling["temperature"]),
+            reshaped_by=reshaped,
         )  # fmt: skip
         return batch, sum(counts)
 

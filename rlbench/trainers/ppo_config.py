@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from rlbench.data.sampling import reshaped_by
 from rlbench.strategies.config import OptionError
 
 OLD_LOGPROBS = ("recompute", "sampler")
@@ -122,9 +123,20 @@ class PPOConfig:
                 "mark_high_entropy_tokens needs the actor's entropies, which old_logprobs='sampler' does not compute: "
                 "leave one of them out."
             )
+        if reshaped := reshaped_by({"top_p": self.top_p, "top_k": self.top_k}):
+            self._refuse_sampler_weights(", ".join(reshaped))
         if not self.buffer_cpu_offload:
             raise OptionError(
                 "buffer_cpu_offload=False cannot be honoured: experience lies on the host. Leave it out."
+            )
+
+    def _refuse_sampler_weights(self, reshaped: str) -> None:
+        """Refuse to weigh by log-probs that are not the policy's; see `rlbench.rl.losses.check_sampled_as_trained`."""
+        weighs = "old_logprobs='sampler'" if self.old_logprobs == "sampler" else f"mismatch={self.mismatch!r}"
+        if self.old_logprobs == "sampler" or self.mismatch is not None:
+            raise OptionError(
+                f"{weighs} weighs by the sampler's log-probs, which {reshaped} makes those of another distribution: "
+                "leave one of them out."
             )
 
     @property

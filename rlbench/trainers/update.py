@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rlbench.data.batch import TrainBatch
 from rlbench.errors import DataError, LossError
 from rlbench.rl import Aggregation, Loss, RunningMoments, resolve, value_loss
+from rlbench.rl.losses import check_sampled_as_trained
 from rlbench.strategies.base import StrategyBase
 from rlbench.strategies.whole_pass import votable
 from rlbench.trainers.experience import Experience, joined_batches
@@ -115,6 +116,7 @@ class PolicyUpdate(UpdateLoop):
             raise DataError("the experience was sampled greedily (temperature 0); give temperature=1.0 to train on it.")
         if getattr(loss, "needs_reference", False) and batch.ref_logprobs is None:
             raise LossError(f"{loss!r} needs ref_logprobs and the experience has none; make it with an initial_model.")
+        check_sampled_as_trained(loss, repr(loss), batch.reshaped_by)
         corrected = getattr(loss, "mismatch", None) is not None
         if corrected and batch.old_logprobs is None:
             raise LossError(

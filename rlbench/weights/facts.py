@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from rlbench.errors import ClusterError
+
 if TYPE_CHECKING:
     import torch
 
 LOOPBACK = "127.0.0.1"
+INTERFACE = "RLBENCH_NETWORK_INTERFACE"
+"""Of the environment: the network interface the user named for process groups."""
 
 
 def node() -> str:
@@ -24,7 +28,10 @@ def node() -> str:
 
 
 def address() -> str:
-    """The address by which other nodes reach this one: that of the interface a packet would leave by."""
+    """The address by which other nodes reach this one: that of the interface the user named, else of the one a packet
+    would leave by."""
+    if INTERFACE in os.environ:
+        return address_of(os.environ[INTERFACE])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         with contextlib.suppress(OSError):  # no route to anywhere: a host by itself
             probe.connect(("192.0.2.1", 9))  # a reserved address; connecting a datagram socket sends nothing
@@ -43,6 +50,21 @@ def keep_gloo_on(host: str) -> None:
         for interface, addresses in psutil.net_if_addrs().items():
             if any(address.address == host for address in addresses):
                 os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
+def address_of(interface: str) -> str:
+    """The IPv4 address of a network interface of this node.
+
+    Raises:
+        ClusterError: it has none.
+    """
+    for one in psutil.net_if_addrs().get(interface, ()):
+        if one.family == socket.AF_INET:
+            return str(one.address)
+    raise ClusterError(
+        f"network_interface={interface!r}: node {socket.gethostname()} has no such interface with an IPv4 address; it "
+        f"has {', '.join(psutil.net_if_addrs())}"
+    )
 
 
 def gpu_uuid(device: torch.device) -> str:

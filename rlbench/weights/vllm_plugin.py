@@ -32,6 +32,7 @@ from rlbench.weights.channel import Channel
 from rlbench.weights.cuda_ipc import IpcReader
 from rlbench.weights.facts import LOOPBACK
 from rlbench.weights.manifest import Bucket, ChannelInfo
+from rlbench.weights.memory import release_caches
 from rlbench.weights.shm import ShmReader
 
 BACKEND = "rlbench"
@@ -208,6 +209,10 @@ class ReplicaWorkerMixin:
         except BaseException:
             self._weight_update_active = False
             raise
+
+    def release_memory_cache(self, cpu: bool, gpu: bool) -> dict[str, int]:
+        """Give back what this worker's allocators keep; see `rlbench.weights.memory.release_caches`."""
+        return release_caches(cpu, gpu)
 
     def describe(self) -> dict[str, Any]:
         """Process id, GPU, bytes of the weights, and (address, bytes) of each KV buffer, of this worker."""

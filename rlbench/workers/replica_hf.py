@@ -330,6 +330,12 @@ class HfReplica(Pausable):
         self.state.version = version
         self.state.pending = False
 
+    def release_memory_cache(self, cpu: bool, gpu: bool) -> dict[str, int]:
+        """Give back what allocators keep; see `rlbench.weights.memory.release_caches`."""
+        from rlbench.weights.memory import release_caches
+
+        return release_caches(cpu, gpu)
+
     def _replace_model(self, model: Any) -> None:
         from rlbench.weights.memory import return_free_memory
 

@@ -22,7 +22,10 @@ _SET_BY_CALL = {
     "n": "give n to generate() or rollout()",
     "seed": "every sample has a seed of its own, derived from the session's seed",
     "logprobs": "the sampled token's log-prob always comes, and no other",
-    "prompt_logprobs": "call prompt_logprobs()",
+    "prompt_logprobs": "call logprobs() of the engine",
+    "detokenize": "texts are always made, once, at the end",
+    "spaces_between_special_tokens": "texts are what the tokenizer makes of the tokens",
+    "output_kind": "a call returns whole completions",
 }
 
 

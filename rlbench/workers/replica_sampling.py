@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from rlbench.data.sampling import DEFAULT_MAX_TOKENS
 from rlbench.workers.replica_job import Sample
 
 OPTIONS = [
@@ -38,7 +39,7 @@ class SamplingOptions:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    max_tokens: int | None = None
+    max_tokens: int | None = DEFAULT_MAX_TOKENS
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 SAMPLING_OPTIONS = [
     "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
     "repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "allowed_token_ids", "logit_bias",
-    "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
+    "skip_special_tokens", "include_stop_str_in_output", "structured_outputs",
 ]  # fmt: skip
 
 
@@ -248,6 +248,12 @@ class VllmReplica(Pausable):
                 reloaded = self.config.path
         self._measure()
         return moved(before, self.memory(), self.state, reloaded_from=reloaded)
+
+    def release_memory_cache(self, cpu: bool, gpu: bool) -> dict[str, int]:
+        """Give back what the allocators of all its processes keep; see `rlbench.weights.memory.release_caches`."""
+        parts = self._built.collective_rpc("release_memory_cache", args=(cpu, gpu))
+        self._measure()
+        return {name: sum(part[name] for part in parts) for name in parts[0]}
 
     def reload(self) -> dict[str, Any]:
         """Load the weights from the checkpoint again: version 0, whatever state they were in."""

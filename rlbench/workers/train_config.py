@@ -27,7 +27,7 @@ class TrainConfig:
             weights come to the device when it computes.
         local_ranks: ranks that share this host's cores; None: all.
         threads: compute threads of a rank; None: cores / local_ranks.
-        host: address rank 0 listens on for its peers.
+        host: address rank 0 listens on for its peers; loopback gives way to `rb.init(network_interface=…)`.
         timeout_s: after this long a collective that waits for a peer fails.
     """
 

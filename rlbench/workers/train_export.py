@@ -26,7 +26,7 @@ def write_model(
 
     Args:
         place: must not exist, or be empty.
-        module: a transformers model; its config is written.
+        module: where it is a transformers model its config is written too.
         tensors: full tensors under checkpoint names.
         source: the folder the model came from, for tokenizer, templates and generation settings; None: without.
 
@@ -34,20 +34,16 @@ def write_model(
         `path`, `bytes`, `files`.
 
     Raises:
-        CheckpointError: not a transformers model, or no room; nothing is left at `place`.
+        CheckpointError: no room; nothing is left at `place`.
     """
-    if not hasattr(module, "config") or not hasattr(module.config, "save_pretrained"):
-        raise CheckpointError(
-            f"{type(module).__name__} has no transformers config, so no Hugging Face folder can be made of it; "
-            "session.save(path) keeps it for rlbench"
-        )
     aside = place.with_name(f".{place.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir(parents=True)
         if source is not None:
             _copy_companions(source, aside)
-        module.config.save_pretrained(aside)
+        if hasattr(getattr(module, "config", None), "save_pretrained"):
+            module.config.save_pretrained(aside)
         if getattr(module, "generation_config", None) is not None:
             module.generation_config.save_pretrained(aside)
         nbytes = _write_shards(aside, tensors)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from rlbench.strategies.hf_folder import gather_state
 from rlbench.strategies.materialize import materialize
 from rlbench.strategies.sources import TensorSource, locate
 from rlbench.weights.manifest import Manifest
@@ -116,6 +117,28 @@ class KeepingVerbs:
         """Use weights and optimizer for nothing until a snapshot has replaced them, or, with None, go on with them."""
         self._built()
         self._residency.torn = reason
+
+    def save_weights(self, place: str, dtype: str | None) -> dict[str, Any] | None:
+        """As `export_model`, with the tokenizer and settings of the folder the module came from, if it was one."""
+        source = self._built().materialization_source()
+        return self.export_model(place, source if isinstance(source, str) and locate(source).is_dir() else None, dtype)
+
+    def whole_state(self) -> dict[str, torch.Tensor]:
+        """The whole state dict on rank 0, in host memory; empty on the others."""
+        module = self._built()
+        self._residency.need("weights")
+        return gather_state(module, keep=self._strategy.is_rank_0())
+
+    def load_weights(self, source: Any, own_names: bool) -> str:
+        """Fill the parameters from a `materialization_source`, see `materialize`; gradients are dropped."""
+        module = self._built()
+        self._residency.need("weights")
+        self._policy.zero_grad()
+        try:
+            load = lambda: materialize(module, source, self.config.seed, own_names)  # noqa: E731
+            return str(self._strategy.control.together("loading weights", load))
+        finally:
+            self._remeasure()
 
     def load_staged(self, staged: dict[str, Any]) -> str:
         """Take the weights that another engine, or an earlier one, staged in shared memory; no optimizer comes with

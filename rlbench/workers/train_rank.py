@@ -32,6 +32,7 @@ from rlbench.trainers.options import PolicyOptions
 from rlbench.trainers.policy_step import PolicyStep
 from rlbench.weights import facts
 from rlbench.weights.manifest import Manifest
+from rlbench.weights.memory import release_caches
 from rlbench.weights.names import transformers_class
 from rlbench.weights.transport import Facts
 from rlbench.workers.train_cells import CellVerbs
@@ -63,7 +64,9 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
         self.rank = rank
         self.world_size = world_size
         self.config = config
-        self._group = RankGroup(rank, world_size, config.host, config.timeout_s)
+        named = facts.INTERFACE in os.environ and config.host == facts.LOOPBACK
+        self._host = facts.address() if named else config.host
+        self._group = RankGroup(rank, world_size, self._host, config.timeout_s)
         self._module: BaseTrainModule | None = None
         self._sender: WeightSender | None = None
         self._methods: frozenset[str] = frozenset()
@@ -127,10 +130,8 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
         self._sender = WeightSender(module, strategy.control, stop)
         self._keep(RankSnapshots(module, strategy.control, stop), RankCheckpoints(module, strategy.control))
         uuid = facts.gpu_uuid(device.device)
-        near = self.config.host.startswith("127.")  # else the user named the address of this node
-        self._facts = Facts(
-            facts.node(), facts.address() if near else self.config.host, (uuid,) if uuid else ()
-        )
+        near = self._host.startswith("127.")  # else the user named the address of this node
+        self._facts = Facts(facts.node(), facts.address() if near else self._host, (uuid,) if uuid else ())
         self._namespace = Namespace(
             module=module, strategy=strategy, rank=self.rank, world_size=self.world_size, device=device.device
         )
@@ -335,13 +336,21 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
             parts["weights"] = "torn"
         optimizers = self._optimizers() if built else []
         lr = float(optimizers[0].param_groups[0]["lr"]) if optimizers else None
-        return {"built": built, "rank": self.rank, "lr": lr, "torn": torn, **parts}
+        training = self._module is not None and self._module.training
+        return {"built": built, "rank": self.rank, "lr": lr, "training": training, "torn": torn, **parts}
 
     def memory(self) -> dict[str, Any]:
         """Bytes by owner, see `Residency.memory`, and the states. Never blocks."""
         if self._module is None or not self._methods:
             return {}
         return {**self._residency.memory(), "states": dict(self._residency.state)}
+
+    def release_memory_cache(self, cpu: bool, gpu: bool) -> dict[str, int]:
+        """Give back what allocators keep; see `rlbench.weights.memory.release_caches`."""
+        self._built()
+        freed = release_caches(cpu, gpu)
+        self._remeasure()
+        return freed
 
     # -- parts -----------------------------------------------------------------------------------------------
 

@@ -13,9 +13,10 @@ import numpy as np
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs.engine import tokens_input
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from rlbench.data.jobs import GenerateJob
+from rlbench.data.sampling import DEFAULT_MAX_TOKENS
 from rlbench.dispatch.context import current
 from rlbench.errors import DataError
 from rlbench.workers.replica_job import Progress, Sample
@@ -26,14 +27,17 @@ if TYPE_CHECKING:
 
 
 def sampling_params(sampling: dict[str, Any]) -> SamplingParams:
-    """vLLM's parameters for checked sampling options. Without max_tokens a sample may fill the model's
-    length.
+    """vLLM's parameters for checked sampling options; `max_tokens=None` lets a sample fill the model's length.
 
     Raises:
         DataError: a value vLLM does not accept, in its words.
     """
-    options = {"max_tokens": None, **sampling}
+    options = {"max_tokens": DEFAULT_MAX_TOKENS, **sampling}
     try:
+        if options.get("structured_outputs") is not None:
+            options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
+        if options.get("logit_bias") is not None:  # vLLM compares the keys with token ids
+            options["logit_bias"] = {int(token): float(bias) for token, bias in options["logit_bias"].items()}
         return SamplingParams(
             **options,
             logprobs=0,  # no alternatives: only the sampled token's

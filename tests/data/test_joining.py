@@ -37,6 +37,7 @@ def full(made=None):
         turn_rewards=Ragged.from_rows([[1.0, np.nan]] * samples, np.float64),
         env_rewards=np.arange(samples) * 1.0,
         infos=tuple({"turns": i} for i in range(samples)),
+        notes=("drawn by hand",),
     )
 
 

@@ -100,3 +100,15 @@ def test_the_text_for_a_reader():
 )
 def test_a_message_of_parts_has_a_text_that_names_what_is_no_text(content, text):
     assert Prompt([{"role": "user", "content": content}]).text == text
+
+
+def test_vllms_dicts_are_prompts_and_what_is_no_text_in_them_is_refused():
+    (by_ids, by_text) = as_prompts([
+        {"prompt_token_ids": [1, 2], "prompt": "the same as text", "label": 3},
+        {"prompt": "x", "multi_modal_data": None, "source": "a"},
+    ])  # fmt: skip
+    assert (by_ids.content, by_ids.label, dict(by_ids.meta)) == ([1, 2], 3, {})
+    assert (by_text.content, dict(by_text.meta)) == ("x", {"source": "a"})
+    for name in ("multi_modal_data", "prompt_embeds"):
+        with pytest.raises(DataError, match=f"prompt 1 has {name}"):
+            as_prompts(["a", {"prompt": "x", name: [1]}])

@@ -107,6 +107,20 @@ def test_run_has_a_namespace_that_stays(engine):
     assert engine.run(get) == [10, 11]
 
 
+def test_a_module_of_ones_own_is_saved_and_loaded(engine, tmp_path):
+    kept = engine.state_dict()
+    saved = engine.save(tmp_path / "weights")
+    assert saved["files"] == ["model.safetensors"]
+    for load in (
+        lambda: engine.load(tmp_path / "weights"), lambda: engine.load(tmp_path / "weights" / "model.safetensors"),
+        lambda: engine.load_state_dict(kept),
+    ):  # fmt: skip
+        engine.load_state_dict({name: tensor * 0 for name, tensor in kept.items()})
+        assert not any(tensor.any() for tensor in engine.state_dict().values())
+        load()
+        assert all(torch.equal(tensor, kept[name]) for name, tensor in engine.state_dict().items())
+
+
 def test_large_arguments_warn_and_say_what_to_do(engine):
     with pytest.warns(UserWarning, match="NeedParallel"):
         engine.rows(np.zeros((2, 1 << 20)))

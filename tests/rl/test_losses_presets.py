@@ -9,10 +9,11 @@ import cloudpickle
 import pytest
 
 import rlbench.rl
+from rlbench import rl
 from rlbench.errors import LossError
 from rlbench.rl.aggregate import Aggregation, BatchTotals
 from rlbench.rl.clipped import dapo, decoupled_ppo, grpo, ppo
-from rlbench.rl.losses import CLASSES, NAMED, presets, resolve
+from rlbench.rl.losses import CLASSES, NAMED, check_sampled_as_trained, presets, resolve
 from rlbench.rl.policy import PolicyLoss
 from rlbench.rl.sequence import gspo
 from rlbench.rl.weighted import dro
@@ -133,3 +134,35 @@ def test_decoupled_ppo_shows_another_correction_than_its_default():
     default = decoupled_ppo().mismatch
     other = dataclasses.replace(default, cap=2.0)
     assert repr(decoupled_ppo(mismatch=other)) == f"decoupled_ppo(mismatch={other!r})"
+
+
+# -- a sampler of another distribution
+
+
+@pytest.mark.parametrize(
+    ("loss", "weighs"),
+    [
+        (rl.grpo(), False), (rl.clip_cov(), False), (rl.grpo(mismatch=rl.token_tis()), True),
+        (rl.grpo(anchor="sampler"), True), (rl.decoupled_ppo(), True), (rl.importance_sampling(), True),
+        (rl.grpo(mismatch=rl.off_policy_sequence_mask(0.5)), True),
+        (rl.grpo(mismatch=rl.off_policy_sequence_mask(0.5, against="old")), False),
+        (rl.grpo(mismatch=rl.off_policy_sequence_mask(0.5, against="old") + rl.icepop()), True),
+    ],
+)  # fmt: skip
+def test_what_weighs_by_the_sampler_refuses_log_probs_of_a_reshaped_distribution(loss, weighs):
+    check_sampled_as_trained(loss, "it", ())
+    if weighs:
+        with pytest.raises(LossError, match="top_p"):
+            check_sampled_as_trained(loss, "it", ("top_p=0.9",))
+    else:
+        check_sampled_as_trained(loss, "it", ("top_p=0.9",))
+
+
+def test_a_function_weighs_by_what_it_reads_unless_it_says_otherwise():
+    def loss(inputs):
+        raise AssertionError("not called")
+
+    with pytest.raises(LossError, match="top_k=5"):
+        check_sampled_as_trained(loss, "loss", ("top_k=5",), reads_sampler=True)
+    loss.needs_sampler = False
+    check_sampled_as_trained(loss, "loss", ("top_k=5",), reads_sampler=True)

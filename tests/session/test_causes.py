@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from rlbench.data.sampling import reshaping
 from rlbench.session import causes
 from rlbench.session.causes import SideBySide, Tokens, Weights
 
@@ -82,5 +83,5 @@ def test_patterns(gap, entropy, said):
 
 def test_options_that_change_nothing_are_no_suspects():
     neutral = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "min_p": 0, "repetition_penalty": 1.0, "max_tokens": 4}
-    assert causes.reshaping(neutral) == []
-    assert causes.reshaping(neutral | {"top_k": 5, "bad_words": ["x"]}) == ["top_k", "bad_words"]
+    assert reshaping(neutral) == []
+    assert reshaping(neutral | {"top_k": 5, "bad_words": ["x"]}) == ["top_k", "bad_words"]

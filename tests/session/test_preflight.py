@@ -1,15 +1,18 @@
 """Preflight on a real session: it passes on a sound one, and each cause is found where it was made on purpose."""
 
 import dataclasses
+import warnings
 
 import numpy as np
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
+from vllm import SamplingParams
 
 import rlbench as rb
 from rlbench import notebook
 from rlbench.data import Ragged
-from rlbench.errors import CheckFailed, DataError, StateError
+from rlbench.errors import CheckFailed, DataError, LossError, StateError
+from rlbench.session.loss_check import ship
 from rlbench.session.preflight import TokenGap
 from rlbench.tiny import tasks
 
@@ -93,6 +96,56 @@ def test_the_worst_tokens_are_named_largest_first(session, batch):
     assert worst[0].position == 31 - batch.responses.offsets[row] and worst[0].gap == pytest.approx(0.9, abs=1e-3)
     assert worst[0].text == session.tokenizer.decode([int(batch.responses.values[31])])
     assert worst[1].gap == pytest.approx(0.5, abs=1e-3) and abs(worst[2].gap) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"top_p": 0.71}, {"top_k": 3}, {"min_p": 0.31}, {"repetition_penalty": 1.3}, {"min_tokens": 9},
+     {"presence_penalty": 0.7}, {"frequency_penalty": 0.7}, {"logit_bias": {"3": 4.0}}, {"bad_words": ["7"]},
+     {"structured_outputs": {"regex": "[0-9]{2,6}"}}, {"allowed_token_ids": [0, 1, 2, 3, 52, 53, 54]}],
+    ids=lambda options: next(iter(options)),
+)  # fmt: skip
+def test_options_that_reshape_the_distribution_are_said_named_and_refused(session, options):
+    (name,) = options
+    draw = {"n": 4, "max_tokens": 12, "temperature": 1.3, "progress": False, **options}
+    with pytest.warns(UserWarning, match=name) as told:
+        rollouts = session.rollout(tasks.prompts(8, seed=3), **draw)
+    assert [warning.filename for warning in told] == [__file__], "the line of the cell"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        session.rollout(["sort 1"], **draw)  # said once
+    assert any(name in note for note in rollouts.notes) and name in repr(rollouts)
+    batch = rollouts.score(tasks.reward).batch(advantage=lambda rewards, group: rewards * 0 + 1)
+    (option,) = batch.reshaped_by
+    assert option.startswith(name)
+    for looked_at in (rollouts, batch):
+        result = session.preflight(looked_at)
+        assert not result.passed and result.diagnostics["max_gap"] > 1e-2 and name in result.cause
+    corrected = rb.rl.grpo(mismatch=rb.rl.token_tis())
+    for loss in (corrected, rb.rl.grpo(anchor="sampler"), rb.rl.decoupled_ppo(), off_policy):
+        with pytest.raises(LossError, match=name):
+            session.forward_backward(batch, loss=loss)
+    assert session.forward_backward(batch, loss="grpo")["ratio"] == pytest.approx(1.0, abs=1e-4)
+    session.optim_step(lr=0.0)
+    session.undo()
+
+
+def off_policy(inputs):
+    ratio = (inputs.logprobs - inputs.sampler_logprobs).exp()
+    return -ratio * inputs.advantages, {}
+
+
+def test_a_temperature_alone_reshapes_nothing_that_the_trainer_does_not(session):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        rollouts = session.rollout(tasks.prompts(4), n=2, max_tokens=12, temperature=0.7, top_p=1.0, progress=False)
+    batch = rollouts.score(tasks.reward).batch(advantage=lambda rewards, group: rewards * 0 + 1)
+    assert batch.reshaped_by == () and rollouts.notes == ()
+    drawn = session.rollout(["sort 1"], sampling=SamplingParams(n=3, max_tokens=4, temperature=0.7), progress=False)
+    assert drawn.samples == 3 and drawn.sampling == {"max_tokens": 4, "temperature": 0.7}
+    assert session.rollout(["sort 1"], ignore_eos=True, progress=False).notes
+    ship(rb.rl.grpo(mismatch=rb.rl.token_tis()), batch)
+    ship(off_policy, batch)
 
 
 def test_gradients_that_wait_for_a_step_are_not_dropped(session, batch):
@@ -224,7 +277,7 @@ def test_cause_a_cut_distribution_in_a_batch_that_does_not_say_so(session):
     rollouts = session.rollout(tasks.prompts(8), n=4, max_tokens=12, top_p=0.8, progress=False)
     assert "top_p=0.8" in session.preflight(rollouts).cause
     batch = rollouts.score(tasks.reward).batch(advantage=rb.rl.group_normalized())
-    assert session.preflight(batch).cause.startswith("a cut distribution:")
+    assert session.preflight(batch.replace(reshaped_by=())).cause.startswith("a cut distribution:")
 
 
 def test_cause_special_tokens_put_in_after_sampling(session, batch):

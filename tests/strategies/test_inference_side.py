@@ -167,8 +167,9 @@ def test_sampling_options_come_as_mapping_or_as_attributes() -> None:
     assert sampling_of({"temperature": 0.5, "n": 4}) == ({"temperature": 0.5}, 4)
     assert sampling_of(SimpleNamespace(top_p=0.9, n=2, stop=None, _private=1)) == ({"top_p": 0.9}, 2)
     assert sampling_of(Struct()) == ({"max_tokens": 16}, 1)  # vLLM's own default, which its user means
-    given = Struct(temperature=0.0, stop="x", n=3, logprobs=5, seed=7)
+    given = Struct(temperature=0.0, stop="x", n=3, logprobs=1, seed=7)
     assert sampling_of(given) == ({"temperature": 0.0, "max_tokens": 16, "stop": "x", "seed": 7}, 3)
+    assert sampling_of({"logprobs": 5}) == ({"logprobs": 5}, 1)  # alternatives: the engine refuses them
     for wrong in (0, 1.5, True, "2"):
         with pytest.raises(DataError, match="at least one completion"):
             sampling_of({"n": wrong})

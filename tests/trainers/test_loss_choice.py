@@ -56,6 +56,8 @@ def test_the_options_mean_this_loss(given: dict[str, Any], expected: Any) -> Non
     ({"options": {"use_kl_loss": True, "kl_estimator": "k1"}}, "only add noise"),
     ({"options": {"use_kl_loss": True, "kl_estimator": "k4"}}, "k4"),
     ({"old_logprobs": "sampler", "mismatch": "icepop"}, "nothing left to correct"),
+    ({"old_logprobs": "sampler", "top_p": 0.9}, "top_p"),
+    ({"mismatch": "icepop", "top_k": 20}, "top_k"),
     ({"mismatch": "tis"}, "one of token_tis, sequence_tis, icepop"),
     ({"eps_clip": 1.5}, r"clip_low=1.5 must lie in \[0, 1\]"),
     ({"use_cpg_loss": True, "eps_clip": 1.0}, "must be < 1"),

@@ -500,10 +500,12 @@ def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks_without_movin
 def test_what_cannot_be_trained_on_is_refused_before_anything_is_computed(qwen: str, engine: Ranks) -> None:
     given = experience()
     bare = replace(given, batch=given.batch.replace(ref_logprobs=None, old_logprobs=None), returns=None)
+    reshaped = replace(given, batch=given.batch.replace(reshaped_by=("top_p=0.9",)))
     responses = given.batch.responses
     foreign = replace(given, batch=given.batch.replace(responses=responses.with_values(responses.values + 90)))
     cases = [
         (policy(qwen, FULL), bare, LossError, "make it with an initial_model"),
+        (policy(qwen, replace(PPO, anchor="sampler")), reshaped, LossError, "top_p"),
         (policy(qwen, replace(PPO, mismatch=token_tis())), bare, LossError, "no old_logprobs to compare"),
         (policy(qwen, PPO), foreign, DataError, "vocabulary has 96"),
         (value(qwen), foreign, DataError, "vocabulary has 96"),

@@ -3,11 +3,18 @@
 import json
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm import SamplingParams
 
+from rlbench.data.jobs import GenerateJob
+from rlbench.data.sampling import DERIVED
 from rlbench.dispatch.context import CallContext
-from rlbench.workers.replica_job import GrowingHistogram, Progress, Sample
+from rlbench.engines.inference import BY_CALL
+from rlbench.errors import DataError
+from rlbench.workers.replica_job import GrowingHistogram, Progress, Sample, check_job
+from rlbench.workers.replica_vllm import SAMPLING_OPTIONS
 
 
 @given(st.lists(st.integers(1, 100_000), max_size=60))
@@ -57,3 +64,16 @@ def test_what_was_told_does_not_change_afterwards():
     told = json.dumps(context.progress)
     progress.finish(Sample(0, 1, tokens=[1]))
     assert json.dumps(context.progress) == told
+
+
+FIELDS = [name for name in SamplingParams().__struct_fields__ if name[0] != "_" and name not in DERIVED]
+
+
+@pytest.mark.parametrize("name", sorted({*FIELDS} - {*SAMPLING_OPTIONS, *BY_CALL}))
+def test_a_field_of_vllms_parameters_that_does_not_act_is_refused(name):
+    with pytest.raises(DataError, match=name):
+        check_job(GenerateJob([[1]], 1, {name: 1}, np.zeros((1, 1), np.int64)), SAMPLING_OPTIONS)
+
+
+def test_what_acts_is_a_field_of_vllms_parameters():
+    assert {*SAMPLING_OPTIONS, *BY_CALL} <= {*FIELDS}

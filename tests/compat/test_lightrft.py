@@ -1,0 +1,39 @@
+"""LightRFT's packages by their own paths: the very modules of rlbench."""
+
+import importlib
+
+import pytest
+
+import rlbench.strategies
+from rlbench.errors import BuildError
+from rlbench.strategies.config import OptionError
+
+PATHS = {
+    "strategy": ["get_strategy", "FakeStrategy"], "strategy.fsdp.fsdpv2": ["FSDPV2Strategy", "FSDPadaptOptimizer"],
+    "strategy.strategy_base": ["StrategyBase"], "strategy.deepspeed.deepspeed": ["DeepspeedStrategy"],
+    "trainer.spmd_ppo_trainer": ["SPMDPPOTrainer", "SPMDPPOTrainerBase", "SPMDPPOTrainerVL"],
+    "utils": ["add_arguments"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_name_is_the_one_of_rlbench_whichever_way_it_came(path):
+    by_compat = importlib.import_module(f"rlbench.compat.lightrft.{path}")
+    by_rlbench = importlib.import_module(f"rlbench.{path}")
+    for name in PATHS[path]:
+        assert getattr(by_compat, name) is getattr(by_rlbench, name)
+
+
+def test_deepspeed_is_a_name_that_says_what_to_take_instead():
+    from rlbench.compat.lightrft.strategy.deepspeed.deepspeed import DeepspeedStrategy
+
+    assert DeepspeedStrategy is rlbench.strategies.DeepspeedStrategy
+    with pytest.raises(BuildError, match="FSDPV2Strategy"):
+        DeepspeedStrategy(seed=42, zero_stage=2)
+
+
+def test_the_vision_language_trainer_is_a_name_that_says_that_it_is_not_here():
+    from rlbench.compat.lightrft.trainer import SPMDPPOTrainerVL
+
+    with pytest.raises(OptionError, match="vision-language"):
+        SPMDPPOTrainerVL()
