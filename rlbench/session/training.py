@@ -142,11 +142,16 @@ def _tell_stale(session: Session, batch: TrainBatch, shipped: ShippedLoss) -> No
     if batch.old_logprobs is not None:
         return
     if batch.weight_version.min() < session.version and trusts_old_logprobs(shipped, batch):
+        mend = (
+            'anchor="sampler" compares with the sampler\'s, mismatch= reweighs by them (both of the losses of rb.rl), '
+            "batch.replace(old_logprobs=…) gives your own"
+        )
+        if batch.reshaped_by:  # the sampler's are of another distribution
+            mend = "batch.replace(old_logprobs=…) gives your own, or draw them again after session.sync_weights()"
         warnings.warn(  # one text, so that Python shows it once
             "sequences of this batch were sampled from older weights than the trainer's, no old log-probs of theirs "
             f"are known, and `{shipped.name}` compares with the trainer's of now: the ratio is 1, and nothing corrects "
-            'for what changed since. anchor="sampler" compares with the sampler\'s, mismatch= reweighs by them (both '
-            "of the losses of rb.rl), batch.replace(old_logprobs=…) gives your own",
+            f"for what changed since. {mend}",
             stacklevel=2,
         )
 
