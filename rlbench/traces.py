@@ -89,14 +89,23 @@ def user_error(kind: type[E], said: str, error: BaseException, after: str = "") 
 
 def user_line(error: BaseException) -> UserLine | None:
     """The innermost line of the user's own code that an error went through; None where it went through none."""
-    if isinstance(error, SyntaxError) and error.filename and not _library(error.filename):
+    if isinstance(error, SyntaxError) and error.filename and not is_library(error.filename):
         return UserLine(error.filename, error.lineno or 0, "<module>", (error.text or "").strip())
     return line_of(error.__traceback__)
 
 
 def line_of(trace: Any) -> UserLine | None:
     """The same of a traceback object."""
-    own = [frame for frame in traceback.extract_tb(trace) if not _library(frame.filename)]
+    return _innermost(traceback.extract_tb(trace))
+
+
+def calling_line() -> UserLine | None:
+    """The innermost line of the user's own code that is being executed by this thread."""
+    return _innermost(traceback.extract_stack())
+
+
+def _innermost(frames: Iterable[traceback.FrameSummary]) -> UserLine | None:
+    own = [frame for frame in frames if not is_library(frame.filename)]
     if not own:
         return None
     last = own[-1]
@@ -145,7 +154,8 @@ def joined(parts: Iterable[tuple[str, str]]) -> str:
     return "\n\n".join(f"{', '.join(labels)}:\n{text}" for text, labels in by_text.items())
 
 
-def _library(file: str) -> bool:
+def is_library(file: str) -> bool:
+    """Whether a frame of this file is not the user's: installed, Python's own, or ours."""
     return file.startswith((*LIBRARIES, "<frozen "))
 
 

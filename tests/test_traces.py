@@ -2,6 +2,7 @@
 
 import json
 import linecache
+import os
 import subprocess
 import sys
 import textwrap
@@ -144,3 +145,36 @@ def test_in_a_terminal_the_users_line_shows_once_and_nothing_of_ours(repository)
     assert "reward, cell 2, line 2:   return rollout.txt  # typo" in shown
     assert "Traceback" not in shown and "rollouts.py" not in shown and "site-packages" not in shown
     assert "return rollout.txt  # typo" in rest and "kinds.py" in rest and "AttributeError" in rest
+
+
+PLAIN = """
+import sys
+import rlbench as rb
+from tests.data.values import rollouts
+
+def reward(rollout):
+    return rollout.txt  # typo
+
+def main():
+    rollouts().score(reward)
+
+rb.Rollouts
+main()
+"""
+
+
+def test_in_a_plain_script_the_traceback_is_the_scripts_own(repository, tmp_path, monkeypatch):
+    file = tmp_path / "mine.py"
+    file.write_text(PLAIN)
+
+    def said(**more):
+        environment = {**os.environ, "PYTHONPATH": str(repository), **more}
+        done = subprocess.run([sys.executable, file], env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 1
+        return done.stderr
+
+    short = said()
+    assert short.startswith("Traceback") and short.count("File ") == 2 and "in main" in short, short
+    assert "return rollout.txt  # typo" in short and "/rlbench/" not in short.replace(str(tmp_path), "")
+    full = said(RLBENCH_TRACEBACK="full")
+    assert "/rlbench/data/scoring.py" in full and "/rlbench/rewards/kinds.py" in full and "AttributeError" in full

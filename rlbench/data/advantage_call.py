@@ -19,6 +19,7 @@ from rlbench.data.ragged import Ragged
 from rlbench.data.turns import env_columns
 from rlbench.errors import DataError, RLBenchError, nearest
 from rlbench.traces import user_error
+from rlbench.user_code import user_code
 
 if TYPE_CHECKING:
     from rlbench.data.rollouts import Rollouts
@@ -108,7 +109,8 @@ def call_advantage(
     asked |= {name: _tensor(value) for name, value in columns.items()}
     group = torch.as_tensor(rollouts.group.astype(np.int64))
     try:
-        result = advantage(torch.as_tensor(rollouts.rewards), group, **asked)
+        with user_code():
+            result = advantage(torch.as_tensor(rollouts.rewards), group, **asked)
     except RLBenchError:
         raise
     except Exception as error:  # a user's code: its own line is what to show

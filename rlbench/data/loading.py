@@ -18,6 +18,7 @@ from rlbench.data.prompts import Prompt, as_prompt
 from rlbench.data.sources import Row, Rows, open_source
 from rlbench.errors import DataError, nearest
 from rlbench.traces import user_error
+from rlbench.user_code import user_code
 
 FromRow: TypeAlias = str | Callable[[Row], Any]
 OnLong = Literal["report", "raise", "keep"]
@@ -181,7 +182,8 @@ def _without_long(whole: PromptSet, rows: Sequence[int], limit: int, on_long: On
 def _value(row: Row, wanted: FromRow, option: str, index: int) -> Any:
     if callable(wanted):
         try:
-            return wanted(row)
+            with user_code():
+                return wanted(row)
         except Exception as error:
             said = f"row {index}: {option}= raised {type(error).__name__}: {error}"
             raise user_error(DataError, said, error) from error

@@ -14,14 +14,15 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 import ray
 
 from rlbench.dispatch import context
-from rlbench.dispatch.protocol import Failure, Progress, Reply, Ticket
+from rlbench.dispatch.protocol import ENDED_ITSELF, Failure, Progress, Reply, Ticket
 from rlbench.errors import CallDropped, EngineError, RLBenchError, StaleEpoch, Stopped
-from rlbench.traces import user_line
+from rlbench.traces import calling_line, user_line
+from rlbench.user_code import user_code
 
 REGISTER_LIMIT_S = 5.0
 KEPT_OUTPUT = 1 << 20
@@ -29,6 +30,9 @@ KEPT_MESSAGE = 4000
 KEPT_QUEUES = 8
 ORPHAN_CHECKS = 6
 ORPHAN_INTERVAL_S = 10.0
+WITHOUT_CUDA = "not compiled with CUDA"
+NO_GPU = ": there is no GPU here; name no device but the rank's own, `device` in a cell and `self.device` in a module"
+_end_process = os._exit
 
 
 class Host:
@@ -47,6 +51,8 @@ class Host:
         self._lock = threading.Lock()
         self._output = _Output(sys.stdout)
         sys.stdout = self._output
+        sys.argv = [name]  # a parser in a user's code must not read Ray's
+        _tell_who_exits()
         module, _, attribute = target.partition(":")
         self._target = getattr(importlib.import_module(module), attribute)(*args)
         threading.Thread(target=self._end_when_orphaned, args=(monitor,), daemon=True).start()
@@ -73,7 +79,8 @@ class Host:
         """Call one of the target's control methods, which never block."""
         if name not in self._target.CONTROL:
             raise EngineError(f"{name} is not a control method of {type(self._target).__name__}")
-        return getattr(self._target, name)(*args)
+        with user_code():  # a property that is looked at, say
+            return getattr(self._target, name)(*args)
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def poll(self, call_id: str, cursor: int) -> Progress:
@@ -131,7 +138,7 @@ class Host:
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def leave(self) -> None:
         """End this process at once: peers that wait for it in a collective are released by its exit alone."""
-        threading.Timer(0.05, os._exit, (1,)).start()
+        threading.Timer(0.05, _end_process, (1,)).start()
 
     def _admit(self, ticket: Ticket) -> None:
         if ticket.epoch < self._epoch:
@@ -164,7 +171,8 @@ class Host:
         begin = time.perf_counter()
         value, failure, stopped = None, None, False
         try:
-            value = getattr(self._target, name)(*args, **kwargs)
+            with user_code():
+                value = getattr(self._target, name)(*args, **kwargs)
         except Stopped as error:
             stopped, value = True, error.partial
         except Exception as error:
@@ -224,7 +232,7 @@ class Host:
         close = getattr(self._target, "close", None)
         if close is not None:
             close()
-        os._exit(0)
+        _end_process(0)
 
 
 class _Queue:
@@ -278,7 +286,22 @@ class _Output(io.TextIOBase):
             return text
 
 
+def _tell_who_exits() -> None:
+    """Have `os._exit` say by its last words which line called it: nothing else tells how a process ended."""
+    own = os.getpid()
+
+    def told(status: int) -> NoReturn:
+        if os.getpid() == own:  # no child that was forked
+            line = calling_line()
+            at = f" in {line}" if line is not None else ""
+            print(f"{ENDED_ITSELF}({status}) was called{at}", file=sys.stderr, flush=True)
+        _end_process(status)
+
+    os._exit = told
+
+
 def _failure(error: BaseException) -> Failure:
     text = "".join(traceback.format_exception(error))
     own = error if isinstance(error, RLBenchError) else None
-    return Failure(type(error).__name__, str(error), text, own, user_line(error))
+    message = str(error) + (NO_GPU if WITHOUT_CUDA in str(error) and own is None else "")
+    return Failure(type(error).__name__, message, text, own, user_line(error))

@@ -22,7 +22,7 @@ from rlbench.dispatch.chain import Steps
 from rlbench.dispatch.obituary import final_fate, obituary
 from rlbench.dispatch.pending import Observer, Pending, sigint_held
 from rlbench.dispatch.protocol import Ticket, actor_name
-from rlbench.errors import EngineError, SessionError, WorkerDied
+from rlbench.errors import EngineError, SessionError
 from rlbench.runtime import cluster, processes, registry
 
 MONITOR = "rlbench.monitor.actor:Monitor"
@@ -273,7 +273,7 @@ class Link:
             actor = actor_name(self.name, engine, int(label.split()[-1]))
             pid = state["engines"].get(engine, {}).get("pids", {}).get(actor)
             samples, in_session = self.samples(), bool(state["config"])
-        return WorkerDied(obituary(label, engine, pid, error, samples, actor, in_session))
+        return obituary(label, engine, pid, error, samples, actor, in_session)
 
     def _renew(self, stale: int) -> bool:
         """Have an epoch later than `stale`; False while a control verb runs, after which one is to be had.

@@ -5,19 +5,23 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from rlbench.dispatch.protocol import ENDED_ITSELF
+from rlbench.errors import WorkerDied
 from rlbench.runtime import processes, registry
+from rlbench.traces import remember
 
-LAST_LINES = 8
+LAST_LINES = 40
 RECENT_SAMPLES = 10  # five seconds
 FATE_LIMIT_S, FATE_POLL_S = 120.0, 5.0
-NOISE = ("[Gloo]", "UserWarning", "warnings.warn")
+NOISE = ("[Gloo]", "UserWarning", "warnings.warn", "it/s]", "?it/s", "s/it]")
+"""What says nothing of an end: warnings, progress bars."""
 
 
 def obituary(
     label: str, engine: str, pid: int | None, error: BaseException, samples: list[dict[str, Any]], actor: str,
     in_session: bool,
-) -> str:  # fmt: skip
-    """The text of a `WorkerDied`.
+) -> WorkerDied:  # fmt: skip
+    """What to raise; its last words are what `rb.last_traceback()` gives.
 
     Args:
         label, engine: what the worker is called, and its engine.
@@ -27,20 +31,25 @@ def obituary(
         actor: the worker's name in the samples.
         in_session: it belongs to a session that can heal it.
     """
-    lines = [f"{label} of {engine} died{f' (pid {pid})' if pid else ''}: {cause(error, samples)}"]
+    said = last_words(pid)
+    itself = [line for line in said if line.startswith(ENDED_ITSELF)]
+    why = f"its own code ended it: {itself[-1]}" if itself else cause(error, samples)
+    lines = [f"{label} of {engine} died{f' (pid {pid})' if pid else ''}: {why}"]
     held = [s["resident"][actor] for s in samples if actor in s["resident"]]
     if held:
         seen, most = held[-1] / 2**30, max(held) / 2**30
         lines.append(f"  It held {seen:.2f} GiB when last seen; the most lately was {most:.2f}.")
-    said = last_words(pid)
-    if said:
-        lines += ["  Its last words:", *(f"    {line}" for line in said)]
+    if said and not itself:
+        lines.append("  rb.last_traceback() has its last words.")
     lines.append(
         "  The engine is broken: session.heal() rebuilds it and goes on from the last snapshot."
         if in_session
         else f"  The engine is broken: {engine}.close(), then build it again."
     )
-    return "\n".join(lines)
+    died = WorkerDied("\n".join(lines))
+    if said:
+        died.full_traceback = remember("\n".join([f"last words of {label} of {engine}:", *said]))
+    return died
 
 
 def final_fate(worker: Any, error: BaseException) -> BaseException | None:
@@ -86,7 +95,7 @@ def last_words(pid: int | None) -> list[str]:
     record = registry.read_cluster()
     if pid is None or record is None:
         return []
-    found = sorted(record.logs.glob(f"worker-*-{pid}.err")) + sorted(record.logs.glob(f"worker-*-{pid}.out"))
+    found = [path for kind in ("out", "err") for path in sorted(record.logs.glob(f"worker-*-{pid}.{kind}"))]
     lines = [
         line.rstrip()
         for path in found

@@ -27,6 +27,7 @@ from rlbench.errors import (
     Stopped,
     WorkerDied,
 )
+from rlbench.traces import remember
 
 POLL_S = 0.2
 STOP_WAIT_S = 1.7
@@ -299,7 +300,7 @@ class Pending:
         lost = self._death(rank, EngineError(why))
         error = type(lost)(f"{cause}\n  {lost}")
         if isinstance(cause, RLBenchError) and isinstance(error, RLBenchError):
-            error.user_line, error.full_traceback = cause.user_line, cause.full_traceback
+            error.user_line, error.full_traceback = cause.user_line, remember(cause.full_traceback)
         return error
 
     def _by_itself(self, cause: BaseException) -> bool:

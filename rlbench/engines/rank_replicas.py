@@ -21,7 +21,7 @@ from rlbench.data.jobs import FINISH_REASONS
 from rlbench.data.prompts import Prompt
 from rlbench.dispatch.pending import Pending
 from rlbench.engines.inference import ASLEEP, InferenceEngine
-from rlbench.engines.rank_place import RankPlace, led, stop_requested
+from rlbench.engines.rank_place import GUESTS, RankPlace, led, stop_requested
 from rlbench.engines.rank_sync import RankSync, compute_dtype
 from rlbench.engines.seeds import request_seeds
 from rlbench.engines.train import TrainEngine
@@ -51,7 +51,7 @@ class RankReplicas:
 
     def __init__(self, strategy: StrategyBase, config: StrategyConfig, plan: GatherPlan, actor: Any) -> None:
         self._strategy, self._control = strategy, strategy.control
-        self._place = RankPlace.here()
+        self._place = self._control.together("setup_inference_engine", RankPlace.here)
 
         def find() -> tuple[str, Record]:
             records = self._place.link.state("engines")["engines"]
@@ -299,6 +299,11 @@ def _build(
     actor: Any,
 ) -> InferenceEngine:  # fmt: skip
     """Build the session's engine on the devices of its ranks: on GPUs one replica for each group, else one for all."""
+    if place.engine == GUESTS:
+        raise StateError(
+            f"session {place.session!r} has no inference engine for a script outside of it to use, and none is built "
+            "on devices that are not the session's: make one in the session first"
+        )
     trainer = records[place.engine]
     options: dict[str, Any] = {
         "dtype": compute_dtype(actor, strategy) if actor is not None else str(trainer["info"]["dtype"])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from rlbench.engines.redefine import Redefining, forget, verbs
 from rlbench.errors import BuildError, EngineError, MethodError, nearest
 from rlbench.runtime import cluster
 from rlbench.traces import user_stacklevel
+from rlbench.workers.train_namespace import Cell
 
 if TYPE_CHECKING:
     from rlbench.engines.inference import InferenceEngine
@@ -131,14 +133,44 @@ class TrainEngine(Redefining, Engine):
         """Run `fn(*args, **kwargs)` on every rank; returns one result per rank.
 
         Its globals on a rank are a namespace that stays: `module`, `strategy`, `rank`, `world_size`, and what earlier
-        functions put there. `NeedParallel` arguments are split.
+        functions put there. `NeedParallel` arguments are split. `fn` may be the path of a script, `run("train.py",
+        args=["--lr", "1e-5"])`: see `run_script`.
         """
+        if is_script(fn):
+            return self.run_script(fn, *args, **kwargs)
         self._need_built("run")
         calls: list[Call] = [((pickled(fn), a, k), {}) for a, k in split_call(args, kwargs, self.world_size)]
         with self.link.noting(self.name, "run", (fn, *args), kwargs):
             return list(self.call("run", calls, what=f"{self.name}.run").blocking_result())
 
-    def run_cell(self, source: str, rank: int | None = None) -> list[str | None]:
+    def run_script(self, path: str | os.PathLike[str], args: Sequence[str] = (), rank: int | None = None) -> list[Any]:
+        """Run a Python file on every rank, or on one, as `torchrun` would: what `%ranks train.py …` does.
+
+        It is `__main__` with its own `sys.argv` and `__file__`, can import what lies beside it, and has RANK,
+        LOCAL_RANK and WORLD_SIZE in its environment; the ranks' process group is joined already. `module`, `strategy`,
+        `rank` and `world_size` are among its names, and what it defines stays for the next cell or function. Ctrl-C
+        stops all ranks after the same collective.
+
+        Args:
+            path: of the file, on this machine; modules beside it are read on the ranks' own.
+            args: its command line.
+            rank: of one; it must not ask the others for a collective.
+
+        Returns:
+            Per rank the value of its last expression, None where it ends otherwise.
+
+        Raises:
+            RemoteError: with the line of the script; also where it exits with another code than 0. Stopped:
+                interrupted. EngineError: no such file, or rank.
+        """
+        file = Path(path).expanduser().resolve()
+        if not file.is_file():
+            raise EngineError(f"run: there is no script {os.fspath(path)!r} in {Path.cwd()}")
+        cell = Cell(file.read_text(), tuple(map(str, args)), str(file))
+        noted = ((str(path),), {"args": list(cell.args)} if cell.args else {})
+        return self._run_text("run_script", cell, rank, file.name, *noted)
+
+    def run_cell(self, source: str, rank: int | None = None, args: Sequence[str] = ()) -> list[str | None]:
         """Run the text of a cell on every rank, or on one; what `%%ranks` does.
 
         Names stay on the rank from cell to cell, as with `run`. Ctrl-C stops all ranks after the same collective.
@@ -146,6 +178,7 @@ class TrainEngine(Redefining, Engine):
         Args:
             source: the cell.
             rank: of one; it must not ask the others for a collective.
+            args: what `sys.argv` holds behind its first entry.
 
         Returns:
             Per rank the `repr` of the cell's last expression, None where it has none.
@@ -153,13 +186,20 @@ class TrainEngine(Redefining, Engine):
         Raises:
             RemoteError: with the line of the cell. Stopped: interrupted. EngineError: no such rank.
         """
-        self._need_built("run_cell")
+        noted = {name: given for name, given in {"rank": rank, "args": list(args)}.items() if given not in (None, [])}
+        return self._run_text("run_cell", Cell(source, tuple(map(str, args))), rank, "cell", (source,), noted)
+
+    def _run_text(
+        self, verb: str, cell: Cell, rank: int | None, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Any]:
+        """Run a cell or a script; `args` and `kwargs` are how the verb was called, for the record."""
+        self._need_built(verb)
         if rank is not None and not 0 <= rank < self.world_size:
-            raise EngineError(f"run_cell: rank={rank}: {self.name} has ranks 0 to {self.world_size - 1}")
-        calls: list[Call] = [((source, rank), {})] * self.world_size
-        what = f"{self.name} cell" if rank is None else f"{self.name} cell on rank {rank}"
-        with self.link.noting(self.name, "run_cell", (source,), {} if rank is None else {"rank": rank}):
-            return list(self.call("run_cell", calls, what=what, track=True).blocking_result())
+            raise EngineError(f"{verb}: rank={rank}: {self.name} has ranks 0 to {self.world_size - 1}")
+        calls: list[Call] = [((cell, rank), {})] * self.world_size
+        where = f"{self.name} {what}" if rank is None else f"{self.name} {what} on rank {rank}"
+        with self.link.noting(self.name, verb, args, kwargs):
+            return list(self.call(verb, calls, what=where, track=True).blocking_result())
 
     def complete_names(self, text: str) -> list[str]:
         """Names on rank 0 that continue `text`; answers also while a cell runs."""
@@ -297,6 +337,11 @@ class TrainEngine(Redefining, Engine):
             )
         calls: list[Call] = [((name, a, k), {}) for a, k in split_call(args, kwargs, self.world_size)]
         return self.call("call_method", calls, what=f"{self.name}.{name}")
+
+
+def is_script(given: Any) -> bool:
+    """Whether what `run` is given is the path of a Python file; other text is a cell's."""
+    return isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".py") and "\n" not in given)
 
 
 def pickled(value: Any) -> bytes:

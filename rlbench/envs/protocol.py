@@ -27,6 +27,7 @@ import cloudpickle
 
 from rlbench.data.prompts import Prompt
 from rlbench.errors import DataError, nearest
+from rlbench.user_code import user_code
 
 Message: TypeAlias = dict[str, Any]
 Observation: TypeAlias = str | list[Message] | list[int] | None
@@ -116,7 +117,8 @@ def check_env(env: Any) -> None:
 def unpacked(blob: bytes) -> Callable[[], Any]:
     """Return what makes one environment per sample. Raises DataError where it cannot be loaded here."""
     try:
-        env = cloudpickle.loads(blob)
+        with user_code():
+            env = cloudpickle.loads(blob)
     except Exception as error:
         raise DataError(f"env cannot be loaded on the replica: {type(error).__name__}: {error}") from error
     if isinstance(env, type) or not hasattr(env, "step"):

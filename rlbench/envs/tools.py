@@ -27,6 +27,7 @@ from typing import Any
 from rlbench.envs.episode import error_facts
 from rlbench.envs.protocol import Env, Step, Turn, awaited
 from rlbench.errors import DataError, nearest
+from rlbench.user_code import user_code
 
 TAG = re.compile(r"<tool>\s*([A-Za-z_]\w*)\s*\((.*?)\)\s*</tool>", re.DOTALL)
 JSON = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
@@ -150,9 +151,10 @@ class ToolEnv(Env):
         except (TypeError, ValueError, SyntaxError) as wrong:
             return f"error: {call.name}: {wrong}", None
         try:
-            value = fn(*args, **kwargs)
-            if inspect.isawaitable(value):
-                value = asyncio.run(awaited(value))
+            with user_code():
+                value = fn(*args, **kwargs)
+                if inspect.isawaitable(value):
+                    value = asyncio.run(awaited(value))
         except Exception as error:  # the tool's own: for the policy to read, and for the user to see
             return f"error: {type(error).__name__}: {error}"[:LONGEST_RESULT], error_facts(error, f"tool {call.name}")
         return _shortened(value if isinstance(value, str) else _as_text(value)), None

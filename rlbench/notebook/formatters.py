@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-import traceback
 from typing import Any
 
 from rlbench.data import drawing
 from rlbench.dispatch import views as progress_views
-from rlbench.errors import RLBenchError, Stopped
-from rlbench.traces import line_of, remember
+from rlbench.notebook import errors
 
 HTML = {
     "rlbench.data.rollouts.Rollouts": "rollout_static.rollouts_view",
@@ -48,7 +46,7 @@ for _what, _painter in PAINTERS.items():
 
 
 def install() -> None:
-    """Register progress views, and in IPython the HTML formatters and the display of our errors. Safe to call twice."""
+    """Register progress views, how our errors show, and in IPython the HTML formatters. Safe to call twice."""
     progress_views.register("generate", "rlbench.notebook.progress:GenerateProgress")
     progress_views.register("prepare", "rlbench.notebook.progress:PrepareProgress")
     progress_views.register("train", "rlbench.notebook.progress:TrainProgress")
@@ -56,6 +54,7 @@ def install() -> None:
     progress_views.register("sync", "rlbench.notebook.progress:SyncProgress")
     module = sys.modules.get("IPython")
     shell = module.get_ipython() if module is not None else None
+    errors.install(shell)
     if shell is None:
         return
     from rlbench.notebook import ranks_magic
@@ -71,7 +70,6 @@ def install() -> None:
         bundles = shell.display_formatter.mimebundle_formatter
         bundles.for_type_by_name("rlbench.data.rollouts", "Rollouts", _rollouts_bundle)
     ranks_magic.install(shell)
-    shell.set_custom_exc((RLBenchError, Stopped), _show_error)
 
 
 def _formatter(view: str) -> Any:
@@ -96,25 +94,3 @@ def _card(path: str) -> Any:
 
 def _rollouts_bundle(value: Any, include: Any = None, exclude: Any = None) -> Any:
     return importlib.import_module("rlbench.notebook.rollout_viewer").mimebundle(value)
-
-
-def _show_error(
-    shell: Any, kind: type[BaseException], error: BaseException, trace: Any, tb_offset: Any = None
-) -> list[str]:
-    """Our errors carry what to do: show the message and the user's own line, once, not the frames of the library."""
-    if isinstance(error, Stopped):
-        lines = [
-            f"Stopped: {error}" + (" (.partial holds what there was)" if error.partial is not None else "")
-        ]
-    else:
-        if not getattr(error, "full_traceback", ""):
-            remember("".join(traceback.format_exception(kind, error, trace)))
-        line = getattr(error, "user_line", "") or str(line_of(trace) or "")
-        lines = [f"{kind.__name__}: {error}"]
-        if line and line not in lines[0]:
-            lines.append(f"  {line}")
-    text = "\n".join(lines)
-    shell._showtraceback(kind, error, [text]) if hasattr(shell, "_showtraceback") else print(
-        text, file=sys.stderr
-    )
-    return lines

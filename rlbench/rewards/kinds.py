@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlbench.errors import DataError, nearest
 from rlbench.rewards.board import Board, Failure, Outcome, Reward
+from rlbench.user_code import user_code
 
 if TYPE_CHECKING:
     from rlbench.data.rollout import Rollout
@@ -74,8 +75,9 @@ def as_reward(value: Any) -> Outcome:
 def attempted(fn: Callable[..., Any], rollouts: Sequence[Rollout], batched: bool) -> list[Outcome]:
     """Call a plain function for one completion, or for a batch; one outcome for each."""
     try:
-        value = fn(list(rollouts)) if batched else fn(rollouts[0])
-    except (Exception, SystemExit) as error:
+        with user_code():
+            value = fn(list(rollouts)) if batched else fn(rollouts[0])
+    except Exception as error:
         return [Failure.of(error)] * len(rollouts)
     return outcomes(value, len(rollouts), batched)
 

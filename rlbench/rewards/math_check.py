@@ -20,6 +20,7 @@ from rlbench.rewards.board import Board, Failure, Outcome, Reward
 from rlbench.rewards.fields import By, part, read, shown
 from rlbench.rewards.kinds import Scorer
 from rlbench.rewards.lanes import Lost, answers
+from rlbench.user_code import user_code
 
 if TYPE_CHECKING:
     from rlbench.data.rollout import Rollout
@@ -55,7 +56,8 @@ class Math(Scorer):
         asked: list[tuple[int, tuple[str, str]]] = []
         for i, rollout in enumerate(rollouts):
             try:
-                wanted, text = read(rollout, self.label), part(rollout.text, self.inside)
+                with user_code():
+                    wanted, text = read(rollout, self.label), part(rollout.text, self.inside)
             except Exception as error:  # a user's own function of the rollout, too
                 board.put(i, Failure.of(error), 0.0)
                 continue

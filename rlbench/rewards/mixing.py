@@ -12,6 +12,7 @@ from rlbench.rewards.board import Board, Failure, Outcome, Reward
 from rlbench.rewards.fields import By, read
 from rlbench.rewards.kinds import Scorer, name_of
 from rlbench.rewards.running import as_scorer
+from rlbench.user_code import user_code
 
 if TYPE_CHECKING:
     from rlbench.data.rollout import Rollout
@@ -68,7 +69,8 @@ class Mixture(Scorer):
         kinds: dict[Any, list[int]] = {key: [] for key, _ in self.parts}
         for i, rollout in enumerate(rollouts):
             try:
-                key = read(rollout, self.by)
+                with user_code():
+                    key = read(rollout, self.by)
                 chosen = key if key in kinds else _OTHER
             except Exception as error:  # a user's own function, a key that cannot be hashed
                 board.put(i, Failure.of(error), 0.0)

@@ -22,6 +22,7 @@ from rlbench.errors import DataError
 from rlbench.rewards.board import Board, Failure, Outcome
 from rlbench.rewards.fields import shown
 from rlbench.rewards.kinds import Scorer, as_reward
+from rlbench.user_code import user_code
 
 if TYPE_CHECKING:
     from rlbench.data.rollout import Rollout
@@ -123,7 +124,8 @@ class Remote(Scorer):
     def _outcomes(self, post: _Post, rollouts: Sequence[Rollout]) -> list[Outcome]:
         """One outcome for each completion of a batch, or the same failure for all of them."""
         try:
-            body = (self.payload or as_payload)(rollouts)
+            with user_code():
+                body = (self.payload or as_payload)(rollouts)
             sent = json.dumps(body, default=_json).encode()
         except Exception as error:  # a user's own payload, or a label that is no JSON
             return [Failure.of(error)] * len(rollouts)

@@ -27,6 +27,7 @@ from rlbench.rl.aggregate import Aggregation, BatchTotals
 from rlbench.rl.policy import PolicyLoss, masked
 from rlbench.rl.types import Loss, LossInputs
 from rlbench.traces import user_error
+from rlbench.user_code import user_code
 
 CLIPPED = "clip_fraction"
 """The metric by which a loss says where its clipping took the gradient away."""
@@ -179,7 +180,8 @@ def variants(loss: Loss, field: str, values: Iterable[Any]) -> tuple[dict[str, L
         if name in made or name in failed:
             raise LossError(f"sweep: {name} is given twice.")
         try:
-            made[name] = make(value)
+            with user_code():
+                made[name] = make(value)
         except LossError as error:
             failed[name] = error
         except Exception as error:  # what the constructor of a user's loss raises
@@ -253,7 +255,8 @@ def _called(loss: Loss, x: LossInputs, name: str) -> tuple[Tensor, dict[str, Any
     try:
         if getattr(loss, "needs_plan", False) and not x.channels:
             x = dataclasses.replace(x, channels=_planned(loss, x, name))
-        given = loss(x)
+        with user_code():
+            given = loss(x)
     except LossError:
         raise
     except Exception as error:  # a user's code

@@ -19,6 +19,7 @@ from rlbench.errors import LossError
 from rlbench.session.one_thread import one_thread
 from rlbench.session.sources import source
 from rlbench.traces import user_error
+from rlbench.user_code import user_code
 
 NO_REFERENCE = (
     "this loss has a KL penalty to a reference policy and there is none: rb.Session(…, reference=True) holds the "
@@ -97,7 +98,7 @@ def _tried(loss: Callable[..., Any], name: str, inputs: Any) -> set[str]:
     reads = _Reads()
     shape = tuple(inputs.logprobs.shape)
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
+        with user_code(), contextlib.redirect_stdout(io.StringIO()):
             if getattr(loss, "needs_plan", False):
                 inputs = dataclasses.replace(inputs, channels=loss.plan(inputs))  # type: ignore[attr-defined]
             given = loss(reads.watched(inputs))

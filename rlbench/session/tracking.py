@@ -17,6 +17,7 @@ from rlbench.data.metrics import Metrics
 from rlbench.data.optional import needed
 from rlbench.errors import SessionError, nearest
 from rlbench.session.evaluation import Evaluation
+from rlbench.user_code import user_code
 
 if TYPE_CHECKING:
     from rlbench.session.recording import Entry
@@ -122,7 +123,8 @@ class Trackers:
 def _told(name: str, what: str) -> Iterator[None]:
     """A tracker in trouble is told of: a service that is away must not end a step that is done, or keep a session."""
     try:
-        yield
+        with user_code():
+            yield
     except Exception as error:  # whatever the tracker's library raises
         warnings.warn(f"tracker {name} could not {what}: {type(error).__name__}: {error}", stacklevel=5)
 

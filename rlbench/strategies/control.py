@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from rlbench.errors import EngineError
+from rlbench.user_code import user_code
 
 
 class Verdict(IntEnum):
@@ -109,7 +110,8 @@ class ControlGroup:
         failure: Exception | None = None
         result = None
         try:
-            result = work()
+            with user_code():
+                result = work()
         except Exception as error:  # whatever it is, the peers must hear of it
             failure = error
         self.raise_together(doing, failure)

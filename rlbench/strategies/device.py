@@ -41,6 +41,12 @@ class RankDevice:
         if self.is_gpu:
             torch.cuda.empty_cache()
 
+    def let_scripts_wait(self) -> None:
+        """Let `torch.cuda.synchronize()`, which scripts call before they read the clock, return where there is no GPU:
+        nothing is under way there that it could wait for, and torch would raise."""
+        if not self.is_gpu and not torch.cuda.is_available():
+            torch.cuda.synchronize = _nothing_to_wait_for
+
     def rng_state(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The random state of host and device."""
         return torch.get_rng_state(), torch.cuda.get_rng_state(self.device) if self.is_gpu else None
@@ -59,6 +65,10 @@ class RankDevice:
         if self.is_gpu:
             found["cuda"] = int(torch.cuda.memory_allocated(self.device))
         return found
+
+
+def _nothing_to_wait_for(device: Any = None) -> None:
+    """In the place of `torch.cuda.synchronize` on a host."""
 
 
 def current_accelerator_kwargs(device: torch.device) -> dict[str, Any]:

@@ -76,6 +76,7 @@ class FSDPV2Strategy(StrategyBase):
         config = StrategyConfig.of(args)
         device = device or RankDevice.pick(local_rank(config))
         join_ranks(device)
+        device.let_scripts_wait()
         super().__init__(
             seed, max_norm, micro_train_batch_size, train_batch_size, bf16, args,
             device=device, control=ControlGroup(),

@@ -12,6 +12,7 @@ between two calls. What talks to them is loaded by name: a strategy knows no eng
 from __future__ import annotations
 
 import importlib
+import os
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -29,6 +30,8 @@ from rlbench.strategies.length_analysis import GenLenAnalyser
 from rlbench.strategies.rank_side import RankSide
 
 REPLICAS = "rlbench.engines.rank_replicas:RankReplicas"
+SESSION = "RLBENCH_SESSION"
+"""Environment variable: the session whose replicas ranks of no session, as `torchrun` starts them, use."""
 
 
 class EngineStatus(Enum):
@@ -103,6 +106,8 @@ class InferenceSide(RankSide):
     def setup_inference_engine(self, args: Any = None, engine_type: str = "vllm", actor: Any = None) -> Any:
         """Take the inference engine of the ranks' session, or build one on their devices; collective. It is awake then.
 
+        A script that `torchrun` started takes that of the session named in its environment, `RLBENCH_SESSION`.
+
         Args:
             args: options as of `StrategyConfig.of`; None: the strategy's own. `engine_tp_size`, `engine_mem_util` and,
                 beside them in a script's namespace, `pretrain` (the model's path), `prompt_max_len` and
@@ -117,17 +122,19 @@ class InferenceSide(RankSide):
         Raises:
             OptionError: ranks that engines cannot share, an option that the session's engine does not fit, or an engine
                 must be built and nothing says from which path.
-            EngineError: this process is on no session's ranks.
+            EngineError: this process is on no session's ranks and no session is named.
             BuildError: the engine could not be built.
         """
         config = self.config if args is None else StrategyConfig.of(args)
         if engine_type != config.engine_type:
             raise OptionError(f"engine_type={engine_type!r} cannot be honoured: the engine on the ranks is 'vllm'.")
         plan = gather_plan(self.world_size, config.engine_tp_size)
-        if not context.current().worker:
+        if not context.current().worker and not os.environ.get(SESSION):
             raise EngineError(
                 "setup_inference_engine: this process is on no session's ranks, so there are no devices to build an "
-                "engine on. Call it in a %%ranks cell or in session.train.run(fn), where the strategy is `strategy`."
+                "engine on. Run the script there, by session.train.run('train.py', args=[…]) or %ranks train.py …; or "
+                f"make a session, rb.Session(…, name='demo'), and start the script with {SESSION}=demo in its "
+                "environment, to use that session's replicas."
             )
         if config.log_dir is not None:
             self._lengths = GenLenAnalyser(plot_every=config.plot_every, plot_out_dir=config.log_dir, strategy=self)

@@ -25,6 +25,7 @@ from rlbench.strategies.memory_side import MemorySide, holds_gradients
 from rlbench.strategies.mp_optimizer import FSDPadaptOptimizer
 from rlbench.strategies.optimizer_groups import parameter_groups
 from rlbench.strategies.optimizer_set import Stepped, parts_of
+from rlbench.user_code import user_code
 
 
 class StepResult(TypedDict):
@@ -168,7 +169,8 @@ class StepSide(MemorySide):
     def _step(self, optimizer: Stepped) -> None:
         """The others take theirs whatever happens here: a rank that fails in it holds other weights than they do."""
         try:
-            optimizer.step()
+            with user_code():
+                optimizer.step()
         except Exception as error:
             if self.world_size == 1:
                 raise

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from rlbench.errors import RLBenchError
 from rlbench.strategies.control import issued_collectives
 from rlbench.strategies.memory_side import reshard
+from rlbench.user_code import user_code
 
 FORWARD, BACKWARD = "forward", "backward"
 _LEFT = "rlbench_peers_wait"
@@ -40,14 +41,16 @@ def whole_pass(module: nn.Module, kind: str) -> Iterator[None]:
     """
     ledger = _Ledger.of(module)
     if ledger is None:
-        yield
+        with user_code():
+            yield
         return
     key = (kind, *(group.is_unsharded for group in ledger.groups))
     ledger.noted, ledger.broken = [], False
     before = issued_collectives()
     try:
         ledger.noting = True
-        yield
+        with user_code():
+            yield
     except Exception as error:
         ledger.noting = False
         if not ledger.completed(module, key, issued_collectives() - before, error):
@@ -70,7 +73,8 @@ def unvotable(module: nn.Module) -> Iterator[None]:
     """Around passes that are outside of any `whole_pass`, or several in one vote: what fails there on one rank leaves
     its peers in a collective. What we refuse ourselves is found alike on all ranks, and is voted on."""
     try:
-        yield
+        with user_code():
+            yield
     except RLBenchError:
         raise
     except Exception as error:

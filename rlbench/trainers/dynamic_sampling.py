@@ -23,6 +23,7 @@ from rlbench.strategies.config import StrategyConfig
 from rlbench.strategies.control import ControlGroup
 from rlbench.trainers.over_ranks import agreed
 from rlbench.trainers.samples import counted, prompts_of
+from rlbench.user_code import user_code
 
 REWARD = "reward"
 Draw = Callable[[list[Prompt]], Rollouts]
@@ -104,7 +105,8 @@ def _further(more_prompts: MorePrompts, count: int, control: ControlGroup) -> li
     given: list[Any] = []
     failure: Exception | None = None
     try:
-        given = list(more_prompts(count))
+        with user_code():
+            given = list(more_prompts(count))
     except Exception as error:  # a caller's code: the peers must hear of it
         failure = error
 

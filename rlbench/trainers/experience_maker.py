@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from rlbench.data.batch import TrainBatch
 from rlbench.data.prompts import Prompt
@@ -183,6 +184,29 @@ class FastExperienceMaker:
             self.strategy.control, "the prompts", lambda: prompts_of(all_prompts, all_labels, all_references)
         )
         return experience_metrics.evaluation(self._scored(prompts, sampling, Clock()), self.strategy.control)
+
+    def tokenize_fn(self, texts: Any, max_length: int, padding: bool = True, device: Any = None) -> Any:
+        """Token ids of texts as they are, without special tokens, cut at `max_length`.
+
+        Args:
+            texts: one per prompt.
+            max_length: tokens of each, at most.
+            padding: to equal lengths, as tensors on `device`; else lists, as `gather_and_generate` takes them.
+            device: of the tensors; None: the host.
+
+        Returns:
+            `input_ids` and `attention_mask`, as the tokenizer gives them.
+        """
+        options: dict[str, Any] = {"add_special_tokens": False, "max_length": max_length, "truncation": True}
+        if not padding:
+            return self.tokenizer(texts, **options)
+        found = self.tokenizer(texts, padding=True, return_tensors="pt", **options)
+        return {name: tensor.to(device) for name, tensor in found.items()}
+
+    @property
+    def vllm_mp_group(self) -> Any:
+        """The ranks that gather their prompts to one, their first, for a call of the engine: all there are."""
+        return dist.group.WORLD
 
     def state(self) -> dict[str, Any]:
         """What goes on from call to call, as plain JSON: the rewards' running moments, and the number of groups."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from rlbench.dispatch.own_state import Watch, changes_itself
 from rlbench.errors import LossError
 from rlbench.rl import Loss, LossInputs, resolve
+from rlbench.user_code import user_code
 
 KEPT = 16
 
@@ -32,7 +33,8 @@ class LossCache:
         key = hashlib.sha256(blob).hexdigest()
         if key not in self._held:
             try:
-                value = cloudpickle.loads(blob)
+                with user_code():
+                    value = cloudpickle.loads(blob)
             except Exception as error:  # whatever the user's own modules raise while they are imported
                 raise LossError(
                     f"the loss cannot be rebuilt on the rank ({type(error).__name__}: {error}); define what "
@@ -65,7 +67,8 @@ def evaluate(loss: Loss, inputs: LossInputs, weights: Tensor) -> tuple[Tensor, d
         LossError: not (per_token, metrics), another shape, no gradient, or not finite; whatever the loss
             raises.
     """
-    given = loss(inputs)
+    with user_code():
+        given = loss(inputs)
     shape = tuple(inputs.mask.shape)
     if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], dict)):
         raise LossError(

@@ -14,6 +14,7 @@ from rlbench.errors import Stopped
 from rlbench.rl import RunningMoments
 from rlbench.rl.whitening import WHITEN_EPS
 from rlbench.strategies.control import ControlGroup, Verdict
+from rlbench.user_code import user_code
 
 T = TypeVar("T")
 
@@ -34,7 +35,8 @@ def agreed(control: ControlGroup, doing: str, work: Callable[[], T]) -> T:
     stop: KeyboardInterrupt | None = None
     result: Any = None
     try:
-        result = work()
+        with user_code():
+            result = work()
     except KeyboardInterrupt as interrupt:  # a Stopped is one
         stop = interrupt
     except Exception as error:  # whatever it is, the peers must hear of it

@@ -27,6 +27,7 @@ from rlbench.strategies.control import ControlGroup
 from rlbench.trainers.model_stage import ModelStage
 from rlbench.trainers.over_ranks import agreed
 from rlbench.trainers.samples import reference_of
+from rlbench.user_code import user_code
 
 POLL_S = 0.2
 MODEL, RULE = "model", "rule"
@@ -105,7 +106,8 @@ def from_file(path: str) -> rewards.Scorer:
     module = None if spec is None else importlib.util.module_from_spec(spec)
     try:
         assert spec is not None and spec.loader is not None and module is not None
-        spec.loader.exec_module(module)
+        with user_code():
+            spec.loader.exec_module(module)
     except Exception as error:  # a user's code
         raise OptionError(f"{path} cannot be run ({type(error).__name__}: {error}).") from error
     fn = getattr(module, FILE_FUNCTION, None)

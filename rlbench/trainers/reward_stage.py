@@ -18,6 +18,7 @@ from rlbench.trainers.model_stage import ModelStage
 from rlbench.trainers.over_ranks import agreed
 from rlbench.trainers.reward_sources import MODEL, RULE, sources_of
 from rlbench.trainers.samples import counted, reference_of
+from rlbench.user_code import user_code
 
 RewardFn = Callable[..., Any]
 Recipe = Mapping[Any, Sequence[tuple[str, str | None, float]]]
@@ -150,10 +151,11 @@ class RewardStage:
         prompts = [rollouts.prompts[int(group)] for group in rollouts.group]
         models = [torch.from_numpy(score.astype(np.float32)) for score in scores]
         try:
-            given = self._fn(
-                models, [p.label for p in prompts], list(rollouts.texts), [reference_of(p) for p in prompts],
-                self._label_map or None,
-            )  # fmt: skip
+            with user_code():
+                given = self._fn(
+                    models, [p.label for p in prompts], list(rollouts.texts), [reference_of(p) for p in prompts],
+                    self._label_map or None,
+                )  # fmt: skip
         except RLBenchError:
             raise
         except Exception as error:  # a user's code: its own line is what to show

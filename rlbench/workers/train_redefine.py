@@ -25,6 +25,7 @@ from rlbench.errors import EngineError, nearest
 from rlbench.nn import BaseTrainModule, callable_methods, device
 from rlbench.nn.base import renew_forward
 from rlbench.nn.methods import FRAMEWORKS, HOOKS
+from rlbench.user_code import user_code
 
 if TYPE_CHECKING:
     from rlbench.strategies.fsdp2 import FSDPV2Strategy
@@ -176,7 +177,8 @@ def _unpickled_method(module: BaseTrainModule, blob: bytes, identity: str, reser
 
 def _loaded(blob: bytes, what: str) -> Any:
     try:
-        return cloudpickle.loads(blob)
+        with user_code():
+            return cloudpickle.loads(blob)
     except Exception as error:  # whatever the user's own modules raise while they are imported
         raise EngineError(
             f"{what} cannot be rebuilt on the rank ({type(error).__name__}: {error}); define what it needs in the "

@@ -21,6 +21,7 @@ from rlbench.dispatch.context import current
 from rlbench.errors import EngineError, Stopped, WeightSyncError, nearest
 from rlbench.nn import BaseTrainModule
 from rlbench.strategies.control import ControlGroup, Verdict
+from rlbench.user_code import user_code
 from rlbench.weights import broadcast
 from rlbench.weights.channel import Channel
 from rlbench.weights.cuda_ipc import IpcStage
@@ -275,7 +276,8 @@ class WeightSender:
             mapped: tuple[str, Tensor] | None = (name, tensor.detach())
             if own_hook and isinstance(tensor, DTensor):  # the plain one only gathers, which `full` does, or need not
                 try:
-                    mapped = hook(name, tensor, parameters)
+                    with user_code():
+                        mapped = hook(name, tensor, parameters)
                 except Exception as error:  # a user's hook: the next vote ends the sync
                     failure, mapped = error, None
             if mapped is not None:

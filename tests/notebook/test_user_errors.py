@@ -73,12 +73,44 @@ SHOWN = {
         "<rank cell 1>, line 2:   a / 0",
         "ZeroDivisionError",
     ),
+    "exit in a cell on the ranks": (
+        "%%ranks --args '--bad 1'\nimport argparse\nargparse.ArgumentParser().parse_args()",
+        "<rank cell 2>, line 2:   argparse.ArgumentParser().parse_args()",
+        "SystemExit: 2 (argparse: unrecognized arguments: --bad 1)",
+    ),
+    "exit by IPython's name": (
+        "def leave():\n    exit()\nsession.train.run(leave)",
+        "leave, cell {n}, line 2:   exit()",
+        "SystemExit",
+    ),
+    "script on the ranks": (
+        "%ranks actor fails.py --loud",
+        "fails.py, line 2:   raise ValueError(sys.argv[1])",
+        "ValueError: --loud",
+    ),
+    "isolated reward": (
+        "def reward(rollout):\n    import sys\n    sys.exit(3)\nrollouts.score(reward, isolate=True)",
+        "reward, cell {n}, line 3:   sys.exit(3)",
+        "SystemExit: 3",
+    ),
     "method": (
         "engine.scores(3)",
         "forward, cell {module}, line 16:   return self.layer(x)",
         "RuntimeError",
     ),
 }
+PLAIN = {  # no user's code raised: what is said, and the line of the cell
+    "session": ('rb.attach("nobody")', "SessionError: no session 'nobody'", 2),
+    "environment": (
+        "class Env(rb.envs.Env):\n    def step(self, turn): ...\nsession.rollout(tasks.prompts(1), env=Env, n=1)",
+        "DataError: env: ", 2,
+    ),
+    "a worker that died": (
+        "import os\nsession.train.run(lambda: os._exit(7))",
+        "its own code ended it: os._exit(7) was called in <lambda>, cell", 4,
+    ),
+    "a call to a dead worker": ("session.train_step(batch)", "WorkerDied: rank 0 of actor died", 4),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +119,11 @@ def executed(cluster, tiny_path, tmp_path_factory):
     cells = [START, MODULE]
     for source, _, _ in SHOWN.values():
         cells += [source, "rb.last_traceback()"]
+    cells += [source for source, _, _ in PLAIN.values()]
     cells += ["engine.close()", "session.close()"]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c.strip("\n")) for c in cells])
     folder = tmp_path_factory.mktemp("errors")
+    (folder / "fails.py").write_text("import sys\nraise ValueError(sys.argv[1])\n")
     environment = os.environ | {"RLBENCH_LEASE_S": "120"}
     client = NotebookClient(notebook, timeout=240, allow_errors=True, resources={"metadata": {"path": str(folder)}})
     client.execute(env=environment)
@@ -134,3 +168,13 @@ def test_the_rank_is_named_where_there_was_one(executed, name):
     (after,) = (o for o in executed[place + 1].outputs if o.output_type == "execute_result")
     assert after.data["text/plain"].startswith("rank 0:\nTraceback")
     assert "raised on rank 0; rb.last_traceback() has the rest" in executed[place].outputs[-1].traceback[0]
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_other_errors_are_as_short(executed, name):
+    place = 2 + 2 * len(SHOWN) + list(PLAIN).index(name)
+    _, said, most = PLAIN[name]
+    (error,) = (o for o in executed[place].outputs if o.output_type == "error")
+    lines = "\n".join(error.traceback).splitlines()
+    assert said in lines[0] and len(lines) <= most, lines
+    assert "Traceback" not in "".join(lines) and "site-packages" not in "".join(lines)

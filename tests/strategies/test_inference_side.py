@@ -65,7 +65,7 @@ def test_before_setup_every_call_names_setup() -> None:
 
 
 def test_a_process_that_is_on_no_sessions_ranks_is_told_where_to_go() -> None:
-    with pytest.raises(EngineError, match=r"on no session's ranks.*%%ranks cell or in session\.train\.run\(fn\)"):
+    with pytest.raises(EngineError, match=r"on no session's ranks.*train\.run\('train\.py'.*RLBENCH_SESSION=demo"):
         FakeStrategy().setup_inference_engine()
 
 
