@@ -13,7 +13,7 @@ from rlbench.traces import remember
 LAST_LINES = 40
 RECENT_SAMPLES = 10  # five seconds
 FATE_LIMIT_S, FATE_POLL_S = 120.0, 5.0
-NOISE = ("[Gloo]", "UserWarning", "warnings.warn", "it/s]", "?it/s", "s/it]")
+NOISE = ("[Gloo]", "UserWarning", "warnings.warn", "it/s]", "s/it]")
 """What says nothing of an end: warnings, progress bars."""
 
 
