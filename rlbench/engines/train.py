@@ -166,9 +166,8 @@ class TrainEngine(Redefining, Engine):
         file = Path(path).expanduser().resolve()
         if not file.is_file():
             raise EngineError(f"run: there is no script {os.fspath(path)!r} in {Path.cwd()}")
-        cell = Cell(file.read_text(), tuple(map(str, args)), str(file))
-        noted = ((str(path),), {"args": list(cell.args)} if cell.args else {})
-        return self._run_text("run_script", cell, rank, file.name, *noted)
+        cell = Cell(file.read_text("utf-8"), tuple(map(str, args)), str(file))
+        return self._run_text("run_script", cell, rank, file.name, os.fspath(path))
 
     def run_cell(self, source: str, rank: int | None = None, args: Sequence[str] = ()) -> list[str | None]:
         """Run the text of a cell on every rank, or on one; what `%%ranks` does.
@@ -186,19 +185,17 @@ class TrainEngine(Redefining, Engine):
         Raises:
             RemoteError: with the line of the cell. Stopped: interrupted. EngineError: no such rank.
         """
-        noted = {name: given for name, given in {"rank": rank, "args": list(args)}.items() if given not in (None, [])}
-        return self._run_text("run_cell", Cell(source, tuple(map(str, args))), rank, "cell", (source,), noted)
+        return self._run_text("run_cell", Cell(source, tuple(map(str, args))), rank, "cell", source)
 
-    def _run_text(
-        self, verb: str, cell: Cell, rank: int | None, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[Any]:
-        """Run a cell or a script; `args` and `kwargs` are how the verb was called, for the record."""
+    def _run_text(self, verb: str, cell: Cell, rank: int | None, what: str, given: str) -> list[Any]:
+        """Run a cell or a script; `given` is what the verb was called with, for the record."""
         self._need_built(verb)
         if rank is not None and not 0 <= rank < self.world_size:
             raise EngineError(f"{verb}: rank={rank}: {self.name} has ranks 0 to {self.world_size - 1}")
         calls: list[Call] = [((cell, rank), {})] * self.world_size
         where = f"{self.name} {what}" if rank is None else f"{self.name} {what} on rank {rank}"
-        with self.link.noting(self.name, verb, args, kwargs):
+        options = ({} if rank is None else {"rank": rank}) | ({"args": list(cell.args)} if cell.args else {})
+        with self.link.noting(self.name, verb, (given,), options):
             return list(self.call(verb, calls, what=where, track=True).blocking_result())
 
     def complete_names(self, text: str) -> list[str]:

@@ -26,7 +26,7 @@ def install(shell: Any) -> None:
         return
     shell.set_custom_exc(OURS, _show)
     for kind in OURS:  # what IPython asks of an error that it shows by itself, as that of a file under %run
-        kind._render_traceback_ = rendered  # type: ignore[attr-defined]
+        kind._render_traceback_ = rendered  # type: ignore[union-attr]
     _send_exit_by_name()
 
 
@@ -75,7 +75,7 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
     own = [frame for frame in frames if not is_library(frame.filename)]
     said = ["Traceback (most recent call last):\n", *traceback.format_list(own)] if own else []
     said += [f"{kind.__name__}: {error}\n"]
-    if len(own) < len(frames) or getattr(error, "full_traceback", ""):
+    if len(own) < len(frames) or getattr(error, "full_traceback", None):
         said.append(f"({FULL}=full shows every frame)\n")
     print("".join(said), end="", file=sys.stderr)
 
