@@ -183,7 +183,7 @@ REFUSED = {
     "sequence parallelism": ("get_strategy(parser.parse_args(['--fsdp', '--sp_size', '4']))", "sp_size"),
     "eight ranks": ("[strategy.prepare_model(rm, shard_size=8) for rm in [make_critic(path)]]", "8 does not divide"),
     "an engine of tensor parallel ranks": (
-        "strategy.setup_inference_engine(parser.parse_args(['--fsdp', '--engine_tp_size', '2']))", "engine",
+        "strategy.setup_inference_engine(parser.parse_args(['--fsdp', '--engine_tp_size', '2']))", "engine_tp_size",
     ),
     "vision-language trainers": ("from rlbench.trainer.spmd_ppo_trainer import SPMDPPOTrainerVL", "SPMDPPOTrainerVL"),
 }  # fmt: skip
