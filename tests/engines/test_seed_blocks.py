@@ -269,6 +269,7 @@ def test_a_script_under_torchrun_uses_the_replicas_of_a_session(session, tmp_pat
         "rank 0: 1 outputs, near True", "rank 1: 2 outputs, near True",
     ], done.stderr[-3000:]  # fmt: skip
     assert session.train.run_cell("rank") == ["0", "1"], "its kernel drives the session as before"
+    session.inference.cuda()  # the guide's call had it sleep
     session.sync_weights()
     after = session.rollout(tasks.prompts(1), n=1, max_tokens=2, progress=False)
     assert before.samples == after.samples == 1
