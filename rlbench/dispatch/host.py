@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TextIO
 import ray
 
 from rlbench.dispatch import context
-from rlbench.dispatch.protocol import ENDED_ITSELF, Failure, Progress, Reply, Ticket
+from rlbench.dispatch.protocol import Failure, Progress, Reply, Ticket
 from rlbench.errors import CallDropped, EngineError, RLBenchError, StaleEpoch, Stopped
 from rlbench.traces import calling_line, user_line
 from rlbench.user_code import user_code
@@ -293,8 +293,8 @@ def _tell_who_exits() -> None:
     def told(status: int) -> NoReturn:
         if os.getpid() == own:  # no child that was forked
             line = calling_line()
-            at = f" in {line}" if line is not None else ""
-            print(f"{ENDED_ITSELF}({status}) was called{at}", file=sys.stderr, flush=True)
+            where = "" if line is None else f" in {line.function} at {line.file}:{line.line}"
+            print(f"os._exit({status}) was called{where}", file=sys.stderr, flush=True)
         _end_process(status)
 
     os._exit = told

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
-from rlbench.dispatch.protocol import ENDED_ITSELF
 from rlbench.errors import WorkerDied
 from rlbench.runtime import processes, registry
-from rlbench.traces import remember
+from rlbench.traces import UserLine, remember
 
 LAST_LINES = 40
 RECENT_SAMPLES = 10  # five seconds
 FATE_LIMIT_S, FATE_POLL_S = 120.0, 5.0
 NOISE = ("[Gloo]", "UserWarning", "warnings.warn", "it/s]", "s/it]")
 """What says nothing of an end: warnings, progress bars."""
+
+EXIT = re.compile(r"^os\._exit\((?P<status>.*)\) was called(?: in (?P<function>.*) at (?P<file>.*):(?P<line>\d+))?$")
+"""The last words of a worker whose own code ended it (`dispatch.host`)."""
 
 
 def obituary(
@@ -32,8 +35,8 @@ def obituary(
         in_session: it belongs to a session that can heal it.
     """
     said = last_words(pid)
-    itself = [line for line in said if line.startswith(ENDED_ITSELF)]
-    why = f"its own code ended it: {itself[-1]}" if itself else cause(error, samples)
+    itself = next((found for found in map(EXIT.match, reversed(said)) if found), None)
+    why = _called(itself) if itself else cause(error, samples)
     lines = [f"{label} of {engine} died{f' (pid {pid})' if pid else ''}: {why}"]
     held = [s["resident"][actor] for s in samples if actor in s["resident"]]
     if held:
@@ -50,6 +53,12 @@ def obituary(
     if said:
         died.full_traceback = remember("\n".join([f"last words of {label} of {engine}:", *said]))
     return died
+
+
+def _called(said: re.Match[str]) -> str:
+    """Which line ended the process, as a reader here knows it."""
+    place = f" in {UserLine(said['file'], int(said['line']), said['function'], '')}" if said["file"] else ""
+    return f"its own code ended it: os._exit({said['status']}) was called{place}"
 
 
 def final_fate(worker: Any, error: BaseException) -> BaseException | None:

@@ -7,9 +7,6 @@ from typing import Any
 
 from rlbench.traces import UserLine
 
-ENDED_ITSELF = "os._exit"
-"""How the last words of a worker begin that its own code ended."""
-
 
 @dataclass(frozen=True)
 class Ticket:
