@@ -226,6 +226,7 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
         if unknown:
             raise EngineError(f"unknown option {unknown[0]!r}; optim_step takes lr and max_norm.")
         optimizer, lr = self._policy_optimizer(), options.get("lr")
+        self._strategy.maybe_load_optimizer(optimizer)  # a trainer that a cell drives leaves it away
         notes = [unstepped(module, optimizer)]
         try:
             done = self._policy.optim_step(
