@@ -122,7 +122,7 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
         module._rank_context = RankContext(self.rank, self.world_size, device.device, strategy, stop)
         guard_forward(module)
         strategy.control.together("on_weights_materialized", module.on_weights_materialized)
-        self._residency = Residency(module, device, self._optimizers, self._materialize)
+        self._residency = Residency(module, device, self._optimizers, self._materialize, self._beside)
         self._policy = PolicyStep(module, strategy, stop, self._report, self._scaling_optimizer)
         self._sender = WeightSender(module, strategy.control, stop)
         self._keep(RankSnapshots(module, strategy.control, stop), RankCheckpoints(module, strategy.control))
