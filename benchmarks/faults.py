@@ -2,9 +2,11 @@
 
     python benchmarks/faults.py                      # a table: fault, tries, survived, lost, seconds to usable
     python benchmarks/faults.py --interrupts 10 --kills 2 --seed 1
+    python benchmarks/faults.py --only "after"       # those kinds alone whose name has this in it
 
 A fault is survived when the training state (weights, optimizer, random state, on every rank) equals bit for bit that
-before or after the verb, and the next rollout, step and sync succeed. An interrupt is a SIGINT to this process, as
+before or after the verb, and the next rollout, step and sync succeed. Of a verb that had ended before the kill, it has
+to be that after it: nothing finished is lost, step and history included. An interrupt is a SIGINT to this process, as
 Ctrl-C gives; a kill of a worker is SIGKILL, followed by `session.heal()`; a kill of the kernel is SIGKILL to a process
 that drives the session, followed by `rb.attach()` from this one; a loss fails on rank 1 alone. At the end the session
 is closed, and no process and no shared-memory file of it may be left.
@@ -60,6 +62,10 @@ HEAD = (
 )
 
 
+TRAINER = {
+    "rollout_batch_size": 8, "n_samples_per_prompt": 4, "train_batch_size": 32, "micro_train_batch_size": 8,
+    "micro_rollout_batch_size": 16, "generate_max_len": 8, "packing_samples": True,
+}  # fmt: skip
 KILLED = (("rollout", "inference"), ("train step", "actor"), ("sync", "actor"), ("sync", "inference"))
 KERNEL = """
 import pickle, sys
@@ -133,17 +139,61 @@ class Trial:
         tally.tries += 1
         sent = time.monotonic() + timer.interval
         timer.start()
+        allowed = [before, after]
         try:
             self.verbs[name]()
+            allowed = [after]
         except (rb.errors.RLBenchError, rb.Stopped):
             pass
         timer.join()
+        self.heal(tally, sent, allowed)
+
+    def kill_after_steps(self, tally: Tally) -> None:
+        """Kill a rank at some moment after a train step has ended, with or without a rollout since."""
+        self.session.restore(self.start)
+        for _ in range(self.random.randint(1, 2)):
+            self.session.train_step(self.batch)
+        self.kill_when_idle(tally)
+
+    def kill_after_iterations(self, tally: Tally) -> None:
+        """The same after iterations of a trainer."""
+        self.session.restore(self.start)
+        stream = rb.data.PromptSet.of(tasks.prompts(64, seed=3)).stream(seed=3)
+        trainer = self.session.trainer("grpo", stream, tasks.reward, **TRAINER)
+        trainer.fit(self.random.randint(1, 2))
+        iterations = trainer.where()["iterations"]
+        self.kill_when_idle(tally)
+        if trainer.where()["iterations"] != iterations:
+            tally.lost.append("the trainer is at another iteration")
+        self.session.train.call_all("drop_trainer").result()  # the start of every try is without one
+        self.session._trainer = None
+
+    def kill_when_idle(self, tally: Tally) -> None:
+        """Kill a rank while no step runs, then heal: what was finished has to be there."""
+        session = self.session
+        if self.random.random() < 0.5:
+            session.rollout(tasks.prompts(2), n=2, max_tokens=4, progress=False)
+        finished = self.checksums(), session.step, len(session.history)
+        pids = list(session.link.state("engines")["engines"]["actor"]["pids"].values())
+        time.sleep(self.random.uniform(0, 0.5))
+        tally.tries += 1
+        sent = time.monotonic()
+        os.kill(self.random.choice(pids), signal.SIGKILL)
+        while not session.link.state("engines")["engines"]["actor"].get("broken"):
+            time.sleep(0.05)
+        self.heal(tally, sent, [finished[0]], finished[1:])
+
+    def heal(self, tally: Tally, sent: float, allowed: list[Any], place: tuple[int, int] | None = None) -> None:
+        """Heal, and judge where the session stands then; `place`: its step and the length of its history."""
         try:
-            self.session.heal()
+            healed = self.session.heal()
         except rb.errors.RLBenchError as error:
-            tally.lost.append(f"{name}: heal: {error}")
+            tally.lost.append(f"heal: {error}")
             return
-        self.judge(tally, sent, [before, after])
+        if place not in (None, (self.session.step, len(self.session.history))):
+            tally.lost.append(f"step and history were {place}: {healed!r}")
+            return
+        self.judge(tally, sent, allowed)
 
     def lose_kernel(self, name: str, tally: Tally) -> None:
         """Kill the process that drives a verb at a random point of it, then attach from here."""
@@ -276,6 +326,9 @@ def schedule(
     for verb, engine in KILLED if kills else ():
         what = "a rank" if engine == "actor" else "the replica"
         yield f"kill -9 of {what} in {verb}", kills, partial(trial.kill, verb, engine)
+    if kills:
+        yield "kill -9 of a rank after a train step", kills, trial.kill_after_steps
+        yield "kill -9 of a rank after a trainer's iteration", kills, trial.kill_after_iterations
     for verb in ("rollout", "train step"):
         yield f"kill -9 of the kernel in {verb}", others, partial(trial.lose_kernel, verb)
     for verb in ("rollout", "train step", "sync"):
@@ -283,8 +336,10 @@ def schedule(
     yield "a loss that fails on rank 1 alone", others, trial.fail_on_one_rank
 
 
-def run(interrupts: int, kills: int, others: int, seed: int, name: str = "faults") -> list[Tally]:
-    """All faults on a session of its own; one tally each."""
+def run(
+    interrupts: int, kills: int, others: int, seed: int, name: str = "faults", only: str = ""
+) -> list[Tally]:
+    """All faults on a session of its own whose name has `only` in it; one tally each."""
     from rlbench.dispatch.link import shm_prefix
 
     session = rb.Session("tiny", name=name, train={"tensor_parallel_size": 2, "lr": 1e-4}, seed=seed)
@@ -293,6 +348,8 @@ def run(interrupts: int, kills: int, others: int, seed: int, name: str = "faults
     try:
         trial = Trial(session, seed)
         for fault, tries, once in schedule(trial, interrupts, kills, others):
+            if only not in fault:
+                continue
             tallies.append(tally := Tally(fault))
             for _ in range(tries):
                 once(tally)
@@ -315,9 +372,10 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=8, help="of each verb and engine")
     parser.add_argument("--others", type=int, default=5, help="of each other fault")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="faults whose name has this in it")
     given = parser.parse_args()
     with rb.init(devices=2):
-        tallies = run(given.interrupts, given.kills, given.others, given.seed)
+        tallies = run(given.interrupts, given.kills, given.others, given.seed, only=given.only)
     print(HEAD)
     for tally in tallies:
         print(tally.row())

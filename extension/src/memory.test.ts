@@ -1,6 +1,6 @@
 import { describe, expect, it } from 'vitest';
 
-import { OWNERS, timelineOf } from './memory';
+import { OWNERS, bandsOf, timelineOf } from './memory';
 import type { Sample } from './wire';
 
 function sampleOf(
@@ -28,6 +28,16 @@ describe('memory of an engine', () => {
   it('takes what nobody told apart as other', () => {
     const line = timelineOf([sampleOf(1, {}, { a: 7 })], ['a', 'missing']);
     expect([line.top, line.last]).toEqual([7, { other: 7 }]);
+  });
+
+  it('names in its legend what can be seen, and apart from that what is too thin', () => {
+    const process = { weights: 5, gradients: 0, optimizer: 9, activations: 400, other: 900 };
+    expect(bandsOf([process])).toEqual({
+      seen: ['activations', 'other'],
+      thin: ['weights', 'optimizer']
+    });
+    expect(bandsOf([process, { weights: 50, other: 60 }]).seen).toContain('weights');
+    expect(bandsOf([])).toEqual({ seen: [], thin: [] });
   });
 
   it('does not take the memory of a process for that of a GPU', () => {

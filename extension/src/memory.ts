@@ -71,3 +71,26 @@ function stackOf(sample: Sample, workers: readonly string[], onHost: boolean): r
   }
   return stack;
 }
+
+/** Part of a stack below which its band is no wider than a hair. */
+const SEEN = 0.01;
+
+/** What a legend names: owners whose band can be seen in some stack, and those that are there but too thin for it. */
+export interface Bands {
+  readonly seen: readonly Owner[];
+  readonly thin: readonly Owner[];
+}
+
+/** Of stacks by owner, in bytes. */
+export function bandsOf(stacks: readonly Readonly<Record<string, number>>[]): Bands {
+  const largest = (owner: Owner): number =>
+    Math.max(0, ...stacks.map(stack => (stack[owner] ?? 0) / (sum(stack) || 1)));
+  return {
+    seen: OWNERS.filter(owner => largest(owner) >= SEEN),
+    thin: OWNERS.filter(owner => largest(owner) > 0 && largest(owner) < SEEN)
+  };
+}
+
+function sum(stack: Readonly<Record<string, number>>): number {
+  return Object.values(stack).reduce((a, b) => a + b, 0);
+}

@@ -35,7 +35,7 @@ class Written:
 @torch.no_grad()
 def write_tensors(
     folder: Path, tensors: Mapping[str, Tensor], before: Path | None = None, durable: bool = False,
-    between: Callable[[int], None] = lambda nbytes: None,
+    between: Callable[[int], None] = lambda nbytes: None, unchanged: Callable[[str], bool] = lambda name: False,
 ) -> Written:  # fmt: skip
     """Write the tensors into a new folder.
 
@@ -45,6 +45,7 @@ def write_tensors(
         before: a folder written earlier, to share unchanged tensors with.
         durable: return only when the disk has it.
         between: called with the bytes of the next tensor before it is written; may raise to end the writing.
+        unchanged: whether a tensor of this name is known to be what `before` holds: it is shared without being read.
 
     Raises:
         CheckpointError: no room, or the folder cannot be written; nothing is left of it that looks whole.
@@ -60,11 +61,12 @@ def write_tensors(
                 "file": f"{number}.bin", "dtype": str(tensor.dtype).removeprefix("torch."),
                 "shape": list(tensor.shape),
             }  # fmt: skip
-            data = _bytes_of(tensor)
-            path = folder / entry["file"]
-            if before is not None and _same(before, known.get(name), entry, data):
-                os.link(before / known[name]["file"], path)
+            path, shared = folder / entry["file"], _alike(before, known.get(name), entry)
+            data = None if shared is not None and unchanged(name) else _bytes_of(tensor)
+            if shared is not None and (data is None or _equal(shared, data)):
+                os.link(shared, path)
             else:
+                assert data is not None
                 _write(path, data.data, durable)
                 fresh += data.nbytes
             index[name] = entry
@@ -111,13 +113,16 @@ def _mapped(folder: Path, name: str, entry: dict[str, Any]) -> Tensor:
     return torch.from_numpy(raw).view(dtype).reshape(entry["shape"])
 
 
-def _same(before: Path, old: dict[str, Any] | None, new: dict[str, Any], data: np.ndarray) -> bool:
-    """Whether the folder before holds the very same bytes under the same dtype and shape."""
-    if old is None or data.nbytes == 0 or any(old[key] != new[key] for key in ("dtype", "shape")):
-        return False
+def _alike(before: Path | None, old: dict[str, Any] | None, new: dict[str, Any]) -> Path | None:
+    """The file of the folder before that may hold the same bytes: of that dtype and shape, and whole."""
+    if before is None or old is None or any(old[key] != new[key] for key in ("dtype", "shape")):
+        return None
     path = before / old["file"]
-    if path.stat().st_size != data.nbytes:
-        return False
+    return path if path.stat().st_size == _nbytes(new) > 0 else None
+
+
+def _equal(path: Path, data: np.ndarray) -> bool:
+    """Whether a file of that size holds the very same bytes."""
     held = np.memmap(path, np.uint8, mode="r")
     return all(  # in pieces: a trained tensor differs in the first
         np.array_equal(held[at : at + COMPARED_BYTES], data[at : at + COMPARED_BYTES])

@@ -62,3 +62,17 @@ def set_current(context: CallContext | None) -> None:
     """Install the context of the call that starts now (None when it ends). One compute lane, so one at a time."""
     global _current
     _current = context
+
+
+def this_engine() -> str:
+    """The engine of the worker that asks, for a sentence to the user: a session has several."""
+    name = current().worker.split("/")[2:3]
+    return f"engine {name[0]!r}" if name else "the engine"
+
+
+def bringing_back(*parts: str) -> str:
+    """How the user makes parts of this worker's engine resident again; all of it, where none is named."""
+    name, said = current().worker.split("/")[2:3], ", ".join(map(repr, parts))
+    if not name:
+        return f"cuda({said}) on the engine"
+    return f"session.onload({', '.join(map(repr, (*name, *parts)))}), or cuda({said}) on the engine itself,"

@@ -170,7 +170,10 @@ class Host:
         context.set_current(mine)
         begin = time.perf_counter()
         value, failure, stopped = None, None, False
+        begins = getattr(self._target, "begins", None)
         try:
+            if begins is not None:
+                begins(name)
             with user_code():
                 value = getattr(self._target, name)(*args, **kwargs)
         except Stopped as error:

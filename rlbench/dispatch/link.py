@@ -59,7 +59,7 @@ class Link:
     def create(cls, name: str | None = None, lease_s: float | None = None) -> Link:
         """Start a session's monitor and drive it.
 
-        `lease_s`: how long the session outlives the last sign of its driver; None: as `rlbench.monitor.lease` says.
+        `lease_s`: how long the session outlives its driver; None: as `rlbench.monitor.lease` says.
         Raises SessionError where the name is bad or taken.
         """
         joined = cluster.current()

@@ -283,4 +283,4 @@ def _need_replicas_ready(infer: InferenceEngine, trains: str, held: list[dict[st
             f"build the InferenceEngine with dtype={trains!r}"
         )
     if any(s["weights"] in ("meta", "cpu") for s in held):
-        raise StateError(f"the replica's weights are not resident: {infer.name}.cuda('weights') first")
+        raise StateError(f"the weights of engine {infer.name!r} are not resident: cuda('weights') on it first")

@@ -49,7 +49,7 @@ class Monitor:
         # an event whose answer was lost with a monitor's death is sent again by Ray
         self._applied = collections.deque(self._journal.once[-ONCE_KEPT:], maxlen=ONCE_KEPT)
         self._lock = threading.RLock()
-        self._last_beat = self._last_call = time.monotonic()
+        self._last_beat = self._last_call = self._last_alive = time.monotonic()
         self._running, self._progress, self._looked = Running(), Progress(), -WATCHED_S
         self._operator_epoch: int | None = None
         self._closed = False
@@ -83,7 +83,7 @@ class Monitor:
             return session_report(
                 self._state, self._running, self._progress, self._telemetry, records,
                 alive=driver is not None and _alive(driver), beat_age_s=now - self._last_beat,
-                idle_s=now - self._last_call, last_error=self._last_error,
+                silent_s=self._silent_s(), last_error=self._last_error,
             )  # fmt: skip
 
     def apply(self, epoch: int, *events: states.Event) -> None:
@@ -320,16 +320,18 @@ class Monitor:
             self._look_at_calls()
             driver = self._state["driver"]
             alive = driver is not None and _alive(driver)
-            if not alive:
+            if alive:
+                self._last_alive = time.monotonic()
+            else:
                 with self._lock:
                     self._forget_its_verbs()
-            notebook = (
-                driver is not None and driver["mode"] == "notebook"
-            )  # idle: no call, though its kernel lives
-            idle_s = time.monotonic() - (self._last_call if notebook else self._last_beat)
-            if lease.is_over(driver, alive, idle_s, bool(self._running.calls)):
+            if lease.is_over(driver, alive, self._silent_s(), bool(self._running.calls)):
                 self.close()
                 return
+
+    def _silent_s(self) -> float:
+        """Seconds since the last call, or since the driver was last seen alive."""
+        return time.monotonic() - max(self._last_beat, self._last_alive)
 
     def _sample(self) -> None:
         """Sample memory, and see which workers died: dead at two looks, as an engine that is closed kills its own."""

@@ -18,7 +18,7 @@ ENGINE_STATE = ("weights", "kv_cache", "optimizer", "version", "pending")
 
 def session_report(
     state: State, running: Running, progress: Progress, telemetry: Telemetry, records: int, *,
-    alive: bool, beat_age_s: float, idle_s: float, last_error: dict[str, Any] | None,
+    alive: bool, beat_age_s: float, silent_s: float, last_error: dict[str, Any] | None,
 ) -> dict[str, Any]:  # fmt: skip
     """The session as plain values, with its `records` last step records."""
     led_here = history(state)
@@ -37,7 +37,7 @@ def session_report(
         "running": [call_report(i, call) | {"progress": progress.of(i)} for i, call in running.calls.items()],
         "verbs": [{"what": verb.what, "since": verb.since} for verb in running.verbs.values()],
         "driver": driver_report(state["driver"], alive, beat_age_s),
-        "lease": lease_report(state["driver"], alive, beat_age_s, idle_s, bool(running.calls)),
+        "lease": lease_report(state["driver"], alive, silent_s, bool(running.calls)),
         "snapshots": [snapshot_report(i, fields) for i, fields in state["snapshots"].items()],
         "history": [step_report(record) for record in led_here[-records:]] if records else [],
         "history_total": len(led_here),
@@ -84,15 +84,11 @@ def driver_report(driver: Mapping[str, Any] | None, alive: bool, beat_age_s: flo
     return {"pid": driver["pid"], "mode": driver["mode"], "alive": alive, "age_s": beat_age_s}
 
 
-def lease_report(
-    driver: Mapping[str, Any] | None, alive: bool, beat_age_s: float, idle_s: float, busy: bool
-) -> dict[str, Any]:
-    """How long the session lasts without a sign; `left_s` is None while it is held."""
-    notebook = driver is not None and driver["mode"] == "notebook"
+def lease_report(driver: Mapping[str, Any] | None, alive: bool, silent_s: float, busy: bool) -> dict[str, Any]:
+    """How long the session outlives its driver; `left_s` is None while it is held."""
     seconds = lease.lease_of(driver)
-    idle = idle_s if notebook else beat_age_s
-    held = busy if notebook else alive
-    return {"seconds": seconds, "idle_s": idle, "left_s": None if held else max(0.0, seconds - idle)}
+    left = None if lease.is_held(driver, alive, busy) else max(0.0, seconds - silent_s)
+    return {"seconds": seconds, "silent_s": silent_s, "left_s": left}
 
 
 def snapshot_report(id_: str, fields: Mapping[str, Any]) -> dict[str, Any]:

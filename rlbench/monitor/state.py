@@ -11,8 +11,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-PLACE = ("step", "version", "rollouts", "tip", "cursor")
-"""What says where a session stands in its own course; a snapshot keeps it."""
+DRAWN = ("rollouts", "cursor")
+PLACE = ("step", "version", "tip", "cut", *DRAWN)
+"""What says where a session stands in its own course, and of that, how far it has drawn; a snapshot keeps it."""
 LENGTHS_KEPT = 32
 
 Event = dict[str, Any]
@@ -56,7 +57,8 @@ def reduce(state: State, event: Event) -> State:
 
     Events: `set` (key, value), `engine` (name, fields; None drops it), `record` (a step's record), `drive` (epoch,
     driver), `lengths` (entry: those of a rollout), `snapshot` (id, fields; None drops it): keeps where the session
-    stands, `restore` (id): goes back there under a version that no weights had before.
+    stands, `restore` (id, stays): goes back there under a version that no weights had before; where it `stays`, what
+    was drawn since counts. The snapshot at which the session stood last is the last of them.
     """
     kind = event["do"]
     if kind == "set":
@@ -82,9 +84,11 @@ def reduce(state: State, event: Event) -> State:
         undo = [i for i in state["undo"] if i in snapshots]
         return state | {"snapshots": snapshots, "undo": undo}
     if kind == "restore":
-        place = {key: state["snapshots"][event["id"]][key] for key in PLACE}
+        snapshots = dict(state["snapshots"])
+        snapshots[event["id"]] = back = snapshots.pop(event["id"])
+        place = {key: back[key] for key in PLACE if not (event.get("stays") and key in DRAWN)}
         version = state["highest"] + 1
-        return state | place | {"version": version, "highest": version}
+        return state | place | {"snapshots": snapshots, "version": version, "highest": version}
     if kind == "lengths":
         entry = event["entry"] | {"step": state["step"]}
         return state | {"lengths": [*state["lengths"], entry][-LENGTHS_KEPT:]}

@@ -325,5 +325,5 @@ def _name(mark: Mapping[str, Any]) -> tuple[float, str]:
 def _memory_json(found: Memory) -> dict[str, Any]:
     return {
         "times": list(found.times), "marks": [list(mark) for mark in found.marks],
-        "lanes": [dataclasses.asdict(lane) for lane in found.lanes],
+        "lanes": [dataclasses.asdict(lane) for lane in found.lanes], "untold": found.untold,
     }  # fmt: skip

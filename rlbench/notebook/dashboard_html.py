@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from rlbench.data.metrics import format_number
 from rlbench.notebook.dashboard_data import Lengths, Split, View, part_name
-from rlbench.notebook.dashboard_memory import Lane, Memory
+from rlbench.notebook.dashboard_memory import Lane, Memory, seen_and_thin
 from rlbench.notebook.markup import box, escape, gib, table
 from rlbench.notebook.palette import BLUE, GREY, OWNERS
 from rlbench.notebook.views import sparkline
@@ -80,9 +80,6 @@ def _engines(view: View) -> str:
 def _memory(memory: Memory) -> str:
     if not memory.lanes:
         return "<div class=q>No memory samples yet.</div>"
-    key = " &nbsp; ".join(
-        f'<span style="color:{hue.light}">■</span> {part_name(owner)}' for owner, hue in OWNERS.items()
-    )
     most = max((max(_totals(lane), default=0) for lane in memory.lanes), default=0) or 1
     rows = [
         [escape(lane.name), _lane(lane, memory.times, most), _bytes(_now(lane)), escape(lane.detail)]
@@ -90,8 +87,19 @@ def _memory(memory: Memory) -> str:
     ]
     return (
         f"<div class=g><div><b>memory</b> <span class=q>last {memory.times[-1] - memory.times[0]:.0f} s</span> &nbsp; "
-        f"{key}</div>{table([], rows, numeric=[2])}</div>"
+        f"{_key(memory)}</div>{table([], rows, numeric=[2])}</div>"
     )
+
+
+def _key(memory: Memory) -> str:
+    """Which colour is whose, of what can be seen, and why the rest cannot."""
+    seen, thin = seen_and_thin(memory)
+    said = [f'<span style="color:{OWNERS[owner].light}">■</span> {part_name(owner)}' for owner in seen]
+    if thin:
+        said.append(f"<span class=q>too thin to see: {', '.join(map(part_name, thin))}</span>")
+    if memory.untold is not None:
+        said.append("<span class=q>grey at first: workers tell whose it is while somebody looks</span>")
+    return " &nbsp; ".join(said)
 
 
 def _lane(lane: Lane, times: Sequence[float], most: int) -> str:

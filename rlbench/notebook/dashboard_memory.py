@@ -12,6 +12,8 @@ from rlbench.notebook.palette import OWNERS
 
 MIB = 1 << 20
 MARKS_KEPT = 300
+SEEN = 0.01
+"""Part of the scale below which a band is no wider than a hair."""
 
 Sample = Mapping[str, Any]
 
@@ -28,11 +30,15 @@ class Lane:
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory over time; `marks` say what ran meanwhile: (start, seconds or None, what, label)."""
+    """Memory over time; `marks` say what ran meanwhile: (start, seconds or None, what, label).
+
+    `untold`: the last moment at which a process had not told whose its memory is; None where all have.
+    """
 
     times: tuple[float, ...]
     lanes: tuple[Lane, ...]
     marks: tuple[tuple[float, float | None, str, str], ...]
+    untold: float | None = None
 
 
 def memory(
@@ -61,7 +67,21 @@ def memory(
         for n in names
     )
     recent = sorted(marks, key=lambda mark: mark["time"])[-MARKS_KEPT:]
-    return Memory(tuple(round(time, 2) for time, _ in kept), lanes, tuple(map(_mark, recent)))
+    untold = [round(s["time"], 2) for s in samples if s.get("resident", {}).keys() - s.get("owners", {}).keys()]
+    last_untold = untold[-1] if untold else None
+    return Memory(tuple(round(time, 2) for time, _ in kept), lanes, tuple(map(_mark, recent)), last_untold)
+
+
+def seen_and_thin(shown: Memory) -> tuple[list[str], list[str]]:
+    """What a legend names: owners whose band in the picture can be seen, and those that are there but too thin."""
+    sums = [sum(value or 0 for value in moment) for lane in shown.lanes for moment in zip(*lane.owners, strict=True)]
+    largest = dict.fromkeys(OWNERS, 0.0)
+    for lane in shown.lanes:
+        scale = lane.total or max(sums) or 1
+        for owner, values in zip(OWNERS, lane.owners, strict=True):
+            largest[owner] = max(largest[owner], *(value / scale for value in values if value is not None))
+    seen = [owner for owner, share in largest.items() if share >= SEEN]
+    return seen, [owner for owner, share in largest.items() if 0 < share < SEEN]
 
 
 def lane_name(actor: str) -> str:

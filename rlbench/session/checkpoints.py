@@ -12,6 +12,7 @@ from rlbench.dispatch.chain import Steps
 from rlbench.engines.paths import new_folder
 from rlbench.engines.sync import sync_weights
 from rlbench.errors import CheckpointError
+from rlbench.session import step_copies
 
 if TYPE_CHECKING:
     from rlbench.session.session import Session
@@ -70,6 +71,7 @@ def load_steps(session: Session, folder: Path, kept: dict[str, Any]) -> Steps:
     session.link.set(**place, cursor=kept.get("cursor"))  # a checkpoint of an earlier rlbench has none
     session.train.publish_state()
     yield sync_weights(session.train, session.inference, kept["version"])
+    yield from step_copies.after_step_steps(session)
     return session
 
 

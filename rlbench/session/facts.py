@@ -39,5 +39,5 @@ def card_facts(state: dict[str, Any], samples: list[dict[str, Any]]) -> dict[str
 
 def _lease(seconds: float, driver: dict[str, Any] | None) -> str:
     shown = f"{seconds / 3600:g} h" if seconds >= 3600 else f"{seconds:g} s"
-    script = driver is None or driver["mode"] == "script"
-    return f"ends {shown} after its script" if script else f"ends after {shown} idle"
+    notebook = driver is not None and driver["mode"] == "notebook"
+    return f"ends {shown} after its {'kernel' if notebook else 'script'}"

@@ -1,10 +1,11 @@
 """Going on after a death: rebuild the engines that lost a worker, and bring back what they held.
 
-A training engine that lost a rank lost its shards: it is built again and goes back to the newest snapshot (the state
-before the last step is one, where undo is kept). Without one it takes the weights of the last sync, which lie in shared
-memory, or those it was built from; its optimizer then starts anew, which is said. A `session.trainer` of its ranks is
-made again, and goes back to the snapshot where that has it. Replicas are built again and get the trainer's weights by a
-sync; those that live are woken where the ranks had them sleep, and mended where they had begun to take weights.
+A training engine that lost a rank lost its shards: it is built again and goes back to the snapshot at which the session
+stood last (where undo is kept, each finished step left one). Without one it takes the weights of the last sync, which
+lie in shared memory, or those it was built from; its optimizer then starts anew, which is said. A `session.trainer` of
+its ranks is made again, and goes back to the snapshot where that has it. Replicas are built again and get the trainer's
+weights by a sync; those that live are woken where the ranks had them sleep, and mended where they had begun to take
+weights.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def heal_steps(session: Session, prefer: str) -> Steps:
     """Rebuild what died; returns `Healed`.
 
     Args:
-        prefer: "snapshot", or "weights": the last synced weights, newer by up to a step, without their optimizer.
+        prefer: "snapshot", or "weights": the last synced weights, without their optimizer.
     """
     if prefer not in SOURCES:
         raise StateError(f"heal(prefer={prefer!r}): wanted 'snapshot' or 'weights'")
@@ -132,10 +133,10 @@ def _swept(session: Session) -> Any:
 
 def _bring_back(session: Session, prefer: str, staged: dict[str, Any] | None) -> Steps:
     """Give a rebuilt trainer the newest state there is; returns what that was, in words, and the snapshot's id."""
-    newest = _newest(session, prefer, staged)
+    newest, reached = _newest(session, prefer, staged), session.step
     if newest is not None:
         try:
-            yield from snapshots.restore_steps(session, newest, sync=False)
+            yield from snapshots.restore_steps(session, newest, sync=False, healing=True)
         except CheckpointError as error:
             raise CheckpointError(
                 f"snapshot {newest.label!r} (step {newest.step}) cannot be gone back to: {error}. "
@@ -143,7 +144,7 @@ def _bring_back(session: Session, prefer: str, staged: dict[str, Any] | None) ->
                 "the weights of the last sync"
             ) from None
         said = f"built again, from snapshot {newest.label!r} (step {newest.step}): weights, optimizer, random state"
-        return said, newest.id
+        return said + _taken_back(newest.step, reached), newest.id
     session.anchors.go_back(None)
     session.link.set(undo=[])
     if staged:
@@ -156,6 +157,13 @@ def _bring_back(session: Session, prefer: str, staged: dict[str, Any] | None) ->
         session.link.set(version=session.link.state("highest")["highest"] + 1)
     lost = f". What {session.step} steps had trained is lost: there was no snapshot and no sync" if fresh else ""
     return f"built again, with the weights it was first built from; the optimizer starts anew{lost}", None
+
+
+def _taken_back(step: int, reached: int) -> str:
+    """Which steps had been taken after the one gone back to, in words."""
+    if step >= reached:
+        return ""
+    return f". Step {reached} is lost" if step + 1 == reached else f". Steps {step + 1} to {reached} are lost"
 
 
 def _staged(record: dict[str, Any]) -> dict[str, Any] | None:
@@ -171,7 +179,7 @@ def _staged(record: dict[str, Any]) -> dict[str, Any] | None:
 
 def _newest(session: Session, prefer: str, staged: dict[str, Any] | None) -> snapshots.Snapshot | None:
     """The snapshot to go back to."""
-    kept = [s for s in snapshots.listed(session) if Path(s.folder).is_dir()]
+    kept = [s for s in snapshots.as_stood_at(session) if Path(s.folder).is_dir()]
     return kept[-1] if kept and not (prefer == "weights" and staged) else None
 
 
@@ -186,6 +194,7 @@ def _kept_with(
 def _made_again(session: Session, trainer: SessionTrainer, where: str) -> Steps:
     """Make the trainer of ranks that died from its description; says where it goes on, or why there is none."""
     session._trainer = None
+    session.link.set(cut=None)  # a snapshot brings it back with the experience
     if trainer.spec is None:
         return f"{LOST} (another kernel had made it)"
     try:

@@ -44,6 +44,7 @@ NOT_WRITTEN = ("block", "progress", "on_stop")
 """Arguments that say how a cell waits, not what is done."""
 METRICS = ("loss", "reward", "kl", "entropy", "grad_norm", "lr")
 SHOWN = 60
+STEPS = ("train_step", "optim_step")
 
 
 @dataclass
@@ -53,7 +54,7 @@ class Entry:
     `before`: statements that make its batches. `imports`, `defines` ((name, hash of the text)) and `files`: what both
     need; the first `shared` of `defines` are what `before` needs.
     `number`: of the rollout drawn; `digest`: of its tokens. `snapshot`: the one it made, went back to, or can be undone
-    by. `lost`: why what it did cannot be done again.
+    by; `after`: the one the session kept when it was done. `lost`: why what it did cannot be done again.
     """
 
     verb: str
@@ -78,6 +79,7 @@ class Entry:
     digest: int | None = None
     lost: str = ""
     snapshot: str | None = None
+    after: str | None = None
     partial: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
     hashes: dict[str, str] = field(default_factory=dict)
@@ -182,10 +184,13 @@ class Recorder:
             value = getattr(error, "partial", None)
             entry.outcome = "done" if isinstance(value, Metrics) else entry.outcome  # stopped too late: it was done
         if not session.link.closed:
-            state = session.link.state("step", "version", "rollouts", "undo")
+            state = session.link.state("step", "version", "rollouts")
             entry.step, entry.version, entry.rollouts = state["step"], state["version"], state["rollouts"]
-            if entry.verb in ("train_step", "optim_step") and entry.outcome == "done":
-                entry.snapshot = session.undo_point
+            around, session.around_step = session.around_step, (None, None)
+            if entry.verb in STEPS:
+                entry.snapshot = around[0]
+            if entry.outcome == "done":
+                entry.after = around[1]
         self._note(entry, value)
 
     def _append(self, entry: Entry) -> None:

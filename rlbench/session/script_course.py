@@ -6,20 +6,21 @@ import re
 from collections.abc import Sequence
 
 from rlbench.errors import SessionError
-from rlbench.session.recording import Entry
+from rlbench.session.recording import STEPS, Entry
 
 LEFT_OUT = {
     "save": "it would write there again", "export": "it would write there again",
     "heal": "this script has no fault to heal from", "pause": "it only waits", "resume": "it only waits",
     "track": "it would log there again", "untrack": "it would log there again",
 }  # fmt: skip
-STEPS = ("train_step", "optim_step")
 GO_BACK = ("restore", "undo", "heal")
 TAKEN_BACK = {
     *STEPS, *GO_BACK, *LEFT_OUT, "rollout", "forward_backward", "zero_grad", "evaluate", "loss_lab", "gradients",
     "logprobs", "snapshot", "drop", "sync_weights", "preflight", "rehearse", "set_lr",
 }  # fmt: skip
 """Verbs of which nothing is left once the session went back: code that was put on the ranks stays there."""
+ON_RANKS = {*STEPS, "forward_backward", "zero_grad", "set_lr", "heal"}
+"""Of those, the ones that a heal takes back which found the session where its snapshot is."""
 VARIABLE = re.compile(r"\b(?:rollouts|scored|joined|batch|evaluation|snapshot|lab)_\d+\b")
 
 
@@ -72,13 +73,18 @@ def _straight(entries: Sequence[Entry]) -> set[int] | None:
             back = there.get(entry.snapshot or "")
             if back is None or "sync=False" in entry.code:
                 return None
-            if any(entries[k].verb not in TAKEN_BACK and not why_not(entries[k]) for k in kept if k not in back):
+            since = [k for k in kept if k not in back]
+            if any(entries[k].verb not in TAKEN_BACK and not why_not(entries[k]) for k in since):
                 return None
-            kept = list(back)
+            stepped = any(entries[k].verb in STEPS and entries[k].outcome == "done" for k in since)
+            stays = [] if stepped or entry.verb != "heal" else [k for k in since if entries[k].verb not in ON_RANKS]
+            kept = [*back, *stays]
         elif done and entry.verb == "branch":
             return None
-        elif done and entry.snapshot:
+        elif entry.snapshot and (done or entry.verb in STEPS):  # a step that failed was kept before, too
             there[entry.snapshot] = _without_pending(entries, kept[:-1] if entry.verb in STEPS else kept)
+        if entry.after:
+            there[entry.after] = _without_pending(entries, kept)
     counts = set(kept)
     lines = needed_lines(entries, counts)
     codes = [entries[i].code for i in counts if not why_not(entries[i])]

@@ -54,10 +54,11 @@ class Session(
         inference: sizes, `executor` (`"vllm"`, `"hf"`) and replica options (`kv_cache_bytes`, `max_model_len`, …).
         reference: True keeps the starting weights as a frozen reference policy for KL; or another model.
         seed: of sampling; with the same seed and the same cells a session draws the same samples.
-        lease_s: seconds after which the session ends by itself: without a call from a notebook (default 8 h), or after
-            a script died (default 30 s).
-        undo: how many last steps `undo()` can take back. Each costs a copy of the weights and the optimizer (and of a
-            trainer's critic and average) in host memory, written before the step.
+        lease_s: seconds after which the session ends by itself once its driver is gone: a notebook's kernel (default
+            8 h) or a script (default 30 s). While that lives, the session does, however long it is left alone.
+        undo: how many last steps `undo()` can take back. After each step the weights and the optimizer (and a trainer's
+            critic and average) are copied to host memory, which is also what `heal()` goes back to; one copy more than
+            `undo` is held. 0 keeps none.
 
     Raises:
         SessionError, BuildError: naming what is wrong; nothing is left running.
@@ -328,7 +329,7 @@ class Session(
     def _keep_books(self, name: str) -> None:
         self._chains: weakref.WeakSet[Chain] = weakref.WeakSet()
         self.anchors, self.recorder, self.trackers = Anchors(name), Recorder(name), Trackers(self)
-        self.undo_point: str | None = None  # of the last step: the snapshot it can be taken back to
+        self.around_step: tuple[str | None, str | None] = (None, None)  # ids of what the verb kept before and after it
         self._link.noting = functools.partial(self.recorder.engine_call, self)
 
     def _keep_last(self, rollouts: Any, error: BaseException | None) -> None:

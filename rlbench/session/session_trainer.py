@@ -14,11 +14,12 @@ from rlbench.dispatch.pending import Pending
 from rlbench.dispatch.views import View
 from rlbench.errors import SessionError, Stopped, WorkerDied
 from rlbench.monitor.state import course
-from rlbench.session import snapshots
+from rlbench.session import step_copies
 from rlbench.session.trainer_places import here
 
 if TYPE_CHECKING:
     from rlbench.session.session import Session
+    from rlbench.session.snapshots import Snapshot
 
 COMMON = {
     "loss": "policy_loss", "grad_norm": "actor_grad_norm", "lr": "actor_lr", "length": "response_length",
@@ -101,7 +102,6 @@ class SessionTrainer:
     def went_back(self, optimizer_steps: int) -> None:
         """The session stands elsewhere (`undo`, `restore`, `branch`), and on the ranks the trainer has done so many."""
         self._known_steps = optimizer_steps
-        self._note_cut(None)
         there = course(self._session.link.state("records", "tip"))
         self.history = History([self._records[at] for at in there if at in self._records])
 
@@ -168,28 +168,28 @@ class SessionTrainer:
         return (yield from self._trained_steps("iterate", view))
 
     def _trained_steps(self, verb: str, view: View | None) -> Steps:
-        """A verb that changes the weights: kept for undo before, on record after."""
+        """A verb that changes the weights: kept for undo before; on record, and kept, after."""
         session, begin = self._session, time.perf_counter()
         if verb != "ppo_train":
             yield from self._synced_steps()
         resumed = yield from self._resumed_steps()
-        kept = None if resumed else (yield from snapshots.before_step_steps(session))
+        before = None if resumed else (yield from step_copies.before_step_steps(session))
         try:
             found = yield from self._ended_steps(session.train.call_all(
                 "call_trainer", verb, finish=lambda found: found[0], what=f"trainer.{verb}", track=True, observer=view
             ))  # fmt: skip
         except WorkerDied:
-            snapshots.keep_for_undo(session, kept)
             raise
         except (Exception, Stopped):
-            yield from self._cut_steps(kept)
+            yield from self._cut_steps(before, resumed)
             raise
         total = int(found["optimizer_steps"])
         taken, self._known_steps = total - self._known_steps, total
-        yield from snapshots.after_step_steps(session, kept, stepped=taken > 0)
-        session.undo_point = self._cut if kept is None else kept.id if taken else None
+        if taken and not resumed:
+            step_copies.can_be_undone(session, before)
         self._note_cut(None)
         values = self._recorded(found, taken, time.perf_counter() - begin)
+        yield from step_copies.after_step_steps(session)
         return Metrics(values)
 
     @property
@@ -212,13 +212,15 @@ class SessionTrainer:
         self._note_cut(None)
         return False
 
-    def _cut_steps(self, kept: snapshots.Snapshot | None) -> Steps:
+    def _cut_steps(self, before: Snapshot | None, resumed: bool) -> Steps:
         """An iteration ended early: some of its optimizer steps may be done, and the replicas not have them."""
         now = yield self._held()
-        changed = now is not None and self._caught_up(now)
-        if kept is not None:
-            self._note_cut(kept.id if changed and now["experience"] else None)
-        yield from snapshots.after_step_steps(self._session, kept, stepped=changed)
+        if now is None or not self._caught_up(now):
+            return
+        if not resumed:
+            step_copies.can_be_undone(self._session, before)
+            self._note_cut(before.id if before is not None and now["experience"] else None)
+        yield from step_copies.after_step_steps(self._session)
 
     def _caught_up(self, now: Mapping[str, Any]) -> bool:
         """Give the session the steps that the ranks have done, and a version of its own to weights that no replica has;
@@ -244,6 +246,7 @@ class SessionTrainer:
             raise
         self._known_steps = int(found["optimizer_steps"])
         self._note_cut(None)
+        yield from step_copies.after_step_steps(self._session)
         return found
 
     def _held(self) -> Pending:

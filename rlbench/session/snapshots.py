@@ -1,17 +1,19 @@
-"""Going back: snapshots of a session, undo of a step, and branches.
+"""Going back: snapshots of a session, and branches. For those around a step, see `rlbench.session.step_copies`.
 
 A snapshot is the whole training state (weights, optimizer, schedulers, random states, and what a `session.trainer` on
 the ranks holds beside them) in files outside the ranks, and in the monitor's record where the session stood: step,
 rollout number, history. Restoring one moves all of that back and
 gives the weights a version of their own, so that no replica is taken for current that is not; the replicas then get
 them by a sync. What came later stays on record and can be branched from.
+
+The monitor has the snapshots in the order in which the session stood at them last: the last of them is what `heal` goes
+back to.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,7 +22,7 @@ from rlbench.data.metrics import format_number
 from rlbench.dispatch.chain import Steps
 from rlbench.dispatch.link import shm_prefix
 from rlbench.engines.sync import sync_weights
-from rlbench.errors import CheckpointError, SessionError, nearest
+from rlbench.errors import SessionError, nearest
 from rlbench.runtime import registry
 
 if TYPE_CHECKING:
@@ -29,7 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A state to go back to. `bytes` in all, `fresh` of them not shared with an earlier snapshot."""
+    """A state to go back to. `bytes` in all, `fresh` of them not shared with an earlier snapshot.
+
+    `automatic`: one that the session keeps around a step, and drops when later ones come.
+    """
 
     id: str
     label: str
@@ -41,6 +46,7 @@ class Snapshot:
     disk: bool
     folder: str
     time: float
+    automatic: bool = False
 
     def __repr__(self) -> str:
         where = "disk" if self.disk else "host memory"
@@ -85,33 +91,43 @@ class Snapshots:
 
 
 def listed(session: Session) -> Snapshots:
-    """The session's snapshots, those kept for undo included."""
-    state = session.link.state("snapshots", "undo")
-    kept, undo = state["snapshots"], state["undo"]
+    """The session's snapshots by age, those kept around its steps included."""
+    undo = session.link.state("undo")["undo"]
+    return Snapshots(sorted(as_stood_at(session), key=lambda s: s.time), undo[-1] if undo else None)
+
+
+def as_stood_at(session: Session) -> list[Snapshot]:
+    """The same, that at which the session stood last as the last."""
     names = Snapshot.__dataclass_fields__
-    found = [
-        Snapshot(id=i, **{k: v for k, v in fields.items() if k in names and k != "id"}) for i, fields in kept.items()
+    return [
+        Snapshot(id=i, **{k: v for k, v in fields.items() if k in names and k != "id"})
+        for i, fields in session.link.state("snapshots")["snapshots"].items()
     ]
-    return Snapshots(sorted(found, key=lambda s: s.time), undo[-1] if undo else None)
 
 
 def snapshot_steps(session: Session, label: str | None, disk: bool) -> Steps:
     """Write a snapshot; returns it. It counts from the moment the monitor knows it."""
-    known = list(listed(session))
-    if label is not None and label in {s.label for s in known}:
+    if label is not None and label in {s.label for s in as_stood_at(session)}:
         raise SessionError(f"there is a snapshot {label!r} already: session.drop({label!r}) first, or another label")
-    return (yield from _write(session, label, disk, known))
+    return (yield from write_steps(session, label, disk))
 
 
-def restore_steps(session: Session, which: Any, sync: bool) -> Steps:
-    """Bring the ranks, step, history and rollout number back, then the replicas; returns the snapshot."""
+def restore_steps(session: Session, which: Any, sync: bool, healing: bool = False) -> Steps:
+    """Bring the ranks, step, history and rollout number back, then the replicas; returns the snapshot.
+
+    Args:
+        healing: the session did not leave that state by itself: where no step has ended since, it stays at the rollout,
+            and at the place in its data, that it has come to.
+    """
     snapshot = listed(session)[which]
+    stays = healing and _no_step_since(session, snapshot)
     found = yield session.train.call_all(
         "read_snapshot", snapshot.folder, what="restore", track=True, finish=lambda parts: parts[0]
     )
-    session.link.apply({"do": "restore", "id": snapshot.id})
+    session.link.apply({"do": "restore", "id": snapshot.id, "stays": stays})
     session.anchors.go_back(snapshot.id)
-    session.move_place()
+    if not stays:
+        session.move_place()
     session.train.publish_state()
     session.trainer_went_back(snapshot.label, found["trainer"])
     if sync and session.replicas_can_sync():
@@ -126,62 +142,8 @@ def drop_steps(session: Session, which: list[Any]) -> Steps:
     branches = session.link.state("branches")["branches"]
     if gone & set(branches.values()):
         session.link.set(branches={name: end for name, end in branches.items() if end not in gone})
-    yield from _drop(session, chosen)
+    yield from free_steps(session, chosen)
     return [s.label for s in chosen]
-
-
-# -- undo
-
-
-def before_step_steps(session: Session) -> Steps:
-    """Keep the state before a step, where the session keeps any for undo; returns the snapshot or None.
-
-    Want of room does not end the step: it is said, and the step then cannot be undone.
-    """
-    if session.undo_depth < 1:
-        return None
-    known = list(listed(session))
-    try:
-        return (yield from _write(session, None, False, known, undo=True))
-    except CheckpointError as error:
-        warnings.warn(f"this step cannot be undone: {error}. rb.Session(…, undo=0) keeps none", stacklevel=2)
-        return None
-
-
-def after_step_steps(session: Session, kept: Snapshot | None, stepped: bool) -> Steps:
-    """A step that changed nothing needs no undo; of the others keep as many as asked for."""
-    if kept is None:
-        return
-    if not stepped:
-        yield from _drop(session, [kept])
-        return
-    stack = keep_for_undo(session, kept)
-    surplus = stack[: -session.undo_depth]
-    if surplus:
-        yield from _drop(session, [s for s in listed(session) if s.id in surplus])
-
-
-def keep_for_undo(session: Session, kept: Snapshot | None) -> list[str]:
-    """Put the state before a step on the undo stack; returns the stack."""
-    stack: list[str] = session.link.state("undo")["undo"]
-    if kept is not None:
-        stack = [*stack, kept.id]
-        session.link.set(undo=stack)
-    return stack
-
-
-def undo_steps(session: Session, sync: bool) -> Steps:
-    """Go back to before the last step."""
-    stack = session.link.state("undo")["undo"]
-    if not stack:
-        raise SessionError(
-            "there is no step to undo: none was taken since the session, or its last restore, began"
-            if session.undo_depth
-            else "nothing is kept to undo a step: rb.Session(…, undo=1) keeps the state before the last one"
-        )
-    snapshot = yield from restore_steps(session, stack[-1], sync)
-    yield from _drop(session, [snapshot])
-    return snapshot
 
 
 # -- branches
@@ -195,13 +157,13 @@ def branch_steps(session: Session, name: str, sync: bool) -> Steps:
     state = session.link.state("branch", "branches")
     if name == state["branch"]:
         raise SessionError(f"the session is on branch {name!r} already")
-    known = list(listed(session))
-    left = yield from _write(session, f"branch {state['branch']}", False, known)
+    known = as_stood_at(session)
+    left = yield from write_steps(session, f"branch {state['branch']}")
     branches = dict(state["branches"])
     old, target = branches.get(state["branch"]), branches.get(name)
     session.link.set(branches=branches | {state["branch"]: left.id}, branch=name, undo=[])
     if old is not None:
-        yield from _drop(session, [s for s in known if s.id == old])
+        yield from free_steps(session, [s for s in known if s.id == old])
     if target is None:
         return left
     return (yield from restore_steps(session, target, sync))
@@ -215,29 +177,40 @@ def folder_start(session: Session, disk: bool) -> str:
     return f"{registry.snapshot_folder(session.name)}/" if disk else f"/dev/shm/{shm_prefix(session.name)}snapshot-"
 
 
-def _write(
-    session: Session, label: str | None, disk: bool, known: list[Snapshot], undo: bool = False
-) -> Steps:
-    """Write, then put on record. A folder that no record names is swept with the session."""
+def write_steps(session: Session, label: str | None, disk: bool = False, automatic: bool = False) -> Steps:
+    """Write, then put on record; returns the snapshot. A folder that no record names is swept with the session.
+
+    Args:
+        label: None: made up.
+        automatic: it is of the session's own. Nobody waits for it, so it does not show as running, and no stop ends it.
+    """
     id_ = secrets.token_hex(4)
     folder = f"{folder_start(session, disk)}{id_}"
-    before = next((s.folder for s in reversed(known) if s.disk == disk), None)
-    parts = yield session.train.call_all("write_snapshot", folder, before, disk, what="snapshot", track=not undo)
-    step = session.step
+    before = next((s.folder for s in reversed(as_stood_at(session)) if s.disk == disk), None)
+    parts = yield session.train.call_all(
+        "write_snapshot", folder, before, disk, not automatic, what="snapshot", track=not automatic
+    )
     session.note_place()
     fields = {
-        "label": label or (f"before step {step + 1}" if undo else f"step {step}, {id_}"), "folder": folder,
-        "disk": disk, "time": time.time(),
-        **{key: sum(int(part[key]) for part in parts) for key in ("bytes", "fresh")},
+        "label": label or f"step {session.step}, {id_}", "folder": folder, "disk": disk, "time": time.time(),
+        "automatic": automatic, **{key: sum(int(part[key]) for part in parts) for key in ("bytes", "fresh")},
     }  # fmt: skip
     session.link.apply({"do": "snapshot", "id": id_, "fields": fields})
     session.anchors.mark(id_)
-    return listed(session)[id_]
+    return next(snapshot for snapshot in as_stood_at(session) if snapshot.id == id_)
 
 
-def _drop(session: Session, chosen: list[Snapshot]) -> Steps:
+def free_steps(session: Session, chosen: list[Snapshot]) -> Steps:
+    """Forget these snapshots, then free what they hold."""
     for snapshot in chosen:
         session.anchors.forget(snapshot.id)
     if chosen:
         session.link.apply(*({"do": "snapshot", "id": s.id, "fields": None} for s in chosen))
         yield session.train.call_all("drop_snapshots", [s.folder for s in chosen], what="drop")
+
+
+def _no_step_since(session: Session, snapshot: Snapshot) -> bool:
+    """Whether the session is at the very step and record that it was at then."""
+    state = session.link.state("step", "tip", "snapshots")
+    then = state["snapshots"][snapshot.id]
+    return all(state[key] == then[key] for key in ("step", "tip"))

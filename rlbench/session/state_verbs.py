@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from rlbench.session import checkpoints, healing, snapshots
+from rlbench.session import checkpoints, healing, snapshots, step_copies
 from rlbench.session.recording import recorded
 from rlbench.session.snapshots import Snapshot, Snapshots
 
@@ -54,9 +54,9 @@ class StateVerbs:
     @recorded
     def undo(self, sync: bool = True, block: bool = True) -> Any:
         """Take the last optimizer step (of a trainer: iteration) back, and call by call those before it; returns the
-        snapshot of before it."""
+        snapshot of before it, which stays until the next step."""
         me = cast("Session", self)
-        return me._run("undo", snapshots.undo_steps(me, sync), block)
+        return me._run("undo", step_copies.undo_steps(me, sync), block)
 
     @recorded
     def drop(self, *which: Snapshot | str | int) -> list[str]:
@@ -123,8 +123,9 @@ class StateVerbs:
         """Rebuild the engines that lost a worker and bring back what they held; says from what.
 
         Args:
-            prefer: `"snapshot"`: the newest snapshot, which is the state before the last step where undo is kept;
-                `"weights"`: the weights of the last sync, newer by up to a step, with an optimizer that starts anew.
+            prefer: `"snapshot"`: the one at which the session stood last: after the last finished step, where `undo` is
+                kept, and what was changed on the ranks since is lost; `"weights"`: the weights of the last sync, with
+                an optimizer that starts anew.
 
         Returns:
             `Healed` (or a `Pending`): what each engine goes on from, step and version.

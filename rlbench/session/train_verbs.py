@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 from rlbench.data import TrainBatch
 from rlbench.data.metrics import Metrics
 from rlbench.dispatch.chain import Steps
-from rlbench.session import training
+from rlbench.session import step_copies, training
 from rlbench.session.recording import recorded
 from rlbench.session.training import StepOptions
 
@@ -39,8 +39,8 @@ class TrainVerbs:
                 have rates of their own keep their ratio to the first one's.
 
         Returns:
-            `Metrics` (or a `Pending` with `block=False`). An interrupt raises `rb.Stopped`: gradients are cleared and
-            the optimizer is untouched.
+            `Metrics` (or a `Pending` with `block=False`); its `seconds` are the step's, and the copy that is kept after
+            it comes on top. An interrupt raises `rb.Stopped`: gradients are cleared and the optimizer is untouched.
         """
         options = StepOptions(aggregation, token_budget, packing, head)
         me = cast("Session", self)
@@ -63,6 +63,7 @@ class TrainVerbs:
 
         def steps() -> Steps:
             done = yield from training.optim_step_steps(me, lr)
+            yield from step_copies.after_step_steps(me)
             return Metrics(done)
 
         return me._run("optim_step", steps(), block)

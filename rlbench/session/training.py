@@ -21,8 +21,8 @@ from rlbench.dispatch.views import View
 from rlbench.engines import TrainEngine
 from rlbench.engines.base import shared
 from rlbench.engines.sync import rows_in_order
-from rlbench.errors import DataError, LossError, WorkerDied
-from rlbench.session import snapshots
+from rlbench.errors import DataError, LossError
+from rlbench.session import step_copies
 from rlbench.session.loss_check import NO_REFERENCE, ShippedLoss, ship, trusts_old_logprobs
 from rlbench.session.sources import of_batch
 
@@ -68,6 +68,7 @@ def train_step_steps(
     values["seconds"] = values["seconds"] | {"optimizer": stepped["seconds"]["step"], "total": total}
     values["tokens_per_s"] = float(batch.lengths.sum()) / total
     session.record({k: v for k, v in values.items() if not isinstance(v, np.ndarray)})
+    yield from step_copies.after_step_steps(session)
     if view is not None:
         view.close(values)
     return Metrics(values, metrics.tokens)
@@ -111,23 +112,19 @@ def forward_backward_steps(
 
 
 def optim_step_steps(session: Session, lr: float | None, whole_step: bool = False) -> Steps:
-    """Step the optimizer on the accumulated gradients; the trainer's version goes up unless the step was skipped."""
+    """Step the optimizer on the accumulated gradients; the trainer's version goes up unless the step was skipped.
+
+    The caller keeps the state after it, once the step is on record.
+    """
     options = {"whole_step": whole_step} | ({} if lr is None else {"lr": lr})
-    kept = yield from snapshots.before_step_steps(session)
-    try:
-        done = yield session.train.call_all(
-            "policy_optim_step", options, finish=lambda v: v[0], what="optim_step"
-        )
-    except WorkerDied:  # what was kept is what heal() goes on from; a later step makes it give way
-        snapshots.keep_for_undo(session, kept)
-        raise
-    except BaseException:
-        yield from snapshots.after_step_steps(session, kept, stepped=False)
-        raise
-    yield from snapshots.after_step_steps(session, kept, bool(done["stepped"]))
+    before = yield from step_copies.before_step_steps(session)
+    done = yield session.train.call_all(
+        "policy_optim_step", options, finish=lambda v: v[0], what="optim_step"
+    )
+    if done["stepped"]:
+        step_copies.can_be_undone(session, before)
     for note in done["notes"]:
         warnings.warn(note, stacklevel=2)
-    session.undo_point = kept.id if kept is not None and done["stepped"] else None
     step, version = session.advance(stepped=bool(done["stepped"]))
     return done["metrics"] | {
         "skipped": done["skipped"],

@@ -225,7 +225,7 @@ class KeepingSide(StepSide):
                 optimizer.state[parameter] = state
             else:
                 optimizer.state.pop(parameter, None)
-        if optimizer in self._away:
+        if self.optimizer_away(optimizer):
             memory.move_optimizer(optimizer, torch.device("cpu"))
 
 

@@ -22,6 +22,8 @@ from rlbench.strategies.gradients import local
 from rlbench.strategies.rank_side import RankSide
 
 HALF = (torch.float16, torch.bfloat16)
+_AWAY: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers whose state a strategy of this process has offloaded: a trainer's is another one than its engine's."""
 
 
 class MemorySide(RankSide):
@@ -31,7 +33,6 @@ class MemorySide(RankSide):
     last_moved: int = 0
 
     def _start_memory(self) -> None:
-        self._away: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._absent: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
     # -- optimizers ------------------------------------------------------------------------------------------
@@ -44,22 +45,26 @@ class MemorySide(RankSide):
         if self.config.adam_offload:
             self.last_moved = memory.move_optimizer(optimizer, torch.device("cpu"))
             self.device.release_cache()
-            self._away.add(optimizer)
+            _AWAY.add(optimizer)
         return optimizer
 
     def maybe_load_optimizer(
         self, optimizer: torch.optim.Optimizer, device: torch.device | str | int | None = None
     ) -> torch.optim.Optimizer:
-        """Move optimizer state back if `adam_offload` is set, and return the optimizer.
+        """Move optimizer state back if `adam_offload` is set, or that of another strategy sent it away; return it.
 
         Args:
             device: where to; None: the rank's own.
         """
-        if self.config.adam_offload:
+        if self.config.adam_offload or self.optimizer_away(optimizer):
             to = self.device.device if device is None else torch.device(device)
             self.last_moved = memory.move_optimizer(optimizer, to)
-            self._away.discard(optimizer)
+            _AWAY.discard(optimizer)
         return optimizer
+
+    def optimizer_away(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether its state was offloaded, by whichever strategy of this process, and is not back."""
+        return optimizer in _AWAY
 
     def need_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse to step with state that is not where the parameters are.
@@ -67,7 +72,7 @@ class MemorySide(RankSide):
         Raises:
             StateError: naming the call that brings it back.
         """
-        if optimizer in self._away:
+        if self.optimizer_away(optimizer):
             raise StateError(
                 "the optimizer's state is offloaded; call strategy.maybe_load_optimizer(optimizer) before the step, "
                 "and maybe_offload_optimizer(optimizer) after it."

@@ -5,19 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from rlbench.dispatch.context import bringing_back, this_engine
 from rlbench.errors import StateError, nearest
 
 TAGS = ("weights", "kv_cache")
 STATES = ("cuda", "cpu", "meta")
 
-_WEIGHTS_MEND = {
-    "cpu": "the weights are offloaded; call infer.cuda('weights') first",
-    "meta": "the weights were discarded; call infer.cuda() to reload them from the checkpoint, or "
-    "infer.cuda('weights') and then train.p2p_weight_sync(infer)",
-    "empty": "there is room for the weights but nothing in it; call train.p2p_weight_sync(infer) or "
-    "infer.reload()",
-    "torn": "a weight sync failed half-way; call train.p2p_weight_sync(infer) again or infer.reload()",
-}
+SYNC = "a sync (session.sync_weights(), or p2p_weight_sync(…) on the train engine)"
+
+
+def _mend(weights: str) -> str | None:
+    """What is wrong with weights in that state and the calls that mend it; None where nothing is."""
+    of, reload = f"the weights of {this_engine()}", f"reload() on {this_engine()}"
+    return {
+        "cpu": f"{of} are offloaded: {bringing_back('weights')} first",
+        "meta": f"{of} were discarded: {bringing_back()} reads them from the checkpoint; or {bringing_back('weights')} "
+        f"and then {SYNC}",
+        "empty": f"{of} have their room but nothing in it: {SYNC} fills it, or {reload}",
+        "torn": f"a weight sync failed half-way, so {this_engine()} holds a mixture: {SYNC} again, or {reload}",
+    }.get(weights)
 
 
 @dataclass
@@ -38,21 +44,22 @@ class ReplicaState:
         `committed`: also refuse while a sync was applied but not committed (rollouts need a version; its
         probe does not).
         """
-        if self.weights in _WEIGHTS_MEND:
-            raise StateError(f"{what}: {_WEIGHTS_MEND[self.weights]}")
+        wrong = _mend(self.weights)
+        if wrong is not None:
+            raise StateError(f"{what}: {wrong}")
         if self.kv_cache != "cuda":
-            raise StateError(f"{what}: the KV cache is released; call infer.cuda('kv_cache') first")
+            raise StateError(f"{what}: the KV cache of {this_engine()} is released: {bringing_back('kv_cache')} first")
         if committed and self.pending:
             raise StateError(
-                f"{what}: new weights were applied but the sync did not end, so they have no version; call "
-                "train.p2p_weight_sync(infer) again or infer.reload()"
+                f"{what}: new weights were applied to {this_engine()} but the sync did not end, so they have no "
+                f"version: {SYNC} again, or reload() on it"
             )
 
     def require_room(self, what: str) -> None:
         """Raise StateError unless weights can be written into the replica."""
         if self.weights in ("cpu", "meta"):
             raise StateError(
-                f"{what}: the replica's weights are on {self.weights}; call infer.cuda('weights') first"
+                f"{what}: the weights of {this_engine()} are on {self.weights}: {bringing_back('weights')} first"
             )
 
 

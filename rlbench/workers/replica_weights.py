@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rlbench.dispatch.context import this_engine
 from rlbench.errors import WeightSyncError
 from rlbench.weights.manifest import ChannelInfo, Manifest
 from rlbench.weights.names import check_names, checkpoint_shapes
@@ -77,7 +78,7 @@ class WeightReceiver:
             kind = type(error) if isinstance(error, WeightSyncError) else WeightSyncError
             raise kind(
                 f"the replica could not load the weights, and now holds a mixture: {error}. "
-                "Sync again, or call infer.reload()"
+                f"Sync again, or call reload() on {this_engine()}"
             ) from error
 
     def _transfer(self, method: str, *args: Any) -> None:

@@ -28,9 +28,22 @@ if TYPE_CHECKING:
     from rlbench.workers.train_states import Residency
 
 
-class KeepingVerbs:
-    """What `TrainRank` inherits; all verbs are collective."""
+LEAVES_THE_STATE = frozenset({
+    "policy_forward", "policy_forward_backward", "release_weights", "state_checksum", "training_checksums",
+    "held_trainer", "module_source_path", "write_snapshot", "drop_snapshots", "sweep_snapshots", "save_checkpoint",
+    "hold_back",
+})  # fmt: skip
+"""Verbs after which parameters and optimizers are what they were: a user's forward or loss in them is given gathered
+copies. They may draw random numbers and write to buffers."""
+SENDS_WEIGHTS = frozenset({"stage_weights", "announce_weights", "send_weights", "export_model"})
+"""Verbs of which the same holds where no hook of the user's is given the parameters."""
 
+
+class KeepingVerbs:
+    """What `TrainRank` inherits; all verbs but `begins` are collective."""
+
+    _standing: set[str] | None = None
+    """Snapshots that hold the parameters and optimizers of now; None where nobody tells which verbs are called."""
     _residency: Residency
     _policy: PolicyStep
     _sender: WeightSender | None
@@ -46,11 +59,28 @@ class KeepingVerbs:
     def _keep(self, snapshots: RankSnapshots, checkpoints: RankCheckpoints) -> None:
         self._snapshots, self._checkpoints = snapshots, checkpoints
 
-    def write_snapshot(self, folder: str, before: str | None = None, durable: bool = False) -> dict[str, int]:
+    def begins(self, verb: str) -> None:
+        """The host calls `verb` now: what was kept before holds the state of now no more, if that may change it."""
+        leaves_it = verb in LEAVES_THE_STATE or (
+            verb in SENDS_WEIGHTS and self._sender is not None and not self._sender.is_hooked
+        )
+        if self._standing is None or not leaves_it:
+            self._standing = set()
+
+    def write_snapshot(
+        self, folder: str, before: str | None = None, durable: bool = False, stoppable: bool = True
+    ) -> dict[str, int]:
         """Write the whole training state; see `RankSnapshots.write`."""
         self._built()
         self._residency.need_kept("weights", "optimizer")
-        return self._snapshots.write(folder, before, durable, cast("TrainRank", self)._trainer_state())
+        trainer, unchanged = cast("TrainRank", self)._trainer_state(), before in (self._standing or ())
+        written = self._snapshots.write(folder, before, durable, trainer, unchanged=unchanged, stoppable=stoppable)
+        self._stands_at(folder)
+        return written
+
+    def _stands_at(self, folder: str) -> None:
+        if self._standing is not None:
+            self._standing.add(folder)
 
     def read_snapshot(self, folder: str) -> dict[str, Any]:
         """Go back to a snapshot; gradients that wait for a step are dropped, but for those of a trainer that goes back,
@@ -62,7 +92,10 @@ class KeepingVerbs:
         self._policy.zero_grad()
         try:
             with self._residency.replacing(f"snapshot {Path(folder).name}"):
-                return self._snapshots.put_back(opened, trainer)
+                done = self._snapshots.put_back(opened, trainer)
+            if opened.left is None:
+                self._stands_at(folder)
+            return done
         finally:
             self._remeasure()
 

@@ -125,7 +125,7 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
         module._rank_context = RankContext(self.rank, self.world_size, device.device, strategy, stop)
         guard_forward(module)
         strategy.control.together("on_weights_materialized", module.on_weights_materialized)
-        self._residency = Residency(module, device, self._optimizers, self._materialize)
+        self._residency = Residency(module, device, self._optimizers, self._materialize, self._beside)
         self._policy = PolicyStep(module, strategy, stop, self._report, self._scaling_optimizer)
         self._sender = WeightSender(module, strategy.control, stop)
         self._keep(RankSnapshots(module, strategy.control, stop), RankCheckpoints(module, strategy.control))
@@ -227,6 +227,7 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
         if unknown:
             raise EngineError(f"unknown option {unknown[0]!r}; optim_step takes lr and max_norm.")
         optimizer, lr = self._policy_optimizer(), options.get("lr")
+        self._strategy.maybe_load_optimizer(optimizer)  # a trainer that a cell drives leaves it away
         notes = [unstepped(module, optimizer)]
         try:
             done = self._policy.optim_step(

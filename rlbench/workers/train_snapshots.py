@@ -65,8 +65,9 @@ class RankSnapshots:
         self._stop_requested = stop_requested
 
     def write(
-        self, folder: str, before: str | None, durable: bool, trainer: TrainerState | None = None
-    ) -> dict[str, int]:
+        self, folder: str, before: str | None, durable: bool, trainer: TrainerState | None = None, *,
+        unchanged: bool = False, stoppable: bool = True,
+    ) -> dict[str, int]:  # fmt: skip
         """Write this rank's state; the snapshot appears under `folder` once all ranks have theirs.
 
         Args:
@@ -74,6 +75,8 @@ class RankSnapshots:
             before: an earlier one, whose unchanged tensors are shared where it is still there and its owner's alone.
             durable: return only when the disk has it.
             trainer: the session's, which is kept with the policy.
+            unchanged: parameters and optimizers, and all of the trainer's tensors, are known to be those of `before`.
+            stoppable: whether a stop ends the writing.
 
         Returns:
             `bytes` and `fresh` (those not shared) of this rank.
@@ -91,17 +94,21 @@ class RankSnapshots:
                 aside.mkdir(mode=0o700, parents=True, exist_ok=True)
                 tensors = rank_state.tensors_of(self._module)
                 known = shared if shared is not None and shared.is_dir() and _is_own(shared) else None
-                done = write_tensors(aside / own, tensors, known, durable, self._until_stopped())
+                between = self._until_stopped(stoppable)
+                done = write_tensors(  # a forward of the user's may have written to a buffer
+                    aside / own, tensors, known, durable, between, lambda n: unchanged and not n.startswith("buffer/")
+                )
                 _save(rank_state.values_of(self._module), aside / own / VALUES, durable)
                 written = {"bytes": done.nbytes, "fresh": done.fresh}
                 if trainer is not None:
-                    more = self._write_trainer(aside / own, known, durable, trainer)
+                    more = self._write_trainer(aside / own, known, durable, trainer, between, unchanged)
                     written = {key: written[key] + more[key] for key in written}
             except Stopped:
                 pass  # the vote below tells the peers
             except Exception as error:  # a full disk on one rank: the peers must hear of it
                 failure = error
-            verdict = Verdict.FAILED if failure else Verdict.STOP if self._stop_requested() else Verdict.GO
+            stopped = stoppable and self._stop_requested()
+            verdict = Verdict.FAILED if failure else Verdict.STOP if stopped else Verdict.GO
             agreed = self._control.vote(verdict)
             if agreed is Verdict.FAILED:
                 self._control.raise_together("writing a snapshot", failure)
@@ -114,12 +121,13 @@ class RankSnapshots:
         return written
 
     def _write_trainer(
-        self, own: Path, before: Path | None, durable: bool, trainer: TrainerState
-    ) -> dict[str, int]:
+        self, own: Path, before: Path | None, durable: bool, trainer: TrainerState, between: Callable[[int], None],
+        unchanged: bool,
+    ) -> dict[str, int]:  # fmt: skip
         """Write the trainer's part into this rank's folder."""
         name = f"{TRAINER}{trainer.id}"
         known = before / name if before is not None and (before / name).is_dir() else None
-        done = write_tensors(own / name, trainer.tensors(), known, durable, self._until_stopped())
+        done = write_tensors(own / name, trainer.tensors(), known, durable, between, lambda name: unchanged)
         kept = None if known is None else known / TRAINER_VALUES
         try:
             blob = cloudpickle.dumps(trainer.values())
@@ -226,11 +234,11 @@ class RankSnapshots:
         hosts = self._control.gather(socket.gethostname())
         return hosts.index(hosts[self._control.rank]) == self._control.rank
 
-    def _until_stopped(self) -> Callable[[int], None]:
+    def _until_stopped(self, stoppable: bool) -> Callable[[int], None]:
         """Ends the writing of this rank soon after a stop was asked for; the vote at the end makes it common."""
 
         def between(nbytes: int) -> None:
-            if self._stop_requested():
+            if stoppable and self._stop_requested():
                 raise Stopped("stopped")
 
         return between

@@ -96,6 +96,11 @@ class WeightSender:
             return None
         return self._consume(doing, tensors, lambda: take(tensors))
 
+    @property
+    def is_hooked(self) -> bool:
+        """Whether code of the user's is given the parameters themselves as they are sent."""
+        return self._own_hook() is not None
+
     def release_staged(self) -> None:
         """Free what was staged on this rank's GPU; shared memory stays, to be written again at its full speed."""
         for key, stage in self._stages.items():
@@ -260,12 +265,8 @@ class WeightSender:
         """Full tensors under the names the module's hook gives them; each tied storage once."""
         state = unique_parameters(self._module)
         parameters = {name: tensor for name, tensor in state.items() if isinstance(tensor, DTensor)}
-        plain = BaseTrainModule.postprocess_output_named_parameters
-        hook = getattr(self._module, "postprocess_output_named_parameters", MethodType(plain, self._module))
-        own_hook = getattr(hook, "__func__", None) is not plain
-        interval = (
-            0 if own_hook else VOTE_BYTES
-        )  # a user's hook may fail: then no rank may enter the next gather
+        hook = self._own_hook()
+        interval = 0 if hook else VOTE_BYTES  # a user's hook may fail: then no rank may enter the next gather
         failure: Exception | None = None
         since_vote, moved = VOTE_BYTES, 0
         for name, tensor in state.items():
@@ -274,7 +275,7 @@ class WeightSender:
                 since_vote = 0
             since_vote += tensor.numel() * tensor.element_size()
             mapped: tuple[str, Tensor] | None = (name, tensor.detach())
-            if own_hook and isinstance(tensor, DTensor):  # the plain one only gathers, which `full` does, or need not
+            if hook and isinstance(tensor, DTensor):  # the plain one only gathers, which `full` does, or need not
                 try:
                     with user_code():
                         mapped = hook(name, tensor, parameters)
@@ -286,6 +287,14 @@ class WeightSender:
                 current().report(bytes=moved)
                 yield mapped[0], whole
         self._vote(failure)
+
+    def _own_hook(self) -> Callable[..., tuple[str, Tensor] | None] | None:
+        """The `postprocess_output_named_parameters` of the user's own; None where it is the plain one."""
+        plain = BaseTrainModule.postprocess_output_named_parameters
+        hook: Callable[..., tuple[str, Tensor] | None] = getattr(
+            self._module, "postprocess_output_named_parameters", MethodType(plain, self._module)
+        )
+        return None if getattr(hook, "__func__", None) is plain else hook
 
     def _vote(self, failure: Exception | None) -> None:
         failure = failure or self._failure

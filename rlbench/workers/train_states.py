@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rlbench.dispatch.context import bringing_back, this_engine
 from rlbench.errors import EngineError, StateError, nearest
 from rlbench.strategies import memory
 from rlbench.strategies.device import RankDevice
@@ -23,6 +25,9 @@ from rlbench.strategies.memory_side import kept_on_host
 
 PARTS = ("weights", "optimizer")
 STATES = ("cuda", "cpu", "meta")
+MEASURED_S = 0.25
+"""So often at most a forward counts what is held: code of a trainer's or a user's tells nobody of its gradients."""
+Beside = tuple[list[nn.Module], list[torch.optim.Optimizer]]
 
 
 class Residency:
@@ -33,21 +38,25 @@ class Residency:
         device: of the rank.
         optimizers: gives the optimizers there are now.
         materialize: fills the weights again after they were released; returns where they came from.
+        beside: gives the models and optimizers that the rank holds beside them, which are counted, but not moved.
     """
 
     def __init__(
         self, module: nn.Module, device: RankDevice, optimizers: Callable[[], list[torch.optim.Optimizer]],
-        materialize: Callable[[], str],
+        materialize: Callable[[], str], beside: Callable[[], Beside] = lambda: ([], []),
     ) -> None:  # fmt: skip
         self._module = module
         self._device = device
         self._optimizers = optimizers
         self._materialize = materialize
+        self._beside = beside
         self.state = dict.fromkeys(PARTS, "cuda")
         self.torn: str | None = None  # what failed in the middle of replacing the state, and what mends it
         self._released: memory.Released = []
-        self._held = dict.fromkeys(("weights", "gradients", "optimizer"), 0)
+        self._held = self._own = dict.fromkeys(("weights", "gradients", "optimizer"), 0)
         self._resting: int | None = None
+        self._measured = 0.0
+        module.register_forward_pre_hook(lambda *_: self._measure_if_due(), prepend=True)  # before FSDP gathers
 
     def need(self, *parts: str, whole: bool = True) -> None:
         """Refuse a call that needs `parts` on the device.
@@ -63,8 +72,8 @@ class Residency:
         for part in parts:
             if self.state[part] != "cuda":
                 raise StateError(
-                    f"the {part} of this train engine are {self._said(part)}; bring them back with "
-                    f"cuda('{part}') on the engine, then call again."
+                    f"the {part} of {this_engine()} are not resident but {self._said(part)}: {bringing_back(part)} "
+                    "then call again."
                 )
 
     def need_kept(self, *parts: str, whole: bool = True) -> None:
@@ -117,7 +126,8 @@ class Residency:
         for part in parts:
             if state == "cpu" and self.state[part] == "meta":
                 raise StateError(
-                    f"the {part} are released (meta), so there is nothing to keep; cuda('{part}') first."
+                    f"the {part} of {this_engine()} are released (meta), so there is nothing to keep: "
+                    f"{bringing_back(part)} first."
                 )
             if state != self.state[part]:
                 getattr(self, f"_{part}_to_{state}")(done)
@@ -169,21 +179,31 @@ class Residency:
 
     def measure(self) -> None:
         """Count the bytes of every tensor on the device, by owner: after what may have changed them."""
+        models, optimizers = self._beside()
+        self._own = self._bytes_of([self._module], self._optimizers())
+        self._held = self._bytes_of([self._module, *models], [*self._optimizers(), *optimizers])
+        self._measured = time.monotonic()
+
+    def _bytes_of(self, models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> dict[str, int]:
         tensors = {
-            "weights": memory.weight_tensors(self._module),
-            "gradients": memory.gradient_tensors(self._module),
-            "optimizer": memory.optimizer_tensors(self._optimizers()),
+            "weights": [tensor for model in models for tensor in memory.weight_tensors(model)],
+            "gradients": [tensor for model in models for tensor in memory.gradient_tensors(model)],
+            "optimizer": memory.optimizer_tensors(optimizers),
         }
         device = self._device.device
-        self._held = {owner: memory.nbytes(memory.on_device(own, device)) for owner, own in tensors.items()}
+        return {owner: memory.nbytes(memory.on_device(own, device)) for owner, own in tensors.items()}
+
+    def _measure_if_due(self) -> None:
+        if time.monotonic() - self._measured > MEASURED_S:
+            self.measure()
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """While a batch is computed, what the process grows beyond its gradients is activations.
+        """While a batch is computed, what the process grows beyond what is counted is activations.
 
         That is all a host can tell, which has no allocator to ask: it holds whatever else the pass takes, too.
         """
-        self._resting = self._device.allocated()["rss"] - self._held["gradients"]
+        self._resting = self._device.allocated()["rss"] - sum(self._held.values())
         try:
             yield
         finally:
@@ -193,12 +213,12 @@ class Residency:
         """Bytes by owner on the `device` ("host" or "gpu") as they were last counted, and what the process holds beside
         them now; `frees`: what `cpu` of each part would free. For any thread; walks no tensors.
         """
-        held, process, resting = self._held, self._device.allocated(), self._resting
-        frees = {part: held[part] if self._device.is_gpu else 0 for part in PARTS}
+        held, own, process, resting = self._held, self._own, self._device.allocated(), self._resting
+        frees = {part: own[part] if self._device.is_gpu else 0 for part in PARTS}
         if self._device.is_gpu:
             beyond = memory.beyond(held, self._device.device)
         else:
-            grown = 0 if resting is None else process["rss"] - resting - held["gradients"]
+            grown = 0 if resting is None else process["rss"] - resting - sum(held.values())
             activations = max(0, grown)
             beyond = {
                 "activations": activations, "other": max(0, process["rss"] - sum(held.values()) - activations)

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import cloudpickle
+import torch
+from torch import nn
 
 from rlbench.dispatch import context
 from rlbench.errors import EngineError, StateError, Stopped, nearest
@@ -119,7 +121,8 @@ class TrainerVerbs:
         context.current().report(phase=verb)
         trainer.strategy.maybe_offload_optimizer(optimizer)
         try:
-            return me.in_namespace(lambda: method(*args, **(kwargs or {})))
+            with me._residency.passing():
+                return me.in_namespace(lambda: method(*args, **(kwargs or {})))
         finally:
             trainer.strategy.maybe_load_optimizer(optimizer)
             self._owes_wake = was_awake
@@ -159,6 +162,13 @@ class TrainerVerbs:
     def _trainer_state(self) -> TrainerState | None:
         """What the trainer holds beside the policy; None without one."""
         return None if self._trainer is None else TrainerState(self._trainer, self._trainer_id)
+
+    def _beside(self) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+        """The models and optimizers that the trainer holds beside the policy's."""
+        held = [] if self._trainer is None else list(vars(self._trainer).values())
+        mine = cast("TrainRank", self)._module
+        models = [one for one in held if isinstance(one, nn.Module) and one is not mine]
+        return models, [one for one in held if isinstance(one, torch.optim.Optimizer)]
 
     def wake_as_before(self) -> None:
         """Make the replicas able to generate if they were before the verb that ended last; collective.

@@ -66,22 +66,33 @@ def goes_on(session: Any, batch: Any) -> None:
     assert rollouts.samples == 4 and rollouts.weight_version == session.version
 
 
-def test_a_rank_killed_between_calls_shows_on_the_card_and_healing_goes_back_to_before_the_last_step(
+def test_a_rank_killed_between_calls_shows_on_the_card_and_healing_goes_back_to_after_the_last_step(
     mortal: Any, batch: Any
 ) -> None:
+    before_both = checksums(mortal)
     mortal.train_step(batch)
-    before, step = checksums(mortal), mortal.step
+    undone = checksums(mortal)
     mortal.train_step(batch)
+    before, step, history = checksums(mortal), mortal.step, len(mortal.history)
+    drawn = mortal.rollout(tasks.prompts(2), max_tokens=4, progress=False).number
     pid = kill(mortal, "actor", 1)
     until(lambda: "rank 1 died" in repr(mortal))
     with pytest.raises(WorkerDied, match=rf"rank 1 of actor died \(pid {pid}\): .*killed") as died:
         mortal.train_step(batch)
     assert "GiB when last seen" in str(died.value) and "session.heal()" in str(died.value)
     healed = mortal.heal()
-    assert checksums(mortal) == before and (mortal.step, healed.step) == (step, step)
-    assert "optimizer" in healed.engines["actor"] and list(healed.engines) == ["actor"]
+    assert checksums(mortal) == before != undone != before_both and (mortal.step, healed.step) == (step, step)
+    assert len(mortal.history) == history and f"'after step {step}'" in healed.engines["actor"]
+    assert "lost" not in healed.engines["actor"] and list(healed.engines) == ["actor"]
+    assert mortal.rollout(tasks.prompts(2), max_tokens=4, progress=False).number == drawn + 1, "it was drawn"
     assert mortal.inference.weight_versions() == [mortal.version], "the replica holds the weights gone back to"
     assert "died" not in repr(mortal)
+    mortal.undo()
+    assert (checksums(mortal), mortal.step) == (undone, step - 1), "what was healed can still be undone"
+    kill(mortal, "actor", 0)
+    until(lambda: "rank 0 died" in repr(mortal))
+    mortal.heal()
+    assert (checksums(mortal), mortal.step) == (undone, step - 1), "and is not brought back by a heal"
     goes_on(mortal, batch)
 
 
@@ -98,8 +109,39 @@ def test_a_rank_killed_in_the_middle_of_a_step_ends_the_step_and_heals(mortal: A
     with pytest.raises(WorkerDied, match="rank 0 of actor died"):
         mortal.train_step(batch, loss=deadly)
     mortal.heal()
-    assert mortal.step == step - 1, "the state before the last step that was finished"
-    assert checksums(mortal) != before
+    assert (checksums(mortal), mortal.step) == (before, step), "the step that was finished stays"
+    goes_on(mortal, batch)
+
+
+def test_a_rank_killed_while_the_state_after_a_step_is_kept_costs_that_step_and_heal_says_so(
+    mortal: Any, batch: Any
+) -> None:
+    mortal.train_step(batch)
+    before, step, history = checksums(mortal), mortal.step, len(mortal.history)
+
+    def deadly() -> None:
+        import os
+        import signal
+
+        from rlbench.workers import train_snapshots
+
+        write, calls = train_snapshots.write_tensors, [0]
+
+        def dies(*args: Any, **kwargs: Any) -> Any:
+            calls[0] += 1
+            if rank == 1 and calls[0] == 2:  # type: ignore[name-defined]  # noqa: F821
+                os.kill(os.getpid(), signal.SIGKILL)
+            return write(*args, **kwargs)
+
+        train_snapshots.write_tensors = dies
+
+    mortal.train.run(deadly)
+    with pytest.raises(WorkerDied, match="rank 1 of actor died"):
+        mortal.train_step(batch)
+    assert mortal.step == step + 1, "it was done, and is on record"
+    healed = mortal.heal()
+    assert f"'before step {step + 1}'" in healed.engines["actor"] and f"Step {step + 1} is lost" in str(healed)
+    assert (checksums(mortal), mortal.step, len(mortal.history)) == (before, step, history)
     goes_on(mortal, batch)
 
 
@@ -120,7 +162,7 @@ def test_a_rank_killed_inside_the_optimizers_step_costs_that_step_alone(mortal: 
     mortal.heal()
     assert (checksums(mortal), mortal.step) == (before, step)
     goes_on(mortal, batch)
-    assert len(mortal.snapshots) == 1, "what was kept for the step that failed gave way"
+    assert len(mortal.snapshots) == 2, "what was kept for the step that failed gave way"
 
 
 def test_what_a_rank_left_that_died_in_the_middle_of_a_snapshot_is_removed(mortal: Any, batch: Any) -> None:
@@ -199,9 +241,22 @@ def test_a_reference_is_rebuilt_too_and_a_new_driver_can_heal(mortal: Any, batch
     mortal.__dict__.update(again.__dict__)  # the fixture's handle drives again
 
 
-def test_a_heal_that_found_its_snapshot_damaged_can_be_repeated_without_it(mortal: Any, batch: Any) -> None:
-    older, before = mortal.snapshot("older"), checksums(mortal)
+def test_healing_goes_back_to_where_the_session_stood_and_not_to_what_was_kept_last(mortal: Any, batch: Any) -> None:
     mortal.train_step(batch)
+    older, before, step = mortal.snapshot("older"), checksums(mortal), mortal.step
+    mortal.train_step(batch)
+    mortal.restore(older)
+    kill(mortal, "actor", 1)
+    until(lambda: "rank 1 died" in repr(mortal))
+    assert mortal.heal().snapshot == older.id
+    assert (checksums(mortal), mortal.step) == (before, step)
+    mortal.drop(older.id)
+    goes_on(mortal, batch)
+
+
+def test_a_heal_that_found_its_snapshot_damaged_can_be_repeated_without_it(mortal: Any, batch: Any) -> None:
+    mortal.train_step(batch)
+    before, kept = checksums(mortal), mortal.snapshots[-1]
     newest = mortal.snapshot("newest")
     for path in Path(newest.folder).rglob("*"):
         if path.is_file():
@@ -216,9 +271,8 @@ def test_a_heal_that_found_its_snapshot_damaged_can_be_repeated_without_it(morta
             verb()
     mortal.drop(newest.id)
     healed = mortal.heal()
-    assert list(healed.engines) == ["actor"] and healed.snapshot not in (None, newest.id)
+    assert list(healed.engines) == ["actor"] and healed.snapshot == kept.id
     assert checksums(mortal) == before
-    mortal.drop(older.id)
     goes_on(mortal, batch)
 
 

@@ -274,6 +274,11 @@ def test_a_rank_killed_during_a_fit_costs_that_iteration_alone(frail: Any) -> No
     trainer = trainer_of(frail)
     trainer.fit(2)
     before, at = checksums(frail), frail.step
+    os.kill(pids(frail, "actor")[0], signal.SIGKILL)  # after an iteration, and outside of any
+    until(lambda: "rank 0 died" in repr(frail))
+    healed = frail.heal()
+    assert f"'after step {at}'" in healed.engines["trainer"] and frail.step == at
+    assert checksums(frail) == before and trainer.where()["iterations"] == 2 == len(trainer.history)
     frail.link.pause(True)
     try:
         thread, raised = in_background(lambda: trainer.fit(2))

@@ -11,6 +11,7 @@ import pytest
 
 from rlbench.dispatch.link import Link, shm_prefix, spawn_host
 from rlbench.errors import SessionError, Stopped
+from rlbench.monitor import client
 from rlbench.runtime import processes, registry
 
 pytestmark = pytest.mark.engine
@@ -232,10 +233,15 @@ import rlbench as rb
 from rlbench.dispatch.link import Link, spawn_host
 import ray
 rb.init()
+if "notebook" in sys.argv:
+    from rlbench.dispatch import link as links
+    links.driver_mode = lambda: "notebook"
 link = Link.create("forsaken", lease_s=float(sys.argv[1]))
 host = spawn_host(link, "echo", 0, "tests.targets:EchoTarget", (0,), {}, {"num_cpus": 0})
 link.engine("echo", {"kind": "train", "actors": ["rlbench/forsaken/echo/0"]})
 print(ray.get(host.pid.remote()), link.state()["pid"], flush=True)
+if "notebook" in sys.argv:
+    sys.stdin.read()  # it lives, and calls nothing
 os._exit(1)
 """
 
@@ -249,6 +255,27 @@ def test_the_session_of_a_script_that_died_ends_after_its_lease(cluster, reposit
     assert not registry.session_file("forsaken").exists()
     with pytest.raises(SessionError, match="no session 'forsaken'"):
         Link.attach("forsaken")
+
+
+def test_a_notebook_that_is_left_alone_keeps_its_session_until_its_kernel_is_gone(cluster, repository):
+    kernel = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, "2.0", "notebook"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        cwd=repository,
+    )  # fmt: skip
+    assert kernel.stdin is not None and kernel.stdout is not None
+    try:
+        worker, monitor = map(int, kernel.stdout.readline().split())
+        record = client.find("forsaken")
+        os.kill(kernel.pid, signal.SIGSTOP)  # nor does it say that it lives
+        time.sleep(5.0)
+        held = client.ask(record, "/state")["lease"]
+        assert (held["seconds"], held["left_s"]) == (2.0, None) and processes.start_time(worker) is not None
+    finally:
+        kernel.kill()
+        kernel.wait()
+    assert client.ask(record, "/state")["lease"]["left_s"] > 0, "counted from its death, not from its last call"
+    until(lambda: processes.start_time(worker) is None and processes.start_time(monitor) is None)
+    assert not registry.session_file("forsaken").exists()
 
 
 def test_a_session_that_was_taken_up_again_lives_on(cluster, repository):

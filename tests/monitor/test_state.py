@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlbench.monitor import lease, state
+from rlbench.monitor.report import lease_report
 
 DRIVER = {"id": "a", "pid": 1, "started": 2.0, "mode": "script"}
 VALUES = st.one_of(st.integers(-5, 5), st.text(max_size=5), st.none(), st.floats(allow_nan=False))
@@ -74,12 +75,28 @@ def test_going_back_leaves_out_what_came_after_and_loses_nothing():
     )  # fmt: skip
     assert state.history(value) == [{"step": 1}, {"step": 2}, {"step": 30}]
     assert len(value["records"]) == 4
-    assert value["snapshots"]["a"] == {"step": 2, "version": 2, "rollouts": 0, "tip": 1, "cursor": None, "bytes": 7}
+    assert value["snapshots"]["a"] == {
+        "step": 2, "version": 2, "tip": 1, "cut": None, "rollouts": 0, "cursor": None, "bytes": 7
+    }
 
 
 def test_what_was_gone_back_to_gets_a_version_no_weights_had():
     value = reduced(*steps(1), {"do": "snapshot", "id": "a", "fields": {}}, *steps(2), {"do": "restore", "id": "a"})
     assert (value["step"], value["version"]) == (1, 3), "a replica that holds version 2 is not taken for current"
+
+
+def test_snapshots_are_in_the_order_in_which_the_session_stood_at_them_last():
+    made = [{"do": "snapshot", "id": name, "fields": {}} for name in "abc"]
+    assert list(reduced(*made, {"do": "restore", "id": "a"})["snapshots"]) == ["b", "c", "a"]
+
+
+def test_what_was_drawn_stays_where_a_heal_found_the_session_where_its_snapshot_is():
+    drawn = {"do": "set", "key": "rollouts", "value": 5}
+    back = {"do": "restore", "id": "a", "stays": True}
+    begun = [*steps(1), {"do": "snapshot", "id": "a", "fields": {}}, drawn]
+    value = reduced(*begun, back)
+    assert (value["step"], value["rollouts"], value["version"]) == (1, 5, 2)
+    assert reduced(*begun, back | {"stays": False})["rollouts"] == 0
 
 
 def test_a_dropped_snapshot_is_no_longer_there_to_undo():
@@ -165,7 +182,7 @@ def driver(mode, **fields):
 
 
 @pytest.mark.parametrize(
-    ("present", "alive", "idle_s", "busy", "over"),
+    ("present", "alive", "silent_s", "busy", "over"),
     [
         (None, False, 29.0, False, False),
         (None, False, 31.0, False, True),
@@ -175,11 +192,15 @@ def driver(mode, **fields):
         (driver("script"), False, 31.0, True, True),
         (driver("script", lease_s=5.0), False, 6.0, False, True),
         (driver("script", lease_s=60.0), False, 31.0, False, False),
+        (driver("notebook"), True, 1e6, False, False),
+        (driver("notebook", lease_s=60.0), True, 61.0, False, False),
         (driver("notebook"), False, 7 * 3600.0, False, False),
         (driver("notebook"), False, 9 * 3600.0, False, True),
         (driver("notebook"), False, 9 * 3600.0, True, False),
         (driver("notebook", lease_s=60.0), False, 61.0, False, True),
     ],
 )  # fmt: skip
-def test_when_a_session_ends_by_itself(present, alive, idle_s, busy, over):
-    assert lease.is_over(present, alive, idle_s, busy) is over
+def test_when_a_session_ends_by_itself(present, alive, silent_s, busy, over):
+    assert lease.is_over(present, alive, silent_s, busy) is over
+    left = lease_report(present, alive, silent_s, busy)["left_s"]
+    assert left == 0 if over else left is None or left > 0, "who shows it says the same"

@@ -9,7 +9,7 @@ import pytest
 from rlbench.notebook import dashboard_html
 from rlbench.notebook.dashboard import Dashboard
 from rlbench.notebook.dashboard_data import view
-from rlbench.notebook.dashboard_memory import memory, thinned
+from rlbench.notebook.dashboard_memory import memory, seen_and_thin, thinned
 from rlbench.notebook.feed import Feed
 from rlbench.notebook.palette import OWNERS
 from tests.scripted_monitor import GIB, MIB, blank, engine, played
@@ -140,6 +140,23 @@ def test_memory_is_stacked_by_owner_and_what_is_not_known_is_other():
     assert replica.owners[-1] == (1024, None), "it is gone"
     assert found.marks == ((NOW, None, "oom", "inference 0"),)
     assert memory(samples[:1], (), blank("s")).lanes[0].detail == "shared 20 MiB"
+
+
+def test_the_legend_names_what_the_picture_shows_and_says_why_the_rest_is_not_seen():
+    actor, replica = "rlbench/s/actor/0", "rlbench/s/inference/0"
+    told = {"time": NOW + 1, "resident": {actor: 900 * MIB, replica: GIB}, "gpus": [], "owners": {
+        actor: {"weights": 2 * MIB, "gradients": 0, "optimizer": 4 * MIB, "activations": 90 * MIB, "other": 804 * MIB},
+        replica: {"weights": 2 * MIB, "kv_cache": 200 * MIB, "other": 822 * MIB},
+    }}  # fmt: skip
+    shown = memory([told], (), blank("s"))
+    assert seen_and_thin(shown) == (["kv_cache", "activations", "other"], ["weights", "optimizer"])
+    key = dashboard_html._key(shown)
+    assert "■</span> activations" in key and "■</span> weights" not in key
+    assert "too thin to see: weights, optimizer" in key and "grey at first" not in key
+    unasked = told | {"time": NOW, "owners": {}}
+    both = memory([unasked, told], (), blank("s"))
+    assert both.untold == NOW and "grey at first" in dashboard_html._key(both)
+    assert memory([unasked | {"gpus": [{"used": GIB, "total": 4 * GIB}]}], (), blank("s")).untold == NOW
 
 
 def test_lengths_of_a_running_rollout_grow_over_all_replicas():

@@ -45,7 +45,7 @@ def test_the_card_says_how_long_nothing_ran_and_which_branch_this_is():
 @pytest.mark.parametrize(
     ("driver", "lease_s", "text"),
     [
-        ({"mode": "notebook"}, 8 * 3600.0, "ends after 8 h idle"),
+        ({"mode": "notebook"}, 8 * 3600.0, "ends 8 h after its kernel"),
         ({"mode": "script"}, 30.0, "ends 30 s after its script"),
         (None, 30.0, "ends 30 s after its script"),
     ],

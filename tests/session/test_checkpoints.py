@@ -44,6 +44,7 @@ def test_a_loaded_session_goes_on_with_other_ranks_and_the_same_replica_output(s
         assert other.train.world_size == 1 and other.inference.weight_versions() == [session.version]
         assert np.abs(other.logprobs(batch) - logprobs).max() < 1e-5
         assert other.lr == session.lr
+        assert [s.label for s in other.snapshots] == [f"after step {session.step}"], "heal() goes back to it"
         assert other.train_step(batch).step == session.step + 1
     assert Path(saved.path).parent == tmp_path and saved.bytes > 1 << 20 and saved.removed == ()
 

@@ -94,5 +94,15 @@ def test_a_death_that_a_snapshot_mended_is_a_going_back_and_another_is_refused()
     assert chosen(step("a"), verb("heal"), step("b")) == [0, 1, 2]  # a replica alone: nothing went back
 
 
+def test_a_heal_to_after_the_last_step_takes_back_what_was_on_the_ranks_and_keeps_what_was_drawn():
+    died = step("b", outcome="failed")
+    healed = verb("heal", snapshot="after a")
+    entries = [step("a", after="after a"), verb("set_lr"), rollout(1), verb("forward_backward"), healed, step("c")]
+    assert chosen(*entries) == [0, 2, 5]
+    assert chosen(step("a", after="after a"), rollout(1), died, verb("heal", snapshot="b"), step("c")) == [0, 1, 4]
+    unkept = [step("a", after="after a"), rollout(1), step("b"), healed, step("c")]
+    assert chosen(*unkept) == [0, 4], "a step that was taken back takes back what was drawn for it"
+
+
 def test_branches_keep_everything():
     assert chosen(step("a"), verb("branch", snapshot="s"), step("b")) == [0, 1, 2]

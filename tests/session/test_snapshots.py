@@ -37,6 +37,10 @@ def mine(session):
     return [s for s in session.snapshots if not s.label.startswith("before tests/")]
 
 
+def labels(session):
+    return [s.label for s in mine(session)]
+
+
 def checksums(session):
     return session.train.call_all("training_checksums").result()
 
@@ -82,32 +86,126 @@ def test_undo_takes_the_last_step_back_and_the_replicas_with_it(session, batch):
     assert again.texts == greedy.texts
     with pytest.raises(SessionError, match="no step to undo"):
         session.undo()
-    assert not in_memory(session), "what was undone is freed"
+    assert labels(session) == [undone.label], "what was undone is freed; what heal() goes back to stays"
+    assert len(in_memory(session)) == 1
 
 
 def test_only_as_many_steps_are_kept_as_asked_for(session, batch):
     for _ in range(3):
         session.train_step(batch)
-    assert [s.label for s in mine(session)] == [f"before step {session.step}"]
+    assert labels(session) == [f"before step {session.step}", f"after step {session.step}"]
+    assert len(in_memory(session)) == 2
+
+
+def test_several_steps_are_taken_back_one_by_one_and_no_more_than_asked_for(session, batch, monkeypatch):
+    monkeypatch.setattr(type(session), "undo_depth", 2)
+    sums = [checksums(session)]
+    for _ in range(3):
+        session.train_step(batch)
+        sums.append(checksums(session))
+    assert len(in_memory(session)) == 3
+    for then in (sums[2], sums[1]):
+        session.undo()
+        assert checksums(session) == then and labels(session)[-1] == f"before step {session.step + 1}"
+    with pytest.raises(SessionError, match="no step to undo"):
+        session.undo()
     assert len(in_memory(session)) == 1
+
+
+def test_a_step_copies_the_state_once_and_reads_nothing_that_cannot_have_changed(session, batch):
+    def count():
+        from rlbench.checkpoint import tensor_files
+
+        tensor_files.seen, read, write = [], tensor_files._bytes_of, tensor_files.write_tensors
+
+        def reading(tensor):
+            tensor_files.seen[-1] += 1
+            return read(tensor)
+
+        def writing(*args, **kwargs):
+            tensor_files.seen.append(0)
+            return write(*args, **kwargs)
+
+        from rlbench.workers import train_snapshots
+
+        tensor_files._bytes_of, train_snapshots.write_tensors = reading, writing
+        train_snapshots._put_back = lambda: (setattr(tensor_files, "_bytes_of", read),
+                                             setattr(train_snapshots, "write_tensors", write))  # fmt: skip
+
+    def seen():
+        from rlbench.checkpoint import tensor_files
+        from rlbench.workers import train_snapshots
+
+        train_snapshots._put_back()
+        return tensor_files.seen, len(list(module.buffers()))  # noqa: F821
+
+    session.train_step(batch)
+    session.train.run(count)  # whatever it did to the weights: the next step looks at them
+    session.train_step(batch)
+    session.sync_weights()
+    session.logprobs(batch)
+    session.forward_backward(batch)
+    session.optim_step()
+    (before, after, again, last), buffers = session.train.run(seen)[1]
+    assert before == after == last > buffers == again, "a forward may write to a buffer"
+    kept = {s.label: s.fresh for s in mine(session)}
+    assert kept[f"before step {session.step}"] == 0 < kept[f"after step {session.step}"]
+
+
+def halve():
+    for parameter in module.parameters():  # noqa: F821
+        parameter.data.to_local().numpy()[...] *= 0.5  # as torch's own counters of changes do not see it
+
+
+def draw():
+    import torch
+
+    torch.rand(3)
+
+
+CHANGES = {
+    "weights": lambda session, batch: session.train.run(halve),
+    "random state": lambda session, batch: session.train.run(draw),
+    "moments": lambda session, batch: session.train.run(lambda: module.optimizer.state.clear()),  # noqa: F821
+    "cell": lambda session, batch: session.train.run_cell("module.optimizer.param_groups[0]['eps'] *= 2"),
+    "lr": lambda session, batch: session.set_lr(session.lr * 1.5),
+    "restore": lambda session, batch: session.restore(session.snapshot("elsewhere")),
+    "undo": lambda session, batch: session.undo(),
+    "offload": lambda session, batch: (session.offload("train"), session.onload("train")),
+    "nothing": lambda session, batch: None,
+}
+
+
+@pytest.mark.parametrize("changed", CHANGES)
+def test_undo_goes_back_to_before_the_step_whatever_was_done_since_the_one_before(session, batch, changed):
+    session.train_step(batch)
+    CHANGES[changed](session, batch)
+    before = checksums(session)
+    session.train_step(batch)
+    assert checksums(session) != before
+    session.undo()
+    assert checksums(session) == before
 
 
 def test_a_step_that_is_refused_leaves_nothing_to_undo(session, batch):
     session.train_step(batch)
-    kept = mine(session)
+    kept, step = session.snapshots.undo_to, session.step
     with pytest.raises(LossError):
         session.train_step(batch, loss=lambda i: (i.logprobs * float("nan"), {}))
-    assert mine(session) == kept
+    assert session.snapshots.undo_to == kept and labels(session)[-1] == f"after step {step}"
 
     def steep(inputs):  # finite in value, not in slope; tame in the trial on two sequences
         change = inputs.logprobs - inputs.logprobs.detach()
         return (change.sqrt() if inputs.mask.sum() > 40 else change), {}
 
+    before = checksums(session)
     assert session.train_step(batch, loss=steep).skipped
-    assert mine(session) == kept
+    assert session.snapshots.undo_to == kept
+    assert checksums(session) == before and labels(session)[-1] == f"after step {step + 1}", "heal() does not skip it"
 
 
 def test_a_step_that_cannot_be_kept_is_taken_all_the_same_and_says_so(session, batch):
+    session.train_step(batch)
 
     def full():
         from rlbench.workers import train_snapshots
@@ -124,14 +222,17 @@ def test_a_step_that_cannot_be_kept_is_taken_all_the_same_and_says_so(session, b
 
     session.train.run(full)
     try:
-        with pytest.warns(UserWarning, match="this step cannot be undone: .*no space left"):
+        with pytest.warns(UserWarning, match="no space left") as said:
             metrics = session.train_step(batch)
         assert metrics.grad_norm > 0
+        assert ["cannot be undone" in str(one.message) for one in said] == [True, False]
+        assert f"step {session.step} is done but not kept" in str(said[1].message)
     finally:
         session.train.run(again)
-    assert not mine(session)
+    with pytest.raises(SessionError, match="no step to undo"):
+        session.undo()  # not to before the step that could be kept
     session.train_step(batch)
-    assert session.undo()
+    assert session.undo().step == session.step
 
 
 def test_a_second_snapshot_of_the_same_state_takes_no_memory(session):

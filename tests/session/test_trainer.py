@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import rlbench as rb
-from rlbench.errors import SessionError, Stopped
+from rlbench.errors import SessionError, StateError, Stopped
 from rlbench.strategies import OptionError
 from rlbench.tiny import tasks
 
@@ -103,6 +103,35 @@ def make_by_hand(path, stream, options):
 def iterate(step):
     by_hand.make_experience()
     return by_hand.ppo_train(step)
+
+
+def test_a_step_of_the_sessions_finds_an_optimizer_that_a_cell_left_in_host_memory(session):
+    grpo(session, adam_offload=True)
+    scored = session.rollout(["sort 5 2 :"], n=4, max_tokens=6).score(lambda r: float(sum(r.token_ids) % 7))
+    batch = scored.select(scored.lengths > 0).batch(advantage=rb.rl.rloo())
+    assert session.train.run(iterate_in_a_cell) == [True, True]
+    asleep = r"of engine 'inference' (is|are) .*session\.onload\('inference', '"
+    with pytest.raises(StateError, match=asleep):
+        session.rollout(["sort 52"], n=1, max_tokens=6)
+    assert session.train_step(batch).grad_norm > 0
+    assert session.train.run(is_away) == [False, False]
+    session.train.run(iterate_in_a_cell)
+    assert grpo(session).step().actor_grad_norm > 0, "nor does a trainer that does not offload refuse"
+    session.offload("train", "optimizer")
+    with pytest.raises(StateError, match=r"optimizer of engine 'actor' .*session\.onload\('actor', 'optimizer'\)"):
+        session.train_step(batch)
+    session.onload("train")
+    session.onload("inference")
+
+
+def iterate_in_a_cell():
+    trainer.make_experience()  # noqa: F821
+    trainer.ppo_train()  # noqa: F821
+    return trainer.strategy.optimizer_away(module.optimizer)  # noqa: F821
+
+
+def is_away():
+    return trainer.strategy.optimizer_away(module.optimizer)  # noqa: F821
 
 
 def test_a_stop_ends_a_fit_within_an_iteration_and_fit_goes_on(session):

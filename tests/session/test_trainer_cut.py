@@ -73,6 +73,21 @@ def test_undo_takes_back_the_whole_of_an_iteration_that_was_stopped(session):
     assert session.step == step + 4, "the next iteration has a snapshot of its own again"
 
 
+def test_what_was_done_of_an_iteration_that_was_stopped_is_kept_and_goes_on_from_there(session):
+    trainer = grpo(session, **FOUR_STEPS)
+    trainer.fit(1)
+    step, before = session.step, session.train.run(checksum)
+    cut(session, trainer, 2)
+    kept, done = session.snapshots[-1], session.train.run(checksum)
+    assert (kept.label, kept.step) == (f"after step {step + 2}", step + 2), "what heal() would go back to"
+    cut(session, trainer, 1)
+    session.restore(kept)
+    assert session.train.run(checksum) == done and session.step == step + 2
+    assert trainer.fit(1)[0]["step"] == step + 4, "the rest of the iteration"
+    session.undo()
+    assert session.train.run(checksum) == before and session.step == step
+
+
 def test_a_new_kernel_knows_of_an_iteration_that_was_stopped_and_undo_takes_all_of_it_back(session):
     trainer = grpo(session, **FOUR_STEPS)
     trainer.fit(1)

@@ -139,7 +139,7 @@ def test_discarded_weights_are_filled_by_a_sync(
     replica: VllmReplica, model: PreTrainedModel, stage: ShmStage
 ) -> None:
     replica.to_state("meta", None)
-    with pytest.raises(StateError, match=r"infer\.cuda\('weights'\)"):
+    with pytest.raises(StateError, match=r"cuda\('weights'\)"):
         replica.begin_sync()
     replica.to_state("cuda", ["weights"])
     replica.apply_weights(staged(stage, model))

@@ -56,6 +56,28 @@ def test_released_weights_take_nothing(rank):
     assert owners(residency)["weights"] == 16 * MIB
 
 
+def test_a_loop_that_tells_nobody_is_counted_as_it_computes(rank, monkeypatch):
+    monkeypatch.setattr("rlbench.workers.train_states.MEASURED_S", 0.0)
+    module, optimizer, residency = rank
+    for _ in range(2):  # a trainer's, or a cell's
+        module(torch.randn(4, 2048)).sum().backward()
+    assert owners(residency)["gradients"] == 16 * MIB
+    optimizer.step()
+    module(torch.randn(4, 2048))
+    assert owners(residency)["optimizer"] >= 32 * MIB
+
+
+def test_models_beside_the_policy_are_counted_and_not_what_offloading_frees():
+    policy, critic = nn.Linear(1024, 1024, bias=False), nn.Linear(2048, 1024, bias=False)
+    steps = torch.optim.AdamW(critic.parameters())
+    residency = Residency(policy, RankDevice(torch.device("cpu")), list, lambda: "", lambda: ([critic], [steps]))
+    critic(torch.randn(4, 2048)).sum().backward()
+    steps.step()
+    residency.measure()
+    held = owners(residency)
+    assert (held["weights"], held["gradients"]) == (12 * MIB, 8 * MIB) and held["optimizer"] >= 16 * MIB
+
+
 def test_owners_add_up_to_the_process(rank):
     _, _, residency = rank
     told = residency.memory()
@@ -64,7 +86,7 @@ def test_owners_add_up_to_the_process(rank):
 
 
 def test_activations_are_what_a_pass_has_grown_by_without_its_gradients(rank):
-    module, _, residency = rank
+    module, optimizer, residency = rank
     assert residency.memory()["activations"] == 0
     with residency.passing():
         held = mmap.mmap(-1, 200 * MIB)  # pages of its own, whatever the allocator kept from earlier tests
@@ -74,7 +96,9 @@ def test_activations_are_what_a_pass_has_grown_by_without_its_gradients(rank):
         held.close()
         module.weight.grad = torch.ones(2048, 2048)
         residency.measure()
-        assert residency.memory()["activations"] < 8 * MIB, "gradients are an owner of their own"
+        optimizer.state[module.weight] = {"exp_avg": torch.ones(2048, 2048)}  # a step keeps what it took meanwhile
+        residency.measure()
+        assert residency.memory()["activations"] < 8 * MIB, "gradients and moments are owners of their own"
     assert residency.memory()["activations"] == 0
 
 

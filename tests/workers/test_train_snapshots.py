@@ -277,3 +277,10 @@ def test_what_is_no_snapshot_of_the_session_any_more_is_swept(qwen: str, tmp_pat
     with ranks(2, qwen_on_meta(qwen, NoisyQwen)) as engine:
         engine.call("sweep_snapshots", starts, [str(tmp_path / "s-0123abcd")])
     assert sorted(os.listdir(tmp_path)) == ["other-0123abcd", "s-0123abcd", "s-0123abcf.old", "s-anchors"]
+
+
+def test_the_verbs_that_leave_the_state_alone_are_verbs() -> None:
+    from rlbench.workers.train_keeping import LEAVES_THE_STATE, SENDS_WEIGHTS
+    from rlbench.workers.train_rank import TrainRank
+
+    assert {name for name in LEAVES_THE_STATE | SENDS_WEIGHTS if not callable(getattr(TrainRank, name, None))} == set()

@@ -2,8 +2,8 @@ import React from 'react';
 
 import { gib } from '../format';
 import { OWNERS } from '../memory';
-import type { Owner, OwnerNames, Timeline } from '../memory';
-import type { Curve } from '../view/shape';
+import type { Bands, Owner, OwnerNames, Timeline } from '../memory';
+import type { Curve, Trans } from '../view/shape';
 
 const WIDTH = 200;
 const TIMELINE_HEIGHT = 24;
@@ -48,16 +48,23 @@ export function MemoryTimeline(props: {
   );
 }
 
-/** Which colour is whose, for the owners that occur. */
-export function Legend(props: { owners: readonly Owner[]; names: OwnerNames }): React.JSX.Element {
+/** Which colour is whose, for the owners that can be seen, and which are there but cannot. */
+export function Legend(props: {
+  bands: Bands;
+  names: OwnerNames;
+  trans: Trans;
+}): React.JSX.Element {
+  const { bands, names, trans } = props;
+  const thin = bands.thin.map(owner => names[owner]).join(', ');
   return (
     <div className="rlb-Legend">
-      {props.owners.map(owner => (
+      {bands.seen.map(owner => (
         <span key={owner}>
           <i style={{ background: colourOf(owner) }} />
-          {props.names[owner]}
+          {names[owner]}
         </span>
       ))}
+      {thin ? <span className="rlb-quiet">{trans.__('too thin to see: %1', thin)}</span> : null}
     </div>
   );
 }

@@ -1,8 +1,8 @@
 import React from 'react';
 
 import { duration } from '../format';
-import { OWNERS } from '../memory';
-import type { Owner } from '../memory';
+import { bandsOf } from '../memory';
+import type { Bands } from '../memory';
 import type { Sessions } from '../sessions';
 import { nowOf } from '../view/condition';
 import { ownerNames } from '../view/engines';
@@ -42,7 +42,7 @@ export function Overview({ sessions, interval, onPress, onNew, trans }: Props): 
           trans={trans}
         />
       ))}
-      <Legend owners={ownersOf(sessions)} names={ownerNames(trans)} />
+      <Legend bands={bands(sessions)} names={ownerNames(trans)} trans={trans} />
     </div>
   );
 }
@@ -83,12 +83,10 @@ function NoSession(props: { onNew: () => void; trans: Trans }): React.JSX.Elemen
   );
 }
 
-/** The owners that some timeline shows, in their order. */
-function ownersOf(sessions: Sessions): readonly Owner[] {
-  const told = sessions.entries
-    .flatMap(entry => entry.samples.slice(-1))
-    .flatMap(sample => Object.values(sample.owners));
-  return OWNERS.filter(owner => told.some(held => held[owner]));
+/** The owners that the newest ends of the timelines show. */
+function bands(sessions: Sessions): Bands {
+  const newest = sessions.entries.flatMap(entry => entry.samples.slice(-1));
+  return bandsOf(newest.flatMap(sample => Object.values(sample.owners)));
 }
 
 /** Arrow keys go from one session's block to the next. */

@@ -8,10 +8,11 @@ const LETTERS = { rollout: "R", score: "C", train: "T", sync: "S", offload: "O",
 const KEPT_S = 600;
 const WINDOWS = [[60, "last minute"], [180, "last 3 minutes"], [600, "last 10 minutes"]];
 const REDRAW_MS = 250;
+const SEEN = 0.01; // part of the scale below which a band is no wider than a hair
 const LANE = 40, GAP = 6, BAND = 14, AXIS = 16;
 
 export default () => {
-  const ring = { times: [], lanes: new Map(), marks: new Map() };
+  const ring = { times: [], lanes: new Map(), marks: new Map(), untold: -Infinity };
   const drawers = new Set();
   const changed = (what) => { for (const drawer of drawers) drawer(what); };
   return {
@@ -70,6 +71,7 @@ export default () => {
 // Append what is newer; a process that was not there has no number.
 function merge(ring, memory) {
   if (!memory?.times) return;
+  ring.untold = Math.max(ring.untold, memory.untold ?? -Infinity);
   const last = ring.times.at(-1) ?? -Infinity;
   const fresh = memory.times.map((time, i) => [time, i]).filter(([time]) => time > last);
   const length = ring.times.length;
@@ -111,12 +113,7 @@ function makeCharts(el) {
     return { box, head, body: add(box, "div", "rlb-panel-body") };
   };
   const view = { root, memory: panel("memory", "memory"), lengths: panel("lengths", "lengths") };
-  const key = add(view.memory.head, "span", "rlb-key");
-  for (const owner of OWNERS) {
-    const one = add(key, "span", "");
-    add(one, "i", `rlb-swatch rlb-fill-${owner.replace("_", "-")}`);
-    one.append(owner === "kv_cache" ? "KV cache" : owner);
-  }
+  view.key = add(view.memory.head, "span", "rlb-key");
   view.window = add(view.memory.head, "select", "rlb-window");
   view.window.setAttribute("aria-label", "time shown");
   for (const [seconds, text] of WINDOWS) {
@@ -175,6 +172,7 @@ function drawMemory(view, ring, seconds) {
   const said = lanes.map((lane) => `${lane.name} ${bytes(now(lane))}`).join("; ");
   const root = svg(body, "svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `memory: ${said}` });
   const most = Math.max(1, ...lanes.map((lane) => lane.total ? 0 : top(lane)));
+  drawKey(view.key, lanes, most, ring.untold >= start);
   lanes.forEach((lane, row) => {
     const base = BAND + row * (LANE + GAP) + LANE;
     svg(root, "text", { x: 0, y: base - LANE / 2 + 4, class: "rlb-lane-name" }, lane.name);
@@ -189,6 +187,23 @@ function drawMemory(view, ring, seconds) {
   const span = Math.round(end - start);
   svg(root, "text", { x: nameWidth, y: height - 3, class: "rlb-small" }, `−${span} s`);
   svg(root, "text", { x: nameWidth + plot, y: height - 3, class: "rlb-small", "text-anchor": "end" }, "now");
+}
+
+// Which colour is whose, of what can be seen, and why the rest cannot.
+function drawKey(key, lanes, most, untold) {
+  const largest = OWNERS.map((_, owner) =>
+    Math.max(0, ...lanes.map((lane) => Math.max(...lane.owners[owner]) / (lane.total || most))));
+  const named = (owner) => owner === "kv_cache" ? "KV cache" : owner;
+  key.replaceChildren();
+  OWNERS.forEach((owner, i) => {
+    if (largest[i] < SEEN) return;
+    const one = add(key, "span", "");
+    add(one, "i", `rlb-swatch rlb-fill-${owner.replace("_", "-")}`);
+    one.append(named(owner));
+  });
+  const thin = OWNERS.filter((_, i) => largest[i] > 0 && largest[i] < SEEN).map(named);
+  if (thin.length) add(key, "span", "rlb-q").textContent = `too thin to see: ${thin.join(", ")}`;
+  if (untold) add(key, "span", "rlb-q").textContent = "grey at first: workers tell whose it is while somebody looks";
 }
 
 function drawLane(root, lane, times, x, base, most) {
