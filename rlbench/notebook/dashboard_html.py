@@ -28,8 +28,8 @@ def snapshot(view: View, at: float, note: str = "") -> str:
         f"<span class=q>{escape(note or 'as of')} {when}</span></div>"
     )
     error = f"<div class=w>⚠ {escape(view.error)}</div>" if view.error else ""
-    return box('<div class="rlb-snapshot">', head, error, _engines(view), _memory(view.memory), _lengths(view.lengths),
-               _metrics(view), _split(view.split), "</div>")  # fmt: skip
+    return box(head, error, _engines(view), _memory(view.memory), _lengths(view.lengths), _metrics(view),
+               _split(view.split))  # fmt: skip
 
 
 def text(view: View) -> str:

@@ -53,9 +53,9 @@ def rollouts_view(rollouts: Rollouts) -> str:
     return static_view(Shown(rollouts))
 
 
-def static_view(shown: Shown) -> str:
-    """`rollouts_view` of what a viewer holds already."""
-    rollouts, scale = shown.rollouts, chosen_scale(shown)
+def static_view(shown: Shown, colour: str | None = None) -> str:
+    """`rollouts_view` of what a viewer holds already, coloured by the channel that is chosen there."""
+    rollouts, scale = shown.rollouts, chosen_scale(shown, colour)
     parts = [f"<style>{css('.rlb-static')}{STYLE}</style>", f"<div>{escape(headline(rollouts))}</div>"]
     groups = telling_groups(shown, GROUPS_SHOWN)
     if len(groups):
