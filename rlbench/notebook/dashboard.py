@@ -293,13 +293,14 @@ def _set(widget: Any, control: Control) -> None:
 
 
 def _engine_name(row: EngineRow) -> str:
-    return f'<b>{escape(row.name)}</b> <span class="rlb-q">{escape(row.kind)}</span>'
+    name = escape(row.name)
+    return f'<span title="{name}"><b>{name}</b> <span class="rlb-q">{escape(row.kind)}</span></span>'
 
 
 def _engine_note(row: EngineRow) -> str:
     memory_now = "" if row.bytes is None else escape(gib(row.bytes))
     note = f'<span class="rlb-w">⚠ {escape(row.note)}</span>' if row.warns else escape(row.note)
-    return f'<span class="rlb-n">{memory_now}</span> {note}'
+    return f'<span title="{escape(row.note)}"><span class="rlb-n">{memory_now}</span> {note}</span>'
 
 
 def _head_json(shown: View) -> dict[str, Any]:

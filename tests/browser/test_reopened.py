@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import re
-from collections.abc import Callable
-from typing import Any
-
 import nbformat
 import pytest
 from nbconvert import HTMLExporter
 
 from tests.browser.lab import Notebook
 from tests.browser.panels import scripted
-from tests.notebook.gallery import LONG, VIEWS
+from tests.notebook.gallery import VIEWS
+from tests.notebook.reading import Columns, stripped
 
 START = "import sys; sys.path.insert(0, {root!r})\nfrom tests.notebook.gallery import show"
 SAID = {
@@ -24,6 +20,18 @@ SAID = {
 }  # fmt: skip
 """What the static form of each view says; plots are pictures."""
 LIVE = ("rollouts", "viewer", "dashboard")
+NEAREST = """() => {
+    const extent = cell => {
+        const range = document.createRange();
+        range.selectNodeContents(cell);
+        return range.getBoundingClientRect();
+    };
+    const gaps = [...document.querySelectorAll('tr')].flatMap(row => {
+        const cells = [...row.children].filter(cell => cell.innerText.trim()).map(extent);
+        return cells.slice(1).map((cell, i) => cell.left - cells[i].right);
+    });
+    return Math.min(...gaps);
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +55,6 @@ def saved(lab, browser, repository) -> nbformat.NotebookNode:
 @pytest.fixture(params=["lab/workspaces/again/tree/", "notebooks/"], ids=["JupyterLab", "Notebook 7"])
 def page(saved, lab, browser, request):
     """The file, opened anew."""
-    if request.param.startswith("notebooks") and importlib.util.find_spec("notebook") is None:
-        pytest.skip("no Notebook 7: pip install notebook")
     context = browser.new_context(viewport={"width": 1280, "height": 6000})  # all cells are in view
     opened = context.new_page()
     opened.goto(f"{lab.url}{request.param}reopened.ipynb?reset&token={lab.token}")
@@ -67,6 +73,35 @@ def test_every_view_shows_its_static_form(page, repository, request):
         else:
             area.locator("img, .jp-RenderedPlotly").first.wait_for()
         if name in LIVE:
-            assert area.locator(".rlb-live").count() == 0
+            message = area.get_by_text("Error displaying widget: model not found")
+            message.wait_for(state="attached")
+            assert message.is_hidden() and area.locator(".rlb-live").count() == 0
         assert "widget" not in area.inner_text(), f"{name}: {area.inner_text()[:200]}"
         area.screenshot(path=repository / "build" / "browser" / f"reopened-{request.node.callspec.id}-{name}.png")
+
+
+def test_an_export_to_html_shows_it_too(saved, browser, tmp_path, repository):
+    file = tmp_path / "reopened.html"
+    file.write_text(HTMLExporter(embed_images=True).from_notebook_node(saved)[0])
+    context = browser.new_context(viewport={"width": 1280, "height": 6000}, offline=True)
+    page = context.new_page()
+    page.goto(file.as_uri())
+    text = page.locator("body").inner_text()
+    assert [name for name, said in SAID.items() if said not in text] == []
+    assert "widget" not in text
+    page.screenshot(path=repository / "build" / "browser" / "reopened-nbconvert.png")
+    context.close()
+
+
+def test_a_page_that_takes_styles_out_keeps_the_columns_apart(saved, browser, repository):
+    htmls = [
+        output.data["text/html"] for cell in saved.cells[1:] for output in cell.outputs if "text/html" in output.data
+    ]
+    assert len(htmls) == len(VIEWS) + len(LIVE)
+    assert [Columns(html).joined for html in htmls] == [[]] * len(htmls)
+    page = browser.new_page(viewport={"width": 1280, "height": 6000})
+    page.set_content("<hr>".join(map(stripped, htmls)))
+    assert page.locator("style, [style], [class]").count() == 0
+    assert page.evaluate(NEAREST) >= 8, "pixels between the texts of two cells"
+    page.screenshot(path=repository / "build" / "browser" / "reopened-stripped.png")
+    page.close()

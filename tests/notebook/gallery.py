@@ -1,4 +1,4 @@
-"""Every rich view once, with names that are long, two ranks, warnings: for tests of how they look and what they leave."""
+"""Every rich view once, with long names, two ranks and warnings: for tests of how they look and what they leave."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def show(name: str, session: str = SESSION) -> None:
 
 
 def _session() -> Any:
-    broken = values.INFERENCE | {"broken": "replica 1 died: killed for want of memory (OOM), session.heal() builds it again"}
+    died = "replica 1 died: killed for want of memory (OOM), session.heal() builds it again"
+    broken = values.INFERENCE | {"broken": died}
     engines = {"actor": values.ACTOR, LONG: values.INFERENCE, "inference": broken}
     held = {name: 5 << 28 for one in engines.values() for name in one["actors"]}
     state = values.state(**engines) | {"name": SESSION, "branch": "warm"}
@@ -68,7 +69,8 @@ def _lab() -> Any:
     old = batch.sampler_logprobs - 1
     noise = np.random.default_rng(0).normal(size=batch.tokens).astype(np.float32)
     tokens = {"old_logprobs": old, "logprobs": old + 0.4 * noise, "entropy": np.abs(noise)}
-    return loss_lab(batch, tokens, {"grpo": "grpo", LONG: lambda x: (x.advantages * x.logprobs, {})}, hashes={LONG: "8f3a77"})
+    losses = {"grpo": "grpo", LONG: lambda x: (x.advantages * x.logprobs, {})}
+    return loss_lab(batch, tokens, losses, hashes={LONG: "8f3a77"})
 
 
 def _gradients() -> Gradients:
@@ -83,7 +85,8 @@ def _gradients() -> Gradients:
 
 
 def _comparison() -> Any:
-    return stepped(sorting(tiny.ensure())).compare(exact=[float(i % 2) for i in range(16)], **{LONG.replace("-", "_"): [1.0] * 16})
+    rewards = {"exact": [float(i % 2) for i in range(16)], LONG: [1.0] * 16}
+    return stepped(sorting(tiny.ensure())).compare(**rewards)
 
 
 def _line() -> None:
