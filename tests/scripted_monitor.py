@@ -216,6 +216,6 @@ def crowded(name: str, file: Path | None = None) -> Script:
     script.state |= {
         "model": "an-organisation/a-model-of-a-long-name-0.5B-Instruct", "branch": "a-branch-that-was-taken-later",
         "last_error": {"time": now, "what": "train_step", "kind": "LossError",
-                       "message": f"`{long}` gave per-token shape (64,), wanted (64, 128), the shape of inputs.logprobs"},
+                       "message": f"`{long}` gave per-token shape (64,), wanted that of inputs.logprobs: (64, 128)"},
     }  # fmt: skip
     return script

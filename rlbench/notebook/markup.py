@@ -10,13 +10,15 @@ from rlbench.notebook.palette import DARK
 
 STYLE = """<style>
 .rlb {font-family: var(--jp-ui-font-family, system-ui, sans-serif); font-size: 12px; color-scheme: light dark;
-  color: var(--jp-ui-font-color1, CanvasText); line-height: 1.5}
+  color: var(--jp-ui-font-color1, CanvasText); line-height: 1.5; container-type: inline-size}
 .rlb table {border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 12px; margin: 0}
 .rlb th, .rlb td {padding: 0 12px 0 0 !important; text-align: left !important; font-weight: 400; border: 0;
   background: transparent !important; vertical-align: top; max-width: none}
 .rlb tr {background: transparent !important}
 .rlb th {color: var(--jp-ui-font-color2, GrayText); font-size: 11px}
 .rlb th[scope=row] {color: inherit; font-size: 12px; font-weight: 600; white-space: nowrap}
+@container (max-width: 640px) {
+  .rlb th[scope=row] {white-space: normal; overflow-wrap: anywhere; min-width: 96px}}
 .rlb table.labels th[scope=row] {color: var(--jp-ui-font-color2, GrayText); font-weight: 400}
 .rlb caption {caption-side: top; text-align: left; padding: 4px 0 0; font-size: 11px; white-space: nowrap;
   color: var(--jp-ui-font-color2, GrayText)}

@@ -6,10 +6,10 @@ from typing import Any
 
 from playwright.sync_api import Locator
 
-# Of every piece of text a rectangle per line, cut to what its ancestors show of it. A line box is higher than its letters:
-# a fifth above and below does not count.
+# Of every piece of text a rectangle per line, cut to what its ancestors show of it. A line box is higher than its
+# letters: a fifth above and below does not count. A cell's output may scroll sideways where it holds a wide table.
 FAULTS = """(root) => {
-    const SKIPPED = 'style, script, title, option, textarea, [hidden], .rlb-measured-not';
+    const SKIPPED = 'style, script, title, option';
     const edge = root.getBoundingClientRect();
     const boxes = [], faults = [];
     const walker = document.createTreeWalker(root, NodeFilter.SHOW_TEXT);
@@ -28,7 +28,7 @@ FAULTS = """(root) => {
                 const style = getComputedStyle(up);
                 if (style.overflowX === 'visible' || up instanceof SVGElement) continue;
                 const clip = up.getBoundingClientRect();
-                scrolled ||= ['auto', 'scroll'].includes(style.overflowX) && up !== root;
+                scrolled ||= style.overflowX !== 'hidden' && (up !== root || holder.closest('table') !== null);
                 const cut = box.right > clip.right + 1 || box.left < clip.left - 1;
                 if (cut && style.textOverflow !== 'ellipsis' && !scrolled) faults.push(`cut: ${said}`);
                 box.left = Math.max(box.left, clip.left);
@@ -48,6 +48,21 @@ FAULTS = """(root) => {
     }));
     return {faults: [...new Set(faults)], texts: boxes.length};
 }"""
+
+CONTRAST = """node => {
+    const ground = [...document.querySelectorAll('.jp-Notebook')].at(-1);
+    const light = colour => {
+        const most = colour.startsWith('color(') ? 1 : 255;
+        const [r, g, b] = colour.match(/[0-9.]+/g).slice(0, 3).map(v => v / most)
+            .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const style = getComputedStyle(node);
+    const ink = light(node instanceof SVGElement ? style.fill : style.color);
+    const back = light(getComputedStyle(ground).backgroundColor);
+    return (Math.max(ink, back) + 0.05) / (Math.min(ink, back) + 0.05);
+}"""
+"""How far a text stands out from the ground of the notebook: WCAG's ratio, 1 to 21."""
 
 
 def faults(view: Locator) -> list[str]:

@@ -7,15 +7,17 @@ from typing import Any
 import pytest
 
 from tests.browser.lab import Notebook
-from tests.browser.layout import faults
+from tests.browser.layout import CONTRAST, faults
 from tests.browser.panels import Panel, built, scripted
-from tests.notebook.gallery import LONG, SESSION, VIEWS
+from tests.notebook.gallery import SESSION, VIEWS
 from tests.scripted_monitor import crowded
 
 START = "import sys; sys.path.insert(0, {root!r})\nfrom tests.notebook.gallery import show"
 WIDTHS = (280, 600, 1000, 1600)
 LIVE = {"rollouts": ".rlbv .row .t", "viewer": ".rlbv .row .t", "dashboard": ".rlb-live .rlb-panel-memory polygon",
         "plot": ".jp-RenderedPlotly .main-svg", "histogram": ".jp-RenderedPlotly .main-svg"}  # fmt: skip
+TEXTS = (".rlb-Session .rlb-name", ".rlb-Engine .rlb-warns", ".rlb-head b", ".rlb-engine-note .rlb-w", ".rlbv .prompt",
+         ".rlb th[scope=row]", ".rlb .w")  # fmt: skip
 SETTLED_MS = 600
 """Longer than the drawings wait before they follow a new width."""
 
@@ -43,6 +45,8 @@ def stage(lab, browser, repository) -> Any:
 def test_no_text_lies_over_another_nor_beyond_its_edge(stage, theme, repository):
     notebook, panel = stage
     notebook.theme(theme)  # changes while all of it is open
+    for text in TEXTS:
+        assert notebook.page.locator(text).first.evaluate(CONTRAST) >= 4.5, text
     found = {}
     for width in WIDTHS:
         panel.widen(width)

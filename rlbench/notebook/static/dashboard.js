@@ -9,7 +9,7 @@ const KEPT_S = 600;
 const WINDOWS = [[60, "last minute"], [180, "last 3 minutes"], [600, "last 10 minutes"]];
 const REDRAW_MS = 250;
 const LANE = 40, GAP = 6, BAND = 14, AXIS = 16;
-const PER_LETTER = 6.2; // pixels of a small letter, at most
+const PER_LETTER = 6.2, PER_SMALL = 5.6; // pixels of a letter, at most
 
 export default () => {
   const ring = { times: [], lanes: new Map(), marks: new Map() };
@@ -187,7 +187,7 @@ function drawMemory(view, ring, seconds) {
     svg(root, "text", { x: nameWidth + plot + 8, y: base - LANE / 2 + (lane.detail ? -1 : 4), class: "rlb-number" }, value);
     if (lane.detail) {
       const at = { x: nameWidth + plot + 8, y: base - LANE / 2 + 12, class: "rlb-small" };
-      svg(svg(root, "text", at, fitted(lane.detail, bytesWidth - 8)), "title", {}, lane.detail);
+      svg(svg(root, "text", at, fitted(lane.detail, bytesWidth - 8, PER_SMALL)), "title", {}, lane.detail);
     }
   });
   drawMarks(root, ring.marks.values(), start, end, x, height - AXIS);
@@ -238,8 +238,8 @@ function drawMarks(root, marks, start, end, x, bottom) {
 }
 
 // A text cut to so many pixels; the number of a worker, at its end, stays.
-function fitted(text, pixels) {
-  const most = Math.floor(pixels / PER_LETTER);
+function fitted(text, pixels, each = PER_LETTER) {
+  const most = Math.floor(pixels / each);
   if (text.length <= most) return text;
   const end = text.match(/ \d+$/)?.[0] ?? "";
   return most < 3 ? "" : `${text.slice(0, most - 1 - end.length)}…${end}`;
@@ -312,7 +312,7 @@ function drawLengths(view, all, height) {
   svg(root, "text", { x: width, y: height - 3, class: "rlb-small", "text-anchor": "end" }, `${number(high)} tokens`);
   const count = `${last.rollout} · ${last.samples} samples${all.length > 1 ? `, faint: ${all.length - 1} earlier` : ""}`;
   const room = width - 2 * 6 * `${number(high)} tokens`.length;
-  svg(root, "text", { x: width / 2, y: height - 3, class: "rlb-small", "text-anchor": "middle" }, fitted(count, room));
+  svg(root, "text", { x: width / 2, y: height - 3, class: "rlb-small", "text-anchor": "middle" }, fitted(count, room, PER_SMALL));
 }
 
 // -- metrics
@@ -354,7 +354,7 @@ function drawCurve(cell, curve) {
   svg(dot, "title", {}, `step ${lastStep}: ${number(lastValue)}`);
   const range = high > low ? `${number(low)} – ${number(high)}` : "", at = `step ${lastStep}`;
   svg(root, "text", { x: 0, y: height - 1, class: "rlb-small" }, range);
-  if ((range.length + at.length + 1) * PER_LETTER > width) return;
+  if ((range.length + at.length + 1) * PER_SMALL > width) return;
   svg(root, "text", { x: width, y: height - 1, class: "rlb-small", "text-anchor": "end" }, at);
 }
 
