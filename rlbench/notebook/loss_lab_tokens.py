@@ -21,8 +21,8 @@ SAMPLES, TOKENS_SHOWN, LOSSES = 4, 96, 4
 PIECE, NAME = 24, 40
 
 STYLE = TOKENS + """
-.rlb-static .sides {display: grid; grid-template-columns: repeat(auto-fit, minmax(260px, 1fr)); gap: 8px 16px;
-  padding: 4px 8px}
+.rlb-static .sides {display: grid; grid-template-columns: repeat(auto-fit, minmax(min(260px, 100%), 1fr));
+  gap: 8px 16px; padding: 4px 8px}
 .rlb-static summary {cursor: pointer; padding: 4px 8px; background: rgba(128, 128, 128, .08)}
 .rlb-static summary:focus-visible, .rlb-static .t > [tabindex]:focus {outline: 2px solid var(--rlb-hue-0)}
 .rlb-static .differ {text-decoration: underline 2px; text-underline-offset: 3px}

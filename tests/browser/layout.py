@@ -7,8 +7,9 @@ from typing import Any
 from playwright.sync_api import Locator
 
 # Of every piece of text a rectangle per line, cut to what its ancestors show of it. A line box is higher than its
-# letters: a fifth above and below does not count. A cell's output may scroll sideways where it holds a wide table.
+# letters: a fifth above and below does not count. A cell's output may scroll sideways to a wide table or plot.
 FAULTS = """(root) => {
+    const WIDE = 'table, .jp-RenderedPlotly';
     const SKIPPED = 'style, script, title, option';
     const edge = root.getBoundingClientRect();
     const boxes = [], faults = [];
@@ -28,7 +29,7 @@ FAULTS = """(root) => {
                 const style = getComputedStyle(up);
                 if (style.overflowX === 'visible' || up instanceof SVGElement) continue;
                 const clip = up.getBoundingClientRect();
-                scrolled ||= style.overflowX !== 'hidden' && (up !== root || holder.closest('table') !== null);
+                scrolled ||= style.overflowX !== 'hidden' && (up !== root || holder.closest(WIDE) !== null);
                 const cut = box.right > clip.right + 1 || box.left < clip.left - 1;
                 if (cut && style.textOverflow !== 'ellipsis' && !scrolled) faults.push(`cut: ${said}`);
                 box.left = Math.max(box.left, clip.left);

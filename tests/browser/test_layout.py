@@ -47,7 +47,7 @@ def test_no_text_lies_over_another_nor_beyond_its_edge(stage, theme, repository)
     notebook.theme(theme)  # changes while all of it is open
     for text in TEXTS:
         assert notebook.page.locator(text).first.evaluate(CONTRAST) >= 4.5, text
-    found = {}
+    found: list[str] = []
     for width in WIDTHS:
         panel.widen(width)
         cells = {
@@ -59,5 +59,5 @@ def test_no_text_lies_over_another_nor_beyond_its_edge(stage, theme, repository)
         for name, view in ({"panel": panel.node} | cells).items():
             assert abs(view.bounding_box()["width"] - width) < 3, name
             view.screenshot(path=repository / "build" / "browser" / "layout" / f"{name}-{width}-{theme}.png")
-            found[f"{name} at {width}"] = faults(view)
-    assert {where: seen for where, seen in found.items() if seen} == {}
+            found += [f"{name} at {width}: {fault}" for fault in faults(view)]
+    assert not found, "\n".join(found)
