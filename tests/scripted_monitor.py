@@ -198,3 +198,24 @@ def _record(step: int, steps: int, chance: random.Random) -> dict[str, Any]:
         "kl": 0.002 + 0.01 * done + chance.uniform(0, 0.002), "entropy": 2.4 - 1.5 * done + chance.uniform(-0.1, 0.1),
         "clip_fraction": 0.02 + chance.uniform(0, 0.03), "grad_norm": 0.6 + chance.uniform(0, 0.5), "length": 118.0,
     }  # fmt: skip
+
+
+def crowded(name: str, file: Path | None = None) -> Script:
+    """`played` with all that takes room: long names, two ranks each, versions behind, what was killed, what failed."""
+    script = played(name, file)
+    long = "an-engine-of-a-name-that-nobody-wanted-to-shorten"
+    behind = engine(long, "inference", name, 2, version=3, weights="cpu", kv_cache="meta")
+    script.state["engines"] = [
+        engine("actor", "train", name, 2, optimizer="cpu"), engine("reference", "train", name, 2, optimizer=None),
+        engine("inference", "inference", name, 2, version=1), behind,
+        engine("judge", "inference", name, 1) | {"broken": f"{name}/judge/0 was killed for want of memory (OOM)"},
+        engine("critic", "train", name, 2) | {"ready": False},
+    ]  # fmt: skip
+    now = time.time()
+    script.memory = [_sample(script, now - 180 + i / 2, math.sin(i / 4.6)) for i in range(360)]
+    script.state |= {
+        "model": "an-organisation/a-model-of-a-long-name-0.5B-Instruct", "branch": "a-branch-that-was-taken-later",
+        "last_error": {"time": now, "what": "train_step", "kind": "LossError",
+                       "message": f"`{long}` gave per-token shape (64,), wanted that of inputs.logprobs: (64, 128)"},
+    }  # fmt: skip
+    return script

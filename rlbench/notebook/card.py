@@ -78,7 +78,7 @@ class Card:
         """The card for an output cell, inert whatever is in it."""
         head = " · ".join(_inert(fact) for fact in self.facts if fact)
         lead = f"<div><b>{_inert(self.title)}</b>{' &nbsp; ' if head else ''}{head}</div>"
-        notes = "".join(f'<div class="{"w" if _warns(note) else "q"}">{_inert(note)}</div>' for note in self.notes)
+        notes = "\n".join(f'<div class="{"w" if _warns(note) else "q"}">{_inert(note)}</div>' for note in self.notes)
         return box(lead, *(grid.html() for grid in self.grids if grid.rows), notes)
 
     def text(self) -> str:

@@ -20,6 +20,6 @@ class CardView:
     def bundle(self) -> dict[str, str]:
         """All of it, as IPython takes it."""
         return {
-            "text/html": self.card.html() + self.detail + page(self.chart),
+            "text/html": "\n".join(filter(None, [self.card.html(), self.detail, page(self.chart)])),
             "text/plain": "\n".join(filter(None, [self.card.text(), repr(self.chart)])),
         }

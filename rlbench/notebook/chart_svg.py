@@ -48,7 +48,7 @@ class Frame:
 
 def page(chart: Chart) -> str:
     """The drawing as an image, with its caption, for an output cell."""
-    caption = "".join(f'<div class="q">{escape(line)}</div>' for line in chart.caption.splitlines())
+    caption = "\n".join(f'<div class="q">{escape(line)}</div>' for line in chart.caption.splitlines())
     if not chart.panels:
         return box(f'<div class="q">{escape(chart.text)}</div>', caption)
     address = "data:image/svg+xml;base64," + base64.b64encode(svg(chart, INK).encode()).decode()

@@ -25,6 +25,7 @@ from rlbench.notebook.cell_clock import CellClock
 from rlbench.notebook.dashboard_data import Control, EngineRow, View, view
 from rlbench.notebook.dashboard_memory import Memory, memory
 from rlbench.notebook.feed import Feed, Frame
+from rlbench.notebook.live_view import display_both, framed
 from rlbench.notebook.markup import escape, gib
 from rlbench.notebook.palette import css
 from rlbench.notebook.progress import in_notebook
@@ -107,17 +108,11 @@ class Dashboard:
     # -- how it is displayed
 
     def _ipython_display_(self) -> None:
-        """Two outputs: the live view, and the numbers that a saved notebook shows; a live view hides these."""
+        """The live view, and the numbers that a saved notebook shows."""
         if not in_notebook():
             print(repr(self))
             return
-        from IPython.display import DisplayHandle, display
-
-        live = self.widget._repr_mimebundle_() or {}
-        live["text/plain"], live["text/html"] = repr(self), "<div></div>"
-        display(live, raw=True)
-        self._snapshot = DisplayHandle()
-        self._snapshot.display(self._bundle(), raw=True)
+        self._snapshot = display_both(self.widget, self._bundle())
         self._snapshot_of = (time.monotonic(), self._essence())
         self.follow()
 
@@ -227,14 +222,14 @@ class Dashboard:
             return
         if force or (not self._view.phase.busy and time.monotonic() - at > SNAPSHOT_S):
             self._snapshot_of = (time.monotonic(), essence)
-            self._snapshot.update(self._bundle(), raw=True)
+            self._snapshot.update(framed(self._bundle()), raw=True)
 
     def _essence(self) -> Any:
         shown = self._view
         return shown.step, shown.version, shown.lengths, shown.split, [row.parts for row in shown.engines]
 
     def _bundle(self) -> dict[str, str]:
-        return {"text/html": self._repr_html_(), "text/plain": " "}
+        return {"text/html": self._repr_html_(), "text/plain": repr(self)}
 
     # -- what comes from the page
 
@@ -298,13 +293,14 @@ def _set(widget: Any, control: Control) -> None:
 
 
 def _engine_name(row: EngineRow) -> str:
-    return f'<b>{escape(row.name)}</b> <span class="rlb-q">{escape(row.kind)}</span>'
+    name = escape(row.name)
+    return f'<span title="{name}"><b>{name}</b> <span class="rlb-q">{escape(row.kind)}</span></span>'
 
 
 def _engine_note(row: EngineRow) -> str:
     memory_now = "" if row.bytes is None else escape(gib(row.bytes))
     note = f'<span class="rlb-w">⚠ {escape(row.note)}</span>' if row.warns else escape(row.note)
-    return f'<span class="rlb-n">{memory_now}</span> {note}'
+    return f'<span title="{escape(row.note)}"><span class="rlb-n">{memory_now}</span> {note}</span>'
 
 
 def _head_json(shown: View) -> dict[str, Any]:

@@ -28,8 +28,8 @@ def snapshot(view: View, at: float, note: str = "") -> str:
         f"<span class=q>{escape(note or 'as of')} {when}</span></div>"
     )
     error = f"<div class=w>⚠ {escape(view.error)}</div>" if view.error else ""
-    return box('<div class="rlb-snapshot">', head, error, _engines(view), _memory(view.memory), _lengths(view.lengths),
-               _metrics(view), _split(view.split), "</div>")  # fmt: skip
+    return box(head, error, _engines(view), _memory(view.memory), _lengths(view.lengths), _metrics(view),
+               _split(view.split))  # fmt: skip
 
 
 def text(view: View) -> str:
@@ -63,18 +63,19 @@ def split_line(split: Split) -> str:
 
 
 def _engines(view: View) -> str:
+    parts = max((len(row.parts) for row in view.engines), default=0)
     rows = [
         [
             f"<b>{escape(row.name)}</b>", escape(row.kind),
-            " &nbsp; ".join(f"{escape(part_name(p.name))} {escape(p.sign)} {escape(p.word)}" for p in row.parts),
-            _bytes(row.bytes),
+            *(f"{escape(part_name(p.name))} {escape(p.sign)} {escape(p.word)}" for p in row.parts),
+            *[""] * (parts - len(row.parts)), _bytes(row.bytes),
             f"<span class=w>⚠ {escape(row.note)}</span>" if row.warns else escape(row.note),
         ]
         for row in view.engines
     ]  # fmt: skip
     if not rows:
         return "<div class=q>No engines yet.</div>"
-    return table(["engine", "", "where its parts are", "memory", "version"], rows, numeric=[3])
+    return table(["engine", "", *[""] * parts, "memory", "version"], rows, numeric=[2 + parts])
 
 
 def _memory(memory: Memory) -> str:
@@ -87,7 +88,7 @@ def _memory(memory: Memory) -> str:
     ]
     return (
         f"<div class=g><div><b>memory</b> <span class=q>last {memory.times[-1] - memory.times[0]:.0f} s</span> &nbsp; "
-        f"{_key(memory)}</div>{table([], rows, numeric=[2])}</div>"
+        f"{_key(memory)}</div>\n{table([], rows, numeric=[2])}</div>"
     )
 
 
@@ -139,7 +140,7 @@ def _lengths(lengths: Sequence[Lengths]) -> str:
     picture = _picture(bars, BARS_WIDTH, BARS_HEIGHT, _blocks("histogram of lengths", last.counts))
     return (
         f"<div class=g><div><b>lengths</b> <span class=q>{escape(last.rollout)}</span> · {escape(lengths_line(last))}"
-        f"</div><div>{picture}</div><div class=q>from {low:.0f} to {high:.0f} tokens</div></div>"
+        f"</div>\n<div>{picture}</div>\n<div class=q>from {low:.0f} to {high:.0f} tokens</div></div>"
     )
 
 

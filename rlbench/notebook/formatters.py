@@ -67,8 +67,8 @@ def install() -> None:
         owner, _, name = path.rpartition(".")
         shell.display_formatter.mimebundle_formatter.for_type_by_name(owner, name, _card(card))
     if getattr(shell, "kernel", None) is not None:  # a live viewer needs a front end to talk to
-        bundles = shell.display_formatter.mimebundle_formatter
-        bundles.for_type_by_name("rlbench.data.rollouts", "Rollouts", _rollouts_bundle)
+        display = shell.display_formatter.ipython_display_formatter
+        display.for_type_by_name("rlbench.data.rollouts", "Rollouts", _show_rollouts)
     ranks_magic.install(shell)
 
 
@@ -92,5 +92,5 @@ def _card(path: str) -> Any:
     return bundle
 
 
-def _rollouts_bundle(value: Any, include: Any = None, exclude: Any = None) -> Any:
-    return importlib.import_module("rlbench.notebook.rollout_viewer").mimebundle(value)
+def _show_rollouts(value: Any) -> None:
+    importlib.import_module("rlbench.notebook.rollout_viewer").viewer(value)._ipython_display_()

@@ -21,8 +21,8 @@ SAMPLES, TOKENS_SHOWN, LOSSES = 4, 96, 4
 PIECE, NAME = 24, 40
 
 STYLE = TOKENS + """
-.rlb-static .sides {display: grid; grid-template-columns: repeat(auto-fit, minmax(260px, 1fr)); gap: 8px 16px;
-  padding: 4px 8px}
+.rlb-static .sides {display: grid; grid-template-columns: repeat(auto-fit, minmax(min(260px, 100%), 1fr));
+  gap: 8px 16px; padding: 4px 8px}
 .rlb-static summary {cursor: pointer; padding: 4px 8px; background: rgba(128, 128, 128, .08)}
 .rlb-static summary:focus-visible, .rlb-static .t > [tabindex]:focus {outline: 2px solid var(--rlb-hue-0)}
 .rlb-static .differ {text-decoration: underline 2px; text-underline-offset: 3px}
@@ -39,7 +39,7 @@ def token_strips(lab: Any) -> str:
     names = list(lab)[:LOSSES]
     if not names:
         return ""
-    shown = "".join(_sample(lab, int(i), names, first=k == 0) for k, i in enumerate(telling_samples(lab)))
+    shown = "\n".join(_sample(lab, int(i), names, first=k == 0) for k, i in enumerate(telling_samples(lab)))
     notes = [
         "colour: ∂L/∂log-prob, each loss on its own scale in each sample; orange: a step makes the token more likely, "
         "blue: less; underlined: the other way than the first loss; struck: not trained; point at a token, or Tab to "
@@ -50,7 +50,7 @@ def token_strips(lab: Any) -> str:
         notes.append(f"{left:,} more samples: lab.on(rollouts) shows all")
     if len(lab) > LOSSES:
         notes.append(f"the first {LOSSES} of {len(lab)} losses")
-    said = "".join(f"<div class=q>{escape(note)}</div>" for note in notes)
+    said = "\n".join(f"<div class=q>{escape(note)}</div>" for note in notes)
     return box('<div class="rlb-static">', f"<style>{css('.rlb-static')}{STYLE}</style>", shown, said, "</div>")
 
 
@@ -77,12 +77,12 @@ def _sample(lab: Any, i: int, names: Sequence[str], first: bool) -> str:
     if batch.rewards is not None:
         facts.append(f"reward {number(float(batch.rewards[i]))}")
     scales = {name: _scale(name, lab[name].coefficients[begin:end]) for name in names}
-    sides = "".join(_side(lab, name, names, scales[name], span, pieces) for name in names)
+    sides = "\n".join(_side(lab, name, names, scales[name], span, pieces) for name in names)
     more = f"<div class=q>… {end - span.stop:,} more tokens</div>" if end > span.stop else ""
     opened = " open" if first else ""
     return (
-        f"<details class=g{opened}><summary>{escape(' · '.join(facts))}</summary>"
-        f"<div class=sides>{sides}</div>{more}</details>"
+        f"<details class=g{opened}><summary>{escape(' · '.join(facts))}</summary>\n"
+        f"<div class=sides>{sides}</div>\n{more}</details>"
     )
 
 
@@ -112,7 +112,7 @@ def _side(
         tokens.append(f'<i class="{" ".join(looks)}" title="{escape(said)}"{reach}>{text}</i>')
     ends = f"{number(scale.low)} to {number(scale.high)}"
     title = f"<div><b>{escape(_label(name))}</b> <span class=q>{escape(ends)}</span></div>"
-    return f"<div>{title}<div class=t>{''.join(tokens)}</div></div>"
+    return f"<div>{title}\n<div class=t>{''.join(tokens)}</div></div>"
 
 
 def _numbers(lab: Any, at: int, t: int, names: Sequence[str]) -> str:

@@ -10,13 +10,15 @@ from rlbench.notebook.palette import DARK
 
 STYLE = """<style>
 .rlb {font-family: var(--jp-ui-font-family, system-ui, sans-serif); font-size: 12px; color-scheme: light dark;
-  color: var(--jp-ui-font-color1, CanvasText); line-height: 1.5}
+  color: var(--jp-ui-font-color1, CanvasText); line-height: 1.5; container-type: inline-size}
 .rlb table {border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 12px; margin: 0}
 .rlb th, .rlb td {padding: 0 12px 0 0 !important; text-align: left !important; font-weight: 400; border: 0;
   background: transparent !important; vertical-align: top; max-width: none}
 .rlb tr {background: transparent !important}
 .rlb th {color: var(--jp-ui-font-color2, GrayText); font-size: 11px}
 .rlb th[scope=row] {color: inherit; font-size: 12px; font-weight: 600; white-space: nowrap}
+@container (max-width: 640px) {
+  .rlb th[scope=row] {white-space: normal; overflow-wrap: anywhere; min-width: 96px}}
 .rlb table.labels th[scope=row] {color: var(--jp-ui-font-color2, GrayText); font-weight: 400}
 .rlb caption {caption-side: top; text-align: left; padding: 4px 0 0; font-size: 11px; white-space: nowrap;
   color: var(--jp-ui-font-color2, GrayText)}
@@ -40,15 +42,15 @@ def escape(value: Any) -> str:
 
 
 def box(*parts: str) -> str:
-    """The frame of every view."""
-    return STYLE + '<div class="rlb">' + "".join(parts) + "</div>"
+    """The frame of every view; each part begins a line, also for who takes the tags out."""
+    return STYLE + '<div class="rlb">' + "\n".join(parts) + "</div>"
 
 
 def table(
     head: Sequence[str], rows: Iterable[Sequence[str]], numeric: Iterable[int] = (), caption: str = "",
     named: bool = False, look: str = "",
 ) -> str:  # fmt: skip
-    """A table of escaped or ready-made cells.
+    """A table of escaped or ready-made cells; what attributes and white space say holds on a page without styles.
 
     Args:
         head: names of the columns; none where all are empty.
@@ -60,18 +62,19 @@ def table(
     right = set(numeric)
 
     def cell(tag: str, i: int, text: str, scope: str = "") -> str:
-        look = (f" scope={scope}" if scope else "") + (" class=n" if i in right else "")
+        look = (f" scope={scope}" if scope else "") + (" class=n align=right" if i in right else "")
+        look += " align=left" if tag == "th" and i not in right else ""
         return f"<{tag}{look}>{text}</{tag}>"
 
     def line(row: Sequence[str]) -> str:
-        return "".join(
+        return " ".join(
             cell("th", i, text, "row") if named and i == 0 else cell("td", i, text) for i, text in enumerate(row)
         )
 
-    top = "<tr>" + "".join(cell("th", i, t, "col") for i, t in enumerate(head)) + "</tr>" if any(head) else ""
-    over = f"<caption>{caption}</caption>" if caption else ""
-    body = "".join(f"<tr>{line(row)}</tr>" for row in rows)
-    return f"<table{f' class={look}' if look else ''}>{over}{top}{body}</table>"
+    top = ["<tr>" + " ".join(cell("th", i, t, "col") for i, t in enumerate(head)) + "</tr>"] if any(head) else []
+    over = [f"<caption>{caption}</caption>"] if caption else []
+    body = "\n".join([*over, *top, *(f"<tr>{line(row)}</tr>" for row in rows)])
+    return f"<table cellpadding=4{f' class={look}' if look else ''}>{body}</table>"
 
 
 def chip(part: str, state: str) -> str:

@@ -113,7 +113,7 @@ def _html(text: str, fraction: float | None, below: Sequence[str]) -> str:
         "</progress> "
     )
     more = "".join(
-        '<div style="font-family:var(--jp-code-font-family,monospace);white-space:pre;overflow:hidden;'
+        '\n<div style="font-family:var(--jp-code-font-family,monospace);white-space:pre;overflow:hidden;'
         f'text-overflow:ellipsis;unicode-bidi:isolate">{escape(line)}</div>'
         for line in below
     )

@@ -35,7 +35,7 @@ class ComparisonView:
     def bundle(self) -> dict[str, str]:
         """Both, as IPython takes them."""
         return {
-            "text/html": self.card.html() + page(self.chart),
+            "text/html": self.card.html() + "\n" + page(self.chart),
             "text/plain": f"{self.card.text()}\n{self.chart!r}",
         }
 

@@ -27,7 +27,7 @@ STYLE = """
 .rlb-static .h {display: flex; flex-wrap: wrap; gap: 0 12px; padding: 4px 8px; background: rgba(128, 128, 128, .08)}
 .rlb-static .h code {flex: 1 1 240px} .rlb-static .h img {max-height: 96px; border-radius: 4px}
 .rlb-static table {width: 100%; table-layout: fixed; border-collapse: collapse; margin: 0}
-.rlb-static td {vertical-align: top; padding: 4px 8px !important;
+.rlb-static table td {vertical-align: top; padding: 4px 8px !important;
   border-top: 1px solid rgba(128, 128, 128, .2) !important}
 .rlb-static .m {width: 64px; font-weight: 600; white-space: nowrap}
 .rlb-static .e {width: 140px; white-space: nowrap; text-align: right !important}
@@ -53,9 +53,9 @@ def rollouts_view(rollouts: Rollouts) -> str:
     return static_view(Shown(rollouts))
 
 
-def static_view(shown: Shown) -> str:
-    """`rollouts_view` of what a viewer holds already."""
-    rollouts, scale = shown.rollouts, chosen_scale(shown)
+def static_view(shown: Shown, colour: str | None = None) -> str:
+    """`rollouts_view` of what a viewer holds already, coloured by the channel that is chosen there."""
+    rollouts, scale = shown.rollouts, chosen_scale(shown, colour)
     parts = [f"<style>{css('.rlb-static')}{STYLE}</style>", f"<div>{escape(headline(rollouts))}</div>"]
     groups = telling_groups(shown, GROUPS_SHOWN)
     if len(groups):
@@ -67,8 +67,9 @@ def static_view(shown: Shown) -> str:
         more = int(shown.summary.counts[p]) - len(samples)
         head = group_head(shown, int(p), IMAGES_SHOWN if pictures < IMAGES_SHOWN else 0)
         pictures += head.count("<img")
-        left = f"<tr><td></td><td class=q>… {more} more</td><td></td></tr>" if more > 0 else ""
-        parts.append(f"<div class=g>{head}<table>{''.join(rows)}{left}</table></div>")
+        left = [f"<tr><td></td> <td class=q>… {more} more</td> <td></td></tr>"] if more > 0 else []
+        lines = "\n".join([*rows, *left])
+        parts.append(f"<div class=g>{head}\n<table cellpadding=4>{lines}</table></div>")
     hidden = len(rollouts) - len(groups)
     if hidden:
         parts.append(f"<div class=q>… {hidden:,} more prompts</div>")
@@ -159,11 +160,11 @@ def row_html(shown: Shown, i: int, scale: Scale, most: int, every: bool = False)
     mark = "" if row["reward"] is None else f"{'✓' if row['right'] else '✗'} {_signed(row['reward'])}"
     left = row["n"] - len(row["pieces"])
     rest = f"<span class=q> … {left:,} more tokens</span>" if left else ""
-    plain = f"<div>{escape(row['text'])}</div>" if "text" in row else ""
+    plain = f"<div>{escape(row['text'])}</div> " if "text" in row else ""
     return (
-        f"<tr{f' data-i={i}' if every else ''}><td class=m>{mark}</td>"
-        f"<td class=t>{plain}{_tokens(shown, row, span, scale, every)}{rest}</td>"
-        f"<td class='e q'>{row['n']:,} tok · {ENDED[row['finish']]}</td></tr>"
+        f"<tr{f' data-i={i}' if every else ''}><td class=m>{mark}</td> "
+        f"<td class=t>{plain}{_tokens(shown, row, span, scale, every)}{rest}</td> "
+        f"<td class='e q' align=right>{row['n']:,} tok · {ENDED[row['finish']]}</td></tr>"
     )
 
 

@@ -20,6 +20,7 @@ import traitlets
 from rlbench.data import Rollouts
 from rlbench.errors import DataError, nearest
 from rlbench.notebook.channel_scale import telling
+from rlbench.notebook.live_view import display_both
 from rlbench.notebook.markup import box, escape
 from rlbench.notebook.palette import css
 from rlbench.notebook.rollout_static import static_view
@@ -33,6 +34,7 @@ FIRST_BYTES = 30_000  # of rows sent with the widget: they may be saved with the
 FIRST_HEADS = 24
 ROWS_AT_ONCE, HEADS_AT_ONCE = 200, 400
 OPEN_AT_FIRST, OPEN_ALL = 12, 48  # rows: so many groups are open that it is reached; all groups of so few
+GONE = "these rollouts were let go: show them again in a cell to scroll on"
 VIEWERS_KEPT = 16  # the drawings of older cells let their rollouts go, and say so when asked
 
 
@@ -76,7 +78,7 @@ class RolloutDrawing(anywidget.AnyWidget):
         answer: dict[str, Any] = {"id": asked["id"], "kind": asked["kind"]}
         if self.shown is None:
             return answer | {
-                "error": "these rollouts were let go: show them again in a cell to scroll on"
+                "error": GONE
             }, []
         if asked["kind"] == "order":
             state = _order_state(self._ordered(self.shown, asked), asked)
@@ -140,6 +142,13 @@ class RolloutViewer(ipywidgets.VBox):
         route_by_front_end(self)
         _keep(self)
 
+    def _ipython_display_(self) -> None:
+        """The viewer, and for a reader without the kernel the static view."""
+        shown = self.drawing.shown
+        still = box(f"<div class=q>{GONE}</div>") if shown is None else static_view(shown, self.colour.value)
+        text = GONE if shown is None else repr(shown.rollouts)
+        display_both(self, {"text/html": still, "text/plain": text})
+
     def release(self) -> None:
         """Let the rollouts go; what was sent stays in the page."""
         self.drawing.shown = None
@@ -162,13 +171,6 @@ def viewer(
         DataError: a name these rollouts do not have.
     """
     return RolloutViewer(Shown(rollouts), colour, sort, filter)
-
-
-def mimebundle(rollouts: Rollouts) -> dict[str, Any]:
-    """What a cell that ends in rollouts shows: the viewer, and for a reader without a kernel the static view."""
-    shown = Shown(rollouts)
-    bundle: dict[str, Any] = dict(RolloutViewer(shown)._repr_mimebundle_())
-    return bundle | {"text/html": static_view(shown), "text/plain": repr(rollouts)}
 
 
 _kept: deque[RolloutViewer] = deque()

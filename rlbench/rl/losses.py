@@ -134,7 +134,8 @@ class Presets:
 
     def _repr_html_(self) -> str:
         heads = [field.name for field in dataclasses.fields(Preset)]
-        lines = ["".join(f"<th>{head}</th>" for head in heads)]
+        lines = [" ".join(f"<th>{head}</th>" for head in heads)]
         for row in self.rows:
-            lines.append("".join(f"<td>{html.escape(getattr(row, head))}</td>" for head in heads))
-        return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+            lines.append(" ".join(f"<td>{html.escape(getattr(row, head))}</td>" for head in heads))
+        rows = "\n".join(f"<tr>{line}</tr>" for line in lines)
+        return f"<table cellpadding=4>{rows}</table>"

@@ -21,6 +21,16 @@ from tests.scripted_monitor import Script, played
 ROOT = Path(__file__).parents[2]
 
 
+WIDEN = """width => {
+    const split = window.jupyterapp.shell._hsplitPanel;
+    const sizes = split.widgets.map(widget => widget.isVisible ? widget.node.offsetWidth : 0);
+    const change = width - document.querySelector('.rlb-Panel').offsetWidth;
+    sizes[sizes.length - 1] += change;
+    sizes[sizes.length - 2] -= change;
+    split.setRelativeSizes(sizes);
+}"""
+
+
 def built() -> None:
     """Have the panel of this checkout in this environment's JupyterLab; skips where there is no node to build it."""
     missing = building.why_no_node()
@@ -65,6 +75,12 @@ class Panel:
             "value => window.jupyterapp.serviceManager.settings.save('rlbench-lab:panel', value)",
             json.dumps({"refresh": 0.5} | settings),
         )
+
+    def widen(self, width: float) -> None:
+        """Draw the border beside it to where the panel is `width` pixels wide."""
+        for _ in range(2):  # what it takes from its neighbour, that gives
+            self.page.evaluate(WIDEN, width)
+            self.page.wait_for_timeout(100)
 
     def session(self, name: str) -> Locator:
         """The block of one session."""

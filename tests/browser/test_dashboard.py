@@ -103,7 +103,7 @@ def test_every_panel_is_drawn_in_both_themes(notebook, theme, pytestconfig):
     assert control(notebook, "optimizer of actor").get_attribute("aria-pressed") == "true"
     assert control(notebook, "^sync$").is_disabled()
     assert "rollout 43 runs" in control(notebook, "^sync$").get_attribute("title")
-    assert notebook.cell(0).locator(".rlb-snapshot").is_hidden(), (
+    assert notebook.cell(0).locator(".rlb-still").is_hidden(), (
         "the numbers of a saved notebook show beside it"
     )
     title = notebook.cell(0).locator(".rlb-head b").evaluate("node => getComputedStyle(node).color")

@@ -7,6 +7,8 @@ import json
 import nbformat
 import pytest
 
+from tests.browser.layout import CONTRAST
+
 START = """
 import sys; sys.path.insert(0, {root!r})
 import numpy as np
@@ -26,18 +28,6 @@ def run(steps, gain):
 PLOT = 'run(3000, 1).plot("reward", "entropy", compare={"lr <b>1e-5</b>": run(2000, 0.5)}, smooth=20)'
 HISTOGRAM = 'rollouts().lengths.plot(compare={"step 1": [1, 1, 2]})'
 PLOTLY = ".jp-RenderedPlotly .main-svg"
-CONTRAST = """node => {
-    const ground = [...document.querySelectorAll('.jp-Notebook')].at(-1);
-    const light = colour => {
-        const [r, g, b] = colour.match(/[0-9.]+/g).slice(0, 3).map(v => v / 255)
-            .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
-        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-    };
-    const style = getComputedStyle(node);
-    const ink = light(node instanceof SVGElement ? style.fill : style.color);
-    const back = light(getComputedStyle(ground).backgroundColor);
-    return (Math.max(ink, back) + 0.05) / (Math.min(ink, back) + 0.05);
-}"""
 
 
 @pytest.fixture

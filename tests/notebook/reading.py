@@ -34,6 +34,39 @@ class Reader(HTMLParser):
             self.text += data
 
 
+class Columns(HTMLParser):
+    """Texts of neighbouring cells, lines and blocks between which nothing is left once the tags are taken out."""
+
+    PARTS = frozenset(("td", "th", "tr", "caption", "div", "summary", "details", "table", "li", "p"))
+
+    def __init__(self, html):
+        super().__init__(convert_charrefs=True)
+        self.joined, self._before, self._crossed, self._style = [], "", False, False
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self._crossed |= tag in self.PARTS
+        self._style = tag == "style"
+
+    def handle_endtag(self, tag):
+        self._crossed |= tag in self.PARTS
+        self._style = False
+
+    def handle_data(self, data):
+        if self._style:
+            return
+        if self._crossed and self._before[-1:].strip() and data[:1].strip():
+            self.joined.append((self._before[-20:], data[:20]))
+        self._before, self._crossed = data, False
+
+
+def stripped(html):
+    """A piece of HTML on a page that takes styles out."""
+    looks = r" (?:class|style)=(?:\"[^\"]*\"|'[^']*'|[^\s>]+)"
+    return re.sub(rf"<style>.*?</style>|{looks}", "", html, flags=re.DOTALL)
+
+
 def read(html):
     reader = Reader(html)
     assert not reader.open, f"never closed: {reader.open}"

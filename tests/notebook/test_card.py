@@ -107,4 +107,5 @@ def test_a_warning_is_a_sign_and_a_word_and_not_a_colour_alone():
 
 
 def test_a_table_without_names_has_no_head():
-    assert "<th" not in table(["", ""], [["a", "b"]]) and "<th scope=col>x</th>" in table(["x", ""], [["a", "b"]])
+    assert "<th" not in table(["", ""], [["a", "b"]])
+    assert "<th scope=col align=left>x</th>" in table(["x", ""], [["a", "b"]])

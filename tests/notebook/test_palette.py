@@ -1,6 +1,8 @@
 """The colours: scales, and that both themes tell owners of memory apart for every reader."""
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 
@@ -37,3 +39,11 @@ def test_every_colour_is_a_variable_in_both_themes():
     for owner, hue in palette.OWNERS.items():
         name = f"--rlb-{owner.replace('_', '-')}:"
         assert f"{name}{hue.light};" in light and f"{name}{hue.dark};" in dark
+
+
+@pytest.mark.parametrize(("sheet", "root"), [("dashboard", ".rlb-dashboard"), ("rollout_viewer", ".rlbv")])
+def test_a_views_style_sheet_reaches_nothing_else_in_the_page(sheet, root):
+    text = (Path(palette.__file__).parent / "static" / f"{sheet}.css").read_text()
+    heads = re.findall(r"([^{}]+)\{", re.sub(r"/\*.*?\*/|@container[^{]*\{", "", text, flags=re.DOTALL))
+    selectors = [one.strip() for head in heads for one in head.split(",")]
+    assert len(selectors) > 40 and [one for one in selectors if not one.startswith(root)] == []

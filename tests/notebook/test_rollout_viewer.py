@@ -178,14 +178,12 @@ def test_without_a_tokenizer_the_text_stands_before_the_numbers():
 
 def test_ten_thousand_rollouts_send_little(tiny_path):
     value = sorting(tiny_path, prompts=1250, samples=8)
-    bundle = rollout_viewer.mimebundle(value)
     made = viewer(value)
     sent = sum(len(v) for v in made.drawing.first.values() if isinstance(v, bytes))
     sent += len(json.dumps([made.drawing.first["heads"], made.drawing.first["rows"]]))
     sent += sum(len(made.drawing.order[name]) for name in ("groups", "counts", "samples"))
     sent += len(made.drawing._esm) + len(made.drawing._css)
-    assert sent < 200_000 and len(bundle["text/html"]) < 80_000
-    assert "application/vnd.jupyter.widget-view+json" in bundle and bundle["text/plain"] == repr(value)
+    assert sent < 200_000 and len(rollouts_view(value)) < 80_000
 
 
 def test_the_order_answers_what_the_controls_say():
@@ -418,7 +416,7 @@ def test_hostile_text_is_inert_and_a_megabyte_is_cut(tokenizer, tiny_path):
 # -- at the end of a cell
 
 
-def test_in_a_kernel_rollouts_show_as_the_viewer_and_elsewhere_as_html():
+def test_in_a_kernel_rollouts_show_as_the_viewer_with_their_static_form_and_elsewhere_as_html(monkeypatch):
     shell = InteractiveShell.instance()
     try:
         notebook.install()
@@ -426,9 +424,17 @@ def test_in_a_kernel_rollouts_show_as_the_viewer_and_elsewhere_as_html():
         assert set(data) == {"text/plain", "text/html"}  # a terminal, nbconvert: nobody to talk to
         shell.kernel = object()
         notebook.install()
-        data, _ = shell.display_formatter.format(sorting())
-        assert set(data) == {"text/plain", "text/html", "application/vnd.jupyter.widget-view+json"}
-        assert data["text/plain"] == repr(sorting()) and data["text/html"] == rollouts_view(sorting())
+        shown = []
+        monkeypatch.setattr(shell.display_pub, "publish", lambda data, **_: shown.append(data))
+        assert shell.display_formatter.format(sorting()) == ({}, {})
+        live, still = shown
+        assert "application/vnd.jupyter.widget-view+json" in live and set(still) == {"text/plain", "text/html"}
+        assert still["text/plain"] == repr(sorting()) and rollouts_view(sorting()) in still["text/html"]
+        made = viewer(sorting())
+        made.release()
+        shown.clear()
+        made._ipython_display_()
+        assert "were let go" in shown[1]["text/html"]
     finally:
         InteractiveShell.clear_instance()
 

@@ -115,14 +115,12 @@ function EngineRow(props: {
       <div className="rlb-Engine-head">
         <span className="rlb-Engine-title">
           <b className="rlb-name">{engine.name}</b> <span className="rlb-quiet">{engine.kind}</span>{' '}
-          <span className={engine.warns ? 'rlb-warns' : 'rlb-quiet'}>
-            {engine.warns ? '⚠ ' : ''}
-            {engine.note}
-          </span>
+          {engine.warns ? null : <span className="rlb-quiet">{engine.note}</span>}
         </span>
         <span className="rlb-number">{engine.memory}</span>
         {engine.toggle ? <IconButton action={engine.toggle} onPress={onPress} /> : null}
       </div>
+      {engine.warns ? <div className="rlb-warns">⚠ {engine.note}</div> : null}
       <div className="rlb-Chips">
         {engine.chips.map(chip => (
           <ChipButton key={chip.part} action={chip} onPress={onPress} />

@@ -10,6 +10,7 @@ const WINDOWS = [[60, "last minute"], [180, "last 3 minutes"], [600, "last 10 mi
 const REDRAW_MS = 250;
 const SEEN = 0.01; // part of the scale below which a band is no wider than a hair
 const LANE = 40, GAP = 6, BAND = 14, AXIS = 16;
+const PER_LETTER = 6.2, PER_SMALL = 5.6; // pixels of a letter, at most
 
 export default () => {
   const ring = { times: [], lanes: new Map(), marks: new Map(), untold: -Infinity };
@@ -164,8 +165,8 @@ function drawMemory(view, ring, seconds) {
   const lanes = [...ring.lanes].map(([name, lane]) => ({
     name, ...lane, owners: lane.owners.map((values) => values.slice(first)),
   })).filter((lane) => lane.owners[0].some((value) => value !== null));
-  const nameWidth = 82, bytesWidth = 118;
-  const width = Math.max(320, body.clientWidth), plot = width - nameWidth - bytesWidth;
+  const width = Math.max(240, body.clientWidth), nameWidth = width < 480 ? 68 : 112, bytesWidth = width < 480 ? 88 : 118;
+  const plot = width - nameWidth - bytesWidth;
   const height = BAND + lanes.length * (LANE + GAP) + AXIS + 4;
   const x = (time) => nameWidth + ((Math.max(start, time) - start) / (end - start)) * plot;
   body.replaceChildren();
@@ -175,13 +176,17 @@ function drawMemory(view, ring, seconds) {
   drawKey(view.key, lanes, most, ring.untold >= start);
   lanes.forEach((lane, row) => {
     const base = BAND + row * (LANE + GAP) + LANE;
-    svg(root, "text", { x: 0, y: base - LANE / 2 + 4, class: "rlb-lane-name" }, lane.name);
+    const name = svg(root, "text", { x: 0, y: base - LANE / 2 + 4, class: "rlb-lane-name" }, fitted(lane.name, nameWidth - 4));
+    svg(name, "title", {}, lane.name);
     drawLane(root, lane, times, x, base, lane.total || most);
     svg(root, "line", { x1: nameWidth, x2: nameWidth + plot, y1: base + .5, y2: base + .5, class: "rlb-rule" });
     const current = now(lane);
     const value = current === null ? "gone" : lane.total ? `${bytes(current)} of ${bytes(lane.total)}` : bytes(current);
     svg(root, "text", { x: nameWidth + plot + 8, y: base - LANE / 2 + (lane.detail ? -1 : 4), class: "rlb-number" }, value);
-    if (lane.detail) svg(root, "text", { x: nameWidth + plot + 8, y: base - LANE / 2 + 12, class: "rlb-small" }, lane.detail);
+    if (lane.detail) {
+      const at = { x: nameWidth + plot + 8, y: base - LANE / 2 + 12, class: "rlb-small" };
+      svg(svg(root, "text", at, fitted(lane.detail, bytesWidth - 8, PER_SMALL)), "title", {}, lane.detail);
+    }
   });
   drawMarks(root, ring.marks.values(), start, end, x, height - AXIS);
   const span = Math.round(end - start);
@@ -223,17 +228,16 @@ function drawLane(root, lane, times, x, base, most) {
 
 // What ran, as a band above the lanes with letters; a process killed for want of memory is a ✕ through all of them.
 function drawMarks(root, marks, start, end, x, bottom) {
-  const deaths = [];
-  for (const mark of marks) {
-    const [time, seconds, what, label] = mark;
+  const seen = [...marks].filter(([time, seconds]) => (seconds === null ? end : time + seconds) >= start && time <= end);
+  const deaths = seen.filter(([, , what]) => what === "oom" || what === "died");
+  const covered = (at) => deaths.some(([time]) => Math.abs(x(time) - at) < 30);
+  for (const [time, seconds, what, label] of seen.filter((mark) => !deaths.includes(mark))) {
     const until = seconds === null ? end : time + seconds;
-    if (until < start || time > end) continue;
-    if (what === "oom" || what === "died") { deaths.push(mark); continue; }
     const left = x(time), wide = Math.max(1, x(Math.min(until, end)) - left);
     const known = ["rollout", "score", "train", "sync"].includes(what) ? what : "other";
     const bar = svg(root, "rect", { x: left, y: 2, width: wide, height: BAND - 5, class: `rlb-phase-${known}` });
     svg(bar, "title", {}, `${label} · ${seconds === null ? "runs" : `${number(seconds)} s`}`);
-    if (wide >= 12) {
+    if (wide >= 12 && !covered(left + wide / 2)) {
       const letter = LETTERS[what] ?? "·";
       const text = wide >= 56 ? (what === "other" ? label.slice(0, Math.floor(wide / 7)) : what) : letter;
       svg(root, "text", { x: left + wide / 2, y: BAND - 5, class: "rlb-mark-text", "text-anchor": "middle" }, text);
@@ -246,6 +250,14 @@ function drawMarks(root, marks, start, end, x, bottom) {
     const text = svg(root, "text", { x: at, y: BAND - 3, class: "rlb-oom-sign", "text-anchor": "middle" }, sign);
     svg(text, "title", {}, label);
   }
+}
+
+// A text cut to so many pixels; the number of a worker, at its end, stays.
+function fitted(text, pixels, each = PER_LETTER) {
+  const most = Math.floor(pixels / each);
+  if (text.length <= most) return text;
+  const end = text.match(/ \d+$/)?.[0] ?? "";
+  return most < 3 ? "" : `${text.slice(0, most - 1 - end.length)}…${end}`;
 }
 
 function now(lane) {
@@ -277,7 +289,7 @@ function drawLengths(view, all, height) {
     .filter(([, value]) => value !== null).map(([name, value]) => `${name} ${number(value)}`);
   if (last.truncated !== null) said.push(`truncated ${number(last.truncated * 100)} %`);
   view.lengthsText.textContent = said.join("  ");
-  const width = Math.max(220, body.clientWidth), base = height - AXIS - 2, head = 14;
+  const width = Math.max(200, body.clientWidth), base = height - AXIS - 2, head = 14;
   const low = Math.min(...all.map((one) => one.edges[0] ?? 0));
   const high = Math.max(low + 1, ...all.map((one) => one.edges.at(-1) ?? 1));
   const share = (one) => one.counts.map((count) => count / Math.max(1, one.samples));
@@ -305,7 +317,8 @@ function drawLengths(view, all, height) {
   });
   for (const [name, value] of [["p50", last.p50], ["p90", last.p90]]) {
     if (value === null) continue;
-    const at = Math.min(width - 12, Math.max(12, x(value)));
+    const near = name === "p90" && last.p50 !== null ? x(last.p50) + 26 : 12; // else their names lie over each other
+    const at = Math.min(width - 12, Math.max(near, x(value)));
     svg(root, "line", { x1: x(value), x2: x(value), y1: head - 2, y2: base, class: "rlb-quantile" });
     svg(root, "text", { x: at, y: 10, class: "rlb-small", "text-anchor": "middle" }, name);
   }
@@ -313,7 +326,8 @@ function drawLengths(view, all, height) {
   svg(root, "text", { x: 0, y: height - 3, class: "rlb-small" }, number(low));
   svg(root, "text", { x: width, y: height - 3, class: "rlb-small", "text-anchor": "end" }, `${number(high)} tokens`);
   const count = `${last.rollout} · ${last.samples} samples${all.length > 1 ? `, faint: ${all.length - 1} earlier` : ""}`;
-  svg(root, "text", { x: width / 2, y: height - 3, class: "rlb-small", "text-anchor": "middle" }, count);
+  const room = width - 2 * 6 * `${number(high)} tokens`.length;
+  svg(root, "text", { x: width / 2, y: height - 3, class: "rlb-small", "text-anchor": "middle" }, fitted(count, room, PER_SMALL));
 }
 
 // -- metrics
@@ -353,8 +367,10 @@ function drawCurve(cell, curve) {
   const [lastStep, lastValue] = curve.points.at(-1);
   const dot = svg(root, "circle", { cx: values.length > 1 ? x(lastStep) : 4, cy: y(lastValue), r: 2.5, class: "rlb-dot" });
   svg(dot, "title", {}, `step ${lastStep}: ${number(lastValue)}`);
-  svg(root, "text", { x: 0, y: height - 1, class: "rlb-small" }, high > low ? `${number(low)} – ${number(high)}` : "");
-  svg(root, "text", { x: width, y: height - 1, class: "rlb-small", "text-anchor": "end" }, `step ${lastStep}`);
+  const range = high > low ? `${number(low)} – ${number(high)}` : "", at = `step ${lastStep}`;
+  svg(root, "text", { x: 0, y: height - 1, class: "rlb-small" }, range);
+  if ((range.length + at.length + 1) * PER_SMALL > width) return;
+  svg(root, "text", { x: width, y: height - 1, class: "rlb-small", "text-anchor": "end" }, at);
 }
 
 // -- time

@@ -128,7 +128,7 @@ function makeHead(el) {
   const view = { root, title: make("b", "", top) };
   view.model = make("span", "rlb-q", top);
   view.place = make("span", "", top);
-  const phase = make("span", "rlb-phase", top);
+  const phase = make("div", "rlb-phase", root);
   view.phase = make("span", "", phase);
   view.bar = make("progress", "", phase);
   view.bar.max = 1;

@@ -41,7 +41,7 @@ class View extends Acting {
       if (role) node.setAttribute("role", role);
       return node;
     };
-    el.classList.add("rlbv");
+    el.classList.add("rlbv", "rlb-live");
     this.legend = make("div", "legend");
     this.notice = make("div", "notice", "status");
     const top = make("div", "top");
