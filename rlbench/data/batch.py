@@ -14,11 +14,11 @@ import numpy as np
 from rlbench.data.batch_row import BatchRow, rows_of
 from rlbench.data.origin import traced
 from rlbench.data.ragged import Ragged
-from rlbench.errors import DataError
+from rlbench.errors import DataError, Suggesting
 
 
 @dataclass(frozen=True, eq=False)
-class TrainBatch:
+class TrainBatch(Suggesting):
     """B sequences as ragged arrays; a value: every change gives a new batch.
 
     `prompts`, `responses`: token ids, int32. Over response tokens: `mask` bool (True where trained), `advantages`,

@@ -19,7 +19,7 @@ import numpy as np
 from rlbench.data.column import Column
 from rlbench.data.optional import needed
 from rlbench.data.scoring import RewardErrors, with_rewards
-from rlbench.errors import DataError, Stopped, nearest
+from rlbench.errors import DataError, Stopped, Suggesting, nearest
 
 if TYPE_CHECKING:
     from rlbench.data.rollouts import Rollouts
@@ -86,7 +86,7 @@ class Timing:
 
 
 @dataclass(frozen=True, eq=False)
-class RewardComparison:
+class RewardComparison(Suggesting):
     """Several rewards of the same completions. `scored`: the rollouts by name, the first is the baseline."""
 
     scored: Mapping[str, Rollouts]

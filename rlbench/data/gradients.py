@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from rlbench.data.optional import needed
-from rlbench.errors import DataError, nearest
+from rlbench.errors import DataError, Suggesting, nearest
 
 COLUMNS = ("squares", "largest", "zeros", "nonfinite", "sizes", "weight_squares")
 
 
 @dataclass(frozen=True, eq=False)
-class TokenGradients:
+class TokenGradients(Suggesting):
     """What the backward of one batch gave each response token, flat float32 in the order of `batch.responses.values`.
 
     Attributes:
@@ -41,7 +41,7 @@ class TokenGradients:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Gradients:
+class Gradients(Suggesting):
     """Rows of numbers about gradients before clipping, of all ranks together; `session.gradients()` gives one row per
     trainable parameter, `by_layer()` and `by_module()` the same with fewer rows.
 

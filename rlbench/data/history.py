@@ -11,10 +11,10 @@ import numpy as np
 from rlbench.data.drawing import drawn
 from rlbench.data.optional import needed
 from rlbench.data.verbs import Verbs
-from rlbench.errors import DataError, nearest
+from rlbench.errors import DataError, Suggesting, nearest
 
 
-class History(Sequence[dict[str, Any]]):
+class History(Suggesting, Sequence[dict[str, Any]]):
     """A list of step records; `history["reward"]` is one metric over the steps, None where a step lacks it.
 
     `history[-1]` is the last record, `history[10:]` the history from the eleventh on. A value inside a part of a record

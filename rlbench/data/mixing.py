@@ -15,7 +15,7 @@ from typing import Any, Self
 from rlbench.data.prompt_set import PromptSet
 from rlbench.data.prompt_stream import FORMAT, OnEnd, checked_count, checked_seed, checked_state
 from rlbench.data.prompts import Prompt
-from rlbench.errors import DataError, nearest
+from rlbench.errors import DataError, Suggesting, nearest
 
 SOURCE, SOURCE_OF_ROW = "source", "row_source"
 
@@ -56,7 +56,7 @@ def mix(
     return Mixture(named, shares, seed=seed, shuffle=shuffle, on_end=on_end, epochs=epochs)
 
 
-class Mixture:
+class Mixture(Suggesting):
     """Takes prompts from several streams in fixed shares. Made by `rlbench.data.mix`.
 
     `sets` and their `streams`: by name. `weights`: each set's share, summing to one. `counts`: prompts taken of

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from rlbench.errors import DataError
+from rlbench.errors import DataError, Suggesting
 
 PromptContent: TypeAlias = str | list[dict[str, Any]] | list[int]
 
 
 @dataclass(frozen=True)
-class Prompt:
+class Prompt(Suggesting):
     """One prompt. `content`: text, chat messages (`[{"role": …, "content": …}]`) or token ids.
 
     `label` is the reference answer, passed on untouched to rewards; `meta` holds anything else of its row.

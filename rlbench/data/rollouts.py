@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from rlbench.data.prompts import Prompt
 from rlbench.data.ragged import Ragged
 from rlbench.data.rollout import PromptGroup, Rollout
 from rlbench.data.turns import EnvError, env_errors, sampled_mask, taken_turns
-from rlbench.errors import DataError
+from rlbench.errors import DataError, Suggesting
 
 if TYPE_CHECKING:
     from rlbench.data.comparing import RewardComparison
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Rollouts:
+class Rollouts(Suggesting):
     """P prompts and N samples, prompt-major, as arrays.
 
     `responses`: sampled token ids; `logprobs`: flat float32 beside them; `group` (N,) int32: the prompt of each
@@ -41,6 +41,12 @@ class Rollouts:
     (N,): what scoring each took; `reward_errors`: why some have none (NaN), see `score(on_error="keep")`.
     `mask`, `turns`, `turn_rewards`, `env_rewards` and `infos` where there was an environment: see `rlbench.data.turns`.
     """
+
+    ELSEWHERE: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("token_ids", "text", "finish_reason", "outputs", "index", "info", "prompt", "label"),
+        "rollouts are prompts in order (len counts them); .flat gives all completions one by one, rollouts[i].outputs "
+        "those of one prompt, and .responses, .texts, .logprobs, .rewards are columns over all",
+    )
 
     prompts: tuple[Prompt, ...]
     prompt_ids: Ragged

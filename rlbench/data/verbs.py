@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
 from rlbench.data.optional import needed
+from rlbench.errors import Suggesting
 
 SHOWN = 12
 
 
-class Verbs(Sequence[dict[str, Any]]):
+class Verbs(Suggesting, Sequence[dict[str, Any]]):
     """The verbs of a session, oldest first; each a record.
 
     A record has `verb`; `args`: name -> how the argument reads; `code`: the statement a script has for it; `time`: Unix

@@ -13,6 +13,7 @@ from rlbench.dispatch import views
 from rlbench.dispatch.link import Link
 from rlbench.dispatch.pending import Pending
 from rlbench.engines.base import Engine, checked_config, cores
+from rlbench.engines.paths import check_model_path, model_name
 from rlbench.engines.placement import visible_gpus
 from rlbench.engines.seeds import request_seeds
 from rlbench.engines.turns import failed_in_env, split_options, tell_env_errors
@@ -46,7 +47,7 @@ class InferenceEngine(Engine):
                 f"executor={executor!r}: InferenceEngine has {', '.join(TARGETS)}{nearest(executor, TARGETS)}"
             )
         super().__init__(name, link)
-        self.path = str(path)
+        self.path = model_name(path, "InferenceEngine")
         self.executor = executor.lower()
         self.seed = seed
         self._config = config
@@ -73,7 +74,6 @@ class InferenceEngine(Engine):
         Raises:
             BuildError: a wrong path, built already, more devices than there are, vLLM missing, …
         """
-        from rlbench.engines.paths import check_model_path
         from rlbench.workers.replica_config import ReplicaConfig
 
         path = check_model_path(self.path)

@@ -51,9 +51,10 @@ class TrainEngine(Redefining, Engine):
             from rlbench.nn import check_module
 
             check_module(module)
-        elif module is not None and not callable(module):
+        elif module is not None and (not callable(module) or hasattr(module, "convert_tokens_to_ids")):
             raise BuildError(
-                f"TrainEngine wants a module on meta, or a callable that makes one, got {type(module).__name__}"
+                f"TrainEngine wants a module on meta, or a callable that makes one, got {type(module).__name__}. For a "
+                "model by name, rb.Session(name) has a training engine"
             )
 
     @classmethod
@@ -79,6 +80,8 @@ class TrainEngine(Redefining, Engine):
         Raises:
             BuildError: built already, more ranks than devices, weights that do not fit the module, …
         """
+        if self._module is None:
+            raise BuildError("TrainEngine has no module to build: TrainEngine(module) takes one on meta")
         total = cluster.current().devices
         replicas = (
             max(1, total // max(1, tensor_parallel_size)) if data_parallel_size == -1 else data_parallel_size
@@ -89,7 +92,7 @@ class TrainEngine(Redefining, Engine):
         config = checked_config(
             TrainConfig, {"shard_size": tensor_parallel_size} | self._config, "TrainEngine"
         )
-        blob = pickled(self._module)
+        blob = by_value.dumps(self._module, "module", refusal=BuildError)
         threads = str(max(1, cores() // world))
         env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"}
         devices = self._allot(world, colocate_with, not_colocate_with)
@@ -125,7 +128,8 @@ class TrainEngine(Redefining, Engine):
         functions put there. `NeedParallel` arguments are split.
         """
         self._need_built("run")
-        calls: list[Call] = [((pickled(fn), a, k), {}) for a, k in split_call(args, kwargs, self.world_size)]
+        blob = by_value.dumps(fn, "run")
+        calls: list[Call] = [((blob, a, k), {}) for a, k in split_call(args, kwargs, self.world_size)]
         with self.link.noting(self.name, "run", (fn, *args), kwargs):
             return list(self.call("run", calls, what=f"{self.name}.run").blocking_result())
 
@@ -236,8 +240,3 @@ class TrainEngine(Redefining, Engine):
             )
         calls: list[Call] = [((name, a, k), {}) for a, k in split_call(args, kwargs, self.world_size)]
         return self.call("call_method", calls, what=f"{self.name}.{name}")
-
-
-def pickled(value: Any) -> bytes:
-    """`value` by cloudpickle: functions and classes of a notebook and of local modules go by value."""
-    return by_value.dumps(value)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rlbench.checkpoint import folder as folders
 from rlbench.dispatch.chain import Steps
 from rlbench.engines.sync import sync_weights
-from rlbench.errors import CheckpointError
+from rlbench.errors import CheckpointError, Suggesting
 
 if TYPE_CHECKING:
     from rlbench.session.session import Session
@@ -19,7 +19,7 @@ SESSION = "session.json"
 
 
 @dataclass(frozen=True)
-class Saved:
+class Saved(Suggesting):
     """A checkpoint that was written: where, its size, the older ones that made way."""
 
     path: str

@@ -15,7 +15,7 @@ from rlbench.data.scoring import score, stopped
 from rlbench.dispatch.chain import Step, Steps
 from rlbench.engines import InferenceEngine
 from rlbench.engines.turns import failed_in_env
-from rlbench.errors import DataError
+from rlbench.errors import DataError, Suggesting
 from rlbench.rewards import Board
 
 FAREWELL_S = 1.0
@@ -24,7 +24,7 @@ POLL_S = 0.05
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(Suggesting):
     """Mean reward over the completions that count, with the scored rollouts behind it.
 
     Those do not count that the environment's errors ended, that were cut by a stop, or that have no reward.

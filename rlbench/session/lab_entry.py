@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlbench.errors import StateError
+from rlbench.errors import StateError, Suggesting
 
 if TYPE_CHECKING:
     from rlbench.data import TrainBatch
@@ -28,7 +28,7 @@ class Bound:
 
 
 @dataclass(frozen=True, eq=False)
-class LabEntry:
+class LabEntry(Suggesting):
     """One loss on the lab's batch. Arrays are flat float32 in the order of `batch.responses.values`, 0 where untrained.
 
     Attributes:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlbench.dispatch import views
-from rlbench.engines.paths import check_model_path
+from rlbench.engines.paths import check_model_path, model_name
 from rlbench.errors import SessionError, nearest
 
 
@@ -56,7 +56,7 @@ def reference_at(reference: bool | str | None, policy: str) -> str | None:
     """
     if reference is True:
         return policy
-    return check_model_path(resolve_model(str(reference))) if reference else None
+    return check_model_path(resolve_model(model_name(reference, "reference="))) if reference else None
 
 
 def resolve_model(model: str) -> str:

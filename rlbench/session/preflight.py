@@ -18,7 +18,7 @@ from rlbench.data.metrics import format_number
 from rlbench.data.ragged import Ragged
 from rlbench.dispatch.chain import Steps
 from rlbench.engines.sync import probe_tokens, rows_in_order
-from rlbench.errors import CheckFailed, DataError
+from rlbench.errors import CheckFailed, DataError, Suggesting
 from rlbench.session import causes
 from rlbench.session.diagnosis import (
     SAMPLES,
@@ -75,7 +75,7 @@ class TokenGap:
 
 
 @dataclass(frozen=True)
-class Preflight:
+class Preflight(Suggesting):
     """What a preflight found. `worst`: the ten tokens that differ most; `cause`: why, where it did not pass.
 
     `diagnostics`: `rb.rl.mismatch_diagnostics` of the sampled tokens.

@@ -17,7 +17,7 @@ import numpy as np
 from rlbench.data import Ragged, TrainBatch
 from rlbench.dispatch.chain import Steps
 from rlbench.engines import TrainEngine
-from rlbench.errors import CheckFailed, DataError, RemoteError
+from rlbench.errors import CheckFailed, DataError, RemoteError, Suggesting
 from rlbench.session.loss_check import ship
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class EngineRehearsal:
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class Rehearsal(Suggesting):
     """What a rehearsal found. `safe_budget`: the most tokens of a micro-batch that fit; None where memory does not grow
     enough to tell; `bytes_per_token`: by how much it grows."""
 

@@ -301,11 +301,7 @@ class Renderer:
             return f'rb.{kind}.from_parquet(FILES / {name!r})'
         if isinstance(value, np.ndarray) and value.dtype != object:
             return f"saved_array({self._keep(script_text.npy(value), 'array', 'npy')!r})"
-        try:
-            blob = by_value.dumps(value)
-        except Exception as error:  # whatever the objects in it raise
-            said = f"{type(error).__name__}: {error}"
-            raise SessionError(f"{type(value).__name__} cannot be written down ({said})") from error
+        blob = by_value.dumps(value, "a value", "a script", SessionError)
         return f"saved_value({self._keep(blob, _short_name(value), 'pkl')!r})"
 
     def _keep(self, content: bytes, name: str, suffix: str) -> str:

@@ -15,9 +15,9 @@ from rlbench.dispatch.chain import Chain, Steps
 from rlbench.dispatch.link import Link
 from rlbench.engines import InferenceEngine, TrainEngine
 from rlbench.engines.base import Engine
-from rlbench.engines.paths import check_model_path
+from rlbench.engines.paths import check_model_path, model_name
 from rlbench.engines.sync import sync_weights
-from rlbench.errors import SessionError, StateError, Stopped, nearest
+from rlbench.errors import SessionError, StateError, Stopped, Suggesting, nearest
 from rlbench.notebook.card import WARNING, Card
 from rlbench.notebook.views import session_card
 from rlbench.runtime import cluster, registry
@@ -40,8 +40,9 @@ from rlbench.session.view_verbs import ViewVerbs
 
 
 class Session(
-    TrainVerbs, TrainerVerbs, DataVerbs, StateVerbs, HistoryVerbs, CheckVerbs, LabVerbs, PauseVerbs, ViewVerbs
-):
+    TrainVerbs, TrainerVerbs, DataVerbs, StateVerbs, HistoryVerbs, CheckVerbs, LabVerbs, PauseVerbs, ViewVerbs,
+    Suggesting,
+):  # fmt: skip
     """A model with its engines, driven cell by cell.
 
     Args:
@@ -70,7 +71,7 @@ class Session(
         if not isinstance(undo, int) or undo < 0:
             raise SessionError(f"undo={undo!r}: the number of last steps that can be undone, 0 for none")
         train_options, inference_options = building.check_options(train, inference)
-        path = check_model_path(resolve_model(str(model)))
+        path = check_model_path(resolve_model(model_name(model, "rb.Session")))
         reference_path = reference_at(reference, path)
         building.check_models(path, reference_path)
         self._options = SessionOptions(

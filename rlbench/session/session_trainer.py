@@ -12,7 +12,7 @@ from rlbench.dispatch import views
 from rlbench.dispatch.chain import Steps
 from rlbench.dispatch.pending import Pending
 from rlbench.dispatch.views import View
-from rlbench.errors import SessionError, Stopped, WorkerDied
+from rlbench.errors import SessionError, Stopped, Suggesting, WorkerDied
 from rlbench.monitor.state import course
 from rlbench.session import snapshots
 from rlbench.session.trainer_places import here
@@ -33,7 +33,7 @@ class FitView(View, Protocol):
     def iterated(self, values: Mapping[str, Any]) -> None: ...
 
 
-class SessionTrainer:
+class SessionTrainer(Suggesting):
     """Made by `session.trainer`. On the ranks it is `trainer`, in the namespace of `%%ranks`.
 
     `spec`: the `TrainerSpec` by cloudpickle, where this kernel made it: what `heal` makes it from again.

@@ -20,7 +20,7 @@ from rlbench.data.metrics import format_number
 from rlbench.dispatch.chain import Steps
 from rlbench.dispatch.link import shm_prefix
 from rlbench.engines.sync import sync_weights
-from rlbench.errors import CheckpointError, SessionError, nearest
+from rlbench.errors import CheckpointError, SessionError, Suggesting, nearest
 from rlbench.runtime import registry
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class Snapshot(Suggesting):
     """A state to go back to. `bytes` in all, `fresh` of them not shared with an earlier snapshot."""
 
     id: str
@@ -48,7 +48,7 @@ class Snapshot:
         return f"Snapshot({self.label!r}, step {self.step}, v{self.version}, {size})"
 
 
-class Snapshots:
+class Snapshots(Suggesting):
     """The snapshots of a session, oldest first; by label, id or place.
 
     `undo_to`: id of the one that `undo()` goes back to; None where no step can be undone.

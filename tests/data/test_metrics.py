@@ -21,7 +21,7 @@ def test_metrics_are_read_by_name_and_as_attributes():
 
 
 def test_an_unknown_metric_names_those_there_are():
-    with pytest.raises(AttributeError, match="no metric 'los'; there are loss"):
+    with pytest.raises(AttributeError, match="no metric 'los'; nearest: loss; there are loss"):
         _ = Metrics({"loss": 1.0}).los
 
 
