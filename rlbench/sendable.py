@@ -32,7 +32,8 @@ def why_not(what: str, value: Any, error: Exception, to: str, dumps: Pickler = c
         dumps: how it was pickled.
     """
     path, last = culprit(value, dumps)
-    name = _called(value) or ("" if isinstance(value, list | tuple | dict) else f"`{type(value).__name__}`")
+    plain = isinstance(value, list | tuple | dict) or _is_ours(type(value))
+    name = _called(value) or ("" if plain else f"`{type(value).__name__}`")
     names = [part for part in path if part.startswith("`")]
     has = f"uses {' → '.join(names)}," if names else "is" if last is value else "holds"
     why = "" if path else f" ({type(error).__name__}: {error})"
@@ -127,9 +128,13 @@ def _is_library(kind: type) -> bool:
     return library and not dataclasses.is_dataclass(kind)
 
 
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.startswith("rlbench.")
+
+
 def _kind(value: Any) -> str:
     kind = type(value)
-    plain = kind.__module__ in ("builtins", "__main__") or kind.__module__.startswith("rlbench.")
+    plain = kind.__module__ in ("builtins", "__main__") or _is_ours(kind)
     return kind.__name__ if plain else f"{kind.__module__}.{kind.__name__}"
 
 

@@ -15,6 +15,7 @@ from rlbench.data.batch_row import BatchRow, rows_of
 from rlbench.data.origin import traced
 from rlbench.data.ragged import Ragged
 from rlbench.errors import DataError, Suggesting
+from rlbench.units import format_number
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +57,9 @@ class TrainBatch(Suggesting):
         return len(self.responses)
 
     def __repr__(self) -> str:
-        reward = "" if self.rewards is None or not len(self) else f", reward {self.rewards.mean():.3g}"
+        reward = ""
+        if self.rewards is not None and len(self):
+            reward = f", reward {format_number(float(self.rewards.mean()))}"
         trained = int(self.mask.sum())
         return f"TrainBatch({len(self)} sequences, {self.tokens} response tokens, {trained} trained{reward})"
 

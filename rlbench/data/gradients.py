@@ -10,6 +10,7 @@ import numpy as np
 
 from rlbench.data.optional import needed
 from rlbench.errors import DataError, Suggesting, nearest
+from rlbench.units import format_number
 
 COLUMNS = ("squares", "largest", "zeros", "nonfinite", "sizes", "weight_squares")
 
@@ -134,7 +135,7 @@ class Gradients(Suggesting):
     def __repr__(self) -> str:
         broken = f", {len(self.broken)} not finite" if self.broken else ""
         most = self.names[int(np.nan_to_num(self.norms, nan=np.inf).argmax())] if self.names else ""
-        return f"Gradients(norm {self.norm:.3g} over {len(self)} rows, largest in {most}{broken})"
+        return f"Gradients(norm {format_number(self.norm)} over {len(self)} rows, largest in {most}{broken})"
 
     def _grouped(self, keys: Iterable[str]) -> Gradients:
         keys = list(keys)

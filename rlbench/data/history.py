@@ -12,6 +12,7 @@ from rlbench.data.drawing import drawn
 from rlbench.data.optional import needed
 from rlbench.data.verbs import Verbs
 from rlbench.errors import DataError, Suggesting, nearest
+from rlbench.units import format_number
 
 
 class History(Suggesting, Sequence[dict[str, Any]]):
@@ -109,7 +110,7 @@ class History(Suggesting, Sequence[dict[str, Any]]):
         if not self.records:
             return "History(no steps yet)"
         last = self.records[-1]
-        shown = ", ".join(f"{k} {last[k]:.3g}" for k in ("reward", "loss", "kl") if last.get(k) is not None)
+        shown = ", ".join(f"{k} {format_number(last[k])}" for k in ("reward", "loss", "kl") if last.get(k) is not None)
         return f"History({len(self.records)} steps; last: {shown})"
 
     def _rows(self) -> list[dict[str, Any]]:

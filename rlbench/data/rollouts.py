@@ -23,6 +23,7 @@ from rlbench.data.ragged import Ragged
 from rlbench.data.rollout import PromptGroup, Rollout
 from rlbench.data.turns import EnvError, env_errors, sampled_mask, taken_turns
 from rlbench.errors import DataError, Suggesting
+from rlbench.units import format_number, format_percent
 
 if TYPE_CHECKING:
     from rlbench.data.comparing import RewardComparison
@@ -316,10 +317,10 @@ class Rollouts(Suggesting):
     def __repr__(self) -> str:
         parts = [f"{self.samples} rollouts of {len(self)} prompts", f"{int(self.lengths.sum())} tokens"]
         if self.samples:
-            parts.append(f"{100 * self.truncated.mean():.0f} % truncated")
+            parts.append(f"{format_percent(float(self.truncated.mean()))} truncated")
             parts.append("v" + "/".join(str(v) for v in np.unique(self.versions)))
         if self.turn_rewards is not None and self.samples:
-            parts.append(f"{self.turn_rewards.lengths.mean():.1f} turns")
+            parts.append(f"{format_number(float(self.turn_rewards.lengths.mean()))} turns")
         if self.rewards is not None and self.samples:
             parts.append(scoring.described(self.rewards))
         if self.aborted.any() or self.not_started:

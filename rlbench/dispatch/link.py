@@ -83,7 +83,12 @@ class Link:
                      max_task_retries=2, max_concurrency=16, scheduling_strategy=here)
             .remote(name, joined.id, shm_prefix(name))
         )  # fmt: skip
-        return cls(name, monitor, _drive(monitor, False, lease_s))
+        try:
+            return cls(name, monitor, _drive(monitor, False, lease_s))
+        except BaseException:  # an interrupt: a monitor that nobody drives would keep the name
+            ray.kill(monitor)
+            registry.forget_session(name)
+            raise
 
     @classmethod
     def attach(cls, name: str | None = None, take_over: bool = False) -> Link:

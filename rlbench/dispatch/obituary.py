@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from rlbench.runtime import processes, registry
+from rlbench.units import format_bytes
 
 LAST_LINES = 8
 RECENT_SAMPLES = 10  # five seconds
@@ -30,8 +31,8 @@ def obituary(
     lines = [f"{label} of {engine} died{f' (pid {pid})' if pid else ''}: {cause(error, samples)}"]
     held = [s["resident"][actor] for s in samples if actor in s["resident"]]
     if held:
-        seen, most = held[-1] / 2**30, max(held) / 2**30
-        lines.append(f"  It held {seen:.2f} GiB when last seen; the most lately was {most:.2f}.")
+        seen, most = format_bytes(held[-1]), format_bytes(max(held))
+        lines.append(f"  It held {seen} when last seen; the most lately was {most}.")
     said = last_words(pid)
     if said:
         lines += ["  Its last words:", *(f"    {line}" for line in said)]

@@ -13,6 +13,7 @@ from rlbench.dispatch import views
 from rlbench.dispatch.link import Link
 from rlbench.dispatch.pending import Pending
 from rlbench.engines.base import Engine, checked_config, cores
+from rlbench.engines.moved import Moved
 from rlbench.engines.paths import check_model_path, model_name
 from rlbench.engines.placement import visible_gpus
 from rlbench.engines.seeds import request_seeds
@@ -92,7 +93,7 @@ class InferenceEngine(Engine):
             env = {"OMP_NUM_THREADS": str(config.threads), "OMP_WAIT_POLICY": "passive"}
             self._spawn(TARGETS[self.executor], lambda i: (config,), [group[0] for group in groups],
                         [env | visible_gpus(group) for group in groups])  # fmt: skip
-            infos = self.call_all("build", what=f"{self.name}.build").result()
+            infos = self.call_all("build", what=f"{self.name}.build", observer=self._say_phase).result()
         self._info = infos[0] | {
             "path": self.path,
             "tokenizer": str(config.engine_kwargs.get("tokenizer") or path),
@@ -197,11 +198,11 @@ class InferenceEngine(Engine):
             f"them, train.p2p_weight_sync({getattr(to, 'name', 'engine')})"
         )
 
-    def reload(self) -> dict[str, Any]:
+    def reload(self) -> Moved:
         """Load the weights again from the model's path, as version 0."""
-        info = self.call_all("reload").result()[0]
+        measured = self.call_all("reload").result()
         self.link.engine(self.name, {"state": self.status(), "proof": None})
-        return dict(info)
+        return Moved.of(self.name, self.PARTS, measured)
 
     def _after_state(self) -> None:
         """Once the KV cache is back, prove the weights that were synced without it."""

@@ -14,9 +14,11 @@ from rlbench.engines.parallel import estimated_bytes, split_call
 from rlbench.engines.redefine import Redefining, forget, verbs
 from rlbench.errors import BuildError, EngineError, MethodError, nearest
 from rlbench.runtime import cluster
+from rlbench.units import format_bytes
 
 if TYPE_CHECKING:
     from rlbench.engines.inference import InferenceEngine
+    from rlbench.engines.sync import Synced
 
 EXECUTORS = ("fsdp2",)
 WARN_BYTES = 4 << 20
@@ -104,7 +106,9 @@ class TrainEngine(Redefining, Engine):
                 [env] * world,
             )
             master = self.call("rendezvous", [((), {})] * world, what=f"{self.name}.build").result()[0]
-            infos = self.call_all("build", blob, master, what=f"{self.name}.build").result()
+            infos = self.call_all(
+                "build", blob, master, what=f"{self.name}.build", observer=self._say_phase
+            ).result()
         self._info = {k: v for k, v in infos[0].items() if k != "methods"} | {
             "shard_size": tensor_parallel_size
         }
@@ -160,7 +164,7 @@ class TrainEngine(Redefining, Engine):
         """Names on rank 0 that continue `text`; answers also while a cell runs."""
         return list(self.control("complete_names", text)[0])
 
-    def p2p_weight_sync(self, to: InferenceEngine | TrainEngine, transport: str | None = None) -> dict[str, Any]:
+    def p2p_weight_sync(self, to: InferenceEngine | TrainEngine, transport: str | None = None) -> Synced:
         """Send the weights to another engine; ends with equal log-probs on a probe, and replicas with equal versions.
 
         Args:
@@ -169,7 +173,8 @@ class TrainEngine(Redefining, Engine):
                 training rank) or `"broadcast"` (NCCL between GPUs, gloo between CPUs); None: the best that works.
 
         Returns:
-            `version` (of replicas), `bytes`, `tensors`, `transport`, and `gap`: the largest log-prob difference found.
+            `Synced`: `version` (of replicas), `bytes`, `tensors`, `transport`, and `gap`: the largest log-prob
+            difference found.
 
         Raises:
             EngineError: `to` is no engine that can take them.
@@ -183,9 +188,11 @@ class TrainEngine(Redefining, Engine):
             raise EngineError(f"p2p_weight_sync wants an InferenceEngine or a TrainEngine, got {type(to).__name__}")
         self._need_built("p2p_weight_sync")
         to._need_built("p2p_weight_sync")
-        if isinstance(to, TrainEngine):
-            return dict(copy_weights(self, to, transport).blocking_result())
-        return dict(sync_weights(self, to, transport=transport).blocking_result())
+        chain = copy_weights(self, to, transport) if isinstance(to, TrainEngine) else sync_weights(
+            self, to, transport=transport
+        )
+        done: Synced = chain.blocking_result()
+        return done
 
     def note_staged(self, version: int, manifest: dict[str, Any]) -> None:
         """Put on record what lies staged in shared memory; the layout only where it changed: it is journalled."""
@@ -234,8 +241,8 @@ class TrainEngine(Redefining, Engine):
         weight = estimated_bytes([args, kwargs])
         if weight > WARN_BYTES:
             warnings.warn(
-                f"the arguments of {self.name}.{name} weigh about {weight >> 20} MiB and are copied to the ranks: send "
-                "a path and read the data in a method of your module, or mark rows with NeedParallel",
+                f"the arguments of {self.name}.{name} weigh about {format_bytes(weight)} and are copied to the ranks: "
+                "send a path and read the data in a method of your module, or mark rows with NeedParallel",
                 stacklevel=4,
             )
         calls: list[Call] = [((name, a, k), {}) for a, k in split_call(args, kwargs, self.world_size)]

@@ -17,6 +17,7 @@ from rlbench.engines import InferenceEngine
 from rlbench.engines.turns import failed_in_env
 from rlbench.errors import DataError, Suggesting
 from rlbench.rewards import Board
+from rlbench.units import format_number
 
 FAREWELL_S = 1.0
 """How long a stop waits for the reward to end; less than an interrupt waits for its verb."""
@@ -44,7 +45,7 @@ class Evaluation(Suggesting):
     def __repr__(self) -> str:
         missing = self.left_out()
         said = f"; left out: {missing}" if missing else ""
-        return f"Evaluation(reward {self.reward:.3g} over {int(self.counted.sum())} completions{said})"
+        return f"Evaluation(reward {format_number(self.reward)} over {int(self.counted.sum())} completions{said})"
 
     def left_out(self) -> str:
         """How many completions do not count, and why; empty where all do."""

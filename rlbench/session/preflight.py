@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlbench.data import Rollouts, TrainBatch
-from rlbench.data.metrics import format_number
 from rlbench.data.ragged import Ragged
 from rlbench.dispatch.chain import Steps
 from rlbench.engines.sync import probe_tokens, rows_in_order
@@ -31,6 +30,7 @@ from rlbench.session.diagnosis import (
     tolerance,
 )
 from rlbench.session.loss_check import ship
+from rlbench.units import format_number
 
 if TYPE_CHECKING:
     from rlbench.session.session import Session

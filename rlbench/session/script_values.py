@@ -25,6 +25,7 @@ from rlbench.data.origin import Origin, origin, watch
 from rlbench.dispatch import by_value
 from rlbench.errors import SessionError
 from rlbench.session import script_text
+from rlbench.units import format_bytes
 
 INLINE_CHARACTERS = 600
 """A longer literal goes into a file."""
@@ -321,8 +322,8 @@ class Renderer:
         there = sum(file.stat().st_size for file in self.folder.iterdir()) if self.folder.exists() else 0
         if there + size > MOST_BYTES:
             raise SessionError(
-                f"{what} of {size / 2**20:.3g} MiB is not kept for a script: the session has {there / 2**20:.3g} MiB, "
-                f"and {MOST_BYTES >> 20} are the most"
+                f"{what} of {format_bytes(size)} is not kept for a script: the session has {format_bytes(there)}, "
+                f"and {format_bytes(MOST_BYTES)} are the most"
             )
 
 

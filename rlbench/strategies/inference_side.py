@@ -12,6 +12,7 @@ between two calls. What talks to them is loaded by name: a strategy knows no eng
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -79,7 +80,7 @@ class Replicas(Protocol):
     ) -> list[GenerateOutput]:
         """This rank's completions, prompt by prompt."""
 
-    def update(self, actor: nn.Module, transport: str | None) -> dict[str, Any]:
+    def update(self, actor: nn.Module, transport: str | None) -> Mapping[str, Any]:
         """Bring a module's weights to the replicas."""
 
 
@@ -192,7 +193,7 @@ class InferenceSide(RankSide):
                 self._lengths.collect(outputs, self.generate_calls - 1)
         return outputs
 
-    def update_engine_weights(self, actor: Any, transport: str | None = None) -> dict[str, Any]:
+    def update_engine_weights(self, actor: Any, transport: str | None = None) -> Mapping[str, Any]:
         """Bring an actor's weights to the replicas and prove it by log-probs; collective.
 
         Of an engine that sleeps the weights are woken, and the proof follows when the rest is: with the next

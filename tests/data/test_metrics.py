@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from rlbench.data.history import History
-from rlbench.data.metrics import Metrics, format_number
+from rlbench.data.metrics import Metrics
 from rlbench.errors import DataError
+from rlbench.units import format_number
 
 RECORDS = [{"step": 1, "reward": 0.25, "loss": 0.5}, {"step": 2, "reward": 0.5, "loss": -0.125, "kl": 0.01}]
 
