@@ -50,12 +50,12 @@ def test_numbers_for_a_reader(said, wanted):
 def test_decimal_points_meet():
     assert aligned(["1,024", "0.5", "−12.25", "~3"]) == ["1,024   ", "0.5 ", "−12.25", "~3   "]
     assert aligned(["", "–", "no number", "2"]) == ["", "–", "no number", "2"]
-    assert aligned(["2 s", "1.5 min"]) == ["2   s  ", "1.5 min"]
-    assert aligned(["1.5 GiB", "900 MiB"], html=True) == ["1.5 GiB", f"900{POINT}{FIGURE} MiB"]
+    assert aligned(["2 s", "1.5 min"]) == ["2 s    ", "1.5 min"]
+    assert aligned(["1.5 GiB", "900 MiB"], html=True) == ["1.5 GiB", f"900 MiB{POINT}{FIGURE}"]
 
 
 def test_tables_are_aligned_as_text_and_as_html():
     grid = Grid((("a", "1.5 GiB", "x"), ("b", "900 MiB", "y")), numeric=frozenset({1}))
-    assert grid.text() == "a    1.5 GiB  x\nb  900   MiB  y"
+    assert grid.text() == "a    1.5 GiB  x\nb  900 MiB    y"
     for html in (grid.html(), table([], [["a", "1.5 GiB"], ["b", "900 MiB"]], numeric=[1])):
-        assert f"900{POINT}{FIGURE} MiB" in html
+        assert f"900 MiB{POINT}{FIGURE}" in html

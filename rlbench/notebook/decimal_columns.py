@@ -29,6 +29,5 @@ def _padded(match: re.Match[str], fractions: int, units: int, html: bool) -> str
     fraction, unit = match["fraction"] or "", match["unit"] or ""
     missing = fractions - len(fraction)
     point = 1 if missing and not fraction else 0
-    gap = POINT * point + FIGURE * (missing - point) + unit + FIGURE * (units - len(unit))
-    text = match["whole"] + fraction + gap
-    return text if html else text.replace(FIGURE, " ").replace(POINT, " ")
+    gap = POINT * point + FIGURE * (missing - point + units - len(unit))  # behind the unit: it stays at its number
+    return match[0] + (gap if html else " " * len(gap))
