@@ -59,9 +59,9 @@ def table(
         look: a CSS class; `labels` draws the names of rows like those of columns.
     """
     right = set(numeric)
-    rows = [list(row) for row in rows]
+    drawn = [list(row) for row in rows]
     for i in right:
-        having = [row for row in rows if i < len(row)]
+        having = [row for row in drawn if i < len(row)]
         for row, text in zip(having, aligned([row[i] for row in having], html=True), strict=True):
             row[i] = text
 
@@ -76,7 +76,7 @@ def table(
 
     top = "<tr>" + "".join(cell("th", i, t, "col") for i, t in enumerate(head)) + "</tr>" if any(head) else ""
     over = f"<caption>{caption}</caption>" if caption else ""
-    body = "".join(f"<tr>{line(row)}</tr>" for row in rows)
+    body = "".join(f"<tr>{line(row)}</tr>" for row in drawn)
     return f"<table{f' class={look}' if look else ''}>{over}{top}{body}</table>"
 
 
