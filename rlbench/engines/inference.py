@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -191,7 +191,7 @@ class InferenceEngine(Engine):
         found = self.call_all("prompt_logprobs", [list(map(int, row)) for row in token_ids]).result()
         return list(found[0])
 
-    def p2p_weight_sync(self, to: Any, transport: str | None = None) -> None:
+    def p2p_weight_sync(self, to: Any, transport: str | None = None) -> NoReturn:
         """Refuse: replicas hold weights as their kernels want them, which nobody else can read."""
         raise EngineError(
             f"{self.name} is an InferenceEngine: it takes weights and gives none. Sync from the TrainEngine that has "
