@@ -72,6 +72,8 @@ def new_folder(path: str | Path, verb: str) -> Path:
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise CheckpointError(f"{verb}: {place} is there already and not empty: choose another path, or remove it")
     return place
+
+
 def _need_served(hub_id: str, folder: Path) -> None:
     """Refuse a hub id of no model now, before workers spend half a minute on it; a mistyped folder looks like one."""
     from huggingface_hub import HfApi, try_to_load_from_cache

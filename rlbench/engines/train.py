@@ -12,6 +12,7 @@ from rlbench.dispatch import by_value
 from rlbench.dispatch.link import Link
 from rlbench.dispatch.pending import Pending
 from rlbench.engines.base import Call, Engine, checked_config, cores, executor_of
+from rlbench.engines.exported import ExportedModel
 from rlbench.engines.methods import proxy
 from rlbench.engines.parallel import estimated_bytes, split_call
 from rlbench.engines.paths import new_folder
@@ -258,7 +259,7 @@ class TrainEngine(Redefining, Engine):
         """
         self._load("load_state_dict", dict(state_dict), own_names=True)
 
-    def save(self, path: str | Path, dtype: str | None = None) -> dict[str, Any]:
+    def save(self, path: str | Path, dtype: str | None = None) -> ExportedModel:
         """Write the weights as safetensors, with config and tokenizer where the module is a transformers model.
 
         `session.save` writes what a run goes on from: optimizer, step and history too.
@@ -268,14 +269,15 @@ class TrainEngine(Redefining, Engine):
             dtype: of the tensors; None: the config's, or what the module is held in.
 
         Returns:
-            `path`, `bytes`, `files`.
+            Path, bytes and files of what was written.
 
         Raises:
             CheckpointError: something is there already, or there is no room.
         """
         place = new_folder(path, f"{self.name}.save")
         what = f"{self.name}.save()"
-        return dict(self.call_all("save_weights", str(place), dtype, what=what, track=True).result()[0])
+        done = self.call_all("save_weights", str(place), dtype, what=what, track=True).result()[0]
+        return ExportedModel(done["path"], done["bytes"], tuple(done["files"]))
 
     def load(self, path: str | Path) -> None:
         """Fill the parameters from a checkpoint, a folder or a file, through the module's hooks; else as

@@ -33,7 +33,7 @@ CARDS = {  # a `Card` each, or what has `bundle()`: HTML and text say the same; 
     "rlbench.engines.sync.Synced": "result_views.synced_card",
     "rlbench.results.Done": "result_views.done_card",
     "rlbench.results.Names": "result_views.names_card",
-    "rlbench.session.checkpoints.ExportedModel": "result_views.exported_model_card",
+    "rlbench.engines.exported.ExportedModel": "result_views.exported_model_card",
     "rlbench.session.checkpoints.Saved": "kept_views.saved_card",
     "rlbench.session.evaluation.Evaluation": "kept_views.evaluation_card",
     "rlbench.session.healing.Healed": "kept_views.healed_card",

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from rlbench.checkpoint import folder as folders
 from rlbench.dispatch.chain import Steps
+from rlbench.engines.exported import ExportedModel
 from rlbench.engines.paths import new_folder
 from rlbench.engines.sync import sync_weights
 from rlbench.errors import CheckpointError, Suggesting
-from rlbench.results import Result
 from rlbench.session import step_copies
 from rlbench.units import format_bytes
 
@@ -33,18 +33,6 @@ class Saved(Suggesting):
     def __repr__(self) -> str:
         gone = f", removed {', '.join(Path(p).name for p in self.removed)}" if self.removed else ""
         return f"Saved({self.path!r}, {format_bytes(self.bytes)}{gone})"
-
-
-@dataclass(frozen=True)
-class ExportedModel(Result):
-    """A model written as a Hugging Face folder: where, its size, its files."""
-
-    path: str
-    bytes: int
-    files: tuple[str, ...]
-
-    def __repr__(self) -> str:
-        return f"ExportedModel({self.path!r}, {format_bytes(self.bytes)}, {len(self.files)} files)"
 
 
 def save_steps(session: Session, root: str, max_num: int | None, max_mem: float | None) -> Steps:

@@ -24,7 +24,7 @@ class Engine:
 
     def __init__(self, name, dtype="float32", weights="cuda", **facts):
         self.name, self.info = name, {"dtype": dtype, "vocab_size": 10}
-        self._status = {"weights": weights, "kv_cache": "cuda", "version": 3}
+        self._status = {"weights": weights, "torn": None, "kv_cache": "cuda", "version": 3}
         self._facts = Facts("here", "127.0.0.1", **facts)
 
     def status(self):
