@@ -16,6 +16,7 @@ from typing import Any
 
 from rlbench._version import __version__
 from rlbench.errors import RLBenchError
+from rlbench.units import format_age, format_bytes
 
 PS_LIMIT_S = 2.0
 
@@ -89,8 +90,8 @@ def shown_row(row: Mapping[str, Any]) -> dict[str, Any]:
         "name": row["name"], "model": row["model"], "step": row["step"],
         "running": f"{running} (paused)" if row["paused"] else running,
         "driver": f"{driver['mode']} {driver['pid']}" if driver and driver["alive"] else "none",
-        "memory": f"{row['memory'] / 2**30:.2f} GiB",
-        "ends in": "-" if left is None else f"{left / 3600:.1f} h" if left >= 3600 else f"{left:.0f} s",
+        "memory": format_bytes(row["memory"]),
+        "ends in": "-" if left is None else format_age(left),
     }  # fmt: skip
 
 

@@ -7,8 +7,8 @@ its message carries the mend, so a stack trace through our own frames adds nothi
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 
 class RLBenchError(Exception):
@@ -36,6 +36,10 @@ class StaleEpoch(SessionError):
 
 class BuildError(RLBenchError):
     """An engine could not be built, or was built twice."""
+
+
+class NoSuchAttribute(RLBenchError, AttributeError):
+    """A value has no attribute of that name; the message has the nearest it has."""
 
 
 class DataError(RLBenchError):
@@ -101,3 +105,26 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     """Return `"; nearest: a, b"` for the known names that look like `name`, or an empty string."""
     found = difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
     return f"; nearest: {', '.join(found)}" if found else ""
+
+
+class Suggesting:
+    """What a value inherits whose misspelt attributes are answered with the nearest it has.
+
+    `ELSEWHERE`: attributes that a reader looks for here and finds elsewhere, with where that is.
+    """
+
+    ELSEWHERE: ClassVar[Mapping[str, str]] = {}
+
+    if not TYPE_CHECKING:  # a type checker knows the attributes there are
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise for what is not there; called for that alone."""
+            if hasattr(type(self), name):  # a property that raised: its own error is what to tell
+                return object.__getattribute__(self, name)
+            owner = type(self).__name__
+            if name.startswith("_"):  # asked by libraries, of everything
+                raise AttributeError(f"{owner!r} object has no attribute {name!r}")
+            known = [known for known in dir(self) if not known.startswith("_") and known != "ELSEWHERE"]
+            where = self.ELSEWHERE.get(name)
+            hint = f": {where}" if where else nearest(name, known)
+            raise NoSuchAttribute(f"{owner} has no attribute {name!r}{hint}")

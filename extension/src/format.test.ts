@@ -13,7 +13,8 @@ describe('numbers for a reader', () => {
   ])('%d is %s', (value, said) => expect(digits(value)).toBe(said));
 
   it.each([
-    [0, '0 MiB'],
+    [0, '0 B'],
+    [12 * 2 ** 10, '12 KiB'],
     [900 * 2 ** 20, '900 MiB'],
     [1229 * 2 ** 20, '1.2 GiB'],
     [6.4 * 2 ** 30, '6.4 GiB']

@@ -1,5 +1,6 @@
 /** Numbers with their units, as in the notebook's views: three significant digits. */
 
+const KIB = 2 ** 10;
 const MIB = 2 ** 20;
 const GIB = 2 ** 30;
 
@@ -10,9 +11,15 @@ export function digits(value: number): string {
     : String(Number(value.toPrecision(3)));
 }
 
-/** Bytes as `6.4 GiB` or `900 MiB`. */
+/** Bytes as `6.4 GiB`, `900 MiB`, `12 KiB` or `640 B`. */
 export function gib(bytes: number): string {
-  return bytes >= 1000 * MIB ? `${digits(bytes / GIB)} GiB` : `${digits(bytes / MIB)} MiB`;
+  const units: [number, string][] = [
+    [GIB, 'GiB'],
+    [MIB, 'MiB'],
+    [KIB, 'KiB']
+  ];
+  const found = units.find(([size]) => Math.abs(bytes) >= (1000 * size) / 1024);
+  return found ? `${digits(bytes / found[0])} ${found[1]}` : `${Math.round(bytes)} B`;
 }
 
 /** `3 s`, `12 min`, `3.5 h`. */

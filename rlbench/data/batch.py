@@ -14,11 +14,12 @@ import numpy as np
 from rlbench.data.batch_row import BatchRow, rows_of
 from rlbench.data.origin import traced
 from rlbench.data.ragged import Ragged
-from rlbench.errors import DataError
+from rlbench.errors import DataError, Suggesting
+from rlbench.units import format_number
 
 
 @dataclass(frozen=True, eq=False)
-class TrainBatch:
+class TrainBatch(Suggesting):
     """B sequences as ragged arrays; a value: every change gives a new batch.
 
     `prompts`, `responses`: token ids, int32. Over response tokens: `mask` bool (True where trained), `advantages`,
@@ -58,7 +59,9 @@ class TrainBatch:
         return len(self.responses)
 
     def __repr__(self) -> str:
-        reward = "" if self.rewards is None or not len(self) else f", reward {self.rewards.mean():.3g}"
+        reward = ""
+        if self.rewards is not None and len(self):
+            reward = f", reward {format_number(float(self.rewards.mean()))}"
         trained = int(self.mask.sum())
         return f"TrainBatch({len(self)} sequences, {self.tokens} response tokens, {trained} trained{reward})"
 

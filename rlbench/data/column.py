@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlbench.data.drawing import drawn
-from rlbench.data.metrics import format_number
+from rlbench.units import format_number
 
 PERCENTILES = (10, 50, 90)
 

@@ -19,7 +19,8 @@ import numpy as np
 from rlbench.data.column import Column
 from rlbench.data.optional import needed
 from rlbench.data.scoring import RewardErrors, with_rewards
-from rlbench.errors import DataError, Stopped, nearest
+from rlbench.errors import DataError, Stopped, Suggesting, nearest
+from rlbench.units import format_number
 
 if TYPE_CHECKING:
     from rlbench.data.rollouts import Rollouts
@@ -86,7 +87,7 @@ class Timing:
 
 
 @dataclass(frozen=True, eq=False)
-class RewardComparison:
+class RewardComparison(Suggesting):
     """Several rewards of the same completions. `scored`: the rollouts by name, the first is the baseline."""
 
     scored: Mapping[str, Rollouts]
@@ -170,7 +171,7 @@ class RewardComparison:
         return Column.of(self._known(first), "rewards").plot(compared, bins=bins, name=first)
 
     def __repr__(self) -> str:
-        parts = [f"{name} {self.agreements[name].mean:.3g}" for name in self.names]
+        parts = [f"{name} {format_number(self.agreements[name].mean)}" for name in self.names]
         return f"RewardComparison({len(self.rewards(self.baseline))} completions: {', '.join(parts)})"
 
     def _known(self, name: str) -> np.ndarray:
@@ -329,10 +330,10 @@ def _binned(values: np.ndarray) -> tuple[list[str], np.ndarray]:
     there = ~np.isnan(values)
     distinct = np.unique(values[there])
     if len(distinct) <= DISTINCT:
-        names, which = [f"{v:.3g}" for v in distinct], np.searchsorted(distinct, values)
+        names, which = [format_number(float(v)) for v in distinct], np.searchsorted(distinct, values)
     else:
         edges = np.unique(np.quantile(values[there], [0, 0.25, 0.5, 0.75, 1]))
-        names = [f"{low:.3g} to {high:.3g}" for low, high in itertools.pairwise(edges)]
+        names = [f"{format_number(low)} to {format_number(high)}" for low, high in itertools.pairwise(edges)]
         which = np.clip(np.searchsorted(edges, values, side="right") - 1, 0, len(names) - 1)
     if there.all():
         return names, which

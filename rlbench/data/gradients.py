@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 
 from rlbench.data.optional import needed
-from rlbench.errors import DataError, nearest
+from rlbench.errors import DataError, Suggesting, nearest
+from rlbench.units import format_number
 
 COLUMNS = ("squares", "largest", "zeros", "nonfinite", "sizes", "weight_squares")
 
 
 @dataclass(frozen=True, eq=False)
-class TokenGradients:
+class TokenGradients(Suggesting):
     """What the backward of one batch gave each response token, flat float32 in the order of `batch.responses.values`.
 
     Attributes:
@@ -41,7 +42,7 @@ class TokenGradients:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Gradients:
+class Gradients(Suggesting):
     """Rows of numbers about gradients before clipping, of all ranks together; `session.gradients()` gives one row per
     trainable parameter, `by_layer()` and `by_module()` the same with fewer rows.
 
@@ -134,7 +135,7 @@ class Gradients:
     def __repr__(self) -> str:
         broken = f", {len(self.broken)} not finite" if self.broken else ""
         most = self.names[int(np.nan_to_num(self.norms, nan=np.inf).argmax())] if self.names else ""
-        return f"Gradients(norm {self.norm:.3g} over {len(self)} rows, largest in {most}{broken})"
+        return f"Gradients(norm {format_number(self.norm)} over {len(self)} rows, largest in {most}{broken})"
 
     def _grouped(self, keys: Iterable[str]) -> Gradients:
         keys = list(keys)

@@ -11,10 +11,11 @@ import numpy as np
 from rlbench.data.drawing import drawn
 from rlbench.data.optional import needed
 from rlbench.data.verbs import Verbs
-from rlbench.errors import DataError, nearest
+from rlbench.errors import DataError, Suggesting, nearest
+from rlbench.units import format_number
 
 
-class History(Sequence[dict[str, Any]]):
+class History(Suggesting, Sequence[dict[str, Any]]):
     """A list of step records; `history["reward"]` is one metric over the steps, None where a step lacks it.
 
     `history[-1]` is the last record, `history[10:]` the history from the eleventh on. A value inside a part of a record
@@ -109,7 +110,7 @@ class History(Sequence[dict[str, Any]]):
         if not self.records:
             return "History(no steps yet)"
         last = self.records[-1]
-        shown = ", ".join(f"{k} {last[k]:.3g}" for k in ("reward", "loss", "kl") if last.get(k) is not None)
+        shown = ", ".join(f"{k} {format_number(last[k])}" for k in ("reward", "loss", "kl") if last.get(k) is not None)
         return f"History({len(self.records)} steps; last: {shown})"
 
     def _rows(self) -> list[dict[str, Any]]:

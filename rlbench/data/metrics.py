@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from rlbench.errors import NoSuchAttribute, nearest
+from rlbench.units import format_number
+
 SHOWN = ("loss", "reward", "grad_norm", "kl", "entropy", "clip_fraction", "logprob_gap", "tokens_per_s")
 LOSSES = ("loss", "policy_loss")
 
@@ -33,12 +36,10 @@ class Metrics(Mapping[str, Any]):
         return len(self._values)
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return self.__dict__["_values"][name]
-        except KeyError:
-            raise AttributeError(
-                f"no metric {name!r}; there are {', '.join(self.__dict__.get('_values', {}))}"
-            ) from None
+        values = self.__dict__.get("_values", {})
+        if name not in values:
+            raise NoSuchAttribute(f"no metric {name!r}{nearest(name, values)}; there are {', '.join(values)}")
+        return values[name]
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self._values]
@@ -59,15 +60,3 @@ def shown_metric(name: str, values: Mapping[str, Any]) -> str:
     """A metric for a line; behind a loss stands how its tokens became one number, which other systems do otherwise."""
     text = f"{name} {format_number(values[name])}"
     return f"{text} ({values['aggregation']})" if name in LOSSES and values.get("aggregation") else text
-
-
-def format_number(value: Any) -> str:
-    """Three significant digits for a reader; text and whole numbers as they are."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-        return str(value)
-    if isinstance(value, int | np.integer):
-        return f"{int(value):,}"
-    size = abs(float(value))
-    if size >= 1000:
-        return f"{float(value):,.0f}"
-    return f"{float(value):.3g}"

@@ -15,7 +15,8 @@ from typing import Any, Self
 from rlbench.data.prompt_set import PromptSet
 from rlbench.data.prompt_stream import FORMAT, OnEnd, checked_count, checked_seed, checked_state
 from rlbench.data.prompts import Prompt
-from rlbench.errors import DataError, nearest
+from rlbench.errors import DataError, Suggesting, nearest
+from rlbench.units import format_percent
 
 SOURCE, SOURCE_OF_ROW = "source", "row_source"
 
@@ -56,7 +57,7 @@ def mix(
     return Mixture(named, shares, seed=seed, shuffle=shuffle, on_end=on_end, epochs=epochs)
 
 
-class Mixture:
+class Mixture(Suggesting):
     """Takes prompts from several streams in fixed shares. Made by `rlbench.data.mix`.
 
     `sets` and their `streams`: by name. `weights`: each set's share, summing to one. `counts`: prompts taken of
@@ -150,7 +151,7 @@ class Mixture:
 
     def __repr__(self) -> str:
         shares = ", ".join(
-            f"{name} {100 * self.weights[name]:.3g} % of {len(one)} (epoch {self.streams[name].epoch + 1})"
+            f"{name} {format_percent(self.weights[name])} of {len(one)} (epoch {self.streams[name].epoch + 1})"
             for name, one in self.sets.items()
         )
         return f"Mixture({shares} · {self.taken} taken · seed {self.seed})"

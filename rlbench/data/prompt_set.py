@@ -15,11 +15,11 @@ from rlbench.data.column import Column
 from rlbench.data.prompt_lengths import LongPrompt
 from rlbench.data.prompt_stream import OnEnd, PromptStream, permutation
 from rlbench.data.prompts import Prompt, PromptContent, as_prompts
-from rlbench.errors import DataError
+from rlbench.errors import DataError, Suggesting
 
 
 @dataclass(frozen=True, eq=False)
-class PromptSet(Sequence[Prompt]):
+class PromptSet(Suggesting, Sequence[Prompt]):
     """P prompts; what `rlbench.data.load` gives, and whatever takes prompts takes it.
 
     `lengths` (P,) int64: tokens of each, None where no tokenizer was given. `too_long`: what was longer than

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeGuard
 import numpy as np
 
 from rlbench.data.prompts import Prompt
-from rlbench.errors import DataError
+from rlbench.errors import DataError, Suggesting
 
 if TYPE_CHECKING:
     from rlbench.data.prompt_set import PromptSet
@@ -21,7 +21,7 @@ OnEnd = Literal["repeat", "stop"]
 FORMAT = 1
 
 
-class PromptStream:
+class PromptStream(Suggesting):
     """Takes prompts from a set, without end or for so many epochs. Made by `PromptSet.stream`.
 
     The one thing here that changes: `take` moves it forward, `restore` puts it elsewhere.

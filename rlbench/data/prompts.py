@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from rlbench.errors import DataError
+from rlbench.errors import DataError, Suggesting
 
 PromptContent: TypeAlias = str | list[dict[str, Any]] | list[int]
 OTHER_INPUTS = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids", "prompt_embeds")
@@ -14,7 +14,7 @@ OTHER_INPUTS = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids", 
 
 
 @dataclass(frozen=True)
-class Prompt:
+class Prompt(Suggesting):
     """One prompt. `content`: text, chat messages (`[{"role": …, "content": …}]`) or token ids.
 
     `label` is the reference answer, passed on untouched to rewards; `meta` holds anything else of its row.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -23,7 +23,8 @@ from rlbench.data.ragged import Ragged
 from rlbench.data.rollout import PromptGroup, Rollout
 from rlbench.data.sampling import notes_of, reshaped_by
 from rlbench.data.turns import EnvError, env_errors, sampled_mask, taken_turns
-from rlbench.errors import DataError
+from rlbench.errors import DataError, Suggesting
+from rlbench.units import format_number, format_percent
 
 if TYPE_CHECKING:
     from rlbench.data.comparing import RewardComparison
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Rollouts:
+class Rollouts(Suggesting):
     """P prompts and N samples, prompt-major, as arrays.
 
     `responses`: sampled token ids; `logprobs`: flat float32 beside them; `group` (N,) int32: the prompt of each
@@ -43,6 +44,12 @@ class Rollouts:
     `mask`, `turns`, `turn_rewards`, `env_rewards` and `infos` where there was an environment: see `rlbench.data.turns`.
     `notes`: what a reader has to know of how they were drawn, one sentence each.
     """
+
+    ELSEWHERE: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("token_ids", "text", "finish_reason", "outputs", "index", "info", "prompt", "label"),
+        "rollouts are prompts in order (len counts them); .flat gives all completions one by one, rollouts[i].outputs "
+        "those of one prompt, and .responses, .texts, .logprobs, .rewards are columns over all",
+    )
 
     prompts: tuple[Prompt, ...]
     prompt_ids: Ragged
@@ -315,10 +322,10 @@ class Rollouts:
     def __repr__(self) -> str:
         parts = [f"{self.samples} rollouts of {len(self)} prompts", f"{int(self.lengths.sum())} tokens"]
         if self.samples:
-            parts.append(f"{100 * self.truncated.mean():.0f} % truncated")
+            parts.append(f"{format_percent(float(self.truncated.mean()))} truncated")
             parts.append("v" + "/".join(str(v) for v in np.unique(self.versions)))
         if self.turn_rewards is not None and self.samples:
-            parts.append(f"{self.turn_rewards.lengths.mean():.1f} turns")
+            parts.append(f"{format_number(float(self.turn_rewards.lengths.mean()))} turns")
         if self.rewards is not None and self.samples:
             parts.append(scoring.described(self.rewards))
         if self.aborted.any() or self.not_started:

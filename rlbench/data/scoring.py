@@ -17,6 +17,7 @@ from rlbench.data.advantage_call import wanted_names
 from rlbench.data.optional import needed
 from rlbench.errors import DataError, Stopped, nearest
 from rlbench.traces import remember
+from rlbench.units import format_number
 
 if TYPE_CHECKING:
     from rlbench.data.rollout import Rollout
@@ -182,7 +183,9 @@ def described(rewards: Any) -> str:
     """`reward 0.42 ± 0.49`, and how many are not known; "" of none at all."""
     values = known(rewards)
     missing = len(rewards) - len(values)
-    parts = [f"reward {values.mean():.3g} ± {values.std():.2g}"] if len(values) else []
+    parts = []
+    if len(values):
+        parts.append(f"reward {format_number(float(values.mean()))} ± {format_number(float(values.std()))}")
     return " · ".join([*parts, *([f"{missing} without a reward"] if missing else [])])
 
 

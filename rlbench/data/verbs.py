@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
 from rlbench.data.optional import needed
+from rlbench.errors import Suggesting
+from rlbench.units import format_number, format_seconds
 
 SHOWN = 12
 
 
-class Verbs(Sequence[dict[str, Any]]):
+class Verbs(Suggesting, Sequence[dict[str, Any]]):
     """The verbs of a session, oldest first; each a record.
 
     A record has `verb`; `args`: name -> how the argument reads; `code`: the statement a script has for it; `time`: Unix
@@ -70,8 +72,8 @@ class Verbs(Sequence[dict[str, Any]]):
 def _line(one: dict[str, Any]) -> str:
     clock = time.strftime("%H:%M:%S", time.localtime(one["time"]))
     went = "" if one["outcome"] == "done" else f"  {one['outcome']}: {one['said']}"
-    metrics = "".join(f"  {name} {value:.3g}" for name, value in one["metrics"].items() if name != "lr")
-    return f"  {clock}  {one['verb']}({_given(one)})  {one['seconds']:.2f} s{metrics}{went}"
+    metrics = "".join(f"  {name} {format_number(value)}" for name, value in one["metrics"].items() if name != "lr")
+    return f"  {clock}  {one['verb']}({_given(one)})  {format_seconds(one['seconds'])}{metrics}{went}"
 
 
 def _given(one: dict[str, Any]) -> str:

@@ -20,6 +20,8 @@ from typing import Any
 import cloudpickle
 import cloudpickle.cloudpickle as internals
 
+from rlbench.errors import EngineError, RLBenchError
+from rlbench.sendable import why_not
 from rlbench.traces import LIBRARIES
 
 INSTALLED = ("site-packages", "dist-packages")
@@ -29,14 +31,24 @@ LEFT_OUT = ("__builtins__", "__loader__", "__spec__", "__cached__")
 _registering = threading.Lock()
 
 
-def dumps(value: Any) -> bytes:
+def dumps(
+    value: Any, what: str = "value", to: str = "the ranks", refusal: type[RLBenchError] = EngineError
+) -> bytes:
     """`value` by cloudpickle, local modules by value.
 
+    Args:
+        what: the part it plays, as its argument is called.
+        to: where it goes.
+        refusal: what is raised where it cannot go.
+
     Raises:
-        Whatever cannot be pickled raises; of a module that holds such a thing, import the function itself
-        (`from helpers import f`), which takes along only what `f` uses.
+        EngineError (or `refusal`): it cannot be pickled; names what it holds that cannot. Of a module that holds such a
+            thing, import the function itself (`from helpers import f`), which takes along only what `f` uses.
     """
-    return _dumped(value, named=True)
+    try:
+        return _dumped(value, named=True)
+    except Exception as error:  # whatever the objects it refers to raise
+        raise refusal(why_not(what, value, error, to, functools.partial(_dumped, named=True))) from error
 
 
 def identity(value: Any) -> str:

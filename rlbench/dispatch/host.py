@@ -22,6 +22,7 @@ from rlbench.dispatch import context
 from rlbench.dispatch.protocol import Failure, Progress, Reply, Ticket
 from rlbench.errors import CallDropped, EngineError, RLBenchError, StaleEpoch, Stopped
 from rlbench.traces import calling_line, user_line
+from rlbench.units import format_bytes
 from rlbench.user_code import user_code
 
 REGISTER_LIMIT_S = 5.0
@@ -153,7 +154,7 @@ class Host:
             and not register(ticket.epoch, ticket.seq, REGISTER_LIMIT_S)
         ):
             raise CallDropped(
-                f"not all {ticket.world} ranks received the call within {REGISTER_LIMIT_S:.0f} s, so none ran it; "
+                f"not all {ticket.world} ranks received the call within {REGISTER_LIMIT_S:g} s, so none ran it; "
                 "call again (a rank that is still busy with an earlier call shows in the session's card)"
             )
 
@@ -261,7 +262,7 @@ class _Output(io.TextIOBase):
                 self._text += text
                 if len(self._text) >= KEPT_OUTPUT:
                     self._text += (
-                        f"\n… more than {KEPT_OUTPUT >> 20} MiB printed; the rest is in the worker's log\n"
+                        f"\n… more than {format_bytes(KEPT_OUTPUT)} printed; the rest is in the worker's log\n"
                     )
         return self._log.write(text)
 

@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import itertools
 import os
+import pickle
 import re
 import secrets
 import shutil
@@ -24,6 +25,7 @@ from rlbench.dispatch.pending import Observer, Pending, sigint_held
 from rlbench.dispatch.protocol import Ticket, actor_name
 from rlbench.errors import EngineError, SessionError
 from rlbench.runtime import cluster, processes, registry
+from rlbench.sendable import is_refusal, why_not
 
 MONITOR = "rlbench.monitor.actor:Monitor"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -81,7 +83,12 @@ class Link:
                      max_task_retries=2, max_concurrency=16, scheduling_strategy=here)
             .remote(name, joined.id, shm_prefix(name))
         )  # fmt: skip
-        return cls(name, monitor, _drive(monitor, False, lease_s))
+        try:
+            return cls(name, monitor, _drive(monitor, False, lease_s))
+        except BaseException:  # an interrupt: a monitor that nobody drives would keep the name
+            ray.kill(monitor)
+            registry.forget_session(name)
+            raise
 
     @classmethod
     def attach(cls, name: str | None = None, take_over: bool = False) -> Link:
@@ -193,6 +200,10 @@ class Link:
         try:
             with sigint_held(), self._submitting:
                 refs = send(range(len(actors)))
+        except (TypeError, pickle.PicklingError) as error:  # Ray's, of an argument; nothing of the call went out
+            if not is_refusal(error):
+                raise
+            raise EngineError(why_not(f"an argument of {what or name}", list(calls), error, "the workers")) from None
         except KeyboardInterrupt:  # it came while the call went out: nobody would hold it
             for actor in actors:
                 actor.stop.remote(call_id)

@@ -9,6 +9,7 @@ from typing import Any
 from rlbench.errors import WorkerDied
 from rlbench.runtime import processes, registry
 from rlbench.traces import UserLine, remember
+from rlbench.units import format_bytes
 
 LAST_LINES = 40
 RECENT_SAMPLES = 10  # five seconds
@@ -40,8 +41,8 @@ def obituary(
     lines = [f"{label} of {engine} died{f' (pid {pid})' if pid else ''}: {why}"]
     held = [s["resident"][actor] for s in samples if actor in s["resident"]]
     if held:
-        seen, most = held[-1] / 2**30, max(held) / 2**30
-        lines.append(f"  It held {seen:.2f} GiB when last seen; the most lately was {most:.2f}.")
+        seen, most = format_bytes(held[-1]), format_bytes(max(held))
+        lines.append(f"  It held {seen} when last seen; the most lately was {most}.")
     if said and not itself:
         lines.append("  rb.last_traceback() has its last words.")
     lines.append(

@@ -12,11 +12,13 @@ from typing import Any, ClassVar
 
 from rlbench.dispatch.link import Link, spawn_host
 from rlbench.dispatch.pending import Observer, Pending
-from rlbench.dispatch.protocol import actor_name
+from rlbench.dispatch.protocol import Progress, actor_name
+from rlbench.engines.moved import Moved
 from rlbench.engines.parallel import estimated_bytes
 from rlbench.engines.placement import Device, actor_options, allot, devices_of, unshared
 from rlbench.errors import BuildError, EngineError, SessionError, StateError, WorkerDied, nearest
 from rlbench.runtime import cluster
+from rlbench.runtime.starting import phase, say, starting
 
 PUT_BYTES = 256 << 10
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -113,19 +115,19 @@ class Engine:
         """Measured bytes by owner, one dict per worker, answered also while they are busy."""
         return self.control("memory")
 
-    def cuda(self, tags: str | Sequence[str] | None = None) -> dict[str, Any]:
+    def cuda(self, tags: str | Sequence[str] | None = None) -> Moved:
         """Make the engine, or the parts named by `tags`, resident; returns what was measured."""
         return self._to_state("cuda", tags)
 
-    def cpu(self, tags: str | Sequence[str] | None = None) -> dict[str, Any]:
+    def cpu(self, tags: str | Sequence[str] | None = None) -> Moved:
         """Keep in host memory what cannot be rebuilt, release the rest; returns what was measured."""
         return self._to_state("cpu", tags)
 
-    def meta(self, tags: str | Sequence[str] | None = None) -> dict[str, Any]:
+    def meta(self, tags: str | Sequence[str] | None = None) -> Moved:
         """Release the memory; returns what was measured and what is lost."""
         return self._to_state("meta", tags)
 
-    def to(self, device: str) -> dict[str, Any]:
+    def to(self, device: str) -> Moved:
         """`cuda()`, `cpu()` or `meta()` by name."""
         if device not in ("cuda", "cpu", "meta"):
             raise StateError(f"to({device!r}): wanted 'cuda', 'cpu' or 'meta'")
@@ -199,7 +201,7 @@ class Engine:
 
         return Ticket(self.link.epoch, 0, f"close-{self.name}")
 
-    def _to_state(self, state: str, tags: str | Sequence[str] | None) -> dict[str, Any]:
+    def _to_state(self, state: str, tags: str | Sequence[str] | None) -> Moved:
         wanted = None if tags is None else [tags] if isinstance(tags, str) else list(tags)
         for tag in wanted or []:
             if tag not in self.PARTS:
@@ -207,7 +209,7 @@ class Engine:
         measured = self.call_all("to_state", state, wanted, what=f"{self.name}.{state}()", track=True).result()
         self.publish_state()
         self._after_state()
-        return dict(measured[0])
+        return Moved.of(self.name, self.PARTS, measured)
 
     def _after_state(self) -> None:
         """What an engine has to make up for once its state changed."""
@@ -280,6 +282,7 @@ class Engine:
             self._actors.append(
                 spawn_host(self.link, self.name, i, target, args_of(i), env[i], actor_options(device))
             )
+        say(self.name, f"starting {len(self._actors)} process{'' if len(self._actors) == 1 else 'es'}")
         pids = ray.get([a.pid.remote() for a in self._actors], timeout=180)
         names = [actor_name(self.link.name, self.name, i) for i in range(len(self._actors))]
         self.link.engine(self.name, {"actors": names, "pids": dict(zip(names, pids, strict=True))})
@@ -287,11 +290,18 @@ class Engine:
     @contextlib.contextmanager
     def _building(self) -> Iterator[None]:
         """From the first device on: when anything fails, nothing of the engine stays, and its name is free again."""
-        try:
-            yield
-        except BaseException:
-            self._discard()
-            raise
+        with starting(f"engine {self.name}"), phase(self.name, "starting"):
+            try:
+                yield
+            except BaseException:
+                self._discard()
+                raise
+
+    def _say_phase(self, progress: list[Progress]) -> None:
+        """Tell what the workers are at while they build."""
+        phases = [str(p.values["phase"]) for p in progress if p.values.get("phase")]
+        if phases:
+            say(self.name, phases[0])
 
     def discard(self) -> None:
         """End the workers at once, dead ones among them, and give their devices back; they are not asked to finish."""

@@ -10,6 +10,7 @@ from rlbench.dispatch.chain import Chain, Steps
 from rlbench.dispatch.link import shm_prefix
 from rlbench.engines.sync import (
     PROBE_OPTIONS,
+    Synced,
     allowed_gap,
     asked,
     largest_gap,
@@ -50,7 +51,7 @@ def _steps(source: TrainEngine, target: TrainEngine, transport: str | None) -> S
             f"after the copy the log-probs of {target.name} differ from those of {source.name} by up to {gap:.2g} "
             f"(allowed: {allowed:g}): both must be of one architecture and config; build {target.name} again"
         )
-    return {"bytes": manifest.nbytes, "tensors": len(list(manifest.entries)), "transport": "shm", "gap": gap}
+    return Synced(None, manifest.nbytes, len(list(manifest.entries)), "shm", gap, allowed)
 
 
 def _only(parts: Sequence[Any]) -> Manifest:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from rlbench.dispatch import views
 from rlbench.dispatch.link import Link
 from rlbench.dispatch.pending import Pending
 from rlbench.engines.base import Engine, checked_config, cores, executor_of
+from rlbench.engines.moved import Moved
+from rlbench.engines.paths import check_model_path, model_name
 from rlbench.engines.placement import network_environment, visible_gpus
 from rlbench.engines.seeds import request_seeds
 from rlbench.engines.turns import failed_in_env, hook_env, split_options, tell_env_errors
@@ -48,7 +50,8 @@ class InferenceEngine(Engine):
     def __init__(self, path: Any, executor: str = "vllm", *, name: str = "inference", seed: int = 0,
                  link: Link | None = None, **config: Any) -> None:  # fmt: skip
         super().__init__(name, link)
-        self.path = str(path.get_checkpoint_path() if hasattr(path, "get_checkpoint_path") else path)
+        own = path.get_checkpoint_path() if hasattr(path, "get_checkpoint_path") else path
+        self.path = model_name(own, "InferenceEngine")
         self.executor = executor_of(executor, TARGETS, "InferenceEngine")
         self.seed = seed
         self._config = config
@@ -81,7 +84,6 @@ class InferenceEngine(Engine):
         Raises:
             BuildError: a wrong path, built already, more devices than there are, vLLM missing, …
         """
-        from rlbench.engines.paths import check_model_path
         from rlbench.workers.replica_config import ReplicaConfig
 
         if self._stays_built(pipeline_parallel_size, ignore_rebuild_error):
@@ -103,7 +105,7 @@ class InferenceEngine(Engine):
             env = {"OMP_NUM_THREADS": str(chosen.threads), "OMP_WAIT_POLICY": "passive", **network_environment()}
             self._spawn(TARGETS[self.executor], lambda i: (chosen,), [group[0] for group in groups],
                         [env | visible_gpus(group) for group in groups])  # fmt: skip
-            infos = self.call_all("build", what=f"{self.name}.build").result()
+            infos = self.call_all("build", what=f"{self.name}.build", observer=self._say_phase).result()
         self._info = infos[0] | {
             "path": self.path,
             "tokenizer": str(chosen.engine_kwargs.get("tokenizer") or path),
@@ -221,18 +223,18 @@ class InferenceEngine(Engine):
         found = self.call_all("prompt_logprobs", [list(map(int, row)) for row in token_ids]).result()
         return list(found[0])
 
-    def p2p_weight_sync(self, to: Any, transport: str | None = None) -> None:
+    def p2p_weight_sync(self, to: Any, transport: str | None = None) -> NoReturn:
         """Refuse: replicas hold weights as their kernels want them, which nobody else can read."""
         raise EngineError(
             f"{self.name} is an InferenceEngine: it takes weights and gives none. Sync from the TrainEngine that has "
             f"them, train.p2p_weight_sync({getattr(to, 'name', 'engine')})"
         )
 
-    def reload(self) -> dict[str, Any]:
+    def reload(self) -> Moved:
         """Load the weights again from the model's path, as version 0."""
-        info = self.call_all("reload").result()[0]
+        measured = self.call_all("reload").result()
         self.link.engine(self.name, {"state": self.status(), "proof": None})
-        return dict(info)
+        return Moved.of(self.name, self.PARTS, measured)
 
     def _after_state(self) -> None:
         """Once the KV cache is back, prove the weights that were synced without it."""

@@ -125,7 +125,7 @@ def _reserve(link: Link, count: int) -> list[Device]:
     if not ready:
         ray.util.remove_placement_group(group)
         raise BuildError(
-            f"the cluster did not give {count} more devices within {READY_LIMIT_S:.0f} s; another session holds them: "
+            f"the cluster did not give {count} more devices within {READY_LIMIT_S:g} s; another session holds them: "
             "see rb.resources() and `rlbench ps`"
         )
     return [Device(name, i) for i in range(count)]

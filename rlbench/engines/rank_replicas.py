@@ -24,6 +24,7 @@ from rlbench.engines.inference import ASLEEP, InferenceEngine
 from rlbench.engines.rank_place import GUESTS, RankPlace, led, stop_requested
 from rlbench.engines.rank_sync import RankSync, compute_dtype
 from rlbench.engines.seeds import request_seeds
+from rlbench.engines.sync import Synced
 from rlbench.engines.train import TrainEngine
 from rlbench.errors import DataError, RLBenchError, StateError, Stopped
 from rlbench.runtime import cluster
@@ -184,7 +185,7 @@ class RankReplicas:
 
     # -- weights ---------------------------------------------------------------------------------------------
 
-    def update(self, actor: nn.Module, transport: str | None) -> dict[str, Any]:
+    def update(self, actor: nn.Module, transport: str | None) -> Synced:
         """Bring a module's weights to the replicas; collective. See `RankSync.update`."""
         self._refresh()
         return self._sync.update(actor, transport)

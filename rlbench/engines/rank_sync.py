@@ -21,7 +21,7 @@ from rlbench.dispatch.link import shm_prefix
 from rlbench.engines.inference import InferenceEngine
 from rlbench.engines.rank_broadcast import announced, broadcast
 from rlbench.engines.rank_place import RankPlace, led, stop_requested
-from rlbench.engines.sync import Begun, begin_steps, probe_batch, prove_steps, record_proof, said
+from rlbench.engines.sync import Begun, Synced, begin_steps, probe_batch, prove_steps, record_proof
 from rlbench.errors import StateError
 from rlbench.strategies.base import StrategyBase
 from rlbench.strategies.memory import weight_tensors
@@ -50,10 +50,10 @@ class RankSync:
         token = led(self._control, "setup_inference_engine", lambda: secrets.token_hex(3))
         self._prefix = f"{shm_prefix(place.session)}{place.engine}-ranks-{token}"
 
-    def update(self, module: nn.Module, transport: str | None) -> dict[str, Any]:
+    def update(self, module: nn.Module, transport: str | None) -> Synced:
         """Bring `module`'s weights to the replicas, prove them, commit their version; collective.
 
-        Returns what `engines.sync.said` says. Raises as `strategy.update_engine_weights`.
+        Raises as `strategy.update_engine_weights`.
         """
         self._control.together("update_engine_weights", lambda: _need_here(module, self._strategy))
         dtype = compute_dtype(module, self._strategy)
@@ -131,14 +131,14 @@ class RankSync:
     def _apply(self, manifest: Manifest) -> None:
         self._engine.call_all("apply_weights", manifest, what="weight sync: applying").result()
 
-    def _prove(self, begun: Begun, manifest: Manifest, proof: dict[str, Any], own: bool) -> dict[str, Any]:
+    def _prove(self, begun: Begun, manifest: Manifest, proof: dict[str, Any], own: bool) -> Synced:
         version = int(proof["version"])
         gap = _done(prove_steps(self._engine, begun, proof))
         if own:
             self._place.link.set(version=version)
         if own and begun.choice.transport == "shm":
             self._note_staged(version, asdict(manifest))
-        return said(manifest, version, begun.choice.transport, gap)
+        return Synced.of(manifest, version, begun.choice.transport, gap, str(proof["dtype"]))
 
 
     def _note_staged(self, version: int, manifest: dict[str, Any]) -> None:

@@ -107,13 +107,8 @@ def verbs(engine: TrainEngine) -> tuple[str, ...]:
 
 
 def _sent(engine: TrainEngine, verb: str, key: str, name: str, value: Any, *more: Any) -> Redefined:
-    try:
-        blob, identity = by_value.dumps(value), by_value.identity(value)
-    except Exception as error:  # whatever the objects it refers to raise
-        raise EngineError(
-            f"{name} cannot be sent to the ranks ({type(error).__name__}: {error}): it refers to something that lives "
-            "in this kernel alone (a session, a file, a lock); pass it values instead. Engines are untouched."
-        ) from error
+    blob = by_value.dumps(value, "redefine" if verb == "redefine" else "method")
+    identity = by_value.identity(value)
     what = f"{engine.name}.{verb}"
     replacing = {"replace": more[0]} if more and more[0] is not None else {}
     with engine.link.noting(engine.name, "redefine" if verb == "redefine" else "method", (value,), replacing):

@@ -21,6 +21,8 @@ from rlbench.dispatch.link import shm_prefix
 from rlbench.engines.base import Engine
 from rlbench.engines.crossing import Crossing
 from rlbench.errors import BuildError, StateError, WeightSyncError, WorkerDied
+from rlbench.results import Result
+from rlbench.units import format_bytes
 from rlbench.weights.manifest import Manifest, merged
 from rlbench.weights.transport import Choice, Facts, choose
 
@@ -42,8 +44,8 @@ def sync_weights(
 
     `transport`: "shm", "ipc", "broadcast", or None for the best that works (`rlbench.weights.transport.choose`).
 
-    The result: `version`, `bytes`, `tensors`, `transport`, `gap` (largest log-prob difference on the probe; None where
-    the KV cache is released, so that the proof follows with `infer.cuda("kv_cache")`).
+    The result: `Synced`; its `gap` is None where the KV cache is released, so that the proof follows with
+    `infer.cuda("kv_cache")`.
     """
     return Chain("weight sync", train.link.held("weight sync", _steps(train, infer, version, transport)))
 
@@ -133,12 +135,29 @@ def prove_steps(infer: InferenceEngine, begun: Begun, proof: dict[str, Any]) -> 
     return gap
 
 
-def said(manifest: Manifest, version: int, transport: str, gap: float | None) -> dict[str, Any]:
-    """What a sync returns."""
-    return {
-        "version": version, "bytes": manifest.nbytes, "tensors": len(list(manifest.entries)), "transport": transport,
-        "gap": gap,
-    }  # fmt: skip
+@dataclass(frozen=True)
+class Synced(Result):
+    """What a sync did. `gap`: largest log-prob difference on the probe; None where the proof waits for the KV cache.
+    `allowed`: the largest that passes. `version`: of the replicas; None where a training engine took the weights."""
+
+    version: int | None
+    bytes: int
+    tensors: int
+    transport: str
+    gap: float | None
+    allowed: float
+
+    @classmethod
+    def of(cls, manifest: Manifest, version: int, transport: str, gap: float | None, dtype: str) -> Synced:
+        """What was sent is in the manifest; `dtype` is what the trainer computes in."""
+        tensors = len(list(manifest.entries))
+        return cls(version, manifest.nbytes, tensors, transport, gap, allowed_gap(dtype))
+
+    def __repr__(self) -> str:
+        gap = "proof waits for the KV cache" if self.gap is None else f"gap {self.gap:.1g} nats"
+        sent = f"{format_bytes(self.bytes)} in {self.tensors} tensors by {self.transport}"
+        version = "" if self.version is None else f"v{self.version} · "
+        return f"Synced({version}{sent} · {gap})"
 
 
 def _steps(train: TrainEngine, infer: InferenceEngine, version: int | None, transport: str | None) -> Steps:
@@ -175,7 +194,7 @@ def _steps(train: TrainEngine, infer: InferenceEngine, version: int | None, tran
     gap = yield from prove_steps(infer, begun, proof)
     if choice.transport == "shm":  # these files outlive the ranks: what a rebuilt trainer may go on from
         train.note_staged(version, asdict(manifest))
-    done = said(manifest, version, choice.transport, gap)
+    done = Synced.of(manifest, version, choice.transport, gap, dtype)
     if view is not None:
         view.close(done)
     return done

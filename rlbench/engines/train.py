@@ -18,12 +18,15 @@ from rlbench.engines.paths import new_folder
 from rlbench.engines.placement import network_environment
 from rlbench.engines.redefine import Redefining, forget, verbs
 from rlbench.errors import BuildError, EngineError, MethodError, nearest
+from rlbench.results import ExportedModel
 from rlbench.runtime import cluster
 from rlbench.traces import user_stacklevel
+from rlbench.units import format_bytes
 from rlbench.workers.train_namespace import Cell
 
 if TYPE_CHECKING:
     from rlbench.engines.inference import InferenceEngine
+    from rlbench.engines.sync import Synced
 
 EXECUTORS = ("fsdp2",)
 WARN_BYTES = 4 << 20
@@ -55,9 +58,10 @@ class TrainEngine(Redefining, Engine):
             from rlbench.nn import check_module
 
             check_module(module)
-        elif module is not None and not callable(module):
+        elif module is not None and (not callable(module) or hasattr(module, "convert_tokens_to_ids")):
             raise BuildError(
-                f"TrainEngine wants a module on meta, or a callable that makes one, got {type(module).__name__}"
+                f"TrainEngine wants a module on meta, or a callable that makes one, got {type(module).__name__}. For a "
+                "model by name, rb.Session(name) has a training engine"
             )
 
     @classmethod
@@ -90,6 +94,8 @@ class TrainEngine(Redefining, Engine):
         """
         if self._stays_built(pipeline_parallel_size, ignore_rebuild_error):
             return self
+        if self._module is None:
+            raise BuildError("TrainEngine has no module to build: TrainEngine(module) takes one on meta")
         total = cluster.current().devices
         replicas = (
             max(1, total // max(1, tensor_parallel_size)) if data_parallel_size == -1 else data_parallel_size
@@ -99,7 +105,7 @@ class TrainEngine(Redefining, Engine):
 
         options = {"shard_size": tensor_parallel_size, **self._config, **config}
         chosen = checked_config(TrainConfig, options, "TrainEngine")
-        blob = pickled(self._module)
+        blob = by_value.dumps(self._module, "module", refusal=BuildError)
         threads = str(max(1, cores() // world))
         env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"}
         env |= network_environment()
@@ -112,7 +118,9 @@ class TrainEngine(Redefining, Engine):
                 [env] * world,
             )
             master = self.call("rendezvous", [((), {})] * world, what=f"{self.name}.build").result()[0]
-            infos = self.call_all("build", blob, master, what=f"{self.name}.build").result()
+            infos = self.call_all(
+                "build", blob, master, what=f"{self.name}.build", observer=self._say_phase
+            ).result()
         self._info = {k: v for k, v in infos[0].items() if k != "methods"} | {
             "shard_size": tensor_parallel_size
         }
@@ -139,7 +147,8 @@ class TrainEngine(Redefining, Engine):
         if is_script(fn):
             return self.run_script(fn, *args, **kwargs)
         self._need_built("run")
-        calls: list[Call] = [((pickled(fn), a, k), {}) for a, k in split_call(args, kwargs, self.world_size)]
+        blob = by_value.dumps(fn, "run")
+        calls: list[Call] = [((blob, a, k), {}) for a, k in split_call(args, kwargs, self.world_size)]
         with self.link.noting(self.name, "run", (fn, *args), kwargs):
             return list(self.call("run", calls, what=f"{self.name}.run").blocking_result())
 
@@ -202,7 +211,7 @@ class TrainEngine(Redefining, Engine):
         """Names on rank 0 that continue `text`; answers also while a cell runs."""
         return list(self.control("complete_names", text)[0])
 
-    def p2p_weight_sync(self, to: InferenceEngine | TrainEngine, transport: str | None = None) -> dict[str, Any]:
+    def p2p_weight_sync(self, to: InferenceEngine | TrainEngine, transport: str | None = None) -> Synced:
         """Send the weights to another engine; ends with equal log-probs on a probe, and replicas with equal versions.
 
         Args:
@@ -211,7 +220,8 @@ class TrainEngine(Redefining, Engine):
                 training rank) or `"broadcast"` (NCCL between GPUs, gloo between CPUs); None: the best that works.
 
         Returns:
-            `version` (of replicas), `bytes`, `tensors`, `transport`, and `gap`: the largest log-prob difference found.
+            `Synced`: `version` (of replicas), `bytes`, `tensors`, `transport`, and `gap`: the largest log-prob
+            difference found.
 
         Raises:
             EngineError: `to` is no engine that can take them.
@@ -225,9 +235,11 @@ class TrainEngine(Redefining, Engine):
             raise EngineError(f"p2p_weight_sync wants an InferenceEngine or a TrainEngine, got {type(to).__name__}")
         self._need_built("p2p_weight_sync")
         to._need_built("p2p_weight_sync")
-        if isinstance(to, TrainEngine):
-            return dict(copy_weights(self, to, transport).blocking_result())
-        return dict(sync_weights(self, to, transport=transport).blocking_result())
+        chain = copy_weights(self, to, transport) if isinstance(to, TrainEngine) else sync_weights(
+            self, to, transport=transport
+        )
+        done: Synced = chain.blocking_result()
+        return done
 
     @property
     def training(self) -> bool:
@@ -247,7 +259,7 @@ class TrainEngine(Redefining, Engine):
         """
         self._load("load_state_dict", dict(state_dict), own_names=True)
 
-    def save(self, path: str | Path, dtype: str | None = None) -> dict[str, Any]:
+    def save(self, path: str | Path, dtype: str | None = None) -> ExportedModel:
         """Write the weights as safetensors, with config and tokenizer where the module is a transformers model.
 
         `session.save` writes what a run goes on from: optimizer, step and history too.
@@ -257,14 +269,15 @@ class TrainEngine(Redefining, Engine):
             dtype: of the tensors; None: the config's, or what the module is held in.
 
         Returns:
-            `path`, `bytes`, `files`.
+            `ExportedModel`: `path`, `bytes`, `files`.
 
         Raises:
             CheckpointError: something is there already, or there is no room.
         """
         place = new_folder(path, f"{self.name}.save")
         what = f"{self.name}.save()"
-        return dict(self.call_all("save_weights", str(place), dtype, what=what, track=True).result()[0])
+        written = self.call_all("save_weights", str(place), dtype, what=what, track=True).result()[0]
+        return ExportedModel(written["path"], written["bytes"], tuple(written["files"]))
 
     def load(self, path: str | Path) -> None:
         """Fill the parameters from a checkpoint, a folder or a file, through the module's hooks; else as
@@ -328,8 +341,8 @@ class TrainEngine(Redefining, Engine):
         weight = estimated_bytes([args, kwargs])
         if weight > WARN_BYTES:
             warnings.warn(
-                f"the arguments of {self.name}.{name} weigh about {weight >> 20} MiB and are copied to the ranks: send "
-                "a path and read the data in a method of your module, or mark rows with NeedParallel",
+                f"the arguments of {self.name}.{name} weigh about {format_bytes(weight)} and are copied to the ranks: "
+                "send a path and read the data in a method of your module, or mark rows with NeedParallel",
                 stacklevel=4,
             )
         calls: list[Call] = [((name, a, k), {}) for a, k in split_call(args, kwargs, self.world_size)]
@@ -339,8 +352,3 @@ class TrainEngine(Redefining, Engine):
 def is_script(given: Any) -> bool:
     """Whether what `run` is given is the path of a Python file; other text is a cell's."""
     return isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".py") and "\n" not in given)
-
-
-def pickled(value: Any) -> bytes:
-    """`value` by cloudpickle: functions and classes of a notebook and of local modules go by value."""
-    return by_value.dumps(value)

@@ -45,7 +45,8 @@ def split_options(
             continue
         if not isinstance(value, kind) or isinstance(value, bool) or not value > 0:  # type: ignore[arg-type]
             raise DataError(f"{name}={value!r}: wanted a number above 0")
-    return EnvJob(_packed(env), options["max_turns"], options["max_total_tokens"], options["env_timeout_s"]), rest  # type: ignore[arg-type]
+    blob = by_value.dumps(env, "env", "the replicas", DataError)
+    return EnvJob(blob, options["max_turns"], options["max_total_tokens"], options["env_timeout_s"]), rest  # type: ignore[arg-type]
 
 
 def hook_env(hook: Hook, env: Any, sampling: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -84,13 +85,3 @@ def tell_env_errors(rollouts: Rollouts) -> None:
     warnings.warn(
         f"{'; '.join(counts)}: rollouts.env_errors. First: {(ended or errors)[0]}", UserWarning, stacklevel=2
     )
-
-
-def _packed(env: Any) -> bytes:
-    try:
-        return by_value.dumps(env)
-    except Exception as error:
-        raise DataError(
-            f"env: {type(env).__name__} cannot be sent to the replicas ({type(error).__name__}: {error}): make what "
-            "cannot be pickled in reset(), or give a function that makes the environment"
-        ) from error

@@ -66,7 +66,7 @@ class Gpus:
         try:
             return {"gpus": await asyncio.wait_for(asyncio.shield(self._asked), NVML_LIMIT_S)}
         except TimeoutError:
-            return {"gpus": [], "gpus_error": f"NVML did not answer within {NVML_LIMIT_S:.0f} s"}
+            return {"gpus": [], "gpus_error": f"NVML did not answer within {NVML_LIMIT_S:g} s"}
         except Exception as error:  # whatever the driver raises: the sessions are listed all the same
             return {"gpus": [], "gpus_error": f"{type(error).__name__}: {error}"}
 
@@ -83,7 +83,7 @@ async def kill(name: str) -> str:
     except TimeoutError as error:
         process.kill()
         await process.wait()
-        raise Trouble(504, "silent", f"session {name!r} did not end in {KILL_LIMIT_S:.0f} s") from error
+        raise Trouble(504, "silent", f"session {name!r} did not end in {KILL_LIMIT_S:g} s") from error
     lines = said.decode(errors="replace").strip().splitlines()
     if process.returncode:
         raise Trouble(500, "silent", lines[-1] if lines else f"rlbench kill ended with {process.returncode}")

@@ -48,7 +48,7 @@ def _closed(record: Mapping[str, Any]) -> bool:
     deadline = time.monotonic() + CLOSE_LIMIT_S
     while path.exists():
         if time.monotonic() > deadline:
-            raise SessionError(f"session {record['name']!r} was told to close but has not in {CLOSE_LIMIT_S:.0f} s")
+            raise SessionError(f"session {record['name']!r} was told to close but has not in {CLOSE_LIMIT_S:g} s")
         time.sleep(0.05)
     return True
 

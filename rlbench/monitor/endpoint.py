@@ -125,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
         except Refusal as refusal:
             status, value = refusal.status, {"error": str(refusal), **refusal.more}
         except TimeoutError:
-            status, value = 408, {"error": f"the request did not arrive within {READ_LIMIT_S:.0f} s"}
+            status, value = 408, {"error": f"the request did not arrive within {READ_LIMIT_S:g} s"}
         except Exception as error:
             traceback.print_exc(file=sys.stderr)  # the monitor's log
             status, value = 500, {"error": f"{type(error).__name__}: {error}"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rlbench.notebook.decimal_columns import aligned
 from rlbench.notebook.inert import cut, visible
 from rlbench.notebook.markup import box, escape, table
 
@@ -47,13 +48,13 @@ class Grid:
     def html(self) -> str:
         """A table."""
         width = max((len(row) for row in self.rows), default=0)
-        rows = [[_cell(cell) for cell in row] + [""] * (width - len(row)) for row in self.rows]
+        rows = [[_cell(cell) for cell in row] + [""] * (width - len(row)) for row in self._aligned(html=True)]
         return table([_inert(name) for name in self.head], rows, self.numeric, _inert(self.caption), named=True,
                      look="labels" if self.labels else "")  # fmt: skip
 
     def text(self) -> str:
         """Lines of text, in columns."""
-        rows = [tuple(map(_line, row)) for row in (*([self.head] if any(self.head) else []), *self.rows)]
+        rows = [tuple(map(_line, row)) for row in (*([self.head] if any(self.head) else []), *self._aligned())]
         count = max((len(row) for row in rows), default=0)
         widths = [max((len(row[i]) for row in rows if i < len(row)), default=0) for i in range(count)]
         lines = [
@@ -63,6 +64,15 @@ class Grid:
             for row in rows
         ]
         return "\n".join([*([_line(self.caption)] if self.caption else []), *lines])
+
+    def _aligned(self, html: bool = False) -> list[list[Cell]]:
+        """The rows, numbers of a column aligned at their decimal points."""
+        rows: list[list[Cell]] = [list(row) for row in self.rows]
+        for i in self.numeric:
+            having = [row for row in rows if i < len(row) and isinstance(row[i], str)]
+            for row, cell in zip(having, aligned([str(row[i]) for row in having], html), strict=True):
+                row[i] = cell
+        return rows
 
 
 @dataclass(frozen=True)

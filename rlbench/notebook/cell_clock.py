@@ -6,6 +6,8 @@ import sys
 import time
 from typing import Any
 
+from rlbench.units import format_age, format_seconds
+
 
 class CellClock:
     """Follows IPython's cells from the one it is made in; outside IPython it has nothing to say."""
@@ -23,8 +25,8 @@ class CellClock:
     def text(self) -> str:
         """`cell 12 s` while it runs, `cell total 41 s` after it; empty where no cell is known."""
         if self._begin is not None:
-            return f"cell {time.monotonic() - self._begin:.0f} s"
-        return "" if self._total is None else f"cell total {self._total:.3g} s"
+            return f"cell {format_age(time.monotonic() - self._begin)}"
+        return "" if self._total is None else f"cell total {format_seconds(self._total)}"
 
     def close(self) -> None:
         """Follow the cells no more."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlbench.data.channels import kind_of
+from rlbench.units import format_number
 
 LEVELS = 8
 LOOKED_AT = 200_000  # values from which the colour's bound is taken
@@ -82,7 +83,7 @@ def number(value: float | None) -> str:
     """Three significant digits with a real minus sign; "–" where not known."""
     if value is None or not np.isfinite(value):
         return "–"
-    text = f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    text = format_number(float(value))
     return text.replace("-", "−", 1) if value < 0 else text
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlbench.data.metrics import format_number
 from rlbench.notebook.chart import Bars, Chart, Line, Panel, outlined, ticks
 from rlbench.notebook.markup import box, escape
 from rlbench.notebook.palette import HUES, VERMILLION
+from rlbench.units import format_number
 
 WIDTH, WIDE_HEIGHT, SMALL_HEIGHT = 680, 240, 150
 LEFT, RIGHT, TOP, BOTTOM = 48, 14, 24, 24
@@ -188,7 +188,7 @@ def _points(frame: Frame, x: np.ndarray, y: np.ndarray) -> str:
 
 
 def _tick(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return format_number(float(value))
 
 
 def _cut(name: str, most: int = 24) -> str:

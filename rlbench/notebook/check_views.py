@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlbench.notebook.markup import box, escape, gib, table
+from rlbench.notebook.markup import box, escape, table
+from rlbench.units import format_bytes
 
 
 def preflight_view(result: Any) -> str:
@@ -33,7 +34,8 @@ def preflight_view(result: Any) -> str:
 def rehearsal_view(result: Any) -> str:
     """One row per engine: highest memory, what there is, what is left."""
     rows = [
-        [f"<b>{escape(e.name)}</b>", escape(e.what), gib(e.peak), gib(e.limit), _room(e.headroom), escape(e.note)]
+        [f"<b>{escape(e.name)}</b>", escape(e.what), format_bytes(e.peak), format_bytes(e.limit), _room(e.headroom),
+         escape(e.note)]
         for e in result.engines
     ]
     parts = [
@@ -49,4 +51,4 @@ def _verdict(passed: bool) -> str:
 
 
 def _room(nbytes: int) -> str:
-    return gib(nbytes) if nbytes >= 0 else f"<span class=w>−{gib(-nbytes)}</span>"
+    return format_bytes(nbytes) if nbytes >= 0 else f"<span class=w>−{format_bytes(-nbytes)}</span>"

@@ -10,6 +10,7 @@ from rlbench.notebook.chart_svg import DASHES
 from rlbench.notebook.markup import box, escape
 from rlbench.notebook.palette import HUES
 from rlbench.notebook.sparkline import sparkline
+from rlbench.units import format_number
 
 WIDTH, HEIGHT = 560, 220
 LEFT, RIGHT, TOP, BOTTOM = 44, 120, 24, 28
@@ -70,7 +71,7 @@ class Curves:
             _, up = self._place(0, value)
             parts.append(
                 f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{up}" y2="{up}" stroke="currentColor" opacity=".15"/>'
-                f'<text x="{LEFT - 6}" y="{up + 4}" text-anchor="end">{value:.3g}</text>'
+                f'<text x="{LEFT - 6}" y="{up + 4}" text-anchor="end">{format_number(float(value))}</text>'
             )
         ends = [p for points in self.series.values() for p, _ in points] or [0.0]
         for x in sorted({min(ends), (min(ends) + max(ends)) / 2, max(ends)}):

@@ -26,10 +26,11 @@ from rlbench.notebook.dashboard_data import Control, EngineRow, View, view
 from rlbench.notebook.dashboard_memory import Memory, memory
 from rlbench.notebook.feed import Feed, Frame
 from rlbench.notebook.live_view import display_both, framed
-from rlbench.notebook.markup import escape, gib
+from rlbench.notebook.markup import escape
 from rlbench.notebook.palette import css
 from rlbench.notebook.progress import in_notebook
 from rlbench.notebook.routing import route_by_front_end, works_while_busy
+from rlbench.units import format_bytes
 
 STATIC = pathlib.Path(__file__).parent / "static"
 BEAT_S = 5.0
@@ -298,7 +299,7 @@ def _engine_name(row: EngineRow) -> str:
 
 
 def _engine_note(row: EngineRow) -> str:
-    memory_now = "" if row.bytes is None else escape(gib(row.bytes))
+    memory_now = "" if row.bytes is None else escape(format_bytes(row.bytes))
     note = f'<span class="rlb-w">⚠ {escape(row.note)}</span>' if row.warns else escape(row.note)
     return f'<span title="{escape(row.note)}"><span class="rlb-n">{memory_now}</span> {note}</span>'
 

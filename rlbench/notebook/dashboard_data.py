@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlbench.notebook.dashboard_memory import Memory, Sample, memory
-from rlbench.notebook.markup import CHIPS, gib
+from rlbench.notebook.markup import CHIPS
+from rlbench.units import format_bytes
 
 CURVES = (
     ("reward", "reward", ""), ("kl", "KL", "nats"), ("entropy", "entropy", "nats"), ("clip_fraction", "clipped", ""),
@@ -203,9 +204,9 @@ def _part(name: str, state: str, frees: int | None, engine: str) -> Part:
     if not resident:
         title = f"Make {said} of {engine} resident again"
     elif name == "kv_cache":
-        title = f"Release the {said} of {engine}" + (f": frees {gib(frees)}" if frees else "")
+        title = f"Release the {said} of {engine}" + (f": frees {format_bytes(frees)}" if frees else "")
     else:
-        title = f"Offload {said} of {engine} to host" + (f": frees {gib(frees)}" if frees else "")
+        title = f"Offload {said} of {engine} to host" + (f": frees {format_bytes(frees)}" if frees else "")
         if frees == 0:
             title += ": here the device is host memory, nothing is freed"
     return Part(name, state, sign, word, resident, "offload" if resident else "onload", title)

@@ -6,12 +6,12 @@ import base64
 import time as clock
 from collections.abc import Sequence
 
-from rlbench.data.metrics import format_number
 from rlbench.notebook.dashboard_data import Lengths, Split, View, part_name
 from rlbench.notebook.dashboard_memory import Lane, Memory, seen_and_thin
-from rlbench.notebook.markup import box, escape, gib, table
+from rlbench.notebook.markup import box, escape, table
 from rlbench.notebook.palette import BLUE, GREY, OWNERS
 from rlbench.notebook.views import sparkline
+from rlbench.units import format_age, format_bytes, format_number, format_percent, format_rate
 
 MOMENTS = 80
 LANE_WIDTH, LANE_HEIGHT = 380, 32
@@ -51,15 +51,15 @@ def lengths_line(lengths: Lengths) -> str:
     """`64 samples · p50 118 · p90 402 · max 512 · truncated 6 %`"""
     known = [("p50", lengths.p50), ("p90", lengths.p90), ("max", lengths.max)]
     said = [f"{name} {value:,.0f}" for name, value in known if value is not None]
-    cut = [] if lengths.truncated is None else [f"truncated {lengths.truncated:.0%}".replace("%", " %")]
+    cut = [] if lengths.truncated is None else [f"truncated {format_percent(lengths.truncated)}"]
     return " · ".join([f"{lengths.samples} samples", *said, *cut])
 
 
 def split_line(split: Split) -> str:
     """`step 1.9 s = rollout 0.9 · score 0.0 · train 0.8 · sync 0.1 · idle 0.1   3,100 tok/s`"""
-    parts = " · ".join(f"{name} {seconds:.3g}" for name, seconds in split.parts if seconds > 0)
-    rate = "" if split.tokens_per_s is None else f"   {split.tokens_per_s:,.0f} tok/s"
-    return f"step {split.seconds:.3g} s = {parts}{rate}"
+    parts = " · ".join(f"{name} {format_number(seconds)}" for name, seconds in split.parts if seconds > 0)
+    rate = "" if split.tokens_per_s is None else f"   {format_rate(split.tokens_per_s)}"
+    return f"step {format_number(split.seconds)} s = {parts}{rate}"
 
 
 def _engines(view: View) -> str:
@@ -86,8 +86,9 @@ def _memory(memory: Memory) -> str:
         [escape(lane.name), _lane(lane, memory.times, most), _bytes(_now(lane)), escape(lane.detail)]
         for lane in memory.lanes
     ]
+    span = format_age(memory.times[-1] - memory.times[0])
     return (
-        f"<div class=g><div><b>memory</b> <span class=q>last {memory.times[-1] - memory.times[0]:.0f} s</span> &nbsp; "
+        f"<div class=g><div><b>memory</b> <span class=q>last {span}</span> &nbsp; "
         f"{_key(memory)}</div>\n{table([], rows, numeric=[2])}</div>"
     )
 
@@ -184,4 +185,4 @@ def _blocks(label: str, values: Sequence[int]) -> str:
 
 
 def _bytes(nbytes: int | None) -> str:
-    return "" if nbytes is None else gib(nbytes)
+    return "" if nbytes is None else format_bytes(nbytes)

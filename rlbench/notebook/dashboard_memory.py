@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlbench.notebook.markup import gib
 from rlbench.notebook.palette import OWNERS
+from rlbench.units import format_bytes
 
 MIB = 1 << 20
 MARKS_KEPT = 300
@@ -131,9 +131,9 @@ def _detail(name: str, sample: Sample) -> str:
     """What the stack does not show: shared memory, and the allocator's own numbers on a GPU."""
     said = []
     if shared := sample.get("shared", {}).get(name):
-        said.append(f"shared {gib(shared)}")
+        said.append(f"shared {format_bytes(shared)}")
     if torch := sample.get("torch", {}).get(name):
-        said.append(f"torch {gib(torch['allocated'])} of {gib(torch['reserved'])}")
+        said.append(f"torch {format_bytes(torch['allocated'])} of {format_bytes(torch['reserved'])}")
     return " · ".join(said)
 
 

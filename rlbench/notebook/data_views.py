@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from rlbench.data.column import Column
-from rlbench.data.metrics import format_number
 from rlbench.data.mixing import Mixture
 from rlbench.data.prompt_set import PromptSet
 from rlbench.data.prompt_stream import PromptStream
 from rlbench.notebook.card import WARNING, Card, Cell, Grid
+from rlbench.units import format_number, format_percent, format_share
 
 SHOWN, HEAD = 5, 90
 
@@ -44,8 +44,8 @@ def mixture_card(mixture: Mixture) -> Card:
     """Shares asked for and given, and where each set stands."""
     rows: list[tuple[Cell, ...]] = []
     for name, stream in mixture.streams.items():
-        given = f"{100 * mixture.counts[name] / mixture.taken:.1f} %" if mixture.taken else "–"
-        rows.append((name, f"{100 * mixture.weights[name]:.1f} %", given, str(mixture.counts[name]), _place(stream)))
+        given = format_share(mixture.counts[name], mixture.taken) if mixture.taken else "–"
+        rows.append((name, format_percent(mixture.weights[name]), given, str(mixture.counts[name]), _place(stream)))
     grid = Grid(tuple(rows), ("set", "share", "taken", "prompts", "stands at"), frozenset({1, 2, 3}))
     return Card("mixture", [f"{mixture.taken} taken", f"seed {mixture.seed}"], [grid])
 

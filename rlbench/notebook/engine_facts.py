@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlbench.data.metrics import format_number
-from rlbench.notebook.markup import gib
 from rlbench.notebook.palette import OWNERS
-from rlbench.notebook.units import short
+from rlbench.units import format_bytes, format_count, format_number
 
 PARTS = {"train": ("weights", "optimizer"), "inference": ("weights", "kv_cache")}
 WORKERS = {"train": "ranks", "inference": "replicas"}
@@ -81,8 +79,8 @@ def _about(record: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     if "parameters" in info:
         trained = info.get("trainable", info["parameters"])
         share = "frozen" if not trained else "all trained" if trained == info["parameters"] else (
-            f"{short(trained)} trained")  # fmt: skip
-        facts.append(("parameters", f"{short(info['parameters'])}, {share}"))
+            f"{format_count(trained)} trained")  # fmt: skip
+        facts.append(("parameters", f"{format_count(info['parameters'])}, {share}"))
     if "dtype" in info:
         facts.append(("dtype", str(info["dtype"])))
     facts.append(("workers", _workers(role, count, info)))
@@ -92,7 +90,7 @@ def _about(record: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     if "max_model_len" in info:
         facts.append(("longest", f"{format_number(info['max_model_len'])} tokens"))
     if info.get("kv_cache_bytes"):
-        facts.append(("KV cache", gib(info["kv_cache_bytes"])))
+        facts.append(("KV cache", format_bytes(info["kv_cache_bytes"])))
     if info.get("path") or info.get("source"):
         facts.append(("model", str(info.get("path") or info["source"])))
     return tuple(facts)

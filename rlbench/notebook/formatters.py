@@ -9,6 +9,7 @@ from typing import Any
 from rlbench.data import drawing
 from rlbench.dispatch import views as progress_views
 from rlbench.notebook import errors
+from rlbench.runtime.starting import draw_with
 
 HTML = {
     "rlbench.data.rollouts.Rollouts": "rollout_static.rollouts_view",
@@ -27,12 +28,20 @@ CARDS = {  # a `Card` each, or what has `bundle()`: HTML and text say the same; 
     "rlbench.data.scoring.RewardErrors": "reward_views.errors_card",
     "rlbench.data.verbs.Verbs": "verbs_views.verbs_card",
     "rlbench.engines.base.Engine": "views.engine_card",
+    "rlbench.engines.moved.Moved": "result_views.moved_card",
+    "rlbench.engines.redefine.Redefined": "result_views.redefined_card",
+    "rlbench.engines.sync.Synced": "result_views.synced_card",
+    "rlbench.results.Done": "result_views.done_card",
+    "rlbench.results.ExportedModel": "result_views.exported_model_card",
+    "rlbench.results.Names": "result_views.names_card",
     "rlbench.session.checkpoints.Saved": "kept_views.saved_card",
     "rlbench.session.evaluation.Evaluation": "kept_views.evaluation_card",
     "rlbench.session.healing.Healed": "kept_views.healed_card",
     "rlbench.session.facts.Sessions": "views.sessions_card",
     "rlbench.session.loss_lab.LossLab": "loss_lab_view.lab_view",
     "rlbench.session.script.Exported": "verbs_views.exported_card",
+    "rlbench.session.session_trainer.SessionTrainer": "result_views.trainer_card",
+    "rlbench.session.session_trainer.TrainerPlace": "result_views.place_card",
     "rlbench.session.snapshots.Snapshot": "kept_views.snapshot_card",
     "rlbench.session.snapshots.Snapshots": "kept_views.snapshots_card",
 }
@@ -48,9 +57,9 @@ for _what, _painter in PAINTERS.items():
 def install() -> None:
     """Register progress views, how our errors show, and in IPython the HTML formatters. Safe to call twice."""
     progress_views.register("generate", "rlbench.notebook.progress:GenerateProgress")
-    progress_views.register("prepare", "rlbench.notebook.progress:PrepareProgress")
     progress_views.register("train", "rlbench.notebook.progress:TrainProgress")
     progress_views.register("fit", "rlbench.notebook.trainer_progress:FitProgress")
+    draw_with("rlbench.notebook.start_progress:StartProgress")
     progress_views.register("sync", "rlbench.notebook.progress:SyncProgress")
     module = sys.modules.get("IPython")
     shell = module.get_ipython() if module is not None else None

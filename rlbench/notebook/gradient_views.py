@@ -8,13 +8,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from rlbench.data.gradients import Gradients
-from rlbench.data.metrics import format_number
 from rlbench.notebook.card import WARNING, Card, Grid
 from rlbench.notebook.card_view import CardView
 from rlbench.notebook.chart import Bars, Chart, Line, Panel
 from rlbench.notebook.inert import cut, visible
 from rlbench.notebook.sparkline import blocks
-from rlbench.notebook.units import percent, short
+from rlbench.units import format_count, format_number, format_share
 
 ROWS, STACKS, PLACES = 16, 3, 512
 """Rows of the table, stacks of layers in the chart, tokens of a response in the chart."""
@@ -31,7 +30,7 @@ def gradients_view(gradients: Gradients) -> CardView:
 def gradients_card(gradients: Gradients) -> Card:
     """One row per layer and per module outside of the layers, the largest first where there are many."""
     rows = gradients.by_layer()
-    facts = (f"norm {format_number(gradients.norm)}", f"{short(float(gradients.sizes.sum()))} parameters")
+    facts = (f"norm {format_number(gradients.norm)}", f"{format_count(float(gradients.sizes.sum()))} parameters")
     order = list(range(len(rows)))
     if len(rows) > ROWS:
         ranked = np.argsort(-np.nan_to_num(rows.norms, nan=np.inf), kind="stable")[:ROWS]
@@ -40,7 +39,7 @@ def gradients_card(gradients: Gradients) -> Card:
     cells = tuple(
         (cut(visible(rows.names[i]), NAME), _bar(float(rows.norms[i]), most), format_number(float(rows.norms[i])),
          "–" if np.isnan(rows.relative[i]) else format_number(float(rows.relative[i])),
-         format_number(float(rows.largest[i])), percent(float(rows.zero_share[i]), 1))
+         format_number(float(rows.largest[i])), format_share(float(rows.zero_share[i]), 1))
         for i in order
     )  # fmt: skip
     head = ("", "", "|grad|", "|grad| / |weights|", "largest", "zero")

@@ -5,10 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from rlbench.data.metrics import format_number
 from rlbench.notebook.card import WARNING, Card, Cell, Grid
-from rlbench.notebook.markup import gib
-from rlbench.notebook.units import duration, percent
+from rlbench.units import format_age, format_bytes, format_number, format_share
 
 
 def snapshots_card(snapshots: Any) -> Card:
@@ -17,7 +15,8 @@ def snapshots_card(snapshots: Any) -> Card:
     if not kept:
         return Card("no snapshots yet", notes=["session.snapshot() keeps where the session stands"])
     rows = tuple(
-        (s.label, str(s.step), f"v{s.version}", gib(s.bytes), gib(s.fresh), _place(s), _when(s.time)) for s in kept
+        (s.label, str(s.step), f"v{s.version}", format_bytes(s.bytes), format_bytes(s.fresh), _place(s), _when(s.time))
+        for s in kept
     )
     grid = Grid(rows, ("label", "step", "version", "size", "its own", "where", "kept"), frozenset({1, 2, 3, 4}))
     count = f"{len(kept)} snapshot{'' if len(kept) == 1 else 's'}"
@@ -25,13 +24,13 @@ def snapshots_card(snapshots: Any) -> Card:
     last = next((s for s in kept if s.id == snapshots.undo_to), None)
     if last is not None:
         notes.append(f"session.undo() goes back to {last.label!r}: step {last.step}")
-    return Card(count, (f"{gib(sum(s.fresh for s in kept))} in all",), [grid], notes)
+    return Card(count, (f"{format_bytes(sum(s.fresh for s in kept))} in all",), [grid], notes)
 
 
 def snapshot_card(snapshot: Any) -> Card:
     """One snapshot, and what going back to it does."""
     rows: tuple[tuple[Cell, ...], ...] = (
-        ("size", f"{gib(snapshot.bytes)}, {gib(snapshot.fresh)} not shared with an earlier one"),
+        ("size", f"{format_bytes(snapshot.bytes)}, {format_bytes(snapshot.fresh)} not shared with an earlier one"),
         ("where", _place(snapshot)),
         ("kept", _when(snapshot.time)),
     )
@@ -46,7 +45,7 @@ def snapshot_card(snapshot: Any) -> Card:
 
 def saved_card(saved: Any) -> Card:
     """A checkpoint that was written, and how to go on from it."""
-    rows: list[tuple[Cell, ...]] = [("path", saved.path), ("size", gib(saved.bytes))]
+    rows: list[tuple[Cell, ...]] = [("path", saved.path), ("size", format_bytes(saved.bytes))]
     if saved.removed:
         rows.append(("made way", ", ".join(path.rpartition("/")[2] for path in saved.removed)))
     hint = f"rb.Session.load({saved.path!r}) goes on from it"
@@ -59,7 +58,7 @@ def evaluation_card(evaluation: Any) -> Card:
     rewards = rollouts.rewards[evaluation.counted]
     count = len(rewards)
     error = float(rewards.std()) / max(1, count) ** 0.5
-    right = percent(int((rewards > 0).sum()), count)
+    right = format_share(int((rewards > 0).sum()), count)
     rows: tuple[tuple[Cell, ...], ...] = (
         ("reward", f"{format_number(evaluation.reward)} ± {format_number(error)} (standard error)"),
         ("above 0", f"{right} of {format_number(count)} completions"),
@@ -86,4 +85,4 @@ def _place(snapshot: Any) -> str:
 def _when(moment: float) -> str:
     now = time.time()
     clock = "%H:%M:%S" if now - moment < 12 * 3600 else "%Y-%m-%d %H:%M"
-    return f"{time.strftime(clock, time.localtime(moment))}, {duration(max(0.0, now - moment))} ago"
+    return f"{time.strftime(clock, time.localtime(moment))}, {format_age(max(0.0, now - moment))} ago"

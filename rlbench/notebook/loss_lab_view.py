@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from rlbench.data.metrics import format_number
 from rlbench.notebook.card import WARNING, Card, Cell, Grid
 from rlbench.notebook.card_view import CardView
 from rlbench.notebook.chart import Chart, Line, Panel
 from rlbench.notebook.inert import cut, visible
 from rlbench.notebook.loss_lab_tokens import token_strips
 from rlbench.notebook.sparkline import blocks
-from rlbench.notebook.units import percent, short
+from rlbench.units import format_count, format_number, format_share
 
 DRAWN = 8
 """Losses in a chart: as many as there are hues."""
@@ -37,7 +36,7 @@ def lab_view(lab: Any) -> CardView:
 def lab_card(lab: Any) -> Card:
     """The numbers of every loss, the errors of those that failed, and what to know when reading them."""
     batch = lab.batch
-    facts = (f"{format_number(len(batch))} sequences", f"{short(int(batch.mask.sum()))} tokens trained")
+    facts = (f"{format_number(len(batch))} sequences", f"{format_count(int(batch.mask.sum()))} tokens trained")
     grids = [_numbers(lab)] if len(lab) else []
     grids += [_parameters(lab.parameters)] if lab.parameters is not None else []
     grids += [_spending(lab, what) for what in ("length", "turn") if len(lab) and _telling(lab, what)]
@@ -55,12 +54,12 @@ def _numbers(lab: Any) -> Grid:
 
 def _row(lab: Any, i: int, entry: Any) -> tuple[Cell, ...]:
     named = f"{entry.name} ({entry.hash[:4]})" if entry.hash else entry.name
-    clip = "–" if entry.clip_fraction is None else percent(entry.clip_fraction, 1)
+    clip = "–" if entry.clip_fraction is None else format_share(entry.clip_fraction, 1)
     positive, negative, _ = (round(100 * float(share)) for share in entry.shares["advantage"])
     return (
         named, format_number(entry.value), format_number(entry.norm), clip, f"{positive} / {negative}",
-        percent(entry.zeros, 1), _cosine(float(lab.cosines[i, 0])),
-        "–" if i == 0 else percent(lab.disagreement(entry.name), 1), entry.aggregation,
+        format_share(entry.zeros, 1), _cosine(float(lab.cosines[i, 0])),
+        "–" if i == 0 else format_share(lab.disagreement(entry.name), 1), entry.aggregation,
     )  # fmt: skip
 
 
@@ -84,7 +83,7 @@ def _spending(lab: Any, what: str) -> Grid:
     """Buckets as columns: the trained tokens' share of each, then every loss's."""
     buckets = lab.scored.buckets[what]
     rows = [("trained tokens", buckets.tokens), *((e.name, e.shares[what]) for e in lab.entries.values())]
-    cells = tuple((name, *(percent(float(share), 1) for share in shares[:BUCKETS])) for name, shares in rows)
+    cells = tuple((name, *(format_share(float(share), 1) for share in shares[:BUCKETS])) for name, shares in rows)
     captions = {
         "length": "share of |coef| by length of the response, tokens",
         "turn": "share of |coef| by turn",

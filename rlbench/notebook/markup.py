@@ -6,6 +6,7 @@ import html
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from rlbench.notebook.decimal_columns import aligned
 from rlbench.notebook.palette import DARK
 
 STYLE = """<style>
@@ -54,12 +55,17 @@ def table(
 
     Args:
         head: names of the columns; none where all are empty.
-        numeric: columns that are right-aligned.
+        numeric: columns of numbers, aligned at their decimal points.
         caption: what the table is of, escaped.
         named: the first column names its row.
         look: a CSS class; `labels` draws the names of rows like those of columns.
     """
     right = set(numeric)
+    drawn = [list(row) for row in rows]
+    for i in right:
+        having = [row for row in drawn if i < len(row)]
+        for row, text in zip(having, aligned([row[i] for row in having], html=True), strict=True):
+            row[i] = text
 
     def cell(tag: str, i: int, text: str, scope: str = "") -> str:
         look = (f" scope={scope}" if scope else "") + (" class=n align=right" if i in right else "")
@@ -73,7 +79,7 @@ def table(
 
     top = ["<tr>" + " ".join(cell("th", i, t, "col") for i, t in enumerate(head)) + "</tr>"] if any(head) else []
     over = [f"<caption>{caption}</caption>"] if caption else []
-    body = "\n".join([*over, *top, *(f"<tr>{line(row)}</tr>" for row in rows)])
+    body = "\n".join([*over, *top, *(f"<tr>{line(row)}</tr>" for row in drawn)])
     return f"<table cellpadding=4{f' class={look}' if look else ''}>{body}</table>"
 
 
@@ -87,8 +93,3 @@ def chip_text(part: str, state: str) -> str:
     """`weights ● resident`, as plain text."""
     sign, word = CHIPS.get(state, ("?", state))
     return f"{part.replace('_', ' ')} {sign} {word}"
-
-
-def gib(nbytes: float) -> str:
-    """Bytes for a reader, in GiB or MiB, three significant digits."""
-    return f"{nbytes / 2**30:.3g} GiB" if nbytes >= 1000 * 2**20 else f"{nbytes / 2**20:.3g} MiB"

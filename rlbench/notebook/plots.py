@@ -15,12 +15,12 @@ import numpy as np
 
 from rlbench.data.column import Column
 from rlbench.data.history import History
-from rlbench.data.metrics import format_number
 from rlbench.errors import DataError
 from rlbench.notebook.chart import Bars, Chart, Line, Panel
 from rlbench.notebook.inert import cut, visible
 from rlbench.notebook.sparkline import blocks, sparkline
 from rlbench.notebook.units import labelled
+from rlbench.units import format_number
 
 TELLING = ("reward", "loss", "kl", "entropy", "clip_fraction", "grad_norm")
 """Drawn where no names are given, as far as a run has them."""

@@ -12,11 +12,11 @@ from typing import Any
 from rlbench.data import Rollouts
 from rlbench.dispatch.protocol import Progress
 from rlbench.notebook.inert import cut, visible
-from rlbench.notebook.markup import gib
 from rlbench.notebook.progress_line import Line, in_notebook
 from rlbench.notebook.sparkline import blocks
+from rlbench.units import format_bytes, format_number, format_percent, format_rate, format_seconds
 
-__all__ = ["GenerateProgress", "PrepareProgress", "SyncProgress", "TrainProgress", "in_notebook"]
+__all__ = ["GenerateProgress", "SyncProgress", "TrainProgress", "in_notebook"]
 SHOWN_CHARACTERS = 120
 
 
@@ -38,7 +38,7 @@ class GenerateProgress:
         rate = self._tokens / max(1e-6, time.monotonic() - self._begin)
         held = " · paused: session.resume() goes on" if any(v.get("paused") for v in values) else ""
         self._line.show(
-            f"{self._finished}/{self._total} samples · {self._tokens:,} tokens · {compact(rate)} tok/s{held}",
+            f"{self._finished}/{self._total} samples · {self._tokens:,} tokens · {format_rate(rate)}{held}",
             self._finished / self._total, [*_lengths_line(self._lengths), *map(_sample_line, self._first)],
         )  # fmt: skip
 
@@ -62,7 +62,7 @@ class GenerateProgress:
             return
         self._ended, seconds = True, time.monotonic() - self._begin
         told = isinstance(result, Rollouts)
-        ended = f"rollout ended · {self._finished}/{self._total} samples · {seconds:.3g} s"
+        ended = f"rollout ended · {self._finished}/{self._total} samples · {format_seconds(seconds)}"
         self._line.end(cost_line(result, seconds) if told else ended, seconds)
 
 
@@ -90,9 +90,10 @@ class TrainProgress:
         parts = [self._what, self._seen if ranks[0].get("phase") == "backward" else f"scoring {done}/{total}"]
         tokens, trained = (sum(float(v.get(name, 0)) for v in ranks) for name in ("tokens", "trained"))
         if tokens:
-            parts.append(f"{compact(tokens / max(1e-6, time.monotonic() - self._begin))} tok/s")
+            parts.append(format_rate(tokens / max(1e-6, time.monotonic() - self._begin)))
         if trained:  # each rank tells its part of the batch's loss; for the tokens done so far that is
-            parts.append(f"loss ~{sum(float(v.get('loss', 0)) for v in ranks) * self._trained / trained:.3g}")
+            loss = sum(float(v.get("loss", 0)) for v in ranks) * self._trained / trained
+            parts.append(f"loss ~{format_number(loss)}")
         self._line.show(" · ".join(parts), done / total)
 
     def report(self, done: int, total: int) -> None:
@@ -103,7 +104,7 @@ class TrainProgress:
         """Leave the cost line; where it failed or was stopped, how far it was."""
         seconds = time.monotonic() - self._begin
         if result is None:
-            self._line.end(" · ".join(filter(None, (self._what, "ended", self._seen, f"{seconds:.3g} s"))), seconds)
+            self._line.end(_joined(self._what, "ended", self._seen, format_seconds(seconds)), seconds)
         else:
             self._line.end(train_cost_line(self._what, result, self._tokens, seconds), seconds)
 
@@ -118,40 +119,18 @@ class SyncProgress:
     def __call__(self, progress: list[Progress]) -> None:
         gathered = max((int(p.values.get("bytes", 0)) for p in progress), default=0)
         if gathered:
-            self._line.show(f"sync · {gib(gathered)} gathered · {time.monotonic() - self._begin:.1f} s")
+            taken = format_seconds(time.monotonic() - self._begin)
+            self._line.show(f"sync · {format_bytes(gathered)} gathered · {taken}")
 
     def report(self, done: int, total: int) -> None:
         """`done` of `total` bytes are gathered."""
-        self._line.show(f"sync · {gib(done)} of {gib(total)} gathered", done / max(1, total))
+        self._line.show(f"sync · {format_bytes(done)} of {format_bytes(total)} gathered", done / max(1, total))
 
     def close(self, result: Any) -> None:
         """Leave the cost line."""
         seconds = time.monotonic() - self._begin
-        self._line.end(f"sync ended · {seconds:.2g} s" if result is None else sync_cost_line(result, seconds), seconds)
-
-
-class PrepareProgress:
-    """Something that is made once before a session can start."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._line = Line("prepare")
-        self._begin = time.monotonic()
-        self._shown = False
-
-    def __call__(self, progress: list[Progress]) -> None:
-        """Nothing runs on a worker yet."""
-
-    def report(self, done: int, total: int) -> None:
-        """`done` of `total` parts are made."""
-        self._shown = True
-        self._line.show(f"{self._what}: {done}/{total}", done / max(1, total))
-
-    def close(self, result: Any) -> None:
-        """Leave the cost line where there was a cost."""
-        if self._shown:
-            seconds = time.monotonic() - self._begin
-            self._line.end(f"{self._what} · {seconds:.0f} s", seconds)
+        ended = f"sync ended · {format_seconds(seconds)}"
+        self._line.end(ended if result is None else sync_cost_line(result, seconds), seconds)
 
 
 # -- what they say
@@ -164,7 +143,7 @@ def cost_line(rollouts: Rollouts, seconds: float) -> str:
     versions = "/".join(f"v{v}" for v in sorted({int(v) for v in rollouts.versions}))
     rate = int(lengths.sum()) / max(seconds, 1e-6)
     return _joined(
-        f"rollout {rollouts.samples} × ≤{longest}", f"{seconds:.1f} s", f"{compact(rate)} tok/s",
+        f"rollout {rollouts.samples} × ≤{longest}", format_seconds(seconds), format_rate(rate),
         _peak(rollouts.stats.get("peak_bytes")), versions,
     )  # fmt: skip
 
@@ -176,9 +155,9 @@ def train_cost_line(what: str, values: Mapping[str, Any], tokens: int, seconds: 
         what,
         values.get("aggregation") or "",
         "" if count is None else f"{count} micro-batch{'' if count == 1 else 'es'}",
-        f"{seconds:.3g} s",
-        f"{compact(values.get('tokens_per_s') or tokens / max(seconds, 1e-6))} tok/s",
-        "" if padding is None else f"padding {padding:.0%}".replace("%", " %"),
+        format_seconds(seconds),
+        format_rate(values.get("tokens_per_s") or tokens / max(seconds, 1e-6)),
+        "" if padding is None else f"padding {format_percent(padding)}",
         _peak(values.get("peak_bytes")),
         f"v{values['version']}" if "version" in values else "",
         f"step skipped: {values['skipped']}" if values.get("skipped") else "",
@@ -188,15 +167,8 @@ def train_cost_line(what: str, values: Mapping[str, Any], tokens: int, seconds: 
 def sync_cost_line(done: Mapping[str, Any], seconds: float) -> str:
     """`sync v42 · 48.2 MiB · 0.03 s · shm · gap 1e-06`"""
     gap = "proof waits for the KV cache" if done["gap"] is None else f"gap {done['gap']:.1g}"
-    return _joined(f"sync v{done['version']}", gib(done["bytes"]), f"{seconds:.2g} s", done["transport"], gap)
-
-
-def compact(rate: float) -> str:
-    """A rate for a reader: `512`, `3.1k`, `12M`."""
-    for size, unit in ((1e6, "M"), (1e3, "k")):
-        if rate >= 0.9995 * size:
-            return f"{rate / size:.3g}{unit}"
-    return f"{rate:.0f}"
+    sent = format_bytes(done["bytes"])
+    return _joined(f"sync v{done['version']}", sent, format_seconds(seconds), done["transport"], gap)
 
 
 Histogram = tuple[int, list[int]]
@@ -230,7 +202,7 @@ def _sample_line(text: str) -> str:
 
 
 def _peak(nbytes: float | None) -> str:
-    return "" if not nbytes else f"peak {gib(nbytes)}"
+    return "" if not nbytes else f"peak {format_bytes(nbytes)}"
 
 
 def _joined(*parts: str) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlbench.notebook.markup import escape
+from rlbench.units import format_seconds
 
 REDRAW_S = 0.25
 
@@ -60,7 +61,7 @@ class Line:
         if in_notebook():
             place = self._in_cell()
             place.ended, place.seconds = place.ended + 1, place.seconds + seconds
-            several = f" · {place.ended} in this cell, {place.seconds:.3g} s" if place.ended > 1 else ""
+            several = f" · {place.ended} in this cell, {format_seconds(place.seconds)}" if place.ended > 1 else ""
             self._notebook(text + several, None, ())
         elif sys.stderr.isatty():
             self._terminal(text, "\n")

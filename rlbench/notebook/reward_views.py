@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from rlbench.data.metrics import format_number
 from rlbench.notebook.card import WARNING, Card, Cell, Grid
 from rlbench.notebook.chart import Chart
 from rlbench.notebook.chart_svg import page
 from rlbench.notebook.inert import cut, visible
-from rlbench.notebook.units import percent
+from rlbench.units import format_number, format_seconds, format_share
 
 DISAGREEMENTS, SLOWEST, ERRORS = 6, 3, 3
 """Rows of each table; the methods give all."""
@@ -113,7 +112,7 @@ def _disagreements(comparison: Any) -> list[Grid]:
 
 def _slowest(comparison: Any) -> Grid | None:
     found = [t for t in comparison.slowest(SLOWEST) if t.seconds >= SLOW_S]
-    rows = tuple((str(t.index), _name(t.name), f"{t.seconds:.3g} s", _text(t.response)) for t in found)
+    rows = tuple((str(t.index), _name(t.name), format_seconds(t.seconds), _text(t.response)) for t in found)
     return Grid(rows, ("completion", "reward", "took", "response"), frozenset((2,)), "slowest") if rows else None
 
 
@@ -160,4 +159,4 @@ def _number(value: float) -> str:
 
 
 def _percent(share: float) -> str:
-    return "–" if math.isnan(share) else percent(share, 1)
+    return "–" if math.isnan(share) else format_share(share, 1)

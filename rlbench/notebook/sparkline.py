@@ -6,13 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rlbench.units import format_number
+
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:
     """Values as block characters, with the first and the last in figures."""
     kept = values if len(values) <= width else [values[i] for i in np.linspace(0, len(values) - 1, width).astype(int)]
-    return f"{values[0]:.3g} {blocks(kept)} {values[-1]:.3g}"
+    return f"{format_number(values[0])} {blocks(kept)} {format_number(values[-1])}"
 
 
 def blocks(values: Sequence[float] | np.ndarray, floor: float | None = None) -> str:

@@ -10,6 +10,7 @@ from rlbench.data.metrics import shown_metric
 from rlbench.dispatch.protocol import Progress
 from rlbench.notebook.progress_line import Line
 from rlbench.notebook.sparkline import blocks
+from rlbench.units import format_seconds
 
 SHOWN = ("reward", "loss", "critic_loss", "kl", "length")
 DRAWN = 60
@@ -48,7 +49,7 @@ class FitProgress:
     def close(self, result: Sequence[Mapping[str, Any]] | None) -> None:
         """Leave a line that says what came of it."""
         seconds = time.monotonic() - self._begin
-        done = f"fit {len(self._done)}/{self._total} iterations · {seconds:.3g} s"
+        done = f"fit {len(self._done)}/{self._total} iterations · {format_seconds(seconds)}"
         self._line.end(" · ".join([done, *self._last()]), seconds)
 
     def _draw(self, phase: str) -> None:

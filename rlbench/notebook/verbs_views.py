@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from rlbench.data.metrics import format_number
 from rlbench.data.verbs import given_text
 from rlbench.notebook.card import WARNING, Card, Cell, Grid, Pair
+from rlbench.units import format_number, format_seconds
 
 SHOWN = 20
 METRICS = ("loss", "reward", "kl", "grad_norm")
@@ -47,4 +47,4 @@ def _row(one: dict[str, Any]) -> tuple[Cell, ...]:
         came: str = f"{WARNING}{one['outcome']}: {one['said']}"
     else:
         came = " · ".join(map(str, found))
-    return one["verb"], clock, f"{format_number(one['seconds'])} s", given_text(one["args"]), came
+    return one["verb"], clock, format_seconds(one["seconds"]), given_text(one["args"]), came

@@ -18,6 +18,7 @@ from rlbench.notebook.channel_scale import Scale, scale_of
 from rlbench.notebook.inert import cut, visible
 from rlbench.notebook.prompt_parts import images, prompt_parts
 from rlbench.notebook.viewer_order import Summary
+from rlbench.units import format_percent
 
 PREVIEW_TOKENS, PREVIEW_CHARACTERS = 256, 480  # of a completion that is not opened: three lines
 OPEN_TOKENS = 2000  # of an opened one, and with each "more"
@@ -148,7 +149,7 @@ def headline(rollouts: Rollouts) -> str:
         parts.append("v" + "/".join(str(v) for v in np.unique(rollouts.versions)[:4]))
         if rollouts.rewards is not None:
             parts.append(described(rollouts.rewards).replace("-", "−"))
-        parts.append(f"{100 * rollouts.truncated.mean():.0f} % truncated")
+        parts.append(f"{format_percent(float(rollouts.truncated.mean()))} truncated")
     if rollouts.aborted.any():
         parts.append(f"{int(rollouts.aborted.sum()):,} aborted")
     if rollouts.not_started:

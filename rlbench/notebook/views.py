@@ -10,14 +10,21 @@ import numpy as np
 from rlbench.data import TrainBatch
 from rlbench.data.column import Column
 from rlbench.data.history import History, is_number
-from rlbench.data.metrics import Metrics, format_number
+from rlbench.data.metrics import Metrics
 from rlbench.data.sampling import reshaped_notes
 from rlbench.errors import SessionError
 from rlbench.notebook.card import WARNING, Card, Cell, Grid, Pair
 from rlbench.notebook.engine_facts import EngineFacts, engine_facts
-from rlbench.notebook.markup import chip_text, gib
+from rlbench.notebook.markup import chip_text
 from rlbench.notebook.sparkline import blocks, sparkline
-from rlbench.notebook.units import SHARES, duration, labelled, percent, with_unit
+from rlbench.notebook.units import SHARES, labelled, with_unit
+from rlbench.units import (
+    format_age,
+    format_bytes,
+    format_number,
+    format_percent,
+    format_share,
+)
 
 STEPS_SHOWN, BINS_SHOWN, METHODS_SHOWN, PAIRS_SHOWN, COURSE_WIDTH = 12, 24, 12, 4, 40
 
@@ -28,7 +35,7 @@ STEPS_SHOWN, BINS_SHOWN, METHODS_SHOWN, PAIRS_SHOWN, COURSE_WIDTH = 12, 24, 12, 
 def session_card(facts: Mapping[str, Any]) -> Card:
     """The card at the end of a cell; `facts` as `Session.facts()` gives them."""
     idle = facts.get("idle_s")
-    doing = facts["phase"] or ("" if idle is None else f"idle {duration(idle)}")
+    doing = facts["phase"] or ("" if idle is None else f"idle {format_age(idle)}")
     branch = "" if facts.get("branch", "main") == "main" else f"branch {facts['branch']}"
     parts = max((len(engine.state) for engine in facts["engines"]), default=0)
     rows = tuple(_engine_row(engine, parts) for engine in facts["engines"])
@@ -59,8 +66,8 @@ def engine_card(engine: Any) -> Card:
 def engine_facts_card(facts: EngineFacts, methods: list[str]) -> Card:
     """The card of one engine; `methods` are those of the user's module."""
     rows: list[tuple[Cell, ...]] = [("state", " · ".join(chip_text(*part) for part in facts.state.items()))]
-    memory = f"{gib(facts.bytes)} resident" if facts.bytes else "not sampled yet"
-    owners = " · ".join(f"{owner.replace('_', ' ')} {gib(held)}" for owner, held in facts.owners.items())
+    memory = f"{format_bytes(facts.bytes)} resident" if facts.bytes else "not sampled yet"
+    owners = " · ".join(f"{owner.replace('_', ' ')} {format_bytes(held)}" for owner, held in facts.owners.items())
     rows += [("memory", memory + (f": {owners}" if owners else "")), *facts.about]
     if methods:
         more = len(methods) - METHODS_SHOWN
@@ -83,8 +90,8 @@ def _engine_row(engine: EngineFacts, parts: int) -> tuple[Cell, ...]:
     chips = [chip_text(*part) for part in engine.state.items()]
     note = f"{WARNING}{engine.note}" if engine.note else ""
     return (
-        engine.name, engine.kind, *chips, *[""] * (parts - len(chips)), gib(engine.bytes) if engine.bytes else "",
-        engine.version, note,
+        engine.name, engine.kind, *chips, *[""] * (parts - len(chips)),
+        format_bytes(engine.bytes) if engine.bytes else "", engine.version, note,
     )  # fmt: skip
 
 
@@ -95,7 +102,7 @@ def batch_card(batch: TrainBatch) -> Card:
     """What a step would train on."""
     trained = int(batch.mask.sum())
     facts = [f"{format_number(len(batch))} sequences", f"{format_number(batch.tokens)} response tokens",
-             f"{format_number(trained)} trained ({percent(trained, batch.tokens)})"]  # fmt: skip
+             f"{format_number(trained)} trained ({format_share(trained, batch.tokens)})"]  # fmt: skip
     if not len(batch):
         return Card("batch", facts, notes=["nothing to train on: rollouts.score(reward_fn).batch(advantage=…)"])
     lengths = Column.of(batch.response_lengths, "lengths", "tokens", batch.truncated)
@@ -132,7 +139,7 @@ def _values(values: np.ndarray) -> str:
 def _spread(column: Column) -> str:
     found = column.summary()
     shown = " · ".join(f"{name} {format_number(round(found[name]))}" for name in ("min", "p50", "p90", "max"))
-    cut = f" · {format_number(100 * found['truncated'])} % truncated" if "truncated" in found else ""
+    cut = f" · {format_percent(found['truncated'])} truncated" if "truncated" in found else ""
     return f"{shown} tokens{cut}"
 
 

@@ -23,7 +23,7 @@ import cloudpickle
 
 from rlbench.errors import DataError
 from rlbench.rewards.board import Failure
-from rlbench.traces import user_error
+from rlbench.sendable import why_not
 
 MOST = 4
 """Processes at a time, unless said; never more than cores."""
@@ -129,7 +129,7 @@ def answers(
     Raises:
         DataError: the job cannot be sent, or no process gets ready for it.
     """
-    opening = cloudpickle.dumps({"memory_gib": memory_gib, "job": _blob(job, "the reward")})
+    opening = cloudpickle.dumps({"memory_gib": memory_gib, "job": _blob(job, "reward")})
     waiting = enumerate(payloads)
     wanted = min(count, lanes or min(MOST, os.cpu_count() or 1))
     running: list[Lane] = []
@@ -190,8 +190,7 @@ def _blob(value: Any, what: str) -> bytes:
     try:
         return bytes(cloudpickle.dumps(value))
     except Exception as error:  # whatever a value's own pickling raises
-        said = f"{what} cannot be sent to a process of its own ({type(error).__name__}: {error})"
-        raise user_error(DataError, said, error, ": let it open files and clients itself, when called") from error
+        raise DataError(why_not(what, value, error, "a process of its own")) from error
 
 
 def _feed(lane: Lane, waiting: Iterator[tuple[int, Any]]) -> None:

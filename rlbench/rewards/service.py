@@ -22,6 +22,7 @@ from rlbench.errors import DataError
 from rlbench.rewards.board import Board, Failure, Outcome
 from rlbench.rewards.fields import shown
 from rlbench.rewards.kinds import Scorer, as_reward
+from rlbench.units import format_bytes
 from rlbench.user_code import user_code
 
 if TYPE_CHECKING:
@@ -246,7 +247,7 @@ class _Post:
             said = content[:200].decode(errors="replace")
             raise _Refused(f"answered {response.status} {response.reason}: {said!r}")
         if len(content) > LARGEST:
-            raise _Refused(f"answered more than {LARGEST >> 20} MiB")
+            raise _Refused(f"answered more than {format_bytes(LARGEST)}")
         try:
             return json.loads(content)
         except ValueError:

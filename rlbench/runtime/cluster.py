@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from rlbench.errors import ClusterError, nearest
-from rlbench.runtime import guard, processes, registry
+from rlbench.runtime import guard, processes, registry, starting
 from rlbench.runtime.devices import default_devices, gpu_count
 
 NAMESPACE = "rlbench"
@@ -94,12 +94,13 @@ def init(
     if _joined is not None and _still_joined():
         return _same(_joined, address, devices)
     _refuse_foreign_ray()
-    if address is not None and not _is_our_address(address):
-        _joined = _join_other(address)
-    else:
-        with registry.locked():
-            record = _find_ours() or _start(devices)
-        _joined = _same(_join_ours(record), None, devices)
+    with starting.starting("the cluster"):
+        if address is not None and not _is_our_address(address):
+            _joined = _join_other(address)
+        else:
+            with registry.locked():
+                record = _find_ours() or _start(devices)
+            _joined = _same(_join_ours(record), None, devices)
     return _joined
 
 
@@ -280,17 +281,28 @@ def _start(devices: int | None) -> registry.ClusterRecord:
              str(gpu_count())],
             start_new_session=True, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
         )  # fmt: skip
-    deadline = time.monotonic() + guard.ATTEMPTS * guard.START_LIMIT_S
-    while time.monotonic() < deadline:
-        record = registry.read_cluster()
-        if record is not None and record.id == cluster_id:
-            return record
-        if started.poll() is not None:
-            break
-        time.sleep(0.05)
+    try:
+        with starting.phase(starting.CLUSTER, "starting Ray"):
+            record = _awaited(cluster_id, started)
+    except BaseException:  # an interrupt: nothing of it stays
+        started.terminate()
+        raise
+    if record is not None:
+        return record
     started.terminate()
     said = log.read_text(errors="replace").strip().splitlines()[-5:]
     raise ClusterError("Ray did not start; the last lines of " + str(log) + ":\n  " + "\n  ".join(said))
+
+
+def _awaited(cluster_id: str, started: subprocess.Popen[bytes]) -> registry.ClusterRecord | None:
+    """The record that the guard publishes once Ray answers; None where it ended, or the time is over."""
+    deadline = time.monotonic() + guard.ATTEMPTS * guard.START_LIMIT_S
+    while time.monotonic() < deadline and started.poll() is None:
+        record = registry.read_cluster()
+        if record is not None and record.id == cluster_id:
+            return record
+        time.sleep(0.05)
+    return None
 
 
 def _join_ours(record: registry.ClusterRecord) -> Cluster:
@@ -322,6 +334,11 @@ def _ray_init(address: str) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns in the first cell
     # a remote call that comes after shutdown() must not start a cluster of its own
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+    with starting.phase("joining", "joining Ray"):
+        _connect(address)
+
+
+def _connect(address: str) -> None:
     import ray
     from ray._private import ray_constants
 

@@ -6,6 +6,7 @@ Layout of `$XDG_STATE_HOME/rlbench` (folder 0700, files 0600):
     cluster.json      address, guard pid, Ray's process session id, temp folder, token path, devices
     token             the cluster's secret
     guard.log         what the guard and `ray start` said
+    starts.json       what starts took, by what was started and by part
     sessions/NAME.json      one per live session: where its monitor is, its endpoint's url and token, its processes
     sessions/NAME.journal   the monitor's journal
     snapshots/NAME/         its snapshots on disk, gone with the session
@@ -95,7 +96,7 @@ def locked(timeout_s: float = 120.0) -> Iterator[None]:
                 if time.monotonic() > deadline:
                     file.seek(0)
                     raise ClusterError(
-                        f"another process (pid {file.read().strip() or '?'}) has held {path} for {timeout_s:.0f} s; "
+                        f"another process (pid {file.read().strip() or '?'}) has held {path} for {timeout_s:g} s; "
                         "end it or wait for it, then call rb.init() again"
                     ) from None
                 time.sleep(0.05)
@@ -145,9 +146,14 @@ def forget_cluster(cluster_id: str) -> None:
     for path in session_files():
         found = read_json(path)
         if found is not None and found.get("cluster") == cluster_id:
-            path.unlink(missing_ok=True)
-            path.with_suffix(".journal").unlink(missing_ok=True)
-            shutil.rmtree(snapshot_folder(path.stem), ignore_errors=True)
+            forget_session(path.stem)
+
+
+def forget_session(name: str) -> None:
+    """Remove what the state folder holds of a session that is no more."""
+    session_file(name).unlink(missing_ok=True)
+    journal_file(name).unlink(missing_ok=True)
+    shutil.rmtree(snapshot_folder(name), ignore_errors=True)
 
 
 def token_file() -> Path:

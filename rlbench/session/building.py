@@ -16,6 +16,7 @@ from rlbench.engines.base import Engine
 from rlbench.engines.sync import agreement_steps
 from rlbench.errors import SessionError
 from rlbench.runtime import cluster
+from rlbench.runtime.starting import say
 from rlbench.session.options import SessionOptions, checked
 from rlbench.trainers.policy_spec import PolicySpec, check_causal
 from rlbench.workers.replica_config import ReplicaConfig
@@ -94,6 +95,7 @@ def _train_sizes(given: dict[str, Any]) -> dict[str, int]:
 
 
 def _inference(options: SessionOptions, link: Link) -> Engine:
+    say("inference", "reading the model's config")
     given = dict(options.inference)
     sizes = {k: given.pop(k) for k in list(given) if k in SIZES}
     given.setdefault("dtype", _trainer_dtype(options))

@@ -11,8 +11,10 @@ from rlbench.checkpoint import folder as folders
 from rlbench.dispatch.chain import Steps
 from rlbench.engines.paths import new_folder
 from rlbench.engines.sync import sync_weights
-from rlbench.errors import CheckpointError
+from rlbench.errors import CheckpointError, Suggesting
+from rlbench.results import ExportedModel
 from rlbench.session import step_copies
+from rlbench.units import format_bytes
 
 if TYPE_CHECKING:
     from rlbench.session.session import Session
@@ -21,7 +23,7 @@ SESSION = "session.json"
 
 
 @dataclass(frozen=True)
-class Saved:
+class Saved(Suggesting):
     """A checkpoint that was written: where, its size, the older ones that made way."""
 
     path: str
@@ -30,7 +32,7 @@ class Saved:
 
     def __repr__(self) -> str:
         gone = f", removed {', '.join(Path(p).name for p in self.removed)}" if self.removed else ""
-        return f"Saved({self.path!r}, {self.bytes / 2**20:.3g} MiB{gone})"
+        return f"Saved({self.path!r}, {format_bytes(self.bytes)}{gone})"
 
 
 def save_steps(session: Session, root: str, max_num: int | None, max_mem: float | None) -> Steps:
@@ -76,12 +78,12 @@ def load_steps(session: Session, folder: Path, kept: dict[str, Any]) -> Steps:
 
 
 def export_steps(session: Session, path: str, dtype: str | None) -> Steps:
-    """Write the trainer's weights as a Hugging Face folder; returns `path`, `bytes`, `files`."""
+    """Write the trainer's weights as a Hugging Face folder; returns `ExportedModel`."""
     place = new_folder(path, "export")
     parts = yield session.train.call_all(
         "export_model", str(place), session.options.path, dtype, what="export", track=True
     )
-    return parts[0]
+    return ExportedModel(parts[0]["path"], parts[0]["bytes"], tuple(parts[0]["files"]))
 
 
 def overridden(kept: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from rlbench.data.scoring import score, stopped
 from rlbench.dispatch.chain import Step, Steps
 from rlbench.engines import InferenceEngine
 from rlbench.engines.turns import failed_in_env
-from rlbench.errors import DataError
+from rlbench.errors import DataError, Suggesting
 from rlbench.rewards import Board
+from rlbench.units import format_number
 
 FAREWELL_S = 1.0
 """How long a stop waits for the reward to end; less than an interrupt waits for its verb."""
@@ -24,7 +25,7 @@ POLL_S = 0.05
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(Suggesting):
     """Mean reward over the completions that count, with the scored rollouts behind it.
 
     Those do not count that the environment's errors ended, that were cut by a stop, or that have no reward.
@@ -44,7 +45,8 @@ class Evaluation:
     def __repr__(self) -> str:
         missing = self.left_out()
         said = f"; left out: {missing}" if missing else ""
-        line = f"Evaluation(reward {self.reward:.3g} over {int(self.counted.sum())} completions{said})"
+        reward = format_number(self.reward)
+        line = f"Evaluation(reward {reward} over {int(self.counted.sum())} completions{said})"
         return "\n  ".join([line, *self.rollouts.notes])
 
     def left_out(self) -> str:

@@ -18,7 +18,7 @@ from rlbench.dispatch.chain import Steps
 from rlbench.engines.base import Engine, shared
 from rlbench.engines.inference import ASLEEP
 from rlbench.engines.sync import sync_weights
-from rlbench.errors import CheckpointError, EngineError, RLBenchError, StateError, WorkerDied
+from rlbench.errors import CheckpointError, EngineError, RLBenchError, StateError, Suggesting, WorkerDied
 from rlbench.session import building, snapshots
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ LOST = "lost with its ranks: session.trainer(…) makes one"
 
 
 @dataclass(frozen=True)
-class Healed:
+class Healed(Suggesting):
     """What was rebuilt, by engine: from what it goes on. Where the session then stands.
 
     `snapshot`: id of the one the trainer went back to, None where it went back to none.

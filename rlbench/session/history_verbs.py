@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rlbench.data.history import History
 from rlbench.data.verbs import Verbs
+from rlbench.results import Names
 from rlbench.session.recording import recorded
 from rlbench.session.script import Exported, export_script
 
@@ -66,6 +67,6 @@ class HistoryVerbs:
         return cast("Session", self).trackers.start(tracker, run, folder, options)
 
     @recorded
-    def untrack(self, tracker: str | None = None) -> list[str]:
+    def untrack(self, tracker: str | None = None) -> Names:
         """End a tracker, or all; returns their names. `close()` does it as well."""
-        return cast("Session", self).trackers.finish(tracker)
+        return Names("ended", cast("Session", self).trackers.finish(tracker))

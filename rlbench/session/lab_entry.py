@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlbench.errors import StateError
+from rlbench.errors import StateError, Suggesting
+from rlbench.units import format_number, format_percent
 
 if TYPE_CHECKING:
     from rlbench.data import TrainBatch
@@ -28,7 +29,7 @@ class Bound:
 
 
 @dataclass(frozen=True, eq=False)
-class LabEntry:
+class LabEntry(Suggesting):
     """One loss on the lab's batch. Arrays are flat float32 in the order of `batch.responses.values`, 0 where untrained.
 
     Attributes:
@@ -108,8 +109,9 @@ class LabEntry:
         return vars(self) | {"bound": None}  # a session stays where it is
 
     def __repr__(self) -> str:
-        clip = "" if self.clip_fraction is None else f", clip {100 * self.clip_fraction:.3g} %"
-        return f"{self.name}: loss {self.value:.3g}, |coef| {self.norm:.3g}{clip}, {self.aggregation}"
+        clip = "" if self.clip_fraction is None else f", clip {format_percent(self.clip_fraction)}"
+        loss, norm = format_number(self.value), format_number(self.norm)
+        return f"{self.name}: loss {loss}, |coef| {norm}{clip}, {self.aggregation}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ import numpy as np
 from rlbench.data.gradients import layer_of, module_of
 from rlbench.data.optional import needed
 from rlbench.errors import LossError, nearest
+from rlbench.units import format_number
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -74,7 +75,7 @@ class ParameterGradients:
 
     def __repr__(self) -> str:
         return "ParameterGradients(" + ", ".join(
-            f"{loss} |grad| {norm:.3g}" for loss, norm in zip(self.losses, self.norms, strict=True)
+            f"{loss} |grad| {format_number(norm)}" for loss, norm in zip(self.losses, self.norms, strict=True)
         ) + ")"  # fmt: skip
 
 

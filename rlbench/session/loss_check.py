@@ -56,13 +56,7 @@ def ship(loss: Any, batch: TrainBatch, has_reference: bool = True) -> ShippedLos
     name = loss if isinstance(loss, str) else getattr(resolved, "__name__", None) or repr(resolved)
     if getattr(resolved, "needs_reference", False) and not has_reference:
         raise LossError(NO_REFERENCE)
-    try:
-        blob = by_value.dumps(resolved)
-    except Exception as error:  # whatever the objects it refers to raise
-        raise LossError(
-            f"`{name}` cannot be sent to the ranks ({type(error).__name__}: {error}): it refers to something that "
-            "lives in this kernel alone (a session, a file, a lock); pass it values instead. Engines are untouched."
-        ) from error
+    blob = by_value.dumps(resolved, "loss", refusal=LossError)
     reads_reference = _try_copy(blob, name, batch, has_reference)
     return ShippedLoss(name, blob, by_value.identity(resolved), reads_reference, source(resolved))
 

@@ -24,7 +24,7 @@ import numpy as np
 from rlbench.data import TrainBatch
 from rlbench.data.metrics import Metrics
 from rlbench.data.optional import needed
-from rlbench.errors import LossError, nearest
+from rlbench.errors import LossError, Suggesting, nearest
 from rlbench.session.lab_entry import Bound, Curve, LabEntry
 from rlbench.session.lab_gradients import ParameterGradients
 from rlbench.session.lab_inputs import Buckets, Scored, scored
@@ -41,7 +41,7 @@ RATIOS = np.linspace(0.025, 3.0, 120)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class LossLab:
+class LossLab(Suggesting):
     """Losses on one batch; what `loss_lab` gives. A value: `also` and `sweep` give new labs, without a forward.
 
     Attributes:

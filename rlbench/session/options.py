@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlbench.dispatch import views
-from rlbench.engines.paths import check_model_path
+from rlbench.engines.paths import check_model_path, model_name
 from rlbench.errors import SessionError, nearest
+from rlbench.runtime.starting import MODEL, phase, say, starting
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def reference_at(reference: bool | str | None, policy: str) -> str | None:
     """
     if reference is True:
         return policy
-    return check_model_path(resolve_model(str(reference))) if reference else None
+    return check_model_path(resolve_model(model_name(reference, "reference="))) if reference else None
 
 
 def resolve_model(model: str) -> str:
@@ -65,8 +66,16 @@ def resolve_model(model: str) -> str:
 
     if model not in NAMES:
         return str(model)
-    view = views.make("prepare", what=f"making the model {model!r} (once; cached)")
-    folder = ensure(model, on_progress=view.report if view is not None else None)
-    if view is not None:
-        view.close(None)
-    return str(folder)
+    with contextlib.ExitStack() as making:
+        began = False
+
+        def report(done: int, total: int) -> None:
+            nonlocal began
+            doing = f"making {model!r}, once: {done}/{total}"
+            if not began:  # it is not in the cache
+                began = True
+                making.enter_context(starting(f"model {model}"))
+                making.enter_context(phase(MODEL, doing))
+            say(MODEL, doing)
+
+        return str(ensure(model, on_progress=report))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+from rlbench.results import Done
 from rlbench.session.recording import recorded
 
 if TYPE_CHECKING:
@@ -14,18 +15,20 @@ class PauseVerbs:
     """What `Session` inherits: pause, resume, paused."""
 
     @recorded
-    def pause(self) -> None:
+    def pause(self) -> Done:
         """Hold generation on every replica after its current step: requests and KV cache stay, nothing is computed.
 
         Of a rollout that runs (`block=False`, another thread, the panel), or of the next one, which then waits.
         `resume()` goes on with the very same tokens; a stop works meanwhile and gives what there is.
         """
         cast("Session", self).link.pause(True)
+        return Done("generation is held", "session.resume() goes on")
 
     @recorded
-    def resume(self) -> None:
+    def resume(self) -> Done:
         """Let generation go on where `pause()` held it."""
         cast("Session", self).link.pause(False)
+        return Done("generation goes on")
 
     @property
     def paused(self) -> bool:

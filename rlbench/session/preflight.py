@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlbench.data import Rollouts, TrainBatch
-from rlbench.data.metrics import format_number
 from rlbench.data.ragged import Ragged
 from rlbench.dispatch.chain import Steps
 from rlbench.engines.sync import probe_tokens, rows_in_order
-from rlbench.errors import CheckFailed, DataError
+from rlbench.errors import CheckFailed, DataError, Suggesting
 from rlbench.session import causes
 from rlbench.session.diagnosis import (
     SAMPLES,
@@ -31,6 +30,7 @@ from rlbench.session.diagnosis import (
     tolerance,
 )
 from rlbench.session.loss_check import ship
+from rlbench.units import format_number
 
 if TYPE_CHECKING:
     from rlbench.session.session import Session
@@ -75,7 +75,7 @@ class TokenGap:
 
 
 @dataclass(frozen=True)
-class Preflight:
+class Preflight(Suggesting):
     """What a preflight found. `worst`: the ten tokens that differ most; `cause`: why, where it did not pass.
 
     `diagnostics`: `rb.rl.mismatch_diagnostics` of the sampled tokens.

@@ -17,8 +17,9 @@ import numpy as np
 from rlbench.data import Ragged, TrainBatch
 from rlbench.dispatch.chain import Steps
 from rlbench.engines import TrainEngine
-from rlbench.errors import CheckFailed, DataError, RemoteError
+from rlbench.errors import CheckFailed, DataError, RemoteError, Suggesting
 from rlbench.session.loss_check import ship
+from rlbench.units import format_bytes, format_percent
 
 if TYPE_CHECKING:
     from rlbench.session.session import Session
@@ -48,7 +49,7 @@ class EngineRehearsal:
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class Rehearsal(Suggesting):
     """What a rehearsal found. `safe_budget`: the most tokens of a micro-batch that fit; None where memory does not grow
     enough to tell; `bytes_per_token`: by how much it grows."""
 
@@ -81,7 +82,7 @@ class Rehearsal:
         width = max(len(engine.name) for engine in self.engines)
         lines = [self.headline]
         for e in self.engines:
-            numbers = f"peak {_bytes(e.peak)} of {_bytes(e.limit)}, head-room {_bytes(e.headroom)}"
+            numbers = f"peak {format_bytes(e.peak)} of {format_bytes(e.limit)}, head-room {format_bytes(e.headroom)}"
             lines.append(f"  {e.name:<{width}}  {numbers}  {e.what}" + (f"  ({e.note})" if e.note else ""))
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
@@ -149,7 +150,7 @@ def rehearse_steps(
     if not result.passed:  # the training engines passed, or said so themselves
         full = engines[-1]
         raise CheckFailed(
-            f"{full.name} at its fullest took {_bytes(full.peak)} and has {_bytes(full.limit)}. Lower its "
+            f"{full.name} at its fullest took {format_bytes(full.peak)} and has {format_bytes(full.limit)}. Lower its "
             "kv_cache_bytes, max_num_seqs or max_model_len",
             result,
         )
@@ -221,7 +222,8 @@ def _train_steps(
     found = EngineRehearsal(
         name, f"{budget:,} tokens in rows of {length:,} on each of {ranks} ranks: {doing}",
         max(peaks), trainer.limit,
-        f"~{_bytes(trainer.missing)} of it optimizer state, which the first step makes" if trainer.missing else "",
+        f"~{format_bytes(trainer.missing)} of it optimizer state, which the first step makes"
+        if trainer.missing else "",
         tuple(peaks),
     )  # fmt: skip
     if found.headroom < 0:
@@ -241,7 +243,7 @@ def _only(found: EngineRehearsal, line: _Line, budget: int, length: int) -> Rehe
 
 def _refusal(found: EngineRehearsal, line: _Line, trainer: _Trainer, budget: int, length: int) -> str:
     """What does not fit, and what to lower."""
-    said = f"the worst case of {found.name} needs {_bytes(found.peak)} and has {_bytes(found.limit)}."
+    said = f"the worst case of {found.name} needs {format_bytes(found.peak)} and has {format_bytes(found.limit)}."
     most = _safe(line, trainer)
     if not most or most >= budget:  # then it is the optimizer's step that does not fit
         return (
@@ -268,7 +270,7 @@ def _out_of_memory(name: str, tokens: int, points: list[tuple[int, int]]) -> str
 
 def _of_replicas(name: str, filled: list[Any]) -> EngineRehearsal:
     worst = min(filled, key=lambda f: f.limit - f.peak)
-    share = f", {100 * worst.usage:.0f} % of the KV cache" if worst.usage else ""
+    share = f", {format_percent(worst.usage)} of the KV cache" if worst.usage else ""
     what = f"{worst.held} of {worst.asked} requests of {worst.length:,} tokens at once{share} ({worst.ended})"
     note = ""
     if worst.preempted or worst.held < worst.asked:
@@ -298,8 +300,3 @@ def _checked_length(max_length: int | None, longest: int) -> int:
             f"{longest}"
         )
     return max_length
-
-
-def _bytes(count: int) -> str:
-    size, sign = abs(count), "-" if count < 0 else ""
-    return f"{sign}{size / 2**30:.3g} GiB" if size >= 1000 << 20 else f"{sign}{size / 2**20:.3g} MiB"

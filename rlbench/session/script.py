@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlbench._version import __version__
 from rlbench.data import files
-from rlbench.errors import SessionError
+from rlbench.errors import SessionError, Suggesting
 from rlbench.session.recording import Entry
 from rlbench.session.script_course import STEPS, course, needed_lines, why_not
 
@@ -30,7 +30,7 @@ COMPARED = ("reward", "loss", "kl", "grad_norm")
 
 
 @dataclass(frozen=True)
-class Exported:
+class Exported(Suggesting):
     """A script that was written. `left_out`: verbs of the log that are not in it, with the reason."""
 
     path: Path

@@ -25,6 +25,7 @@ from rlbench.data.origin import Origin, origin, watch
 from rlbench.dispatch import by_value
 from rlbench.errors import SessionError
 from rlbench.session import script_text
+from rlbench.units import format_bytes
 
 INLINE_CHARACTERS = 600
 """A longer literal goes into a file."""
@@ -301,11 +302,7 @@ class Renderer:
             return f'rb.{kind}.from_parquet(FILES / {name!r})'
         if isinstance(value, np.ndarray) and value.dtype != object:
             return f"saved_array({self._keep(script_text.npy(value), 'array', 'npy')!r})"
-        try:
-            blob = by_value.dumps(value)
-        except Exception as error:  # whatever the objects in it raise
-            said = f"{type(error).__name__}: {error}"
-            raise SessionError(f"{type(value).__name__} cannot be written down ({said})") from error
+        blob = by_value.dumps(value, "a value", "a script", SessionError)
         return f"saved_value({self._keep(blob, _short_name(value), 'pkl')!r})"
 
     def _keep(self, content: bytes, name: str, suffix: str) -> str:
@@ -325,8 +322,8 @@ class Renderer:
         there = sum(file.stat().st_size for file in self.folder.iterdir()) if self.folder.exists() else 0
         if there + size > MOST_BYTES:
             raise SessionError(
-                f"{what} of {size / 2**20:.3g} MiB is not kept for a script: the session has {there / 2**20:.3g} MiB, "
-                f"and {MOST_BYTES >> 20} are the most"
+                f"{what} of {format_bytes(size)} is not kept for a script: the session has {format_bytes(there)}, "
+                f"and {format_bytes(MOST_BYTES)} are the most"
             )
 
 

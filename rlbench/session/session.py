@@ -16,12 +16,15 @@ from rlbench.dispatch.chain import Chain, Steps
 from rlbench.dispatch.link import Link
 from rlbench.engines import InferenceEngine, TrainEngine
 from rlbench.engines.base import Engine
-from rlbench.engines.paths import check_model_path
+from rlbench.engines.moved import Moved
+from rlbench.engines.paths import check_model_path, model_name
 from rlbench.engines.sync import sync_weights
-from rlbench.errors import SessionError, StateError, Stopped, nearest
+from rlbench.errors import SessionError, StateError, Stopped, Suggesting, nearest
 from rlbench.notebook.card import WARNING, Card
 from rlbench.notebook.views import session_card
+from rlbench.results import Names
 from rlbench.runtime import cluster, registry
+from rlbench.runtime.starting import ATTACH, phase, say, starting
 from rlbench.session import building, checkpoints
 from rlbench.session.anchors import Anchors
 from rlbench.session.check_verbs import CheckVerbs
@@ -41,8 +44,9 @@ from rlbench.session.view_verbs import ViewVerbs
 
 
 class Session(
-    TrainVerbs, TrainerVerbs, DataVerbs, StateVerbs, HistoryVerbs, CheckVerbs, LabVerbs, PauseVerbs, ViewVerbs
-):
+    TrainVerbs, TrainerVerbs, DataVerbs, StateVerbs, HistoryVerbs, CheckVerbs, LabVerbs, PauseVerbs, ViewVerbs,
+    Suggesting,
+):  # fmt: skip
     """A model with its engines, driven cell by cell.
 
     Args:
@@ -72,16 +76,24 @@ class Session(
         if not isinstance(undo, int) or undo < 0:
             raise SessionError(f"undo={undo!r}: the number of last steps that can be undone, 0 for none")
         train_options, inference_options = building.check_options(train, inference)
-        path = check_model_path(resolve_model(str(model)))
-        reference_path = reference_at(reference, path)
-        building.check_models(path, reference_path)
-        self._options = SessionOptions(
-            str(model), path, seed, train_options, inference_options, reference_path, undo
-        )
-        if name is not None and Link.exists(name):
-            self.__dict__.update(self._joined(name, self._options).__dict__)
-            return
-        self._link = Link.create(name, lease_s)
+        named = model_name(model, "rb.Session")
+        with starting(f"session {named}"):
+            path = check_model_path(resolve_model(named))
+            reference_path = reference_at(reference, path)
+            building.check_models(path, reference_path)
+            self._options = SessionOptions(
+                named, path, seed, train_options, inference_options, reference_path, undo
+            )
+            cluster.current()
+            if name is not None and Link.exists(name):
+                self.__dict__.update(self._joined(name, self._options).__dict__)
+            else:
+                self._start(name, lease_s)
+
+    def _start(self, name: str | None, lease_s: float | None) -> None:
+        """Make it from its options; nothing is left running where that fails or is interrupted."""
+        with phase("monitor", "starting its monitor"):
+            self._link = Link.create(name, lease_s)
         self._last: Any = None
         self._keep_books(self._link.name)
         self._tokenizer: Any = None
@@ -95,6 +107,7 @@ class Session(
     @classmethod
     def _joined(cls, name: str, wanted: SessionOptions) -> Session:
         """Attach to the session of that name if it is what is wanted; SessionError naming what differs if not."""
+        say(ATTACH, f"attaching to {name!r}, which runs already")
         found, asked = Link.look(name, "config")["config"], wanted.to_json()
         if not found:  # its kernel went away while it was built: attaching says so and closes it
             return cls._attached(Link.attach(name))
@@ -272,18 +285,18 @@ class Session(
             block: False returns a `Pending` at once.
 
         Returns:
-            `version`, `bytes`, `tensors`, `transport` and `gap`.
+            `Synced`: `version`, `bytes`, `tensors`, `transport` and `gap` (or a `Pending`).
         """
         chain = sync_weights(self.train, self.inference, self.version, transport)
         return chain.blocking_result() if block else chain
 
     @recorded
-    def offload(self, engine: str, *parts: str) -> dict[str, Any]:
+    def offload(self, engine: str, *parts: str) -> Moved:
         """Free device memory, `offload("train")` or `offload("inference", "kv_cache")`; returns what was measured."""
         return self._engine(engine).cpu(parts or None)
 
     @recorded
-    def onload(self, engine: str, *parts: str) -> dict[str, Any]:
+    def onload(self, engine: str, *parts: str) -> Moved:
         """Make an engine, or parts of it, resident again."""
         return self._engine(engine).cuda(parts or None)
 
@@ -312,12 +325,12 @@ class Session(
             "evaluate", evaluate_steps(self.inference, prompts, reward, n, chosen, progress, env), block
         )
 
-    def stop(self) -> list[str]:
+    def stop(self) -> Names:
         """Stop what runs, also a call of an earlier kernel or another thread; returns at once what that was."""
         here = [chain for chain in self._chains if chain.what.startswith(("evaluate", "trainer.")) and not chain.done]
         for chain in here:  # a reward runs in this kernel, a fit is between two calls: the monitor stops neither
             chain.stop()
-        return self._link.stop_running() or [chain.what for chain in here]
+        return Names("stopping", self._link.stop_running() or [chain.what for chain in here])
 
     def close(self) -> None:
         """End the session: its engines, its memory, its files. Safe to call twice."""
@@ -403,7 +416,8 @@ def attach(name: str | None = None, take_over: bool = False) -> Session:
         name: which (default: the only one there is).
         take_over: also when another live kernel drives it; that one is refused from then on.
     """
-    return Session._attached(Link.attach(name, take_over))
+    with starting("session"), phase(ATTACH, "attaching"):
+        return Session._attached(Link.attach(name, take_over))
 
 
 def sessions() -> Sessions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from rlbench.data.history import History
@@ -12,10 +13,12 @@ from rlbench.dispatch import views
 from rlbench.dispatch.chain import Steps
 from rlbench.dispatch.pending import Pending
 from rlbench.dispatch.views import View
-from rlbench.errors import SessionError, Stopped, WorkerDied
+from rlbench.errors import SessionError, Stopped, Suggesting, WorkerDied
 from rlbench.monitor.state import course
+from rlbench.results import Result
 from rlbench.session import step_copies
 from rlbench.session.trainer_places import here
+from rlbench.trainers.run_options import defaults
 
 if TYPE_CHECKING:
     from rlbench.session.session import Session
@@ -34,7 +37,29 @@ class FitView(View, Protocol):
     def iterated(self, values: Mapping[str, Any]) -> None: ...
 
 
-class SessionTrainer:
+@dataclass(frozen=True)
+class TrainerPlace(Result):
+    """How far a trainer's run is. `prompts` and `texts`: the place in its prompts and in texts it is also trained on;
+    `maker`: what goes from one experience to the next."""
+
+    iterations: int
+    optimizer_steps: int
+    kl_coef: float
+    generate_calls: int
+    prompts: Any = None
+    texts: Any = None
+    maker: Any = None
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> TrainerPlace:
+        """From what the ranks say."""
+        return cls(**{field.name: found[field.name] for field in fields(cls)})
+
+    def __repr__(self) -> str:
+        return f"TrainerPlace({self.iterations} iterations, {self.optimizer_steps} optimizer steps)"
+
+
+class SessionTrainer(Suggesting):
     """Made by `session.trainer`. On the ranks it is `trainer`, in the namespace of `%%ranks`.
 
     `spec`: the `TrainerSpec` by cloudpickle, where this kernel made it: what `heal` makes it from again.
@@ -87,13 +112,13 @@ class SessionTrainer:
         """Write actor, critic, optimizers, schedulers and the place in the prompts; `load` goes on from there."""
         return str(self._do("save", (folder,), self._call_steps("save", (here(folder),)), True))
 
-    def load(self, folder: str) -> dict[str, Any]:
+    def load(self, folder: str) -> TrainerPlace:
         """Go on from what `save` wrote; the session's weights are those of the checkpoint from then on."""
-        return dict(self._do("load", (folder,), self._loaded_steps(here(folder)), True))
+        return TrainerPlace.of(self._do("load", (folder,), self._loaded_steps(here(folder)), True))
 
-    def where(self) -> dict[str, Any]:
+    def where(self) -> TrainerPlace:
         """How far the run is: `iterations`, `optimizer_steps`, the place in the prompts, …"""
-        return dict(self._session._run("trainer.where", self._call_steps("where"), True))
+        return TrainerPlace.of(self._session._run("trainer.where", self._call_steps("where"), True))
 
     def finish(self) -> None:
         """The run is over: write what the options keep at its end (`save_steps`)."""
@@ -104,6 +129,12 @@ class SessionTrainer:
         self._known_steps = optimizer_steps
         there = course(self._session.link.state("records", "tip"))
         self.history = History([self._records[at] for at in there if at in self._records])
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """Its options that are not at their defaults."""
+        known = defaults()
+        return {name: value for name, value in self.options.items() if name in known and value != known[name]}
 
     def __repr__(self) -> str:
         done = len(self.history)

@@ -18,19 +18,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlbench.data.metrics import format_number
 from rlbench.dispatch.chain import Steps
 from rlbench.dispatch.link import shm_prefix
 from rlbench.engines.sync import sync_weights
-from rlbench.errors import SessionError, nearest
+from rlbench.errors import SessionError, Suggesting, nearest
 from rlbench.runtime import registry
+from rlbench.units import format_bytes
 
 if TYPE_CHECKING:
     from rlbench.session.session import Session
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class Snapshot(Suggesting):
     """A state to go back to. `bytes` in all, `fresh` of them not shared with an earlier snapshot.
 
     `automatic`: one that the session keeps around a step, and drops when later ones come.
@@ -50,11 +50,11 @@ class Snapshot:
 
     def __repr__(self) -> str:
         where = "disk" if self.disk else "host memory"
-        size = f"{self.bytes / 2**20:.3g} MiB in {where}, {self.fresh / 2**20:.3g} of its own"
+        size = f"{format_bytes(self.bytes)} in {where}, {format_bytes(self.fresh)} of its own"
         return f"Snapshot({self.label!r}, step {self.step}, v{self.version}, {size})"
 
 
-class Snapshots:
+class Snapshots(Suggesting):
     """The snapshots of a session, oldest first; by label, id or place.
 
     `undo_to`: id of the one that `undo()` goes back to; None where no step can be undone.
@@ -86,7 +86,7 @@ class Snapshots:
         if not self._kept:
             return "no snapshots yet: session.snapshot()"
         total = sum(s.fresh for s in self._kept)
-        lines = [f"{len(self._kept)} snapshots, {format_number(total / 2**20)} MiB"]
+        lines = [f"{len(self._kept)} snapshots, {format_bytes(total)}"]
         return "\n".join([*lines, *(f"  {snapshot!r}" for snapshot in self._kept)])
 
 

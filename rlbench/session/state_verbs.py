@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+from rlbench.dispatch.chain import Steps
+from rlbench.results import Names
+from rlbench.runtime.starting import starting
 from rlbench.session import checkpoints, healing, snapshots, step_copies
 from rlbench.session.recording import recorded
 from rlbench.session.snapshots import Snapshot, Snapshots
@@ -59,10 +62,10 @@ class StateVerbs:
         return me._run("undo", step_copies.undo_steps(me, sync), block)
 
     @recorded
-    def drop(self, *which: Snapshot | str | int) -> list[str]:
+    def drop(self, *which: Snapshot | str | int) -> Names:
         """Forget snapshots and free what they hold. A branch that was left at one is forgotten with it."""
         me = cast("Session", self)
-        return list(me._run("drop", snapshots.drop_steps(me, list(which)), True))
+        return Names("dropped", me._run("drop", snapshots.drop_steps(me, list(which)), True))
 
     @recorded
     def branch(self, name: str, sync: bool = True, block: bool = True) -> Any:
@@ -113,7 +116,7 @@ class StateVerbs:
             dtype: of the weights (`"bfloat16"`, …); None: that of the model's config.
 
         Returns:
-            `path`, `bytes`, `files` (or a `Pending`).
+            `ExportedModel`: `path`, `bytes`, `files` (or a `Pending`).
         """
         me = cast("Session", self)
         return me._run("export", checkpoints.export_steps(me, path, dtype), block)
@@ -131,7 +134,12 @@ class StateVerbs:
             `Healed` (or a `Pending`): what each engine goes on from, step and version.
         """
         me = cast("Session", self)
-        return me._run("heal", healing.heal_steps(me, prefer), block)
+
+        def steps() -> Steps:
+            with starting("healed session"):
+                return (yield from healing.heal_steps(me, prefer))
+
+        return me._run("heal", steps(), block)
 
     def replicas_can_sync(self) -> bool:
         """Whether both sides hold their weights, so that a sync can be done now."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 from rlbench.data import TrainBatch
 from rlbench.data.metrics import Metrics
 from rlbench.dispatch.chain import Steps
+from rlbench.results import Done
 from rlbench.session import step_copies, training
 from rlbench.session.recording import recorded
 from rlbench.session.training import StepOptions
@@ -69,9 +70,10 @@ class TrainVerbs:
         return me._run("optim_step", steps(), block)
 
     @recorded
-    def zero_grad(self) -> None:
+    def zero_grad(self) -> Done:
         """Drop the accumulated gradients."""
         cast("Session", self).train.call_all("policy_zero_grad", what="zero_grad").result()
+        return Done("no gradient waits for a step")
 
     @recorded
     def logprobs(self, batch: TrainBatch) -> Any:
@@ -89,8 +91,9 @@ class TrainVerbs:
         self.set_lr(value)
 
     @recorded
-    def set_lr(self, lr: float) -> None:
+    def set_lr(self, lr: float) -> Done:
         """Change the learning rate from now on; the same as `session.lr = lr`. Groups of the optimizer that have rates
         of their own keep their ratio to the first one's. A trainer's schedule goes on from it in proportion (StateError
         where that is at 0: before its first step)."""
         cast("Session", self).train.call_all("set_lr", float(lr), what="lr").result()
+        return Done(f"lr {float(lr):g} from the next step on")

@@ -80,7 +80,7 @@ class TrainerVerbs:
             needs_reference if reference is None else reference, ema, reward, lr, critic_lr, schedule_steps, prompts,
             eval_prompts, loss, dict(arguments or {}),
         )  # fmt: skip
-        blob = by_value.dumps(trainer_places.from_here(spec))
+        blob = by_value.dumps(trainer_places.from_here(spec), "trainer")
         made = me.train.call_all(
             "make_trainer", method, shared(blob), what="trainer", finish=lambda found: found[0], track=True
         )

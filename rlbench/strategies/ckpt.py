@@ -32,6 +32,7 @@ from rlbench.checkpoint import folder as folders
 from rlbench.checkpoint import rank_state
 from rlbench.errors import CheckpointError
 from rlbench.strategies.control import ControlGroup
+from rlbench.units import format_bytes
 
 KIND, STATE, VALUES, STAGE = "strategy", "state", "values.pt", "new"
 TAG = re.compile(r"[\w][\w.@+=-]*")
@@ -281,6 +282,6 @@ def _said(aside: Path, work: Callable[[], Any]) -> Callable[[], Any]:
 def _no_room(aside: Path, error: Exception) -> CheckpointError:
     room = os.statvfs(aside.parent)
     return CheckpointError(
-        f"{aside.parent} could not be written ({error}); {room.f_bavail * room.f_frsize >> 20} MiB are free there: "
+        f"{aside.parent} could not be written ({error}); {format_bytes(room.f_bavail * room.f_frsize)} are free there: "
         "make room, or save elsewhere. Earlier checkpoints are as they were."
     )

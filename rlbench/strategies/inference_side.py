@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -82,7 +83,7 @@ class Replicas(Protocol):
     ) -> list[GenerateOutput]:
         """This rank's completions, prompt by prompt."""
 
-    def update(self, actor: nn.Module, transport: str | None) -> dict[str, Any]:
+    def update(self, actor: nn.Module, transport: str | None) -> Mapping[str, Any]:
         """Bring a module's weights to the replicas."""
 
 
@@ -199,7 +200,7 @@ class InferenceSide(RankSide):
                 self._lengths.collect(outputs, self.generate_calls - 1)
         return outputs
 
-    def update_engine_weights(self, actor: Any, transport: str | None = None) -> dict[str, Any]:
+    def update_engine_weights(self, actor: Any, transport: str | None = None) -> Mapping[str, Any]:
         """Bring an actor's weights to the replicas and prove it by log-probs; collective.
 
         Of an engine that sleeps the weights are woken, and the proof follows when the rest is: with the next

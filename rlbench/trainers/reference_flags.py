@@ -12,7 +12,7 @@ NEGATED = {"disable_engine_sleep": "enable_engine_sleep"}
 
 _VISION = "vision-language models are not here yet"
 _REENTRANT = "activations are recomputed, but never re-entrantly, which FSDP2's hooks do not allow"
-_LORA = "an adapter is a module of your own: give a session a policy wrapped by peft"
+_LORA = "adapters are not here yet: all weights of the policy are trained"
 _TRACKING = "runs are told to other trackers by session.track(…) in a notebook; here there is use_tensorboard"
 
 REFUSED: dict[str, str] = {

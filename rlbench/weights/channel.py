@@ -186,7 +186,7 @@ class Channel:
         while not there():
             self._look([])
             if time.monotonic() > deadline:
-                raise PeerFailed(f"a member of the weight broadcast said nothing for {PEER_LIMIT_S:.0f} s")
+                raise PeerFailed(f"a member of the weight broadcast said nothing for {PEER_LIMIT_S:g} s")
             time.sleep(pause)
             pause = min(1.5 * pause, 0.02)
 

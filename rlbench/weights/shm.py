@@ -18,6 +18,7 @@ import torch
 
 from rlbench.errors import WeightSyncError
 from rlbench.private import others_access
+from rlbench.units import format_bytes
 from rlbench.weights.manifest import Bucket, Manifest, TensorEntry, aligned, sent_twice
 
 SHM_DIR = "/dev/shm"
@@ -111,8 +112,8 @@ class ShmStage:
                 Path(self._path(index)).unlink()
             free = os.statvfs(SHM_DIR)
             raise WeightSyncError(
-                f"no room in {SHM_DIR} for a bucket of {size >> 20} MiB "
-                f"({free.f_bavail * free.f_frsize >> 20} MiB free: {error.strerror}): give the machine or "
+                f"no room in {SHM_DIR} for a bucket of {format_bytes(size)} "
+                f"({format_bytes(free.f_bavail * free.f_frsize)} free: {error.strerror}): give the machine or "
                 "container more shared memory (docker: --shm-size)"
             ) from error
         finally:

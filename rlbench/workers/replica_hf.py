@@ -68,6 +68,7 @@ class HfReplica(Pausable):
                 'executor "hf" has no tensor_parallel_size and no engine_kwargs; use executor "vllm"'
             )
         vllm_setup.prepare_threads(self.config)
+        current().report(phase="loading the weights")
         import torch
         from transformers import AutoTokenizer
 

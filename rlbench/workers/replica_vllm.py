@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlbench.data.jobs import GeneratedArrays, GenerateJob
+from rlbench.dispatch.context import current
 from rlbench.errors import BuildError, EngineError, RLBenchError, StateError, WeightSyncError
 from rlbench.weights import facts
 from rlbench.weights.manifest import Manifest
@@ -85,6 +86,8 @@ class VllmReplica(Pausable):
         if self._engine is not None:
             raise BuildError("this replica is built already; close the engine before building another one")
         vllm_setup.prepare_environment(self.config)
+        report = current().report
+        report(phase="importing vLLM")
         from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms import current_platform
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -94,6 +97,7 @@ class VllmReplica(Pausable):
         threads = vllm_setup.thread_count(self.config)
         vllm_setup.use_threads(threads)
         self._on_cpu = current_platform.is_cpu()
+        report(phase="building vLLM: weights, KV cache")
         try:
             self._engine = LLMEngine.from_engine_args(EngineArgs(**vllm_setup.engine_args(self.config)))
         except RLBenchError:

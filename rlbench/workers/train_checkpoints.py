@@ -22,6 +22,7 @@ from rlbench.checkpoint import rank_state
 from rlbench.errors import CheckpointError
 from rlbench.nn import BaseTrainModule
 from rlbench.strategies.control import ControlGroup
+from rlbench.units import format_bytes
 
 TENSORS, SESSION = "state", "session.json"
 
@@ -158,6 +159,6 @@ class RankCheckpoints:
 def _no_room(aside: Path, error: Exception) -> CheckpointError:
     room = os.statvfs(aside.parent)
     return CheckpointError(
-        f"{aside.parent} could not be written ({error}); {room.f_bavail * room.f_frsize >> 20} MiB are free "
+        f"{aside.parent} could not be written ({error}); {format_bytes(room.f_bavail * room.f_frsize)} are free "
         "there: make room, or save elsewhere. Earlier checkpoints are as they were"
     )

@@ -106,8 +106,11 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
         if self._module is not None:
             raise BuildError("this train engine is built already; close() it, or make another one.")
         torch.set_num_threads(self._threads())
+        report = context.current().report
         device = RankDevice.pick(self.rank, self.config.device)
+        report(phase="joining the ranks")
         self._group.join(master, device)
+        report(phase="making the module")
         self._strategy = strategy = self._make_strategy(device)
         strategy.set_seed()
         module = strategy.control.together("making the module", lambda: _unpickled(module_blob))
@@ -120,10 +123,12 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
         strategy.shard(module, masters, self.config.shard_size, self.config.reshard_after_forward)
         allocate(module, strategy.weights_device(module))
         self._module = module
+        report(phase="loading the weights")
         self._source = strategy.control.together("loading the weights", self._materialize)
         stop = lambda: context.current().stop_requested()  # noqa: E731
         module._rank_context = RankContext(self.rank, self.world_size, device.device, strategy, stop)
         guard_forward(module)
+        report(phase="making the optimizer")
         strategy.control.together("on_weights_materialized", module.on_weights_materialized)
         self._residency = Residency(module, device, self._optimizers, self._materialize, self._beside)
         self._policy = PolicyStep(module, strategy, stop, self._report, self._scaling_optimizer)

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from rlbench.data.history import History
-from rlbench.data.metrics import Metrics, format_number
+from rlbench.data.metrics import Metrics
 from rlbench.errors import DataError
+from rlbench.units import format_number
 
 RECORDS = [{"step": 1, "reward": 0.25, "loss": 0.5}, {"step": 2, "reward": 0.5, "loss": -0.125, "kl": 0.01}]
 
@@ -21,7 +22,7 @@ def test_metrics_are_read_by_name_and_as_attributes():
 
 
 def test_an_unknown_metric_names_those_there_are():
-    with pytest.raises(AttributeError, match="no metric 'los'; there are loss"):
+    with pytest.raises(AttributeError, match="no metric 'los'; nearest: loss; there are loss"):
         _ = Metrics({"loss": 1.0}).los
 
 

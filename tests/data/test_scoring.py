@@ -62,7 +62,7 @@ def test_one_that_is_left_out_anyway_does_not_stand_in_the_way():
 
 def test_a_summary_is_of_the_rewards_that_are_known():
     value = kept()
-    assert "reward 2.4 ± 1.9 · 1 without a reward" in repr(value)
+    assert "reward 2.4 ± 1.85 · 1 without a reward" in repr(value)
     assert value.rewards.summary()["mean"] == 2.4 and value.rewards.summary()["count"] == 5
     assert "5 values" in repr(value.rewards.plot())
     assert described([np.nan, np.nan]) == "2 without a reward"

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import rlbench as rb
+from rlbench.dispatch import by_value
 from rlbench.engines.seeds import request_seeds
 from rlbench.errors import DataError, RemoteError, StateError, Stopped, WeightSyncError
 from rlbench.strategies import OptionError
@@ -419,7 +420,7 @@ def test_a_stop_midway_ends_it_on_all_ranks_and_leaves_all_usable(session, train
         cell = "strategy.gather_and_generate({'max_tokens': 8}, all_prompts=['sort 1'])\n'done'"
         error = stopped_midway(session, lambda: train.run_cell(cell), session.stop)
     else:
-        calls = [((rb.engines.train.pickled(draw), ([2, 2], FREE), {}), {})] * 2
+        calls = [((by_value.dumps(draw), ([2, 2], FREE), {}), {})] * 2
         pending = []
 
         def run():  # once generation is held: else it may be over before that

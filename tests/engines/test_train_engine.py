@@ -1,6 +1,7 @@
 """A TrainEngine with a custom module on two real ranks: what a user of the engines relies on."""
 
 import inspect
+import threading
 import warnings
 
 import numpy as np
@@ -8,7 +9,6 @@ import pytest
 import torch
 
 import rlbench as rb
-from rlbench.engines.train import pickled
 from rlbench.errors import BuildError, EngineError, MethodError, RemoteError, StateError
 from tests.engines.modules import Regressor
 
@@ -215,6 +215,17 @@ def test_an_unknown_part_names_the_known(engine):
         engine.cuda("kv_cache")
 
 
-def test_functions_of_a_notebook_go_by_value():
-    local = 5
-    assert isinstance(pickled(lambda x: x + local), bytes)
+def test_what_cannot_travel_is_named_at_every_door(engine):
+    lock = threading.Lock()
+
+    def holds():
+        return lock
+
+    with pytest.raises(EngineError, match="`lock`") as ran:
+        engine.run(holds)
+    with pytest.raises(EngineError, match="`lock`"):
+        engine.run(len, holds)
+    with pytest.raises(EngineError, match="lock, which lives in this kernel alone"):
+        engine.train_step(lock, torch.zeros(2, 1))
+    assert "run `holds`" in str(ran.value)
+    engine.train_step(torch.zeros(2, 8), torch.zeros(2, 1))

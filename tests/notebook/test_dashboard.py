@@ -203,7 +203,7 @@ def test_the_static_page_has_the_numbers_the_pictures_and_stays_small(script):
         "v41, 1 version behind",
         "rollout 43 · 28/64 samples",
         "optimizer ● resident",
-        "truncated 6 %",
+        "truncated 6.25 %",
     ):
         assert said in page, said
     for said in ("p50 ", "reward 0.7", "step 1.9 s = rollout 0.9", "weights resident"):

@@ -69,7 +69,7 @@ def test_the_cost_line_says_what_a_rollout_cost():
         view.close(rollouts())
         (line,) = terminal.drawn
         assert line.startswith("rollout 6 × ≤6 · ") and line.endswith("· v0")
-        assert progress.cost_line(rollouts(), 2.0) == "rollout 6 × ≤6 · 2.0 s · 10 tok/s · v0"
+        assert progress.cost_line(rollouts(), 2.0) == "rollout 6 × ≤6 · 2 s · 10.5 tok/s · v0"
 
 
 def test_a_rollout_that_failed_leaves_how_far_it_was_and_one_that_was_stopped_its_cost():
@@ -87,18 +87,7 @@ def test_a_rollout_that_failed_leaves_how_far_it_was_and_one_that_was_stopped_it
 def test_a_rollout_that_was_stopped_before_its_first_token_has_a_cost_line():
     import numpy as np
 
-    assert progress.cost_line(rollouts().select(np.zeros(6, bool)), 1.0) == "rollout 0 × ≤0 · 1.0 s · 0 tok/s"
-
-
-def test_what_needs_no_preparing_leaves_no_line():
-    with contextlib.redirect_stderr(Terminal()) as terminal:
-        view = progress.PrepareProgress("making the model 'tiny'")
-        view.close(None)
-        assert terminal.getvalue() == ""
-        view.report(3, 10)
-        view.close(None)
-        assert terminal.drawn[0].endswith("making the model 'tiny': 3/10")
-        assert "making the model 'tiny' · 0 s" in terminal.drawn[-1]
+    assert progress.cost_line(rollouts().select(np.zeros(6, bool)), 1.0) == "rollout 0 × ≤0 · 1 s · 0 tok/s"
 
 
 class Handle:
@@ -246,15 +235,9 @@ def test_the_cost_line_of_a_sync():
         assert terminal.drawn[0].startswith("sync · 3 MiB gathered") and terminal.drawn[1].startswith("sync v42")
 
 
-@pytest.mark.parametrize(("rate", "said"), [(0, "0"), (512.4, "512"), (999.7, "1k"), (3111, "3.11k"), (2.5e6, "2.5M")])
-def test_rates_have_three_digits(rate, said):
-    assert progress.compact(rate) == said
-
-
 def test_verbs_find_their_views_once_installed():
     install()
     assert isinstance(progress_views.make("generate", total=3), progress.GenerateProgress)
-    assert isinstance(progress_views.make("prepare", what="x"), progress.PrepareProgress)
     assert isinstance(progress_views.make("train", what="x", tokens=1, trained=1), progress.TrainProgress)
     assert isinstance(progress_views.make("sync"), progress.SyncProgress)
     assert progress_views.make("nothing known") is None

@@ -8,10 +8,11 @@ from rlbench.data.metrics import Metrics
 from rlbench.errors import SessionError
 from rlbench.notebook import views
 from rlbench.notebook.engine_facts import engine_facts
-from rlbench.notebook.markup import chip, gib
+from rlbench.notebook.markup import chip
 from rlbench.notebook.sparkline import blocks, sparkline
-from rlbench.notebook.units import duration, short, with_unit
+from rlbench.notebook.units import with_unit
 from rlbench.session.facts import Sessions, card_facts
+from rlbench.units import format_age, format_bytes, format_count
 from tests.notebook.reading import both
 from tests.notebook.values import ACTOR, INFERENCE, batch, state
 
@@ -113,7 +114,7 @@ def test_the_card_of_an_engine_says_what_it_is_made_of_and_where_it_is():
     text = both(views.engine_card(Held({"actor": BUILT})))
     for part in (
         "actor train · fsdp2 ×2 · v42", "weights ● resident · optimizer ○ host", "1.5 GiB resident: weights 1 MiB",
-        "330 k, 1 k trained", "dtype float32", "2 ranks on cuda, sharded over 2", "AdamW, lr 1e-06", "/models/tiny",
+        "330k, 1k trained", "dtype float32", "2 ranks on cuda, sharded over 2", "AdamW, lr 1e-06", "/models/tiny",
         "methods scores",
     ):  # fmt: skip
         assert part in text, part
@@ -155,7 +156,7 @@ def test_metrics_are_grouped_by_what_they_are_about_with_their_units():
     lines = {line.split(" ")[0]: line for line in text.splitlines()}
     assert text.startswith("metrics step 3 · v2 · grpo") and lines["result"] == "result loss 0.123"
     assert lines["policy"] == "policy kl 0.000123 nats clip_fraction 3.12 %"
-    assert lines["gradient"] == "gradient grad_norm 1.5" and lines["size"] == "size tokens_per_s 12,346 tok/s"
+    assert lines["gradient"] == "gradient grad_norm 1.5" and lines["size"] == "size tokens_per_s 12.3k tok/s"
     assert lines["others"] == "others mine 7"
 
 
@@ -214,16 +215,18 @@ def test_masked_tokens_and_empty_batches_have_a_card():
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "text"), [(2**30, "1 GiB"), (1.5 * 2**31, "3 GiB"), (2**20 * 12.345, "12.3 MiB"), (0, "0 MiB")]
+    ("nbytes", "text"),
+    [(2**30, "1 GiB"), (1.5 * 2**31, "3 GiB"), (2**20 * 12.345, "12.3 MiB"), (0, "0 B"), (12 * 2**10, "12 KiB")],
 )
 def test_bytes_for_a_reader(nbytes, text):
-    assert gib(nbytes) == text
+    assert format_bytes(nbytes) == text
 
 
 @pytest.mark.parametrize(
     ("made", "text"),
-    [(duration(3.2), "3 s"), (duration(600), "10 min"), (duration(9000), "2.5 h"), (duration(3 * 86400), "3 d"),
-     (short(329600), "330 k"), (short(7.6e9), "7.6 B"), (short(12), "12"), (with_unit("entropy", 1.25), "1.25 nats"),
+    [(format_age(3.2), "3 s"), (format_age(600), "10 min"), (format_age(9000), "2.5 h"), (format_age(3 * 86400), "3 d"),
+     (format_count(329600), "330k"), (format_count(7.6e9), "7.6B"), (format_count(12), "12"),
+     (with_unit("entropy", 1.25), "1.25 nats"),
      (with_unit("truncated", 0.0625), "6.25 %"), (with_unit("seconds/total", 2.0), "2 s"),
      (with_unit("loss", 0.5), "0.5")],
 )  # fmt: skip

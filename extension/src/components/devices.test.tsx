@@ -67,7 +67,7 @@ it('of several GPUs nobody knows which a session is on', async () => {
   const said = await bars({ gpus: [GPU, { ...GPU, used: 0 }] });
   expect(said.slice(0, 2)).toEqual([
     'GPU 0. Accelerator X: 20 GiB of 80 GiB used',
-    'GPU 1. Accelerator X: 0 MiB of 80 GiB used'
+    'GPU 1. Accelerator X: 0 B of 80 GiB used'
   ]);
   expect(widths(0)[0]).toBe('rlb-mod-ours 0 %');
 });
@@ -84,7 +84,7 @@ it('numbers of a server that does not answer are pale, and those of a silent ses
   now = 120;
   answers.states['demo'] = () => Promise.reject(new Error('silent'));
   const [host] = await bars({});
-  expect(host).toContain(', 0 MiB by the sessions');
+  expect(host).toContain(', 0 B by the sessions');
   cleanup();
   answers.fails = new Error('Failed to fetch');
   await expect(sessions.refresh()).rejects.toThrow();

@@ -393,7 +393,7 @@ function drawSplit(view, split, cell) {
   }
   if (split.tokens_per_s !== null) {
     const rate = add(line, "span", "rlb-rate");
-    rate.textContent = `${number(split.tokens_per_s)} tok/s`;
+    rate.textContent = `${count(split.tokens_per_s)} tok/s`;
   }
   if (cell) add(line, "span", "rlb-q").textContent = cell;
   const bar = add(box, "div", "rlb-split-bar");
@@ -418,5 +418,12 @@ function number(value) {
 
 function bytes(mib) {
   if (mib === null) return "";
-  return mib >= 1024 ? `${Number((mib / 1024).toPrecision(3))} GiB` : `${mib} MiB`;
+  return mib >= 1000 ? `${number(mib / 1024)} GiB` : `${number(mib)} MiB`;
+}
+
+// As format_count of rlbench/units.py: 3.1k.
+function count(value) {
+  for (const [size, letter] of [[1e9, "B"], [1e6, "M"], [1e3, "k"]])
+    if (value >= 0.9995 * size) return `${Number((value / size).toPrecision(3))}${letter}`;
+  return number(Number(value.toPrecision(3)));
 }

@@ -214,7 +214,7 @@ function sentence(control) {
 // What became of a command, as [text, bad].
 function answerOf(control, command) {
   if (command.state === "failed") return [`${sentence(control)}: ${command.error.message}`, true];
-  const took = ((command.ended - command.started) || 0).toFixed(1);
+  const took = Number(((command.ended - command.started) || 0).toPrecision(3));
   const result = command.result ?? {};
   const said = [];
   for (const part of control.args?.parts ?? []) if (part in result) said.push(`now ${result[part]}`);

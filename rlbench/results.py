@@ -1,0 +1,71 @@
+"""What verbs return where a few facts are all there is to say: frozen values, read as attributes or by name.
+
+A module that all rooms may import; `rlbench.notebook.result_views` draws them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlbench.errors import Suggesting, nearest
+from rlbench.units import format_bytes
+
+
+class Result(Suggesting, Mapping[str, Any]):
+    """Base of frozen dataclasses that can also be read like the dict they would else have been."""
+
+    def named(self) -> dict[str, Any]:
+        """What can be asked for by name: the fields."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+
+    def __getitem__(self, name: str) -> Any:
+        values = self.named()
+        if name not in values:
+            raise KeyError(f"{name}{nearest(name, values)}; there are {', '.join(values)}")
+        return values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.named())
+
+    def __len__(self) -> int:
+        return len(self.named())
+
+
+@dataclass(frozen=True)
+class Done(Result):
+    """A verb that changes something and measures nothing: what is so now, and what to do about it."""
+
+    now: str
+    mend: str = ""
+
+    def __repr__(self) -> str:
+        return " · ".join(filter(None, (self.now, self.mend)))
+
+
+class Names(list[str]):
+    """A list of names, and what happened to them."""
+
+    def __init__(self, what: str, names: Iterable[str]) -> None:
+        super().__init__(names)
+        self.what = what
+
+    def __repr__(self) -> str:
+        return f"{self.what}: {', '.join(self) or 'nothing'}"
+
+    def __reduce__(self) -> Any:
+        return Names, (self.what, list(self))
+
+
+@dataclass(frozen=True)
+class ExportedModel(Result):
+    """A model written as a Hugging Face folder: where, its size, its files."""
+
+    path: str
+    bytes: int
+    files: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return f"ExportedModel({self.path!r}, {format_bytes(self.bytes)}, {len(self.files)} files)"
