@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlbench.errors import Suggesting, nearest
+from rlbench.units import format_bytes
 
 
 class Result(Suggesting, Mapping[str, Any]):
@@ -56,3 +57,15 @@ class Names(list[str]):
 
     def __reduce__(self) -> Any:
         return Names, (self.what, list(self))
+
+
+@dataclass(frozen=True)
+class ExportedModel(Result):
+    """A model written as a Hugging Face folder: where, its size, its files."""
+
+    path: str
+    bytes: int
+    files: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return f"ExportedModel({self.path!r}, {format_bytes(self.bytes)}, {len(self.files)} files)"

@@ -50,8 +50,8 @@ class InferenceEngine(Engine):
     def __init__(self, path: Any, executor: str = "vllm", *, name: str = "inference", seed: int = 0,
                  link: Link | None = None, **config: Any) -> None:  # fmt: skip
         super().__init__(name, link)
-        named = path.get_checkpoint_path() if hasattr(path, "get_checkpoint_path") else path
-        self.path = model_name(named, "InferenceEngine")
+        own = path.get_checkpoint_path() if hasattr(path, "get_checkpoint_path") else path
+        self.path = model_name(own, "InferenceEngine")
         self.executor = executor_of(executor, TARGETS, "InferenceEngine")
         self.seed = seed
         self._config = config

@@ -12,13 +12,13 @@ from rlbench.dispatch import by_value
 from rlbench.dispatch.link import Link
 from rlbench.dispatch.pending import Pending
 from rlbench.engines.base import Call, Engine, checked_config, cores, executor_of
-from rlbench.engines.exported import ExportedModel
 from rlbench.engines.methods import proxy
 from rlbench.engines.parallel import estimated_bytes, split_call
 from rlbench.engines.paths import new_folder
 from rlbench.engines.placement import network_environment
 from rlbench.engines.redefine import Redefining, forget, verbs
 from rlbench.errors import BuildError, EngineError, MethodError, nearest
+from rlbench.results import ExportedModel
 from rlbench.runtime import cluster
 from rlbench.traces import user_stacklevel
 from rlbench.units import format_bytes
@@ -269,15 +269,15 @@ class TrainEngine(Redefining, Engine):
             dtype: of the tensors; None: the config's, or what the module is held in.
 
         Returns:
-            Path, bytes and files of what was written.
+            `ExportedModel`: `path`, `bytes`, `files`.
 
         Raises:
             CheckpointError: something is there already, or there is no room.
         """
         place = new_folder(path, f"{self.name}.save")
         what = f"{self.name}.save()"
-        done = self.call_all("save_weights", str(place), dtype, what=what, track=True).result()[0]
-        return ExportedModel(done["path"], done["bytes"], tuple(done["files"]))
+        written = self.call_all("save_weights", str(place), dtype, what=what, track=True).result()[0]
+        return ExportedModel(written["path"], written["bytes"], tuple(written["files"]))
 
     def load(self, path: str | Path) -> None:
         """Fill the parameters from a checkpoint, a folder or a file, through the module's hooks; else as

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from rlbench.checkpoint import folder as folders
 from rlbench.dispatch.chain import Steps
-from rlbench.engines.exported import ExportedModel
 from rlbench.engines.paths import new_folder
 from rlbench.engines.sync import sync_weights
 from rlbench.errors import CheckpointError, Suggesting
+from rlbench.results import ExportedModel
 from rlbench.session import step_copies
 from rlbench.units import format_bytes
 

@@ -45,7 +45,8 @@ class Evaluation(Suggesting):
     def __repr__(self) -> str:
         missing = self.left_out()
         said = f"; left out: {missing}" if missing else ""
-        line = f"Evaluation(reward {format_number(self.reward)} over {int(self.counted.sum())} completions{said})"
+        reward = format_number(self.reward)
+        line = f"Evaluation(reward {reward} over {int(self.counted.sum())} completions{said})"
         return "\n  ".join([line, *self.rollouts.notes])
 
     def left_out(self) -> str:

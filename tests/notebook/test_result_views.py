@@ -7,12 +7,11 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 import rlbench as rb
-from rlbench.engines.exported import ExportedModel
 from rlbench.engines.moved import Moved
 from rlbench.engines.redefine import Redefined
 from rlbench.engines.sync import Synced
 from rlbench.notebook import formatters
-from rlbench.results import Done, Names, Result
+from rlbench.results import Done, ExportedModel, Names, Result
 from rlbench.session.session import Session
 from rlbench.session.session_trainer import TrainerPlace
 
@@ -71,8 +70,8 @@ def test_no_verb_returns_a_raw_dict_or_nothing():
     """By the annotation of every public verb of a session and of what the engines do to their state."""
     kept = {"close", "facts", "record", "advance", "note_place", "move_place", "trainer_went_back", "logprobs",
             "status", "memory", "control", "publish_state", "discard", "complete_names", "methods", "run", "run_cell",
-            "follow", "replicas_can_sync", "note_staged", "define_again", "weight_versions", "state_dict",
-            "load_state_dict", "load", "release_memory_cache"}  # fmt: skip
+            "follow", "replicas_can_sync", "note_staged", "define_again", "weight_versions",
+            "state_dict", "load_state_dict", "load", "release_memory_cache"}  # fmt: skip
     for cls in (Session, rb.TrainEngine, rb.InferenceEngine):
         for name, method in inspect.getmembers(cls, inspect.isfunction):
             if name.startswith("_") or name in kept:
