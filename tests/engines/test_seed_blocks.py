@@ -185,7 +185,11 @@ REFUSED = {
     "an engine of tensor parallel ranks": (
         "strategy.setup_inference_engine(parser.parse_args(['--fsdp', '--engine_tp_size', '2']))", "engine_tp_size",
     ),
-    "vision-language trainers": ("from rlbench.trainer.spmd_ppo_trainer import SPMDPPOTrainerVL", "SPMDPPOTrainerVL"),
+    "vision-language trainers": (
+        "from rlbench.trainer.spmd_ppo_trainer import SPMDPPOTrainerVL\nSPMDPPOTrainerVL(\n"
+        "    strategy=my_strategy, actor=actor_model, critic=critic_model, reward_model=reward_model,\n"
+        "    tokenizer=tokenizer, processor=object(), max_epochs=5, micro_train_batch_size=16)", "vision-language",
+    ),
 }  # fmt: skip
 
 
