@@ -24,7 +24,7 @@ from rlbench.trainers import FastExperienceMaker, make_critic
 from rlbench.data import PromptSet
 from rlbench.tiny import tasks
 
-actor, path = module, module.name_or_path
+ranks_own, actor, path = strategy, module, module.name_or_path
 tokenizer = AutoTokenizer.from_pretrained(path)
 prompts = tasks.prompts(16, seed=0)
 """
@@ -185,7 +185,11 @@ REFUSED = {
     "an engine of tensor parallel ranks": (
         "strategy.setup_inference_engine(parser.parse_args(['--fsdp', '--engine_tp_size', '2']))", "engine_tp_size",
     ),
-    "vision-language trainers": ("from rlbench.trainer.spmd_ppo_trainer import SPMDPPOTrainerVL", "SPMDPPOTrainerVL"),
+    "vision-language trainers": (
+        "from rlbench.trainer.spmd_ppo_trainer import SPMDPPOTrainerVL\nSPMDPPOTrainerVL(\n"
+        "    strategy=my_strategy, actor=actor_model, critic=critic_model, reward_model=reward_model,\n"
+        "    tokenizer=tokenizer, processor=object(), max_epochs=5, micro_train_batch_size=16)", "vision-language",
+    ),
 }  # fmt: skip
 
 
@@ -203,7 +207,8 @@ def ran(request):
         found = session.train.run_cell(text, args=args.split())
         assert wanted is None or found == [wanted] * session.train.world_size, text
     yield session
-    session.train.run_cell("strategy = guide = trainer = trainer_base = maker = critic = critic_optim = None")
+    session.train.run_cell("strategy = ranks_own\nguide = my_strategy = trainer = trainer_base = maker = None\n"
+                           "critic = critic_model = critic_optim = critic_optimizer = None")  # fmt: skip
 
 
 def test_the_blocks_run_as_printed_and_what_is_not_here_says_so(ran, capsys):
