@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from rlbench.errors import EngineError
 from rlbench.strategies.control import ControlGroup
 from rlbench.strategies.device import RankDevice
-from rlbench.units import format_bytes
 
 OPS = {"mean": "SUM", "sum": "SUM", "max": "MAX", "min": "MIN"}
 GB = 1e9
@@ -121,7 +120,7 @@ class RankSide:
             found = {"host_used": int(psutil.virtual_memory().used), **self.device.allocated()}
             said = ("HOST_USED", "host_used"), ("RSS", "rss")
         if self.is_rank_0():
-            parts = ", ".join(f"{label}={format_bytes(found[name])}" for label, name in said)
+            parts = ", ".join(f"{label}={found[name] / GB:.2f} GB" for label, name in said)
             print(f"MEMORY STATUS: {prefix}, {parts}", flush=True)
         return found
 

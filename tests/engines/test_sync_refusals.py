@@ -47,7 +47,7 @@ def test_another_dtype_since_log_probs_could_not_be_compared():
 def test_weights_that_are_not_resident_on_either_side():
     refused(Engine("actor", weights="cpu"), Engine("inference"), StateError, r"actor\.cuda\('weights'\)")
     for state in ("cpu", "meta"):
-        refused(Engine("actor"), Engine("inference", weights=state), StateError, r"inference\.cuda\('weights'\)")
+        refused(Engine("actor"), Engine("inference", weights=state), StateError, r"'inference'.*cuda\('weights'\)")
 
 
 def test_a_transport_that_cannot_work_here():

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from rlbench.data import Mixture, PromptStream
+from rlbench.engines import paths
 from rlbench.errors import BuildError, DataError
 from rlbench.session import run_data
 from rlbench.strategies.config import OptionError
@@ -204,7 +205,9 @@ def test_models_are_folders_hub_ids_or_the_embedded_one(tmp_path: Path, monkeypa
     (tmp_path / "model" / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     assert run_data.model_at("model") == str((tmp_path / "model").resolve())
-    assert run_data.model_at("an-org/a-model") == "an-org/a-model"
+    asked: list[str] = []
+    monkeypatch.setattr(paths, "_need_served", lambda hub_id, folder: asked.append(hub_id))  # in the place of the hub
+    assert run_data.model_at("an-org/a-model") == "an-org/a-model" and asked == ["an-org/a-model"]
     assert (Path(run_data.model_at("tiny")) / "config.json").is_file()
     with pytest.raises(BuildError, match="no model folder"):
         run_data.model_at("./nowhere")

@@ -19,6 +19,7 @@ import pytest
 
 from rlbench import cli
 from rlbench.data import PromptSet
+from rlbench.engines import paths
 from rlbench.session import building, run_data, train_command
 from rlbench.session.session import Session
 from rlbench.strategies.config import OptionError
@@ -206,6 +207,7 @@ def test_names_in_a_file_are_found_from_where_the_command_runs_not_beside_the_fi
 
 def test_a_critic_is_found_as_the_policy_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy_module, "config_of", lambda path: None)  # in the place of the hub
+    monkeypatch.setattr(paths, "_need_served", lambda hub_id, folder: None)
     (tmp_path / "critic").mkdir()
     (tmp_path / "critic" / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)

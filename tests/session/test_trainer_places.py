@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rlbench.engines import paths
 from rlbench.errors import BuildError
 from rlbench.session import trainer_places
 from rlbench.session.options import reference_at
@@ -69,6 +70,7 @@ def test_a_name_that_may_be_the_hubs_is_asked_for_there(at: Path, monkeypatch: p
             raise BuildError("the hub has no such model")
 
     monkeypatch.setattr(policy_module, "config_of", config_of)
+    monkeypatch.setattr(paths, "_need_served", lambda hub_id, folder: None)
     assert spec(critic="an-org/critic").critic == "an-org/critic"
     with pytest.raises(OptionError, match=rf"critic='critics/first'.*{at}/project/critics/first.*the hub has no such"):
         spec(critic="critics/first")

@@ -130,7 +130,7 @@ def test_a_disk_that_fills_up_leaves_the_earlier_checkpoint_and_a_usable_engine(
         before = engine.call("training_checksums")
         found = engine.outcomes("save_checkpoint", [(str(small_disk), "step-4", SESSION)] * 2)
         assert all(isinstance(f, RankFailure) for f in found)
-        assert any("could not be written" in str(f.error) and "MiB are free" in str(f.error) for f in found)
+        assert any("could not be written" in str(f.error) and "B are free" in str(f.error) for f in found)
         assert folders.find(small_disk) == kept and folders.verify(kept)
         assert not list(small_disk.glob(".*.partial")), "nothing half-written keeps the room"
         os.unlink(small_disk / "filler")

@@ -38,7 +38,7 @@ vi.mock('@jupyterlab/apputils', () => ({
 
 /** Names, numbers and what monitors say: nobody translates these. */
 const DATA =
-  /tiny|fork|rlbench\.labapp|DATA\w*|actor|inference|fsdp2|vllm|import rlbench as rb\s+session = rb\.Session\("tiny"\)|[\d:]+ [AP]M|\bv\d+\b|[\d.,/]+ ?([GM]iB|min|s|h|%)?|~/g;
+  /tiny|fork|rlbench\.labapp|DATA\w*|actor|inference|fsdp2|vllm|import rlbench as rb\s+session = rb\.Session\("tiny"\)|[\d:]+ [AP]M|\bv\d+\b|[\d.,/]+ ?([KMGT]iB|B|min|s|h|%)?|~/g;
 
 /** Those texts of which something is left without what the catalogue gave and what nobody translates. */
 function untranslated(texts: readonly string[]): readonly string[] {
