@@ -38,8 +38,11 @@ class BuildError(RLBenchError):
     """An engine could not be built, or was built twice."""
 
 
-class NoSuchAttribute(RLBenchError, AttributeError):
-    """A value has no attribute of that name; the message has the nearest it has."""
+class NoSuchAttribute(AttributeError):
+    """A value has no attribute of that name; the message has the nearest it has.
+
+    A mistake of the code that asks: in a user's function it counts, like any AttributeError, as that function's own.
+    """
 
 
 class DataError(RLBenchError):

@@ -8,7 +8,8 @@ import pytest
 
 import rlbench as rb
 from rlbench.data.metrics import Metrics
-from rlbench.errors import NoSuchAttribute, RLBenchError, Suggesting
+from rlbench.errors import NoSuchAttribute, Suggesting
+from rlbench.notebook.errors import OURS
 from rlbench.session.snapshots import Snapshots
 from tests.data.values import rollouts
 
@@ -27,7 +28,7 @@ class Found(Suggesting):
 def missing(value, name):
     with pytest.raises(NoSuchAttribute) as refused:
         getattr(value, name)
-    assert isinstance(refused.value, RLBenchError) and isinstance(refused.value, AttributeError)
+    assert isinstance(refused.value, AttributeError) and isinstance(refused.value, OURS)  # one line in a cell
     return str(refused.value)
 
 

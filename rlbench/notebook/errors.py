@@ -11,10 +11,10 @@ import traceback
 from types import TracebackType
 from typing import Any
 
-from rlbench.errors import RLBenchError, Stopped
+from rlbench.errors import NoSuchAttribute, RLBenchError, Stopped
 from rlbench.traces import is_library, line_of, remember
 
-OURS = (RLBenchError, Stopped)
+OURS = (RLBenchError, Stopped, NoSuchAttribute)
 FULL = "RLBENCH_TRACEBACK"
 """Set to "full" it lets a plain script show every frame."""
 

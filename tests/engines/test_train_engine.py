@@ -110,7 +110,7 @@ def test_run_has_a_namespace_that_stays(engine):
 def test_a_module_of_ones_own_is_saved_and_loaded(engine, tmp_path):
     kept = engine.state_dict()
     saved = engine.save(tmp_path / "weights")
-    assert saved["files"] == ["model.safetensors"]
+    assert saved["files"] == ("model.safetensors",)
     for load in (
         lambda: engine.load(tmp_path / "weights"), lambda: engine.load(tmp_path / "weights" / "model.safetensors"),
         lambda: engine.load_state_dict(kept),
