@@ -69,9 +69,9 @@ def test_results_are_read_as_attributes_and_by_name():
 def test_no_verb_returns_a_raw_dict_or_nothing():
     """By the annotation of every public verb of a session and of what the engines do to their state."""
     kept = {"close", "facts", "record", "advance", "note_place", "move_place", "trainer_went_back", "logprobs",
-            "status", "memory", "control", "publish_state", "discard", "complete_names", "methods", "run", "run_cell", "run_script",
-            "follow", "replicas_can_sync", "note_staged", "define_again", "weight_versions",
-            "run_script", "state_dict", "load_state_dict", "load", "release_memory_cache"}  # fmt: skip
+            "status", "memory", "control", "publish_state", "discard", "complete_names", "methods", "run", "run_cell",
+            "run_script", "follow", "replicas_can_sync", "note_staged", "define_again", "weight_versions",
+            "state_dict", "load_state_dict", "load", "release_memory_cache"}  # fmt: skip
     for cls in (Session, rb.TrainEngine, rb.InferenceEngine):
         for name, method in inspect.getmembers(cls, inspect.isfunction):
             if name.startswith("_") or name in kept:
