@@ -243,13 +243,16 @@ class Trial:
         """A loss that raises on rank 1, in one of its micro-batches."""
         self.session.restore(self.start)
         before = self.checksums()
-        fails_at, calls = self.random.randrange(4), [0]
+        fails_at, counter = self.random.randrange(4), f"RLBENCH_FAULT_{self.random.getrandbits(32):x}"
 
         def loss(inputs: Any) -> Any:
+            import os
+
             import torch.distributed as dist
 
-            calls[0] += 1
-            if dist.is_initialized() and dist.get_rank() == 1 and calls[0] > fails_at:
+            calls = int(os.environ.get(counter, "0")) + 1  # not in the loss, which may not change itself
+            os.environ[counter] = str(calls)
+            if dist.is_initialized() and dist.get_rank() == 1 and calls > fails_at:
                 raise ValueError("on rank 1 alone")
             return -inputs.advantages * inputs.logprobs, {}
 

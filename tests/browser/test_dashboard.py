@@ -93,7 +93,7 @@ def status(notebook: Notebook) -> str:
 def test_every_panel_is_drawn_in_both_themes(notebook, theme, pytestconfig):
     notebook.theme(theme)
     for said in ("step 42 · v42", "rollout 43 · 28/64 samples", "v41, 1 version behind", "actor 0", "✕ OOM", "p90",
-                 "truncated", "entropy", "grad norm", "3,104 tok/s", "cell total"):  # fmt: skip
+                 "truncated", "entropy", "grad norm", "3.1k tok/s", "cell total"):  # fmt: skip
         notebook.wait_text(0, said)
     assert notebook.cell(0).get_by_role("img", name=re.compile("^memory: actor 0 2.02")).count() == 1
     assert (

@@ -79,7 +79,7 @@ def test_a_rank_killed_between_calls_shows_on_the_card_and_healing_goes_back_to_
     until(lambda: "rank 1 died" in repr(mortal))
     with pytest.raises(WorkerDied, match=rf"rank 1 of actor died \(pid {pid}\): .*killed") as died:
         mortal.train_step(batch)
-    assert "GiB when last seen" in str(died.value) and "session.heal()" in str(died.value)
+    assert "iB when last seen" in str(died.value) and "session.heal()" in str(died.value)
     healed = mortal.heal()
     assert checksums(mortal) == before != undone != before_both and (mortal.step, healed.step) == (step, step)
     assert len(mortal.history) == history and f"'after step {step}'" in healed.engines["actor"]
