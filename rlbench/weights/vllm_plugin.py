@@ -196,8 +196,10 @@ class ReplicaWorkerMixin:
         return None
 
     def start_weight_update(self) -> None:
-        """As vLLM's; an update that is still open here, since it failed on another worker alone, is over."""
+        """As vLLM's; an update that is still open here, since it failed on another worker alone, is over: its
+        half-loaded layers would count what they hold to what comes."""
         if self._weight_update_active:
+            self.weight_transfer_engine.finish_weight_update()  # type: ignore[attr-defined]
             self.weight_transfer_engine.reset_weight_update_target()  # type: ignore[attr-defined]
             self._weight_update_active = False
         super().start_weight_update()  # type: ignore[misc]
