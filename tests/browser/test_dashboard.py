@@ -215,7 +215,7 @@ def test_a_saved_notebook_without_a_kernel_shows_the_numbers(notebook, open_note
     for said in (
         "v41, 1 version behind",
         "optimizer ● resident",
-        "truncated 6 %",
+        "truncated 6.25 %",
         "step 1.9 s = rollout 0.9",
     ):
         reader.wait_text(0, said)

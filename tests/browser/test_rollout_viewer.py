@@ -83,7 +83,7 @@ def press(notebook, *keys):
 def test_it_draws_in_both_themes_with_legible_colours(open_viewer, theme, repository):
     notebook = open_viewer(theme=theme)
     cell = notebook.cell(1)
-    assert "16 rollouts · 4 prompts × 4 · v41 · reward 0.5 ± 0.5 · 19 % truncated" in notebook.output(1)
+    assert "16 rollouts · 4 prompts × 4 · v41 · reward 0.5 ± 0.5 · 18.8 % truncated" in notebook.output(1)
     head = cell.locator(".head").first.inner_text().replace("\n", " ")
     assert re.match(r"▾ prompt 1 sort 53254 : 2/4 right +spread 0\.50", head)  # mixed rewards first
     colour = cell.locator(".rlbv").evaluate(

@@ -133,7 +133,7 @@ def test_a_kernel_killed_in_the_middle_of_a_rollout_loses_nothing(driving):
 
     done(driving, ATTACH)
     assert state(driving) == before, "the orphaned rollout changes nothing"
-    assert done(driving, "print(session.stop())") == f"['rollout {before['last'][0] + 1}']"
+    assert done(driving, "print(session.stop())") == f"stopping: rollout {before['last'][0] + 1}"
     steps_on(driving, before)
 
 
