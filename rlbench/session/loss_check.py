@@ -138,7 +138,10 @@ def trusts_old_logprobs(shipped: ShippedLoss, batch: TrainBatch) -> bool:
 
     def value(**fields: Any) -> torch.Tensor:
         with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
-            per_token: torch.Tensor = loss(dataclasses.replace(inputs, **fields))[0]
+            given = dataclasses.replace(inputs, **fields)
+            if getattr(loss, "needs_plan", False):
+                given = dataclasses.replace(given, channels=loss.plan(given))
+            per_token: torch.Tensor = loss(given)[0]
         return per_token[inputs.mask]
 
     with one_thread():

@@ -285,3 +285,20 @@ def test_a_loss_that_holds_values_and_leaves_them_is_taken(batch):
 )  # fmt: skip
 def test_a_loss_whose_ratio_is_to_the_old_log_probs_alone_is_known(batch, loss, trusts):
     assert trusts_old_logprobs(ship(loss, batch), batch) is trusts
+
+
+class Planned:
+    """Looks at the whole step first, and reads what it planned."""
+
+    needs_plan = True
+
+    def plan(self, whole):
+        return {"scale": whole.advantages.abs() + 1.0}
+
+    def __call__(self, inputs):
+        per_token, metrics = mine(inputs)
+        return per_token * inputs.channels["scale"], metrics
+
+
+def test_a_loss_with_a_plan_is_asked_with_its_plan(batch):
+    assert trusts_old_logprobs(ship(Planned(), batch), batch)
