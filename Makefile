@@ -52,6 +52,7 @@ test-long: test-curves  ## those, and the other tests that take minutes each
 
 lint: env  ## style, types, imports between rooms; where node is, the side panel's too
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	@$(BIN)/python -m rlbench.setup.panel lint

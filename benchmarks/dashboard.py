@@ -52,9 +52,7 @@ STOP = "import sys; from rlbench.cli import main; sys.exit(main(['stop', '--all'
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="bench-10m")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=4)
@@ -68,13 +66,9 @@ def main() -> None:
     ratios = sorted(shown / hidden for shown, hidden in rounds)
     whole = sum(shown for shown, _ in rounds) / sum(hidden for _, hidden in rounds)
     middle = ratios[len(ratios) // 2]
-    print(
-        f"{given.model}: {len(rounds)} rounds of {given.steps} steps, with the dashboard against without it"
-    )
+    print(f"{given.model}: {len(rounds)} rounds of {given.steps} steps, with the dashboard against without it")
     print(f"  a step without it  {sum(hidden for _, hidden in rounds) / len(rounds) / given.steps:.3f} s")
-    print(
-        f"  time, all together {whole:.3f}x   median of rounds {middle:.3f}x   ({ratios[0]:.3f} to {ratios[-1]:.3f})"
-    )
+    print(f"  time, all together {whole:.3f}x   median of rounds {middle:.3f}x   ({ratios[0]:.3f} to {ratios[-1]:.3f})")
 
 
 def measured(model: str, rounds: int, steps: int) -> list[tuple[float, float]]:

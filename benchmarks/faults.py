@@ -49,9 +49,7 @@ class Tally:
         """One line of the table."""
         prompt = f"{max(self.prompt_s):.2f}" if self.prompt_s else "–"
         usable = (
-            f"{sorted(self.usable_s)[len(self.usable_s) // 2]:.2f} / {max(self.usable_s):.2f}"
-            if self.usable_s
-            else "–"
+            f"{sorted(self.usable_s)[len(self.usable_s) // 2]:.2f} / {max(self.usable_s):.2f}" if self.usable_s else "–"
         )
         return f"| {self.fault} | {self.tries} | {self.survived} | {len(self.lost)} | {prompt} | {usable} |"
 
@@ -63,9 +61,14 @@ HEAD = (
 
 
 TRAINER = {
-    "rollout_batch_size": 8, "n_samples_per_prompt": 4, "train_batch_size": 32, "micro_train_batch_size": 8,
-    "micro_rollout_batch_size": 16, "generate_max_len": 8, "packing_samples": True,
-}  # fmt: skip
+    "rollout_batch_size": 8,
+    "n_samples_per_prompt": 4,
+    "train_batch_size": 32,
+    "micro_train_batch_size": 8,
+    "micro_rollout_batch_size": 16,
+    "generate_max_len": 8,
+    "packing_samples": True,
+}
 KILLED = (("rollout", "inference"), ("train step", "actor"), ("sync", "actor"), ("sync", "inference"))
 KERNEL = """
 import pickle, sys
@@ -302,7 +305,7 @@ class Trial:
 def _in_turns() -> float:
     """What a user may run on the ranks: it asks whether to stop."""
     for _ in range(50):
-        if module.stop_requested():  # type: ignore[name-defined]  # noqa: F821
+        if module.stop_requested():  # type: ignore[name-defined]
             break
         time.sleep(0.01)
     return 1.0
@@ -339,9 +342,7 @@ def schedule(
     yield "a loss that fails on rank 1 alone", others, trial.fail_on_one_rank
 
 
-def run(
-    interrupts: int, kills: int, others: int, seed: int, name: str = "faults", only: str = ""
-) -> list[Tally]:
+def run(interrupts: int, kills: int, others: int, seed: int, name: str = "faults", only: str = "") -> list[Tally]:
     """All faults on a session of its own whose name has `only` in it; one tally each."""
     from rlbench.dispatch.link import shm_prefix
 
@@ -368,9 +369,7 @@ def run(
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--interrupts", type=int, default=15, help="of each verb")
     parser.add_argument("--kills", type=int, default=8, help="of each verb and engine")
     parser.add_argument("--others", type=int, default=5, help="of each other fault")

@@ -80,9 +80,7 @@ class Loop:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the trainer shares the cores
         os.environ["OMP_NUM_THREADS"] = str(settings.threads)
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-        os.environ["TORCH_COMPILE_DISABLE"] = (
-            "1"  # compiling the sampler's helpers takes 20 s and gains nothing here
-        )
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"  # compiling the sampler's helpers takes 20 s and gains nothing here
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from vllm import LLM
@@ -103,9 +101,7 @@ class Loop:
             seed=settings.seed,
             disable_log_stats=True,
         )
-        torch._C.set_num_threads(
-            settings.threads
-        )  # vLLM replaces torch.set_num_threads by one that only warns
+        torch._C.set_num_threads(settings.threads)  # vLLM replaces torch.set_num_threads by one that only warns
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
@@ -167,12 +163,9 @@ class Loop:
 
         asked = tiny.tasks.prompts(256, "eval", seed=0)
         requests = [{"prompt_token_ids": self.encode(prompt)} for prompt in asked]
-        outputs = self.llm.generate(
-            requests, self._params(0.0, self.settings.max_tokens, False), use_tqdm=False
-        )
+        outputs = self.llm.generate(requests, self._params(0.0, self.settings.max_tokens, False), use_tqdm=False)
         right = [
-            output.outputs[0].text == tiny.tasks.answer(prompt)
-            for prompt, output in zip(asked, outputs, strict=True)
+            output.outputs[0].text == tiny.tasks.answer(prompt) for prompt, output in zip(asked, outputs, strict=True)
         ]
         return statistics.mean(right)
 
@@ -258,10 +251,7 @@ def run(settings: Settings) -> list[dict[str, Any]]:
         clock.append(time.perf_counter())
         if settings.lengths == "natural":
             texts = loop.tokenizer.batch_decode([s.answer for s in samples], skip_special_tokens=True)
-            rewards = [
-                float(text == tiny.tasks.answer(asked[s.group]))
-                for s, text in zip(samples, texts, strict=True)
-            ]
+            rewards = [float(text == tiny.tasks.answer(asked[s.group])) for s, text in zip(samples, texts, strict=True)]
         else:  # a random model solves nothing: reward something that varies
             rewards = [statistics.fmean(token % 2 for token in s.answer) for s in samples]
         advantages = advantages_of(rewards, settings.n)
@@ -293,9 +283,7 @@ def run(settings: Settings) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Read the command line, run, print the medians."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for field in fields(Settings):
         flag = "--" + field.name.replace("_", "-")
         if isinstance(field.default, bool):
@@ -309,12 +297,8 @@ def main() -> None:
     settings = Settings(**arguments)
     records = run(settings)
     later = records[1:] or records  # the first step warms up
-    medians = {
-        key: statistics.median(r[key] for r in later) for key in ("rollout_s", "train_s", "sync_s", "step_s")
-    }
-    print(
-        "median without the first step:  " + "  ".join(f"{key} {value:.3f}" for key, value in medians.items())
-    )
+    medians = {key: statistics.median(r[key] for r in later) for key in ("rollout_s", "train_s", "sync_s", "step_s")}
+    print("median without the first step:  " + "  ".join(f"{key} {value:.3f}" for key, value in medians.items()))
     if target:
         with open(target, "w") as file:
             json.dump({"settings": asdict(settings), "median": medians, "records": records}, file, indent=1)

@@ -41,9 +41,7 @@ def cell(source: str, name: str, n: int) -> Any:
 
 def main() -> None:
     """Print the medians of both sides, what the edit costs over the step, and the number of hashes seen."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--edits", type=int, default=EDITS)
     given = parser.parse_args()

@@ -48,9 +48,7 @@ SIDES: dict[str, Side] = {"autograd": autograd, "token_stats": plain, "tiled": t
 
 def main() -> None:
     """Print a line for each width and each kind of loss."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, nargs="*", default=[64, 128, 256], help="D, the hidden size")
     parser.add_argument("--rounds", type=int, default=3, help="how often each side runs, in turns")
     parser.add_argument("--threads", type=int, default=2)
@@ -118,8 +116,10 @@ def _peak_elsewhere(name: str, width: int, threads: int) -> float:
     done = subprocess.run(
         [sys.executable, __file__, "--peak", name, str(width), "--threads", str(threads)],
         env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},  # what is freed goes back, and does not hide a peak
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return float(done.stdout)
 
 

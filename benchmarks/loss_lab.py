@@ -32,9 +32,7 @@ LOSSES = {"grpo": "grpo", "dapo": "dapo", "reinforce": "reinforce", "mine": mine
 
 def main() -> None:
     """Print the medians of both sides and their ratio."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="bench-10m")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--gradients", action="store_true")
@@ -51,8 +49,9 @@ def main() -> None:
         }
         if given.gradients:
             sides["lab with gradients"] = lambda: session.loss_lab(batch, LOSSES, parameter_gradients=True)
-            sides["train steps"] = lambda: [session.forward_backward(batch, loss) and session.zero_grad()
-                                            for loss in LOSSES.values()]  # fmt: skip
+            sides["train steps"] = lambda: [
+                session.forward_backward(batch, loss) and session.zero_grad() for loss in LOSSES.values()
+            ]
         seconds = measured(sides, given.rounds)
     for name, found in seconds.items():
         print(f"{name:<20} {statistics.median(found):7.3f} s   / logprobs {ratio(seconds, name):.2f}")

@@ -100,9 +100,7 @@ json.dump(found, open(sys.argv[1], "w"))
 
 def main() -> None:
     """Run what was asked for and print seconds and ratios."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--start", action="store_true", help="start-up instead of steps")
     parser.add_argument("--call", action="store_true", help="empty calls instead of steps")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="how often both sides run, in turns")
@@ -126,8 +124,20 @@ def compare_steps(folder: Path, rounds: int) -> None:
     hand = Path(__file__).with_name("handwritten_loop.py")
     for turn in range(rounds):
         out = folder / "hand.json"
-        python(folder, str(hand), "--steps", str(STEPS), "--prompts", str(PROMPTS), "--n", str(SAMPLES),
-               "--max-tokens", str(TOKENS), "--json", str(out))  # fmt: skip
+        python(
+            folder,
+            str(hand),
+            "--steps",
+            str(STEPS),
+            "--prompts",
+            str(PROMPTS),
+            "--n",
+            str(SAMPLES),
+            "--max-tokens",
+            str(TOKENS),
+            "--json",
+            str(out),
+        )
         theirs.append(json.loads(out.read_text())["median"])
         out = folder / "session.json"
         python(folder, "-c", SESSION, str(out), str(STEPS), str(PROMPTS), str(SAMPLES), str(TOKENS))
@@ -138,9 +148,7 @@ def compare_steps(folder: Path, rounds: int) -> None:
         )
     for phase in ("rollout_s", "train_s", "sync_s", "step_s"):
         hand_s, our_s = (statistics.median(r[phase] for r in side) for side in (theirs, ours))
-        print(
-            f"{phase:<10} by hand {hand_s:7.3f}   session {our_s:7.3f}   by hand / session {hand_s / our_s:.2f}"
-        )
+        print(f"{phase:<10} by hand {hand_s:7.3f}   session {our_s:7.3f}   by hand / session {hand_s / our_s:.2f}")
 
 
 def compare_start(folder: Path, rounds: int) -> None:
@@ -171,8 +179,10 @@ def compare_calls(folder: Path) -> None:
     python(folder, "-c", CALLS, str(out))
     for ranks, found in json.loads(out.read_text()).items():
         bare, engine = found["bare_s"] * 1e3, found["engine_s"] * 1e3
-        print(f"{ranks} rank(s): bare {bare:.2f} ms   engine {engine:.2f} ms   ratio {engine / bare:.2f}   "
-              f"difference {engine - bare:.2f} ms")  # fmt: skip
+        print(
+            f"{ranks} rank(s): bare {bare:.2f} ms   engine {engine:.2f} ms   ratio {engine / bare:.2f}   "
+            f"difference {engine - bare:.2f} ms"
+        )
 
 
 def python(folder: Path, *arguments: str, **extra: str) -> float:

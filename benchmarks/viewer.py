@@ -35,9 +35,7 @@ def made_up(rollouts: int, tokens: int, seed: int = 0) -> Rollouts:
     """Rollouts of random words for the tiny model's tokenizer, scored, with the channels a step gives."""
     rng = np.random.default_rng(seed)
     lengths = np.full(rollouts, tokens)
-    values = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz     \n", np.uint8)[
-        rng.integers(0, 32, rollouts * tokens)
-    ]
+    values = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz     \n", np.uint8)[rng.integers(0, 32, rollouts * tokens)]
     responses = Ragged(values.astype(np.int32), np.concatenate([[0], np.cumsum(lengths)]))
     raw = values.tobytes().decode()
     prompts = max(1, rollouts // GROUP)
@@ -103,9 +101,7 @@ def _size(value: Any) -> int:
 
 def main() -> None:
     """Print one line per figure."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", type=int, default=10_000)
     parser.add_argument("--tokens", type=int, default=1_000)
     parser.add_argument("--notebook", type=Path)
@@ -144,9 +140,7 @@ def main() -> None:
         order_s, _ = timed(lambda asked=order: drawing.answer(asked), rounds=5)
         print(f"order: {viewer.sort.options[sort][0]:<28}{order_s * 1e3:6.1f} ms")
     asked = {"id": "", "kind": "order", "sort": 0, "filter": 0, "search": "needle"}
-    print(
-        f"search, median of 5                {timed(lambda: drawing.answer(asked), rounds=5)[0] * 1e3:6.1f} ms"
-    )
+    print(f"search, median of 5                {timed(lambda: drawing.answer(asked), rounds=5)[0] * 1e3:6.1f} ms")
 
 
 if __name__ == "__main__":

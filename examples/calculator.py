@@ -55,9 +55,14 @@ def lesson(tokenizer, count: int, seed: int) -> TrainBatch:
     rows = Ragged.from_rows(responses, np.int32)
     flat = np.zeros(len(rows.values), np.float32)
     return TrainBatch(
-        Ragged.from_rows(prompts, np.int32), rows, Ragged.from_rows(masks, bool).values, flat + 1, flat,
-        np.arange(count, dtype=np.int32), np.zeros(count, np.int64),
-    )  # fmt: skip
+        Ragged.from_rows(prompts, np.int32),
+        rows,
+        Ragged.from_rows(masks, bool).values,
+        flat + 1,
+        flat,
+        np.arange(count, dtype=np.int32),
+        np.zeros(count, np.int64),
+    )
 
 
 def imitate(inputs):
@@ -89,8 +94,9 @@ def main(steps: int) -> None:
             session.sync_weights()
             print(
                 f"step {step + 1}: reward {rollouts.rewards.mean():.2f}, asked {asked(rollouts):.2f}, "
-                f"{batch.mask.sum()} of {batch.tokens} tokens trained", flush=True,
-            )  # fmt: skip
+                f"{batch.mask.sum()} of {batch.tokens} tokens trained",
+                flush=True,
+            )
         print(f"trained: {session.evaluate(test, **limits, temperature=1.0).reward:.2f} right")
     rb.shutdown()
 

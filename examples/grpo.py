@@ -27,14 +27,21 @@ def train(model: str = "tiny", iterations: int = 30, seed: int = 0, lr: float = 
     """Train and return the records of the iterations."""
     with rb.init(devices=1), rb.Session(model, train={"lr": lr, "max_norm": 1.0}, seed=seed) as session:
         trainer = session.trainer(
-            "grpo", tasks.prompts(32 * iterations, seed=seed), tasks.reward,
-            eval_prompts=tasks.prompts(128, split="eval", seed=1), seed=seed, **OPTIONS,
-        )  # fmt: skip
+            "grpo",
+            tasks.prompts(32 * iterations, seed=seed),
+            tasks.reward,
+            eval_prompts=tasks.prompts(128, split="eval", seed=1),
+            seed=seed,
+            **OPTIONS,
+        )
         before = trainer.evaluate()  # greedy, on numbers that are never trained on
         for number in range(iterations):  # or trainer.fit(iterations)
             record = trainer.step()
-            print(f"iteration {number + 1}: reward {record['reward']:.3f} · length {record['length']:.1f} · gradient "
-                  f"{record['grad_norm']:.2f}", flush=True)  # fmt: skip
+            print(
+                f"iteration {number + 1}: reward {record['reward']:.3f} · length {record['length']:.1f} · gradient "
+                f"{record['grad_norm']:.2f}",
+                flush=True,
+            )
         after = trainer.evaluate()
         print(f"greedy on unseen prompts: {before['eval/reward']:.3f} -> {after['eval/reward']:.3f}")
         return list(session.history)

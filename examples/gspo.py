@@ -1,6 +1,6 @@
 """GSPO (arXiv 2507.18071): one ratio for a whole response and bounds that fit it; several steps on one experience.
 
-    python examples/gspo.py [--iterations 15] [--seed 0]
+python examples/gspo.py [--iterations 15] [--seed 0]
 """
 
 import argparse
@@ -10,25 +10,37 @@ from rlbench.tiny import tasks
 
 OPTIONS = {
     "use_gspo": True,  # what the method "gspo" sets: the ratio is the geometric mean over a response
-    "eps_clip": 3e-4, "eps_clip_high": 4e-4,  # its bounds, the paper's: such a mean hardly leaves 1
-    "rollout_batch_size": 32, "n_samples_per_prompt": 8, "generate_max_len": 12,
-    "train_batch_size": 64, "micro_train_batch_size": 64, "micro_rollout_batch_size": 128,
+    "eps_clip": 3e-4,
+    "eps_clip_high": 4e-4,  # its bounds, the paper's: such a mean hardly leaves 1
+    "rollout_batch_size": 32,
+    "n_samples_per_prompt": 8,
+    "generate_max_len": 12,
+    "train_batch_size": 64,
+    "micro_train_batch_size": 64,
+    "micro_rollout_batch_size": 128,
     "max_epochs": 1,  # passes over the experience, of four steps: from the second on ratios differ from 1
-}  # fmt: skip
+}
 
 
 def train(iterations: int = 15, seed: int = 0) -> list[dict]:
     """Train and return the records of the iterations."""
     with rb.init(devices=1), rb.Session("tiny", train={"lr": 5e-5, "weight_decay": 0.0}, seed=seed) as session:
         trainer = session.trainer(
-            "gspo", tasks.prompts(32 * iterations, seed=seed), tasks.reward,
-            eval_prompts=tasks.prompts(128, split="eval", seed=1), seed=seed, **OPTIONS,
-        )  # fmt: skip
+            "gspo",
+            tasks.prompts(32 * iterations, seed=seed),
+            tasks.reward,
+            eval_prompts=tasks.prompts(128, split="eval", seed=1),
+            seed=seed,
+            **OPTIONS,
+        )
         before = trainer.evaluate()
         for number in range(iterations):
             record = trainer.step()
-            print(f"iteration {number + 1}: reward {record['reward']:.3f} · responses clipped "
-                  f"{record['clip_fraction']:.2f}", flush=True)  # fmt: skip
+            print(
+                f"iteration {number + 1}: reward {record['reward']:.3f} · responses clipped "
+                f"{record['clip_fraction']:.2f}",
+                flush=True,
+            )
         after = trainer.evaluate()
         print(f"greedy on unseen prompts: {before['eval/reward']:.3f} -> {after['eval/reward']:.3f}")
         return list(session.history)

@@ -23,9 +23,13 @@ import rlbench as rb
 from rlbench.tiny import tasks
 
 OPTIONS = {
-    "rollout_batch_size": 32, "n_samples_per_prompt": 8, "generate_max_len": 12,
-    "train_batch_size": 256, "micro_train_batch_size": 64, "micro_rollout_batch_size": 128,
-}  # fmt: skip
+    "rollout_batch_size": 32,
+    "n_samples_per_prompt": 8,
+    "generate_max_len": 12,
+    "train_batch_size": 256,
+    "micro_train_batch_size": 64,
+    "micro_rollout_batch_size": 128,
+}
 
 
 class Service(BaseHTTPRequestHandler):
@@ -77,8 +81,11 @@ def reward_model(folder, steps=60):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(steps):
         pairs = [(prompt, tasks.answer(prompt)) for prompt in tasks.prompts(32, seed=100 + step)]
-        rows = [[*prompt, {"role": "assistant", "content": text}]
-                for prompt, right in pairs for text in (right, spoiled(right, chance))]  # fmt: skip
+        rows = [
+            [*prompt, {"role": "assistant", "content": text}]
+            for prompt, right in pairs
+            for text in (right, spoiled(right, chance))
+        ]
         inputs = tokenizer.apply_chat_template(rows, padding=True, return_tensors="pt", return_dict=True)
         scores = model(**inputs).logits[:, 0]
         rb.rl.bradley_terry_loss(scores[0::2], scores[1::2])[0].mean().backward()
@@ -99,9 +106,13 @@ def train(iterations=20, seed=0, judge=0.4):
         reward_model(folder)
         with rb.init(devices=1), rb.Session("tiny", train={"lr": 1e-4, "weight_decay": 0.0}, seed=seed) as session:
             trainer = session.trainer(
-                "grpo", prompts, [folder, ordered], seed=seed, **OPTIONS,
+                "grpo",
+                prompts,
+                [folder, ordered],
+                seed=seed,
+                **OPTIONS,
                 arguments={"reward_fn": mixed(judge), "remote_rm_url": f"http://127.0.0.1:{server.server_port}/"},
-            )  # fmt: skip
+            )
             for number in range(iterations):
                 record = trainer.step()
                 parts = (f"{name} {record[f'{name}_mean']:.2f}" for name in ("judge", "rule", "service", "right"))

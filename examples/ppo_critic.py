@@ -12,12 +12,15 @@ import rlbench as rb
 from rlbench.tiny import tasks
 
 OPTIONS = {
-    "fsdp": True, "bf16": False, "max_norm": 1.0,  # sharded, computed in float32, gradients clipped to this norm
+    "fsdp": True,
+    "bf16": False,
+    "max_norm": 1.0,  # sharded, computed in float32, gradients clipped to this norm
     "advantage_estimator": "gae",  # the critic's values against what came (arXiv 1506.02438)
     "n_samples_per_prompt": 2,  # a critic needs no groups: more prompts, fewer samples of each
     "train_batch_size": 64,  # sequences of one optimizer step: four steps in an iteration of 128 x 2
-    "micro_train_batch_size": 32, "micro_rollout_batch_size": 64,  # of one forward: memory, not the result
-}  # fmt: skip
+    "micro_train_batch_size": 32,
+    "micro_rollout_batch_size": 64,  # of one forward: memory, not the result
+}
 
 
 def make(path, prompts, unseen, options):
@@ -32,14 +35,28 @@ def make(path, prompts, unseen, options):
     critic = strategy.prepare_model(make_critic(path), is_training=True)
     strategy.setup_inference_engine(options, engine_type="vllm")
     trainer = SPMDPPOTrainer(
-        strategy, module, critic, tasks.reward, None, None,  # noqa: F821 - the rank's namespace
-        module.optimizer, strategy.create_optimizer(critic, lr=1e-3, weight_decay=0.0), None, None,  # noqa: F821
-        tokenizer=AutoTokenizer.from_pretrained(path), prompts=prompts, eval_prompts=unseen,
-        rollout_batch_size=128, generate_max_len=12,
-        eps_clip=0.2, value_clip=0.2,  # how far a ratio, and a value, may move from where the iteration began
-        gamma=1.0, lambd=1.0,  # an advantage is the reward at the end less the critic's value: no bias, more variance
-        init_kl_coef=0.0, max_epochs=1,  # no reference (it would stand after the reward above); one pass
-    )  # fmt: skip
+        strategy,
+        module,
+        critic,
+        tasks.reward,
+        None,
+        None,
+        module.optimizer,
+        strategy.create_optimizer(critic, lr=1e-3, weight_decay=0.0),
+        None,
+        None,
+        tokenizer=AutoTokenizer.from_pretrained(path),
+        prompts=prompts,
+        eval_prompts=unseen,
+        rollout_batch_size=128,
+        generate_max_len=12,
+        eps_clip=0.2,
+        value_clip=0.2,  # how far a ratio, and a value, may move from where the iteration began
+        gamma=1.0,
+        lambd=1.0,  # an advantage is the reward at the end less the critic's value: no bias, more variance
+        init_kl_coef=0.0,
+        max_epochs=1,  # no reference (it would stand after the reward above); one pass
+    )
 
 
 def iterate(step):
@@ -63,8 +80,11 @@ def train(iterations: int = 30, seed: int = 0) -> list[float]:
         for step in range(iterations):
             metrics = session.train.run(iterate, step)[0]
             rewards.append(metrics["reward"])
-            print(f"iteration {step + 1}: reward {metrics['reward']:.3f} · critic loss {metrics['critic_loss']:.3f} · "
-                  f"explained variance {metrics['explained_variance']:.2f}", flush=True)  # fmt: skip
+            print(
+                f"iteration {step + 1}: reward {metrics['reward']:.3f} · critic loss {metrics['critic_loss']:.3f} · "
+                f"explained variance {metrics['explained_variance']:.2f}",
+                flush=True,
+            )
         print(f"greedy on unseen prompts: {before:.3f} -> {session.train.run(evaluate)[0]:.3f}")
         return rewards
 

@@ -13,10 +13,16 @@ from rlbench.tiny import tasks
 from rlbench.trainers import SPMDPPOTrainer
 
 OPTIONS = {
-    "rollout_batch_size": 64, "n_samples_per_prompt": 4, "generate_max_len": 12,
-    "train_batch_size": 256, "micro_train_batch_size": 64, "micro_rollout_batch_size": 128,
-    "init_kl_coef": 0.01, "use_kl_loss": True, "kl_estimator": "k3",  # held near where it began, by a reference model
-}  # fmt: skip
+    "rollout_batch_size": 64,
+    "n_samples_per_prompt": 4,
+    "generate_max_len": 12,
+    "train_batch_size": 256,
+    "micro_train_batch_size": 64,
+    "micro_rollout_batch_size": 128,
+    "init_kl_coef": 0.01,
+    "use_kl_loss": True,
+    "kl_estimator": "k3",  # held near where it began, by a reference model
+}
 EASY = 5
 
 
@@ -36,14 +42,22 @@ def train(iterations: int = 20, seed: int = 0) -> list[dict]:
     """Train and return the records of the iterations."""
     with rb.init(devices=1), rb.Session("tiny", train={"lr": 1e-4, "weight_decay": 0.0}, seed=seed) as session:
         trainer = session.trainer(
-            "rloo", tasks.prompts(4096, seed=seed), tasks.reward, trainer_class=Curriculum,
-            eval_prompts=tasks.prompts(128, split="eval", seed=1), seed=seed, **OPTIONS,
-        )  # fmt: skip
+            "rloo",
+            tasks.prompts(4096, seed=seed),
+            tasks.reward,
+            trainer_class=Curriculum,
+            eval_prompts=tasks.prompts(128, split="eval", seed=1),
+            seed=seed,
+            **OPTIONS,
+        )
         before = trainer.evaluate()
         for number in range(iterations):
             record = trainer.step()
-            print(f"iteration {number + 1}: {'easy' if number < EASY else 'all'} prompts · reward "
-                  f"{record['reward']:.3f} · KL to the start {record['kl']:.4f}", flush=True)  # fmt: skip
+            print(
+                f"iteration {number + 1}: {'easy' if number < EASY else 'all'} prompts · reward "
+                f"{record['reward']:.3f} · KL to the start {record['kl']:.4f}",
+                flush=True,
+            )
         after = trainer.evaluate()
         print(f"greedy on unseen prompts: {before['eval/reward']:.3f} -> {after['eval/reward']:.3f}")
         return list(session.history)

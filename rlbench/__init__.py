@@ -30,14 +30,26 @@ if TYPE_CHECKING:
     from rlbench.traces import last_traceback
 
 _NAMES = {
-    "Session": "rlbench.session", "attach": "rlbench.session", "sessions": "rlbench.session",
-    "InferenceEngine": "rlbench.engines", "NeedParallel": "rlbench.engines", "TrainEngine": "rlbench.engines",
-    "init": "rlbench.runtime.cluster", "shutdown": "rlbench.runtime.cluster", "resources": "rlbench.runtime.cluster",
-    "device": "rlbench.nn", "LossInputs": "rlbench.rl",
-    "Prompt": "rlbench.data", "PromptGroup": "rlbench.data", "Rollout": "rlbench.data", "Rollouts": "rlbench.data",
-    "TrainBatch": "rlbench.data", "RLBenchError": "rlbench.errors", "Stopped": "rlbench.errors",
+    "Session": "rlbench.session",
+    "attach": "rlbench.session",
+    "sessions": "rlbench.session",
+    "InferenceEngine": "rlbench.engines",
+    "NeedParallel": "rlbench.engines",
+    "TrainEngine": "rlbench.engines",
+    "init": "rlbench.runtime.cluster",
+    "shutdown": "rlbench.runtime.cluster",
+    "resources": "rlbench.runtime.cluster",
+    "device": "rlbench.nn",
+    "LossInputs": "rlbench.rl",
+    "Prompt": "rlbench.data",
+    "PromptGroup": "rlbench.data",
+    "Rollout": "rlbench.data",
+    "Rollouts": "rlbench.data",
+    "TrainBatch": "rlbench.data",
+    "RLBenchError": "rlbench.errors",
+    "Stopped": "rlbench.errors",
     "last_traceback": "rlbench.traces",
-}  # fmt: skip
+}
 _ROOMS = ("data", "envs", "errors", "nn", "rewards", "rl", "tiny")
 
 __all__ = ["__version__", *_NAMES, *_ROOMS]

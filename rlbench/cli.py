@@ -74,10 +74,15 @@ def session_row(record: Mapping[str, Any]) -> dict[str, Any]:
         return row | {"state": "silent" if registry.monitor_lives(record) else "gone"}
     workers = [worker for engine in said["engines"] for worker in engine["workers"]]
     return row | {
-        "model": said["model"], "step": said["step"], "version": said["version"], "paused": said["paused"],
-        "running": [call["what"] for call in said["running"]], "driver": said["driver"],
-        "memory": sum(worker["resident"] or 0 for worker in workers), "lease_left_s": said["lease"]["left_s"],
-    }  # fmt: skip
+        "model": said["model"],
+        "step": said["step"],
+        "version": said["version"],
+        "paused": said["paused"],
+        "running": [call["what"] for call in said["running"]],
+        "driver": said["driver"],
+        "memory": sum(worker["resident"] or 0 for worker in workers),
+        "lease_left_s": said["lease"]["left_s"],
+    }
 
 
 def shown_row(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,12 +92,14 @@ def shown_row(row: Mapping[str, Any]) -> dict[str, Any]:
     driver, left = row["driver"], row["lease_left_s"]
     running = ", ".join(row["running"]) or "idle"
     return {
-        "name": row["name"], "model": row["model"], "step": row["step"],
+        "name": row["name"],
+        "model": row["model"],
+        "step": row["step"],
         "running": f"{running} (paused)" if row["paused"] else running,
         "driver": f"{driver['mode']} {driver['pid']}" if driver and driver["alive"] else "none",
         "memory": format_bytes(row["memory"]),
         "ends in": "-" if left is None else format_age(left),
-    }  # fmt: skip
+    }
 
 
 def run_logs(args: argparse.Namespace) -> int:

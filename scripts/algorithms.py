@@ -46,16 +46,18 @@ def defaults_of(name: str) -> str:
     if isinstance(value, type) and issubclass(value, rl.PolicyLoss):
         shared = {f.name: default_of(f) for f in dataclasses.fields(rl.PolicyLoss)}
         shown = [
-            (f.name, default_of(f)) for f in dataclasses.fields(value)
+            (f.name, default_of(f))
+            for f in dataclasses.fields(value)
             if f.name not in shared or default_of(f) != shared[f.name] or f.name == "aggregation"
-        ]  # fmt: skip
+        ]
         shown.sort(key=lambda pair: pair[0] in shared)
     elif dataclasses.is_dataclass(value):
         missing = dataclasses.MISSING
         shown = [
-            (f.name, default_of(f)) for f in dataclasses.fields(value)
+            (f.name, default_of(f))
+            for f in dataclasses.fields(value)
             if f.default is not missing or f.default_factory is not missing
-        ]  # fmt: skip
+        ]
     else:
         given = inspect.signature(value).parameters.values()
         shown = [(p.name, p.default) for p in given if p.default is not p.empty]
@@ -90,14 +92,10 @@ def problems(text: str) -> list[str]:
         if name not in public:
             continue
         if cells[DEFAULTS] != table_text(defaults_of(name)):
-            found.append(
-                f"{name}: the page says {cells[DEFAULTS]!r}, the code {table_text(defaults_of(name))!r}"
-            )
+            found.append(f"{name}: the page says {cells[DEFAULTS]!r}, the code {table_text(defaults_of(name))!r}")
         said = documentation(name)
         found += [
-            f"{name}: {paper} is not in its docstring"
-            for paper in ARXIV.findall(cells[PAPER])
-            if paper not in said
+            f"{name}: {paper} is not in its docstring" for paper in ARXIV.findall(cells[PAPER]) if paper not in said
         ]
         if not cells[1].strip("– "):
             found.append(f"{name} has no formula")

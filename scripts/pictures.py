@@ -1,6 +1,6 @@
 """Make the pictures of `docs/img/`: the views of two notebooks in a real JupyterLab and Chromium.
 
-    python scripts/pictures.py            # needs a Chromium of the system, or one named in RLB_CHROMIUM
+python scripts/pictures.py            # needs a Chromium of the system, or one named in RLB_CHROMIUM
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from tests.browser.lab import CHROMIUM, CHROMIUM_ARGS, Lab, Notebook  # noqa: E4
 
 NOTEBOOKS = {
     "02_seeing": {
-        "dashboard": ("light", "session.dashboard()"), "rollouts": ("dark", "with_batch"),
-        "history": ("light", "history.plot"), "session": ("light", "rb.Session("),
+        "dashboard": ("light", "session.dashboard()"),
+        "rollouts": ("dark", "with_batch"),
+        "history": ("light", "history.plot"),
+        "session": ("light", "rb.Session("),
     },
     "04_loss_lab": {"loss-lab": ("light", "session.loss_lab("), "rewards": ("dark", "scored.compare(")},
-}  # fmt: skip
+}
 """Notebook: name of the picture: theme, and what the cell it shows holds."""
 TALL = {"width": 1200, "height": 1500}
 

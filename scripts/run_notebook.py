@@ -106,9 +106,7 @@ def _as_terminal(text: str) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("notebook", type=Path, help="the notebook to run; its folder is the working folder")
     parser.add_argument("executed", type=Path, help="where the executed notebook is written")
     parser.add_argument("--show", metavar="TAG", help="print the text of the cell tagged TAG at the end")

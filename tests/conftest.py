@@ -18,9 +18,7 @@ atexit.register(shutil.rmtree, _STATE, ignore_errors=True)
 os.environ["XDG_STATE_HOME"] = _STATE  # before anything looks for a cluster: tests have one of their own
 # a run that a shell started in the background has SIGINT ignored: tests of Ctrl-C would wait for ever
 signal.signal(signal.SIGINT, signal.default_int_handler)
-os.environ["OMP_WAIT_POLICY"] = (
-    "passive"  # before torch: engines in one process take turns, and must not spin
-)
+os.environ["OMP_WAIT_POLICY"] = "passive"  # before torch: engines in one process take turns, and must not spin
 
 
 @pytest.fixture(scope="session")
@@ -59,9 +57,7 @@ def shared_session(cluster: Any, tiny_path: Path) -> Iterator[Any]:
     """What `session` is, made once."""
     import rlbench as rb
 
-    made = rb.Session(
-        "tiny", name="shared", train={"lr": 1e-5, "tensor_parallel_size": 2}, reference=True, seed=7
-    )
+    made = rb.Session("tiny", name="shared", train={"lr": 1e-5, "tensor_parallel_size": 2}, reference=True, seed=7)
     yield made
     made.close()
 

@@ -22,9 +22,15 @@ def save_qwen(folder: Path, tied: bool = True, dtype: torch.dtype = torch.float3
     """A Qwen2 of 40 k parameters; returns its folder."""
     torch.manual_seed(1)
     config = Qwen2Config(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=tied,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+    )
     model = Qwen2ForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -114,10 +120,15 @@ def batch_of(lengths: list[tuple[int, int]], seed: int = 0, **fields: Any) -> Tr
     total = len(responses.values)
     mask = rng.random(total) > 0.1
     return TrainBatch(
-        prompts=prompts, responses=responses, mask=mask, advantages=rng.normal(size=total).astype(np.float32),
+        prompts=prompts,
+        responses=responses,
+        mask=mask,
+        advantages=rng.normal(size=total).astype(np.float32),
         sampler_logprobs=(-4.5 + 0.1 * rng.normal(size=total)).astype(np.float32),
-        group=np.zeros(len(lengths), np.int32), weight_version=np.zeros(len(lengths), np.int64), **fields,
-    )  # fmt: skip
+        group=np.zeros(len(lengths), np.int32),
+        weight_version=np.zeros(len(lengths), np.int64),
+        **fields,
+    )
 
 
 RAGGED = [(3, 9), (7, 2), (4, 17), (5, 5), (2, 12), (6, 5), (9, 1)]

@@ -13,14 +13,34 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1] / "rlbench"
 PASSED_ON = {
-    "replace", "_replace", "overridden", "summary", "value", "namespace_of", "doubts", "_with_own", "with_estimator",
-    "_settled", "get_strategy", "get_fake_strategy", "<listcomp>", "<dictcomp>", "<genexpr>",
-}  # fmt: skip
+    "replace",
+    "_replace",
+    "overridden",
+    "summary",
+    "value",
+    "namespace_of",
+    "doubts",
+    "_with_own",
+    "with_estimator",
+    "_settled",
+    "get_strategy",
+    "get_fake_strategy",
+    "<listcomp>",
+    "<dictcomp>",
+    "<genexpr>",
+}
 """Functions of the option classes' own modules that hand values on: a read of theirs has no effect yet."""
 OWN_MODULES = {
-    "config.py", "ppo_config.py", "run_config.py", "run_options.py", "trainer_options.py", "base.py", "factory.py",
-    "fake.py", "dataclasses.py",
-}  # fmt: skip
+    "config.py",
+    "ppo_config.py",
+    "run_config.py",
+    "run_options.py",
+    "trainer_options.py",
+    "base.py",
+    "factory.py",
+    "fake.py",
+    "dataclasses.py",
+}
 
 
 @contextmanager

@@ -39,11 +39,22 @@ class Script:
         commands = Commands(self._run, self._run, lambda: [call["what"] for call in self.state["running"]])
         token = os.urandom(8).hex()
         self._endpoint = Endpoint(Routes(self._report, self._samples, commands), token)
-        registry.write_json(self.file, {
-            "name": self.name, "cluster": "none", "node": "none", "epoch": 1, "pid": os.getpid(),
-            "started": processes.start_time(os.getpid()), "boot": processes.boot_id(), "url": self._endpoint.url,
-            "token": token, "shm": "none", "workers": {},
-        })  # fmt: skip
+        registry.write_json(
+            self.file,
+            {
+                "name": self.name,
+                "cluster": "none",
+                "node": "none",
+                "epoch": 1,
+                "pid": os.getpid(),
+                "started": processes.start_time(os.getpid()),
+                "boot": processes.boot_id(),
+                "url": self._endpoint.url,
+                "token": token,
+                "shm": "none",
+                "workers": {},
+            },
+        )
 
     def stop(self) -> None:
         """Do not answer any more; the file stays, as where a monitor died."""
@@ -87,15 +98,30 @@ class Script:
 def blank(name: str) -> dict[str, Any]:
     """A session with three engines in which nothing was done yet."""
     return {
-        "name": name, "model": "tiny", "seed": 0, "epoch": 1, "step": 0, "version": 0, "rollouts": 0, "branch": "main",
-        "paused": False, "running": [], "verbs": [], "snapshots": [], "history": [], "last_error": None,
+        "name": name,
+        "model": "tiny",
+        "seed": 0,
+        "epoch": 1,
+        "step": 0,
+        "version": 0,
+        "rollouts": 0,
+        "branch": "main",
+        "paused": False,
+        "running": [],
+        "verbs": [],
+        "snapshots": [],
+        "history": [],
+        "last_error": None,
         "driver": {"pid": os.getpid(), "mode": "notebook", "alive": True, "age_s": 0.1},
-        "lease": {"seconds": 28800.0, "idle_s": 3.0, "left_s": None}, "lengths": [], "splits": [],
+        "lease": {"seconds": 28800.0, "idle_s": 3.0, "left_s": None},
+        "lengths": [],
+        "splits": [],
         "engines": [
-            engine("actor", "train", name, 2), engine("reference", "train", name, 1, optimizer=None),
+            engine("actor", "train", name, 2),
+            engine("reference", "train", name, 1, optimizer=None),
             engine("inference", "inference", name, 1),
         ],
-    }  # fmt: skip
+    }
 
 
 def engine(role: str, kind: str, session: str, workers: int, **state: Any) -> dict[str, Any]:
@@ -104,13 +130,18 @@ def engine(role: str, kind: str, session: str, workers: int, **state: Any) -> di
     if kind == "inference":
         own = {"weights": "cuda", "kv_cache": "cuda", "version": 0, "pending": False}
     return {
-        "name": role, "kind": kind, "executor": "vllm" if kind == "inference" else "fsdp2", "ready": True,
-        "state": {key: value for key, value in (own | state).items() if value is not None}, "broken": None,
-        "bytes": {"weights": 400 * MIB}, "frees": {"weights": 400 * MIB, "optimizer": 1229 * MIB, "kv_cache": GIB},
+        "name": role,
+        "kind": kind,
+        "executor": "vllm" if kind == "inference" else "fsdp2",
+        "ready": True,
+        "state": {key: value for key, value in (own | state).items() if value is not None},
+        "broken": None,
+        "bytes": {"weights": 400 * MIB},
+        "frees": {"weights": 400 * MIB, "optimizer": 1229 * MIB, "kv_cache": GIB},
         "workers": [
             {"name": f"rlbench/{session}/{role}/{i}", "pid": 4000 + i, "resident": 900 * MIB} for i in range(workers)
         ],
-    }  # fmt: skip
+    }
 
 
 def played(name: str, file: Path | None = None, steps: int = 42, seed: int = 0) -> Script:
@@ -122,9 +153,11 @@ def played(name: str, file: Path | None = None, steps: int = 42, seed: int = 0) 
     at = now - 180
     while at < now - 8:
         for what, label, seconds in (
-            ("rollout", "rollout", 4.0), ("score", "score", 0.4), ("train", "train_step", 3.0),
+            ("rollout", "rollout", 4.0),
+            ("score", "score", 0.4),
+            ("train", "train_step", 3.0),
             ("sync", "weight sync", 0.6),
-        ):  # fmt: skip
+        ):
             script.marks.append({"time": at, "seconds": seconds, "what": what, "label": label, "engine": ""})
             at += seconds + 0.1
     script.marks += [
@@ -138,14 +171,34 @@ def played(name: str, file: Path | None = None, steps: int = 42, seed: int = 0) 
         {"time": now - 4, "seconds": None, "what": "rollout", "label": "rollout 43", "engine": "inference"},
     ]
     script.state |= {
-        "step": steps, "version": steps, "rollouts": steps + 1,
+        "step": steps,
+        "version": steps,
+        "rollouts": steps + 1,
         "history": [_record(i + 1, steps, chance) for i in range(steps)],
         "lengths": [lengths(i + 1, chance) for i in range(max(0, steps - 8), steps)],
-        "splits": [{"step": steps, "seconds": 1.9, "rollout": 0.9, "score": 0.02, "train": 0.78, "sync": 0.1,
-                    "other": 0.02, "idle": 0.08, "tokens_per_s": 3104.0}],
-        "running": [{"id": "a", "what": "rollout 43", "engine": "inference", "since": now - 4,
-                     "progress": [{"tokens": 5120, "finished": 28, "total": 64, "running": 36}]}],
-    }  # fmt: skip
+        "splits": [
+            {
+                "step": steps,
+                "seconds": 1.9,
+                "rollout": 0.9,
+                "score": 0.02,
+                "train": 0.78,
+                "sync": 0.1,
+                "other": 0.02,
+                "idle": 0.08,
+                "tokens_per_s": 3104.0,
+            }
+        ],
+        "running": [
+            {
+                "id": "a",
+                "what": "rollout 43",
+                "engine": "inference",
+                "since": now - 4,
+                "progress": [{"tokens": 5120, "finished": 28, "total": 64, "running": 36}],
+            }
+        ],
+    }
     script.state["engines"][-1]["state"]["version"] = steps - 1
     return script
 
@@ -154,14 +207,21 @@ def lengths(number: int, chance: random.Random) -> dict[str, Any]:
     """A histogram of 64 log-normal lengths up to 512 tokens."""
     values = sorted(min(512, int(chance.lognormvariate(4.4 + number / 100, 0.7))) for _ in range(64))
     edges = [i * 16 for i in range(33)]
-    counts = [
-        sum(low <= v < high or (v == high == 512) for v in values) for low, high in itertools.pairwise(edges)
-    ]
+    counts = [sum(low <= v < high or (v == high == 512) for v in values) for low, high in itertools.pairwise(edges)]
     return {
-        "rollout": number, "version": number, "step": number, "samples": 64, "aborted": 0,
-        "truncated": sum(v == 512 for v in values) / 64, "p50": values[32], "p90": values[57], "p99": values[63],
-        "max": values[-1], "edges": edges, "counts": counts,
-    }  # fmt: skip
+        "rollout": number,
+        "version": number,
+        "step": number,
+        "samples": 64,
+        "aborted": 0,
+        "truncated": sum(v == 512 for v in values) / 64,
+        "p50": values[32],
+        "p90": values[57],
+        "p99": values[63],
+        "max": values[-1],
+        "edges": edges,
+        "counts": counts,
+    }
 
 
 def _sample(script: Script, at: float, wave: float) -> dict[str, Any]:
@@ -194,10 +254,16 @@ def _sample(script: Script, at: float, wave: float) -> dict[str, Any]:
 def _record(step: int, steps: int, chance: random.Random) -> dict[str, Any]:
     done = step / max(1, steps)
     return {
-        "step": step, "version": step, "loss_name": "grpo", "reward": 0.15 + 0.6 * done + chance.uniform(-0.06, 0.06),
-        "kl": 0.002 + 0.01 * done + chance.uniform(0, 0.002), "entropy": 2.4 - 1.5 * done + chance.uniform(-0.1, 0.1),
-        "clip_fraction": 0.02 + chance.uniform(0, 0.03), "grad_norm": 0.6 + chance.uniform(0, 0.5), "length": 118.0,
-    }  # fmt: skip
+        "step": step,
+        "version": step,
+        "loss_name": "grpo",
+        "reward": 0.15 + 0.6 * done + chance.uniform(-0.06, 0.06),
+        "kl": 0.002 + 0.01 * done + chance.uniform(0, 0.002),
+        "entropy": 2.4 - 1.5 * done + chance.uniform(-0.1, 0.1),
+        "clip_fraction": 0.02 + chance.uniform(0, 0.03),
+        "grad_norm": 0.6 + chance.uniform(0, 0.5),
+        "length": 118.0,
+    }
 
 
 def crowded(name: str, file: Path | None = None) -> Script:
@@ -206,16 +272,23 @@ def crowded(name: str, file: Path | None = None) -> Script:
     long = "an-engine-of-a-name-that-nobody-wanted-to-shorten"
     behind = engine(long, "inference", name, 2, version=3, weights="cpu", kv_cache="meta")
     script.state["engines"] = [
-        engine("actor", "train", name, 2, optimizer="cpu"), engine("reference", "train", name, 2, optimizer=None),
-        engine("inference", "inference", name, 2, version=1), behind,
+        engine("actor", "train", name, 2, optimizer="cpu"),
+        engine("reference", "train", name, 2, optimizer=None),
+        engine("inference", "inference", name, 2, version=1),
+        behind,
         engine("judge", "inference", name, 1) | {"broken": f"{name}/judge/0 was killed for want of memory (OOM)"},
         engine("critic", "train", name, 2) | {"ready": False},
-    ]  # fmt: skip
+    ]
     now = time.time()
     script.memory = [_sample(script, now - 180 + i / 2, math.sin(i / 4.6)) for i in range(360)]
     script.state |= {
-        "model": "an-organisation/a-model-of-a-long-name-0.5B-Instruct", "branch": "a-branch-that-was-taken-later",
-        "last_error": {"time": now, "what": "train_step", "kind": "LossError",
-                       "message": f"`{long}` gave per-token shape (64,), wanted that of inputs.logprobs: (64, 128)"},
-    }  # fmt: skip
+        "model": "an-organisation/a-model-of-a-long-name-0.5B-Instruct",
+        "branch": "a-branch-that-was-taken-later",
+        "last_error": {
+            "time": now,
+            "what": "train_step",
+            "kind": "LossError",
+            "message": f"`{long}` gave per-token shape (64,), wanted that of inputs.logprobs: (64, 128)",
+        },
+    }
     return script

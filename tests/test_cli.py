@@ -47,10 +47,18 @@ def stranger():
 def describe(name, workers, **fields):
     """The file of a session whose monitor is gone."""
     record = {
-        "name": name, "cluster": "c", "node": "n", "epoch": 1, "pid": 2**22 - 1, "started": 5.0,
-        "boot": processes.boot_id(), "url": "http://127.0.0.1:9", "token": "secret", "shm": f"rlb-c-{name}:",
+        "name": name,
+        "cluster": "c",
+        "node": "n",
+        "epoch": 1,
+        "pid": 2**22 - 1,
+        "started": 5.0,
+        "boot": processes.boot_id(),
+        "url": "http://127.0.0.1:9",
+        "token": "secret",
+        "shm": f"rlb-c-{name}:",
         "workers": workers,
-    }  # fmt: skip
+    }
     registry.write_json(registry.session_file(name), record | fields)
 
 
@@ -66,10 +74,14 @@ def test_ps_of_a_session_whose_monitor_is_gone_names_the_mend_and_no_token(state
 def test_killing_a_session_without_monitor_ends_the_recorded_processes_alone(state_folder, stranger, capsys):
     workers = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) for _ in range(2)]
     started = [processes.start_time(worker.pid) for worker in workers]
-    describe("lost", {
-        "rlbench/lost/actor/0": [workers[0].pid, started[0]], "rlbench/lost/actor/1": [workers[1].pid, started[1]],
-        "rlbench/lost/actor/2": [stranger.pid, 1.0],  # its number is somebody else's by now
-    })  # fmt: skip
+    describe(
+        "lost",
+        {
+            "rlbench/lost/actor/0": [workers[0].pid, started[0]],
+            "rlbench/lost/actor/1": [workers[1].pid, started[1]],
+            "rlbench/lost/actor/2": [stranger.pid, 1.0],  # its number is somebody else's by now
+        },
+    )
     registry.journal_file("lost").write_text("")
     snapshot = registry.snapshot_folder("lost") / "a"
     snapshot.mkdir(parents=True)

@@ -50,11 +50,13 @@ def test_the_nearest_names():
     scored = drawn.score(lambda rollout: float(len(rollout.text)))
     batch = scored.batch(advantage=rb.rl.group_normalized())
     for value, typo, right in [
-        (drawn, "lenghts", "lengths"), (next(drawn.flat), "reason", "finish_reason"),
+        (drawn, "lenghts", "lengths"),
+        (next(drawn.flat), "reason", "finish_reason"),
         (batch, "advantage", "advantages"),
-        (Metrics({"loss": 1.0, "grad_norm": 2.0}), "gradnorm", "grad_norm"), (Snapshots([]), "undo_too", "undo_to"),
+        (Metrics({"loss": 1.0, "grad_norm": 2.0}), "gradnorm", "grad_norm"),
+        (Snapshots([]), "undo_too", "undo_to"),
         (drawn.prompts[0], "lable", "label"),
-    ]:  # fmt: skip
+    ]:
         assert f"nearest: {right}" in missing(value, typo)
 
 

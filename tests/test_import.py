@@ -23,8 +23,20 @@ def test_import_rlbench_brings_none_of_the_heavy_packages():
 
 @pytest.mark.parametrize(
     "room",
-    ["dispatch", "runtime", "monitor", "engines", "data", "session", "notebook", "labapp", "cli", "errors", "rewards",
-     "setup"],
+    [
+        "dispatch",
+        "runtime",
+        "monitor",
+        "engines",
+        "data",
+        "session",
+        "notebook",
+        "labapp",
+        "cli",
+        "errors",
+        "rewards",
+        "setup",
+    ],
 )
 def test_rooms_of_the_kernel_import_neither_torch_nor_vllm(room):
     assert not modules_after(f"import rlbench.{room}") & {"torch", "vllm", "transformers"}

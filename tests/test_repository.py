@@ -16,12 +16,8 @@ NO_HOST = re.compile(r"localhost|127\.0\.0\.1|0\.0\.0\.0|\[::1\]|([\w-]+\.)*(tes
 URL = re.compile(
     r"\b(?:https?|wss?|git|ssh|ftp)://(?:[^\s/@\"'<>`{}]*@)?([A-Za-z0-9_.\[\]:-]+?)(?::\d+)?(?=[\s/\"'<>`)\]}?#,;]|$)"
 )
-BARE = re.compile(
-    r"\b(?:pypi|npmjs|anaconda|github|gitlab|huggingface|python|pytorch|jupyter)\.(?:org|com|co|io)\b"
-)
-MACHINE_PATH = re.compile(
-    r"(?<![\w.])/(?:work|root|opt|home/\w+|Users/\w+)/(?:main|shared|wheels|pypi|\.\w+|\w+)"
-)
+BARE = re.compile(r"\b(?:pypi|npmjs|anaconda|github|gitlab|huggingface|python|pytorch|jupyter)\.(?:org|com|co|io)\b")
+MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|opt|home/\w+|Users/\w+)/(?:main|shared|wheels|pypi|\.\w+|\w+)")
 
 
 def tracked_files() -> list[Path]:
@@ -48,9 +44,7 @@ def findings(pattern: re.Pattern[str]) -> list[tuple[str, str]]:
         except UnicodeDecodeError:
             continue  # not text
         for number, line in enumerate(lines, 1):
-            found += [
-                (f"{path.relative_to(ROOT)}:{number}", match.group(0)) for match in pattern.finditer(line)
-            ]
+            found += [(f"{path.relative_to(ROOT)}:{number}", match.group(0)) for match in pattern.finditer(line)]
     return found
 
 

@@ -46,16 +46,19 @@ def closing_over(value):
     return lambda rollout: value
 
 
-@pytest.mark.parametrize(("value", "said"), [
-    (reward, "`reward` cannot be sent to the ranks: it uses `helper` → `lock`, a _thread.lock,"),
-    (functools.partial(reward, 1), "it uses `reward` → `helper` → `lock`, a _thread.lock,"),
-    (Held(), "`Held` cannot be sent to the ranks: it uses `guard`, a _thread.lock,"),
-    (Held().step, "it uses `guard`, a _thread.lock,"),
-    (Uses, "`Uses` cannot be sent to the ranks: it uses `step` → `helper` → `lock`, a _thread.lock,"),
-    (closing_over(Handle()), "it uses `value`, a Handle,"),
-    ({"by name": [reward]}, "it uses `reward` → `helper` → `lock`, a _thread.lock,"),
-    (lock, "it is a _thread.lock,"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (reward, "`reward` cannot be sent to the ranks: it uses `helper` → `lock`, a _thread.lock,"),
+        (functools.partial(reward, 1), "it uses `reward` → `helper` → `lock`, a _thread.lock,"),
+        (Held(), "`Held` cannot be sent to the ranks: it uses `guard`, a _thread.lock,"),
+        (Held().step, "it uses `guard`, a _thread.lock,"),
+        (Uses, "`Uses` cannot be sent to the ranks: it uses `step` → `helper` → `lock`, a _thread.lock,"),
+        (closing_over(Handle()), "it uses `value`, a Handle,"),
+        ({"by name": [reward]}, "it uses `reward` → `helper` → `lock`, a _thread.lock,"),
+        (lock, "it is a _thread.lock,"),
+    ],
+)
 def test_the_variable_that_cannot_go_is_named(value, said):
     with pytest.raises(DataError) as refused:
         by_value.dumps(value, "reward", refusal=DataError)

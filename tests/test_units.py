@@ -15,8 +15,12 @@ STRAYS = re.compile(
     r"|:[^{}\"']*\.\d[fg]\} (s|ms|min|h|%)"  # … seconds and shares with digits of their own
     r"|:\.\d%\}|>> (20|30)\}|/ (2\*\*[23]0|1e9)"
 )
-EXEMPT = {"rlbench/setup/install.py", "rlbench/strategies/peak.py", "rlbench/strategies/rank_side.py",
-          "rlbench/tiny/warmup.py"}  # fmt: skip
+EXEMPT = {
+    "rlbench/setup/install.py",
+    "rlbench/strategies/peak.py",
+    "rlbench/strategies/rank_side.py",
+    "rlbench/tiny/warmup.py",
+}
 """Runs before anything is installed; says a constant in ms; its line has the reference's form; its text is part of the
 cached model's key."""
 
@@ -32,19 +36,36 @@ def test_no_other_file_formats_numbers_with_units(repository):
     assert not found, "rlbench.units formats these:\n" + "\n".join(found)
 
 
-@pytest.mark.parametrize(("said", "wanted"), [
-    (units.format_number(0.012345), "0.0123"), (units.format_number(12345.6), "12,346"), (units.format_number(7), "7"),
-    (units.format_number(np.float32(0.5)), "0.5"), (units.format_number(np.int64(1234)), "1,234"),
-    (units.format_number(True), "True"), (units.format_number("grpo"), "grpo"),
-    (units.format_bytes(0), "0 B"), (units.format_bytes(640), "640 B"), (units.format_bytes(12_595), "12.3 KiB"),
-    (units.format_bytes(900 << 20), "900 MiB"), (units.format_bytes(1000 << 20), "0.977 GiB"),
-    (units.format_bytes(-3 << 30), "-3 GiB"),
-    (units.format_seconds(0.01234), "0.0123 s"), (units.format_seconds(41.26), "41.3 s"),
-    (units.format_seconds(1000), "16.7 min"), (units.format_seconds(9000), "2.5 h"),
-    (units.format_rate(0), "0 tok/s"), (units.format_rate(512.4), "512 tok/s"), (units.format_rate(999.7), "1k tok/s"),
-    (units.format_rate(3111), "3.11k tok/s"), (units.format_rate(2.5e6), "2.5M tok/s"),
-    (units.format_percent(0.03125), "3.12 %"), (units.format_share(3, 4), "75 %"), (units.format_share(0, 0), "0 %"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        (units.format_number(0.012345), "0.0123"),
+        (units.format_number(12345.6), "12,346"),
+        (units.format_number(7), "7"),
+        (units.format_number(np.float32(0.5)), "0.5"),
+        (units.format_number(np.int64(1234)), "1,234"),
+        (units.format_number(True), "True"),
+        (units.format_number("grpo"), "grpo"),
+        (units.format_bytes(0), "0 B"),
+        (units.format_bytes(640), "640 B"),
+        (units.format_bytes(12_595), "12.3 KiB"),
+        (units.format_bytes(900 << 20), "900 MiB"),
+        (units.format_bytes(1000 << 20), "0.977 GiB"),
+        (units.format_bytes(-3 << 30), "-3 GiB"),
+        (units.format_seconds(0.01234), "0.0123 s"),
+        (units.format_seconds(41.26), "41.3 s"),
+        (units.format_seconds(1000), "16.7 min"),
+        (units.format_seconds(9000), "2.5 h"),
+        (units.format_rate(0), "0 tok/s"),
+        (units.format_rate(512.4), "512 tok/s"),
+        (units.format_rate(999.7), "1k tok/s"),
+        (units.format_rate(3111), "3.11k tok/s"),
+        (units.format_rate(2.5e6), "2.5M tok/s"),
+        (units.format_percent(0.03125), "3.12 %"),
+        (units.format_share(3, 4), "75 %"),
+        (units.format_share(0, 0), "0 %"),
+    ],
+)
 def test_numbers_for_a_reader(said, wanted):
     assert said == wanted
 

@@ -116,17 +116,18 @@ def verify(folder: Path) -> dict[str, Any]:
         path = folder / name
         seen = path.stat().st_size if path.is_file() else None
         wrong = (
-            "is missing" if seen is None
-            else f"has {seen} bytes, was written with {entry['bytes']}" if seen != entry["bytes"]
-            else "does not have the content it was written with" if _digest(path) != entry["sha256"]
+            "is missing"
+            if seen is None
+            else f"has {seen} bytes, was written with {entry['bytes']}"
+            if seen != entry["bytes"]
+            else "does not have the content it was written with"
+            if _digest(path) != entry["sha256"]
             else None
-        )  # fmt: skip
+        )
         if wrong:
             others = [p for p in checkpoints_in(folder.parent) if p != folder]
             mend = f"the one before it is {others[-1]}" if others else "there is no other one beside it"
-            raise CheckpointError(
-                f"checkpoint {folder} is damaged: {name} {wrong}. Nothing was loaded; {mend}"
-            )
+            raise CheckpointError(f"checkpoint {folder} is damaged: {name} {wrong}. Nothing was loaded; {mend}")
     return manifest
 
 

@@ -65,9 +65,7 @@ def optimizer_tensors_like(
                 if full.startswith(prefix):
                     sharded = shape == parameter.shape
                     found[full] = (
-                        torch.zeros_like(parameter, dtype=dtype)
-                        if sharded
-                        else torch.zeros(shape, dtype=dtype)
+                        torch.zeros_like(parameter, dtype=dtype) if sharded else torch.zeros(shape, dtype=dtype)
                     )
     return found
 
@@ -287,9 +285,7 @@ def _or_own(module: nn.Module, optimizers: Optimizers | None) -> Optimizers:
     return optimizers_of(module) if optimizers is None else optimizers
 
 
-def _check(
-    present: Mapping[str, Tensor], saved: Mapping[str, Tensor], optimizers: set[str], kept: set[str]
-) -> None:
+def _check(present: Mapping[str, Tensor], saved: Mapping[str, Tensor], optimizers: set[str], kept: set[str]) -> None:
     here = {name for name in present if not name.startswith("optimizer/")}
     there = {name for name in saved if not name.startswith("optimizer/")}
     if here != there or optimizers != kept:
@@ -310,8 +306,9 @@ def _check_optimizer(which: str, saved: Mapping[str, Any], kind: str, parameters
     """Refuse state of another optimizer: put into this one it would be neither."""
     if (saved["class"], saved["parameters"]) == (kind, parameters):
         return
-    was, now = (f"{name} over {_groups(groups)}" for name, groups in (
-        (saved["class"], saved["parameters"]), (kind, parameters)))  # fmt: skip
+    was, now = (
+        f"{name} over {_groups(groups)}" for name, groups in ((saved["class"], saved["parameters"]), (kind, parameters))
+    )
     differ = f"was {was} and is {now}" if was != now else f"({now}) has other parameters in its groups"
     raise CheckpointError(
         f"the saved state is of another optimizer: module.{which} {differ}. Nothing was changed; make the optimizer it "

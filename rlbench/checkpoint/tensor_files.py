@@ -34,9 +34,13 @@ class Written:
 
 @torch.no_grad()
 def write_tensors(
-    folder: Path, tensors: Mapping[str, Tensor], before: Path | None = None, durable: bool = False,
-    between: Callable[[int], None] = lambda nbytes: None, unchanged: Callable[[str], bool] = lambda name: False,
-) -> Written:  # fmt: skip
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    before: Path | None = None,
+    durable: bool = False,
+    between: Callable[[int], None] = lambda nbytes: None,
+    unchanged: Callable[[str], bool] = lambda name: False,
+) -> Written:
     """Write the tensors into a new folder.
 
     Args:
@@ -58,9 +62,10 @@ def write_tensors(
         for number, (name, tensor) in enumerate(tensors.items()):
             between(tensor.numel() * tensor.element_size())
             entry: dict[str, Any] = {
-                "file": f"{number}.bin", "dtype": str(tensor.dtype).removeprefix("torch."),
+                "file": f"{number}.bin",
+                "dtype": str(tensor.dtype).removeprefix("torch."),
                 "shape": list(tensor.shape),
-            }  # fmt: skip
+            }
             path, shared = folder / entry["file"], _alike(before, known.get(name), entry)
             data = None if shared is not None and unchanged(name) else _bytes_of(tensor)
             if shared is not None and (data is None or _equal(shared, data)):
@@ -94,9 +99,7 @@ def _index(folder: Path) -> dict[str, Any]:
     try:
         return dict(json.loads((folder / INDEX).read_text()))
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{folder} is no whole set of tensors: its {INDEX} cannot be read ({error})"
-        ) from error
+        raise CheckpointError(f"{folder} is no whole set of tensors: its {INDEX} cannot be read ({error})") from error
 
 
 def _mapped(folder: Path, name: str, entry: dict[str, Any]) -> Tensor:

@@ -50,9 +50,7 @@ def given_columns(rollouts: Rollouts, given: Mapping[str, Any]) -> dict[str, Any
         elif name == "components":
             if not isinstance(value, Mapping):
                 raise DataError(f"components: wanted {{name: rewards}}, got {type(value).__name__}")
-            columns[name] = {
-                key: _per_row(f"components[{key!r}]", v, rollouts.samples) for key, v in value.items()
-            }
+            columns[name] = {key: _per_row(f"components[{key!r}]", v, rollouts.samples) for key, v in value.items()}
         else:
             raise DataError(f"batch: unknown {name!r}{nearest(name, GIVEN)}; known: {', '.join(GIVEN)}")
     return columns
@@ -90,21 +88,17 @@ def call_advantage(
     wanted = wanted_names(advantage)
     unused = sorted(set(columns) - set(wanted))
     if unused:
-        raise DataError(
-            f"batch: {', '.join(unused)} would have no effect: {_name(advantage)} does not take it"
-        )
+        raise DataError(f"batch: {', '.join(unused)} would have no effect: {_name(advantage)} does not take it")
     columns = {n: v for n, v in env_columns(rollouts).items() if n in wanted} | dict(columns)
     lacking = [n for n, optional in wanted.items() if n in GIVEN and n not in columns and not optional]
     if lacking:
-        raise DataError(
-            f"{_name(advantage)} needs {', '.join(lacking)}: give it as batch(advantage=…, {lacking[0]}=…)"
-        )
+        raise DataError(f"{_name(advantage)} needs {', '.join(lacking)}: give it as batch(advantage=…, {lacking[0]}=…)")
     own = {
         "mask": lambda: _padded(rollouts.responses.with_values(mask)),
         "lengths": lambda: torch.as_tensor(np.add.reduceat(mask, rollouts.responses.offsets[:-1], dtype=np.int64)),
         "truncated": lambda: torch.as_tensor(rollouts.truncated),
         "logprobs": lambda: _padded(rollouts.responses.with_values(rollouts.logprobs)),
-    }  # fmt: skip
+    }
     asked: dict[str, Any] = {name: own[name]() for name in OWN if name in wanted}
     asked |= {name: _tensor(value) for name, value in columns.items()}
     group = torch.as_tensor(rollouts.group.astype(np.int64))
@@ -160,9 +154,7 @@ def _per_token(name: str, value: Any, rollouts: Rollouts) -> Ragged:
     else:
         rows = Ragged.from_rows(value, np.float32)
         if not np.array_equal(rows.lengths, rollouts.lengths):
-            raise DataError(
-                f"{name}: row lengths differ from the completions'; wanted one value per response token"
-            )
+            raise DataError(f"{name}: row lengths differ from the completions'; wanted one value per response token")
         flat = rows.values
     if flat.shape != rollouts.responses.values.shape:
         raise DataError(

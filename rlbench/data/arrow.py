@@ -47,14 +47,10 @@ def read_own(path: str | Path, key: bytes, newest: int, writer: str) -> tuple[An
         raise DataError(f"{path} is no Parquet file that can be read: {error}") from None
     about = (table.schema.metadata or {}).get(key)
     if about is None:
-        raise DataError(
-            f"{path} was not written by {writer}: it holds the columns {', '.join(table.column_names[:8])}"
-        )
+        raise DataError(f"{path} was not written by {writer}: it holds the columns {', '.join(table.column_names[:8])}")
     facts = json.loads(about)
     if facts["format"] > newest:
-        raise DataError(
-            f"{path} has format {facts['format']}; this rlbench reads up to {newest}: update rlbench"
-        )
+        raise DataError(f"{path} has format {facts['format']}; this rlbench reads up to {newest}: update rlbench")
     return table, facts
 
 

@@ -103,8 +103,7 @@ class TrainBatch(Suggesting):
             for name, value in ((n, getattr(self, n)) for n in PER_TOKEN)
         }
         per_row: dict[str, Any] = {
-            name: None if value is None else value[rows]
-            for name, value in ((n, getattr(self, n)) for n in PER_ROW)
+            name: None if value is None else value[rows] for name, value in ((n, getattr(self, n)) for n in PER_ROW)
         }
         return replace(
             self, prompts=self.prompts.take(rows), responses=self.responses.take(rows), **per_token, **per_row

@@ -47,12 +47,17 @@ KNOWN: Mapping[str, ChannelKind] = {
     "turn": ChannelKind("turn", "", "size", "turn of the conversation, from 0; an observation's is that it answers"),
     "old_logprob": ChannelKind("old", "nats", "size", "log-prob under the old policy: that which saw the batch first"),
     "ref_logprob": ChannelKind("reference", "nats", "size", "log-prob under the reference policy"),
-}  # fmt: skip
+}
 """The standard channels, in the order they are shown. Any other name may be given too."""
 
 SAMPLER = "sampler_logprob"
-FROM_STEP = {"logprobs": "trainer_logprob", "entropy": "entropy", "old_logprobs": "old_logprob",
-             "ref_logprobs": "ref_logprob", "clip_fraction": "clipped"}  # fmt: skip
+FROM_STEP = {
+    "logprobs": "trainer_logprob",
+    "entropy": "entropy",
+    "old_logprobs": "old_logprob",
+    "ref_logprobs": "ref_logprob",
+    "clip_fraction": "clipped",
+}
 """What `train_step` calls a channel, and what it is called here; others keep the name their loss gave them."""
 LOG_RATIO_BOUND = 20.0
 """Where the k3 estimate stays constant, as in `rlbench.rl.k3`: it would overflow beyond."""
@@ -62,9 +67,7 @@ def kind_of(name: str, values: np.ndarray) -> ChannelKind:
     """How to read a channel: the standard one of that name, else by whether its values have both signs."""
     if name in KNOWN:
         return KNOWN[name]
-    low, high = (
-        (float(np.nanmin(values)), float(np.nanmax(values))) if np.isfinite(values).any() else (0.0, 0.0)
-    )
+    low, high = (float(np.nanmin(values)), float(np.nanmax(values))) if np.isfinite(values).any() else (0.0, 0.0)
     return ChannelKind(name, "", "signed" if low < 0 < high else "size", "")
 
 
@@ -75,8 +78,11 @@ def all_channels(rollouts: Rollouts) -> dict[str, np.ndarray]:
     """
     there: dict[str, np.ndarray] = {SAMPLER: rollouts.logprobs}
     if rollouts.mask is not None and rollouts.turns is not None:
-        there = {SAMPLER: np.where(rollouts.mask, rollouts.logprobs, np.float32(np.nan)),
-                 "mask": rollouts.mask.astype(np.float32), "turn": rollouts.turns.astype(np.float32)}  # fmt: skip
+        there = {
+            SAMPLER: np.where(rollouts.mask, rollouts.logprobs, np.float32(np.nan)),
+            "mask": rollouts.mask.astype(np.float32),
+            "turn": rollouts.turns.astype(np.float32),
+        }
     there |= rollouts.channels
     return {name: there[name] for name in (*KNOWN, *there) if name in there}
 
@@ -96,9 +102,7 @@ def as_channel(name: str, values: Any, rollouts: Rollouts) -> np.ndarray:
         DataError: a length that does not fit, the name of a built-in, or no numbers.
     """
     if name == SAMPLER:
-        raise DataError(
-            f"{SAMPLER} is what the sampler said and cannot be replaced: give the channel another name"
-        )
+        raise DataError(f"{SAMPLER} is what the sampler said and cannot be replaced: give the channel another name")
     try:
         flat = _flat(values, rollouts)
     except (TypeError, ValueError) as error:
@@ -111,17 +115,18 @@ def as_channel(name: str, values: Any, rollouts: Rollouts) -> np.ndarray:
     return flat
 
 
-def batch_channels(
-    rollouts: Rollouts, batch: TrainBatch, metrics: Metrics | None = None
-) -> dict[str, np.ndarray]:
+def batch_channels(rollouts: Rollouts, batch: TrainBatch, metrics: Metrics | None = None) -> dict[str, np.ndarray]:
     """The channels a batch and a step on it add to the rollouts the batch was made from; see `Rollouts.with_batch`."""
     rows = _rows_of(rollouts, batch)
     found: dict[str, np.ndarray] = {
         "advantage": batch.advantages,
         "mask": batch.mask,
-        **{name: value for name, value in (("old_logprob", batch.old_logprobs), ("ref_logprob", batch.ref_logprobs))
-           if value is not None},
-    }  # fmt: skip
+        **{
+            name: value
+            for name, value in (("old_logprob", batch.old_logprobs), ("ref_logprob", batch.ref_logprobs))
+            if value is not None
+        },
+    }
     for name, value in ({} if metrics is None else metrics.tokens).items():
         if np.shape(value) != batch.responses.values.shape:
             raise DataError(

@@ -79,9 +79,7 @@ class Column(np.ndarray):
         cut = [] if truncated is None else [f"{format_number(100 * truncated)} % truncated"]
         return " · ".join([f"{count}{f', {self.unit}' if self.unit else ''}", *shown, *cut])
 
-    def plot(
-        self, compare: Mapping[str, Any] | None = None, bins: int | None = None, name: str | None = None
-    ) -> Any:
+    def plot(self, compare: Mapping[str, Any] | None = None, bins: int | None = None, name: str | None = None) -> Any:
         """The distribution as a histogram; with others on the same axis, each as shares of its own total.
 
         Args:

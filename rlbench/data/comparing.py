@@ -1,9 +1,9 @@
 """Rewards side by side on the same completions: how far they agree, and where they do not.
 
-    lab = rollouts.compare(old=exact_match, new=rb.rewards.math())
-    lab                           # the view: one row per reward, distributions, disagreements first
-    lab.disagreements(20)
-    rollouts = lab.rollouts("new")
+lab = rollouts.compare(old=exact_match, new=rb.rewards.math())
+lab                           # the view: one row per reward, distributions, disagreements first
+lab.disagreements(20)
+rollouts = lab.rollouts("new")
 """
 
 from __future__ import annotations

@@ -141,14 +141,22 @@ def _table(rollouts: Rollouts) -> tuple[Any, dict[str, Any]]:
     for k, name in enumerate(("prompt_json", "label_json", "meta_json"), start=1):
         columns[name] = pa.array([contents[p][k] for p in prompt_of], pa.large_string())
     facts = {
-        "format": FORMAT, "number": rollouts.number, "prompts": len(rollouts), "samples": rollouts.samples,
-        "scored": rollouts.rewards is not None, "not_started": [int(p) for p in rollouts.not_started],
+        "format": FORMAT,
+        "number": rollouts.number,
+        "prompts": len(rollouts),
+        "samples": rollouts.samples,
+        "scored": rollouts.rewards is not None,
+        "not_started": [int(p) for p in rollouts.not_started],
         "sampling": plain.to_plain(rollouts.sampling, "the sampling options"),
-        "stats": plain.to_plain(rollouts.stats, "stats"), "channels": list(rollouts.channels),
-        "tokenizer": rollouts.tokenizer, "components": list(rollouts.components),
+        "stats": plain.to_plain(rollouts.stats, "stats"),
+        "channels": list(rollouts.channels),
+        "tokenizer": rollouts.tokenizer,
+        "components": list(rollouts.components),
         "reward_errors": [[e.index, e.prompt, e.error, e.line] for e in rollouts.reward_errors],
-        "timed": rollouts.reward_seconds is not None, "turns": rollouts.mask is not None, "notes": list(rollouts.notes),
-    }  # fmt: skip
+        "timed": rollouts.reward_seconds is not None,
+        "turns": rollouts.mask is not None,
+        "notes": list(rollouts.notes),
+    }
     return pa.table(columns), facts
 
 

@@ -109,9 +109,13 @@ class Gradients(Suggesting):
         `size`."""
         pandas = needed("pandas", "gradients.table()")
         columns = {
-            "norm": self.norms, "relative": self.relative, "largest": self.largest, "zeros": self.zero_share,
-            "nonfinite": self.nonfinite.astype(np.int64), "size": self.sizes.astype(np.int64),
-        }  # fmt: skip
+            "norm": self.norms,
+            "relative": self.relative,
+            "largest": self.largest,
+            "zeros": self.zero_share,
+            "nonfinite": self.nonfinite.astype(np.int64),
+            "size": self.sizes.astype(np.int64),
+        }
         return pandas.DataFrame(columns, index=list(self.names))
 
     def channels(self, batch: int = -1) -> dict[str, np.ndarray]:

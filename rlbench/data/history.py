@@ -86,9 +86,13 @@ class History(Suggesting, Sequence[dict[str, Any]]):
         return self.to_pandas()
 
     def plot(
-        self, *names: str, x: str = "step", compare: Mapping[str, History] | None = None, smooth: float | None = None,
+        self,
+        *names: str,
+        x: str = "step",
+        compare: Mapping[str, History] | None = None,
+        smooth: float | None = None,
         name: str | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Metrics over the steps, one panel each; with other runs on the same axes.
 
         Args:

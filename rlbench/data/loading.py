@@ -149,9 +149,7 @@ class _Shape:
         return {column: value for column, value in row.items() if column not in used}
 
 
-def _read(
-    rows: Rows, shape: _Shape, limit: int | None, shuffle_seed: int | None
-) -> tuple[list[int], list[Prompt]]:
+def _read(rows: Rows, shape: _Shape, limit: int | None, shuffle_seed: int | None) -> tuple[list[int], list[Prompt]]:
     """Indices of the rows that are read, in the order wanted, and their prompts."""
     if not rows.counted:
         if limit is None:

@@ -65,9 +65,15 @@ class Mixture(Suggesting):
     """
 
     def __init__(
-        self, sets: Mapping[str, PromptSet], weights: Mapping[str, float], *, seed: int = 0, shuffle: bool = True,
-        on_end: OnEnd = "repeat", epochs: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        sets: Mapping[str, PromptSet],
+        weights: Mapping[str, float],
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        on_end: OnEnd = "repeat",
+        epochs: int | None = None,
+    ) -> None:
         total = math.fsum(weights.values())
         self.sets = dict(sets)
         self.weights = {name: weights[name] / total for name in self.sets}
@@ -123,9 +129,12 @@ class Mixture(Suggesting):
     def state(self) -> dict[str, Any]:
         """Where it stands, as plain JSON of a fixed small size; `restore` takes it, in any process."""
         return {
-            "format": FORMAT, "kind": "mixture", "seed": self.seed, "weights": dict(self.weights),
+            "format": FORMAT,
+            "kind": "mixture",
+            "seed": self.seed,
+            "weights": dict(self.weights),
             "streams": {name: stream.state() for name, stream in self.streams.items()},
-        }  # fmt: skip
+        }
 
     def restore(self, state: Mapping[str, Any]) -> Self:
         """Go to where `state` was taken, and return the mixture.
@@ -173,8 +182,11 @@ def _named(sets: Mapping[str, Any] | Sequence[Any]) -> tuple[dict[str, PromptSet
     """Sets by name, and the weights that came with them."""
     if isinstance(sets, PromptSet) or not isinstance(sets, Mapping | Sequence) or isinstance(sets, str):
         raise DataError("mix: give several sets: {'name': (set, weight), …} or [set, set]")
-    pairs = [(str(name), given) for name, given in sets.items()] if isinstance(sets, Mapping) else (
-        [("", given) for given in sets])  # fmt: skip
+    pairs = (
+        [(str(name), given) for name, given in sets.items()]
+        if isinstance(sets, Mapping)
+        else ([("", given) for given in sets])
+    )
     if not pairs:
         raise DataError("mix: no sets: give {'name': (set, weight), …} or [set, set]")
     named: dict[str, PromptSet] = {}

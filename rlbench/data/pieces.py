@@ -60,9 +60,7 @@ class Pieces:
                 found.append(Piece("", NUMBER, str(token)))
                 continue
             raw, special = known
-            if special or (
-                raw and not 0x80 <= raw[0] < 0xC0
-            ):  # nothing that continues a character: end it here
+            if special or (raw and not 0x80 <= raw[0] < 0xC0):  # nothing that continues a character: end it here
                 _close(found, decoder)
             if special:
                 found.append(Piece("", SPECIAL, raw.decode("utf-8", "replace")))
@@ -157,11 +155,7 @@ def _bytes_of(tokenizer: Any) -> Callable[[int], tuple[bytes, bool] | None]:
         stored = tokenizer.id_to_token(token)
         if stored is None:
             return None
-        text = (
-            own(stored)
-            if own
-            else tokenizer.decode([token], skip_special_tokens=False).encode("utf-8", "replace")
-        )
+        text = own(stored) if own else tokenizer.decode([token], skip_special_tokens=False).encode("utf-8", "replace")
         return text, False
 
     return raw

@@ -61,9 +61,7 @@ def from_plain(value: Any) -> Any:
     if kind is None:
         return {key: from_plain(v) for key, v in value.items()}
     if kind not in _BACK:
-        raise DataError(
-            f"a value of unknown kind {kind!r}: the file is of a newer rlbench; update rlbench to read it"
-        )
+        raise DataError(f"a value of unknown kind {kind!r}: the file is of a newer rlbench; update rlbench to read it")
     return _BACK[kind](value)
 
 
@@ -87,8 +85,10 @@ def _array(value: np.ndarray | np.generic) -> dict[str, Any]:
     data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
     return {
         MARK: "array" if isinstance(value, np.ndarray) else "scalar",
-        "dtype": value.dtype.str, "shape": list(value.shape), "value": data,
-    }  # fmt: skip
+        "dtype": value.dtype.str,
+        "shape": list(value.shape),
+        "value": data,
+    }
 
 
 def _image(value: Any) -> dict[str, Any]:

@@ -73,9 +73,15 @@ class PromptStream(Suggesting):
     def state(self) -> dict[str, Any]:
         """Where it stands, as plain JSON of a fixed small size; `restore` takes it, in any process."""
         return {
-            "format": FORMAT, "kind": "stream", "set": self._identity(), "seed": self.seed, "shuffle": self.shuffle,
-            "epochs": self.epochs, "epoch": self.epoch, "position": self.position,
-        }  # fmt: skip
+            "format": FORMAT,
+            "kind": "stream",
+            "set": self._identity(),
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "epochs": self.epochs,
+            "epoch": self.epoch,
+            "position": self.position,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> Self:
         """Go to where `state` was taken, and return the stream.

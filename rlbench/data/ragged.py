@@ -52,9 +52,7 @@ class Ragged:
 
     def take(self, rows: np.ndarray | Sequence[int]) -> Ragged:
         """The given rows, in the given order."""
-        return Ragged(
-            self.values[flat_index(self.offsets, rows)], offsets_of(self.lengths[np.asarray(rows, int)])
-        )
+        return Ragged(self.values[flat_index(self.offsets, rows)], offsets_of(self.lengths[np.asarray(rows, int)]))
 
     def with_values(self, values: np.ndarray) -> Ragged:
         """The same rows with other values, one per old value."""

@@ -67,8 +67,9 @@ def _column(parts: Sequence[Rollouts], name: str) -> Any:
         lacking = [value is None or (isinstance(value, tuple) and not value) for value in values]
         if all(lacking):
             return values[0]
-        values = [ABSENT[name](part) if lacks else value
-                  for part, value, lacks in zip(parts, values, lacking, strict=True)]  # fmt: skip
+        values = [
+            ABSENT[name](part) if lacks else value for part, value, lacks in zip(parts, values, lacking, strict=True)
+        ]
     if all(value is None for value in values):
         return None
     if any(value is None for value in values):
@@ -91,9 +92,7 @@ def _named(values: Sequence[Mapping[str, np.ndarray]], lengths: Sequence[int]) -
     names = dict.fromkeys(name for value in values for name in value)
     unknown = [np.full(count, np.nan, np.float32) for count in lengths]
     return {
-        name: np.concatenate(
-            [np.asarray(value.get(name, nan)) for value, nan in zip(values, unknown, strict=True)]
-        )
+        name: np.concatenate([np.asarray(value.get(name, nan)) for value, nan in zip(values, unknown, strict=True)])
         for name in names
     }
 
@@ -138,9 +137,7 @@ def _tokenizer(names: Sequence[str]) -> str:
 def _stats(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Totals; the calls came one after another, so seconds add up too."""
     names = dict.fromkeys(name for one in stats for name in one)
-    return {
-        name: float((max if name == "peak_bytes" else sum)(one.get(name, 0.0) for one in stats)) for name in names
-    }
+    return {name: float((max if name == "peak_bytes" else sum)(one.get(name, 0.0) for one in stats)) for name in names}
 
 
 def _agreed(values: Sequence[Any], otherwise: Any) -> Any:

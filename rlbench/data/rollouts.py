@@ -154,9 +154,15 @@ class Rollouts(Suggesting):
 
     @traced
     def score(
-        self, fn: scoring.RewardFn | Sequence[float] | np.ndarray, *, concurrency: int | None = None,
-        timeout_s: float | None = None, isolate: bool = False, memory_gib: float | None = None, on_error: str = "raise",
-    ) -> Rollouts:  # fmt: skip
+        self,
+        fn: scoring.RewardFn | Sequence[float] | np.ndarray,
+        *,
+        concurrency: int | None = None,
+        timeout_s: float | None = None,
+        isolate: bool = False,
+        memory_gib: float | None = None,
+        on_error: str = "raise",
+    ) -> Rollouts:
         """Give each completion a reward; a new value, so that the same rollouts can be scored again.
 
         Args:
@@ -173,14 +179,24 @@ class Rollouts(Suggesting):
             Stopped: interrupted; `.partial` holds the completions that have a reward, None where none has.
         """
         return scoring.score(
-            self, fn, on_error,
-            concurrency=concurrency, timeout_s=timeout_s, isolate=isolate, memory_gib=memory_gib,
-        )  # fmt: skip
+            self,
+            fn,
+            on_error,
+            concurrency=concurrency,
+            timeout_s=timeout_s,
+            isolate=isolate,
+            memory_gib=memory_gib,
+        )
 
     def compare(
-        self, *, concurrency: int | None = None, timeout_s: float | None = None, isolate: bool = False,
-        memory_gib: float | None = None, **rewards: Any,
-    ) -> RewardComparison:  # fmt: skip
+        self,
+        *,
+        concurrency: int | None = None,
+        timeout_s: float | None = None,
+        isolate: bool = False,
+        memory_gib: float | None = None,
+        **rewards: Any,
+    ) -> RewardComparison:
         """Score with several rewards and say where they disagree: `rollouts.compare(old=one, new=another)`.
 
         Args:
@@ -214,9 +230,7 @@ class Rollouts(Suggesting):
         kept = ~self.aborted if drop_aborted else np.ones(self.samples, bool)
         kept &= self.lengths > 0
         if not kept.any():
-            raise DataError(
-                "no finished completion is left to train on: roll out again, or batch(drop_aborted=False)"
-            )
+            raise DataError("no finished completion is left to train on: roll out again, or batch(drop_aborted=False)")
         rows = np.flatnonzero(kept)
         scoring.check_known(self, rows)
         columns = scoring.with_components(self, advantage, columns, rows)
@@ -370,11 +384,7 @@ class Rollouts(Suggesting):
 
     def _prompts(self, chosen: np.ndarray) -> Rollouts:
         where = {int(p): i for i, p in enumerate(chosen)}
-        rows = (
-            np.concatenate([np.flatnonzero(self.group == p) for p in chosen])
-            if len(chosen)
-            else np.zeros(0, int)
-        )
+        rows = np.concatenate([np.flatnonzero(self.group == p) for p in chosen]) if len(chosen) else np.zeros(0, int)
         taken = self._take(rows)
         return replace(
             taken,
@@ -383,4 +393,3 @@ class Rollouts(Suggesting):
             group=np.array([where[int(g)] for g in taken.group], np.int32),
             not_started=tuple(where[p] for p in self.not_started if p in where),
         )
-

@@ -11,10 +11,18 @@ import numpy as np
 DEFAULT_MAX_TOKENS = 16
 """Tokens of a completion where nobody said: vLLM's default."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "top_p": (None, 1, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0, 0.0), "repetition_penalty": (None, 1, 1.0),
-    "presence_penalty": (None, 0, 0.0), "frequency_penalty": (None, 0, 0.0), "min_tokens": (None, 0),
-    "bad_words": (None, [], ()), "allowed_token_ids": (None,), "logit_bias": (None, {}), "structured_outputs": (None,),
-}  # fmt: skip
+    "top_p": (None, 1, 1.0),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0, 0.0),
+    "repetition_penalty": (None, 1, 1.0),
+    "presence_penalty": (None, 0, 0.0),
+    "frequency_penalty": (None, 0, 0.0),
+    "min_tokens": (None, 0),
+    "bad_words": (None, [], ()),
+    "allowed_token_ids": (None,),
+    "logit_bias": (None, {}),
+    "structured_outputs": (None,),
+}
 """Sampling options that reshape the distribution, with values that do not; a trainer knows the temperature alone."""
 DERIVED = ("output_text_buffer_length",)
 """Fields that vLLM's SamplingParams sets itself."""
@@ -39,8 +47,11 @@ def sampling_options(given: Any) -> dict[str, Any]:
         del options["logprobs"]
     grammar = options.get("structured_outputs")
     if dataclasses.is_dataclass(grammar):  # vLLM's StructuredOutputsParams
-        options["structured_outputs"] = {f.name: value for f in dataclasses.fields(grammar)
-                                         if (value := getattr(grammar, f.name)) and f.name[0] != "_"}  # fmt: skip
+        options["structured_outputs"] = {
+            f.name: value
+            for f in dataclasses.fields(grammar)
+            if (value := getattr(grammar, f.name)) and f.name[0] != "_"
+        }
     return options
 
 
@@ -85,6 +96,7 @@ def _differing(given: Any) -> dict[str, Any]:
     names = [name for name in given.__struct_fields__ if name[0] != "_" and name not in DERIVED]
     found = {name: getattr(given, name) for name in names}
     return {
-        name: value for name, value in found.items()
+        name: value
+        for name, value in found.items()
         if name == "max_tokens" or (value is not None and value != getattr(plain, name))
-    }  # fmt: skip
+    }

@@ -80,9 +80,7 @@ class RewardErrors(Sequence[RewardError]):
         return RewardErrors(replace(e, index=k) for k, e in found if e is not None)
 
 
-def score(
-    rollouts: Rollouts, fn: Any, on_error: str = "raise", board: Any = None, **options: Any
-) -> Rollouts:
+def score(rollouts: Rollouts, fn: Any, on_error: str = "raise", board: Any = None, **options: Any) -> Rollouts:
     """See `Rollouts.score`. `board`: where outcomes are written, by which another thread can stop it."""
     if on_error not in ON_ERROR:
         raise DataError(f"on_error={on_error!r}: wanted 'raise' or 'keep'{nearest(str(on_error), ON_ERROR)}")

@@ -247,8 +247,12 @@ def _read_tsv(path: Path) -> list[Row]:
 
 
 READERS: dict[str, Callable[[Path], list[Row]]] = {
-    ".parquet": _read_parquet, ".jsonl": _read_lines, ".json": _read_json, ".csv": _read_csv, ".tsv": _read_tsv,
-}  # fmt: skip
+    ".parquet": _read_parquet,
+    ".jsonl": _read_lines,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".tsv": _read_tsv,
+}
 
 
 # -- refusals

@@ -50,9 +50,11 @@ def write_json(rollouts: Rollouts, path: str | Path) -> Path:
     with written_aside(path) as aside, open(aside, "w", encoding="ascii", newline="\n") as file:
         if not lines:
             frame = {
-                "schema": SCHEMA, "sampling": to_plain(rollouts.sampling, "the sampling options"),
-                "number": rollouts.number, "tokenizer": rollouts.tokenizer,
-            }  # fmt: skip
+                "schema": SCHEMA,
+                "sampling": to_plain(rollouts.sampling, "the sampling options"),
+                "number": rollouts.number,
+                "tokenizer": rollouts.tokenizer,
+            }
             file.write(_dumps(frame)[:-1] + ', "trajectories": [\n')
         for i, one in enumerate(trajectories(rollouts)):
             file.write("" if i == 0 else "\n" if lines else ",\n")

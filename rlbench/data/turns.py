@@ -101,6 +101,7 @@ def summed(turn_rewards: Ragged) -> np.ndarray:
 
 def taken_turns(rollouts: Rollouts, rows: np.ndarray) -> dict[str, Any]:
     """The same fields of some of the samples."""
+
     def tokens(values: np.ndarray | None) -> np.ndarray | None:
         return None if values is None else rollouts.responses.with_values(values).take(rows).values
 

@@ -51,13 +51,20 @@ class Verbs(Suggesting, Sequence[dict[str, Any]]):
         """
         rows = [
             {
-                "verb": one["verb"], "args": _given(one), "outcome": one["outcome"], "said": one["said"],
-                "step": one["step"], "version": one["version"], "seconds": one["seconds"], "time": one["time"],
-                "code": one["code"], **{f"metrics/{name}": value for name, value in one["metrics"].items()},
+                "verb": one["verb"],
+                "args": _given(one),
+                "outcome": one["outcome"],
+                "said": one["said"],
+                "step": one["step"],
+                "version": one["version"],
+                "seconds": one["seconds"],
+                "time": one["time"],
+                "code": one["code"],
+                **{f"metrics/{name}": value for name, value in one["metrics"].items()},
                 **{f"hash/{name}": value for name, value in one["hashes"].items()},
             }
             for one in self.records
-        ]  # fmt: skip
+        ]
         return needed("pandas", "history.verbs.to_pandas()").DataFrame(rows)
 
     def __repr__(self) -> str:

@@ -31,9 +31,7 @@ LEFT_OUT = ("__builtins__", "__loader__", "__spec__", "__cached__")
 _registering = threading.Lock()
 
 
-def dumps(
-    value: Any, what: str = "value", to: str = "the ranks", refusal: type[RLBenchError] = EngineError
-) -> bytes:
+def dumps(value: Any, what: str = "value", to: str = "the ranks", refusal: type[RLBenchError] = EngineError) -> bytes:
     """`value` by cloudpickle, local modules by value.
 
     Args:

@@ -68,9 +68,7 @@ class Chain:
     def result(self, timeout: float | None = None) -> Any:
         """Wait and return the result; raises what the steps raised, TimeoutError after `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        while not self._finished.wait(
-            0.1 if deadline is None else max(0.0, min(0.1, deadline - time.monotonic()))
-        ):
+        while not self._finished.wait(0.1 if deadline is None else max(0.0, min(0.1, deadline - time.monotonic()))):
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"{self.what} is still running after {timeout:g} s")
         if self._error is not None:

@@ -41,7 +41,7 @@ class Host:
 
     def __init__(
         self, name: str, monitor: str, env: dict[str, str], target: str, args: tuple[Any, ...], cluster: str = ""
-    ) -> None:  # fmt: skip
+    ) -> None:
         os.environ.update(env)  # before torch is imported: thread counts are read once
         self._name, self._monitor, self._cluster = name, monitor, cluster
         self._epoch = 0
@@ -143,16 +143,10 @@ class Host:
 
     def _admit(self, ticket: Ticket) -> None:
         if ticket.epoch < self._epoch:
-            raise StaleEpoch(
-                "another notebook drives this session now; take over with rb.attach(name, take_over=True)"
-            )
+            raise StaleEpoch("another notebook drives this session now; take over with rb.attach(name, take_over=True)")
         self._epoch = ticket.epoch
         register = getattr(self._target, "register", None)
-        if (
-            ticket.world > 1
-            and register is not None
-            and not register(ticket.epoch, ticket.seq, REGISTER_LIMIT_S)
-        ):
+        if ticket.world > 1 and register is not None and not register(ticket.epoch, ticket.seq, REGISTER_LIMIT_S):
             raise CallDropped(
                 f"not all {ticket.world} ranks received the call within {REGISTER_LIMIT_S:g} s, so none ran it; "
                 "call again (a rank that is still busy with an earlier call shows in the session's card)"
@@ -160,9 +154,15 @@ class Host:
 
     def _run(self, ticket: Ticket, name: str, args: Iterable[Any], kwargs: dict[str, Any]) -> Reply:
         mine = context.CallContext(
-            ticket.call_id, ticket.epoch, ticket.seq, self._claimer(ticket), name=name, worker=self._name,
-            cluster=self._cluster, issued_before=self._issued(),
-        )  # fmt: skip
+            ticket.call_id,
+            ticket.epoch,
+            ticket.seq,
+            self._claimer(ticket),
+            name=name,
+            worker=self._name,
+            cluster=self._cluster,
+            issued_before=self._issued(),
+        )
         with self._lock:
             if ticket.call_id in self._stopped_ids:
                 mine.request_stop()
@@ -200,18 +200,18 @@ class Host:
         if ticket.queue == self._name:
             return lambda count: Host.claim(self, ticket.call_id, ticket.queue_total, count)
         server = ray.get_actor(ticket.queue)
-        return lambda count: ray.get(
-            server.claim.remote(ticket.call_id, ticket.queue_total, count), timeout=60
-        )
+        return lambda count: ray.get(server.claim.remote(ticket.call_id, ticket.queue_total, count), timeout=60)
 
     def _tell_end(self, ticket: Ticket, reply: Reply) -> None:
         """The driver may be dead by now, so it is the worker that says that a call is over, and how."""
         if not ticket.tracked:
             return
         failure = reply.failure
-        said = None if failure is None or isinstance(failure.error, StaleEpoch) else {
-            "kind": failure.kind, "message": failure.message[:KEPT_MESSAGE]
-        }  # fmt: skip
+        said = (
+            None
+            if failure is None or isinstance(failure.error, StaleEpoch)
+            else {"kind": failure.kind, "message": failure.message[:KEPT_MESSAGE]}
+        )
         try:
             ray.get_actor(self._monitor).end.remote(ticket.call_id, ticket.epoch, said)
         except ValueError:

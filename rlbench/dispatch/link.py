@@ -79,10 +79,17 @@ class Link:
         )
         monitor = (
             ray.remote(_load(MONITOR))
-            .options(name=actor_name(name, "monitor"), lifetime="detached", num_cpus=0, max_restarts=-1,
-                     max_task_retries=2, max_concurrency=16, scheduling_strategy=here)
+            .options(
+                name=actor_name(name, "monitor"),
+                lifetime="detached",
+                num_cpus=0,
+                max_restarts=-1,
+                max_task_retries=2,
+                max_concurrency=16,
+                scheduling_strategy=here,
+            )
             .remote(name, joined.id, shm_prefix(name))
-        )  # fmt: skip
+        )
         try:
             return cls(name, monitor, _drive(monitor, False, lease_s))
         except BaseException:  # an interrupt: a monitor that nobody drives would keep the name
@@ -162,11 +169,19 @@ class Link:
         return list(self._ask("samples", since))
 
     def submit(
-        self, engine: str, labels: Sequence[str], actors: Sequence[Any], name: str,
-        calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], finish: Callable[[list[Any]], Any],
-        what: str | None = None, observer: Observer | None = None, queue_total: int = 0, track: bool = False,
+        self,
+        engine: str,
+        labels: Sequence[str],
+        actors: Sequence[Any],
+        name: str,
+        calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+        finish: Callable[[list[Any]], Any],
+        what: str | None = None,
+        observer: Observer | None = None,
+        queue_total: int = 0,
+        track: bool = False,
         collective: bool = True,
-    ) -> Pending:  # fmt: skip
+    ) -> Pending:
         """Send one call to all actors of an engine: `calls[i]` = (args, kwargs) of rank i.
 
         `queue_total` > 0 lets the first actor hand out that many shared work items. `track` shows the call at the
@@ -181,9 +196,15 @@ class Link:
             nonlocal sent
             sent = self.epoch
             ticket = Ticket(
-                sent, next(self._seq), call_id, len(actors), self._acknowledged,
-                actor_name(self.name, engine, 0) if queue_total else "", queue_total, track,
-            )  # fmt: skip
+                sent,
+                next(self._seq),
+                call_id,
+                len(actors),
+                self._acknowledged,
+                actor_name(self.name, engine, 0) if queue_total else "",
+                queue_total,
+                track,
+            )
             if track:
                 self.monitor.begin.remote(call_id, what or name, engine, sent, verb_id)
             return [
@@ -215,8 +236,9 @@ class Link:
         def died(i: int, error: BaseException) -> BaseException:
             return self.died(engine, labels[i], actors[i], error)
 
-        return Pending(what or f"{engine}.{name}", labels, actors, refs, call_id, finish, observer, died, ended,
-                       collective, again)  # fmt: skip
+        return Pending(
+            what or f"{engine}.{name}", labels, actors, refs, call_id, finish, observer, died, ended, collective, again
+        )
 
     @contextlib.contextmanager
     def verb(self, what: str) -> Iterator[None]:

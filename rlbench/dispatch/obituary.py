@@ -22,9 +22,14 @@ EXIT = re.compile(r"^os\._exit\((?P<status>.*)\) was called(?: in (?P<function>.
 
 
 def obituary(
-    label: str, engine: str, pid: int | None, error: BaseException, samples: list[dict[str, Any]], actor: str,
+    label: str,
+    engine: str,
+    pid: int | None,
+    error: BaseException,
+    samples: list[dict[str, Any]],
+    actor: str,
     in_session: bool,
-) -> WorkerDied:  # fmt: skip
+) -> WorkerDied:
     """What to raise; its last words are what `rb.last_traceback()` gives.
 
     Args:

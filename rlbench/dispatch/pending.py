@@ -49,11 +49,19 @@ class Pending:
     """
 
     def __init__(
-        self, what: str, labels: Sequence[str], actors: Sequence[Any], refs: Sequence[Any], call_id: str,
-        finish: Callable[[list[Any]], Any], observer: Observer | None = None,
+        self,
+        what: str,
+        labels: Sequence[str],
+        actors: Sequence[Any],
+        refs: Sequence[Any],
+        call_id: str,
+        finish: Callable[[list[Any]], Any],
+        observer: Observer | None = None,
         on_death: Callable[[int, BaseException], BaseException] | None = None,
-        on_end: Callable[[], None] | None = None, collective: bool = True, again: Again | None = None,
-    ) -> None:  # fmt: skip
+        on_end: Callable[[], None] | None = None,
+        collective: bool = True,
+        again: Again | None = None,
+    ) -> None:
         self.what = what
         self.call_id = call_id
         self._labels, self._actors, self._refs = list(labels), list(actors), list(refs)

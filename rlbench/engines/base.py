@@ -158,15 +158,30 @@ class Engine:
         return found
 
     def call(
-        self, name: str, calls: Sequence[Call], finish: Callable[[list[Any]], Any] = list,
-        what: str | None = None, observer: Observer | None = None, queue_total: int = 0, track: bool = False,
-    ) -> Pending:  # fmt: skip
+        self,
+        name: str,
+        calls: Sequence[Call],
+        finish: Callable[[list[Any]], Any] = list,
+        what: str | None = None,
+        observer: Observer | None = None,
+        queue_total: int = 0,
+        track: bool = False,
+    ) -> Pending:
         """Submit a call of the workers' own method `name`; `calls[i]` holds the arguments of worker i."""
         self._need_built(name)
         return self.link.submit(
-            self.name, self.labels, self._actors, name, calls, finish, what or f"{self.name}.{name}", observer,
-            queue_total, track, self.COLLECTIVE,
-        )  # fmt: skip
+            self.name,
+            self.labels,
+            self._actors,
+            name,
+            calls,
+            finish,
+            what or f"{self.name}.{name}",
+            observer,
+            queue_total,
+            track,
+            self.COLLECTIVE,
+        )
 
     def call_all(self, name: str, *args: Any, **options: Any) -> Pending:
         """Submit the same call to every worker, large arguments once through shared memory."""
@@ -242,46 +257,45 @@ class Engine:
         if alone and colocate_with is not None:
             raise BuildError("allow_colocate=False and colocate_with= contradict each other: give one of them")
         if count < 1:
-            raise BuildError(
-                f"the engine wants {count} workers: parallel sizes are 1 or more (-1: all devices)"
-            )
+            raise BuildError(f"the engine wants {count} workers: parallel sizes are 1 or more (-1: all devices)")
         for other in (colocate_with, not_colocate_with):
             if other is not None and not other.built:
-                raise BuildError(
-                    f"cannot place {self.name} beside {other.name}: that engine is not built yet"
-                )
+                raise BuildError(f"cannot place {self.name} beside {other.name}: that engine is not built yet")
             if other is not None and other.link is not self.link:
-                raise BuildError(
-                    f"cannot place {self.name} beside {other.name}: they are in different sessions"
-                )
+                raise BuildError(f"cannot place {self.name} beside {other.name}: they are in different sessions")
         with self.link.placing:  # engines of a session may be built at the same time
             state = self.link.state()
             if self.name in state["engines"]:
-                raise BuildError(
-                    f"the session has an engine {self.name!r} already: give this one another name="
-                )
+                raise BuildError(f"the session has an engine {self.name!r} already: give this one another name=")
             near = devices_of(state, colocate_with.name) if colocate_with else []
             avoid = devices_of(state, not_colocate_with.name) if not_colocate_with else []
             if set(near) & set(unshared(state)):
                 raise BuildError(f"cannot place {self.name} beside an engine built with allow_colocate=False")
             devices = allot(self.link, count, near, [*avoid, *unshared(state)], alone)
-            self.link.engine(self.name, {
-                "kind": self.KIND, "devices": [[d.placement, d.bundle] for d in devices], "alone": alone,
-                "placements": sorted({d.placement for d in devices}), "broken": None,
-            })  # fmt: skip
+            self.link.engine(
+                self.name,
+                {
+                    "kind": self.KIND,
+                    "devices": [[d.placement, d.bundle] for d in devices],
+                    "alone": alone,
+                    "placements": sorted({d.placement for d in devices}),
+                    "broken": None,
+                },
+            )
         return devices
 
     def _spawn(
-        self, target: str, args_of: Callable[[int], tuple[Any, ...]], devices: Sequence[Device],
+        self,
+        target: str,
+        args_of: Callable[[int], tuple[Any, ...]],
+        devices: Sequence[Device],
         env: Sequence[dict[str, str]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Start the workers and record them."""
         import ray
 
         for i, device in enumerate(devices):
-            self._actors.append(
-                spawn_host(self.link, self.name, i, target, args_of(i), env[i], actor_options(device))
-            )
+            self._actors.append(spawn_host(self.link, self.name, i, target, args_of(i), env[i], actor_options(device)))
         say(self.name, f"starting {len(self._actors)} process{'' if len(self._actors) == 1 else 'es'}")
         pids = ray.get([a.pid.remote() for a in self._actors], timeout=180)
         names = [actor_name(self.link.name, self.name, i) for i in range(len(self._actors))]
@@ -360,9 +374,7 @@ def checked_config(config_class: Any, given: dict[str, Any], what: str) -> Any:
     known = [field.name for field in dataclasses.fields(config_class)]
     for name in given:
         if name not in known:
-            raise BuildError(
-                f"{what}: unknown option {name!r}{nearest(name, known)}; there are {', '.join(known)}"
-            )
+            raise BuildError(f"{what}: unknown option {name!r}{nearest(name, known)}; there are {', '.join(known)}")
     return config_class(**given)
 
 

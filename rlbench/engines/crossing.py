@@ -92,8 +92,16 @@ def receiving(infer: InferenceEngine, manifest: Manifest, workers: list[int]) ->
     for actor, label, count in zip(infer._actors, infer.labels, workers, strict=True):
         own = replace(manifest, channel=replace(manifest.channel, first_rank=first))
         first += count
-        yield infer.link.submit(infer.name, [label], [actor], "apply_weights", [((own,), {})], list,
-                                "weight sync: applying", collective=False)  # fmt: skip
+        yield infer.link.submit(
+            infer.name,
+            [label],
+            [actor],
+            "apply_weights",
+            [((own,), {})],
+            list,
+            "weight sync: applying",
+            collective=False,
+        )
 
 
 def cause_of(ended: Sequence[BaseException | None], infer: InferenceEngine) -> BaseException | None:

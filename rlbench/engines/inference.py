@@ -47,8 +47,16 @@ class InferenceEngine(Engine):
     COLLECTIVE = False
     PARTS = ("weights", "kv_cache")
 
-    def __init__(self, path: Any, executor: str = "vllm", *, name: str = "inference", seed: int = 0,
-                 link: Link | None = None, **config: Any) -> None:  # fmt: skip
+    def __init__(
+        self,
+        path: Any,
+        executor: str = "vllm",
+        *,
+        name: str = "inference",
+        seed: int = 0,
+        link: Link | None = None,
+        **config: Any,
+    ) -> None:
         super().__init__(name, link)
         own = path.get_checkpoint_path() if hasattr(path, "get_checkpoint_path") else path
         self.path = model_name(own, "InferenceEngine")
@@ -65,10 +73,17 @@ class InferenceEngine(Engine):
         return engine
 
     def build(
-        self, *, tensor_parallel_size: int = 1, data_parallel_size: int = -1, colocate_with: Engine | None = None,
-        not_colocate_with: Engine | None = None, allow_colocate: bool = True, pipeline_parallel_size: int = 1,
-        ignore_rebuild_error: bool = False, **config: Any,
-    ) -> InferenceEngine:  # fmt: skip
+        self,
+        *,
+        tensor_parallel_size: int = 1,
+        data_parallel_size: int = -1,
+        colocate_with: Engine | None = None,
+        not_colocate_with: Engine | None = None,
+        allow_colocate: bool = True,
+        pipeline_parallel_size: int = 1,
+        ignore_rebuild_error: bool = False,
+        **config: Any,
+    ) -> InferenceEngine:
         """Start the replicas and load the model.
 
         Args:
@@ -99,12 +114,14 @@ class InferenceEngine(Engine):
         count = tensor_parallel_size * replicas
         devices = self._allot(count, colocate_with, not_colocate_with, not allow_colocate)
         with self._building():
-            groups = [
-                devices[i : i + tensor_parallel_size] for i in range(0, len(devices), tensor_parallel_size)
-            ]
+            groups = [devices[i : i + tensor_parallel_size] for i in range(0, len(devices), tensor_parallel_size)]
             env = {"OMP_NUM_THREADS": str(chosen.threads), "OMP_WAIT_POLICY": "passive", **network_environment()}
-            self._spawn(TARGETS[self.executor], lambda i: (chosen,), [group[0] for group in groups],
-                        [env | visible_gpus(group) for group in groups])  # fmt: skip
+            self._spawn(
+                TARGETS[self.executor],
+                lambda i: (chosen,),
+                [group[0] for group in groups],
+                [env | visible_gpus(group) for group in groups],
+            )
             infos = self.call_all("build", what=f"{self.name}.build", observer=self._say_phase).result()
         self._info = infos[0] | {
             "path": self.path,
@@ -127,9 +144,18 @@ class InferenceEngine(Engine):
         return str(self._info.get("tokenizer", self.path))
 
     def generate(
-        self, prompts: Any, sampling: Any = None, *, n: int | None = None, progress: bool = True, env: Any = None,
-        sampling_params: Any = None, post_generation_hook: Hook | None = None, use_tqdm: bool = True, **options: Any,
-    ) -> Rollouts:  # fmt: skip
+        self,
+        prompts: Any,
+        sampling: Any = None,
+        *,
+        n: int | None = None,
+        progress: bool = True,
+        env: Any = None,
+        sampling_params: Any = None,
+        post_generation_hook: Hook | None = None,
+        use_tqdm: bool = True,
+        **options: Any,
+    ) -> Rollouts:
         """Generate completions; blocks, Ctrl-C raises `rb.Stopped` with the finished part.
 
         Args:
@@ -158,9 +184,16 @@ class InferenceEngine(Engine):
         return result
 
     def submit_generate(
-        self, prompts: Any, sampling: dict[str, Any], *, n: int | None = None, progress: bool = True,
-        number: int | None = None, env: Any = None, seeds: np.ndarray | None = None,
-    ) -> Pending:  # fmt: skip
+        self,
+        prompts: Any,
+        sampling: dict[str, Any],
+        *,
+        n: int | None = None,
+        progress: bool = True,
+        number: int | None = None,
+        env: Any = None,
+        seeds: np.ndarray | None = None,
+    ) -> Pending:
         """Submit a generate call and return its `Pending`.
 
         `number` is the rollout's, from which its seeds derive where no `seeds` (prompts, n) int64 are given.
@@ -178,8 +211,16 @@ class InferenceEngine(Engine):
         if seeds is None:
             drawn_by = (self.seed, number) if seed is None else (_whole("seed", seed), 0)
             seeds = request_seeds(*drawn_by, len(asked), samples)
-        job = GenerateJob([p.content for p in asked], samples, rest, seeds, shared=replicas > 1, number=number,
-                          asked=tuple(asked) if number or turns else (), env=turns)  # fmt: skip
+        job = GenerateJob(
+            [p.content for p in asked],
+            samples,
+            rest,
+            seeds,
+            shared=replicas > 1,
+            number=number,
+            asked=tuple(asked) if number or turns else (),
+            env=turns,
+        )
         view = views.make("generate", total=len(asked) * samples) if progress else None
 
         def finish(parts: list[Any]) -> Rollouts:
@@ -190,15 +231,23 @@ class InferenceEngine(Engine):
                 self.link.tell({"do": "lengths", "entry": length_stats(merged)})
             cut = merged.aborted & ~failed_in_env(merged)
             if merged.samples < len(asked) * samples or cut.any():
-                raise Stopped(f"rollout {number} stopped: {merged.samples - int(merged.aborted.sum())} of "
-                              f"{len(asked) * samples} completions are finished", merged)  # fmt: skip
+                raise Stopped(
+                    f"rollout {number} stopped: {merged.samples - int(merged.aborted.sum())} of "
+                    f"{len(asked) * samples} completions are finished",
+                    merged,
+                )
             tell_env_errors(merged)
             return merged
 
         return self.call_all(
-            "generate", job, finish=finish, what=f"rollout {number}", observer=view,
-            queue_total=len(asked) if replicas > 1 else 0, track=True,
-        )  # fmt: skip
+            "generate",
+            job,
+            finish=finish,
+            what=f"rollout {number}",
+            observer=view,
+            queue_total=len(asked) if replicas > 1 else 0,
+            track=True,
+        )
 
     def _tell_reshaped(self, sampling: dict[str, Any]) -> None:
         """Say once of each option that it makes the sampler's log-probs those of another distribution."""

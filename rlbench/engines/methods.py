@@ -17,9 +17,7 @@ def proxy(info: dict[str, Any], call: Callable[..., Any]) -> Callable[..., Any]:
         return call(*args, **kwargs)
 
     method.__name__ = method.__qualname__ = info["name"]
-    method.__doc__ = (
-        info["doc"] or f"{info['name']}{info['signature']}, on every rank; returns one result per rank."
-    )
+    method.__doc__ = info["doc"] or f"{info['name']}{info['signature']}, on every rank; returns one result per rank."
     signature = _signature(info["signature"])
     if signature is not None:
         method.__signature__ = signature  # type: ignore[attr-defined]

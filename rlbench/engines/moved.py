@@ -33,11 +33,14 @@ class Moved(Result):
         by_owner = sum(int(one.get("freed", 0)) for one in workers), sum(int(one.get("taken", 0)) for one in workers)
         smaller = [int(one.get("freed_bytes", 0)) for one in workers]  # of the process, measured; it may have grown
         return cls(
-            engine, {part: str(first[part]) for part in parts},
-            by_owner[0] + sum(n for n in smaller if n > 0), by_owner[1] - sum(n for n in smaller if n < 0),
-            tuple(first.get("lost", ())), first.get("materialized_from") or first.get("reloaded_from"),
+            engine,
+            {part: str(first[part]) for part in parts},
+            by_owner[0] + sum(n for n in smaller if n > 0),
+            by_owner[1] - sum(n for n in smaller if n < 0),
+            tuple(first.get("lost", ())),
+            first.get("materialized_from") or first.get("reloaded_from"),
             first.get("version"),
-        )  # fmt: skip
+        )
 
     def named(self) -> dict[str, Any]:
         """The fields, and the parts."""

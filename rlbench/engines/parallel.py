@@ -13,8 +13,16 @@ from typing import Any
 from rlbench.errors import DataError
 
 _DP = {"dp", "data parallel", "data_parallel", "data-parallel"}
-_SEQ = {"seq", "sequence parallel", "sequence_parallel", "sequence-parallel", "ctx", "context parallel",
-        "context_parallel", "context-parallel"}  # fmt: skip
+_SEQ = {
+    "seq",
+    "sequence parallel",
+    "sequence_parallel",
+    "sequence-parallel",
+    "ctx",
+    "context parallel",
+    "context_parallel",
+    "context-parallel",
+}
 
 
 class NeedParallel:
@@ -33,11 +41,7 @@ class NeedParallel:
             )
         if type not in _DP:
             raise DataError(f'NeedParallel(type={type!r}): wanted "dp"')
-        if (
-            isinstance(data, str | bytes | Mapping)
-            or not hasattr(data, "__len__")
-            or not hasattr(data, "__getitem__")
-        ):
+        if isinstance(data, str | bytes | Mapping) or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             raise DataError(
                 f"NeedParallel wants rows to split (a list, tensor, array or batch), got {data.__class__.__name__}; "
                 "wrap each list of a dict by itself"
@@ -86,10 +90,7 @@ def split_call(
     if not marked:
         return [(args, kwargs)] * ranks
     spans = row_spans(counts.pop(), ranks)
-    return [
-        (tuple(_part(a, span) for a in args), {k: _part(v, span) for k, v in kwargs.items()})
-        for span in spans
-    ]
+    return [(tuple(_part(a, span) for a in args), {k: _part(v, span) for k, v in kwargs.items()}) for span in spans]
 
 
 def _part(value: Any, span: tuple[int, int]) -> Any:

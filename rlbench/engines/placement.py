@@ -69,9 +69,7 @@ def allot(
     shared = sorted((d for d in use if d not in chosen and d not in avoid), key=lambda d: use[d])
     chosen += shared[: count - len(chosen)]
     if len(chosen) < count:
-        raise BuildError(
-            f"only {len(chosen)} of {count} devices are left beside the engines not to colocate with"
-        )
+        raise BuildError(f"only {len(chosen)} of {count} devices are left beside the engines not to colocate with")
     return chosen
 
 
@@ -105,9 +103,7 @@ def visible_gpus(devices: Sequence[Device]) -> dict[str, str]:
     def ids() -> list[int]:
         return list(ray.get_gpu_ids())
 
-    found = ray.get(
-        [ids.options(**actor_options(device)).remote() for device in devices], timeout=READY_LIMIT_S
-    )
+    found = ray.get([ids.options(**actor_options(device)).remote() for device in devices], timeout=READY_LIMIT_S)
     return {"CUDA_VISIBLE_DEVICES": ",".join(str(i) for part in found for i in part)}
 
 

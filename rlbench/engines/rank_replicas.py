@@ -108,9 +108,7 @@ class RankReplicas:
 
     # -- generating ------------------------------------------------------------------------------------------
 
-    def generate(
-        self, mine: list[Prompt], sampling: dict[str, Any], samples: int, number: int
-    ) -> list[GenerateOutput]:
+    def generate(self, mine: list[Prompt], sampling: dict[str, Any], samples: int, number: int) -> list[GenerateOutput]:
         """This rank's completions; the seeds derive from `number` and each prompt's place among all. Collective."""
         self._refresh()
         self._control.together("gather_and_generate", lambda: self._check_lengths(mine))
@@ -239,12 +237,15 @@ def _outputs(rollouts: Rollouts) -> list[GenerateOutput]:
     bounds = rollouts.responses.offsets
     return [
         GenerateOutput(
-            prompts[rollouts.group[i]], rollouts.responses.values[begin:end].tolist(),
-            np.asarray(rollouts.logprobs[begin:end], np.float32), FINISH_REASONS[rollouts.finish[i]],
-            rollouts.texts[i], int(rollouts.versions[i]),
+            prompts[rollouts.group[i]],
+            rollouts.responses.values[begin:end].tolist(),
+            np.asarray(rollouts.logprobs[begin:end], np.float32),
+            FINISH_REASONS[rollouts.finish[i]],
+            rollouts.texts[i],
+            int(rollouts.versions[i]),
         )
         for i, (begin, end) in enumerate(itertools.pairwise(bounds))
-    ]  # fmt: skip
+    ]
 
 
 # -- the engine that is there, or one that is built
@@ -296,9 +297,13 @@ def _longest(config: StrategyConfig) -> int | None:
 
 
 def _build(
-    place: RankPlace, records: dict[str, Record], strategy: StrategyBase, config: StrategyConfig, plan: GatherPlan,
+    place: RankPlace,
+    records: dict[str, Record],
+    strategy: StrategyBase,
+    config: StrategyConfig,
+    plan: GatherPlan,
     actor: Any,
-) -> InferenceEngine:  # fmt: skip
+) -> InferenceEngine:
     """Build the session's engine on the devices of its ranks: on GPUs one replica for each group, else one for all."""
     if place.engine == GUESTS:
         raise StateError(
@@ -320,9 +325,10 @@ def _build(
         _path(config, actor, trainer), config.engine_type, name=NAME, seed=strategy.seed, link=place.link, **options
     )
     return engine.build(
-        tensor_parallel_size=plan.tp_size, data_parallel_size=plan.engines if gpus else 1,
+        tensor_parallel_size=plan.tp_size,
+        data_parallel_size=plan.engines if gpus else 1,
         colocate_with=TrainEngine.attach(place.link, place.engine, trainer),
-    )  # fmt: skip
+    )
 
 
 def _path(config: StrategyConfig, actor: Any, trainer: Record) -> str:

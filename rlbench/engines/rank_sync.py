@@ -140,7 +140,6 @@ class RankSync:
             self._note_staged(version, asdict(manifest))
         return Synced.of(manifest, version, begun.choice.transport, gap, str(proof["dtype"]))
 
-
     def _note_staged(self, version: int, manifest: dict[str, Any]) -> None:
         """As `TrainEngine.note_staged`: what `session.heal()` may go on from, beside what the kernel's syncs staged."""
         fields: dict[str, Any] = {"rank_staged_version": version}

@@ -1,11 +1,11 @@
 """Hot reload of a live module's code: a class or one method, replaced on the ranks while weights and optimizer stay.
 
-    @train.method                      # in a cell, again after every edit
-    def perplexity(self, ids): ...
+@train.method                      # in a cell, again after every edit
+def perplexity(self, ids): ...
 
-    class Policy(rb.nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM): ...
-    train.redefine(Policy)             # the class of that name, edited
-    train.redefine(Block)              # or the class of the modules inside it
+class Policy(rb.nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM): ...
+train.redefine(Policy)             # the class of that name, edited
+train.redefine(Block)              # or the class of the modules inside it
 """
 
 from __future__ import annotations

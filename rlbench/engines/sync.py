@@ -175,13 +175,17 @@ def _steps(train: TrainEngine, infer: InferenceEngine, version: int | None, tran
         manifest = yield from _announced(train, infer, choice, ranks, begun.replicas)
     else:
         options = {
-            "transport": choice.transport, "prefix": f"{shm_prefix(train.link.name)}{train.name}",
+            "transport": choice.transport,
+            "prefix": f"{shm_prefix(train.link.name)}{train.name}",
             "ranks": choice.senders,
-        }  # fmt: skip
+        }
         manifest = yield train.call_all(
-            "stage_weights", options, finish=lambda found: merged([m for m in found if m is not None]),
-            what="weight sync: staging", observer=view,
-        )  # fmt: skip
+            "stage_weights",
+            options,
+            finish=lambda found: merged([m for m in found if m is not None]),
+            what="weight sync: staging",
+            observer=view,
+        )
     if version is None:
         version = max(int(s["version"]) for s in begun.held) + 1
     proof = record_proof(infer, begun, version, expected["logprobs"], dtype)
@@ -229,18 +233,19 @@ def _announced(
     return manifest
 
 
-def group_options(
-    to: str, choice: Choice, ranks: Sequence[Facts], replicas: Sequence[Facts]
-) -> dict[str, Any]:
+def group_options(to: str, choice: Choice, ranks: Sequence[Facts], replicas: Sequence[Facts]) -> dict[str, Any]:
     """Who sends a broadcast to engine `to`, where its group meets, and which one all replicas are in already."""
     sender = choice.senders[0]
     one_node = all(facts.node == ranks[sender].node for facts in replicas)
     tokens = {dict(facts.channels).get("", "") for facts in replicas}
     return {
-        "to": to, "sender": sender, "host": LOOPBACK if one_node else ranks[sender].address,
-        "world_size": 1 + sum(facts.workers for facts in replicas), "backend": choice.backend,
+        "to": to,
+        "sender": sender,
+        "host": LOOPBACK if one_node else ranks[sender].address,
+        "world_size": 1 + sum(facts.workers for facts in replicas),
+        "backend": choice.backend,
         "held": tokens.pop() if len(tokens) == 1 else "",
-    }  # fmt: skip
+    }
 
 
 def probe_tokens(vocab_size: int) -> list[list[int]]:
@@ -255,10 +260,14 @@ def probe_batch(tokens: list[list[int]]) -> TrainBatch:
     zeros = np.zeros(len(responses.values), np.float32)
     rows = len(tokens)
     return TrainBatch(
-        prompts=Ragged.from_rows([row[:1] for row in tokens], np.int32), responses=responses,
-        mask=np.ones(len(zeros), bool), advantages=zeros, sampler_logprobs=zeros,
-        group=np.zeros(rows, np.int32), weight_version=np.zeros(rows, np.int64),
-    )  # fmt: skip
+        prompts=Ragged.from_rows([row[:1] for row in tokens], np.int32),
+        responses=responses,
+        mask=np.ones(len(zeros), bool),
+        advantages=zeros,
+        sampler_logprobs=zeros,
+        group=np.zeros(rows, np.int32),
+        weight_version=np.zeros(rows, np.int64),
+    )
 
 
 def rows_in_order(parts: list[dict[str, Any]]) -> dict[str, list[np.ndarray]]:

@@ -46,8 +46,9 @@ class TrainEngine(Redefining, Engine):
     COLLECTIVE = True
     PARTS = ("weights", "optimizer")
 
-    def __init__(self, module: Any, executor: str = "fsdp2", *, name: str = "actor", link: Link | None = None,
-                 **config: Any) -> None:  # fmt: skip
+    def __init__(
+        self, module: Any, executor: str = "fsdp2", *, name: str = "actor", link: Link | None = None, **config: Any
+    ) -> None:
         executor_of(executor, EXECUTORS, "TrainEngine")
         super().__init__(name, link)
         self._module = module
@@ -73,10 +74,17 @@ class TrainEngine(Redefining, Engine):
         return engine
 
     def build(
-        self, *, tensor_parallel_size: int = 1, data_parallel_size: int = -1, colocate_with: Engine | None = None,
-        not_colocate_with: Engine | None = None, allow_colocate: bool = True, pipeline_parallel_size: int = 1,
-        ignore_rebuild_error: bool = False, **config: Any,
-    ) -> TrainEngine:  # fmt: skip
+        self,
+        *,
+        tensor_parallel_size: int = 1,
+        data_parallel_size: int = -1,
+        colocate_with: Engine | None = None,
+        not_colocate_with: Engine | None = None,
+        allow_colocate: bool = True,
+        pipeline_parallel_size: int = 1,
+        ignore_rebuild_error: bool = False,
+        **config: Any,
+    ) -> TrainEngine:
         """Start the ranks, materialise the module on them and shard it.
 
         Args:
@@ -97,9 +105,7 @@ class TrainEngine(Redefining, Engine):
         if self._module is None:
             raise BuildError("TrainEngine has no module to build: TrainEngine(module) takes one on meta")
         total = cluster.current().devices
-        replicas = (
-            max(1, total // max(1, tensor_parallel_size)) if data_parallel_size == -1 else data_parallel_size
-        )
+        replicas = max(1, total // max(1, tensor_parallel_size)) if data_parallel_size == -1 else data_parallel_size
         world = tensor_parallel_size * replicas
         from rlbench.workers.train_config import TrainConfig
 
@@ -118,16 +124,10 @@ class TrainEngine(Redefining, Engine):
                 [env] * world,
             )
             master = self.call("rendezvous", [((), {})] * world, what=f"{self.name}.build").result()[0]
-            infos = self.call_all(
-                "build", blob, master, what=f"{self.name}.build", observer=self._say_phase
-            ).result()
-        self._info = {k: v for k, v in infos[0].items() if k != "methods"} | {
-            "shard_size": tensor_parallel_size
-        }
+            infos = self.call_all("build", blob, master, what=f"{self.name}.build", observer=self._say_phase).result()
+        self._info = {k: v for k, v in infos[0].items() if k != "methods"} | {"shard_size": tensor_parallel_size}
         self._make_methods(infos[0]["methods"])
-        self.link.engine(
-            self.name, {"info": self._info, "methods": infos[0]["methods"], "state": self.status()}
-        )
+        self.link.engine(self.name, {"info": self._info, "methods": infos[0]["methods"], "state": self.status()})
         self.define_again()
         return self
 
@@ -235,8 +235,10 @@ class TrainEngine(Redefining, Engine):
             raise EngineError(f"p2p_weight_sync wants an InferenceEngine or a TrainEngine, got {type(to).__name__}")
         self._need_built("p2p_weight_sync")
         to._need_built("p2p_weight_sync")
-        chain = copy_weights(self, to, transport) if isinstance(to, TrainEngine) else sync_weights(
-            self, to, transport=transport
+        chain = (
+            copy_weights(self, to, transport)
+            if isinstance(to, TrainEngine)
+            else sync_weights(self, to, transport=transport)
         )
         done: Synced = chain.blocking_result()
         return done

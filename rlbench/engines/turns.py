@@ -21,9 +21,7 @@ TURN_OPTIONS = {"max_turns": 8, "max_total_tokens": None, "env_timeout_s": 60.0}
 what the model's length holds); seconds one `reset` or `step` may take (None: for ever)."""
 
 
-def split_options(
-    env: Any, sampling: dict[str, Any], executor: str
-) -> tuple[EnvJob | None, dict[str, Any]]:
+def split_options(env: Any, sampling: dict[str, Any], executor: str) -> tuple[EnvJob | None, dict[str, Any]]:
     """The environment on its way to the replicas, and the sampling options alone.
 
     Raises:
@@ -82,6 +80,4 @@ def tell_env_errors(rollouts: Rollouts) -> None:
     counts = [f"{len(ended)} of {rollouts.samples} completions were ended by the environment's errors"] if ended else []
     if rest := len(errors) - len(ended):
         counts.append(f"{rest} errors in tools or close() ended none")
-    warnings.warn(
-        f"{'; '.join(counts)}: rollouts.env_errors. First: {(ended or errors)[0]}", UserWarning, stacklevel=2
-    )
+    warnings.warn(f"{'; '.join(counts)}: rollouts.env_errors. First: {(ended or errors)[0]}", UserWarning, stacklevel=2)

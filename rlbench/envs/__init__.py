@@ -6,6 +6,14 @@ from rlbench.envs.protocol import Env, Step, Turn
 from rlbench.envs.tools import ToolCall, ToolEnv, find_calls, tools
 
 __all__ = [
-    "Env", "IndexedGenerationHistory", "Step", "ToolCall", "ToolEnv", "Turn", "find_calls", "from_hook",
-    "from_openenv", "tools",
-]  # fmt: skip
+    "Env",
+    "IndexedGenerationHistory",
+    "Step",
+    "ToolCall",
+    "ToolEnv",
+    "Turn",
+    "find_calls",
+    "from_hook",
+    "from_openenv",
+    "tools",
+]

@@ -129,4 +129,3 @@ def _observation(result: Any) -> Any:
 def _fields(observation: Any) -> dict[str, Any]:
     dumped = getattr(observation, "model_dump", None)
     return dict(dumped()) if dumped is not None else dict(vars(observation))
-

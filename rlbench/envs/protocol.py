@@ -130,4 +130,3 @@ def _with_step(env: Any) -> Any:
     if inspect.isawaitable(env) or not callable(getattr(env, "step", None)):
         raise DataError(f"env() gave {type(env).__name__}, which has no step(turn)")
     return env
-

@@ -126,9 +126,10 @@ class ToolEnv(Env):
             for call, said in zip(calls, results, strict=False)
         ]
         return Step(
-            self._observed(results), self._rewarded(turn) if turn.last else None,
+            self._observed(results),
+            self._rewarded(turn) if turn.last else None,
             info={"tool_calls": made, **({"errors": errors} if errors else {})},
-        )  # fmt: skip
+        )
 
     def _observed(self, results: list[str]) -> Any:
         if self.role is None or len(results) == 1:

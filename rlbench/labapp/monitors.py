@@ -75,9 +75,17 @@ async def kill(name: str) -> str:
     """End session `name` as `rlbench kill` does, in a process of its own; what it said. Raises Trouble."""
     _record(name)
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "rlbench.cli", "kill", "--yes", "--", name,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "rlbench.cli",
+        "kill",
+        "--yes",
+        "--",
+        name,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     try:
         said, _ = await asyncio.wait_for(process.communicate(), KILL_LIMIT_S)
     except TimeoutError as error:
@@ -120,18 +128,19 @@ def _silent(record: Mapping[str, Any], name: str, error: object) -> Trouble:
     )
 
 
-async def _fetch(
-    record: Mapping[str, Any], path: str, body: Mapping[str, Any] | None
-) -> tuple[int, dict[str, Any]]:
+async def _fetch(record: Mapping[str, Any], path: str, body: Mapping[str, Any] | None) -> tuple[int, dict[str, Any]]:
     target = urlsplit(str(record.get("url", "")))
     if target.hostname != "127.0.0.1":
         raise ValueError("its file names no endpoint on this machine")
     request = HTTPRequest(
-        f"http://127.0.0.1:{target.port}{path}", "GET" if body is None else "POST",
+        f"http://127.0.0.1:{target.port}{path}",
+        "GET" if body is None else "POST",
         {"Authorization": f"Bearer {record.get('token', '')}", "Content-Type": "application/json"},
-        None if body is None else json.dumps(body), follow_redirects=False,
-        connect_timeout=CONNECT_LIMIT_S, request_timeout=ANSWER_LIMIT_S,
-    )  # fmt: skip
+        None if body is None else json.dumps(body),
+        follow_redirects=False,
+        connect_timeout=CONNECT_LIMIT_S,
+        request_timeout=ANSWER_LIMIT_S,
+    )
     client = SimpleAsyncHTTPClient(force_instance=True, max_body_size=MAX_ANSWER)
     try:
         response = await client.fetch(request, raise_error=False)

@@ -71,9 +71,11 @@ class Monitor:
             return kept | {
                 "history": states.history(self._state),
                 "running": {call_id: call.what for call_id, call in self._running.calls.items()},
-                "driver_age_s": time.monotonic() - self._last_beat, "idle_s": time.monotonic() - self._last_call,
-                "lease_s": lease.lease_of(self._state["driver"]), "pid": os.getpid(),
-            }  # fmt: skip
+                "driver_age_s": time.monotonic() - self._last_beat,
+                "idle_s": time.monotonic() - self._last_call,
+                "lease_s": lease.lease_of(self._state["driver"]),
+                "pid": os.getpid(),
+            }
 
     def report(self, records: int) -> dict[str, Any]:
         """What the endpoint says of the session, with its last `records` step records."""
@@ -81,10 +83,16 @@ class Monitor:
             self._looked = now = time.monotonic()
             driver = self._state["driver"]
             return session_report(
-                self._state, self._running, self._progress, self._telemetry, records,
-                alive=driver is not None and _alive(driver), beat_age_s=now - self._last_beat,
-                silent_s=self._silent_s(), last_error=self._last_error,
-            )  # fmt: skip
+                self._state,
+                self._running,
+                self._progress,
+                self._telemetry,
+                records,
+                alive=driver is not None and _alive(driver),
+                beat_age_s=now - self._last_beat,
+                silent_s=self._silent_s(),
+                last_error=self._last_error,
+            )
 
     def apply(self, epoch: int, *events: states.Event) -> None:
         """Journal and apply events of the driver of `epoch`, or of its operator; refuses an older driver."""
@@ -248,9 +256,7 @@ class Monitor:
         try:
             return operators.run(self._name, self._cluster, epoch, verb, args)
         except Exception as error:
-            self._last_error = {
-                "what": verb, "time": time.time(), "kind": type(error).__name__, "message": str(error)
-            }  # fmt: skip
+            self._last_error = {"what": verb, "time": time.time(), "kind": type(error).__name__, "message": str(error)}
             raise
         finally:
             with self._lock:
@@ -384,13 +390,22 @@ class Monitor:
     def _describe_on_disk(self) -> None:
         """What others need to reach the session, and to end it where this process cannot."""
         workers = {n: p for n, p in self._pids().items() if holdings.beside(p)}
-        registry.write_json(registry.session_file(self._name), {
-            "name": self._name, "cluster": self._cluster, "pid": os.getpid(),
-            "started": processes.start_time(os.getpid()), "boot": processes.boot_id(),
-            "node": ray.get_runtime_context().get_node_id(), "epoch": self._state["epoch"],
-            "url": self._endpoint.url, "token": self._token, "shm": self._shm_prefix,
-            "workers": {name: [pid, processes.start_time(pid)] for name, pid in workers.items()},
-        })  # fmt: skip
+        registry.write_json(
+            registry.session_file(self._name),
+            {
+                "name": self._name,
+                "cluster": self._cluster,
+                "pid": os.getpid(),
+                "started": processes.start_time(os.getpid()),
+                "boot": processes.boot_id(),
+                "node": ray.get_runtime_context().get_node_id(),
+                "epoch": self._state["epoch"],
+                "url": self._endpoint.url,
+                "token": self._token,
+                "shm": self._shm_prefix,
+                "workers": {name: [pid, processes.start_time(pid)] for name, pid in workers.items()},
+            },
+        )
 
 
 def _alive(driver: dict[str, Any]) -> bool:

@@ -45,9 +45,7 @@ def ask(
     headers = {"Authorization": f"Bearer {record.get('token', '')}", "Content-Type": "application/json"}
     connection = http.client.HTTPConnection(target.hostname, target.port, timeout=limit_s)
     try:
-        connection.request(
-            "GET" if body is None else "POST", path, None if body is None else json.dumps(body), headers
-        )
+        connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body), headers)
         answer = connection.getresponse()
         value = json.loads(answer.read(MAX_ANSWER))
     except (OSError, http.client.HTTPException, ValueError) as error:
@@ -85,4 +83,3 @@ def find(name: str) -> dict[str, Any]:
         known = ", ".join(path.stem for path in registry.session_files()) or "none"
         raise SessionError(f"no session {name!r}; there are: {known}")
     return record
-

@@ -63,9 +63,15 @@ class Commands:
         given = checked(verb, args)
         with self._claimed(verb):
             record = {
-                "id": secrets.token_hex(8), "verb": verb, "args": given, "state": "running", "result": None,
-                "error": None, "started": time.time(), "ended": None,
-            }  # fmt: skip
+                "id": secrets.token_hex(8),
+                "verb": verb,
+                "args": given,
+                "state": "running",
+                "result": None,
+                "error": None,
+                "started": time.time(),
+                "ended": None,
+            }
             with self._lock:
                 self._records[record["id"]] = record
                 ended = [i for i, kept in self._records.items() if kept["ended"] is not None]
@@ -94,9 +100,7 @@ class Commands:
             self._driving = verb
         try:
             if running := self._busy():
-                raise Refusal(
-                    409, f"{verb}: {', '.join(running)} runs; stop it first, or wait for it", running=running
-                )
+                raise Refusal(409, f"{verb}: {', '.join(running)} runs; stop it first, or wait for it", running=running)
             yield
         except BaseException:
             self._driving = None
@@ -114,9 +118,7 @@ class Commands:
             if verb in DRIVING:
                 self._driving = None
         with self._lock:
-            record.update(
-                state="failed" if error else "done", result=result, error=error, ended=time.time()
-            )
+            record.update(state="failed" if error else "done", result=result, error=error, ended=time.time())
 
 
 def checked(verb: Any, args: Any) -> Args:

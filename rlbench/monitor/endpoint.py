@@ -159,9 +159,11 @@ class _Handler(BaseHTTPRequestHandler):
         answer = json.dumps({"schema": SCHEMA, "time": time.time(), **plain(value)}).encode()
         self.send_response(status)
         for name, said in (
-            ("Content-Type", "application/json"), ("Content-Length", str(len(answer))),
-            ("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff"),
-        ):  # fmt: skip
+            ("Content-Type", "application/json"),
+            ("Content-Length", str(len(answer))),
+            ("Cache-Control", "no-store"),
+            ("X-Content-Type-Options", "nosniff"),
+        ):
             self.send_header(name, said)
         self.end_headers()
         self.wfile.write(answer)

@@ -53,8 +53,13 @@ class Mark:
 
     def told(self) -> dict[str, Any]:
         """As plain values."""
-        return {"time": self.time, "seconds": self.seconds, "what": self.what, "label": self.label,
-                "engine": self.engine}  # fmt: skip
+        return {
+            "time": self.time,
+            "seconds": self.seconds,
+            "what": self.what,
+            "label": self.label,
+            "engine": self.engine,
+        }
 
 
 class Marks:
@@ -145,7 +150,12 @@ class StepClock:
             return
         spent = self._seconds
         self.splits.append(
-            {"step": self._step, "seconds": sum(spent.values()), **spent, "score": None,
-             "tokens_per_s": self._rates.get(self._step)}
-        )  # fmt: skip
+            {
+                "step": self._step,
+                "seconds": sum(spent.values()),
+                **spent,
+                "score": None,
+                "tokens_per_s": self._rates.get(self._step),
+            }
+        )
         self._seconds, self._step = dict.fromkeys(spent, 0.0), None

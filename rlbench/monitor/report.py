@@ -17,9 +17,17 @@ ENGINE_STATE = ("weights", "kv_cache", "optimizer", "version", "pending")
 
 
 def session_report(
-    state: State, running: Running, progress: Progress, telemetry: Telemetry, records: int, *,
-    alive: bool, beat_age_s: float, silent_s: float, last_error: dict[str, Any] | None,
-) -> dict[str, Any]:  # fmt: skip
+    state: State,
+    running: Running,
+    progress: Progress,
+    telemetry: Telemetry,
+    records: int,
+    *,
+    alive: bool,
+    beat_age_s: float,
+    silent_s: float,
+    last_error: dict[str, Any] | None,
+) -> dict[str, Any]:
     """The session as plain values, with its `records` last step records."""
     led_here = history(state)
     config = state["config"]

@@ -27,11 +27,28 @@ def initial(name: str) -> State:
     that was stopped with steps of it done, the trainer and the snapshot of before it.
     """
     return {
-        "name": name, "epoch": 0, "driver": None, "config": {}, "engines": {}, "version": 0, "highest": 0, "step": 0,
-        "rollouts": 0, "records": [], "tip": None, "snapshots": {}, "undo": [], "branch": "main", "branches": {},
-        "paused": False, "lengths": [], "trackers": [], "cursor": None,
-        "unhealed": {}, "cut": None,
-    }  # fmt: skip
+        "name": name,
+        "epoch": 0,
+        "driver": None,
+        "config": {},
+        "engines": {},
+        "version": 0,
+        "highest": 0,
+        "step": 0,
+        "rollouts": 0,
+        "records": [],
+        "tip": None,
+        "snapshots": {},
+        "undo": [],
+        "branch": "main",
+        "branches": {},
+        "paused": False,
+        "lengths": [],
+        "trackers": [],
+        "cursor": None,
+        "unhealed": {},
+        "cut": None,
+    }
 
 
 def history(state: State) -> list[dict[str, Any]]:

@@ -66,9 +66,7 @@ class BaseTrainModule(nn.Module):
             StateError: the module is not built.
         """
         if self._rank_context is None:
-            raise StateError(
-                "self.strategy exists on the ranks only; build the engine first: engine.build()."
-            )
+            raise StateError("self.strategy exists on the ranks only; build the engine first: engine.build().")
         return self._rank_context.strategy
 
     def stop_requested(self) -> bool:
@@ -139,8 +137,7 @@ def guard_forward(module: nn.Module) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if inside[0] == 0:
             raise EngineError(
-                "self.forward(...) skips the gathering of sharded parameters; call self(...) with the same "
-                "arguments."
+                "self.forward(...) skips the gathering of sharded parameters; call self(...) with the same arguments."
             )
         return forward.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
 

@@ -47,9 +47,7 @@ class BaseHuggingFaceTrainModule(BaseTrainModule):
         path = str(pretrained_model_name_or_path)
         hub = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
         model_kwargs: dict[str, Any] = {
-            name: kwargs.pop(name)
-            for name in ("dtype", "torch_dtype", "attn_implementation")
-            if name in kwargs
+            name: kwargs.pop(name) for name in ("dtype", "torch_dtype", "attn_implementation") if name in kwargs
         }
         if "torch_dtype" in model_kwargs:
             model_kwargs.setdefault("dtype", model_kwargs.pop("torch_dtype"))
@@ -64,9 +62,7 @@ class BaseHuggingFaceTrainModule(BaseTrainModule):
 
     def materialization_source(self) -> str:
         """The folder or hub id the module was made from."""
-        path = getattr(self, "name_or_path", "") or getattr(
-            getattr(self, "config", None), "_name_or_path", ""
-        )
+        path = getattr(self, "name_or_path", "") or getattr(getattr(self, "config", None), "_name_or_path", "")
         if not path:
             raise BuildError(
                 f"{type(self).__name__} was made from a config alone, so there are no weights to load: use "
@@ -125,6 +121,4 @@ def check_path(path: str) -> None:
         BuildError: nothing can be at `path`.
     """
     if not Path(path).expanduser().exists() and not HUB_ID.match(path):
-        raise BuildError(
-            f"no model at {path!r}: there is no such file or folder on this machine; check the path."
-        )
+        raise BuildError(f"no model at {path!r}: there is no such file or folder on this machine; check the path.")

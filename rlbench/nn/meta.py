@@ -14,9 +14,7 @@ from torch import nn
 
 from rlbench.errors import BuildError
 
-MAKE_ON_META = (
-    "make it inside `with rlbench.nn.device('meta'):` (the same as accelerate's init_empty_weights())"
-)
+MAKE_ON_META = "make it inside `with rlbench.nn.device('meta'):` (the same as accelerate's init_empty_weights())"
 
 
 def device(tag: str) -> AbstractContextManager[object]:

@@ -49,8 +49,14 @@ class Grid:
         """A table."""
         width = max((len(row) for row in self.rows), default=0)
         rows = [[_cell(cell) for cell in row] + [""] * (width - len(row)) for row in self._aligned(html=True)]
-        return table([_inert(name) for name in self.head], rows, self.numeric, _inert(self.caption), named=True,
-                     look="labels" if self.labels else "")  # fmt: skip
+        return table(
+            [_inert(name) for name in self.head],
+            rows,
+            self.numeric,
+            _inert(self.caption),
+            named=True,
+            look="labels" if self.labels else "",
+        )
 
     def text(self) -> str:
         """Lines of text, in columns."""

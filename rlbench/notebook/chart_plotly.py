@@ -36,28 +36,64 @@ def figure(chart: Chart) -> Any:
         made.update_xaxes(title_text=inert(panel.x), matches="x", showgrid=False, showline=True, **place)
         made.update_yaxes(gridcolor=GRID, **place)
         axis = "" if i == 0 else str(i + 1)  # over the panel: plotly cannot turn a title that is out of view
-        made.add_annotation(text=inert(panel.y), x=0, y=1, xref=f"x{axis} domain", yref=f"y{axis} domain", yshift=4,
-                            xanchor="left", yanchor="bottom", showarrow=False, font_weight=600)  # fmt: skip
+        made.add_annotation(
+            text=inert(panel.y),
+            x=0,
+            y=1,
+            xref=f"x{axis} domain",
+            yref=f"y{axis} domain",
+            yshift=4,
+            xanchor="left",
+            yanchor="bottom",
+            showarrow=False,
+            font_weight=600,
+        )
     axes = {"zeroline": False, "linecolor": GRID, "ticks": "", "automargin": True, "title_standoff": 4}
     made.update_xaxes(**axes)
     made.update_yaxes(**axes)
     height = WIDE_HEIGHT if columns == 1 else SMALL_HEIGHT * rows + 50
     made.update_layout(
-        template="none", paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)", width=WIDTH, height=height,
-        font={"color": INK, "size": 12}, margin={"l": 56, "r": 16, "t": 52, "b": 44}, bargap=0.04, barmode="stack",
-        legend={"orientation": "h", "x": 0, "y": 1.0, "yref": "container", "yanchor": "top",
-                "bgcolor": "rgba(0,0,0,0)", "traceorder": "normal"},
-        showlegend=len(chart.names) > 1 or chart.truncated, hovermode="x unified" if _lines(chart) else "closest",
+        template="none",
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        width=WIDTH,
+        height=height,
+        font={"color": INK, "size": 12},
+        margin={"l": 56, "r": 16, "t": 52, "b": 44},
+        bargap=0.04,
+        barmode="stack",
+        legend={
+            "orientation": "h",
+            "x": 0,
+            "y": 1.0,
+            "yref": "container",
+            "yanchor": "top",
+            "bgcolor": "rgba(0,0,0,0)",
+            "traceorder": "normal",
+        },
+        showlegend=len(chart.names) > 1 or chart.truncated,
+        hovermode="x unified" if _lines(chart) else "closest",
         hoverlabel={"font": {"color": "#222222"}, "bgcolor": "#f4f4f4"},
         modebar={"bgcolor": "rgba(0,0,0,0)", "color": INK, "activecolor": HUES[0].light},
         colorway=[hue.light for hue in HUES],
-    )  # fmt: skip
+    )
     if chart.caption:
         lines = inert(chart.caption).splitlines()
         room = LINE_HEIGHT * len(lines) + 6
         made.update_layout(height=height + room, margin_b=44 + room)
-        made.add_annotation(text="<br>".join(lines), x=0, y=0, xref="paper", yref="paper", yshift=-46, yanchor="top",
-                            xanchor="left", align="left", showarrow=False, font_size=11)  # fmt: skip
+        made.add_annotation(
+            text="<br>".join(lines),
+            x=0,
+            y=0,
+            xref="paper",
+            yref="paper",
+            yshift=-46,
+            yanchor="top",
+            xanchor="left",
+            align="left",
+            showarrow=False,
+            font_size=11,
+        )
     return made
 
 
@@ -112,5 +148,3 @@ def _lines(chart: Chart) -> bool:
 def _numbers(values: np.ndarray) -> list[float]:
     """Plain numbers of few digits: a saved notebook holds them as text."""
     return [float(f"{value:.{DIGITS}g}") for value in np.asarray(values, float).tolist()]
-
-

@@ -119,8 +119,11 @@ def _line(frame: Frame, line: Line) -> str:
             f'<circle cx="{frame.across(line.x[0])}" cy="{frame.up(line.y[0])}" r="3" fill="{_light(line.hue)}" '
             f'style="fill:{_hue(line.hue)}"/>'
         )
-    faint = "" if line.trend is None else f'<polyline points="{_points(frame, line.x, line.y)}" {_pen(line.hue, 1)} ' \
-        'opacity=".3"/>'  # fmt: skip
+    faint = (
+        ""
+        if line.trend is None
+        else f'<polyline points="{_points(frame, line.x, line.y)}" {_pen(line.hue, 1)} opacity=".3"/>'
+    )
     return f'{faint}<polyline points="{_points(frame, line.x, line.shown)}" {_pen(line.hue, 1.8)}/>'
 
 
@@ -144,16 +147,20 @@ def _bar(frame: Frame, left: float, right: float, low: float, high: float, hue: 
     look = (
         f'fill="{VERMILLION.light}" fill-opacity=".3" stroke="{VERMILLION.light}" '
         f'style="fill:{_hue(1)};stroke:{_hue(1)}"'
-        if hue is None else f'fill="{_light(hue)}" fill-opacity=".75" style="fill:{_hue(hue)}"'
-    )  # fmt: skip
+        if hue is None
+        else f'fill="{_light(hue)}" fill-opacity=".75" style="fill:{_hue(hue)}"'
+    )
     wide, tall = max(1.0, x1 - x0 - 1), max(0.5, y1 - y0)
     return f'<rect x="{x0 + 0.5:.1f}" y="{y0:.1f}" width="{wide:.1f}" height="{tall:.1f}" {look}/>'
 
 
 def _key(chart: Chart) -> tuple[str, float]:
     """What the lines are called, once for all panels, in as many rows as they need; and how high that is."""
-    entries = [(_cut(name), f'<line x1="0" x2="20" y1="10" y2="10" {_pen(hue, 1.8)}/>')
-               for name, hue in chart.names.items() if len(chart.names) > 1]  # fmt: skip
+    entries = [
+        (_cut(name), f'<line x1="0" x2="20" y1="10" y2="10" {_pen(hue, 1.8)}/>')
+        for name, hue in chart.names.items()
+        if len(chart.names) > 1
+    ]
     if chart.truncated:
         look = f'fill="{_light(1)}" fill-opacity=".3" stroke="{_light(1)}" style="fill:{_hue(1)};stroke:{_hue(1)}"'
         entries.append(("truncated", f'<rect x="4" y="5" width="12" height="10" {look}/>'))
@@ -171,8 +178,9 @@ def _pen(hue: int, width: float) -> str:
     dash = DASHES[hue % len(DASHES)]
     return (
         f'fill="none" stroke="{_light(hue)}" stroke-width="{width:g}" stroke-linejoin="round"'
-        + (f' stroke-dasharray="{dash}"' if dash else "") + f' style="stroke:{_hue(hue)}"'
-    )  # fmt: skip
+        + (f' stroke-dasharray="{dash}"' if dash else "")
+        + f' style="stroke:{_hue(hue)}"'
+    )
 
 
 def _hue(hue: int) -> str:

@@ -19,23 +19,38 @@ def preflight_view(result: Any) -> str:
     if result.cause:
         parts.append(f"<div class=w>⚠ {escape(result.cause)}</div>")
     if not result.passed:
-        parts.append(table(
-            ["prompt", "sequence", "token", "", "sampler", "trainer", "difference"],
-            [
-                [str(t.prompt), str(t.sequence), str(t.position), f"<code>{escape(repr(t.text))}</code>",
-                 f"{t.sampler:.4f}", f"{t.trainer:.4f}", f"{t.gap:+.2g}"]
-                for t in result.worst
-            ],
-            numeric=[0, 1, 2, 4, 5, 6],
-        ))  # fmt: skip
+        parts.append(
+            table(
+                ["prompt", "sequence", "token", "", "sampler", "trainer", "difference"],
+                [
+                    [
+                        str(t.prompt),
+                        str(t.sequence),
+                        str(t.position),
+                        f"<code>{escape(repr(t.text))}</code>",
+                        f"{t.sampler:.4f}",
+                        f"{t.trainer:.4f}",
+                        f"{t.gap:+.2g}",
+                    ]
+                    for t in result.worst
+                ],
+                numeric=[0, 1, 2, 4, 5, 6],
+            )
+        )
     return box(*parts)
 
 
 def rehearsal_view(result: Any) -> str:
     """One row per engine: highest memory, what there is, what is left."""
     rows = [
-        [f"<b>{escape(e.name)}</b>", escape(e.what), format_bytes(e.peak), format_bytes(e.limit), _room(e.headroom),
-         escape(e.note)]
+        [
+            f"<b>{escape(e.name)}</b>",
+            escape(e.what),
+            format_bytes(e.peak),
+            format_bytes(e.limit),
+            _room(e.headroom),
+            escape(e.note),
+        ]
         for e in result.engines
     ]
     parts = [

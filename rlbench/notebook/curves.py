@@ -26,9 +26,12 @@ class Curves:
     """
 
     def __init__(
-        self, series: Mapping[str, Sequence[float] | Sequence[tuple[float, float]]], y: str = "", x: str = "step",
+        self,
+        series: Mapping[str, Sequence[float] | Sequence[tuple[float, float]]],
+        y: str = "",
+        x: str = "step",
         bounds: tuple[float, float] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         points = {name: _points(values) for name, values in series.items()}
         self.series = {name: found for name, found in points.items() if found}
         self.y, self.x = y, x
@@ -37,9 +40,7 @@ class Curves:
     def __repr__(self) -> str:
         width = max((len(name) for name in self.series), default=0)
         lines = [f"{self.y} over {self.x}"] if self.y else []
-        lines += [
-            f"{name:<{width}}  {sparkline([v for _, v in points])}" for name, points in self.series.items()
-        ]
+        lines += [f"{name:<{width}}  {sparkline([v for _, v in points])}" for name, points in self.series.items()]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:

@@ -147,9 +147,7 @@ class Dashboard:
 
     def _view_of(self, frame: Frame) -> View:
         """The view of the last moment; the memory of earlier ones is sent bit by bit."""
-        return view(
-            frame.state, frame.samples[-1:], now=time.time(), gone=frame.trouble if frame.ended else ""
-        )
+        return view(frame.state, frame.samples[-1:], now=time.time(), gone=frame.trouble if frame.ended else "")
 
     def _view_with_memory(self) -> View:
         frame = self._feed.frame
@@ -163,8 +161,10 @@ class Dashboard:
             self._head.head = _head_json(shown)
             self._head.controls = [dataclasses.asdict(control) for control in shown.controls]
             self._head.trouble = {
-                "text": frame.trouble, "since": frame.asked if frame.trouble else 0, "ended": frame.ended
-            }  # fmt: skip
+                "text": frame.trouble,
+                "since": frame.asked if frame.trouble else 0,
+                "ended": frame.ended,
+            }
         with self._charts.hold_sync():
             self._charts.cell = self._clock.text()
             self._charts.lengths = [dataclasses.asdict(lengths) for lengths in shown.lengths]
@@ -306,12 +306,18 @@ def _engine_note(row: EngineRow) -> str:
 
 def _head_json(shown: View) -> dict[str, Any]:
     return {
-        "model": shown.model, "step": shown.step, "version": shown.version, "branch": shown.branch,
-        "phase": {"text": shown.phase.text, "busy": shown.phase.busy,
-                  "fraction": None if shown.phase.fraction is None else round(shown.phase.fraction, 3),
-                  "left_s": None if shown.phase.left_s is None else round(shown.phase.left_s)},
+        "model": shown.model,
+        "step": shown.step,
+        "version": shown.version,
+        "branch": shown.branch,
+        "phase": {
+            "text": shown.phase.text,
+            "busy": shown.phase.busy,
+            "fraction": None if shown.phase.fraction is None else round(shown.phase.fraction, 3),
+            "left_s": None if shown.phase.left_s is None else round(shown.phase.left_s),
+        },
         "error": shown.error,
-    }  # fmt: skip
+    }
 
 
 def _name(mark: Mapping[str, Any]) -> tuple[float, str]:
@@ -321,6 +327,8 @@ def _name(mark: Mapping[str, Any]) -> tuple[float, str]:
 
 def _memory_json(found: Memory) -> dict[str, Any]:
     return {
-        "times": list(found.times), "marks": [list(mark) for mark in found.marks],
-        "lanes": [dataclasses.asdict(lane) for lane in found.lanes], "untold": found.untold,
-    }  # fmt: skip
+        "times": list(found.times),
+        "marks": [list(mark) for mark in found.marks],
+        "lanes": [dataclasses.asdict(lane) for lane in found.lanes],
+        "untold": found.untold,
+    }

@@ -17,9 +17,12 @@ from rlbench.notebook.markup import CHIPS
 from rlbench.units import format_bytes
 
 CURVES = (
-    ("reward", "reward", ""), ("kl", "KL", "nats"), ("entropy", "entropy", "nats"), ("clip_fraction", "clipped", ""),
+    ("reward", "reward", ""),
+    ("kl", "KL", "nats"),
+    ("entropy", "entropy", "nats"),
+    ("clip_fraction", "clipped", ""),
     ("grad_norm", "grad norm", ""),
-)  # fmt: skip
+)
 STEPS_SHOWN, LENGTHS_SHOWN = 100, 9
 NAME_SHOWN, ERROR_SHOWN = 80, 300
 SPLIT_PARTS = ("rollout", "score", "train", "sync", "other", "idle")
@@ -135,9 +138,13 @@ class View:
 
 
 def view(
-    state: Mapping[str, Any], samples: Sequence[Sample] = (), marks: Iterable[Mapping[str, Any]] = (), *,
-    now: float, gone: str = "",
-) -> View:  # fmt: skip
+    state: Mapping[str, Any],
+    samples: Sequence[Sample] = (),
+    marks: Iterable[Mapping[str, Any]] = (),
+    *,
+    now: float,
+    gone: str = "",
+) -> View:
     """The dashboard of a session.
 
     Args:
@@ -157,9 +164,7 @@ def view(
         engines=engines,
         controls=_controls(state, engines, gone),
         memory=memory(samples, marks, state),
-        lengths=(*map(_lengths, state.get("lengths", ())), *_growing(state.get("running", ())))[
-            -LENGTHS_SHOWN:
-        ],
+        lengths=(*map(_lengths, state.get("lengths", ())), *_growing(state.get("running", ())))[-LENGTHS_SHOWN:],
         curves=_curves(state.get("history", ())),
         split=_split(state.get("splits", ())),
         error=_error(state.get("last_error")),
@@ -222,9 +227,7 @@ def _controls(state: Mapping[str, Any], engines: Sequence[EngineRow], gone: str)
     running = [_short(call["what"]) for call in state.get("running", ())]
     names = list(dict.fromkeys([*(_short(verb["what"]) for verb in state.get("verbs", ())), *running]))
     busy = f"{', '.join(names)} runs: stop it first, or wait for it" if names else ""
-    unbuilt = (
-        "" if all(e.get("ready", True) for e in state.get("engines", ())) else "the engines are being built"
-    )
+    unbuilt = "" if all(e.get("ready", True) for e in state.get("engines", ())) else "the engines are being built"
     held = gone or busy or unbuilt
     paused = bool(state.get("paused"))
 
@@ -234,19 +237,26 @@ def _controls(state: Mapping[str, Any], engines: Sequence[EngineRow], gone: str)
     stop = f"Stop {', '.join(running)}: what is finished is kept"
     buttons = [
         control("stop", "stop", stop, gone or ("" if running else "nothing runs that could be stopped")),
-        control("resume", "resume", "Let generation go on with the same tokens", gone) if paused else
-        control("pause", "pause", "Hold generation after its current step; nothing is lost", gone),
+        control("resume", "resume", "Let generation go on with the same tokens", gone)
+        if paused
+        else control("pause", "pause", "Hold generation after its current step; nothing is lost", gone),
         control("sync", "sync", f"Send the weights (v{state.get('version', 0)}) to the replicas, verified", held),
         control("snapshot", "snapshot", "Keep weights, optimizer, step and history in host memory", held),
-    ]  # fmt: skip
+    ]
     toggles = [
         Control(
-            f"{row.name}/{part.name}", f"{part_name(part.name)} {part.sign} {part.word}",
-            f"{part_name(part.name)} of {row.name}: {part.word}", part.verb,
-            {"engine": row.name, "parts": [part.name]}, not held, held or part.title, part.resident,
+            f"{row.name}/{part.name}",
+            f"{part_name(part.name)} {part.sign} {part.word}",
+            f"{part_name(part.name)} of {row.name}: {part.word}",
+            part.verb,
+            {"engine": row.name, "parts": [part.name]},
+            not held,
+            held or part.title,
+            part.resident,
         )
-        for row in engines for part in row.parts
-    ]  # fmt: skip
+        for row in engines
+        for part in row.parts
+    ]
     return (*buttons, *toggles)
 
 
@@ -275,9 +285,7 @@ def _phase(state: Mapping[str, Any], now: float) -> Phase:
 
 def _progress(workers: Sequence[Mapping[str, Any]]) -> tuple[str, float | None]:
     """`3/64 samples · 512 tokens` or `backward 7/16`, and the share that is done."""
-    if any(
-        worker.get("total") and "done" in worker for worker in workers
-    ):  # ranks go through the same number
+    if any(worker.get("total") and "done" in worker for worker in workers):  # ranks go through the same number
         slowest = min((w for w in workers if w.get("total")), key=lambda w: w.get("done", 0) / w["total"])
         done, total = int(slowest.get("done", 0)), int(slowest["total"])
         return f"{slowest.get('phase', '')} {done}/{total}".strip(), done / total
@@ -295,21 +303,23 @@ def _progress(workers: Sequence[Mapping[str, Any]]) -> tuple[str, float | None]:
 def _lengths(found: Mapping[str, Any]) -> Lengths:
     counts = tuple(int(count) for count in found.get("counts", ()))
     return Lengths(
-        f"rollout {_short(found.get('rollout'))}", int(found.get("samples") or sum(counts)), found.get("truncated"),
-        found.get("p50"), found.get("p90"), found.get("p99"), found.get("max"),
-        tuple(float(edge) for edge in found.get("edges", ())), counts,
-    )  # fmt: skip
+        f"rollout {_short(found.get('rollout'))}",
+        int(found.get("samples") or sum(counts)),
+        found.get("truncated"),
+        found.get("p50"),
+        found.get("p90"),
+        found.get("p99"),
+        found.get("max"),
+        tuple(float(edge) for edge in found.get("edges", ())),
+        counts,
+    )
 
 
 def _growing(calls: Sequence[Mapping[str, Any]]) -> list[Lengths]:
     """Lengths of what a running rollout has finished so far, its replicas together; none before the first sample."""
     found = []
     for call in calls:
-        told = [
-            w["lengths"]
-            for w in call.get("progress") or ()
-            if any((w.get("lengths") or {}).get("counts", ()))
-        ]
+        told = [w["lengths"] for w in call.get("progress") or () if any((w.get("lengths") or {}).get("counts", ()))]
         if not told:
             continue
         width, counts = max(one["width"] for one in told), collections.Counter[int]()
@@ -319,22 +329,34 @@ def _growing(calls: Sequence[Mapping[str, Any]]) -> list[Lengths]:
         bins = max(counts) + 1
         found.append(
             Lengths(
-                f"{_short(call['what'])} so far", counts.total(), None, None, None, None, None,
-                tuple(float(i * width) for i in range(bins + 1)), tuple(counts[i] for i in range(bins)),
+                f"{_short(call['what'])} so far",
+                counts.total(),
+                None,
+                None,
+                None,
+                None,
+                None,
+                tuple(float(i * width) for i in range(bins + 1)),
+                tuple(counts[i] for i in range(bins)),
             )
-        )  # fmt: skip
+        )
     return found
 
 
 def _curves(history: Sequence[Mapping[str, Any]]) -> tuple[Curve, ...]:
     """Every metric of the panel, those that no step has with no points."""
     return tuple(
-        Curve(label, unit, tuple(
-            (int(record.get("step") or i + 1), _rounded(record[key]))
-            for i, record in enumerate(history[-STEPS_SHOWN:]) if _finite(record.get(key))
-        ))
+        Curve(
+            label,
+            unit,
+            tuple(
+                (int(record.get("step") or i + 1), _rounded(record[key]))
+                for i, record in enumerate(history[-STEPS_SHOWN:])
+                if _finite(record.get(key))
+            ),
+        )
         for key, label, unit in CURVES
-    )  # fmt: skip
+    )
 
 
 def _split(splits: Sequence[Mapping[str, Any]]) -> Split | None:

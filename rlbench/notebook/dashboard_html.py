@@ -28,8 +28,9 @@ def snapshot(view: View, at: float, note: str = "") -> str:
         f"<span class=q>{escape(note or 'as of')} {when}</span></div>"
     )
     error = f"<div class=w>⚠ {escape(view.error)}</div>" if view.error else ""
-    return box(head, error, _engines(view), _memory(view.memory), _lengths(view.lengths), _metrics(view),
-               _split(view.split))  # fmt: skip
+    return box(
+        head, error, _engines(view), _memory(view.memory), _lengths(view.lengths), _metrics(view), _split(view.split)
+    )
 
 
 def text(view: View) -> str:
@@ -66,13 +67,15 @@ def _engines(view: View) -> str:
     parts = max((len(row.parts) for row in view.engines), default=0)
     rows = [
         [
-            f"<b>{escape(row.name)}</b>", escape(row.kind),
+            f"<b>{escape(row.name)}</b>",
+            escape(row.kind),
             *(f"{escape(part_name(p.name))} {escape(p.sign)} {escape(p.word)}" for p in row.parts),
-            *[""] * (parts - len(row.parts)), _bytes(row.bytes),
+            *[""] * (parts - len(row.parts)),
+            _bytes(row.bytes),
             f"<span class=w>⚠ {escape(row.note)}</span>" if row.warns else escape(row.note),
         ]
         for row in view.engines
-    ]  # fmt: skip
+    ]
     if not rows:
         return "<div class=q>No engines yet.</div>"
     return table(["engine", "", *[""] * parts, "memory", "version"], rows, numeric=[2 + parts])
@@ -117,13 +120,9 @@ def _lane(lane: Lane, times: Sequence[float], most: int) -> str:
         spread = [value or 0 for value in values] * (len(across) // len(values))
         above = [low + value for low, value in zip(below, spread, strict=True)]
         if any(spread):
-            drawn.append(
-                f'<polygon points="{" ".join(edge(above) + edge(below)[::-1])}" fill="{hue.light}"/>'
-            )
+            drawn.append(f'<polygon points="{" ".join(edge(above) + edge(below)[::-1])}" fill="{hue.light}"/>')
         below = above
-    return _picture(
-        "".join(drawn), LANE_WIDTH, LANE_HEIGHT, _blocks(f"memory of {lane.name} over time", _totals(lane))
-    )
+    return _picture("".join(drawn), LANE_WIDTH, LANE_HEIGHT, _blocks(f"memory of {lane.name} over time", _totals(lane)))
 
 
 def _lengths(lengths: Sequence[Lengths]) -> str:
@@ -136,8 +135,9 @@ def _lengths(lengths: Sequence[Lengths]) -> str:
     bars = "".join(
         f'<rect x="{(left - low) * scale:.1f}" width="{max(1.0, (right - left) * scale - 1):.1f}" '
         f'y="{BARS_HEIGHT * (1 - count / most):.1f}" height="{BARS_HEIGHT * count / most:.1f}" fill="{BLUE.light}"/>'
-        for left, right, count in zip(last.edges, last.edges[1:], last.counts, strict=False) if count
-    )  # fmt: skip
+        for left, right, count in zip(last.edges, last.edges[1:], last.counts, strict=False)
+        if count
+    )
     picture = _picture(bars, BARS_WIDTH, BARS_HEIGHT, _blocks("histogram of lengths", last.counts))
     return (
         f"<div class=g><div><b>lengths</b> <span class=q>{escape(last.rollout)}</span> · {escape(lengths_line(last))}"

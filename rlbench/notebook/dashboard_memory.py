@@ -42,9 +42,11 @@ class Memory:
 
 
 def memory(
-    samples: Sequence[Sample], marks: Iterable[Mapping[str, Any]] = (), state: Mapping[str, Any] | None = None,
+    samples: Sequence[Sample],
+    marks: Iterable[Mapping[str, Any]] = (),
+    state: Mapping[str, Any] | None = None,
     most: int | None = None,
-) -> Memory:  # fmt: skip
+) -> Memory:
     """Memory over time, one lane per device, then one per process in the order of the engines.
 
     `most`: at most so many moments; those where nothing changed go first.
@@ -53,9 +55,7 @@ def memory(
     kept = thinned(taken, most) if most is not None else taken
     order = [w["name"] for e in (state or {}).get("engines", ()) for w in e.get("workers", ())]
     found = list(dict.fromkeys(name for _, moment in kept for name in moment))
-    names = sorted(
-        found, key=lambda n: (not n.startswith("GPU "), order.index(n) if n in order else len(order), n)
-    )
+    names = sorted(found, key=lambda n: (not n.startswith("GPU "), order.index(n) if n in order else len(order), n))
     last = samples[-1] if samples else {}
     lanes = tuple(
         Lane(
@@ -93,9 +93,10 @@ def thinned(moments: list[tuple[float, Any]], most: int) -> list[tuple[float, An
     """Moments without those between two equal ones; if these are too many still, every n-th and the last."""
     ends = len(moments) - 1
     kept = [
-        moment for i, moment in enumerate(moments)
+        moment
+        for i, moment in enumerate(moments)
         if i in (0, ends) or not moments[i - 1][1] == moment[1] == moments[i + 1][1]
-    ]  # fmt: skip
+    ]
     if len(kept) <= most:
         return kept
     every = math.ceil(len(kept) / max(1, most - 1))
@@ -140,6 +141,8 @@ def _detail(name: str, sample: Sample) -> str:
 def _mark(mark: Mapping[str, Any]) -> tuple[float, float | None, str, str]:
     seconds = mark.get("seconds")
     return (
-        round(float(mark["time"]), 2), None if seconds is None else round(float(seconds), 2),
-        str(mark.get("what") or "other"), str(mark.get("label") or mark.get("what") or ""),
-    )  # fmt: skip
+        round(float(mark["time"]), 2),
+        None if seconds is None else round(float(seconds), 2),
+        str(mark.get("what") or "other"),
+        str(mark.get("label") or mark.get("what") or ""),
+    )

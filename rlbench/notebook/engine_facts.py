@@ -50,11 +50,16 @@ def engine_facts(
     if "optimizer" in parts and info.get("optimizer") == []:
         parts["optimizer"] = "none"
     return EngineFacts(
-        name, role, f"{info.get('executor', 'fsdp2')} ×{len(actors)}", parts,
+        name,
+        role,
+        f"{info.get('executor', 'fsdp2')} ×{len(actors)}",
+        parts,
         sum(resident.get(actor, 0) for actor in actors),
         "frozen" if info.get("trainable") == 0 or name == "reference" else f"v{held}" if held is not None else "",
-        str(record.get("broken") or "") or _behind(held, version), _owners(actors, sample), _about(record),
-    )  # fmt: skip
+        str(record.get("broken") or "") or _behind(held, version),
+        _owners(actors, sample),
+        _about(record),
+    )
 
 
 def _behind(held: int | None, version: int) -> str:
@@ -78,8 +83,13 @@ def _about(record: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     facts: list[tuple[str, str]] = []
     if "parameters" in info:
         trained = info.get("trainable", info["parameters"])
-        share = "frozen" if not trained else "all trained" if trained == info["parameters"] else (
-            f"{format_count(trained)} trained")  # fmt: skip
+        share = (
+            "frozen"
+            if not trained
+            else "all trained"
+            if trained == info["parameters"]
+            else (f"{format_count(trained)} trained")
+        )
         facts.append(("parameters", f"{format_count(info['parameters'])}, {share}"))
     if "dtype" in info:
         facts.append(("dtype", str(info["dtype"])))

@@ -77,8 +77,9 @@ class Feed:
     @property
     def frame(self) -> Frame:
         """What is known now."""
-        return Frame(self._state, tuple(self._samples), tuple(self._marks.values()), self._asked, self._trouble,
-                     self._ended)  # fmt: skip
+        return Frame(
+            self._state, tuple(self._samples), tuple(self._marks.values()), self._asked, self._trouble, self._ended
+        )
 
     @property
     def running(self) -> bool:
@@ -97,9 +98,7 @@ class Feed:
             if listener not in self._listeners:
                 self._listeners.append(listener)
             if not self.running and not self._ended:
-                self._thread = threading.Thread(
-                    target=self._run, name=f"rlbench feed {self.name}", daemon=True
-                )
+                self._thread = threading.Thread(target=self._run, name=f"rlbench feed {self.name}", daemon=True)
                 self._thread.start()
 
     def leave(self, listener: Callable[[Frame], None]) -> None:

@@ -37,11 +37,16 @@ def gradients_card(gradients: Gradients) -> Card:
         order = sorted(ranked.tolist())
     most = float(np.nan_to_num(rows.norms, posinf=0.0).max(initial=0.0))
     cells = tuple(
-        (cut(visible(rows.names[i]), NAME), _bar(float(rows.norms[i]), most), format_number(float(rows.norms[i])),
-         "–" if np.isnan(rows.relative[i]) else format_number(float(rows.relative[i])),
-         format_number(float(rows.largest[i])), format_share(float(rows.zero_share[i]), 1))
+        (
+            cut(visible(rows.names[i]), NAME),
+            _bar(float(rows.norms[i]), most),
+            format_number(float(rows.norms[i])),
+            "–" if np.isnan(rows.relative[i]) else format_number(float(rows.relative[i])),
+            format_number(float(rows.largest[i])),
+            format_share(float(rows.zero_share[i]), 1),
+        )
         for i in order
-    )  # fmt: skip
+    )
     head = ("", "", "|grad|", "|grad| / |weights|", "largest", "zero")
     caption = f"the {len(cells)} largest of {len(rows)}" if len(cells) < len(rows) else ""
     grid = Grid(cells, head, frozenset(range(2, 6)), caption)
@@ -94,8 +99,10 @@ def gradients_chart(gradients: Gradients) -> Chart:
     panels = [*_stacks(gradients), *_places(gradients)]
     if not panels:
         return Chart("", (), "")
-    lines = [f"{panel.y}: {blocks(_drawn(panel), floor=0.0)} to {format_number(float(_drawn(panel).max()))}"
-             for panel in panels]  # fmt: skip
+    lines = [
+        f"{panel.y}: {blocks(_drawn(panel), floor=0.0)} to {format_number(float(_drawn(panel).max()))}"
+        for panel in panels
+    ]
     return Chart("gradient norms", tuple(panels), "\n".join(lines))
 
 

@@ -20,7 +20,9 @@ SAMPLES, TOKENS_SHOWN, LOSSES = 4, 96, 4
 """What a saved notebook holds: samples, tokens of each, losses side by side."""
 PIECE, NAME = 24, 40
 
-STYLE = TOKENS + """
+STYLE = (
+    TOKENS
+    + """
 .rlb-static .sides {display: grid; grid-template-columns: repeat(auto-fit, minmax(min(260px, 100%), 1fr));
   gap: 8px 16px; padding: 4px 8px}
 .rlb-static summary {cursor: pointer; padding: 4px 8px; background: rgba(128, 128, 128, .08)}
@@ -32,6 +34,7 @@ STYLE = TOKENS + """
   border: 1px solid var(--jp-border-color2, #bdbdbd); border-radius: 4px;
   background: var(--jp-layout-color1, Canvas); color: var(--jp-ui-font-color1, CanvasText)}
 """
+)
 
 
 def token_strips(lab: Any) -> str:
@@ -72,8 +75,10 @@ def _sample(lab: Any, i: int, names: Sequence[str], first: bool) -> str:
     own = batch.advantages[begin:end]
     facts = [f"sample {i}", f"group {batch.group[i]}", f"{end - begin:,} tokens"]
     if len(own):
-        facts.append(f"advantage {number(float(own.min()))}"
-                     + (f" to {number(float(own.max()))}" if own.min() != own.max() else ""))  # fmt: skip
+        facts.append(
+            f"advantage {number(float(own.min()))}"
+            + (f" to {number(float(own.max()))}" if own.min() != own.max() else "")
+        )
     if batch.rewards is not None:
         facts.append(f"reward {number(float(batch.rewards[i]))}")
     scales = {name: _scale(name, lab[name].coefficients[begin:end]) for name in names}
@@ -91,9 +96,7 @@ def _scale(name: str, coefficients: np.ndarray) -> Scale:
     return replace(scale_of(f"coef {name}", coefficients), kind="signed")
 
 
-def _side(
-    lab: Any, name: str, names: Sequence[str], scale: Scale, span: slice, pieces: Sequence[Piece]
-) -> str:
+def _side(lab: Any, name: str, names: Sequence[str], scale: Scale, span: slice, pieces: Sequence[Piece]) -> str:
     """One loss's strip of tokens. The first one's tokens can be reached by keyboard and tell of all losses."""
     lead = name == names[0]
     coefficients = lab[name].coefficients[span]
@@ -119,8 +122,12 @@ def _numbers(lab: Any, at: int, t: int, names: Sequence[str]) -> str:
     """`token 3 · id 21 · A −0.87 · ratio 1.01 · grpo −0.012 · mine 0.02`."""
     batch = lab.batch
     ratio = float(np.exp(np.float64(lab.scored.logprobs[at]) - batch.old_logprobs[at]))
-    facts = [f"token {t}", f"id {int(batch.responses.values[at])}", f"A {number(float(batch.advantages[at]))}",
-             f"ratio {number(ratio)}"]  # fmt: skip
+    facts = [
+        f"token {t}",
+        f"id {int(batch.responses.values[at])}",
+        f"A {number(float(batch.advantages[at]))}",
+        f"ratio {number(ratio)}",
+    ]
     facts += [f"{_label(name)} {number(float(lab[name].coefficients[at]))}" for name in names]
     return " · ".join(facts)
 

@@ -47,8 +47,17 @@ def _numbers(lab: Any) -> Grid:
     """One row per loss: value, size and shares of its coefficients, direction against the first loss's."""
     first = next(iter(lab))
     rows = tuple(_row(lab, i, entry) for i, entry in enumerate(lab.entries.values()))
-    head = ("", "value", "|coef|", "clip", "share of + / −", "zero", f"cos to {cut(first, NAME)}", "signs differ",
-            "aggregation")  # fmt: skip
+    head = (
+        "",
+        "value",
+        "|coef|",
+        "clip",
+        "share of + / −",
+        "zero",
+        f"cos to {cut(first, NAME)}",
+        "signs differ",
+        "aggregation",
+    )
     return Grid(rows, head, frozenset(range(1, 8)))
 
 
@@ -57,19 +66,29 @@ def _row(lab: Any, i: int, entry: Any) -> tuple[Cell, ...]:
     clip = "–" if entry.clip_fraction is None else format_share(entry.clip_fraction, 1)
     positive, negative, _ = (round(100 * float(share)) for share in entry.shares["advantage"])
     return (
-        named, format_number(entry.value), format_number(entry.norm), clip, f"{positive} / {negative}",
-        format_share(entry.zeros, 1), _cosine(float(lab.cosines[i, 0])),
-        "–" if i == 0 else format_share(lab.disagreement(entry.name), 1), entry.aggregation,
-    )  # fmt: skip
+        named,
+        format_number(entry.value),
+        format_number(entry.norm),
+        clip,
+        f"{positive} / {negative}",
+        format_share(entry.zeros, 1),
+        _cosine(float(lab.cosines[i, 0])),
+        "–" if i == 0 else format_share(lab.disagreement(entry.name), 1),
+        entry.aggregation,
+    )
 
 
 def _parameters(found: Any) -> Grid:
     """One row per loss: its whole gradient, against the first one's."""
     rows = tuple(
-        (loss, format_number(float(found.norms[i])), _cosine(float(found.cosines[i, 0])),
-         _cosine(float(found.norm_ratios[i, 0])))
+        (
+            loss,
+            format_number(float(found.norms[i])),
+            _cosine(float(found.cosines[i, 0])),
+            _cosine(float(found.norm_ratios[i, 0])),
+        )
         for i, loss in enumerate(found.losses)
-    )  # fmt: skip
+    )
     first = cut(found.losses[0], NAME) if found.losses else ""
     head = ("", "|grad|", f"cos to {first}", "norm ratio")
     return Grid(rows, head, frozenset(range(1, 4)), "gradients of the parameters; lab.parameters.by_layer()")
@@ -144,9 +163,7 @@ def what_if_chart(
 ) -> Chart:
     """One token's coefficient (and loss) against its ratio new/old; a panel for each sign of the advantage."""
     shown = dict(list(curves.items())[:DRAWN])
-    notes = [
-        f"{_label(name)}: no curve of one token: {_label(str(error), 200)}" for name, error in failed.items()
-    ]
+    notes = [f"{_label(name)}: no curve of one token: {_label(str(error), 200)}" for name, error in failed.items()]
     if not shown:
         return Chart("", (), "No curves: no loss could be evaluated on one token.", "\n".join(notes))
     panels = [_panel("coefficient", i, shown) for i in range(len(SIGNS))]
@@ -154,9 +171,7 @@ def what_if_chart(
         panels += [_panel("loss", i, shown) for i in range(len(SIGNS))]
     old, _ = lab.typical_token(max(float(curve.ratios.max()) for curve in shown.values()))
     probability = format_number(float(np.exp(old)))
-    notes.insert(
-        0, f"one token alone, of old probability {probability}, weight 1; negative: it becomes more likely"
-    )
+    notes.insert(0, f"one token alone, of old probability {probability}, weight 1; negative: it becomes more likely")
     if len(curves) > DRAWN:
         notes.append(f"the first {DRAWN} of {len(curves)} losses; lab.curves() has all")
     return Chart("coefficient against ratio r", tuple(panels), _text(panels), "\n".join(notes))

@@ -9,7 +9,8 @@ from typing import Any
 from rlbench.notebook.decimal_columns import aligned
 from rlbench.notebook.palette import DARK
 
-STYLE = """<style>
+STYLE = (
+    """<style>
 .rlb {font-family: var(--jp-ui-font-family, system-ui, sans-serif); font-size: 12px; color-scheme: light dark;
   color: var(--jp-ui-font-color1, CanvasText); line-height: 1.5; container-type: inline-size}
 .rlb table {border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 12px; margin: 0}
@@ -31,10 +32,18 @@ STYLE = """<style>
   background: transparent !important;
   white-space: pre-wrap; word-break: break-word}
 .rlb .g {border: 1px solid var(--jp-border-color2, #ccc); border-radius: 4px; padding: 4px 8px; margin: 4px 0}
-""" + f".rlb {{--rlb-warn: #a34e00}} {DARK.format('.rlb')} {{--rlb-warn: #f2a05c}}\n</style>"
+"""
+    + f".rlb {{--rlb-warn: #a34e00}} {DARK.format('.rlb')} {{--rlb-warn: #f2a05c}}\n</style>"
+)
 
-CHIPS = {"cuda": ("●", "resident"), "cpu": ("○", "host"), "meta": ("◌", "released"), "empty": ("◌", "empty"),
-         "torn": ("✕", "torn"), "none": ("–", "none")}  # fmt: skip
+CHIPS = {
+    "cuda": ("●", "resident"),
+    "cpu": ("○", "host"),
+    "meta": ("◌", "released"),
+    "empty": ("◌", "empty"),
+    "torn": ("✕", "torn"),
+    "none": ("–", "none"),
+}
 
 
 def escape(value: Any) -> str:
@@ -48,9 +57,13 @@ def box(*parts: str) -> str:
 
 
 def table(
-    head: Sequence[str], rows: Iterable[Sequence[str]], numeric: Iterable[int] = (), caption: str = "",
-    named: bool = False, look: str = "",
-) -> str:  # fmt: skip
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    numeric: Iterable[int] = (),
+    caption: str = "",
+    named: bool = False,
+    look: str = "",
+) -> str:
     """A table of escaped or ready-made cells; what attributes and white space say holds on a page without styles.
 
     Args:

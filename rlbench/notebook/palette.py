@@ -26,14 +26,23 @@ HUES: tuple[Hue, ...] = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, GREY, YEL
 """For categories without a colour of their own, in this order; `rlb-hue-0` to `rlb-hue-7` in CSS."""
 
 OWNERS: Mapping[str, Hue] = {
-    "weights": BLUE, "gradients": VERMILLION, "optimizer": ORANGE, "kv_cache": GREEN, "activations": PURPLE,
+    "weights": BLUE,
+    "gradients": VERMILLION,
+    "optimizer": ORANGE,
+    "kv_cache": GREEN,
+    "activations": PURPLE,
     "other": GREY,
-}  # fmt: skip
+}
 """Owners of memory, stacked from below in this order; `rlb-weights` … `rlb-other` in CSS, with `-` for `_`."""
 
 PHASES: Mapping[str, Hue] = {
-    "rollout": SKY, "score": YELLOW, "train": PURPLE, "sync": GREEN, "other": GREY, "idle": Hue("#E3E3E3", "#4A4A4A"),
-}  # fmt: skip
+    "rollout": SKY,
+    "score": YELLOW,
+    "train": PURPLE,
+    "sync": GREEN,
+    "other": GREY,
+    "idle": Hue("#E3E3E3", "#4A4A4A"),
+}
 """What a step's time goes to; `rlb-phase-rollout` … in CSS."""
 
 NEGATIVE, ZERO, POSITIVE = ORANGE, Hue("#FFFFFF", "#111111"), BLUE

@@ -31,9 +31,14 @@ POINTS, LINES, BINS, SUMMARIES = 2400, 96, 60, 8
 
 
 def history_plot(
-    history: History, names: Sequence[str] = (), *, x: str = "step", compare: Mapping[str, History] | None = None,
-    smooth: float | None = None, name: str | None = None,
-) -> Chart:  # fmt: skip
+    history: History,
+    names: Sequence[str] = (),
+    *,
+    x: str = "step",
+    compare: Mapping[str, History] | None = None,
+    smooth: float | None = None,
+    name: str | None = None,
+) -> Chart:
     """Metrics of one or more runs, a panel each; see `History.plot`."""
     own = name or "this"
     _check_runs({own: history, **dict(compare or {})}, own, compare)

@@ -39,8 +39,9 @@ class GenerateProgress:
         held = " · paused: session.resume() goes on" if any(v.get("paused") for v in values) else ""
         self._line.show(
             f"{self._finished}/{self._total} samples · {self._tokens:,} tokens · {format_rate(rate)}{held}",
-            self._finished / self._total, [*_lengths_line(self._lengths), *map(_sample_line, self._first)],
-        )  # fmt: skip
+            self._finished / self._total,
+            [*_lengths_line(self._lengths), *map(_sample_line, self._first)],
+        )
 
     def _see(self, values: Sequence[Mapping[str, Any]]) -> None:
         """Take what runs now; a replica that is done is not asked any more, and what it told still counts."""
@@ -143,9 +144,12 @@ def cost_line(rollouts: Rollouts, seconds: float) -> str:
     versions = "/".join(f"v{v}" for v in sorted({int(v) for v in rollouts.versions}))
     rate = int(lengths.sum()) / max(seconds, 1e-6)
     return _joined(
-        f"rollout {rollouts.samples} × ≤{longest}", format_seconds(seconds), format_rate(rate),
-        _peak(rollouts.stats.get("peak_bytes")), versions,
-    )  # fmt: skip
+        f"rollout {rollouts.samples} × ≤{longest}",
+        format_seconds(seconds),
+        format_rate(rate),
+        _peak(rollouts.stats.get("peak_bytes")),
+        versions,
+    )
 
 
 def train_cost_line(what: str, values: Mapping[str, Any], tokens: int, seconds: float) -> str:

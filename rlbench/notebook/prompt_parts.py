@@ -101,9 +101,7 @@ def _drawn(role: str, raw: Any, edge: int) -> Part:
     kind, data = "png", _encoded(small, "PNG")
     if len(data) > MOST_BYTES:
         kind, data = "jpeg", _encoded(small.convert("RGB"), "JPEG")
-    return Part(
-        role, f"image {width} × {height}", f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-    )
+    return Part(role, f"image {width} × {height}", f"data:image/{kind};base64,{base64.b64encode(data).decode()}")
 
 
 def _encoded(image: Any, kind: str) -> bytes:

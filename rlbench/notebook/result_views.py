@@ -45,8 +45,10 @@ def exported_model_card(exported: Any) -> Card:
     more = len(exported.files) - FILES_SHOWN
     files = ", ".join(exported.files[:FILES_SHOWN]) + (f" and {more} more" if more > 0 else "")
     rows: tuple[tuple[Cell, ...], ...] = (
-        ("path", exported.path), ("size", format_bytes(exported.bytes)), ("files", files),
-    )  # fmt: skip
+        ("path", exported.path),
+        ("size", format_bytes(exported.bytes)),
+        ("files", files),
+    )
     return Card("model", (), [Grid(rows, labels=True)], ["transformers, vLLM and rb.Session(path) load it"])
 
 

@@ -65,8 +65,18 @@ def errors_card(errors: Any) -> Card:
 
 def _numbers(comparison: Any) -> Grid:
     first = _name(comparison.baseline)
-    head = ("", "mean", "std", "failed", "prompts with a spread", f"correlation with {first}", "changed",
-            "order changed", "advantage flipped", "seconds")  # fmt: skip
+    head = (
+        "",
+        "mean",
+        "std",
+        "failed",
+        "prompts with a spread",
+        f"correlation with {first}",
+        "changed",
+        "order changed",
+        "advantage flipped",
+        "seconds",
+    )
     rows = tuple(
         _row(name, agreement, name == comparison.baseline) for name, agreement in comparison.agreements.items()
     )
@@ -75,13 +85,20 @@ def _numbers(comparison: Any) -> Grid:
 
 def _row(name: str, agreement: Any, own: bool) -> tuple[Cell, ...]:
     against = (
-        _number(agreement.correlation), _percent(agreement.changed), _percent(agreement.order_changed),
+        _number(agreement.correlation),
+        _percent(agreement.changed),
+        _percent(agreement.order_changed),
         _percent(agreement.flipped),
-    )  # fmt: skip
+    )
     return (
-        _name(name), _number(agreement.mean), _number(agreement.std), str(agreement.errors), _percent(agreement.spread),
-        *(("–",) * 4 if own else against), _number(agreement.seconds),
-    )  # fmt: skip
+        _name(name),
+        _number(agreement.mean),
+        _number(agreement.std),
+        str(agreement.errors),
+        _percent(agreement.spread),
+        *(("–",) * 4 if own else against),
+        _number(agreement.seconds),
+    )
 
 
 def _counts(comparison: Any) -> Grid:

@@ -70,9 +70,7 @@ def page(rollouts: Rollouts, colour: str | None = None, samples: int = 200) -> s
     shown = Shown(rollouts)
     names = list(shown.channels)
     if colour is not None and colour not in names:
-        raise DataError(
-            f"to_html: no channel {colour!r}{nearest(colour, names)}; there are {', '.join(names)}"
-        )
+        raise DataError(f"to_html: no channel {colour!r}{nearest(colour, names)}; there are {', '.join(names)}")
     scale = chosen_scale(shown, colour)
     groups, rows = _groups(shown, scale, samples)
     note = f"{_left_out(rollouts, len(rows))}{legend(scale)}"
@@ -108,10 +106,11 @@ def _data(shown: Shown, scale: Scale, rows: list[int]) -> dict[str, Any]:
         span = slice(first, min(end, first + TOKENS_OF_A_COMPLETION))
         values = np.stack([channel[span] for channel in shown.channels.values()]).astype("<f4")
         found[str(i)] = {
-            "right": bool(shown.summary.right[i]), "cut": bool(shown.rollouts.finish[i]),
+            "right": bool(shown.summary.right[i]),
+            "cut": bool(shown.rollouts.finish[i]),
             "ids": shown.rollouts.responses.values[span].tolist(),
             "values": base64.b64encode(values.tobytes()).decode(),
-        }  # fmt: skip
+        }
     names = [one.name for one in shown.scales]
     return {
         "channels": [one.to_page() for one in shown.scales],
@@ -128,9 +127,7 @@ def _dark() -> str:
 
 
 def _frame(title: str, note: str, body: str, data: dict[str, Any]) -> str:
-    script = "".join(
-        (STATIC / name).read_text(encoding="utf-8") for name in ("rollout_tokens.js", "rollout_page.js")
-    )
+    script = "".join((STATIC / name).read_text(encoding="utf-8") for name in ("rollout_tokens.js", "rollout_page.js"))
     script = f"(() => {{\n{script}}})();"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (

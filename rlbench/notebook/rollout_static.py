@@ -86,9 +86,7 @@ def legend(scale: Scale) -> str:
     """`colour: difference (nats), −0.12 to 0.3; outlined: clipped; struck: not trained`."""
     unit = f" ({scale.unit})" if scale.unit else ""
     named = scale.name.replace("_", " ")
-    signs = {"signed": "; orange below 0, blue above", "ratio": "; orange below 1, blue above"}.get(
-        scale.kind, ""
-    )
+    signs = {"signed": "; orange below 0, blue above", "ratio": "; orange below 1, blue above"}.get(scale.kind, "")
     return f"colour: {named}{unit}, {number(scale.low)} to {number(scale.high)}{signs}"
 
 
@@ -96,17 +94,9 @@ def telling_groups(shown: Shown, most: int) -> np.ndarray:
     """Prompts to show first, (≤ most,): by spread of the rewards, then truncated or aborted, mismatch, length."""
     s = shown.summary
     truncated = s.per_prompt((shown.rollouts.truncated | shown.rollouts.aborted).astype(np.float64))
-    mismatch = (
-        np.zeros(len(shown.rollouts)) if s.mismatch is None else s.per_prompt(np.nan_to_num(s.mismatch))
-    )
-    spread = (
-        np.round(s.spread, 9)
-        if shown.rollouts.rewards is not None
-        else s.per_prompt(s.lengths.astype(np.float64))
-    )
-    order = np.lexsort(
-        (-s.per_prompt(s.lengths.astype(np.float64)), -mismatch, -truncated, -np.nan_to_num(spread))
-    )
+    mismatch = np.zeros(len(shown.rollouts)) if s.mismatch is None else s.per_prompt(np.nan_to_num(s.mismatch))
+    spread = np.round(s.spread, 9) if shown.rollouts.rewards is not None else s.per_prompt(s.lengths.astype(np.float64))
+    order = np.lexsort((-s.per_prompt(s.lengths.astype(np.float64)), -mismatch, -truncated, -np.nan_to_num(spread)))
     order = order[s.counts[order] > 0]
     worst = order[np.argsort(-mismatch[order], kind="stable")[:1]] if mismatch.any() else order[:0]
     first = order[: most - len(np.setdiff1d(worst, order[:most]))]
@@ -135,9 +125,7 @@ def group_head(shown: Shown, p: int, most: int, edge: int = EDGE) -> str:
     head = shown.head(p)
     facts = []
     if "mean" in head:
-        facts.append(
-            f"{head['right']}/{head['n']} right" if head["two"] else f"reward {number(head['mean'])}"
-        )
+        facts.append(f"{head['right']}/{head['n']} right" if head["two"] else f"reward {number(head['mean'])}")
         facts.append(f"spread {head['spread']:.2f}")
     text = escape(visible(cut(shown.rollouts.prompts[p].text, PROMPT_SHOWN)))
     drawn = "".join(

@@ -77,9 +77,7 @@ class RolloutDrawing(anywidget.AnyWidget):
         """
         answer: dict[str, Any] = {"id": asked["id"], "kind": asked["kind"]}
         if self.shown is None:
-            return answer | {
-                "error": GONE
-            }, []
+            return answer | {"error": GONE}, []
         if asked["kind"] == "order":
             state = _order_state(self._ordered(self.shown, asked), asked)
             buffers = [state.pop(name) for name in ("groups", "counts", "samples")]
@@ -102,9 +100,7 @@ class RolloutDrawing(anywidget.AnyWidget):
 class RolloutViewer(ipywidgets.VBox):
     """Header, controls and drawing; `colour`, `sort`, `filter`, `search` are its controls."""
 
-    def __init__(
-        self, shown: Shown, colour: str | None = None, sort: str | None = None, filter: str = "all"
-    ) -> None:
+    def __init__(self, shown: Shown, colour: str | None = None, sort: str | None = None, filter: str = "all") -> None:
         rollouts = shown.rollouts
         names, sorts, filters = list(shown.channels), shown.summary.sorts(), shown.summary.filters()
         colour = telling(shown.channels, rollouts.responses.offsets) if colour is None else colour
@@ -117,21 +113,24 @@ class RolloutViewer(ipywidgets.VBox):
         self.drawing = RolloutDrawing(shown, **at, search="")
         labels = [(name.replace("_", " "), name) for name in names]
         self.colour = _dropdown("colour", labels, at["colour"], "colour the tokens by")
-        self.sort = _dropdown(
-            "sort", [(n, n) for n in sorts], at["sort"], "order of prompts and their completions"
-        )
+        self.sort = _dropdown("sort", [(n, n) for n in sorts], at["sort"], "order of prompts and their completions")
         self.filter = _dropdown("show", list(filters.items()), at["filter"], "show these completions alone")
         self.search = ipywidgets.Text(
-            placeholder="search", layout={"width": "140px"}, continuous_update=True,
+            placeholder="search",
+            layout={"width": "140px"},
+            continuous_update=True,
             tooltip="show completions that hold this text, or whose prompt does",
-        )  # fmt: skip
+        )
         self.whitespace = _toggle("¶", "show spaces and tabs", "44px")
         self.columns = _toggle("side by side", "show a prompt's completions beside each other", "110px")
         for control, source, target in (
-            (self.colour, "index", "colour"), (self.sort, "index", "sort"), (self.filter, "index", "filter"),
-            (self.search, "value", "search"), (self.whitespace, "value", "whitespace"),
+            (self.colour, "index", "colour"),
+            (self.sort, "index", "sort"),
+            (self.filter, "index", "filter"),
+            (self.search, "value", "search"),
+            (self.whitespace, "value", "whitespace"),
             (self.columns, "value", "columns"),
-        ):  # fmt: skip
+        ):
             ipywidgets.jslink((control, source), (self.drawing, target))
         controls = ipywidgets.HBox(
             [self.colour, self.sort, self.filter, self.search, self.whitespace, self.columns],
@@ -198,8 +197,10 @@ def _facts(shown: Shown) -> dict[str, Any]:
 def _order_state(order: Order, asked: dict[str, Any]) -> dict[str, Any]:
     return {
         **{name: asked[name] for name in ("sort", "filter", "search")},
-        "groups": order.groups.tobytes(), "counts": order.counts.tobytes(), "samples": order.samples.tobytes(),
-    }  # fmt: skip
+        "groups": order.groups.tobytes(),
+        "counts": order.counts.tobytes(),
+        "samples": order.samples.tobytes(),
+    }
 
 
 def _first_window(shown: Shown, order: Order) -> dict[str, Any]:
@@ -225,17 +226,19 @@ def _first_window(shown: Shown, order: Order) -> dict[str, Any]:
 
 def _index(what: str, name: str, known: list[str]) -> int:
     if name not in known:
-        raise DataError(
-            f"viewer: no {what} {name!r}{nearest(name, known)}; these rollouts have {', '.join(known)}"
-        )
+        raise DataError(f"viewer: no {what} {name!r}{nearest(name, known)}; these rollouts have {', '.join(known)}")
     return known.index(name)
 
 
 def _dropdown(label: str, options: list[tuple[str, str]], index: int, tooltip: str) -> Any:
     return ipywidgets.Dropdown(
-        options=options, index=index, description=label, tooltip=tooltip, style={"description_width": "auto"},
+        options=options,
+        index=index,
+        description=label,
+        tooltip=tooltip,
+        style={"description_width": "auto"},
         layout={"width": "auto", "max_width": "230px"},
-    )  # fmt: skip
+    )
 
 
 def _toggle(label: str, tooltip: str, width: str) -> Any:

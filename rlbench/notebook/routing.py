@@ -24,9 +24,7 @@ def route_by_front_end(widget: Any) -> None:
             continue
         seen.add(id(one))
         comm: Any = getattr(one, "comm", None)
-        if hasattr(
-            comm, "_reply_subshell_for"
-        ):  # a private name: ipykernel 7.4 has it, others need no mending
+        if hasattr(comm, "_reply_subshell_for"):  # a private name: ipykernel 7.4 has it, others need no mending
             comm._reply_subshell_for = _as_asked
         waiting.extend(getattr(one, "children", ()) or ())
 

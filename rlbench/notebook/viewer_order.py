@@ -154,9 +154,7 @@ class Summary:
             DataError: an unknown name, or one these rollouts cannot be shown by.
         """
         if sort not in self.sorts():
-            raise DataError(
-                f"no order {sort!r}{nearest(sort, self.sorts())}; there are {', '.join(self.sorts())}"
-            )
+            raise DataError(f"no order {sort!r}{nearest(sort, self.sorts())}; there are {', '.join(self.sorts())}")
         keeps = FILTERS[filter](self) if filter in FILTERS else None
         if keeps is None:
             known = list(self.filters().values())

@@ -71,15 +71,15 @@ class Shown:
             "more": len(prompt.text) > PROMPT_CHARACTERS or not isinstance(prompt.content, str),
             "n": len(lengths),
             "lengths": [int(lengths.min()), int(lengths.max())] if len(lengths) else None,
-            "images": [
-                {"src": i.image, "alt": i.text} for i in images(prompt, THUMBNAIL)[:IMAGES_OF_A_PROMPT]
-            ],
+            "images": [{"src": i.image, "alt": i.text} for i in images(prompt, THUMBNAIL)[:IMAGES_OF_A_PROMPT]],
         }
         if r.rewards is not None and not s.failed[own].all():
             found |= {
-                "right": int(s.right[own].sum()), "two": s.two_valued,
-                "mean": float(s.mean[p]), "spread": float(s.spread[p]),
-            }  # fmt: skip
+                "right": int(s.right[own].sum()),
+                "two": s.two_valued,
+                "mean": float(s.mean[p]),
+                "spread": float(s.spread[p]),
+            }
         return found
 
     def whole_prompt(self, p: int) -> dict[str, Any]:

@@ -41,10 +41,17 @@ def session_card(facts: Mapping[str, Any]) -> Card:
     rows = tuple(_engine_row(engine, parts) for engine in facts["engines"])
     return Card(
         f"rlbench · {facts['name']}",
-        (facts["model"], f"step {facts['step']}", f"v{facts['version']}", f"seed {facts['seed']}", branch, doing,
-         facts["lease"]),
+        (
+            facts["model"],
+            f"step {facts['step']}",
+            f"v{facts['version']}",
+            f"seed {facts['seed']}",
+            branch,
+            doing,
+            facts["lease"],
+        ),
         [Grid(rows, numeric=frozenset({2 + parts}))],
-    )  # fmt: skip
+    )
 
 
 def engine_card(engine: Any) -> Card:
@@ -90,9 +97,14 @@ def _engine_row(engine: EngineFacts, parts: int) -> tuple[Cell, ...]:
     chips = [chip_text(*part) for part in engine.state.items()]
     note = f"{WARNING}{engine.note}" if engine.note else ""
     return (
-        engine.name, engine.kind, *chips, *[""] * (parts - len(chips)),
-        format_bytes(engine.bytes) if engine.bytes else "", engine.version, note,
-    )  # fmt: skip
+        engine.name,
+        engine.kind,
+        *chips,
+        *[""] * (parts - len(chips)),
+        format_bytes(engine.bytes) if engine.bytes else "",
+        engine.version,
+        note,
+    )
 
 
 # -- a batch
@@ -101,8 +113,11 @@ def _engine_row(engine: EngineFacts, parts: int) -> tuple[Cell, ...]:
 def batch_card(batch: TrainBatch) -> Card:
     """What a step would train on."""
     trained = int(batch.mask.sum())
-    facts = [f"{format_number(len(batch))} sequences", f"{format_number(batch.tokens)} response tokens",
-             f"{format_number(trained)} trained ({format_share(trained, batch.tokens)})"]  # fmt: skip
+    facts = [
+        f"{format_number(len(batch))} sequences",
+        f"{format_number(batch.tokens)} response tokens",
+        f"{format_number(trained)} trained ({format_share(trained, batch.tokens)})",
+    ]
     if not len(batch):
         return Card("batch", facts, notes=["nothing to train on: rollouts.score(reward_fn).batch(advantage=…)"])
     lengths = Column.of(batch.response_lengths, "lengths", "tokens", batch.truncated)
@@ -113,10 +128,14 @@ def batch_card(batch: TrainBatch) -> Card:
         ("prompts", _spread(Column.of(batch.prompts.lengths, "prompts"))),
         *([] if batch.rewards is None else [("reward", _values(batch.rewards))]),
         ("advantage", _advantage(batch)),
-        ("sampled by", ", ".join(f"v{version}" for version in versions[:8]) + (" …" if len(versions) > 8 else "")
-         + f", temperature {format_number(batch.temperature)}"),
+        (
+            "sampled by",
+            ", ".join(f"v{version}" for version in versions[:8])
+            + (" …" if len(versions) > 8 else "")
+            + f", temperature {format_number(batch.temperature)}",
+        ),
         *([("log-probs known", ", ".join(["sampler", *(name.removesuffix("_logprobs") for name in known)]))]),
-    ]  # fmt: skip
+    ]
     notes = []
     silent = _silent(batch)
     if silent:
@@ -178,8 +197,14 @@ def metrics_card(metrics: Metrics) -> Card:
     notes = [time_split(seconds)] if isinstance(seconds, Mapping) and seconds else []
     if metrics.get("skipped"):
         notes.append(f"{WARNING}step skipped: {metrics['skipped']}")
-    told = [("step", "step {}"), ("version", "v{}"), ("data_version", "data of v{}"), ("loss_name", "{}"),
-            ("aggregation", "{}"), ("head", "head {}")]
+    told = [
+        ("step", "step {}"),
+        ("version", "v{}"),
+        ("data_version", "data of v{}"),
+        ("loss_name", "{}"),
+        ("aggregation", "{}"),
+        ("head", "head {}"),
+    ]
     facts = [text.format(metrics[name]) for name, text in told if metrics.get(name) is not None]
     return Card("metrics", facts, [Grid(tuple(rows))], notes)
 
@@ -212,8 +237,11 @@ def history_card(history: History) -> Card:
     wanted = ("step", "reward", "loss", "kl", "entropy", "clip_fraction", "grad_norm", "length", "loss_name")
     names = [name for name in wanted if any(r.get(name) is not None for r in records)]
     rows = [tuple(_shown(name, r.get(name)) for name in names) for r in records[-STEPS_SHOWN:]]
-    courses = [(name, sparkline(found, COURSE_WIDTH)) for name in ("reward", "loss")
-               if len(found := [float(r[name]) for r in records if is_number(r.get(name))]) > 1]  # fmt: skip
+    courses = [
+        (name, sparkline(found, COURSE_WIDTH))
+        for name in ("reward", "loss")
+        if len(found := [float(r[name]) for r in records if is_number(r.get(name))]) > 1
+    ]
     count = f"{format_number(len(records))} step{'' if len(records) == 1 else 's'}"
     shown = f"the last {len(rows)}" if len(rows) < len(records) else ""
     numeric = frozenset(i for i, name in enumerate(names) if name != "loss_name")

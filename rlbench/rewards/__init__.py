@@ -19,6 +19,19 @@ from rlbench.rewards.running import batched, function
 from rlbench.rewards.service import remote
 
 __all__ = [
-    "Board", "Failure", "Reward", "Scorer", "batched", "contains", "exact", "function", "math", "mixture", "model",
-    "regex", "remote", "tags", "weighted",
-]  # fmt: skip
+    "Board",
+    "Failure",
+    "Reward",
+    "Scorer",
+    "batched",
+    "contains",
+    "exact",
+    "function",
+    "math",
+    "mixture",
+    "model",
+    "regex",
+    "remote",
+    "tags",
+    "weighted",
+]

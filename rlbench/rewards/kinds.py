@@ -65,9 +65,7 @@ def as_reward(value: Any) -> Outcome:
         return _checked(value.value, value.components, value)
     if isinstance(value, Mapping):
         if "reward" not in value:
-            return Failure(
-                f"the reward gave a mapping without 'reward'{nearest('reward', map(str, value))}", WANTED
-            )
+            return Failure(f"the reward gave a mapping without 'reward'{nearest('reward', map(str, value))}", WANTED)
         return _checked(value["reward"], {k: v for k, v in value.items() if k != "reward"}, value)
     return _checked(value, {}, value)
 

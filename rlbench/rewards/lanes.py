@@ -55,8 +55,11 @@ class Lane:
         self.log: IO[bytes] = tempfile.TemporaryFile()  # closed by `end`
         self.process = subprocess.Popen(
             [sys.executable, "-c", CODE, json.dumps(sys.path)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            start_new_session=True,
+        )
         self.unit: int | None = None
         self.ready = False
         self.since = time.perf_counter()
@@ -108,9 +111,14 @@ class Lane:
 
 
 def answers(
-    job: Callable[[Any], Any], payloads: Iterable[Any], count: int, lanes: int | None = None,
-    timeout_s: float | None = None, memory_gib: float | None = None, check: Callable[[], None] | None = None,
-) -> Generator[tuple[int, Any, float], None, None]:  # fmt: skip
+    job: Callable[[Any], Any],
+    payloads: Iterable[Any],
+    count: int,
+    lanes: int | None = None,
+    timeout_s: float | None = None,
+    memory_gib: float | None = None,
+    check: Callable[[], None] | None = None,
+) -> Generator[tuple[int, Any, float], None, None]:
     """Run a job over payloads in processes of its own.
 
     Args:

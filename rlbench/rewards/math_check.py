@@ -79,9 +79,14 @@ class Math(Scorer):
 
 
 def math(
-    label: By = None, *, inside: str | None = None, timeout_s: float = 5.0, memory_gib: float = 2.0,
-    processes: int | None = None, digits: int = 6,
-) -> Math:  # fmt: skip
+    label: By = None,
+    *,
+    inside: str | None = None,
+    timeout_s: float = 5.0,
+    memory_gib: float = 2.0,
+    processes: int | None = None,
+    digits: int = 6,
+) -> Math:
     r"""1.0 where the completion's answer equals the label as mathematics, 0.0 where not.
 
     The answer is the last `\boxed{…}`, else what math-verify finds (LaTeX between dollars, a number). `0.5`, `1/2` and

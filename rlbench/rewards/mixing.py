@@ -85,9 +85,7 @@ class Mixture(Scorer):
             if chosen_rows := kinds.get(key):
                 self._score_kind(str(key), fn, chosen_rows, rollouts, board)
 
-    def _score_kind(
-        self, name: str, fn: Any, rows: Sequence[int], rollouts: Sequence[Rollout], board: Board
-    ) -> None:
+    def _score_kind(self, name: str, fn: Any, rows: Sequence[int], rollouts: Sequence[Rollout], board: Board) -> None:
         inner = Board(board)
         try:
             as_scorer(fn).score_all([rollouts[i] for i in rows], inner)

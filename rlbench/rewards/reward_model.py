@@ -21,9 +21,14 @@ class Model(Scorer):
     """See `model`. Loaded when first needed and kept; `close()` frees it. Pickles as its options, without weights."""
 
     def __init__(
-        self, path: str | Path, batch_size: int = 8, device: str | None = None, dtype: str = "float32",
-        output: int | None = None, chat: bool | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        path: str | Path,
+        batch_size: int = 8,
+        device: str | None = None,
+        dtype: str = "float32",
+        output: int | None = None,
+        chat: bool | None = None,
+    ) -> None:
         if batch_size < 1:
             raise DataError(f"model: batch_size is 1 or more, got {batch_size}")
         self.path = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else str(path)
@@ -147,9 +152,14 @@ class Model(Scorer):
 
 
 def model(
-    path: str | Path, *, batch_size: int = 8, device: str | None = None, dtype: str = "float32",
-    output: int | None = None, chat: bool | None = None,
-) -> Model:  # fmt: skip
+    path: str | Path,
+    *,
+    batch_size: int = 8,
+    device: str | None = None,
+    dtype: str = "float32",
+    output: int | None = None,
+    chat: bool | None = None,
+) -> Model:
     """Rewards from a sequence-classification model, run in this process.
 
     Args:

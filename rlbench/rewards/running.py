@@ -102,9 +102,13 @@ def outcome_of(given: dict[str, Any]) -> Outcome:
 
 
 def function(
-    fn: Callable[..., Any], *, concurrency: int | None = None, timeout_s: float | None = None, isolate: bool = False,
+    fn: Callable[..., Any],
+    *,
+    concurrency: int | None = None,
+    timeout_s: float | None = None,
+    isolate: bool = False,
     memory_gib: float | None = None,
-) -> Function:  # fmt: skip
+) -> Function:
     """A function of one `Rollout` with the way it is to be run, as a part of `weighted` or `mixture` needs it.
 
     `rollouts.score(fn, timeout_s=…)` does the same for a function alone.
@@ -127,9 +131,14 @@ def function(
 
 
 def batched(
-    fn: Callable[..., Any], size: int | None = None, *, concurrency: int | None = None,
-    timeout_s: float | None = None, isolate: bool = False, memory_gib: float | None = None,
-) -> Function:  # fmt: skip
+    fn: Callable[..., Any],
+    size: int | None = None,
+    *,
+    concurrency: int | None = None,
+    timeout_s: float | None = None,
+    isolate: bool = False,
+    memory_gib: float | None = None,
+) -> Function:
     """Mark a function of many completions: `fn(list of Rollouts) -> list of numbers`, in their order.
 
         @rb.rewards.batched

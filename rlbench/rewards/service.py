@@ -159,10 +159,18 @@ class Remote(Scorer):
 
 
 def remote(
-    url: str, *, batch_size: int = 16, concurrency: int = 4, timeout_s: float = 60.0, tries: int = 4,
-    backoff_s: float = 0.5, key: str = "rewards", headers: Mapping[str, str] | None = None,
-    token_env: str | None = None, payload: Callable[[Sequence[Rollout]], Any] | None = None,
-) -> Remote:  # fmt: skip
+    url: str,
+    *,
+    batch_size: int = 16,
+    concurrency: int = 4,
+    timeout_s: float = 60.0,
+    tries: int = 4,
+    backoff_s: float = 0.5,
+    key: str = "rewards",
+    headers: Mapping[str, str] | None = None,
+    token_env: str | None = None,
+    payload: Callable[[Sequence[Rollout]], Any] | None = None,
+) -> Remote:
     """Rewards from an HTTP service, asked by POST with JSON.
 
     It is sent `{"prompts": […], "responses": […], "labels": […], "query": […]}`, one entry per completion: the prompt

@@ -66,9 +66,7 @@ class group_normalized:
         check_choice("group_normalized", "std", self.std, STD)
         check_choice("group_normalized", "singleton", self.singleton, SINGLETON)
         if self.ddof not in (0, 1):
-            raise LossError(
-                f"group_normalized: ddof={self.ddof!r} is neither 0 (population) nor 1 (unbiased)."
-            )
+            raise LossError(f"group_normalized: ddof={self.ddof!r} is neither 0 (population) nor 1 (unbiased).")
         check_number("group_normalized", "eps", self.eps, 0.0)
 
     def __call__(self, rewards: Tensor, group: Tensor) -> Tensor:

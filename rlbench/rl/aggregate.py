@@ -17,9 +17,13 @@ from torch import Tensor
 from rlbench.errors import LossError, nearest
 
 MODES = (
-    "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm",
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
     "prompt-mean",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -56,9 +60,12 @@ class BatchTotals:
                 if tokens:
                     by_prompt[int(number)] = by_prompt.get(int(number), 0) + int(tokens)
         return cls(
-            tokens=int(per_sequence.sum()), sequences=int((per_sequence > 0).sum()), max_length=mask.shape[1],
-            prompts=len(by_prompt), prompt_tokens=by_prompt,
-        )  # fmt: skip
+            tokens=int(per_sequence.sum()),
+            sequences=int((per_sequence > 0).sum()),
+            max_length=mask.shape[1],
+            prompts=len(by_prompt),
+            prompt_tokens=by_prompt,
+        )
 
     @classmethod
     def combine(cls, parts: Iterable[BatchTotals]) -> BatchTotals:
@@ -109,8 +116,7 @@ class Aggregation:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise LossError(
-                f"unknown aggregation {self.mode!r}{nearest(self.mode, MODES)}. "
-                f"Use one of: {', '.join(MODES)}."
+                f"unknown aggregation {self.mode!r}{nearest(self.mode, MODES)}. Use one of: {', '.join(MODES)}."
             )
         if self.length is not None and (self.mode != "seq-mean-token-sum-norm" or self.length < 1):
             raise LossError(
@@ -151,8 +157,7 @@ class Aggregation:
         """
         if totals.tokens < 1 or totals.sequences < 1:
             raise LossError(
-                f"nothing to train on: the step has {totals}. "
-                "Check the mask, and that responses are not empty."
+                f"nothing to train on: the step has {totals}. Check the mask, and that responses are not empty."
             )
         weights = mask.float()
         if self.mode == "seq-mean-token-mean":  # a row without trained tokens stays zero

@@ -131,6 +131,4 @@ class AdaptiveEntropy:
 
 def _check_observed(owner: str, observed: float) -> None:
     if not math.isfinite(observed):
-        raise LossError(
-            f"{owner}.update: observed={observed!r} is not finite; the step that gave it is broken."
-        )
+        raise LossError(f"{owner}.update: observed={observed!r} is not finite; the step that gave it is broken.")

@@ -144,9 +144,7 @@ def _chosen(like: Tensor, places: Tensor) -> Tensor:
 
 def _priority(x: LossInputs, seed: int) -> Tensor:
     """Return a random-looking number below 2^32 per token (S, T), the same wherever its sequence stands."""
-    bits = (
-        (x.sampler_logprobs.float() + 0.0).contiguous().view(torch.int32).to(torch.int64)
-    )  # -0.0 becomes 0.0
+    bits = (x.sampler_logprobs.float() + 0.0).contiguous().view(torch.int32).to(torch.int64)  # -0.0 becomes 0.0
     place = torch.arange(bits.shape[1], device=bits.device)
     token = _mixed(bits + _mixed(place + _mixed(torch.tensor(seed, device=bits.device))))
     sequence = torch.where(x.mask, token, 0).sum(1, keepdim=True)

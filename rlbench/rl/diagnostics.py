@@ -107,9 +107,7 @@ class MismatchMoments:
     def __add__(self, other: MismatchMoments) -> MismatchMoments:
         """Return the moments of both parts together."""
         both = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
-        return MismatchMoments(
-            **{name: max(two) if name in MAXIMA else sum(two) for name, two in both.items()}
-        )
+        return MismatchMoments(**{name: max(two) if name in MAXIMA else sum(two) for name, two in both.items()})
 
     def result(self) -> dict[str, float]:
         """Return the statistics by name; see the top of this file.

@@ -87,9 +87,7 @@ def distillation_loss(
     return _placed(mixture * _kl(teacher, mixed) + (1 - mixture) * _kl(student, mixed), mask)
 
 
-def _log_distributions(
-    student: Tensor, teacher: Tensor, mask: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
+def _log_distributions(student: Tensor, teacher: Tensor, mask: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Return both log-distributions of the trained tokens alone, (trained, V); the teacher's without gradient."""
     check_mask(mask)
     if student.dim() != 3 or student.shape[:2] != mask.shape:

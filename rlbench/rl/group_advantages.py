@@ -265,8 +265,9 @@ def _subset_maxima(values: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     # the chance that the j-th worst is the best of a k-subset; that i is, given i in it; that a better j is
     best = _weights([math.comb(j, k - 1) / math.comb(n, k) for j in range(n)], values)
     itself = _weights([math.comb(j, k - 1) / math.comb(n - 1, k - 1) for j in range(n)], values)
-    better = _weights([math.comb(j - 1, k - 2) / math.comb(n - 1, k - 1) if j and k > 1 else 0.0 for j in range(n)],
-                      values)  # fmt: skip
+    better = _weights(
+        [math.comb(j - 1, k - 2) / math.comb(n - 1, k - 1) if j and k > 1 else 0.0 for j in range(n)], values
+    )
     above = (better * ascending).flip(0).cumsum(0).flip(0) - better * ascending
     own = torch.empty_like(values).index_copy(0, order, itself * ascending + above)
     mean = (best * ascending).sum()

@@ -62,8 +62,13 @@ def k3_plus(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 ESTIMATORS: dict[str, Estimator] = {
-    "k1": k1, "k2": k2, "k3": k3, "abs": absolute, "k1+": k1_plus, "k3+": k3_plus,
-}  # fmt: skip
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+    "abs": absolute,
+    "k1+": k1_plus,
+    "k3+": k3_plus,
+}
 """By name. verl calls k1 "kl", k2 "mse", k3 "low_var_kl"."""
 
 

@@ -74,9 +74,13 @@ class RatioCurve:
 
 
 def coefficients(
-    loss: Loss, inputs: LossInputs, aggregation: str | Aggregation | None = None, *, name: str = "",
+    loss: Loss,
+    inputs: LossInputs,
+    aggregation: str | Aggregation | None = None,
+    *,
+    name: str = "",
     totals: BatchTotals | None = None,
-) -> Coefficients:  # fmt: skip
+) -> Coefficients:
     """Return value and per-token coefficients of `loss` on a whole batch.
 
     Args:
@@ -101,11 +105,14 @@ def coefficients(
     on_logprobs, on_entropy = _gradients(total, x, called)
     astray = on_logprobs[~x.mask]
     return Coefficients(
-        value=float(total.detach()), logprobs=masked(on_logprobs, x.mask),
+        value=float(total.detach()),
+        logprobs=masked(on_logprobs, x.mask),
         entropy=None if on_entropy is None else masked(on_entropy, x.mask),
-        per_token=masked(per_token.detach(), x.mask), metrics=_measured(metrics, x.mask, called),
-        aggregation=aggregation.mode, leaks=bool(((astray != 0) & astray.isfinite()).any()),
-    )  # fmt: skip
+        per_token=masked(per_token.detach(), x.mask),
+        metrics=_measured(metrics, x.mask, called),
+        aggregation=aggregation.mode,
+        leaks=bool(((astray != 0) & astray.isfinite()).any()),
+    )
 
 
 def coefficients_of_all(
@@ -123,9 +130,14 @@ def coefficients_of_all(
 
 
 def ratio_curve(
-    loss: Loss, ratios: Tensor, advantages: Sequence[float] = (1.0, -1.0), *, old_logprob: float = -3.0,
-    entropy: float = 1.0, name: str = "",
-) -> RatioCurve:  # fmt: skip
+    loss: Loss,
+    ratios: Tensor,
+    advantages: Sequence[float] = (1.0, -1.0),
+    *,
+    old_logprob: float = -3.0,
+    entropy: float = 1.0,
+    name: str = "",
+) -> RatioCurve:
     """Return what `loss` makes of one token as a function of its ratio new/old: "what if the ratio were r".
 
     The token is a sequence and a step of its own; sampler and reference agree with the old policy, so that
@@ -148,19 +160,26 @@ def ratio_curve(
     signs = torch.tensor(list(advantages), dtype=ratios.dtype)[:, None, None].expand(-1, len(ratios), 1)
     old = torch.full((len(signs) * len(ratios), 1), old_logprob, dtype=ratios.dtype)
     x = LossInputs(
-        logprobs=old + ratios.log().repeat(len(signs))[:, None], old_logprobs=old, sampler_logprobs=old,
-        ref_logprobs=old, advantages=signs.reshape(-1, 1), mask=torch.ones_like(old, dtype=torch.bool),
-        entropy=torch.full_like(old, entropy), group=torch.arange(len(old)),
-    )  # fmt: skip
+        logprobs=old + ratios.log().repeat(len(signs))[:, None],
+        old_logprobs=old,
+        sampler_logprobs=old,
+        ref_logprobs=old,
+        advantages=signs.reshape(-1, 1),
+        mask=torch.ones_like(old, dtype=torch.bool),
+        entropy=torch.full_like(old, entropy),
+        group=torch.arange(len(old)),
+    )
     # Sequences of our losses do not see each other; what a function of the user's does is not known: one by one.
     apart = isinstance(loss, PolicyLoss) and not loss.needs_plan
     parts = [x] if apart else [_row(x, i) for i in range(len(old))]
     found = [coefficients(loss, part, "token-sum", name=called) for part in parts]
     shape = (len(signs), len(ratios))
     return RatioCurve(
-        ratios, tuple(map(float, advantages)), torch.cat([f.per_token for f in found]).reshape(shape),
+        ratios,
+        tuple(map(float, advantages)),
+        torch.cat([f.per_token for f in found]).reshape(shape),
         torch.cat([f.logprobs for f in found]).reshape(shape),
-    )  # fmt: skip
+    )
 
 
 def variants(loss: Loss, field: str, values: Iterable[Any]) -> tuple[dict[str, Loss], dict[str, LossError]]:
@@ -291,9 +310,7 @@ def _planned(loss: Any, x: LossInputs, name: str) -> dict[str, Tensor]:
     if not isinstance(channels, dict) or any(
         not isinstance(value, Tensor) or tuple(value.shape) != shape for value in channels.values()
     ):
-        raise LossError(
-            f"the plan of `{name}` must be a dict of tensors of shape {shape}, (sequences, tokens)."
-        )
+        raise LossError(f"the plan of `{name}` must be a dict of tensors of shape {shape}, (sequences, tokens).")
     return channels
 
 
@@ -306,9 +323,7 @@ def _gradients(total: Tensor, x: LossInputs, name: str) -> tuple[Tensor, Tensor 
     except RuntimeError as error:  # what autograd refuses, as a tensor that was written over
         raise LossError(f"the gradient of `{name}` cannot be computed: {error}") from error
     if on_logprobs is None:
-        raise LossError(
-            f"`{name}` gives the log-probs no gradient (did it detach them, or use old_logprobs alone?)."
-        )
+        raise LossError(f"`{name}` gives the log-probs no gradient (did it detach them, or use old_logprobs alone?).")
     for gradient, of in ((on_logprobs, "log-probs"), (on_entropy, "entropy")):
         bad = 0 if gradient is None else int((~torch.isfinite(gradient) & x.mask).sum())
         if bad:

@@ -99,9 +99,14 @@ class _LinearTokenStats(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float,
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
         tile: int | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         tiles = _Tiles.of(hidden, weight, tile)
         logprobs, entropy, lse = torch.empty(3, len(hidden), dtype=tiles.sums, device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
@@ -139,9 +144,14 @@ class _LinearTokenStats(torch.autograd.Function):
                 for rows in tiles.over_rows():
                     z = _logits(states[rows], matrix, bias, columns, ctx.temperature, tiles, held)
                     slope = _slope(
-                        z.sub_(lse[rows, None]), targets[rows], by_logprob[rows],
-                        by_entropy[rows] if with_entropy else None, entropy[rows], columns, spare,
-                    )  # fmt: skip
+                        z.sub_(lse[rows, None]),
+                        targets[rows],
+                        by_logprob[rows],
+                        by_entropy[rows] if with_entropy else None,
+                        entropy[rows],
+                        columns,
+                        spare,
+                    )
                     if sum_bias is not None:
                         sum_bias += slope.sum(0)
                     slope = slope.to(tiles.operands)
@@ -190,9 +200,14 @@ class _Running:
 
 
 def _logits(
-    states: Tensor, matrix: Tensor, bias: Tensor | None, columns: slice, temperature: float, tiles: _Tiles,
+    states: Tensor,
+    matrix: Tensor,
+    bias: Tensor | None,
+    columns: slice,
+    temperature: float,
+    tiles: _Tiles,
     buffer: Tensor,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """One tile of logits over temperature, in `buffer` where the operands have its dtype."""
     matrix = matrix.to(tiles.operands)
     if tiles.operands is tiles.sums:
@@ -206,9 +221,14 @@ def _logits(
 
 
 def _slope(
-    logp: Tensor, targets: Tensor, by_logprob: Tensor, by_entropy: Tensor | None, entropy: Tensor,
-    columns: slice, spare: Tensor,
-) -> Tensor:  # fmt: skip
+    logp: Tensor,
+    targets: Tensor,
+    by_logprob: Tensor,
+    by_entropy: Tensor | None,
+    entropy: Tensor,
+    columns: slice,
+    spare: Tensor,
+) -> Tensor:
     """Gradient of one tile of logits; the gradients that come in are already over temperature."""
     p = torch.exp(logp, out=_shaped(spare, logp))
     if by_entropy is None:
@@ -246,9 +266,7 @@ def _check(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, bias: Tensor | None, tile: int | None
 ) -> None:
     if hidden.dim() != 2 or not hidden.is_floating_point() or hidden.numel() == 0:
-        raise LossError(
-            f"hidden: {hidden.dtype} of shape {tuple(hidden.shape)}; give floats of shape (R, D), none 0."
-        )
+        raise LossError(f"hidden: {hidden.dtype} of shape {tuple(hidden.shape)}; give floats of shape (R, D), none 0.")
     if weight.dim() != 2 or not weight.is_floating_point() or weight.shape[1] != hidden.shape[1]:
         raise LossError(
             f"weight: {weight.dtype} of shape {tuple(weight.shape)}; give floats of shape "
@@ -266,9 +284,7 @@ def _check(
             f"targets: from {int(targets.min())} to {int(targets.max())}, the vocabulary has {len(weight)}."
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise LossError(
-            f"bias: shape {tuple(bias.shape)}; give ({len(weight)},), one for each row of weight."
-        )
+        raise LossError(f"bias: shape {tuple(bias.shape)}; give ({len(weight)},), one for each row of weight.")
     if not temperature > 0:
         raise LossError(f"temperature={temperature}: give one above 0.")
     if tile is not None and tile < 1:

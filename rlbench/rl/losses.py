@@ -21,9 +21,28 @@ from rlbench.rl.types import Loss
 from rlbench.rl.weighted import cispo, cpgd, dro, gpg, importance_sampling, reinforce, sapo
 
 CLASSES: tuple[type[PolicyLoss], ...] = (
-    ppo, grpo, dapo, dr_grpo, bnpo, decoupled_ppo, gspo, luspo, gmpo, vespo, cispo, sapo, cpgd, reinforce, gpg,
-    importance_sampling, dro, clip_cov, kl_cov, dppo_tv, dppo_kl,
-)  # fmt: skip
+    ppo,
+    grpo,
+    dapo,
+    dr_grpo,
+    bnpo,
+    decoupled_ppo,
+    gspo,
+    luspo,
+    gmpo,
+    vespo,
+    cispo,
+    sapo,
+    cpgd,
+    reinforce,
+    gpg,
+    importance_sampling,
+    dro,
+    clip_cov,
+    kl_cov,
+    dppo_tv,
+    dppo_kl,
+)
 
 NAMED: dict[str, type[PolicyLoss]] = {kind.__name__: kind for kind in CLASSES}
 

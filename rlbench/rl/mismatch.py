@@ -286,9 +286,7 @@ def parts_of(correction: MismatchCorrection) -> tuple[MismatchCorrection, ...]:
 def check_bounds(owner: str, low_name: str, low: float, high_name: str, high: float) -> None:
     """Refuse bounds on a weight that are not 0 <= low < high."""
     if not 0 <= low < high:
-        raise LossError(
-            f"{owner}: {low_name}={low!r}, {high_name}={high!r}; wanted 0 <= {low_name} < {high_name}."
-        )
+        raise LossError(f"{owner}: {low_name}={low!r}, {high_name}={high!r}; wanted 0 <= {low_name} < {high_name}.")
 
 
 def _truncated(weights: Tensor, floor: float, cap: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -240,9 +240,7 @@ def check_shapes(inputs: LossInputs) -> None:
                 f"{name} has shape {tuple(value.shape)}; wanted {wanted}, the shape of mask (sequences, tokens)."
             )
     if inputs.group is not None and tuple(inputs.group.shape) != wanted[:1]:
-        raise LossError(
-            f"group has shape {tuple(inputs.group.shape)}; wanted {wanted[:1]}, one number per sequence."
-        )
+        raise LossError(f"group has shape {tuple(inputs.group.shape)}; wanted {wanted[:1]}, one number per sequence.")
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:

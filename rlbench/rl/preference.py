@@ -207,9 +207,7 @@ class kto:
         policy, reference = _wide_pairs(logprobs=logprobs, ref_logprobs=ref_logprobs)
         check_shape("desirable", desirable, tuple(policy.shape))
         if desirable.dtype != torch.bool:
-            raise LossError(
-                f"desirable has dtype {desirable.dtype}; wanted bool, True for the good responses."
-            )
+            raise LossError(f"desirable has dtype {desirable.dtype}; wanted bool, True for the good responses.")
         log_ratio = policy - reference.detach()
         point = torch.as_tensor(kl, dtype=log_ratio.dtype, device=log_ratio.device).detach().clamp(min=0)
         if point.dim() != 0:
@@ -255,13 +253,9 @@ def _wide_pairs(**named: Tensor) -> list[Tensor]:
     return [value.to(wide) for value in named.values()]
 
 
-def _log_ratios(
-    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor
-) -> tuple[Tensor, Tensor]:
+def _log_ratios(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor) -> tuple[Tensor, Tensor]:
     """Return log p - log p_ref of both responses, (B,) each; the reference without gradient."""
-    c, r, ref_c, ref_r = _wide_pairs(
-        chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected
-    )
+    c, r, ref_c, ref_r = _wide_pairs(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
     return c - ref_c.detach(), r - ref_r.detach()
 
 

@@ -41,9 +41,7 @@ def check_rewards(rewards: Tensor, group: Tensor | None = None) -> None:
 def check_mask(mask: Tensor, rows: int | None = None) -> None:
     """Refuse a mask that is not bool (B, T), an empty one, and one of another batch."""
     if mask.dim() != 2 or mask.dtype != torch.bool:
-        raise LossError(
-            f"mask has shape {tuple(mask.shape)} and dtype {mask.dtype}; wanted {MEANING['mask']}."
-        )
+        raise LossError(f"mask has shape {tuple(mask.shape)} and dtype {mask.dtype}; wanted {MEANING['mask']}.")
     if rows is not None and len(mask) != rows:
         raise LossError(f"mask has shape {tuple(mask.shape)}; wanted ({rows}, T), one row per response.")
     if mask.numel() == 0:

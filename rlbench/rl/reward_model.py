@@ -91,9 +91,7 @@ def hps_loss(
     check_shape("preference", preference, tuple(c.shape))
     q = preference.to(c.dtype)
     if not bool(((q >= 0) & (q <= 1)).all()):
-        raise LossError(
-            "preference holds values outside [0, 1]; wanted the share of raters who chose the first."
-        )
+        raise LossError("preference holds values outside [0, 1]; wanted the share of raters who chose the first.")
     return -(q * logps[:, 0] + (1 - q) * logps[:, 1]), _metrics(c, r)
 
 
@@ -183,15 +181,11 @@ def _candidates(reward_tokens: Sequence[int], vocabulary: int) -> list[int]:
     candidates = list(reward_tokens)
     known = all(0 <= token < vocabulary for token in candidates)
     if len(candidates) < 2 or len(set(candidates)) != len(candidates) or not known:
-        raise LossError(
-            f"reward_tokens={candidates} must be two or more different token ids in [0, {vocabulary})."
-        )
+        raise LossError(f"reward_tokens={candidates} must be two or more different token ids in [0, {vocabulary}).")
     return candidates
 
 
-def _target(
-    labels: Tensor, reward_tokens: Sequence[int] | None, vocabulary: int, dtype: torch.dtype
-) -> Tensor:
+def _target(labels: Tensor, reward_tokens: Sequence[int] | None, vocabulary: int, dtype: torch.dtype) -> Tensor:
     """Return the wanted class of each step, (steps,) int64, or with soft labels its probabilities, (steps, 2)."""
     if labels.is_floating_point():
         if reward_tokens is None or len(reward_tokens) != 2:
@@ -208,25 +202,17 @@ def _target(
         matches = labels[:, None] == torch.tensor(list(reward_tokens), device=labels.device)
         known, classes = matches.any(dim=1), matches.int().argmax(dim=1)
     if not bool(known.all()):
-        wanted = (
-            "ids in the vocabulary"
-            if reward_tokens is None
-            else f"one of reward_tokens {list(reward_tokens)}"
-        )
+        wanted = "ids in the vocabulary" if reward_tokens is None else f"one of reward_tokens {list(reward_tokens)}"
         raise LossError(
             f"labels hold {sorted(set(labels[~known].tolist()))[:5]} at placeholder tokens; wanted {wanted}."
         )
     return classes.long()
 
 
-def _scores(
-    first: Tensor, second: Tensor, names: tuple[str, str] = ("chosen", "rejected")
-) -> tuple[Tensor, Tensor]:
+def _scores(first: Tensor, second: Tensor, names: tuple[str, str] = ("chosen", "rejected")) -> tuple[Tensor, Tensor]:
     """Return (B,) scores in one dtype, float32 or wider; refuse other shapes and an empty batch."""
     if first.dim() != 1 or first.numel() == 0:
-        raise LossError(
-            f"{names[0]} has shape {tuple(first.shape)}; wanted (B,), one score per response, B >= 1."
-        )
+        raise LossError(f"{names[0]} has shape {tuple(first.shape)}; wanted (B,), one score per response, B >= 1.")
     check_shape(names[1], second, tuple(first.shape))
     wide = torch.float64 if torch.float64 in (first.dtype, second.dtype) else torch.float32
     return first.to(wide), second.to(wide)

@@ -39,9 +39,7 @@ def clip_values(values: Tensor, low: float, high: float, mask: Tensor | None = N
     check_shape("mask", counted, tuple(values.shape))
     clean = torch.where(counted, values, torch.zeros((), dtype=values.dtype, device=values.device))
     if torch.isnan(clean).any():
-        raise LossError(
-            f"clip_values: {int(torch.isnan(clean).sum())} values are NaN; a bound does not mend them."
-        )
+        raise LossError(f"clip_values: {int(torch.isnan(clean).sum())} values are NaN; a bound does not mend them.")
     outside = ((clean < low) | (clean > high)) & counted
     share = int(outside.sum()) / max(int(counted.sum()), 1)
     return torch.where(counted, clean.clamp(low, high), torch.zeros_like(clean)), share
@@ -141,9 +139,7 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: floa
         LossError: `lengths` is not (B,) or negative, or a number is out of range.
     """
     if lengths.dim() != 1 or not (lengths >= 0).all():
-        raise LossError(
-            f"lengths has shape {tuple(lengths.shape)}; wanted (B,) numbers of tokens, at least 0."
-        )
+        raise LossError(f"lengths has shape {tuple(lengths.shape)}; wanted (B,) numbers of tokens, at least 0.")
     check_number("overlong_penalty", "max_length", max_length, 1)
     check_number("overlong_penalty", "buffer", buffer, 1, max_length)
     check_number("overlong_penalty", "factor", factor, 0.0)
@@ -176,9 +172,7 @@ def stop_properly(
     check_shape("truncated", truncated, tuple(rewards.shape))
     out, cut = rewards.to(output_dtype(rewards)), truncated.bool()
     if (scale is None) == (value is None):
-        raise LossError(
-            f"stop_properly: give exactly one of scale and value; got scale={scale!r}, value={value!r}."
-        )
+        raise LossError(f"stop_properly: give exactly one of scale and value; got scale={scale!r}, value={value!r}.")
     if value is not None:
         if not math.isfinite(value):
             raise LossError(f"stop_properly: value={value!r} is not finite.")

@@ -52,9 +52,7 @@ def optimal_token_baseline(
     p = clean_tokens("logprobs", logprobs, mask).exp()
     collision = clean_tokens("sum_p_squared", sum_p_squared, mask)
     if not ((collision[mask] > 0) & (collision[mask] <= 1 + 1e-6)).all():
-        raise LossError(
-            "sum_p_squared must lie in (0, 1] at trained tokens: it is a sum of squared probabilities."
-        )
+        raise LossError("sum_p_squared must lie in (0, 1] at trained tokens: it is a sum of squared probabilities.")
     energy = 1.0 - 2.0 * p + collision
     if weights is not None:
         energy = energy * clean_tokens("weights", weights, mask) ** 2

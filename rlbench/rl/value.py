@@ -113,6 +113,4 @@ def ptx_loss(logits: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
     predicted = mask[:, 1:]
     kept = logits[:, :-1][predicted]
     losses = cross_entropy(kept.to(output_dtype(logits)), tokens[:, 1:][predicted], reduction="none")
-    return torch.zeros(predicted.shape, dtype=losses.dtype, device=losses.device).masked_scatter(
-        predicted, losses
-    )
+    return torch.zeros(predicted.shape, dtype=losses.dtype, device=losses.device).masked_scatter(predicted, losses)

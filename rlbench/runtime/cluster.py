@@ -47,17 +47,11 @@ class Cluster:
     def __enter__(self) -> Cluster:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         shutdown()
 
     def __repr__(self) -> str:
-        kind = (
-            f"{self.gpus} GPU{'s' if self.gpus != 1 else ''}"
-            if self.gpus
-            else f"{self.devices} CPU device slots"
-        )
+        kind = f"{self.gpus} GPU{'s' if self.gpus != 1 else ''}" if self.gpus else f"{self.devices} CPU device slots"
         return f"Cluster({self.address}, {kind}{'' if self.ours else ', run by others'})"
 
 
@@ -66,9 +60,7 @@ _at_shutdown: list[Any] = []
 _interface: str | None = None
 
 
-def init(
-    address: str | None = None, devices: int | None = None, network_interface: str | None = None
-) -> Cluster:
+def init(address: str | None = None, devices: int | None = None, network_interface: str | None = None) -> Cluster:
     """Join the cluster: ours (started if need be), or the one at `address`.
 
     Args:
@@ -173,12 +165,7 @@ def shutdown() -> None:
 
     ray.shutdown()
     record = registry.read_cluster()
-    if (
-        leaving.ours
-        and record is not None
-        and record.id == leaving.id
-        and not registry.live_sessions(leaving.id)
-    ):
+    if leaving.ours and record is not None and record.id == leaving.id and not registry.live_sessions(leaving.id):
         stop_cluster(record)
 
 
@@ -205,11 +192,15 @@ def resources() -> dict[str, Any]:
 
     cluster = current()
     return {
-        "address": cluster.address, "ours": cluster.ours, "devices": cluster.devices, "gpus": cluster.gpus,
+        "address": cluster.address,
+        "ours": cluster.ours,
+        "devices": cluster.devices,
+        "gpus": cluster.gpus,
         "nodes": sum(node["Alive"] for node in ray.nodes()),
-        "total": ray.cluster_resources(), "available": ray.available_resources(),
+        "total": ray.cluster_resources(),
+        "available": ray.available_resources(),
         "sessions": [s["name"] for s in registry.live_sessions(cluster.id)],
-    }  # fmt: skip
+    }
 
 
 def _same(cluster: Cluster, address: str | None, devices: int | None) -> Cluster:
@@ -277,10 +268,19 @@ def _start(devices: int | None) -> registry.ClusterRecord:
     log = registry.state_dir() / "guard.log"
     with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
         started = subprocess.Popen(
-            [sys.executable, "-m", "rlbench.runtime.guard", cluster_id, str(devices or default_devices()),
-             str(gpu_count())],
-            start_new_session=True, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "rlbench.runtime.guard",
+                cluster_id,
+                str(devices or default_devices()),
+                str(gpu_count()),
+            ],
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+        )
     try:
         with starting.phase(starting.CLUSTER, "starting Ray"):
             record = _awaited(cluster_id, started)

@@ -40,15 +40,17 @@ def main(argv: list[str]) -> int:
         said = Path(temp_dir) / "start.log"
         with said.open("w") as out:
             ray = subprocess.Popen(
-                head.command(port, Path(temp_dir), devices, gpus), env=head.environment(Path(temp_dir)),
-                start_new_session=True, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-            )  # fmt: skip
+                head.command(port, Path(temp_dir), devices, gpus),
+                env=head.environment(Path(temp_dir)),
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+            )
         try:
             if _wait_for_ray(said, ray, wanted_end):
                 _publish(cluster_id, port, ray.pid, temp_dir, devices, gpus)
-                print(
-                    f"guard: ending cluster {cluster_id}: {_watch(cluster_id, ray, wanted_end)}", flush=True
-                )
+                print(f"guard: ending cluster {cluster_id}: {_watch(cluster_id, ray, wanted_end)}", flush=True)
                 return 0
             print(
                 f"guard: start {attempt} of {ATTEMPTS} failed; Ray said:\n{said.read_text()[-2000:]}",
@@ -66,11 +68,21 @@ def _publish(cluster_id: str, port: int, ray_session: int, temp_dir: str, device
     assert started is not None
     if ray_start is None:
         return  # it ended just now: the watch sees that next
-    registry.write_cluster(registry.ClusterRecord(
-        id=cluster_id, address=f"127.0.0.1:{port}", guard_pid=os.getpid(), guard_start=started,
-        ray_session=ray_session, ray_start=ray_start, boot=processes.boot_id(), temp_dir=temp_dir,
-        token_path=str(registry.token_file()), devices=devices, gpus=gpus,
-    ))  # fmt: skip
+    registry.write_cluster(
+        registry.ClusterRecord(
+            id=cluster_id,
+            address=f"127.0.0.1:{port}",
+            guard_pid=os.getpid(),
+            guard_start=started,
+            ray_session=ray_session,
+            ray_start=ray_start,
+            boot=processes.boot_id(),
+            temp_dir=temp_dir,
+            token_path=str(registry.token_file()),
+            devices=devices,
+            gpus=gpus,
+        )
+    )
 
 
 def free_port() -> int:

@@ -40,12 +40,27 @@ def command(port: int, folder: Path, devices: int, gpus: int) -> list[str]:
         devices, gpus: of the cluster.
     """
     return [
-        sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}",
-        "--node-ip-address=127.0.0.1", f"--temp-dir={registry.ray_folder(folder)}", f"--num-cpus={devices}",
-        f"--num-gpus={gpus}", f"--memory={RAY_MEMORY}", f"--object-store-memory={object_store_bytes()}",
-        "--include-dashboard=false", "--include-log-monitor=false", "--no-monitor", "--disable-usage-stats",
-        "--dashboard-agent-listen-port=0", "--min-worker-port=0", "--max-worker-port=0",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        "--head",
+        "--block",
+        f"--port={port}",
+        "--node-ip-address=127.0.0.1",
+        f"--temp-dir={registry.ray_folder(folder)}",
+        f"--num-cpus={devices}",
+        f"--num-gpus={gpus}",
+        f"--memory={RAY_MEMORY}",
+        f"--object-store-memory={object_store_bytes()}",
+        "--include-dashboard=false",
+        "--include-log-monitor=false",
+        "--no-monitor",
+        "--disable-usage-stats",
+        "--dashboard-agent-listen-port=0",
+        "--min-worker-port=0",
+        "--max-worker-port=0",
+    ]
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -57,11 +72,17 @@ def environment(folder: Path) -> dict[str, str]:
     temporary = folder / "tmp"
     temporary.mkdir(mode=0o700, exist_ok=True)
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("JPY_", "RAY_"))}
-    return kept | ONE_MACHINE | {
-        "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(registry.token_file()),
-        "RAY_enable_metrics_collection": "0", "RAY_START_HOOK": f"{__name__}.leave_out_unused",
-        "TMPDIR": str(temporary),
-    }  # fmt: skip
+    return (
+        kept
+        | ONE_MACHINE
+        | {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(registry.token_file()),
+            "RAY_enable_metrics_collection": "0",
+            "RAY_START_HOOK": f"{__name__}.leave_out_unused",
+            "TMPDIR": str(temporary),
+        }
+    )
 
 
 def leave_out_unused(ray_params: Any, is_head: bool) -> None:

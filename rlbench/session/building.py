@@ -26,8 +26,13 @@ SIZES = {"tensor_parallel_size", "data_parallel_size"}
 POLICY = {f.name for f in dataclasses.fields(PolicySpec)} - {"path", "trainable", "revision"}
 # what the policy verbs read of a rank's options: accumulation and offload options are those of a user's own methods
 RANK = {f.name for f in dataclasses.fields(TrainConfig)} - {
-    "shard_size", "seed", "max_norm", "micro_train_batch_size", "train_batch_size", "adam_offload",
-}  # fmt: skip
+    "shard_size",
+    "seed",
+    "max_norm",
+    "micro_train_batch_size",
+    "train_batch_size",
+    "adam_offload",
+}
 CONTRADICTIONS = (("use_mp_opt", "bf16"), ("use_mp_opt", "masters"), ("fsdp_cpu_offload", "masters"))
 """Options of the ranks that act on a module held for training, or in half precision, alone."""
 REPLICA = {f.name for f in dataclasses.fields(ReplicaConfig)} - {"path", "seed", "tensor_parallel_size"}
@@ -59,9 +64,7 @@ def plans(options: SessionOptions, link: Link) -> dict[str, Callable[[], Engine]
         "inference": partial(_inference, options, link),
     }
     if options.reference is not None:
-        found["reference"] = partial(
-            _policy, "reference", options.reference, options.train, False, options.seed, link
-        )
+        found["reference"] = partial(_policy, "reference", options.reference, options.train, False, options.seed, link)
     return found
 
 
@@ -77,9 +80,7 @@ def check_agreement(engines: Mapping[str, Engine]) -> None:
 
 def _policy(role: str, path: str, given: dict[str, Any], trainable: bool, seed: int, link: Link) -> Engine:
     spec = PolicySpec(path, trainable, **{k: v for k, v in given.items() if k in POLICY})
-    engine = TrainEngine(
-        spec, name=role, link=link, seed=seed, **{k: v for k, v in given.items() if k in RANK}
-    )
+    engine = TrainEngine(spec, name=role, link=link, seed=seed, **{k: v for k, v in given.items() if k in RANK})
     sizes = _train_sizes(given)
     return engine.build(
         tensor_parallel_size=sizes["tensor_parallel_size"], data_parallel_size=sizes["data_parallel_size"]
@@ -99,9 +100,7 @@ def _inference(options: SessionOptions, link: Link) -> Engine:
     given = dict(options.inference)
     sizes = {k: given.pop(k) for k in list(given) if k in SIZES}
     given.setdefault("dtype", _trainer_dtype(options))
-    engine = InferenceEngine(
-        options.path, given.pop("executor", "vllm"), seed=options.seed, link=link, **given
-    )
+    engine = InferenceEngine(options.path, given.pop("executor", "vllm"), seed=options.seed, link=link, **given)
     return engine.build(**sizes)
 
 

@@ -11,9 +11,7 @@ from typing import Any
 
 import numpy as np
 
-WITHOUT = (
-    "Leave it out, or train with a loss that does not weigh by the sampler's log-probs (most do not)"
-)
+WITHOUT = "Leave it out, or train with a loss that does not weigh by the sampler's log-probs (most do not)"
 FIRST_OVER_REST = 4.0
 LEAST_CUT = 8
 

@@ -17,9 +17,15 @@ class CheckVerbs:
 
     @recorded
     def preflight(
-        self, prompts: Any = None, n: int = preflights.SAMPLES, sampling: dict[str, Any] | None = None, *,
-        strict: bool = False, block: bool = True, **options: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        prompts: Any = None,
+        n: int = preflights.SAMPLES,
+        sampling: dict[str, Any] | None = None,
+        *,
+        strict: bool = False,
+        block: bool = True,
+        **options: Any,
+    ) -> Any:
         """Check, before the first step, that the sampler and the trainer agree; nothing is changed.
 
         Their log-probs on a few samples, the ratio (1) and the KL (0) of a loss on policy, and the weights and their
@@ -45,9 +51,15 @@ class CheckVerbs:
 
     @recorded
     def rehearse(
-        self, max_length: int | None = None, token_budget: int | None = None, *, loss: Any = "grpo",
-        memory_limit: int | None = None, seconds: float = 60.0, block: bool = True,
-    ) -> Any:  # fmt: skip
+        self,
+        max_length: int | None = None,
+        token_budget: int | None = None,
+        *,
+        loss: Any = "grpo",
+        memory_limit: int | None = None,
+        seconds: float = 60.0,
+        block: bool = True,
+    ) -> Any:
         """Run the worst case of memory once: a full KV cache, and a micro-batch of longest sequences; changes nothing.
 
         Args:

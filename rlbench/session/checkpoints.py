@@ -90,9 +90,13 @@ def overridden(kept: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """Constructor arguments of a session like the saved one; what is given counts before what was saved."""
     config = kept["config"]
     arguments = {
-        "model": config["model"], "train": config["train"], "inference": config["inference"], "seed": config["seed"],
-        "reference": config["reference"], "undo": config["undo"],
-    }  # fmt: skip
+        "model": config["model"],
+        "train": config["train"],
+        "inference": config["inference"],
+        "seed": config["seed"],
+        "reference": config["reference"],
+        "undo": config["undo"],
+    }
     for name, value in given.items():
         merges = isinstance(value, dict) and isinstance(arguments.get(name), dict)
         arguments[name] = {**arguments[name], **value} if merges else value

@@ -67,9 +67,7 @@ def as_trained(rollouts: Rollouts) -> TrainBatch:
 
 def score_steps(session: Session, batch: TrainBatch, **options: Any) -> Steps:
     """Score a batch by the trainer; returns `Scored`, leaves nothing behind."""
-    merged = yield session.train.call_all(
-        "policy_trial", batch, options, finish=rows_in_order, what="preflight"
-    )
+    merged = yield session.train.call_all("policy_trial", batch, options, finish=rows_in_order, what="preflight")
     return Scored(*(Ragged.from_rows(merged[name], np.float32).values for name in ("logprobs", "entropy")))
 
 
@@ -81,9 +79,7 @@ def both_sides_steps(session: Session, sequences: list[list[int]]) -> Steps:
     return causes.SideBySide(gap, np.concatenate([np.arange(1, len(row)) for row in sequences]))
 
 
-def cause_steps(
-    session: Session, drawn: Drawn, weights: causes.Weights, scored: Scored, repeat: float
-) -> Steps:
+def cause_steps(session: Session, drawn: Drawn, weights: causes.Weights, scored: Scored, repeat: float) -> Steps:
     """The probable cause of what did not pass, as a sentence."""
     batch = drawn.batch
     fine = tolerance(weights.trainer_dtype)
@@ -149,9 +145,7 @@ def _agrees(session: Session, contents: Any, sampling: dict[str, Any], allowed: 
     return (yield from _explains(session, batch, batch, allowed))
 
 
-def _explains(
-    session: Session, batch: TrainBatch, other: TrainBatch, allowed: float, **options: Any
-) -> Steps:
+def _explains(session: Session, batch: TrainBatch, other: TrainBatch, allowed: float, **options: Any) -> Steps:
     """Whether the trainer, on another version of the batch, gives the log-probs the sampler gave."""
     ours = yield from score_steps(session, other, **options)
     return float(np.abs(ours.logprobs - batch.sampler_logprobs)[batch.mask].max()) <= allowed
@@ -188,8 +182,10 @@ def _other_prompts(batch: TrainBatch, tokenizer: Any) -> Iterator[tuple[str, Rag
     """What is often put before a response, or forgotten: a begin token, the template's generation prompt."""
     rows = [[int(token) for token in row] for row in batch.prompts]
     begin = getattr(tokenizer, "bos_token_id", None)
-    marks = {"begin token": ([] if begin is None else [int(begin)], True),
-             "generation prompt of the chat template": (_generation_prompt(tokenizer), False)}  # fmt: skip
+    marks = {
+        "begin token": ([] if begin is None else [int(begin)], True),
+        "generation prompt of the chat template": (_generation_prompt(tokenizer), False),
+    }
     for name, (mark, before) in marks.items():
         if not mark:
             continue

@@ -54,8 +54,11 @@ class Evaluation(Suggesting):
         failed = failed_in_env(self.rollouts)
         cut = self.rollouts.aborted & ~failed
         known = int((failed | cut | self.counted).sum())
-        reasons = {"ended by an error of the environment": int(failed.sum()), "cut by a stop": int(cut.sum()),
-                   "without a reward": self.rollouts.samples - known}  # fmt: skip
+        reasons = {
+            "ended by an error of the environment": int(failed.sum()),
+            "cut by a stop": int(cut.sum()),
+            "without a reward": self.rollouts.samples - known,
+        }
         return ", ".join(f"{number} {why}" for why, number in reasons.items() if number)
 
 
@@ -66,9 +69,14 @@ def counted(rollouts: Rollouts) -> np.ndarray:
 
 
 def evaluate_steps(
-    inference: InferenceEngine, prompts: Any, reward: Any, n: int, sampling: dict[str, Any], progress: bool,
+    inference: InferenceEngine,
+    prompts: Any,
+    reward: Any,
+    n: int,
+    sampling: dict[str, Any],
+    progress: bool,
     env: Any = None,
-) -> Steps:  # fmt: skip
+) -> Steps:
     """Generate and score; does not touch the session's rollout counter, so evaluating changes no later sample.
 
     Without `reward` the environment's rewards count. See `Evaluation` for which completions do not count.
@@ -131,10 +139,11 @@ class Scoring:
         while not self._ended.wait(POLL_S):
             if self._asked is not None and time.monotonic() - self._asked > FAREWELL_S:
                 raise stopped(
-                    self._rollouts, self._board,
+                    self._rollouts,
+                    self._board,
                     "; the reward goes on with the completion it is at, in a thread that cannot be cut: "
                     "rb.rewards.function(fn, isolate=True) can be",
-                )  # fmt: skip
+                )
             if timeout is not None and time.monotonic() - began > timeout:
                 raise TimeoutError(f"scoring is still running after {timeout:g} s")
         if self._error is not None:

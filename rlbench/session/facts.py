@@ -27,14 +27,20 @@ def card_facts(state: dict[str, Any], samples: list[dict[str, Any]]) -> dict[str
     phase = [*state["running"].values(), *(["paused"] if state.get("paused") else [])]
     sample = samples[-1] if samples else None
     return {
-        "name": state["name"], "model": config.get("model", ""), "seed": config.get("seed", 0), "step": state["step"],
-        "version": state["version"], "phase": ", ".join(phase), "branch": state.get("branch", "main"),
-        "idle_s": state.get("idle_s"), "lease": _lease(state["lease_s"], state["driver"]),
+        "name": state["name"],
+        "model": config.get("model", ""),
+        "seed": config.get("seed", 0),
+        "step": state["step"],
+        "version": state["version"],
+        "phase": ", ".join(phase),
+        "branch": state.get("branch", "main"),
+        "idle_s": state.get("idle_s"),
+        "lease": _lease(state["lease_s"], state["driver"]),
         "engines": [
             engine_facts(name, record, state["version"], sample)
             for name, record in sorted(state["engines"].items(), key=lambda item: ORDER.get(item[0], len(ORDER)))
         ],
-    }  # fmt: skip
+    }
 
 
 def _lease(seconds: float, driver: dict[str, Any] | None) -> str:

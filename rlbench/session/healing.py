@@ -63,11 +63,15 @@ def heal_steps(session: Session, prefer: str) -> Steps:
         raise StateError(f"heal(prefer={prefer!r}): wanted 'snapshot' or 'weights'")
     state = session.link.state("engines", "unhealed")
     records, unhealed = state["engines"], dict(state["unhealed"])  # rebuilt is not yet brought back
-    lost = [*unhealed, *(
-        name for name, engine in session.engines.items()
-        if name not in unhealed
-        and (not engine.built or records.get(name, {}).get("broken") or lost_workers(engine))  # one that is being
-    )]  # ended may still answer
+    lost = [
+        *unhealed,
+        *(
+            name
+            for name, engine in session.engines.items()
+            if name not in unhealed
+            and (not engine.built or records.get(name, {}).get("broken") or lost_workers(engine))  # one that is being
+        ),
+    ]  # ended may still answer
     for name in lost:
         unhealed.setdefault(name, records.get(name, {}))
     session.link.set(unhealed=unhealed)
@@ -171,8 +175,9 @@ def _staged(record: dict[str, Any]) -> dict[str, Any] | None:
     from the ranks."""
     found = [
         {"version": record[f"{whose}staged_version"], "manifest": record[f"{whose}staged"]}
-        for whose in ("", "rank_") if f"{whose}staged" in record
-    ]  # fmt: skip
+        for whose in ("", "rank_")
+        if f"{whose}staged" in record
+    ]
     there = [one for one in found if all(Path(bucket["path"]).exists() for bucket in one["manifest"]["buckets"])]
     return max(there, key=lambda one: int(one["version"]), default=None)
 

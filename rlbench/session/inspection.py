@@ -26,15 +26,18 @@ def gradients_of(parts: list[dict[str, Any]]) -> Gradients:
     first = parts[0]
     batches = [[part["batches"][i] for part in parts] for i in range(len(first["batches"]))]
     return Gradients(
-        tuple(first["names"]), **{name: np.asarray(first[name], np.float64) for name in COLUMNS},
+        tuple(first["names"]),
+        **{name: np.asarray(first[name], np.float64) for name in COLUMNS},
         tokens=tuple(map(_tokens, batches)),
-    )  # fmt: skip
+    )
 
 
 def _tokens(ranks: list[dict[str, Any]]) -> TokenGradients:
     rows = {name: Ragged.from_rows(found, np.float32) for name, found in rows_in_order(ranks).items()}
     coefficient, hidden = rows["coefficient"], rows.get("hidden_gradient")
     return TokenGradients(
-        coefficient.values, rows["entropy_coefficient"].values, None if hidden is None else hidden.values,
+        coefficient.values,
+        rows["entropy_coefficient"].values,
+        None if hidden is None else hidden.values,
         coefficient.offsets,
-    )  # fmt: skip
+    )

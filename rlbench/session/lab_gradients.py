@@ -74,9 +74,13 @@ class ParameterGradients:
         return pandas.DataFrame(rows, index=groups)
 
     def __repr__(self) -> str:
-        return "ParameterGradients(" + ", ".join(
-            f"{loss} |grad| {format_number(norm)}" for loss, norm in zip(self.losses, self.norms, strict=True)
-        ) + ")"  # fmt: skip
+        return (
+            "ParameterGradients("
+            + ", ".join(
+                f"{loss} |grad| {format_number(norm)}" for loss, norm in zip(self.losses, self.norms, strict=True)
+            )
+            + ")"
+        )
 
 
 def _cosines(gram: np.ndarray) -> np.ndarray:

@@ -61,9 +61,7 @@ class Scored:
 
         rows = self.batch.responses
         channels = {name: list(rows.with_values(getattr(self, name))) for name in ("logprobs", "entropy")}
-        return whole_inputs(
-            self.batch, [{"rows": np.arange(len(self.batch)), "channels": channels}], "current"
-        )
+        return whole_inputs(self.batch, [{"rows": np.arange(len(self.batch)), "channels": channels}], "current")
 
     def flat(self, padded: Any) -> np.ndarray:
         """A (sequences, longest) tensor in the batch's order, flat."""
@@ -124,9 +122,7 @@ def _by_length(batch: TrainBatch) -> Buckets:
     inner = np.quantile(lengths, np.arange(1, LENGTH_BUCKETS) / LENGTH_BUCKETS, method="lower")
     edges = np.unique([*inner, lengths.max()])  # a bucket ends with its edge
     starts = np.concatenate([[lengths.min()], edges[:-1] + 1])
-    labels = tuple(
-        f"{low}–{high}" if low < high else f"{high}" for low, high in zip(starts, edges, strict=True)
-    )
+    labels = tuple(f"{low}–{high}" if low < high else f"{high}" for low, high in zip(starts, edges, strict=True))
     return _bucketed(labels, np.repeat(np.searchsorted(edges, lengths), lengths), batch.mask)
 
 
@@ -136,9 +132,7 @@ def _by_turn(batch: TrainBatch, turns: np.ndarray | None) -> Buckets:
     else:
         given = np.asarray(turns)
         if given.shape != batch.mask.shape or given.dtype.kind not in "iu":
-            raise DataError(
-                f"turns: wanted {batch.mask.shape} whole numbers; got {given.dtype} {given.shape}"
-            )
+            raise DataError(f"turns: wanted {batch.mask.shape} whole numbers; got {given.dtype} {given.shape}")
         if int(given[batch.mask].min()) < 0:
             raise DataError(f"turns: trained tokens have turns from 0; seen {int(given[batch.mask].min())}")
     of_token = np.where(batch.mask, given, 0)

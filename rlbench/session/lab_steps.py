@@ -42,9 +42,12 @@ class LabOptions:
 
 
 def lab_steps(
-    session: Session, batch: TrainBatch, losses: Mapping[str, Any] | Iterable[Any], options: LabOptions,
+    session: Session,
+    batch: TrainBatch,
+    losses: Mapping[str, Any] | Iterable[Any],
+    options: LabOptions,
     turns: np.ndarray | None,
-) -> Steps:  # fmt: skip
+) -> Steps:
     """Returns a `LossLab` that can be stepped with."""
     check_batch(batch, session, "loss_lab")
     passing = StepOptions(options.aggregation, **options.step)
@@ -62,9 +65,14 @@ def lab_steps(
     tokens = {name: np.concatenate(rows[name]).astype(np.float32) for name in ("logprobs", "entropy")}
     hashes = {name: loss.hash for name, loss in shipped.items()}
     lab = make_lab(
-        scored(given, tokens, turns), {name: named[name] for name in shipped}, options.aggregation, hashes, failed,
-        bound, session.options.path,
-    )  # fmt: skip
+        scored(given, tokens, turns),
+        {name: named[name] for name in shipped},
+        options.aggregation,
+        hashes,
+        failed,
+        bound,
+        session.options.path,
+    )
     if not options.parameter_gradients or not len(lab):
         return lab
     return (yield from _with_gradients(session, lab, shipped, passed))
@@ -91,15 +99,18 @@ def _with_gradients(
     sent = {name: (shipped[name].blob, lab.aggregation) for name in lab}
     passed = {name: value for name, value in options.items() if name not in ("aggregation", "whole_step")}
     found = yield session.train.call_all(
-        "gradients_of_losses", shared(lab.batch), sent, passed, finish=lambda parts: parts[0], what="loss_lab",
+        "gradients_of_losses",
+        shared(lab.batch),
+        sent,
+        passed,
+        finish=lambda parts: parts[0],
+        what="loss_lab",
         track=True,
-    )  # fmt: skip
+    )
     compared = ParameterGradients(tuple(found["losses"]), tuple(found["names"]), np.asarray(found["gram"]))
     failed = {name: LossError(text) for name, text in found["failed"].items()}
     if failed:
         kept = {name: entry.as_given for name, entry in lab.entries.items() if name not in failed}
         hashes = {name: shipped[name].hash for name in kept}
-        lab = make_lab(
-            lab.scored, kept, lab.aggregation, hashes, {**lab.failed, **failed}, lab.bound, lab.tokenizer
-        )
+        lab = make_lab(lab.scored, kept, lab.aggregation, hashes, {**lab.failed, **failed}, lab.bound, lab.tokenizer)
     return dataclasses.replace(lab, parameters=compared)

@@ -52,10 +52,18 @@ class LabVerbs:
 
     @recorded
     def loss_lab(
-        self, batch: TrainBatch, losses: Mapping[str, Any] | Iterable[Any], *, aggregation: Any = None,
-        parameter_gradients: bool = False, turns: np.ndarray | None = None, token_budget: int | None = None,
-        packing: bool = True, head: str = "auto", block: bool = True,
-    ) -> Any:  # fmt: skip
+        self,
+        batch: TrainBatch,
+        losses: Mapping[str, Any] | Iterable[Any],
+        *,
+        aggregation: Any = None,
+        parameter_gradients: bool = False,
+        turns: np.ndarray | None = None,
+        token_budget: int | None = None,
+        packing: bool = True,
+        head: str = "auto",
+        block: bool = True,
+    ) -> Any:
         """Compare losses on one batch: one forward without gradient for all of them; nothing is stepped.
 
         Args:

@@ -117,9 +117,7 @@ def _tried(loss: Callable[..., Any], name: str, inputs: Any) -> set[str]:
         raise LossError(f"`{name}` gave NaN or infinity on trained tokens. Engines are untouched.")
     for key, value in metrics.items():
         if not isinstance(key, str) or not (isinstance(value, int | float) or torch.is_tensor(value)):
-            raise LossError(
-                f"`{name}`: metric {key!r} is {type(value).__name__}; wanted numbers or tensors by name"
-            )
+            raise LossError(f"`{name}`: metric {key!r} is {type(value).__name__}; wanted numbers or tensors by name")
         if torch.is_tensor(value) and value.numel() != 1 and tuple(value.shape) != shape:
             raise LossError(
                 f"`{name}`: metric {key!r} has shape {tuple(value.shape)}; wanted one number, or {shape}, one per token"
@@ -146,8 +144,10 @@ def trusts_old_logprobs(shipped: ShippedLoss, batch: TrainBatch) -> bool:
 
     with one_thread():
         first = value()
-        by_old, by_sampler = (not torch.equal(first, value(**{name: getattr(inputs, name) - 0.02}))
-                              for name in ("old_logprobs", "sampler_logprobs"))  # fmt: skip
+        by_old, by_sampler = (
+            not torch.equal(first, value(**{name: getattr(inputs, name) - 0.02}))
+            for name in ("old_logprobs", "sampler_logprobs")
+        )
     return by_old and not by_sampler
 
 
@@ -190,12 +190,15 @@ def trial_inputs(batch: TrainBatch, has_reference: bool = True) -> Any:
     generator = torch.Generator().manual_seed(0)
     logprobs = (sampler + 0.01 * torch.randn(sampler.shape, generator=generator)).requires_grad_()
     return LossInputs(
-        logprobs=logprobs, old_logprobs=sampler.clone(), sampler_logprobs=sampler,
-        ref_logprobs=sampler.clone() if has_reference else None, advantages=padded(part.advantages),
+        logprobs=logprobs,
+        old_logprobs=sampler.clone(),
+        sampler_logprobs=sampler,
+        ref_logprobs=sampler.clone() if has_reference else None,
+        advantages=padded(part.advantages),
         mask=padded(part.mask.astype(np.float32)).bool(),
         entropy=torch.rand(sampler.shape, generator=generator).requires_grad_(),
         group=torch.as_tensor(part.group.astype(np.int64)),
-    )  # fmt: skip
+    )
 
 
 def _need_gradient(per_token: Any, inputs: Any, name: str) -> None:
@@ -210,6 +213,4 @@ def _need_gradient(per_token: Any, inputs: Any, name: str) -> None:
             "Engines are untouched."
         )
     if not torch.isfinite(reached[0]).all():
-        raise LossError(
-            f"the gradient of `{name}` with respect to the log-probs is not finite. Engines are untouched."
-        )
+        raise LossError(f"the gradient of `{name}` with respect to the log-probs is not finite. Engines are untouched.")

@@ -74,9 +74,7 @@ class LossLab(Suggesting):
         if name in self.failed:
             raise self.failed[name]
         if name not in self.entries:
-            raise LossError(
-                f"the lab has no loss {name!r}{nearest(name, self.entries)}. It has: {', '.join(self)}."
-            )
+            raise LossError(f"the lab has no loss {name!r}{nearest(name, self.entries)}. It has: {', '.join(self)}.")
         return self.entries[name]
 
     def __contains__(self, name: object) -> bool:
@@ -141,14 +139,20 @@ class LossLab(Suggesting):
         positive, negative, _ = entry.shares["advantage"]
         on_entropy = entry.entropy_coefficients
         return {
-            "aggregation": entry.aggregation, "value": entry.value, "coef_norm": entry.norm,
-            "clip_fraction": entry.clip_fraction, "share_positive": positive, "share_negative": negative,
-            "zeros": entry.zeros, "cos": self.cosines[i, 0], "norm_ratio": self.norm_ratios[i, 0],
+            "aggregation": entry.aggregation,
+            "value": entry.value,
+            "coef_norm": entry.norm,
+            "clip_fraction": entry.clip_fraction,
+            "share_positive": positive,
+            "share_negative": negative,
+            "zeros": entry.zeros,
+            "cos": self.cosines[i, 0],
+            "norm_ratio": self.norm_ratios[i, 0],
             "signs_differ": self.disagreement(entry.name),
             "entropy_coef_norm": None if on_entropy is None else float(np.linalg.norm(on_entropy)),
             **self._gradient_row(entry.name),
             **{f"metrics/{key}": value for key, value in entry.metrics.items() if key != "clip_fraction"},
-        }  # fmt: skip
+        }
 
     def _gradient_row(self, name: str) -> dict[str, float]:
         found = self.parameters
@@ -156,16 +160,15 @@ class LossLab(Suggesting):
             return {}
         i = found.of(name)
         return {
-            "grad_norm": float(found.norms[i]), "grad_cos": float(found.cosines[i, 0]),
+            "grad_norm": float(found.norms[i]),
+            "grad_cos": float(found.cosines[i, 0]),
             "grad_norm_ratio": float(found.norm_ratios[i, 0]),
-        }  # fmt: skip
+        }
 
     def _buckets(self, what: str) -> Buckets:
         if what not in self.scored.buckets:
             known = list(self.scored.buckets)
-            raise LossError(
-                f"by({what!r}){nearest(what, known)}: wanted one of {', '.join(map(repr, known))}."
-            )
+            raise LossError(f"by({what!r}){nearest(what, known)}: wanted one of {', '.join(map(repr, known))}.")
         return self.scored.buckets[what]
 
     # -- tokens
@@ -236,9 +239,7 @@ class LossLab(Suggesting):
         from rlbench.notebook.loss_lab_view import what_if_chart
 
         grid = RATIOS if ratios is None else np.asarray(ratios, np.float64)
-        return what_if_chart(
-            self, *(self.shown_curves if ratios is None else self.curves(grid)), losses_too=True
-        )
+        return what_if_chart(self, *(self.shown_curves if ratios is None else self.curves(grid)), losses_too=True)
 
     # -- other losses on the same forward
 
@@ -274,9 +275,14 @@ class LossLab(Suggesting):
 
 
 def loss_lab(
-    batch: TrainBatch, tokens: Mapping[str, np.ndarray], losses: Mapping[str, Any] | Iterable[Any], *,
-    aggregation: Any = None, turns: np.ndarray | None = None, hashes: Mapping[str, str] | None = None,
-) -> LossLab:  # fmt: skip
+    batch: TrainBatch,
+    tokens: Mapping[str, np.ndarray],
+    losses: Mapping[str, Any] | Iterable[Any],
+    *,
+    aggregation: Any = None,
+    turns: np.ndarray | None = None,
+    hashes: Mapping[str, str] | None = None,
+) -> LossLab:
     """Compare losses on a batch whose log-probs are known.
 
     Args:
@@ -311,22 +317,23 @@ def named_losses(losses: Mapping[str, Any] | Iterable[Any]) -> dict[str, Any]:
         named = dict(losses)
     else:
         given = [losses] if isinstance(losses, str) or callable(losses) else list(losses)
-        named = {
-            one if isinstance(one, str) else getattr(one, "__name__", None) or repr(one): one for one in given
-        }
+        named = {one if isinstance(one, str) else getattr(one, "__name__", None) or repr(one): one for one in given}
         if len(named) < len(given):
             raise LossError("two losses have the same name; give a dict: {name: loss, …}.")
     if not named:
-        raise LossError(
-            'no losses to compare; give {name: loss, …}, as in {"grpo": "grpo", "mine": my_loss}.'
-        )
+        raise LossError('no losses to compare; give {name: loss, …}, as in {"grpo": "grpo", "mine": my_loss}.')
     return named
 
 
 def make_lab(
-    scored: Scored, losses: Mapping[str, Any], aggregation: Any, hashes: Mapping[str, str],
-    refused: Mapping[str, LossError] | None = None, bound: Bound | None = None, tokenizer: str = "",
-) -> LossLab:  # fmt: skip
+    scored: Scored,
+    losses: Mapping[str, Any],
+    aggregation: Any,
+    hashes: Mapping[str, str],
+    refused: Mapping[str, LossError] | None = None,
+    bound: Bound | None = None,
+    tokenizer: str = "",
+) -> LossLab:
     """Evaluate, then compare; `refused` failed before, `bound` is where a step can be taken."""
     from rlbench.rl import resolve
     from rlbench.rl.lab import coefficients_of_all, cosines, norm_ratios
@@ -348,9 +355,7 @@ def make_lab(
         none = np.zeros((0, 0))
         between = cosines(vectors).numpy() if vectors else none
         ratios = norm_ratios(vectors).numpy() if vectors else none
-    return LossLab(
-        scored, entries, failed | wrong, between, ratios, aggregation, tokenizer=tokenizer, bound=bound
-    )
+    return LossLab(scored, entries, failed | wrong, between, ratios, aggregation, tokenizer=tokenizer, bound=bound)
 
 
 def _entry(
@@ -363,12 +368,21 @@ def _entry(
     coefficient, mask = scored.flat(found.logprobs), scored.batch.mask
     flat, trained = torch.from_numpy(coefficient), torch.from_numpy(mask)
     return LabEntry(
-        name=name, loss=loss, hash=hash, aggregation=found.aggregation, value=found.value, coefficients=coefficient,
+        name=name,
+        loss=loss,
+        hash=hash,
+        aggregation=found.aggregation,
+        value=found.value,
+        coefficients=coefficient,
         entropy_coefficients=None if found.entropy is None else scored.flat(found.entropy),
-        per_token=scored.flat(found.per_token), metrics=found.metrics,
+        per_token=scored.flat(found.per_token),
+        metrics=found.metrics,
         shares={
             what: shares(flat, torch.from_numpy(one.of_token), trained, len(one.labels)).numpy()
             for what, one in scored.buckets.items()
         },
-        zeros=float((coefficient[mask] == 0).mean()), leaks=found.leaks, given=given, bound=bound,
-    )  # fmt: skip
+        zeros=float((coefficient[mask] == 0).mean()),
+        leaks=found.leaks,
+        given=given,
+        bound=bound,
+    )

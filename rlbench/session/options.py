@@ -36,9 +36,7 @@ class SessionOptions:
         return dataclasses.asdict(self)
 
 
-def checked(
-    kind: str, given: Mapping[str, Any] | None, known: Mapping[str, Any] | set[str]
-) -> dict[str, Any]:
+def checked(kind: str, given: Mapping[str, Any] | None, known: Mapping[str, Any] | set[str]) -> dict[str, Any]:
     """The options of one engine; raises SessionError for a name nobody reads, with the nearest that is read."""
     options = dict(given or {})
     for name in options:

@@ -122,9 +122,7 @@ class Preflight(Suggesting):
         return "\n".join(lines)
 
 
-def preflight_steps(
-    session: Session, prompts: Any, n: int, sampling: dict[str, Any], strict: bool
-) -> Steps:
+def preflight_steps(session: Session, prompts: Any, n: int, sampling: dict[str, Any], strict: bool) -> Steps:
     """Measure, check, look for the cause; returns a `Preflight`, or raises `CheckFailed` where `strict`."""
     drawn = yield from _drawn(session, prompts, n, sampling)
     batch = drawn.batch
@@ -140,16 +138,21 @@ def preflight_steps(
     diagnostics = mismatch(trainer, batch)
     checks = (
         Check(
-            "weight versions", set(weights.replica_versions) == {weights.trainer_version},
-            "replicas " + ", ".join(f"v{v}" for v in weights.replica_versions), f"v{weights.trainer_version}",
+            "weight versions",
+            set(weights.replica_versions) == {weights.trainer_version},
+            "replicas " + ", ".join(f"v{v}" for v in weights.replica_versions),
+            f"v{weights.trainer_version}",
         ),
         _within("same weights: log-probs of the probe", float(sides.gap.max()), allowed),
         _within("sampled log-probs, largest difference", float(np.abs(gaps[batch.mask]).max()), colder),
         _within("KL of sampler and trainer", diagnostics["k3_kl"], colder**2),
-        _within("ratio on policy, distance from 1", float(np.abs(np.expm1(onward - trainer))[batch.mask].max()),
-                REPEAT * colder),
+        _within(
+            "ratio on policy, distance from 1",
+            float(np.abs(np.expm1(onward - trainer))[batch.mask].max()),
+            REPEAT * colder,
+        ),
         _within("KL on policy", abs(float(metrics["kl"])), (REPEAT * colder) ** 2),
-    )  # fmt: skip
+    )
     cause = None
     if not all(check.passed for check in checks):
         cause = yield from cause_steps(session, drawn, weights, scored, 0.0 if repeat <= REPEAT * colder else repeat)
@@ -201,16 +204,17 @@ def _on_policy(session: Session, batch: TrainBatch, trainer: np.ndarray) -> Step
         return Ragged.from_rows(rows_in_order(parts)["logprobs"], np.float32).values, dict(parts[0]["metrics"])
 
     own = batch.replace(old_logprobs=trainer, ref_logprobs=None)
-    return (
-        yield session.train.call_all("policy_trial", own, {}, shipped.blob, finish=finish, what="preflight")
-    )
+    return (yield session.train.call_all("policy_trial", own, {}, shipped.blob, finish=finish, what="preflight"))
 
 
 def _weights(session: Session, batch: TrainBatch) -> causes.Weights:
     return causes.Weights(
-        session.version, tuple(session.inference.weight_versions()), tuple(np.unique(batch.weight_version).tolist()),
-        str(session.train.info["dtype"]), str(session.inference.info["dtype"]),
-    )  # fmt: skip
+        session.version,
+        tuple(session.inference.weight_versions()),
+        tuple(np.unique(batch.weight_version).tolist()),
+        str(session.train.info["dtype"]),
+        str(session.inference.info["dtype"]),
+    )
 
 
 def mismatch(trainer: np.ndarray, batch: TrainBatch) -> dict[str, float]:
@@ -238,10 +242,17 @@ def worst_tokens(batch: TrainBatch, trainer: np.ndarray, tokenizer: Any) -> tupl
     for token in np.argsort(-gap, kind="stable")[: min(WORST, int(batch.mask.sum()))]:
         row = int(np.searchsorted(batch.responses.offsets, token, side="right")) - 1
         token_id = int(batch.responses.values[token])
-        found.append(TokenGap(
-            tokenizer.decode([token_id]), token_id, int(token - batch.responses.offsets[row]), int(batch.group[row]),
-            row, float(batch.sampler_logprobs[token]), float(trainer[token]),
-        ))  # fmt: skip
+        found.append(
+            TokenGap(
+                tokenizer.decode([token_id]),
+                token_id,
+                int(token - batch.responses.offsets[row]),
+                int(batch.group[row]),
+                row,
+                float(batch.sampler_logprobs[token]),
+                float(trainer[token]),
+            )
+        )
     return tuple(found)
 
 

@@ -323,8 +323,15 @@ class Recorder:
 
     def _variable(self, verb: str) -> str:
         """A new variable for what a verb gives; empty where that is nothing to go on with."""
-        stem = {"rollout": "rollouts", "evaluate": "evaluation", "snapshot": "snapshot", "batch": "batch",
-                "loss_lab": "lab", "scored": "scored", "joined": "joined"}.get(verb)  # fmt: skip
+        stem = {
+            "rollout": "rollouts",
+            "evaluate": "evaluation",
+            "snapshot": "snapshot",
+            "batch": "batch",
+            "loss_lab": "lab",
+            "scored": "scored",
+            "joined": "joined",
+        }.get(verb)
         if stem is None:
             return ""
         if stem not in self._begun:
@@ -390,6 +397,9 @@ def _shown(value: Any, called: str = "") -> str:
     if SECRET.search(called) and isinstance(value, str):
         return "…"
     name = getattr(value, "__name__", None) if callable(value) else None
-    text = name or (repr(value) if not isinstance(value, list | tuple | dict) or len(value) < 8 else
-                    f"{type(value).__name__} of {len(value)}")  # fmt: skip
+    text = name or (
+        repr(value)
+        if not isinstance(value, list | tuple | dict) or len(value) < 8
+        else f"{type(value).__name__} of {len(value)}"
+    )
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"

@@ -123,9 +123,13 @@ class _Trainer:
 
 
 def rehearse_steps(
-    session: Session, max_length: int | None, token_budget: int | None, loss: Any, memory_limit: int | None,
+    session: Session,
+    max_length: int | None,
+    token_budget: int | None,
+    loss: Any,
+    memory_limit: int | None,
     seconds: float,
-) -> Steps:  # fmt: skip
+) -> Steps:
     """Run the worst case on every engine; returns a `Rehearsal`, raises `CheckFailed` where it does not fit."""
     longest = int(session.inference.info["max_model_len"])
     length = _checked_length(max_length, longest)
@@ -144,9 +148,7 @@ def rehearse_steps(
         frozen = _of(session.reference, facts, memory_limit, None)
         engines.append((yield from _train_steps(frozen, budget, length, vocabulary, warm_up))[0])
     engines.append(_of_replicas(session.inference.name, filled))
-    result = Rehearsal(
-        tuple(engines), budget, length, _safe(line, trainer), line.per_token, _notes(facts, filled)
-    )
+    result = Rehearsal(tuple(engines), budget, length, _safe(line, trainer), line.per_token, _notes(facts, filled))
     if not result.passed:  # the training engines passed, or said so themselves
         full = engines[-1]
         raise CheckFailed(
@@ -174,11 +176,14 @@ def worst_batch(tokens: int, length: int, ranks: int, vocabulary: int) -> TrainB
     sampled = np.full(count, likely, np.float32)
     return TrainBatch(
         prompts=Ragged.from_rows([random.integers(0, vocabulary, 1) for _ in lengths], np.int32),
-        responses=responses, mask=np.ones(count, bool),
+        responses=responses,
+        mask=np.ones(count, bool),
         advantages=np.repeat(np.where(np.arange(rows) % 2 == 0, 1.0, -1.0), responses.lengths).astype(np.float32),
-        sampler_logprobs=sampled, ref_logprobs=sampled, group=np.arange(rows, dtype=np.int32) // 2,
+        sampler_logprobs=sampled,
+        ref_logprobs=sampled,
+        group=np.arange(rows, dtype=np.int32) // 2,
         weight_version=np.zeros(rows, np.int64),
-    )  # fmt: skip
+    )
 
 
 # -- training engines
@@ -190,9 +195,7 @@ def _of(engine: TrainEngine, facts: list[dict[str, Any]], memory_limit: int | No
     return _Trainer(engine, facts, limit, missing, step, blob)
 
 
-def _train_steps(
-    trainer: _Trainer, budget: int, length: int, vocabulary: int, warm_up: TrainBatch
-) -> Steps:
+def _train_steps(trainer: _Trainer, budget: int, length: int, vocabulary: int, warm_up: TrainBatch) -> Steps:
     """A quarter, a half, and where these say that it fits the whole; returns what was found and the line."""
     name, ranks = trainer.engine.name, trainer.engine.world_size
     points: list[tuple[int, int]] = []
@@ -220,12 +223,15 @@ def _train_steps(
     peaks = [max(int(m["peak"]), int(m["before"]) + trainer.step) + trainer.missing for m in measured]
     doing = "forward and backward, gradients there" if trainer.loss_blob is not None else "forward"
     found = EngineRehearsal(
-        name, f"{budget:,} tokens in rows of {length:,} on each of {ranks} ranks: {doing}",
-        max(peaks), trainer.limit,
+        name,
+        f"{budget:,} tokens in rows of {length:,} on each of {ranks} ranks: {doing}",
+        max(peaks),
+        trainer.limit,
         f"~{format_bytes(trainer.missing)} of it optimizer state, which the first step makes"
-        if trainer.missing else "",
+        if trainer.missing
+        else "",
         tuple(peaks),
-    )  # fmt: skip
+    )
     if found.headroom < 0:
         raise CheckFailed(_refusal(found, line, trainer, budget, length), _only(found, line, budget, length))
     return found, line

@@ -71,11 +71,17 @@ def _read(config: RunConfig, source: str, split: str, limit: int) -> PromptSet:
             "input_key has no effect with input_template, which makes the prompt of a row: give one of them."
         )
     found = load(
-        source, prompt="prompt" if run.input_template is not None else run.input_key, label=run.label_key,
-        split=_split_in(source, split), system=run.system_prompt,
-        template=run.input_template, chat=run.apply_chat_template, limit=limit,
-        max_prompt_tokens=config.ppo.prompt_max_len, tokenizer=model_at(config.run.pretrain),
-    )  # fmt: skip
+        source,
+        prompt="prompt" if run.input_template is not None else run.input_key,
+        label=run.label_key,
+        split=_split_in(source, split),
+        system=run.system_prompt,
+        template=run.input_template,
+        chat=run.apply_chat_template,
+        limit=limit,
+        max_prompt_tokens=config.ppo.prompt_max_len,
+        tokenizer=model_at(config.run.pretrain),
+    )
     return _with_references(found, config, source)
 
 

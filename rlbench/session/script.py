@@ -119,8 +119,10 @@ class _Body:
     def _statement(self, entry: Entry) -> list[str]:
         if entry.partial:
             self._drawn = entry.number or self._drawn
-            return [f"{entry.variable} = {entry.partial}  # drawn until it was stopped",
-                    f"session.link.set(rollouts={self._drawn})"]  # fmt: skip
+            return [
+                f"{entry.variable} = {entry.partial}  # drawn until it was stopped",
+                f"session.link.set(rollouts={self._drawn})",
+            ]
         called, before = f"session.{entry.code}", list[str]()
         if entry.verb == "rollout":
             expected, self._drawn = self._drawn + 1, entry.number or self._drawn + 1
@@ -161,7 +163,7 @@ HELPERS = {
         "import zlib",
         "def drawn(rollouts, then):\n"
         '    """Rollouts, and whether their tokens are those that were seen."""\n'
-        "    check(f\"tokens of rollout {rollouts.number}\", zlib.crc32(rollouts.responses.values.tobytes()), then)\n"
+        '    check(f"tokens of rollout {rollouts.number}", zlib.crc32(rollouts.responses.values.tobytes()), then)\n'
         "    return rollouts",
     ),
     "evaluated": (
@@ -171,7 +173,7 @@ HELPERS = {
         '    check("evaluation", evaluation.reward, then)\n'
         "    return evaluation",
     ),
-}  # fmt: skip
+}
 CHECK = '''
 differences = []
 
@@ -198,12 +200,25 @@ def _script(session: Session, body: _Body, entries: Sequence[Entry]) -> str:
         found += ["", "", HELPERS[name][1]]
     name, day = Path(session.options.model).name, time.strftime("%Y-%m-%d")
     title = f"What was done in session {one_line(session.name)} on {one_line(name)}, {day}, by rlbench {__version__}."
-    return "\n".join([
-        f'"""{title}"""', "", *sorted(imports), "", "import rlbench as rb", *found, "", CHECK, "",
-        f"session = {_constructor(session, entries)}", *body.lines, "", "session.close()",
-        'sys.exit(f"{len(differences)} numbers are not those that were seen: {differences[:5]}" if differences else 0)',
-        "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f'"""{title}"""',
+            "",
+            *sorted(imports),
+            "",
+            "import rlbench as rb",
+            *found,
+            "",
+            CHECK,
+            "",
+            f"session = {_constructor(session, entries)}",
+            *body.lines,
+            "",
+            "session.close()",
+            'sys.exit(f"{len(differences)} numbers differ from those seen: {differences[:5]}" if differences else 0)',
+            "",
+        ]
+    )
 
 
 def _constructor(session: Session, entries: Sequence[Entry]) -> str:

@@ -9,15 +9,33 @@ from rlbench.errors import SessionError
 from rlbench.session.recording import STEPS, Entry
 
 LEFT_OUT = {
-    "save": "it would write there again", "export": "it would write there again",
-    "heal": "this script has no fault to heal from", "pause": "it only waits", "resume": "it only waits",
-    "track": "it would log there again", "untrack": "it would log there again",
-}  # fmt: skip
+    "save": "it would write there again",
+    "export": "it would write there again",
+    "heal": "this script has no fault to heal from",
+    "pause": "it only waits",
+    "resume": "it only waits",
+    "track": "it would log there again",
+    "untrack": "it would log there again",
+}
 GO_BACK = ("restore", "undo", "heal")
 TAKEN_BACK = {
-    *STEPS, *GO_BACK, *LEFT_OUT, "rollout", "forward_backward", "zero_grad", "evaluate", "loss_lab", "gradients",
-    "logprobs", "snapshot", "drop", "sync_weights", "preflight", "rehearse", "set_lr",
-}  # fmt: skip
+    *STEPS,
+    *GO_BACK,
+    *LEFT_OUT,
+    "rollout",
+    "forward_backward",
+    "zero_grad",
+    "evaluate",
+    "loss_lab",
+    "gradients",
+    "logprobs",
+    "snapshot",
+    "drop",
+    "sync_weights",
+    "preflight",
+    "rehearse",
+    "set_lr",
+}
 """Verbs of which nothing is left once the session went back: code that was put on the ranks stays there."""
 ON_RANKS = {*STEPS, "forward_backward", "zero_grad", "set_lr", "heal"}
 """Of those, the ones that a heal takes back which found the session where its snapshot is."""

@@ -25,9 +25,18 @@ import numpy as np
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 OF_EVERY_CLASS = frozenset(vars(type("_", (), {"__annotations__": {}}))) | {
-    "__annotations__", "__orig_bases__", "__parameters__", "__abstractmethods__", "_abc_impl", "__firstlineno__",
-    "__static_attributes__", "__doc__", "__module__", "__qualname__", "__classcell__",
-}  # fmt: skip
+    "__annotations__",
+    "__orig_bases__",
+    "__parameters__",
+    "__abstractmethods__",
+    "_abc_impl",
+    "__firstlineno__",
+    "__static_attributes__",
+    "__doc__",
+    "__module__",
+    "__qualname__",
+    "__classcell__",
+}
 
 
 @dataclass(frozen=True)
@@ -113,9 +122,10 @@ def _same_code(text: str, function: types.FunctionType) -> bool:
     """Whether the text of a file or a cell compiles to the function's code, at its line."""
     code = function.__code__
     return any(
-        _equal(one, code) for one in _compiled(text, code.co_flags & __future__.annotations.compiler_flag)
+        _equal(one, code)
+        for one in _compiled(text, code.co_flags & __future__.annotations.compiler_flag)
         if (one.co_name, one.co_firstlineno) == (code.co_name, code.co_firstlineno)
-    )  # fmt: skip
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -134,10 +144,11 @@ def _equal(one: types.CodeType, other: types.CodeType) -> bool:
     if any(getattr(one, name) != getattr(other, name) for name in plain) or len(one.co_consts) != len(other.co_consts):
         return False
     return all(
-        _equal(a, b) if isinstance(a, types.CodeType) and isinstance(b, types.CodeType)
+        _equal(a, b)
+        if isinstance(a, types.CodeType) and isinstance(b, types.CodeType)
         else type(a) is type(b) and repr(a) == repr(b)
         for a, b in zip(one.co_consts, other.co_consts, strict=True)
-    )  # fmt: skip
+    )
 
 
 def _same_defaults(arguments: ast.arguments, function: types.FunctionType) -> bool:
@@ -210,10 +221,12 @@ def _lambda_statement(function: types.FunctionType, text: str, tree: ast.Module)
     code = function.__code__
     starts = {(line, column) for line, _, column, _ in code.co_positions() if line is not None and column is not None}
     fits = [
-        node for node in ast.walk(tree)
-        if isinstance(node, ast.Lambda) and node.lineno >= code.co_firstlineno
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Lambda)
+        and node.lineno >= code.co_firstlineno
         and (node.body.lineno, node.body.col_offset) in starts
-    ]  # fmt: skip
+    ]
     source = ast.get_source_segment(text, fits[0]) if len(fits) == 1 else None
     if source is None or not _same_code(text, function) or not _same_defaults(fits[0].args, function):
         return None

@@ -34,9 +34,20 @@ MOST_BYTES = 1 << 30
 """Of all files of a session together: a long run must not fill the disk with what no script will be made of."""
 MODULES = ("cloudpickle", "functools", "json", "numpy", "os", "sys", "zlib")
 RESERVED = (
-    "rb", "session", "FILES", "Path", "saved_array", "saved_prompts", "saved_value", "differences", "check", "stepped",
-    "drawn", "evaluated", *MODULES,
-)  # fmt: skip
+    "rb",
+    "session",
+    "FILES",
+    "Path",
+    "saved_array",
+    "saved_prompts",
+    "saved_value",
+    "differences",
+    "check",
+    "stepped",
+    "drawn",
+    "evaluated",
+    *MODULES,
+)
 """Names the script itself gives a meaning."""
 VALUES_BOUND = {"score": "scored", "join": "joined", "__add__": "joined"}
 """Calls whose value gets a variable: a reward is asked once, and long chains stay short."""
@@ -66,9 +77,12 @@ class Renderer:
     """
 
     def __init__(
-        self, folder: Path, variable: Callable[[Origin], str | None], session: Any = None,
+        self,
+        folder: Path,
+        variable: Callable[[Origin], str | None],
+        session: Any = None,
         bind: Callable[[Origin, str, str], str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.folder, self.variable, self.session, self.bind = folder, variable, session, bind
         self._names: dict[str, Any] = {}
         self.imports: list[str] = []
@@ -198,9 +212,10 @@ class Renderer:
             statement = script_text.statement_of(decorated, value)
             return statement.name if statement is not None and self._define(value, statement, decorated) else None
         given = {
-            field.name: getattr(value, field.name) for field in dataclasses.fields(value)
+            field.name: getattr(value, field.name)
+            for field in dataclasses.fields(value)
             if field.init and not _is_default(field, getattr(value, field.name))
-        }  # fmt: skip
+        }
         return self.call(self._imported(kind.__module__, kind.__qualname__), [], given)
 
     def _code(self, value: Any) -> str | None:
@@ -299,7 +314,7 @@ class Renderer:
             value.to_parquet(aside)
             name = self._keep(aside.read_bytes(), kind.lower(), "parquet")
             aside.unlink()
-            return f'rb.{kind}.from_parquet(FILES / {name!r})'
+            return f"rb.{kind}.from_parquet(FILES / {name!r})"
         if isinstance(value, np.ndarray) and value.dtype != object:
             return f"saved_array({self._keep(script_text.npy(value), 'array', 'npy')!r})"
         blob = by_value.dumps(value, "a value", "a script", SessionError)
@@ -316,7 +331,6 @@ class Renderer:
         if file not in self.files:
             self.files.append(file)
         return file
-
 
     def _need_room(self, what: str, size: int) -> None:
         there = sum(file.stat().st_size for file in self.folder.iterdir()) if self.folder.exists() else 0

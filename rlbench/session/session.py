@@ -44,9 +44,17 @@ from rlbench.session.view_verbs import ViewVerbs
 
 
 class Session(
-    TrainVerbs, TrainerVerbs, DataVerbs, StateVerbs, HistoryVerbs, CheckVerbs, LabVerbs, PauseVerbs, ViewVerbs,
+    TrainVerbs,
+    TrainerVerbs,
+    DataVerbs,
+    StateVerbs,
+    HistoryVerbs,
+    CheckVerbs,
+    LabVerbs,
+    PauseVerbs,
+    ViewVerbs,
     Suggesting,
-):  # fmt: skip
+):
     """A model with its engines, driven cell by cell.
 
     Args:
@@ -69,10 +77,17 @@ class Session(
     """
 
     def __init__(
-        self, model: str = "tiny", name: str | None = None, *, train: dict[str, Any] | None = None,
-        inference: dict[str, Any] | None = None, reference: bool | str | None = None, seed: int = 0,
-        lease_s: float | None = None, undo: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        model: str = "tiny",
+        name: str | None = None,
+        *,
+        train: dict[str, Any] | None = None,
+        inference: dict[str, Any] | None = None,
+        reference: bool | str | None = None,
+        seed: int = 0,
+        lease_s: float | None = None,
+        undo: int = 1,
+    ) -> None:
         if not isinstance(undo, int) or undo < 0:
             raise SessionError(f"undo={undo!r}: the number of last steps that can be undone, 0 for none")
         train_options, inference_options = building.check_options(train, inference)
@@ -81,9 +96,7 @@ class Session(
             path = check_model_path(resolve_model(named))
             reference_path = reference_at(reference, path)
             building.check_models(path, reference_path)
-            self._options = SessionOptions(
-                named, path, seed, train_options, inference_options, reference_path, undo
-            )
+            self._options = SessionOptions(named, path, seed, train_options, inference_options, reference_path, undo)
             cluster.current()
             if name is not None and Link.exists(name):
                 self.__dict__.update(self._joined(name, self._options).__dict__)
@@ -163,8 +176,9 @@ class Session(
         for name, record in state["engines"].items():
             session._engines[name] = (
                 InferenceEngine.attach(link, name, record, session._options.seed)
-                if record["kind"] == "inference" else TrainEngine.attach(link, name, record)
-            )  # fmt: skip
+                if record["kind"] == "inference"
+                else TrainEngine.attach(link, name, record)
+            )
         return session
 
     # -- what it is made of
@@ -241,9 +255,17 @@ class Session(
 
     @recorded
     def rollout(
-        self, prompts: Any, n: int | None = None, sampling: Any = None, *, block: bool = True,
-        on_stop: str = "raise", progress: bool = True, env: Any = None, **options: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        prompts: Any,
+        n: int | None = None,
+        sampling: Any = None,
+        *,
+        block: bool = True,
+        on_stop: str = "raise",
+        progress: bool = True,
+        env: Any = None,
+        **options: Any,
+    ) -> Any:
         """Generate `n` completions per prompt (default 1).
 
         Args:
@@ -321,9 +343,7 @@ class Session(
         A stop raises `Stopped`; its `.partial` are Rollouts: what was drawn, or those that had a reward by then.
         """
         chosen = {"temperature": 0.0 if n == 1 else 1.0} | sampling
-        return self._run(
-            "evaluate", evaluate_steps(self.inference, prompts, reward, n, chosen, progress, env), block
-        )
+        return self._run("evaluate", evaluate_steps(self.inference, prompts, reward, n, chosen, progress, env), block)
 
     def stop(self) -> Names:
         """Stop what runs, also a call of an earlier kernel or another thread; returns at once what that was."""

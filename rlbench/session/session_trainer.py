@@ -25,9 +25,14 @@ if TYPE_CHECKING:
     from rlbench.session.snapshots import Snapshot
 
 COMMON = {
-    "loss": "policy_loss", "grad_norm": "actor_grad_norm", "lr": "actor_lr", "length": "response_length",
-    "clip_fraction": "clip_fraction", "reward_std": "step_reward_std", "length_max": "response_length_max",
-}  # fmt: skip
+    "loss": "policy_loss",
+    "grad_norm": "actor_grad_norm",
+    "lr": "actor_lr",
+    "length": "response_length",
+    "clip_fraction": "clip_fraction",
+    "reward_std": "step_reward_std",
+    "length_max": "response_length_max",
+}
 """What the session's records call a trainer's metrics, so that its views show them."""
 
 
@@ -151,12 +156,19 @@ class SessionTrainer(Suggesting):
             return session._run(f"trainer.{verb}", steps, block)
 
     def _call_steps(self, verb: str, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Steps:
-        return (yield from self._ended_steps(
-            self._session.train.call_all(
-                "call_trainer", verb, args, dict(kwargs or {}), finish=lambda found: found[0], what=f"trainer.{verb}",
-                track=True,
+        return (
+            yield from self._ended_steps(
+                self._session.train.call_all(
+                    "call_trainer",
+                    verb,
+                    args,
+                    dict(kwargs or {}),
+                    finish=lambda found: found[0],
+                    what=f"trainer.{verb}",
+                    track=True,
+                )
             )
-        ))  # fmt: skip
+        )
 
     def _ended_steps(self, called: Pending) -> Steps:
         """The result of a verb; one that failed leaves the replicas awake, too, if they were."""
@@ -206,9 +218,16 @@ class SessionTrainer(Suggesting):
         resumed = yield from self._resumed_steps()
         before = None if resumed else (yield from step_copies.before_step_steps(session))
         try:
-            found = yield from self._ended_steps(session.train.call_all(
-                "call_trainer", verb, finish=lambda found: found[0], what=f"trainer.{verb}", track=True, observer=view
-            ))  # fmt: skip
+            found = yield from self._ended_steps(
+                session.train.call_all(
+                    "call_trainer",
+                    verb,
+                    finish=lambda found: found[0],
+                    what=f"trainer.{verb}",
+                    track=True,
+                    observer=view,
+                )
+            )
         except WorkerDied:
             raise
         except (Exception, Stopped):
@@ -290,9 +309,13 @@ class SessionTrainer(Suggesting):
         common = {name: found[theirs] for name, theirs in COMMON.items() if theirs in found}
         parts = {name.split("/")[1].removesuffix("_s"): v for name, v in found.items() if name.startswith("perf/")}
         values: dict[str, Any] = {**found, **common}
-        values |= {"step": step, "version": int(state["version"]), "loss_name": self.method,
-                   "aggregation": self.aggregation,
-                   "seconds": {**parts, "total": seconds}}  # fmt: skip
+        values |= {
+            "step": step,
+            "version": int(state["version"]),
+            "loss_name": self.method,
+            "aggregation": self.aggregation,
+            "seconds": {**parts, "total": seconds},
+        }
         self._session.record(values)
         self._records[int(self._session.link.state("tip")["tip"])] = values
         self.history = History([*self.history.records, values])

@@ -192,9 +192,13 @@ def write_steps(session: Session, label: str | None, disk: bool = False, automat
     )
     session.note_place()
     fields = {
-        "label": label or f"step {session.step}, {id_}", "folder": folder, "disk": disk, "time": time.time(),
-        "automatic": automatic, **{key: sum(int(part[key]) for part in parts) for key in ("bytes", "fresh")},
-    }  # fmt: skip
+        "label": label or f"step {session.step}, {id_}",
+        "folder": folder,
+        "disk": disk,
+        "time": time.time(),
+        "automatic": automatic,
+        **{key: sum(int(part[key]) for part in parts) for key in ("bytes", "fresh")},
+    }
     session.link.apply({"do": "snapshot", "id": id_, "fields": fields})
     session.anchors.mark(id_)
     return next(snapshot for snapshot in as_stood_at(session) if snapshot.id == id_)

@@ -86,9 +86,7 @@ class StateVerbs:
         return {state["branch"]: None} | left
 
     @recorded
-    def save(
-        self, path: str, max_num: int | None = None, max_mem: float | None = None, block: bool = True
-    ) -> Any:
+    def save(self, path: str, max_num: int | None = None, max_mem: float | None = None, block: bool = True) -> Any:
         """Write a checkpoint into folder `path`: weights, optimizer, schedulers, random states, step, history, options.
 
         It appears whole or not at all. `rb.Session.load(path)` goes on from the newest, on any number of ranks.

@@ -96,9 +96,11 @@ def session_options(config: RunConfig, on_gpu: bool) -> dict[str, Any]:
     """The arguments of the run's `Session`, whose engine has a share of the GPU's memory, or of the host's free one."""
     options, run = config.strategy, config.run
     policy: dict[str, Any] = {
-        "lr": options.actor_learning_rate, "betas": options.adam_betas, "weight_decay": options.l2,
+        "lr": options.actor_learning_rate,
+        "betas": options.adam_betas,
+        "weight_decay": options.l2,
         "max_norm": options.max_norm,
-    }  # fmt: skip
+    }
     engine: dict[str, Any] = {"tensor_parallel_size": options.engine_tp_size, "data_parallel_size": run.replicas}
     if run.ranks:
         policy["tensor_parallel_size"] = run.ranks
@@ -140,7 +142,12 @@ def trainer_arguments(config: RunConfig, prompts: PromptStream | Mixture, wanted
     sequences = ppo.rollout_batch_size * options.n_samples_per_prompt * ppo.max_epochs
     steps = max(1, wanted * sequences // options.train_batch_size)
     return {
-        "method": config.method, "prompts": prompts, "reward": run_data.reward_of(config),
-        "eval_prompts": run_data.eval_prompts_of(config), "ema": run.enable_ema,
-        "schedule_steps": steps if run.lr_schedule == "cosine" else None, "arguments": arguments, **given,
-    }  # fmt: skip
+        "method": config.method,
+        "prompts": prompts,
+        "reward": run_data.reward_of(config),
+        "eval_prompts": run_data.eval_prompts_of(config),
+        "ema": run.enable_ema,
+        "schedule_steps": steps if run.lr_schedule == "cosine" else None,
+        "arguments": arguments,
+        **given,
+    }

@@ -21,10 +21,17 @@ class TrainVerbs:
 
     @recorded
     def train_step(
-        self, batch: TrainBatch, loss: Any = "grpo", *, aggregation: Any = None,
-        token_budget: int | None = None, packing: bool = True, head: str = "auto", lr: float | None = None,
+        self,
+        batch: TrainBatch,
+        loss: Any = "grpo",
+        *,
+        aggregation: Any = None,
+        token_budget: int | None = None,
+        packing: bool = True,
+        head: str = "auto",
+        lr: float | None = None,
         block: bool = True,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Exactly one optimizer step: `forward_backward` over micro-batches, then `optim_step`.
 
         Args:
@@ -49,9 +56,16 @@ class TrainVerbs:
 
     @recorded
     def forward_backward(
-        self, batch: TrainBatch, loss: Any = "grpo", *, aggregation: Any = None,
-        token_budget: int | None = None, packing: bool = True, head: str = "auto", block: bool = True,
-    ) -> Any:  # fmt: skip
+        self,
+        batch: TrainBatch,
+        loss: Any = "grpo",
+        *,
+        aggregation: Any = None,
+        token_budget: int | None = None,
+        packing: bool = True,
+        head: str = "auto",
+        block: bool = True,
+    ) -> Any:
         """Accumulate the gradient of `loss` on `batch`; `optim_step()` uses it, `zero_grad()` drops it."""
         options = StepOptions(aggregation, token_budget, packing, head)
         me = cast("Session", self)

@@ -114,9 +114,12 @@ def from_here(spec: TrainerSpec) -> TrainerSpec:
         if isinstance(given := getattr(spec, name), str | Path)
     }
     return replace(
-        spec, **models, reward=reward_here(spec.reward), options=options_here(spec.options),
+        spec,
+        **models,
+        reward=reward_here(spec.reward),
+        options=options_here(spec.options),
         arguments=_with_services(spec.arguments),
-    )  # fmt: skip
+    )
 
 
 def _with_services(given: Mapping[str, Any]) -> dict[str, Any]:

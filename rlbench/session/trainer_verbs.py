@@ -25,11 +25,23 @@ class TrainerVerbs:
 
     @recorded
     def trainer(
-        self, method: str = "grpo", prompts: Any = None, reward: Any = None, *, eval_prompts: Any = None,
-        critic: str | bool | None = None, reference: str | bool | None = None, ema: bool = False, loss: Any = None,
-        lr: float | None = None, critic_lr: float | None = None, schedule_steps: int | None = None,
-        trainer_class: type | None = None, arguments: dict[str, Any] | None = None, **options: Any,
-    ) -> SessionTrainer:  # fmt: skip
+        self,
+        method: str = "grpo",
+        prompts: Any = None,
+        reward: Any = None,
+        *,
+        eval_prompts: Any = None,
+        critic: str | bool | None = None,
+        reference: str | bool | None = None,
+        ema: bool = False,
+        loss: Any = None,
+        lr: float | None = None,
+        critic_lr: float | None = None,
+        schedule_steps: int | None = None,
+        trainer_class: type | None = None,
+        arguments: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> SessionTrainer:
         """Make an `SPMDPPOTrainer` on the session's ranks, around the session's own policy, optimizer and replicas.
 
             trainer = session.trainer("grpo", prompts, reward, rollout_batch_size=32, n_samples_per_prompt=8)
@@ -76,10 +88,21 @@ class TrainerVerbs:
             critic = _one_of("critic", critic, "critic_pretrain", chosen.pop("critic_pretrain", None))
         needs_reference = float(chosen.get("init_kl_coef", 0.0)) > 0
         spec = TrainerSpec(
-            me.options.path, chosen, trainer_class, needs_critic if critic is None else critic,
-            needs_reference if reference is None else reference, ema, reward, lr, critic_lr, schedule_steps, prompts,
-            eval_prompts, loss, dict(arguments or {}),
-        )  # fmt: skip
+            me.options.path,
+            chosen,
+            trainer_class,
+            needs_critic if critic is None else critic,
+            needs_reference if reference is None else reference,
+            ema,
+            reward,
+            lr,
+            critic_lr,
+            schedule_steps,
+            prompts,
+            eval_prompts,
+            loss,
+            dict(arguments or {}),
+        )
         blob = by_value.dumps(trainer_places.from_here(spec), "trainer")
         made = me.train.call_all(
             "make_trainer", method, shared(blob), what="trainer", finish=lambda found: found[0], track=True
@@ -95,8 +118,7 @@ class TrainerVerbs:
         return self._trainer
 
     def _know_what_was_loaded(self) -> None:
-        """A trainer was refused; where its checkpoint is in the policy by then, the weights get a version of their own.
-        """
+        """Give the weights a version of their own where a refused trainer had loaded its checkpoint already."""
         me = cast("Session", self)
         if me.train.call_all("take_left_loaded", finish=any, what="trainer").result():
             me.link.set(version=int(me.link.state("highest")["highest"]) + 1)

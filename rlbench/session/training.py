@@ -46,24 +46,26 @@ class StepOptions:
 
         if self.aggregation is not None:
             Aggregation.of(self.aggregation)
-        return {"aggregation": self.aggregation, "token_budget": self.token_budget, "packing": self.packing,
-                "head": self.head, "whole_step": self.whole_step}  # fmt: skip
+        return {
+            "aggregation": self.aggregation,
+            "token_budget": self.token_budget,
+            "packing": self.packing,
+            "head": self.head,
+            "whole_step": self.whole_step,
+        }
 
 
-def train_step_steps(
-    session: Session, batch: TrainBatch, loss: Any, options: StepOptions, lr: float | None
-) -> Steps:
+def train_step_steps(session: Session, batch: TrainBatch, loss: Any, options: StepOptions, lr: float | None) -> Steps:
     """Exactly one optimizer step on `batch`; returns `Metrics` and records them."""
     begin = time.perf_counter()
     check_batch(batch, session)
     view = _view("train_step", batch)
-    metrics = yield from forward_backward_steps(
-        session, batch, loss, replace(options, whole_step=True), view
-    )
+    metrics = yield from forward_backward_steps(session, batch, loss, replace(options, whole_step=True), view)
     values = dict(metrics)
     stepped = yield from optim_step_steps(session, lr, whole_step=True)
-    values |= {name: stepped[name] for name in ("step", "version", "grad_norm", "lr", "skipped", "lr_usual")
-               if name in stepped}  # fmt: skip
+    values |= {
+        name: stepped[name] for name in ("step", "version", "grad_norm", "lr", "skipped", "lr_usual") if name in stepped
+    }
     total = time.perf_counter() - begin
     values["seconds"] = values["seconds"] | {"optimizer": stepped["seconds"]["step"], "total": total}
     values["tokens_per_s"] = float(batch.lengths.sum()) / total
@@ -94,18 +96,30 @@ def forward_backward_steps(
         batch = yield from reference_steps(session, batch, options)
     referenced = time.perf_counter()
     merged = yield session.train.call_all(
-        "policy_forward_backward", shared(batch), shipped.blob, worker_options,
-        finish=merged_parts, what="train_step", track=True, observer=view or own_view,
-    )  # fmt: skip
+        "policy_forward_backward",
+        shared(batch),
+        shipped.blob,
+        worker_options,
+        finish=merged_parts,
+        what="train_step",
+        track=True,
+        observer=view or own_view,
+    )
     tokens = {name: Ragged.from_rows(rows, np.float32).values for name, rows in merged.pop("channels").items()}
     session.anchors.keep(batch, tokens["logprobs"])
     values = batch_metrics(batch) | merged["metrics"]
     values |= {
-        "loss_name": shipped.name, "loss_hash": shipped.hash, "loss_source": shipped.source, **sources,
+        "loss_name": shipped.name,
+        "loss_hash": shipped.hash,
+        "loss_source": shipped.source,
+        **sources,
         **{name: merged[name] for name in ("aggregation", "head", "micro_batches", "padding", "peak_bytes")},
-        "seconds": {"check": checked - begin, "reference": referenced - checked,
-                    "forward_backward": time.perf_counter() - referenced},
-    }  # fmt: skip
+        "seconds": {
+            "check": checked - begin,
+            "reference": referenced - checked,
+            "forward_backward": time.perf_counter() - referenced,
+        },
+    }
     if own_view is not None:
         own_view.close(values)
     return Metrics(values, tokens)
@@ -118,9 +132,7 @@ def optim_step_steps(session: Session, lr: float | None, whole_step: bool = Fals
     """
     options = {"whole_step": whole_step} | ({} if lr is None else {"lr": lr})
     before = yield from step_copies.before_step_steps(session)
-    done = yield session.train.call_all(
-        "policy_optim_step", options, finish=lambda v: v[0], what="optim_step"
-    )
+    done = yield session.train.call_all("policy_optim_step", options, finish=lambda v: v[0], what="optim_step")
     if done["stepped"]:
         step_copies.can_be_undone(session, before)
     for note in done["notes"]:
@@ -184,12 +196,15 @@ def batch_metrics(batch: TrainBatch) -> dict[str, Any]:
     """What is known of a batch before training on it."""
     lengths = batch.response_lengths
     values: dict[str, Any] = {
-        "sequences": len(batch), "tokens": int(batch.mask.sum()),
-        "length": float(lengths.mean()), "length_max": int(lengths.max()),
+        "sequences": len(batch),
+        "tokens": int(batch.mask.sum()),
+        "length": float(lengths.mean()),
+        "length_max": int(lengths.max()),
         "truncated": None if batch.truncated is None else float(batch.truncated.mean()),
-        "reward": None, "reward_std": None,
+        "reward": None,
+        "reward_std": None,
         "data_version": int(batch.weight_version.min()),
-    }  # fmt: skip
+    }
     if batch.rewards is not None:
         values |= {"reward": float(batch.rewards.mean()), "reward_std": float(batch.rewards.std())}
     return values

@@ -108,9 +108,7 @@ def pip_options(python: Path) -> UvOptions:
 
 def explain_failure(output: str, free_gib: float) -> str:
     """One line on what is missing, from what pip or uv said while failing and the disk space that is left."""
-    lines = [
-        re.sub(r"^[\s×╰─▶│]*(error: |cause: )?", "", line) for line in output.splitlines() if line.strip()
-    ]
+    lines = [re.sub(r"^[\s×╰─▶│]*(error: |cause: )?", "", line) for line in output.splitlines() if line.strip()]
     if free_gib < 0.5:
         return CAUSES[0][1]
     for pattern, cause in CAUSES:
@@ -155,13 +153,9 @@ def _make_venv(venv: Path, needed_gib: int) -> None:
     free = _free_gib(venv.parent)
     if free < needed_gib:
         raise SetupError(f"{needed_gib} GiB of disk are needed below {venv.parent}, {free:.1f} GiB are free")
-    made = subprocess.run(
-        [sys.executable, "-m", "venv", "--clear", str(venv)], capture_output=True, text=True
-    )
+    made = subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], capture_output=True, text=True)
     if made.returncode:
-        raise SetupError(
-            f"no virtual environment could be made: {explain_failure(made.stdout + made.stderr, free)}"
-        )
+        raise SetupError(f"no virtual environment could be made: {explain_failure(made.stdout + made.stderr, free)}")
 
 
 def _refuse_two_engines(engine: str, python: Path) -> None:
@@ -185,9 +179,7 @@ def _find_uv(python: Path, may_install: bool) -> list[str]:
     if on_path and not (has_pip and may_install):
         return [on_path]
     if not has_pip:
-        raise SetupError(
-            "neither uv nor pip is there: install one of them into this environment (python -m ensurepip)"
-        )
+        raise SetupError("neither uv nor pip is there: install one of them into this environment (python -m ensurepip)")
     if not may_install:
         raise SetupError("uv is not installed, and a dry run installs nothing: pip install uv")
     got = subprocess.run([str(python), "-m", "pip", "install", "--quiet", UV], capture_output=True, text=True)
@@ -202,9 +194,12 @@ def _cpu_torch_is_offered(uv: Sequence[str], python: Path, options: UvOptions) -
     """True if the configured indexes or links carry the pinned CPU torch, or it is installed already."""
     version = pinned_versions((PINS / "cpu.txt").read_text())["torch"]
     probe = ["pip", "install", "--quiet", "--dry-run", "--no-deps", "--python", str(python), *options.flags]
-    return subprocess.run(
-        [*uv, *probe, f"torch=={version}"], env={**os.environ, **options.env}, capture_output=True
-    ).returncode == 0  # fmt: skip
+    return (
+        subprocess.run(
+            [*uv, *probe, f"torch=={version}"], env={**os.environ, **options.env}, capture_output=True
+        ).returncode
+        == 0
+    )
 
 
 def _run_uv(uv: Sequence[str], command: Sequence[str], options: UvOptions, python: Path) -> None:

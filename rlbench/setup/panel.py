@@ -26,8 +26,15 @@ NAME = "rlbench-lab"
 OLDEST_NODE = (20, 19)  # of the bundler
 STAMP = "sources.sha256"
 SOURCES = (
-    "package.json", "yarn.lock", "tsconfig.json", "tsconfig.build.json", "install.json", "schema", "src", "style"
-)  # fmt: skip
+    "package.json",
+    "yarn.lock",
+    "tsconfig.json",
+    "tsconfig.build.json",
+    "install.json",
+    "schema",
+    "src",
+    "style",
+)
 NOT_BUILT = re.compile(r"\.test\.tsx?$")
 TASKS = {"lint": "check", "test": "test"}
 
@@ -135,9 +142,13 @@ def _jlpm(root: Path, *arguments: str, shown: bool = False) -> None:
     if jlpm is None:
         raise SetupError("jlpm was not found: it comes with jupyterlab and with jupyter-builder")
     done = subprocess.run(
-        [jlpm, *arguments], cwd=root / "extension", env=env, text=True,
-        stdout=None if shown else subprocess.PIPE, stderr=None if shown else subprocess.STDOUT,
-    )  # fmt: skip
+        [jlpm, *arguments],
+        cwd=root / "extension",
+        env=env,
+        text=True,
+        stdout=None if shown else subprocess.PIPE,
+        stderr=None if shown else subprocess.STDOUT,
+    )
     if done.returncode:
         said = "" if shown else ":\n" + "\n".join(done.stdout.splitlines()[-30:])
         raise SetupError(f"{' '.join(command)} failed{said}")

@@ -61,9 +61,7 @@ def choose_engine(asked: str | None, nvidia: bool) -> str:
     """`cpu` or `gpu`: what was asked for, else what is there."""
     if asked:
         if asked not in ENGINES:
-            raise SetupError(
-                f"no engine is called {asked!r}; there are {' and '.join(ENGINES)}, or none to detect it"
-            )
+            raise SetupError(f"no engine is called {asked!r}; there are {' and '.join(ENGINES)}, or none to detect it")
         return asked
     return "gpu" if nvidia else "cpu"
 

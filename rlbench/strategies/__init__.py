@@ -26,17 +26,39 @@ if TYPE_CHECKING:
     from rlbench.strategies.length_analysis import GenLenAnalyser
 
 _NAMES = {
-    "add_arguments": "arguments", "StrategyBase": "base", "StrategyConfig": "config", "OptionError": "config",
-    "get_strategy": "factory", "DeepspeedStrategy": "factory", "FakeStrategy": "fake", "get_fake_strategy": "fake",
-    "FSDPV2Strategy": "fsdp2", "FSDPadaptOptimizer": "fsdp2", "is_mp_optimizer": "fsdp2", "ModelOptimPair": "fsdp2",
-    "ModelOrModelOptimPair": "fsdp2", "manual_transformer_cls_names_to_wrap": "fsdp2",
+    "add_arguments": "arguments",
+    "StrategyBase": "base",
+    "StrategyConfig": "config",
+    "OptionError": "config",
+    "get_strategy": "factory",
+    "DeepspeedStrategy": "factory",
+    "FakeStrategy": "fake",
+    "get_fake_strategy": "fake",
+    "FSDPV2Strategy": "fsdp2",
+    "FSDPadaptOptimizer": "fsdp2",
+    "is_mp_optimizer": "fsdp2",
+    "ModelOptimPair": "fsdp2",
+    "ModelOrModelOptimPair": "fsdp2",
+    "manual_transformer_cls_names_to_wrap": "fsdp2",
     "GenLenAnalyser": "length_analysis",
-}  # fmt: skip
+}
 
 __all__ = [
-    "DeepspeedStrategy", "FSDPV2Strategy", "FSDPadaptOptimizer", "FakeStrategy", "GenLenAnalyser", "ModelOptimPair",
-    "ModelOrModelOptimPair", "OptionError", "StrategyBase", "StrategyConfig", "add_arguments", "get_fake_strategy",
-    "get_strategy", "is_mp_optimizer", "manual_transformer_cls_names_to_wrap",
-]  # fmt: skip
+    "DeepspeedStrategy",
+    "FSDPV2Strategy",
+    "FSDPadaptOptimizer",
+    "FakeStrategy",
+    "GenLenAnalyser",
+    "ModelOptimPair",
+    "ModelOrModelOptimPair",
+    "OptionError",
+    "StrategyBase",
+    "StrategyConfig",
+    "add_arguments",
+    "get_fake_strategy",
+    "get_strategy",
+    "is_mp_optimizer",
+    "manual_transformer_cls_names_to_wrap",
+]
 
 __getattr__, __dir__ = lazy_names(__name__, _NAMES)

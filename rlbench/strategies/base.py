@@ -42,13 +42,24 @@ class StrategyBase(PreparingSide, KeepingSide, InferenceSide):
     """
 
     def __init__(
-        self, seed: int, max_norm: float, micro_train_batch_size: int, train_batch_size: int, bf16: bool, args: Any,
-        *, device: RankDevice, control: ControlGroup,
-    ) -> None:  # fmt: skip
+        self,
+        seed: int,
+        max_norm: float,
+        micro_train_batch_size: int,
+        train_batch_size: int,
+        bf16: bool,
+        args: Any,
+        *,
+        device: RankDevice,
+        control: ControlGroup,
+    ) -> None:
         own: dict[str, Any] = {
-            "seed": seed, "max_norm": max_norm, "micro_train_batch_size": micro_train_batch_size,
-            "train_batch_size": train_batch_size, "bf16": bf16,
-        }  # fmt: skip
+            "seed": seed,
+            "max_norm": max_norm,
+            "micro_train_batch_size": micro_train_batch_size,
+            "train_batch_size": train_batch_size,
+            "bf16": bf16,
+        }
         self.args = args
         self.config, own = _settled(args, own)
         self.seed: int = own["seed"]
@@ -62,9 +73,7 @@ class StrategyBase(PreparingSide, KeepingSide, InferenceSide):
         self.world_size = control.world_size
         self.accumulation = 1  # train_batch_size=1, the default, asks for none
         if self.train_batch_size != 1:
-            self.accumulation = accumulation_steps(
-                self.train_batch_size, self.micro_train_batch_size, self.world_size
-            )
+            self.accumulation = accumulation_steps(self.train_batch_size, self.micro_train_batch_size, self.world_size)
         self._start_memory()
         self._start_steps()
 

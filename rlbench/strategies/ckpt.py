@@ -41,9 +41,15 @@ GB = 10**9
 
 
 def write(
-    control: ControlGroup, save_dir: str, tag: str | None, tensors: Mapping[str, Tensor], values: dict[str, Any],
-    save_latest: bool, max_num: int | None, max_mem: float | None,
-) -> tuple[str, list[str]]:  # fmt: skip
+    control: ControlGroup,
+    save_dir: str,
+    tag: str | None,
+    tensors: Mapping[str, Tensor],
+    values: dict[str, Any],
+    save_latest: bool,
+    max_num: int | None,
+    max_mem: float | None,
+) -> tuple[str, list[str]]:
     """Write a checkpoint; collective. All ranks see one file system.
 
     Returns:
@@ -149,9 +155,11 @@ def read_tensors(control: ControlGroup, folder: Path, into: dict[str, Tensor]) -
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch says that it is alone where that is meant
             dcp.load(
-                into, storage_reader=dcp.FileSystemReader(folder / STATE), process_group=control.group,
+                into,
+                storage_reader=dcp.FileSystemReader(folder / STATE),
+                process_group=control.group,
                 no_dist=control.group is None,
-            )  # fmt: skip
+            )
     except dcp.CheckpointException as error:
         raise CheckpointError(f"{folder} cannot be read ({error}).") from error
 
@@ -169,9 +177,11 @@ def _save_tensors(control: ControlGroup, folder: Path, tensors: Mapping[str, Ten
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # as above
             dcp.save(
-                dict(tensors), storage_writer=dcp.FileSystemWriter(folder), process_group=control.group,
+                dict(tensors),
+                storage_writer=dcp.FileSystemWriter(folder),
+                process_group=control.group,
                 no_dist=control.group is None,
-            )  # fmt: skip
+            )
     except (OSError, RuntimeError, dcp.CheckpointException) as error:
         raise _no_room(folder.parents[1], error) from error
 

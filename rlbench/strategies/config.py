@@ -42,7 +42,8 @@ def options_of(section: str, by: str, **does: str) -> dict[str, Option]:
 
 OPTIONS: dict[str, Option] = {
     **options_of(
-        "Training", STRATEGY,
+        "Training",
+        STRATEGY,
         seed="of set_seed and of initialisers",
         max_norm="global gradient norm to clip to; 0: no clipping",
         micro_train_batch_size="sequences one rank takes through one backward",
@@ -56,7 +57,8 @@ OPTIONS: dict[str, Option] = {
         critic_pretrain="a critic is trained; the path it came from, or true",
     ),
     **options_of(
-        "Sharding", STRATEGY,
+        "Sharding",
+        STRATEGY,
         fsdp="train with FSDP2; without it the reference takes DeepSpeed, which is not here yet",
         fsdp_cpu_offload="trained weights, gradients and optimizer live in host memory; overrides adam_offload",
         adam_offload="maybe_offload_optimizer moves optimizer state to the host",
@@ -64,7 +66,8 @@ OPTIONS: dict[str, Option] = {
         local_rank="which GPU of its node a rank takes; -1: LOCAL_RANK, else the rank",
     ),
     **options_of(
-        "Sharding", NOBODY,
+        "Sharding",
+        NOBODY,
         zero_stage="stages are DeepSpeed's, which is not here yet; fsdp=True shards as stage 3 does",
         zpg="hierarchical partitioning is DeepSpeed's; prepare_model(shard_size=n) shards within n ranks",
         grad_accum_dtype="gradients accumulate in the dtype of the weights: float32, or half precision with use_mp_opt",
@@ -73,7 +76,8 @@ OPTIONS: dict[str, Option] = {
         mixed_mm_data="vision-language models are not here yet",
     ),
     **options_of(
-        "Inference engine", STRATEGY,
+        "Inference engine",
+        STRATEGY,
         engine_type="the engine that generates: vllm",
         engine_tp_size="ranks that share one engine",
         engine_mem_util="share of the GPU's memory the engine may take; on a host without one, of the free memory for "
@@ -81,17 +85,20 @@ OPTIONS: dict[str, Option] = {
         enable_engine_sleep="the engine gives its memory back while ranks train",
     ),
     **options_of(
-        "Inference engine", TRAINER,
+        "Inference engine",
+        TRAINER,
         log_dir="folder of length plots and logs",
         plot_every="steps between two plots of generated lengths",
     ),
     **options_of(
-        "Inference engine", NOBODY,
+        "Inference engine",
+        NOBODY,
         rm_use_engine="reward models run on the ranks",
         rm_engine_cudagraph="reward models run on the ranks",
     ),
     **options_of(
-        "Rewards and advantages", TRAINER,
+        "Rewards and advantages",
+        TRAINER,
         remote_rm_url="a reward service instead of reward models; prepare_models_and_optimizers then shards none",
         reward_running_norm="divide rewards by their running deviation",
         reward_running_norm_minus_mean="subtract their running mean too",
@@ -104,7 +111,8 @@ OPTIONS: dict[str, Option] = {
         pretrain_data="text for a language loss beside the policy's",
     ),
     **options_of(
-        "Experience", TRAINER,
+        "Experience",
+        TRAINER,
         micro_rollout_batch_size="prompts of one forward while experience is made",
         n_samples_per_prompt="completions of one prompt",
         overlong_buffer="penalise completions that near the limit",
@@ -118,7 +126,7 @@ OPTIONS: dict[str, Option] = {
         chunk_size="rows the fused log-prob computes at once",
         use_tensorboard="folder of a TensorBoard log",
     ),
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -188,9 +196,7 @@ class StrategyConfig:
         for name in self.overridden():
             option = OPTIONS[name]
             if option.by == NOBODY and not (name == "zero_stage" and not self.fsdp):
-                raise OptionError(
-                    f"{name}={getattr(self, name)!r} cannot be honoured: {option.does}. Leave it out."
-                )
+                raise OptionError(f"{name}={getattr(self, name)!r} cannot be honoured: {option.does}. Leave it out.")
         if self.engine_type != "vllm":
             raise OptionError(
                 f"engine_type={self.engine_type!r} cannot be honoured: the engine on the ranks is 'vllm'."

@@ -137,6 +137,4 @@ class ControlGroup:
         failed = [(rank, text) for rank, text in enumerate(said) if text is not None]
         if failed:
             rank, text = failed[0]
-            raise peer_failed(
-                f"{doing} failed on rank {rank} ({text}); this rank stopped with it and stays usable."
-            )
+            raise peer_failed(f"{doing} failed on rank {rank} ({text}); this rank stopped with it and stays usable.")

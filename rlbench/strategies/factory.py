@@ -38,9 +38,13 @@ def get_strategy(args: Any) -> FSDPV2Strategy:
     config = StrategyConfig.of(args)
     need_fsdp(config)
     strategy = FSDPV2Strategy(
-        seed=config.seed, max_norm=config.max_norm, micro_train_batch_size=config.micro_train_batch_size,
-        train_batch_size=config.train_batch_size, bf16=config.bf16, args=args,
-    )  # fmt: skip
+        seed=config.seed,
+        max_norm=config.max_norm,
+        micro_train_batch_size=config.micro_train_batch_size,
+        train_batch_size=config.train_batch_size,
+        bf16=config.bf16,
+        args=args,
+    )
     accumulation_steps(config.train_batch_size, config.micro_train_batch_size, strategy.world_size)
     strategy.set_seed()
     if strategy.is_rank_0():

@@ -33,18 +33,29 @@ class FakeStrategy(StrategyBase):
     """
 
     def __init__(
-        self, seed: int = 42, max_norm: float = 0.0, micro_train_batch_size: int = 1, train_batch_size: int = 1,
-        bf16: bool = True, args: Any = None, *, device: str = "auto",
-    ) -> None:  # fmt: skip
+        self,
+        seed: int = 42,
+        max_norm: float = 0.0,
+        micro_train_batch_size: int = 1,
+        train_batch_size: int = 1,
+        bf16: bool = True,
+        args: Any = None,
+        *,
+        device: str = "auto",
+    ) -> None:
         super().__init__(
-            seed, max_norm, micro_train_batch_size, train_batch_size, bf16, args,
-            device=RankDevice.pick(0, device), control=SoloGroup(),
-        )  # fmt: skip
+            seed,
+            max_norm,
+            micro_train_batch_size,
+            train_batch_size,
+            bf16,
+            args,
+            device=RankDevice.pick(0, device),
+            control=SoloGroup(),
+        )
         self._prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-    def _shard(
-        self, model: nn.Module, is_training: bool, shard_size: int, reshard_after_forward: bool
-    ) -> nn.Module:
+    def _shard(self, model: nn.Module, is_training: bool, shard_size: int, reshard_after_forward: bool) -> nn.Module:
         if model in self._prepared:
             return model
         self._prepared.add(model)
@@ -77,8 +88,12 @@ def get_fake_strategy(args: Any = None) -> FakeStrategy:
     """A strategy for tests, from the same options as `get_strategy` takes; needs no ranks, joins no group."""
     config = StrategyConfig.of(args)
     strategy = FakeStrategy(
-        seed=config.seed, max_norm=config.max_norm, micro_train_batch_size=config.micro_train_batch_size,
-        train_batch_size=config.train_batch_size, bf16=config.bf16, args=config if args is None else args,
-    )  # fmt: skip
+        seed=config.seed,
+        max_norm=config.max_norm,
+        micro_train_batch_size=config.micro_train_batch_size,
+        train_batch_size=config.train_batch_size,
+        bf16=config.bf16,
+        args=config if args is None else args,
+    )
     strategy.set_seed()
     return strategy

@@ -32,9 +32,14 @@ from rlbench.strategies.step_side import StepResult
 from rlbench.strategies.wrapping import manual_transformer_cls_names_to_wrap, units
 
 __all__ = [
-    "FSDPV2Strategy", "FSDPadaptOptimizer", "ModelOptimPair", "ModelOrModelOptimPair", "StepResult", "is_mp_optimizer",
+    "FSDPV2Strategy",
+    "FSDPadaptOptimizer",
+    "ModelOptimPair",
+    "ModelOrModelOptimPair",
+    "StepResult",
+    "is_mp_optimizer",
     "manual_transformer_cls_names_to_wrap",
-]  # fmt: skip
+]
 
 TIMEOUT = timedelta(minutes=60)
 
@@ -78,9 +83,15 @@ class FSDPV2Strategy(StrategyBase):
         join_ranks(device)
         device.let_scripts_wait()
         super().__init__(
-            seed, max_norm, micro_train_batch_size, train_batch_size, bf16, args,
-            device=device, control=ControlGroup(),
-        )  # fmt: skip
+            seed,
+            max_norm,
+            micro_train_batch_size,
+            train_batch_size,
+            bf16,
+            args,
+            device=device,
+            control=ControlGroup(),
+        )
 
     # -- preparing -------------------------------------------------------------------------------------------
 
@@ -110,9 +121,7 @@ class FSDPV2Strategy(StrategyBase):
         fully_shard(model, reshard_after_forward=True, **options)
         return model
 
-    def _shard(
-        self, model: nn.Module, is_training: bool, shard_size: int, reshard_after_forward: bool
-    ) -> nn.Module:
+    def _shard(self, model: nn.Module, is_training: bool, shard_size: int, reshard_after_forward: bool) -> nn.Module:
         return self.shard(model, is_training, shard_size, reshard_after_forward)
 
     def _precision(self, masters_in_optimizer: bool) -> MixedPrecisionPolicy:
@@ -132,9 +141,7 @@ class FSDPV2Strategy(StrategyBase):
         if shard_size in (-1, self.world_size):
             return init_device_mesh(kind, (self.world_size,), mesh_dim_names=("shard",))
         if shard_size < 1 or self.world_size % shard_size:
-            raise BuildError(
-                f"shard_size={shard_size} does not divide {self.world_size} ranks; choose a divisor."
-            )
+            raise BuildError(f"shard_size={shard_size} does not divide {self.world_size} ranks; choose a divisor.")
         shape = (self.world_size // shard_size, shard_size)
         return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
 

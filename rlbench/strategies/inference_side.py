@@ -78,9 +78,7 @@ class Replicas(Protocol):
     def sleep(self) -> None:
         """Have them give their memory back; no-op where they have."""
 
-    def generate(
-        self, mine: list[Prompt], sampling: dict[str, Any], samples: int, number: int
-    ) -> list[GenerateOutput]:
+    def generate(self, mine: list[Prompt], sampling: dict[str, Any], samples: int, number: int) -> list[GenerateOutput]:
         """This rank's completions, prompt by prompt."""
 
     def update(self, actor: nn.Module, transport: str | None) -> Mapping[str, Any]:
@@ -158,9 +156,14 @@ class InferenceSide(RankSide):
         return EngineStatus.WAKEUP if awake else EngineStatus.SLEEPED
 
     def gather_and_generate(
-        self, sampling_params: Any, all_prompt_token_ids: Any = None, all_prompts: Any = None, all_images: Any = None,
-        sleep_engine: bool = True, images_num: Any = None,
-    ) -> list[GenerateOutput]:  # fmt: skip
+        self,
+        sampling_params: Any,
+        all_prompt_token_ids: Any = None,
+        all_prompts: Any = None,
+        all_images: Any = None,
+        sleep_engine: bool = True,
+        images_num: Any = None,
+    ) -> list[GenerateOutput]:
         """Generate completions of this rank's prompts, together with those of all ranks; collective.
 
         What is sampled derives from the strategy's seed, `generate_calls`, the prompt's place among those of all ranks

@@ -39,10 +39,17 @@ class KeepingSide(StepSide):
     """Every method is collective."""
 
     def save_ckpt(
-        self, model: nn.Module, save_dir: str, tag: str | None = None, max_num: int | None = 3,
-        max_mem: float | None = 1000, client_state: Mapping[str, Any] = {}, save_latest: bool = True,
-        optimizer: torch.optim.Optimizer | None = None, scheduler: Any = None,
-    ) -> str:  # fmt: skip
+        self,
+        model: nn.Module,
+        save_dir: str,
+        tag: str | None = None,
+        max_num: int | None = 3,
+        max_mem: float | None = 1000,
+        client_state: Mapping[str, Any] = {},
+        save_latest: bool = True,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Any = None,
+    ) -> str:
         """Write a checkpoint of a model, loadable with any number of ranks, and return its folder.
 
         Gradients that wait for a step are not part of it. The random states of the ranks are.
@@ -71,16 +78,20 @@ class KeepingSide(StepSide):
             values["scheduler"] = scheduler.state_dict()
         if holds_gradients(model):
             self.print("save_ckpt: gradients wait for a step; they are not kept")
-        folder, removed = ckpt.write(
-            self.control, save_dir, tag, tensors, values, save_latest, max_num, max_mem
-        )
+        folder, removed = ckpt.write(self.control, save_dir, tag, tensors, values, save_latest, max_num, max_mem)
         self.print(f"checkpoint {folder} written" + (f"; removed {', '.join(removed)}" if removed else ""))
         return folder
 
     def load_ckpt(
-        self, model: nn.Module, load_dir: str, optimizer: torch.optim.Optimizer | None = None, scheduler: Any = None,
-        load_module_strict: bool = True, load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True,
-    ) -> tuple[str, dict[str, Any]]:  # fmt: skip
+        self,
+        model: nn.Module,
+        load_dir: str,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+    ) -> tuple[str, dict[str, Any]]:
         """Bring a model to a checkpoint of `save_ckpt`, whatever number of ranks wrote it.
 
         Gradients that wait for a step are dropped. With an optimizer to load, and as many ranks as wrote it, the
@@ -107,9 +118,15 @@ class KeepingSide(StepSide):
         return str(opened.folder), opened.values["client_state"]
 
     def open_ckpt(
-        self, model: nn.Module, load_dir: str, optimizer: torch.optim.Optimizer | None = None, scheduler: Any = None,
-        load_module_strict: bool = True, load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True,
-    ) -> OpenedCkpt:  # fmt: skip
+        self,
+        model: nn.Module,
+        load_dir: str,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+    ) -> OpenedCkpt:
         """The first half of `load_ckpt`, which changes nothing: arguments and errors are its. Several models are loaded
         all or not at all by opening each before the first `load_opened`."""
         folder = self.control.together("looking for a checkpoint", lambda: ckpt.find(load_dir))
@@ -133,9 +150,12 @@ class KeepingSide(StepSide):
         return OpenedCkpt(folder, names, shapes, values, settings, wants_optimizer, wants_scheduler)
 
     def load_opened(
-        self, opened: OpenedCkpt, model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
+        self,
+        opened: OpenedCkpt,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
         scheduler: Any = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """The second half of `load_ckpt`: bring what was opened into what was given then."""
         folder, values = opened.folder, opened.values
         self.forget_gradients(model)
@@ -212,9 +232,13 @@ class KeepingSide(StepSide):
         return held.keys() & kept.keys()
 
     def _put_optimizer(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, read: Mapping[str, Tensor], kept: Mapping[str, Any],
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        read: Mapping[str, Tensor],
+        kept: Mapping[str, Any],
         settings: list[dict[str, Any]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         for group, own in zip(optimizer.param_groups, settings, strict=True):
             group.update(own)
         for name, parameter in _named(model, optimizer):

@@ -41,9 +41,15 @@ class GenLenAnalyser:
     """
 
     def __init__(
-        self, engine_dp_group: Any = None, plot_every: int = 2, percentiles: Sequence[float] = (50, 80),
-        plot_out_dir: str | Path | None = None, *, strategy: Any = None, tensorboard: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        engine_dp_group: Any = None,
+        plot_every: int = 2,
+        percentiles: Sequence[float] = (50, 80),
+        plot_out_dir: str | Path | None = None,
+        *,
+        strategy: Any = None,
+        tensorboard: Any = None,
+    ) -> None:
         if engine_dp_group is not None and strategy is not None:
             raise DataError("engine_dp_group and strategy both say whose lengths are put together: give one")
         for p in percentiles:

@@ -103,9 +103,7 @@ def _needs_transformers(module: nn.Module, opened: TensorSource, source: Any) ->
 
 def _fill(target: Tensor, tensor: Tensor) -> None:
     if isinstance(target, DTensor):
-        local = distribute_tensor(
-            tensor, target.device_mesh, target.placements, src_data_rank=None
-        ).to_local()
+        local = distribute_tensor(tensor, target.device_mesh, target.placements, src_data_rank=None).to_local()
         target.to_local().copy_(local)
     else:
         target.copy_(tensor)

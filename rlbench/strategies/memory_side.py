@@ -186,9 +186,10 @@ def kept_on_host(model: nn.Module) -> bool:
     """Whether FSDP keeps the weights in host memory and brings each layer's when it is needed."""
     groups = [
         group
-        for part in model.modules() if isinstance(part, FSDPModule)
+        for part in model.modules()
+        if isinstance(part, FSDPModule)
         for group in part._get_fsdp_state()._fsdp_param_groups
-    ]  # fmt: skip
+    ]
     return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
 
 

@@ -41,9 +41,7 @@ class FSDPadaptOptimizer(Optimizer):
         if not optimizer.step(): print("overflow, skipped")
     """
 
-    def __init__(
-        self, optimizer: Optimizer | Iterable[Any], *, max_norm: float = 0.0, **kwargs: Any
-    ) -> None:
+    def __init__(self, optimizer: Optimizer | Iterable[Any], *, max_norm: float = 0.0, **kwargs: Any) -> None:
         if not isinstance(optimizer, Optimizer):
             optimizer = torch.optim.AdamW(optimizer, **kwargs)
         elif kwargs:

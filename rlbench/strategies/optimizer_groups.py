@@ -36,9 +36,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
             decay = weight_decay if decays(name, parameter) else 0.0
             groups[parameter.dtype, shards, decay].append(parameter)
     if not groups:
-        raise EngineError(
-            f"{type(model).__name__} has no trainable parameter; set requires_grad on some first."
-        )
+        raise EngineError(f"{type(model).__name__} has no trainable parameter; set requires_grad on some first.")
     return [{"params": params, "weight_decay": decay} for (_, _, decay), params in groups.items()]
 
 

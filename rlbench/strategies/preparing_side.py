@@ -66,9 +66,7 @@ class PreparingSide(StepSide, ABC):
             return tuple(self.prepare_model(m, is_training, shard_size, reshard_after_forward) for m in model)
         if not _is_module(model) or isinstance(model, FSDPModule):
             return model
-        sharded = self._shard(
-            model, is_training, self._shards(model, is_training, shard_size), reshard_after_forward
-        )
+        sharded = self._shard(model, is_training, self._shards(model, is_training, shard_size), reshard_after_forward)
         self._fill(sharded)
         return sharded
 
@@ -120,9 +118,14 @@ class PreparingSide(StepSide, ABC):
         return in_optimizer
 
     def prepare_models_and_optimizers(
-        self, actor: nn.Module, critic: nn.Module | None, reward_models: Any, initial_model: nn.Module | None,
-        args: Any, max_steps: int,
-    ) -> tuple[tuple[Any, Any, Any], tuple[Any, Any, Any], Any, Any]:  # fmt: skip
+        self,
+        actor: nn.Module,
+        critic: nn.Module | None,
+        reward_models: Any,
+        initial_model: nn.Module | None,
+        args: Any,
+        max_steps: int,
+    ) -> tuple[tuple[Any, Any, Any], tuple[Any, Any, Any], Any, Any]:
         """Prepare all models of a policy trainer; optimizers and schedulers for those that train.
 
         Args:
@@ -163,15 +166,11 @@ class PreparingSide(StepSide, ABC):
         self, model: nn.Module, rate: float, config: StrategyConfig, max_steps: int
     ) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         prepared = self.prepare_model(model, is_training=True)
-        optimizer = self.create_optimizer(
-            prepared, lr=rate, betas=config.adam_betas, weight_decay=config.l2
-        )
+        optimizer = self.create_optimizer(prepared, lr=rate, betas=config.adam_betas, weight_decay=config.l2)
         return prepared, optimizer, cosine_schedule(optimizer, max_steps, config.lr_warmup_ratio)
 
     @abstractmethod
-    def _shard(
-        self, model: nn.Module, is_training: bool, shard_size: int, reshard_after_forward: bool
-    ) -> nn.Module:
+    def _shard(self, model: nn.Module, is_training: bool, shard_size: int, reshard_after_forward: bool) -> nn.Module:
         """Bring one module into the form the strategy computes with, in place, and return it."""
 
 
@@ -180,10 +179,12 @@ def cosine_schedule(optimizer: torch.optim.Optimizer, max_steps: int, warmup_rat
     from transformers import get_scheduler
 
     return get_scheduler(
-        "cosine_with_min_lr", optimizer, num_warmup_steps=math.ceil(max_steps * warmup_ratio),
+        "cosine_with_min_lr",
+        optimizer,
+        num_warmup_steps=math.ceil(max_steps * warmup_ratio),
         num_training_steps=max_steps,
         scheduler_specific_kwargs={"min_lr_rate": LEAST_RATE},  # min_lr is set against the rate of the constructor
-    )  # fmt: skip
+    )
 
 
 def _is_module(value: Any) -> bool:

@@ -30,9 +30,7 @@ class TensorSource:
     in_memory: bool = False
 
 
-def open_source(
-    source: Any, shapes: Mapping[str, tuple[int, ...]], revision: str | None, seed: int
-) -> TensorSource:
+def open_source(source: Any, shapes: Mapping[str, tuple[int, ...]], revision: str | None, seed: int) -> TensorSource:
     """Open what a module's `materialization_source()` returned.
 
     Args:
@@ -76,9 +74,7 @@ def locate(source: str, revision: str | None = None) -> Path:
     try:
         folder = Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
         if not _weight_files(folder):
-            folder = Path(
-                snapshot_download(source, revision=revision, allow_patterns=["pytorch_model*.bin*"])
-            )
+            folder = Path(snapshot_download(source, revision=revision, allow_patterns=["pytorch_model*.bin*"]))
     except Exception as error:  # the hub's client raises many kinds; all mean that the weights are not here
         raise BuildError(
             f"{source!r} is neither a path on this machine nor a model that the hub or its local cache can "
@@ -104,9 +100,7 @@ def _from_folder(folder: Path) -> TensorSource:
         raise BuildError(f"{folder} holds no weights (*.safetensors or pytorch_model*.bin); check the path.")
     absent = [file.name for file in files if not file.exists()]
     if absent:
-        raise BuildError(
-            f"{folder} is incomplete: its index names {', '.join(absent)}, not there; copy it again."
-        )
+        raise BuildError(f"{folder} is incomplete: its index names {', '.join(absent)}, not there; copy it again.")
     return _from_files(str(folder), files)
 
 
@@ -129,17 +123,13 @@ def _open_file(file: Path) -> tuple[list[str], Callable[[str], Tensor]]:
             return list(handle.keys()), handle.get_tensor
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # every reader has its own kinds; all mean a damaged or foreign file
-        raise BuildError(
-            f"{file} cannot be read as a checkpoint ({error}); save the state dict again."
-        ) from error
+        raise BuildError(f"{file} cannot be read as a checkpoint ({error}); save the state dict again.") from error
     if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
         raise BuildError(f"{file} holds no state dict of tensors; save module.state_dict() alone.")
     return list(state), lambda name: state[name]
 
 
-def _from_mapping(
-    source: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], seed: int
-) -> TensorSource:
+def _from_mapping(source: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], seed: int) -> TensorSource:
     if all(isinstance(value, Tensor) for value in source.values()):
         return TensorSource("the dict of materialization_source()", tuple(source), lambda name: source[name])
 
@@ -171,9 +161,7 @@ def initialised(name: str, fill: Callable[..., Any], shape: tuple[int, ...] | No
             returned = fill(empty)
             tensor = returned if isinstance(returned, Tensor) else empty
     if not isinstance(tensor, Tensor):
-        raise BuildError(
-            f"the initialiser of {name!r} returned {type(tensor).__name__}; it must give a tensor."
-        )
+        raise BuildError(f"the initialiser of {name!r} returned {type(tensor).__name__}; it must give a tensor.")
     return tensor
 
 
@@ -193,8 +181,7 @@ def through_transformers(module: nn.Module, source: TensorSource) -> TensorSourc
     plain: Any = next(
         cls
         for cls in type(module).__mro__
-        if issubclass(cls, PreTrainedModel)
-        and not issubclass(cls, BaseTrainModule | torch.distributed.fsdp.FSDPModule)
+        if issubclass(cls, PreTrainedModel) and not issubclass(cls, BaseTrainModule | torch.distributed.fsdp.FSDPModule)
     )
     place: dict[str, Any] = {"pretrained_model_name_or_path": source.label}
     if source.in_memory:
@@ -209,14 +196,9 @@ def through_transformers(module: nn.Module, source: TensorSource) -> TensorSourc
     finally:
         if bars:
             logging.enable_progress_bar()
-    wrong = {
-        kind: sorted(map(str, report[kind]))
-        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
-    }
+    wrong = {kind: sorted(map(str, report[kind])) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     if any(wrong.values()):
-        said = "; ".join(
-            f"{kind.split('_')[0]}: {', '.join(names[:5])}" for kind, names in wrong.items() if names
-        )
+        said = "; ".join(f"{kind.split('_')[0]}: {', '.join(names[:5])}" for kind, names in wrong.items() if names)
         raise BuildError(f"the weights of {source.label} do not fit {plain.__name__}: {said}.")
     tensors = dict(model.state_dict())
     return TensorSource(source.label, tuple(tensors), tensors.__getitem__)

@@ -69,9 +69,14 @@ class StepSide(MemorySide):
         return FSDPadaptOptimizer(optimizer) if self.config.use_mp_opt else optimizer
 
     def backward(
-        self, loss: Tensor, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *,
-        reduction: str = "mean", **kwargs: Any,
-    ) -> None:  # fmt: skip
+        self,
+        loss: Tensor,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        reduction: str = "mean",
+        **kwargs: Any,
+    ) -> None:
         """Add the gradients of `loss`.
 
         Args:
@@ -101,9 +106,14 @@ class StepSide(MemorySide):
         return 1
 
     def optimizer_step(
-        self, optimizer: torch.optim.Optimizer, model: nn.Module, scheduler: Any = None, name: str = "model",
-        *, max_norm: float | None = None,
-    ) -> StepResult:  # fmt: skip
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+        scheduler: Any = None,
+        name: str = "model",
+        *,
+        max_norm: float | None = None,
+    ) -> StepResult:
         """Step optimizer and scheduler with every accumulation-th call of this `name`; clip before.
 
         Args:
@@ -120,9 +130,14 @@ class StepSide(MemorySide):
         return self.step_now(optimizer, model, scheduler, max_norm)
 
     def step_now(
-        self, optimizer: Stepped, model: nn.Module, scheduler: Any = None, max_norm: float | None = None, *,
+        self,
+        optimizer: Stepped,
+        model: nn.Module,
+        scheduler: Any = None,
+        max_norm: float | None = None,
+        *,
         rates: Sequence[float] | None = None,
-    ) -> StepResult:  # fmt: skip
+    ) -> StepResult:
         """Clip (to `max_norm`, by default the strategy's), step and clear the gradients, whatever has
         accumulated.
 
@@ -146,9 +161,7 @@ class StepSide(MemorySide):
                 norm = self._step_clipped(optimizer, limit)
         optimizer.zero_grad(set_to_none=True)
         if not math.isfinite(norm):
-            reason = (
-                f"the gradient norm is {norm}; gradients were cleared, parameters and optimizer are untouched"
-            )
+            reason = f"the gradient norm is {norm}; gradients were cleared, parameters and optimizer are untouched"
             self.print(f"optimizer step skipped: {reason}")
             return StepResult(stepped=False, grad_norm=norm, skipped=reason)
         for each in scheduler.values() if isinstance(scheduler, Mapping) else [scheduler]:

@@ -134,9 +134,10 @@ class _Ledger:
         """The module's; None where it is not sharded."""
         groups = [
             group
-            for part in module.modules() if isinstance(part, FSDPModule)
+            for part in module.modules()
+            if isinstance(part, FSDPModule)
             for group in part._get_fsdp_state()._fsdp_param_groups
-        ]  # fmt: skip
+        ]
         if not groups:
             return None
         comm = groups[0]._all_gather_comm

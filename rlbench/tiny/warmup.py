@@ -96,9 +96,7 @@ def warm_up(
     on_progress: Callable[[int, int], None],
 ) -> None:
     """Train the model in place on what the teacher says about the train split."""
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=warmup.lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=warmup.lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
     examples = teach(tokenizer, seed)
     model.train()
     for step in range(warmup.steps):
@@ -130,9 +128,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: tasks.Messages) -> 
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
-def collate(
-    examples: list[tuple[list[int], list[int]]], tokenizer: PreTrainedTokenizerBase
-) -> tuple[Tensor, Tensor]:
+def collate(examples: list[tuple[list[int], list[int]]], tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
     """Return input ids and labels, (examples, tokens) int64, padded on the right; prompts have no label."""
     width = max(len(prompt) + len(said) for prompt, said in examples)
     input_ids = torch.full((len(examples), width), tokenizer.pad_token_id)

@@ -18,15 +18,29 @@ if TYPE_CHECKING:
     from rlbench.trainers.value_model import make_critic
 
 _NAMES = {
-    "Experience": "experience", "FastExperienceMaker": "experience_maker", "NaiveReplayBuffer": "replay_buffer",
-    "PPOConfig": "ppo_config", "PPOTrainer": "ppo_trainer",
-    "SPMDPPOTrainer": "spmd_ppo_trainer", "SPMDPPOTrainerBase": "spmd_ppo_trainer",
-    "TrajectorySaver": "trajectory_saver", "make_critic": "value_model", "make_reward_model": "reward_heads",
-}  # fmt: skip
+    "Experience": "experience",
+    "FastExperienceMaker": "experience_maker",
+    "NaiveReplayBuffer": "replay_buffer",
+    "PPOConfig": "ppo_config",
+    "PPOTrainer": "ppo_trainer",
+    "SPMDPPOTrainer": "spmd_ppo_trainer",
+    "SPMDPPOTrainerBase": "spmd_ppo_trainer",
+    "TrajectorySaver": "trajectory_saver",
+    "make_critic": "value_model",
+    "make_reward_model": "reward_heads",
+}
 
 __all__ = [
-    "Experience", "FastExperienceMaker", "NaiveReplayBuffer", "PPOConfig", "PPOTrainer", "SPMDPPOTrainer",
-    "SPMDPPOTrainerBase", "TrajectorySaver", "make_critic", "make_reward_model",
-]  # fmt: skip
+    "Experience",
+    "FastExperienceMaker",
+    "NaiveReplayBuffer",
+    "PPOConfig",
+    "PPOTrainer",
+    "SPMDPPOTrainer",
+    "SPMDPPOTrainerBase",
+    "TrajectorySaver",
+    "make_critic",
+    "make_reward_model",
+]
 
 __getattr__, __dir__ = lazy_names(__name__, _NAMES)

@@ -179,9 +179,13 @@ def estimated(
     token_rewards = at_last_token(compared, mask)
     if given.ref_logprobs is not None and in_reward:
         token_rewards = kl_in_reward(
-            compared, given.padded(given.logprobs), given.padded(given.ref_logprobs), mask, in_reward,
+            compared,
+            given.padded(given.logprobs),
+            given.padded(given.ref_logprobs),
+            mask,
+            in_reward,
             options.kl_estimator,
-        )  # fmt: skip
+        )
     if name == "gae":
         assert given.values is not None
         advantages, returns = gae_advantages(token_rewards, given.padded(given.values), mask, gamma, lambd)
@@ -198,9 +202,12 @@ def estimated(
         clipped = mask & (advantages.abs() > options.advantage_clip)
         advantages, _ = clip_values(advantages, -options.advantage_clip, options.advantage_clip, mask)
     return Estimated(
-        given.flat(advantages), given.flat(returns), given.flat(token_rewards), _kl(given, mask, options.kl_estimator),
+        given.flat(advantages),
+        given.flat(returns),
+        given.flat(token_rewards),
+        _kl(given, mask, options.kl_estimator),
         clipped.numpy()[given._held],
-    )  # fmt: skip
+    )
 
 
 def _among(rows: Tensor, compare: Callable[[Tensor, Tensor], Tensor], rewards: Tensor, group: Tensor) -> Tensor:

@@ -51,10 +51,19 @@ def _register() -> None:
 
 
 def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None,
-    is_causal: bool | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **_: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
     """transformers' attention signature; query (1, heads, total, width) → (1, total, heads, width).
 
     Neighbouring sequences of one length go through one call. Raises EngineError for what it does not compute.
@@ -64,8 +73,7 @@ def _attend(
         raise EngineError(f"{type(module).__name__} cannot run packed (it is not causal attention): packing=False.")
     if query.shape[2] != sum(_lengths):
         raise EngineError(
-            f"packed attention got {query.shape[2]} positions for sequences of {sum(_lengths)}: "
-            "packing=False."
+            f"packed attention got {query.shape[2]} positions for sequences of {sum(_lengths)}: packing=False."
         )
     outputs, start = [], 0
     for length, run in groupby(_lengths):
@@ -77,18 +85,30 @@ def _attend(
             attended = _with_scores(q, k, v, mask, dropout, scaling, softcap, s_aux)
         else:
             attended = scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling,
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                dropout_p=dropout,
+                is_causal=mask is None,
+                scale=scaling,
                 enable_gqa=q.shape[1] != k.shape[1],
-            )  # fmt: skip
+            )
         outputs.append(attended.transpose(1, 2).reshape(1, count * length, q.shape[1], v.shape[-1]))
         start += count * length
     return torch.cat(outputs, dim=1), None
 
 
 def _with_scores(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scaling: float | None,
-    softcap: float | None, sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     """Attention that needs its scores: capped by a tanh (Gemma 2), or with a sink per head that takes its share of the
     softmax (gpt-oss)."""
     groups, length = query.shape[1] // key.shape[1], query.shape[2]

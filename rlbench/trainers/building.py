@@ -76,7 +76,7 @@ class TrainerSpec:
 
 def build_trainer(
     module: nn.Module, optimizer: Any, spec: TrainerSpec, bf16: bool, left_loaded: Callable[[], None] = lambda: None
-) -> Any:  # fmt: skip
+) -> Any:
     """The trainer of `spec` around a session's module, which is as it was where that is refused; collective.
 
     Args:
@@ -97,9 +97,13 @@ def build_trainer(
     config = StrategyConfig(**{"fsdp": True, **strategys, **_as_held(module, optimizer, bf16, strategys)})
     need_fsdp(config)
     strategy = FSDPV2Strategy(
-        seed=config.seed, max_norm=config.max_norm, micro_train_batch_size=config.micro_train_batch_size,
-        train_batch_size=config.train_batch_size, bf16=bf16, args=config,
-    )  # fmt: skip
+        seed=config.seed,
+        max_norm=config.max_norm,
+        micro_train_batch_size=config.micro_train_batch_size,
+        train_batch_size=config.train_batch_size,
+        bf16=bf16,
+        args=config,
+    )
     trainer_class = spec.trainer or SPMDPPOTrainer
     if not issubclass(trainer_class, SPMDPPOTrainer):
         raise BuildError(f"{trainer_class.__name__} is no SPMDPPOTrainer: inherit from it")
@@ -108,13 +112,23 @@ def build_trainer(
         if spec.lr is not None:
             _set_rate(optimizer, spec.lr)
         trainer = trainer_class(
-            strategy, module, critic, _reward_models(strategy, spec.reward), _reference(strategy, spec),
-            _average(strategy, module, spec), optimizer, critic_optim, _schedule(optimizer, spec, config),
+            strategy,
+            module,
+            critic,
+            _reward_models(strategy, spec.reward),
+            _reference(strategy, spec),
+            _average(strategy, module, spec),
+            optimizer,
+            critic_optim,
+            _schedule(optimizer, spec, config),
             None if critic_optim is None else _schedule(critic_optim, spec, config),
-            tokenizer=AutoTokenizer.from_pretrained(spec.path), prompts=spec.prompts, eval_prompts=spec.eval_prompts,
-            loss=spec.loss, **spec.arguments,
+            tokenizer=AutoTokenizer.from_pretrained(spec.path),
+            prompts=spec.prompts,
+            eval_prompts=spec.eval_prompts,
+            loss=spec.loss,
+            **spec.arguments,
             **{name: value for name, value in spec.options.items() if name not in strategys},
-        )  # fmt: skip
+        )
         strategy.setup_inference_engine(config, config.engine_type, actor=module)
         if trainer.options.ppo.load_checkpoint:
             try:

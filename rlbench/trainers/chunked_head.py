@@ -55,9 +55,14 @@ class Head:
         return cls(layer)
 
     def run(
-        self, model: Callable[[], Tensor], positions: Tensor | None, targets: Tensor, temperature: float,
-        watch: TokenGradients | None = None, chunk_rows: int | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self,
+        model: Callable[[], Tensor],
+        positions: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        watch: TokenGradients | None = None,
+        chunk_rows: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies (R,) of `targets`.
 
         Args:
@@ -113,9 +118,7 @@ class Head:
 
 
 @contextmanager
-def watched_head(
-    module: nn.Module, watch: TokenGradients | None, positions: Tensor | None
-) -> Iterator[None]:
+def watched_head(module: nn.Module, watch: TokenGradients | None, positions: Tensor | None) -> Iterator[None]:
     """While the model runs with its logits, let `watch` take the gradient of its output layer's input, where the model
     says which layer that is."""
     find = getattr(module, "get_output_embeddings", None)

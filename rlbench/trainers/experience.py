@@ -85,11 +85,14 @@ class Experience:
             value = getattr(self, name)
             flat[name] = None if value is None else self.batch.responses.with_values(value).take(rows).values
         return replace(
-            self, batch=self.batch.rows(rows), **flat,
-            prompts=tuple(self.prompts[i] for i in rows), texts=tuple(self.texts[i] for i in rows),
+            self,
+            batch=self.batch.rows(rows),
+            **flat,
+            prompts=tuple(self.prompts[i] for i in rows),
+            texts=tuple(self.texts[i] for i in rows),
             info={name: values[rows] for name, values in self.info.items()},
             components={name: values[rows] for name, values in self.components.items()},
-        )  # fmt: skip
+        )
 
     @classmethod
     def joined(cls, parts: Sequence[Experience]) -> Experience:
@@ -109,12 +112,13 @@ class Experience:
             found = [getattr(part, name) for part in parts]
             flat[name] = None if all(v is None for v in found) else _concatenated(name, found)
         return cls(
-            batch=joined_batches([part.batch for part in parts]), **flat,
+            batch=joined_batches([part.batch for part in parts]),
+            **flat,
             prompts=tuple(prompt for part in parts for prompt in part.prompts),
             texts=tuple(text for part in parts for text in part.texts),
             info=_columns([part.info for part in parts]),
             components=_columns([_with_unknown(part, parts) for part in parts]),
-        )  # fmt: skip
+        )
 
     @property
     def trained(self) -> np.ndarray:
@@ -148,9 +152,7 @@ class Experience:
     @property
     def sequences(self) -> Tensor:
         """(B, P + T) int64: prompts padded on the left, responses on the right, with 0."""
-        return torch.cat(
-            [_left_padded(self.batch.prompts), self.padded(self.batch.responses.values).long()], dim=1
-        )
+        return torch.cat([_left_padded(self.batch.prompts), self.padded(self.batch.responses.values).long()], dim=1)
 
     @property
     def attention_mask(self) -> Tensor:
@@ -173,18 +175,18 @@ def joined_batches(batches: Sequence[TrainBatch]) -> TrainBatch:
     """The sequences of all batches, one after the other; group numbers stay as they are."""
     first = batches[0]
     if any(batch.temperature != first.temperature for batch in batches):
-        raise DataError(
-            f"joining experience of temperatures {sorted({b.temperature for b in batches})}: sample at one"
-        )
+        raise DataError(f"joining experience of temperatures {sorted({b.temperature for b in batches})}: sample at one")
     fields: dict[str, Any] = {}
     for name in (*BATCH_TOKENS, *BATCH_ROWS):
         found = [getattr(batch, name) for batch in batches]
         fields[name] = None if all(value is None for value in found) else _concatenated(name, found)
     return TrainBatch(
         prompts=_joined_rows([batch.prompts for batch in batches]),
-        responses=_joined_rows([batch.responses for batch in batches]), temperature=first.temperature,
-        reshaped_by=tuple(dict.fromkeys(option for batch in batches for option in batch.reshaped_by)), **fields,
-    )  # fmt: skip
+        responses=_joined_rows([batch.responses for batch in batches]),
+        temperature=first.temperature,
+        reshaped_by=tuple(dict.fromkeys(option for batch in batches for option in batch.reshaped_by)),
+        **fields,
+    )
 
 
 def _joined_rows(parts: Sequence[Ragged]) -> Ragged:

@@ -79,12 +79,25 @@ class FastExperienceMaker:
     """
 
     def __init__(
-        self, actor: Any, critic: Any, reward_model: Any, initial_model: Any, tokenizer: Any, prompt_max_len: int,
-        kl_ctl: Any, strategy: StrategyBase, remote_rm_url: str | Sequence[str] | None = None,
-        reward_fn: RewardFn | None = None, reward_fn_label_map: Mapping[str, Any] | None = None,
-        reward_recipe: Recipe | None = None, packing_samples: bool = False, processor: Any = None, *,
-        options: StrategyConfig | None = None, config: PPOConfig | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        actor: Any,
+        critic: Any,
+        reward_model: Any,
+        initial_model: Any,
+        tokenizer: Any,
+        prompt_max_len: int,
+        kl_ctl: Any,
+        strategy: StrategyBase,
+        remote_rm_url: str | Sequence[str] | None = None,
+        reward_fn: RewardFn | None = None,
+        reward_fn_label_map: Mapping[str, Any] | None = None,
+        reward_recipe: Recipe | None = None,
+        packing_samples: bool = False,
+        processor: Any = None,
+        *,
+        options: StrategyConfig | None = None,
+        config: PPOConfig | None = None,
+    ) -> None:
         if processor is not None:
             raise OptionError("processor: vision-language models are not here yet. Leave it out.")
         self.actor, self.critic, self.initial_model = actor, critic, initial_model
@@ -95,9 +108,11 @@ class FastExperienceMaker:
         self.seconds: dict[str, float] = {}
         self._rewards = RewardStage(reward_model, remote_rm_url, reward_fn, reward_recipe, reward_fn_label_map)
         self._models = ModelStage(
-            strategy, self.options.micro_rollout_batch_size, packing_samples or self.options.packing_samples,
+            strategy,
+            self.options.micro_rollout_batch_size,
+            packing_samples or self.options.packing_samples,
             self.options.chunk_size if self.options.fused_linear_logprob else None,
-        )  # fmt: skip
+        )
         self._moments = RunningMoments()
         self._groups = 0  # numbers given so far, on all ranks
         self._told: tuple[str, ...] = ()  # of the options that reshape the sampler's distribution
@@ -106,10 +121,15 @@ class FastExperienceMaker:
             self._models.check_critic(critic)
 
     def make_experience_list(
-        self, all_prompts: Sequence[Any], all_images: Any = None, all_videos: Any = None,
-        all_references: Sequence[Any] | None = None, all_labels: Sequence[Any] | None = None,
-        more_prompts: MorePrompts | None = None, **generate_kwargs: Any,
-    ) -> list[Experience]:  # fmt: skip
+        self,
+        all_prompts: Sequence[Any],
+        all_images: Any = None,
+        all_videos: Any = None,
+        all_references: Sequence[Any] | None = None,
+        all_labels: Sequence[Any] | None = None,
+        more_prompts: MorePrompts | None = None,
+        **generate_kwargs: Any,
+    ) -> list[Experience]:
         """Sample `n_samples_per_prompt` responses to each of this rank's prompts and make experience of them.
 
         Args:
@@ -136,22 +156,32 @@ class FastExperienceMaker:
         clock = Clock()
         sampling = sampling_of(self.config, self.options.n_samples_per_prompt, generate_kwargs)
         prompts = agreed(
-            self.strategy.control, "the prompts",
+            self.strategy.control,
+            "the prompts",
             lambda: self._prompts(all_prompts, all_labels, all_references, sampling, more_prompts),
-        )  # fmt: skip
+        )
         drawn, rollouts = self._drawn(prompts, more_prompts, sampling, clock)
         batch, groups = self._batch(rollouts)
         with clock("models"):
             judged = self._judged(batch)
         with clock("advantages"):
             given = shaped(
-                np.asarray(rollouts.rewards, np.float64), batch.response_lengths, int(sampling["max_tokens"]),
-                self.options, self._moments, self.strategy.control,
-            )  # fmt: skip
+                np.asarray(rollouts.rewards, np.float64),
+                batch.response_lengths,
+                int(sampling["max_tokens"]),
+                self.options,
+                self._moments,
+                self.strategy.control,
+            )
             samples = Samples(
-                batch.responses, batch.mask, given.rewards, batch.group.astype(np.int64), judged.old, judged.ref,
+                batch.responses,
+                batch.mask,
+                given.rewards,
+                batch.group.astype(np.int64),
+                judged.old,
+                judged.ref,
                 judged.values,
-            )  # fmt: skip
+            )
             found = estimated(
                 samples, self.options, self._kl_coef, self.config.gamma, self.config.lambd, self.strategy.control
             )
@@ -165,9 +195,13 @@ class FastExperienceMaker:
         return [made.rows(np.arange(i, min(i + size, len(made)))) for i in range(0, len(made), size)]
 
     def evaluate(
-        self, all_prompts: Sequence[Any], all_references: Sequence[Any] | None = None,
-        all_labels: Sequence[Any] | None = None, n: int = 1, **generate_kwargs: Any,
-    ) -> dict[str, float]:  # fmt: skip
+        self,
+        all_prompts: Sequence[Any],
+        all_references: Sequence[Any] | None = None,
+        all_labels: Sequence[Any] | None = None,
+        n: int = 1,
+        **generate_kwargs: Any,
+    ) -> dict[str, float]:
         """Score samples of this rank's prompts to look at: nothing is shaped, and no running moment moves.
 
         Args:
@@ -222,9 +256,13 @@ class FastExperienceMaker:
     # -- stages ------------------------------------------------------------------------------------------------
 
     def _prompts(
-        self, given: Sequence[Any], labels: Any, references: Any, sampling: Mapping[str, Any],
+        self,
+        given: Sequence[Any],
+        labels: Any,
+        references: Any,
+        sampling: Mapping[str, Any],
         more_prompts: MorePrompts | None,
-    ) -> list[Prompt]:  # fmt: skip
+    ) -> list[Prompt]:
         prompts = prompts_of(given, labels, references)
         if not prompts:
             raise DataError(f"rank {self.strategy.rank} has no prompts: give each rank at least one")
@@ -241,9 +279,12 @@ class FastExperienceMaker:
         if not self.options.dynamic_sampling or more_prompts is None:
             return None, self._scored(prompts, sampling, clock)
         drawn = with_signal(
-            lambda asked: self._scored(asked, sampling, clock), prompts, more_prompts, self.options,
+            lambda asked: self._scored(asked, sampling, clock),
+            prompts,
+            more_prompts,
+            self.options,
             self.strategy.control,
-        )  # fmt: skip
+        )
         return drawn, drawn.rollouts
 
     def _scored(self, prompts: list[Prompt], sampling: Mapping[str, Any], clock: Clock) -> Rollouts:
@@ -269,13 +310,18 @@ class FastExperienceMaker:
             self._told = reshaped
             self.strategy.print(*reshaped_notes(reshaped))
         batch = TrainBatch(
-            prompts=rollouts.prompt_ids.take(rollouts.group), responses=rollouts.responses,
-            mask=np.repeat(counted(rollouts), rollouts.lengths), advantages=np.zeros(tokens, np.float32),
-            sampler_logprobs=rollouts.logprobs, group=(group + first).astype(np.int32),
-            weight_version=rollouts.versions, rewards=np.array(rollouts.rewards, np.float64),
-            truncated=rollouts.truncated, temperature=float(rollouts.sampling["temperature"]),
+            prompts=rollouts.prompt_ids.take(rollouts.group),
+            responses=rollouts.responses,
+            mask=np.repeat(counted(rollouts), rollouts.lengths),
+            advantages=np.zeros(tokens, np.float32),
+            sampler_logprobs=rollouts.logprobs,
+            group=(group + first).astype(np.int32),
+            weight_version=rollouts.versions,
+            rewards=np.array(rollouts.rewards, np.float64),
+            truncated=rollouts.truncated,
+            temperature=float(rollouts.sampling["temperature"]),
             reshaped_by=reshaped,
-        )  # fmt: skip
+        )
         return batch, sum(counts)
 
     def _judged(self, batch: TrainBatch) -> _Judged:
@@ -303,12 +349,17 @@ class FastExperienceMaker:
         old = judged.old if self.config.old_logprobs == "recompute" else None  # None: the sampler's stand in
         whole = batch.replace(advantages=found.advantages, old_logprobs=old, ref_logprobs=judged.ref)
         return Experience(
-            batch=whole, prompts=tuple(rollouts.prompts[int(group)] for group in rollouts.group), texts=rollouts.texts,
-            token_rewards=found.token_rewards, kl=found.kl, values=judged.values,
-            returns=found.returns if self.critic is not None else None, entropy=judged.entropy,
+            batch=whole,
+            prompts=tuple(rollouts.prompts[int(group)] for group in rollouts.group),
+            texts=rollouts.texts,
+            token_rewards=found.token_rewards,
+            kl=found.kl,
+            values=judged.values,
+            returns=found.returns if self.critic is not None else None,
+            entropy=judged.entropy,
             info=_info(samples, found, judged, given, whole),
             components={name: np.asarray(values, np.float64) for name, values in rollouts.components.items()},
-        )  # fmt: skip
+        )
 
     def _measured(
         self, made: Experience, rollouts: Rollouts, judged: _Judged, given: Shaped, found: Estimated
@@ -317,11 +368,16 @@ class FastExperienceMaker:
         mask, rows, options = made.batch.mask, counted(rollouts), self.options
         assert made.batch.rewards is not None
         columns: dict[str, Any] = {
-            "reward": given.rewards[rows], "step_reward": made.batch.rewards[rows], "return": made.info["return"][rows],
-            "response_length": made.batch.response_lengths[rows], "total_length": made.batch.lengths[rows],
-            "advantages": found.advantages[mask], "returns": found.returns[mask],
-            "truncated": rollouts.truncated[rows], "aborted": rollouts.aborted,
-        }  # fmt: skip
+            "reward": given.rewards[rows],
+            "step_reward": made.batch.rewards[rows],
+            "return": made.info["return"][rows],
+            "response_length": made.batch.response_lengths[rows],
+            "total_length": made.batch.lengths[rows],
+            "advantages": found.advantages[mask],
+            "returns": found.returns[mask],
+            "truncated": rollouts.truncated[rows],
+            "aborted": rollouts.aborted,
+        }
         if made.kl is not None:
             columns |= {"kl": made.kl[mask], "kl_per_sequence": made.info["kl_sum"][rows]}
         if made.entropy is not None:
@@ -355,8 +411,12 @@ class FastExperienceMaker:
             raise OptionError(
                 f"a KL of weight {self._kl_coef:g} needs a reference: give initial_model, or init_kl_coef=0."
             )
-        for name, least in (("micro_rollout_batch_size", 1), ("n_samples_per_prompt", 1), ("chunk_size", 1),
-                            ("max_num_gen_batches", 0)):  # fmt: skip
+        for name, least in (
+            ("micro_rollout_batch_size", 1),
+            ("n_samples_per_prompt", 1),
+            ("chunk_size", 1),
+            ("max_num_gen_batches", 0),
+        ):
             if getattr(options, name) < least:
                 raise OptionError(f"{name}={getattr(options, name)}: it is a number from {least} on.")
         if options.dynamic_sampling and options.n_samples_per_prompt < 2:
@@ -370,9 +430,7 @@ def _given(media: Any) -> bool:
 def _mismatch(batch: TrainBatch, old: np.ndarray) -> MismatchMoments:
     """Sampler against trainer over the trained tokens of a batch."""
     samples = Samples(batch.responses, batch.mask, np.zeros(0), batch.group, old)
-    return MismatchMoments.of(
-        samples.padded(old), samples.padded(batch.sampler_logprobs), samples.padded(batch.mask)
-    )
+    return MismatchMoments.of(samples.padded(old), samples.padded(batch.sampler_logprobs), samples.padded(batch.mask))
 
 
 def _info(
@@ -386,12 +444,14 @@ def _info(
         return (torch.where(trained, samples.padded(flat), 0.0).sum(1) / tokens).numpy()
 
     info = {
-        "reward": given.rewards, "response_length": batch.response_lengths.astype(np.float64),
+        "reward": given.rewards,
+        "response_length": batch.response_lengths.astype(np.float64),
         "total_length": batch.lengths.astype(np.float64),
         "return": samples.padded(found.token_rewards).sum(1).numpy(),
         "reward_clip_frac": given.clipped.astype(np.float64),
-        "advantage_clip_frac": mean(found.clipped.astype(np.float64)), "overlong": given.overlong.astype(np.float64),
-    }  # fmt: skip
+        "advantage_clip_frac": mean(found.clipped.astype(np.float64)),
+        "overlong": given.overlong.astype(np.float64),
+    }
     if found.kl is not None:
         info |= {"kl": mean(found.kl), "kl_sum": samples.padded(found.kl).sum(1).numpy()}
     if judged.entropy is not None:

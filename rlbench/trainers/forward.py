@@ -52,9 +52,7 @@ class PolicyModel:
     def vocab_size(self) -> int:
         """Rows of the output layer; the widest parameter stands in where the model does not say."""
         config = getattr(self.module, "config", None)
-        size = getattr(config, "vocab_size", None) or getattr(
-            getattr(config, "text_config", None), "vocab_size", None
-        )
+        size = getattr(config, "vocab_size", None) or getattr(getattr(config, "text_config", None), "vocab_size", None)
         return int(size or max((max(p.shape, default=1) for p in self.module.parameters()), default=1))
 
     def check_tokens(self, batch: TrainBatch) -> None:
@@ -80,9 +78,14 @@ class PolicyModel:
 
     @contextmanager
     def stats(
-        self, rows: TrainBatch, temperature: float, packed: bool, head: str = "auto",
-        watch: TokenGradients | None = None, chunk_rows: int | None = None,
-    ) -> Iterator[tuple[Tensor, Tensor, ModelInputs]]:  # fmt: skip
+        self,
+        rows: TrainBatch,
+        temperature: float,
+        packed: bool,
+        head: str = "auto",
+        watch: TokenGradients | None = None,
+        chunk_rows: int | None = None,
+    ) -> Iterator[tuple[Tensor, Tensor, ModelInputs]]:
         """Log-probs and entropies (R,) of the response tokens of `rows`; run the backward inside the
         context. `head` is `PolicyOptions.head`; `watch` takes each token's gradients; `chunk_rows` as of `Head.run`."""
         chunked = self.prove_head(rows, packed, head)
@@ -97,9 +100,14 @@ class PolicyModel:
             yield logprobs, entropy, inputs
 
     def _stats(
-        self, inputs: ModelInputs, temperature: float, packed: bool, head: Head | None,
-        watch: TokenGradients | None = None, chunk_rows: int | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self,
+        inputs: ModelInputs,
+        temperature: float,
+        packed: bool,
+        head: Head | None,
+        watch: TokenGradients | None = None,
+        chunk_rows: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
         if head is None:
             with watched_head(self.module, watch, None if packed else inputs.predictors):
                 logits = self._packed_logits(inputs) if packed else self._padded_logits(inputs)
@@ -240,9 +248,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 def _logits(output: Any) -> Tensor:
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor):
-        raise EngineError(
-            f"the module returned {type(output).__name__}; a policy returns logits or has .logits."
-        )
+        raise EngineError(f"the module returned {type(output).__name__}; a policy returns logits or has .logits.")
     return logits
 
 

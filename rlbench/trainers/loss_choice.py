@@ -24,8 +24,10 @@ from rlbench.strategies.config import OptionError, StrategyConfig
 from rlbench.trainers.ppo_config import PPOConfig
 
 MISMATCH: dict[str, type[MismatchCorrection]] = {
-    "token_tis": token_tis, "sequence_tis": sequence_tis, "icepop": icepop,
-}  # fmt: skip
+    "token_tis": token_tis,
+    "sequence_tis": sequence_tis,
+    "icepop": icepop,
+}
 
 
 def loss_of(
@@ -57,10 +59,14 @@ def loss_of(
     kind: Any = gspo if use_gspo else cpgd if config.use_cpg_loss else ppo
     try:
         loss = kind(
-            **_bounds(config, use_gspo), **_kl(options, config), entropy_coef=config.entropy_coef,
-            anchor="sampler" if config.old_logprobs == "sampler" else "old", mismatch=_mismatch(config),
-            tokens=_tokens(config), aggregation=loss_agg_mode,
-        )  # fmt: skip
+            **_bounds(config, use_gspo),
+            **_kl(options, config),
+            entropy_coef=config.entropy_coef,
+            anchor="sampler" if config.old_logprobs == "sampler" else "old",
+            mismatch=_mismatch(config),
+            tokens=_tokens(config),
+            aggregation=loss_agg_mode,
+        )
     except LossError as error:
         raise OptionError(f"the options make no loss: {error}") from error
     return loss, Aggregation(loss_agg_mode)

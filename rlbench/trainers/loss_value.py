@@ -72,8 +72,7 @@ def evaluate(loss: Loss, inputs: LossInputs, weights: Tensor) -> tuple[Tensor, d
     shape = tuple(inputs.mask.shape)
     if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], dict)):
         raise LossError(
-            f"the loss returned {_kind(given)}; it must return (per_token, metrics): a tensor {shape} and a "
-            "dict."
+            f"the loss returned {_kind(given)}; it must return (per_token, metrics): a tensor {shape} and a dict."
         )
     per_token, metrics = given
     if not isinstance(per_token, Tensor) or tuple(per_token.shape) != shape:
@@ -81,9 +80,7 @@ def evaluate(loss: Loss, inputs: LossInputs, weights: Tensor) -> tuple[Tensor, d
             f"the loss returned {_kind(per_token)}; it must be {shape}: one number per token, not aggregated."
         )
     if not per_token.requires_grad:
-        raise LossError(
-            "the loss has no gradient: it must depend on inputs.logprobs (or inputs.entropy), undetached."
-        )
+        raise LossError("the loss has no gradient: it must depend on inputs.logprobs (or inputs.entropy), undetached.")
     total = (torch.where(inputs.mask, per_token.float(), 0.0) * weights).sum()
     if not torch.isfinite(total):
         bad = int((~torch.isfinite(per_token) & inputs.mask).sum())

@@ -30,15 +30,20 @@ METHODS: dict[str, dict[str, Any]] = {
     "grpo": {"advantage_estimator": "group_norm", "init_kl_coef": 0.0},
     "ppo": {"advantage_estimator": "gae", "init_kl_coef": 0.001, "kl_estimator": "k1", "advantages_norm": True},
     "dapo": {
-        "advantage_estimator": "group_norm", "init_kl_coef": 0.0, "eps_clip": 0.2, "eps_clip_high": 0.28,
-        "loss_agg_mode": "token-mean", "dynamic_sampling": True, "overlong_buffer": True,
+        "advantage_estimator": "group_norm",
+        "init_kl_coef": 0.0,
+        "eps_clip": 0.2,
+        "eps_clip_high": 0.28,
+        "loss_agg_mode": "token-mean",
+        "dynamic_sampling": True,
+        "overlong_buffer": True,
     },
     "gspo": {"advantage_estimator": "group_norm", "init_kl_coef": 0.0, "use_gspo": True},
     "rloo": {"advantage_estimator": "rloo", "init_kl_coef": 0.0},
     "reinforce++": {"advantage_estimator": "reinforce++", "init_kl_coef": 0.0},
     "reinforce_baseline": {"advantage_estimator": "reinforce_baseline", "init_kl_coef": 0.0},
     "cpgd": {"advantage_estimator": "cpgd", "init_kl_coef": 0.0, "use_cpg_loss": True},
-}  # fmt: skip
+}
 OVERLONG_SHARE = 5
 
 OF_OTHER_RANKS = {"zero_stage": OPTIONS["zero_stage"].does, "local_rank": "a session's ranks have their devices"}
@@ -55,9 +60,7 @@ def preset(method: str) -> dict[str, Any]:
         OptionError: there is no such method.
     """
     if method not in METHODS:
-        raise OptionError(
-            f"there is no method {method!r}{nearest(method, METHODS)}. Methods: {', '.join(METHODS)}."
-        )
+        raise OptionError(f"there is no method {method!r}{nearest(method, METHODS)}. Methods: {', '.join(METHODS)}.")
     return dict(METHODS[method])
 
 

@@ -48,10 +48,20 @@ class MetricSums:
         return {**self.totals, **self.peaks, **means, **{f"mismatch/{n}": v for n, v in mismatch.items()}}
 
 
-TAKEN = frozenset({
-    "loss", "tokens", "entropy", "kl", "ref_kl", "logprob_gap", "logprob_gap_max", "logprobs", "old_logprobs",
-    "ref_logprobs",
-})  # fmt: skip
+TAKEN = frozenset(
+    {
+        "loss",
+        "tokens",
+        "entropy",
+        "kl",
+        "ref_kl",
+        "logprob_gap",
+        "logprob_gap_max",
+        "logprobs",
+        "old_logprobs",
+        "ref_logprobs",
+    }
+)
 """Names of the standard metrics and per-token channels."""
 
 
@@ -98,8 +108,7 @@ def _own_metric(sums: MetricSums, name: str, value: Tensor | float, mask: Tensor
         sums.mean(name, float(torch.where(mask, value.float(), 0.0).sum()), tokens)
     elif isinstance(value, Tensor) and value.numel() != 1:
         raise LossError(
-            f"the loss's metric {name!r} has shape {tuple(value.shape)}; it must be one number or "
-            f"{tuple(mask.shape)}."
+            f"the loss's metric {name!r} has shape {tuple(value.shape)}; it must be one number or {tuple(mask.shape)}."
         )
     else:
         sums.mean(name, float(value) * tokens, tokens)

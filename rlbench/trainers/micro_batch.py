@@ -21,9 +21,12 @@ def totals_of(batch: TrainBatch) -> BatchTotals:
     trained = np.unique(owner[batch.mask])
     numbers, tokens = np.unique(batch.group[owner[batch.mask]], return_counts=True)
     return BatchTotals(
-        tokens=int(batch.mask.sum()), sequences=len(trained), max_length=int(batch.response_lengths.max()),
-        prompts=len(numbers), prompt_tokens=dict(zip(numbers.tolist(), tokens.tolist(), strict=True)),
-    )  # fmt: skip
+        tokens=int(batch.mask.sum()),
+        sequences=len(trained),
+        max_length=int(batch.response_lengths.max()),
+        prompts=len(numbers),
+        prompt_tokens=dict(zip(numbers.tolist(), tokens.tolist(), strict=True)),
+    )
 
 
 def loss_inputs(
@@ -41,17 +44,27 @@ def loss_inputs(
     else:
         old = given(part.sampler_logprobs) if options.old_logprobs == "sampler" else pad(logprobs.detach())
     return LossInputs(
-        logprobs=pad(logprobs), old_logprobs=old, sampler_logprobs=given(part.sampler_logprobs),
+        logprobs=pad(logprobs),
+        old_logprobs=old,
+        sampler_logprobs=given(part.sampler_logprobs),
         ref_logprobs=None if part.ref_logprobs is None else given(part.ref_logprobs),
-        advantages=given(part.advantages), mask=pad(mask.float()) > 0, entropy=pad(entropy),
+        advantages=given(part.advantages),
+        mask=pad(mask.float()) > 0,
+        entropy=pad(entropy),
         group=torch.from_numpy(part.group.astype(np.int64)).to(logprobs.device),
-    )  # fmt: skip
+    )
 
 
 def said_per_token(view: LossInputs, own: dict[str, Any], grid: Grid) -> dict[str, Tensor]:
     """What the loss compared with and what it said, flat: old and reference log-probs, its metrics per token."""
-    said = {name: value for name, value in (("old_logprobs", view.old_logprobs), ("ref_logprobs", view.ref_logprobs))
-            if value is not None}  # fmt: skip
-    said |= {own_name(name): value for name, value in own.items()
-             if isinstance(value, Tensor) and value.shape == view.mask.shape}  # fmt: skip
+    said = {
+        name: value
+        for name, value in (("old_logprobs", view.old_logprobs), ("ref_logprobs", view.ref_logprobs))
+        if value is not None
+    }
+    said |= {
+        own_name(name): value
+        for name, value in own.items()
+        if isinstance(value, Tensor) and value.shape == view.mask.shape
+    }
     return {name: grid.flat(value) for name, value in said.items()}

@@ -75,9 +75,11 @@ class ModelStage:
 
             def compute(rows: np.ndarray) -> None:
                 part = batch.rows(rows) if len(rows) else as_batch([np.asarray(FILL, np.int32)])
-                with policy.stats(
-                    part, batch.temperature, self._packed, head, chunk_rows=self._chunk_rows
-                ) as (logprobs, entropy, _):  # fmt: skip
+                with policy.stats(part, batch.temperature, self._packed, head, chunk_rows=self._chunk_rows) as (
+                    logprobs,
+                    entropy,
+                    _,
+                ):
                     if len(rows):
                         found[:, _tokens_of(batch, rows)] = torch.stack([logprobs, entropy]).float().cpu().numpy()
 

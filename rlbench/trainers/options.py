@@ -48,9 +48,7 @@ class PolicyOptions:
         if self.old_logprobs not in ("current", "sampler"):
             raise DataError(f"old_logprobs={self.old_logprobs!r}: it is 'current' or 'sampler'.")
         if self.head not in HEADS:
-            raise DataError(
-                f"head={self.head!r}{nearest(self.head, HEADS)}: it is 'auto', 'chunked' or 'plain'."
-            )
+            raise DataError(f"head={self.head!r}{nearest(self.head, HEADS)}: it is 'auto', 'chunked' or 'plain'.")
         if self.temperature is not None and self.temperature <= 0:
             raise DataError(f"temperature={self.temperature}: log-probs need a temperature above 0.")
 
@@ -60,9 +58,7 @@ class PolicyOptions:
         known = [field.name for field in fields(cls)]
         for name in given:
             if name not in known:
-                raise DataError(
-                    f"unknown option {name!r}{nearest(name, known)}; options: {', '.join(known)}."
-                )
+                raise DataError(f"unknown option {name!r}{nearest(name, known)}; options: {', '.join(known)}.")
         return cls(**given)
 
     def budget(self, vocab_size: int, token_bytes: int | None = None) -> int:

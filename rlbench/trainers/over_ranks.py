@@ -79,9 +79,12 @@ class Spread:
     def numbers(self, name: str, parts: Sequence[str]) -> dict[str, float]:
         """`parts` of mean, std, max, min by their metrics' names; "" is the mean under the name alone. None of none."""
         found = {
-            "": self.moments.mean, "mean": self.moments.mean, "std": self.moments.std, "max": self.high,
+            "": self.moments.mean,
+            "mean": self.moments.mean,
+            "std": self.moments.std,
+            "max": self.high,
             "min": self.low,
-        }  # fmt: skip
+        }
         return {f"{name}_{part}" if part else name: found[part] for part in parts if self.moments.count}
 
 
@@ -118,5 +121,3 @@ def whitened(values: torch.Tensor, control: ControlGroup) -> torch.Tensor:
     if moments.std == 0.0:
         return torch.zeros_like(wide)
     return (wide - moments.mean) * float(moments.std**2 + WHITEN_EPS) ** -0.5
-
-

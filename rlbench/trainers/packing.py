@@ -119,9 +119,7 @@ def model_inputs(batch: TrainBatch, device: torch.device, packed: bool) -> Model
     """
     prompt, response = batch.prompts.lengths, batch.responses.lengths
     if (prompt < 1).any():
-        raise DataError(
-            f"sequence {int((prompt < 1).argmax())} has an empty prompt; give it at least one token."
-        )
+        raise DataError(f"sequence {int((prompt < 1).argmax())} has an empty prompt; give it at least one token.")
     lengths = prompt + response
     width = int(lengths.max())
     starts = offsets_of(lengths)[:-1] if packed else np.arange(len(lengths), dtype=np.int64) * width
@@ -143,10 +141,14 @@ def model_inputs(batch: TrainBatch, device: torch.device, packed: bool) -> Model
     rows = np.repeat(np.arange(len(response)), response)
     grid = Grid(_to(rows, device), _to(columns, device), (len(response), max(1, int(response.max()))))
     return ModelInputs(
-        input_ids=_to(ids.reshape(shape), device), position_ids=_to(positions.reshape(shape), device),
-        attention_mask=mask, lengths=lengths.tolist(), predictors=_to(response_at - 1, device),
-        targets=_to(ids[response_at], device), grid=grid,
-    )  # fmt: skip
+        input_ids=_to(ids.reshape(shape), device),
+        position_ids=_to(positions.reshape(shape), device),
+        attention_mask=mask,
+        lengths=lengths.tolist(),
+        predictors=_to(response_at - 1, device),
+        targets=_to(ids[response_at], device),
+        grid=grid,
+    )
 
 
 def _spread(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

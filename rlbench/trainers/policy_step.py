@@ -62,9 +62,13 @@ class PolicyStep:
     """
 
     def __init__(
-        self, module: nn.Module, strategy: FSDPV2Strategy, stop_requested: Callable[[], bool], report: Report,
+        self,
+        module: nn.Module,
+        strategy: FSDPV2Strategy,
+        stop_requested: Callable[[], bool],
+        report: Report,
         optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.module = module
         self.strategy = strategy
         self._stop_requested = stop_requested
@@ -192,7 +196,11 @@ class PolicyStep:
         }
 
     def optim_step(
-        self, optimizer: Stepped, scheduler: Any = None, max_norm: float | None = None, whole_step: bool = False,
+        self,
+        optimizer: Stepped,
+        scheduler: Any = None,
+        max_norm: float | None = None,
+        whole_step: bool = False,
         rates: Sequence[float] | None = None,
     ) -> dict[str, Any]:
         """Clip and step; collective. Once the last vote is passed the step completes.
@@ -219,9 +227,7 @@ class PolicyStep:
         with self._cleared_on_failure():
             self._vote(self._own_verdict(), "optim_step", clock)
             with clock("step"):
-                result = self.strategy.step_now(
-                    optimizer, self.module, scheduler, max_norm=max_norm, rates=rates
-                )
+                result = self.strategy.step_now(optimizer, self.module, scheduler, max_norm=max_norm, rates=rates)
         self._pending, self._token_gradients = None, []
         metrics = {"grad_norm": result["grad_norm"], "lr": rate}
         if rates is not None:
@@ -293,9 +299,7 @@ class PolicyStep:
         self._model.check_tokens(batch)
         temperature = batch.temperature if options.temperature is None else options.temperature
         if temperature <= 0:
-            raise DataError(
-                "the batch was sampled greedily (temperature 0); pass temperature=1.0 to score it."
-            )
+            raise DataError("the batch was sampled greedily (temperature 0); pass temperature=1.0 to score it.")
         with self._resharded_on_failure():
             if options.packing:
                 self._model.prove_packing(batch)
@@ -307,9 +311,7 @@ class PolicyStep:
             raise EngineError(f"the ranks were given different batches ({steps}); give each the whole batch.")
         return plan[self.strategy.rank], temperature
 
-    def _join_pending(
-        self, batch: TrainBatch, aggregation: Aggregation, whole_step: bool
-    ) -> tuple[_Pending, float]:
+    def _join_pending(self, batch: TrainBatch, aggregation: Aggregation, whole_step: bool) -> tuple[_Pending, float]:
         """Extend the normaliser to this batch, rescaling waiting gradients; also this batch's share of the
         whole."""
         own = totals_of(batch)
@@ -357,11 +359,7 @@ class PolicyStep:
         if verdict is Verdict.FAILED:
             self.strategy.control.raise_together(doing, failure)
         if verdict is Verdict.STOP:
-            kept = (
-                ""
-                if doing == "forward"
-                else ": gradients were cleared, parameters and optimizer are untouched"
-            )
+            kept = "" if doing == "forward" else ": gradients were cleared, parameters and optimizer are untouched"
             raise Stopped(f"{doing} stopped{kept}")
 
     @contextmanager
@@ -392,9 +390,7 @@ def _aggregation(loss: Loss, options: PolicyOptions) -> Aggregation:
 
 def _check_reference(loss: Loss, batch: TrainBatch) -> None:
     if getattr(loss, "needs_reference", False) and batch.ref_logprobs is None:
-        raise LossError(
-            f"{loss!r} needs ref_logprobs and the batch has none; score it with a reference engine first."
-        )
+        raise LossError(f"{loss!r} needs ref_logprobs and the batch has none; score it with a reference engine first.")
 
 
 def _fill() -> TrainBatch:

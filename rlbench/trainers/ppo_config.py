@@ -113,9 +113,7 @@ class PPOConfig:
             if not 0 <= getattr(self, name) <= 1:
                 raise OptionError(f"{name}={getattr(self, name)!r}: it lies between 0 and 1.")
         if self.temperature <= 0:
-            raise OptionError(
-                f"temperature={self.temperature!r}: a policy is sampled at a temperature above 0."
-            )
+            raise OptionError(f"temperature={self.temperature!r}: a policy is sampled at a temperature above 0.")
         if self.old_logprobs not in OLD_LOGPROBS:
             raise OptionError(f"old_logprobs={self.old_logprobs!r}: it is one of {', '.join(OLD_LOGPROBS)}.")
         if self.mark_high_entropy_tokens and self.old_logprobs == "sampler":
@@ -126,9 +124,7 @@ class PPOConfig:
         if reshaped := reshaped_by({"top_p": self.top_p, "top_k": self.top_k}):
             self._refuse_sampler_weights(", ".join(reshaped))
         if not self.buffer_cpu_offload:
-            raise OptionError(
-                "buffer_cpu_offload=False cannot be honoured: experience lies on the host. Leave it out."
-            )
+            raise OptionError("buffer_cpu_offload=False cannot be honoured: experience lies on the host. Leave it out.")
 
     def _refuse_sampler_weights(self, reshaped: str) -> None:
         """Refuse to weigh by log-probs that are not the policy's; see `rlbench.rl.losses.check_sampled_as_trained`."""

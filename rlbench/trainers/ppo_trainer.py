@@ -62,14 +62,30 @@ class PPOTrainer:
     """How the losses of tokens become one, which the class that updates says."""
 
     def __init__(
-        self, strategy: StrategyBase, actor: nn.Module, critic: nn.Module | None = None, reward_model: Any = None,
-        initial_model: nn.Module | None = None, ema_model: nn.Module | None = None, actor_optim: Any = None,
-        critic_optim: Any = None, actor_scheduler: Any = None, critic_scheduler: Any = None, *, tokenizer: Any = None,
-        prompts: Any = None, eval_prompts: Any = None, reward_fn: Any = None,
-        reward_fn_label_map: Mapping[str, Any] | None = None, reward_recipe: Mapping[str, Any] | None = None,
-        remote_rm_url: str | list[str] | None = None, pretrain_prompts: Any = None, processor: Any = None,
-        loss: Any = None, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        strategy: StrategyBase,
+        actor: nn.Module,
+        critic: nn.Module | None = None,
+        reward_model: Any = None,
+        initial_model: nn.Module | None = None,
+        ema_model: nn.Module | None = None,
+        actor_optim: Any = None,
+        critic_optim: Any = None,
+        actor_scheduler: Any = None,
+        critic_scheduler: Any = None,
+        *,
+        tokenizer: Any = None,
+        prompts: Any = None,
+        eval_prompts: Any = None,
+        reward_fn: Any = None,
+        reward_fn_label_map: Mapping[str, Any] | None = None,
+        reward_recipe: Mapping[str, Any] | None = None,
+        remote_rm_url: str | list[str] | None = None,
+        pretrain_prompts: Any = None,
+        processor: Any = None,
+        loss: Any = None,
+        **options: Any,
+    ) -> None:
         self.strategy = strategy
         self.options: TrainerOptions = read_options(strategy.config, options, critic is not None)
         self.actor, self.critic, self.reward_model = actor, critic, reward_model
@@ -88,10 +104,23 @@ class PPOTrainer:
         self.eval_prompts = eval_prompts
         self.pretraining = Pretraining.of(self, ppo.ptx_coef)
         self.experience_maker = FastExperienceMaker(
-            actor, critic, reward_model, initial_model, tokenizer, ppo.prompt_max_len, self.kl_ctl, strategy,
-            remote_rm_url or self.options.strategy.remote_rm_url, reward_fn, reward_fn_label_map, reward_recipe,
-            self.options.strategy.packing_samples, processor, options=self.options.strategy, config=ppo,
-        )  # fmt: skip
+            actor,
+            critic,
+            reward_model,
+            initial_model,
+            tokenizer,
+            ppo.prompt_max_len,
+            self.kl_ctl,
+            strategy,
+            remote_rm_url or self.options.strategy.remote_rm_url,
+            reward_fn,
+            reward_fn_label_map,
+            reward_recipe,
+            self.options.strategy.packing_samples,
+            processor,
+            options=self.options.strategy,
+            config=ppo,
+        )
         self.replay_buffer = NaiveReplayBuffer(
             self.options.strategy.micro_train_batch_size, ppo.buffer_limit, ppo.buffer_cpu_offload
         )
@@ -217,10 +246,17 @@ class PPOTrainer:
         raise NotImplementedError(f"{type(self).__name__} defines no ppo_train(global_steps); SPMDPPOTrainer does")
 
     def fit(
-        self, args: Any = None, prompts_dataloader: Any = None, pretrain_dataloader: Any = None,
-        eval_dataloader: Any = None, consumed_samples: int = 0, num_update_steps_per_episodes: int | None = None, *,
-        max_steps: int | None = None, num_episodes: int | None = None,
-    ) -> list[Metrics]:  # fmt: skip
+        self,
+        args: Any = None,
+        prompts_dataloader: Any = None,
+        pretrain_dataloader: Any = None,
+        eval_dataloader: Any = None,
+        consumed_samples: int = 0,
+        num_update_steps_per_episodes: int | None = None,
+        *,
+        max_steps: int | None = None,
+        num_episodes: int | None = None,
+    ) -> list[Metrics]:
         """Make experience and train, again and again; saves, evaluates and logs as the options say.
 
         Stopped, or called again, it goes on where it was: with what waits in the buffer, and the next prompts.

@@ -48,9 +48,13 @@ class Pretraining:
         ppo, strategy = trainer.options.ppo, trainer.strategy
         stream = given if isinstance(given, PromptStream | Mixture) else PromptSet.of(given).stream(strategy.seed)
         return cls(
-            stream, strategy.rank, strategy.world_size, trainer.options.strategy.micro_train_batch_size,
-            ppo.prompt_max_len + ppo.generate_max_len, trainer.tokenizer,
-        )  # fmt: skip
+            stream,
+            strategy.rank,
+            strategy.world_size,
+            trainer.options.strategy.micro_train_batch_size,
+            ppo.prompt_max_len + ppo.generate_max_len,
+            trainer.tokenizer,
+        )
 
     def state(self) -> dict[str, Any] | None:
         """The place in the texts, as plain values; None without any."""

@@ -34,9 +34,13 @@ class NaiveReplayBuffer:
     """
 
     def __init__(
-        self, sample_batch_size: int, limit: int = 0, cpu_offload: bool = True, packing_samples: bool = False,
+        self,
+        sample_batch_size: int,
+        limit: int = 0,
+        cpu_offload: bool = True,
+        packing_samples: bool = False,
         seed: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if sample_batch_size < 1 or limit < 0:
             raise OptionError(
                 f"sample_batch_size={sample_batch_size}, limit={limit}: they are numbers from 1 and from 0 on."
@@ -127,9 +131,7 @@ class NaiveReplayBuffer:
         kept = [torch.from_numpy(c[i.batch.mask].astype(np.float64)) for c, i in zip(columns, self.items, strict=True)]
         whole = whitened(torch.cat([torch.zeros(0, dtype=torch.float64), *kept]), strategy.control)
         parts = torch.split(whole, [len(part) for part in kept]) if kept else ()
-        self.items = [
-            _with(item, name, part.numpy()) for item, part in zip(self.items, parts, strict=True)
-        ]
+        self.items = [_with(item, name, part.numpy()) for item, part in zip(self.items, parts, strict=True)]
 
     def state(self) -> dict[str, Any]:
         """Where the generator of `sample` stands, as plain JSON; the sequences are not in it."""

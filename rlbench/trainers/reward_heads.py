@@ -22,9 +22,13 @@ class RewardModel(ScalarHeadModel):
 
 
 def make_reward_model(
-    path: str, *, dtype: str | torch.dtype | None = None, value_head_prefix: str = HEAD, seed: int | None = None,
+    path: str,
+    *,
+    dtype: str | torch.dtype | None = None,
+    value_head_prefix: str = HEAD,
+    seed: int | None = None,
     revision: str | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """Make a frozen reward model on meta; `strategy.prepare_model(model)` shards it and loads its weights.
 
     Args:

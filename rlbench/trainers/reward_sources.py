@@ -117,9 +117,11 @@ def from_file(path: str) -> rewards.Scorer:
 
     def called(rollouts: Sequence[Rollout]) -> Any:
         given = {
-            "queries": [r.text for r in rollouts], "prompts": [r.source.text for r in rollouts],
-            "labels": [r.label for r in rollouts], "references": [reference_of(r.source) for r in rollouts],
-        }  # fmt: skip
+            "queries": [r.text for r in rollouts],
+            "prompts": [r.source.text for r in rollouts],
+            "labels": [r.label for r in rollouts],
+            "references": [reference_of(r.source) for r in rollouts],
+        }
         answer = fn(**{name: given[name] for name in wanted})
         if isinstance(answer, Mapping):  # {"rewards": [...]}, as a service answers
             answer = answer.get("rewards")

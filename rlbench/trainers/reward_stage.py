@@ -47,9 +47,13 @@ class RewardStage:
     """
 
     def __init__(
-        self, reward_model: Any, remote_rm_url: str | Sequence[str] | None, reward_fn: RewardFn | None,
-        reward_recipe: Recipe | None, label_map: Mapping[str, int] | None,
-    ) -> None:  # fmt: skip
+        self,
+        reward_model: Any,
+        remote_rm_url: str | Sequence[str] | None,
+        reward_fn: RewardFn | None,
+        reward_recipe: Recipe | None,
+        label_map: Mapping[str, int] | None,
+    ) -> None:
         self._fn, self._recipe, self._label_map = reward_fn, reward_recipe, dict(label_map or {})
         names = {number: key for key, number in self._label_map.items()}
         found = sources_of(reward_model, remote_rm_url)
@@ -97,9 +101,11 @@ class RewardStage:
         if not self.sources:
             kinds[f"{RULE}_reward"] = values
         components = {
-            **columns, **(several if len(self.sources) > 1 else {}),
-            **{name: mean for name, mean in kinds.items() if mean is not None}, **metrics,
-        }  # fmt: skip
+            **columns,
+            **(several if len(self.sources) > 1 else {}),
+            **{name: mean for name, mean in kinds.items() if mean is not None},
+            **metrics,
+        }
         return replace(rollouts, rewards=values, components=components)
 
     def _rows_of(self, number: int, rollouts: Rollouts) -> np.ndarray:
@@ -127,9 +133,7 @@ class RewardStage:
             weights[len(self.sources) if key is None else self._label_map[key]] += weight
         return weights
 
-    def _combined(
-        self, rollouts: Rollouts, scores: list[np.ndarray]
-    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    def _combined(self, rollouts: Rollouts, scores: list[np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """One reward for each sample, and what `reward_fn` said of them."""
         if self._fn is None and self._recipe is None:
             return scores[0], {}
@@ -153,9 +157,12 @@ class RewardStage:
         try:
             with user_code():
                 given = self._fn(
-                    models, [p.label for p in prompts], list(rollouts.texts), [reference_of(p) for p in prompts],
+                    models,
+                    [p.label for p in prompts],
+                    list(rollouts.texts),
+                    [reference_of(p) for p in prompts],
                     self._label_map or None,
-                )  # fmt: skip
+                )
         except RLBenchError:
             raise
         except Exception as error:  # a user's code: its own line is what to show
@@ -163,8 +170,7 @@ class RewardStage:
         made, metrics = given if isinstance(given, tuple) else (given, {})
         count = rollouts.samples
         return _numbers("rewards", made, count), {
-            str(name): _numbers(f"the metric {name!r}", values, count)
-            for name, values in dict(metrics or {}).items()
+            str(name): _numbers(f"the metric {name!r}", values, count) for name, values in dict(metrics or {}).items()
         }
 
     def _mean_of(self, kind: str, scores: list[np.ndarray]) -> np.ndarray | None:

@@ -64,9 +64,7 @@ class RunConfig:
     given: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def load(
-        cls, method: str, file: str | Path | None = None, overrides: Mapping[str, Any] | None = None
-    ) -> RunConfig:
+    def load(cls, method: str, file: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> RunConfig:
         """From a method, a YAML file and what counts over both.
 
         Args:
@@ -213,15 +211,19 @@ def parse(arguments: Sequence[str], prog: str = "rlbench train") -> RunConfig:
         OptionError: as of `RunConfig.load`. SystemExit: `--help`, or no method.
     """
     parser = argparse.ArgumentParser(
-        prog=prog, usage=f"{prog} METHOD [FILE.yaml] [--option value ...]", allow_abbrev=False,
+        prog=prog,
+        usage=f"{prog} METHOD [FILE.yaml] [--option value ...]",
+        allow_abbrev=False,
         description="Train a policy in a session of its own, from the first iteration to the last. A method is a set "
         "of options; those of the file count over it, those of the command line over both.",
-    )  # fmt: skip
+    )
     parser.add_argument("method", metavar="METHOD", help=f"one of {', '.join(METHODS)}")
     parser.add_argument(
-        "file", metavar="FILE.yaml", nargs="?",
+        "file",
+        metavar="FILE.yaml",
+        nargs="?",
         help="options as YAML, one a line: rollout_batch_size: 64; what they name is found from the folder you are in",
-    )  # fmt: skip
+    )
     add_run_arguments(parser)
     found, rest = parser.parse_known_args(arguments)
     if rest:

@@ -53,8 +53,15 @@ class RunOptions:
     metrics_file: str | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("max_eval_samples", 1), ("max_samples", 1), ("num_episodes", 1), ("max_steps", 1),
-                            ("ranks", 0), ("replicas", 1), ("kv_cache_bytes", 1)):  # fmt: skip
+        for name, least in (
+            ("max_eval_samples", 1),
+            ("max_samples", 1),
+            ("num_episodes", 1),
+            ("max_steps", 1),
+            ("ranks", 0),
+            ("replicas", 1),
+            ("kv_cache_bytes", 1),
+        ):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise OptionError(f"{name}={value!r}: it is a number from {least} on.")
@@ -80,7 +87,8 @@ class RunOptions:
 
 RUN_OPTIONS: dict[str, Option] = {
     **options_of(
-        "Models", RUN,
+        "Models",
+        RUN,
         pretrain="the policy: a folder, a hub id, or tiny",
         reward_pretrain="folders of reward models with a scalar head",
         reward="what scores a response: module:function, file.py:function, math, or tiny for the built-in task",
@@ -88,7 +96,8 @@ RUN_OPTIONS: dict[str, Option] = {
         enable_ema="keep a moving average of the policy",
     ),
     **options_of(
-        "Data", RUN,
+        "Data",
+        RUN,
         prompt_data="sources of prompts, with commas between: files, folders, hub ids, or tiny",
         prompt_data_probs="share of each source; without it in proportion to their sizes",
         prompt_split="which split of them; a file is one",
@@ -98,13 +107,14 @@ RUN_OPTIONS: dict[str, Option] = {
         input_key="column of the prompt, and of a text of pretrain_data",
         label_key="column of the label, where the data has one",
         reference_key="column of the reference answer where the label says what kind of task it is",
-        input_template="makes the prompt from a row's columns: \"{question}\\nAnswer:\"",
+        input_template='makes the prompt from a row\'s columns: "{question}\\nAnswer:"',
         apply_chat_template="texts become a user message, put through the model's chat template",
         system_prompt="a system message before each prompt",
         max_samples="prompts read at most",
     ),
     **options_of(
-        "Run", RUN,
+        "Run",
+        RUN,
         num_episodes="passes over the prompts",
         lr_schedule="cosine: the rates warm up and fall to a tenth over the run; constant: they stay",
         max_steps="iterations; without it as many as the episodes have, with num_episodes the fewer of both",
@@ -114,15 +124,17 @@ RUN_OPTIONS: dict[str, Option] = {
         metrics_file="file that gets all metrics of each iteration, a line of JSON each",
     ),
     **options_of(
-        "Policy loss", RUN,
+        "Policy loss",
+        RUN,
         loss_agg_mode="how the losses of tokens become one",
         use_gspo="ratios of whole responses (GSPO) instead of tokens",
     ),
-}  # fmt: skip
+}
 
 PPO_OPTIONS: dict[str, Option] = {
     **options_of(
-        "Rollout", TRAINER,
+        "Rollout",
+        TRAINER,
         rollout_batch_size="prompts of one iteration, over all ranks",
         prompt_max_len="tokens of a prompt at most; longer ones are refused",
         generate_max_len="tokens of a response at most",
@@ -133,7 +145,8 @@ PPO_OPTIONS: dict[str, Option] = {
         buffer_cpu_offload="experience lies on the host",
     ),
     **options_of(
-        "Policy loss", TRAINER,
+        "Policy loss",
+        TRAINER,
         max_epochs="passes over the experience of an iteration",
         eps_clip="lower clip of the ratio, and upper unless eps_clip_high says otherwise",
         eps_clip_high="upper clip of the ratio",
@@ -146,13 +159,15 @@ PPO_OPTIONS: dict[str, Option] = {
         gradient_checkpointing="recompute activations in the backward",
     ),
     **options_of(
-        "KL to the reference", TRAINER,
+        "KL to the reference",
+        TRAINER,
         init_kl_coef="weight, in the reward or with use_kl_loss in the loss; 0: no reference model",
         kl_target="the weight adapts to this KL",
         kl_horizon="over so many sequences",
     ),
     **options_of(
-        "Critic and returns", TRAINER,
+        "Critic and returns",
+        TRAINER,
         value_clip="bound on the change of a value; 0: none",
         gamma="discount",
         lambd="lambda of GAE",
@@ -160,7 +175,8 @@ PPO_OPTIONS: dict[str, Option] = {
         ema_beta="share of the old average in each update of the moving average",
     ),
     **options_of(
-        "Files", TRAINER,
+        "Files",
+        TRAINER,
         save_path="folder of the saved model and of trajectories",
         save_steps="iterations between checkpoints; -1: at the end alone, 0: none",
         ckpt_path="folder of checkpoints",
@@ -174,21 +190,28 @@ PPO_OPTIONS: dict[str, Option] = {
         num_trajectories_to_save="how many",
         mark_high_entropy_tokens="mark their tokens of high entropy",
     ),
-}  # fmt: skip
+}
 
 ALL_OPTIONS: Mapping[str, Option] = {**RUN_OPTIONS, **PPO_OPTIONS, **OPTIONS}
 """Every option of a run, by name."""
 
 NEEDS: Mapping[str, tuple[str, Any]] = {
-    "num_trajectories_to_save": ("save_trajectories", False), "mark_high_entropy_tokens": ("save_trajectories", False),
-    "kl_horizon": ("kl_target", None), "chunk_size": ("fused_linear_logprob", False),
-    "overlong_buffer_len": ("overlong_buffer", False), "overlong_buffer_penalty_factor": ("overlong_buffer", False),
-    "dynamic_sampling_metric": ("dynamic_sampling", False), "max_num_gen_batches": ("dynamic_sampling", False),
-    "ema_beta": ("enable_ema", False), "kl_target": ("init_kl_coef", 0.0),
-    "eval_split": ("eval_data", None), "max_eval_samples": ("eval_data", None),
-    "critic_learning_rate": ("critic_pretrain", False), "value_clip": ("critic_pretrain", False),
+    "num_trajectories_to_save": ("save_trajectories", False),
+    "mark_high_entropy_tokens": ("save_trajectories", False),
+    "kl_horizon": ("kl_target", None),
+    "chunk_size": ("fused_linear_logprob", False),
+    "overlong_buffer_len": ("overlong_buffer", False),
+    "overlong_buffer_penalty_factor": ("overlong_buffer", False),
+    "dynamic_sampling_metric": ("dynamic_sampling", False),
+    "max_num_gen_batches": ("dynamic_sampling", False),
+    "ema_beta": ("enable_ema", False),
+    "kl_target": ("init_kl_coef", 0.0),
+    "eval_split": ("eval_data", None),
+    "max_eval_samples": ("eval_data", None),
+    "critic_learning_rate": ("critic_pretrain", False),
+    "value_clip": ("critic_pretrain", False),
     "lambd": ("critic_pretrain", False),
-}  # fmt: skip
+}
 """Options that act with another one alone: option -> the other, and its value without which this one has no effect."""
 
 RUN_DEFAULTS = {"fsdp": True}

@@ -89,9 +89,7 @@ def _encoded(prompt: Prompt, index: int, tokenizer: Any) -> list[int]:
             f"prompt {index} is chat messages, but the tokenizer has no chat template: give text, or set one"
         )
     try:
-        ids = tokenizer.apply_chat_template(
-            content, tokenize=True, add_generation_prompt=True, return_dict=False
-        )
+        ids = tokenizer.apply_chat_template(content, tokenize=True, add_generation_prompt=True, return_dict=False)
     except Exception as error:  # a template is a program of its own and raises what it likes
         raise DataError(f"prompt {index}: the chat template refused: {type(error).__name__}: {error}") from error
     return [int(token) for token in ids]
@@ -104,8 +102,10 @@ def sampling_of(config: PPOConfig, n: int, given: Mapping[str, Any]) -> dict[str
         OptionError: one that is given under two names.
     """
     sampling: dict[str, Any] = {
-        "temperature": config.temperature, "top_p": config.top_p, "max_tokens": config.generate_max_len,
-    }  # fmt: skip
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "max_tokens": config.generate_max_len,
+    }
     if config.top_k != -1:
         sampling["top_k"] = config.top_k
     for written, value in given.items():
@@ -147,11 +147,10 @@ def rollouts_of(
                 f"and {ids[i // n][:8]}…); give the trainer the tokenizer of the engine's model."
             )
         if output.finish_reason not in FINISH_REASONS:
-            raise EngineError(
-                f"output {i} ended for {output.finish_reason!r}; known: {', '.join(FINISH_REASONS)}."
-            )
+            raise EngineError(f"output {i} ended for {output.finish_reason!r}; known: {', '.join(FINISH_REASONS)}.")
     return Rollouts(
-        prompts=tuple(prompts), prompt_ids=Ragged.from_rows(ids, np.int32),
+        prompts=tuple(prompts),
+        prompt_ids=Ragged.from_rows(ids, np.int32),
         responses=Ragged.from_rows([output.output_token_ids for output in outputs], np.int32),
         logprobs=Ragged.from_rows([output.logprobs for output in outputs], np.float32).values,
         group=np.repeat(np.arange(len(prompts), dtype=np.int32), n),
@@ -159,4 +158,4 @@ def rollouts_of(
         versions=np.array([output.weight_version for output in outputs], np.int64),
         texts=tuple(output.text for output in outputs),
         sampling={name: value for name, value in sampling.items() if name != "n"},
-    )  # fmt: skip
+    )

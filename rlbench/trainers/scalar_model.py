@@ -45,9 +45,12 @@ class ScalarHeadModel(HuggingFaceFsdp2TrainModule):
     score: nn.Linear
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         positions: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """The head's number at tokens, computed in float32.
 
         Args:
@@ -107,9 +110,13 @@ class ScalarHeadModel(HuggingFaceFsdp2TrainModule):
 
 
 def make_scalar(
-    kind: type[ScalarHeadModel], path: str, dtype: str | torch.dtype | None, head: str, seed: int | None,
+    kind: type[ScalarHeadModel],
+    path: str,
+    dtype: str | torch.dtype | None,
+    head: str,
+    seed: int | None,
     revision: str | None,
-) -> Any:  # fmt: skip
+) -> Any:
     """Make a module of `kind` on meta; `strategy.prepare_model` or `strategy.load_ckpt` gives it its weights.
 
     Raises:
@@ -148,9 +155,7 @@ def _headless(path: str, model_type: str) -> BuildError:
     )
 
 
-def _through_transformers(
-    source: TensorSource, prefix: str, apart: tuple[str, ...]
-) -> dict[str, Callable[[], Tensor]]:
+def _through_transformers(source: TensorSource, prefix: str, apart: tuple[str, ...]) -> dict[str, Callable[[], Tensor]]:
     """A backbone whose names on disk are not the module's, as transformers reads it; whole in host memory.
 
     Args:

@@ -63,9 +63,13 @@ def check_shaping(options: StrategyConfig, max_length: int) -> None:
 
 
 def shaped(
-    scores: np.ndarray, lengths: np.ndarray, max_length: int, options: StrategyConfig, moments: RunningMoments,
+    scores: np.ndarray,
+    lengths: np.ndarray,
+    max_length: int,
+    options: StrategyConfig,
+    moments: RunningMoments,
     control: ControlGroup,
-) -> Shaped:  # fmt: skip
+) -> Shaped:
     """Shape the scores of this rank's samples; collective.
 
     Args:
@@ -81,9 +85,11 @@ def shaped(
     overlong = clipped = torch.zeros(len(rewards), dtype=torch.bool)
     if options.overlong_buffer:
         penalty = overlong_penalty(
-            torch.from_numpy(np.asarray(lengths)[counts]), max_length, options.overlong_buffer_len,
+            torch.from_numpy(np.asarray(lengths)[counts]),
+            max_length,
+            options.overlong_buffer_len,
             options.overlong_buffer_penalty_factor,
-        )  # fmt: skip
+        )
         overlong, rewards = penalty < 0, rewards + penalty
     if options.reward_clip:
         clipped = rewards.abs() > options.reward_clip

@@ -45,9 +45,13 @@ class SPMDPPOTrainerBase(PPOTrainer):
     """
 
     def __init__(
-        self, *args: Any, loss_agg_mode: str = DEFAULT_MODE, use_gspo: bool = False, VLM: bool = False,
+        self,
+        *args: Any,
+        loss_agg_mode: str = DEFAULT_MODE,
+        use_gspo: bool = False,
+        VLM: bool = False,
         **kwargs: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if VLM:
             raise OptionError("VLM=True: vision-language models are not here yet. Leave it out.")
         strategy = kwargs["strategy"] if "strategy" in kwargs else args[0]
@@ -69,17 +73,31 @@ class SPMDPPOTrainerBase(PPOTrainer):
                 self.aggregation = Aggregation.of(own)
         fused = options.fused_linear_logprob
         self.policy_update = PolicyUpdate(
-            self.actor, self.actor_optim, self.actor_scheduler, self.strategy, self.policy_loss, self.aggregation,
-            packed=options.packing_samples, head="chunked" if fused else "plain",
-            tile=options.chunk_size if fused else None, temperature=ppo.temperature, ptx_coef=ppo.ptx_coef,
+            self.actor,
+            self.actor_optim,
+            self.actor_scheduler,
+            self.strategy,
+            self.policy_loss,
+            self.aggregation,
+            packed=options.packing_samples,
+            head="chunked" if fused else "plain",
+            tile=options.chunk_size if fused else None,
+            temperature=ppo.temperature,
+            ptx_coef=ppo.ptx_coef,
             stop_requested=self._may_stop,
-        )  # fmt: skip
+        )
         self.value_update = None
         if self.critic is not None and self.critic_optim is not None:
             self.value_update = ValueUpdate(
-                self.critic, self.critic_optim, self.critic_scheduler, self.strategy, ppo.value_clip or None,
-                self.aggregation, packed=options.packing_samples, stop_requested=self._may_stop,
-            )  # fmt: skip
+                self.critic,
+                self.critic_optim,
+                self.critic_scheduler,
+                self.strategy,
+                ppo.value_clip or None,
+                self.aggregation,
+                packed=options.packing_samples,
+                stop_requested=self._may_stop,
+            )
         if ppo.freezing_actor_steps > 0 and self.value_update is None:
             raise OptionError(
                 f"freezing_actor_steps={ppo.freezing_actor_steps}: without a critic nothing would train meanwhile. "
@@ -121,9 +139,14 @@ class SPMDPPOTrainerBase(PPOTrainer):
             self._train(frozen)
         finally:
             self._send_away()
-        metrics = self._losses() | self.rollout_metrics | {
-            "train_steps": float(len(self._done)), "optimizer_steps": float(self.optimizer_steps),
-        }  # fmt: skip
+        metrics = (
+            self._losses()
+            | self.rollout_metrics
+            | {
+                "train_steps": float(len(self._done)),
+                "optimizer_steps": float(self.optimizer_steps),
+            }
+        )
         metrics["perf/ppo_train_s"] = time.perf_counter() - begin
         if self.unsent:
             metrics |= self.send_weights()
@@ -247,9 +270,11 @@ class SPMDPPOTrainerBase(PPOTrainer):
         """The experience that waits, and how far the training on it is; without the gradients that wait."""
         updates = {update.name: update.waiting_state() for update in self.updates}
         return {
-            "experience": list(self.replay_buffer.items), "draws": self.replay_buffer.state(), "updates": updates,
+            "experience": list(self.replay_buffer.items),
+            "draws": self.replay_buffer.state(),
+            "updates": updates,
             **{name: getattr(self, name) for name in OF_EXPERIENCE},
-        }  # fmt: skip
+        }
 
     def restore_waiting(self, state: dict[str, Any]) -> None:
         """Go on with what `waiting_state` gave; the gradients are the caller's to put back."""

@@ -27,9 +27,7 @@ class StepPlan:
     def of(self, rows: np.ndarray, like: Tensor) -> dict[str, Tensor]:
         """The channels of the given sequences, in the shape and on the device of `like` (S, T)."""
         picked = torch.from_numpy(np.asarray(rows, np.int64))
-        return {
-            name: values[picked, : like.shape[1]].to(like.device) for name, values in self._channels.items()
-        }
+        return {name: values[picked, : like.shape[1]].to(like.device) for name, values in self._channels.items()}
 
 
 NO_PLAN = StepPlan({})
@@ -51,9 +49,7 @@ def plan_step(loss: Any, batch: TrainBatch, parts: list[dict[str, Any]], old: st
     channels = loss.plan(whole)
     shape = tuple(whole.mask.shape)
     wrong = not isinstance(channels, dict) or [
-        name
-        for name, value in channels.items()
-        if not isinstance(value, Tensor) or tuple(value.shape) != shape
+        name for name, value in channels.items() if not isinstance(value, Tensor) or tuple(value.shape) != shape
     ]
     if wrong:
         raise LossError(
@@ -72,13 +68,15 @@ def whole_inputs(batch: TrainBatch, parts: list[dict[str, Any]], old: str) -> Lo
         return pad_rows(batch.responses.with_values(values))
 
     return LossInputs(
-        logprobs=padded(logprobs), entropy=padded(entropy),
+        logprobs=padded(logprobs),
+        entropy=padded(entropy),
         old_logprobs=padded(stand_in if batch.old_logprobs is None else batch.old_logprobs),
         sampler_logprobs=padded(batch.sampler_logprobs),
         ref_logprobs=None if batch.ref_logprobs is None else padded(batch.ref_logprobs),
-        advantages=padded(batch.advantages), mask=padded(batch.mask) > 0,
+        advantages=padded(batch.advantages),
+        mask=padded(batch.mask) > 0,
         group=torch.from_numpy(batch.group.astype(np.int64)),
-    )  # fmt: skip
+    )
 
 
 def pad_rows(rows: Ragged) -> Tensor:
@@ -93,8 +91,6 @@ def pad_rows(rows: Ragged) -> Tensor:
 def _in_order(parts: list[dict[str, Any]], name: str) -> np.ndarray:
     """A channel of all ranks, flat in the batch's order. A row that several ranks computed counts once."""
     by_row = {
-        int(row): values
-        for part in parts
-        for row, values in zip(part["rows"], part["channels"][name], strict=True)
+        int(row): values for part in parts for row, values in zip(part["rows"], part["channels"][name], strict=True)
     }
     return np.concatenate([by_row[row] for row in sorted(by_row)])

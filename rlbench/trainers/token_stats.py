@@ -34,9 +34,7 @@ class _TokenStats(torch.autograd.Function):
         for rows in _chunks(logp):
             p = logp[rows].exp()
             # d log p_y / dz = onehot(y) - p;  dH / dz = -p (log p + H)
-            slope = (
-                (logp[rows] + entropy[rows, None]).mul_(by_entropy[rows, None]).add_(by_logprob[rows, None])
-            )
+            slope = (logp[rows] + entropy[rows, None]).mul_(by_entropy[rows, None]).add_(by_logprob[rows, None])
             part = p.mul_(slope).neg_()
             part.scatter_add_(-1, targets[rows, None], by_logprob[rows, None])
             gradient[rows] = part.div_(ctx.temperature)

@@ -38,9 +38,15 @@ class Checkpoints:
         state = self.state()
         for name, model, optimizer, scheduler in reversed(self._parts()):  # the actor last: `load` goes by it
             strategy.save_ckpt(
-                model, str(where / name), tag, options.max_ckpt_num, options.max_ckpt_mem,
-                client_state=state if name == ACTOR else {}, optimizer=optimizer, scheduler=scheduler,
-            )  # fmt: skip
+                model,
+                str(where / name),
+                tag,
+                options.max_ckpt_num,
+                options.max_ckpt_mem,
+                client_state=state if name == ACTOR else {},
+                optimizer=optimizer,
+                scheduler=scheduler,
+            )
         if options.save_hf_ckpt:
             strategy.save_model(trainer.actor, trainer.tokenizer, str(Path(options.save_path) / f"{tag}_hf"))
         return str(where)
@@ -110,7 +116,8 @@ class Checkpoints:
             "iterations": trainer.iterations,
             "prompts": None if trainer.prompts is None else trainer.prompts.state(),
             "texts": trainer.pretraining.state(),
-            "optimizer_steps": trainer.optimizer_steps, "kl_coef": trainer.kl_ctl.coef,
+            "optimizer_steps": trainer.optimizer_steps,
+            "kl_coef": trainer.kl_ctl.coef,
             "maker": trainer.experience_maker.state(),
             "generate_calls": trainer.strategy.generate_calls,
         }

@@ -35,9 +35,11 @@ class TrainerLog:
         self._saver = None
         if ppo.save_trajectories:
             self._saver = TrajectorySaver(
-                ppo.save_path, ppo.num_trajectories_to_save, ppo.mark_high_entropy_tokens,
+                ppo.save_path,
+                ppo.num_trajectories_to_save,
+                ppo.mark_high_entropy_tokens,
                 ppo.high_entropy_token_ratio or MARKED,
-            )  # fmt: skip
+            )
 
     def made(self, experiences: Sequence[Experience], iteration: int) -> None:
         """Experience was made: its lengths."""

@@ -16,9 +16,17 @@ ALIASES = {"max_new_tokens": "generate_max_len"}
 """Names that the reference's `generate_kwargs` have for options of ours."""
 OF_STEPS = ("max_norm", "micro_train_batch_size", "train_batch_size")
 """Options of the strategy that a trainer may have otherwise; all others of the strategy acted when that was made."""
-SAMPLING = {"min_new_tokens": "min_tokens", "min_tokens": "min_tokens", "min_p": "min_p", "stop": "stop",
-            "stop_token_ids": "stop_token_ids", "ignore_eos": "ignore_eos", "repetition_penalty": "repetition_penalty",
-            "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty"}  # fmt: skip
+SAMPLING = {
+    "min_new_tokens": "min_tokens",
+    "min_tokens": "min_tokens",
+    "min_p": "min_p",
+    "stop": "stop",
+    "stop_token_ids": "stop_token_ids",
+    "ignore_eos": "ignore_eos",
+    "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+}
 """Further arguments of `generate_kwargs`, and what the engine calls them."""
 
 
@@ -36,9 +44,12 @@ class TrainerOptions:
         ppo = self.ppo
         limits = {} if ppo.top_k == -1 else {"top_k": ppo.top_k}
         return {
-            "temperature": ppo.temperature, "top_p": ppo.top_p, "max_tokens": ppo.generate_max_len,
-            **limits, **self.sampling,
-        }  # fmt: skip
+            "temperature": ppo.temperature,
+            "top_p": ppo.top_p,
+            "max_tokens": ppo.generate_max_len,
+            **limits,
+            **self.sampling,
+        }
 
 
 def read_options(config: StrategyConfig, given: Mapping[str, Any], critic: bool = False) -> TrainerOptions:

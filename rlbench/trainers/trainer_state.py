@@ -57,10 +57,11 @@ class TrainerState:
     def values(self) -> dict[str, Any]:
         """The rest, to be pickled: experience holds the user's own prompts and labels."""
         return {
-            "where": self._trainer.files.state(), "waiting": self._trainer.waiting_state(),
+            "where": self._trainer.files.state(),
+            "waiting": self._trainer.waiting_state(),
             "optimizers": {part: rank_state.optimizer_values(*held) for part, held in self._parts().items()},
             "schedulers": {part: rank_state.scheduler_values(own) for part, own in self._schedulers().items()},
-        }  # fmt: skip
+        }
 
     def check(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Raise where `load` could not put this back: CheckpointError, DataError, StateError."""
@@ -103,9 +104,7 @@ class TrainerState:
         trainer = self._trainer
         parts: dict[str, Part] = {}
         if trainer.critic is not None:
-            parts["critic"] = (
-                trainer.critic, {} if trainer.critic_optim is None else {"critic": trainer.critic_optim}
-            )  # fmt: skip
+            parts["critic"] = (trainer.critic, {} if trainer.critic_optim is None else {"critic": trainer.critic_optim})
         if trainer.ema_model is not None:
             parts["average"] = (trainer.ema_model, {})
         return parts

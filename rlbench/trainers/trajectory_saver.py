@@ -59,9 +59,12 @@ class TrajectorySaver:
     """
 
     def __init__(
-        self, save_path: str | Path, num_trajectories_to_save: int = 10, mark_high_entropy_tokens: bool = False,
+        self,
+        save_path: str | Path,
+        num_trajectories_to_save: int = 10,
+        mark_high_entropy_tokens: bool = False,
         high_entropy_token_ratio: float = MARKED,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if num_trajectories_to_save < 0:
             raise DataError(f"num_trajectories_to_save={num_trajectories_to_save}: it is a number from 0 on")
         if not 0 < high_entropy_token_ratio <= 1:
@@ -120,9 +123,7 @@ class TrajectorySaver:
             )
         return Traits.joined([_NOBODY, *parts])
 
-    def _trajectory(
-        self, experiences: Sequence[Experience], place: tuple[int, int], tokenizer: Any
-    ) -> dict[str, Any]:
+    def _trajectory(self, experiences: Sequence[Experience], place: tuple[int, int], tokenizer: Any) -> dict[str, Any]:
         which, row = place
         one = experiences[which].rows([row])
         batch, prompt = one.batch, one.prompts[0]

@@ -66,11 +66,21 @@ class PolicyUpdate(UpdateLoop):
     OF_STEP = (*UpdateLoop.OF_STEP, "_held", "_texts")
 
     def __init__(
-        self, actor: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, strategy: StrategyBase,
-        loss: str | Loss, aggregation: str | Aggregation = "seq-mean-token-mean", *, packed: bool = True,
-        head: str = "auto", tile: int | None = None, temperature: float | None = None, ptx_coef: float = 0.0,
+        self,
+        actor: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        strategy: StrategyBase,
+        loss: str | Loss,
+        aggregation: str | Aggregation = "seq-mean-token-mean",
+        *,
+        packed: bool = True,
+        head: str = "auto",
+        tile: int | None = None,
+        temperature: float | None = None,
+        ptx_coef: float = 0.0,
         stop_requested: Callable[[], bool] = never,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(actor, optimizer, scheduler, strategy, aggregation, stop_requested)
         checked = PolicyOptions(packing=packed, head=head, temperature=temperature)
         self.loss: Loss = resolve(loss)
@@ -255,10 +265,17 @@ class ValueUpdate(UpdateLoop):
     OF_STEP = (*UpdateLoop.OF_STEP, "_errors", "_returns")
 
     def __init__(
-        self, critic: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, strategy: StrategyBase,
-        value_clip: float | None = None, aggregation: str | Aggregation = "seq-mean-token-mean", *, packed: bool = True,
+        self,
+        critic: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        strategy: StrategyBase,
+        value_clip: float | None = None,
+        aggregation: str | Aggregation = "seq-mean-token-mean",
+        *,
+        packed: bool = True,
         stop_requested: Callable[[], bool] = never,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(critic, optimizer, scheduler, strategy, aggregation, stop_requested)
         self.critic = critic
         self.value_clip = value_clip or None

@@ -68,9 +68,14 @@ class UpdateLoop(ABC):
     """What is known of the step whose gradients wait."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, strategy: StrategyBase,
-        aggregation: str | Aggregation, stop_requested: Callable[[], bool] = never,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        strategy: StrategyBase,
+        aggregation: str | Aggregation,
+        stop_requested: Callable[[], bool] = never,
+    ) -> None:
         self.model, self.optimizer, self.scheduler, self.strategy = model, optimizer, scheduler, strategy
         self.aggregation = Aggregation.of(aggregation)
         self._stop_requested = stop_requested

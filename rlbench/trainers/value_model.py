@@ -28,9 +28,14 @@ class CriticModel(ScalarHeadModel):
 
 
 def make_critic(
-    path: str, *, dtype: str | torch.dtype | None = None, value_head_prefix: str = HEAD,
-    gradient_checkpointing: bool = False, seed: int = 42, revision: str | None = None,
-) -> Any:  # fmt: skip
+    path: str,
+    *,
+    dtype: str | torch.dtype | None = None,
+    value_head_prefix: str = HEAD,
+    gradient_checkpointing: bool = False,
+    seed: int = 42,
+    revision: str | None = None,
+) -> Any:
     """Make a critic on meta, with or without `strategy.init_model_context`; `strategy.prepare_model(critic,
     is_training=True)` shards it and loads its weights, `strategy.load_ckpt` those of a checkpoint.
 
@@ -146,6 +151,8 @@ def prove_packing(critic: Any, device: torch.device) -> None:
 def _values(critic: nn.Module, inputs: ModelInputs) -> Tensor:
     with nullcontext() if isinstance(critic, CriticModel) else reading_each_token(critic):
         return critic(  # type: ignore[no-any-return]
-            inputs.input_ids, attention_mask=inputs.attention_mask, position_ids=inputs.position_ids,
+            inputs.input_ids,
+            attention_mask=inputs.attention_mask,
+            position_ids=inputs.position_ids,
             positions=inputs.predictors,
-        )  # fmt: skip
+        )

@@ -45,9 +45,7 @@ class Channel:
         address: to bind to on this node.
     """
 
-    def __init__(
-        self, info: ChannelInfo, rank: int, device: torch.device, store: dist.TCPStore, address: str
-    ) -> None:
+    def __init__(self, info: ChannelInfo, rank: int, device: torch.device, store: dist.TCPStore, address: str) -> None:
         self.info = info
         self.rank = rank
         self.device = device if info.backend == "nccl" else torch.device("cpu")
@@ -72,9 +70,14 @@ class Channel:
             ) from error
         port = int(listener.getsockname()[1])
         store = dist.TCPStore(
-            host, port, world_size, is_master=True, timeout=timedelta(seconds=CONNECT_LIMIT_S),
-            wait_for_workers=False, master_listen_fd=listener.detach(),
-        )  # fmt: skip
+            host,
+            port,
+            world_size,
+            is_master=True,
+            timeout=timedelta(seconds=CONNECT_LIMIT_S),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
         store.set("failed", "")
         store.set("go", "0")
         for rank in range(1, world_size):
@@ -93,9 +96,13 @@ class Channel:
             # the sender listens before anybody is asked to join: refused means gone (TCPStore would try on and on)
             socket.create_connection((info.host, info.port), CONNECT_LIMIT_S).close()
             store = dist.TCPStore(
-                info.host, info.port, info.world_size, is_master=False,
-                timeout=timedelta(seconds=CONNECT_LIMIT_S), wait_for_workers=False,
-            )  # fmt: skip
+                info.host,
+                info.port,
+                info.world_size,
+                is_master=False,
+                timeout=timedelta(seconds=CONNECT_LIMIT_S),
+                wait_for_workers=False,
+            )
             return cls(info, rank, device, store, address)
 
     @property

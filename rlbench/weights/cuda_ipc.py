@@ -26,9 +26,7 @@ class IpcStage:
 
     def __init__(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
         if not torch.cuda.is_available():
-            raise WeightSyncError(
-                'transport "ipc" needs a GPU that trainer and replica share; use transport "shm"'
-            )
+            raise WeightSyncError('transport "ipc" needs a GPU that trainer and replica share; use transport "shm"')
         self.bucket_bytes = bucket_bytes
         self._buffers: list[torch.Tensor] = []
 
@@ -95,9 +93,7 @@ class IpcReader:
                 "transport out to have one chosen that works"
             )
         arguments: list[Any] = list(pickle.loads(handle))
-        arguments[6] = (
-            self.device.index
-        )  # the sender's device index means nothing here; the uuid was compared
+        arguments[6] = self.device.index  # the sender's device index means nothing here; the uuid was compared
         buffer = rebuild_cuda_tensor(*arguments)
         for entry in bucket.entries:
             yield entry.name, view(buffer, entry)

@@ -25,9 +25,7 @@ class EmptiedParameter:
     def restore(self) -> None:
         """Give it storage again; the values are undefined."""
         data = self.parameter.data
-        self.parameter.data = torch.empty_strided(
-            self.size, self.stride, dtype=data.dtype, device=data.device
-        )
+        self.parameter.data = torch.empty_strided(self.size, self.stride, dtype=data.dtype, device=data.device)
 
 
 def empty_parameters(model: torch.nn.Module) -> list[EmptiedParameter]:
@@ -46,10 +44,7 @@ def drop_pages(storage: torch.UntypedStorage) -> None:
     """Return the whole pages of a host storage to the system; the addresses stay valid and read as zeros."""
     start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
-    if (
-        end > start
-        and _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_DONTNEED) != 0
-    ):
+    if end > start and _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_DONTNEED) != 0:
         raise OSError(ctypes.get_errno(), f"madvise(MADV_DONTNEED) on {end - start} bytes failed")
 
 

@@ -126,9 +126,7 @@ def check_names(sent: Shapes, expected: Shapes, tied: Iterable[str] = (), owner:
     ]
     complaints = []
     if unknown:
-        complaints.append(
-            f"the {owner} does not know {_some(unknown)}{nearest(unknown[0], missing or expected)}"
-        )
+        complaints.append(f"the {owner} does not know {_some(unknown)}{nearest(unknown[0], missing or expected)}")
     if missing:
         complaints.append(f"the trainer did not send {_some(missing)}")
     if wrong:

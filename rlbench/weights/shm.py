@@ -46,9 +46,7 @@ class ShmStage:
 
     def __init__(self, prefix: str, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
         if "/" in prefix or bucket_bytes <= 0:
-            raise ValueError(
-                f"prefix {prefix!r} must be a file name and bucket_bytes {bucket_bytes} positive"
-            )
+            raise ValueError(f"prefix {prefix!r} must be a file name and bucket_bytes {bucket_bytes} positive")
         self.prefix = prefix
         self.bucket_bytes = bucket_bytes
         self._mappings: list[_Mapping] = []
@@ -158,9 +156,7 @@ class ShmReader:
                 "must be on one host, and the sender must still hold its stage; sync again"
             ) from error
         if known.nbytes < bucket.nbytes:
-            raise WeightSyncError(
-                f"{bucket.path} holds {known.nbytes} bytes, the manifest says {bucket.nbytes}"
-            )
+            raise WeightSyncError(f"{bucket.path} holds {known.nbytes} bytes, the manifest says {bucket.nbytes}")
         return known.data
 
 

@@ -53,9 +53,13 @@ class Cut:
     """
 
     def __init__(
-        self, board: Board | None, rank: int, ranks: list[int], stop_requested: Callable[[], bool],
+        self,
+        board: Board | None,
+        rank: int,
+        ranks: list[int],
+        stop_requested: Callable[[], bool],
         issued: Callable[[], int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._board, self._rank, self._ranks = board, rank, ranks
         self._stop_requested, self._issued = stop_requested, issued
         self._until = 0

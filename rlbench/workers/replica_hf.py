@@ -64,9 +64,7 @@ class HfReplica(Pausable):
         if self._model is not None:
             raise BuildError("this replica is built already; close the engine before building another one")
         if self.config.tensor_parallel_size > 1 or self.config.engine_kwargs:
-            raise BuildError(
-                'executor "hf" has no tensor_parallel_size and no engine_kwargs; use executor "vllm"'
-            )
+            raise BuildError('executor "hf" has no tensor_parallel_size and no engine_kwargs; use executor "vllm"')
         vllm_setup.prepare_threads(self.config)
         current().report(phase="loading the weights")
         import torch
@@ -109,9 +107,7 @@ class HfReplica(Pausable):
         vocabulary = self._built.config.get_text_config().vocab_size
         prompts = encode_prompts(job.prompts, self._tokenizer, self._max_model_len, vocabulary)
         options = self._options(job.sampling)
-        sampler = BatchSampler(
-            self._built, options, self._max_model_len, self._decode(options.skip_special_tokens)
-        )
+        sampler = BatchSampler(self._built, options, self._max_model_len, self._decode(options.skip_special_tokens))
         context, progress, samples = current(), Progress(current(), self._decode(True)), list[Sample]()
         highest: dict[str, float] = {}
         with peak_stats(highest, [os.getpid()], self._device == "cpu", own=True):
@@ -211,9 +207,7 @@ class HfReplica(Pausable):
             **options, stop=(stop,) if isinstance(stop, str) else tuple(stop), stop_token_ids=frozenset(ends)
         )
         if not 0 < made.top_p <= 1 or not 0 <= made.min_p <= 1:
-            raise DataError(
-                f"sampling options: top_p={made.top_p} must be in (0, 1], min_p={made.min_p} in [0, 1]"
-            )
+            raise DataError(f"sampling options: top_p={made.top_p} must be in (0, 1], min_p={made.min_p} in [0, 1]")
         return made
 
     def _decode(self, skip_special_tokens: bool) -> Any:
@@ -269,9 +263,11 @@ class HfReplica(Pausable):
 
         given: dict[str, Any] = {"trust_remote_code": self.config.trust_remote_code}
         model = AutoModelForCausalLM.from_pretrained(
-            self.config.path, dtype=compute_dtype(self.config, on_gpu=self._device == "cuda"), **given,
+            self.config.path,
+            dtype=compute_dtype(self.config, on_gpu=self._device == "cuda"),
+            **given,
             **attention_options(AutoConfig.from_pretrained(self.config.path, **given)),
-        )  # fmt: skip
+        )
         return model.to(self._device).eval()
 
     def _load_checkpoint(self) -> None:
@@ -303,9 +299,7 @@ class HfReplica(Pausable):
         from rlbench.weights.shm import read_manifest
 
         if manifest.transport != "shm":
-            raise WeightSyncError(
-                f'executor "hf" reads weights by transport "shm", not {manifest.transport!r}'
-            )
+            raise WeightSyncError(f'executor "hf" reads weights by transport "shm", not {manifest.transport!r}')
         self.check_weights(manifest)
         old = self._built
         state = {name: tensor.to(old.dtype, copy=True) for name, tensor in read_manifest(manifest)}
@@ -325,9 +319,7 @@ class HfReplica(Pausable):
     def commit_version(self, version: int) -> None:
         """Declare the weights the replica holds to be `version`; it may generate from now on."""
         if self.state.weights != "cuda":
-            raise StateError(
-                f"commit_version({version}): the replica's weights are {self.state.weights}; sync first"
-            )
+            raise StateError(f"commit_version({version}): the replica's weights are {self.state.weights}; sync first")
         self.state.version = version
         self.state.pending = False
 

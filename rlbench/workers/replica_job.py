@@ -65,9 +65,7 @@ def check_job(job: GenerateJob, known_options: Iterable[str]) -> None:
     if job.n < 1:
         raise DataError(f"n={job.n}: draw at least one sample per prompt")
     if job.seeds.shape != (len(job.prompts), job.n):
-        raise DataError(
-            f"seeds have shape {job.seeds.shape}, wanted {(len(job.prompts), job.n)}: one per sample"
-        )
+        raise DataError(f"seeds have shape {job.seeds.shape}, wanted {(len(job.prompts), job.n)}: one per sample")
     known = set(known_options)
     for name in job.sampling:
         if name in _SET_BY_CALL:
@@ -80,9 +78,7 @@ def check_job(job: GenerateJob, known_options: Iterable[str]) -> None:
             raise DataError(f"sampling option {name}={value} must be at least {least}")
 
 
-def encode_prompts(
-    prompts: Sequence[Any], tokenizer: Any, max_model_len: int, vocab_size: int
-) -> list[list[int]]:
+def encode_prompts(prompts: Sequence[Any], tokenizer: Any, max_model_len: int, vocab_size: int) -> list[list[int]]:
     """Token ids of every prompt: texts as they are, chat messages through the template (with the generation
     prompt).
 
@@ -116,9 +112,7 @@ def _encode(prompt: Any, index: int, tokenizer: Any) -> list[int]:
     if isinstance(prompt, list | tuple | np.ndarray) and not (len(prompt) and isinstance(prompt[0], dict)):
         return [int(token) for token in prompt]
     if tokenizer is None:
-        raise DataError(
-            f"prompt {index} is text, but the engine was built without a tokenizer: give token ids"
-        )
+        raise DataError(f"prompt {index} is text, but the engine was built without a tokenizer: give token ids")
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"]) if prompt else []
     if getattr(tokenizer, "chat_template", None) is None:
@@ -182,9 +176,13 @@ class Progress:
         if force or now - self._last >= REPORT_SECONDS:
             self._last = now
             self.context.report(
-                tokens=self.tokens, finished=finished, total=total, running=running, lengths=self._lengths.plain(),
+                tokens=self.tokens,
+                finished=finished,
+                total=total,
+                running=running,
+                lengths=self._lengths.plain(),
                 first=list(self._first),
-            )  # fmt: skip
+            )
 
     @property
     def stats(self) -> dict[str, float]:

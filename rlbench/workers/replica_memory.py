@@ -103,9 +103,14 @@ def memory_by_owner(
     rest = {"other": max(0, rss - weights - kv_cache)} if gpu is None else gpu
     frees = {"weights": 0 if gpu is None else weights, "kv_cache": kv_cache}
     return {
-        "device": "host" if gpu is None else "gpu", "weights": weights, "kv_cache": kv_cache, **rest, "rss": rss,
-        "processes": len(pids), "frees": frees,
-    }  # fmt: skip
+        "device": "host" if gpu is None else "gpu",
+        "weights": weights,
+        "kv_cache": kv_cache,
+        **rest,
+        "rss": rss,
+        "processes": len(pids),
+        "frees": frees,
+    }
 
 
 def allocator(weights: int, kv_cache: int, asleep: int) -> dict[str, int]:

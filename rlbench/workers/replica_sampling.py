@@ -140,10 +140,7 @@ class BatchSampler:
             tokens = logprobs.argmax(-1)
         else:
             probs = logprobs.exp()
-            drawn = [
-                torch.multinomial(p, 1, generator=row.generator)
-                for p, row in zip(probs, self.rows, strict=True)
-            ]
+            drawn = [torch.multinomial(p, 1, generator=row.generator) for p, row in zip(probs, self.rows, strict=True)]
             tokens = torch.cat(drawn)
         values = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
         for row, token, value in zip(self.rows, tokens.tolist(), values, strict=True):

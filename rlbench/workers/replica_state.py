@@ -69,9 +69,7 @@ def check_tags(state: str, tags: list[str] | None) -> set[str]:
         raise StateError(f"no device state {state!r}: one of {', '.join(STATES)}{nearest(state, STATES)}")
     for tag in tags or ():
         if tag not in TAGS:
-            raise StateError(
-                f"no tag {tag!r} on an inference engine: {' or '.join(TAGS)}{nearest(tag, TAGS)}"
-            )
+            raise StateError(f"no tag {tag!r} on an inference engine: {' or '.join(TAGS)}{nearest(tag, TAGS)}")
     return set(tags) if tags else set(TAGS)
 
 

@@ -68,9 +68,14 @@ class TurnDrawer:
     """
 
     def __init__(
-        self, requests: EngineRequests, job: GenerateJob, prompts: list[list[int]], params: SamplingParams,
-        tokenizer: Any, model: Any,
-    ) -> None:  # fmt: skip
+        self,
+        requests: EngineRequests,
+        job: GenerateJob,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        tokenizer: Any,
+        model: Any,
+    ) -> None:
         assert job.env is not None
         self.requests, self.job, self.prompts, self.params = requests, job, prompts, params
         self._env: EnvJob = job.env
@@ -112,9 +117,7 @@ class TurnDrawer:
         for index in claimed:
             prompt = self.job.asked[index] if self.job.asked else Prompt(self.job.prompts[index])
             for number in range(self.job.n):
-                episode = Episode(
-                    prompt, self.prompts[index], self._limits, self._make, self._tokenizer, self._decode
-                )
+                episode = Episode(prompt, self.prompts[index], self._limits, self._make, self._tokenizer, self._decode)
                 sample = TurnSample(index, number, episode=episode)
                 self.samples.append(sample)
                 self._ask(sample, "reset", episode.begin)
@@ -267,4 +270,3 @@ def _until(calls: EnvCalls, seconds: float) -> Iterator[Call]:
     deadline = time.monotonic() + seconds
     while calls.pending and time.monotonic() < deadline:
         yield from calls.finished(WAIT_S)
-

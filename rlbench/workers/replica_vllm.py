@@ -43,10 +43,25 @@ if TYPE_CHECKING:
     from rlbench.workers.vllm_requests import EngineRequests
 
 SAMPLING_OPTIONS = [
-    "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
-    "repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "allowed_token_ids", "logit_bias",
-    "skip_special_tokens", "include_stop_str_in_output", "structured_outputs",
-]  # fmt: skip
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "max_tokens",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "bad_words",
+    "allowed_token_ids",
+    "logit_bias",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "structured_outputs",
+]
 
 
 class VllmReplica(Pausable):
@@ -271,9 +286,7 @@ class VllmReplica(Pausable):
         executor = self._built.model_executor
         if "weights" in tags and not self._on_cpu:
             if tags != {"weights", "kv_cache"}:
-                raise StateError(
-                    "vLLM on a GPU releases weights only together with the KV cache: leave the tags out"
-                )
+                raise StateError("vLLM on a GPU releases weights only together with the KV cache: leave the tags out")
             if executor.sleeping_tags:  # vLLM ignores a second sleep, also a deeper one
                 executor.wake_up(sorted(executor.sleeping_tags))
             executor.sleep(1 if state == "cpu" and self.state.weights != "meta" else 2)
@@ -301,9 +314,7 @@ class VllmReplica(Pausable):
         try:
             self._built.collective_rpc("reload_from_disk")
         except Exception as error:
-            raise WeightSyncError(
-                f"the checkpoint {self.config.path!r} could not be loaded again: {error}"
-            ) from error
+            raise WeightSyncError(f"the checkpoint {self.config.path!r} could not be loaded again: {error}") from error
         self.state.weights = "cuda"
         self._reset_caches()
         self.commit_version(0)
@@ -344,16 +355,12 @@ class VllmReplica(Pausable):
         """Where this replica is, for the choice of a transport. Thread-safe, never waits."""
         gpus = tuple(worker["gpu"] for worker in self._workers if worker["gpu"])
         token = self._receiver.channel
-        return Facts(
-            facts.node(), facts.address(), gpus, len(self._workers), channels=(("", token),) if token else ()
-        )
+        return Facts(facts.node(), facts.address(), gpus, len(self._workers), channels=(("", token),) if token else ())
 
     def commit_version(self, version: int) -> None:
         """Declare the weights the replica holds to be `version`; it may generate from now on."""
         if self.state.weights != "cuda":
-            raise StateError(
-                f"commit_version({version}): the replica's weights are {self.state.weights}; sync first"
-            )
+            raise StateError(f"commit_version({version}): the replica's weights are {self.state.weights}; sync first")
         self._built.set_weight_version(str(version))
         self.state.version = version
         self.state.pending = False
@@ -362,9 +369,7 @@ class VllmReplica(Pausable):
         """Forget everything computed with the weights or kept in the KV cache so far."""
         engine = self._built
         if not engine.reset_prefix_cache():
-            raise EngineError(
-                "the prefix cache could not be reset: requests are still running in this replica"
-            )
+            raise EngineError("the prefix cache could not be reset: requests are still running in this replica")
         if engine.renderer.mm_processor_cache is not None:
             engine.reset_mm_cache()
             engine.reset_encoder_cache()

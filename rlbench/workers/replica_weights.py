@@ -28,9 +28,7 @@ class WeightReceiver:
         architectures: by vLLM's names.
     """
 
-    def __init__(
-        self, rpc: Callable[..., list[Any]], folder: str, tied: bool, architectures: Sequence[str]
-    ) -> None:
+    def __init__(self, rpc: Callable[..., list[Any]], folder: str, tied: bool, architectures: Sequence[str]) -> None:
         self._rpc = rpc
         self._architectures = architectures
         self._expected = checkpoint_shapes(folder)

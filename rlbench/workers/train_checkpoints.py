@@ -98,9 +98,7 @@ class RankCheckpoints:
 
         def put() -> None:
             values = torch.load(own if own.exists() else folder / "values-0.pt", weights_only=True)
-            if (
-                not with_random
-            ):  # ranks that were not there have no random state to go on from: this one's stays
+            if not with_random:  # ranks that were not there have no random state to go on from: this one's stays
                 values["random"] = rank_state.random_state()
             rank_state.load(self._module, tensors, values)
 
@@ -120,13 +118,12 @@ class RankCheckpoints:
     def _write(self, aside: Path) -> None:
         own = aside / f"values-{self._control.rank}.pt"
         try:
-            self._control.together(
-                "writing a checkpoint", lambda: torch.save(rank_state.values_of(self._module), own)
-            )
+            self._control.together("writing a checkpoint", lambda: torch.save(rank_state.values_of(self._module), own))
             dcp.save(
                 rank_state.sharded_tensors_of(self._module),
-                storage_writer=dcp.FileSystemWriter(aside / TENSORS), process_group=self._control.group,
-            )  # fmt: skip
+                storage_writer=dcp.FileSystemWriter(aside / TENSORS),
+                process_group=self._control.group,
+            )
         except (
             OSError,
             RuntimeError,

@@ -19,9 +19,7 @@ NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 INDEX = "model.safetensors.index.json"
 
 
-def write_model(
-    place: Path, module: Any, tensors: Iterable[tuple[str, Tensor]], source: Path | None
-) -> dict[str, Any]:
+def write_model(place: Path, module: Any, tensors: Iterable[tuple[str, Tensor]], source: Path | None) -> dict[str, Any]:
     """Write the folder aside, then give it its name; consumes the iterator one tensor at a time.
 
     Args:
@@ -52,9 +50,7 @@ def write_model(
         os.rename(aside, place)
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
-        raise CheckpointError(
-            f"{place} could not be written ({error}): make room, or export elsewhere"
-        ) from error
+        raise CheckpointError(f"{place} could not be written ({error}): make room, or export elsewhere") from error
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise

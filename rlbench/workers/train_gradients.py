@@ -67,9 +67,11 @@ class GradientVerbs:
         largest = over_shards(parameters, torch.stack([_largest(p) for p in parameters]), highest=True)
         columns = ("squares", "zeros", "nonfinite", "sizes", "weight_squares")
         return {
-            "names": tuple(named), "largest": largest.cpu().numpy(), "batches": self._policy.token_gradients(),
+            "names": tuple(named),
+            "largest": largest.cpu().numpy(),
+            "batches": self._policy.token_gradients(),
             **{name: sums[:, i].cpu().numpy() for i, name in enumerate(columns)},
-        }  # fmt: skip
+        }
 
     def gradients_of_losses(
         self, batch: TrainBatch, losses: dict[str, tuple[bytes, Any]], options: dict[str, Any]

@@ -56,12 +56,8 @@ class RankGroup:
     def join(self, master: tuple[str, int], device: RankDevice) -> None:
         """Connect to the store at `master` and form the process group; collective."""
         facts.keep_gloo_on(master[0])
-        store = self._server or dist.TCPStore(
-            *master, self.world_size, is_master=False, timeout=self._timeout
-        )
-        self._marks = dist.PrefixStore(
-            "calls", store.clone()
-        )  # its own connection: a wait must not block collectives
+        store = self._server or dist.TCPStore(*master, self.world_size, is_master=False, timeout=self._timeout)
+        self._marks = dist.PrefixStore("calls", store.clone())  # its own connection: a wait must not block collectives
         self._words = store.clone()  # and a third: words are left from a thread of their own
         dist.init_process_group(
             device.backend,

@@ -28,11 +28,22 @@ if TYPE_CHECKING:
     from rlbench.workers.train_states import Residency
 
 
-LEAVES_THE_STATE = frozenset({
-    "policy_forward", "policy_forward_backward", "release_weights", "state_checksum", "training_checksums",
-    "held_trainer", "module_source_path", "write_snapshot", "drop_snapshots", "sweep_snapshots", "save_checkpoint",
-    "hold_back",
-})  # fmt: skip
+LEAVES_THE_STATE = frozenset(
+    {
+        "policy_forward",
+        "policy_forward_backward",
+        "release_weights",
+        "state_checksum",
+        "training_checksums",
+        "held_trainer",
+        "module_source_path",
+        "write_snapshot",
+        "drop_snapshots",
+        "sweep_snapshots",
+        "save_checkpoint",
+        "hold_back",
+    }
+)
 """Verbs after which parameters and optimizers are what they were: a user's forward or loss in them is given gathered
 copies. They may draw random numbers and write to buffers."""
 SENDS_WEIGHTS = frozenset({"stage_weights", "announce_weights", "send_weights", "export_model"})

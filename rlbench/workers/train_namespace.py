@@ -55,9 +55,7 @@ class Namespace:
                 return work(*args, **kwargs)
             skipped = {"__name__", "__builtins__", *self._given}
             self._globals.update({name: value for name, value in work.__globals__.items() if name not in skipped})
-            bound = types.FunctionType(
-                work.__code__, self._globals, work.__name__, work.__defaults__, work.__closure__
-            )
+            bound = types.FunctionType(work.__code__, self._globals, work.__name__, work.__defaults__, work.__closure__)
             bound.__kwdefaults__ = work.__kwdefaults__
             return bound(*args, **kwargs)
 

@@ -149,8 +149,7 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
             "trainable": sum(p.numel() for p in module.parameters() if p.requires_grad),
             "methods": methods,
             "dtype": self._compute_dtype(),
-            "tied": len(dict(module.named_parameters(remove_duplicate=False)))
-            > len(dict(module.named_parameters())),
+            "tied": len(dict(module.named_parameters(remove_duplicate=False))) > len(dict(module.named_parameters())),
             "device": str(device.device),
             "source": self._source,
             "optimizer": [type(optimizer).__name__ for optimizer in self._optimizers()],
@@ -208,9 +207,7 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
         with self._residency.passing():
             return self._policy.forward(batch, PolicyOptions.of(options))
 
-    def policy_forward_backward(
-        self, batch: TrainBatch, loss_blob: bytes, options: dict[str, Any]
-    ) -> dict[str, Any]:
+    def policy_forward_backward(self, batch: TrainBatch, loss_blob: bytes, options: dict[str, Any]) -> dict[str, Any]:
         """Add the gradients of a batch; see `PolicyStep.forward_backward`."""
         self._built()
         self._residency.need("weights")
@@ -236,8 +233,11 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
         notes = [unstepped(module, optimizer)]
         try:
             done = self._policy.optim_step(
-                optimizer, getattr(module, "lr_scheduler", None), options.get("max_norm"),
-                options.get("whole_step", False), None if lr is None else scaled_rates(optimizer, lr),
+                optimizer,
+                getattr(module, "lr_scheduler", None),
+                options.get("max_norm"),
+                options.get("whole_step", False),
+                None if lr is None else scaled_rates(optimizer, lr),
             )
             notes.append(outside_state(module, optimizer))
             return done | {"notes": [note for note in notes if note is not None]}
@@ -363,10 +363,14 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
     def _make_strategy(self, device: RankDevice) -> FSDPV2Strategy:
         config = self.config
         return FSDPV2Strategy(
-            seed=config.seed, max_norm=config.max_norm, micro_train_batch_size=config.micro_train_batch_size,
-            train_batch_size=config.train_batch_size, bf16=bool(config.bf16),
-            args={name: getattr(config, name) for name in OF_THE_STRATEGY}, device=device,
-        )  # fmt: skip
+            seed=config.seed,
+            max_norm=config.max_norm,
+            micro_train_batch_size=config.micro_train_batch_size,
+            train_batch_size=config.train_batch_size,
+            bf16=bool(config.bf16),
+            args={name: getattr(config, name) for name in OF_THE_STRATEGY},
+            device=device,
+        )
 
     def _threads(self) -> int:
         """Threads of this rank: its share of the cores it may run on."""

@@ -86,8 +86,11 @@ class RedefineVerbs:
         methods = callable_methods(type(module))
         self._methods = frozenset(info["name"] for info in methods)
         return {
-            "changed": bool(found.classes), "modules": found.modules, "methods": methods, "notes": found.notes,
-        }  # fmt: skip
+            "changed": bool(found.classes),
+            "modules": found.modules,
+            "methods": methods,
+            "notes": found.notes,
+        }
 
 
 @dataclass(frozen=True)
@@ -239,9 +242,10 @@ def _check_bases(cls: type, old: type) -> None:
     lost = [
         base.__name__
         for base in old.__mro__
-        if _framework(base) and base not in cls.__mro__
+        if _framework(base)
+        and base not in cls.__mro__
         and getattr(sys.modules.get(base.__module__), base.__name__, None) is base  # not one made on the spot
-    ]  # fmt: skip
+    ]
     if lost:
         raise EngineError(
             f"{cls.__name__} does not inherit from {', '.join(lost)}, and the live {old.__name__} does: its weights "
@@ -315,9 +319,10 @@ def _made(cls: type, part: nn.Module) -> dict[str, tuple[int, ...]] | None:
     config = getattr(part, "config", None)
     make: Any = getattr(cls, "_from_config", None)
     needed = [
-        p for p in list(inspect.signature(cls.__init__).parameters.values())[1:]  # type: ignore[misc]
+        p
+        for p in list(inspect.signature(cls.__init__).parameters.values())[1:]  # type: ignore[misc]
         if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]  # fmt: skip
+    ]
     if (make is None or config is None) and needed:
         return None
     with device("meta"):

@@ -57,17 +57,21 @@ class Opened:
 class RankSnapshots:
     """Writes and reads the snapshots of one rank; every method is collective."""
 
-    def __init__(
-        self, module: BaseTrainModule, control: ControlGroup, stop_requested: Callable[[], bool]
-    ) -> None:
+    def __init__(self, module: BaseTrainModule, control: ControlGroup, stop_requested: Callable[[], bool]) -> None:
         self._module = module
         self._control = control
         self._stop_requested = stop_requested
 
     def write(
-        self, folder: str, before: str | None, durable: bool, trainer: TrainerState | None = None, *,
-        unchanged: bool = False, stoppable: bool = True,
-    ) -> dict[str, int]:  # fmt: skip
+        self,
+        folder: str,
+        before: str | None,
+        durable: bool,
+        trainer: TrainerState | None = None,
+        *,
+        unchanged: bool = False,
+        stoppable: bool = True,
+    ) -> dict[str, int]:
         """Write this rank's state; the snapshot appears under `folder` once all ranks have theirs.
 
         Args:
@@ -115,15 +119,18 @@ class RankSnapshots:
             if agreed is Verdict.STOP:
                 raise Stopped("the snapshot was stopped: nothing of it is kept, the session is as before")
             leads = self._leads()
-            self._control.together(
-                "publishing a snapshot", lambda: os.rename(aside, final) if leads else None
-            )
+            self._control.together("publishing a snapshot", lambda: os.rename(aside, final) if leads else None)
         return written
 
     def _write_trainer(
-        self, own: Path, before: Path | None, durable: bool, trainer: TrainerState, between: Callable[[int], None],
+        self,
+        own: Path,
+        before: Path | None,
+        durable: bool,
+        trainer: TrainerState,
+        between: Callable[[int], None],
         unchanged: bool,
-    ) -> dict[str, int]:  # fmt: skip
+    ) -> dict[str, int]:
         """Write the trainer's part into this rank's folder."""
         name = f"{TRAINER}{trainer.id}"
         known = before / name if before is not None and (before / name).is_dir() else None

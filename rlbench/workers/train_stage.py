@@ -41,9 +41,7 @@ class WeightSender:
     `module`: with the hooks of `rlbench.nn`, or without (a model of transformers). It is not kept alive.
     """
 
-    def __init__(
-        self, module: torch.nn.Module, control: ControlGroup, stop_requested: Callable[[], bool]
-    ) -> None:
+    def __init__(self, module: torch.nn.Module, control: ControlGroup, stop_requested: Callable[[], bool]) -> None:
         self._held = weakref.ref(module)
         self._control = control
         self._stop_requested = stop_requested
@@ -126,9 +124,7 @@ class WeightSender:
         return Manifest("layout", self._consume("announcing weights", tensors, plan))
 
     @torch.no_grad()
-    def announce(
-        self, to: str, sender: int, host: str, world_size: int, backend: str, held: str
-    ) -> Manifest | None:
+    def announce(self, to: str, sender: int, host: str, world_size: int, backend: str, held: str) -> Manifest | None:
         """Say what `send` will send, and where the group meets; collective. Nothing is gathered for it but what a
         `postprocess_output_named_parameters` of the user's own gathers.
 
@@ -229,9 +225,7 @@ class WeightSender:
     def _stage_of(self, transport: str, prefix: str, bucket_bytes: int) -> ShmStage | IpcStage:
         key = (transport, prefix, bucket_bytes)
         if key not in self._stages:
-            self._stages[key] = (
-                ShmStage(prefix, bucket_bytes) if transport == "shm" else IpcStage(bucket_bytes)
-            )
+            self._stages[key] = ShmStage(prefix, bucket_bytes) if transport == "shm" else IpcStage(bucket_bytes)
         return self._stages[key]
 
     def close(self) -> None:
@@ -332,9 +326,7 @@ def _renames(module: torch.nn.Module) -> dict[str, str] | None:
     except Exception:  # a conversion looked into the tensors, which probes do not have
         return None
     found = {by_id.get(id(tensor)): name for name, tensor in converted.items()}
-    return (
-        None if None in found or len(found) != len(names) else {old: new for old, new in found.items() if old}
-    )
+    return None if None in found or len(found) != len(names) else {old: new for old, new in found.items() if old}
 
 
 @torch.no_grad()

@@ -42,9 +42,13 @@ class Residency:
     """
 
     def __init__(
-        self, module: nn.Module, device: RankDevice, optimizers: Callable[[], list[torch.optim.Optimizer]],
-        materialize: Callable[[], str], beside: Callable[[], Beside] = lambda: ([], []),
-    ) -> None:  # fmt: skip
+        self,
+        module: nn.Module,
+        device: RankDevice,
+        optimizers: Callable[[], list[torch.optim.Optimizer]],
+        materialize: Callable[[], str],
+        beside: Callable[[], Beside] = lambda: ([], []),
+    ) -> None:
         self._module = module
         self._device = device
         self._optimizers = optimizers
@@ -115,13 +119,9 @@ class Residency:
         parts = [tags] if isinstance(tags, str) else list(PARTS if tags is None else tags)
         for part in parts:
             if part not in PARTS:
-                raise EngineError(
-                    f"unknown tag {part!r}{nearest(part, PARTS)}; a train engine has {', '.join(PARTS)}."
-                )
+                raise EngineError(f"unknown tag {part!r}{nearest(part, PARTS)}; a train engine has {', '.join(PARTS)}.")
         if state not in STATES:
-            raise EngineError(
-                f"unknown state {state!r}{nearest(state, STATES)}; it is one of {', '.join(STATES)}."
-            )
+            raise EngineError(f"unknown state {state!r}{nearest(state, STATES)}; it is one of {', '.join(STATES)}.")
         done: dict[str, Any] = {"freed": 0, "taken": 0, "lost": [], "materialized_from": None}
         for part in parts:
             if state == "cpu" and self.state[part] == "meta":
@@ -220,9 +220,7 @@ class Residency:
         else:
             grown = 0 if resting is None else process["rss"] - resting - sum(held.values())
             activations = max(0, grown)
-            beyond = {
-                "activations": activations, "other": max(0, process["rss"] - sum(held.values()) - activations)
-            }  # fmt: skip
+            beyond = {"activations": activations, "other": max(0, process["rss"] - sum(held.values()) - activations)}
         device = "gpu" if self._device.is_gpu else "host"
         return {"device": device, **held, **beyond, **process, "frees": frees}
 

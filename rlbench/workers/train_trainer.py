@@ -66,8 +66,13 @@ class TrainerVerbs:
         self._trainer_id = id_
         config = made.options.strategy
         changed = {name: getattr(config, name) for name in config.overridden()}
-        self._made_trainer = {"id": id_, "method": method, "overridden": changed, "ppo": vars(made.options.ppo),
-                              "aggregation": made.aggregation.mode}  # fmt: skip
+        self._made_trainer = {
+            "id": id_,
+            "method": method,
+            "overridden": changed,
+            "ppo": vars(made.options.ppo),
+            "aggregation": made.aggregation.mode,
+        }
         return {**self._made_trainer, "optimizer_steps": made.optimizer_steps}
 
     def _note_loaded(self) -> None:
@@ -89,8 +94,12 @@ class TrainerVerbs:
         trainer = self._trainer
         if trainer is None or self._made_trainer is None:
             return None
-        return {**self._made_trainer, "optimizer_steps": trainer.optimizer_steps, "unsent": bool(trainer.unsent),
-                "experience": len(trainer.replay_buffer) > 0}  # fmt: skip
+        return {
+            **self._made_trainer,
+            "optimizer_steps": trainer.optimizer_steps,
+            "unsent": bool(trainer.unsent),
+            "experience": len(trainer.replay_buffer) > 0,
+        }
 
     def call_trainer(self, verb: str, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Run a verb of the trainer; collective.
@@ -115,8 +124,13 @@ class TrainerVerbs:
             )
         was_awake = self._engine_awake(trainer)
         optimizer = me._one_optimizer()
-        calls = {"save": trainer.files.save, "load": trainer.files.load, "finish": trainer.finish,
-                 "ppo_train": trainer.train_on_waiting, "sync": trainer.send_weights}
+        calls = {
+            "save": trainer.files.save,
+            "load": trainer.files.load,
+            "finish": trainer.finish,
+            "ppo_train": trainer.train_on_waiting,
+            "sync": trainer.send_weights,
+        }
         method = calls.get(verb) or getattr(trainer, verb)
         context.current().report(phase=verb)
         trainer.strategy.maybe_offload_optimizer(optimizer)

@@ -113,8 +113,11 @@ class TrialVerbs:
                 with PeakMemory(device) as measured:
                     count = self._policy.forward_backward(batch, loss_blob, chosen)["micro_batches"]
         return {
-            "peak": measured.peak, "before": measured.before, "how": measured.how, "micro_batches": count,
-        }  # fmt: skip
+            "peak": measured.peak,
+            "before": measured.before,
+            "how": measured.how,
+            "micro_batches": count,
+        }
 
     @contextmanager
     def _put_back(self) -> Iterator[None]:

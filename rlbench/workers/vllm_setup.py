@@ -97,9 +97,7 @@ def engine_args(config: ReplicaConfig) -> dict[str, Any]:
         "worker_cls": CPU_WORKER if on_cpu else GPU_WORKER,
         "kv_cache_memory_bytes": config.kv_cache_bytes or (DEFAULT_KV_BYTES if on_cpu else None),
     }
-    if (
-        config.tensor_parallel_size > 1
-    ):  # inside an actor vLLM would ask Ray for its workers; they are our children
+    if config.tensor_parallel_size > 1:  # inside an actor vLLM would ask Ray for its workers; they are our children
         arguments["distributed_executor_backend"] = "mp"
     if on_cpu:
         # A prefill that is cut in two draws a token too many, which vLLM takes back by the generator's offset; a
@@ -133,9 +131,7 @@ def _check_engine_kwargs(given: dict[str, Any], ours: dict[str, Any]) -> None:
         if name not in known:
             raise BuildError(f"engine_kwargs: vLLM has no engine argument {name!r}{nearest(name, known)}")
         if name in ours:
-            raise BuildError(
-                f"engine_kwargs: {name!r} is set by the replica; use the replica's own option for it"
-            )
+            raise BuildError(f"engine_kwargs: {name!r} is set by the replica; use the replica's own option for it")
 
 
 def checkpoint_folder(config: ReplicaConfig) -> str:

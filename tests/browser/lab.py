@@ -30,10 +30,16 @@ CHROMIUM = os.environ.get("RLB_CHROMIUM") or next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 CHROMIUM_ARGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
     "--disable-dev-shm-usage",  # in a container it may be small, and Ray uses it
-)  # fmt: skip
+)
 OF_A_LOST_KERNEL = "Canceled future for kernel_info_request"
 """What JupyterLab itself throws where a kernel is killed or restarted just as Lab asks it who it is."""
 THEMES = {"light": "JupyterLab Light", "dark": "JupyterLab Dark"}
@@ -66,9 +72,17 @@ class Notebook:
     """Those open now, for a picture of each where a test fails."""
 
     def __init__(
-        self, lab: Lab, browser: Browser, cells: Sequence[str] = (), *, kernel: str = "python3", theme: str = "light",
-        name: str | None = None, notebook: nbformat.NotebookNode | None = None, start_kernel: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        lab: Lab,
+        browser: Browser,
+        cells: Sequence[str] = (),
+        *,
+        kernel: str = "python3",
+        theme: str = "light",
+        name: str | None = None,
+        notebook: nbformat.NotebookNode | None = None,
+        start_kernel: bool = True,
+    ) -> None:
         """Write a notebook of code `cells` into the lab's root and open it.
 
         Args:
@@ -80,9 +94,7 @@ class Notebook:
         """
         self.lab, self.name, self.errors = lab, name or f"nb-{secrets.token_hex(3)}", list[str]()
         self.path = lab.root / f"{self.name}.ipynb"
-        made = notebook or nbformat.v4.new_notebook(
-            cells=[nbformat.v4.new_code_cell(c.strip("\n")) for c in cells]
-        )
+        made = notebook or nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c.strip("\n")) for c in cells])
         if not start_kernel:  # JupyterLab asks where none fits by name or language, and is told "No Kernel"
             kernel = "not-installed"
             made.metadata.pop("language_info", None)
@@ -107,9 +119,7 @@ class Notebook:
     def __enter__(self) -> Notebook:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close(check=kind is None)
 
     # -- cells
@@ -141,9 +151,7 @@ class Notebook:
         """Wait until a cell that runs has ended; AssertionError with its output if it has not in time."""
         deadline = time.monotonic() + timeout
         while self.runs(index):
-            assert time.monotonic() < deadline, (
-                f"cell {index} still runs after {timeout} s:\n{self.output(index)}"
-            )
+            assert time.monotonic() < deadline, f"cell {index} still runs after {timeout} s:\n{self.output(index)}"
             self.page.wait_for_timeout(50)
 
     def runs(self, index: int) -> bool:
@@ -161,9 +169,7 @@ class Notebook:
 
     def prompt(self, index: int) -> str:
         """What stands left of a cell: `[*]:` while it runs, `[3]:` after it, `[ ]:` before."""
-        return str(
-            self._js("return cells[index].node.querySelector('.jp-InputPrompt').textContent;", index=index)
-        )
+        return str(self._js("return cells[index].node.querySelector('.jp-InputPrompt').textContent;", index=index))
 
     def output(self, index: int) -> str:
         """The text of a cell's outputs, as rendered, without the prompts."""
@@ -189,9 +195,7 @@ class Notebook:
     def cell(self, index: int) -> Locator:
         """A cell's output area, to look for elements in it: `notebook.cell(2).get_by_role("button")`."""
         self._js("cells[index].node.scrollIntoView({block: 'nearest'});", index=index)
-        return self.page.locator(
-            f".jp-Notebook .jp-Cell[data-windowed-list-index='{index}'] .jp-Cell-outputWrapper"
-        )
+        return self.page.locator(f".jp-Notebook .jp-Cell[data-windowed-list-index='{index}'] .jp-Cell-outputWrapper")
 
     def wait_text(self, index: int, text: str | re.Pattern[str], timeout: float = 30.0) -> str:
         """Wait until a cell's output holds `text` (or a match of it); returns the whole output.
@@ -201,9 +205,7 @@ class Notebook:
         wanted = text if isinstance(text, re.Pattern) else re.compile(re.escape(text))
         deadline = time.monotonic() + timeout
         while not wanted.search(shown := self.output(index)):
-            assert time.monotonic() < deadline, (
-                f"cell {index} shows no {wanted.pattern!r} after {timeout} s:\n{shown}"
-            )
+            assert time.monotonic() < deadline, f"cell {index} shows no {wanted.pattern!r} after {timeout} s:\n{shown}"
             self.page.wait_for_timeout(100)
         return shown
 
@@ -245,9 +247,7 @@ class Notebook:
             )
             if pid is not None and pid != not_pid and status == "connected idle":
                 return
-            assert time.monotonic() < deadline, (
-                f"no kernel after {timeout} s: {status}, pid {pid} (before: {not_pid})"
-            )
+            assert time.monotonic() < deadline, f"no kernel after {timeout} s: {status}, pid {pid} (before: {not_pid})"
             self.page.wait_for_timeout(100)
 
     # -- the page
@@ -287,9 +287,7 @@ class Notebook:
             self.page.screenshot(path=path)
         else:
             self._js("cells[index].node.scrollIntoView({block: 'nearest'});", index=index)
-            self.page.locator(f".jp-Notebook .jp-Cell[data-windowed-list-index='{index}']").screenshot(
-                path=path
-            )
+            self.page.locator(f".jp-Notebook .jp-Cell[data-windowed-list-index='{index}']").screenshot(path=path)
 
     def check(self) -> None:
         """Fail if the page threw, or logged an error to its console."""
@@ -308,9 +306,7 @@ class Notebook:
     def _go(self, query: str) -> None:
         """Load the page, in a workspace of this notebook's own, until the notebook shows (and its kernel answers)."""
         self.page.goto(f"{self.lab.url}lab/workspaces/{self.name}/tree/{self.path.name}?{query}")
-        self.page.wait_for_function(
-            f"() => {{ {PANEL} return cells.length > 0 || panel?.context?.isReady; }}"
-        )
+        self.page.wait_for_function(f"() => {{ {PANEL} return cells.length > 0 || panel?.context?.isReady; }}")
         if self._with_kernel:
             self.page.wait_for_function(
                 f"() => {{ {PANEL} return panel.sessionContext.session?.kernel?.connectionStatus === 'connected'; }}"

@@ -88,9 +88,7 @@ class Panel:
 
     def names(self) -> list[str]:
         """The sessions in the order they stand there."""
-        return list(
-            self.node.locator(".rlb-Session").evaluate_all("all => all.map(one => one.dataset.session)")
-        )
+        return list(self.node.locator(".rlb-Session").evaluate_all("all => all.map(one => one.dataset.session)"))
 
     def wait(self, name: str, text: str | re.Pattern[str], seconds: float = 30.0) -> None:
         """Wait until the block of a session says `text`."""

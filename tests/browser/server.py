@@ -19,7 +19,7 @@ START_LIMIT_S = 60.0
 SETTINGS = {
     # a pop-up about news would cover a corner of the page, and the server has nobody to fetch them from
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False, "doNotDisturbMode": True},
-}  # fmt: skip
+}
 
 
 class Lab:
@@ -29,9 +29,7 @@ class Lab:
     `state`: the XDG_STATE_HOME of its kernels, so that their sessions are apart from those of the tests' process.
     """
 
-    def __init__(
-        self, folder: Path, *, base_url: str = "/", state: Path | None = None, **environ: str
-    ) -> None:
+    def __init__(self, folder: Path, *, base_url: str = "/", state: Path | None = None, **environ: str) -> None:
         """Start a server below `folder`.
 
         Args:
@@ -48,9 +46,14 @@ class Lab:
         self._log = open(folder / "lab.log", "w+")
         self.environ = self._environment() | environ
         self._process = subprocess.Popen(
-            self._command(), env=self.environ, cwd=self.root, stdout=self._log, stderr=self._log,
-            stdin=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+            self._command(),
+            env=self.environ,
+            cwd=self.root,
+            stdout=self._log,
+            stderr=self._log,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         try:
             self.url = self._wait_until_it_answers()
         except BaseException:
@@ -88,8 +91,10 @@ class Lab:
         folder.mkdir(parents=True, exist_ok=True)
         spec = {
             "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
-            "display_name": name, "language": "python", "env": environ,
-        }  # fmt: skip
+            "display_name": name,
+            "language": "python",
+            "env": environ,
+        }
         (folder / "kernel.json").write_text(json.dumps(spec))
 
     def kernel_process(self, kernel_id: str) -> psutil.Process | None:
@@ -118,35 +123,45 @@ class Lab:
         done = subprocess.run(
             [sys.executable, "-c", stop], env=self.environ, capture_output=True, text=True, timeout=120
         )
-        assert done.returncode == 0, (
-            f"the cluster of JupyterLab's kernels did not end: {done.stdout}{done.stderr}"
-        )
+        assert done.returncode == 0, f"the cluster of JupyterLab's kernels did not end: {done.stdout}{done.stderr}"
 
     def _command(self) -> list[str]:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         return [
-            sys.executable, "-m", "jupyterlab", "--allow-root", "--no-browser", "--ServerApp.ip=127.0.0.1",
-            f"--ServerApp.port={port}", f"--IdentityProvider.token={self.token}",
-            f"--ServerApp.base_url={self._base_url}", f"--ServerApp.root_dir={self.root}",
+            sys.executable,
+            "-m",
+            "jupyterlab",
+            "--allow-root",
+            "--no-browser",
+            "--ServerApp.ip=127.0.0.1",
+            f"--ServerApp.port={port}",
+            f"--IdentityProvider.token={self.token}",
+            f"--ServerApp.base_url={self._base_url}",
+            f"--ServerApp.root_dir={self.root}",
             f"--LabApp.workspaces_dir={self.home / 'workspaces'}",
-            "--LabApp.expose_app_in_browser=True", "--LabApp.news_url=",
+            "--LabApp.expose_app_in_browser=True",
+            "--LabApp.news_url=",
             # a run that is killed leaves no server behind for ever
-            "--ServerApp.shutdown_no_activity_timeout=900", "--MappingKernelManager.cull_idle_timeout=900",
-        ]  # fmt: skip
+            "--ServerApp.shutdown_no_activity_timeout=900",
+            "--MappingKernelManager.cull_idle_timeout=900",
+        ]
 
     def _environment(self) -> dict[str, str]:
         cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-        kept = {
-            k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "JUPYTER_", "JPY_", "PYTEST_"))
-        }
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "JUPYTER_", "JPY_", "PYTEST_"))}
         return kept | {
-            "HOME": str(self.home), "XDG_CACHE_HOME": cache, "XDG_STATE_HOME": str(self.state),
-            "JUPYTER_RUNTIME_DIR": str(self._runtime), "JUPYTER_CONFIG_DIR": str(self.home / "config"),
-            "JUPYTER_PATH": str(self._share), "JUPYTER_PREFER_ENV_PATH": "1", "IPYTHONDIR": str(self.home / "ipython"),
+            "HOME": str(self.home),
+            "XDG_CACHE_HOME": cache,
+            "XDG_STATE_HOME": str(self.state),
+            "JUPYTER_RUNTIME_DIR": str(self._runtime),
+            "JUPYTER_CONFIG_DIR": str(self.home / "config"),
+            "JUPYTER_PATH": str(self._share),
+            "JUPYTER_PREFER_ENV_PATH": "1",
+            "IPYTHONDIR": str(self.home / "ipython"),
             "RLBENCH_LEASE_S": "600",  # a run that is killed leaves no engines behind for hours
-        }  # fmt: skip
+        }
 
     def _write_settings(self) -> None:
         for name, values in SETTINGS.items():

@@ -92,20 +92,26 @@ def status(notebook: Notebook) -> str:
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_every_panel_is_drawn_in_both_themes(notebook, theme, pytestconfig):
     notebook.theme(theme)
-    for said in ("step 42 · v42", "rollout 43 · 28/64 samples", "v41, 1 version behind", "actor 0", "✕ OOM", "p90",
-                 "truncated", "entropy", "grad norm", "3.1k tok/s", "cell total"):  # fmt: skip
+    for said in (
+        "step 42 · v42",
+        "rollout 43 · 28/64 samples",
+        "v41, 1 version behind",
+        "actor 0",
+        "✕ OOM",
+        "p90",
+        "truncated",
+        "entropy",
+        "grad norm",
+        "3.1k tok/s",
+        "cell total",
+    ):
         notebook.wait_text(0, said)
     assert notebook.cell(0).get_by_role("img", name=re.compile("^memory: actor 0 2.02")).count() == 1
-    assert (
-        notebook.cell(0).get_by_role("img", name=re.compile("^histogram of lengths of 64 samples")).count()
-        == 1
-    )
+    assert notebook.cell(0).get_by_role("img", name=re.compile("^histogram of lengths of 64 samples")).count() == 1
     assert control(notebook, "optimizer of actor").get_attribute("aria-pressed") == "true"
     assert control(notebook, "^sync$").is_disabled()
     assert "rollout 43 runs" in control(notebook, "^sync$").get_attribute("title")
-    assert notebook.cell(0).locator(".rlb-still").is_hidden(), (
-        "the numbers of a saved notebook show beside it"
-    )
+    assert notebook.cell(0).locator(".rlb-still").is_hidden(), "the numbers of a saved notebook show beside it"
     title = notebook.cell(0).locator(".rlb-head b").evaluate("node => getComputedStyle(node).color")
     bright = sum(map(int, re.findall(r"\d+", title)[:3])) / 3
     assert (bright > 170) == (theme == "dark"), title
@@ -184,9 +190,7 @@ def test_what_the_monitor_refuses_is_said(notebook, script):
     script.state["running"] = []
     sync = control(notebook, "^sync$")
     until(notebook, sync.is_enabled)
-    script.state["running"] = [
-        {"id": "b", "what": "rollout 44", "engine": "inference", "since": 0, "progress": []}
-    ]
+    script.state["running"] = [{"id": "b", "what": "rollout 44", "engine": "inference", "since": 0, "progress": []}]
     notebook.cell(0).locator(".rlb-head").evaluate("""head => {
         const sync = [...head.closest('.rlb-dashboard').querySelectorAll('button')].find(b => /sync/.test(b.innerText));
         sync.disabled = false; sync.click();
@@ -199,9 +203,7 @@ def test_after_a_reload_of_the_page_it_shows_again_and_moves(notebook, script):
     before = notebook.cell(0).locator(".rlb-panel-memory polygon").count()
     notebook.reload()
     live(notebook)
-    assert notebook.cell(0).locator(".rlb-panel-memory polygon").count() == before, (
-        "the minutes before are drawn too"
-    )
+    assert notebook.cell(0).locator(".rlb-panel-memory polygon").count() == before, "the minutes before are drawn too"
     script.state["running"][0]["progress"][0]["finished"] = 50
     notebook.wait_text(0, "50/64 samples")
 
@@ -307,9 +309,7 @@ def test_a_real_session(open_notebook, pytestconfig):
     toggle.click()
     until(notebook, lambda: toggle.inner_text() == "optimizer ● resident", 60)
 
-    endless = notebook.do(
-        "session.rollout(tasks.prompts(64), n=64, max_tokens=1800, ignore_eos=True)", wait=False
-    )
+    endless = notebook.do("session.rollout(tasks.prompts(64), n=64, max_tokens=1800, ignore_eos=True)", wait=False)
     notebook.wait_text(0, re.compile(r"rollout \d+ · 0/4096 samples · [1-9]"), timeout=60)
     notebook.screenshot(pytestconfig.rootpath / "build" / "browser" / "dashboard-session.png", 0)
     control(notebook, "stop").click()

@@ -14,10 +14,22 @@ from tests.scripted_monitor import crowded
 
 START = "import sys; sys.path.insert(0, {root!r})\nfrom tests.notebook.gallery import show"
 WIDTHS = (280, 600, 1000, 1600)
-LIVE = {"rollouts": ".rlbv .row .t", "viewer": ".rlbv .row .t", "dashboard": ".rlb-live .rlb-panel-memory polygon",
-        "plot": ".jp-RenderedPlotly .main-svg", "histogram": ".jp-RenderedPlotly .main-svg"}  # fmt: skip
-TEXTS = (".rlb-Session .rlb-name", ".rlb-Engine .rlb-warns", ".rlb-head b", ".rlb-engine-note .rlb-w", ".rlbv .prompt",
-         ".rlb th[scope=row]", ".rlb .w")  # fmt: skip
+LIVE = {
+    "rollouts": ".rlbv .row .t",
+    "viewer": ".rlbv .row .t",
+    "dashboard": ".rlb-live .rlb-panel-memory polygon",
+    "plot": ".jp-RenderedPlotly .main-svg",
+    "histogram": ".jp-RenderedPlotly .main-svg",
+}
+TEXTS = (
+    ".rlb-Session .rlb-name",
+    ".rlb-Engine .rlb-warns",
+    ".rlb-head b",
+    ".rlb-engine-note .rlb-w",
+    ".rlbv .prompt",
+    ".rlb th[scope=row]",
+    ".rlb .w",
+)
 SETTLED_MS = 600
 """Longer than the drawings wait before they follow a new width."""
 

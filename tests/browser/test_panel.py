@@ -75,9 +75,18 @@ def advance(script: Script, finished: int) -> None:
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_it_shows_a_session_in_both_themes(panel, theme, pytestconfig):
     panel.notebook.theme(theme)
-    for said in ("running", "step 42 · v42", "rollout 43 · 28/64 samples · 5,120 tokens", "left", "actor fsdp2 ×2",
-                 "1.76 GiB", "optimizer ● resident", "v41, 1 version behind", "reward 0.",
-                 "length 118 tok"):  # fmt: skip
+    for said in (
+        "running",
+        "step 42 · v42",
+        "rollout 43 · 28/64 samples · 5,120 tokens",
+        "left",
+        "actor fsdp2 ×2",
+        "1.76 GiB",
+        "optimizer ● resident",
+        "v41, 1 version behind",
+        "reward 0.",
+        "length 118 tok",
+    ):
         panel.wait("shown", said)
     block = panel.session("shown")
     assert block.get_by_role("img", name=re.compile("weights 800 MiB, .*optimizer")).count() == 1
@@ -201,10 +210,19 @@ def test_no_session_teaches_how_to_begin_one(panel, script):
 def hostile_file(lab):
     """A session's file that somebody gave a name which is markup."""
     file = lab.state / "rlbench" / "sessions" / f"{HOSTILE}.json"
-    file.write_text(json.dumps({
-        "name": HOSTILE, "cluster": HOSTILE, "pid": os.getpid(), "boot": processes.boot_id(),
-        "started": processes.start_time(os.getpid()), "url": "http://127.0.0.1:9", "token": "t",
-    }))  # fmt: skip
+    file.write_text(
+        json.dumps(
+            {
+                "name": HOSTILE,
+                "cluster": HOSTILE,
+                "pid": os.getpid(),
+                "boot": processes.boot_id(),
+                "started": processes.start_time(os.getpid()),
+                "url": "http://127.0.0.1:9",
+                "token": "t",
+            }
+        )
+    )
     yield file
     file.unlink()
 

@@ -44,9 +44,7 @@ def test_below_a_users_base_url_it_acts_for_who_is_logged_in_alone(lab, open_not
     notebook = open_notebook(start_kernel=False)
     panel = Panel(notebook).open()
     asked = []
-    panel.page.on(
-        "request", lambda request: asked.append(request.url) if "/rlbench/" in request.url else None
-    )
+    panel.page.on("request", lambda request: asked.append(request.url) if "/rlbench/" in request.url else None)
     panel.wait("shown", "28/64 samples")
     panel.press("shown", "stop")
     panel.wait("shown", "stop: done")
@@ -150,10 +148,15 @@ def test_a_real_session_from_the_starter_notebook_to_its_end(lab, open_notebook,
 def starter_code() -> list[str]:
     """The starter notebook's code, as the launcher's card writes it."""
     built()
-    command = ["node", "--input-type=module", "-e", (
-        "import('./lib/starter.js').then(({starterNotebook}) => "
-        "console.log(JSON.stringify(starterNotebook({__: text => text}))))"
-    )]  # fmt: skip
+    command = [
+        "node",
+        "--input-type=module",
+        "-e",
+        (
+            "import('./lib/starter.js').then(({starterNotebook}) => "
+            "console.log(JSON.stringify(starterNotebook({__: text => text}))))"
+        ),
+    ]
     done = subprocess.run(command, cwd=ROOT / "extension", capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return [cell["source"] for cell in json.loads(done.stdout)["cells"] if cell["cell_type"] == "code"]

@@ -13,11 +13,19 @@ from tests.notebook.reading import Columns, stripped
 
 START = "import sys; sys.path.insert(0, {root!r})\nfrom tests.notebook.gallery import show"
 SAID = {
-    "session": "one version behind", "rollouts": "16 rollouts · 4 prompts × 4", "viewer": "colour: entropy (nats)",
-    "dashboard": "step 1.9 s = rollout 0.9", "metrics": "the gradient is infinite", "history": "60 steps",
-    "lab": "share of |coef| by length", "gradients": "layers.7", "comparison": "reward comparison",
-    "batch": "6 sequences", "line": "48.2 MiB", "fit": "fit 3/3 iterations",
-}  # fmt: skip
+    "session": "one version behind",
+    "rollouts": "16 rollouts · 4 prompts × 4",
+    "viewer": "colour: entropy (nats)",
+    "dashboard": "step 1.9 s = rollout 0.9",
+    "metrics": "the gradient is infinite",
+    "history": "60 steps",
+    "lab": "share of |coef| by length",
+    "gradients": "layers.7",
+    "comparison": "reward comparison",
+    "batch": "6 sequences",
+    "line": "48.2 MiB",
+    "fit": "fit 3/3 iterations",
+}
 """What the static form of each view says; plots are pictures."""
 LIVE = ("rollouts", "viewer", "dashboard")
 NEAREST = """() => {

@@ -86,9 +86,7 @@ def test_it_draws_in_both_themes_with_legible_colours(open_viewer, theme, reposi
     assert "16 rollouts · 4 prompts × 4 · v41 · reward 0.5 ± 0.5 · 18.8 % truncated" in notebook.output(1)
     head = cell.locator(".head").first.inner_text().replace("\n", " ")
     assert re.match(r"▾ prompt 1 sort 53254 : 2/4 right +spread 0\.50", head)  # mixed rewards first
-    colour = cell.locator(".rlbv").evaluate(
-        "node => Number(getComputedStyle(node).color.match(/[\\d.]+/)[0])"
-    )
+    colour = cell.locator(".rlbv").evaluate("node => Number(getComputedStyle(node).color.match(/[\\d.]+/)[0])")
     assert (colour > 128) == (theme == "dark")
     token = cell.locator(".row .t").first
     assert token.evaluate("t => getComputedStyle(t).backgroundColor") != "rgba(0, 0, 0, 0)"

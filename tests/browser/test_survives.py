@@ -55,9 +55,7 @@ def picky(inputs):
 
 session.train_step(batch, loss=picky)
 """
-PLUMBING = (
-    "Traceback", "site-packages", "/rlbench/", "rlbench/session", "dispatch", "ipykernel", "RayTaskError"
-)  # fmt: skip
+PLUMBING = ("Traceback", "site-packages", "/rlbench/", "rlbench/session", "dispatch", "ipykernel", "RayTaskError")
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +91,7 @@ def steps_on(notebook, before):
     shown = done(notebook, STEP)
     assert f"STEPPED {before['step'] + 1} {before['version'] + 1}" in shown, shown
     after = state(notebook)
-    assert (
-        after["checksums"] != before["checksums"]
-        and after["served"] == after["version"] == before["version"] + 1
-    )
+    assert after["checksums"] != before["checksums"] and after["served"] == after["version"] == before["version"] + 1
     assert after["last"][0] > before["last"][0] and len(after["history"]) == len(before["history"]) + 1
 
 
@@ -111,9 +106,7 @@ def wait_until_running(lab, notebook, index, what):
         if what in running(lab):
             return
         notebook.page.wait_for_timeout(50)
-    pytest.fail(
-        f"{what} never ran; the session runs {running(lab)}, the cell shows\n{notebook.output(index)}"
-    )
+    pytest.fail(f"{what} never ran; the session runs {running(lab)}, the cell shows\n{notebook.output(index)}")
 
 
 def kill_kernel(notebook):
@@ -167,9 +160,7 @@ def test_interrupt_gives_one_line_and_the_prompt_back(driving):
     assert stopped == lines[-1:] and ".partial" in stopped[0], lines
     assert not [word for word in PLUMBING if word in driving.output(busy)]
     assert re.fullmatch(r"\[\d+\]:", driving.prompt(busy))
-    after = driving.do(
-        "print(session.last.aborted.sum() > 0, session.rollout(tasks.prompts(2), max_tokens=4).samples)"
-    )
+    after = driving.do("print(session.last.aborted.sum() > 0, session.rollout(tasks.prompts(2), max_tokens=4).samples)")
     assert "True 2" in driving.output(after)
 
 

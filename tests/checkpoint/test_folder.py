@@ -95,7 +95,10 @@ def test_a_process_killed_at_any_stage_leaves_the_earlier_one_and_no_half_one(
     write(tmp_path, "step-1", b"old", time=1)
     module, name = call.split(".")
     killed = subprocess.run(
-        [sys.executable, "-c", f"""
+        [
+            sys.executable,
+            "-c",
+            f"""
 import os, signal, sys, {module}
 from pathlib import Path
 sys.path.insert(0, {str(Path.cwd())!r})
@@ -108,9 +111,10 @@ def dying(*a, **k):
     return real(*a, **k)
 {module}.{name} = dying
 write(Path({str(tmp_path)!r}), "step-2", b"new", time=2)
-"""],
+""",
+        ],
         check=False,
-    )  # fmt: skip
+    )
     assert killed.returncode in (-9, 0)
     whole = folders.checkpoints_in(tmp_path)
     assert whole[0].name == "step-1" and folders.verify(whole[0])

@@ -9,11 +9,13 @@ from rlbench.errors import BuildError
 from rlbench.strategies.config import OptionError
 
 PATHS = {
-    "strategy": ["get_strategy", "FakeStrategy"], "strategy.fsdp.fsdpv2": ["FSDPV2Strategy", "FSDPadaptOptimizer"],
-    "strategy.strategy_base": ["StrategyBase"], "strategy.deepspeed.deepspeed": ["DeepspeedStrategy"],
+    "strategy": ["get_strategy", "FakeStrategy"],
+    "strategy.fsdp.fsdpv2": ["FSDPV2Strategy", "FSDPadaptOptimizer"],
+    "strategy.strategy_base": ["StrategyBase"],
+    "strategy.deepspeed.deepspeed": ["DeepspeedStrategy"],
     "trainer.spmd_ppo_trainer": ["SPMDPPOTrainer", "SPMDPPOTrainerBase", "SPMDPPOTrainerVL"],
     "utils": ["add_arguments"],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -45,8 +45,7 @@ class MyQwenModel(rlite.nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
 def vllm_engine(cluster, tiny_path):
     rlite.init()
     engine = RliteInferenceEngine(Checkpoint(str(tiny_path)), executor="VllmInferenceExecutor", name="rlite-vllm")
-    engine.build(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1,
-                 kv_cache_bytes=256 << 20)  # fmt: skip
+    engine.build(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1, kv_cache_bytes=256 << 20)
     yield engine
     engine.close()
 
@@ -101,17 +100,25 @@ def test_without_max_tokens_a_completion_ends_where_vllm_ends_it_and_says_so(vll
 
 
 def test_sampling_params_are_vllms_object_a_mapping_or_keywords(vllm_engine):
-    drawn = [vllm_engine.generate(PROMPTS, sampling_params=LONG), vllm_engine.generate(PROMPTS, LONG),
-             vllm_engine.generate(PROMPTS, {"max_tokens": 12, "ignore_eos": True, "seed": 3}, use_tqdm=False),
-             vllm_engine.generate(PROMPTS, max_tokens=12, ignore_eos=True, seed=3)]  # fmt: skip
+    drawn = [
+        vllm_engine.generate(PROMPTS, sampling_params=LONG),
+        vllm_engine.generate(PROMPTS, LONG),
+        vllm_engine.generate(PROMPTS, {"max_tokens": 12, "ignore_eos": True, "seed": 3}, use_tqdm=False),
+        vllm_engine.generate(PROMPTS, max_tokens=12, ignore_eos=True, seed=3),
+    ]
     assert len({one.texts for one in drawn}) == 1, "a seed draws the same samples"
     assert vllm_engine.generate(PROMPTS, LONG, seed=4).texts != drawn[0].texts
     assert vllm_engine.generate(PROMPTS[:2], SamplingParams(n=3, max_tokens=2)).samples == 6
     with pytest.raises(DataError, match="sampling_params"):
         vllm_engine.generate(PROMPTS, {"n": 2}, sampling_params=LONG)
     for refused in ("logprobs", "prompt_logprobs", "detokenize", "output_kind", "thinking_token_budget"):
-        given = {"logprobs": 4, "prompt_logprobs": 1, "detokenize": False, "thinking_token_budget": 5,
-                 "output_kind": __import__("vllm").sampling_params.RequestOutputKind.DELTA}[refused]  # fmt: skip
+        given = {
+            "logprobs": 4,
+            "prompt_logprobs": 1,
+            "detokenize": False,
+            "thinking_token_budget": 5,
+            "output_kind": __import__("vllm").sampling_params.RequestOutputKind.DELTA,
+        }[refused]
         with pytest.raises(DataError, match=refused):
             vllm_engine.generate(PROMPTS, SamplingParams(**{refused: given}))
     assert vllm_engine.generate(["sort 1"], max_tokens=2).samples == 1
@@ -141,9 +148,7 @@ def test_a_hook_makes_the_turns_and_ends_them(vllm_engine):
     def post_generation_hook(generation, input_queue, output_queue):
         if len(generation.outputs) < 10:  # more turns than an environment has by default
             again = generation.inputs[-1] + generation.outputs[-1].outputs[0].text + " "
-            history = rlite.IndexedGenerationHistory(
-                generation.index, [*generation.inputs, again], generation.outputs
-            )
+            history = rlite.IndexedGenerationHistory(generation.index, [*generation.inputs, again], generation.outputs)
             input_queue.put(history)
         else:
             output_queue.put(generation)

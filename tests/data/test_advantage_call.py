@@ -40,9 +40,12 @@ def test_what_is_given_arrives_in_rows_whether_flat_or_by_completion():
 
 def test_columns_follow_the_completions_that_stay():
     seen = seen_by(
-        "components, baseline_rewards, turns", cut_short(),
-        components={"format": [1, 2, 3, 4]}, baseline_rewards=[5, 6, 7, 8], turns=np.array([1, 1, 2, 3]),
-    )  # fmt: skip
+        "components, baseline_rewards, turns",
+        cut_short(),
+        components={"format": [1, 2, 3, 4]},
+        baseline_rewards=[5, 6, 7, 8],
+        turns=np.array([1, 1, 2, 3]),
+    )
     assert seen["components"]["format"].tolist() == [1, 3] and seen["baseline_rewards"].tolist() == [5, 7]
     assert seen["turns"].tolist() == [[1, 1], [3, 0]]
 

@@ -64,7 +64,7 @@ def test_the_key_stays_whatever_the_advantages_mask_and_rewards_are():
     batch = make()
     other = batch.replace(
         advantages=batch.advantages * 2, mask=~batch.mask, rewards=batch.rewards + 1, old_logprobs=batch.advantages
-    )  # fmt: skip
+    )
     assert make().key == batch.key == other.key
 
 

@@ -21,9 +21,11 @@ def through(made, folder):
 def rich():
     made = batch(stepped(sorting()))
     return made.replace(
-        old_logprobs=made.sampler_logprobs - 1, ref_logprobs=made.sampler_logprobs * 2, temperature=0.1 + 0.2,
+        old_logprobs=made.sampler_logprobs - 1,
+        ref_logprobs=made.sampler_logprobs * 2,
+        temperature=0.1 + 0.2,
         mask=np.arange(made.tokens) % 3 == 0,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,7 +111,7 @@ def shorter(column):
         ({}, {"format": 99}, "format 99; this rlbench reads up to 1"),
         ({}, {"others": {"temperature": 1.0, "novelty": 2}}, "the fields novelty: it is of a newer rlbench"),
     ],
-)  # fmt: skip
+)
 def test_a_changed_file_is_refused(columns, facts, said, tmp_path):
     path = batch().to_parquet(tmp_path / "b.parquet")
     with pytest.raises(DataError, match=said):

@@ -44,9 +44,7 @@ def test_a_channel_may_come_flat_or_in_rows(given):
 @given(st.lists(st.booleans(), min_size=6, max_size=6))
 def test_channels_follow_the_completions_that_are_kept(kept):
     value = rollouts().with_channels(mine=FLAT)
-    assert rows(value.select(kept), "mine") == [
-        r for r, keep in zip(rows(value, "mine"), kept, strict=True) if keep
-    ]
+    assert rows(value.select(kept), "mine") == [r for r, keep in zip(rows(value, "mine"), kept, strict=True) if keep]
 
 
 def test_channels_follow_the_prompts_of_a_slice_and_stay_when_scored():
@@ -120,9 +118,7 @@ def test_a_batch_of_other_rollouts_is_refused():
         value[:2].with_batch(batch)
     with pytest.raises(DataError, match="sequence 0"):
         value.with_batch(batch.replace(sampler_logprobs=batch.sampler_logprobs - 1))
-    with pytest.raises(
-        DataError, match=r"metrics.tokens\['entropy'\] has shape \(3,\) for 21 response tokens"
-    ):
+    with pytest.raises(DataError, match=r"metrics.tokens\['entropy'\] has shape \(3,\) for 21 response tokens"):
         value.with_batch(batch, Metrics({}, {"entropy": np.zeros(3)}))
 
 
@@ -139,9 +135,7 @@ def test_a_step_gives_what_follows_from_the_trainers_logprobs():
     np.testing.assert_allclose(found["difference"], trainer - value.logprobs, atol=1e-6)
     np.testing.assert_allclose(found["ratio"], np.exp(trainer - old), rtol=1e-6)
     np.testing.assert_allclose(found["ref_kl"], k3(torch.as_tensor(trainer), torch.as_tensor(ref)), atol=1e-6)
-    assert (
-        found["trainer_logprob"].tolist() == trainer.tolist() and found["own"].tolist() == (FLAT * 2).tolist()
-    )
+    assert found["trainer_logprob"].tolist() == trainer.tolist() and found["own"].tolist() == (FLAT * 2).tolist()
     assert all(values.dtype == np.float32 for values in found.values())
 
 
@@ -170,11 +164,7 @@ def test_what_the_loss_clipped_is_a_channel():
 
 def test_standard_channels_come_first_in_their_order_then_own_ones():
     names = list(all_channels(stepped(sorting()).with_channels(zeta=np.zeros(len(sorting().logprobs)))))
-    assert (
-        names[-1] == "zeta"
-        and names[:-1] == [n for n in KNOWN if n in names]
-        and names[0] == "sampler_logprob"
-    )
+    assert names[-1] == "zeta" and names[:-1] == [n for n in KNOWN if n in names] and names[0] == "sampler_logprob"
 
 
 def test_an_own_channel_is_signed_when_its_values_are():
@@ -182,7 +172,4 @@ def test_an_own_channel_is_signed_when_its_values_are():
         kind_of("x", np.array([-1.0, 2.0, np.nan])).scale == "signed"
         and kind_of("x", np.array([0.0, 2.0])).scale == "size"
     )
-    assert (
-        kind_of("x", np.array([np.nan])).scale == "size"
-        and kind_of("ratio", np.array([1.0])).scale == "ratio"
-    )
+    assert kind_of("x", np.array([np.nan])).scale == "size" and kind_of("ratio", np.array([1.0])).scale == "ratio"

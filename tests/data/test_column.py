@@ -47,9 +47,10 @@ def test_what_is_computed_is_a_plain_array_with_the_same_numbers(compute):
 
 
 @pytest.mark.parametrize(
-    "choose", [lambda c: c[1:], lambda c: c[c > 1], lambda c: c[[3, 0]], np.sort, np.copy, copy.copy, copy.deepcopy],
+    "choose",
+    [lambda c: c[1:], lambda c: c[c > 1], lambda c: c[[3, 0]], np.sort, np.copy, copy.copy, copy.deepcopy],
     ids=["slice", "mask", "rows", "np.sort", "np.copy", "copy", "deepcopy"],
-)  # fmt: skip
+)
 def test_a_choice_of_its_values_is_still_the_same_kind_of_thing(choose):
     got = choose(column())
     assert np.array_equal(got, choose(VALUES))
@@ -106,9 +107,18 @@ def test_its_text_says_what_it_is_and_what_is_in_it():
 def test_its_summary_is_the_numbers_by_name():
     found = column().summary()
     assert found == pytest.approx(
-        {"count": 4, "mean": 2.5, "std": np.sqrt(1.25), "min": 1, "p10": 1.3, "p50": 2.5, "p90": 3.7, "max": 4,
-         "truncated": 0.25}
-    )  # fmt: skip
+        {
+            "count": 4,
+            "mean": 2.5,
+            "std": np.sqrt(1.25),
+            "min": 1,
+            "p10": 1.3,
+            "p50": 2.5,
+            "p90": 3.7,
+            "max": 4,
+            "truncated": 0.25,
+        }
+    )
     assert Column.of([], "rewards").summary() == {"count": 0}
 
 

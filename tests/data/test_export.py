@@ -69,9 +69,7 @@ def through(value, folder):
         lambda: rollouts(
             prompts=(CHAT, [1, 2, 3], "text"), labels=(None, {"a": [1, 2.5]}, ("x", 3)), stop=["\n"], top_k=5
         ),
-        lambda: replace(
-            rollouts().select(np.arange(6) < 2), not_started=(1, 2), number=7, stats={"seconds": 1.5}
-        ),
+        lambda: replace(rollouts().select(np.arange(6) < 2), not_started=(1, 2), number=7, stats={"seconds": 1.5}),
         lambda: rollouts().select(np.zeros(6, bool)),
         lambda: rollouts()[::-1],
         lambda: written(["\ud800 lone", "p"], [["a", ""], [b"\xff\xfe"]]),
@@ -131,9 +129,7 @@ def test_other_tools_read_the_file(tmp_path):
 def test_a_foreign_a_broken_and_a_missing_file_are_refused(tmp_path):
     other = tmp_path / "other.parquet"
     pandas.DataFrame({"a": [1], "b": [2]}).to_parquet(other)
-    with pytest.raises(
-        DataError, match=r"was not written by rollouts.to_parquet\(\): it holds the columns a, b"
-    ):
+    with pytest.raises(DataError, match=r"was not written by rollouts.to_parquet\(\): it holds the columns a, b"):
         Rollouts.from_parquet(other)
     (tmp_path / "text").write_text("PAR1 no, not really")
     with pytest.raises(DataError, match="is no Parquet file"):
@@ -165,9 +161,7 @@ def test_a_label_that_cannot_come_back_is_refused_and_leaves_no_file(tmp_path):
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     path = rollouts().to_parquet(tmp_path / "r.parquet")
-    monkeypatch.setattr(
-        pyarrow.parquet, "write_table", lambda table, where, **_: (where.write_text("half"), 1 / 0)
-    )
+    monkeypatch.setattr(pyarrow.parquet, "write_table", lambda table, where, **_: (where.write_text("half"), 1 / 0))
     with pytest.raises(ZeroDivisionError):
         stepped(sorting()).to_parquet(path)
     assert same(rollouts(), Rollouts.from_parquet(path)) and list(tmp_path.iterdir()) == [path]
@@ -217,9 +211,7 @@ def test_an_unscored_frame_and_a_channel_called_like_a_column():
 
 def test_a_trajectory_is_a_conversation_with_its_tokens(tmp_path):
     value = (
-        rollouts(prompts=(CHAT, "sum", [1, 2]), labels=("a", None, 3))
-        .score(range(6))
-        .with_channels(x=np.arange(21))
+        rollouts(prompts=(CHAT, "sum", [1, 2]), labels=("a", None, 3)).score(range(6)).with_channels(x=np.arange(21))
     )
     read = json.loads(value.to_json(tmp_path / "t.json").read_text())
     assert read["schema"] == "rlbench.trajectories/1" and read["sampling"] == {"temperature": 1.0}
@@ -245,8 +237,6 @@ def test_lines_are_one_trajectory_each_and_numbers_json_lacks_are_null(tmp_path)
         and json.loads(lines[0])["reward"] is None
     )
     assert (
-        json.loads(rollouts().select(np.zeros(6, bool)).to_json(tmp_path / "none.json").read_text())[
-            "trajectories"
-        ]
+        json.loads(rollouts().select(np.zeros(6, bool)).to_json(tmp_path / "none.json").read_text())["trajectories"]
         == []
     )

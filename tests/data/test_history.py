@@ -9,11 +9,17 @@ from rlbench.data.history import History
 from rlbench.errors import DataError
 
 RECORDS = [
-    {"step": 1, "reward": 0.25, "loss": 0.5, "loss_name": "grpo", "skipped": None,
-     "seconds": {"total": 1.5, "check": 0.5}},
+    {
+        "step": 1,
+        "reward": 0.25,
+        "loss": 0.5,
+        "loss_name": "grpo",
+        "skipped": None,
+        "seconds": {"total": 1.5, "check": 0.5},
+    },
     {"step": 2, "reward": None, "loss": -0.125, "loss_name": "mine", "seconds": {"total": 2.5}},
     {"step": 3, "reward": float("nan"), "loss": np.float32(2.0), "kl": np.int64(1), "late": True},
-]  # fmt: skip
+]
 
 
 def test_the_names_of_what_can_be_drawn_are_those_with_a_number_in_some_step():

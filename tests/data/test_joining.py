@@ -44,8 +44,18 @@ def full(made=None):
 def test_the_rollouts_here_leave_no_field_at_its_default():
     made, bare = full(), rollouts()
     for field in fields(Rollouts):
-        if field.name in ("prompts", "prompt_ids", "responses", "logprobs", "group", "finish", "versions", "texts",
-                          "sampling", "not_started"):  # fmt: skip
+        if field.name in (
+            "prompts",
+            "prompt_ids",
+            "responses",
+            "logprobs",
+            "group",
+            "finish",
+            "versions",
+            "texts",
+            "sampling",
+            "not_started",
+        ):
             continue
         assert str(getattr(made, field.name)) != str(getattr(bare, field.name)), f"{field.name}: give it to full()"
 
@@ -59,8 +69,10 @@ def test_each_part_is_in_the_whole_as_it_was(how):
     whole = how(a, b)
     assert len(whole) == 6 and whole.samples == 12 and whole.group.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
     assert (whole.number, whole.stats, whole.tokenizer) == (
-        7, {"tokens": 42.0, "seconds": 4.0, "peak_bytes": 5.0}, "some/folder",
-    )  # fmt: skip
+        7,
+        {"tokens": 42.0, "seconds": 4.0, "peak_bytes": 5.0},
+        "some/folder",
+    )
     for part, rows in ((a, slice(0, 3)), (b, slice(3, 6))):
         same(replace(whole[rows], stats=part.stats), part)
     assert [e.index for e in whole.reward_errors] == [1, 7]
@@ -106,8 +118,11 @@ def test_equal_prompts_stay_apart_or_become_one_group():
     assert [p.text for p in whole.prompts] == ["sort 21 :", "sort 312 :", "sort 4 :", "new :"]
     by_prompt = {g.prompt: [r.reward for r in g.outputs] for g in whole}
     assert by_prompt == {
-        "sort 21 :": [0, 1, 14, 15], "sort 312 :": [2, 3, 10, 11], "sort 4 :": [4, 5], "new :": [12, 13],
-    }  # fmt: skip
+        "sort 21 :": [0, 1, 14, 15],
+        "sort 312 :": [2, 3, 10, 11],
+        "sort 4 :": [4, 5],
+        "new :": [12, 13],
+    }
     assert [row.tolist() for row in whole.prompt_ids] == [a.prompt_ids[i].tolist() for i in (0, 1, 2, 2)]
     both = join(full(), full(), same_prompts=True)
     assert [e.index for e in both.reward_errors] == [1, 3] and [i["turns"] for i in both.infos][:4] == [0, 1, 0, 1]

@@ -262,7 +262,7 @@ def test_a_stream_is_read_no_further_than_its_limit():
         ([Prompt("a", meta={"label": 1})], {}, "item 0: the prompt's meta has 'label'"),
         ("tasks.jsonl", {}, "no file .*tasks.jsonl"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_read_is_refused_by_what_is_wrong(source, options, said):
     with pytest.raises(DataError, match=said):
         load(source, **options)
@@ -319,7 +319,7 @@ def test_nothing_is_warned_of_without_a_reason(tmp_path):
             {"datasets", "pandas", "transformers", "torch"},
         ),
     ],
-)  # fmt: skip
+)
 def test_only_what_is_asked_for_is_imported(code, unwanted, tmp_path):
     code = code.format(path=write_lines(tmp_path / "t.jsonl"))
     done = subprocess.run(

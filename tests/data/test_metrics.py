@@ -43,9 +43,18 @@ def test_a_skipped_step_says_why():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0.00012345, "0.000123"), (1234567, "1,234,567"), (np.int64(7), "7"), (np.float32(2.5), "2.5"),
-     (1234.5, "1,234"), (True, "True"), ("abc", "abc"), (float("nan"), "nan"), (-0.5, "-0.5")],
-)  # fmt: skip
+    [
+        (0.00012345, "0.000123"),
+        (1234567, "1,234,567"),
+        (np.int64(7), "7"),
+        (np.float32(2.5), "2.5"),
+        (1234.5, "1,234"),
+        (True, "True"),
+        ("abc", "abc"),
+        (float("nan"), "nan"),
+        (-0.5, "-0.5"),
+    ],
+)
 def test_numbers_for_a_reader(value, text):
     assert format_number(value) == text
 

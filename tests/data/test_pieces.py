@@ -31,21 +31,15 @@ def byte_level(folder):
 def sentencepiece(folder):
     """As Llama 2 and Gemma: `▁` for spaces, bytes that no piece covers as `<0xE6>`."""
     vocab = {"<unk>": 0, **{f"<0x{b:02X}>": 1 + b for b in range(256)}}
-    vocab |= {
-        c: len(vocab) + i for i, c in enumerate(sorted("▁abcdefghijklmnopqrstuvwxyz0123456789é"))
-    }
+    vocab |= {c: len(vocab) + i for i, c in enumerate(sorted("▁abcdefghijklmnopqrstuvwxyz0123456789é"))}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return saved(tokenizer, folder)
 
 
 def wordpiece(folder):
-    tokenizer = Tokenizer(
-        models.WordPiece({"[UNK]": 0, "play": 1, "##ing": 2, "games": 3}, unk_token="[UNK]")
-    )
+    tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "play": 1, "##ing": 2, "games": 3}, unk_token="[UNK]"))
     tokenizer.decoder = decoders.WordPiece()
     return saved(tokenizer, folder)
 
@@ -82,8 +76,12 @@ def test_any_bytes_read_as_the_text_that_they_decode_to(tiny_path, ids):
 def test_a_character_over_several_tokens_stands_with_the_last_of_them(tiny_path):
     found = pieces_of(str(tiny_path))(list("a漢b".encode()))
     assert [(p.text, p.kind, p.shown) for p in found] == [
-        ("a", "text", "a"), ("", "part", "E6"), ("", "part", "BC"), ("漢", "text", "漢"), ("b", "text", "b"),
-    ]  # fmt: skip
+        ("a", "text", "a"),
+        ("", "part", "E6"),
+        ("", "part", "BC"),
+        ("漢", "text", "漢"),
+        ("b", "text", "b"),
+    ]
 
 
 def test_a_character_that_is_never_completed_is_marked_where_it_stands(tiny_path):

@@ -69,8 +69,9 @@ def test_too_long_ones_are_left_out_and_told(tokenizer):
     assert told[0].filename == __file__
     assert [p.content for p in found] == texts(3, 0, 4)[::2] and found.lengths.tolist() == [3, 4]
     assert [(t.source, t.row, t.tokens, t.text) for t in found.too_long] == [
-        ("sums", 1, 10, "b" * 10), ("sums", 3, 12, "d" * 12)
-    ]  # fmt: skip
+        ("sums", 1, 10, "b" * 10),
+        ("sums", 3, 12, "d" * 12),
+    ]
     assert "2 too long for 4 tokens: .too_long" in repr(found)
 
 

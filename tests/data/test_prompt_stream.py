@@ -93,11 +93,17 @@ def test_a_state_of_other_options_is_refused(options, said):
 @pytest.mark.parametrize(
     "change",
     [
-        {"kind": "mixture"}, {"format": 99}, {"format": None}, {"position": 5}, {"position": -1}, {"position": "1"},
-        {"epoch": None}, {"epoch": True},
+        {"kind": "mixture"},
+        {"format": 99},
+        {"format": None},
+        {"position": 5},
+        {"position": -1},
+        {"position": "1"},
+        {"epoch": None},
+        {"epoch": True},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_state_that_is_none_is_refused(change):
     state = numbered(5).stream().state()
     numbered(5).stream().restore(state)
@@ -114,12 +120,15 @@ def test_what_is_no_state_at_all_is_refused(nothing):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"seed": -1}, "seed=-1"), ({"seed": 2**32}, "seed="), ({"seed": 1.5}, "seed=1.5"),
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": 2**32}, "seed="),
+        ({"seed": 1.5}, "seed=1.5"),
         ({"seed": True}, "seed=True"),
-        ({"on_end": "rewind"}, "on_end='rewind'"), ({"epochs": 2}, "epochs=2 needs on_end='stop'"),
+        ({"on_end": "rewind"}, "on_end='rewind'"),
+        ({"epochs": 2}, "epochs=2 needs on_end='stop'"),
         ({"on_end": "stop", "epochs": 0}, "epochs=0"),
     ],
-)  # fmt: skip
+)
 def test_options_that_make_no_sense_are_refused(options, said):
     with pytest.raises(DataError, match=said):
         numbered(5).stream(**options)

@@ -35,7 +35,7 @@ def contents(given):
         (pandas.DataFrame({"prompt": ["a", "b"], "label": [1, 2]}), ["a", "b"]),
     ],
     ids=lambda value: type(value).__name__,
-)  # fmt: skip
+)
 def test_one_prompt_or_many_in_every_form(given, wanted):
     assert contents(given) == wanted
 
@@ -103,10 +103,12 @@ def test_a_message_of_parts_has_a_text_that_names_what_is_no_text(content, text)
 
 
 def test_vllms_dicts_are_prompts_and_what_is_no_text_in_them_is_refused():
-    (by_ids, by_text) = as_prompts([
-        {"prompt_token_ids": [1, 2], "prompt": "the same as text", "label": 3},
-        {"prompt": "x", "multi_modal_data": None, "source": "a"},
-    ])  # fmt: skip
+    (by_ids, by_text) = as_prompts(
+        [
+            {"prompt_token_ids": [1, 2], "prompt": "the same as text", "label": 3},
+            {"prompt": "x", "multi_modal_data": None, "source": "a"},
+        ]
+    )
     assert (by_ids.content, by_ids.label, dict(by_ids.meta)) == ([1, 2], 3, {})
     assert (by_text.content, dict(by_text.meta)) == ("x", {"source": "a"})
     for name in ("multi_modal_data", "prompt_embeds"):

@@ -88,9 +88,7 @@ def test_a_completion_carries_what_a_reward_needs():
 def test_iterating_gives_prompts_with_their_completions():
     groups = list(rollouts())
     assert [g.prompt for g in groups] == ["sort 21 :", "sort 312 :", "sort 4 :"]
-    assert [[o.text for o in g.outputs] for g in groups] == [
-        [f"p{p}s{s}" for s in range(2)] for p in range(3)
-    ]
+    assert [[o.text for o in g.outputs] for g in groups] == [[f"p{p}s{s}" for s in range(2)] for p in range(3)]
 
 
 def test_a_prompt_is_found_from_either_end_and_beyond_them_is_an_index_error():
@@ -210,15 +208,18 @@ def test_an_advantage_per_completion_is_spread_over_its_tokens():
     batch = rollouts().score(range(6)).batch(lambda rewards, group: rewards * 10 + group)
     assert batch.advantages.dtype == np.float32
     assert [set(row.tolist()) for row in batch.responses.with_values(batch.advantages)] == [
-        {0.0}, {10.0}, {21.0}, {31.0}, {42.0}, {52.0},
-    ]  # fmt: skip
+        {0.0},
+        {10.0},
+        {21.0},
+        {31.0},
+        {42.0},
+        {52.0},
+    ]
 
 
 def test_an_advantage_per_token_is_taken_as_it_is():
     given = np.arange(21, dtype=np.float64)
-    assert (
-        rollouts().score(range(6)).batch(lambda rewards, group: given).advantages.tolist() == given.tolist()
-    )
+    assert rollouts().score(range(6)).batch(lambda rewards, group: given).advantages.tolist() == given.tolist()
 
 
 def test_the_standard_advantage_is_zero_in_a_group_of_equal_rewards():
@@ -265,9 +266,7 @@ def test_unscored_rollouts_are_refused_naming_the_call():
 
 
 def cut_short():
-    parts = [
-        generated([(0, 0, [1, 2], "stop"), (0, 1, [3], "abort"), (1, 0, [4], "stop"), (1, 1, [], "stop")])
-    ]
+    parts = [generated([(0, 0, [1, 2], "stop"), (0, 1, [3], "abort"), (1, 0, [4], "stop"), (1, 1, [], "stop")])]
     return Rollouts.merge([Prompt("a"), Prompt("b")], parts, {}).score([1, 2, 3, 4])
 
 

@@ -15,13 +15,26 @@ def test_options_of_vllms_own_object_are_those_that_were_set():
     assert sampling_options(SamplingParams()) == {"max_tokens": 16}
     assert sampling_options(SamplingParams(max_tokens=None)) == {"max_tokens": None}
     given = SamplingParams(
-        n=3, top_p=0.9, max_tokens=5, stop=["x"], logprobs=1, seed=4, allowed_token_ids=[1, 2], logit_bias={3: 1.0},
+        n=3,
+        top_p=0.9,
+        max_tokens=5,
+        stop=["x"],
+        logprobs=1,
+        seed=4,
+        allowed_token_ids=[1, 2],
+        logit_bias={3: 1.0},
         structured_outputs=StructuredOutputsParams(regex="[0-9]"),
-    )  # fmt: skip
+    )
     assert sampling_options(given) == {
-        "n": 3, "top_p": 0.9, "max_tokens": 5, "stop": ["x"], "seed": 4, "allowed_token_ids": [1, 2],
-        "logit_bias": {3: 1.0}, "structured_outputs": {"regex": "[0-9]"},
-    }  # fmt: skip
+        "n": 3,
+        "top_p": 0.9,
+        "max_tokens": 5,
+        "stop": ["x"],
+        "seed": 4,
+        "allowed_token_ids": [1, 2],
+        "logit_bias": {3: 1.0},
+        "structured_outputs": {"regex": "[0-9]"},
+    }
     assert sampling_options(SamplingParams(logprobs=5))["logprobs"] == 5
 
 

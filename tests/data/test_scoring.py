@@ -127,9 +127,7 @@ def test_an_advantage_that_asks_for_components_gets_those_of_the_rewards_without
 def test_it_is_what_giving_them_by_hand_gives():
     scored = rollouts().score(two)
     weights = {"a": 1.0, "b": 0.5}
-    by_hand = scored.batch(
-        gdpo(weights=weights), components={name: scored.components[name] for name in ("a", "b")}
-    )
+    by_hand = scored.batch(gdpo(weights=weights), components={name: scored.components[name] for name in ("a", "b")})
     assert scored.batch(gdpo(weights=weights)).advantages.tolist() == by_hand.advantages.tolist()
     given = scored.batch(gdpo(weights={"c": 1.0}), components={"c": np.arange(6.0) ** 2})
     assert given.advantages.tolist() != by_hand.advantages.tolist()

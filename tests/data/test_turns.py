@@ -17,8 +17,15 @@ from rlbench.notebook.rollout_static import rollouts_view
 from tests.data.test_export import same
 from tests.data.values import generated
 
-ERROR = {"where": "step", "kind": "ValueError", "message": "bad <b>", "line": ["env.py", 3, "step", "raise"],
-         "turn": 1, "ended": True, "traceback": "…"}  # fmt: skip
+ERROR = {
+    "where": "step",
+    "kind": "ValueError",
+    "message": "bad <b>",
+    "line": ["env.py", 3, "step", "raise"],
+    "turn": 1,
+    "ended": True,
+    "traceback": "…",
+}
 
 
 def part(samples):
@@ -26,10 +33,13 @@ def part(samples):
     arrays = generated([s[:4] for s in samples])
     mask = np.concatenate([np.array(s[4], bool) for s in samples])
     return replace(
-        arrays, mask=mask, logprobs=np.where(mask, arrays.logprobs, np.float32(0)),
+        arrays,
+        mask=mask,
+        logprobs=np.where(mask, arrays.logprobs, np.float32(0)),
         turns=np.concatenate([np.array(s[5], np.int32) for s in samples]),
-        turn_rewards=[s[6] for s in samples], infos=[s[7] for s in samples],
-    )  # fmt: skip
+        turn_rewards=[s[6] for s in samples],
+        infos=[s[7] for s in samples],
+    )
 
 
 NAN = float("nan")

@@ -31,8 +31,6 @@ def rollouts(prompts=TEXTS, labels=("12", "123", "4"), **sampling) -> Rollouts:
     """Three prompts with two completions each, of 1 to 6 tokens; token t has log-prob -t / 100."""
     given = [Prompt(text, label) for text, label in zip(prompts, labels, strict=True)]
     samples = [
-        (p, s, range(1 + 2 * p + s), "length" if (p, s) == (2, 1) else "stop")
-        for p in range(3)
-        for s in range(2)
+        (p, s, range(1 + 2 * p + s), "length" if (p, s) == (2, 1) else "stop") for p in range(3) for s in range(2)
     ]
     return Rollouts.merge(given, [generated(samples)], {"temperature": 1.0} | sampling)

@@ -14,9 +14,12 @@ END = 257  # <|end|> of the tiny tokenizer, whose other ids are bytes
 
 
 def written(
-    prompts: Sequence[Any], answers: Sequence[Sequence[str | bytes]], finish: Sequence[str] | None = None,
-    tokenizer: Any = "", version: int = 41,
-) -> Rollouts:  # fmt: skip
+    prompts: Sequence[Any],
+    answers: Sequence[Sequence[str | bytes]],
+    finish: Sequence[str] | None = None,
+    tokenizer: Any = "",
+    version: int = 41,
+) -> Rollouts:
     """`answers[p]` are the completions of prompt p, each ended by `<|end|>`; bytes may be broken UTF-8."""
     raw = [a if isinstance(a, bytes) else a.encode() for row in answers for a in row]
     responses = Ragged.from_rows([[*a, END] for a in raw], np.int32)
@@ -49,11 +52,11 @@ def spelling(folder: Any, pieces: Sequence[str], special: str = "<|end|>") -> st
 def sorting(tokenizer: Any = "", prompts: int = 4, samples: int = 4, scored: bool = True) -> Rollouts:
     """Sums to sort: the first prompt all right, the last all wrong, mixed between; every fifth is truncated."""
     digits = [f"{52143 + 1111 * p}" for p in range(prompts)]
-    right = [
-        [p == 0 or (p < prompts - 1 and (p + s) % 2 == 0) for s in range(samples)] for p in range(prompts)
+    right = [[p == 0 or (p < prompts - 1 and (p + s) % 2 == 0) for s in range(samples)] for p in range(prompts)]
+    answers = [
+        ["".join(sorted(d)) if r else f"{d} {'again ' * s}" for s, r in enumerate(row)]
+        for d, row in zip(digits, right, strict=True)
     ]
-    answers = [["".join(sorted(d)) if r else f"{d} {'again ' * s}" for s, r in enumerate(row)]
-               for d, row in zip(digits, right, strict=True)]  # fmt: skip
     finish = ["length" if i % 5 == 4 else "stop" for i in range(prompts * samples)]
     made = written([f"sort {d} :" for d in digits], answers, finish, tokenizer)
     return made.score([float(r) for row in right for r in row]) if scored else made
@@ -66,9 +69,12 @@ def stepped(rollouts: Rollouts) -> Rollouts:
     off[batch.responses.offsets[-2] :] = 0.5
     trainer = batch.sampler_logprobs + off
     step = {
-        "logprobs": trainer, "old_logprobs": batch.sampler_logprobs, "ref_logprobs": trainer - 0.2,
-        "entropy": off * 2, "clip_fraction": (off > 0.3).astype(np.float32),
-    }  # fmt: skip
+        "logprobs": trainer,
+        "old_logprobs": batch.sampler_logprobs,
+        "ref_logprobs": trainer - 0.2,
+        "entropy": off * 2,
+        "clip_fraction": (off > 0.3).astype(np.float32),
+    }
     mask = batch.mask.copy()
     mask[0] = False
     return rollouts.with_batch(batch.replace(mask=mask), Metrics({"loss": 0.0}, step))

@@ -28,9 +28,7 @@ def link(cluster):
 def actors(link):
     import ray
 
-    hosts = [
-        spawn_host(link, "echo", i, "tests.targets:EchoTarget", (i,), {}, {"num_cpus": 0}) for i in range(2)
-    ]
+    hosts = [spawn_host(link, "echo", i, "tests.targets:EchoTarget", (i,), {}, {"num_cpus": 0}) for i in range(2)]
     ray.get([h.pid.remote() for h in hosts])
     link.engine("echo", {"kind": "train", "actors": [f"rlbench/calls/echo/{i}" for i in range(2)]})
     return hosts
@@ -49,9 +47,7 @@ def test_arguments_by_position_and_keyword_arrive_and_object_refs_are_resolved(l
     import ray
 
     array = np.arange(1000)
-    pending = link.submit(
-        "echo", ["rank 0"], actors[:1], "echo", [((1, ray.put(array)), {"key": "value"})], list
-    )
+    pending = link.submit("echo", ["rank 0"], actors[:1], "echo", [((1, ray.put(array)), {"key": "value"})], list)
     ((args, kwargs),) = pending.result()
     assert args[0] == 1 and (args[1] == array).all() and kwargs == {"key": "value"}
 
@@ -251,9 +247,7 @@ def test_of_a_dead_rank_and_a_peer_that_fails_for_it_the_dead_one_is_named(clust
     import ray
 
     made = Link.create("cause")
-    hosts = [
-        spawn_host(made, "echo", i, "tests.targets:EchoTarget", (i,), {}, {"num_cpus": 0}) for i in range(2)
-    ]
+    hosts = [spawn_host(made, "echo", i, "tests.targets:EchoTarget", (i,), {}, {"num_cpus": 0}) for i in range(2)]
     pids = ray.get([h.pid.remote() for h in hosts])
     calls = [((1.0,), {}), ((60.0,), {})]
     pending = made.submit("echo", ["rank 0", "rank 1"], hosts, "fail_after", calls, list)
@@ -268,9 +262,7 @@ def test_a_death_that_is_heard_of_after_a_peer_failed_for_it_is_the_one_named(cl
     import ray
 
     made = Link.create("later")
-    hosts = [
-        spawn_host(made, "echo", i, "tests.targets:EchoTarget", (i,), {}, {"num_cpus": 0}) for i in range(2)
-    ]
+    hosts = [spawn_host(made, "echo", i, "tests.targets:EchoTarget", (i,), {}, {"num_cpus": 0}) for i in range(2)]
     pids = ray.get([h.pid.remote() for h in hosts])
     calls = [((0.2,), {}), ((60.0,), {})]
     pending = made.submit("echo", ["rank 0", "rank 1"], hosts, "fail_after", calls, list)

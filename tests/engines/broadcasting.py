@@ -30,17 +30,17 @@ def sabotage(fail=None, wait=None, on_rank=0):
         nonlocal seen
         full = param.full_tensor()
         seen += 1
-        if rank == on_rank and fail is not None and seen == fail:  # noqa: F821
+        if rank == on_rank and fail is not None and seen == fail:
             raise KeyError("the hook has had enough")
-        if rank == on_rank and wait is not None and seen == wait[0]:  # noqa: F821
+        if rank == on_rank and wait is not None and seen == wait[0]:
             Path(wait[1]).touch()
             while Path(wait[1]).exists():
                 time.sleep(0.02)
         return name, full
 
     base = BaseTrainModule.postprocess_output_named_parameters
-    type(module).postprocess_output_named_parameters = hook if fail or wait else base  # noqa: F821
-    return sum(1 for _ in module.parameters())  # noqa: F821
+    type(module).postprocess_output_named_parameters = hook if fail or wait else base
+    return sum(1 for _ in module.parameters())
 
 
 def until(condition):

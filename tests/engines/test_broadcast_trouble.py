@@ -75,7 +75,7 @@ def test_a_hook_that_fails_while_announcing_touches_nothing(train, infer):
 
 def test_names_that_do_not_fit_are_refused_before_anything_is_sent(train, infer):
     before = infer.weight_versions()
-    train.run(lambda: setattr(type(module), "postprocess_output_named_parameters", wrong_names))  # noqa: F821
+    train.run(lambda: setattr(type(module), "postprocess_output_named_parameters", wrong_names))
     with pytest.raises(WeightSyncError, match="did not send"):
         broadcast(train, infer).result(timeout=ENDS_S)
     assert infer.weight_versions() == before
@@ -111,9 +111,7 @@ def test_a_stop_once_it_is_sent_comes_too_late_and_all_of_it_arrives(train, infe
     assert gap(train, infer) <= 1e-4 and len(set(infer.weight_versions())) == 1
 
 
-def test_a_trainer_that_dies_while_it_sends_is_named_and_another_one_mends_the_replicas(
-    train, infer, folder, tmp_path
-):
+def test_a_trainer_that_dies_while_it_sends_is_named_and_another_one_mends_the_replicas(train, infer, folder, tmp_path):
     gate = tmp_path / "sending"
     doomed = build_ranks(folder, 1, "doomed")
     doomed.run(sabotage, wait=(parameters(doomed) + 4, str(gate)))

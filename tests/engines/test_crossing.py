@@ -47,9 +47,11 @@ def crossing(sending, *applying):
         call_all=lambda *args, **options: Call(sending, told),
     )
     infer = SimpleNamespace(
-        name="inference", labels=[f"replica {i}" for i in range(len(applying))], _actors=[None] * len(applying),
+        name="inference",
+        labels=[f"replica {i}" for i in range(len(applying))],
+        _actors=[None] * len(applying),
         link=SimpleNamespace(submit=submit),
-    )  # fmt: skip
+    )
     manifest = Manifest("broadcast", (), ChannelInfo("token", "here", 1, 6, "gloo"))
     return Crossing(train, infer, manifest, [2, 3][: len(applying)]), said, sent
 

@@ -9,16 +9,29 @@ import rlbench as rb
 from rlbench.engines.paths import check_model_path, model_name
 from rlbench.errors import BuildError
 
-TOKENIZER = type("PreTrainedTokenizerFast", (), {
-    "name_or_path": "models/qwen", "convert_tokens_to_ids": len, "__call__": lambda self, text=None: text,
-})()  # fmt: skip
+TOKENIZER = type(
+    "PreTrainedTokenizerFast",
+    (),
+    {
+        "name_or_path": "models/qwen",
+        "convert_tokens_to_ids": len,
+        "__call__": lambda self, text=None: text,
+    },
+)()
 RUNNING = SimpleNamespace(name="demo", link=object())
 
 
-@pytest.mark.parametrize(("given", "said"), [
-    (torch.nn.Linear(2, 2), "save_pretrained"), (TOKENIZER, "models/qwen"), (RUNNING, "rb.attach"), (None, "NoneType"),
-    ("", "empty"), (7, "int"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (torch.nn.Linear(2, 2), "save_pretrained"),
+        (TOKENIZER, "models/qwen"),
+        (RUNNING, "rb.attach"),
+        (None, "NoneType"),
+        ("", "empty"),
+        (7, "int"),
+    ],
+)
 def test_an_object_in_the_place_of_a_name(given, said):
     for taker in (rb.Session, rb.InferenceEngine):
         with pytest.raises(BuildError, match=said):

@@ -69,14 +69,16 @@ def test_what_the_rank_is_made_of_is_there(train):
 
 @pytest.mark.parametrize(
     "source",
-    ["import time\nlooping = True\nwhile True:\n    time.sleep(0.01)",
-     "import torch, torch.distributed as dist\nseen = 0\nlooping = True\n"
-     "while True:\n    dist.all_reduce(torch.ones(4))\n    seen += 1",
-     "import torch, torch.distributed as dist, time\nseen = 0\n"
-     "def turn():\n    global seen\n    if rank == 0:\n        time.sleep(0.002)\n    for _ in range(3):\n"
-     "        dist.all_reduce(torch.ones(4))\n    seen += 1\nlooping = True\nwhile True:\n    turn()"],
+    [
+        "import time\nlooping = True\nwhile True:\n    time.sleep(0.01)",
+        "import torch, torch.distributed as dist\nseen = 0\nlooping = True\n"
+        "while True:\n    dist.all_reduce(torch.ones(4))\n    seen += 1",
+        "import torch, torch.distributed as dist, time\nseen = 0\n"
+        "def turn():\n    global seen\n    if rank == 0:\n        time.sleep(0.002)\n    for _ in range(3):\n"
+        "        dist.all_reduce(torch.ones(4))\n    seen += 1\nlooping = True\nwhile True:\n    turn()",
+    ],
     ids=["sleeping", "collectives", "uneven ranks in a function"],
-)  # fmt: skip
+)
 def test_a_stop_ends_all_ranks_at_the_same_place_and_the_engine_goes_on(train, source):
     assert isinstance(stopped_while(train, source), Stopped)
     if "seen" in source:

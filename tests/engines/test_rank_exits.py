@@ -82,9 +82,12 @@ def test_a_reward_and_a_trainer_of_ones_own_that_exit_end_their_iteration(sessio
             exits("SystemExit(5)")
 
     options = {
-        "rollout_batch_size": 4, "n_samples_per_prompt": 2, "train_batch_size": 8, "micro_train_batch_size": 4,
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 2,
+        "train_batch_size": 8,
+        "micro_train_batch_size": 4,
         "generate_max_len": 4,
-    }  # fmt: skip
+    }
     prompts = tasks.prompts(8)
     with pytest.raises(rb.RLBenchError, match=r"(?s)SystemExit: 3.*# mine"):
         session.trainer("grpo", prompts, lambda rollout: exits("SystemExit(3)"), **options).step()
@@ -140,8 +143,10 @@ def parsed():
 
 def test_a_function_has_its_name_for_a_program_and_the_process_keeps_its_own(session, train):
     assert [argv for _, argv in train.run(parsed)] == [["parsed"]] * 2
-    after = train.run_cell("import sys, threading\nprogram = None\ndef look():\n    global program\n    "
-                           "program = sys.argv\ntimer = threading.Timer(0.3, look)\ntimer.start()")  # fmt: skip
+    after = train.run_cell(
+        "import sys, threading\nprogram = None\ndef look():\n    global program\n    "
+        "program = sys.argv\ntimer = threading.Timer(0.3, look)\ntimer.start()"
+    )
     assert after == [None, None]
     names = train.run_cell("timer.join()\nprogram[0]")  # inside of this cell it is the cell's
     assert names == ["'cell'"] * 2

@@ -24,16 +24,16 @@ FREE = {"temperature": 1.0, "max_tokens": 8, "n": 3}
 
 
 def setup(**options):
-    strategy.setup_inference_engine(options or None)  # noqa: F821
+    strategy.setup_inference_engine(options or None)
 
 
 def draw(shares, sampling, call=None, **given):
     """This rank's completions of its part of the prompts, `shares[rank]` of them, as plain values."""
     if call is not None:
-        strategy.generate_calls = call  # noqa: F821
-    begin = sum(shares[:rank])  # noqa: F821
-    mine = PROMPTS[begin : begin + shares[rank]]  # noqa: F821
-    outputs = strategy.gather_and_generate(sampling, all_prompts=mine, sleep_engine=False, **given)  # noqa: F821
+        strategy.generate_calls = call
+    begin = sum(shares[:rank])
+    mine = PROMPTS[begin : begin + shares[rank]]
+    outputs = strategy.gather_and_generate(sampling, all_prompts=mine, sleep_engine=False, **given)
     return [
         (o.prompt_token_ids, o.output_token_ids, o.logprobs, o.finish_reason, o.text, o.weight_version) for o in outputs
     ]
@@ -44,9 +44,11 @@ def scored(shares, sampling, name="module"):
     import torch
 
     model = globals()[name]
-    outputs = strategy.gather_and_generate(  # noqa: F821
-        sampling, all_prompts=PROMPTS[sum(shares[:rank]) :][: shares[rank]], sleep_engine=False,  # noqa: F821
-    )  # fmt: skip
+    outputs = strategy.gather_and_generate(
+        sampling,
+        all_prompts=PROMPTS[sum(shares[:rank]) :][: shares[rank]],
+        sleep_engine=False,
+    )
     gaps = []
     with torch.no_grad():
         for o in outputs:
@@ -62,7 +64,7 @@ def perturb(scale, seed=5):
 
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for p in module.parameters():  # noqa: F821
+        for p in module.parameters():
             p.to_local().add_(scale * torch.randn(p.to_local().shape, generator=generator))
 
 
@@ -77,8 +79,8 @@ def foreign(path):
     with torch.no_grad():
         for p in other.parameters():
             p.add_(0.05 * torch.randn_like(p))
-    other = strategy.prepare_model(other, is_training=True)  # noqa: F821
-    return strategy.update_engine_weights(other)  # noqa: F821
+    other = strategy.prepare_model(other, is_training=True)
+    return strategy.update_engine_weights(other)
 
 
 # -- fixtures
@@ -114,9 +116,12 @@ def logprobs(parts):
 
 def test_what_is_sampled_depends_on_no_grouping_and_is_what_its_seeds_say(session, train):
     reference = session.inference.submit_generate(
-        PROMPTS, {k: v for k, v in FREE.items() if k != "n"}, n=3, progress=False,
+        PROMPTS,
+        {k: v for k, v in FREE.items() if k != "n"},
+        n=3,
+        progress=False,
         seeds=request_seeds(7, 11, 4, 3),
-    ).result()  # fmt: skip
+    ).result()
     wanted = [row.tolist() for row in reference.responses]
     for shares in ([4, 0], [0, 4], [1, 3], [2, 2]):
         parts = ranks(train, draw, shares, FREE, call=10)
@@ -147,7 +152,7 @@ def test_prompts_are_token_ids_too_and_outputs_say_what_ended_them(train):
     (texts, _) = ranks(train, draw, [4, 0], GREEDY)
 
     def by_ids(rows):
-        outputs = strategy.gather_and_generate(GREEDY, rows if rank else [], sleep_engine=False)  # noqa: F821
+        outputs = strategy.gather_and_generate(GREEDY, rows if rank else [], sleep_engine=False)
         return [(o.prompt_token_ids, o.output_token_ids, o.finish_reason, o.weight_version) for o in outputs]
 
     rows = [row[0] for row in texts]
@@ -175,14 +180,14 @@ def test_it_shows_at_the_monitor_as_a_rollout(session, train):
 
 def test_what_cannot_be_served_fails_on_all_ranks_and_says_whose_it_is(session, train):
     def long(length):
-        strategy.gather_and_generate(GREEDY, [[1] * length] if rank else [[1]], sleep_engine=False)  # noqa: F821
+        strategy.gather_and_generate(GREEDY, [[1] * length] if rank else [[1]], sleep_engine=False)
 
     limit = session.inference.info["max_model_len"]
     with pytest.raises(DataError, match=f"prompt 0 of rank 1 has {limit} tokens"):
         ranks(train, long, limit)
 
     def wordy(text):
-        strategy.gather_and_generate(GREEDY, all_prompts=["sort 1", text][rank:][:1], sleep_engine=False)  # noqa: F821
+        strategy.gather_and_generate(GREEDY, all_prompts=["sort 1", text][rank:][:1], sleep_engine=False)
 
     with pytest.raises(DataError, match=r"prompt 1 has \d+ tokens.*numbered over all ranks"):
         ranks(train, wordy, "9" * (4 * limit))
@@ -190,7 +195,7 @@ def test_what_cannot_be_served_fails_on_all_ranks_and_says_whose_it_is(session, 
         ranks(train, draw, [1, 1], {"temprature": 1.0})
 
     def unlike():
-        strategy.gather_and_generate({"max_tokens": 2 + rank}, [[1]], sleep_engine=False)  # noqa: F821
+        strategy.gather_and_generate({"max_tokens": 2 + rank}, [[1]], sleep_engine=False)
 
     with pytest.raises(DataError, match="sampling_params differ between ranks"):
         ranks(train, unlike)
@@ -202,9 +207,11 @@ def test_what_cannot_be_served_fails_on_all_ranks_and_says_whose_it_is(session, 
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"engine_mem_util": 0.9}, "engine_mem_util=0.9 cannot be honoured: the session's engine 'inference' is built"),
-     ({"engine_tp_size": 2}, r"engine_tp_size=2 cannot.*tensor_parallel_size=1. Leave it out, or build the session")],
-)  # fmt: skip
+    [
+        ({"engine_mem_util": 0.9}, "engine_mem_util=0.9 cannot be honoured: the session's engine 'inference' is built"),
+        ({"engine_tp_size": 2}, r"engine_tp_size=2 cannot.*tensor_parallel_size=1. Leave it out, or build the session"),
+    ],
+)
 def test_options_that_the_sessions_engine_does_not_fit_are_refused(train, options, said):
     with pytest.raises((OptionError, RemoteError), match=said):
         ranks(train, setup, **options)
@@ -214,7 +221,7 @@ def test_a_script_that_wants_longer_sequences_than_the_engine_holds_is_refused(t
     def longer():
         from argparse import Namespace
 
-        strategy.setup_inference_engine(Namespace(prompt_max_len=1 << 20, generate_max_len=8))  # noqa: F821
+        strategy.setup_inference_engine(Namespace(prompt_max_len=1 << 20, generate_max_len=8))
 
     with pytest.raises(OptionError, match=r"prompt_max_len \+ generate_max_len = 1048584 tokens, and the session's"):
         ranks(train, longer)
@@ -228,11 +235,11 @@ def test_sleep_frees_the_cache_and_waking_restores_the_same_tokens(session, trai
     held = session.inference.memory()[0]["kv_cache"]
     train.run_cell("strategy.maybe_sleep_inference_engine()\nstrategy.maybe_sleep_inference_engine()")
     assert session.inference.status()["weights"] == "cpu" and session.inference.memory()[0]["kv_cache"] == 0 < held
-    assert train.run(lambda: strategy.inference_engine_status) == [EngineStatus.SLEEPED] * 2  # noqa: F821
+    assert train.run(lambda: strategy.inference_engine_status) == [EngineStatus.SLEEPED] * 2
     with pytest.raises(StateError, match=r"cuda\('"):
         session.rollout(PROMPTS, max_tokens=2)
     assert tokens(ranks(train, draw, [2, 2], FREE, call=20)) == tokens(before)  # woken by the call itself
-    assert train.run(lambda: strategy.inference_engine_status) == [EngineStatus.WAKEUP] * 2  # noqa: F821
+    assert train.run(lambda: strategy.inference_engine_status) == [EngineStatus.WAKEUP] * 2
     assert session.rollout(PROMPTS, max_tokens=2).samples == 4
 
 
@@ -247,17 +254,17 @@ def test_a_strategy_of_the_users_own_that_never_sleeps(session, train):
         return mine.inference_engine_status
 
     assert ranks(train, own) == [EngineStatus.WAKEUP] * 2
-    assert ranks(train, lambda: strategy.gather_and_generate(GREEDY, [[1]]) and None) == [None] * 2  # noqa: F821
+    assert ranks(train, lambda: strategy.gather_and_generate(GREEDY, [[1]]) and None) == [None] * 2
     assert session.inference.status()["kv_cache"] == "meta"  # the other one does
     train.run_cell("strategy.wakeup_inference_engine()")
 
 
 def test_discarded_weights_are_not_replaced_by_the_checkpoint_in_silence(session, train):
-    version = train.run(lambda: strategy.update_engine_weights(module))[0]["version"]  # noqa: F821
+    version = train.run(lambda: strategy.update_engine_weights(module))[0]["version"]
     session.inference.meta()
     with pytest.raises(StateError, match=r"discarded: strategy\.update_engine_weights\(actor\)"):
         ranks(train, draw, [1, 1], GREEDY)
-    done = train.run(lambda: strategy.update_engine_weights(module))  # noqa: F821
+    done = train.run(lambda: strategy.update_engine_weights(module))
     assert done[0]["gap"] is None and done[0]["version"] == version + 1
     assert {row[5] for part in ranks(train, draw, [1, 1], GREEDY) for row in part} == {version + 1}
 
@@ -266,12 +273,12 @@ def test_discarded_weights_are_not_replaced_by_the_checkpoint_in_silence(session
 
 
 def test_new_weights_change_what_is_drawn_to_what_the_trainer_computes(session, train):
-    ranks(train, lambda: strategy.update_engine_weights(module))  # noqa: F821
+    ranks(train, lambda: strategy.update_engine_weights(module))
     before = ranks(train, draw, [2, 2], GREEDY)
     train.run(perturb, 0.05)
     assert max(train.run(scored, [2, 2], GREEDY)) > 1e-2  # else the next lines prove nothing
     highest = session.link.state("highest")["highest"]
-    done = ranks(train, lambda: strategy.update_engine_weights(module))  # noqa: F821
+    done = ranks(train, lambda: strategy.update_engine_weights(module))
     assert done[0] == done[1] and done[0]["gap"] <= 1e-4 and done[0]["transport"] == "shm"
     assert done[0]["version"] == highest + 1 == session.version
     after = ranks(train, draw, [2, 2], GREEDY)
@@ -285,7 +292,7 @@ def test_new_weights_change_what_is_drawn_to_what_the_trainer_computes(session, 
 def test_weights_that_come_while_the_engine_sleeps_are_proved_when_it_wakes(session, train):
     train.run_cell("strategy.maybe_sleep_inference_engine()")
     train.run(perturb, 0.02, seed=6)
-    done = ranks(train, lambda: strategy.update_engine_weights(module))  # noqa: F821
+    done = ranks(train, lambda: strategy.update_engine_weights(module))
     assert done[0]["gap"] is None and session.inference.status()["pending"]
     assert session.inference.status()["kv_cache"] == "meta"  # its memory is the ranks' until it generates
     assert max(train.run(scored, [2, 2], GREEDY)) <= 1e-4
@@ -293,7 +300,7 @@ def test_weights_that_come_while_the_engine_sleeps_are_proved_when_it_wakes(sess
 
 
 def test_a_plain_model_of_transformers_gets_a_version_that_no_weights_had(session, train, tiny_path):
-    ranks(train, lambda: strategy.update_engine_weights(module))  # noqa: F821
+    ranks(train, lambda: strategy.update_engine_weights(module))
     mine, highest = session.version, session.link.state("highest")["highest"]
     done = train.run(foreign, str(tiny_path))
     assert done[0]["version"] == highest + 1 and done[0]["gap"] <= 1e-4
@@ -302,7 +309,7 @@ def test_a_plain_model_of_transformers_gets_a_version_that_no_weights_had(sessio
     assert max(train.run(scored, [2, 2], GREEDY)) > 1e-2
     session.sync_weights()
     assert session.inference.weight_versions() == [mine] and max(train.run(scored, [2, 2], GREEDY)) <= 1e-4
-    assert ranks(train, lambda: strategy.update_engine_weights(module))[0]["version"] == highest + 2  # noqa: F821
+    assert ranks(train, lambda: strategy.update_engine_weights(module))[0]["version"] == highest + 2
 
 
 def test_a_hook_that_misnames_is_refused_and_the_engine_serves_on(session, train, tiny_path):
@@ -311,7 +318,7 @@ def test_a_hook_that_misnames_is_refused_and_the_engine_serves_on(session, train
 
     def misnamed():
         other.postprocess_output_named_parameters = lambda name, p, _: ("wrong." + name, p.full_tensor())
-        strategy.update_engine_weights(other)  # noqa: F821
+        strategy.update_engine_weights(other)
 
     with pytest.raises(WeightSyncError, match=r"does not know wrong\."):
         ranks(train, misnamed)
@@ -323,13 +330,13 @@ def test_wrong_weights_fail_the_proof_and_the_engine_refuses_until_an_update_suc
 
     def scaled():
         other.postprocess_output_named_parameters = lambda name, p, _: (name, 1.3 * p.full_tensor())
-        strategy.update_engine_weights(other)  # noqa: F821
+        strategy.update_engine_weights(other)
 
     with pytest.raises(WeightSyncError, match="log-probs differ from the trainer's by up to"):
         ranks(train, scaled)
     with pytest.raises(StateError, match="the sync did not end"):
         ranks(train, draw, [1, 1], GREEDY)
-    done = ranks(train, lambda: strategy.update_engine_weights(module))  # noqa: F821
+    done = ranks(train, lambda: strategy.update_engine_weights(module))
     assert done[0]["gap"] <= 1e-4 and len(tokens(ranks(train, draw, [1, 1], GREEDY))) == 2
 
 
@@ -346,7 +353,7 @@ def test_both_sides_must_compute_in_one_dtype_and_transports_that_exist(train, t
     with pytest.raises(StateError, match="trainer computes in bfloat16 and the replica in float32"):
         ranks(train, halved, str(tiny_path))
     with pytest.raises(WeightSyncError, match="there are shm, ipc, broadcast"):
-        ranks(train, lambda: strategy.update_engine_weights(module, transport="nvlink"))  # noqa: F821
+        ranks(train, lambda: strategy.update_engine_weights(module, transport="nvlink"))
 
 
 def test_weights_come_by_broadcast_too_and_a_hook_that_fails_midway_ends_it_for_all(session, train, tiny_path):
@@ -354,7 +361,7 @@ def test_weights_come_by_broadcast_too_and_a_hook_that_fails_midway_ends_it_for_
 
     def sent():
         vars(other).pop("postprocess_output_named_parameters", None)
-        return strategy.update_engine_weights(other, transport="broadcast")  # noqa: F821
+        return strategy.update_engine_weights(other, transport="broadcast")
 
     done = ranks(train, sent)
     assert done[0] == done[1] and done[0]["transport"] == "broadcast" and done[0]["gap"] <= 1e-4
@@ -367,12 +374,12 @@ def test_weights_come_by_broadcast_too_and_a_hook_that_fails_midway_ends_it_for_
         def hook(name, p, _):
             whole = p.full_tensor()
             passes["sent" if passes["announced"] == len(list(other.parameters())) else "announced"] += 1
-            if rank == 1 and passes["sent"] == 3:  # noqa: F821
+            if rank == 1 and passes["sent"] == 3:
                 raise ValueError("no third weight")
             return name, whole
 
         other.postprocess_output_named_parameters = hook
-        strategy.update_engine_weights(other, transport="broadcast")  # noqa: F821
+        strategy.update_engine_weights(other, transport="broadcast")
 
     with pytest.raises((RemoteError, WeightSyncError), match="no third weight"):
         ranks(train, fails_when_it_is_sent)
@@ -443,9 +450,9 @@ def test_ranks_without_an_engine_build_one_on_their_devices(cluster, tiny_path):
         from argparse import Namespace
 
         script = Namespace(prompt_max_len=16, generate_max_len=24, engine_mem_util=0.01, bf16=False)
-        engine = strategy.setup_inference_engine(script, actor=module)  # noqa: F821
-        outputs = strategy.gather_and_generate(GREEDY, all_prompts=["sort 52143"] * rank)  # noqa: F821
-        return engine.info, [o.output_token_ids for o in outputs], strategy.inference_engine_status  # noqa: F821
+        engine = strategy.setup_inference_engine(script, actor=module)
+        outputs = strategy.gather_and_generate(GREEDY, all_prompts=["sort 52143"] * rank)
+        return engine.info, [o.output_token_ids for o in outputs], strategy.inference_engine_status
 
     alone = rb.TrainEngine(PolicySpec(str(tiny_path)), name="alone", seed=7)
     alone.build(tensor_parallel_size=2, data_parallel_size=1)

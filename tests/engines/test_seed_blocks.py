@@ -179,19 +179,22 @@ REFUSED = {
     "DeepSpeed, the default": ("get_strategy(parser.parse_args())", "DeepSpeed"),
     "images": (
         "all_outputs = strategy.gather_and_generate(sampling_params={}, all_prompts=['a'], all_images=[[1]], "
-        "images_num=[1], sleep_engine=True)", "vision-language models are not here yet",
+        "images_num=[1], sleep_engine=True)",
+        "vision-language models are not here yet",
     ),
     "sequence parallelism": ("get_strategy(parser.parse_args(['--fsdp', '--sp_size', '4']))", "sp_size"),
     "eight ranks": ("[strategy.prepare_model(rm, shard_size=8) for rm in [make_critic(path)]]", "8 does not divide"),
     "an engine of tensor parallel ranks": (
-        "strategy.setup_inference_engine(parser.parse_args(['--fsdp', '--engine_tp_size', '2']))", "engine_tp_size",
+        "strategy.setup_inference_engine(parser.parse_args(['--fsdp', '--engine_tp_size', '2']))",
+        "engine_tp_size",
     ),
     "vision-language trainers": (
         "from rlbench.trainer.spmd_ppo_trainer import SPMDPPOTrainerVL\nSPMDPPOTrainerVL(\n"
         "    strategy=my_strategy, actor=actor_model, critic=critic_model, reward_model=reward_model,\n"
-        "    tokenizer=tokenizer, processor=object(), max_epochs=5, micro_train_batch_size=16)", "vision-language",
+        "    tokenizer=tokenizer, processor=object(), max_epochs=5, micro_train_batch_size=16)",
+        "vision-language",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -208,8 +211,10 @@ def ran(request):
         found = session.train.run_cell(text, args=args.split())
         assert wanted is None or found == [wanted] * session.train.world_size, text
     yield session
-    session.train.run_cell("strategy = ranks_own\nguide = my_strategy = trainer = trainer_base = maker = None\n"
-                           "critic = critic_model = critic_optim = critic_optimizer = None")  # fmt: skip
+    session.train.run_cell(
+        "strategy = ranks_own\nguide = my_strategy = trainer = trainer_base = maker = None\n"
+        "critic = critic_model = critic_optim = critic_optimizer = None"
+    )
 
 
 def test_the_blocks_run_as_printed_and_what_is_not_here_says_so(ran, capsys):
@@ -259,8 +264,17 @@ print(f"rank {strategy.rank}: {len(outputs)} outputs, near {gap < 1e-3}, version
 
 
 def torchrun(file: Path, ranks: int, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--master_port=0",
-               "--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:0", str(file), *args]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc_per_node={ranks}",
+        "--master_port=0",
+        "--rdzv_backend=c10d",
+        "--rdzv_endpoint=127.0.0.1:0",
+        str(file),
+        *args,
+    ]
     return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300)
 
 

@@ -21,7 +21,7 @@ PROMPTS = ["sort 52143", "sort 9071", "sort 3321"]
 def perturb(scale=0.05):
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for p in module.parameters():  # noqa: F821
+        for p in module.parameters():
             local = p.to_local() if hasattr(p, "to_local") else p
             local.add_(scale * torch.randn(local.shape, generator=generator))
 

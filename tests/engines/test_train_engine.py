@@ -59,9 +59,7 @@ def test_methods_have_signature_docstring_and_completion(engine):
 def test_a_typo_names_the_nearest_method_and_stays_in_the_cell(engine):
     with pytest.raises(MethodError, match="optimizer_step"):
         engine.optimzer_step()
-    assert not hasattr(engine, "_repr_html_") and not hasattr(
-        engine, "_ipython_canary_method_should_not_exist_"
-    )
+    assert not hasattr(engine, "_repr_html_") and not hasattr(engine, "_ipython_canary_method_should_not_exist_")
 
 
 def test_a_wrong_argument_is_an_error_before_anything_is_sent(engine):
@@ -101,7 +99,7 @@ def test_run_has_a_namespace_that_stays(engine):
         return rank, type(module).__name__, world_size  # noqa: F821
 
     def get():
-        return kept + rank  # noqa: F821
+        return kept + rank
 
     assert [r[0] for r in engine.run(put, 10)] == [0, 1]
     assert engine.run(get) == [10, 11]
@@ -112,9 +110,10 @@ def test_a_module_of_ones_own_is_saved_and_loaded(engine, tmp_path):
     saved = engine.save(tmp_path / "weights")
     assert saved["files"] == ("model.safetensors",)
     for load in (
-        lambda: engine.load(tmp_path / "weights"), lambda: engine.load(tmp_path / "weights" / "model.safetensors"),
+        lambda: engine.load(tmp_path / "weights"),
+        lambda: engine.load(tmp_path / "weights" / "model.safetensors"),
         lambda: engine.load_state_dict(kept),
-    ):  # fmt: skip
+    ):
         engine.load_state_dict({name: tensor * 0 for name, tensor in kept.items()})
         assert not any(tensor.any() for tensor in engine.state_dict().values())
         load()

@@ -60,10 +60,16 @@ def test_what_a_step_says_is_kept_as_json_whatever_it_is():
 
 @pytest.mark.parametrize(
     ("step", "match"),
-    [("done", "wanted rb.envs.Step"), (None, "returned NoneType"), (Step(reward=float("nan")), "finite"),
-     (Step(reward="x"), "finite"), (Step(info=3), "info is int"), (Step([60]), "vocabulary of 50"),
-     (Step({"role": 1}), "wanted a text")],
-)  # fmt: skip
+    [
+        ("done", "wanted rb.envs.Step"),
+        (None, "returned NoneType"),
+        (Step(reward=float("nan")), "finite"),
+        (Step(reward="x"), "finite"),
+        (Step(info=3), "info is int"),
+        (Step([60]), "vocabulary of 50"),
+        (Step({"role": 1}), "wanted a text"),
+    ],
+)
 def test_a_wrong_answer_is_refused(step, match):
     one = episode()
     one.sampled([3], [-0.5])

@@ -35,8 +35,9 @@ def test_a_lesson_is_what_a_rollout_will_hold(example):
         text, answer = question["prompt"][0]["content"], question["label"]
         said = [
             {"role": "assistant", "content": f"<tool>calculator({text})</tool>"},
-            {"role": "tool", "content": answer}, {"role": "assistant", "content": answer},
-        ]  # fmt: skip
+            {"role": "tool", "content": answer},
+            {"role": "assistant", "content": answer},
+        ]
         whole = tokenizer.apply_chat_template([*question["prompt"], *said], return_dict=False)
         assert start + ids.tolist() == whole
         assert tokenizer.decode(ids[~mask]) == f"<|tool|>{answer}<|end|><|assistant|>"

@@ -21,10 +21,6 @@ def test_the_script_runs_and_the_sync_closes_the_gap(repository, tiny_path, tmp_
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    before, after = (
-        float(re.search(rf"gap {when} the sync: +(\S+)", done.stdout)[1]) for when in ("before", "after")
-    )
+    before, after = (float(re.search(rf"gap {when} the sync: +(\S+)", done.stdout)[1]) for when in ("before", "after"))
     assert before > 1e-2 and after <= 1e-4
-    assert (
-        done.stdout.count("loss on each rank") == 4 and not (tmp_path / "rlbench" / "cluster.json").exists()
-    )
+    assert done.stdout.count("loss on each rank") == 4 and not (tmp_path / "rlbench" / "cluster.json").exists()

@@ -129,7 +129,7 @@ def test_a_rank_killed_while_the_state_after_a_step_is_kept_costs_that_step_and_
 
         def dies(*args: Any, **kwargs: Any) -> Any:
             calls[0] += 1
-            if rank == 1 and calls[0] == 2:  # type: ignore[name-defined]  # noqa: F821
+            if rank == 1 and calls[0] == 2:  # type: ignore[name-defined]
                 os.kill(os.getpid(), signal.SIGKILL)
             return write(*args, **kwargs)
 
@@ -150,11 +150,11 @@ def test_a_rank_killed_inside_the_optimizers_step_costs_that_step_alone(mortal: 
     before, step = checksums(mortal), mortal.step
 
     def deadly() -> None:
-        if rank == 1:  # type: ignore[name-defined]  # noqa: F821
+        if rank == 1:  # type: ignore[name-defined]
             import os
             import signal
 
-            module.optimizer.step = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[name-defined]  # noqa: F821
+            module.optimizer.step = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[name-defined]
 
     mortal.train.run(deadly)
     with pytest.raises(WorkerDied, match="rank 1 of actor died"):
@@ -170,7 +170,7 @@ def test_what_a_rank_left_that_died_in_the_middle_of_a_snapshot_is_removed(morta
     before, kept = checksums(mortal), mortal.snapshot("kept")
 
     def deadly() -> None:
-        if rank == 1:  # type: ignore[name-defined]  # noqa: F821
+        if rank == 1:  # type: ignore[name-defined]
             import os
             import signal
 
@@ -198,9 +198,7 @@ def test_a_replica_killed_in_the_middle_of_a_rollout_is_rebuilt_with_the_trainer
     greedy = {"temperature": 0.0, "max_tokens": 12, "progress": False}
     said = mortal.rollout(tasks.prompts(8, seed=1), **greedy).texts
     before, version = checksums(mortal), mortal.version
-    pending = mortal.rollout(
-        tasks.prompts(64), n=16, max_tokens=1500, ignore_eos=True, progress=False, block=False
-    )
+    pending = mortal.rollout(tasks.prompts(64), n=16, max_tokens=1500, ignore_eos=True, progress=False, block=False)
     until(lambda: any("rollout" in what for what in mortal.link.state()["running"].values()))
     kill(mortal, "inference", 0)
     with pytest.raises(WorkerDied, match="replica 0 of inference died"):
@@ -276,9 +274,7 @@ def test_a_heal_that_found_its_snapshot_damaged_can_be_repeated_without_it(morta
     goes_on(mortal, batch)
 
 
-def test_a_heal_whose_build_failed_can_be_repeated(
-    mortal: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_heal_whose_build_failed_can_be_repeated(mortal: Any, batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mortal.train_step(batch)
     kill(mortal, "actor", 1)
     until(lambda: "rank 1 died" in repr(mortal))
@@ -305,9 +301,7 @@ def test_where_all_live_nothing_is_done(mortal: Any) -> None:
 
 
 def test_killing_while_a_stop_is_under_way_still_ends_the_verb(mortal: Any, batch: Any) -> None:
-    pending = mortal.rollout(
-        tasks.prompts(32), n=8, max_tokens=1500, ignore_eos=True, progress=False, block=False
-    )
+    pending = mortal.rollout(tasks.prompts(32), n=8, max_tokens=1500, ignore_eos=True, progress=False, block=False)
     until(lambda: mortal.link.state()["running"])
     threading.Timer(0.0, pending.stop).start()
     kill(mortal, "inference", 0)

@@ -44,12 +44,27 @@ def second_node(cluster: Any, tmp_path: Path) -> Iterator[tuple[str, int]]:
     environment = {k: v for k, v in head.environment(tmp_path).items() if k not in head.ONE_MACHINE}
     known = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     raylet = subprocess.Popen(
-        [sys.executable, "-c", JOIN, "start", f"--address={cluster.address}", "--block",
-         "--num-cpus=1", "--node-ip-address=127.0.0.1", f"--object-store-memory={128 << 20}", "--disable-usage-stats",
-         "--dashboard-agent-listen-port=0", "--min-worker-port=0", "--max-worker-port=0"],
-        env=environment, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        [
+            sys.executable,
+            "-c",
+            JOIN,
+            "start",
+            f"--address={cluster.address}",
+            "--block",
+            "--num-cpus=1",
+            "--node-ip-address=127.0.0.1",
+            f"--object-store-memory={128 << 20}",
+            "--disable-usage-stats",
+            "--dashboard-agent-listen-port=0",
+            "--min-worker-port=0",
+            "--max-worker-port=0",
+        ],
+        env=environment,
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
         stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    )
     try:
         joined = until(lambda: [n for n in ray.nodes() if n["Alive"] and n["NodeID"] not in known])
         yield joined[0]["NodeID"], raylet.pid

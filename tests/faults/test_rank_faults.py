@@ -21,9 +21,15 @@ from rlbench.tiny import tasks
 pytestmark = [pytest.mark.engine, pytest.mark.long]  # each death rebuilds an engine
 WAIT_S = 60.0
 OPTIONS = {
-    "rollout_batch_size": 8, "n_samples_per_prompt": 4, "train_batch_size": 32, "micro_train_batch_size": 8,
-    "micro_rollout_batch_size": 16, "generate_max_len": 8, "packing_samples": True, "seed": 3,
-}  # fmt: skip
+    "rollout_batch_size": 8,
+    "n_samples_per_prompt": 4,
+    "train_batch_size": 32,
+    "micro_train_batch_size": 8,
+    "micro_rollout_batch_size": 16,
+    "generate_max_len": 8,
+    "packing_samples": True,
+    "seed": 3,
+}
 PROMPTS = ["sort 52143", "sort 9071", "sort 3321", "sort 86420"] * 4
 FREE = {"temperature": 1.0, "max_tokens": 8, "n": 2}
 
@@ -31,9 +37,12 @@ FREE = {"temperature": 1.0, "max_tokens": 8, "n": 2}
 @pytest.fixture(scope="module")
 def frail(cluster: Any, tiny_path: Any) -> Iterator[Any]:
     made = rb.Session(
-        "tiny", name="frail", train={"lr": 1e-4, "tensor_parallel_size": 2},
-        inference={"data_parallel_size": 2, "kv_cache_bytes": 64 << 20}, seed=3,
-    )  # fmt: skip
+        "tiny",
+        name="frail",
+        train={"lr": 1e-4, "tensor_parallel_size": 2},
+        inference={"data_parallel_size": 2, "kv_cache_bytes": 64 << 20},
+        seed=3,
+    )
     yield made
     made.close()
 
@@ -87,7 +96,7 @@ def checksums(session: Any) -> list[Any]:
 
 
 def setup() -> None:
-    strategy.setup_inference_engine()  # type: ignore[name-defined]  # noqa: F821
+    strategy.setup_inference_engine()  # type: ignore[name-defined]
 
 
 def perturb() -> None:
@@ -95,14 +104,14 @@ def perturb() -> None:
 
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for p in module.parameters():  # type: ignore[name-defined]  # noqa: F821
+        for p in module.parameters():  # type: ignore[name-defined]
             p.to_local().add_(0.01 * torch.randn(p.to_local().shape, generator=generator))
 
 
 def draw(call: int) -> list[list[int]]:
-    strategy.generate_calls = call  # type: ignore[name-defined]  # noqa: F821
-    mine = PROMPTS[rank::2]  # type: ignore[name-defined]  # noqa: F821
-    outputs = strategy.gather_and_generate(FREE, all_prompts=mine, sleep_engine=False)  # type: ignore[name-defined]  # noqa: F821
+    strategy.generate_calls = call  # type: ignore[name-defined]
+    mine = PROMPTS[rank::2]  # type: ignore[name-defined]
+    outputs = strategy.gather_and_generate(FREE, all_prompts=mine, sleep_engine=False)  # type: ignore[name-defined]
     return [o.output_token_ids for o in outputs]
 
 
@@ -111,14 +120,14 @@ def gap() -> float:
     import torch
 
     worst = 0.0
-    outputs = strategy.gather_and_generate(  # type: ignore[name-defined]  # noqa: F821
+    outputs = strategy.gather_and_generate(  # type: ignore[name-defined]
         {"temperature": 0.0, "max_tokens": 5}, all_prompts=PROMPTS, sleep_engine=False
     )
     with torch.no_grad():
         for o in outputs:
             ids = torch.tensor([o.prompt_token_ids + o.output_token_ids])
             drawn = ids[0, len(o.prompt_token_ids) :]
-            logprobs = module(ids).logits[0, -len(drawn) - 1 : -1].float().log_softmax(-1)  # type: ignore[name-defined]  # noqa: F821
+            logprobs = module(ids).logits[0, -len(drawn) - 1 : -1].float().log_softmax(-1)  # type: ignore[name-defined]
             worst = max(worst, float(np.abs(logprobs.gather(-1, drawn[:, None])[:, 0].numpy() - o.logprobs).max()))
     return worst
 
@@ -129,21 +138,21 @@ def update(transport: str | None, gate: str | None = None) -> dict[str, Any]:
     from rlbench.workers import train_stage
 
     train_stage.DEFAULT_BUCKET_BYTES = 100_000
-    seen, count = 0, len(list(module.parameters()))  # type: ignore[name-defined]  # noqa: F821
+    seen, count = 0, len(list(module.parameters()))  # type: ignore[name-defined]
 
     def hook(self: Any, name: str, param: Any, full_state_dict: Any) -> Any:
         nonlocal seen
         full, seen = param.full_tensor(), seen + 1
-        if gate is not None and seen == count + 4 and rank == 0:  # type: ignore[name-defined]  # noqa: F821
+        if gate is not None and seen == count + 4 and rank == 0:  # type: ignore[name-defined]
             Path(gate).touch()
             while Path(gate).exists():
                 time.sleep(0.02)
         return name, full
 
-    kind = type(module)  # type: ignore[name-defined]  # noqa: F821
+    kind = type(module)  # type: ignore[name-defined]
     kind.postprocess_output_named_parameters = hook
     try:
-        return dict(strategy.update_engine_weights(module, transport=transport))  # type: ignore[name-defined]  # noqa: F821
+        return dict(strategy.update_engine_weights(module, transport=transport))  # type: ignore[name-defined]
     finally:
         kind.postprocess_output_named_parameters = BaseTrainModule.postprocess_output_named_parameters
 
@@ -153,12 +162,12 @@ def runs_out(at: int) -> None:
     import torch
 
     seen = 0
-    layer = next(part for name, part in module.named_modules() if name.endswith("layers.1"))  # type: ignore[name-defined]  # noqa: F821
+    layer = next(part for name, part in module.named_modules() if name.endswith("layers.1"))  # type: ignore[name-defined]
 
     def out(*_: Any) -> None:
         nonlocal seen
         seen += 1
-        if rank == 1 and seen == at:  # type: ignore[name-defined]  # noqa: F821
+        if rank == 1 and seen == at:  # type: ignore[name-defined]
             handle.remove()
             raise torch.OutOfMemoryError("not enough memory")
 
@@ -204,7 +213,7 @@ def test_a_replica_that_dies_while_ranks_generate_is_named_and_healing_draws_the
     assert not thread.is_alive()
     assert isinstance(raised[0], WorkerDied), raised
     assert "replica 1 of inference died" in str(raised[0]) and "session.heal()" in str(raised[0])
-    assert fed.train.run(lambda: rank) == [0, 1] and pids(fed, "actor") == ranks, "no rank died with it"  # type: ignore[name-defined]  # noqa: F821
+    assert fed.train.run(lambda: rank) == [0, 1] and pids(fed, "actor") == ranks, "no rank died with it"  # type: ignore[name-defined]
     with pytest.raises(WorkerDied, match=r"replica 1 of inference died(?s:.*)session\.heal\(\)"):
         fed.train.run(draw, 7)
     assert fed.heal().engines == {"inference": "built again, with the trainer's weights"}
@@ -350,8 +359,8 @@ def test_a_rank_whose_step_fails_while_the_others_take_theirs_is_ended_and_heali
         def out(*_: Any, **__: Any) -> None:
             raise MemoryError("no room for the moments")
 
-        if rank == 1:  # type: ignore[name-defined]  # noqa: F821
-            module.optimizer.step = out  # type: ignore[name-defined]  # noqa: F821
+        if rank == 1:  # type: ignore[name-defined]
+            module.optimizer.step = out  # type: ignore[name-defined]
 
     frail.train.run(fails)
     with pytest.raises(WorkerDied, match=r"(?s)failed on rank 1 \(MemoryError.*ended, as it.*session\.heal\(\)"):

@@ -40,10 +40,18 @@ def state_folder(tmp_path, monkeypatch):
 def describe(name, **fields):
     """A session's file as its monitor writes it; this process stands for the monitor."""
     record = {
-        "name": name, "cluster": "c", "node": "n", "epoch": 3, "pid": os.getpid(), "boot": processes.boot_id(),
-        "started": processes.start_time(os.getpid()), "url": "http://127.0.0.1:9", "token": TOKEN, "shm": "rlb-c-",
+        "name": name,
+        "cluster": "c",
+        "node": "n",
+        "epoch": 3,
+        "pid": os.getpid(),
+        "boot": processes.boot_id(),
+        "started": processes.start_time(os.getpid()),
+        "url": "http://127.0.0.1:9",
+        "token": TOKEN,
+        "shm": "rlb-c-",
         "workers": {},
-    }  # fmt: skip
+    }
     registry.write_json(registry.session_file(name), record | fields)
 
 
@@ -86,9 +94,7 @@ async def get(jp_fetch, *path, **options):
 
 async def post(jp_fetch, name, body, **options):
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return await status_of(
-        jp_fetch("rlbench", "api", "sessions", name, "command", method="POST", body=raw, **options)
-    )
+    return await status_of(jp_fetch("rlbench", "api", "sessions", name, "command", method="POST", body=raw, **options))
 
 
 async def test_sessions_are_listed_with_their_liveness_and_no_token(jp_fetch, served):
@@ -98,8 +104,11 @@ async def test_sessions_are_listed_with_their_liveness_and_no_token(jp_fetch, se
     status, value = await get(jp_fetch, "sessions")
     assert status == 200 and value["schema"] == 1
     assert {row["name"]: row["state"] for row in value["sessions"]} == {
-        "demo": "live", "lost": "gone", "reused": "gone", "before-the-reboot": "gone"
-    }  # fmt: skip
+        "demo": "live",
+        "lost": "gone",
+        "reused": "gone",
+        "before-the-reboot": "gone",
+    }
     assert TOKEN not in json.dumps(value) and "token" not in json.dumps(value)
 
 
@@ -193,9 +202,7 @@ async def test_killing_ends_the_processes_a_session_left_and_its_file(jp_fetch):
 
 @pytest.mark.parametrize("name", ["nobody", "..", "-x", "--help"])
 async def test_what_is_no_session_cannot_be_killed(jp_fetch, served, name):
-    status, value = await status_of(
-        jp_fetch("rlbench", "api", "sessions", name, "kill", method="POST", body=b"")
-    )
+    status, value = await status_of(jp_fetch("rlbench", "api", "sessions", name, "kill", method="POST", body=b""))
     assert (status, value["state"], value["sessions"]) == (404, "unknown", ["demo"])
 
 
@@ -307,10 +314,15 @@ async def test_an_answer_that_is_no_json_is_not_passed_on(jp_fetch):
 
 
 async def test_without_the_servers_token_nothing_is_said(http_server_client, jp_base_url, served, asked):
-    for method, path, body in (("GET", "sessions", None), ("GET", "sessions/demo/state", None),
-                               ("GET", "sessions/demo/samples", None), ("GET", "sessions/demo/command/00", None),
-                               ("GET", "sessions/demo/look", None), ("POST", "sessions/demo/kill", b""),
-                               ("POST", "sessions/demo/command", b'{"verb": "stop"}')):  # fmt: skip
+    for method, path, body in (
+        ("GET", "sessions", None),
+        ("GET", "sessions/demo/state", None),
+        ("GET", "sessions/demo/samples", None),
+        ("GET", "sessions/demo/command/00", None),
+        ("GET", "sessions/demo/look", None),
+        ("POST", "sessions/demo/kill", b""),
+        ("POST", "sessions/demo/command", b'{"verb": "stop"}'),
+    ):
         with pytest.raises(HTTPClientError) as refused:
             await http_server_client.fetch(f"{jp_base_url}rlbench/api/{path}", method=method, body=body)
         assert refused.value.code == 403

@@ -125,9 +125,16 @@ def test_uninstalling_leaves_nothing(unpacked, tmp_path):
 
 
 FOLDERS_OF_OTHERS = {
-    Path(path) for path in ("etc", "etc/jupyter", "etc/jupyter/jupyter_server_config.d", "share", "share/jupyter",
-                            "share/jupyter/labextensions")
-}  # fmt: skip
+    Path(path)
+    for path in (
+        "etc",
+        "etc/jupyter",
+        "etc/jupyter/jupyter_server_config.d",
+        "share",
+        "share/jupyter",
+        "share/jupyter/labextensions",
+    )
+}
 """Empty folders of Jupyter's own, which pip leaves."""
 
 

@@ -259,9 +259,12 @@ def test_the_session_of_a_script_that_died_ends_after_its_lease(cluster, reposit
 
 def test_a_notebook_that_is_left_alone_keeps_its_session_until_its_kernel_is_gone(cluster, repository):
     kernel = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, "2.0", "notebook"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", SCRIPT, "2.0", "notebook"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
         cwd=repository,
-    )  # fmt: skip
+    )
     assert kernel.stdin is not None and kernel.stdout is not None
     try:
         worker, monitor = map(int, kernel.stdout.readline().split())

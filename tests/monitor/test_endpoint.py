@@ -129,10 +129,19 @@ def test_a_body_that_is_no_command_is_refused_with_the_reason(record, recorder, 
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/", 404), ("GET", "/stat", 404), ("POST", "/state", 405), ("GET", "/command", 405),
-     ("DELETE", "/state", 501), ("GET", "/command/none", 404), ("GET", "/state?history=x", 400),
-     ("GET", "/state?history=-1", 400), ("GET", "/samples?since=inf", 400), ("GET", "/samples?since=nan", 400)],
-)  # fmt: skip
+    [
+        ("GET", "/", 404),
+        ("GET", "/stat", 404),
+        ("POST", "/state", 405),
+        ("GET", "/command", 405),
+        ("DELETE", "/state", 501),
+        ("GET", "/command/none", 404),
+        ("GET", "/state?history=x", 400),
+        ("GET", "/state?history=-1", 400),
+        ("GET", "/samples?since=inf", 400),
+        ("GET", "/samples?since=nan", 400),
+    ],
+)
 def test_what_is_not_there_is_named(record, method, path, status):
     got, value = raw(record, method, path, b"{}" if method == "POST" else None)
     assert got == status and value["error"]
@@ -333,9 +342,19 @@ def same_keys(real, example, where):
         same_keys(real[0], example[0], f"{where}[]")
 
 
-FREE = {"state.history[]", "state.running[].progress[]", "state.engines[].state", "state.engines[].bytes",
-        "state.engines[].frees", "samples.samples[].resident", "samples.samples[].shared", "samples.samples[].owners",
-        "command.command.args", "command.command.result", "file.workers"}  # fmt: skip
+FREE = {
+    "state.history[]",
+    "state.running[].progress[]",
+    "state.engines[].state",
+    "state.engines[].bytes",
+    "state.engines[].frees",
+    "samples.samples[].resident",
+    "samples.samples[].shared",
+    "samples.samples[].owners",
+    "command.command.args",
+    "command.command.result",
+    "file.workers",
+}
 
 
 @pytest.mark.engine

@@ -34,11 +34,24 @@ def told(running, since=0.0):
 
 @pytest.mark.parametrize(
     ("what", "kind"),
-    [("rollout 8", "rollout"), ("train_step", "train"), ("forward_backward", "train"), ("optim_step", "train"),
-     ("weight sync", "sync"), ("actor.cpu()", "offload"), ("inference.meta()", "offload"), ("actor.cuda()", "onload"),
-     ("snapshot", "snapshot"), ("restore", "snapshot"), ("undo", "snapshot"), ("save", "save"), ("export", "save"),
-     ("evaluate", "other"), ("rehearsal", "other")],
-)  # fmt: skip
+    [
+        ("rollout 8", "rollout"),
+        ("train_step", "train"),
+        ("forward_backward", "train"),
+        ("optim_step", "train"),
+        ("weight sync", "sync"),
+        ("actor.cpu()", "offload"),
+        ("inference.meta()", "offload"),
+        ("actor.cuda()", "onload"),
+        ("snapshot", "snapshot"),
+        ("restore", "snapshot"),
+        ("undo", "snapshot"),
+        ("save", "save"),
+        ("export", "save"),
+        ("evaluate", "other"),
+        ("rehearsal", "other"),
+    ],
+)
 def test_a_mark_has_the_kind_of_what_it_marks(what, kind):
     assert kind_of(what) == kind
 
@@ -73,8 +86,11 @@ def test_a_call_that_its_verb_says_already_has_no_mark_of_its_own(clock):
     running.begin("a", Call("train_step", "actor", 1))
     running.begin("b", Call("rollout 2", "inference", 1))
     running.begin("c", Call("train_step", "other", 2))  # a control verb's
-    assert [(m[1], m[2]) for m in told(running)] == [("train_step", ""), ("rollout 2", "inference"),
-                                                     ("train_step", "other")]  # fmt: skip
+    assert [(m[1], m[2]) for m in told(running)] == [
+        ("train_step", ""),
+        ("rollout 2", "inference"),
+        ("train_step", "other"),
+    ]
 
 
 def test_a_verb_that_its_call_overtook_covers_it(clock):
@@ -121,9 +137,13 @@ def test_verbs_of_a_driver_that_is_gone_do_not_run_on(clock):
 
 @pytest.mark.parametrize(
     ("kind", "message", "ran"),
-    [("OutOfMemoryError", "CUDA out of memory", True), ("MemoryError", "", True), ("ValueError", "memory", False),
-     ("RuntimeError", "DefaultCPUAllocator: can't allocate memory: you tried to allocate", True)],
-)  # fmt: skip
+    [
+        ("OutOfMemoryError", "CUDA out of memory", True),
+        ("MemoryError", "", True),
+        ("ValueError", "memory", False),
+        ("RuntimeError", "DefaultCPUAllocator: can't allocate memory: you tried to allocate", True),
+    ],
+)
 def test_a_failure_for_want_of_memory_is_marked(kind, message, ran):
     assert ran_out(kind, message) == ran
     running = Running()
@@ -169,8 +189,17 @@ def test_a_step_is_divided_by_what_ran(clock):
             step(marks, 1)
         marks.end(what)
     (first,) = marks.steps.splits
-    assert first == {"step": 1, "seconds": 6.0, "rollout": 2.0, "train": 3.0, "sync": 0.0, "other": 0.0, "idle": 1.0,
-                     "score": None, "tokens_per_s": 100.0}  # fmt: skip
+    assert first == {
+        "step": 1,
+        "seconds": 6.0,
+        "rollout": 2.0,
+        "train": 3.0,
+        "sync": 0.0,
+        "other": 0.0,
+        "idle": 1.0,
+        "score": None,
+        "tokens_per_s": 100.0,
+    }
     marks.begin("again", "train_step")
     step(marks, 2)
     marks.end("again")

@@ -25,9 +25,7 @@ EVENTS = st.one_of(
     ),
     st.fixed_dictionaries({"do": st.just("lengths"), "entry": st.fixed_dictionaries({"rollout": st.integers(1, 9)})}),
     st.fixed_dictionaries({"do": st.just("record"), "record": st.dictionaries(st.text(max_size=3), VALUES)}),
-    st.fixed_dictionaries(
-        {"do": st.just("drive"), "epoch": st.integers(1, 9), "driver": st.just(DRIVER) | st.none()}
-    ),
+    st.fixed_dictionaries({"do": st.just("drive"), "epoch": st.integers(1, 9), "driver": st.just(DRIVER) | st.none()}),
 )
 
 
@@ -62,21 +60,34 @@ def test_records_are_kept_in_order():
 
 def steps(*numbers):
     return [
-        event for i in numbers
-        for event in ({"do": "set", "key": "step", "value": i}, {"do": "set", "key": "version", "value": i},
-                      {"do": "record", "record": {"step": i}})
-    ]  # fmt: skip
+        event
+        for i in numbers
+        for event in (
+            {"do": "set", "key": "step", "value": i},
+            {"do": "set", "key": "version", "value": i},
+            {"do": "record", "record": {"step": i}},
+        )
+    ]
 
 
 def test_going_back_leaves_out_what_came_after_and_loses_nothing():
     value = reduced(
-        *steps(1, 2), {"do": "snapshot", "id": "a", "fields": {"bytes": 7}}, *steps(3),
-        {"do": "restore", "id": "a"}, *steps(30),
-    )  # fmt: skip
+        *steps(1, 2),
+        {"do": "snapshot", "id": "a", "fields": {"bytes": 7}},
+        *steps(3),
+        {"do": "restore", "id": "a"},
+        *steps(30),
+    )
     assert state.history(value) == [{"step": 1}, {"step": 2}, {"step": 30}]
     assert len(value["records"]) == 4
     assert value["snapshots"]["a"] == {
-        "step": 2, "version": 2, "tip": 1, "cut": None, "rollouts": 0, "cursor": None, "bytes": 7
+        "step": 2,
+        "version": 2,
+        "tip": 1,
+        "cut": None,
+        "rollouts": 0,
+        "cursor": None,
+        "bytes": 7,
     }
 
 
@@ -101,9 +112,10 @@ def test_what_was_drawn_stays_where_a_heal_found_the_session_where_its_snapshot_
 
 def test_a_dropped_snapshot_is_no_longer_there_to_undo():
     value = reduced(
-        {"do": "snapshot", "id": "a", "fields": {}}, {"do": "set", "key": "undo", "value": ["a"]},
+        {"do": "snapshot", "id": "a", "fields": {}},
+        {"do": "set", "key": "undo", "value": ["a"]},
         {"do": "snapshot", "id": "a", "fields": None},
-    )  # fmt: skip
+    )
     assert value["snapshots"] == {} and value["undo"] == []
 
 
@@ -114,10 +126,12 @@ def test_a_driver_comes_with_its_epoch():
 
 def test_the_lengths_of_the_last_rollouts_are_kept_with_the_step_they_belong_to():
     value = reduced(
-        {"do": "lengths", "entry": {"rollout": 1}}, {"do": "set", "key": "step", "value": 7},
-        {"do": "snapshot", "id": "a", "fields": {}}, {"do": "lengths", "entry": {"rollout": 2}},
+        {"do": "lengths", "entry": {"rollout": 1}},
+        {"do": "set", "key": "step", "value": 7},
+        {"do": "snapshot", "id": "a", "fields": {}},
+        {"do": "lengths", "entry": {"rollout": 2}},
         {"do": "restore", "id": "a"},
-    )  # fmt: skip
+    )
     assert value["lengths"] == [{"rollout": 1, "step": 0}, {"rollout": 2, "step": 7}], "what was sampled stays so"
     many = reduced(*({"do": "lengths", "entry": {"rollout": i}} for i in range(50)))
     assert [entry["rollout"] for entry in many["lengths"]] == list(range(18, 50))
@@ -199,7 +213,7 @@ def driver(mode, **fields):
         (driver("notebook"), False, 9 * 3600.0, True, False),
         (driver("notebook", lease_s=60.0), False, 61.0, False, True),
     ],
-)  # fmt: skip
+)
 def test_when_a_session_ends_by_itself(present, alive, silent_s, busy, over):
     assert lease.is_over(present, alive, silent_s, busy) is over
     left = lease_report(present, alive, silent_s, busy)["left_s"]

@@ -132,11 +132,15 @@ def test_calls_and_deaths_are_marked(told):
     pid = ray.get(host.pid.remote())
     submit(link, host, "slowly", 0.3, what="rollout 8", track=True).result()
     submit(link, host, "shout", "x", what="echo.cpu()", track=True).result()
-    ended = until(lambda: len(m := client.ask(record, "/samples")["marks"]) == 2 and all(
-        x["seconds"] is not None for x in m) and m)  # fmt: skip
+    ended = until(
+        lambda: (
+            len(m := client.ask(record, "/samples")["marks"]) == 2 and all(x["seconds"] is not None for x in m) and m
+        )
+    )
     assert [(m["what"], m["label"], m["engine"]) for m in ended] == [
-        ("rollout", "rollout 8", "echo"), ("offload", "echo.cpu()", "echo")
-    ]  # fmt: skip
+        ("rollout", "rollout 8", "echo"),
+        ("offload", "echo.cpu()", "echo"),
+    ]
     assert ended[0]["seconds"] >= 0.3 > ended[1]["seconds"]
     # the end comes from the worker, the next begin from here: one may overtake the other
     assert ended[0]["time"] + ended[0]["seconds"] <= ended[1]["time"] + 0.05

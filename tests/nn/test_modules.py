@@ -42,9 +42,7 @@ def test_a_module_travels_light_and_arrives_whole(qwen: str) -> None:
     assert len(blob) < 4 * sum(parameter.numel() for parameter in module.parameters()) / 4
     back = cloudpickle.loads(blob)
     assert [n for n, _ in back.named_parameters()] == [n for n, _ in module.named_parameters()]
-    assert torch.equal(
-        back.get_buffer("model.rotary_emb.inv_freq"), module.get_buffer("model.rotary_emb.inv_freq")
-    )
+    assert torch.equal(back.get_buffer("model.rotary_emb.inv_freq"), module.get_buffer("model.rotary_emb.inv_freq"))
     assert back.materialization_source() == qwen
 
 
@@ -105,9 +103,7 @@ def test_only_what_the_user_wrote_is_callable() -> None:
         "train",
         "eval",
     }
-    assert (
-        infos["train_step"]["signature"] == "(input_ids: 'list[list[int]]', scale: 'float' = 1.0) -> 'float'"
-    )
+    assert infos["train_step"]["signature"] == "(input_ids: 'list[list[int]]', scale: 'float' = 1.0) -> 'float'"
     assert infos["train_step"]["doc"] == "One backward of the language loss."
 
 

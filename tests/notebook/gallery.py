@@ -47,21 +47,48 @@ def _session() -> Any:
 
 def _steps(count: int = 60) -> History:
     random = np.random.default_rng(0)
-    return History([
-        {"step": i + 1, "reward": i / count + float(random.normal()) / 20, "loss": float(random.normal()) / 10,
-         "kl": i / 1e4, "entropy": 2 - i / count, "clip_fraction": 0.02, "grad_norm": 1.0, "length": 118.0,
-         "loss_name": LONG}
-        for i in range(count)
-    ])  # fmt: skip
+    return History(
+        [
+            {
+                "step": i + 1,
+                "reward": i / count + float(random.normal()) / 20,
+                "loss": float(random.normal()) / 10,
+                "kl": i / 1e4,
+                "entropy": 2 - i / count,
+                "clip_fraction": 0.02,
+                "grad_norm": 1.0,
+                "length": 118.0,
+                "loss_name": LONG,
+            }
+            for i in range(count)
+        ]
+    )
 
 
 def _metrics() -> Metrics:
-    return Metrics({
-        "step": 42, "version": 42, "loss": 0.0132, "loss_name": LONG, "reward": 0.62, "reward_std": 0.4, "kl": 0.011,
-        "ref_kl": 0.02, "entropy": 1.4, "clip_fraction": 0.03, "logprob_gap": 1e-3, "grad_norm": 0.8, "lr": 1e-4,
-        "sequences": 64, "tokens": 7552, "tokens_per_s": 12345.6, "length": 118, "skipped": "the gradient is infinite",
-        "seconds": {"total": 1.9, "forward_backward": 1.2, "optimizer": 0.5},
-    })  # fmt: skip
+    return Metrics(
+        {
+            "step": 42,
+            "version": 42,
+            "loss": 0.0132,
+            "loss_name": LONG,
+            "reward": 0.62,
+            "reward_std": 0.4,
+            "kl": 0.011,
+            "ref_kl": 0.02,
+            "entropy": 1.4,
+            "clip_fraction": 0.03,
+            "logprob_gap": 1e-3,
+            "grad_norm": 0.8,
+            "lr": 1e-4,
+            "sequences": 64,
+            "tokens": 7552,
+            "tokens_per_s": 12345.6,
+            "length": 118,
+            "skipped": "the gradient is infinite",
+            "seconds": {"total": 1.9, "forward_backward": 1.2, "optimizer": 0.5},
+        }
+    )
 
 
 def _lab() -> Any:
@@ -79,9 +106,15 @@ def _gradients() -> Gradients:
     nonfinite = np.zeros(count)
     nonfinite[-1] = 3
     return Gradients(
-        names, np.arange(1, count + 1, dtype=float) ** 2, largest=np.arange(count) / 10, zeros=np.full(count, 5.0),
-        nonfinite=nonfinite, sizes=np.full(count, 10.0), weight_squares=np.full(count, 4.0), tokens=(),
-    )  # fmt: skip
+        names,
+        np.arange(1, count + 1, dtype=float) ** 2,
+        largest=np.arange(count) / 10,
+        zeros=np.full(count, 5.0),
+        nonfinite=nonfinite,
+        sizes=np.full(count, 10.0),
+        weight_squares=np.full(count, 4.0),
+        tokens=(),
+    )
 
 
 def _comparison() -> Any:

@@ -91,9 +91,7 @@ def test_what_cannot_be_done_now_says_why():
     state |= {"running": [], "paused": True}
     assert control(state, "resume").enabled
     gone = view(state, now=NOW, gone="session s is closed")
-    assert {c.title for c in gone.controls} == {"session s is closed"} and not any(
-        c.enabled for c in gone.controls
-    )
+    assert {c.title for c in gone.controls} == {"session s is closed"} and not any(c.enabled for c in gone.controls)
 
 
 def test_a_stale_replica_and_a_broken_engine_are_noted():
@@ -110,12 +108,18 @@ def test_a_stale_replica_and_a_broken_engine_are_noted():
     ("progress", "text", "fraction"),
     [
         ([], "x", None),
-        ([{"tokens": 10, "finished": 1, "total": 4}, {"tokens": 5, "finished": 2, "total": 4}],
-         "x · 3/8 samples · 15 tokens", 0.375),
-        ([{"phase": "backward", "done": 7, "total": 16}, {"phase": "backward", "done": 4, "total": 16}],
-         "x · backward 4/16", 0.25),
+        (
+            [{"tokens": 10, "finished": 1, "total": 4}, {"tokens": 5, "finished": 2, "total": 4}],
+            "x · 3/8 samples · 15 tokens",
+            0.375,
+        ),
+        (
+            [{"phase": "backward", "done": 7, "total": 16}, {"phase": "backward", "done": 4, "total": 16}],
+            "x · backward 4/16",
+            0.25,
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_phase_adds_replicas_and_follows_the_slowest_rank(progress, text, fraction):
     state = blank("s")
     state["running"] = [{"id": "a", "what": "x", "engine": "e", "since": NOW - 10, "progress": progress}]
@@ -126,11 +130,15 @@ def test_the_phase_adds_replicas_and_follows_the_slowest_rank(progress, text, fr
 
 def test_memory_is_stacked_by_owner_and_what_is_not_known_is_other():
     samples = [
-        {"time": NOW, "resident": {"rlbench/s/actor/0": 300 * MIB, "rlbench/s/inference/0": GIB}, "gpus": [],
-         "owners": {"rlbench/s/actor/0": {"weights": 100 * MIB, "optimizer": 150 * MIB, "other": 50 * MIB}},
-         "shared": {"rlbench/s/actor/0": 20 * MIB}},
+        {
+            "time": NOW,
+            "resident": {"rlbench/s/actor/0": 300 * MIB, "rlbench/s/inference/0": GIB},
+            "gpus": [],
+            "owners": {"rlbench/s/actor/0": {"weights": 100 * MIB, "optimizer": 150 * MIB, "other": 50 * MIB}},
+            "shared": {"rlbench/s/actor/0": 20 * MIB},
+        },
         {"time": NOW + 1, "resident": {"rlbench/s/actor/0": 300 * MIB}, "gpus": [{"used": GIB, "total": 4 * GIB}]},
-    ]  # fmt: skip
+    ]
     marks = [{"time": NOW, "seconds": None, "what": "oom", "label": "inference 0", "engine": "inference"}]
     found = memory(samples, marks, blank("s"))
     gpu, actor, replica = found.lanes
@@ -144,10 +152,21 @@ def test_memory_is_stacked_by_owner_and_what_is_not_known_is_other():
 
 def test_the_legend_names_what_the_picture_shows_and_says_why_the_rest_is_not_seen():
     actor, replica = "rlbench/s/actor/0", "rlbench/s/inference/0"
-    told = {"time": NOW + 1, "resident": {actor: 900 * MIB, replica: GIB}, "gpus": [], "owners": {
-        actor: {"weights": 2 * MIB, "gradients": 0, "optimizer": 4 * MIB, "activations": 90 * MIB, "other": 804 * MIB},
-        replica: {"weights": 2 * MIB, "kv_cache": 200 * MIB, "other": 822 * MIB},
-    }}  # fmt: skip
+    told = {
+        "time": NOW + 1,
+        "resident": {actor: 900 * MIB, replica: GIB},
+        "gpus": [],
+        "owners": {
+            actor: {
+                "weights": 2 * MIB,
+                "gradients": 0,
+                "optimizer": 4 * MIB,
+                "activations": 90 * MIB,
+                "other": 804 * MIB,
+            },
+            replica: {"weights": 2 * MIB, "kv_cache": 200 * MIB, "other": 822 * MIB},
+        },
+    }
     shown = memory([told], (), blank("s"))
     assert seen_and_thin(shown) == (["kv_cache", "activations", "other"], ["weights", "optimizer"])
     key = dashboard_html._key(shown)

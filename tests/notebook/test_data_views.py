@@ -22,8 +22,15 @@ def counted(count=7):
 
 def test_a_set_shows_its_first_prompts_its_lengths_and_what_was_too_long():
     text = both(prompt_set_card(counted()))
-    for wanted in ("sums", "7 prompts", "min 1, p50 4, p90 6, max 7", "[1, 1, 1]", "… 2 more", "longer than 5 tokens",
-                   "2 too long: .too_long lists them all"):  # fmt: skip
+    for wanted in (
+        "sums",
+        "7 prompts",
+        "min 1, p50 4, p90 6, max 7",
+        "[1, 1, 1]",
+        "… 2 more",
+        "longer than 5 tokens",
+        "2 too long: .too_long lists them all",
+    ):
         assert wanted in text, wanted
     assert "tokens" not in both(prompt_set_card(load(["a"]))) and "too long" not in both(prompt_set_card(counted(3)))
     assert "0 prompts" in both(prompt_set_card(PromptSet(())))

@@ -12,8 +12,13 @@ from rlbench.notebook.gradient_views import ROWS, gradients_card, gradients_char
 from tests.notebook.reading import HOSTILE, both, inert, read
 
 NAMES = (
-    "embed.weight", "layers.0.q.weight", "layers.0.q.bias", "layers.1.q.weight", "layers.1.up.weight", "norm.weight",
-)  # fmt: skip
+    "embed.weight",
+    "layers.0.q.weight",
+    "layers.0.q.bias",
+    "layers.1.q.weight",
+    "layers.1.up.weight",
+    "norm.weight",
+)
 
 
 def gradients(names=NAMES, broken=(), tokens=True):
@@ -24,9 +29,15 @@ def gradients(names=NAMES, broken=(), tokens=True):
     nonfinite[list(broken)] = 3
     one = TokenGradients(np.float32([1, -2, 3]), np.zeros(3, np.float32), np.float32([2, 4, 6]), np.array([0, 2, 3]))
     return Gradients(
-        names, squares, largest=np.arange(count) / 10, zeros=np.full(count, 5.0), nonfinite=nonfinite,
-        sizes=np.full(count, 10.0), weight_squares=np.full(count, 4.0), tokens=(one,) if tokens else (),
-    )  # fmt: skip
+        names,
+        squares,
+        largest=np.arange(count) / 10,
+        zeros=np.full(count, 5.0),
+        nonfinite=nonfinite,
+        sizes=np.full(count, 10.0),
+        weight_squares=np.full(count, 4.0),
+        tokens=(one,) if tokens else (),
+    )
 
 
 # -- the value
@@ -51,9 +62,13 @@ def test_rows_are_joined_as_the_norms_of_their_parts():
 
 @pytest.mark.parametrize(
     ("name", "layer", "module"),
-    [("model.layers.11.mlp.up.weight", "model.layers.11", "model.layers.11.mlp.up"), ("weight", "(root)", "(root)"),
-     ("model.norm.weight", "model.norm", "model.norm"), ("0.weight", "0", "0")],
-)  # fmt: skip
+    [
+        ("model.layers.11.mlp.up.weight", "model.layers.11", "model.layers.11.mlp.up"),
+        ("weight", "(root)", "(root)"),
+        ("model.norm.weight", "model.norm", "model.norm"),
+        ("0.weight", "0", "0"),
+    ],
+)
 def test_where_a_parameter_lies_is_read_from_its_name(name, layer, module):
     assert (layer_of(name), module_of(name)) == (layer, module)
 

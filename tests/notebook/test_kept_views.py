@@ -15,8 +15,17 @@ from tests.notebook.values import snapshot
 def test_snapshots_show_what_they_cost_and_how_to_go_back():
     before = snapshot("before step 3")
     text = both(kept_views.snapshots_card(Snapshots([before, snapshot(disk=True, version=4)], before.id)))
-    for part in ("2 snapshots 2 MiB in all", "before step 3", "host memory", "disk", "3 MiB 1 MiB", "v4", "90 s ago",
-                 "session.restore(label)", "session.undo() goes back to 'before step 3': step 2"):  # fmt: skip
+    for part in (
+        "2 snapshots 2 MiB in all",
+        "before step 3",
+        "host memory",
+        "disk",
+        "3 MiB 1 MiB",
+        "v4",
+        "90 s ago",
+        "session.restore(label)",
+        "session.undo() goes back to 'before step 3': step 2",
+    ):
         assert part in text, part
     assert "undo" not in both(kept_views.snapshots_card(Snapshots([snapshot()])))
     assert "undo" not in both(kept_views.snapshots_card(Snapshots([snapshot("before step 3")]))), "a label says nothing"

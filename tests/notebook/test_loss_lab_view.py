@@ -29,8 +29,11 @@ def lab_of(losses, spread=0.4, mask=None, **options):  # 6 responses, 21 tokens
     batch = batch if mask is None else batch.replace(mask=mask)
     old = batch.sampler_logprobs - 1
     random = np.random.default_rng(0)
-    tokens = {"old_logprobs": old, "logprobs": old + spread * random.normal(size=batch.tokens).astype(np.float32),
-              "entropy": random.random(batch.tokens).astype(np.float32)}  # fmt: skip
+    tokens = {
+        "old_logprobs": old,
+        "logprobs": old + spread * random.normal(size=batch.tokens).astype(np.float32),
+        "entropy": random.random(batch.tokens).astype(np.float32),
+    }
     return loss_lab(batch, tokens, losses, **options)
 
 
@@ -92,9 +95,7 @@ def test_an_entropy_term_is_said_as_it_is_in_none_of_the_columns():
 def test_a_loss_that_trains_on_tool_output_is_warned_of():
     losses = {"leaky": lambda x: (-x.advantages * x.logprobs.sum(1, keepdim=True), {}), "mine": mine}
     shown = both(lab_card(lab_of(losses, mask=np.arange(21) != 18)))
-    assert "⚠ leaky: untrained tokens" in shown and "train on them" not in both(
-        lab_card(lab_of({"mine": mine}))
-    )
+    assert "⚠ leaky: untrained tokens" in shown and "train on them" not in both(lab_card(lab_of({"mine": mine})))
 
 
 def test_a_direction_that_does_not_exist_is_a_dash():
@@ -120,8 +121,11 @@ def test_curves_have_a_panel_for_each_sign_and_a_line_for_each_loss():
     lab = lab_of({"ppo": "ppo", "plain": "reinforce"})
     chart = lab.what_if()
     assert [panel.y for panel in chart.panels] == [
-        "coefficient, A = +1", "coefficient, A = −1", "loss, A = +1", "loss, A = −1",
-    ]  # fmt: skip
+        "coefficient, A = +1",
+        "coefficient, A = −1",
+        "loss, A = +1",
+        "loss, A = −1",
+    ]
     assert [[line.name for line in panel.lines] for panel in chart.panels] == [["ppo", "plain"]] * 4
     clipped, plain = chart.panels[0].lines
     np.testing.assert_allclose(clipped.y, np.where(RATIOS > 1.2, 0, -RATIOS), rtol=1e-5)

@@ -25,11 +25,19 @@ def history(steps=12, seed=0, **more):
     random = np.random.default_rng(seed)
     return History(
         [
-            {"step": i + 1, "reward": i / steps, "loss": float(random.normal()), "entropy": 2.0 - i / steps,
-             "tokens": 100.0, "seconds": {"total": 2.0}, "loss_name": "grpo", **more}
+            {
+                "step": i + 1,
+                "reward": i / steps,
+                "loss": float(random.normal()),
+                "entropy": 2.0 - i / steps,
+                "tokens": 100.0,
+                "seconds": {"total": 2.0},
+                "loss_name": "grpo",
+                **more,
+            }
             for i in range(steps)
         ]
-    )  # fmt: skip
+    )
 
 
 def lengths(values=(3, 4, 4, 9), cut=None):
@@ -220,10 +228,17 @@ def test_compared_distributions_share_their_bins_as_shares_of_their_own_total():
 
 @pytest.mark.parametrize(
     ("values", "bins"),
-    [((0.0, 1.0, 1.0), None), ((2, 2, 2), None), ((0.1, 0.1), None), (range(10_000), None), (range(100), 7),
-     (np.random.default_rng(0).normal(size=500), None), ((1.5,), 4)],
+    [
+        ((0.0, 1.0, 1.0), None),
+        ((2, 2, 2), None),
+        ((0.1, 0.1), None),
+        (range(10_000), None),
+        (range(100), 7),
+        (np.random.default_rng(0).normal(size=500), None),
+        ((1.5,), 4),
+    ],
     ids=["two values", "equal whole", "equal", "many whole", "asked for", "real", "one"],
-)  # fmt: skip
+)
 def test_every_value_lies_in_a_bin(values, bins):
     (bars,) = Column.of(np.array(values), "x").plot(bins=bins).panels[0].bars
     assert bars.heights.sum() == len(values) and len(bars.heights) <= plots.BINS
@@ -239,11 +254,16 @@ def test_bins_of_whole_numbers_are_equally_wide_so_that_no_comb_appears():
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"bins": 0}, "bins=0: a whole number from 1 to 60"), ({"bins": True}, "bins=True"), ({"bins": 61}, "bins=61"),
-     ({"compare": {"lengths": [1]}}, "'lengths' stands for these values already"),
-     ({"compare": {"b": ["x"]}}, "'b' is list; wanted one number per completion"),
-     ({"compare": {"b": [[1.0]]}}, "wanted one number"), ({"compare": {"b": [float("nan")]}}, "value 0 is not finite")],
-)  # fmt: skip
+    [
+        ({"bins": 0}, "bins=0: a whole number from 1 to 60"),
+        ({"bins": True}, "bins=True"),
+        ({"bins": 61}, "bins=61"),
+        ({"compare": {"lengths": [1]}}, "'lengths' stands for these values already"),
+        ({"compare": {"b": ["x"]}}, "'b' is list; wanted one number per completion"),
+        ({"compare": {"b": [[1.0]]}}, "wanted one number"),
+        ({"compare": {"b": [float("nan")]}}, "value 0 is not finite"),
+    ],
+)
 def test_what_cannot_be_drawn_is_refused(options, said):
     with pytest.raises(DataError, match=re.escape(said)):
         lengths().plot(**options)

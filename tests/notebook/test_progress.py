@@ -144,8 +144,12 @@ def test_a_loop_of_verbs_leaves_one_line_of_each_kind_in_its_cell(shown):
 
 
 HOSTILE = [
-    "<script>alert(1)</script>", "\x1b[31mred\x1b[0m", "a\u202eb\ud800", "</div><img src=x onerror=y>", "x" * 9999
-]  # fmt: skip
+    "<script>alert(1)</script>",
+    "\x1b[31mred\x1b[0m",
+    "a\u202eb\ud800",
+    "</div><img src=x onerror=y>",
+    "x" * 9999,
+]
 
 
 class Tags(HTMLParser):

@@ -27,7 +27,7 @@ CELLS = [
     COMPLETE.format("weig"),
     COMPLETE.format("for name, p in module.named_par"),
     "session.close()",
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +71,14 @@ def test_names_of_the_rank_are_completed(executed):
 
 @pytest.mark.parametrize(
     ("line", "wanted"),
-    [("", Line()), ("actor", Line("actor")), ("--rank 3 critic", Line("critic", 3)),
-     ("actor --session a --rank 0", Line("actor", 0, "a")),
-     ("""--args "--fsdp --name 'a b'" actor""", Line("actor", args=("--fsdp", "--name", "a b")))],
-)  # fmt: skip
+    [
+        ("", Line()),
+        ("actor", Line("actor")),
+        ("--rank 3 critic", Line("critic", 3)),
+        ("actor --session a --rank 0", Line("actor", 0, "a")),
+        ("""--args "--fsdp --name 'a b'" actor""", Line("actor", args=("--fsdp", "--name", "a b"))),
+    ],
+)
 def test_options_in_any_order(line, wanted):
     assert ranks_magic.parsed(line) == wanted
 
@@ -88,9 +92,14 @@ def test_a_script_ends_the_line_and_what_follows_is_its_own():
 
 @pytest.mark.parametrize(
     ("line", "match"),
-    [("a b", "two engines, a and b"), ("--rnk 1", "unknown option --rnk; nearest: --rank"), ("--rank", "needs a value"),
-     ("--rank x", "--rank x: wanted the number"), ("--args 'a", "No closing quotation")],
-)  # fmt: skip
+    [
+        ("a b", "two engines, a and b"),
+        ("--rnk 1", "unknown option --rnk; nearest: --rank"),
+        ("--rank", "needs a value"),
+        ("--rank x", "--rank x: wanted the number"),
+        ("--args 'a", "No closing quotation"),
+    ],
+)
 def test_a_wrong_line_is_refused(line, match):
     with pytest.raises(EngineError, match=match):
         ranks_magic.parsed(line)

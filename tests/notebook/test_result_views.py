@@ -17,13 +17,21 @@ from rlbench.session.session_trainer import TrainerPlace
 
 GIB = 2**30
 SYNCED = Synced(42, 48 << 20, 26, "shm", 1e-6, 1e-4)
-MOVED = Moved.of("inference", ("weights", "kv_cache"), [
-    {"weights": "cuda", "kv_cache": "meta", "version": 3, "freed_bytes": GIB},
-    {"weights": "cuda", "kv_cache": "meta", "version": 3, "freed_bytes": GIB},
-])  # fmt: skip
-RELEASED = Moved.of("actor", ("weights", "optimizer"), [
-    {"weights": "meta", "optimizer": "cuda", "freed": GIB, "taken": 0, "lost": ["trained weights"]},
-])  # fmt: skip
+MOVED = Moved.of(
+    "inference",
+    ("weights", "kv_cache"),
+    [
+        {"weights": "cuda", "kv_cache": "meta", "version": 3, "freed_bytes": GIB},
+        {"weights": "cuda", "kv_cache": "meta", "version": 3, "freed_bytes": GIB},
+    ],
+)
+RELEASED = Moved.of(
+    "actor",
+    ("weights", "optimizer"),
+    [
+        {"weights": "meta", "optimizer": "cuda", "freed": GIB, "taken": 0, "lost": ["trained weights"]},
+    ],
+)
 EXPORTED = ExportedModel("/models/mine", GIB, ("config.json", "model.safetensors"))
 PLACE = TrainerPlace(3, 12, 0.01, 3)
 
@@ -37,17 +45,23 @@ def shell():
     InteractiveShell.clear_instance()
 
 
-@pytest.mark.parametrize(("value", "words"), [
-    (SYNCED, ["weights synced", "v42", "1e-06 nats", "48 MiB in 26 tensors by shm"]),
-    (Synced(42, 1, 1, "shm", None, 1e-4), ["waits for the KV cache", "session.onload('inference')"]),
-    (MOVED, ["inference", "weights ● resident", "kv cache ◌ released", "freed 2 GiB", "v3"]),
-    (RELEASED, ["optimizer ● resident", "freed 1 GiB", "⚠ lost: trained weights"]),
-    (EXPORTED, ["/models/mine", "1 GiB", "config.json, model.safetensors"]),
-    (Done("generation is held", "session.resume() goes on"), ["generation is held", "session.resume()"]),
-    (Names("dropped", ["before step 3"]), ["dropped", "before step 3"]),
-    (PLACE, ["3 iterations", "12 optimizer steps"]),
-    (Redefined("Policy", "8f3a77", True, 2, ("__init__ does not run again",)), ["Policy", "redefined", "8f3a", "⚠"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (SYNCED, ["weights synced", "v42", "1e-06 nats", "48 MiB in 26 tensors by shm"]),
+        (Synced(42, 1, 1, "shm", None, 1e-4), ["waits for the KV cache", "session.onload('inference')"]),
+        (MOVED, ["inference", "weights ● resident", "kv cache ◌ released", "freed 2 GiB", "v3"]),
+        (RELEASED, ["optimizer ● resident", "freed 1 GiB", "⚠ lost: trained weights"]),
+        (EXPORTED, ["/models/mine", "1 GiB", "config.json, model.safetensors"]),
+        (Done("generation is held", "session.resume() goes on"), ["generation is held", "session.resume()"]),
+        (Names("dropped", ["before step 3"]), ["dropped", "before step 3"]),
+        (PLACE, ["3 iterations", "12 optimizer steps"]),
+        (
+            Redefined("Policy", "8f3a77", True, 2, ("__init__ does not run again",)),
+            ["Policy", "redefined", "8f3a", "⚠"],
+        ),
+    ],
+)
 def test_each_value_has_one_card_and_says_the_same_as_text(shell, value, words):
     data, _ = shell.display_formatter.format(value)
     for word in words:
@@ -68,10 +82,35 @@ def test_results_are_read_as_attributes_and_by_name():
 
 def test_no_verb_returns_a_raw_dict_or_nothing():
     """By the annotation of every public verb of a session and of what the engines do to their state."""
-    kept = {"close", "facts", "record", "advance", "note_place", "move_place", "trainer_went_back", "logprobs",
-            "status", "memory", "control", "publish_state", "discard", "complete_names", "methods", "run", "run_cell",
-            "run_script", "follow", "replicas_can_sync", "note_staged", "define_again", "weight_versions",
-            "state_dict", "load_state_dict", "load", "release_memory_cache"}  # fmt: skip
+    kept = {
+        "close",
+        "facts",
+        "record",
+        "advance",
+        "note_place",
+        "move_place",
+        "trainer_went_back",
+        "logprobs",
+        "status",
+        "memory",
+        "control",
+        "publish_state",
+        "discard",
+        "complete_names",
+        "methods",
+        "run",
+        "run_cell",
+        "run_script",
+        "follow",
+        "replicas_can_sync",
+        "note_staged",
+        "define_again",
+        "weight_versions",
+        "state_dict",
+        "load_state_dict",
+        "load",
+        "release_memory_cache",
+    }
     for cls in (Session, rb.TrainEngine, rb.InferenceEngine):
         for name, method in inspect.getmembers(cls, inspect.isfunction):
             if name.startswith("_") or name in kept:

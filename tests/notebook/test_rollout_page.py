@@ -58,9 +58,7 @@ def test_its_script_gets_every_channel_of_every_token_shown(tmp_path, tiny_path)
     row = data["rows"]["5"]
     values = np.frombuffer(base64.b64decode(row["values"]), "<f4").reshape(len(names), -1)
     assert row["ids"] == value.responses[5].tolist() and not row["right"] == (value.rewards[5] == 0)
-    np.testing.assert_array_equal(
-        values[names.index("ratio")], value.responses.with_values(value.channels["ratio"])[5]
-    )
+    np.testing.assert_array_equal(values[names.index("ratio")], value.responses.with_values(value.channels["ratio"])[5])
 
 
 def test_of_many_the_most_telling_are_taken_and_the_rest_counted(tmp_path):
@@ -76,9 +74,7 @@ def test_the_name_of_a_channel_cannot_end_the_script(tmp_path):
 
 def test_hostile_text_is_inert(tmp_path, tiny_path):
     texts = [HOSTILE, "</script><script>1</script>", "x" * 1_000_000, "\x1b[31m", "\u202e", b"\xff\xe6"]
-    html = page(
-        written([HOSTILE, "</title>"], [texts, texts], tokenizer=tiny_path).score(range(12)), tmp_path
-    )
+    html = page(written([HOSTILE, "</title>"], [texts, texts], tokenizer=tiny_path).score(range(12)), tmp_path)
     reader = read(html)
     assert HOSTILE in reader.text and reader.tags.count("script") == 2 and "img" not in reader.tags
     assert html.count("</script>") == 2 and "\x1b" not in html and "\u202e" not in html

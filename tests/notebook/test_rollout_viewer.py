@@ -29,9 +29,7 @@ def asked(**content):
 
 
 def rows_of(drawing, *wanted, heads=()):
-    content, (ids, values) = drawing.answer(
-        asked(kind="rows", heads=list(heads), rows=[list(w) for w in wanted])
-    )
+    content, (ids, values) = drawing.answer(asked(kind="rows", heads=list(heads), rows=[list(w) for w in wanted]))
     json.dumps(content)  # what goes to the page is JSON
     ids = np.frombuffer(ids, np.int32)
     return content, ids, np.frombuffer(values, np.float32).reshape(-1, len(ids))
@@ -55,15 +53,9 @@ def test_every_order_is_sorted_by_what_it_says():
         for word, values in by.items():
             if name.startswith(word):
                 shown = values[order.groups]
-                assert (np.diff(shown) <= 1e-9).all() if "↓" in name else (np.diff(shown) >= -1e-9).all(), (
-                    name
-                )
-    assert prompts_in(s.order("prompt")) == [0, 1, 2, 3] and s.order("prompt").samples.tolist() == list(
-        range(20)
-    )
-    assert (
-        s.order("mismatch ↓").samples[0] == 19
-    )  # the last completion's trainer is 0.5 nats off, all others 0.1
+                assert (np.diff(shown) <= 1e-9).all() if "↓" in name else (np.diff(shown) >= -1e-9).all(), name
+    assert prompts_in(s.order("prompt")) == [0, 1, 2, 3] and s.order("prompt").samples.tolist() == list(range(20))
+    assert s.order("mismatch ↓").samples[0] == 19  # the last completion's trainer is 0.5 nats off, all others 0.1
     lengths = value.lengths[s.order("length ↓").samples].reshape(4, 5)
     assert (np.diff(lengths) <= 0).all()
 
@@ -161,9 +153,7 @@ def test_a_long_completion_is_sent_in_parts():
     value = written(["a"], [["x" * 10_000]])
     drawing = viewer(value).drawing
     content, ids, _ = rows_of(drawing, (0, 0, None))
-    assert (
-        len(content["rows"][0]["pieces"]) == len(ids) <= PREVIEW_TOKENS and content["rows"][0]["n"] == 10_001
-    )
+    assert len(content["rows"][0]["pieces"]) == len(ids) <= PREVIEW_TOKENS and content["rows"][0]["n"] == 10_001
     content, ids, _ = rows_of(drawing, (0, 9_999, 1_000_000))
     assert ids.tolist() == [ord("x"), 257]
     content, ids, _ = rows_of(drawing, (0, 0, 1_000_000))
@@ -198,9 +188,7 @@ def test_a_whole_prompt_has_all_messages():
     chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "x" * 30_000}]
     drawing = viewer(written([Prompt(chat)], [["a"]])).drawing
     content, _ = drawing.answer(asked(kind="prompt", p=0))
-    assert [p["role"] for p in content["parts"]] == ["system", "user"] and content["parts"][0][
-        "text"
-    ] == "be brief"
+    assert [p["role"] for p in content["parts"]] == ["system", "user"] and content["parts"][0]["text"] == "be brief"
     assert len(content["parts"][1]["text"]) < 21_000 and "characters)" in content["parts"][1]["text"]
 
 
@@ -252,12 +240,8 @@ def test_clicks_are_routed_by_the_front_end_for_our_widgets_and_their_children_a
     parent = SimpleNamespace(comm=Comm(), children=(child, old))
     child.children = (parent,)  # a loop must not hang
     routing.route_by_front_end(parent)
-    assert (
-        parent.comm._reply_subshell_for({}, "asked") == "asked" == child.comm._reply_subshell_for({}, "asked")
-    )
-    assert other.comm._reply_subshell_for({}, "asked") == "main" and not hasattr(
-        old.comm, "_reply_subshell_for"
-    )
+    assert parent.comm._reply_subshell_for({}, "asked") == "asked" == child.comm._reply_subshell_for({}, "asked")
+    assert other.comm._reply_subshell_for({}, "asked") == "main" and not hasattr(old.comm, "_reply_subshell_for")
 
 
 # -- scales
@@ -310,10 +294,16 @@ def test_numbers_for_a_reader(value, text):
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ("\x1b[31mred", "␛[31mred"), ("a\x00b\x7f", "a␀b␡"), ("x\u202ey", "x‹U+202E›y"), ("\u200b", "‹U+200B›"),
-        ("tab\tand\nline", "tab\tand\nline"), ("\ud800", "‹U+D800›"), ("漢字 é 🙂", "漢字 é 🙂"), ("\x9b", "‹U+009B›"),
+        ("\x1b[31mred", "␛[31mred"),
+        ("a\x00b\x7f", "a␀b␡"),
+        ("x\u202ey", "x‹U+202E›y"),
+        ("\u200b", "‹U+200B›"),
+        ("tab\tand\nline", "tab\tand\nline"),
+        ("\ud800", "‹U+D800›"),
+        ("漢字 é 🙂", "漢字 é 🙂"),
+        ("\x9b", "‹U+009B›"),
     ],
-)  # fmt: skip
+)
 def test_what_acts_or_hides_is_made_visible(text, shown):
     assert visible(text) == shown
 
@@ -335,10 +325,12 @@ def test_images_of_a_prompt_are_drawn_small_whatever_form_they_came_in():
     pixels.save(stream, "PNG")
     url = "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
     prompt = image_chat(
-        {"type": "image", "image": pixels}, {"type": "image_url", "image_url": {"url": url}},
-        {"type": "input_image", "image_url": url}, {"type": "image", "image": stream.getvalue()},
+        {"type": "image", "image": pixels},
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "input_image", "image_url": url},
+        {"type": "image", "image": stream.getvalue()},
         {"type": "text", "text": "so?"},
-    )  # fmt: skip
+    )
     found = prompt_parts.prompt_parts(prompt)
     assert [bool(p.image) for p in found] == [True] * 4 + [False]
     assert all(p.text == "image 1200 × 900" and len(p.image) < 200_000 for p in found[:4])
@@ -348,9 +340,18 @@ def test_images_of_a_prompt_are_drawn_small_whatever_form_they_came_in():
 
 @pytest.mark.parametrize(
     "source",
-    ["https://images.example/a.png", "file:///etc/passwd", "/etc/passwd", "data:image/svg+xml;base64,PHN2Zz4=",
-     "javascript:alert(1)", "data:image/png;base64,!!!", "data:text/html;base64,AA", 7, None],
-)  # fmt: skip
+    [
+        "https://images.example/a.png",
+        "file:///etc/passwd",
+        "/etc/passwd",
+        "data:image/svg+xml;base64,PHN2Zz4=",
+        "javascript:alert(1)",
+        "data:image/png;base64,!!!",
+        "data:text/html;base64,AA",
+        7,
+        None,
+    ],
+)
 def test_any_other_image_is_named_and_neither_fetched_nor_drawn(source):
     for part in ({"type": "image", "image": source}, {"type": "image_url", "image_url": {"url": source}}):
         (found,) = prompt_parts.prompt_parts(image_chat(part))

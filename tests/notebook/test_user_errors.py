@@ -103,14 +103,16 @@ PLAIN = {  # no user's code raised: what is said, and the line of the cell
     "session": ('rb.attach("nobody")', "SessionError: no session 'nobody'", 2),
     "environment": (
         "class Env(rb.envs.Env):\n    def step(self, turn): ...\nsession.rollout(tasks.prompts(1), env=Env, n=1)",
-        "DataError: env: ", 2,
+        "DataError: env: ",
+        2,
     ),
     "a worker that died": (
         "import os\nsession.train.run(lambda: os._exit(7))",
-        "its own code ended it: os._exit(7) was called in <lambda>, cell", 4,
+        "its own code ended it: os._exit(7) was called in <lambda>, cell",
+        4,
     ),
     "a call to a dead worker": ("session.train_step(batch)", "WorkerDied: rank 0 of actor died", 4),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ def test_verbs_show_their_arguments_and_what_came_of_them():
         verb("rollout", args={"prompts": "list of 8", "n": "4"}),
         verb("train_step", args={"batch": "batch_1", "loss": "mine"}, metrics={"loss": -0.25, "reward": 0.5}),
         verb("train_step", args={"loss": "broken"}, outcome="failed", said="LossError: no such loss"),
-    ]  # fmt: skip
+    ]
     text = both(verbs_views.verbs_card(Verbs(records, lambda key: "")))
     for part in ("3 verbs", "prompts=list of 8, n=4", "loss -0.25 · reward 0.5", "⚠ failed: LossError: no such loss"):
         assert part in text, part

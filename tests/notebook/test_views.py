@@ -26,10 +26,21 @@ def test_the_card_says_where_each_engine_is_in_words():
     facts = card_facts(state(inference=INFERENCE, actor=ACTOR), [{"resident": {}}, SAMPLE])
     text = both(views.session_card(facts))
     for part in (
-        "sort", "tiny", "step 42", "v42", "seed 3", "rollout 64", "fsdp2 ×2", "vllm ×1", "weights ● resident",
-        "optimizer ○ host", "kv cache ◌ released", "1.5 GiB", "256 MiB",
+        "sort",
+        "tiny",
+        "step 42",
+        "v42",
+        "seed 3",
+        "rollout 64",
+        "fsdp2 ×2",
+        "vllm ×1",
+        "weights ● resident",
+        "optimizer ○ host",
+        "kv cache ◌ released",
+        "1.5 GiB",
+        "256 MiB",
         "v41 ⚠ one version behind: session.sync_weights()",
-    ):  # fmt: skip
+    ):
         assert part in text, part
     assert text.index("actor") < text.index("inference")
 
@@ -87,10 +98,18 @@ def test_the_sessions_of_a_cluster_are_a_list_that_shows_how_to_drive_each():
 
 
 BUILT = ACTOR | {
-    "info": {"parameters": 329600, "trainable": 1000, "dtype": "float32", "device": "cuda:0", "optimizer": ["AdamW"],
-             "shard_size": 2, "source": "/models/tiny"},
-    "state": {"weights": "cuda", "optimizer": "cpu", "lr": 1e-6}, "methods": [{"name": "scores"}],
-}  # fmt: skip
+    "info": {
+        "parameters": 329600,
+        "trainable": 1000,
+        "dtype": "float32",
+        "device": "cuda:0",
+        "optimizer": ["AdamW"],
+        "shard_size": 2,
+        "source": "/models/tiny",
+    },
+    "state": {"weights": "cuda", "optimizer": "cpu", "lr": 1e-6},
+    "methods": [{"name": "scores"}],
+}
 
 
 class Held:
@@ -113,20 +132,37 @@ class Held:
 def test_the_card_of_an_engine_says_what_it_is_made_of_and_where_it_is():
     text = both(views.engine_card(Held({"actor": BUILT})))
     for part in (
-        "actor train · fsdp2 ×2 · v42", "weights ● resident · optimizer ○ host", "1.5 GiB resident: weights 1 MiB",
-        "330k, 1k trained", "dtype float32", "2 ranks on cuda, sharded over 2", "AdamW, lr 1e-06", "/models/tiny",
+        "actor train · fsdp2 ×2 · v42",
+        "weights ● resident · optimizer ○ host",
+        "1.5 GiB resident: weights 1 MiB",
+        "330k, 1k trained",
+        "dtype float32",
+        "2 ranks on cuda, sharded over 2",
+        "AdamW, lr 1e-06",
+        "/models/tiny",
         "methods scores",
-    ):  # fmt: skip
+    ):
         assert part in text, part
 
 
 def test_the_card_of_replicas_says_their_limits_and_that_they_are_behind():
-    info = {"executor": "vllm", "max_model_len": 2048, "kv_cache_bytes": 2**30, "tensor_parallel_size": 2,
-            "device": "cuda", "path": "/models/tiny"}  # fmt: skip
+    info = {
+        "executor": "vllm",
+        "max_model_len": 2048,
+        "kv_cache_bytes": 2**30,
+        "tensor_parallel_size": 2,
+        "device": "cuda",
+        "path": "/models/tiny",
+    }
     held = Held({"actor": INFERENCE | {"info": info}})
     text = both(views.engine_card(held))
-    for part in ("1 replica on cuda, 2 devices each", "2,048 tokens", "KV cache 1 GiB", "kv cache ◌ released",
-                 "⚠ one version behind: session.sync_weights()"):  # fmt: skip
+    for part in (
+        "1 replica on cuda, 2 devices each",
+        "2,048 tokens",
+        "KV cache 1 GiB",
+        "kv cache ◌ released",
+        "⚠ one version behind: session.sync_weights()",
+    ):
         assert part in text, part
 
 
@@ -149,9 +185,20 @@ def test_an_engine_that_is_not_there_says_so_instead_of_raising():
 
 def test_metrics_are_grouped_by_what_they_are_about_with_their_units():
     metrics = Metrics(
-        {"step": 3, "version": 2, "loss": 0.123456, "reward": None, "kl": 0.00012345, "clip_fraction": 0.03125,
-         "grad_norm": 1.5, "tokens_per_s": 12345.6, "mine": 7.0, "loss_name": "grpo", "mismatch/chi2_seq": 1.0}
-    )  # fmt: skip
+        {
+            "step": 3,
+            "version": 2,
+            "loss": 0.123456,
+            "reward": None,
+            "kl": 0.00012345,
+            "clip_fraction": 0.03125,
+            "grad_norm": 1.5,
+            "tokens_per_s": 12345.6,
+            "mine": 7.0,
+            "loss_name": "grpo",
+            "mismatch/chi2_seq": 1.0,
+        }
+    )
     text = both(views.metrics_card(metrics))
     lines = {line.split(" ")[0]: line for line in text.splitlines()}
     assert text.startswith("metrics step 3 · v2 · grpo") and lines["result"] == "result loss 0.123"
@@ -194,9 +241,15 @@ def test_a_history_with_holes_shows_nothing_where_nothing_is():
 
 def test_a_batch_shows_what_a_step_would_learn_from():
     text = both(views.batch_card(batch(advantage=lambda rewards, group: rewards - 2)))
-    for part in ("6 sequences · 21 response tokens · 21 trained (100 %)", "min 1 · p50 4 · p90 6 · max 6 tokens",
-                 "16.7 % truncated", "mean 2.5 ± 1.71 · from 0 to 5", "from -2 to 3", "v0, temperature 1",
-                 "1 of 6 sequences have advantage 0 throughout"):  # fmt: skip
+    for part in (
+        "6 sequences · 21 response tokens · 21 trained (100 %)",
+        "min 1 · p50 4 · p90 6 · max 6 tokens",
+        "16.7 % truncated",
+        "mean 2.5 ± 1.71 · from 0 to 5",
+        "from -2 to 3",
+        "v0, temperature 1",
+        "1 of 6 sequences have advantage 0 throughout",
+    ):
         assert part in text, part
     assert "advantage 0 throughout" not in both(views.batch_card(batch(advantage=lambda r, group: r + 1)))
 
@@ -224,12 +277,20 @@ def test_bytes_for_a_reader(nbytes, text):
 
 @pytest.mark.parametrize(
     ("made", "text"),
-    [(format_age(3.2), "3 s"), (format_age(600), "10 min"), (format_age(9000), "2.5 h"), (format_age(3 * 86400), "3 d"),
-     (format_count(329600), "330k"), (format_count(7.6e9), "7.6B"), (format_count(12), "12"),
-     (with_unit("entropy", 1.25), "1.25 nats"),
-     (with_unit("truncated", 0.0625), "6.25 %"), (with_unit("seconds/total", 2.0), "2 s"),
-     (with_unit("loss", 0.5), "0.5")],
-)  # fmt: skip
+    [
+        (format_age(3.2), "3 s"),
+        (format_age(600), "10 min"),
+        (format_age(9000), "2.5 h"),
+        (format_age(3 * 86400), "3 d"),
+        (format_count(329600), "330k"),
+        (format_count(7.6e9), "7.6B"),
+        (format_count(12), "12"),
+        (with_unit("entropy", 1.25), "1.25 nats"),
+        (with_unit("truncated", 0.0625), "6.25 %"),
+        (with_unit("seconds/total", 2.0), "2 s"),
+        (with_unit("loss", 0.5), "0.5"),
+    ],
+)
 def test_numbers_carry_their_unit(made, text):
     assert made == text
 

@@ -36,10 +36,7 @@ def run(name, repository, folder):
 def curves(notebook):
     cell = next(c for c in notebook.cells if "reward-curve" in c.metadata.get("tags", ()))
     text = next(o.data["text/plain"] for o in cell.outputs if "data" in o)
-    return {
-        m[1].strip(): (float(m[2]), float(m[3]))
-        for m in re.finditer(r"(?m)^(.+?)  +(\S+) [▁-█]+ (\S+)$", text)
-    }
+    return {m[1].strip(): (float(m[2]), float(m[3])) for m in re.finditer(r"(?m)^(.+?)  +(\S+) [▁-█]+ (\S+)$", text)}
 
 
 @pytest.mark.curve
@@ -72,8 +69,12 @@ def test_the_session_survives_what_the_tutorial_does_to_it(repository, tiny_path
 
 def test_the_loss_lab_compares_steps_goes_back_and_its_script_gives_the_same_numbers(repository, tiny_path, tmp_path):
     made = run("04_loss_lab.ipynb", repository, tmp_path)
-    text = ["".join(o.get("text", "") + o.get("data", {}).get("text/plain", "") for o in c.outputs)
-            if c.cell_type == "code" else "" for c in made.cells]  # fmt: skip
+    text = [
+        "".join(o.get("text", "") + o.get("data", {}).get("text/plain", "") for o in c.outputs)
+        if c.cell_type == "code"
+        else ""
+        for c in made.cells
+    ]
     lab = next(t for t in text if t.startswith("loss lab"))
     assert "cos to grpo" in lab and "gradients of the parameters" in lab and "soft" in lab
     (hashes,) = (t for t in text if "('grpo', " in t)

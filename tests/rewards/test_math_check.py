@@ -19,13 +19,22 @@ from tests.rewards.values import answers, nothing_left, one
 pytestmark = pytest.mark.slow
 
 CASES = [
-    ("1/2", r"so \boxed{0.5}", 1), ("1/2", r"so \boxed{\frac{2}{4}}", 1), ("1/2", r"so \boxed{0.51}", 0),
-    ("0.5", "the answer is $1/2$", 1), ("72", "The answer is 72", 1), ("72", "The answer is 73.", 0),
-    ("so \\boxed{4} each\n#### 72", r"\boxed{72}", 1), ("1,000", r"\boxed{1000}", 1),
-    (r"$x^2+2x+1$", r"\boxed{(x+1)^2}", 1), (r"\sqrt{8}", r"\boxed{2\sqrt{2}}", 1),
-    (7, r"\boxed{7}", 1), (7, r"\boxed{3} no, \boxed{7}", 1), (7, r"\boxed{7} no, \boxed{3}", 0),
-    (7, "no idea", 0), (7, "", 0),
-]  # fmt: skip
+    ("1/2", r"so \boxed{0.5}", 1),
+    ("1/2", r"so \boxed{\frac{2}{4}}", 1),
+    ("1/2", r"so \boxed{0.51}", 0),
+    ("0.5", "the answer is $1/2$", 1),
+    ("72", "The answer is 72", 1),
+    ("72", "The answer is 73.", 0),
+    ("so \\boxed{4} each\n#### 72", r"\boxed{72}", 1),
+    ("1,000", r"\boxed{1000}", 1),
+    (r"$x^2+2x+1$", r"\boxed{(x+1)^2}", 1),
+    (r"\sqrt{8}", r"\boxed{2\sqrt{2}}", 1),
+    (7, r"\boxed{7}", 1),
+    (7, r"\boxed{3} no, \boxed{7}", 1),
+    (7, r"\boxed{7} no, \boxed{3}", 0),
+    (7, "no idea", 0),
+    (7, "", 0),
+]
 
 
 def test_answers_are_compared_as_mathematics():

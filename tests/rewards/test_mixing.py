@@ -24,15 +24,20 @@ async def later(rollout):
 
 def test_a_weighted_sum_adds_any_kinds_of_rewards_and_keeps_what_it_was_made_of():
     parts = {
-        "plain": (plain, 0.5), "later": (later, 2), "many": (batched(lambda given: [1] * len(given)), -1),
+        "plain": (plain, 0.5),
+        "later": (later, 2),
+        "many": (batched(lambda given: [1] * len(given)), -1),
         "apart": (function(lambda r: 3, isolate=True), 1),
-    }  # fmt: skip
+    }
     scored = rollouts().score(weighted(parts))
     np.testing.assert_allclose(scored.rewards, [0.5 * i + 20 - 1 + 3 for i in range(6)])
     assert {k: v.tolist() for k, v in scored.components.items()} == {
-        "plain": [0, 1, 2, 3, 4, 5], "plain/length": [1, 2, 3, 4, 5, 6], "later": [10] * 6, "many": [1] * 6,
+        "plain": [0, 1, 2, 3, 4, 5],
+        "plain/length": [1, 2, 3, 4, 5, 6],
+        "later": [10] * 6,
+        "many": [1] * 6,
         "apart": [3] * 6,
-    }  # fmt: skip
+    }
     assert (scored.reward_seconds > 0).all()
 
 
@@ -111,12 +116,17 @@ def test_they_nest():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: weighted({}), lambda: weighted([exact()]), lambda: weighted({"a": exact()}),
+        lambda: weighted({}),
+        lambda: weighted([exact()]),
+        lambda: weighted({"a": exact()}),
         lambda: weighted({"a": (exact(), "1")}),
-        lambda: weighted({"a": (exact(), float("nan"))}), lambda: weighted({"a": (1, 1)}), lambda: mixture({}),
-        lambda: mixture({"a": 3}), lambda: mixture({"a": exact()}, default=3),
+        lambda: weighted({"a": (exact(), float("nan"))}),
+        lambda: weighted({"a": (1, 1)}),
+        lambda: mixture({}),
+        lambda: mixture({"a": 3}),
+        lambda: mixture({"a": exact()}, default=3),
     ],
-)  # fmt: skip
+)
 def test_what_can_be_no_mixture_is_refused_when_it_is_made(make):
     with pytest.raises(DataError):
         make()

@@ -26,26 +26,39 @@ def folders(tmp_path_factory):
         Qwen2Config,
         Qwen2ForCausalLM,
         Qwen2ForSequenceClassification,
-    )  # fmt: skip
+    )
 
     from rlbench.tiny.tokenizer import build_tokenizer
 
     tokenizer = build_tokenizer(CONTEXT)
     found = {"both ways": tmp_path_factory.mktemp("bert")}
     config = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=CONTEXT, num_labels=1, pad_token_id=tokenizer.pad_token_id, initializer_range=0.3,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=CONTEXT,
+        num_labels=1,
+        pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.3,
+    )
     torch.manual_seed(3)
     BertForSequenceClassification(config).save_pretrained(found["both ways"])
     tokenizer.save_pretrained(found["both ways"])
     for name in ("one", "three", "language"):
         config = Qwen2Config(
-            vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=2,
-            num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=CONTEXT,
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=CONTEXT,
             num_labels=3 if name == "three" else 1,
-            pad_token_id=None if name == "three" else tokenizer.pad_token_id, dtype="float32",
-        )  # fmt: skip
+            pad_token_id=None if name == "three" else tokenizer.pad_token_id,
+            dtype="float32",
+        )
         torch.manual_seed(3)
         found[name] = tmp_path_factory.mktemp(name)
         kind = Qwen2ForCausalLM if name == "language" else Qwen2ForSequenceClassification

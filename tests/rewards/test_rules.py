@@ -14,18 +14,29 @@ from tests.rewards.values import answers, one
 @pytest.mark.parametrize(
     ("rule", "text", "wanted"),
     [
-        (exact(), " 7\n", 1), (exact(), "7.0", 0), (exact(), "it is 7", 0), (exact(), "", 0),
+        (exact(), " 7\n", 1),
+        (exact(), "7.0", 0),
+        (exact(), "it is 7", 0),
+        (exact(), "", 0),
         (exact(inside="answer"), "<answer>3</answer> no: <answer> 7 </answer> bye", 1),
         (exact(inside="answer"), "<answer>7</answer><answer>8</answer>", 0),
-        (exact(inside="answer"), "7", 0), (exact(inside="answer"), "</answer>7<answer>", 0),
-        (exact(lambda r: "A"), "a", 0), (exact(lambda r: "A", ignore_case=True), "a", 1),
-        (contains(), "it is 7.", 1), (contains(), "it is six", 0), (contains(inside="b"), "7 <b>8</b>", 0),
+        (exact(inside="answer"), "7", 0),
+        (exact(inside="answer"), "</answer>7<answer>", 0),
+        (exact(lambda r: "A"), "a", 0),
+        (exact(lambda r: "A", ignore_case=True), "a", 1),
+        (contains(), "it is 7.", 1),
+        (contains(), "it is six", 0),
+        (contains(inside="b"), "7 <b>8</b>", 0),
         (contains(lambda r: "ß", ignore_case=True), "STRASSE", 1),
-        (regex(r"\d"), "x7", 1), (regex(r"^\d"), "x7", 0), (regex(r"a.b", flags=re.DOTALL), "a\nb", 1),
-        (regex(r"#### (-?\d+)", 1), "#### 3 then #### 7", 1), (regex(r"#### (-?\d+)", 1), "#### 7 then #### 3", 0),
-        (regex(r"#### (?P<n>\d+)", "n"), "####7", 0), (regex(r"a(b)?", 1), "a", 0),
+        (regex(r"\d"), "x7", 1),
+        (regex(r"^\d"), "x7", 0),
+        (regex(r"a.b", flags=re.DOTALL), "a\nb", 1),
+        (regex(r"#### (-?\d+)", 1), "#### 3 then #### 7", 1),
+        (regex(r"#### (-?\d+)", 1), "#### 7 then #### 3", 0),
+        (regex(r"#### (?P<n>\d+)", "n"), "####7", 0),
+        (regex(r"a(b)?", 1), "a", 0),
     ],
-)  # fmt: skip
+)
 def test_a_rule_gives_one_for_what_is_right_and_zero_for_what_is_not(rule, text, wanted):
     assert rule(one(text)) == wanted
     assert answers(text).score(rule).rewards.tolist() == [wanted]
@@ -80,10 +91,16 @@ def test_the_label_may_come_from_the_meta_data_or_a_function():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: regex("(", 1), lambda: regex("a", 1), lambda: regex("(a)", "b"), lambda: regex("a", label="x"),
-        lambda: tags(), lambda: tags("a", "a"), lambda: tags("a b"), lambda: tags("<a>"),
+        lambda: regex("(", 1),
+        lambda: regex("a", 1),
+        lambda: regex("(a)", "b"),
+        lambda: regex("a", label="x"),
+        lambda: tags(),
+        lambda: tags("a", "a"),
+        lambda: tags("a b"),
+        lambda: tags("<a>"),
     ],
-)  # fmt: skip
+)
 def test_what_can_be_no_rule_is_refused_when_it_is_made(make):
     with pytest.raises(DataError):
         make()
@@ -92,12 +109,14 @@ def test_what_can_be_no_rule_is_refused_when_it_is_made(make):
 @pytest.mark.parametrize(
     ("rule", "text"),
     [
-        (exact(), "exact()"), (exact("solution", inside="answer"), "exact(label='solution', inside='answer')"),
-        (contains(ignore_case=True), "contains(ignore_case=True)"), (regex(r"a(b)", 1), "regex('a(b)', group=1)"),
+        (exact(), "exact()"),
+        (exact("solution", inside="answer"), "exact(label='solution', inside='answer')"),
+        (contains(ignore_case=True), "contains(ignore_case=True)"),
+        (regex(r"a(b)", 1), "regex('a(b)', group=1)"),
         (regex("a", flags=re.DOTALL), "regex('a', flags=16)"),
         (tags("a", "b", outside=True), "tags('a', 'b', outside=True)"),
     ],
-)  # fmt: skip
+)
 def test_a_rule_is_a_value_that_says_what_it_is(rule, text):
     assert repr(rule) == text and pickle.loads(pickle.dumps(rule)) == rule
     assert eval(text, vars(rb.rewards)) == rule

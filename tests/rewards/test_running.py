@@ -257,7 +257,7 @@ def test_seconds_are_known_for_each_completion():
 def test_what_hangs_dies_crashes_or_takes_all_memory_costs_its_own_completion_alone():
     def reward(rollout):
         if rollout.index == 0:
-            10 ** 10 ** 10  # in C: no signal handler of Python runs meanwhile
+            10**10**10  # in C: no signal handler of Python runs meanwhile
         if rollout.index == 1:
             os._exit(3)
         if rollout.index == 2:
@@ -286,9 +286,7 @@ def test_an_isolated_batch_is_timed_as_one():
         time.sleep(60 if given[0].index == 2 else 0)
         return [r.index for r in given]
 
-    scored = rollouts().score(
-        rb.rewards.batched(reward, 2), isolate=True, timeout_s=1, on_error="keep"
-    )
+    scored = rollouts().score(rb.rewards.batched(reward, 2), isolate=True, timeout_s=1, on_error="keep")
     np.testing.assert_array_equal(scored.rewards, [0, 1, np.nan, np.nan, 4, 5])
 
 

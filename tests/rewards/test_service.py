@@ -214,9 +214,16 @@ URL = "http://h.example"
 
 @pytest.mark.parametrize(
     ("url", "options"),
-    [("localhost:8000", {}), ("ftp://h.example/", {}), ("http://", {}), ("http://me:pw@h.example/", {}),
-     (URL, {"tries": 0}), (URL, {"timeout_s": 0}), (URL, {"batch_size": 0})],
-)  # fmt: skip
+    [
+        ("localhost:8000", {}),
+        ("ftp://h.example/", {}),
+        ("http://", {}),
+        ("http://me:pw@h.example/", {}),
+        (URL, {"tries": 0}),
+        (URL, {"timeout_s": 0}),
+        (URL, {"batch_size": 0}),
+    ],
+)
 def test_what_can_be_no_service_is_refused_when_it_is_made(url, options):
     with pytest.raises(DataError, match="remote"):
         remote(url, **options)

@@ -27,9 +27,7 @@ def batches(draw):
     reward = st.one_of(st.sampled_from([0.0, 1.0, 0.7, -1.0, 0.1]), st.floats(-1e3, 1e3, width=32))
     rewards = draw(st.lists(reward, min_size=rows, max_size=rows))
     group = draw(st.lists(st.sampled_from([-3, 0, 2, 10**12]), min_size=rows, max_size=rows))
-    mask = draw(
-        st.lists(st.lists(st.booleans(), min_size=width, max_size=width), min_size=rows, max_size=rows)
-    )
+    mask = draw(st.lists(st.lists(st.booleans(), min_size=width, max_size=width), min_size=rows, max_size=rows))
     return rewards, group, mask
 
 
@@ -61,9 +59,7 @@ def by_group(rewards: list[float], group: list[int], one, singleton: str = "zero
 
 def normalized(rewards, group, ddof=1, eps=1e-6, singleton="zero"):
     deviation = statistics.stdev if ddof else statistics.pstdev
-    return by_group(
-        rewards, group, lambda r, v, _: (r - statistics.fmean(v)) / (deviation(v) + eps), singleton
-    )
+    return by_group(rewards, group, lambda r, v, _: (r - statistics.fmean(v)) / (deviation(v) + eps), singleton)
 
 
 def centred(rewards, group, singleton="zero"):
@@ -191,23 +187,17 @@ def process(token_rewards: Rows, group, mask, turns, std="group", eps=1e-6) -> R
                 step[1] = t
     keys = list(steps)
     rewards, groups = [steps[key][0] for key in keys], [group[key[0]] for key in keys]
-    scores = (normalized if std == "group" else centred)(
-        rewards, groups, **({"eps": eps} if std == "group" else {})
-    )
+    scores = (normalized if std == "group" else centred)(rewards, groups, **({"eps": eps} if std == "group" else {}))
     return [
         [
-            sum(s for s, (row, k) in zip(scores, keys, strict=True) if row == i and steps[row, k][1] >= t)
-            if m
-            else 0.0
+            sum(s for s, (row, k) in zip(scores, keys, strict=True) if row == i and steps[row, k][1] >= t) if m else 0.0
             for t, m in enumerate(own)
         ]
         for i, own in enumerate(mask)
     ]
 
 
-def token_baseline(
-    token_rewards: Rows, group, mask, logprobs: Rows, squared: Rows, weights=None, singleton="zero"
-):
+def token_baseline(token_rewards: Rows, group, mask, logprobs: Rows, squared: Rows, weights=None, singleton="zero"):
     to_go = returns(token_rewards, mask, 1.0)
     trained = [[t for t, m in enumerate(row) if m] for row in mask]
     energy = []

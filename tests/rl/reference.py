@@ -62,10 +62,14 @@ def values(x: LossInputs) -> dict[str, np.ndarray]:
         return np.where(mask, tensor.detach().double().numpy(), 0.0)
 
     return {
-        "new": plain(x.logprobs), "old": plain(x.old_logprobs), "sampler": plain(x.sampler_logprobs),
+        "new": plain(x.logprobs),
+        "old": plain(x.old_logprobs),
+        "sampler": plain(x.sampler_logprobs),
         "ref": mask * 0.0 if x.ref_logprobs is None else plain(x.ref_logprobs),
-        "adv": plain(x.advantages), "entropy": plain(x.entropy), "mask": mask,
-    }  # fmt: skip
+        "adv": plain(x.advantages),
+        "entropy": plain(x.entropy),
+        "mask": mask,
+    }
 
 
 def clamp(value: float, low: float, high: float) -> float:
@@ -131,10 +135,22 @@ def dppo_kl(new: float, old: float, adv: float, f: PolicyLoss) -> float:
 
 
 BY_TOKEN = {
-    "ppo": ppo, "grpo": ppo, "dapo": ppo, "dr_grpo": ppo, "bnpo": ppo, "decoupled_ppo": ppo,
-    "reinforce": reinforce, "gpg": reinforce, "importance_sampling": importance_sampling, "cispo": cispo,
-    "sapo": sapo, "cpgd": cpgd, "dro": dro, "dppo_tv": dppo_tv, "dppo_kl": dppo_kl,
-}  # fmt: skip
+    "ppo": ppo,
+    "grpo": ppo,
+    "dapo": ppo,
+    "dr_grpo": ppo,
+    "bnpo": ppo,
+    "decoupled_ppo": ppo,
+    "reinforce": reinforce,
+    "gpg": reinforce,
+    "importance_sampling": importance_sampling,
+    "cispo": cispo,
+    "sapo": sapo,
+    "cpgd": cpgd,
+    "dro": dro,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+}
 
 
 def gspo(new: list[float], old: list[float], adv: list[float], f: PolicyLoss) -> list[float]:

@@ -182,9 +182,7 @@ def all_estimators(m: torch.Tensor, r: torch.Tensor) -> list:
         lambda r, g, take: gpg_advantage()(r, g),
         lambda r, g, take: pass_at_k()(r, g),
         lambda r, g, take: gdpo()(r, g, components={"a": r, "b": r.abs()}, mask=m[take]),
-        lambda r, g, take: process_normalized()(
-            r, g, mask=m[take], token_rewards=placed[take], turns=turns[take]
-        ),
+        lambda r, g, take: process_normalized()(r, g, mask=m[take], token_rewards=placed[take], turns=turns[take]),
         lambda r, g, take: reinforce_plus_plus_baseline()(r, g, mask=m[take]),
     ]
 

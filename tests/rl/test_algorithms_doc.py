@@ -53,9 +53,7 @@ def test_drift_is_found(algorithms: ModuleType, change, said: str) -> None:  # t
 
 def test_defaults_are_written_from_the_code(algorithms: ModuleType) -> None:
     page = algorithms.PAGE.read_text()
-    assert algorithms.rewritten(page.replace("clip_high=0.28", "clip_high=0.27")) == algorithms.rewritten(
-        page
-    )
+    assert algorithms.rewritten(page.replace("clip_high=0.28", "clip_high=0.27")) == algorithms.rewritten(page)
 
 
 def test_everything_public_is_there_and_documented() -> None:

@@ -55,10 +55,14 @@ def test_adaptive_entropy_acts_only_below_its_target():
         controller = controller.update(entropy)
         coefs.append((round(controller.level, 6), round(controller.coef, 6)))
     assert coefs == [
-        (0.01, 0.01), (0.02, 0.02), (0.02, 0.02),  # rises to its bound at or below the target
-        (0.01, 0.0), (0.0, 0.0), (0.0, 0.0),  # falls above it, and the bonus rests
         (0.01, 0.01),
-    ]  # fmt: skip
+        (0.02, 0.02),
+        (0.02, 0.02),  # rises to its bound at or below the target
+        (0.01, 0.0),
+        (0.0, 0.0),
+        (0.0, 0.0),  # falls above it, and the bonus rests
+        (0.01, 0.01),
+    ]
 
 
 def test_adaptive_entropy_uses_its_first_level_before_it_has_seen_anything():

@@ -20,9 +20,7 @@ def slow_statistics(old: np.ndarray, sampler: np.ndarray, mask: np.ndarray) -> d
     def bounded(value):
         return min(max(value, -20.0), 20.0)
 
-    rows = [
-        [(old[i, t], sampler[i, t]) for t in range(mask.shape[1]) if mask[i, t]] for i in range(len(mask))
-    ]
+    rows = [[(old[i, t], sampler[i, t]) for t in range(mask.shape[1]) if mask[i, t]] for i in range(len(mask))]
     rows = [row for row in rows if row]
     pairs = [pair for row in rows for pair in row]
     xs = [o - s for o, s in pairs]
@@ -61,8 +59,13 @@ def random_batch(seed: int, rows: int, width: int, scale: float):
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
-@given(seed=st.integers(0, 10_000), rows=st.integers(1, 5), width=st.integers(1, 6),
-       scale=st.sampled_from([0.0, 0.01, 1.0, 30.0]), cut=st.integers(0, 5))  # fmt: skip
+@given(
+    seed=st.integers(0, 10_000),
+    rows=st.integers(1, 5),
+    width=st.integers(1, 6),
+    scale=st.sampled_from([0.0, 0.01, 1.0, 30.0]),
+    cut=st.integers(0, 5),
+)
 def test_statistics_equal_the_loop_also_when_added_from_parts(seed, rows, width, scale, cut):
     old, sampler, mask = random_batch(seed, rows, width, scale)
     expected = slow_statistics(old.numpy(), sampler.numpy(), mask.numpy())
@@ -110,9 +113,7 @@ def test_equal_engines_show_no_mismatch():
 
 
 def test_the_kl_is_the_one_of_the_sampler_against_the_trainer():
-    p = torch.tensor(
-        [0.1, 0.2, 0.7], dtype=torch.float64
-    )  # the sampler, each token as often as it samples it
+    p = torch.tensor([0.1, 0.2, 0.7], dtype=torch.float64)  # the sampler, each token as often as it samples it
     q = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64)
     counts = torch.tensor([1, 2, 7])
     sampler, old = p.log().repeat_interleave(counts)[None], q.log().repeat_interleave(counts)[None]

@@ -65,9 +65,7 @@ def test_an_uneven_mixture():
 @pytest.mark.parametrize("divergence", ["kd", *DIVERGENCES])
 def test_gradients_reach_the_student_alone_and_never_the_padding(divergence):
     student, teacher = logits(0).requires_grad_(), logits(1).requires_grad_()
-    got = torch.autograd.grad(
-        loss_of(divergence, student, teacher).sum(), [student, teacher], allow_unused=True
-    )
+    got = torch.autograd.grad(loss_of(divergence, student, teacher).sum(), [student, teacher], allow_unused=True)
     assert got[1] is None
     assert torch.isfinite(got[0]).all()
     assert (got[0][~MASK] == 0).all()

@@ -117,8 +117,9 @@ def test_one_per_token_equals_the_loop(batch, random):
     rewards, group, mask = batch
     r, g, m = tensors(batch)
     other = [random.choice([0.0, 1.0, 5.0]) for _ in rewards]
-    summed = [a - 2 * b for a, b in zip(reference.normalized(rewards, group), reference.normalized(other, group),
-                                        strict=True)]  # fmt: skip
+    summed = [
+        a - 2 * b for a, b in zip(reference.normalized(rewards, group), reference.normalized(other, group), strict=True)
+    ]
     parts = {"a": r, "b": torch.tensor(other)}
     weights = {"a": 1.0, "b": -2.0}
     near(
@@ -127,8 +128,11 @@ def test_one_per_token_equals_the_loop(batch, random):
         1e-7,
     )
     near(gdpo(weights, whiten="none")(r, g, components=parts), summed, 1e-9)
-    near(gdpo(weights, whiten="sequences")(r, g, components=parts),
-         reference.whitened([summed], [[True] * len(summed)])[0], 1e-7)  # fmt: skip
+    near(
+        gdpo(weights, whiten="sequences")(r, g, components=parts),
+        reference.whitened([summed], [[True] * len(summed)])[0],
+        1e-7,
+    )
 
     baseline = reference.spread(reference.centred(rewards, group), mask)
     near(reinforce_plus_plus_baseline()(r, g, mask=m), reference.whitened(baseline, mask), 1e-7)
@@ -142,14 +146,15 @@ def test_one_per_token_equals_the_loop(batch, random):
     )
     turns = [[random.choice([0, 1, 4]) if own else -7 for own in row] for row in mask]
     for std in ("group", "none"):
-        got = process_normalized(std)(
-            r, g, mask=m, token_rewards=torch.tensor(scores), turns=torch.tensor(turns)
-        )
+        got = process_normalized(std)(r, g, mask=m, token_rewards=torch.tensor(scores), turns=torch.tensor(turns))
         near(got, reference.process(scores, group, mask, turns, std), 1e-6)
     clean = [[0.0 if math.isnan(v) else v for v in row] for row in scores]
     for singleton in ("zero", "raw"):
         got = optimal_token_baseline(
-            *(torch.tensor(v, dtype=torch.float64) for v in (scores,)), g, m,
-            *(torch.tensor(v, dtype=torch.float64) for v in (logs, squared, weight)), singleton=singleton,
-        )  # fmt: skip
+            *(torch.tensor(v, dtype=torch.float64) for v in (scores,)),
+            g,
+            m,
+            *(torch.tensor(v, dtype=torch.float64) for v in (logs, squared, weight)),
+            singleton=singleton,
+        )
         near(got, reference.token_baseline(clean, group, mask, logs, squared, weight, singleton), 1e-7)

@@ -53,9 +53,7 @@ def test_reinforce_pulls_with_minus_the_advantage_times_the_weight_of_the_aggreg
     x = inputs()
     found = coefficients(rl.reinforce(), x, mode)
     weights = weights_of(x, mode)
-    torch.testing.assert_close(
-        found.logprobs, torch.where(x.mask, -x.advantages * weights, 0.0), rtol=1e-12, atol=0
-    )
+    torch.testing.assert_close(found.logprobs, torch.where(x.mask, -x.advantages * weights, 0.0), rtol=1e-12, atol=0)
     value = torch.where(x.mask, -x.advantages * x.logprobs.detach() * weights, 0.0).sum()
     assert found.value == pytest.approx(float(value), rel=1e-12) and found.aggregation == mode
 
@@ -124,9 +122,7 @@ def test_padding_and_the_order_of_rows_do_not_matter(name):
         return torch.cat([value.detach(), more], 1)[order]
 
     fields = {
-        f.name: wider(getattr(x, f.name))
-        for f in dataclasses.fields(x)
-        if f.name not in ("mask", "group", "channels")
+        f.name: wider(getattr(x, f.name)) for f in dataclasses.fields(x) if f.name not in ("mask", "group", "channels")
     }
     mask = torch.nn.functional.pad(x.mask, (0, 3))[order]
     other = dataclasses.replace(x, mask=mask, group=x.group[order], **fields)
@@ -281,9 +277,7 @@ def test_the_curve_of_a_clipped_loss_ends_at_its_bounds():
 
 
 def test_a_kl_penalty_bends_the_curve_back_to_ratio_1():
-    bent, straight = (
-        ratio_curve(rl.ppo(kl_coef=c, kl_estimator="k2"), RATIOS).coefficient for c in (0.5, 0.0)
-    )
+    bent, straight = (ratio_curve(rl.ppo(kl_coef=c, kl_estimator="k2"), RATIOS).coefficient for c in (0.5, 0.0))
     torch.testing.assert_close(bent - straight, 0.5 * RATIOS.log().expand(2, -1))
 
 

@@ -74,14 +74,25 @@ def test_both_outputs_equal_slow_loops_in_numpy() -> None:
 
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(
-    rows=st.integers(1, 9), width=st.integers(1, 6), size=st.integers(1, 40), tile=st.none() | st.integers(1, 90),
-    temperature=st.floats(0.2, 3.0), scale=st.sampled_from([0.01, 1.0, 30.0]), with_bias=st.booleans(),
+    rows=st.integers(1, 9),
+    width=st.integers(1, 6),
+    size=st.integers(1, 40),
+    tile=st.none() | st.integers(1, 90),
+    temperature=st.floats(0.2, 3.0),
+    scale=st.sampled_from([0.01, 1.0, 30.0]),
+    with_bias=st.booleans(),
     seed=st.integers(0, 99),
-)  # fmt: skip
+)
 def test_values_and_gradients_equal_the_plain_ones_however_the_logits_are_cut(
-    rows: int, width: int, size: int, tile: int | None, temperature: float, scale: float, with_bias: bool,
+    rows: int,
+    width: int,
+    size: int,
+    tile: int | None,
+    temperature: float,
+    scale: float,
+    with_bias: bool,
     seed: int,
-) -> None:  # fmt: skip
+) -> None:
     hidden, weight, targets, bias = made(rows, width, size, seed, scale)
     used = bias if with_bias else None
     into = [hidden, weight] + ([bias] if with_bias else [])
@@ -216,9 +227,12 @@ print((status("VmHWM") - held - 4 * D * (V + 2 * R)) / (4 * R * V))
 def test_the_logits_are_never_held() -> None:
     """Peak memory of forward and backward, in a process of its own, against that of the float32 logits."""
     done = subprocess.run(
-        [sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=120,
+        [sys.executable, "-c", MEMORY],
+        capture_output=True,
+        text=True,
+        timeout=120,
         env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},  # freed memory goes back, and hides no peak
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) <= 0.12
 
@@ -226,9 +240,7 @@ def test_the_logits_are_never_held() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_on_a_gpu_values_gradients_and_memory_are_the_same(dtype: torch.dtype) -> None:
-    parts = [
-        part.detach().cuda().requires_grad_() for part in made(2048, 256, 50_000, scale=0.1, dtype=dtype)
-    ]
+    parts = [part.detach().cuda().requires_grad_() for part in made(2048, 256, 50_000, scale=0.1, dtype=dtype)]
     hidden, weight, bias = parts[0], parts[1], parts[3]
     targets, into = parts[2].detach(), [hidden, weight, bias]
     torch.cuda.synchronize()

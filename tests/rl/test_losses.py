@@ -31,9 +31,7 @@ def make_inputs(seed: int = 0, with_ref: bool = True, spread: float = 0.6) -> Lo
     )
 
 
-def loop_grpo(
-    x: LossInputs, low: float, high: float, kl_coef: float, dual: float | None, entropy_coef: float
-):
+def loop_grpo(x: LossInputs, low: float, high: float, kl_coef: float, dual: float | None, entropy_coef: float):
     """The clipped loss, token by token, with plain floats."""
     out = torch.zeros(3, 5)
     for i in range(3):

@@ -64,9 +64,7 @@ def test_corrections_and_filters_touch_the_policy_term_alone(loss):
     x = make_inputs(0, per_token=True)
     x = dataclasses.replace(x, channels=loss.plan(x))
     bare, _ = loss(x)
-    full = dataclasses.replace(
-        loss, mismatch=Weights(), tokens=Undecided(above=0.5), kl_coef=0.3, entropy_coef=0.2
-    )
+    full = dataclasses.replace(loss, mismatch=Weights(), tokens=Undecided(above=0.5), kl_coef=0.3, entropy_coef=0.2)
     per_token, metrics = full(x)
     v = reference.values(x)
     kept = (v["entropy"] > 0.5) & v["mask"]
@@ -81,9 +79,7 @@ def test_corrections_and_filters_touch_the_policy_term_alone(loss):
     (gradient,) = torch.autograd.grad((per_token - bare.detach() * 0).sum(), x.logprobs)
     # what was filtered out keeps the gradient of its KL (but for losses whose terms reach other tokens)
     if not isinstance(loss, gspo | gmpo):
-        np.testing.assert_allclose(
-            gradient.numpy()[kept_back], 0.3 * (1 - np.exp(gap))[kept_back], atol=1e-12
-        )
+        np.testing.assert_allclose(gradient.numpy()[kept_back], 0.3 * (1 - np.exp(gap))[kept_back], atol=1e-12)
 
 
 @pytest.mark.parametrize("loss", [*ALL], ids=repr)
@@ -119,9 +115,7 @@ def test_decoupled_ppo_is_ppo_times_the_behaviour_weight():
     loss = decoupled_ppo(clip_high=0.1)
     v = reference.values(x)
     weights = np.minimum(np.exp(v["old"] - v["sampler"]), 5.0)
-    np.testing.assert_allclose(
-        loss(x)[0].detach().numpy(), weights * reference.surrogate(loss, x), atol=1e-12
-    )
+    np.testing.assert_allclose(loss(x)[0].detach().numpy(), weights * reference.surrogate(loss, x), atol=1e-12)
     far = dataclasses.replace(x, sampler_logprobs=x.old_logprobs - 3.0)  # a weight of e^3 is capped at 5
     np.testing.assert_allclose(loss(far)[0].detach().numpy(), 5.0 * reference.surrogate(loss, x), atol=1e-12)
     with pytest.raises(LossError, match="use ppo"):
@@ -198,7 +192,7 @@ WRONG_FIELDS = [
     (lambda: kl_cov(coef=-1.0), "coef=-1.0"),
     (lambda: dppo_tv(delta_high=2.0), "delta_high=2.0"),
     (lambda: dppo_kl(cap=0.0), "cap=0.0"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("make", "said"), WRONG_FIELDS, ids=[said for _, said in WRONG_FIELDS])

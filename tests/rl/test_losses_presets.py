@@ -78,17 +78,27 @@ def test_names_stand_for_defaults_and_go_through_the_aggregation_they_name(kind)
 def test_presets_have_the_bounds_and_aggregations_of_their_papers():
     seen = {name: kind() for name, kind in NAMED.items()}
     assert {name: loss.aggregation for name, loss in seen.items() if loss.aggregation != "token-mean"} == {
-        "grpo": "seq-mean-token-mean", "dr_grpo": "seq-mean-token-sum-norm", "gspo": "seq-mean-token-mean",
-        "luspo": "seq-mean-token-sum", "gmpo": "seq-mean-token-mean", "sapo": "seq-mean-token-mean",
+        "grpo": "seq-mean-token-mean",
+        "dr_grpo": "seq-mean-token-sum-norm",
+        "gspo": "seq-mean-token-mean",
+        "luspo": "seq-mean-token-sum",
+        "gmpo": "seq-mean-token-mean",
+        "sapo": "seq-mean-token-mean",
         "cpgd": "seq-mean-token-mean",
-    }  # fmt: skip
+    }
     bounds = {name: (x.clip_low, x.clip_high) for name, x in seen.items() if hasattr(x, "clip_low")}
     assert {name: bound for name, bound in bounds.items() if bound != (0.2, 0.2)} == {
-        "dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "luspo": (2e-3, 2.5e-3), "gmpo": (0.4, 0.4), "cispo": (1.0, 4.0),
-    }  # fmt: skip
+        "dapo": (0.2, 0.28),
+        "gspo": (3e-4, 4e-4),
+        "luspo": (2e-3, 2.5e-3),
+        "gmpo": (0.4, 0.4),
+        "cispo": (1.0, 4.0),
+    }
     assert {name for name, loss in seen.items() if loss.anchor == "sampler"} == {
-        "importance_sampling", "dppo_tv", "dppo_kl",
-    }  # fmt: skip
+        "importance_sampling",
+        "dppo_tv",
+        "dppo_kl",
+    }
 
 
 def test_what_is_no_loss_is_refused():
@@ -142,13 +152,17 @@ def test_decoupled_ppo_shows_another_correction_than_its_default():
 @pytest.mark.parametrize(
     ("loss", "weighs"),
     [
-        (rl.grpo(), False), (rl.clip_cov(), False), (rl.grpo(mismatch=rl.token_tis()), True),
-        (rl.grpo(anchor="sampler"), True), (rl.decoupled_ppo(), True), (rl.importance_sampling(), True),
+        (rl.grpo(), False),
+        (rl.clip_cov(), False),
+        (rl.grpo(mismatch=rl.token_tis()), True),
+        (rl.grpo(anchor="sampler"), True),
+        (rl.decoupled_ppo(), True),
+        (rl.importance_sampling(), True),
         (rl.grpo(mismatch=rl.off_policy_sequence_mask(0.5)), True),
         (rl.grpo(mismatch=rl.off_policy_sequence_mask(0.5, against="old")), False),
         (rl.grpo(mismatch=rl.off_policy_sequence_mask(0.5, against="old") + rl.icepop()), True),
     ],
-)  # fmt: skip
+)
 def test_what_weighs_by_the_sampler_refuses_log_probs_of_a_reshaped_distribution(loss, weighs):
     check_sampled_as_trained(loss, "it", ())
     if weighs:

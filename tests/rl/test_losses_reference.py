@@ -58,9 +58,14 @@ def token(log_ratio: float, advantage: float, old: float = 0.0, **changes: objec
         return torch.tensor([[value]], dtype=torch.float64)
 
     x = LossInputs(
-        logprobs=cell(old + log_ratio).requires_grad_(), old_logprobs=cell(old), sampler_logprobs=cell(old),
-        ref_logprobs=None, advantages=cell(advantage), mask=torch.ones(1, 1, dtype=torch.bool), entropy=cell(0.0),
-    )  # fmt: skip
+        logprobs=cell(old + log_ratio).requires_grad_(),
+        old_logprobs=cell(old),
+        sampler_logprobs=cell(old),
+        ref_logprobs=None,
+        advantages=cell(advantage),
+        mask=torch.ones(1, 1, dtype=torch.bool),
+        entropy=cell(0.0),
+    )
     return dataclasses.replace(x, **changes)
 
 
@@ -109,7 +114,7 @@ LOG2 = math.log(2)
         (dppo_kl(delta_high=0.1438), math.log(1.5), 1.0, -LOG2, 0.0, 0.0),
         (kl_cov(), LOG2, 1.0, -1.0, -2.0 + LOG2, -2.0 + 1.0),
     ],
-)  # fmt: skip
+)
 def test_hand_computed_values(loss, log_ratio, advantage, old, expected, slope):
     x = token(log_ratio, advantage, old)
     per_token, _ = loss(x)
@@ -174,9 +179,7 @@ def smooth(loss: PolicyLoss) -> bool:
 def test_gradients_are_those_of_finite_differences(loss):
     x = make_inputs(3, lengths=(4, 2, 0), outside=-1.0)
     channels = loss.plan(x)  # fixed, as within a step
-    whole = dataclasses.replace(
-        loss, kl_coef=0.2, kl_estimator="k2", entropy_coef=0.1, kl_ratio_correction=True
-    )
+    whole = dataclasses.replace(loss, kl_coef=0.2, kl_estimator="k2", entropy_coef=0.1, kl_ratio_correction=True)
 
     def of(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
         return whole(dataclasses.replace(x, logprobs=logprobs, entropy=entropy, channels=channels))[0]
@@ -210,9 +213,7 @@ def test_the_token_level_of_gspo_gives_each_token_its_own_advantage():
     x = make_inputs(5, holes=False, per_token=True)
     v, mask = reference.values(x), x.mask.numpy()
     s = np.exp((v["new"] - v["old"]).sum(1) / mask.sum(1))[:, None]
-    (by_token,) = torch.autograd.grad(
-        gspo(level="token", clip_low=1.0, clip_high=9.0)(x)[0].sum(), x.logprobs
-    )
+    (by_token,) = torch.autograd.grad(gspo(level="token", clip_low=1.0, clip_high=9.0)(x)[0].sum(), x.logprobs)
     close(by_token, -v["adv"] * s * mask)
     (by_sequence,) = torch.autograd.grad(gspo(clip_low=1.0, clip_high=9.0)(x)[0].sum(), x.logprobs)
     close(by_sequence, -v["adv"].sum(1)[:, None] / mask.sum(1)[:, None] * s * mask)

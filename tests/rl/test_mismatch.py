@@ -25,9 +25,7 @@ def inputs(x, mask=None, advantages=None, logprobs=None) -> LossInputs:
     x = torch.as_tensor(x, dtype=torch.float64)
     mask = torch.ones(x.shape, dtype=torch.bool) if mask is None else torch.as_tensor(mask).bool()
     sampler = torch.full_like(x, -1.25)
-    advantages = (
-        torch.ones_like(x) if advantages is None else torch.as_tensor(advantages, dtype=torch.float64)
-    )
+    advantages = torch.ones_like(x) if advantages is None else torch.as_tensor(advantages, dtype=torch.float64)
 
     def garbage(values):
         return torch.where(mask, values, NAN)
@@ -94,9 +92,7 @@ def slow_weight(correction, x: LossInputs, i: int, t: int, xs: dict[int, float])
         return float(not (x.advantages[i, t] < 0 and far > correction.delta))
     assert name == "reject"
     estimates = {
-        u: {"k1": -v, "k2": v * v / 2, "k3": bounded_exp(v) - 1 - min(max(v, -20.0), 20.0)}[
-            correction.estimator
-        ]
+        u: {"k1": -v, "k2": v * v / 2, "k3": bounded_exp(v) - 1 - min(max(v, -20.0), 20.0)}[correction.estimator]
         for u, v in xs.items()
     }
     low = -correction.high if correction.low is None else correction.low
@@ -150,8 +146,12 @@ def random_inputs(seed: int, rows: int, width: int, scale: float) -> LossInputs:
 
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=repr)
 @settings(derandomize=True, deadline=None, max_examples=12)
-@given(seed=st.integers(0, 10_000), rows=st.integers(1, 4), width=st.integers(1, 6),
-       scale=st.sampled_from([0.05, 0.5, 50.0]))  # fmt: skip
+@given(
+    seed=st.integers(0, 10_000),
+    rows=st.integers(1, 4),
+    width=st.integers(1, 6),
+    scale=st.sampled_from([0.05, 0.5, 50.0]),
+)
 def test_weights_equal_the_loop(correction, seed, rows, width, scale):
     x = random_inputs(seed, rows, width, scale)
     weights, metrics = correction(x)
@@ -212,9 +212,7 @@ def test_off_policy_sequences_are_dropped_only_where_they_did_badly():
     assert weights.tolist() == [[0, 0], [1, 1], [1, 1]]
     assert metrics["rejected"].tolist() == [[1, 1], [0, 0], [0, 0]]
     drifted = inputs(torch.full((1, 2), -0.6), advantages=[[-1.0]], logprobs=[[-1.85, -1.85]])
-    assert off_policy_sequence_mask(0.5)(drifted)[0].sum() == 0, (
-        "the sampler's distance includes the mismatch"
-    )
+    assert off_policy_sequence_mask(0.5)(drifted)[0].sum() == 0, "the sampler's distance includes the mismatch"
     assert off_policy_sequence_mask(0.5, against="old")(drifted)[0].sum() == 2
 
 
@@ -240,9 +238,7 @@ def test_dropped_tokens_still_count_in_the_normaliser():
     x = inputs([[0.0, 3.0], [0.0, 0.0]], advantages=[[1.0], [2.0]])
     per_token, _ = plain(mismatch=icepop())(x)
     mean = (per_token * Aggregation("token-mean").weights(x.mask, BatchTotals.of(x.mask))).sum()
-    assert mean.item() == pytest.approx((1.25 + 0.0 + 2 * 1.25 + 2 * 1.25) / 4), (
-        "divided by 4, not by the 3 kept"
-    )
+    assert mean.item() == pytest.approx((1.25 + 0.0 + 2 * 1.25 + 2 * 1.25) / 4), "divided by 4, not by the 3 kept"
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=repr)
@@ -285,9 +281,11 @@ def test_the_result_does_not_depend_on_the_split_the_order_or_the_padding(correc
         names = ("logprobs", "old_logprobs", "sampler_logprobs", "advantages", "entropy")
         padded = torch.cat([x.mask[rows], torch.zeros(len(rows), extra, dtype=torch.bool)], dim=1)
         return dataclasses.replace(
-            x, mask=padded, channels={n: cut(c) for n, c in channels.items()},
+            x,
+            mask=padded,
+            channels={n: cut(c) for n, c in channels.items()},
             **{name: cut(getattr(x, name)) for name in names},
-        )  # fmt: skip
+        )
 
     for rows in ([0], [1, 2], [3]):
         torch.testing.assert_close(correction(picked(rows))[0], whole[rows])

@@ -89,9 +89,7 @@ def test_lambda_by_length():
     near(length_adaptive(0.05)(torch.tensor([0, 1, 20, 40, 2000])), [0.0, 0.0, 0.0, 0.5, 0.99], 1e-12)
     values, mask = torch.rand(2, 40).double(), torch.ones(2, 40, dtype=torch.bool)
     mask[1, 25:] = False
-    got = gae(lam=length_adaptive(), whiten=False)(
-        double([1.0, 2.0]), torch.tensor([0, 0]), values=values, mask=mask
-    )
+    got = gae(lam=length_adaptive(), whiten=False)(double([1.0, 2.0]), torch.tensor([0, 0]), values=values, mask=mask)
     for row, lam in ((0, 0.5), (1, 0.2)):
         alone = gae(lam=lam, whiten=False)(double([1.0, 2.0]), torch.tensor([0, 0]), values=values, mask=mask)
         near(got[row], alone[row], 1e-12)
@@ -127,9 +125,7 @@ def test_distillation_follows_the_teacher():
 def batches(draw):
     """Ragged masks with holes and empty rows; NaN, infinities and large numbers on untrained tokens."""
     rows, width = draw(st.integers(1, 6)), draw(st.integers(1, 9))
-    mask = draw(
-        st.lists(st.lists(st.booleans(), min_size=width, max_size=width), min_size=rows, max_size=rows)
-    )
+    mask = draw(st.lists(st.lists(st.booleans(), min_size=width, max_size=width), min_size=rows, max_size=rows))
 
     def plane():
         number = st.floats(-50, 50, width=32)

@@ -27,9 +27,7 @@ score = st.floats(-50, 50, allow_nan=False)
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(rows=st.lists(st.tuples(score, score, st.floats(0, 3)), min_size=1, max_size=5))
 def test_pair_losses_equal_the_loop(rows):
-    chosen, rejected, margin = (
-        torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True)
-    )
+    chosen, rejected, margin = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
     losses = {
         "bt": bradley_terry_loss(chosen, rejected)[0],
         "margin": bradley_terry_loss(chosen, rejected, margin)[0],
@@ -53,9 +51,7 @@ def test_pair_losses_equal_the_loop(rows):
             "tie": abs(c - r),
             "centre": (c + r) ** 2,
         }
-        assert {name: loss[i].item() for name, loss in losses.items()} == pytest.approx(
-            expected, rel=1e-9, abs=1e-12
-        )
+        assert {name: loss[i].item() for name, loss in losses.items()} == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 def test_by_hand():
@@ -152,9 +148,7 @@ def test_prm_gradients_do_not_leak(reward_tokens):
     clean = torch.nan_to_num(prm_logits()).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: prm_loss(x, TOKENS, LABELS, STEP, reward_tokens)[0], [clean])
     garbage = prm_logits().requires_grad_()
-    (gradient,) = torch.autograd.grad(
-        prm_loss(garbage, TOKENS, LABELS, STEP, reward_tokens)[0].sum(), garbage
-    )
+    (gradient,) = torch.autograd.grad(prm_loss(garbage, TOKENS, LABELS, STEP, reward_tokens)[0].sum(), garbage)
     assert torch.isfinite(gradient).all()
     assert (gradient[TOKENS != STEP] == 0).all()
     assert (gradient[TOKENS == STEP] != 0).any()

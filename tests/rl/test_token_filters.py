@@ -33,9 +33,7 @@ def slow_kept(entropy: list[float], fraction: float) -> list[bool]:
 
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(
-    rows=st.lists(
-        st.lists(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.3, 2.0]), max_size=7), min_size=1, max_size=5
-    ),
+    rows=st.lists(st.lists(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.3, 2.0]), max_size=7), min_size=1, max_size=5),
     fraction=st.sampled_from([0.01, 0.2, 0.29, 0.5, 1.0]),
 )
 def test_both_levels_equal_sorting_by_hand(rows, fraction):
@@ -114,14 +112,10 @@ def test_an_all_masked_batch_keeps_nothing():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_any_float_will_do(dtype):
     x = inputs([[0.1, 0.9, 0.5, 0.2, 0.3]])
-    assert high_entropy(0.4)(dataclasses.replace(x, entropy=x.entropy.to(dtype))).tolist() == [
-        [0, 1, 1, 0, 0]
-    ]
+    assert high_entropy(0.4)(dataclasses.replace(x, entropy=x.entropy.to(dtype))).tolist() == [[0, 1, 1, 0, 0]]
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"fraction": 0.0}, {"fraction": 1.1}, {"fraction": NAN}, {"level": "bacth"}]
-)
+@pytest.mark.parametrize("wrong", [{"fraction": 0.0}, {"fraction": 1.1}, {"fraction": NAN}, {"level": "bacth"}])
 def test_bad_values_are_refused(wrong):
     with pytest.raises(LossError, match=next(iter(wrong))):
         high_entropy(**wrong)

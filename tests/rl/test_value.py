@@ -25,8 +25,13 @@ def random_batch(seed: int, rows: int = 3, width: int = 4, scale: float = 1.0):
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
-@given(seed=st.integers(0, 10_000), rows=st.integers(1, 4), width=st.integers(1, 5),
-       clip=st.sampled_from([None, 0.2, 0.5, 3.0]), scale=st.sampled_from([0.1, 1.0, 50.0]))  # fmt: skip
+@given(
+    seed=st.integers(0, 10_000),
+    rows=st.integers(1, 4),
+    width=st.integers(1, 5),
+    clip=st.sampled_from([None, 0.2, 0.5, 3.0]),
+    scale=st.sampled_from([0.1, 1.0, 50.0]),
+)
 def test_value_loss_equals_the_loop(seed, rows, width, clip, scale):
     values, returns, old, mask = random_batch(seed, rows, width, scale)
     loss, metrics = value_loss(values, returns, mask, old, clip)
@@ -39,9 +44,7 @@ def test_value_loss_equals_the_loop(seed, rows, width, clip, scale):
             expected = 0.5 * (v - r) ** 2
             if clip is not None:
                 clipped = 0.5 * (o + min(max(v - o, -clip), clip) - r) ** 2
-                assert metrics["value_clip_fraction"][i, t] == (
-                    clipped > expected + 1e-9 and abs(v - o) > clip
-                )
+                assert metrics["value_clip_fraction"][i, t] == (clipped > expected + 1e-9 and abs(v - o) > clip)
                 expected = max(expected, clipped)
             assert loss[i, t].item() == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
@@ -97,9 +100,7 @@ def test_explained_variance_by_hand():
     returns = torch.tensor([[1.0, 2.0, 3.0], [4.0, NAN, NAN]])
     assert explained_variance(returns, returns, mask) == 1
     assert explained_variance(torch.full_like(returns, 7.0), returns, mask) == pytest.approx(0)
-    assert explained_variance(returns + 5, returns, mask) == pytest.approx(1), (
-        "a constant error does not matter"
-    )
+    assert explained_variance(returns + 5, returns, mask) == pytest.approx(1), "a constant error does not matter"
     assert explained_variance(-returns, returns, mask) == pytest.approx(-3)
     assert explained_variance(returns / 2, returns, mask) == pytest.approx(0.75)
 

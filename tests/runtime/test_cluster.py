@@ -87,26 +87,24 @@ def leave_shared_memory(record):
 def test_init_again_is_the_cluster_that_is_there(starter):
     before = here()
     assert starter.run("out = [rb.init() is c, rb.init(devices=2) is c, repr(c)]") == [
-        True, True, f"Cluster({before.address}, 2 CPU device slots)",
-    ]  # fmt: skip
+        True,
+        True,
+        f"Cluster({before.address}, 2 CPU device slots)",
+    ]
     assert here() == before
 
 
 def test_what_it_writes_is_its_owners_alone(starter, state):
     folder = Path(here().temp_dir)
     assert folder.parent == Path("/tmp") and oct(folder.stat().st_mode & 0o777) == "0o700"
-    assert {oct(p.stat().st_mode & 0o777) for p in [state / "rlbench", state / "rlbench" / "sessions"]} == {
-        "0o700"
-    }
+    assert {oct(p.stat().st_mode & 0o777) for p in [state / "rlbench", state / "rlbench" / "sessions"]} == {"0o700"}
     files = [p for p in (state / "rlbench").rglob("*") if p.is_file()]
     assert {p.name for p in files} >= {"cluster.json", "token", "lock", "guard.log"}
     assert {oct(p.stat().st_mode & 0o777) for p in files} == {"0o600"}
 
 
 def test_another_number_of_devices_is_refused_naming_the_mend(starter):
-    with pytest.raises(
-        Refused, match=r"ClusterError: .*has 2 devices, not 3.*rb.shutdown\(\).*rb.init\(devices=3\)"
-    ):
+    with pytest.raises(Refused, match=r"ClusterError: .*has 2 devices, not 3.*rb.shutdown\(\).*rb.init\(devices=3\)"):
         starter.run("rb.init(devices=3)")
 
 
@@ -116,9 +114,7 @@ def test_another_address_is_refused_while_joined(starter):
 
 
 def test_resources_say_what_there_is(starter):
-    found = starter.run(
-        "found = rb.resources()\nout = {k: found[k] for k in ('devices', 'nodes', 'ours', 'total')}"
-    )
+    found = starter.run("found = rb.resources()\nout = {k: found[k] for k in ('devices', 'nodes', 'ours', 'total')}")
     assert (found["devices"], found["nodes"], found["ours"]) == (2, 1, True) and found["total"]["CPU"] == 2.0
 
 
@@ -164,9 +160,7 @@ def test_without_the_token_nobody_gets_in(starter, tmp_path):
 
 def test_a_named_session_keeps_the_cluster_when_its_kernel_leaves(guest, state):
     record = here()
-    guest.run(
-        "from rlbench.dispatch.link import Link\nwith rb.init():\n    Link.create('keeper', lease_s=600)"
-    )
+    guest.run("from rlbench.dispatch.link import Link\nwith rb.init():\n    Link.create('keeper', lease_s=600)")
     assert not guest.run("import ray\nout = ray.is_initialized()") and clusters.guard_alive(record)
     assert [s["name"] for s in registry.live_sessions(record.id)] == ["keeper"]
     own = f"c = rb.init(address={record.address!r})\nout = [c.id, c.ours]"
@@ -198,8 +192,10 @@ def test_when_ray_breaks_the_guard_ends_all_of_it(guest):
 
 
 def test_the_context_manager_ends_an_empty_cluster_with_every_process_and_twice_is_safe(guest):
-    record_id = guest.run("with rb.init(devices=1) as c:\n    out = c.id\n    from rlbench.runtime import registry\n"
-                          "    record = registry.read_cluster()")  # fmt: skip
+    record_id = guest.run(
+        "with rb.init(devices=1) as c:\n    out = c.id\n    from rlbench.runtime import registry\n"
+        "    record = registry.read_cluster()"
+    )
     session = guest.run("out = [record.ray_session, record.guard_pid, record.temp_dir]")
     assert record_id and processes.session_members(session[0]) == []
     assert processes.start_time(session[1]) is None and not Path(session[2]).exists()

@@ -26,7 +26,4 @@ def test_nvml_sees_what_torch_allocates():
     before = devices.gpu_memory()[0]
     held = torch.ones(1 << 28, dtype=torch.uint8, device="cuda")
     after = devices.gpu_memory()[0]
-    assert (
-        after["used"] - before["used"] >= held.numel() * 0.9
-        and after["total"] == before["total"] > after["used"]
-    )
+    assert after["used"] - before["used"] >= held.numel() * 0.9 and after["total"] == before["total"] > after["used"]

@@ -20,9 +20,7 @@ def tree():
         "print(child.pid, flush=True)\n"
         "time.sleep(60)\n"
     )
-    leader = subprocess.Popen(
-        [sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE, text=True
-    )
+    leader = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE, text=True)
     assert leader.stdout is not None
     yield leader, int(leader.stdout.readline())
     leader.kill()

@@ -21,9 +21,18 @@ def state(tmp_path, monkeypatch):
 
 def record(**changes):
     made = registry.ClusterRecord(
-        id="abcd1234", address="127.0.0.1:9", guard_pid=2**22 + 1, guard_start=1.0, ray_session=2**22 + 2,
-        ray_start=2.0, boot=processes.boot_id(), temp_dir="nowhere", token_path="none", devices=2, gpus=0,
-    )  # fmt: skip
+        id="abcd1234",
+        address="127.0.0.1:9",
+        guard_pid=2**22 + 1,
+        guard_start=1.0,
+        ray_session=2**22 + 2,
+        ray_start=2.0,
+        boot=processes.boot_id(),
+        temp_dir="nowhere",
+        token_path="none",
+        devices=2,
+        gpus=0,
+    )
     return replace(made, **changes)
 
 
@@ -39,8 +48,12 @@ def test_only_its_owner_can_read_it(state):
         pass
     assert oct(state.stat().st_mode & 0o777) == "0o700"
     assert modes(state) == {
-        "sessions": "0o700", "cluster.json": "0o600", "token": "0o600", "lock": "0o600", "demo.json": "0o600",
-    }  # fmt: skip
+        "sessions": "0o700",
+        "cluster.json": "0o600",
+        "token": "0o600",
+        "lock": "0o600",
+        "demo.json": "0o600",
+    }
 
 
 def test_a_folder_somebody_opened_up_is_closed_again(state):
@@ -108,15 +121,8 @@ def test_the_token_is_made_once_and_long():
 
 
 def test_a_lock_held_elsewhere_is_waited_for_and_its_holder_named():
-    code = (
-        "from rlbench.runtime import registry\n"
-        "with registry.locked():\n"
-        "    print('held', flush=True)\n"
-        "    input()\n"
-    )
-    other = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    code = "from rlbench.runtime import registry\nwith registry.locked():\n    print('held', flush=True)\n    input()\n"
+    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert other.stdout is not None and other.stdout.readline() == "held\n"
     with pytest.raises(ClusterError, match=rf"pid {other.pid}\) has held"):
         with registry.locked(timeout_s=0.2):

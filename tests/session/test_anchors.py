@@ -22,10 +22,14 @@ def batch(seed: int) -> TrainBatch:
     random = np.random.default_rng(seed)
     responses = Ragged.from_rows([random.integers(0, 99, 3), random.integers(0, 99, 2)], np.int32)
     return TrainBatch(
-        prompts=Ragged.from_rows([[1], [2]], np.int32), responses=responses, mask=np.ones(5, bool),
-        advantages=np.ones(5, np.float32), sampler_logprobs=random.normal(size=5).astype(np.float32),
-        group=np.zeros(2, np.int32), weight_version=np.zeros(2, np.int64),
-    )  # fmt: skip
+        prompts=Ragged.from_rows([[1], [2]], np.int32),
+        responses=responses,
+        mask=np.ones(5, bool),
+        advantages=np.ones(5, np.float32),
+        sampler_logprobs=random.normal(size=5).astype(np.float32),
+        group=np.zeros(2, np.int32),
+        weight_version=np.zeros(2, np.int64),
+    )
 
 
 def logprobs(seed: int) -> np.ndarray:

@@ -53,8 +53,9 @@ def test_positions_need_a_first_prediction_that_agrees():
 def tokens(gap, special=None, entropy=10.0):
     gap = np.asarray(gap, float)
     index = np.arange(len(gap)) % 10
-    return Tokens(gap, index, np.zeros(len(gap), bool) if special is None else special,
-                  np.full(len(gap), entropy), "'<end>'")  # fmt: skip
+    return Tokens(
+        gap, index, np.zeros(len(gap), bool) if special is None else special, np.full(len(gap), entropy), "'<end>'"
+    )
 
 
 def test_special_tokens_are_blamed_only_where_they_alone_are_off():

@@ -38,9 +38,7 @@ def test_a_loaded_session_goes_on_with_other_ranks_and_the_same_replica_output(s
     ) as other:
         assert weights(other) == weights(session)
         assert (other.step, other.version) == (session.step, session.version)
-        assert repr(other.history.records) == repr(session.history.records), (
-            "as text: a nan is not equal to itself"
-        )
+        assert repr(other.history.records) == repr(session.history.records), "as text: a nan is not equal to itself"
         assert other.train.world_size == 1 and other.inference.weight_versions() == [session.version]
         assert np.abs(other.logprobs(batch) - logprobs).max() < 1e-5
         assert other.lr == session.lr
@@ -79,9 +77,7 @@ def test_a_damaged_checkpoint_is_refused_before_engines_are_started(session, tmp
 
 def test_an_exported_folder_is_the_trainers_model_for_transformers(session, batch, tmp_path, tiny_path):
     done = session.export(str(tmp_path / "model"))
-    assert {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"} <= set(
-        done["files"]
-    )
+    assert {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"} <= set(done["files"])
     model = AutoModelForCausalLM.from_pretrained(done["path"])
     tokenizer = AutoTokenizer.from_pretrained(done["path"])
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(tiny_path).chat_template

@@ -83,18 +83,37 @@ def read_by_trainers(qwen: str, tmp_path_factory: pytest.TempPathFactory) -> set
     strategy = get_fake_strategy(STRATEGY)
     critic = strategy.prepare_model(make_critic(qwen), is_training=True)
     groups: dict[str, Any] = {
-        "options": {"advantage_estimator": "group_norm"}, "reference": qwen_of(qwen), "init_kl_coef": 0.1,
-        "use_kl_loss": True, "kl_target": 0.1, "packing_samples": True, "fused_linear_logprob": True,
-        "overlong_buffer": True, "overlong_buffer_len": 2, "dynamic_sampling": True, "reward_running_norm": True,
-        "save_trajectories": True, "mark_high_entropy_tokens": True, "use_tensorboard": str(place / "board"),
-        "eval_prompts": asked(4), "eval_steps": 1, "save_steps": 1, "save_hf_ckpt": True, "ema": qwen_of(qwen),
-        "ptx_coef": 0.1, "pretrain_prompts": ["5 6 7"] * 64, "max_norm": 1.0,
+        "options": {"advantage_estimator": "group_norm"},
+        "reference": qwen_of(qwen),
+        "init_kl_coef": 0.1,
+        "use_kl_loss": True,
+        "kl_target": 0.1,
+        "packing_samples": True,
+        "fused_linear_logprob": True,
+        "overlong_buffer": True,
+        "overlong_buffer_len": 2,
+        "dynamic_sampling": True,
+        "reward_running_norm": True,
+        "save_trajectories": True,
+        "mark_high_entropy_tokens": True,
+        "use_tensorboard": str(place / "board"),
+        "eval_prompts": asked(4),
+        "eval_steps": 1,
+        "save_steps": 1,
+        "save_hf_ckpt": True,
+        "ema": qwen_of(qwen),
+        "ptx_coef": 0.1,
+        "pretrain_prompts": ["5 6 7"] * 64,
+        "max_norm": 1.0,
         "reward": lambda sample: float(last_token(sample) % 2),
-    }  # fmt: skip
+    }
     values: dict[str, Any] = {
-        "options": {"advantage_estimator": None}, "critic": critic, "save_steps": 1, "load_checkpoint": True,
+        "options": {"advantage_estimator": None},
+        "critic": critic,
+        "save_steps": 1,
+        "load_checkpoint": True,
         "critic_optim": strategy.create_optimizer(critic, lr=1e-3),
-    }  # fmt: skip
+    }
     with reads(StrategyConfig, PPOConfig) as noted:
         for given in (groups, values):
             trainer = trainer_of(qwen, tokenizer=Saved(), **folders, **given)
@@ -106,9 +125,7 @@ def read_by_trainers(qwen: str, tmp_path_factory: pytest.TempPathFactory) -> set
 
 
 @pytest.mark.parametrize("name", [*strategy_names(), *trainer_names()])
-def test_a_trainers_keyword_is_read_by_the_trainer_or_refused(
-    qwen: str, read_by_trainers: set[str], name: str
-) -> None:
+def test_a_trainers_keyword_is_read_by_the_trainer_or_refused(qwen: str, read_by_trainers: set[str], name: str) -> None:
     config = get_fake_strategy(STRATEGY).config
     held = getattr(config, name) if name in OPTIONS else getattr(PPOConfig(), name)
     assert not {"adam_offload", "bf16", "use_mp_opt", "seed"} & read_by_trainers  # they act in a strategy
@@ -232,8 +249,15 @@ class Built(FakeStrategy):
 @pytest.fixture(scope="module")
 def read_when_built(tiny_path: Path) -> set[str]:
     """What `build_trainer` and the trainer's strategy read of the options of `session.trainer("ppo")`."""
-    options = {**method_options("ppo", {}), "generate_max_len": 8, "train_batch_size": 16, "adam_offload": True,
-               "rollout_batch_size": 4, "n_samples_per_prompt": 4, "init_kl_coef": 0.0}  # fmt: skip
+    options = {
+        **method_options("ppo", {}),
+        "generate_max_len": 8,
+        "train_batch_size": 16,
+        "adam_offload": True,
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 4,
+        "init_kl_coef": 0.0,
+    }
     spec = TrainerSpec(
         str(tiny_path), options, critic=True, reward=last_token, schedule_steps=4, prompts=tasks.prompts(8)
     )
@@ -320,8 +344,14 @@ def test_an_option_of_a_run_changes_what_session_and_trainer_are_given_or_is_ref
 
 def test_an_option_of_the_run_alone_is_read(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"input": "a", "label": "b", "ref": "c"}\n' * 4)
-    given = {"prompt_data": str(tmp_path / "p.jsonl"), "eval_data": str(tmp_path / "p.jsonl"), "reference_key": "ref",
-             "prompt_data_probs": (1.0,), "max_steps": 2, "kv_cache_bytes": 1 << 20}  # fmt: skip
+    given = {
+        "prompt_data": str(tmp_path / "p.jsonl"),
+        "eval_data": str(tmp_path / "p.jsonl"),
+        "reference_key": "ref",
+        "prompt_data_probs": (1.0,),
+        "max_steps": 2,
+        "kv_cache_bytes": 1 << 20,
+    }
     mixed = {**given, "prompt_data": f"{tmp_path}/p.jsonl,tiny", "prompt_data_probs": (0.5, 0.5)}
     with reads(RunOptions) as noted:
         found: set[str] = set()

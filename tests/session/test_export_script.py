@@ -71,9 +71,13 @@ def worked(cluster, tiny_path):
 def run(script, tmp_path):
     """What the script prints, run as a user would."""
     done = subprocess.run(
-        [sys.executable, script.name], cwd=script.parent, text=True, capture_output=True, timeout=300,
+        [sys.executable, script.name],
+        cwd=script.parent,
+        text=True,
+        capture_output=True,
+        timeout=300,
         env=os.environ | {"PYTHONPATH": os.getcwd()},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -81,9 +85,20 @@ def run(script, tmp_path):
 def test_every_verb_is_on_record_with_what_came_of_it(worked):
     verbs = worked.history.verbs
     assert [one["verb"] for one in verbs] == [
-        "rollout", "train_step", "undo", "train_step", "train_step", "sync_weights", "rollout", "train_step",
-        "forward_backward", "optim_step", "train.run", "train.run_cell", "evaluate",
-    ]  # fmt: skip
+        "rollout",
+        "train_step",
+        "undo",
+        "train_step",
+        "train_step",
+        "sync_weights",
+        "rollout",
+        "train_step",
+        "forward_backward",
+        "optim_step",
+        "train.run",
+        "train.run_cell",
+        "evaluate",
+    ]
     assert [one["outcome"] for one in verbs].count("failed") == 1
     failed = next(one for one in verbs if one["outcome"] == "failed")
     assert "ZeroDivisionError: no such loss" in failed["said"] and failed["args"]["loss"] == "broken"
@@ -208,9 +223,15 @@ def test_a_script_whose_numbers_differ_says_so_and_fails(worked, tmp_path):
     worked.export_script(tmp_path / "other.py")
     text = (tmp_path / "other.py").read_text().replace("lr=0.002", "lr=0.005")
     (tmp_path / "other.py").write_text(text)
-    done = subprocess.run([sys.executable, "other.py"], cwd=tmp_path, text=True, capture_output=True, timeout=300,
-                          env=os.environ | {"PYTHONPATH": os.getcwd()})  # fmt: skip
-    assert done.returncode == 1 and "DIFFERS" in done.stdout and "numbers are not those that were seen" in done.stderr
+    done = subprocess.run(
+        [sys.executable, "other.py"],
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+    )
+    assert done.returncode == 1 and "DIFFERS" in done.stdout and "differ from those seen" in done.stderr
 
 
 def test_a_record_that_cannot_be_written_changes_nothing(session, monkeypatch):

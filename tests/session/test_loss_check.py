@@ -259,8 +259,12 @@ def enclosed():
 
 def test_a_loss_that_changes_itself_is_refused_and_left_as_it_was(batch):
     soft = Soft()
-    for loss, names in ((soft, ("baseline", "calls")), (soft.__call__, ("calls",)), (counting, ("SEEN",)),
-                        (enclosed(), ("calls",))):  # fmt: skip
+    for loss, names in (
+        (soft, ("baseline", "calls")),
+        (soft.__call__, ("calls",)),
+        (counting, ("SEEN",)),
+        (enclosed(), ("calls",)),
+    ):
         said = refused(loss, batch)
         assert "changes itself" in said and all(name in said for name in names)
     assert (soft.baseline, soft.calls, SEEN) == (0.0, 0, {}), "the trial called copies"
@@ -279,10 +283,16 @@ def test_a_loss_that_holds_values_and_leaves_them_is_taken(batch):
 
 @pytest.mark.parametrize(
     ("loss", "trusts"),
-    [("grpo", True), ("gspo", True), (mine, True), ("reinforce", False), (grpo(anchor="sampler"), False),
-     (grpo(mismatch=token_tis()), False)],
+    [
+        ("grpo", True),
+        ("gspo", True),
+        (mine, True),
+        ("reinforce", False),
+        (grpo(anchor="sampler"), False),
+        (grpo(mismatch=token_tis()), False),
+    ],
     ids=["grpo", "gspo", "own", "no ratio", "anchored at the sampler", "reweighed"],
-)  # fmt: skip
+)
 def test_a_loss_whose_ratio_is_to_the_old_log_probs_alone_is_known(batch, loss, trusts):
     assert trusts_old_logprobs(ship(loss, batch), batch) is trusts
 

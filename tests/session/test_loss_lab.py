@@ -27,10 +27,11 @@ def tokens_of(batch, spread=0.4, seed=0):
     random = np.random.default_rng(seed)
     old = batch.sampler_logprobs - 1
     return {
-        "old_logprobs": old, "ref_logprobs": old - 0.1,
+        "old_logprobs": old,
+        "ref_logprobs": old - 0.1,
         "logprobs": (old + spread * random.normal(size=batch.tokens)).astype(np.float32),
         "entropy": random.random(batch.tokens).astype(np.float32),
-    }  # fmt: skip
+    }
 
 
 def mine(x, beta=1.0):
@@ -205,8 +206,10 @@ def test_a_failed_loss_is_named_with_its_line_and_the_others_are_there():
 def test_a_list_of_losses_is_called_by_their_own_names():
     batch = batch_of()
     assert list(loss_lab(batch, tokens_of(batch), ["grpo", mine, rl.dapo(clip_high=0.3)])) == [
-        "grpo", "mine", "dapo(clip_high=0.3)",
-    ]  # fmt: skip
+        "grpo",
+        "mine",
+        "dapo(clip_high=0.3)",
+    ]
     assert list(loss_lab(batch, tokens_of(batch), "grpo")) == ["grpo"]
     for losses, said in ((["grpo", "grpo"], "same name"), ({}, "no losses"), ([], "no losses")):
         with pytest.raises(LossError, match=said):

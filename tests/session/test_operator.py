@@ -112,9 +112,7 @@ def test_the_driver_goes_on_by_itself_after_a_control_verb(session):
 
 
 def test_what_drives_the_session_is_refused_while_a_rollout_runs_and_stop_ends_it(session):
-    pending = session.rollout(
-        tasks.prompts(64), n=16, max_tokens=1500, ignore_eos=True, progress=False, block=False
-    )
+    pending = session.rollout(tasks.prompts(64), n=16, max_tokens=1500, ignore_eos=True, progress=False, block=False)
     until(lambda: any(call["progress"] for call in state(session)["running"]))
     record = client.find(session.name)
     train = {"engine": "train"}

@@ -100,11 +100,21 @@ def test_the_worst_tokens_are_named_largest_first(session, batch):
 
 @pytest.mark.parametrize(
     "options",
-    [{"top_p": 0.71}, {"top_k": 3}, {"min_p": 0.31}, {"repetition_penalty": 1.3}, {"min_tokens": 9},
-     {"presence_penalty": 0.7}, {"frequency_penalty": 0.7}, {"logit_bias": {"3": 4.0}}, {"bad_words": ["7"]},
-     {"structured_outputs": {"regex": "[0-9]{2,6}"}}, {"allowed_token_ids": [0, 1, 2, 3, 52, 53, 54]}],
+    [
+        {"top_p": 0.71},
+        {"top_k": 3},
+        {"min_p": 0.31},
+        {"repetition_penalty": 1.3},
+        {"min_tokens": 9},
+        {"presence_penalty": 0.7},
+        {"frequency_penalty": 0.7},
+        {"logit_bias": {"3": 4.0}},
+        {"bad_words": ["7"]},
+        {"structured_outputs": {"regex": "[0-9]{2,6}"}},
+        {"allowed_token_ids": [0, 1, 2, 3, 52, 53, 54]},
+    ],
     ids=lambda options: next(iter(options)),
-)  # fmt: skip
+)
 def test_options_that_reshape_the_distribution_are_said_named_and_refused(session, options):
     (name,) = options
     draw = {"n": 4, "max_tokens": 12, "temperature": 1.3, "progress": False, **options}
@@ -199,7 +209,7 @@ def test_cause_one_layer_changed_behind_the_sessions_back(session, restored):
         import torch
 
         with torch.no_grad():
-            module.model.layers[1].mlp.down_proj.weight.mul_(1.01)  # noqa: F821
+            module.model.layers[1].mlp.down_proj.weight.mul_(1.01)
 
     session.train.run(nudge)
     result = session.preflight()
@@ -211,7 +221,7 @@ def test_cause_one_layer_changed_behind_the_sessions_back(session, restored):
 
 def test_cause_positions(session):
     def stretch(factor):
-        for name, buffer in module.named_buffers():  # noqa: F821
+        for name, buffer in module.named_buffers():
             if name.endswith("inv_freq"):
                 buffer.mul_(factor)
 
@@ -226,10 +236,10 @@ def test_cause_positions(session):
 
 def test_cause_dropout_and_the_random_state_stays(session):
     def dropout(rate):
-        for layer in module.model.layers:  # noqa: F821
+        for layer in module.model.layers:
             layer.self_attn.attention_dropout = rate
-        was = module.training  # noqa: F821
-        module.train()  # noqa: F821
+        was = module.training
+        module.train()
         return was
 
     (training, _) = session.train.run(dropout, 0.2)

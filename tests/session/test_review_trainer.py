@@ -13,7 +13,7 @@ __all__ = ["put_back"]
 
 
 def rate(session):
-    return session.train.run(lambda: module.optimizer.param_groups[0]["lr"])  # noqa: F821
+    return session.train.run(lambda: module.optimizer.param_groups[0]["lr"])
 
 
 def test_a_trainer_that_is_refused_leaves_the_learning_rate(session):
@@ -70,8 +70,16 @@ def test_after_a_failure_the_replicas_generate_as_before(session):
     def failing(rollout):
         raise ValueError("the judge is out")
 
-    trainer = session.trainer("grpo", prompts(), failing, train_batch_size=32, micro_train_batch_size=8,
-                              rollout_batch_size=4, n_samples_per_prompt=4, generate_max_len=6)  # fmt: skip
+    trainer = session.trainer(
+        "grpo",
+        prompts(),
+        failing,
+        train_batch_size=32,
+        micro_train_batch_size=8,
+        rollout_batch_size=4,
+        n_samples_per_prompt=4,
+        generate_max_len=6,
+    )
     with pytest.raises(DataError, match="judge"):
         trainer.step()
     assert session.rollout(["sort 52"], n=1, max_tokens=6).samples == 1

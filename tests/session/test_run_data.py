@@ -191,10 +191,15 @@ def test_several_rewards_are_a_list_with_the_folders_of_models_first(
 
 @pytest.mark.parametrize(
     ("named", "said"),
-    [("score", "wanted module:function"), (":score", "wanted module:function"), ("no.such.module:f", "is not there"),
-     ("none.py:f", "is not there .*no file"), ("rlbench.tiny.tasks:rewad", "is not there"),
-     ("rlbench.tiny.tasks:SPLITS", "is a tuple, no function")],
-)  # fmt: skip
+    [
+        ("score", "wanted module:function"),
+        (":score", "wanted module:function"),
+        ("no.such.module:f", "is not there"),
+        ("none.py:f", "is not there .*no file"),
+        ("rlbench.tiny.tasks:rewad", "is not there"),
+        ("rlbench.tiny.tasks:SPLITS", "is a tuple, no function"),
+    ],
+)
 def test_a_function_that_is_not_there_is_named_with_its_option(named: str, said: str) -> None:
     with pytest.raises(OptionError, match=rf"^reward_fn='{named}'.*{said}"):
         run_data.imported(named, "reward_fn")

@@ -58,9 +58,13 @@ def as_another_user(places: dict[str, list[str]], user: int = NOBODY) -> list[li
     if os.geteuid() != 0:
         pytest.skip("only root can become a second user")
     found = subprocess.run(
-        [sys.executable, "-c", INTRUDER], input=json.dumps({"user": user, **places}), capture_output=True, text=True,
-        check=True, timeout=120,
-    )  # fmt: skip
+        [sys.executable, "-c", INTRUDER],
+        input=json.dumps({"user": user, **places}),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
     return list(json.loads(found.stdout))
 
 
@@ -138,9 +142,11 @@ def test_the_intruder_would_say_what_it_can(tmp_path: Path) -> None:
             (shared / "socket").chmod(0o777)
             server.listen()
             places = {
-                "files": [str(shared / "file")], "libraries": [str(shared / "file")], "folders": [str(shared)],
+                "files": [str(shared / "file")],
+                "libraries": [str(shared / "file")],
+                "folders": [str(shared)],
                 "sockets": [str(shared / "socket")],
-            }  # fmt: skip
+            }
             done = as_another_user(places)
         assert [what for what, _ in done] == ["read", "write", "write", "list", "plant", "connect"]
         assert (shared / "planted").is_symlink()
@@ -192,9 +198,10 @@ def test_without_the_token_no_port_of_ray_does_anything(running: dict[psutil.Pro
     for process, command in running.items():
         methods = next((m for name, m in services.items() if name in command.split(" ")[0]), [])
         ports = [
-            c.laddr.port for c in process.net_connections("inet")
+            c.laddr.port
+            for c in process.net_connections("inet")
             if c.status == psutil.CONN_LISTEN and c.laddr.ip.startswith("::")
-        ]  # fmt: skip
+        ]
         codes = {(port, method): _unauthenticated(port, method) for port in ports for method in methods}
         assert all(code in ("UNAUTHENTICATED", "UNIMPLEMENTED") for code in codes.values()), (command, codes)
         for port in ports if methods else ():

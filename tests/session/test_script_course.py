@@ -33,8 +33,13 @@ def test_steps_undone_one_after_the_other():
 
 
 def test_a_snapshot_of_a_course_that_was_left_brings_that_course_back():
-    entries = [step("a"), verb("snapshot", snapshot="s", variable="snapshot_1"), verb("undo", snapshot="a"),
-               verb("restore", "restore(snapshot_1)", snapshot="s"), step("b")]  # fmt: skip
+    entries = [
+        step("a"),
+        verb("snapshot", snapshot="s", variable="snapshot_1"),
+        verb("undo", snapshot="a"),
+        verb("restore", "restore(snapshot_1)", snapshot="s"),
+        step("b"),
+    ]
     assert chosen(*entries) == [0, 1, 4]
 
 
@@ -76,8 +81,12 @@ def test_rollouts_of_a_course_that_was_left_are_kept_where_something_uses_them()
 
 
 def test_a_batch_is_made_where_its_first_user_was_left_out_and_not_where_nobody_needs_it():
-    entries = [rollout(1), step("a", before=["scored_1 = rollouts_1.score(f)", "batch_1 = scored_1.batch(g)"]),
-               verb("undo", snapshot="a"), step("b")]  # fmt: skip
+    entries = [
+        rollout(1),
+        step("a", before=["scored_1 = rollouts_1.score(f)", "batch_1 = scored_1.batch(g)"]),
+        verb("undo", snapshot="a"),
+        step("b"),
+    ]
     kept = course(entries)
     assert sorted(kept) == [0, 3] and needed_lines(entries, kept)[1] == entries[1].before
     other = [*entries[:3], step("b", "train_step(batch_2)", before=["batch_2 = rollouts_1.batch(h)"])]

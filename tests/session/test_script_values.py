@@ -67,19 +67,37 @@ def written(value, tmp_path, session=None):
     body = "\n".join(
         [*renderer.imports, "import rlbench as rb", *(code for _, code in renderer.defines), f"found = {text}"]
     )
-    known = {"FILES": tmp_path, "saved_array": lambda name: np.load(tmp_path / name), "session": session,
-             "saved_value": lambda name: __import__("cloudpickle").loads((tmp_path / name).read_bytes()),
-             "__name__": "a_script"}  # fmt: skip
+    known = {
+        "FILES": tmp_path,
+        "saved_array": lambda name: np.load(tmp_path / name),
+        "session": session,
+        "saved_value": lambda name: __import__("cloudpickle").loads((tmp_path / name).read_bytes()),
+        "__name__": "a_script",
+    }
     exec(compile(body, "script", "exec"), known)
     return known["found"], body, renderer
 
 
 @pytest.mark.parametrize(
     "value",
-    [None, True, -3, 1.5, float("-inf"), "it's \"\n", b"\x00", (1,), [1, (2.5, None)], {"a": {3, 4}}, frozenset({1}),
-     np.float32(0.5), np.int64(7), slice(1, None)],
+    [
+        None,
+        True,
+        -3,
+        1.5,
+        float("-inf"),
+        "it's \"\n",
+        b"\x00",
+        (1,),
+        [1, (2.5, None)],
+        {"a": {3, 4}},
+        frozenset({1}),
+        np.float32(0.5),
+        np.int64(7),
+        slice(1, None),
+    ],
     ids=repr,
-)  # fmt: skip
+)
 def test_plain_values(value, tmp_path):
     found, _, renderer = written(value, tmp_path)
     assert found == value and not renderer.files
@@ -87,10 +105,15 @@ def test_plain_values(value, tmp_path):
 
 @pytest.mark.parametrize(
     "value",
-    [rb.rl.grpo(), rb.rl.grpo(clip_high=0.3), rb.rl.group_normalized(std="batch"), rb.rl.Aggregation.of("token-mean"),
-     rb.Prompt([1, 2], label="x", meta={"k": 1})],
+    [
+        rb.rl.grpo(),
+        rb.rl.grpo(clip_high=0.3),
+        rb.rl.group_normalized(std="batch"),
+        rb.rl.Aggregation.of("token-mean"),
+        rb.Prompt([1, 2], label="x", meta={"k": 1}),
+    ],
     ids=lambda v: type(v).__name__,
-)  # fmt: skip
+)
 def test_values_of_rlbench_are_written_as_the_call_that_makes_them(value, tmp_path):
     found, body, renderer = written(value, tmp_path)
     assert found == value and type(found) is type(value) and not renderer.files
@@ -157,8 +180,12 @@ def test_what_has_no_text_lies_in_a_file_or_is_called_again(kind, tmp_path):
 
     known = {}
     exec("def f(r): return len(r) + 2", known)
-    value = {"closure": made(2), "object": Judge(2), "no source": known["f"],
-             "partial": functools.partial(reward, scale=2)}[kind]  # fmt: skip
+    value = {
+        "closure": made(2),
+        "object": Judge(2),
+        "no source": known["f"],
+        "partial": functools.partial(reward, scale=2),
+    }[kind]
     found, _, renderer = written(value, tmp_path)
     sample = next(rollouts().flat)
     assert found(sample) == value(sample)

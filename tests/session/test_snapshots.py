@@ -129,15 +129,17 @@ def test_a_step_copies_the_state_once_and_reads_nothing_that_cannot_have_changed
         from rlbench.workers import train_snapshots
 
         tensor_files._bytes_of, train_snapshots.write_tensors = reading, writing
-        train_snapshots._put_back = lambda: (setattr(tensor_files, "_bytes_of", read),
-                                             setattr(train_snapshots, "write_tensors", write))  # fmt: skip
+        train_snapshots._put_back = lambda: (
+            setattr(tensor_files, "_bytes_of", read),
+            setattr(train_snapshots, "write_tensors", write),
+        )
 
     def seen():
         from rlbench.checkpoint import tensor_files
         from rlbench.workers import train_snapshots
 
         train_snapshots._put_back()
-        return tensor_files.seen, len(list(module.buffers()))  # noqa: F821
+        return tensor_files.seen, len(list(module.buffers()))
 
     session.train_step(batch)
     session.train.run(count)  # whatever it did to the weights: the next step looks at them
@@ -153,7 +155,7 @@ def test_a_step_copies_the_state_once_and_reads_nothing_that_cannot_have_changed
 
 
 def halve():
-    for parameter in module.parameters():  # noqa: F821
+    for parameter in module.parameters():
         parameter.data.to_local().numpy()[...] *= 0.5  # as torch's own counters of changes do not see it
 
 
@@ -166,7 +168,7 @@ def draw():
 CHANGES = {
     "weights": lambda session, batch: session.train.run(halve),
     "random state": lambda session, batch: session.train.run(draw),
-    "moments": lambda session, batch: session.train.run(lambda: module.optimizer.state.clear()),  # noqa: F821
+    "moments": lambda session, batch: session.train.run(lambda: module.optimizer.state.clear()),
     "cell": lambda session, batch: session.train.run_cell("module.optimizer.param_groups[0]['eps'] *= 2"),
     "lr": lambda session, batch: session.set_lr(session.lr * 1.5),
     "restore": lambda session, batch: session.restore(session.snapshot("elsewhere")),
@@ -274,9 +276,7 @@ def test_what_is_not_there_is_named(session):
         session.restore("mien")
     with pytest.raises(SessionError, match="there is a snapshot 'mine' already"):
         session.snapshot("mine")
-    assert f"{len(session.snapshots)} snapshots" in repr(session.snapshots) and "host memory" in repr(
-        mine(session)[0]
-    )
+    assert f"{len(session.snapshots)} snapshots" in repr(session.snapshots) and "host memory" in repr(mine(session)[0])
 
 
 def test_a_damaged_snapshot_is_refused_and_the_session_stays_as_it_is(session, batch):

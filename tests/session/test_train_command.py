@@ -101,18 +101,41 @@ def test_a_mixture_has_no_end_of_its_own() -> None:
 
 
 def test_the_session_is_made_with_the_options_that_concern_it() -> None:
-    made = train_command.session_options(config(
-        ranks=3, replicas=2, kv_cache_bytes=5_000_000, engine_tp_size=2, bf16=False,
-        actor_learning_rate=1e-4, adam_betas=(0.8, 0.9), l2=0.1, max_norm=0.5, seed=7, pretrain="a/model",
-        prompt_data="p.jsonl", reward="math", train_batch_size=96, rollout_batch_size=33,
-    ), on_gpu=True)  # fmt: skip
+    made = train_command.session_options(
+        config(
+            ranks=3,
+            replicas=2,
+            kv_cache_bytes=5_000_000,
+            engine_tp_size=2,
+            bf16=False,
+            actor_learning_rate=1e-4,
+            adam_betas=(0.8, 0.9),
+            l2=0.1,
+            max_norm=0.5,
+            seed=7,
+            pretrain="a/model",
+            prompt_data="p.jsonl",
+            reward="math",
+            train_batch_size=96,
+            rollout_batch_size=33,
+        ),
+        on_gpu=True,
+    )
     assert (made["model"], made["seed"]) == ("a/model", 7)
     assert made["train"] == {
-        "lr": 1e-4, "betas": (0.8, 0.9), "weight_decay": 0.1, "max_norm": 0.5, "bf16": False, "tensor_parallel_size": 3,
-    }  # fmt: skip
+        "lr": 1e-4,
+        "betas": (0.8, 0.9),
+        "weight_decay": 0.1,
+        "max_norm": 0.5,
+        "bf16": False,
+        "tensor_parallel_size": 3,
+    }
     assert made["inference"] == {
-        "tensor_parallel_size": 2, "data_parallel_size": 2, "kv_cache_bytes": 5_000_000, "dtype": "float32",
-    }  # fmt: skip
+        "tensor_parallel_size": 2,
+        "data_parallel_size": 2,
+        "kv_cache_bytes": 5_000_000,
+        "dtype": "float32",
+    }
     building.check_options(made["train"], made["inference"])  # all are options of a session
 
 
@@ -153,11 +176,22 @@ def test_what_is_not_said_is_left_to_the_session() -> None:
 def test_the_trainer_is_given_what_concerns_it_and_nothing_of_the_session(tmp_path: Path) -> None:
     (tmp_path / "rewards_of_run.py").write_text(REWARDS)
     (tmp_path / "texts.jsonl").write_text(json.dumps({"input": "some text"}))
-    found = arguments(config(
-        "dapo", bf16=False, engine_tp_size=1, engine_mem_util=0.3, seed=3, enable_ema=True, eval_data="tiny",
-        max_eval_samples=5, reward_fn=f"{tmp_path}/rewards_of_run.py:both", ptx_coef=0.1,
-        pretrain_data=str(tmp_path / "texts.jsonl"), remote_rm_url="http://reward.example",
-    ))  # fmt: skip
+    found = arguments(
+        config(
+            "dapo",
+            bf16=False,
+            engine_tp_size=1,
+            engine_mem_util=0.3,
+            seed=3,
+            enable_ema=True,
+            eval_data="tiny",
+            max_eval_samples=5,
+            reward_fn=f"{tmp_path}/rewards_of_run.py:both",
+            ptx_coef=0.1,
+            pretrain_data=str(tmp_path / "texts.jsonl"),
+            remote_rm_url="http://reward.example",
+        )
+    )
     assert (found["method"], found["seed"], found["ema"], len(found["eval_prompts"])) == ("dapo", 3, True, 5)
     assert found["eps_clip_high"] == 0.28 and found["loss_agg_mode"] == "token-mean"
     assert not set(found) & {"bf16", "engine_tp_size", "engine_mem_util", "fsdp", "enable_ema", "eval_data"}
@@ -290,12 +324,14 @@ def test_help_and_mistakes_come_before_anything_is_started(
     assert ended.value.code == 0 and "--rollout_batch_size N" in capsys.readouterr().out
     monkeypatch.setattr(train_command, "Session", None)  # nothing may come so far
     for line, said in (
-        ("grpo --max_step 3", "no option '--max_step'; nearest: max_steps"), ("gropo", "no method 'gropo'"),
-        ("grpo none.yaml", "none.yaml cannot be read"), ("--seed 3 grpo --reward nowhere:f", "reward='nowhere:f'"),
+        ("grpo --max_step 3", "no option '--max_step'; nearest: max_steps"),
+        ("gropo", "no method 'gropo'"),
+        ("grpo none.yaml", "none.yaml cannot be read"),
+        ("--seed 3 grpo --reward nowhere:f", "reward='nowhere:f'"),
         ("grpo --prompt_data none.jsonl --max_steps 1", "no file none.jsonl"),
         ("grpo --reward_pretrain none", "reward_pretrain='none'"),
         ("grpo --train_batch_size 3 --ranks 2", "train_batch_size must be divisible"),
-    ):  # fmt: skip
+    ):
         assert cli.main(["train", *line.split()]) == 1, line
         shown = capsys.readouterr()
         assert shown.err.startswith("rlbench train: ") and said in shown.err, shown.err
@@ -330,9 +366,14 @@ def test_a_run_is_stopped_by_ctrl_c_leaves_nothing_and_a_second_one_goes_on_to_i
     """The first keeps a checkpoint of each iteration; the second, one iteration longer, of its end alone."""
     asked = ("--load_checkpoint", "--enable_ema", "--metrics_file", "m.jsonl")
     with subprocess.Popen(
-        command(*asked, "--max_steps", "5000", "--save_steps", "1"), cwd=place.folder, env=place.env,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    ) as process:  # fmt: skip
+        command(*asked, "--max_steps", "5000", "--save_steps", "1"),
+        cwd=place.folder,
+        env=place.env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
         assert process.stdout is not None
         first = []
         for line in process.stdout:

@@ -14,9 +14,15 @@ from rlbench.tiny import tasks
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("put_back")]
 
 OPTIONS = {
-    "rollout_batch_size": 8, "n_samples_per_prompt": 4, "train_batch_size": 32, "micro_train_batch_size": 8,
-    "micro_rollout_batch_size": 16, "generate_max_len": 10, "packing_samples": True, "seed": 3,
-}  # fmt: skip
+    "rollout_batch_size": 8,
+    "n_samples_per_prompt": 4,
+    "train_batch_size": 32,
+    "micro_train_batch_size": 8,
+    "micro_rollout_batch_size": 16,
+    "generate_max_len": 10,
+    "packing_samples": True,
+    "seed": 3,
+}
 
 
 def prompts(count=64, seed=3):
@@ -65,7 +71,7 @@ def test_undo_takes_an_iteration_of_the_policy_back(session):
 
 
 def checksum():
-    whole = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in module.parameters())  # noqa: F821
+    whole = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in module.parameters())
     return float(sum(p.detach().double().sum() for p in whole))
 
 
@@ -89,15 +95,33 @@ def make_by_hand(path, stream, options):
     from rlbench.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 
     global by_hand
-    names = ("micro_train_batch_size", "train_batch_size", "micro_rollout_batch_size", "n_samples_per_prompt",
-             "packing_samples", "seed")  # fmt: skip
+    names = (
+        "micro_train_batch_size",
+        "train_batch_size",
+        "micro_rollout_batch_size",
+        "n_samples_per_prompt",
+        "packing_samples",
+        "seed",
+    )
     own = get_strategy({"fsdp": True, "bf16": False, **{name: options[name] for name in names}})
     own.setup_inference_engine(own.config, engine_type="vllm")
     by_hand = SPMDPPOTrainer(
-        own, module, None, tasks.reward, None, None, module.optimizer, None, None, None,  # noqa: F821
-        tokenizer=AutoTokenizer.from_pretrained(path), prompts=stream, init_kl_coef=0.0,
-        rollout_batch_size=options["rollout_batch_size"], max_new_tokens=options["generate_max_len"],
-    )  # fmt: skip
+        own,
+        module,
+        None,
+        tasks.reward,
+        None,
+        None,
+        module.optimizer,
+        None,
+        None,
+        None,
+        tokenizer=AutoTokenizer.from_pretrained(path),
+        prompts=stream,
+        init_kl_coef=0.0,
+        rollout_batch_size=options["rollout_batch_size"],
+        max_new_tokens=options["generate_max_len"],
+    )
 
 
 def iterate(step):
@@ -125,13 +149,13 @@ def test_a_step_of_the_sessions_finds_an_optimizer_that_a_cell_left_in_host_memo
 
 
 def iterate_in_a_cell():
-    trainer.make_experience()  # noqa: F821
-    trainer.ppo_train()  # noqa: F821
-    return trainer.strategy.optimizer_away(module.optimizer)  # noqa: F821
+    trainer.make_experience()
+    trainer.ppo_train()
+    return trainer.strategy.optimizer_away(module.optimizer)
 
 
 def is_away():
-    return trainer.strategy.optimizer_away(module.optimizer)  # noqa: F821
+    return trainer.strategy.optimizer_away(module.optimizer)
 
 
 def test_a_stop_ends_a_fit_within_an_iteration_and_fit_goes_on(session):
@@ -172,9 +196,12 @@ def test_save_and_load_go_on_as_if_nothing_had_been(session, tmp_path):
 
 def test_ppo_has_a_critic_and_a_reference_whose_kl_is_in_the_reward(session):
     trainer = session.trainer(
-        "ppo", prompts(), tasks.reward, critic_lr=1e-3, **{**OPTIONS, "init_kl_coef": 0.05, "n_samples_per_prompt": 2,
-                                                           "train_batch_size": 16},
-    )  # fmt: skip
+        "ppo",
+        prompts(),
+        tasks.reward,
+        critic_lr=1e-3,
+        **{**OPTIONS, "init_kl_coef": 0.05, "n_samples_per_prompt": 2, "train_batch_size": 16},
+    )
     first, second = trainer.step(), trainer.step()
     assert first.kl == pytest.approx(0.0, abs=1e-4) and second.kl != first.kl  # the reference is where it began
     assert {"critic_loss", "values", "critic_lr", "explained_variance", "returns_mean"} <= first.keys()
@@ -184,9 +211,12 @@ def test_ppo_has_a_critic_and_a_reference_whose_kl_is_in_the_reward(session):
 
 def test_dynamic_sampling_draws_again_until_every_group_teaches_something(session):
     trainer = session.trainer(
-        "dapo", prompts(400), tasks.reward, eval_prompts=tasks.prompts(16, split="eval"),
+        "dapo",
+        prompts(400),
+        tasks.reward,
+        eval_prompts=tasks.prompts(16, split="eval"),
         **{**OPTIONS, "generate_max_len": 12},
-    )  # fmt: skip
+    )
     metrics = trainer.step()
     assert metrics.step_reward_min < metrics.step_reward_max
     assert trainer.where()["prompts"]["position"] > OPTIONS["rollout_batch_size"], "some prompts were replaced"
@@ -219,8 +249,14 @@ def test_mistakes_are_told_where_they_are_made(session):
         grpo(session, use_mp_opt=True)
     with pytest.raises(OptionError, match="cannot be shared out evenly over 2 ranks"):
         grpo(session, rollout_batch_size=7).step()
-    for said in ({"fsdp": False}, {"fsdp": False, "zero_stage": 3}, {"bf16": True}, {"critic_pretrain": True},
-                 {"lr_warmup_ratio": 0.5}, {"lr": 1e-5, "actor_learning_rate": 1e-6}):  # fmt: skip
+    for said in (
+        {"fsdp": False},
+        {"fsdp": False, "zero_stage": 3},
+        {"bf16": True},
+        {"critic_pretrain": True},
+        {"lr_warmup_ratio": 0.5},
+        {"lr": 1e-5, "actor_learning_rate": 1e-6},
+    ):
         with pytest.raises(OptionError, match=r"cannot be honoured|no effect|say the same"):
             grpo(session, **said)
     assert grpo(session).step().train_steps == 1, "the session is as usable as before"

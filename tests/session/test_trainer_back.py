@@ -51,12 +51,14 @@ def held():
         local = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
         return float(sum(t.detach().double().abs().sum() for t in local))
 
-    state = [v for s in trainer.critic_optim.state.values() for v in s.values() if isinstance(v, torch.Tensor)]  # noqa: F821
+    state = [v for s in trainer.critic_optim.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
     return {
-        "critic": total(trainer.critic.parameters()), "optimizer": total(state),  # noqa: F821
-        "average": total(trainer.ema_model.parameters()), "where": trainer.files.state(),  # noqa: F821
-        "rates": [o.param_groups[0]["lr"] for o in (trainer.actor_optim, trainer.critic_optim)],  # noqa: F821
-        "schedules": [s.last_epoch for s in (trainer.actor_scheduler, trainer.critic_scheduler)],  # noqa: F821
+        "critic": total(trainer.critic.parameters()),
+        "optimizer": total(state),
+        "average": total(trainer.ema_model.parameters()),
+        "where": trainer.files.state(),
+        "rates": [o.param_groups[0]["lr"] for o in (trainer.actor_optim, trainer.critic_optim)],
+        "schedules": [s.last_epoch for s in (trainer.actor_scheduler, trainer.critic_scheduler)],
     }
 
 
@@ -112,7 +114,7 @@ def test_gradients_that_wait_for_the_rest_of_their_step_wait_again(session):
 
 
 def waiting():
-    return trainer.sequences_waiting  # noqa: F821
+    return trainer.sequences_waiting
 
 
 def test_experience_that_waits_is_there_again(session):
@@ -126,7 +128,7 @@ def test_experience_that_waits_is_there_again(session):
 
 
 def sequences():
-    return len(trainer.replay_buffer)  # noqa: F821
+    return len(trainer.replay_buffer)
 
 
 def test_a_snapshot_of_before_the_trainer_takes_the_policy_back_and_says_so(session):
@@ -169,7 +171,7 @@ def test_other_prompts_than_then_leave_the_trainer_where_it_is_and_name_why(sess
 
 
 def other_prompts(stream):
-    trainer.prompts = stream  # noqa: F821
+    trainer.prompts = stream
 
 
 def test_the_trainers_part_counts_in_a_snapshot_and_is_shared_where_it_did_not_change(session):
@@ -184,7 +186,7 @@ def test_the_trainers_part_counts_in_a_snapshot_and_is_shared_where_it_did_not_c
 
 
 def critic_bytes():
-    return sum(p.to_local().nbytes for p in trainer.critic.parameters())  # noqa: F821
+    return sum(p.to_local().nbytes for p in trainer.critic.parameters())
 
 
 def test_a_critic_that_is_offloaded_is_kept_and_put_back_where_it_is(session):
@@ -201,22 +203,22 @@ def test_a_critic_that_is_offloaded_is_kept_and_put_back_where_it_is(session):
 
 
 def send_away():
-    trainer.strategy.offload_model(trainer.critic)  # noqa: F821
+    trainer.strategy.offload_model(trainer.critic)
 
 
 def spoil():
-    for parameter in trainer.critic.parameters():  # noqa: F821
+    for parameter in trainer.critic.parameters():
         parameter.data.to_local().zero_()
-    trainer.critic_optim.state.clear()  # noqa: F821
+    trainer.critic_optim.state.clear()
 
 
 def offloaded():
-    own = trainer.strategy  # noqa: F821
+    own = trainer.strategy
     try:
-        own.need_optimizer(trainer.critic_optim)  # noqa: F821
+        own.need_optimizer(trainer.critic_optim)
     except Exception:
-        return own.offloaded(trainer.critic), True  # noqa: F821
-    return own.offloaded(trainer.critic), False  # noqa: F821
+        return own.offloaded(trainer.critic), True
+    return own.offloaded(trainer.critic), False
 
 
 # -- whose gradients
@@ -286,7 +288,7 @@ def test_a_stop_during_the_rollout_leaves_the_iteration_before_to_be_undone(sess
 def wait_for_a_stop():
     from rlbench.dispatch import context
 
-    maker = trainer.experience_maker  # noqa: F821
+    maker = trainer.experience_maker
     make = maker.make_experience_list
 
     def held_up(*args, **kwargs):
@@ -317,4 +319,4 @@ def test_a_trainer_that_is_refused_leaves_the_one_before_in_its_place(session):
 
 
 def recomputes():
-    return module.is_gradient_checkpointing  # noqa: F821
+    return module.is_gradient_checkpointing

@@ -18,7 +18,7 @@ def stop_after(steps):
     """Somebody asks to stop once so many optimizer steps of the next update are done."""
     from rlbench.dispatch import context
 
-    update, left = trainer.policy_update, [steps]  # noqa: F821
+    update, left = trainer.policy_update, [steps]
     accumulate = update.accumulate
 
     def counted(*args):

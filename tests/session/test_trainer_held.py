@@ -20,9 +20,12 @@ RATE = 1e-6
 def held(cluster, tiny_path):
     """Two ranks and a replica, for the tests of this file."""
     made = rb.Session(
-        "tiny", name="held", train={"lr": RATE, "tensor_parallel_size": 2, **HELD},
-        inference={"kv_cache_bytes": 64 << 20}, seed=3,
-    )  # fmt: skip
+        "tiny",
+        name="held",
+        train={"lr": RATE, "tensor_parallel_size": 2, **HELD},
+        inference={"kv_cache_bytes": 64 << 20},
+        seed=3,
+    )
     yield made
     made.close()
 
@@ -35,18 +38,23 @@ def seen():
     """On a rank: weights and their copies, by name; how the weights are held; where everything is."""
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-    states = [part._get_fsdp_state() for part in module.modules() if isinstance(part, FSDPModule)]  # noqa: F821
+    states = [part._get_fsdp_state() for part in module.modules() if isinstance(part, FSDPModule)]
     policies = [group.offload_policy for state in states for group in state._fsdp_param_groups]
     weights, copies, places = {}, {}, set()
-    for name, weight in module.named_parameters():  # noqa: F821
-        state = module.optimizer.state.get(weight, {})  # noqa: F821
+    for name, weight in module.named_parameters():
+        state = module.optimizer.state.get(weight, {})
         weights[name] = weight.detach().to_local().clone()
         if "master" in state:
             copies[name] = state["master"].to_local().clone()
         places |= {str(weight.to_local().device), *(str(v.device) for v in state.values() if torch.is_tensor(v))}
     whole = all(isinstance(policy, CPUOffloadPolicy) for policy in policies)
-    return {"weights": weights, "copies": copies, "offloaded": bool(policies) and whole, "places": places,
-            "optimizer": type(module.optimizer).__name__}  # noqa: F821 # fmt: skip
+    return {
+        "weights": weights,
+        "copies": copies,
+        "offloaded": bool(policies) and whole,
+        "places": places,
+        "optimizer": type(module.optimizer).__name__,
+    }
 
 
 def test_float32_copies_go_on_where_half_precision_weights_stand_still(held):
@@ -93,20 +101,22 @@ def test_the_sessions_own_step_is_the_same_optimizers_and_undo_brings_the_copies
 
 def test_a_trainer_finds_its_actor_so_and_holds_its_critic_so_and_its_average_in_float32(held, tmp_path):
     def kinds():
-        held_by = {"critic": trainer.critic, "average": trainer.ema_model}  # noqa: F821
-        config = trainer.strategy.config  # noqa: F821
+        held_by = {"critic": trainer.critic, "average": trainer.ema_model}
+        config = trainer.strategy.config
         return {name: {str(p.dtype) for p in model.parameters()} for name, model in held_by.items()} | {
             "options": (config.use_mp_opt, config.fsdp_cpu_offload),
-            "optimizer": type(trainer.critic_optim).__name__,  # noqa: F821
+            "optimizer": type(trainer.critic_optim).__name__,
         }
 
     given = {**OPTIONS, "init_kl_coef": 0.0}
     made = held.trainer("ppo", prompts(), tasks.reward, ema=True, critic_lr=1e-3, **given)
     found = held.train.run(kinds)[0]
     assert found == {
-        "critic": {"torch.bfloat16"}, "average": {"torch.float32"}, "options": (True, True),
+        "critic": {"torch.bfloat16"},
+        "average": {"torch.float32"},
+        "options": (True, True),
         "optimizer": "FSDPadaptOptimizer",
-    }  # fmt: skip
+    }
     assert made.step().critic_loss > 0
     made.save(str(tmp_path / "kept"))
     assert made.load(str(tmp_path / "kept"))["iterations"] == 1

@@ -88,9 +88,12 @@ def test_rewards_are_found_one_or_several_and_functions_and_addresses_stay(at: P
 
 @pytest.mark.parametrize(
     ("reward", "said"),
-    [("models", "no folder .*/project/models"), ("~/judges.py", "no file .*/home/judges.py"),
-     (["judge.py", "./models"], "no folder .*/project/models")],
-)  # fmt: skip
+    [
+        ("models", "no folder .*/project/models"),
+        ("~/judges.py", "no file .*/home/judges.py"),
+        (["judge.py", "./models"], "no folder .*/project/models"),
+    ],
+)
 def test_a_reward_that_is_not_there_is_said_with_its_place(at: Path, reward: Any, said: str) -> None:
     with pytest.raises(OptionError, match=rf"^reward=.*{said}"):
         spec(reward=reward)
@@ -113,9 +116,11 @@ def test_services_are_found_among_the_options_and_the_arguments(at: Path) -> Non
 def test_folders_to_write_to_are_here_whether_given_or_not(at: Path) -> None:
     found = spec(options={"ckpt_path": "kept", "log_dir": "~/lengths", "eps_clip": 0.1}).options
     assert found == {
-        "ckpt_path": f"{at}/project/kept", "save_path": f"{at}/project/ckpt", "log_dir": f"{at}/home/lengths",
+        "ckpt_path": f"{at}/project/kept",
+        "save_path": f"{at}/project/ckpt",
+        "log_dir": f"{at}/home/lengths",
         "eps_clip": 0.1,
-    }  # fmt: skip
+    }
 
 
 def test_a_sessions_reference_is_found_likewise(at: Path) -> None:

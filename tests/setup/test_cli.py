@@ -40,9 +40,7 @@ def test_an_error_of_ours_is_one_line_and_exit_status_1(capsys):
 
 
 def test_ps_without_sessions_says_so_and_imports_no_ray(tmp_path):
-    code = (
-        "import sys; from rlbench import cli; cli.main(['ps']); print(*({'ray', 'torch'} & set(sys.modules)))"
-    )
+    code = "import sys; from rlbench import cli; cli.main(['ps']); print(*({'ray', 'torch'} & set(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", code], env={"XDG_STATE_HOME": str(tmp_path)}, capture_output=True, text=True
     )

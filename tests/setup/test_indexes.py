@@ -30,9 +30,7 @@ def test_options_of_other_commands_are_left_out():
 
 
 def test_a_value_may_hold_equal_signs_and_quotes():
-    assert (
-        parse_pip_config("global.index-url='https://u:p=1@h.test/s'")["index-url"] == "https://u:p=1@h.test/s"
-    )
+    assert parse_pip_config("global.index-url='https://u:p=1@h.test/s'")["index-url"] == "https://u:p=1@h.test/s"
 
 
 def test_indexes_and_links_become_flags_in_their_order():

@@ -33,18 +33,18 @@ def share(data: Rows, s: Any) -> Rows:
 
 
 def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in tensors.items()
-    }
+    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in tensors.items()}
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer's tensors by parameter name and key, whole."""
-    return whole({
-        f"{name}/{key}": value
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    })  # fmt: skip
+    return whole(
+        {
+            f"{name}/{key}": value
+            for name, parameter in model.named_parameters()
+            for key, value in optimizer.state.get(parameter, {}).items()
+        }
+    )
 
 
 def said_by(work: Any) -> tuple[Any, str]:
@@ -95,9 +95,11 @@ def train_by_hand(path: str, steps: list[list[Rows]], max_norm: float = 0.0) -> 
         optimizer.step()
         optimizer.zero_grad()
     return {
-        "parameters": whole(dict(model.named_parameters())), "state": state_of(model, optimizer), "norms": norms,
+        "parameters": whole(dict(model.named_parameters())),
+        "state": state_of(model, optimizer),
+        "norms": norms,
         "groups": [(0.1, len(decayed)), (0.0, len(plain))],
-    }  # fmt: skip
+    }
 
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 3e-5) -> None:

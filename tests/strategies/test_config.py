@@ -16,19 +16,52 @@ from rlbench.strategies import OptionError, StrategyConfig, add_arguments, get_s
 from rlbench.strategies.config import NOBODY, OPTIONS, accumulation_steps, default, namespace_of
 
 REFERENCE = {
-    "seed": 42, "max_norm": 1.0, "micro_train_batch_size": 1, "train_batch_size": 128, "bf16": True, "zero_stage": 2,
-    "fsdp": False, "fsdp_cpu_offload": False, "adam_offload": False, "zpg": 1, "grad_accum_dtype": None,
-    "overlap_comm": False, "engine_type": "vllm", "engine_tp_size": 1, "local_rank": -1, "sp_size": 1,
-    "actor_learning_rate": 1e-5, "critic_learning_rate": 1e-5, "adam_betas": (0.9, 0.95), "l2": 0.0,
-    "lr_warmup_ratio": 0.03, "critic_pretrain": False, "remote_rm_url": None, "reward_running_norm": False,
-    "reward_running_norm_minus_mean": False, "advantages_norm": False, "advantage_clip": 0.0, "reward_clip": 0.0,
-    "micro_rollout_batch_size": 2, "n_samples_per_prompt": 8, "overlong_buffer": False, "overlong_buffer_len": 1024,
-    "overlong_buffer_penalty_factor": 1.0, "dynamic_sampling": False,
-    "use_kl_loss": False, "kl_estimator": "k3", "mixed_mm_data": False, "use_mp_opt": False,
-}  # fmt: skip
+    "seed": 42,
+    "max_norm": 1.0,
+    "micro_train_batch_size": 1,
+    "train_batch_size": 128,
+    "bf16": True,
+    "zero_stage": 2,
+    "fsdp": False,
+    "fsdp_cpu_offload": False,
+    "adam_offload": False,
+    "zpg": 1,
+    "grad_accum_dtype": None,
+    "overlap_comm": False,
+    "engine_type": "vllm",
+    "engine_tp_size": 1,
+    "local_rank": -1,
+    "sp_size": 1,
+    "actor_learning_rate": 1e-5,
+    "critic_learning_rate": 1e-5,
+    "adam_betas": (0.9, 0.95),
+    "l2": 0.0,
+    "lr_warmup_ratio": 0.03,
+    "critic_pretrain": False,
+    "remote_rm_url": None,
+    "reward_running_norm": False,
+    "reward_running_norm_minus_mean": False,
+    "advantages_norm": False,
+    "advantage_clip": 0.0,
+    "reward_clip": 0.0,
+    "micro_rollout_batch_size": 2,
+    "n_samples_per_prompt": 8,
+    "overlong_buffer": False,
+    "overlong_buffer_len": 1024,
+    "overlong_buffer_penalty_factor": 1.0,
+    "dynamic_sampling": False,
+    "use_kl_loss": False,
+    "kl_estimator": "k3",
+    "mixed_mm_data": False,
+    "use_mp_opt": False,
+}
 DOCUMENTED = {
-    "enable_engine_sleep": True, "chunk_size": 4096, "plot_every": 10, "log_dir": None, "engine_mem_util": 0.5,
-}  # fmt: skip
+    "enable_engine_sleep": True,
+    "chunk_size": 4096,
+    "plot_every": 10,
+    "log_dir": None,
+    "engine_mem_util": 0.5,
+}
 
 
 def parsed(*line: str) -> argparse.Namespace:
@@ -50,14 +83,22 @@ def test_every_option_is_in_the_table_once_and_on_the_command_line_with_the_same
 
 
 def test_the_guides_command_lines_are_read() -> None:
-    config = StrategyConfig.of(parsed(
-        *"--fsdp --fsdp_cpu_offload --use_mp_opt --engine_tp_size 2 --engine_mem_util 0.85 --enable_engine_sleep "
-        "--micro_train_batch_size 1 --train_batch_size 64 --bf16 --adam_betas 0.8 0.9 --packing_samples".split()
-    ))  # fmt: skip
+    config = StrategyConfig.of(
+        parsed(
+            *"--fsdp --fsdp_cpu_offload --use_mp_opt --engine_tp_size 2 --engine_mem_util 0.85 --enable_engine_sleep "
+            "--micro_train_batch_size 1 --train_batch_size 64 --bf16 --adam_betas 0.8 0.9 --packing_samples".split()
+        )
+    )
     assert config.overridden() == [
-        "train_batch_size", "fsdp", "fsdp_cpu_offload", "use_mp_opt", "engine_tp_size", "engine_mem_util", "adam_betas",
+        "train_batch_size",
+        "fsdp",
+        "fsdp_cpu_offload",
+        "use_mp_opt",
+        "engine_tp_size",
+        "engine_mem_util",
+        "adam_betas",
         "packing_samples",
-    ]  # fmt: skip
+    ]
     assert config.adam_betas == (0.8, 0.9)
     assert not StrategyConfig.of(parsed("--disable_engine_sleep", "--no-bf16")).enable_engine_sleep
     assert not parsed("--no-bf16").bf16
@@ -98,9 +139,19 @@ def test_a_misspelt_option_is_refused_with_the_nearest_name(given: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("seed", "many"), ("seed", 1.5), ("bf16", 1), ("max_norm", None), ("adam_betas", (0.9,)), ("log_dir", 3),
-     ("engine_type", None), ("max_norm", float("nan")), ("train_batch_size", 0), ("l2", True)],
-)  # fmt: skip
+    [
+        ("seed", "many"),
+        ("seed", 1.5),
+        ("bf16", 1),
+        ("max_norm", None),
+        ("adam_betas", (0.9,)),
+        ("log_dir", 3),
+        ("engine_type", None),
+        ("max_norm", float("nan")),
+        ("train_batch_size", 0),
+        ("l2", True),
+    ],
+)
 def test_a_value_of_another_kind_is_refused(name: str, value: Any) -> None:
     with pytest.raises(OptionError, match=name):
         StrategyConfig.of({name: value})
@@ -108,9 +159,18 @@ def test_a_value_of_another_kind_is_refused(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("sp_size", 2), ("mixed_mm_data", True), ("zpg", 8), ("grad_accum_dtype", "fp32"), ("overlap_comm", True),
-     ("rm_use_engine", True), ("rm_engine_cudagraph", True), ("zero_stage", 3), ("engine_type", "sglang")],
-)  # fmt: skip
+    [
+        ("sp_size", 2),
+        ("mixed_mm_data", True),
+        ("zpg", 8),
+        ("grad_accum_dtype", "fp32"),
+        ("overlap_comm", True),
+        ("rm_use_engine", True),
+        ("rm_engine_cudagraph", True),
+        ("zero_stage", 3),
+        ("engine_type", "sglang"),
+    ],
+)
 def test_what_nobody_honours_raises_when_it_is_set(name: str, value: Any) -> None:
     """Defect absent: inert flags."""
     with pytest.raises(OptionError, match=f"{name}={value!r} cannot be honoured"):

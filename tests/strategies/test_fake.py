@@ -29,22 +29,35 @@ def test_it_has_every_public_method_with_the_signature_of_the_real_one() -> None
 
 SEED: dict[str, dict[str, Any]] = {
     "__init__": {
-        "seed": 42, "max_norm": 0.0, "micro_train_batch_size": 1, "train_batch_size": 1, "bf16": True, "args": None,
+        "seed": 42,
+        "max_norm": 0.0,
+        "micro_train_batch_size": 1,
+        "train_batch_size": 1,
+        "bf16": True,
+        "args": None,
     },
     "prepare_model": {"is_training": False, "shard_size": -1, "reshard_after_forward": True},
     "init_model_context": {"meta_init": False},
     "save_ckpt": {
-        "tag": None, "max_num": 3, "max_mem": 1000, "client_state": {}, "save_latest": True, "optimizer": None,
+        "tag": None,
+        "max_num": 3,
+        "max_mem": 1000,
+        "client_state": {},
+        "save_latest": True,
+        "optimizer": None,
         "scheduler": None,
     },
     "load_ckpt": {
-        "optimizer": None, "scheduler": None, "load_module_strict": True, "load_optimizer_states": True,
+        "optimizer": None,
+        "scheduler": None,
+        "load_module_strict": True,
+        "load_optimizer_states": True,
         "load_lr_scheduler_states": True,
     },
     "all_reduce": {"op": "mean"},
     "report_memory": {"prefix": ""},
     "moving_average": {"beta": 0.992, "device": "cpu"},
-}  # fmt: skip
+}
 ORDER = {
     "backward": "loss model optimizer",
     "optimizer_step": "optimizer model scheduler name",

@@ -57,9 +57,12 @@ def test_before_setup_every_call_names_setup() -> None:
     s = FakeStrategy()
     assert s.inference_engine is None
     for call in (
-        lambda: s.gather_and_generate({}, all_prompts=["a"]), lambda: s.update_engine_weights(torch.nn.Linear(1, 1)),
-        s.maybe_sleep_inference_engine, s.wakeup_inference_engine, lambda: s.inference_engine_status,
-    ):  # fmt: skip
+        lambda: s.gather_and_generate({}, all_prompts=["a"]),
+        lambda: s.update_engine_weights(torch.nn.Linear(1, 1)),
+        s.maybe_sleep_inference_engine,
+        s.wakeup_inference_engine,
+        lambda: s.inference_engine_status,
+    ):
         with pytest.raises(StateError, match=r"call strategy\.setup_inference_engine\(args\) first"):
             call()
 
@@ -125,11 +128,16 @@ def test_prompts_are_texts_chats_prompts_or_token_ids() -> None:
 
 @pytest.mark.parametrize(
     ("texts", "ids", "said"),
-    [(None, None, "was given neither"), (["a"], [[1]], "was given both"),
-     (["a", ""], None, "prompt 1 is an empty text"), (None, [[1], []], "prompt 1 of this rank is empty"),
-     (None, [[1.5]], "prompt 0 of this rank is no list of token ids"),
-     (None, ["sort 1"], "texts and chats go into all_prompts"), ([3.5], None, "prompt 0: wanted a text")],
-)  # fmt: skip
+    [
+        (None, None, "was given neither"),
+        (["a"], [[1]], "was given both"),
+        (["a", ""], None, "prompt 1 is an empty text"),
+        (None, [[1], []], "prompt 1 of this rank is empty"),
+        (None, [[1.5]], "prompt 0 of this rank is no list of token ids"),
+        (None, ["sort 1"], "texts and chats go into all_prompts"),
+        ([3.5], None, "prompt 0: wanted a text"),
+    ],
+)
 def test_what_is_no_prompt_is_refused_with_its_place(texts: Any, ids: Any, said: str) -> None:
     with pytest.raises(DataError, match=said):
         own_prompts(texts, ids, None, None)
@@ -177,7 +185,7 @@ def test_sampling_options_come_as_mapping_or_as_attributes() -> None:
 
 def test_each_rank_gets_its_own_part_of_what_rank_0_holds(engine: Any) -> None:
     def scattered() -> Any:
-        return strategy.control.scatter([["a"], {"b": 2}] if rank == 0 else None)  # type: ignore[name-defined] # noqa: F821
+        return strategy.control.scatter([["a"], {"b": 2}] if rank == 0 else None)  # type: ignore[name-defined]
 
     assert engine.run(scattered) == [["a"], {"b": 2}]
     assert FakeStrategy().control.scatter([7]) == 7

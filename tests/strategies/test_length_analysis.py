@@ -78,8 +78,11 @@ def test_plot_every_says_which_steps_are_collected_and_drawn(tmp_path: Path) -> 
     assert [step for step in range(7) if every_third.collect([4, 5], step) is not None] == [0, 3, 6]
     assert [line["step"] for line in written(tmp_path)] == [0, 3, 6]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "gen_len.jsonl", "gen_len_step_0.png", "gen_len_step_3.png", "gen_len_step_6.png",
-    ]  # fmt: skip
+        "gen_len.jsonl",
+        "gen_len_step_0.png",
+        "gen_len_step_3.png",
+        "gen_len_step_6.png",
+    ]
 
 
 @pytest.mark.parametrize("never", [0, -1])
@@ -127,9 +130,7 @@ def test_tensorboard_gets_each_step_once_in_at_most_50_bins() -> None:
 
 
 def test_torchs_own_writer_takes_the_histogram(tmp_path: Path) -> None:
-    EventAccumulator = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator"
-    ).EventAccumulator
+    EventAccumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator").EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(str(tmp_path)) as writer:

@@ -34,7 +34,7 @@ def custom_state() -> dict[str, torch.Tensor]:
 def full_state(engine: Ranks) -> dict[str, torch.Tensor]:
     def gather() -> dict[str, Any]:
         found = {}
-        for name, tensor in module.state_dict().items():  # type: ignore[name-defined]  # noqa: F821
+        for name, tensor in module.state_dict().items():  # type: ignore[name-defined]
             found[name] = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu().clone()
         return found
 
@@ -49,9 +49,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_folder_gives_the_weights_transformers_would_load(
-    tmp_path: Path, world_size: int, tied: bool
-) -> None:
+def test_a_folder_gives_the_weights_transformers_would_load(tmp_path: Path, world_size: int, tied: bool) -> None:
     path = save_qwen(tmp_path, tied=tied)
     with ranks(world_size) as engine:
         info = engine.build(qwen_on_meta(path))[0]
@@ -178,7 +176,7 @@ def test_what_one_engine_staged_another_takes_by_the_checkpoints_names(family: s
 
     def halve() -> None:
         with torch.no_grad():
-            for parameter in module.parameters():  # type: ignore[name-defined]  # noqa: F821
+            for parameter in module.parameters():  # type: ignore[name-defined]
                 parameter.mul_(0.5)
 
     with ranks(1) as engine:

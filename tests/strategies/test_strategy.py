@@ -29,7 +29,7 @@ def train(engine: Ranks, data: list[list[int]], **kwargs: Any) -> list[float]:
 
 def parameters(engine: Ranks) -> dict[str, torch.Tensor]:
     def gather() -> Any:
-        return {n: p.full_tensor().detach().clone() for n, p in module.named_parameters()}  # type: ignore[name-defined]  # noqa: F821
+        return {n: p.full_tensor().detach().clone() for n, p in module.named_parameters()}  # type: ignore[name-defined]
 
     return engine.run(gather)[0]
 
@@ -57,16 +57,12 @@ def plain_loop(
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert set(found) == set(expected)
     for name in expected:
-        torch.testing.assert_close(
-            found[name], expected[name], rtol=0, atol=3e-5, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=3e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("max_norm", [0.0, 0.05])
-def test_a_users_loop_trains_as_a_plain_loop_does_clipped_or_not(
-    qwen: str, world_size: int, max_norm: float
-) -> None:
+def test_a_users_loop_trains_as_a_plain_loop_does_clipped_or_not(qwen: str, world_size: int, max_norm: float) -> None:
     data = [rows(4, seed) for seed in range(3)]
     expected, norms = plain_loop(qwen, [[step] for step in data], max_norm)
     with ranks(world_size, qwen_on_meta(qwen), max_norm=max_norm) as engine:
@@ -115,15 +111,13 @@ def test_a_norm_that_is_not_finite_skips_the_step_on_all_ranks_and_says_so(qwen:
             assert "gradient norm is" in result["skipped"]
         assert engine.call("state_checksum") == before
         train(engine, rows(2))
-        assert engine.method("optimizer_step")[0][
-            "stepped"
-        ]  # usable, and nothing of the bad gradient is left
+        assert engine.method("optimizer_step")[0]["stepped"]  # usable, and nothing of the bad gradient is left
         assert engine.call("state_checksum") != before
 
 
 def test_weight_decay_spares_biases_and_norms(qwen: str) -> None:
     def groups() -> Any:
-        optimizer = strategy.create_optimizer(module, lr=1.0, weight_decay=0.5)  # type: ignore[name-defined]  # noqa: F821
+        optimizer = strategy.create_optimizer(module, lr=1.0, weight_decay=0.5)  # type: ignore[name-defined]
         return [(g["weight_decay"], sorted({p.dim() for p in g["params"]})) for g in optimizer.param_groups]
 
     with ranks(2, qwen_on_meta(qwen)) as engine:
@@ -134,11 +128,14 @@ def test_ranks_reduce_and_gather_numbers_and_tensors(qwen: str) -> None:
     def exchange() -> Any:
         import torch
 
-        s = strategy  # type: ignore[name-defined]  # noqa: F821
+        s = strategy  # type: ignore[name-defined]
         return (
-            s.all_reduce(float(s.rank), "sum"), s.all_reduce(torch.tensor([1.0 + s.rank]), "mean").tolist(),
-            s.all_gather(float(s.rank)), s.all_gather(torch.full((1, 2), s.rank)).tolist(), s.is_rank_0(),
-        )  # fmt: skip
+            s.all_reduce(float(s.rank), "sum"),
+            s.all_reduce(torch.tensor([1.0 + s.rank]), "mean").tolist(),
+            s.all_gather(float(s.rank)),
+            s.all_gather(torch.full((1, 2), s.rank)).tolist(),
+            s.is_rank_0(),
+        )
 
     with ranks(2, qwen_on_meta(qwen)) as engine:
         assert engine.run(exchange) == [
@@ -177,7 +174,7 @@ def test_an_evaluation_between_backward_and_step_does_not_leave_stale_weights(qw
 
 def test_an_unknown_reduction_and_option_are_refused(qwen: str) -> None:
     def wrong() -> None:
-        strategy.backward(None, module, reduction="median")  # type: ignore[name-defined]  # noqa: F821
+        strategy.backward(None, module, reduction="median")  # type: ignore[name-defined]
 
     with ranks(1, qwen_on_meta(qwen)) as engine, pytest.raises(EngineError, match="'mean' or 'sum'"):
         engine.run(wrong)

@@ -39,17 +39,22 @@ def parts(s: Any, path: str, dtype: torch.dtype = torch.float32) -> tuple[Any, A
     model = s.prepare_model(Qwen2ForCausalLM.from_pretrained(path, dtype=dtype), is_training=True)
     optimizer = s.create_optimizer(model, lr=1e-2, weight_decay=0.1)
     scheduler = get_scheduler(
-        "cosine_with_min_lr", optimizer, num_warmup_steps=2, num_training_steps=10,
+        "cosine_with_min_lr",
+        optimizer,
+        num_warmup_steps=2,
+        num_training_steps=10,
         scheduler_specific_kwargs={"min_lr": 0.0},
-    )  # fmt: skip
+    )
     return model, optimizer, scheduler
 
 
 def everything(model: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
     return {
-        "parameters": whole(dict(model.named_parameters())), "state": state_of(model, optimizer),
-        "lr": optimizer.param_groups[0]["lr"], "scheduler": scheduler.state_dict()["last_epoch"],
-    }  # fmt: skip
+        "parameters": whole(dict(model.named_parameters())),
+        "state": state_of(model, optimizer),
+        "lr": optimizer.param_groups[0]["lr"],
+        "scheduler": scheduler.state_dict()["last_epoch"],
+    }
 
 
 def train_and_save(s: Any, path: str, folder: str, **more: Any) -> dict[str, Any]:

@@ -63,9 +63,11 @@ def test_the_optimizer_of_a_pair_steps_the_sharded_parameters_and_keeps_its_stat
         run_steps(s, prepared, same, steps[1:])
         held = {id(p) for g in same.param_groups for p in g["params"]}
         return (
-            same is optimizer, held == {id(p) for p in prepared.parameters()},
-            whole(dict(prepared.named_parameters())), state_of(prepared, same),
-        )  # fmt: skip
+            same is optimizer,
+            held == {id(p) for p in prepared.parameters()},
+            whole(dict(prepared.named_parameters())),
+            state_of(prepared, same),
+        )
 
     same, holds, parameters, state = engine.run(pair)[0]
     expected = train_by_hand(qwen, steps)
@@ -82,10 +84,15 @@ def test_lists_tuples_pairs_and_what_is_no_module_come_back_in_their_form(qwen: 
         found = s.prepare_model([made[0], (made[1], None), "a remote reward", (made[3], optimizer, "scheduler")])
         again = s.prepare_model(made[0])
         return (
-            [type(part).__name__ for part in found], s.prepare_model(None), found[2], found[3][2],
+            [type(part).__name__ for part in found],
+            s.prepare_model(None),
+            found[2],
+            found[3][2],
             [isinstance(m, FSDPModule) for m in (found[0], found[1][0], found[3][0], made[2])],
-            again is found[0], found[1][1], found[3][0].weight.requires_grad,
-        )  # fmt: skip
+            again is found[0],
+            found[1][1],
+            found[3][0].weight.requires_grad,
+        )
 
     kinds, none, url, scheduler, sharded, same, nothing, _ = engine.run(forms)[0]
     assert kinds == ["FSDPLinear", "tuple", "str", "tuple"]
@@ -228,10 +235,18 @@ def test_fsdp_cpu_offload_keeps_trained_weights_on_the_host_and_switches_adam_of
 
 def test_all_models_of_a_trainer_are_prepared_with_their_rates(qwen: str, engine: Ranks) -> None:
     def prepared(critic_pretrain: Any, remote: Any) -> Any:
-        s = FSDPV2Strategy(bf16=False, args={
-            "actor_learning_rate": 4e-3, "critic_learning_rate": 8e-3, "adam_betas": (0.8, 0.9), "l2": 0.5,
-            "lr_warmup_ratio": 0.2, "critic_pretrain": critic_pretrain, "remote_rm_url": remote,
-        })  # fmt: skip
+        s = FSDPV2Strategy(
+            bf16=False,
+            args={
+                "actor_learning_rate": 4e-3,
+                "critic_learning_rate": 8e-3,
+                "adam_betas": (0.8, 0.9),
+                "l2": 0.5,
+                "lr_warmup_ratio": 0.2,
+                "critic_pretrain": critic_pretrain,
+                "remote_rm_url": remote,
+            },
+        )
         models = [Qwen2ForCausalLM.from_pretrained(qwen) for _ in range(4)]
         actor, critic, rewards, initial = s.prepare_models_and_optimizers(
             models[0], models[1], [models[2]], models[3], None, 10
@@ -242,10 +257,14 @@ def test_all_models_of_a_trainer_are_prepared_with_their_rates(qwen: str, engine
             actor[1].step()
             actor[2].step()
         return (
-            rates, actor[1].param_groups[0]["betas"], {g["weight_decay"] for g in actor[1].param_groups},
-            critic[1] and critic[1].defaults["lr"], isinstance(rewards[0], FSDPModule), isinstance(initial, FSDPModule),
+            rates,
+            actor[1].param_groups[0]["betas"],
+            {g["weight_decay"] for g in actor[1].param_groups},
+            critic[1] and critic[1].defaults["lr"],
+            isinstance(rewards[0], FSDPModule),
+            isinstance(initial, FSDPModule),
             actor[1].param_groups[0]["lr"],
-        )  # fmt: skip
+        )
 
     rates, betas, decays, critic, reward, initial, last = engine.run(prepared, "a/critic", None)[0]
     assert rates[:3] == pytest.approx([0.0, 2e-3, 4e-3]) and last == pytest.approx(4e-4)

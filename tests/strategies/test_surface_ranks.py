@@ -32,9 +32,11 @@ def test_numbers_tensors_and_dicts_are_reduced_and_left_as_they_were(engine: Ran
         data = {"loss": 1.0 + s.rank, "count": 2**52 + s.rank, "each": mine}
         return (
             {op: s.all_reduce(data["loss"], op) for op in ("mean", "sum", "max", "min")},
-            s.all_reduce(data), s.all_reduce(data["count"], "max"), torch.equal(mine, kept),
+            s.all_reduce(data),
+            s.all_reduce(data["count"], "max"),
+            torch.equal(mine, kept),
             s.all_reduce(torch.tensor([1, 2]) * s.rank, "sum").tolist(),
-        )  # fmt: skip
+        )
 
     numbers, means, most, untouched, whole_numbers = engine.run(reduced)[1]
     assert numbers == {"mean": 1.5, "sum": 3.0, "max": 2.0, "min": 1.0}

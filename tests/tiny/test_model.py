@@ -51,9 +51,7 @@ def test_sampling_finds_right_answers_where_greedy_is_wrong(model, tokenizer):
     torch.manual_seed(0)
     mixed = 0
     for prompt in tasks.prompts(16, "eval", seed=3):
-        ids = tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        )
+        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True, return_tensors="pt")
         sampled = model.generate(**ids, do_sample=True, num_return_sequences=8, max_new_tokens=12, top_k=0)
         said = tokenizer.batch_decode(sampled[:, ids["input_ids"].shape[1] :], skip_special_tokens=True)
         right = sum(text == tasks.answer(prompt) for text in said)
@@ -77,9 +75,7 @@ def test_chat_template_round_trip(tokenizer):
     assert text == "<|system|>be right<|end|><|user|>sort 312<|end|><|assistant|>123<|end|>"
     encoded = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
     assert tokenizer.decode(encoded["input_ids"]) == text
-    spoken = [
-        token for token, said in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if said
-    ]
+    spoken = [token for token, said in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if said]
     assert tokenizer.decode(spoken) == "123<|end|>"
     asked = tokenizer.apply_chat_template(chat[:2], tokenize=False, add_generation_prompt=True)
     assert asked == text.removesuffix("123<|end|>")

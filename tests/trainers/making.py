@@ -47,9 +47,13 @@ class TableEngine:
             reason = self._finish(len(self.calls)) or reason
         tokens = rng.integers(0, VOCAB, count).tolist()
         return GenerateOutput(
-            list(prompt.content), tokens, (-4.5 + 0.3 * rng.normal(size=count)).astype(np.float32), reason,
-            " ".join(map(str, tokens)), 7,
-        )  # fmt: skip
+            list(prompt.content),
+            tokens,
+            (-4.5 + 0.3 * rng.normal(size=count)).astype(np.float32),
+            reason,
+            " ".join(map(str, tokens)),
+            7,
+        )
 
 
 def asked(count: int, seed: int = 0, **own: Any) -> list[Prompt]:
@@ -68,18 +72,30 @@ def qwen_of(path: str) -> Any:
 
 
 def maker_of(
-    strategy: Any, actor: Any, reward: Any = last_token, options: dict[str, Any] | None = None,
-    config: dict[str, Any] | None = None, **given: Any,
-) -> FastExperienceMaker:  # fmt: skip
+    strategy: Any,
+    actor: Any,
+    reward: Any = last_token,
+    options: dict[str, Any] | None = None,
+    config: dict[str, Any] | None = None,
+    **given: Any,
+) -> FastExperienceMaker:
     """A maker of GRPO without a reference around a strategy that draws from a `TableEngine`, unless told otherwise."""
     if "gather_and_generate" not in vars(strategy):
         strategy.gather_and_generate = TableEngine()
     ours = PPOConfig(**{"init_kl_coef": 0.0, "generate_max_len": LONGEST, "prompt_max_len": 16, **(config or {})})
     return FastExperienceMaker(
-        actor, given.pop("critic", None), reward, given.pop("initial_model", None), given.pop("tokenizer", None),
-        ours.prompt_max_len, given.pop("kl_ctl", None), strategy, options=StrategyConfig(**{**GRPO, **(options or {})}),
-        config=ours, **given,
-    )  # fmt: skip
+        actor,
+        given.pop("critic", None),
+        reward,
+        given.pop("initial_model", None),
+        given.pop("tokenizer", None),
+        ours.prompt_max_len,
+        given.pop("kl_ctl", None),
+        strategy,
+        options=StrategyConfig(**{**GRPO, **(options or {})}),
+        config=ours,
+        **given,
+    )
 
 
 def rows_of(experience: Experience, flat: np.ndarray) -> list[np.ndarray]:

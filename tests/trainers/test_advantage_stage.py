@@ -30,9 +30,14 @@ def samples(seed: int = 0, reference: bool = True, masked: tuple[int, ...] = ())
         mask[layout.offsets[row] : layout.offsets[row + 1]] = False
     near = lambda: (-3 + 0.4 * rng.normal(size=total)).astype(np.float32)  # noqa: E731
     return Samples(
-        layout, mask, rng.integers(0, 3, 12).astype(np.float64) / 2, np.repeat(np.arange(3), 4), near(),
-        near() if reference else None, rng.normal(size=total).astype(np.float32),
-    )  # fmt: skip
+        layout,
+        mask,
+        rng.integers(0, 3, 12).astype(np.float64) / 2,
+        np.repeat(np.arange(3), 4),
+        near(),
+        near() if reference else None,
+        rng.normal(size=total).astype(np.float32),
+    )
 
 
 def k_of(name: str, d: float) -> float:
@@ -147,9 +152,13 @@ def test_group_norm_of_a_known_group() -> None:
 def test_gae_of_a_known_response() -> None:
     layout = Ragged.from_rows([[1, 2, 3]], np.int32)
     given = Samples(
-        layout, np.ones(3, bool), np.array([1.0]), np.zeros(1, np.int64), np.zeros(3, np.float32),
+        layout,
+        np.ones(3, bool),
+        np.array([1.0]),
+        np.zeros(1, np.int64),
+        np.zeros(3, np.float32),
         values=np.array([0.5, 0.4, 0.3], np.float32),
-    )  # fmt: skip
+    )
     found = made(given, advantage_estimator="gae")
     np.testing.assert_allclose(found.advantages, [0.43675, 0.565, 0.7], atol=1e-6)
     np.testing.assert_allclose(found.returns, [0.93675, 0.965, 1.0], atol=1e-6)

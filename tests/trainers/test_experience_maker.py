@@ -127,8 +127,14 @@ def test_options_of_sampling_reach_the_engine_under_its_names(fake: Fake, actor:
     maker.make_experience_list(asked(1), max_new_tokens=3, min_new_tokens=1, stop=["x"])
     call = fake.gather_and_generate.calls[0]
     assert call["sampling"] == {
-        "temperature": 0.7, "top_p": 0.9, "top_k": 5, "max_tokens": 3, "min_tokens": 1, "stop": ["x"], "n": 4,
-    }  # fmt: skip
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 5,
+        "max_tokens": 3,
+        "min_tokens": 1,
+        "stop": ["x"],
+        "n": 4,
+    }
     assert call["sleep"] is True
     with pytest.raises(OptionError, match="are one option"):
         maker.make_experience_list(asked(1), max_new_tokens=3, max_tokens=4)
@@ -161,9 +167,13 @@ def test_old_and_reference_logprobs_are_the_models_own_at_the_samplers_temperatu
 ) -> None:
     reference = moved(qwen)
     maker = maker_of(
-        fake, actor, initial_model=reference, packing_samples=packed, options=fused,
+        fake,
+        actor,
+        initial_model=reference,
+        packing_samples=packed,
+        options=fused,
         config={"init_kl_coef": 0.1, "temperature": 0.8},
-    )  # fmt: skip
+    )
     made = joined(maker.make_experience_list(asked(3)))
     np.testing.assert_allclose(made.batch.old_logprobs, logprobs_by_hand(actor, made, 0.8), atol=1e-5)
     np.testing.assert_allclose(made.batch.ref_logprobs, logprobs_by_hand(reference, made, 0.8), atol=1e-5)
@@ -186,9 +196,7 @@ def test_packed_and_padded_forwards_give_the_same_experience(fake: Fake, qwen: s
     np.testing.assert_array_equal(made[0].batch.advantages, made[1].batch.advantages)
 
 
-def test_chunk_size_bounds_the_logits_held_at_once(
-    fake: Fake, actor: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunk_size_bounds_the_logits_held_at_once(fake: Fake, actor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Defect absent: fused_linear_logprob and chunk_size had no implementation."""
     from rlbench.rl import linear
 
@@ -242,9 +250,7 @@ def test_with_the_samplers_logprobs_the_actor_looks_at_one_micro_batch_alone(
     made = joined(maker.make_experience_list(asked(3)))
     assert seen == [3]
     assert made.batch.old_logprobs is None and made.entropy is None
-    np.testing.assert_array_equal(
-        made.action_log_probs.numpy(), made.padded(made.batch.sampler_logprobs).numpy()
-    )
+    np.testing.assert_array_equal(made.action_log_probs.numpy(), made.padded(made.batch.sampler_logprobs).numpy())
     some = made.rows([0, 1, 2])
     own = logprobs_by_hand(actor, some, 1.0)
     x = own.astype(np.float64) - some.batch.sampler_logprobs
@@ -377,13 +383,14 @@ def test_advantages_beside_responses_that_were_cut_are_those_of_the_kernels_own_
 def test_metrics_and_moments_are_of_the_responses_that_were_not_cut(fake: Fake, actor: Any, qwen: str) -> None:
     fake.gather_and_generate = Interrupted()
     options = {
-        "reward_running_norm": True, "reward_clip": 5.0, "overlong_buffer": True, "overlong_buffer_len": 6,
+        "reward_running_norm": True,
+        "reward_clip": 5.0,
+        "overlong_buffer": True,
+        "overlong_buffer_len": 6,
         "advantage_estimator": "reinforce",
-    }  # fmt: skip
+    }
     reward = lambda r: {"reward": of_a_finished_one(r), "format": float(len(r))}  # noqa: E731
-    maker = maker_of(
-        fake, actor, reward, options, {"init_kl_coef": 0.1}, initial_model=moved(qwen)
-    )  # fmt: skip
+    maker = maker_of(fake, actor, reward, options, {"init_kl_coef": 0.1}, initial_model=moved(qwen))
     made = joined(maker.make_experience_list(asked(3)))
     rows, m = made.trained, maker.metrics
     scores, lengths = made.batch.rewards[rows], made.batch.response_lengths[rows]
@@ -391,13 +398,20 @@ def test_metrics_and_moments_are_of_the_responses_that_were_not_cut(fake: Fake, 
     clipped = np.clip(penalised, -5, 5)
     sums = np.add.reduceat(made.kl, made.batch.responses.offsets[:-1])[rows]
     expected = {
-        "step_reward_mean": scores.mean(), "step_reward_std": scores.std(ddof=1), "step_reward_max": scores.max(),
-        "reward": (clipped / clipped.std(ddof=1)).mean(), "response_length": lengths.mean(),
-        "total_length": made.batch.lengths[rows].mean(), "truncated": made.batch.truncated[rows].mean(),
-        "overlong": (lengths > LONGEST - 6).mean(), "reward_clip_frac": (np.abs(penalised) > 5).mean(),
-        "format_mean": lengths.mean(), "kl_per_sequence": sums.mean(), "return": made.info["return"][rows].mean(),
+        "step_reward_mean": scores.mean(),
+        "step_reward_std": scores.std(ddof=1),
+        "step_reward_max": scores.max(),
+        "reward": (clipped / clipped.std(ddof=1)).mean(),
+        "response_length": lengths.mean(),
+        "total_length": made.batch.lengths[rows].mean(),
+        "truncated": made.batch.truncated[rows].mean(),
+        "overlong": (lengths > LONGEST - 6).mean(),
+        "reward_clip_frac": (np.abs(penalised) > 5).mean(),
+        "format_mean": lengths.mean(),
+        "kl_per_sequence": sums.mean(),
+        "return": made.info["return"][rows].mean(),
         "aborted": 0.5,
-    }  # fmt: skip
+    }
     assert {name: m[name] for name in expected} == pytest.approx(expected, abs=1e-5)
     count, mean, _ = maker.state()["moments"]
     assert (count, mean) == (6, pytest.approx(clipped.mean())) and np.isnan(made.batch.rewards[~rows]).all()
@@ -419,9 +433,14 @@ def test_an_evaluation_is_of_the_responses_that_were_not_cut(fake: Fake, actor: 
 def test_scores_are_shaped_in_one_order_and_clips_counted_before_clamping(fake: Fake, actor: Any) -> None:
     """Defect absent: the running norm came after the comparison within groups."""
     options = {
-        "overlong_buffer": True, "overlong_buffer_len": 6, "overlong_buffer_penalty_factor": 3.0, "reward_clip": 4.0,
-        "reward_running_norm": True, "reward_running_norm_minus_mean": True, "advantage_estimator": "reinforce",
-    }  # fmt: skip
+        "overlong_buffer": True,
+        "overlong_buffer_len": 6,
+        "overlong_buffer_penalty_factor": 3.0,
+        "reward_clip": 4.0,
+        "reward_running_norm": True,
+        "reward_running_norm_minus_mean": True,
+        "advantage_estimator": "reinforce",
+    }
     maker = maker_of(fake, actor, options=options)
     first, second = (joined(maker.make_experience_list(asked(3, seed=seed))) for seed in (0, 1))
     seen: list[float] = []
@@ -478,25 +497,41 @@ def test_evaluating_moves_no_running_moment(fake: Fake, actor: Any) -> None:
 
 def test_metrics_are_those_of_all_samples(fake: Fake, actor: Any, qwen: str) -> None:
     maker = maker_of(
-        fake, actor, initial_model=moved(qwen),
+        fake,
+        actor,
+        initial_model=moved(qwen),
         reward=lambda r: {"reward": last_token(r), "format": float(len(r) > 3), "a/detail": 1.0},
-        options={"advantages_norm": True, "advantage_clip": 0.8}, config={"init_kl_coef": 0.1},
-    )  # fmt: skip
+        options={"advantages_norm": True, "advantage_clip": 0.8},
+        config={"init_kl_coef": 0.1},
+    )
     made = joined(maker.make_experience_list(asked(4)))
     m, batch = maker.metrics, made.batch
     lengths, kept = batch.response_lengths, batch.advantages[batch.mask]
     sums = np.add.reduceat(made.kl, batch.responses.offsets[:-1])
     expected = {
-        "reward": batch.rewards.mean(), "return": made.info["return"].mean(), "response_length": lengths.mean(),
-        "response_length_mean": lengths.mean(), "response_length_std": lengths.std(ddof=1),
-        "total_length": batch.lengths.mean(), "step_reward_mean": batch.rewards.mean(),
-        "step_reward_std": batch.rewards.std(ddof=1), "step_reward_max": batch.rewards.max(),
-        "step_reward_min": batch.rewards.min(), "advantages_mean": kept.mean(), "advantages_std": kept.std(ddof=1),
-        "advantages_max": kept.max(), "advantages_min": kept.min(), "kl": made.kl.mean(),
-        "kl_per_sequence": sums.mean(), "entropy": made.entropy.mean(), "truncated": batch.truncated.mean(),
-        "rule_reward_mean": batch.rewards.mean(), "format_mean": (lengths > 3).mean(),
-        "format_std": (lengths > 3).astype(float).std(ddof=1), "aborted": 0.0,
-    }  # fmt: skip
+        "reward": batch.rewards.mean(),
+        "return": made.info["return"].mean(),
+        "response_length": lengths.mean(),
+        "response_length_mean": lengths.mean(),
+        "response_length_std": lengths.std(ddof=1),
+        "total_length": batch.lengths.mean(),
+        "step_reward_mean": batch.rewards.mean(),
+        "step_reward_std": batch.rewards.std(ddof=1),
+        "step_reward_max": batch.rewards.max(),
+        "step_reward_min": batch.rewards.min(),
+        "advantages_mean": kept.mean(),
+        "advantages_std": kept.std(ddof=1),
+        "advantages_max": kept.max(),
+        "advantages_min": kept.min(),
+        "kl": made.kl.mean(),
+        "kl_per_sequence": sums.mean(),
+        "entropy": made.entropy.mean(),
+        "truncated": batch.truncated.mean(),
+        "rule_reward_mean": batch.rewards.mean(),
+        "format_mean": (lengths > 3).mean(),
+        "format_std": (lengths > 3).astype(float).std(ddof=1),
+        "aborted": 0.0,
+    }
     assert {name: m[name] for name in expected} == pytest.approx(expected, abs=1e-5)
     assert 0 < m["advantage_clip_frac"] < 1 and "a/detail_mean" not in m
     assert {"returns_mean", "returns_std", "mismatch/kl"} <= set(m)

@@ -15,9 +15,14 @@ from tests.ranks import RankFailure, Ranks, ranks
 from tests.trainers.making import asked, joined, last_token, maker_of, qwen_of
 
 FOR_ALL = {
-    "advantage_estimator": "reinforce", "reward_running_norm": True, "reward_running_norm_minus_mean": True,
-    "advantages_norm": True, "advantage_clip": 1.0, "reward_clip": 8.0, "packing_samples": True,
-}  # fmt: skip
+    "advantage_estimator": "reinforce",
+    "reward_running_norm": True,
+    "reward_running_norm_minus_mean": True,
+    "advantages_norm": True,
+    "advantage_clip": 1.0,
+    "reward_clip": 8.0,
+    "packing_samples": True,
+}
 SHARES = (1, 3)  # prompts of the two ranks: forwards of the first are filled
 
 

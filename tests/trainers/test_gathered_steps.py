@@ -35,7 +35,7 @@ def undisturbed(qwen: str) -> str:
 def test_a_step_that_failed_leaves_no_gradient_on_shards_of_gathered_layers(qwen: str, undisturbed: str) -> None:
     with ranks(2, qwen_on_meta(qwen), **KEPT) as engine:
         run_steps(engine, 1)
-        engine.run(lambda: run_out(module, "behind the last layer", 2))  # type: ignore[name-defined]  # noqa: F821
+        engine.run(lambda: run_out(module, "behind the last layer", 2))  # type: ignore[name-defined]
         args = [(batch(7), cloudpickle.dumps(GRPO), OPTIONS)] * 2
         assert all(isinstance(found, RankFailure) for found in engine.outcomes("policy_forward_backward", args))
         with pytest.raises(EngineError, match="no gradient"):

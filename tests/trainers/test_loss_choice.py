@@ -18,27 +18,32 @@ def chosen(options: dict[str, Any] | None = None, mode: str = MODE, use_gspo: bo
     return loss_of(StrategyConfig(**options or {}), PPOConfig(**config), loss_agg_mode=mode, use_gspo=use_gspo)
 
 
-@pytest.mark.parametrize(("given", "expected"), [
-    ({}, ppo(aggregation=MODE)),
-    ({"eps_clip": 0.1}, ppo(clip_low=0.1, clip_high=0.1, aggregation=MODE)),
-    ({"eps_clip_high": 0.28}, ppo(clip_high=0.28, aggregation=MODE)),
-    ({"mode": "token-mean"}, ppo(aggregation="token-mean")),
-    ({"use_cpg_loss": True, "eps_clip": 0.3}, cpgd(clip_low=0.3, clip_high=0.3, aggregation=MODE)),
-    ({"entropy_coef": 0.01}, ppo(entropy_coef=0.01, aggregation=MODE)),
-    ({"high_entropy_token_ratio": 0.2}, ppo(tokens=high_entropy(fraction=0.2), aggregation=MODE)),
-    ({"high_entropy_token_ratio": 1.0}, ppo(aggregation=MODE)),
-    ({"options": {"use_kl_loss": True}}, ppo(kl_coef=0.001, kl_estimator="k3", aggregation=MODE)),
-    ({"options": {"use_kl_loss": True, "kl_estimator": "k2"}, "init_kl_coef": 0.05},
-     ppo(kl_coef=0.05, kl_estimator="k2", aggregation=MODE)),
-    ({"init_kl_coef": 0.05}, ppo(aggregation=MODE)),  # in the reward, then
-    ({"old_logprobs": "sampler"}, ppo(anchor="sampler", aggregation=MODE)),
-    ({"mismatch": "token_tis"}, ppo(mismatch=token_tis(), aggregation=MODE)),
-    ({"mismatch": "sequence_tis"}, ppo(mismatch=sequence_tis(), aggregation=MODE)),
-    ({"mismatch": "icepop"}, ppo(mismatch=icepop(), aggregation=MODE)),
-    ({"use_gspo": True}, gspo()),
-    ({"use_gspo": True, "eps_clip": 0.01}, gspo(clip_low=0.01, clip_high=0.01)),
-    ({"use_gspo": True, "eps_clip_high": 0.001}, gspo(clip_high=0.001)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, ppo(aggregation=MODE)),
+        ({"eps_clip": 0.1}, ppo(clip_low=0.1, clip_high=0.1, aggregation=MODE)),
+        ({"eps_clip_high": 0.28}, ppo(clip_high=0.28, aggregation=MODE)),
+        ({"mode": "token-mean"}, ppo(aggregation="token-mean")),
+        ({"use_cpg_loss": True, "eps_clip": 0.3}, cpgd(clip_low=0.3, clip_high=0.3, aggregation=MODE)),
+        ({"entropy_coef": 0.01}, ppo(entropy_coef=0.01, aggregation=MODE)),
+        ({"high_entropy_token_ratio": 0.2}, ppo(tokens=high_entropy(fraction=0.2), aggregation=MODE)),
+        ({"high_entropy_token_ratio": 1.0}, ppo(aggregation=MODE)),
+        ({"options": {"use_kl_loss": True}}, ppo(kl_coef=0.001, kl_estimator="k3", aggregation=MODE)),
+        (
+            {"options": {"use_kl_loss": True, "kl_estimator": "k2"}, "init_kl_coef": 0.05},
+            ppo(kl_coef=0.05, kl_estimator="k2", aggregation=MODE),
+        ),
+        ({"init_kl_coef": 0.05}, ppo(aggregation=MODE)),  # in the reward, then
+        ({"old_logprobs": "sampler"}, ppo(anchor="sampler", aggregation=MODE)),
+        ({"mismatch": "token_tis"}, ppo(mismatch=token_tis(), aggregation=MODE)),
+        ({"mismatch": "sequence_tis"}, ppo(mismatch=sequence_tis(), aggregation=MODE)),
+        ({"mismatch": "icepop"}, ppo(mismatch=icepop(), aggregation=MODE)),
+        ({"use_gspo": True}, gspo()),
+        ({"use_gspo": True, "eps_clip": 0.01}, gspo(clip_low=0.01, clip_high=0.01)),
+        ({"use_gspo": True, "eps_clip_high": 0.001}, gspo(clip_high=0.001)),
+    ],
+)
 def test_the_options_mean_this_loss(given: dict[str, Any], expected: Any) -> None:
     """Defects absent: use_gspo, loss_agg_mode and high_entropy_token_ratio without effect."""
     loss, aggregation = chosen(**given)
@@ -46,22 +51,25 @@ def test_the_options_mean_this_loss(given: dict[str, Any], expected: Any) -> Non
     assert aggregation == Aggregation(given.get("mode", MODE)) and loss.aggregation == aggregation.mode
 
 
-@pytest.mark.parametrize(("given", "said"), [
-    ({"mode": "token_mean"}, "nearest: token-mean"),
-    ({"use_gspo": True, "mode": "token-mean"}, "use 'seq-mean-token-mean'"),
-    ({"use_gspo": True, "mode": "seq-mean-token-sum"}, "use 'seq-mean-token-mean'"),
-    ({"use_gspo": True, "use_cpg_loss": True}, "two losses"),
-    ({"use_gspo": True, "high_entropy_token_ratio": 0.2}, "one number for all tokens"),
-    ({"options": {"use_kl_loss": True}, "init_kl_coef": 0.0}, "no effect with init_kl_coef=0"),
-    ({"options": {"use_kl_loss": True, "kl_estimator": "k1"}}, "only add noise"),
-    ({"options": {"use_kl_loss": True, "kl_estimator": "k4"}}, "k4"),
-    ({"old_logprobs": "sampler", "mismatch": "icepop"}, "nothing left to correct"),
-    ({"old_logprobs": "sampler", "top_p": 0.9}, "top_p"),
-    ({"mismatch": "icepop", "top_k": 20}, "top_k"),
-    ({"mismatch": "tis"}, "one of token_tis, sequence_tis, icepop"),
-    ({"eps_clip": 1.5}, r"clip_low=1.5 must lie in \[0, 1\]"),
-    ({"use_cpg_loss": True, "eps_clip": 1.0}, "must be < 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"mode": "token_mean"}, "nearest: token-mean"),
+        ({"use_gspo": True, "mode": "token-mean"}, "use 'seq-mean-token-mean'"),
+        ({"use_gspo": True, "mode": "seq-mean-token-sum"}, "use 'seq-mean-token-mean'"),
+        ({"use_gspo": True, "use_cpg_loss": True}, "two losses"),
+        ({"use_gspo": True, "high_entropy_token_ratio": 0.2}, "one number for all tokens"),
+        ({"options": {"use_kl_loss": True}, "init_kl_coef": 0.0}, "no effect with init_kl_coef=0"),
+        ({"options": {"use_kl_loss": True, "kl_estimator": "k1"}}, "only add noise"),
+        ({"options": {"use_kl_loss": True, "kl_estimator": "k4"}}, "k4"),
+        ({"old_logprobs": "sampler", "mismatch": "icepop"}, "nothing left to correct"),
+        ({"old_logprobs": "sampler", "top_p": 0.9}, "top_p"),
+        ({"mismatch": "icepop", "top_k": 20}, "top_k"),
+        ({"mismatch": "tis"}, "one of token_tis, sequence_tis, icepop"),
+        ({"eps_clip": 1.5}, r"clip_low=1.5 must lie in \[0, 1\]"),
+        ({"use_cpg_loss": True, "eps_clip": 1.0}, "must be < 1"),
+    ],
+)
 def test_options_that_contradict_each_other_or_could_not_act_are_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(OptionError, match=said):
         chosen(**given)

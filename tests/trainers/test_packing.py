@@ -99,19 +99,32 @@ def test_packed_and_padded_rows_give_what_single_sequences_give(tmp_path: Path, 
 def test_a_sliding_window_is_kept_when_packed() -> None:
     torch.manual_seed(0)
     config = MistralConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, sliding_window=5,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=5,
+    )
     model = MistralForCausalLM(config).eval()
     batch = batch_of(RAGGED)
     np.testing.assert_allclose(stats(model, batch, True), by_hand(model, batch), atol=1e-5)
 
 
 SMALL = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5, "bos_token_id": 1, "eos_token_id": 2,
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "sliding_window": 5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
     "pad_token_id": 0,
-}  # fmt: skip
+}
 
 
 def capped() -> Any:
@@ -158,13 +171,16 @@ def test_layers_that_look_across_sequences_are_found_out(tmp_path: Path) -> None
             logits_to_keep=0,
             **kwargs,
         ):
-            shifted = torch.arange(input_ids.shape[1])[None].expand_as(
-                position_ids
-            )  # as if nothing had been packed
+            shifted = torch.arange(input_ids.shape[1])[None].expand_as(position_ids)  # as if nothing had been packed
             return super().forward(
-                input_ids, attention_mask=attention_mask, position_ids=shifted, use_cache=use_cache,
-                logits_to_keep=logits_to_keep, inputs_embeds=None, **kwargs,
-            )  # fmt: skip
+                input_ids,
+                attention_mask=attention_mask,
+                position_ids=shifted,
+                use_cache=use_cache,
+                logits_to_keep=logits_to_keep,
+                inputs_embeds=None,
+                **kwargs,
+            )
 
     model = Leaking.from_pretrained(save_qwen(tmp_path)).eval()
     model.model.rotary_emb.register_forward_hook(lambda m, a, out: tuple(x.cumsum(1) / 9 for x in out))

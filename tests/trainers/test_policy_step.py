@@ -74,7 +74,7 @@ def by_hand(model: Any, given: Any, loss: Any, mode: str) -> tuple[torch.Tensor,
 
 def gradients(engine: Ranks) -> dict[str, torch.Tensor]:
     def gather() -> Any:
-        found = module.named_parameters()  # type: ignore[name-defined]  # noqa: F821
+        found = module.named_parameters()  # type: ignore[name-defined]
         return {name: p.grad.full_tensor().clone() for name, p in found if p.grad is not None}
 
     return engine.run(gather)[0]
@@ -87,9 +87,7 @@ def forward_backward(engine: Ranks, given: Any, loss: Any = GRPO, **options: Any
 def assert_gradients(engine: Ranks, model: Any, atol: float = 2e-6) -> None:
     found = gradients(engine)
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(
-            found[name], parameter.grad, rtol=1e-4, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize(
@@ -117,9 +115,7 @@ def test_gradient_and_metrics_are_those_of_one_plain_process_however_the_batch_i
     for name, value in expected.items():
         assert results[0]["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
     assert 0 < results[0]["metrics"]["clip_fraction"] < 1
-    assert results[0]["metrics"]["loss/kl"] == pytest.approx(
-        expected["ref_kl"], rel=1e-4
-    )  # the loss's own `kl`
+    assert results[0]["metrics"]["loss/kl"] == pytest.approx(expected["ref_kl"], rel=1e-4)  # the loss's own `kl`
 
 
 def test_a_rank_without_rows_takes_part_and_adds_nothing(qwen: str) -> None:
@@ -142,9 +138,7 @@ def test_several_backwards_before_a_step_are_one_normalised_step(qwen: str) -> N
     with ranks(2, qwen_on_meta(qwen)) as engine:
         for part in parts:
             metrics = forward_backward(engine, part)[0]["metrics"]
-            assert metrics["loss"] == pytest.approx(
-                by_hand(model, part, GRPO, "token-mean")[1]["loss"], rel=1e-4
-            )
+            assert metrics["loss"] == pytest.approx(by_hand(model, part, GRPO, "token-mean")[1]["loss"], rel=1e-4)
         assert_gradients(engine, model)
         with pytest.raises(LossError, match="optim_step or zero_grad first"):
             forward_backward(engine, parts[0], aggregation="token-sum")
@@ -245,7 +239,7 @@ def test_gradients_that_a_cell_cleared_do_not_weigh_in_the_next_step(qwen: str) 
     by_hand(model, given, GRPO, "token-mean")[0].backward()
     with ranks(2, qwen_on_meta(qwen)) as engine:
         forward_backward(engine, cleared)
-        engine.run(lambda: module.zero_grad())  # type: ignore[name-defined]  # noqa: F821
+        engine.run(lambda: module.zero_grad())  # type: ignore[name-defined]
         forward_backward(engine, given)
         assert_gradients(engine, model)
 
@@ -356,9 +350,7 @@ def test_a_loss_that_one_rank_sees_change_is_refused_on_all_and_starts_anew(qwen
 
 
 @pytest.mark.parametrize("verb", ["policy_optim_step", "policy_forward", "policy_forward_backward"])
-def test_a_stop_of_any_verb_leaves_parameters_and_optimizer_untouched(
-    qwen: str, undisturbed: str, verb: str
-) -> None:
+def test_a_stop_of_any_verb_leaves_parameters_and_optimizer_untouched(qwen: str, undisturbed: str, verb: str) -> None:
     args: dict[str, tuple[Any, ...]] = {
         "policy_optim_step": ({},),
         "policy_forward": (batch(), {}),

@@ -25,9 +25,13 @@ from tests.trainers.making import LONGEST, TableEngine, asked, last_token, qwen_
 pytestmark = pytest.mark.slow
 
 OPTIONS: dict[str, Any] = {
-    "advantage_estimator": "group_norm", "n_samples_per_prompt": 4, "micro_rollout_batch_size": 8,
-    "train_batch_size": 16, "micro_train_batch_size": 4, "bf16": False,
-}  # fmt: skip
+    "advantage_estimator": "group_norm",
+    "n_samples_per_prompt": 4,
+    "micro_rollout_batch_size": 8,
+    "train_batch_size": 16,
+    "micro_train_batch_size": 4,
+    "bf16": False,
+}
 
 
 class Synced(list[torch.Tensor]):
@@ -49,14 +53,24 @@ def trainer_of(qwen: str, **given: Any) -> SPMDPPOTrainer:
     strategy.update_engine_weights = Synced()  # type: ignore[method-assign]
     actor = given.pop("actor", None) or qwen_of(qwen)
     chosen = {
-        "rollout_batch_size": 4, "generate_max_len": LONGEST, "prompt_max_len": 16, "init_kl_coef": 0.0,
-        "prompts": PromptSet.of(asked(40)).stream(seed=3), **given,
-    }  # fmt: skip
+        "rollout_batch_size": 4,
+        "generate_max_len": LONGEST,
+        "prompt_max_len": 16,
+        "init_kl_coef": 0.0,
+        "prompts": PromptSet.of(asked(40)).stream(seed=3),
+        **given,
+    }
     kind = chosen.pop("kind", SPMDPPOTrainer)
     made: SPMDPPOTrainer = kind(
-        strategy, actor, chosen.pop("critic", None), chosen.pop("reward", last_token), chosen.pop("reference", None),
-        chosen.pop("ema", None), strategy.create_optimizer(actor, lr=1e-3, weight_decay=0.0), **chosen,
-    )  # fmt: skip
+        strategy,
+        actor,
+        chosen.pop("critic", None),
+        chosen.pop("reward", last_token),
+        chosen.pop("reference", None),
+        chosen.pop("ema", None),
+        strategy.create_optimizer(actor, lr=1e-3, weight_decay=0.0),
+        **chosen,
+    )
     return made
 
 
@@ -108,9 +122,12 @@ def test_the_documents_metrics_are_there_where_nothing_was_computed_too(qwen: st
     strategy = get_fake_strategy(OPTIONS)
     critic = strategy.prepare_model(make_critic(qwen), is_training=True)
     trainer = trainer_of(
-        qwen, options={"advantage_estimator": "gae", "train_batch_size": 32}, high_entropy_token_ratio=0.5,
-        critic=critic, critic_optim=strategy.create_optimizer(critic, lr=1e-3),
-    )  # fmt: skip
+        qwen,
+        options={"advantage_estimator": "gae", "train_batch_size": 32},
+        high_entropy_token_ratio=0.5,
+        critic=critic,
+        critic_optim=strategy.create_optimizer(critic, lr=1e-3),
+    )
     trainer.make_experience()
     first = trainer.ppo_train()
     assert math.isnan(first["policy_loss"]) and first["critic_loss"] > 0
@@ -135,8 +152,12 @@ def test_neither_micro_batches_nor_packing_nor_the_fused_head_change_the_step(qw
         return first_weight(trainer.actor)
 
     plain = weights()
-    for options in ({"micro_train_batch_size": 16}, {"packing_samples": True},
-                    {"fused_linear_logprob": True, "chunk_size": 3}, {"micro_rollout_batch_size": 3}):  # fmt: skip
+    for options in (
+        {"micro_train_batch_size": 16},
+        {"packing_samples": True},
+        {"fused_linear_logprob": True, "chunk_size": 3},
+        {"micro_rollout_batch_size": 3},
+    ):
         # Adam's first step is lr times a sign, so rounding of a gradient near 0 shows; a wrong one moves by 1e-3
         torch.testing.assert_close(weights(**options), plain, rtol=0, atol=5e-5)
 
@@ -145,9 +166,12 @@ def test_a_critic_learns_beside_the_policy_and_alone_while_the_actor_is_frozen(q
     strategy = get_fake_strategy(OPTIONS)
     critic = strategy.prepare_model(make_critic(qwen), is_training=True)
     again = trainer_of(
-        qwen, options={"advantage_estimator": "gae"}, critic=critic, freezing_actor_steps=1,
+        qwen,
+        options={"advantage_estimator": "gae"},
+        critic=critic,
+        freezing_actor_steps=1,
         critic_optim=strategy.create_optimizer(critic, lr=1e-3),
-    )  # fmt: skip
+    )
     actor, head = first_weight(again.actor), first_weight(critic)
     again.make_experience()
     frozen = again.ppo_train(0)
@@ -267,9 +291,14 @@ def test_the_weight_of_the_kl_adapts_and_the_loss_follows_it(qwen: str) -> None:
     reference = qwen_of(qwen)
     for use_kl_loss in (False, True):
         trainer = trainer_of(
-            qwen, reference=copy.deepcopy(reference), init_kl_coef=0.1, kl_target=1e-6, kl_horizon=20,
-            options={"use_kl_loss": use_kl_loss, "kl_estimator": "k3"}, max_epochs=2,
-        )  # fmt: skip
+            qwen,
+            reference=copy.deepcopy(reference),
+            init_kl_coef=0.1,
+            kl_target=1e-6,
+            kl_horizon=20,
+            options={"use_kl_loss": use_kl_loss, "kl_estimator": "k3"},
+            max_epochs=2,
+        )
         with torch.no_grad():
             next(iter(trainer.actor.parameters())).mul_(1.1)  # away from the reference
         trainer.make_experience()
@@ -281,9 +310,15 @@ def test_the_weight_of_the_kl_adapts_and_the_loss_follows_it(qwen: str) -> None:
 
 def test_lengths_trajectories_and_tensorboard_are_written_where_the_options_say(qwen: str, tmp_path: Any) -> None:
     trainer = trainer_of(
-        qwen, log_dir=str(tmp_path / "lengths"), plot_every=2, use_tensorboard=str(tmp_path / "board"),
-        save_trajectories=True, num_trajectories_to_save=3, save_path=str(tmp_path / "saved"), tokenizer=Digits(),
-    )  # fmt: skip
+        qwen,
+        log_dir=str(tmp_path / "lengths"),
+        plot_every=2,
+        use_tensorboard=str(tmp_path / "board"),
+        save_trajectories=True,
+        num_trajectories_to_save=3,
+        save_path=str(tmp_path / "saved"),
+        tokenizer=Digits(),
+    )
     trainer.fit(max_steps=3)
     plots = sorted(path.name for path in (tmp_path / "lengths").glob("*.png"))
     assert plots == ["gen_len_step_0.png", "gen_len_step_2.png"]

@@ -23,9 +23,10 @@ ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "reference-trainers.md"
 NAMES, FLAGS, DEFECTS = ("name", "default", "here", "test"), ("flag", "why"), ("defect", "absent: test")
 CLASSES = {
-    "rlbench.strategies:StrategyConfig": StrategyConfig, "rlbench.trainers.ppo_config:PPOConfig": PPOConfig,
+    "rlbench.strategies:StrategyConfig": StrategyConfig,
+    "rlbench.trainers.ppo_config:PPOConfig": PPOConfig,
     "rlbench.trainers.run_options:RunOptions": RunOptions,
-}  # fmt: skip
+}
 PLACE = re.compile(r"([\w.]+):([\w.]+)(?:\((\w+)\))?")
 
 

@@ -23,9 +23,13 @@ def experience(lengths: list[tuple[int, int]], seed: int = 0, **fields: Any) -> 
     rng = np.random.default_rng(seed)
     count = len(batch)
     return Experience(
-        batch, tuple(Prompt([seed, i]) for i in range(count)), tuple(f"{seed} {i}" for i in range(count)),
-        rng.normal(size=batch.tokens).astype(np.float32), info={"reward": rng.normal(size=count)}, **fields,
-    )  # fmt: skip
+        batch,
+        tuple(Prompt([seed, i]) for i in range(count)),
+        tuple(f"{seed} {i}" for i in range(count)),
+        rng.normal(size=batch.tokens).astype(np.float32),
+        info={"reward": rng.normal(size=count)},
+        **fields,
+    )
 
 
 THREE = [(2, 3), (1, 4), (3, 2)]
@@ -131,10 +135,12 @@ def test_an_empty_buffer_and_equal_values_are_whitened_without_nan() -> None:
     buffer = filled(parts=1)
     buffer.items = [
         Experience(
-            buffer.items[0].batch.replace(advantages=np.full(9, 0.3, np.float32)), buffer.items[0].prompts,
-            buffer.items[0].texts, buffer.items[0].token_rewards,
+            buffer.items[0].batch.replace(advantages=np.full(9, 0.3, np.float32)),
+            buffer.items[0].prompts,
+            buffer.items[0].texts,
+            buffer.items[0].token_rewards,
         )
-    ]  # fmt: skip
+    ]
     buffer.normalize("advantages", strategy)
     assert (buffer.items[0].batch.advantages == 0).all()
 

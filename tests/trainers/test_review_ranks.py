@@ -14,9 +14,13 @@ from tests.ranks import RankFailure, Ranks, ranks
 from tests.trainers.making import LONGEST, TableEngine, asked, last_token, qwen_of
 
 OPTIONS = {
-    "advantage_estimator": "group_norm", "n_samples_per_prompt": 4, "micro_rollout_batch_size": 8,
-    "train_batch_size": 16, "micro_train_batch_size": 4, "bf16": False,
-}  # fmt: skip
+    "advantage_estimator": "group_norm",
+    "n_samples_per_prompt": 4,
+    "micro_rollout_batch_size": 8,
+    "train_batch_size": 16,
+    "micro_train_batch_size": 4,
+    "bf16": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +38,20 @@ def trainer_on(path: str, **given: Any) -> Any:
     s.update_engine_weights = lambda actor: {"version": 1}
     actor = s.prepare_model(qwen_of(path), is_training=True)
     return SPMDPPOTrainer(
-        s, actor, None, given.pop("reward", last_token), None, None, s.create_optimizer(actor, lr=1e-3),
-        prompts=asked(40), rollout_batch_size=4, generate_max_len=LONGEST, prompt_max_len=16, init_kl_coef=0.0, **given,
-    )  # fmt: skip
+        s,
+        actor,
+        None,
+        given.pop("reward", last_token),
+        None,
+        None,
+        s.create_optimizer(actor, lr=1e-3),
+        prompts=asked(40),
+        rollout_batch_size=4,
+        generate_max_len=LONGEST,
+        prompt_max_len=16,
+        init_kl_coef=0.0,
+        **given,
+    )
 
 
 def outcomes(engine: Ranks, fn: Any) -> list[Any]:
@@ -101,9 +116,7 @@ def test_experience_that_one_rank_cannot_join_ends_the_call_on_both(engine: Rank
     assert isinstance(there, RankFailure) and "part 1 has no now" in str(there.error), there
 
 
-def test_a_metric_that_a_reward_names_in_one_call_alone_is_unknown_in_the_others(
-    engine: Ranks, qwen: str
-) -> None:
+def test_a_metric_that_a_reward_names_in_one_call_alone_is_unknown_in_the_others(engine: Ranks, qwen: str) -> None:
     def make() -> Any:
         calls: list[int] = []
 

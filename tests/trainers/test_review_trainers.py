@@ -77,9 +77,12 @@ def test_steps_before_a_stop_reach_the_engine_where_the_rest_makes_no_whole_step
 
 def test_what_cannot_be_logged_ends_no_iteration_half_done(qwen: str, tmp_path: Any) -> None:
     trainer = trainer_of(
-        qwen, save_trajectories=True, save_path=str(tmp_path), tokenizer=Digits(),
+        qwen,
+        save_trajectories=True,
+        save_path=str(tmp_path),
+        tokenizer=Digits(),
         prompts=PromptSet.of(asked(8, meta={"reference": object()})).stream(seed=1),
-    )  # fmt: skip
+    )
     trainer.make_experience()
     with pytest.raises(DataError, match="reference answer"):
         trainer.ppo_train()
@@ -134,9 +137,7 @@ def test_an_evaluation_that_fails_leaves_the_iteration_saved(qwen: str, tmp_path
     assert resumed.iterations == 1
 
 
-def test_a_checkpoint_is_loaded_over_a_stopped_update_without_anything_left_of_it(
-    qwen: str, tmp_path: Any
-) -> None:
+def test_a_checkpoint_is_loaded_over_a_stopped_update_without_anything_left_of_it(qwen: str, tmp_path: Any) -> None:
     """Neither the place among the sequences nor gradients that waited."""
     fresh = trainer_of(qwen, options={"train_batch_size": 12})
     fresh.files.save(tmp_path / "begin")
@@ -165,9 +166,12 @@ def with_critic(qwen: str, **given: Any) -> Any:
     strategy = get_fake_strategy()
     critic = strategy.prepare_model(make_critic(qwen), is_training=True)
     return trainer_of(
-        qwen, options={"advantage_estimator": "gae"}, critic=critic,
-        critic_optim=strategy.create_optimizer(critic, lr=1e-3), **given,
-    )  # fmt: skip
+        qwen,
+        options={"advantage_estimator": "gae"},
+        critic=critic,
+        critic_optim=strategy.create_optimizer(critic, lr=1e-3),
+        **given,
+    )
 
 
 def test_a_checkpoint_without_a_part_is_refused_before_anything_changes(qwen: str, tmp_path: Any) -> None:
@@ -210,9 +214,15 @@ def test_a_save_that_broke_off_between_actor_and_critic_is_no_mixture(qwen: str,
 def test_a_resumed_run_goes_on_with_the_next_texts_and_the_kl_as_it_had_adapted(qwen: str, tmp_path: Any) -> None:
     def made(**given: Any) -> Any:
         return trainer_of(
-            qwen, reference=copy.deepcopy(trainer_of(qwen).actor), init_kl_coef=0.1, kl_target=1e-6,
-            kl_horizon=20, options={"use_kl_loss": True, "kl_estimator": "k3"}, **LETTERS, **given,
-        )  # fmt: skip
+            qwen,
+            reference=copy.deepcopy(trainer_of(qwen).actor),
+            init_kl_coef=0.1,
+            kl_target=1e-6,
+            kl_horizon=20,
+            options={"use_kl_loss": True, "kl_estimator": "k3"},
+            **LETTERS,
+            **given,
+        )
 
     whole = made()
     with torch.no_grad():

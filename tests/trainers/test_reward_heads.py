@@ -23,9 +23,16 @@ SEQUENCES = [[5, 6, 7], [1] * 9, [3, 0, 9, 0], [2], [0, 0], [8, 9, 10, 11, 12, 0
 def save_classifier(folder: Path, labels: int = 1) -> str:
     torch.manual_seed(4)
     config = Qwen2Config(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, num_labels=labels, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        num_labels=labels,
+        pad_token_id=0,
+    )
     model = Qwen2ForSequenceClassification(config)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -281,12 +281,16 @@ def two(*_: Any) -> float:
             "rule_1 would have no effect",
         ),
         (
-            {"reward_model": length, "reward_fn": two, "reward_recipe": {"a": [("rule", "k", 1.0)]},
-             "label_map": {"k": 0}},
+            {
+                "reward_model": length,
+                "reward_fn": two,
+                "reward_recipe": {"a": [("rule", "k", 1.0)]},
+                "label_map": {"k": 0},
+            },
             "reward_fn would have no effect",
         ),
     ],
-)  # fmt: skip
+)
 def test_rewards_that_say_nothing_or_would_have_no_effect_are_refused(given: Any, said: str) -> None:
     """Defect absent: flags and recipes that did nothing gave false confidence."""
     with pytest.raises(OptionError, match=said):

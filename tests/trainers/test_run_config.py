@@ -49,19 +49,40 @@ use_tensorboard use_ms limit_mm_image_per_prompt use_cpg_loss high_entropy_token
 """.split()
 
 OTHER_VALUES: dict[str, str] = {
-    "pretrain": "a/model --prompt_data p.jsonl --reward math", "advantage_estimator": "rloo", "kl_estimator": "k2",
-    "old_logprobs": "sampler", "prompt_data_probs": "1.0 --prompt_data tiny", "lr_schedule": "constant",
-    "max_steps": "3", "ranks": "2",
-    "kv_cache_bytes": "1000", "kl_target": "0.5", "eps_clip_high": "0.3", "adam_betas": "0.5 0.6",
-    "top_p": "0.5", "gamma": "0.5", "lambd": "0.5", "ema_beta": "0.5", "high_entropy_token_ratio": "0.5",
-    "remote_rm_url": "http://reward.example", "critic_pretrain": "a/critic --advantage_estimator gae",
-    "use_kl_loss": " --init_kl_coef 0.1", "ptx_coef": "0.1 --pretrain_data t.jsonl", "n_samples_per_prompt": "5",
-    "adam_offload": "", "engine_mem_util": "0.7", "train_batch_size": "256", "seed": "7",
+    "pretrain": "a/model --prompt_data p.jsonl --reward math",
+    "advantage_estimator": "rloo",
+    "kl_estimator": "k2",
+    "old_logprobs": "sampler",
+    "prompt_data_probs": "1.0 --prompt_data tiny",
+    "lr_schedule": "constant",
+    "max_steps": "3",
+    "ranks": "2",
+    "kv_cache_bytes": "1000",
+    "kl_target": "0.5",
+    "eps_clip_high": "0.3",
+    "adam_betas": "0.5 0.6",
+    "top_p": "0.5",
+    "gamma": "0.5",
+    "lambd": "0.5",
+    "ema_beta": "0.5",
+    "high_entropy_token_ratio": "0.5",
+    "remote_rm_url": "http://reward.example",
+    "critic_pretrain": "a/critic --advantage_estimator gae",
+    "use_kl_loss": " --init_kl_coef 0.1",
+    "ptx_coef": "0.1 --pretrain_data t.jsonl",
+    "n_samples_per_prompt": "5",
+    "adam_offload": "",
+    "engine_mem_util": "0.7",
+    "train_batch_size": "256",
+    "seed": "7",
     "eval_steps": "3",
-}  # fmt: skip
+}
 REFUSED_WHEN_SET = {name for name, option in OPTIONS.items() if option.by == "nobody yet"} | {
-    "fsdp", "engine_type", "buffer_cpu_offload", "local_rank",
-}  # fmt: skip
+    "fsdp",
+    "engine_type",
+    "buffer_cpu_offload",
+    "local_rank",
+}
 
 
 def run(*line: str, method: str = "grpo") -> RunConfig:
@@ -104,12 +125,21 @@ def test_the_command_line_and_a_file_set_every_option_alike(name: str, tmp_path:
 
 @pytest.mark.parametrize(
     ("line", "said"),
-    [("--no-fsdp", "DeepSpeed"), ("--engine_type sglang", "vllm"), ("--no-buffer_cpu_offload", "lies on the host"),
-     ("--sp_size 2", "sp_size=2 cannot"), ("--zero_stage 2", "zero_stage=2 cannot"), ("--zpg 2", "zpg=2 cannot"),
-     ("--grad_accum_dtype fp32", "grad_accum_dtype"), ("--overlap_comm", "overlap_comm"),
-     ("--mixed_mm_data", "mixed_mm_data"), ("--rm_use_engine", "rm_use_engine"),
-     ("--rm_engine_cudagraph", "rm_engine_cudagraph"), ("--local_rank 0", "local_rank=0 cannot")],
-)  # fmt: skip
+    [
+        ("--no-fsdp", "DeepSpeed"),
+        ("--engine_type sglang", "vllm"),
+        ("--no-buffer_cpu_offload", "lies on the host"),
+        ("--sp_size 2", "sp_size=2 cannot"),
+        ("--zero_stage 2", "zero_stage=2 cannot"),
+        ("--zpg 2", "zpg=2 cannot"),
+        ("--grad_accum_dtype fp32", "grad_accum_dtype"),
+        ("--overlap_comm", "overlap_comm"),
+        ("--mixed_mm_data", "mixed_mm_data"),
+        ("--rm_use_engine", "rm_use_engine"),
+        ("--rm_engine_cudagraph", "rm_engine_cudagraph"),
+        ("--local_rank 0", "local_rank=0 cannot"),
+    ],
+)
 def test_options_that_cannot_be_honoured_yet_say_so(line: str, said: str) -> None:
     with pytest.raises(OptionError, match=said):
         run(*line.split())
@@ -180,13 +210,23 @@ def test_numbers_that_yaml_1_1_reads_as_text_are_numbers(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("name", "value", "said"),
-    [("max_steps", "many", "a whole number"), ("max_steps", 1.5, "a whole number"), ("temperature", True, "a number"),
-     ("use_gspo", "yes", "true or false"), ("pretrain", 3, "text"), ("reward_pretrain", [1], "text"),
-     ("num_episodes", float("inf"), "a whole number"), ("seed", None, "a whole number"),
-     ("adam_betas", [0.9], "adam_betas"), ("num_episodes", 0, "from 1 on"), ("replicas", 0, "from 1 on"),
-     ("top_p", 1.5, "between 0 and 1"), ("prompt_data_probs", "0.5,0.5", "one number above 0 for each"),
-     ("disable_engine_sleep", 3, "true or false")],
-)  # fmt: skip
+    [
+        ("max_steps", "many", "a whole number"),
+        ("max_steps", 1.5, "a whole number"),
+        ("temperature", True, "a number"),
+        ("use_gspo", "yes", "true or false"),
+        ("pretrain", 3, "text"),
+        ("reward_pretrain", [1], "text"),
+        ("num_episodes", float("inf"), "a whole number"),
+        ("seed", None, "a whole number"),
+        ("adam_betas", [0.9], "adam_betas"),
+        ("num_episodes", 0, "from 1 on"),
+        ("replicas", 0, "from 1 on"),
+        ("top_p", 1.5, "between 0 and 1"),
+        ("prompt_data_probs", "0.5,0.5", "one number above 0 for each"),
+        ("disable_engine_sleep", 3, "true or false"),
+    ],
+)
 def test_a_value_of_another_kind_is_refused(name: str, value: Any, said: str) -> None:
     with pytest.raises(OptionError, match=said) as caught:
         RunConfig.load("grpo", None, {name: value})
@@ -205,10 +245,14 @@ def test_shares_belong_to_sources() -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("sead: 3", "no option 'sead'; nearest: seed"), ("- seed", "holds list"),
-     ("strategy:\n  seed: 3", "options of its own"), ("seed: 3\nseed: 4", "seed stands there twice"),
-     ("seed: [", "cannot be read as YAML")],
-)  # fmt: skip
+    [
+        ("sead: 3", "no option 'sead'; nearest: seed"),
+        ("- seed", "holds list"),
+        ("strategy:\n  seed: 3", "options of its own"),
+        ("seed: 3\nseed: 4", "seed stands there twice"),
+        ("seed: [", "cannot be read as YAML"),
+    ],
+)
 def test_a_file_that_means_nothing_is_refused(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(OptionError, match=said):
@@ -249,13 +293,15 @@ def test_estimators_that_compare_samples_need_more_than_one(estimator: str) -> N
 
 @pytest.mark.parametrize(
     ("line", "said"),
-    [("--init_kl_coef 0.1 --kl_estimator k3", "kl_estimator=k3 in the reward"),
-     ("--use_kl_loss --init_kl_coef 0.1 --advantage_estimator gae", "which has the KL in the reward"),
-     ("--use_kl_loss --init_kl_coef 0.1 --advantage_estimator cpgd", "which has the KL in the reward"),
-     ("--num_trajectories_to_save 3", "no effect without save_trajectories"),
-     ("--kl_target 0.1", "kl_target has no effect without init_kl_coef"),
-     ("--chunk_size 64", "no effect without fused_linear_logprob")],
-)  # fmt: skip
+    [
+        ("--init_kl_coef 0.1 --kl_estimator k3", "kl_estimator=k3 in the reward"),
+        ("--use_kl_loss --init_kl_coef 0.1 --advantage_estimator gae", "which has the KL in the reward"),
+        ("--use_kl_loss --init_kl_coef 0.1 --advantage_estimator cpgd", "which has the KL in the reward"),
+        ("--num_trajectories_to_save 3", "no effect without save_trajectories"),
+        ("--kl_target 0.1", "kl_target has no effect without init_kl_coef"),
+        ("--chunk_size 64", "no effect without fused_linear_logprob"),
+    ],
+)
 def test_options_that_hardly_act_as_they_are_meant_are_warned_of(line: str, said: str) -> None:
     with pytest.warns(UserWarning, match=said):
         parse(["grpo", *line.split()])
@@ -278,9 +324,10 @@ def test_what_an_option_needs_exists_and_is_off_by_that_value() -> None:
 
 def test_what_has_no_effect_at_all_is_refused() -> None:
     for line, said in (
-        ("--use_kl_loss", "init_kl_coef=0"), ("--ptx_coef 0.1", "without pretrain_data"),
+        ("--use_kl_loss", "init_kl_coef=0"),
+        ("--ptx_coef 0.1", "without pretrain_data"),
         ("--use_kl_loss --init_kl_coef 0.1 --kl_estimator k1", "only add noise"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(OptionError, match=said):
             run(*line.split())
 

@@ -51,9 +51,7 @@ def test_a_critic_that_does_not_fit_leaves_the_actor_as_it_is(qwen: str, tmp_pat
     assert not trainer.unsent and len(trainer.replay_buffer) == 16 and trainer.iterations == 0
 
 
-def test_a_load_that_ends_between_actor_and_critic_is_sent_before_anything_is_drawn(
-    qwen: str, tmp_path: Path
-) -> None:
+def test_a_load_that_ends_between_actor_and_critic_is_sent_before_anything_is_drawn(qwen: str, tmp_path: Path) -> None:
     saved = with_critic(qwen)
     saved.fit(max_steps=1)
     saved.files.save(tmp_path)

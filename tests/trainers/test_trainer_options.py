@@ -34,9 +34,12 @@ def test_the_schedule_of_the_critic_moves_its_rate_and_no_other(qwen: str) -> No
     critic = strategy.prepare_model(make_critic(qwen), is_training=True)
     optimizer = strategy.create_optimizer(critic, lr=1e-2)
     trainer = trainer_of(
-        qwen, options={"advantage_estimator": "gae"}, critic=critic, critic_optim=optimizer,
+        qwen,
+        options={"advantage_estimator": "gae"},
+        critic=critic,
+        critic_optim=optimizer,
         critic_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
-    )  # fmt: skip
+    )
     rates = [(one["critic_lr"], one["actor_lr"]) for one in trainer.fit(max_steps=3)]
     assert rates == [pytest.approx((1e-2 / n, 1e-3)) for n in (1, 2, 3)]
 
@@ -61,9 +64,12 @@ def test_a_critic_recomputes_too_and_a_model_that_cannot_says_so(qwen: str) -> N
     strategy = get_fake_strategy(OPTIONS)
     critic = strategy.prepare_model(make_critic(qwen), is_training=True)
     trainer_of(
-        qwen, options={"advantage_estimator": "gae"}, critic=critic, gradient_checkpointing=True,
+        qwen,
+        options={"advantage_estimator": "gae"},
+        critic=critic,
+        gradient_checkpointing=True,
         critic_optim=strategy.create_optimizer(critic, lr=1e-3),
-    )  # fmt: skip
+    )
     assert critic.is_gradient_checkpointing
     with pytest.raises(OptionError, match="gradient_checkpointing: Linear does not offer it"):
         trainer_of(qwen, actor=torch.nn.Linear(2, 2), gradient_checkpointing=True)
@@ -84,9 +90,7 @@ def test_as_many_checkpoints_are_kept_as_the_options_allow(qwen: str, tmp_path: 
     assert fitted("memory", 3, max_ckpt_num=9, max_ckpt_mem=2.5 * one / 1e9) == ["global_step2", "global_step3"]
 
 
-def test_a_checkpoint_comes_with_a_model_for_transformers_where_that_is_asked_for(
-    qwen: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_comes_with_a_model_for_transformers_where_that_is_asked_for(qwen: str, tmp_path: Path) -> None:
     def fitted(name: str, **given: Any) -> Any:
         folders = {"ckpt_path": str(tmp_path / name), "save_path": str(tmp_path / name / "models")}
         trainer = trainer_of(qwen, tokenizer=Saved(), save_steps=2, **folders, **given)
@@ -156,9 +160,14 @@ def test_the_tokens_marked_in_trajectories_are_the_share_that_keeps_its_loss(qwe
     def share(**given: Any) -> float:
         place = tmp_path / str(len(list(tmp_path.iterdir())))
         trainer = trainer_of(
-            qwen, tokenizer=Saved(), save_path=str(place), save_trajectories=True, num_trajectories_to_save=16,
-            mark_high_entropy_tokens=True, **given,
-        )  # fmt: skip
+            qwen,
+            tokenizer=Saved(),
+            save_path=str(place),
+            save_trajectories=True,
+            num_trajectories_to_save=16,
+            mark_high_entropy_tokens=True,
+            **given,
+        )
         trainer.fit(max_steps=1)
         saved = json.loads((place / "trajectories" / "trajectories_step_0.json").read_text())
         long = [one["generated_tokens"] for one in saved if len(one["generated_tokens"]) >= 10]
@@ -178,9 +187,10 @@ def test_advantages_are_as_large_as_the_rewards_unless_a_clip_is_asked_for(qwen:
 
     def largest(**options: Any) -> np.ndarray:
         trainer = trainer_of(
-            qwen, reward=lambda rollout: 1000 * last_token(rollout) - 4000,
+            qwen,
+            reward=lambda rollout: 1000 * last_token(rollout) - 4000,
             options={"advantage_estimator": "reinforce", **options},
-        )  # fmt: skip
+        )
         trainer.make_experience()
         found = [experience.batch for experience in trainer.replay_buffer.items]
         rewards = np.concatenate([np.repeat(np.asarray(b.rewards), b.response_lengths) for b in found])

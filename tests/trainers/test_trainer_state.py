@@ -30,10 +30,22 @@ def whole_trainer(qwen: str, **options: Any) -> SPMDPPOTrainer:
     critic = strategy.prepare_model(make_critic(qwen), is_training=True)
     own = [strategy.create_optimizer(model, lr=1e-2, weight_decay=0.0) for model in (actor, critic)]
     return SPMDPPOTrainer(
-        strategy, actor, critic, last_token, reference, ema, *own, *(cosine_schedule(one, 20, 0.2) for one in own),
-        prompts=PromptSet.of(asked(40)).stream(seed=3), rollout_batch_size=4, generate_max_len=LONGEST,
-        prompt_max_len=16, init_kl_coef=0.1, kl_target=0.01, kl_horizon=20,
-    )  # fmt: skip
+        strategy,
+        actor,
+        critic,
+        last_token,
+        reference,
+        ema,
+        *own,
+        *(cosine_schedule(one, 20, 0.2) for one in own),
+        prompts=PromptSet.of(asked(40)).stream(seed=3),
+        rollout_batch_size=4,
+        generate_max_len=LONGEST,
+        prompt_max_len=16,
+        init_kl_coef=0.1,
+        kl_target=0.01,
+        kl_horizon=20,
+    )
 
 
 def policy_of(trainer: SPMDPPOTrainer) -> tuple[Any, Any]:

@@ -52,27 +52,47 @@ def experience(tokenizer: Any, answers: list[str], rewards: list[float], **other
     noise = np.random.default_rng(first)
     batch = TrainBatch(
         prompts=Ragged.from_rows([tokenizer.encode("sort 312 :")] * len(answers), np.int32),
-        responses=responses, mask=np.ones(count, bool),
+        responses=responses,
+        mask=np.ones(count, bool),
         advantages=np.repeat(np.asarray(rewards, np.float32), responses.lengths),
-        sampler_logprobs=noise.normal(-1, 0.1, count).astype(np.float32), rewards=np.asarray(rewards, float),
-        group=(first + np.arange(len(answers)) // 2).astype(np.int32), weight_version=np.zeros(len(answers), np.int64),
+        sampler_logprobs=noise.normal(-1, 0.1, count).astype(np.float32),
+        rewards=np.asarray(rewards, float),
+        group=(first + np.arange(len(answers)) // 2).astype(np.int32),
+        weight_version=np.zeros(len(answers), np.int64),
         truncated=np.zeros(len(answers), bool),
-    )  # fmt: skip
+    )
     made = Experience(
-        batch=batch, prompts=tuple(Prompt("sort 312 :", label="123") for _ in answers), texts=tuple(answers),
-        token_rewards=np.zeros(count, np.float32), returns=np.arange(count, dtype=np.float32),
+        batch=batch,
+        prompts=tuple(Prompt("sort 312 :", label="123") for _ in answers),
+        texts=tuple(answers),
+        token_rewards=np.zeros(count, np.float32),
+        returns=np.arange(count, dtype=np.float32),
         entropy=noise.uniform(0, 2, count).astype(np.float32),
         info={"reward": np.asarray(rewards, float), "response_length": responses.lengths.astype(float)},
         components={"format": np.asarray(rewards, float)},
-    )  # fmt: skip
+    )
     return replace(made, **other)
 
 
 KEYS = {
-    "full_sequence", "generated_text", "pure_generated_text", "label", "reference", "repeat_score",
-    "reflection_pattern_score", "policy_entropy", "response_token_count", "advantages", "return", "action_log_probs",
-    "values", "info", "global_step", "experience_index", "sample_in_exp",
-}  # fmt: skip
+    "full_sequence",
+    "generated_text",
+    "pure_generated_text",
+    "label",
+    "reference",
+    "repeat_score",
+    "reflection_pattern_score",
+    "policy_entropy",
+    "response_token_count",
+    "advantages",
+    "return",
+    "action_log_probs",
+    "values",
+    "info",
+    "global_step",
+    "experience_index",
+    "sample_in_exp",
+}
 
 
 def read(path: Path | None) -> list[dict[str, Any]]:
@@ -117,21 +137,33 @@ def test_second_thoughts_are_counted_as_whole_words_in_any_case() -> None:
 def traits(**given: Any) -> Traits:
     count = len(next(iter(given.values())))
     plain = {
-        "group": np.arange(count), "reward": np.zeros(count), "advantage": np.zeros(count),
-        "length": np.ones(count, int), "truncated": np.zeros(count, bool), "entropy": np.full(count, np.nan),
-    }  # fmt: skip
+        "group": np.arange(count),
+        "reward": np.zeros(count),
+        "advantage": np.zeros(count),
+        "length": np.ones(count, int),
+        "truncated": np.zeros(count, bool),
+        "entropy": np.full(count, np.nan),
+    }
     return Traits(**{name: np.asarray(value) for name, value in {**plain, **given}.items()})
 
 
 def test_extremes_come_first_each_for_its_reason() -> None:
     given = traits(
-        reward=[0.5, 1.0, 0.0, 0.5, 0.5, 0.5, 0.5, 0.5], advantage=[0, 0, 0, 3, -3, 0, 0, 0],
-        length=[1, 2, 2, 2, 2, 9, 4, 2], truncated=[0, 0, 0, 0, 0, 0, 1, 0], entropy=[1, 1, 1, 1, 1, 1, 1, 2.0],
-    )  # fmt: skip
+        reward=[0.5, 1.0, 0.0, 0.5, 0.5, 0.5, 0.5, 0.5],
+        advantage=[0, 0, 0, 3, -3, 0, 0, 0],
+        length=[1, 2, 2, 2, 2, 9, 4, 2],
+        truncated=[0, 0, 0, 0, 0, 0, 1, 0],
+        entropy=[1, 1, 1, 1, 1, 1, 1, 2.0],
+    )
     assert most_telling(given, 7) == [
-        (1, "highest reward"), (2, "lowest reward"), (3, "highest advantage"), (4, "lowest advantage"), (5, "longest"),
-        (6, "truncated"), (7, "highest entropy"),
-    ]  # fmt: skip
+        (1, "highest reward"),
+        (2, "lowest reward"),
+        (3, "highest advantage"),
+        (4, "lowest advantage"),
+        (5, "longest"),
+        (6, "truncated"),
+        (7, "highest entropy"),
+    ]
     assert most_telling(given, 2) == [(1, "highest reward"), (2, "lowest reward")]
 
 
@@ -249,12 +281,12 @@ def test_a_tokenizer_without_a_file_gives_its_tokens_one_by_one(tokenizer: Any) 
 
 
 def test_numbers_that_are_not_finite_are_null_and_strange_text_survives(tokenizer: Any, tmp_path: Path) -> None:
-    one = experience(tokenizer, ["<b>\"\\é", "1"], [float("nan"), 1.0])
+    one = experience(tokenizer, ['<b>"\\é', "1"], [float("nan"), 1.0])
     one.batch.sampler_logprobs[0] = -np.inf
     found = read(TrajectorySaver(tmp_path).save([one], 0, get_fake_strategy(), tokenizer))
     strange = found[1]
     assert strange["info"]["reward"] is None and strange["action_log_probs"][0] is None
-    assert strange["pure_generated_text"] == tokenizer.decode(tokenizer.encode("<b>\"\\é"), skip_special_tokens=True)
+    assert strange["pure_generated_text"] == tokenizer.decode(tokenizer.encode('<b>"\\é'), skip_special_tokens=True)
 
 
 def test_nothing_to_save_writes_nothing_and_a_failed_write_leaves_the_old_file(
@@ -272,8 +304,9 @@ def test_nothing_to_save_writes_nothing_and_a_failed_write_leaves_the_old_file(
     assert read(path) == before and len(list((tmp_path / "trajectories").iterdir())) == 1
 
 
-@pytest.mark.parametrize("bad", [{"num_trajectories_to_save": -1}, {"high_entropy_token_ratio": 0.0},
-                                 {"high_entropy_token_ratio": 1.5}])  # fmt: skip
+@pytest.mark.parametrize(
+    "bad", [{"num_trajectories_to_save": -1}, {"high_entropy_token_ratio": 0.0}, {"high_entropy_token_ratio": 1.5}]
+)
 def test_senseless_arguments_are_refused(bad: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(DataError, match=next(iter(bad))):
         TrajectorySaver(tmp_path, **bad)

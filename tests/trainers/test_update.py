@@ -90,11 +90,16 @@ def test_the_gradient_is_that_of_a_dense_step_for_each_aggregation(qwen: str, mo
     assert metrics["kl"] == pytest.approx(float(mean), rel=1e-5)
 
 
-@pytest.mark.parametrize("own", [
-    {"packed": True, "head": "chunked", "size": 1}, {"packed": True, "head": "plain", "size": 8},
-    {"packed": False, "head": "chunked", "size": 5}, {"packed": False, "head": "plain", "size": 2},
-    {"packed": True, "head": "auto", "size": 3, "tile": 4},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"packed": True, "head": "chunked", "size": 1},
+        {"packed": True, "head": "plain", "size": 8},
+        {"packed": False, "head": "chunked", "size": 5},
+        {"packed": False, "head": "plain", "size": 2},
+        {"packed": True, "head": "auto", "size": 3, "tile": 4},
+    ],
+)
 def test_neither_micro_batches_nor_packing_nor_the_head_change_the_gradient(qwen: str, own: dict[str, Any]) -> None:
     given = experience()
     _, expected = expected_gradients(qwen, given, "seq-mean-token-mean", kl_coef=0.1, entropy_coef=0.02)
@@ -347,12 +352,20 @@ def on_ranks(path: str, given: Any, size: int, shares: list[list[int]], **own: A
     return found
 
 
-@pytest.mark.parametrize("own", [
-    {"mode": "seq-mean-token-mean", "ptx_coef": 0.2},
-    {"mode": "token-mean", "loss": replace(FULL, tokens=high_entropy(fraction=0.4)), "packed": False, "head": "plain"},
-    {"mode": "seq-mean-token-sum-norm", "loss": clip_cov()},
-    {"mode": "prompt-mean", "loss": replace(FULL, mismatch=token_tis(normalise=True))},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"mode": "seq-mean-token-mean", "ptx_coef": 0.2},
+        {
+            "mode": "token-mean",
+            "loss": replace(FULL, tokens=high_entropy(fraction=0.4)),
+            "packed": False,
+            "head": "plain",
+        },
+        {"mode": "seq-mean-token-sum-norm", "loss": clip_cov()},
+        {"mode": "prompt-mean", "loss": replace(FULL, mismatch=token_tis(normalise=True))},
+    ],
+)
 @pytest.mark.parametrize("shares", [[[0, 1, 2, 3, 4], [5, 6, 7]], [[0, 1, 2, 3, 4, 5, 6, 7], []]])
 def test_two_ranks_give_what_one_process_gives_on_all_sequences(
     qwen: str, engine: Ranks, own: dict[str, Any], shares: list[list[int]]

@@ -148,9 +148,15 @@ def test_other_architectures_work_where_their_names_on_disk_differ_too(kind: str
     torch.manual_seed(0)
     shape = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 4}
     if kind == "mixtral":
-        model: Any = MixtralForCausalLM(MixtralConfig(
-            **shape, intermediate_size=48, num_hidden_layers=2, num_key_value_heads=2, num_local_experts=4,
-        ))  # fmt: skip
+        model: Any = MixtralForCausalLM(
+            MixtralConfig(
+                **shape,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_key_value_heads=2,
+                num_local_experts=4,
+            )
+        )
     else:
         model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=32, n_head=4, n_layer=2, n_positions=64))
     model.save_pretrained(tmp_path)

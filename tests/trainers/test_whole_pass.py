@@ -83,7 +83,7 @@ def test_a_pass_that_fails_on_one_rank_ends_the_step_on_both_and_training_goes_o
         engine.call("policy_zero_grad")
         assert micro_batches > 2
         at = micro_batches if where == "after the last backward" else 2
-        engine.run(lambda: run_out(module, where, at))  # type: ignore[name-defined]  # noqa: F821
+        engine.run(lambda: run_out(module, where, at))  # type: ignore[name-defined]
         args = [(batch(7), cloudpickle.dumps(GRPO), OPTIONS)] * 2
         first, second = engine.outcomes("policy_forward_backward", args)
         assert isinstance(second, RankFailure) and isinstance(second.error, torch.OutOfMemoryError)

@@ -33,9 +33,14 @@ def experience(seed: int = 0, lengths: Any = LENGTHS, **fields: Any) -> Experien
     batch = batch.replace(group=(10 * seed + np.arange(len(lengths)) // 2).astype(np.int32))
     numbers = rng.normal(size=(4, total)).astype(np.float32)
     return Experience(
-        batch, prompts=tuple(Prompt("?", label=i) for i in range(len(lengths))), texts=("",) * len(lengths),
-        token_rewards=numbers[0], kl=np.abs(numbers[1]), values=0.3 * numbers[2], returns=numbers[3],
-    )  # fmt: skip
+        batch,
+        prompts=tuple(Prompt("?", label=i) for i in range(len(lengths))),
+        texts=("",) * len(lengths),
+        token_rewards=numbers[0],
+        kl=np.abs(numbers[1]),
+        values=0.3 * numbers[2],
+        returns=numbers[3],
+    )
 
 
 def parts_of(given: Experience, size: int) -> list[Experience]:
@@ -63,9 +68,14 @@ def token_weights(given: Experience, mode: str) -> list[np.ndarray]:
 
 
 def policy_by_hand(
-    model: nn.Module, given: Experience, mode: str, kl_coef: float = 0.0, entropy_coef: float = 0.0,
-    temperature: float = 1.0, kept: list[Tensor] | None = None,
-) -> Tensor:  # fmt: skip
+    model: nn.Module,
+    given: Experience,
+    mode: str,
+    kl_coef: float = 0.0,
+    entropy_coef: float = 0.0,
+    temperature: float = 1.0,
+    kept: list[Tensor] | None = None,
+) -> Tensor:
     """PPO's clipped loss with a k3 penalty and an entropy bonus; `kept`: tokens that keep their policy term."""
     batch, total = given.batch, torch.zeros(())
     weights = token_weights(given, mode)

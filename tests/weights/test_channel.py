@@ -183,11 +183,14 @@ def test_two_tensors_of_one_name_are_refused() -> None:
         planned([("w", "float32", (1,), 4), ("w", "float32", (1,), 4)], 1000)
 
 
-
-
-@pytest.mark.parametrize(("host", "before", "after"), [
-    (LOOPBACK, None, "lo"), (LOOPBACK, "eth7", "eth7"), ("192.0.2.9", None, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("host", "before", "after"),
+    [
+        (LOOPBACK, None, "lo"),
+        (LOOPBACK, "eth7", "eth7"),
+        ("192.0.2.9", None, None),
+    ],
+)
 def test_gloo_stays_on_loopback_where_its_group_does(
     host: str, before: str | None, after: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

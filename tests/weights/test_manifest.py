@@ -16,9 +16,7 @@ LAYOUT = [("a", "float32", (10,), 40), ("b", "float32", (200,), 800), ("c", "bfl
 
 def exported(gpu: str) -> Manifest:
     buckets = planned(LAYOUT, 900)
-    return Manifest(
-        "ipc", tuple(replace(b, handles=((gpu, f"{gpu}-{i}".encode()),)) for i, b in enumerate(buckets))
-    )
+    return Manifest("ipc", tuple(replace(b, handles=((gpu, f"{gpu}-{i}".encode()),)) for i, b in enumerate(buckets)))
 
 
 def test_each_bucket_has_the_handle_of_every_gpu() -> None:

@@ -75,9 +75,7 @@ def test_buffers_of_a_checkpoint_are_sent_and_others_are_not() -> None:
 def test_mismatches_are_named() -> None:
     held = {"a.weight": (2, 3), "b.weight": (4,)}
     check_names(held, held)
-    with pytest.raises(
-        WeightSyncError, match=r"does not know b\.wieght; nearest: b\.weight.*did not send b\.weight"
-    ):
+    with pytest.raises(WeightSyncError, match=r"does not know b\.wieght; nearest: b\.weight.*did not send b\.weight"):
         check_names({"a.weight": (2, 3), "b.wieght": (4,)}, held)
     with pytest.raises(WeightSyncError, match=r"a\.weight \(3, 2\) instead of \(2, 3\)"):
         check_names({**held, "a.weight": (3, 2)}, held)

@@ -122,9 +122,7 @@ def test_all_workers_take_their_share_and_keep_the_group(
                 parameter.mul_(1.1)
 
 
-def test_a_sender_that_gives_up_before_it_begins_leaves_the_weights_alone(
-    replica: VllmReplica, sender: Sender
-) -> None:
+def test_a_sender_that_gives_up_before_it_begins_leaves_the_weights_alone(replica: VllmReplica, sender: Sender) -> None:
     before = replica.prompt_logprobs([SEQUENCE])[0]
     sender.channel.fail("stopped")
     with pytest.raises(PeerFailed, match=r"keeps its weights.*given up elsewhere: stopped"):

@@ -34,7 +34,7 @@ CASES = {
     "cpu trainer, gpu replica": ([cpu()], [gpu("0")], Choice("shm")),
     "gpu trainer, cpu replica elsewhere": ([gpu("0")], [cpu("b")], Choice("broadcast", (0,), "gloo")),
     "a replica that reads shared memory only": ([gpu("0")], [gpu("0", reads=("shm",))], Choice("shm")),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("train", "infer", "expected"), CASES.values(), ids=CASES.keys())

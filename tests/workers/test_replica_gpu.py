@@ -18,9 +18,7 @@ from .tiny_checkpoint import hf_logprobs, make_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="needs an NVIDIA GPU and the CUDA build of vLLM"
-    ),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU and the CUDA build of vLLM"),
 ]
 
 

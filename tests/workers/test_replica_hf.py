@@ -60,9 +60,7 @@ def rows(arrays: GeneratedArrays) -> dict[tuple[int, int], list[int]]:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_are_those_of_the_sampled_distribution(
-    replica: HfReplica, folder: Path, temperature: float
-) -> None:
+def test_logprobs_are_those_of_the_sampled_distribution(replica: HfReplica, folder: Path, temperature: float) -> None:
     """Left padding, the cache and rows that leave the batch early must not show in the numbers."""
     arrays = replica.generate(job(n=3, temperature=temperature, max_tokens=25))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -115,9 +113,7 @@ def test_stopping_keeps_partial_samples(replica: HfReplica, monkeypatch: pytest.
     asked = iter([False] * 6 + [True] * 100)
     monkeypatch.setattr(context, "stop_requested", lambda: next(asked))
     arrays = replica.generate(job(n=4, ignore_eos=True, max_tokens=200))
-    assert [FINISH_REASONS[f] for f in arrays.finish] == [
-        "abort"
-    ] * 4  # the first batch of four; no other was started
+    assert [FINISH_REASONS[f] for f in arrays.finish] == ["abort"] * 4  # the first batch of four; no other was started
     assert np.diff(arrays.offsets).tolist() == [6] * 4
 
 
@@ -141,9 +137,7 @@ def test_bad_input_is_refused(replica: HfReplica) -> None:
         HfReplica(ReplicaConfig("./no-such-folder")).build()
 
 
-def test_a_sync_replaces_the_weights_and_wrong_names_do_not(
-    replica: HfReplica, folder: Path, stage: ShmStage
-) -> None:
+def test_a_sync_replaces_the_weights_and_wrong_names_do_not(replica: HfReplica, folder: Path, stage: ShmStage) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -160,9 +154,7 @@ def test_a_sync_replaces_the_weights_and_wrong_names_do_not(
     replica.commit_version(3)
     np.testing.assert_allclose(replica.prompt_logprobs([ids])[0], hf_logprobs(model, ids), atol=1e-4)
     assert set(replica.generate(job()).versions) == {3}
-    stage.write(
-        (k, torch.zeros_like(v)) for k, v in weights.items()
-    )  # the replica holds a copy, not the stage
+    stage.write((k, torch.zeros_like(v)) for k, v in weights.items())  # the replica holds a copy, not the stage
     np.testing.assert_allclose(replica.prompt_logprobs([ids])[0], hf_logprobs(model, ids), atol=1e-4)
     assert replica.reload()["version"] == 0
 

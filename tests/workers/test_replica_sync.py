@@ -52,9 +52,7 @@ def folder(tied: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def replica(folder: Path) -> Iterator[VllmReplica]:
-    replica = VllmReplica(
-        ReplicaConfig(str(folder), dtype="float32", kv_cache_bytes=64 << 20, max_num_seqs=16)
-    )
+    replica = VllmReplica(ReplicaConfig(str(folder), dtype="float32", kv_cache_bytes=64 << 20, max_num_seqs=16))
     replica.build()
     yield replica
     replica.close()
@@ -82,19 +80,14 @@ def staged(stage: ShmStage, model: PreTrainedModel) -> Manifest:
 def gap(replica: VllmReplica, model: PreTrainedModel) -> float:
     """Largest difference of log-probs on the same tokens."""
     found = replica.prompt_logprobs(SEQUENCES)
-    return max(
-        float(np.abs(ours - hf_logprobs(model, ids)).max())
-        for ours, ids in zip(found, SEQUENCES, strict=True)
-    )
+    return max(float(np.abs(ours - hf_logprobs(model, ids)).max()) for ours, ids in zip(found, SEQUENCES, strict=True))
 
 
 def one_job() -> GenerateJob:
     return GenerateJob([[1, 2, 3]], 1, {"max_tokens": 4}, np.zeros((1, 1), np.int64))
 
 
-def test_every_group_of_weights_arrives(
-    replica: VllmReplica, model: PreTrainedModel, stage: ShmStage
-) -> None:
+def test_every_group_of_weights_arrives(replica: VllmReplica, model: PreTrainedModel, stage: ShmStage) -> None:
     """Group by group, so that a group that is not refreshed cannot hide behind another."""
     torch.manual_seed(3)
     for version, group in enumerate(GROUPS, start=1):
@@ -135,9 +128,7 @@ def test_what_was_generated_after_a_sync_has_the_new_logprobs(
         np.testing.assert_allclose(arrays.logprobs[drawn], reference[len(prompt) - 1 :], atol=1e-4)
 
 
-def test_discarded_weights_are_filled_by_a_sync(
-    replica: VllmReplica, model: PreTrainedModel, stage: ShmStage
-) -> None:
+def test_discarded_weights_are_filled_by_a_sync(replica: VllmReplica, model: PreTrainedModel, stage: ShmStage) -> None:
     replica.to_state("meta", None)
     with pytest.raises(StateError, match=r"cuda\('weights'\)"):
         replica.begin_sync()
@@ -159,9 +150,7 @@ def test_wrong_names_are_refused_and_the_old_weights_stay(
     with pytest.raises(WeightSyncError, match=r"did not send model\.norm\.weight"):
         replica.apply_weights(stage.write(weights.items()))
     misspelt = {**weights, "model.nrom.weight": norm}
-    with pytest.raises(
-        WeightSyncError, match=r"does not know model\.nrom\.weight; nearest: model\.norm\.weight"
-    ):
+    with pytest.raises(WeightSyncError, match=r"does not know model\.nrom\.weight; nearest: model\.norm\.weight"):
         replica.apply_weights(stage.write(misspelt.items()))
     with pytest.raises(WeightSyncError, match=r"model\.norm\.weight \(64,\) instead of \(128,\)"):
         replica.apply_weights(stage.write({**weights, "model.norm.weight": norm[:64]}.items()))

@@ -49,9 +49,14 @@ def test_an_environments_fault_costs_its_own_sample_and_is_told(draw):
     errors = {p: found.info((p, 0)).get("errors") for p in range(7)}
     assert errors[0] is None and all(len(errors[p]) == 1 and errors[p][0]["ended"] for p in range(1, 7))
     told = {p: (errors[p][0]["where"], errors[p][0]["kind"], errors[p][0]["turn"]) for p in range(1, 7)}
-    assert told == {1: ("step", "ValueError", 1), 2: ("step", "TimeoutError", 1), 3: ("step", "DataError", 1),
-                    4: ("step", "DataError", 1), 5: ("reset", "RuntimeError", 0),
-                    6: ("step", "SystemExit", 1)}  # fmt: skip
+    assert told == {
+        1: ("step", "ValueError", 1),
+        2: ("step", "TimeoutError", 1),
+        3: ("step", "DataError", 1),
+        4: ("step", "DataError", 1),
+        5: ("reset", "RuntimeError", 0),
+        6: ("step", "SystemExit", 1),
+    }
     line = errors[1][0]["line"]
     assert line[0] == __file__ and line[2] == "step" and "raise ValueError" in line[3]
     assert "env_timeout_s=0.5" in errors[2][0]["message"] and "Step" in errors[3][0]["message"]

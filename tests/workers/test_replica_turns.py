@@ -70,8 +70,12 @@ def test_a_chats_bridge_is_what_the_template_puts_there(turn_replica, draw):
     a = tokenizer("a")["input_ids"]
     by_string = {"stop": ["aa"], "allowed_token_ids": a, "max_turns": 2}  # the last "a" ends no message
     stopped = draw(job([CHAT], Echo("a"), **by_string))
-    assert stopped.of("token_ids") == [*a * 2, *tokenizer("<|im_end|>\n<|im_start|>user\na<|im_end|>\n")["input_ids"],
-                                       *tokenizer("<|im_start|>assistant\n")["input_ids"], *a * 2]  # fmt: skip
+    assert stopped.of("token_ids") == [
+        *a * 2,
+        *tokenizer("<|im_end|>\n<|im_start|>user\na<|im_end|>\n")["input_ids"],
+        *tokenizer("<|im_start|>assistant\n")["input_ids"],
+        *a * 2,
+    ]
     on = draw(job([CHAT], Echo(None), **by_string))
     assert on.of("token_ids") == a * 4  # nothing to say: it goes on inside its message
     inside = draw(job([CHAT], Echo("=3", role=None), max_turns=2, **UNCUT))

@@ -42,9 +42,7 @@ def lane() -> Iterator[Lane]:
 
 @pytest.fixture(scope="module")
 def replica(folder: Path, lane: Lane) -> Iterator[VllmReplica]:
-    replica = VllmReplica(
-        ReplicaConfig(str(folder), dtype="float32", kv_cache_bytes=256 * MIB, max_num_seqs=32)
-    )
+    replica = VllmReplica(ReplicaConfig(str(folder), dtype="float32", kv_cache_bytes=256 * MIB, max_num_seqs=32))
     built = lane(replica.build)
     assert built["device"] == "cpu"
     assert built["dtype"] == "float32"
@@ -65,9 +63,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> CallContext:
 
 def job(prompts: list[Any], n: int = 1, seed: int = 7, shared: bool = False, **sampling: Any) -> GenerateJob:
     """Seeds depend on (prompt, sample) alone, as the driver's do."""
-    seeds = np.array(
-        [[seed * 1_000_003 + p * 1009 + s for s in range(n)] for p in range(len(prompts))], dtype=np.int64
-    )
+    seeds = np.array([[seed * 1_000_003 + p * 1009 + s for s in range(n)] for p in range(len(prompts))], dtype=np.int64)
     return GenerateJob(prompts, n, {"max_tokens": 12, **sampling}, seeds.reshape(len(prompts), n), shared)
 
 
@@ -99,9 +95,7 @@ def test_text_chat_and_token_ids_are_served_in_one_job(replica: VllmReplica, lan
         assert text == tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def test_sampler_and_prompt_logprobs_equal_the_hf_model(
-    replica: VllmReplica, lane: Lane, folder: Path
-) -> None:
+def test_sampler_and_prompt_logprobs_equal_the_hf_model(replica: VllmReplica, lane: Lane, folder: Path) -> None:
     arrays = lane(replica.generate, job([[1, 2, 3], [9] * 40, list(range(150))], n=3))
     scored = lane(replica.prompt_logprobs, sequences(arrays))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -112,23 +106,17 @@ def test_sampler_and_prompt_logprobs_equal_the_hf_model(
         np.testing.assert_allclose(drawn, reference[-len(drawn) :], atol=1e-4)
 
 
-def test_logprobs_belong_to_the_distribution_that_was_sampled(
-    replica: VllmReplica, lane: Lane, folder: Path
-) -> None:
+def test_logprobs_belong_to_the_distribution_that_was_sampled(replica: VllmReplica, lane: Lane, folder: Path) -> None:
     arrays = lane(replica.generate, job([[1, 2, 3]], n=4, temperature=0.5))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for i, sequence in enumerate(sequences(arrays)):
         drawn = arrays.logprobs[arrays.offsets[i] : arrays.offsets[i + 1]]
-        np.testing.assert_allclose(
-            drawn, hf_logprobs(model, sequence, temperature=0.5)[-len(drawn) :], atol=1e-4
-        )
+        np.testing.assert_allclose(drawn, hf_logprobs(model, sequence, temperature=0.5)[-len(drawn) :], atol=1e-4)
     single = lane(replica.generate, job([[1, 2, 3]], top_k=1))
     np.testing.assert_allclose(single.logprobs, 0.0, atol=1e-6)  # one token is left, so its probability is 1
 
 
-def test_a_sequence_that_fills_the_model_can_be_scored(
-    replica: VllmReplica, lane: Lane, folder: Path
-) -> None:
+def test_a_sequence_that_fills_the_model_can_be_scored(replica: VllmReplica, lane: Lane, folder: Path) -> None:
     sequence = [(7 * i) % 250 for i in range(512)]
     (scored,) = lane(replica.prompt_logprobs, [sequence])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

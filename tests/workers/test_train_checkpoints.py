@@ -42,7 +42,7 @@ def whole(engine: Ranks) -> dict[str, Any]:
 
         from rlbench.checkpoint.rank_state import sharded_tensors_of
 
-        found = sharded_tensors_of(module)  # type: ignore[name-defined]  # noqa: F821
+        found = sharded_tensors_of(module)  # type: ignore[name-defined]
         return {n: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for n, t in found.items()}
 
     return engine.run(gather)[0]
@@ -67,9 +67,7 @@ def test_weights_and_optimizer_come_back_bit_for_bit_on_any_number_of_ranks(
             assert step(engine, 2) == onward
         else:
             forward_backward(engine, batch(2))
-            assert engine.call("policy_optim_step", {})[0]["metrics"]["lr"] == onward[2], (
-                "the scheduler goes on"
-            )
+            assert engine.call("policy_optim_step", {})[0]["metrics"]["lr"] == onward[2], "the scheduler goes on"
 
 
 def test_gradients_that_wait_do_not_survive_a_load(qwen: str, tmp_path: Path) -> None:
@@ -97,7 +95,7 @@ def test_damage_and_another_model_are_refused_and_training_goes_on(qwen: str, tm
         step(engine, 1)
     with ranks(1, qwen_on_meta(qwen, NoisyQwen)) as engine:
         path = save(engine, tmp_path / "without")
-        engine.run(lambda: module.register_buffer("more", torch.ones(2)))  # type: ignore[name-defined]  # noqa: F821
+        engine.run(lambda: module.register_buffer("more", torch.ones(2)))  # type: ignore[name-defined]
         with pytest.raises(CheckpointError, match="another model: 1 tensors differ, first buffer/more"):
             engine.call("load_checkpoint", str(path))
 
@@ -119,9 +117,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
-def test_a_disk_that_fills_up_leaves_the_earlier_checkpoint_and_a_usable_engine(
-    qwen: str, small_disk: Path
-) -> None:
+def test_a_disk_that_fills_up_leaves_the_earlier_checkpoint_and_a_usable_engine(qwen: str, small_disk: Path) -> None:
     with ranks(2, qwen_on_meta(qwen, NoisyQwen)) as engine:
         kept = save(engine, small_disk)
         step(engine, 0)
@@ -143,7 +139,7 @@ def test_a_model_that_has_grown_since_it_was_built_is_not_saved_as_one_that_coul
     qwen: str, tmp_path: Path
 ) -> None:
     def grow() -> None:
-        module.adapter = torch.nn.Linear(2, 2)  # type: ignore[name-defined]  # noqa: F821
+        module.adapter = torch.nn.Linear(2, 2)  # type: ignore[name-defined]
 
     with ranks(1, qwen_on_meta(qwen, NoisyQwen)) as engine:
         save(engine, tmp_path)

@@ -71,8 +71,10 @@ def by_hand(path: str, given: Any, loss: Any = plain) -> tuple[Any, np.ndarray, 
         chosen = logp[torch.arange(len(response)), ids[len(prompt) :]]
         chosen.retain_grad()
         at = slice(given.responses.offsets[i], given.responses.offsets[i + 1])
-        fields = {n: torch.from_numpy(getattr(given, n)[at])[None] for n in
-                  ("old_logprobs", "ref_logprobs", "sampler_logprobs", "advantages", "mask")}  # fmt: skip
+        fields = {
+            n: torch.from_numpy(getattr(given, n)[at])[None]
+            for n in ("old_logprobs", "ref_logprobs", "sampler_logprobs", "advantages", "mask")
+        }
         inputs = LossInputs(
             logprobs=chosen[None], entropy=-(logp.exp() * logp).sum(-1)[None], group=torch.zeros(1), **fields
         )
@@ -87,8 +89,12 @@ def by_hand(path: str, given: Any, loss: Any = plain) -> tuple[Any, np.ndarray, 
 # -- what the gradients that wait are like
 
 OPTIONS: list[dict[str, Any]] = [
-    {}, {"packing": False}, {"head": "plain"}, {"packing": False, "head": "plain"}, {"token_budget": 24},
-]  # fmt: skip
+    {},
+    {"packing": False},
+    {"head": "plain"},
+    {"packing": False, "head": "plain"},
+    {"token_budget": 24},
+]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -154,7 +160,7 @@ def test_several_backwards_are_one_large_batch(qwen: str, mode: str) -> None:
 
     def gradients(engine: Ranks) -> dict[str, torch.Tensor]:
         def gather() -> Any:
-            return {n: p.grad.full_tensor() for n, p in module.named_parameters()}  # type: ignore[name-defined]  # noqa: F821
+            return {n: p.grad.full_tensor() for n, p in module.named_parameters()}  # type: ignore[name-defined]
 
         return dict(engine.run(gather)[0])
 
@@ -188,8 +194,8 @@ def test_a_gradient_that_is_not_finite_is_named(qwen: str) -> None:
     def spoil() -> None:
         from torch.distributed.tensor import DTensor
 
-        gradient = module.lm_head.weight.grad  # type: ignore[name-defined]  # noqa: F821
-        if rank == 1:  # type: ignore[name-defined]  # noqa: F821
+        gradient = module.lm_head.weight.grad  # type: ignore[name-defined]
+        if rank == 1:  # type: ignore[name-defined]
             assert isinstance(gradient, DTensor)
             gradient.to_local()[0, 0] = float("nan")
 
@@ -222,7 +228,7 @@ def test_a_model_that_does_not_say_its_output_layer_has_no_hidden_norms() -> Non
         backward(engine, batch(), packing=False)
         found = looked_at(engine)
         engine.call("policy_zero_grad")
-        engine.run(lambda: strategy.backward(module(torch.tensor([[1, 2]])).sum(), module))  # type: ignore[name-defined]  # noqa: F821
+        engine.run(lambda: strategy.backward(module(torch.tensor([[1, 2]])).sum(), module))  # type: ignore[name-defined]
         own = looked_at(engine)
     assert found.tokens[0].hidden is None and found.tokens[0].coefficient.any()
     assert own.tokens == () and own.norm > 0
@@ -248,7 +254,7 @@ def test_the_products_are_those_of_the_gradients_a_step_would_have(qwen: str, wo
         gradients = []
         for loss in LOSSES.values():
             backward(engine, given, loss)
-            gather = lambda: {n: p.grad.full_tensor() for n, p in module.named_parameters()}  # type: ignore[name-defined]  # noqa: E731, F821
+            gather = lambda: {n: p.grad.full_tensor() for n, p in module.named_parameters()}  # type: ignore[name-defined]  # noqa: E731
             gradients.append(engine.run(gather)[0])
             engine.call("policy_zero_grad")
     assert found["losses"] == tuple(LOSSES) and found["failed"] == {}

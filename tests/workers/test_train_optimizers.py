@@ -166,7 +166,7 @@ def test_a_rate_is_of_one_step_or_for_good_and_groups_keep_their_ratio(qwen: str
 
 def test_a_scheduler_goes_on_as_if_a_step_had_had_its_usual_rate(qwen: str) -> None:
     def scheduled() -> None:
-        module.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(module.optimizer, 0.5)  # type: ignore[name-defined]  # noqa: F821
+        module.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(module.optimizer, 0.5)  # type: ignore[name-defined]
 
     with ranks(1, qwen_on_meta(qwen, Optimizers)) as engine:
         engine.run(scheduled)
@@ -184,8 +184,12 @@ def test_a_policy_that_a_restore_tore_is_used_for_nothing_until_it_is_whole(qwen
         with pytest.raises(CheckpointError, match="torn"):
             engine.call("read_snapshot", str(tmp_path / "a"))
         assert engine.call("status")[0]["weights"] == "torn"
-        for verb, args in (("policy_optim_step", ({},)), ("write_snapshot", (str(tmp_path / "b"),)),
-                           ("stage_weights", ({},)), ("call_method", ("rates", (), {}))):  # fmt: skip
+        for verb, args in (
+            ("policy_optim_step", ({},)),
+            ("write_snapshot", (str(tmp_path / "b"),)),
+            ("stage_weights", ({},)),
+            ("call_method", ("rates", (), {})),
+        ):
             with pytest.raises(StateError, match="torn"):
                 engine.call(verb, *args)
         assert [own["checksums"] for own in engine.call("read_snapshot", str(tmp_path / "a"))] == before

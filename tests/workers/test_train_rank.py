@@ -111,8 +111,8 @@ def test_layers_that_stay_gathered_do_not_outlive_a_failure_of_another_rank(qwen
     """Who holds them gathers nothing in the next forward, where the rank that failed waits to gather with it."""
 
     def numbers(failing: int = -1) -> float:
-        found = module(torch.arange(6)[None]).logits.double().sum()  # type: ignore[name-defined]  # noqa: F821
-        if rank == failing:  # type: ignore[name-defined]  # noqa: F821
+        found = module(torch.arange(6)[None]).logits.double().sum()  # type: ignore[name-defined]
+        if rank == failing:  # type: ignore[name-defined]
             raise ValueError("mine alone")
         return float(found)
 
@@ -132,7 +132,7 @@ def test_methods_run_on_every_rank_and_know_where_they_are(qwen: str) -> None:
     with ranks(2, qwen_on_meta(qwen)) as engine:
         assert engine.method("where") == [(0, 2, "cpu"), (1, 2, "cpu")]
         assert engine.method("train") == [None, None]  # not the module itself, which cannot travel
-        assert engine.run(lambda: module.training) == [True, True]  # type: ignore[name-defined]  # noqa: F821
+        assert engine.run(lambda: module.training) == [True, True]  # type: ignore[name-defined]
 
 
 def test_only_the_users_methods_can_be_called(qwen: str) -> None:
@@ -166,7 +166,7 @@ def test_an_exception_in_a_method_of_one_rank_leaves_the_others_usable(qwen: str
 def test_run_has_a_namespace_that_stays(qwen: str) -> None:
     def remember() -> None:
         global note
-        note = rank * 10  # type: ignore[name-defined]  # noqa: F821
+        note = rank * 10  # type: ignore[name-defined]
 
     with ranks(2, qwen_on_meta(qwen)) as engine:
         engine.run(remember)
@@ -178,11 +178,11 @@ def test_run_has_a_namespace_that_stays(qwen: str) -> None:
 def test_a_learning_rate_change_takes_effect(qwen: str) -> None:
     def moved(lr: float) -> float:
         with ranks(1, qwen_on_meta(qwen)) as engine:
-            before = engine.run(lambda: module.lm_head.weight.full_tensor().clone())[0]  # type: ignore[name-defined]  # noqa: F821
+            before = engine.run(lambda: module.lm_head.weight.full_tensor().clone())[0]  # type: ignore[name-defined]
             engine.call("set_lr", lr)
             engine.method("train_step", IDS)
             engine.method("optimizer_step")
-            after = engine.run(lambda: module.lm_head.weight.full_tensor().clone())[0]  # type: ignore[name-defined]  # noqa: F821
+            after = engine.run(lambda: module.lm_head.weight.full_tensor().clone())[0]  # type: ignore[name-defined]
             return float((after - before).detach().abs().max())
 
     assert moved(0.0) == 0.0
@@ -222,9 +222,7 @@ def test_a_hook_that_fails_on_one_rank_fails_the_build_on_all(qwen: str, kind: t
 
     with ranks(2) as engine:
         master = engine.outcomes("rendezvous")[0]
-        first, second = engine.outcomes(
-            "build", [(cloudpickle.dumps(qwen_on_meta(qwen, Failing)), master)] * 2
-        )
+        first, second = engine.outcomes("build", [(cloudpickle.dumps(qwen_on_meta(qwen, Failing)), master)] * 2)
     assert isinstance(first.error, EngineError)
     assert "rank 1" in str(first.error)
     assert type(second.error).__name__ == kind.__name__
@@ -241,7 +239,7 @@ def test_a_policy_is_made_from_a_path_alone(qwen: str, trainable: bool) -> None:
         assert engine.call("module_source_path")[0] == qwen
         assert len(engine.call("policy_forward", batch_of(RAGGED), {})) == 2
         if trainable:
-            assert engine.run(lambda: (strategy.max_norm, module.optimizer.defaults["lr"]))[0] == (0.5, 3e-3)  # type: ignore[name-defined]  # noqa: F821
+            assert engine.run(lambda: (strategy.max_norm, module.optimizer.defaults["lr"]))[0] == (0.5, 3e-3)  # type: ignore[name-defined]
         else:
             with pytest.raises(EngineError, match="0 optimizers"):
                 engine.call("policy_optim_step", {})
@@ -311,8 +309,8 @@ def test_offloaded_optimizer_state_comes_back_and_bars_the_step_until_then(qwen:
 
 def test_weights_somebody_made_a_numpy_view_of_are_released_all_the_same(large: str) -> None:
     def look() -> None:
-        module.keep = module.lm_head.weight.to_local().detach().numpy()  # type: ignore[name-defined]  # noqa: F821
-        del module.keep  # type: ignore[name-defined]  # noqa: F821
+        module.keep = module.lm_head.weight.to_local().detach().numpy()  # type: ignore[name-defined]
+        del module.keep  # type: ignore[name-defined]
 
     with ranks(1, qwen_on_meta(large)) as engine:
         before = engine.call("state_checksum")

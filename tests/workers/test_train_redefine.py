@@ -101,9 +101,9 @@ def test_the_same_class_again_changes_nothing_and_another_replaces_it(qwen: str)
         assert redefine(engine, edited(2.0))["changed"]
         for scale in range(3, 9):
             redefine(engine, edited(float(scale)))
-        depth = engine.run(lambda: len(type(module).__mro__))[0]  # type: ignore[name-defined]  # noqa: F821
+        depth = engine.run(lambda: len(type(module).__mro__))[0]  # type: ignore[name-defined]
         redefine(engine, edited(1.0))
-        assert engine.run(lambda: len(type(module).__mro__))[0] == depth  # type: ignore[name-defined]  # noqa: F821
+        assert engine.run(lambda: len(type(module).__mro__))[0] == depth  # type: ignore[name-defined]
 
 
 def doubled(cls: type = RunningMeanModel) -> type:
@@ -130,16 +130,20 @@ def test_another_forward_is_the_one_that_log_probs_come_from() -> None:
         redefine(engine, doubled())
         sharper = scored(engine)
         with pytest.raises(EngineError, match=r"call self\(...\)"):
-            engine.run(lambda: module.forward(torch.tensor([[1]])))  # type: ignore[name-defined]  # noqa: F821
+            engine.run(lambda: module.forward(torch.tensor([[1]])))  # type: ignore[name-defined]
     assert sharper.mean() < plain.mean() and not (sharper == plain).all()
 
 
 def sharper_logits() -> type:
     class TrainedQwen(rlbench.nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
         def forward(
-            self, input_ids: Any = None, position_ids: Any = None, use_cache: Any = None, logits_to_keep: Any = 0,
+            self,
+            input_ids: Any = None,
+            position_ids: Any = None,
+            use_cache: Any = None,
+            logits_to_keep: Any = 0,
             **more: Any,
-        ) -> Any:  # fmt: skip
+        ) -> Any:
             output = super().forward(
                 input_ids, position_ids=position_ids, use_cache=use_cache, logits_to_keep=logits_to_keep, **more
             )
@@ -179,7 +183,7 @@ def test_classes_inside_the_module_are_redefined_by_name() -> None:
         assert state(engine) == before
         batch = batch_of(RAGGED)
         engine.call("policy_forward", batch, {"packing": False})
-        kinds = engine.run(lambda: [type(m).__name__ for m in module.blocks])  # type: ignore[name-defined]  # noqa: F821
+        kinds = engine.run(lambda: [type(m).__name__ for m in module.blocks])  # type: ignore[name-defined]
         assert kinds == [["FSDPBlock", "FSDPBlock"]] * 2
 
 
@@ -262,7 +266,7 @@ def test_what_cannot_take_the_place_is_refused_on_all_ranks(
         with pytest.raises(EngineError, match=said):
             raise found[0].error
         assert state(engine) == before
-        assert engine.run(lambda: type(module).__name__) == ["FSDPTrainedQwen"] * 2  # type: ignore[name-defined]  # noqa: F821
+        assert engine.run(lambda: type(module).__name__) == ["FSDPTrainedQwen"] * 2  # type: ignore[name-defined]
         assert engine.method("where")[0][1] == 2
 
 
@@ -299,11 +303,11 @@ def test_a_method_is_added_edited_and_outlives_a_redefinition_that_lacks_it(qwen
         assert engine.method("norm") == [2.0, 2.0] and engine.method("fresh")[0].endswith("1.0")
         assert add(engine, norm_edited)["changed"] and engine.method("norm") == ["edited"] * 2
         assert not redefine(engine, edited(1.0))["changed"]
-        depth = engine.run(lambda: len(type(module).__mro__))  # type: ignore[name-defined]  # noqa: F821
+        depth = engine.run(lambda: len(type(module).__mro__))  # type: ignore[name-defined]
         for _ in range(3):
             add(engine, norm)
             add(engine, norm_edited)
-        assert engine.run(lambda: len(type(module).__mro__)) == depth  # type: ignore[name-defined]  # noqa: F821
+        assert engine.run(lambda: len(type(module).__mro__)) == depth  # type: ignore[name-defined]
         assert state(engine) == before
 
 
@@ -321,9 +325,13 @@ def test_what_is_no_method_is_refused(qwen: str, fn: Any, said: str) -> None:
 
 
 HIDDEN = [
-    ("build", "method of the engine"), ("parameters", "method of Module"), ("generate", "method of .*Mixin"),
-    ("model", "part or an attribute"), ("optimizer", "part or an attribute"), ("rank", "method of BaseTrainModule"),
-]  # fmt: skip
+    ("build", "method of the engine"),
+    ("parameters", "method of Module"),
+    ("generate", "method of .*Mixin"),
+    ("model", "part or an attribute"),
+    ("optimizer", "part or an attribute"),
+    ("rank", "method of BaseTrainModule"),
+]
 
 
 @pytest.mark.parametrize(("name", "whose"), HIDDEN)
@@ -335,7 +343,7 @@ def test_a_method_may_not_hide_one_that_is_there(qwen: str, name: str, whose: st
     with ranks(1, qwen_on_meta(qwen)) as engine:
         with pytest.raises(EngineError, match=f"{name!r} is a .*{whose}"):
             add(engine, fn)
-        assert len(engine.run(lambda: list(module.parameters()))[0]) > 1  # type: ignore[name-defined]  # noqa: F821
+        assert len(engine.run(lambda: list(module.parameters()))[0]) > 1  # type: ignore[name-defined]
 
 
 def test_a_method_needs_a_place_for_the_module(qwen: str) -> None:

@@ -162,17 +162,15 @@ def test_released_weights_are_no_state_to_keep(qwen: str, tmp_path: Path) -> Non
 
 def refuse_to_go_back(at: int) -> None:
     """On one rank the scheduler refuses what it once gave, which is found after the weights went back."""
-    if rank == at:  # type: ignore[name-defined]  # noqa: F821
+    if rank == at:  # type: ignore[name-defined]
 
         def load_state_dict(state: Any) -> None:
             raise RuntimeError("not today")
 
-        module.lr_scheduler.load_state_dict = load_state_dict  # type: ignore[name-defined]  # noqa: F821
+        module.lr_scheduler.load_state_dict = load_state_dict  # type: ignore[name-defined]
 
 
-def test_a_rank_that_fails_in_the_middle_of_going_back_is_said_to_hold_another_state(
-    qwen: str, tmp_path: Path
-) -> None:
+def test_a_rank_that_fails_in_the_middle_of_going_back_is_said_to_hold_another_state(qwen: str, tmp_path: Path) -> None:
     """Its peers go back; it must not stay beside them as if it had done nothing."""
     with ranks(2, qwen_on_meta(qwen, NoisyQwen)) as engine:
         engine.call("write_snapshot", str(tmp_path / "a"))
@@ -195,7 +193,7 @@ def test_the_only_rank_says_that_it_is_torn_and_a_restore_mends_it(qwen: str, tm
             engine.call("read_snapshot", str(tmp_path / "a"))
 
         def heed() -> None:
-            del module.lr_scheduler.load_state_dict  # type: ignore[name-defined]  # noqa: F821
+            del module.lr_scheduler.load_state_dict  # type: ignore[name-defined]
 
         engine.run(heed)
         assert engine.call("read_snapshot", str(tmp_path / "a"))[0]["checksums"] == kept[0]
@@ -222,8 +220,8 @@ def test_a_trainer_that_cannot_go_back_leaves_the_policy_whole(qwen: str, tmp_pa
             def check(self, *read: Any) -> None:
                 pass
 
-        me, trainer = module, Stubborn()  # type: ignore[name-defined]  # noqa: F821
-        snapshots: Any = RankSnapshots(me, strategy.control, lambda: False)  # type: ignore[name-defined]  # noqa: F821
+        me, trainer = module, Stubborn()  # type: ignore[name-defined]
+        snapshots: Any = RankSnapshots(me, strategy.control, lambda: False)  # type: ignore[name-defined]
         snapshots.write(folder, None, False, trainer)
         with torch.no_grad():
             next(me.parameters()).zero_()

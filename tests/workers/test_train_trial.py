@@ -45,9 +45,7 @@ def held(optimizer: torch.optim.Optimizer) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("masters", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_is_missing_before_the_first_step_is_what_it_takes(
-    name: str, masters: bool, dtype: torch.dtype
-) -> None:
+def test_what_is_missing_before_the_first_step_is_what_it_takes(name: str, masters: bool, dtype: torch.dtype) -> None:
     model = layers(dtype)
     made = OPTIMIZERS[name](model[1].parameters())
     optimizer = FSDPadaptOptimizer(made) if masters else made

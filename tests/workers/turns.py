@@ -17,8 +17,16 @@ IM_END = 258  # the third special token behind 256 bytes: <|im_end|>
 Lane = Callable[..., Any]
 
 
-def job(prompts: list[Any], env: Any = None, n: int = 1, max_turns: int = 3, total: int | None = None,
-        timeout_s: float | None = 30.0, seed: int = 7, **sampling: Any) -> GenerateJob:  # fmt: skip
+def job(
+    prompts: list[Any],
+    env: Any = None,
+    n: int = 1,
+    max_turns: int = 3,
+    total: int | None = None,
+    timeout_s: float | None = 30.0,
+    seed: int = 7,
+    **sampling: Any,
+) -> GenerateJob:
     """As the driver makes it; seeds depend on (prompt, sample) alone."""
     seeds = np.array([[seed * 1_000_003 + p * 1009 + s for s in range(n)] for p in range(len(prompts))], np.int64)
     made = None if env is None else EnvJob(cloudpickle.dumps(env), max_turns, total, timeout_s)

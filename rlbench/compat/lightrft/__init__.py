@@ -11,7 +11,14 @@ from rlbench import strategy, trainer, utils
 __all__ = ["strategy", "trainer", "utils"]
 
 for _path in (
-    "strategy", "strategy.strategy_base", "strategy.fsdp", "strategy.fsdp.fsdpv2", "strategy.deepspeed",
-    "strategy.deepspeed.deepspeed", "trainer", "trainer.spmd_ppo_trainer", "utils",
-):  # fmt: skip
+    "strategy",
+    "strategy.strategy_base",
+    "strategy.fsdp",
+    "strategy.fsdp.fsdpv2",
+    "strategy.deepspeed",
+    "strategy.deepspeed.deepspeed",
+    "trainer",
+    "trainer.spmd_ppo_trainer",
+    "utils",
+):
     sys.modules[f"{__name__}.{_path}"] = importlib.import_module(f"rlbench.{_path}")

@@ -7,5 +7,11 @@ from rlbench.compat.rlite import nn
 from rlbench.envs.hook import IndexedGenerationHistory
 
 __all__ = [
-    "IndexedGenerationHistory", "NeedParallel", "RliteInferenceEngine", "RliteTrainEngine", "device", "init", "nn",
-]  # fmt: skip
+    "IndexedGenerationHistory",
+    "NeedParallel",
+    "RliteInferenceEngine",
+    "RliteTrainEngine",
+    "device",
+    "init",
+    "nn",
+]

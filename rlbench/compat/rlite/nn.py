@@ -13,9 +13,14 @@ from rlbench.nn import (
 )
 
 __all__ = [
-    "BaseHuggingFaceTrainModule", "BaseInferenceModule", "BaseTrainModule", "Fsdp2TrainModule", "FsdpTrainModule",
-    "HuggingFaceFsdp2TrainModule", "HuggingFaceFsdpTrainModule",
-]  # fmt: skip
+    "BaseHuggingFaceTrainModule",
+    "BaseInferenceModule",
+    "BaseTrainModule",
+    "Fsdp2TrainModule",
+    "FsdpTrainModule",
+    "HuggingFaceFsdp2TrainModule",
+    "HuggingFaceFsdpTrainModule",
+]
 
 
 class BaseInferenceModule:

@@ -10,6 +10,10 @@ from rlbench.strategies.fsdp2 import (
 )
 
 __all__ = [
-    "FSDPV2Strategy", "FSDPadaptOptimizer", "ModelOptimPair", "ModelOrModelOptimPair", "is_mp_optimizer",
+    "FSDPV2Strategy",
+    "FSDPadaptOptimizer",
+    "ModelOptimPair",
+    "ModelOrModelOptimPair",
+    "is_mp_optimizer",
     "manual_transformer_cls_names_to_wrap",
-]  # fmt: skip
+]
