@@ -15,10 +15,9 @@ from rlbench.trainers.forward import PolicyModel
 from rlbench.trainers.value_model import make_critic, valued
 from tests.modules import qwen_on_meta
 from tests.ranks import RankFailure, ranks
-from tests.trainers.test_policy_step import GRPO, batch, forward_backward, run_steps
-from tests.trainers.test_update import actor_of
+from tests.trainers.policy_reference import GRPO, batch, forward_backward, run_steps
 from tests.trainers.test_whole_pass import OPTIONS, run_out
-from tests.trainers.update_reference import experience
+from tests.trainers.update_reference import actor_of, experience
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from rlbench.rl import LossInputs
 from rlbench.trainers.step_plan import pad_rows, whole_inputs
 from tests.modules import RAGGED, qwen_on_meta
 from tests.ranks import ranks
-from tests.trainers.test_policy_step import assert_gradients, batch, by_hand, forward_backward
+from tests.trainers.policy_reference import assert_gradients, batch, by_hand, forward_backward
 
 
 @dataclasses.dataclass(frozen=True)

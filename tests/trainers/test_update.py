@@ -22,6 +22,7 @@ from tests.trainers.update_reference import (
     EPS,
     LENGTHS,
     MODES,
+    actor_of,
     assert_same,
     by_token,
     experience,
@@ -44,11 +45,6 @@ FULL = ppo(clip_low=EPS[0], clip_high=EPS[1], kl_coef=0.1, entropy_coef=0.02)
 def engine(qwen: str) -> Any:
     with ranks(2, qwen_on_meta(qwen)) as made:
         yield made
-
-
-def actor_of(path: str, strategy: Any) -> tuple[Any, Any]:
-    actor = strategy.prepare_model(Qwen2ForCausalLM.from_pretrained(path), is_training=True)
-    return actor, strategy.create_optimizer(actor, lr=1e-2, weight_decay=0.0)
 
 
 def policy(path: str, loss: Any = FULL, mode: str = "seq-mean-token-mean", **own: Any) -> PolicyUpdate:

@@ -16,9 +16,8 @@ from rlbench.trainers.update import PolicyUpdate, ValueUpdate
 from rlbench.trainers.value_model import make_critic
 from tests.modules import qwen_on_meta
 from tests.ranks import RankFailure, Ranks, ranks
-from tests.trainers.test_policy_step import GRPO, batch, forward_backward, run_steps
-from tests.trainers.test_update import actor_of
-from tests.trainers.update_reference import experience, parts_of, weights_of
+from tests.trainers.policy_reference import GRPO, batch, forward_backward, run_steps
+from tests.trainers.update_reference import actor_of, experience, parts_of, weights_of
 
 pytestmark = pytest.mark.slow
 

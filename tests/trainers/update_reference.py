@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import Qwen2ForCausalLM
 
 from rlbench.data.prompts import Prompt
 from rlbench.strategies import FakeStrategy
@@ -22,6 +23,11 @@ EPS = (0.1, 0.15)
 def fake(**own: Any) -> FakeStrategy:
     args = own.pop("args", None)
     return FakeStrategy(**{"bf16": False, "max_norm": 0.0, "device": "cpu", **own}, args=args)
+
+
+def actor_of(path: str, strategy: Any) -> tuple[Any, Any]:
+    actor = strategy.prepare_model(Qwen2ForCausalLM.from_pretrained(path), is_training=True)
+    return actor, strategy.create_optimizer(actor, lr=1e-2, weight_decay=0.0)
 
 
 def experience(seed: int = 0, lengths: Any = LENGTHS, **fields: Any) -> Experience:

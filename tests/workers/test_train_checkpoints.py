@@ -15,7 +15,7 @@ from rlbench.checkpoint import folder as folders
 from rlbench.errors import CheckpointError
 from tests.modules import qwen_on_meta, save_qwen
 from tests.ranks import RankFailure, Ranks, ranks
-from tests.trainers.test_policy_step import batch, forward_backward
+from tests.trainers.policy_reference import batch, forward_backward
 from tests.workers.test_train_snapshots import NoisyQwen, step
 
 pytestmark = pytest.mark.slow

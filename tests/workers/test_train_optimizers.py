@@ -11,7 +11,7 @@ import torch
 from rlbench.errors import CheckpointError, EngineError, StateError
 from tests.modules import TrainedQwen, qwen_on_meta, save_qwen
 from tests.ranks import RankFailure, ranks
-from tests.trainers.test_policy_step import batch, forward_backward
+from tests.trainers.policy_reference import batch, forward_backward
 
 RATES = (1e-3, 4e-3)
 

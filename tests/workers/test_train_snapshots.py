@@ -13,7 +13,7 @@ import rlbench.nn
 from rlbench.errors import CheckpointError, StateError, Stopped
 from tests.modules import TrainedQwen, qwen_on_meta, save_qwen
 from tests.ranks import RankFailure, Ranks, ranks
-from tests.trainers.test_policy_step import batch, forward_backward
+from tests.trainers.policy_reference import batch, forward_backward
 
 
 class NoisyQwen(TrainedQwen):
