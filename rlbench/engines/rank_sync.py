@@ -26,7 +26,6 @@ from rlbench.errors import StateError
 from rlbench.strategies.base import StrategyBase
 from rlbench.strategies.memory import weight_tensors
 from rlbench.strategies.memory_side import kept_on_host, reshard
-from rlbench.strategies.whole_pass import votable
 from rlbench.trainers.forward import PolicyModel, evaluating
 from rlbench.weights import facts
 from rlbench.weights.manifest import Manifest, merged
@@ -83,16 +82,12 @@ class RankSync:
         """The module's log-probs on the probe; every rank computes all of them, as there are few."""
         batch = probe_batch(begun.probe)
         model = PolicyModel(module, self._strategy.device.device, self._strategy.bf16)
-        failure: Exception | None = None
         try:
             with torch.no_grad(), evaluating(module):
                 with model.stats(batch, 1.0, packed=False, head="plain") as (logprobs, _, _):
                     flat = logprobs.float().cpu().numpy()
-        except Exception as error:  # on one rank, perhaps
-            failure = votable(error)
         finally:
             reshard(module)
-        self._control.raise_together("update_engine_weights", failure)
         return [np.asarray(row) for row in np.split(flat, batch.responses.offsets[1:-1])]
 
     def _staged(self, sender: WeightSender, begun: Begun) -> Manifest:

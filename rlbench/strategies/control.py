@@ -65,6 +65,11 @@ def ranks_apart(message: str) -> EngineError:
     return error
 
 
+def on_all_ranks(error: Exception) -> bool:
+    """Whether `raise_together` raised it: every rank has left the call with an error of its own."""
+    return bool(error.__dict__.get("on_all_ranks"))
+
+
 class ControlGroup:
     """A gloo group beside the model's own, on CPU and GPU hosts alike; its connections end with it."""
 
@@ -132,9 +137,13 @@ class ControlGroup:
         """Share the failures of `doing`; collective. Raises the rank's own failure, else one that names
         another rank's."""
         said = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
-        if failure is not None:
-            raise failure
         failed = [(rank, text) for rank, text in enumerate(said) if text is not None]
-        if failed:
-            rank, text = failed[0]
-            raise peer_failed(f"{doing} failed on rank {rank} ({text}); this rank stopped with it and stays usable.")
+        if not failed:
+            return
+        rank, text = failed[0]
+        if failure is None:
+            failure = peer_failed(
+                f"{doing} failed on rank {rank} ({text}); this rank stopped with it and stays usable."
+            )
+        failure.__dict__["on_all_ranks"] = True
+        raise failure

@@ -19,12 +19,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from rlbench.data.batch import TrainBatch
 from rlbench.errors import DataError, EngineError
-from rlbench.strategies.whole_pass import FORWARD, unvotable, whole_pass
 from rlbench.trainers.attention import packed_attention
 from rlbench.trainers.chunked_head import Head, UnfitHead, token_bytes, watched_head
 from rlbench.trainers.packing import ModelInputs, model_inputs
 from rlbench.trainers.token_keeper import TokenGradients
 from rlbench.trainers.token_stats import token_stats
+from rlbench.user_code import user_code
 
 CHECK_TOKENS = 24
 CHECK_TOLERANCE, HALF_TOLERANCE = 1e-4, 0.05
@@ -90,7 +90,7 @@ class PolicyModel:
         context. `head` is `PolicyOptions.head`; `watch` takes each token's gradients; `chunk_rows` as of `Head.run`."""
         chunked = self.prove_head(rows, packed, head)
         with ExitStack() as within:
-            with whole_pass(self.module, FORWARD):
+            with user_code():
                 inputs = model_inputs(rows, self.device, packed)
                 if packed:
                     within.enter_context(packed_attention(self.module, inputs.lengths))
@@ -170,7 +170,7 @@ class PolicyModel:
                 "position_ids, use_cache and logits_to_keep; pass packing=False."
             )
         probe = _probe(batch)
-        with unvotable(self.module), evaluating(self.module):
+        with evaluating(self.module):
             with self.stats(probe, 1.0, packed=True, head="plain") as (packed, _, _):
                 pass
             with self.stats(probe, 1.0, packed=False, head="plain") as (padded, _, _):
@@ -195,7 +195,7 @@ class PolicyModel:
         if head == "plain":
             return None
         if packed not in self._heads:
-            with unvotable(self.module):
+            with user_code():
                 self._heads[packed] = self._try_head(_probe(batch), packed)
             if isinstance(self._heads[packed], str) and head == "auto":
                 warnings.warn(f"log-probs take the whole logits' memory: {self._heads[packed]}", stacklevel=2)

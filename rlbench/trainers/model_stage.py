@@ -19,7 +19,6 @@ from rlbench.data.ragged import flat_index
 from rlbench.errors import EngineError
 from rlbench.strategies.base import StrategyBase
 from rlbench.strategies.memory_side import reshard
-from rlbench.strategies.whole_pass import votable
 from rlbench.trainers.forward import PolicyModel, as_batch, evaluating
 from rlbench.trainers.over_ranks import agreed, check_stop
 from rlbench.trainers.reward_heads import scores_of
@@ -155,24 +154,15 @@ class ModelStage:
                 self._strategy.offload_model(model)
 
     def _each(self, lengths: np.ndarray, doing: str, compute: Callable[[np.ndarray], None]) -> None:
-        """`compute` the rows of each forward, short sequences first, as many forwards on every rank; a stop or a
-        failure on one ends it on all, between two."""
+        """`compute` the rows of each forward, short sequences first, as many forwards on every rank; a stop of one ends
+        it on all, between two."""
         control = self._strategy.control
         order = np.argsort(lengths, kind="stable")
         own = [order[i : i + self._micro_batch] for i in range(0, len(order), self._micro_batch)]
-        failures: list[Exception] = []
-
-        def check() -> None:
-            if failures:
-                raise failures[0]
-
         for k in range(max(control.gather(len(own)))):
-            agreed(control, doing, check)
-            try:
-                compute(own[k] if k < len(own) else NO_ROWS)
-            except Exception as error:  # the others are in the same forward, and hear of it after it
-                failures.append(votable(error))
-        agreed(control, doing, check)
+            check_stop(control, doing)
+            compute(own[k] if k < len(own) else NO_ROWS)
+        check_stop(control, doing)
 
 
 def _tokens_of(batch: TrainBatch, rows: np.ndarray) -> np.ndarray:

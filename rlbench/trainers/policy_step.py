@@ -26,7 +26,6 @@ from rlbench.strategies.fsdp2 import FSDPV2Strategy
 from rlbench.strategies.gradients import scale_gradients
 from rlbench.strategies.memory_side import holds_gradients, reshard
 from rlbench.strategies.optimizer_set import Stepped
-from rlbench.strategies.whole_pass import BACKWARD, votable, whole_pass
 from rlbench.trainers.clock import Clock
 from rlbench.trainers.forward import PolicyModel, as_batch
 from rlbench.trainers.loss_value import LossCache, evaluate
@@ -36,6 +35,7 @@ from rlbench.trainers.options import PolicyOptions
 from rlbench.trainers.packing import plan_micro_batches
 from rlbench.trainers.step_plan import NO_PLAN, StepPlan, plan_step
 from rlbench.trainers.token_keeper import TokenGradients, TokenKeeper
+from rlbench.user_code import user_code
 
 Report = Callable[..., None]
 
@@ -98,17 +98,13 @@ class PolicyStep:
         mine, temperature = self._prepare(batch, options)
         kept = TokenKeeper("logprobs", "entropy")
         for step, rows in enumerate(mine):
-            failure: Exception | None = None
             with self._resharded_on_failure():
-                try:
-                    with clock("forward"):
-                        part = batch.rows(rows) if len(rows) else _fill()
-                        with self._model.stats(part, temperature, options.packing, options.head) as found:
-                            if len(rows):
-                                kept.add(rows, part, {"logprobs": found[0], "entropy": found[1]})
-                except Exception as error:
-                    failure = votable(error)
-                self._vote(self._own_verdict(failure), "forward", clock, failure)
+                with clock("forward"):
+                    part = batch.rows(rows) if len(rows) else _fill()
+                    with self._model.stats(part, temperature, options.packing, options.head) as found:
+                        if len(rows):
+                            kept.add(rows, part, {"logprobs": found[0], "entropy": found[1]})
+                self._vote(self._own_verdict(), "forward", clock)
             self._report(phase="forward", done=step + 1, total=len(mine))
         reshard(self.module)  # the next step changes the shards, not what is gathered
         return {**kept.result(), "seconds": dict(clock.seconds)}
@@ -139,7 +135,6 @@ class PolicyStep:
         pending, share = self._join_pending(batch, _aggregation(loss, options), options.whole_step)
         sums, kept, computed, tokens = MetricSums(), TokenKeeper("logprobs", "entropy"), 0, 0
         felt = TokenKeeper(*TokenGradients.NAMES)
-        carried: Exception | None = None  # of a backward, to the next vote
         random_state = self.strategy.device.rng_state()
         for step, rows in enumerate(mine):
             with self._cleared_on_failure(random_state):
@@ -147,13 +142,13 @@ class PolicyStep:
                 begin = time.perf_counter()
                 watch = self._watch(options) if len(rows) else None
                 with ExitStack() as within:
-                    failure, total = carried, None  # type: Exception | None, Any
+                    logprobs, entropy, inputs = within.enter_context(
+                        self._model.stats(part, temperature, options.packing, options.head, watch)
+                    )
+                    begin = clock.add("forward", begin)
+                    total = logprobs.sum() * 0.0  # a fill: the collectives of a backward, and no gradient
+                    failure: Exception | None = None
                     try:
-                        logprobs, entropy, inputs = within.enter_context(
-                            self._model.stats(part, temperature, options.packing, options.head, watch)
-                        )
-                        begin = clock.add("forward", begin)
-                        total = logprobs.sum() * 0.0  # a fill: the collectives of a backward, and no gradient
                         if len(rows):
                             computed, tokens = computed + inputs.input_ids.numel(), tokens + sum(inputs.lengths)
                             view = loss_inputs(part, logprobs, entropy, inputs, options)
@@ -161,16 +156,12 @@ class PolicyStep:
                             weights = pending.aggregation.weights(view.mask, pending.totals, view.group)
                             total, own = evaluate(loss, view, weights)
                             measure(sums, view, own, float(total.detach()) / share)
-                    except Exception as error:  # of the model, or of a user's loss: the vote ends the call
-                        failure = failure or votable(error)
+                    except Exception as error:  # of a user's loss: the vote ends the call
+                        failure = error
                     clock.add("loss", begin)
                     self._vote(self._own_verdict(failure), "forward_backward", clock, failure)
-                    try:
-                        with clock("backward"), whole_pass(self.module, BACKWARD):
-                            self.strategy.backward(total, self.module, self._optimizer(), reduction="sum")
-                    except Exception as error:  # the others go on to the next vote
-                        carried = votable(error)
-                        continue
+                    with clock("backward"), user_code():
+                        self.strategy.backward(total, self.module, self._optimizer(), reduction="sum")
                 if watch is not None:
                     felt.add(rows, part, watch.channels())
                 if len(rows) and options.keep_tokens:
@@ -178,7 +169,6 @@ class PolicyStep:
                     kept.add(rows, part, {"logprobs": logprobs, "entropy": entropy, **said})
             self._report(phase="backward", done=step + 1, total=len(mine), tokens=tokens, **sums.so_far())
         with self._cleared_on_failure(random_state):
-            self._vote(Verdict.FAILED if carried else Verdict.GO, "forward_backward", clock, carried)
             control.together("the loss's calls", lambda: self._losses.need_unchanged(loss_blob))
         self._pending = pending
         if not options.whole_step:

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from rlbench.errors import DataError, EngineError
 from rlbench.strategies.base import StrategyBase
-from rlbench.strategies.memory_side import reshard
-from rlbench.strategies.whole_pass import FORWARD, votable, whole_pass
 from rlbench.trainers.forward import evaluating
 from rlbench.trainers.scalar_model import HEAD, ScalarHeadModel, make_scalar
+from rlbench.user_code import user_code
 
 
 class RewardModel(ScalarHeadModel):
@@ -66,26 +65,19 @@ def scores_of(
         (B,) float32 on the host, in the order of `sequences`.
 
     Raises:
-        DataError: an empty sequence, or token ids the model does not know. EngineError: something else than one number
-            per sequence; or another rank failed.
+        DataError: an empty sequence, or token ids the model does not know, on some rank. EngineError: something else
+            than one number per sequence.
     """
     control = strategy.control
     control.together("checking the sequences to score", lambda: _check(model, sequences, batch_size))
     by_length = sorted(range(len(sequences)), key=lambda row: (-len(sequences[row]), row))
     batches = [by_length[start : start + batch_size] for start in range(0, len(by_length), batch_size)]
     scores = torch.zeros(len(sequences))
-    failure: Exception | None = None
-    with evaluating(model):
+    with evaluating(model), user_code():
         for step in range(max(control.gather(len(batches)))):
             rows = batches[step] if step < len(batches) else []
-            try:
-                with whole_pass(model, FORWARD):
-                    found = _scored(model, [sequences[row] for row in rows] or [[0]], strategy.device.device)
-                scores[rows] = found[: len(rows)]
-            except Exception as error:  # a user's module: the other ranks go on to the vote
-                reshard(model)
-                failure = failure or votable(error)
-    control.raise_together("scoring", failure)
+            found = _scored(model, [sequences[row] for row in rows] or [[0]], strategy.device.device)
+            scores[rows] = found[: len(rows)]
     return scores
 
 

@@ -16,7 +16,6 @@ from rlbench.errors import DataError, LossError
 from rlbench.rl import Aggregation, Loss, RunningMoments, resolve, value_loss
 from rlbench.rl.losses import check_sampled_as_trained
 from rlbench.strategies.base import StrategyBase
-from rlbench.strategies.whole_pass import votable
 from rlbench.trainers.experience import Experience, joined_batches
 from rlbench.trainers.forward import PolicyModel, as_batch
 from rlbench.trainers.loss_choice import loss_of
@@ -199,14 +198,11 @@ class PolicyUpdate(UpdateLoop):
         """Log-probs and entropies of this rank's held sequences, by their rows in the step."""
         kept = TokenKeeper("logprobs", "entropy")
         for index in range(max(self.strategy.control.gather(len(rows)))):
-            part, failure = self._held[index].batch if index < len(rows) else fill(), None
-            try:
-                with self._forward(part) as (logprobs, entropy, _):
-                    if index < len(rows):
-                        kept.add(rows[index], part, {"logprobs": logprobs, "entropy": entropy})
-            except Exception as error:  # the vote ends the call on all ranks
-                failure = votable(error)
-            self._vote("the pass before the loss's plan", failure)
+            part = self._held[index].batch if index < len(rows) else fill()
+            with self._forward(part) as (logprobs, entropy, _):
+                if index < len(rows):
+                    kept.add(rows[index], part, {"logprobs": logprobs, "entropy": entropy})
+            self._vote("the pass before the loss's plan")
         return kept.result()
 
     # -- pretraining text ---------------------------------------------------------------------------------------------
@@ -223,25 +219,17 @@ class PolicyUpdate(UpdateLoop):
     def _train_on_texts(self) -> None:
         batches = [_as_rows(text) for text in self._texts]
         found = self.strategy.control.gather((len(batches), sum(batch.tokens for batch in batches)))
-        tokens, failure = sum(count for _, count in found), None
+        tokens = sum(count for _, count in found)
         for index in range(max(count for count, _ in found)):
             mine = batches[index] if index < len(batches) else None
             with ExitStack() as within:
-                loss: Any = None
-                try:
-                    logprobs = within.enter_context(self._forward(fill() if mine is None else mine, temperature=1.0))[0]
-                    loss = (logprobs.sum() * 0.0 if mine is None else -logprobs.sum()) * (self.ptx_coef / tokens)
-                    if mine is not None:
-                        self._count_text(float(logprobs.detach().sum()), mine.tokens)
-                except Exception as error:  # the vote ends the call on all ranks
-                    failure = failure or votable(error)
-                failure = self._backward(loss, failure)
-        self._agree(failure)
-
-    def _count_text(self, logprob: float, tokens: int) -> None:
-        if not np.isfinite(logprob):
-            raise LossError(f"the language loss is {-logprob}.")
-        self._sums.mean("ptx_loss", -logprob, tokens)
+                logprobs = within.enter_context(self._forward(fill() if mine is None else mine, temperature=1.0))[0]
+                loss, failure = (logprobs.sum() * 0.0 if mine is None else -logprobs.sum()), None
+                if not torch.isfinite(loss):
+                    failure = LossError(f"the language loss is {float(loss.detach())}.")
+                elif mine is not None:
+                    self._sums.mean("ptx_loss", float(loss.detach()), mine.tokens)
+                self._backward(loss * (self.ptx_coef / tokens), failure)
 
 
 def _as_rows(text: Text) -> TrainBatch:

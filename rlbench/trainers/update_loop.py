@@ -25,11 +25,11 @@ from rlbench.strategies.base import StrategyBase
 from rlbench.strategies.control import Verdict
 from rlbench.strategies.gradients import scale_gradients
 from rlbench.strategies.memory_side import holds_gradients
-from rlbench.strategies.whole_pass import BACKWARD, votable, whole_pass
 from rlbench.trainers.experience import Experience
 from rlbench.trainers.forward import as_batch
 from rlbench.trainers.metrics import MetricSums, merged
 from rlbench.trainers.micro_batch import totals_of
+from rlbench.user_code import user_code
 
 Metrics = dict[str, float]
 
@@ -255,37 +255,28 @@ class UpdateLoop(ABC):
         return Weighing(whole, self.aggregation)
 
     def _run_all(self, parts: Sequence[Experience], weighing: Weighing, channels: Sequence[Any]) -> None:
-        """As many backward passes as the rank with the most micro-batches has."""
-        failure: Exception | None = None
+        """As many backward passes as the rank with the most micro-batches has.
+
+        A loss that fails on one rank is voted on. What fails inside a forward or a backward is not: the peers are in
+        its collectives, and whoever drives the ranks ends the one that failed.
+        """
         for index in range(max(self.strategy.control.gather(len(parts)))):
             part = parts[index] if index < len(parts) else None
             with ExitStack() as within:
-                total: Any = None
+                found = within.enter_context(self._forward(fill() if part is None else part.batch))
+                total, failure = found[0].sum() * 0.0, None
                 try:
-                    found = within.enter_context(self._forward(fill() if part is None else part.batch))
-                    total = found[0].sum() * 0.0
                     if part is not None:
                         total = self._loss(part, found, weighing, channels[index])
-                except Exception as error:  # of the model, or of a user's loss: the vote ends the call on all ranks
-                    failure = failure or votable(error)
-                failure = self._backward(total, failure)
-        self._agree(failure)
+                except Exception as error:  # of a user's loss: the vote ends the call on all ranks
+                    failure = error
+                self._backward(total, failure)
 
-    def _backward(self, total: Tensor, failure: Exception | None) -> Exception | None:
-        """Vote, then go backward; what fails in that is returned, for the next vote."""
+    def _backward(self, total: Tensor, failure: Exception | None) -> None:
+        """Vote, then go backward."""
         self._vote(f"the {self.name}'s update", failure)
-        try:
-            with whole_pass(self.model, BACKWARD):
-                self.strategy.backward(total, self.model, self.optimizer, reduction="sum")
-        except Exception as error:
-            return votable(error)
-        return None
-
-    def _agree(self, failure: Exception | None) -> None:
-        """The end of some passes: a failure of the last backward ends the call on all ranks."""
-        verdict = self.strategy.control.vote(Verdict.FAILED if failure else Verdict.GO)
-        if verdict is Verdict.FAILED:
-            self.strategy.control.raise_together(f"the {self.name}'s update", failure)
+        with user_code():
+            self.strategy.backward(total, self.model, self.optimizer, reduction="sum")
 
     def _vote(self, doing: str, failure: Exception | None = None) -> None:
         """Go on only if all ranks do."""

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from rlbench.data.batch import TrainBatch
 from rlbench.errors import EngineError
-from rlbench.strategies.whole_pass import FORWARD, unvotable, whole_pass
 from rlbench.trainers.attention import packed_attention
 from rlbench.trainers.forward import CHECK_TOKENS, CHECK_TOLERANCE, HALF_TOLERANCE, as_batch, evaluating
 from rlbench.trainers.own_critic import gives_each_token, is_classifier, own_values, reading_each_token
 from rlbench.trainers.packing import ModelInputs, model_inputs
 from rlbench.trainers.scalar_model import HEAD, ScalarHeadModel, make_scalar
+from rlbench.user_code import user_code
 
 
 class CriticModel(ScalarHeadModel):
@@ -100,10 +100,9 @@ def valued(
     if not scalar:
         check_critic(critic, device)
     if packed:
-        with unvotable(critic):
-            prove_packing(critic, device)
+        prove_packing(critic, device)
     with ExitStack() as within:
-        with whole_pass(critic, FORWARD):
+        with user_code():
             inputs = model_inputs(batch, device, packed)
             if packed:
                 within.enter_context(packed_attention(critic, inputs.lengths))
@@ -118,7 +117,7 @@ def check_critic(critic: nn.Module, device: torch.device) -> None:
         EngineError: with the shapes that are wanted, and the one that was seen.
     """
     if not isinstance(critic, CriticModel) and not is_classifier(critic):
-        with unvotable(critic):
+        with user_code():
             gives_each_token(critic, device)
 
 

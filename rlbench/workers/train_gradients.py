@@ -13,10 +13,10 @@ from torch import Tensor
 
 from rlbench.checkpoint.rank_state import random_state, set_random_state
 from rlbench.data.batch import TrainBatch
-from rlbench.errors import StateError
+from rlbench.errors import RLBenchError, StateError
+from rlbench.strategies.control import on_all_ranks
 from rlbench.strategies.gradients import local
 from rlbench.strategies.shard_sums import over_shards
-from rlbench.strategies.whole_pass import votable
 from rlbench.trainers.options import PolicyOptions
 
 if TYPE_CHECKING:
@@ -108,8 +108,10 @@ class GradientVerbs:
                     chosen = PolicyOptions.of(options | {"aggregation": aggregation, **ALONE})
                     try:
                         self._policy.forward_backward(batch, blob, chosen)
-                    except Exception as error:  # of the user's loss; all ranks have left the pass together
-                        failed[name] = str(votable(error))
+                    except Exception as error:
+                        if not (isinstance(error, RLBenchError) or on_all_ranks(error)):
+                            raise  # inside a pass: the peers may still be in its collectives
+                        failed[name] = str(error)
                         continue
                     own = [None if p.grad is None else local(p.grad).detach() for p in parameters]
                     for other, theirs in [*held.items(), (name, own)]:

@@ -114,26 +114,6 @@ def test_a_module_of_ones_own_is_scored_too_and_told_what_it_must_give() -> None
         scores_of(Length(lambda ids: "good"), [[1]], strategy)
 
 
-def test_a_model_that_fails_on_one_rank_fails_on_all(engine: Ranks) -> None:
-    def scored() -> Any:
-        strategy = FSDPV2Strategy(bf16=False)
-
-        def answer(ids: torch.Tensor) -> Any:
-            if strategy.rank == 0 and ids.shape[1] == 3:
-                raise ZeroDivisionError("my own mistake")
-            return ids[:, 0].float()
-
-        try:
-            scores_of(Length(answer), [[1], [2, 2], [3, 3, 3]], strategy, 1)
-        except (ZeroDivisionError, EngineError) as error:
-            after = scores_of(Length(), [[1]] * (strategy.rank + 1), strategy)
-            return f"{type(error).__name__}: {error}", after.tolist()
-
-    own, peer = engine.run(scored)
-    assert own == ("ZeroDivisionError: my own mistake", [0.5])
-    assert "scoring failed on rank 0" in peer[0] and peer[1] == [0.5, 0.5]
-
-
 def test_sequences_that_cannot_be_scored_are_refused(classifier: str) -> None:
     strategy = fake()
     model = strategy.prepare_model(make_reward_model(classifier))
