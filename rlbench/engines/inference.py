@@ -29,7 +29,7 @@ ASLEEP = "asleep_by_ranks"
 """Of the engine's record: training ranks had it sleep, so it is to wake when they are gone."""
 BY_CALL = ("n", "seed")
 """Of the sampling options, those that say which samples a call draws, and how many."""
-TARGETS = {"vllm": "rlbench.workers.replica_vllm:VllmReplica", "hf": "rlbench.workers.replica_hf:HfReplica"}
+TARGETS = {"vllm": "rlbench.workers.replica_vllm:VllmReplica"}
 
 
 class InferenceEngine(Engine):
@@ -37,7 +37,7 @@ class InferenceEngine(Engine):
 
     Args:
         path: folder or hub id of the model, or an object whose `get_checkpoint_path()` says it.
-        executor: `"vllm"`, or `"hf"` (transformers generate) where vLLM cannot be installed; RLite's names of it count.
+        executor: `"vllm"`; RLite's names of it count.
         name: its role in the session.
         seed: session seed, from which request seeds derive.
         config: fields of `ReplicaConfig`: dtype, kv_cache_bytes, max_model_len, max_num_seqs, …
@@ -202,7 +202,7 @@ class InferenceEngine(Engine):
         asked: list[Prompt] = as_prompts(prompts)
         samples = _samples(n, sampling)
         seed = sampling.get("seed")
-        turns, rest = split_options(env, {k: v for k, v in sampling.items() if k not in BY_CALL}, self.executor)
+        turns, rest = split_options(env, {k: v for k, v in sampling.items() if k not in BY_CALL})
         if number != 0:
             self._tell_reshaped(rest)
         if number is None:

@@ -76,11 +76,10 @@ def agreement_steps(train: TrainEngine, infer: InferenceEngine) -> Steps:
         ) from error
     gap, allowed = largest_gap(computed["logprobs"], got), allowed_gap(dtype)
     if not gap <= allowed:
-        advice = "executor='hf' generates with transformers; " if infer.executor == "vllm" else ""
         raise BuildError(
             f"{infer.executor} and transformers compute different log-probs from the same checkpoint of "
             f"{train.info['architecture']}: up to {gap:.2g} (allowed in {dtype}: {allowed:g}), so what is rolled out "
-            f"would not be the trained policy's. {advice}docs/models.md lists families that agree"
+            "would not be the trained policy's. docs/models.md lists families that agree"
         )
 
 

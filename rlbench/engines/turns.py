@@ -21,11 +21,11 @@ TURN_OPTIONS = {"max_turns": 8, "max_total_tokens": None, "env_timeout_s": 60.0}
 what the model's length holds); seconds one `reset` or `step` may take (None: for ever)."""
 
 
-def split_options(env: Any, sampling: dict[str, Any], executor: str) -> tuple[EnvJob | None, dict[str, Any]]:
+def split_options(env: Any, sampling: dict[str, Any]) -> tuple[EnvJob | None, dict[str, Any]]:
     """The environment on its way to the replicas, and the sampling options alone.
 
     Raises:
-        DataError: no environment, a wrong option, an option without an environment, or an executor that cannot.
+        DataError: no environment, a wrong option, or an option without an environment.
     """
     given = {name: sampling[name] for name in TURN_OPTIONS if name in sampling}
     rest = {name: value for name, value in sampling.items() if name not in given}
@@ -33,8 +33,6 @@ def split_options(env: Any, sampling: dict[str, Any], executor: str) -> tuple[En
         if given:
             raise DataError(f"{', '.join(given)} would have no effect: turns need an environment, env=…")
         return None, rest
-    if executor != "vllm":
-        raise DataError(f'env: executor="{executor}" draws single completions; build the engine with executor="vllm"')
     check_env(env)
     options = TURN_OPTIONS | given
     for name, kind in (("max_turns", int), ("max_total_tokens", int), ("env_timeout_s", (int, float))):

@@ -46,7 +46,7 @@ def check_options(
     for name, other in CONTRADICTIONS:
         if found.get(name) and found.get(other) is False:
             raise SessionError(f"train: {name} has no effect with {other}=False; leave one of them out")
-    return found, checked("inference", inference, SIZES | REPLICA | {"executor"})
+    return found, checked("inference", inference, SIZES | REPLICA)
 
 
 def check_models(*paths: str | None) -> None:
@@ -100,7 +100,7 @@ def _inference(options: SessionOptions, link: Link) -> Engine:
     given = dict(options.inference)
     sizes = {k: given.pop(k) for k in list(given) if k in SIZES}
     given.setdefault("dtype", _trainer_dtype(options))
-    engine = InferenceEngine(options.path, given.pop("executor", "vllm"), seed=options.seed, link=link, **given)
+    engine = InferenceEngine(options.path, seed=options.seed, link=link, **given)
     return engine.build(**sizes)
 
 

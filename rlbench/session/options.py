@@ -18,7 +18,7 @@ class SessionOptions:
     """A session's settings, as kept by its monitor.
 
     `train`: `tensor_parallel_size`, `data_parallel_size`, and fields of the policy's options (`lr`, `betas`,
-    `weight_decay`, `max_norm`, `dtype`) and of `TrainConfig`. `inference`: sizes, `executor`, and fields of
+    `weight_decay`, `max_norm`, `dtype`) and of `TrainConfig`. `inference`: sizes, and fields of
     `ReplicaConfig`.
     `reference`: None, or the model of a frozen reference policy. `undo`: how many last steps can be undone.
     """

@@ -63,7 +63,7 @@ class Session(
             attached to: running the cell again changes nothing.
         train: sizes (`tensor_parallel_size`, `data_parallel_size`) and policy options (`lr`, `betas`, `weight_decay`,
             `max_norm`, `dtype`, `use_mp_opt`, `fsdp_cpu_offload`, …: `PolicySpec` and `TrainConfig`).
-        inference: sizes, `executor` (`"vllm"`, `"hf"`) and replica options (`kv_cache_bytes`, `max_model_len`, …).
+        inference: sizes and replica options (`kv_cache_bytes`, `max_model_len`, …).
         reference: True keeps the starting weights as a frozen reference policy for KL; or another model.
         seed: of sampling; with the same seed and the same cells a session draws the same samples.
         lease_s: seconds after which the session ends by itself once its driver is gone: a notebook's kernel (default

@@ -25,7 +25,6 @@ class Facts:
         address: by which other nodes reach this one.
         gpus: uuid of the GPU of each of its worker processes; empty on a host without a GPU.
         workers: its worker processes that take part in a sync (a tensor parallel replica has several).
-        reads: transports it can read weights by.
         channels: broadcast groups it is in: the token by the other side's name (of a replica: by `""`).
     """
 
@@ -33,7 +32,6 @@ class Facts:
     address: str
     gpus: tuple[str, ...] = ()
     workers: int = 1
-    reads: tuple[str, ...] = TRANSPORTS
     channels: tuple[tuple[str, str], ...] = ()
 
 
@@ -50,8 +48,8 @@ def choose(train: Sequence[Facts], infer: Sequence[Facts], asked: str | None = N
     """Choose the transport, or check the one that was asked for.
 
     One node without GPUs: `shm`. Every replica worker's GPU also holds a training rank: `ipc`. Everything else:
-    `broadcast`; where that cannot be (NCCL takes a GPU once, and here every training rank's is a replica's too; or a
-    replica that cannot read it) and both sides are on one node: `shm`.
+    `broadcast`; where that cannot be (NCCL takes a GPU once, and here every training rank's is a replica's too) and
+    both sides are on one node: `shm`.
 
     Args:
         train: of each training rank, by rank.
@@ -66,13 +64,6 @@ def choose(train: Sequence[Facts], infer: Sequence[Facts], asked: str | None = N
             f"transport={asked!r}{nearest(asked, TRANSPORTS)}; there are {', '.join(TRANSPORTS)}, and None chooses"
         )
     found = {"shm": _shm(train, infer), "ipc": _ipc(train, infer), "broadcast": _broadcast(train, infer)}
-    for name in TRANSPORTS:
-        unread = [i for i, replica in enumerate(infer) if name not in replica.reads]
-        if unread:
-            found[name] = (
-                f"replica {unread[0]} reads weights by {', '.join(infer[unread[0]].reads)} only: build the "
-                'InferenceEngine with executor="vllm"'
-            )
     works = {name: choice for name, choice in found.items() if isinstance(choice, Choice)}
     if asked is not None:
         if asked not in works:

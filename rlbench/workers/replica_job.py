@@ -1,6 +1,4 @@
-"""The two ends of a generate call, the same for every executor: checking what is asked, collecting what was
-drawn.
-"""
+"""The two ends of a generate call: checking what is asked, collecting what was drawn."""
 
 from __future__ import annotations
 
@@ -27,23 +25,6 @@ _SET_BY_CALL = {
     "spaces_between_special_tokens": "texts are what the tokenizer makes of the tokens",
     "output_kind": "a call returns whole completions",
 }
-
-
-class LastRollout:
-    """The last rollout a replica served, whole or stopped, for a kernel that comes back."""
-
-    def __init__(self) -> None:
-        self._kept: tuple[GenerateJob, GeneratedArrays] | None = None
-
-    def keep(self, job: GenerateJob, arrays: GeneratedArrays) -> GeneratedArrays:
-        """Remember what a numbered job gave, and return it."""
-        if job.number:
-            self._kept = job, arrays
-        return arrays
-
-    def get(self) -> tuple[GenerateJob, GeneratedArrays] | None:
-        """The job and its result; None before the first."""
-        return self._kept
 
 
 @dataclass(eq=False)

@@ -37,17 +37,3 @@ class Gate:
                 continue
             context.report(paused=False)
         return not context.stop_requested()
-
-
-class Pausable:
-    """What both replicas inherit: a gate, and the control methods that move it."""
-
-    gate: Gate
-
-    def pause(self) -> None:
-        """Hold generation after the step in flight; also of calls still to come. Thread-safe, never waits."""
-        self.gate.close()
-
-    def resume(self) -> None:
-        """Let generation go on where it was. Thread-safe, never waits."""
-        self.gate.open()

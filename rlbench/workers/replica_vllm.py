@@ -24,7 +24,6 @@ from rlbench.weights.transport import Facts
 from rlbench.workers import vllm_setup
 from rlbench.workers.replica_config import ReplicaConfig
 from rlbench.workers.replica_job import (
-    LastRollout,
     check_job,
     check_token_ids,
     collect,
@@ -32,7 +31,7 @@ from rlbench.workers.replica_job import (
     encode_prompts,
 )
 from rlbench.workers.replica_memory import own_process, peak_stats, vllm_memory
-from rlbench.workers.replica_pause import Gate, Pausable
+from rlbench.workers.replica_pause import Gate
 from rlbench.workers.replica_state import ReplicaState, check_tags, moved
 
 if TYPE_CHECKING:
@@ -64,8 +63,8 @@ SAMPLING_OPTIONS = [
 ]
 
 
-class VllmReplica(Pausable):
-    """A copy of the model that generates (`HfReplica` has the same interface).
+class VllmReplica:
+    """A copy of the model that generates.
 
     Log-probs of sampled tokens are those of the distribution the token was drawn from: after temperature,
     penalties, top-k, top-p and min-p. A trainer that divides its logits by the same temperature computes the
@@ -79,7 +78,7 @@ class VllmReplica(Pausable):
         self.config = config
         self.state = ReplicaState()
         self.gate = Gate()
-        self._last = LastRollout()
+        self._last: tuple[GenerateJob, GeneratedArrays] | None = None
         self._engine: LLMEngine | None = None
         self._tokenizer: Any = None
         self._workers: list[dict[str, Any]] = []
@@ -118,10 +117,7 @@ class VllmReplica(Pausable):
         except RLBenchError:
             raise
         except Exception as error:
-            raise BuildError(
-                f"vLLM could not start on {self.config.path!r}: {error}. Where it cannot serve the architecture here, "
-                "executor='hf' generates with transformers"
-            ) from error
+            raise BuildError(f"vLLM could not start on {self.config.path!r}: {error}") from error
         self._tokenizer = self._engine.renderer.tokenizer
         self._engine.collective_rpc("init_weight_transfer_engine", args=({},))
         self._engine.set_weight_version("0")
@@ -154,7 +150,7 @@ class VllmReplica(Pausable):
         except Exception as error:
             raise BuildError(
                 f"vLLM loads {self.config.path!r} ({', '.join(self._model_config.architectures)}) but cannot compute "
-                f"with it here: {type(error).__name__}: {error}. executor='hf' generates with transformers instead"
+                f"with it here: {type(error).__name__}: {error}; docs/models.md lists families it serves"
             ) from error
         self._reset_caches()
 
@@ -195,7 +191,9 @@ class VllmReplica(Pausable):
                 collected = collect_turns
         texts = decode_texts(samples, self._tokenizer, params.skip_special_tokens)
         arrays = collected(samples, texts, dict(enumerate(prompts)), self.state.version, stats | highest)
-        return self._last.keep(job, arrays)
+        if job.number:
+            self._last = job, arrays
+        return arrays
 
     def _shown(self, ids: list[int]) -> str:
         """Text of a sample while others still run."""
@@ -203,7 +201,7 @@ class VllmReplica(Pausable):
 
     def last_rollout(self) -> tuple[GenerateJob, GeneratedArrays] | None:
         """The last rollout served, whole or stopped, with what was asked; never blocks."""
-        return self._last.get()
+        return self._last
 
     def prompt_logprobs(self, token_ids: list[list[int]]) -> list[np.ndarray]:
         """Log p(token t | tokens < t) at temperature 1, t >= 1, float32 (len - 1,) for each sequence."""
@@ -375,6 +373,14 @@ class VllmReplica(Pausable):
             engine.reset_encoder_cache()
 
     # --- control -------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Hold generation after the step in flight; also of calls still to come. Thread-safe, never waits."""
+        self.gate.close()
+
+    def resume(self) -> None:
+        """Let generation go on where it was. Thread-safe, never waits."""
+        self.gate.open()
 
     def status(self) -> dict[str, Any]:
         """Device states, version and the number of running samples. Thread-safe, never waits."""

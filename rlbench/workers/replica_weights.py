@@ -44,7 +44,7 @@ class WeightReceiver:
         """
         for name in self._architectures:
             if name in NOT_UPDATED:
-                raise WeightSyncError(f"{name} cannot be synced: {NOT_UPDATED[name]}. Use executor='hf'")
+                raise WeightSyncError(f"{name} cannot be synced: {NOT_UPDATED[name]}")
         check_names(manifest.shapes, self._expected, self._optional)
 
     def meet(self, channel: ChannelInfo) -> None:

@@ -197,7 +197,7 @@ def test_devices_of_ones_own_are_shared_with_nobody(vllm_engine, fsdp2_engine, t
 
 @pytest.mark.parametrize("name", ["vllm", "vLLM", "VLLM", "VllmInferenceExecutor"])
 def test_executors_have_the_names_of_their_classes(name):
-    assert executor_of(name, ("vllm", "hf"), "InferenceEngine") == "vllm"
+    assert executor_of(name, ("vllm",), "InferenceEngine") == "vllm"
 
 
 def test_process_groups_use_the_interface_that_init_was_told(cluster, tiny_path, monkeypatch):

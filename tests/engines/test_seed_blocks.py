@@ -199,7 +199,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def alone(cluster, tiny_path):
-    with rb.Session("tiny", name="alone", train={"lr": 1e-5}, inference={"executor": "hf"}, undo=0) as made:
+    with rb.Session("tiny", name="alone", train={"lr": 1e-5}, undo=0) as made:
         yield made
 
 

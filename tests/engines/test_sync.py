@@ -235,10 +235,3 @@ def test_a_tensor_parallel_replica_takes_the_trainers_weights_too(infer, tiny_pa
     while any(start_time(pid) is not None for pid in children) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert len(children) == 2 and not any(start_time(pid) is not None for pid in children)
-
-
-def test_the_hf_executor_has_the_same_interface(cluster, tiny_path):
-    engine = rb.InferenceEngine(str(tiny_path), executor="hf", name="hf", dtype="float32").build(data_parallel_size=1)
-    rollouts = engine.generate(PROMPTS, n=2, max_tokens=4)
-    assert rollouts.samples == 6 and all(len(r.logprobs) == len(r.token_ids) for r in rollouts.flat)
-    engine.close()

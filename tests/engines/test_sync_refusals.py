@@ -53,5 +53,3 @@ def test_weights_that_are_not_resident_on_either_side():
 def test_a_transport_that_cannot_work_here():
     refused(Engine("actor"), Engine("inference"), WeightSyncError, "there are shm, ipc, broadcast", "nvlink")
     refused(Engine("actor"), Engine("inference"), WeightSyncError, "on GPUs", "ipc")
-    hf = Engine("inference", reads=("shm",))
-    refused(Engine("actor"), hf, WeightSyncError, 'executor="vllm"', "broadcast")

@@ -14,27 +14,26 @@ class Counting(Env):
 
 
 def test_options_are_told_apart_from_sampling():
-    job, rest = split_options(Counting, {"max_turns": 3, "max_tokens": 8, "env_timeout_s": None}, "vllm")
+    job, rest = split_options(Counting, {"max_turns": 3, "max_tokens": 8, "env_timeout_s": None})
     assert rest == {"max_tokens": 8} and (job.max_turns, job.max_total_tokens, job.timeout_s) == (3, None, None)
     assert unpacked(job.blob)().step(None) == Step(done=True)
-    default, _ = split_options(Counting(), {}, "vllm")
+    default, _ = split_options(Counting(), {})
     assert (default.max_turns, default.timeout_s) == (TURN_OPTIONS["max_turns"], TURN_OPTIONS["env_timeout_s"])
-    assert split_options(None, {"max_tokens": 8}, "hf") == (None, {"max_tokens": 8})
+    assert split_options(None, {"max_tokens": 8}) == (None, {"max_tokens": 8})
 
 
 @pytest.mark.parametrize(
-    ("env", "options", "executor", "match"),
+    ("env", "options", "match"),
     [
-        (None, {"max_turns": 2}, "vllm", "max_turns would have no effect"),
-        (Counting, {}, "hf", 'executor="vllm"'),
-        (Counting, {"max_turns": 0}, "vllm", "max_turns=0"),
-        (Counting, {"max_turns": None}, "vllm", "max_turns=None"),
-        (Counting, {"max_turns": True}, "vllm", "max_turns=True"),
-        (Counting, {"max_total_tokens": 2.5}, "vllm", r"max_total_tokens=2\.5"),
-        (Counting, {"env_timeout_s": -1}, "vllm", "env_timeout_s=-1"),
-        ("env", {}, "vllm", "no step"),
+        (None, {"max_turns": 2}, "max_turns would have no effect"),
+        (Counting, {"max_turns": 0}, "max_turns=0"),
+        (Counting, {"max_turns": None}, "max_turns=None"),
+        (Counting, {"max_turns": True}, "max_turns=True"),
+        (Counting, {"max_total_tokens": 2.5}, r"max_total_tokens=2\.5"),
+        (Counting, {"env_timeout_s": -1}, "env_timeout_s=-1"),
+        ("env", {}, "no step"),
     ],
 )
-def test_what_cannot_be_is_refused(env, options, executor, match):
+def test_what_cannot_be_is_refused(env, options, match):
     with pytest.raises(DataError, match=match):
-        split_options(env, options, executor)
+        split_options(env, options)

@@ -18,7 +18,7 @@ with provisionalcompleter():
 [text[:c.start] + c.text + text[c.end:] for c in found]
 """
 CELLS = [
-    'import rlbench as rb\nsession = rb.Session("tiny", name="magic", inference={"executor": "hf"}, undo=0,\n'
+    'import rlbench as rb\nsession = rb.Session("tiny", name="magic", undo=0,\n'
     '                     train={"tensor_parallel_size": 2})',
     "%%ranks\nweight = sum(p.numel() for p in module.parameters())\nprint('has', weight > 0)\nworld_size",
     "%%ranks actor --rank 1\nrank * 7",

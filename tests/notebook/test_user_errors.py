@@ -12,7 +12,7 @@ START = """
 import rlbench as rb
 from rlbench.tiny import tasks
 rb.init()
-session = rb.Session("tiny", name="errors", inference={"executor": "hf"}, undo=0)
+session = rb.Session("tiny", name="errors", undo=0)
 rollouts = session.rollout(tasks.prompts(2), n=2, max_tokens=4, progress=False)
 batch = rollouts.score([1.0, 0.0, 1.0, 0.0]).batch(advantage=rb.rl.group_normalized())
 """

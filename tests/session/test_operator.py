@@ -54,7 +54,7 @@ KERNEL = """
 import time
 import rlbench as rb
 from rlbench.tiny import tasks
-session = rb.Session("tiny", name="orphan", train={"lr": 1e-4}, inference={"executor": "hf"}, lease_s=3600)
+session = rb.Session("tiny", name="orphan", train={"lr": 1e-4}, lease_s=3600)
 rollouts = session.rollout(tasks.prompts(6), n=4, max_tokens=8, progress=False)
 session.train_step(rollouts.score(tasks.reward).batch(advantage=rb.rl.group_normalized()))
 print("READY", flush=True)
@@ -148,7 +148,7 @@ def test_another_notebook_is_still_refused_after_a_control_verb(session):
 
 
 def test_a_session_that_another_notebook_took_over_is_not_given_back_by_a_control_verb(cluster, tiny_path):
-    mine = rb.Session("tiny", name="taken", inference={"executor": "hf"}, undo=0)
+    mine = rb.Session("tiny", name="taken", undo=0)
     taken = rb.attach("taken", take_over=True)
     command(taken, "offload", engine="train")
     command(taken, "onload", engine="train")

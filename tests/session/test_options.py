@@ -24,7 +24,7 @@ def test_no_options_are_no_options(given):
 
 def test_each_engine_takes_its_own_options():
     train = {"lr": 1e-5, "betas": (0.9, 0.95), "tensor_parallel_size": 2, "max_norm": 0.5, "threads": 1}
-    inference = {"executor": "hf", "kv_cache_bytes": 1 << 20, "max_model_len": 64, "data_parallel_size": 2}
+    inference = {"kv_cache_bytes": 1 << 20, "max_model_len": 64, "data_parallel_size": 2}
     assert check_options(train, inference) == (train, inference)
     with pytest.raises(SessionError, match="inference: unknown option 'lr'"):
         check_options(None, {"lr": 1e-5})
@@ -69,7 +69,7 @@ def test_the_options_given_are_not_the_callers_dictionary():
 
 
 def test_settings_survive_the_monitors_journal():
-    options = SessionOptions("tiny", "folder", 3, {"lr": 1e-5}, {"executor": "hf"}, "other")
+    options = SessionOptions("tiny", "folder", 3, {"lr": 1e-5}, {"max_model_len": 64}, "other")
     assert SessionOptions(**json.loads(json.dumps(options.to_json()))) == options
 
 

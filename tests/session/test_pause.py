@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import rlbench as rb
 from rlbench.dispatch.context import CallContext
 from rlbench.errors import Stopped
 from rlbench.monitor import client
@@ -49,25 +48,12 @@ def test_a_closed_gate_holds_until_it_opens_or_the_call_is_to_stop(stop):
 # -- in a session
 
 
-@pytest.fixture(scope="module", params=["vllm", "hf"])
-def generating(request):
-    """A session with each kind of replica: the shared one, and one of this module."""
-    if request.param == "vllm":
-        yield request.getfixturevalue("session")
-        return
-    request.getfixturevalue("tiny_path")
-    request.getfixturevalue("cluster")
-    made = rb.Session("tiny", name="pausing", inference={"executor": "hf", "max_num_seqs": 8}, undo=0)
-    yield made
-    made.close()
-
-
 @pytest.fixture(autouse=True)
 def resumed(request):
     """No test leaves a session paused."""
     yield
-    if "generating" in request.fixturenames:
-        request.getfixturevalue("generating").resume()
+    if "session" in request.fixturenames:
+        request.getfixturevalue("session").resume()
 
 
 def progress(session):
@@ -90,46 +76,46 @@ GREEDY = {"temperature": 0.0, "max_tokens": 600, "ignore_eos": True, "progress":
 
 
 @pytest.mark.engine
-def test_a_paused_rollout_goes_on_with_the_very_same_tokens(generating):
+def test_a_paused_rollout_goes_on_with_the_very_same_tokens(session):
     prompts = tasks.prompts(6, seed=3)
-    uninterrupted = generating.rollout(prompts, n=2, **GREEDY)
-    pending = generating.rollout(prompts, n=2, block=False, **GREEDY)
-    until(lambda: progress(generating).get("tokens", 0) > 0)
-    generating.pause()
-    assert generating.paused and status(generating)["paused"]
-    until(lambda: progress(generating).get("paused"))
-    held = progress(generating)["tokens"]
-    assert not pending.done and "paused" in repr(generating)
-    assert client.ask(client.find(generating.name), "/state")["paused"]
-    before, begin = cpu_ticks(generating.inference.info["pid"]), time.monotonic()
+    uninterrupted = session.rollout(prompts, n=2, **GREEDY)
+    pending = session.rollout(prompts, n=2, block=False, **GREEDY)
+    until(lambda: progress(session).get("tokens", 0) > 0)
+    session.pause()
+    assert session.paused and status(session)["paused"]
+    until(lambda: progress(session).get("paused"))
+    held = progress(session)["tokens"]
+    assert not pending.done and "paused" in repr(session)
+    assert client.ask(client.find(session.name), "/state")["paused"]
+    before, begin = cpu_ticks(session.inference.info["pid"]), time.monotonic()
     time.sleep(2.0)
-    used = (cpu_ticks(generating.inference.info["pid"]) - before) / os.sysconf("SC_CLK_TCK")
+    used = (cpu_ticks(session.inference.info["pid"]) - before) / os.sysconf("SC_CLK_TCK")
     assert used < 0.5 * (time.monotonic() - begin), "a paused replica sleeps"
-    assert progress(generating)["tokens"] == held and not pending.done
-    generating.resume()
-    assert pending.result(timeout=240).texts == uninterrupted.texts and not generating.paused
-    assert not status(generating)["paused"]
+    assert progress(session)["tokens"] == held and not pending.done
+    session.resume()
+    assert pending.result(timeout=240).texts == uninterrupted.texts and not session.paused
+    assert not status(session)["paused"]
 
 
 @pytest.mark.engine
-def test_a_stop_while_paused_gives_what_there_is(generating):
-    pending = generating.rollout(tasks.prompts(8), n=1, block=False, **(GREEDY | {"max_tokens": 1500}))
-    until(lambda: progress(generating).get("tokens", 0) > 0)
-    generating.pause()
-    until(lambda: progress(generating).get("paused"))
-    generating.stop()
+def test_a_stop_while_paused_gives_what_there_is(session):
+    pending = session.rollout(tasks.prompts(8), n=1, block=False, **(GREEDY | {"max_tokens": 1500}))
+    until(lambda: progress(session).get("tokens", 0) > 0)
+    session.pause()
+    until(lambda: progress(session).get("paused"))
+    session.stop()
     with pytest.raises(Stopped) as stopped:
         pending.result(timeout=120)
     assert stopped.value.partial.aborted.any() and int(stopped.value.partial.lengths.sum()) > 0
-    assert generating.paused, "a stop does not resume"
+    assert session.paused, "a stop does not resume"
 
 
 @pytest.mark.engine
-def test_pausing_while_nothing_runs_holds_the_next_rollout(generating):
-    generating.pause()
-    pending = generating.rollout(["sort 312"], block=False, max_tokens=4, progress=False)
-    until(lambda: progress(generating).get("paused"))
+def test_pausing_while_nothing_runs_holds_the_next_rollout(session):
+    session.pause()
+    pending = session.rollout(["sort 312"], block=False, max_tokens=4, progress=False)
+    until(lambda: progress(session).get("paused"))
     with pytest.raises(TimeoutError):
         pending.result(timeout=0.5)
-    assert client.command(client.find(generating.name), "resume")["result"] == {"paused": False}
+    assert client.command(client.find(session.name), "resume")["result"] == {"paused": False}
     assert pending.result(timeout=120).samples == 1

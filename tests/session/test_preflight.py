@@ -318,8 +318,7 @@ def test_cause_other_prompts_than_those_sampled_after(session, batch, change, sa
 
 
 def test_cause_a_replica_in_half_precision(cluster, tiny_path):
-    options = {"dtype": "bfloat16", "executor": "hf"}
-    with rb.Session("tiny", name="half", inference=options, undo=0) as half:
+    with rb.Session("tiny", name="half", inference={"dtype": "bfloat16"}, undo=0) as half:
         result = half.preflight()
         assert result.cause.startswith("rounding: the trainer computes in float32 and the replica in bfloat16")
         assert seen(result, "weight versions").passed and not seen(result, "same weights").passed

@@ -94,8 +94,7 @@ def test_the_cache_is_filled_to_its_end_where_that_is_the_limit(cluster, tiny_pa
 
 
 def test_the_optimizer_counts_before_it_is_there(cluster, tiny_path):
-    options = {"executor": "hf"}
-    with rb.Session("tiny", name="fresh", inference=options, undo=0) as fresh:
+    with rb.Session("tiny", name="fresh", undo=0) as fresh:
         result = fresh.rehearse(64, 512)
         assert "optimizer state, which the first step makes" in result["actor"].note
         (facts,) = fresh.train.call_all("trial_facts", worst_batch(32, 32, 1, 262), {}).result()

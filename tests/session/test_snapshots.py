@@ -292,7 +292,7 @@ def test_a_damaged_snapshot_is_refused_and_the_session_stays_as_it_is(session, b
 
 
 def test_a_new_driver_finds_the_snapshots_and_closing_removes_them_from_memory_and_disk(cluster, tiny_path):
-    brief = rb.Session("tiny", name="brief", inference={"executor": "hf"}, undo=0)
+    brief = rb.Session("tiny", name="brief", undo=0)
     kept = [brief.snapshot("a"), brief.snapshot("b", disk=True)]
     attached = rb.attach("brief")
     assert list(attached.snapshots) == kept and all(Path(s.folder).is_dir() for s in kept)

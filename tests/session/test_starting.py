@@ -28,7 +28,7 @@ def interrupt_at(part):
 
 
 def test_an_engine_says_what_it_does_from_the_first_moment(cluster, tiny_path):
-    engine = rb.InferenceEngine(str(tiny_path), executor="hf", name="shown")
+    engine = rb.InferenceEngine(str(tiny_path), name="shown")
     with contextlib.redirect_stderr(Terminal()) as terminal:
         engine.build(data_parallel_size=1)
     try:

@@ -33,7 +33,6 @@ CASES = {
     "replicas share a gpu apart": ([gpu("0")], [gpu("1"), gpu("1")], Choice("shm")),
     "cpu trainer, gpu replica": ([cpu()], [gpu("0")], Choice("shm")),
     "gpu trainer, cpu replica elsewhere": ([gpu("0")], [cpu("b")], Choice("broadcast", (0,), "gloo")),
-    "a replica that reads shared memory only": ([gpu("0")], [gpu("0", reads=("shm",))], Choice("shm")),
 }
 
 
@@ -66,7 +65,6 @@ def test_what_is_asked_for_is_taken_where_it_works(
         ("ipc", [gpu("0")], [gpu("0"), gpu("1")], r"1 of 2 replica workers.*take 'shm'"),
         ("broadcast", [gpu("0")], [gpu("0")], r"NCCL takes a GPU once.*not_colocate_with=.*take 'ipc'"),
         ("broadcast", [gpu("0")], [gpu("1"), gpu("1")], r"replicas share one: build fewer"),
-        ("broadcast", [cpu()], [cpu(reads=("shm",))], r'executor="vllm"'),
         ("brodcast", [cpu()], [cpu()], r"nearest: broadcast; there are shm, ipc, broadcast"),
     ],
 )
@@ -80,5 +78,3 @@ def test_what_cannot_work_is_refused_naming_what_would(
 def test_where_nothing_works_each_reason_is_given() -> None:
     with pytest.raises(WeightSyncError, match=r"shm: .*several nodes.*ipc: .*broadcast: .*NCCL takes a GPU once"):
         choose([gpu("0")], [gpu("0"), gpu("0", node="b")])
-    with pytest.raises(WeightSyncError, match=r"no transport.*reads weights by shm only"):
-        choose([cpu()], [cpu("b", reads=("shm",))])
