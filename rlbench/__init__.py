@@ -14,6 +14,7 @@ Names are resolved on first use: `import rlbench` imports neither torch, ray nor
 from __future__ import annotations
 
 import importlib
+import os.path
 from typing import TYPE_CHECKING, Any
 
 from rlbench._version import __version__
@@ -53,6 +54,9 @@ _NAMES = {
 _ROOMS = ("data", "envs", "errors", "nn", "rewards", "rl", "tiny")
 
 __all__ = ["__version__", *_NAMES, *_ROOMS]
+
+
+__path__.append(os.path.join(__path__[0], "compat", "lightrft"))  # rlbench.strategy, rlbench.trainer, rlbench.utils
 
 
 def __getattr__(name: str) -> Any:

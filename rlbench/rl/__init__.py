@@ -1,6 +1,15 @@
 """The mathematics: losses, advantages, KL, mismatch, aggregation. Pure functions and values; torch alone.
 
 `presets()` shows the policy losses; `docs/algorithms.md` lists everything with formula, paper and the peers' names.
+
+What holds for all of them, and is not repeated at each:
+
+* B or S counts responses, T tokens, V the vocabulary. `rewards` (B,) is one finite reward per response; `group` (B,)
+  integers, equal for responses to the same prompt; `mask` (B, T) bool, True for trained tokens: what stands
+  elsewhere is arbitrary, NaN too. `reward_checks.MEANING` says it of every argument an estimator asks for by name.
+* Results are float64 for float64 inputs, else float32, and 0 outside the mask.
+* What does not fit (a shape, a range, an empty batch, a value that is not finite) raises `LossError`, which names
+  the argument, what was seen and what is wanted.
 """
 
 from rlbench.rl.advantages import (

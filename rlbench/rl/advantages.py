@@ -40,8 +40,29 @@ SINGLETON = ("zero", "raw")
 STD = ("group", "batch", "none")
 
 
+class GroupEstimator:
+    """Base of the estimators that turn (B,) rewards into (B,) advantages; a subclass writes `compared`.
+
+    Called with (rewards, group). `singleton` says what a group of one gets, see the top of this file.
+    """
+
+    singleton: str = "zero"
+
+    def __post_init__(self) -> None:
+        check_choice(type(self).__name__, "singleton", self.singleton, SINGLETON)
+
+    def compared(self, values: Tensor, groups: Groups) -> Tensor:
+        """Return the advantages (B,) of float64 rewards, before the two rules at the top of this file."""
+        raise NotImplementedError
+
+    def __call__(self, rewards: Tensor, group: Tensor) -> Tensor:
+        """Return one advantage per response, (B,)."""
+        values, groups = start(rewards, group)
+        return finish(self.compared(values, groups), rewards, groups, self.singleton)
+
+
 @dataclass(frozen=True)
-class group_normalized:
+class group_normalized(GroupEstimator):
     """Reward relative to the other responses to the same prompt (GRPO, arXiv 2402.03300).
 
     A = (R - mean) / (std + eps). GRPO is the default; Dr. GRPO is `std="none"`.
@@ -64,29 +85,16 @@ class group_normalized:
 
     def __post_init__(self) -> None:
         check_choice("group_normalized", "std", self.std, STD)
-        check_choice("group_normalized", "singleton", self.singleton, SINGLETON)
+        super().__post_init__()
         if self.ddof not in (0, 1):
             raise LossError(f"group_normalized: ddof={self.ddof!r} is neither 0 (population) nor 1 (unbiased).")
         check_number("group_normalized", "eps", self.eps, 0.0)
 
-    def __call__(self, rewards: Tensor, group: Tensor) -> Tensor:
-        """Return the advantages of a batch.
-
-        Args:
-            rewards: (B,) one finite reward per response.
-            group: (B,) integers; equal numbers mark responses to the same prompt, in any order.
-
-        Returns:
-            (B,) float64 for float64 rewards, else float32.
-
-        Raises:
-            LossError: shapes differ, the batch is empty, or a reward is not finite.
-        """
-        values, groups = start(rewards, group)
+    def compared(self, values: Tensor, groups: Groups) -> Tensor:
         centred = values - groups.mean(values)
         if self.leave_one_out:
             centred = centred * _others_factor(groups)
-        return finish(centred / self._scale(values, groups), rewards, groups, self.singleton)
+        return centred / self._scale(values, groups)
 
     def _scale(self, values: Tensor, groups: Groups) -> Tensor | float:
         """Return the divisor of each response, (B,) float64."""
@@ -99,26 +107,18 @@ class group_normalized:
 
 
 @dataclass(frozen=True)
-class rloo:
+class rloo(GroupEstimator):
     """Reward minus the mean of the other responses to the prompt (RLOO, arXiv 2402.14740).
 
     A = R - mean of the others = (R - mean) n / (n - 1): an unbiased baseline, no deviation. TRL's RLOO also subtracts
-    the KL of the whole response from R first (`shaping.kl_in_reward(…).sum(1)`), and its loss is on sequences.
-
-    Attributes:
-        singleton: what a group of one gets. verl "raw" (vectorised "zero"), SkyRL and TRL "zero".
+    the KL of the whole response from R first (`shaping.kl_in_reward(…).sum(1)`), and its loss is on sequences. A group
+    of one: verl "raw" (vectorised "zero"), SkyRL and TRL "zero".
     """
 
     singleton: str = "zero"
 
-    def __post_init__(self) -> None:
-        check_choice("rloo", "singleton", self.singleton, SINGLETON)
-
-    def __call__(self, rewards: Tensor, group: Tensor) -> Tensor:
-        """Return (B,) advantages; arguments and errors as in `group_normalized`."""
-        values, groups = start(rewards, group)
-        centred = (values - groups.mean(values)) * _others_factor(groups)
-        return finish(centred, rewards, groups, self.singleton)
+    def compared(self, values: Tensor, groups: Groups) -> Tensor:
+        return (values - groups.mean(values)) * _others_factor(groups)
 
 
 @dataclass(frozen=True)
@@ -126,10 +126,7 @@ class opo:
     """Reward minus the group's mean reward weighted by length (OPO, arXiv 2505.23585).
 
     A = R - sum(length R) / sum(length), the baseline of least variance where the gradient grows with the length. A
-    group without a trained token falls back to the plain mean.
-
-    Attributes:
-        singleton: what a group of one gets. verl "raw".
+    group without a trained token falls back to the plain mean. A group of one: verl "raw".
     """
 
     singleton: str = "zero"
@@ -138,16 +135,7 @@ class opo:
         check_choice("opo", "singleton", self.singleton, SINGLETON)
 
     def __call__(self, rewards: Tensor, group: Tensor, *, lengths: Tensor | None = None) -> Tensor:
-        """Return (B,) advantages.
-
-        Args:
-            rewards: (B,) one finite reward per response.
-            group: (B,) integers; equal numbers mark responses to the same prompt.
-            lengths: (B,) trained tokens of each response, ≥ 0.
-
-        Raises:
-            LossError: `lengths` is missing or negative, shapes differ, the batch is empty, a reward is not finite.
-        """
+        """Return (B,) advantages."""
         values, groups = start(rewards, group)
         tokens = needed(self, "lengths", lengths).double()
         check_shape("lengths", tokens, tuple(values.shape))
@@ -160,14 +148,11 @@ class opo:
 
 
 @dataclass(frozen=True)
-class maxrl:
-    """Reward relative to the group's mean (MaxRL, arXiv 2602.02710): A = (R - mean) / (mean + eps).
+class maxrl(GroupEstimator):
+    """Reward relative to the group's mean (MaxRL, arXiv 2602.02710): A = (R - mean) / (mean + eps), R at least 0.
 
     With rewards 0 and 1 the expected update is the gradient of the log of the pass rate, to the order of the group
-    size, instead of the pass rate's: hard prompts weigh more. A group without a success gets 0.
-
-    Attributes:
-        eps: added to the mean (SkyRL's 1e-6).
+    size, instead of the pass rate's: hard prompts weigh more. A group without a success gets 0. eps is SkyRL's.
     """
 
     eps: float = 1e-6
@@ -175,20 +160,18 @@ class maxrl:
     def __post_init__(self) -> None:
         check_number("maxrl", "eps", self.eps, 0.0)
 
-    def __call__(self, rewards: Tensor, group: Tensor) -> Tensor:
-        """Return (B,) advantages; arguments and errors as in `group_normalized`, and rewards must be ≥ 0."""
-        values, groups = start(rewards, group)
+    def compared(self, values: Tensor, groups: Groups) -> Tensor:
         if (values < 0).any():
             raise LossError(
                 f"maxrl: rewards holds {float(values.min()):g}; wanted rewards of at least 0 (best 0 and 1), "
                 "because it divides by their mean."
             )
         mean = groups.mean(values)
-        return finish((values - mean) / (mean + self.eps), rewards, groups, "zero")
+        return (values - mean) / (mean + self.eps)
 
 
 @dataclass(frozen=True)
-class cpgd_advantage:
+class cpgd_advantage(GroupEstimator):
     """Advantage of CPGD (arXiv 2505.12504): the centred reward times a weight.
 
     weight "std": 1 / (population deviation of the group + eps). "clip_filter": min(B / B', most) with B prompts, of
@@ -213,11 +196,8 @@ class cpgd_advantage:
             if self.weight != "clip_filter":
                 raise LossError(f'cpgd_advantage: most={self.most!r} acts with weight="clip_filter" alone.')
 
-    def __call__(self, rewards: Tensor, group: Tensor) -> Tensor:
-        """Return (B,) advantages; arguments and errors as in `group_normalized`."""
-        values, groups = start(rewards, group)
-        centred = values - groups.mean(values)
-        return finish(centred * self._weight(values, groups), rewards, groups, "zero")
+    def compared(self, values: Tensor, groups: Groups) -> Tensor:
+        return (values - groups.mean(values)) * self._weight(values, groups)
 
     def _weight(self, values: Tensor, groups: Groups) -> Tensor | float:
         if self.weight == "none":
@@ -233,12 +213,9 @@ class cpgd_advantage:
 class gpg_advantage:
     """Centred reward, scaled up for the responses that teach nothing (GPG, arXiv 2504.02546): A = alpha (R - mean).
 
-    alpha "signal" is the paper's: responses / responses in groups whose rewards differ. "nonzero" is verl's:
-    responses / responses with a reward other than 0, which counts solved prompts as teaching. "none": 1.
-
-    Attributes:
-        alpha: one of the above.
-        singleton: what a group of one gets (times alpha). verl "raw".
+    alpha "signal" is the paper's: responses / responses in groups whose rewards differ. "nonzero" is verl's: responses
+    / responses with a reward other than 0, which counts solved prompts as teaching. "none": 1. A group of one gets what
+    `singleton` says, times alpha; verl "raw".
     """
 
     alpha: str = "signal"
@@ -249,7 +226,7 @@ class gpg_advantage:
         check_choice("gpg_advantage", "singleton", self.singleton, SINGLETON)
 
     def __call__(self, rewards: Tensor, group: Tensor) -> Tensor:
-        """Return (B,) advantages; arguments and errors as in `group_normalized`."""
+        """Return one advantage per response, (B,)."""
         values, groups = start(rewards, group)
         alpha = 1.0
         if self.alpha != "none":
@@ -261,14 +238,10 @@ class gpg_advantage:
 
 @dataclass(frozen=True)
 class reinforce_plus_plus_baseline:
-    """Reward minus the group's mean, whitened over the batch (REINFORCE++-baseline, arXiv 2501.03262).
+    """Reward minus the group's mean, whitened over the batch's trained tokens (REINFORCE++-baseline, arXiv 2501.03262).
 
     OpenRLHF also takes -beta k1 off each token in between; for that, put the KL in the rewards first
-    (`shaping.kl_in_reward(…).sum(1)`), as verl does.
-
-    Attributes:
-        whiten: whiten once over the trained tokens of the batch (`rlbench.rl.whitening`); otherwise leave as it is.
-        singleton: what a group of one gets before whitening. verl "raw".
+    (`shaping.kl_in_reward(…).sum(1)`), as verl does. A group of one, before whitening: verl "raw".
     """
 
     whiten: bool = True
@@ -278,16 +251,7 @@ class reinforce_plus_plus_baseline:
         check_choice("reinforce_plus_plus_baseline", "singleton", self.singleton, SINGLETON)
 
     def __call__(self, rewards: Tensor, group: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        """Return (B, T) advantages, 0 outside the mask.
-
-        Args:
-            rewards: (B,) one finite reward per response.
-            group: (B,) integers; equal numbers mark responses to the same prompt.
-            mask: (B, T) bool, True for trained tokens.
-
-        Raises:
-            LossError: `mask` is missing, shapes differ, the batch is empty, or a reward is not finite.
-        """
+        """Return (B, T) advantages."""
         values, groups = start(rewards, group)
         advantages = finish(values - groups.mean(values), values, groups, self.singleton)
         return over_tokens(advantages, needed(self, "mask", mask), self.whiten).to(output_dtype(rewards))

@@ -30,12 +30,8 @@ MODES = (
 class BatchTotals:
     """Size of a whole optimizer step, over all micro-batches and ranks.
 
-    Attributes:
-        tokens: trained tokens (mask True).
-        sequences: sequences with at least one trained token.
-        max_length: tokens of the longest response, trained or not.
-        prompts: prompts with at least one trained token; 0 where groups are not known.
-        prompt_tokens: trained tokens of each group, by its number; empty where groups are not known.
+    Trained tokens (mask True); sequences with a trained token; tokens of the longest response, trained or not; prompts
+    with a trained token and {group number: trained tokens}, 0 and empty where groups are not known.
     """
 
     tokens: int
@@ -46,12 +42,7 @@ class BatchTotals:
 
     @classmethod
     def of(cls, mask: Tensor, group: Tensor | None = None) -> BatchTotals:
-        """Count one padded bool mask (sequences, tokens); `max_length` is its width.
-
-        Args:
-            mask: (S, T) bool.
-            group: (S,) integers; equal numbers mark responses to the same prompt. Needed by "prompt-mean" alone.
-        """
+        """Count one padded mask (S, T), whose width is `max_length`; `group` (S,) is needed by "prompt-mean" alone."""
         per_sequence = mask.sum(dim=1)
         by_prompt: dict[int, int] = {}
         if group is not None:
@@ -142,18 +133,10 @@ class Aggregation:
         return float(totals.sequences)
 
     def weights(self, mask: Tensor, totals: BatchTotals, group: Tensor | None = None) -> Tensor:
-        """Return the weight of each token, such that the step's loss is the sum of `per_token * weights`.
+        """Return the weight of each token (S, T), such that the step's loss is the sum of `per_token * weights`.
 
-        Args:
-            mask: (S, T) bool of one micro-batch of whole sequences.
-            totals: the whole optimizer step, not this micro-batch.
-            group: (S,) integers, the numbers of `totals.prompt_tokens`; needed by "prompt-mean".
-
-        Returns:
-            (S, T) float32, zero where `mask` is False.
-
-        Raises:
-            LossError: the step has no trained token at all, or "prompt-mean" lacks the groups.
+        `mask` (S, T) is one micro-batch of whole sequences, `totals` the whole step; "prompt-mean" also needs `group`
+        (S,), the numbers of `totals.prompt_tokens`.
         """
         if totals.tokens < 1 or totals.sequences < 1:
             raise LossError(

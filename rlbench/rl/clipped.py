@@ -38,9 +38,6 @@ class ppo(PolicyLoss):
         dual_clip: c > 1; for A < 0 the loss is at most -A c. None: no bound.
         delta: > 1 + clip_high; the unclipped branch takes min(r, delta). For A > 0 the clip acts before it, for
             A < 0 it is dual_clip=delta: only one of the two may be set. None: no bound.
-
-    Raises:
-        LossError: a bound out of its range; inputs of other shapes, an empty batch, no reference where needed.
     """
 
     paper: ClassVar[str] = "1707.06347"
@@ -65,11 +62,9 @@ class ppo(PolicyLoss):
             )
 
     def ratio(self, x: LossInputs) -> Tensor:
-        """Return the ratio (S, T) that is clipped; with gradient."""
         return ratio_of(x)
 
     def surrogate(self, x: LossInputs) -> tuple[Tensor, Metrics]:
-        """Return the clipped loss per token (S, T) and its metrics."""
         ratio = self.ratio(x)
         free = -x.advantages * ratio
         clipped = -x.advantages * ratio.clamp(1 - self.clip_low, 1 + self.clip_high)

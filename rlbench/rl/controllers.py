@@ -18,11 +18,7 @@ ADAPTIVE_CLIP = 0.2
 
 @dataclass(frozen=True)
 class FixedKL:
-    """A KL coefficient that stays.
-
-    Attributes:
-        coef: weight of the KL penalty, ≥ 0.
-    """
+    """A KL coefficient that stays."""
 
     coef: float = 0.001
 
@@ -41,10 +37,7 @@ class AdaptiveKL:
         error = clip(observed / target - 1, -0.2, 0.2)
         coef <- coef * (1 + error * samples / horizon)
 
-    Attributes:
-        target: KL per response to hold, in nats (the same unit as `observed`), > 0.
-        horizon: responses over which a full correction builds up, > 0.
-        coef: the coefficient now; the first one when built by hand, > 0.
+    `target` is the KL per response to hold, in nats; over `horizon` responses a full correction builds up.
     """
 
     target: float = 6.0
@@ -58,16 +51,7 @@ class AdaptiveKL:
                 raise LossError(f"AdaptiveKL: {field}={value!r} must be a positive number.")
 
     def update(self, observed: float, samples: int) -> AdaptiveKL:
-        """Return the controller after a step.
-
-        Args:
-            observed: the step's mean KL, in the unit of `target`.
-            samples: responses since the last update, ≥ 0.
-
-        Raises:
-            LossError: `observed` is not finite, or `samples` is negative or so many that the coefficient would
-                fall to 0 or below (5 horizons).
-        """
+        """Return the controller after a step of `samples` responses (fewer than 5 horizons) with that mean KL."""
         _check_observed("AdaptiveKL", observed)
         check_number("AdaptiveKL.update", "samples", samples, 0)
         if ADAPTIVE_CLIP * samples >= self.horizon:
@@ -83,17 +67,9 @@ class AdaptiveKL:
 class AdaptiveEntropy:
     """An entropy coefficient that holds a lower bound on the entropy (Skywork-OR1, arXiv 2505.22312).
 
-    Each update adds `delta` to `level` while the entropy is at or below the target, and takes it away above; the
-    bonus acts only in steps that follow an entropy at or below the target.
-
-    Attributes:
-        target: entropy to hold, nats per token, ≥ 0. TRL's default 0.2 reacts only to a near collapse; the
-            entropy seen early in training is a better guide.
-        delta: change of `level` per update, ≥ 0.
-        low: least `level`.
-        high: greatest `level`.
-        level: the coefficient as accumulated so far.
-        observed: the entropy last seen, or None before the first update.
+    Each update adds `delta` to `level` while the entropy is at or below the target, and takes it away above, within
+    [low, high]; the bonus acts only in steps that follow an entropy at or below the target. `target` is in nats per
+    token; TRL's default 0.2 reacts only to a near collapse, the entropy seen early in training is a better guide.
     """
 
     target: float = 0.2
@@ -116,14 +92,7 @@ class AdaptiveEntropy:
         return 0.0 if idle else self.level
 
     def update(self, observed: float) -> AdaptiveEntropy:
-        """Return the controller after a step.
-
-        Args:
-            observed: mean entropy of the step's trained tokens over all ranks, in nats.
-
-        Raises:
-            LossError: `observed` is not finite.
-        """
+        """Return the controller after a step whose trained tokens, over all ranks, had that mean entropy in nats."""
         _check_observed("AdaptiveEntropy", observed)
         step = self.delta if observed <= self.target else -self.delta
         return replace(self, level=min(max(self.level + step, self.low), self.high), observed=observed)

@@ -59,7 +59,6 @@ class clip_cov(ppo):
             raise LossError(f"{self.name}: seed={self.seed!r} must be an integer.")
 
     def surrogate_plan(self, whole: LossInputs) -> dict[str, Tensor]:
-        """Return "clip_cov/dropped", (S, T) bool, for the whole step."""
         _, metrics = super().surrogate(whole)
         free = torch.as_tensor(metrics["clip_fraction"]) == 0
         cov = covariance(whole)
@@ -68,7 +67,6 @@ class clip_cov(ppo):
         return {f"{self.name}/dropped": _chosen(eligible, found[: _count(self.fraction, whole.mask)])}
 
     def surrogate(self, x: LossInputs) -> tuple[Tensor, Metrics]:
-        """Return PPO's loss per token (S, T), 0 for the chosen, and its metrics."""
         loss, metrics = super().surrogate(x)
         dropped = self.channel(x, "dropped")
         return torch.where(dropped, 0.0, loss), metrics | {"cov_dropped": dropped.float()}
@@ -99,14 +97,12 @@ class kl_cov(PolicyLoss):
         self.check_at_least("coef", 0.0)
 
     def surrogate_plan(self, whole: LossInputs) -> dict[str, Tensor]:
-        """Return "kl_cov/pulled", (S, T) bool, for the whole step."""
         found = _flat(whole.mask, _priority(whole, seed=0))
         largest_first = covariance(whole).flatten()[found].argsort(descending=True, stable=True)
         chosen = found[largest_first][: _count(self.fraction, whole.mask)]
         return {f"{self.name}/pulled": _chosen(whole.mask, chosen)}
 
     def surrogate(self, x: LossInputs) -> tuple[Tensor, Metrics]:
-        """Return the loss per token (S, T) and its metrics."""
         ratio = ratio_of(x)
         pulled = self.channel(x, "pulled")
         distance = (x.logprobs - x.old_logprobs).abs()
@@ -136,7 +132,6 @@ def _flat(kept: Tensor, priority: Tensor) -> Tensor:
 
 
 def _chosen(like: Tensor, places: Tensor) -> Tensor:
-    """Return a bool tensor of that shape, True at the flat places."""
     out = torch.zeros(like.numel(), dtype=torch.bool, device=like.device)
     out[places] = True
     return out.view(like.shape)

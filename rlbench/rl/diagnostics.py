@@ -37,20 +37,8 @@ MAXIMA = ("max_gap", "max_prob_gap")
 class MismatchMoments:
     """Sums over trained tokens and over sequences that have one; see the top of this file for x, w and X.
 
-    Attributes:
-        tokens: trained tokens.
-        sequences: sequences with a trained token.
-        gap: sum of -x.
-        k3: sum of exp(x) - 1 - x.
-        weight: sum of w.
-        weight_squared: sum of w².
-        sequence_weight_squared: sum over sequences of exp(2 X).
-        sampler_ppl: sum over sequences of exp(-mean sampler_logprobs).
-        trainer_ppl: the same with old_logprobs.
-        ppl_ratio: sum over sequences of exp(mean of -x).
-        prob_gap: sum of |exp(old_logprobs) - exp(sampler_logprobs)|.
-        max_gap: largest |x|.
-        max_prob_gap: largest difference of probabilities.
+    `gap` sums -x, `k3` exp(x) - 1 - x, `weight` w, `weight_squared` w²; over sequences `sequence_weight_squared` sums
+    exp(2 X), `sampler_ppl` and `trainer_ppl` exp(-mean log-prob), `ppl_ratio` exp(mean of -x).
     """
 
     tokens: float = 0.0
@@ -69,16 +57,7 @@ class MismatchMoments:
 
     @classmethod
     def of(cls, old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> MismatchMoments:
-        """Sum one micro-batch, in float64; reads the device once.
-
-        Args:
-            old_logprobs: (S, T) log-probabilities as the trainer computes them.
-            sampler_logprobs: (S, T) the same as the sampler reported them.
-            mask: (S, T) bool, True for trained tokens; elsewhere the values are arbitrary, NaN too. May be all False.
-
-        Raises:
-            LossError: shapes differ, the batch is empty, or the mask is not bool.
-        """
+        """Sum one micro-batch, in float64; reads the device once."""
         check_mask(mask)
         for name, value in (("old_logprobs", old_logprobs), ("sampler_logprobs", sampler_logprobs)):
             check_shape(name, value, tuple(mask.shape))
@@ -110,11 +89,7 @@ class MismatchMoments:
         return MismatchMoments(**{name: max(two) if name in MAXIMA else sum(two) for name, two in both.items()})
 
     def result(self) -> dict[str, float]:
-        """Return the statistics by name; see the top of this file.
-
-        Raises:
-            LossError: there is no trained token.
-        """
+        """Return the statistics by name; see the top of this file."""
         if not self.tokens:
             raise LossError("no trained token to compare the sampler and the trainer on: check the mask.")
         n, rows = self.tokens, self.sequences
@@ -134,16 +109,7 @@ class MismatchMoments:
 
 
 def mismatch_diagnostics(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
-    """Return the statistics of one whole batch by name; see the top of this file.
-
-    Args:
-        old_logprobs: (S, T) log-probabilities as the trainer computes them.
-        sampler_logprobs: (S, T) the same as the sampler reported them.
-        mask: (S, T) bool, True for trained tokens; elsewhere the values are arbitrary.
-
-    Raises:
-        LossError: shapes differ, the batch is empty, or no token is trained.
-    """
+    """Return the statistics of one whole batch by name; see the top of this file."""
     return MismatchMoments.of(old_logprobs, sampler_logprobs, mask).result()
 
 

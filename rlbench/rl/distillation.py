@@ -19,23 +19,11 @@ DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 
 
 def kd_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, temperature: float = 1.0) -> Tensor:
-    """Cross-entropy of the student under the teacher's distribution, per token (arXiv 1503.02531).
+    """Cross-entropy of the student under the teacher's distribution, per token (arXiv 1503.02531), (S, T).
 
-    L = -sum_v p_teacher(v) log p_student(v) = KL(teacher || student) + entropy of the teacher. The teacher gets no
-    gradient. The KD loss of MiniLLM (arXiv 2306.08543) and of earlier versions of OpenRLHF; no factor
-    temperature² is applied.
-
-    Args:
-        student_logits: (S, T, V); carries the gradient.
-        teacher_logits: (S, T, V) over the same vocabulary; a token at -inf has no probability.
-        mask: (S, T) bool, True for trained tokens; elsewhere the logits are arbitrary, NaN too.
-        temperature: both logits are divided by it, > 0.
-
-    Returns:
-        (S, T), float64 for float64 student logits, else float32; 0 outside the mask.
-
-    Raises:
-        LossError: shapes differ, the batch is empty, or the temperature is not positive.
+    L = -sum_v p_teacher(v) log p_student(v) = KL(teacher || student) + entropy of the teacher, on logits (S, T, V)
+    divided by `temperature`. The teacher gets no gradient. The KD loss of MiniLLM (arXiv 2306.08543) and of earlier
+    versions of OpenRLHF; no factor temperature² is applied.
     """
     student, teacher = _log_distributions(student_logits, teacher_logits, mask, temperature)
     return _placed(-_expected(teacher, student), mask)
@@ -49,28 +37,15 @@ def distillation_loss(
     mixture: float = 0.5,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Divergence between the student's and the teacher's distribution at each token.
+    """Divergence between the student's and the teacher's distribution at each token, (S, T) nats.
 
     On the student's own samples this is on-policy distillation (GKD, arXiv 2306.13649; MiniLLM, arXiv 2306.08543).
+    Logits are (S, T, V), divided by `temperature`; a token at -inf has no probability.
 
     * `forward_kl`: KL(teacher || student), which covers all the teacher does.
     * `reverse_kl`: KL(student || teacher), which seeks what the teacher does most; infinite where the student can
       produce a token that the teacher holds at -inf.
     * `jsd`: b KL(teacher || m) + (1 - b) KL(student || m) with m = b teacher + (1 - b) student, b = `mixture`.
-
-    Args:
-        student_logits: (S, T, V); carries the gradient.
-        teacher_logits: (S, T, V) over the same vocabulary; a token at -inf has no probability.
-        mask: (S, T) bool, True for trained tokens; elsewhere the logits are arbitrary, NaN too.
-        divergence: see above.
-        mixture: the teacher's share b in "jsd", in (0, 1); it must be left at 0.5 for the others.
-        temperature: both logits are divided by it, > 0.
-
-    Returns:
-        (S, T) nats, float64 for float64 student logits, else float32; 0 outside the mask.
-
-    Raises:
-        LossError: shapes differ, the batch is empty, an unknown divergence, or a number out of range.
     """
     check_choice("distillation_loss", "divergence", divergence, DIVERGENCES)
     if not 0 < mixture < 1 or (divergence != "jsd" and mixture != 0.5):

@@ -56,7 +56,6 @@ class dppo_tv(PolicyLoss):
         self.check_at_least("cap", 0.0, open_end=True)
 
     def surrogate(self, x: LossInputs) -> tuple[Tensor, Metrics]:
-        """Return the loss per token (S, T) and its metrics."""
         moved = (x.logprobs.exp() - x.old_logprobs.exp()).detach()
         return _within(x, too_high=moved > self.delta_high, too_low=moved < -self.delta_low, cap=self.cap)
 
@@ -88,7 +87,6 @@ class dppo_kl(PolicyLoss):
         self.check_at_least("cap", 0.0, open_end=True)
 
     def surrogate(self, x: LossInputs) -> tuple[Tensor, Metrics]:
-        """Return the loss per token (S, T) and its metrics."""
         new, old = x.logprobs.detach(), x.old_logprobs
         other_new, other_old = (-torch.expm1(logprobs.clamp(max=0.0)) + SMALL for logprobs in (new, old))
         kl = old.exp() * (old - new) + (1 - old.exp()) * (other_old.log() - other_new.log())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlbench.errors import LossError, nearest
-from rlbench.rl.advantages import finish, group_normalized, over_tokens, start
+from rlbench.rl.advantages import GroupEstimator, group_normalized, over_tokens, start
 from rlbench.rl.groups import EQUAL_TOLERANCE, Groups
 from rlbench.rl.recurrence import carried_back, last_of_turn
 from rlbench.rl.reward_checks import (
@@ -64,18 +64,7 @@ class gdpo:
         components: Mapping[str, Tensor] | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Return advantages: (B, T), 0 outside the mask, with whiten="batch"; else (B,).
-
-        Args:
-            rewards: (B,) in the place of the total; only the components count.
-            group: (B,) integers; equal numbers mark responses to the same prompt.
-            components: {name: (B,)} finite rewards.
-            mask: (B, T) bool, True for trained tokens; needed with whiten="batch".
-
-        Raises:
-            LossError: something needed is missing, names of weights and components differ, shapes differ, the batch is
-                empty, or a reward is not finite.
-        """
+        """Return advantages: (B, T), 0 outside the mask, with whiten="batch"; else (B,)."""
         start(rewards, group)
         summed = torch.zeros_like(rewards, dtype=torch.float64)
         normalized = group_normalized(ddof=self.ddof, eps=self.eps)
@@ -107,14 +96,9 @@ class gdpo:
 class process_normalized:
     """GRPO with process supervision (arXiv 2402.03300, section 4.1.3): rewards of steps instead of one in the end.
 
-    Every step's reward is normalised over all steps of all responses to the prompt, and a token's advantage is the
-    sum of the normalised rewards of the steps that end at it or after it. A step's reward is the sum of
-    `token_rewards` over its trained tokens; a step without a trained token does not exist.
-
-    Attributes:
-        std: "group" divides by the deviation of the group's step rewards, "none" does not.
-        ddof: 1 for the unbiased deviation, 0 for that of the population.
-        eps: added to the deviation.
+    Every step's reward is normalised over all steps of all responses to the prompt, and a token's advantage is the sum
+    of the normalised rewards of the steps that end at it or after it. A step's reward is the sum of `token_rewards`
+    over its trained tokens; a step without a trained token does not exist. Fields as in `group_normalized`.
     """
 
     std: str = "group"
@@ -134,18 +118,7 @@ class process_normalized:
         token_rewards: Tensor | None = None,
         turns: Tensor | None = None,
     ) -> Tensor:
-        """Return (B, T) advantages, 0 outside the mask.
-
-        Args:
-            rewards: (B,) not used: `token_rewards` replace them.
-            group: (B,) integers; equal numbers mark responses to the same prompt.
-            mask: (B, T) bool, True for trained tokens.
-            token_rewards: (B, T) finite where trained.
-            turns: (B, T) the step each trained token belongs to; any numbers, the same for one step.
-
-        Raises:
-            LossError: something needed is missing, shapes differ, the batch is empty, or a reward is not finite.
-        """
+        """Return (B, T) advantages, 0 outside the mask."""
         start(rewards, group)
         kept = needed(self, "mask", mask)
         check_mask(kept, len(rewards))
@@ -164,7 +137,7 @@ class process_normalized:
 
 
 @dataclass(frozen=True)
-class pass_at_k:
+class pass_at_k(GroupEstimator):
     """How much a response adds to the best of k (arXiv 2503.19595, 2505.15201).
 
     A_i = mean over the k-subsets I of the group that hold i of  max_I R - max_{I without i} R, which is
@@ -188,20 +161,18 @@ class pass_at_k:
         check_choice("pass_at_k", "std", self.std, ("group", "none"))
         check_number("pass_at_k", "eps", self.eps, 0.0)
 
-    def __call__(self, rewards: Tensor, group: Tensor) -> Tensor:
-        """Return (B,) advantages; arguments and errors as in `group_normalized`, and no group with k responses."""
-        values, groups = start(rewards, group)
+    def compared(self, values: Tensor, groups: Groups) -> Tensor:
         advantages = torch.zeros_like(values)
         for rows in _groups_of(groups, self.k, "pass_at_k"):
             k = len(rows) if self.k is None else self.k
             advantages[rows] = _marginal(values[rows], k)
         if self.std == "group":
             advantages = advantages / (groups.deviation(values) + self.eps)
-        return finish(advantages, rewards, groups, "zero")
+        return advantages
 
 
 @dataclass(frozen=True)
-class pass_at_k_normalized:
+class pass_at_k_normalized(GroupEstimator):
     """GRPO where the k-subsets of the group are the samples and their best is the reward (arXiv 2508.10751).
 
     A_i = (mean of max_I R over the k-subsets I that hold i - mean over all k-subsets) / (their population deviation
@@ -221,15 +192,13 @@ class pass_at_k_normalized:
         _check_k("pass_at_k_normalized", self.k, least=1)
         check_number("pass_at_k_normalized", "eps", self.eps, 0.0)
 
-    def __call__(self, rewards: Tensor, group: Tensor) -> Tensor:
-        """Return (B,) advantages; arguments and errors as in `group_normalized`, and no group with k responses."""
-        values, groups = start(rewards, group)
+    def compared(self, values: Tensor, groups: Groups) -> Tensor:
         advantages = torch.zeros_like(values)
         for rows in _groups_of(groups, self.k, "pass_at_k_normalized"):
             own, mean, deviation = _subset_maxima(values[rows], self.k)
             if deviation > EQUAL_TOLERANCE * values[rows].abs().max():
                 advantages[rows] = (own - mean) / (deviation + self.eps)
-        return finish(advantages, rewards, groups, "zero")
+        return advantages
 
 
 def _check_k(owner: str, k: int | None, least: int = 2) -> None:

@@ -17,12 +17,7 @@ EQUAL_TOLERANCE = 1e-7
 
 @dataclass(frozen=True)
 class Groups:
-    """Which rows of a batch answer the same prompt.
-
-    Attributes:
-        index: (B,) int64, the group of each row, numbered from 0.
-        count: (G,) float64, rows of each group.
-    """
+    """Which rows of a batch answer the same prompt: `index` (B,) int64, from 0; `count` (G,) float64, rows of each."""
 
     index: Tensor
     count: Tensor

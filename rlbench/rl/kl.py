@@ -73,11 +73,7 @@ ESTIMATORS: dict[str, Estimator] = {
 
 
 def kl_estimator(name: str) -> Estimator:
-    """Return the estimator of that name.
-
-    Raises:
-        LossError: none has it; the message lists the near ones.
-    """
+    """Return the estimator of that name."""
     if name not in ESTIMATORS:
         raise LossError(
             f"unknown KL estimator {name!r}{nearest(name, ESTIMATORS)}. Use one of: {', '.join(ESTIMATORS)}."
@@ -95,9 +91,6 @@ def ratio_corrected(estimate: Tensor, logprobs: Tensor, old_logprobs: Tensor) ->
         estimate: what one of the estimators returned.
         logprobs: the same shape, log p under the current policy.
         old_logprobs: the same shape, under the policy that sampled.
-
-    Raises:
-        LossError: shapes differ.
     """
     if estimate.shape != logprobs.shape:
         raise LossError(f"estimate has shape {tuple(estimate.shape)}; wanted {tuple(logprobs.shape)}.")

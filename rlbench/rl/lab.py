@@ -29,9 +29,6 @@ from rlbench.rl.types import Loss, LossInputs
 from rlbench.traces import user_error
 from rlbench.user_code import user_code
 
-CLIPPED = "clip_fraction"
-"""The metric by which a loss says where its clipping took the gradient away."""
-
 
 @dataclass(frozen=True, eq=False)
 class Coefficients:
@@ -81,18 +78,12 @@ def coefficients(
     name: str = "",
     totals: BatchTotals | None = None,
 ) -> Coefficients:
-    """Return value and per-token coefficients of `loss` on a whole batch.
+    """Return value and per-token coefficients of `loss`, a value or any function, on a whole batch (S, T).
 
-    Args:
-        loss: a loss value or any function `(LossInputs) -> (per_token, metrics)`. It gets copies of the inputs.
-        inputs: the whole batch, (S, T); computed in its dtype. Carries no gradient afterwards.
-        aggregation: None: the loss's own, else "token-mean", as in a training step.
-        name: what messages call it.
-        totals: the size of the step; None: that of `inputs`.
-
-    Raises:
-        LossError: it raised (with the line of the user's code), gave something else than a loss gives, gives the
-            log-probs no gradient, or is not finite on trained tokens.
+    The loss gets copies of the inputs, without gradient. `aggregation` None: the loss's own, else "token-mean", as in a
+    training step; `totals` None: the step is `inputs`. A loss that raises, returns something else than a loss returns,
+    gives the log-probs no gradient, or is not finite on trained tokens is a LossError, with the line of the user's
+    code.
     """
     called = name or str(getattr(loss, "__name__", "") or repr(loss))
     aggregation = Aggregation.of(aggregation or getattr(loss, "aggregation", None) or "token-mean")
@@ -140,20 +131,9 @@ def ratio_curve(
 ) -> RatioCurve:
     """Return what `loss` makes of one token as a function of its ratio new/old: "what if the ratio were r".
 
-    The token is a sequence and a step of its own; sampler and reference agree with the old policy, so that
-    corrections weigh 1 and a KL penalty pulls back to ratio 1. A loss that looks at the whole step (a quantile, a
-    batch mean) sees this one token.
-
-    Args:
-        loss: as for `coefficients`.
-        ratios: (R,) positive; computed in its dtype.
-        advantages: one curve for each.
-        old_logprob: of the token, in nats; log-probs above 0 do not exist, so at most -log(max ratio).
-        entropy: at the token, in nats.
-        name: what messages call the loss.
-
-    Raises:
-        LossError: ratios or log-prob that no token can have; else as `coefficients`.
+    The token is a sequence and a step of its own, of log-prob `old_logprob` (at most -log(max ratio)) and `entropy` in
+    nats; sampler and reference agree with the old policy, so that corrections weigh 1 and a KL penalty pulls back to
+    ratio 1. One curve over `ratios` (R,) for each of `advantages`.
     """
     _check_ratios(ratios, old_logprob)
     called = name or str(getattr(loss, "__name__", "") or repr(loss))
@@ -185,11 +165,7 @@ def ratio_curve(
 def variants(loss: Loss, field: str, values: Iterable[Any]) -> tuple[dict[str, Loss], dict[str, LossError]]:
     """Return the loss with `field` set to each of `values`, and the errors of values it refuses; by `field=value`.
 
-    Args:
-        loss: a loss value, of which `field` is a dataclass field, or a function with a parameter of that name.
-
-    Raises:
-        LossError: it has no such field or parameter, or a value is given twice.
+    `field` is a dataclass field of a loss value, or a parameter of a loss function.
     """
     make = _maker(loss, field)
     made: dict[str, Loss] = {}
@@ -230,15 +206,8 @@ def signs_differ(one: Tensor, other: Tensor) -> Tensor:
 
 
 def shares(coefficient: Tensor, labels: Tensor, mask: Tensor, count: int) -> Tensor:
-    """Return which part of sum |c| over the trained tokens falls on each label.
-
-    Args:
-        coefficient: (S, T).
-        labels: (S, T) integers from 0 to `count` - 1; arbitrary where `mask` is False.
-        mask: (S, T) bool.
-
-    Returns:
-        (count,) float64 of sum 1; zeros where every coefficient is 0.
+    """Return which part of sum |c| over the trained tokens falls on each label below `count`, (count,) float64; zeros
+    if all are 0.
     """
     weight = coefficient[mask].abs().double()
     found = torch.zeros(count, dtype=torch.float64).index_add_(0, labels[mask].to(torch.int64), weight)

@@ -51,9 +51,6 @@ def linear_token_stats(
 
     Returns:
         logprobs and entropy, both (R,), in nats; float32, or float64 for float64 input.
-
-    Raises:
-        LossError: shapes or dtypes that do not fit, no row, a temperature or tile that is not above 0.
     """
     _check(hidden, weight, targets, temperature, bias, tile)
     return _LinearTokenStats.apply(hidden, weight, bias, targets, temperature, tile)  # type: ignore[no-any-return]

@@ -48,11 +48,7 @@ NAMED: dict[str, type[PolicyLoss]] = {kind.__name__: kind for kind in CLASSES}
 
 
 def resolve(loss: str | Loss) -> Loss:
-    """Return the loss value that a name stands for, with its defaults; a callable is returned as it is.
-
-    Raises:
-        LossError: an unknown name, a loss class that was not called, or something that cannot be called.
-    """
+    """Return the loss value that a name stands for, with its defaults; a callable is returned as it is."""
     if isinstance(loss, str):
         if loss not in NAMED:
             raise LossError(
@@ -72,14 +68,8 @@ def resolve(loss: str | Loss) -> Loss:
 def check_sampled_as_trained(loss: Loss, name: str, reshaped_by: Sequence[str], reads_sampler: bool = False) -> None:
     """Refuse a loss that would weigh by log-probs of another distribution than the one that is trained.
 
-    Args:
-        loss: any; `needs_sampler` says whether it weighs so.
-        name: what to call it.
-        reshaped_by: the sampling options that made it another distribution; empty: it is the same.
-        reads_sampler: counts where the loss does not say.
-
-    Raises:
-        LossError: naming the options.
+    `needs_sampler` of the loss says whether it weighs so, `reads_sampler` counts where it does not say; `reshaped_by`
+    lists the sampling options that made it another distribution, none: it is the same.
     """
     if reshaped_by and getattr(loss, "needs_sampler", reads_sampler):
         raise LossError(
@@ -97,15 +87,7 @@ def presets() -> Presets:
 
 @dataclass(frozen=True)
 class Preset:
-    """One row of the table.
-
-    Attributes:
-        name: as it is typed.
-        what: one line.
-        paper: arXiv id, or a citation.
-        aggregation: its default.
-        fields: the fields that the other losses lack, or have another default for, with their defaults.
-    """
+    """One row of the table; `fields` are those that other losses lack, or have another default for."""
 
     name: str
     what: str
@@ -115,7 +97,6 @@ class Preset:
 
     @classmethod
     def of(cls, kind: type[PolicyLoss]) -> Preset:
-        """Describe a loss class."""
         defaults = {field.name: default_of(field) for field in dataclasses.fields(kind)}
         shared = {field.name: default_of(field) for field in dataclasses.fields(PolicyLoss)}
         own = [

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rlbench.errors import LossError
 from rlbench.rl.kl import LOG_RATIO_BOUND
-from rlbench.rl.policy import Metrics, masked
+from rlbench.rl.policy import LossPart, Metrics, masked
 from rlbench.rl.types import LossInputs
 
 SCALE = "mismatch/scale"
@@ -32,27 +32,13 @@ SCALE = "mismatch/scale"
 
 
 @dataclass(frozen=True)
-class MismatchCorrection:
+class MismatchCorrection(LossPart):
     """Base of the corrections; one is called with `LossInputs` and returns a weight per token."""
-
-    @property
-    def name(self) -> str:
-        """Its class's name, as it is typed."""
-        return type(self).__name__
 
     @property
     def needs_sampler(self) -> bool:
         """Whether it takes the sampler's log-probs for those of the policy, but for rounding and age."""
         return True
-
-    @property
-    def needs_plan(self) -> bool:
-        """Whether it looks at the whole optimizer step."""
-        return False
-
-    def plan(self, x: LossInputs) -> dict[str, Tensor]:
-        """Return the (S, T) channels it needs, computed from the whole optimizer step; most need none."""
-        return {}
 
     def __call__(self, x: LossInputs) -> tuple[Tensor, Metrics]:
         """Return weights (S, T) without gradient, 0 outside the mask, and metrics by name.
@@ -73,10 +59,7 @@ class MismatchCorrection:
 class chain(MismatchCorrection):
     """Several corrections together, written `a + b`: weights multiply, a token must pass all rejections.
 
-    Each part sees the whole batch, so their order does not matter.
-
-    Attributes:
-        parts: the corrections; at most one importance weight among them, as two would correct twice.
+    Each part sees the whole batch, so their order does not matter. At most one importance weight may be among them.
     """
 
     parts: tuple[MismatchCorrection, ...]
@@ -91,20 +74,16 @@ class chain(MismatchCorrection):
 
     @property
     def needs_sampler(self) -> bool:
-        """Whether a part does."""
         return any(part.needs_sampler for part in self.parts)
 
     @property
     def needs_plan(self) -> bool:
-        """Whether a part looks at the whole optimizer step."""
         return any(part.needs_plan for part in self.parts)
 
     def plan(self, x: LossInputs) -> dict[str, Tensor]:
-        """Return the channels of all parts."""
         return {name: channel for part in self.parts for name, channel in part.plan(x).items()}
 
     def __call__(self, x: LossInputs) -> tuple[Tensor, Metrics]:
-        """Return the product of the weights, and the parts' metrics; `rejected` is 1 where any part dropped."""
         weights = masked(torch.ones_like(log_weights(x)), x.mask)
         rejected = torch.zeros_like(weights)
         metrics: Metrics = {}
@@ -120,9 +99,8 @@ class chain(MismatchCorrection):
 class ImportanceWeight(MismatchCorrection):
     """Base of the importance weights; a subclass says its level and what happens outside the bounds.
 
-    Attributes:
-        normalise: divide the weights by their mean over the whole optimizer step, taken after the bounds and before
-            any rejection (over tokens, or over sequences for a weight per sequence).
+    `normalise` divides the weights by their mean over the step's tokens (over its sequences for a weight per sequence),
+    taken after the bounds and before any rejection.
     """
 
     per_sequence: ClassVar[bool] = False
@@ -134,11 +112,9 @@ class ImportanceWeight(MismatchCorrection):
 
     @property
     def needs_plan(self) -> bool:
-        """Whether it looks at the whole optimizer step: for the mean weight."""
         return self.normalise
 
     def plan(self, x: LossInputs) -> dict[str, Tensor]:
-        """Return the step's mean weight in `SCALE`."""
         if not self.normalise:
             return {}
         weights = self.bounded(self._raw(x))[0].double()
@@ -151,7 +127,6 @@ class ImportanceWeight(MismatchCorrection):
         return {SCALE: mean.to(log_weights(x).dtype).expand(x.mask.shape).clone()}
 
     def __call__(self, x: LossInputs) -> tuple[Tensor, Metrics]:
-        """Return the weights (S, T) and the metrics `is_weight`, `is_truncated` and `rejected`."""
         weights, truncated, rejected = self.bounded(self._raw(x))
         metrics: Metrics = {
             "is_weight": masked(weights, x.mask),
@@ -173,15 +148,10 @@ class ImportanceWeight(MismatchCorrection):
 
 @dataclass(frozen=True)
 class token_tis(ImportanceWeight):
-    """Truncated importance sampling per token: w = min(max(exp(x), floor), cap).
+    """Truncated importance sampling per token: w = min(max(exp(x), floor), cap); cap=math.inf for no bound.
 
     Ionides, "Truncated importance sampling", 2008; for this mismatch "Your efficient RL framework secretly brings you
     off-policy RL training" (F. Yao et al., 2025). verl and SkyRL cap at 2; OpenRLHF clamps to [0.5, 5].
-
-    Attributes:
-        cap: upper bound of the weight; `math.inf` for none (the log-weight stays within ± 20).
-        floor: lower bound of the weight; 0 for none.
-        normalise: divide by the mean over the step's tokens.
     """
 
     cap: float = 2.0
@@ -191,33 +161,19 @@ class token_tis(ImportanceWeight):
         check_bounds(self.name, "floor", self.floor, "cap", self.cap)
 
     def bounded(self, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Truncate; reject nothing."""
-        return _truncated(weights, self.floor, self.cap)
+        outside = (weights < self.floor) | (weights > self.cap)
+        return weights.clamp(self.floor, self.cap), outside, torch.zeros_like(outside)
 
 
 @dataclass(frozen=True)
-class sequence_tis(ImportanceWeight):
+class sequence_tis(token_tis):
     """Truncated importance sampling per sequence: w = min(max(exp(sum of x), floor), cap), for all its tokens.
 
-    The exact weight of a sequence, at a variance that grows with its length; see `token_tis`. verl caps both at
-    2, SkyRL this one at 5, TRL at 3.
-
-    Attributes:
-        cap: upper bound of the weight; `math.inf` for none (the log-weight stays within ± 20).
-        floor: lower bound of the weight; 0 for none.
-        normalise: divide by the mean over the step's sequences.
+    The exact weight of a sequence, at a variance that grows with its length; see `token_tis`. verl caps both at 2,
+    SkyRL this one at 5, TRL at 3.
     """
 
     per_sequence: ClassVar[bool] = True
-    cap: float = 2.0
-    floor: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_bounds(self.name, "floor", self.floor, "cap", self.cap)
-
-    def bounded(self, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Truncate; reject nothing."""
-        return _truncated(weights, self.floor, self.cap)
 
 
 @dataclass(frozen=True)
@@ -225,11 +181,6 @@ class icepop(ImportanceWeight):
     """Masked importance sampling per token: w = exp(x) within [low, high], 0 outside.
 
     IcePop (Ring-1T, arXiv 2510.18855), whose bounds are the defaults; NeMo-RL's and verl's "lower_upper" too.
-
-    Attributes:
-        low: least weight that is kept; 0 for none.
-        high: greatest weight that is kept.
-        normalise: divide by the mean over the step's tokens, the dropped ones included.
     """
 
     low: float = 0.5
@@ -239,7 +190,6 @@ class icepop(ImportanceWeight):
         check_bounds(self.name, "low", self.low, "high", self.high)
 
     def bounded(self, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Reject outside the bounds; truncate nothing."""
         return _kept_within(weights, self.low, self.high)
 
 
@@ -249,11 +199,6 @@ class sequence_mask(ImportanceWeight):
 
     TRL's default with vLLM ("When speed kills stability: demystifying RL collapse from the training-inference
     mismatch", J. Liu, Y. Li et al., 2025).
-
-    Attributes:
-        high: greatest weight that is kept.
-        low: least weight that is kept; 0 for none.
-        normalise: divide by the mean over the step's sequences, the dropped ones included.
     """
 
     per_sequence: ClassVar[bool] = True
@@ -264,7 +209,6 @@ class sequence_mask(ImportanceWeight):
         check_bounds(self.name, "low", self.low, "high", self.high)
 
     def bounded(self, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Reject outside the bounds; truncate nothing."""
         return _kept_within(weights, self.low, self.high)
 
 
@@ -287,11 +231,6 @@ def check_bounds(owner: str, low_name: str, low: float, high_name: str, high: fl
     """Refuse bounds on a weight that are not 0 <= low < high."""
     if not 0 <= low < high:
         raise LossError(f"{owner}: {low_name}={low!r}, {high_name}={high!r}; wanted 0 <= {low_name} < {high_name}.")
-
-
-def _truncated(weights: Tensor, floor: float, cap: float) -> tuple[Tensor, Tensor, Tensor]:
-    outside = (weights < floor) | (weights > cap)
-    return weights.clamp(floor, cap), outside, torch.zeros_like(outside)
 
 
 def _kept_within(weights: Tensor, low: float, high: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -24,39 +24,17 @@ from rlbench.rl.reward_checks import (
 
 
 def at_last_token(rewards: Tensor, mask: Tensor) -> Tensor:
-    """Place each response's reward on its last trained token.
-
-    A response without a trained token has no place for its reward, and trains nothing: its row stays 0.
-
-    Args:
-        rewards: (B,) one finite reward per response.
-        mask: (B, T) bool, True for trained tokens.
-
-    Returns:
-        (B, T), 0 elsewhere; float64 for float64 rewards, else float32.
-
-    Raises:
-        LossError: shapes differ, the batch is empty, or a reward is not finite.
-    """
+    """Place rewards (B,) on the last trained token of each response, (B, T); a row without one stays 0."""
     check_rewards(rewards)
     check_mask(mask, len(rewards))
     return torch.where(last_trained(mask), rewards[:, None].to(output_dtype(rewards)), 0.0)
 
 
 def at_turn_ends(turn_rewards: Tensor, turns: Tensor, mask: Tensor) -> Tensor:
-    """Place the reward of each turn on the turn's last trained token.
+    """Place the reward of each turn on the turn's last trained token, (B, T).
 
-    Args:
-        turn_rewards: (B, K) reward of turn k in column k; 0 or NaN for turns that a response does not have.
-        turns: (B, T) integers, the turn of each token, from 0; arbitrary outside the mask.
-        mask: (B, T) bool, True for trained tokens.
-
-    Returns:
-        (B, T), 0 elsewhere; float64 for float64 rewards, else float32.
-
-    Raises:
-        LossError: shapes differ, a turn has no column, a turn's reward is not finite, or a reward belongs to a turn
-            without a trained token.
+    `turn_rewards` (B, K) holds turn k in column k, 0 or NaN for turns that a response does not have; `turns` (B, T)
+    integers from 0. A reward whose turn has no trained token is refused.
     """
     check_mask(mask)
     if turn_rewards.dim() != 2 or len(turn_rewards) != len(mask):
@@ -87,18 +65,10 @@ def at_turn_ends(turn_rewards: Tensor, turns: Tensor, mask: Tensor) -> Tensor:
 
 
 def at_positions(step_rewards: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-    """Place rewards on given tokens, e.g. those of a process reward model; rewards on one token add up.
+    """Place rewards on given tokens, e.g. those of a process reward model; rewards on one token add up, (B, T).
 
-    Args:
-        step_rewards: (B, S) finite where a position is given.
-        positions: (B, S) integers, columns of `mask`; -1 where a response has fewer steps.
-        mask: (B, T) bool, True for trained tokens.
-
-    Returns:
-        (B, T), 0 elsewhere; float64 for float64 rewards, else float32.
-
-    Raises:
-        LossError: shapes differ, a position is outside the response or untrained, or a reward is not finite.
+    `step_rewards` and `positions` are (B, S): columns of `mask`, -1 where a response has fewer steps. An untrained
+    position is refused.
     """
     check_mask(mask)
     if positions.dim() != 2 or len(positions) != len(mask):
@@ -128,26 +98,11 @@ def kl_in_reward(
     coef: float,
     estimator: str = "k1",
 ) -> Tensor:
-    """Take the KL against a reference off the rewards, token by token (Ziegler et al., arXiv 1909.08593).
+    """Take the KL against a reference off the rewards, token by token (Ziegler et al., arXiv 1909.08593), (B, T).
 
     r_t = -coef KL_t + R at the last trained token. Summed over tokens (`.sum(1)`) it is the penalised reward of the
-    response, as the group estimators take it.
-
-    Args:
-        rewards: (B,) one finite reward per response.
-        logprobs: (B, T) of the sampled tokens under the policy that sampled them; arbitrary outside the mask.
-        ref_logprobs: (B, T) under the reference policy; arbitrary outside the mask.
-        mask: (B, T) bool, True for trained tokens.
-        coef: weight of the KL, ≥ 0 (a controller's `.coef`).
-        estimator: a name of `rlbench.rl.kl.ESTIMATORS`. OpenRLHF and TRL's RLOO use k1 here; no gradient flows, so
-            that "k1+" is k1 and "k3+" is k3.
-
-    Returns:
-        (B, T), 0 outside the mask; float64 for float64 rewards, else float32.
-
-    Raises:
-        LossError: shapes differ, the batch is empty, a value at a trained token is not finite, coef is negative, or no
-            estimator has that name.
+    response, as the group estimators take it. `logprobs` are those of the policy that sampled; `coef` ≥ 0 (a
+    controller's `.coef`). OpenRLHF and TRL's RLOO use k1 here; no gradient flows, so that "k1+" is k1 and "k3+" is k3.
     """
     check_number("kl_in_reward", "coef", coef, 0.0)
     estimate = kl_estimator(estimator)

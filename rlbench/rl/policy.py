@@ -31,6 +31,24 @@ if TYPE_CHECKING:
 Metrics = dict[str, Tensor | float]
 
 
+class LossPart:
+    """Base of what a policy loss is put together from: corrections and token filters."""
+
+    @property
+    def name(self) -> str:
+        """Its class's name, as it is typed."""
+        return type(self).__name__
+
+    @property
+    def needs_plan(self) -> bool:
+        """Whether it looks at the whole optimizer step."""
+        return False
+
+    def plan(self, x: LossInputs) -> dict[str, Tensor]:
+        """Return the (S, T) channels it needs, computed from the whole optimizer step; most need none."""
+        return {}
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PolicyLoss:
     """Base of the policy losses; the fields every one of them has.
@@ -73,15 +91,15 @@ class PolicyLoss:
             )
 
     def surrogate(self, x: LossInputs) -> tuple[Tensor, Metrics]:
-        """Return the policy term per token (S, T), before corrections, and its own metrics.
+        """Return the policy term per token (S, T), before corrections, and its metrics.
 
-        `x` is clean: everything outside the mask is 0, `x.old_logprobs` is the anchor, and nothing but `logprobs`
-        and `entropy` carries a gradient.
+        `x` is clean: 0 outside the mask, `x.old_logprobs` is the anchor, and only `logprobs` and `entropy` carry a
+        gradient. A metric is (S, T) too, averaged over the trained tokens.
         """
         raise NotImplementedError
 
     def surrogate_plan(self, whole: LossInputs) -> dict[str, Tensor]:
-        """Return what the surrogate must know of the whole optimizer step, (S, T) by name; most need nothing."""
+        """Return what the surrogate must know of the whole optimizer step, as (S, T) channels "<loss>/<name>"."""
         return {}
 
     def __repr__(self) -> str:

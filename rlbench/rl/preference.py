@@ -21,18 +21,8 @@ from rlbench.rl.reward_checks import check_mask, check_number, check_shape, outp
 
 
 def sequence_logprobs(logprobs: Tensor, mask: Tensor, average: bool = False) -> Tensor:
-    """Return one log-probability per sequence: the sum over its trained tokens, or their mean.
-
-    Args:
-        logprobs: (B, T) of the tokens; arbitrary where `mask` is False.
-        mask: (B, T) bool, True for the response tokens.
-        average: divide by the number of tokens, as SimPO, ORPO and IPO (in TRL) take them.
-
-    Returns:
-        (B,), float64 for float64, else float32; 0 for a sequence without a trained token.
-
-    Raises:
-        LossError: shapes differ, the batch is empty, or the mask is not bool.
+    """Return one log-probability per sequence, (B,): the sum over its trained tokens, or their mean (SimPO, ORPO; IPO
+    in TRL).
     """
     check_mask(mask)
     check_shape("logprobs", logprobs, tuple(mask.shape))
@@ -69,11 +59,7 @@ class dpo:
     def __call__(
         self, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor
     ) -> tuple[Tensor, Metrics]:
-        """Return the loss per pair (B,) and the metrics; all four arguments are (B,) summed log-probabilities.
-
-        Raises:
-            LossError: shapes differ, or the batch is empty.
-        """
+        """Return the loss per pair (B,) and the metrics; all four arguments are (B,) summed log-probabilities."""
         c, r = _log_ratios(chosen, rejected, ref_chosen, ref_rejected)
         right, wrong = -logsigmoid(self.beta * (c - r)), -logsigmoid(-self.beta * (c - r))
         s = self.label_smoothing
@@ -86,13 +72,10 @@ class dpo:
 
 @dataclass(frozen=True)
 class ipo:
-    """Identity preference optimisation (arXiv 2310.12036, equation 17): L = (x - 1 / (2 beta))².
+    """Identity preference optimisation (arXiv 2310.12036, equation 17): L = (x - 1 / (2 beta))², beta the paper's tau.
 
-    x = (chosen - rejected) - (ref_chosen - ref_rejected). It pulls the margin to a number instead of to infinity.
-    The paper and OpenRLHF sum the log-probabilities, TRL averages them over tokens.
-
-    Attributes:
-        beta: strength of the pull to the reference policy, > 0 (the paper's tau).
+    x = (chosen - rejected) - (ref_chosen - ref_rejected). It pulls the margin to a number instead of to infinity. The
+    paper and OpenRLHF sum the log-probabilities, TRL averages them over tokens.
     """
 
     beta: float = 0.1
@@ -103,11 +86,7 @@ class ipo:
     def __call__(
         self, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor
     ) -> tuple[Tensor, Metrics]:
-        """Return the loss per pair (B,) and the metrics; all four arguments are (B,) log-probabilities.
-
-        Raises:
-            LossError: shapes differ, or the batch is empty.
-        """
+        """Return the loss per pair (B,) and the metrics; all four arguments are (B,) log-probabilities."""
         c, r = _log_ratios(chosen, rejected, ref_chosen, ref_rejected)
         return (c - r - 1 / (2 * self.beta)) ** 2, _pair_metrics(self.beta * c, self.beta * r)
 
@@ -116,11 +95,8 @@ class ipo:
 class simpo:
     """Simple preference optimisation, without a reference policy (arXiv 2405.14734).
 
-    L = -log sigmoid(beta (chosen - rejected) - gamma), on log-probabilities *averaged* over tokens.
-
-    Attributes:
-        beta: scale of the implicit reward, > 0.
-        gamma: the margin that is wanted, >= 0.
+    L = -log sigmoid(beta (chosen - rejected) - gamma), on log-probabilities *averaged* over tokens; gamma is the margin
+    that is wanted.
     """
 
     beta: float = 2.0
@@ -131,11 +107,7 @@ class simpo:
         check_number("simpo", "gamma", self.gamma, 0.0)
 
     def __call__(self, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Metrics]:
-        """Return the loss per pair (B,) and the metrics; both arguments are (B,) averaged log-probabilities.
-
-        Raises:
-            LossError: shapes differ, or the batch is empty.
-        """
+        """Return the loss per pair (B,) and the metrics; both arguments are (B,) averaged log-probabilities."""
         c, r = _wide_pairs(chosen=chosen, rejected=rejected)
         return -logsigmoid(self.beta * (c - r) - self.gamma), _pair_metrics(self.beta * c, self.beta * r)
 
@@ -145,11 +117,8 @@ class orpo:
     """Odds ratio preference optimisation, without a reference policy (arXiv 2403.07691).
 
     L = -chosen - beta log sigmoid(log odds(chosen) - log odds(rejected)), with odds(l) = exp(l) / (1 - exp(l)), on
-    log-probabilities *averaged* over tokens. The first term is the supervised loss on the chosen response, each
-    pair with the same weight (TRL: each token).
-
-    Attributes:
-        beta: weight of the second term (the paper's lambda), > 0.
+    log-probabilities *averaged* over tokens; beta is the paper's lambda. The first term is the supervised loss on the
+    chosen response, each pair with the same weight (TRL: each token).
     """
 
     beta: float = 0.1
@@ -158,11 +127,7 @@ class orpo:
         _check_positive("orpo", "beta", self.beta)
 
     def __call__(self, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Metrics]:
-        """Return the loss per pair (B,) and the metrics; both arguments are (B,) averaged log-probabilities.
-
-        Raises:
-            LossError: shapes differ, or the batch is empty.
-        """
+        """Return the loss per pair (B,) and the metrics; both arguments are (B,) averaged log-probabilities."""
         c, r = _wide_pairs(chosen=chosen, rejected=rejected)
         loss = -c - self.beta * logsigmoid(_log_odds(c) - _log_odds(r))
         return loss, _pair_metrics(self.beta * c, self.beta * r)
@@ -174,11 +139,6 @@ class kto:
 
     With l = logprobs - ref_logprobs and z = max(0, kl): L = w_d (1 - sigmoid(beta (l - z))) for a desirable response,
     w_u (1 - sigmoid(beta (z - l))) for an undesirable one.
-
-    Attributes:
-        beta: strength of the pull to the reference policy, > 0.
-        desirable_weight: w_d, >= 0.
-        undesirable_weight: w_u, >= 0.
     """
 
     beta: float = 0.1
@@ -195,14 +155,8 @@ class kto:
     ) -> tuple[Tensor, Metrics]:
         """Return the loss per response (B,), and its implicit `reward` (B,) as a metric.
 
-        Args:
-            logprobs: (B,) summed log-probabilities of the responses; carry the gradient.
-            ref_logprobs: (B,) the same under the reference policy.
-            desirable: (B,) bool, True for the good ones.
-            kl: `kto_kl` of the whole step, averaged over ranks; a number without gradient.
-
-        Raises:
-            LossError: shapes differ, the batch is empty, or `desirable` is not bool.
+        Log-probabilities are (B,), summed; `desirable` (B,) bool; `kl` is `kto_kl` of the whole step, averaged over
+        ranks.
         """
         policy, reference = _wide_pairs(logprobs=logprobs, ref_logprobs=ref_logprobs)
         check_shape("desirable", desirable, tuple(policy.shape))
@@ -218,20 +172,11 @@ class kto:
 
 
 def kto_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Estimate KTO's reference point (arXiv 2402.01306): the mean of (log p - log p_ref) over *mismatched* responses.
+    """Estimate KTO's reference point (arXiv 2402.01306): the mean of (log p - log p_ref) over *mismatched* responses
+    (B,).
 
-    A response is scored here after another example's prompt. The mean is not clamped: average it over ranks first,
+    A response is scored here after another example's prompt. The scalar is not clamped: average it over ranks first,
     `kto` then takes max(0, ·) (as TRL does, and as OpenRLHF did while it had KTO).
-
-    Args:
-        logprobs: (B,) summed log-probabilities of the mismatched responses.
-        ref_logprobs: (B,) the same under the reference policy.
-
-    Returns:
-        A scalar without gradient.
-
-    Raises:
-        LossError: shapes differ, or the batch is empty.
     """
     policy, reference = _wide_pairs(logprobs=logprobs, ref_logprobs=ref_logprobs)
     return (policy - reference).mean().detach()

@@ -12,17 +12,10 @@ from rlbench.rl.reward_checks import check_shape
 
 
 def carried_back(values: Tensor, factor: float | Tensor, mask: Tensor) -> Tensor:
-    """Return y with y_t = x_t + factor y_{t+1} at trained tokens, and y_t = y_{t+1} at the others.
+    """Return y (B, T) with y_t = x_t + factor y_{t+1} at trained tokens, and y_t = y_{t+1} at the others.
 
-    Solved by doubling: after pass s each y covers 2^s tokens, so 32k tokens take 15 passes over the batch.
-
-    Args:
-        values: (B, T) x, zero outside the mask.
-        factor: the factor, one number or (B, 1).
-        mask: (B, T) bool, True for trained tokens.
-
-    Returns:
-        (B, T), at untrained tokens what is carried past them.
+    `values` x is zero outside the mask, `factor` one number or (B, 1). Solved by doubling: after pass s each y covers
+    2^s tokens, so 32k tokens take 15 passes over the batch.
     """
     y = values.clone()
     reach = torch.where(mask, torch.as_tensor(factor, dtype=y.dtype, device=y.device), 1.0)
@@ -51,16 +44,8 @@ def last_trained(mask: Tensor) -> Tensor:
 def last_of_turn(turns: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Number the turns that have a trained token, and find where each ends.
 
-    Args:
-        turns: (B, T) integers, the turn of each token; arbitrary outside the mask.
-        mask: (B, T) bool.
-
-    Returns:
-        The turn of each trained token, numbered over the whole batch, (trained,) in the order of `mask.nonzero()`;
-        and (turns, 2) int64, row and column of each turn's last trained token.
-
-    Raises:
-        LossError: shapes differ.
+    Returns the turn of each trained token, numbered over the whole batch, (trained,) in the order of `mask.nonzero()`;
+    and (turns, 2) int64, row and column of each turn's last trained token.
     """
     check_shape("turns", turns, tuple(mask.shape))
     row, column = mask.nonzero().unbind(1)

@@ -77,7 +77,6 @@ class reject(Rejection):
             )
 
     def keeps(self, x: LossInputs) -> Tensor:
-        """Return True where the estimate is within the bounds."""
         log_weight = log_weights(x)
         estimate = STATISTICS[self.estimator](-log_weight, torch.zeros_like(log_weight))
         if self.level == "seq_sum":
@@ -109,7 +108,6 @@ class geometric_mask(Rejection):
         check_bounds(self.name, "low", self.low, "high", self.high)
 
     def keeps(self, x: LossInputs) -> Tensor:
-        """Return True (S, 1) for the sequences within the bounds; compared as logarithms, which cannot overflow."""
         mean = sequence_mean(log_weights(x), x.mask)
         return (mean >= (math.log(self.low) if self.low > 0 else -math.inf)) & (mean <= math.log(self.high))
 
@@ -137,11 +135,9 @@ class off_policy_sequence_mask(Rejection):
 
     @property
     def needs_sampler(self) -> bool:
-        """Whether it compares with the sampler."""
         return self.against == "sampler"
 
     def keeps(self, x: LossInputs) -> Tensor:
-        """Return True (S, T) but for the tokens of negative advantage in sequences beyond delta."""
         behaviour = x.sampler_logprobs if self.against == "sampler" else x.old_logprobs
         distance = sequence_mean(behaviour.detach() - x.logprobs.detach(), x.mask)
         return ~((masked(x.advantages, x.mask) < 0) & (distance > self.delta))

@@ -31,18 +31,8 @@ from rlbench.rl.whitening import whiten
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
-    """Return the discounted sum of the rewards from each token on: G_t = r_t + gamma G_{t+1}.
-
-    Args:
-        rewards: (B, T) finite where trained, arbitrary elsewhere.
-        mask: (B, T) bool, True for trained tokens; the others neither add nor discount.
-        gamma: discount per trained token, in [0, 1].
-
-    Returns:
-        (B, T), 0 outside the mask.
-
-    Raises:
-        LossError: shapes differ, the batch is empty, a trained token's reward is not finite, or gamma out of range.
+    """Return the discounted sum of the rewards (B, T) from each token on: G_t = r_t + gamma G_{t+1}, untrained ones
+    skipped.
     """
     check_mask(mask)
     check_number("discounted_returns", "gamma", gamma, 0.0, 1.0)
@@ -58,26 +48,13 @@ def gae_advantages(
     lam: float | Tensor = 0.95,
     bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return generalised advantages and the value targets (GAE, arXiv 1506.02438); nothing is whitened.
+    """Return generalised advantages and the value targets (GAE, arXiv 1506.02438), (B, T) each; nothing is whitened.
 
         delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lam A_{t+1},   target_t = A_t + V_t
 
     where t + 1 is the next *trained* token (verl, AReaL; OpenRLHF, SkyRL and slime step onto observations too).
-
-    Args:
-        rewards: (B, T) finite where trained, arbitrary elsewhere.
-        values: (B, T) the critic's value of the state before each token; arbitrary where untrained.
-        mask: (B, T) bool, True for trained tokens.
-        gamma: discount per trained token, in [0, 1].
-        lam: in [0, 1]; 1 gives returns minus values, 0 one-step errors. One number, or (B,) one per response.
-        bootstrap: (B,) value of the state after the last trained token; None for 0, a response that has ended.
-
-    Returns:
-        Advantages (B, T) and value targets (B, T), 0 outside the mask.
-
-    Raises:
-        LossError: shapes differ, the batch is empty, a value at a trained token is not finite, gamma or lam out of
-            range.
+    `values` are the critic's of the state before each token; `lam` in [0, 1] is one number, or (B,) one per response;
+    `bootstrap` (B,) the value of the state after the last trained token, None for 0: a response that has ended.
     """
     check_mask(mask)
     check_number("gae_advantages", "gamma", gamma, 0.0, 1.0)
@@ -97,10 +74,7 @@ def gae_advantages(
 class length_adaptive:
     """GAE's lambda by length (VAPO, arXiv 2504.05118): lam = 1 - 1 / (alpha length), at least 0.
 
-    Long responses get a lambda nearer to 1, so that the reward still reaches their first tokens.
-
-    Attributes:
-        alpha: > 0; the paper's 0.05.
+    Long responses get a lambda nearer to 1, so that the reward still reaches their first tokens. alpha is the paper's.
     """
 
     alpha: float = 0.05
@@ -153,18 +127,8 @@ class gae:
         token_rewards: Tensor | None = None,
         truncated: Tensor | None = None,
     ) -> Tensor:
-        """Return (B, T) advantages.
-
-        Args:
-            rewards: (B,) one finite reward per response, placed on its last trained token.
-            group: (B,) integers; not used, groups play no part here.
-            values: (B, T) the critic's value of the state before each token; finite where trained.
-            mask: (B, T) bool, True for trained tokens.
-            token_rewards: (B, T) in the place of `rewards`; finite where trained.
-            truncated: (B,) bool, cut at the length limit; needed with `bootstrap_truncated`.
-
-        Raises:
-            LossError: something needed is missing, shapes differ, the batch is empty, or a value is not finite.
+        """Return (B, T) advantages; the reward of a response stands on its last trained token, unless placed by
+        `token_rewards`.
         """
         advantages, _, kept = self._estimate(self.lam, rewards, group, values, mask, token_rewards, truncated)
         return (whiten(advantages, kept) if self.whiten else advantages).to(output_dtype(rewards))
@@ -179,7 +143,7 @@ class gae:
         token_rewards: Tensor | None = None,
         truncated: Tensor | None = None,
     ) -> Tensor:
-        """Return the (B, T) targets of the value loss; arguments and errors as in a call."""
+        """Return the (B, T) targets of the value loss, called like the estimator."""
         lam = self.lam if self.value_lam is None else self.value_lam
         _, targets, _ = self._estimate(lam, rewards, group, values, mask, token_rewards, truncated)
         return targets.to(output_dtype(rewards))
@@ -213,13 +177,10 @@ class gae:
 
 @dataclass(frozen=True)
 class reinforce_plus_plus:
-    """Discounted returns, whitened over the batch (REINFORCE++, arXiv 2501.03262); no critic, no group.
+    """Discounted returns, whitened over the batch's trained tokens (REINFORCE++, arXiv 2501.03262); no critic, no
+    group.
 
     OpenRLHF's "reinforce" is the same with a population variance; with whiten=False it is plain REINFORCE.
-
-    Attributes:
-        gamma: discount per trained token, in [0, 1].
-        whiten: whiten once over the trained tokens of the batch (`rlbench.rl.whitening`); otherwise leave as it is.
     """
 
     gamma: float = 1.0
@@ -236,17 +197,7 @@ class reinforce_plus_plus:
         mask: Tensor | None = None,
         token_rewards: Tensor | None = None,
     ) -> Tensor:
-        """Return (B, T) advantages.
-
-        Args:
-            rewards: (B,) one finite reward per response, placed on its last trained token.
-            group: (B,) integers; not used.
-            mask: (B, T) bool, True for trained tokens.
-            token_rewards: (B, T) in the place of `rewards` (e.g. `placing.kl_in_reward`); finite where trained.
-
-        Raises:
-            LossError: `mask` is missing, shapes differ, the batch is empty, or a reward is not finite.
-        """
+        """Return (B, T) advantages."""
         placed, kept = _token_rewards(self, rewards, group, mask, token_rewards)
         returns = discounted_returns(placed, kept, self.gamma)
         return (whiten(returns, kept) if self.whiten else returns).to(output_dtype(rewards))
@@ -265,18 +216,7 @@ class remax:
         mask: Tensor | None = None,
         token_rewards: Tensor | None = None,
     ) -> Tensor:
-        """Return (B, T) advantages.
-
-        Args:
-            rewards: (B,) one finite reward per response, placed on its last trained token.
-            group: (B,) integers; not used.
-            baseline_rewards: (B,) finite, the greedy response's, repeated for each response to its prompt.
-            mask: (B, T) bool, True for trained tokens.
-            token_rewards: (B, T) in the place of `rewards`; finite where trained.
-
-        Raises:
-            LossError: something needed is missing, shapes differ, the batch is empty, or a reward is not finite.
-        """
+        """Return (B, T) advantages."""
         placed, kept = _token_rewards(self, rewards, group, mask, token_rewards)
         baseline = needed(self, "baseline_rewards", baseline_rewards)
         check_shape("baseline_rewards", baseline, tuple(rewards.shape))
@@ -287,13 +227,10 @@ class remax:
 
 @dataclass(frozen=True)
 class on_policy_distillation:
-    """How much likelier a teacher finds each token the student sampled: A_t = log teacher - log student.
+    """How much likelier a teacher finds each token the student sampled: A_t = log teacher - log student, within ±clip.
 
     The negated k1 estimate of KL(student || teacher), each token for itself (reverse-KL distillation: MiniLLM, arXiv
     2306.08543; GKD, arXiv 2306.13649). Rewards do not count; to use both, add the two advantages.
-
-    Attributes:
-        clip: bound of |A|, > 0; None for no bound.
     """
 
     clip: float | None = 20.0
@@ -311,18 +248,7 @@ class on_policy_distillation:
         teacher_logprobs: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Return (B, T) advantages.
-
-        Args:
-            rewards: (B,) not used.
-            group: (B,) integers; not used.
-            logprobs: (B, T) of the sampled tokens under the student; finite where trained.
-            teacher_logprobs: (B, T) under the teacher; finite where trained.
-            mask: (B, T) bool, True for trained tokens.
-
-        Raises:
-            LossError: something needed is missing, shapes differ, the batch is empty, or a value is not finite.
-        """
+        """Return (B, T) advantages."""
         check_rewards(rewards, group)
         kept = needed(self, "mask", mask)
         check_mask(kept, len(rewards))

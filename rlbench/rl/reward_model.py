@@ -27,18 +27,8 @@ def bradley_terry_loss(
 ) -> tuple[Tensor, Metrics]:
     """Negative log-likelihood of the preference: L = -log sigmoid(chosen - rejected - margin).
 
-    Bradley and Terry, 1952; for language models arXiv 2009.01325 and 2203.02155, the margin arXiv 2307.09288.
-
-    Args:
-        chosen: (B,) scores of the preferred responses.
-        rejected: (B,) scores of the others.
-        margin: (B,) or a number: by how much the chosen one should win at least; None for 0.
-
-    Returns:
-        (B,) loss, float64 for float64 scores, else float32, and the metrics.
-
-    Raises:
-        LossError: shapes differ, or the batch is empty.
+    Bradley and Terry, 1952; for language models arXiv 2009.01325 and 2203.02155, the margin, a number or (B,), arXiv
+    2307.09288.
     """
     c, r = _scores(chosen, rejected)
     wanted = torch.as_tensor(0.0 if margin is None else margin, dtype=c.dtype, device=c.device)
@@ -50,15 +40,7 @@ def bradley_terry_loss(
 def log_exp_loss(chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Metrics]:
     """Log-exp loss, L = log(1 + exp(rejected - chosen)) (arXiv 2204.05862).
 
-    The same number as `bradley_terry_loss` without a margin, and computed like it: the formula as it stands
-    overflows in float32 beyond a difference of 88.
-
-    Args:
-        chosen: (B,) scores of the preferred responses.
-        rejected: (B,) scores of the others.
-
-    Raises:
-        LossError: shapes differ, or the batch is empty.
+    The number of `bradley_terry_loss` without a margin: the formula as it stands overflows in float32 beyond 88.
     """
     c, r = _scores(chosen, rejected)
     return -logsigmoid(c - r), _metrics(c, r)
@@ -69,17 +51,9 @@ def hps_loss(
 ) -> tuple[Tensor, Metrics]:
     """Cross-entropy over the two scaled scores (HPS v2, arXiv 2306.09341).
 
-    L = -q log p - (1 - q) log(1 - p) with p = softmax(exp(log_scale) * [chosen, rejected])[0]. With q = 1 and
-    log_scale = 0 it equals `bradley_terry_loss` without a margin.
-
-    Args:
-        chosen: (B,) scores of the preferred responses.
-        rejected: (B,) scores of the others.
-        preference: (B,) q in [0, 1], the share of raters who preferred the chosen one (0.5 for a tie); None: all.
-        log_scale: a learned scalar tensor that begins at `LOG_SCALE_START`, or a number.
-
-    Raises:
-        LossError: shapes differ, the batch is empty, or a preference is outside [0, 1].
+    L = -q log p - (1 - q) log(1 - p) with p = softmax(exp(log_scale) * [chosen, rejected])[0]. With q = 1 and log_scale
+    = 0 it equals `bradley_terry_loss` without a margin. `preference` (B,) is q, the share of raters who preferred the
+    chosen one (0.5 for a tie), None: all; `log_scale` a number, or a learned scalar that begins at `LOG_SCALE_START`.
     """
     c, r = _scores(chosen, rejected)
     scale = torch.as_tensor(log_scale, dtype=c.dtype, device=c.device)
@@ -99,13 +73,6 @@ def tie_penalty(first: Tensor, second: Tensor) -> Tensor:
     """Distance of the scores of two responses rated equal, |first - second| per pair (B,).
 
     LightRFT's scalar reward model adds 0.01 times its mean. The gradient at equality is 0.
-
-    Args:
-        first: (B,) scores.
-        second: (B,) scores.
-
-    Raises:
-        LossError: shapes differ, or the batch is empty.
     """
     a, b = _scores(first, second, ("first", "second"))
     return (a - b).abs()
@@ -115,13 +82,6 @@ def centering_penalty(chosen: Tensor, rejected: Tensor) -> Tensor:
     """Penalty that keeps scores around 0, (chosen + rejected)² per pair (B,) (arXiv 2312.09244).
 
     A preference fixes differences of scores alone; TRL recommends to add 0.01 times its mean.
-
-    Args:
-        chosen: (B,) scores.
-        rejected: (B,) scores.
-
-    Raises:
-        LossError: shapes differ, or the batch is empty.
     """
     c, r = _scores(chosen, rejected)
     return (c + r) ** 2
@@ -136,25 +96,19 @@ def prm_loss(
 ) -> tuple[Tensor, Metrics]:
     """Cross-entropy at the end of each step of a process reward model (arXiv 2305.20050, 2312.08935).
 
-    A placeholder token stands at the end of each step; there the model's next-token distribution, over
-    `reward_tokens` or the whole vocabulary, is trained on the step's label.
+    A placeholder token stands at the end of each step; there the model's next-token distribution, over `reward_tokens`
+    or the whole vocabulary, is trained on the step's label.
 
     Args:
         logits: (S, T, V) of the model at each token.
         tokens: (S, T) int64, the input; the loss looks where it equals `placeholder`.
         labels: (S, T), read there alone: int64 token ids; or floats in [0, 1], the probability of the first of
             two `reward_tokens`.
-        placeholder: id of the placeholder token.
         reward_tokens: ids of the tokens that stand for labels, the good one first; None for the whole vocabulary.
 
     Returns:
-        (S, T) loss, float64 for float64 logits, else float32; 0 but at the placeholders: average it with the mask
-        `tokens == placeholder`. And the metric `accuracy` (S, T): 1 where the likeliest token is the label (a soft
-        label above 0.5 means the first).
-
-    Raises:
-        LossError: shapes differ, the batch is empty, a label is none of `reward_tokens` or outside [0, 1], or soft
-            labels without exactly two reward tokens.
+        (S, T) loss, 0 but at the placeholders: average it with the mask `tokens == placeholder`. And the metric
+        `accuracy` (S, T): 1 where the likeliest token is the label (a soft label above 0.5 means the first).
     """
     if tokens.dim() != 2 or tokens.numel() == 0:
         raise LossError(f"tokens has shape {tuple(tokens.shape)}; wanted (S, T), at least one token.")

@@ -59,7 +59,6 @@ class gspo(ppo):
         self.check_choice("level", LEVELS)
 
     def ratio(self, x: LossInputs) -> Tensor:
-        """Return s for every token (S, T)."""
         ratio = _geometric_mean(x.logprobs - x.old_logprobs, x.mask).expand_as(x.logprobs)
         if self.level == "sequence":
             return ratio
@@ -109,7 +108,6 @@ class gmpo(PolicyLoss):
         self.check_at_least("clip_high", 0.0)
 
     def surrogate(self, x: LossInputs) -> tuple[Tensor, Metrics]:
-        """Return the sequence's loss at each of its tokens (S, T), and its metrics."""
         sign = x.advantages.sign()
         signed = sign * (x.logprobs - x.old_logprobs)
         clipped = sign * (x.logprobs - x.old_logprobs).clamp(-self.clip_low, self.clip_high)
@@ -149,7 +147,7 @@ class vespo(PolicyLoss):
             self.check_at_least(name, 0.0)
 
     def surrogate(self, x: LossInputs) -> tuple[Tensor, Metrics]:
-        """Return the weighted policy gradient (S, T), and its metrics; `sequence_weight` is phi."""
+        """Weigh the policy gradient; the metric `sequence_weight` is phi."""
         with torch.no_grad():
             log_weight = masked(log_ratio_of(x), x.mask).sum(1, keepdim=True).clamp(*LOG_WEIGHT_BOUNDS)
             weight = torch.where(

@@ -18,20 +18,9 @@ from rlbench.rl.reward_checks import check_finite, check_number, check_rewards, 
 
 
 def clip_values(values: Tensor, low: float, high: float, mask: Tensor | None = None) -> tuple[Tensor, float]:
-    """Clip rewards or advantages, and tell how many were.
+    """Clip rewards or advantages of any shape; return them, and the share of counted values that stood outside.
 
-    Args:
-        values: any shape; arbitrary outside the mask.
-        low: least value left.
-        high: greatest value left; above `low`.
-        mask: bool of the same shape, True for values that count; None for all.
-
-    Returns:
-        The clipped values, 0 outside the mask, in their dtype; and the share, 0 to 1, of the counted values that
-        stood outside [low, high] before. 0 when none count.
-
-    Raises:
-        LossError: shapes differ, low is not below high, or a counted value is NaN.
+    The result is 0 outside `mask` (None counts all), and keeps the dtype.
     """
     if not low < high:
         raise LossError(f"clip_values: low={low!r} must be below high={high!r}.")
@@ -52,10 +41,7 @@ class RunningMoments:
         moments = moments.update(rewards)
         rewards = moments.normalized(rewards)
 
-    Attributes:
-        count: how many values were seen.
-        mean: their mean; 0 before the first.
-        squares: sum of their squared distances from the mean.
+    `squares` is the sum of the squared distances from `mean`.
     """
 
     count: int = 0
@@ -67,15 +53,7 @@ class RunningMoments:
         check_number("RunningMoments", "squares", self.squares, 0.0)
 
     def update(self, values: Tensor, mask: Tensor | None = None) -> RunningMoments:
-        """Return the moments with these values added.
-
-        Args:
-            values: any shape; arbitrary outside the mask.
-            mask: bool of the same shape, True for values that count; None for all.
-
-        Raises:
-            LossError: shapes differ, or a counted value is not finite.
-        """
+        """Return the moments with these values added; `mask` says which count, None for all."""
         if mask is not None:
             check_shape("mask", mask, tuple(values.shape))
         counted = (values if mask is None else values[mask]).double().flatten()
@@ -107,36 +85,16 @@ class RunningMoments:
         return deviation if deviation > EQUAL_TOLERANCE * abs(self.mean) else 0.0
 
     def normalized(self, values: Tensor, centre: bool = True) -> Tensor:
-        """Return (values - mean) / std, or values / std without `centre`; while std is 0, undivided.
-
-        Args:
-            values: any shape.
-            centre: subtract the mean.
-
-        Returns:
-            The same shape; float64 for float64, else float32.
-        """
+        """Return (values - mean) / std, or values / std without `centre`; while std is 0, undivided."""
         x = values.double() - (self.mean if centre else 0.0)
         return (x / (self.std or 1.0)).to(output_dtype(values))
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float = 1.0) -> Tensor:
-    """Return what to add to the rewards of responses near the length limit (DAPO, arXiv 2503.14476).
+    """Return what to add to the rewards of responses near the length limit (DAPO, arXiv 2503.14476), (B,) float64.
 
-    -factor * clip(length - (max_length - buffer), 0, buffer) / buffer: nothing until the buffer begins, then
-    linear, and -factor from the limit on.
-
-    Args:
-        lengths: (B,) response tokens, all of them, trained or not.
-        max_length: the limit, in tokens.
-        buffer: length of the last stretch, in tokens, from 1 to max_length.
-        factor: the greatest penalty, ≥ 0, in units of reward.
-
-    Returns:
-        (B,) float64, from -factor to 0.
-
-    Raises:
-        LossError: `lengths` is not (B,) or negative, or a number is out of range.
+    -factor * clip(length - (max_length - buffer), 0, buffer) / buffer: nothing until the buffer begins, then linear,
+    and -factor from the limit on. `lengths` (B,) counts all response tokens, trained or not.
     """
     if lengths.dim() != 1 or not (lengths >= 0).all():
         raise LossError(f"lengths has shape {tuple(lengths.shape)}; wanted (B,) numbers of tokens, at least 0.")
@@ -150,23 +108,11 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: floa
 def stop_properly(
     rewards: Tensor, truncated: Tensor, *, scale: float | None = None, value: float | None = None
 ) -> Tensor:
-    """Return the rewards with those of truncated responses scaled down or replaced (ProRL v2).
+    """Return the rewards with those of truncated responses scaled down or replaced (ProRL v2), (B,).
 
-    J. Hu et al., "ProRL v2", 2025, a report that continues ProRL (arXiv 2505.24864) and is not on arXiv.
-    OpenRLHF's and NeMo-RL's `stop_properly_penalty_coef`: from 0 to 1 it is `scale`; below 0, in OpenRLHF alone,
-    it is `value`. Where rewards can be negative give `value`: scaling brings a negative reward nearer to 0.
-
-    Args:
-        rewards: (B,) one finite reward per response.
-        truncated: (B,) bool, True for responses cut at the length limit.
-        scale: factor for the rewards of truncated responses, in [0, 1]; or
-        value: what they get instead.
-
-    Returns:
-        (B,) float64 for float64 rewards, else float32.
-
-    Raises:
-        LossError: shapes differ, the batch is empty, a reward is not finite, or not exactly one of scale and value.
+    J. Hu et al., "ProRL v2", 2025, a report that continues ProRL (arXiv 2505.24864) and is not on arXiv. OpenRLHF's and
+    NeMo-RL's `stop_properly_penalty_coef`: from 0 to 1 it is `scale`; below 0, in OpenRLHF alone, it is `value`. Where
+    rewards can be negative give `value`: scaling brings a negative reward nearer to 0.
     """
     check_rewards(rewards)
     check_shape("truncated", truncated, tuple(rewards.shape))
@@ -183,19 +129,9 @@ def stop_properly(
 
 
 def without_truncated(mask: Tensor, truncated: Tensor) -> Tensor:
-    """Return the mask with the rows of truncated responses cleared (overlong filtering, DAPO, arXiv 2503.14476).
+    """Return the mask (B, T) with the rows of truncated responses cleared (overlong filtering, DAPO, arXiv 2503.14476).
 
     They still count in the statistics of their group, but train nothing (TRL's `mask_truncated_completions`).
-
-    Args:
-        mask: (B, T) bool, True for trained tokens.
-        truncated: (B,) bool, True for responses cut at the length limit.
-
-    Returns:
-        (B, T) bool.
-
-    Raises:
-        LossError: shapes differ.
     """
     check_shape("truncated", truncated, tuple(mask.shape[:1]))
     return mask & ~truncated.bool()[:, None]
@@ -205,40 +141,19 @@ def without_truncated(mask: Tensor, truncated: Tensor) -> Tensor:
 
 
 def groups_with_signal(rewards: Tensor, group: Tensor) -> Tensor:
-    """Tell which responses belong to a group whose rewards differ: the others teach a group baseline nothing.
+    """Tell which responses belong to a group whose rewards differ, (B,) bool: the others teach a group baseline
+    nothing.
 
     Dynamic sampling (DAPO, arXiv 2503.14476) keeps these and samples more prompts in place of the rest.
-
-    Args:
-        rewards: (B,) one finite reward per response.
-        group: (B,) integers; equal numbers mark responses to the same prompt.
-
-    Returns:
-        (B,) bool.
-
-    Raises:
-        LossError: shapes differ, the batch is empty, or a reward is not finite.
     """
     check_rewards(rewards, group)
     return Groups.of(group).differ(rewards.double())
 
 
 def groups_within(rewards: Tensor, group: Tensor, low: float, high: float) -> Tensor:
-    """Tell which responses belong to a group whose mean reward lies strictly between two bounds.
+    """Tell which responses belong to a group whose mean reward lies strictly between two bounds, (B,) bool.
 
     OpenRLHF's dynamic filtering; with rewards 0 and 1 and bounds 0 and 1 it equals `groups_with_signal`.
-
-    Args:
-        rewards: (B,) one finite reward per response.
-        group: (B,) integers; equal numbers mark responses to the same prompt.
-        low: means at or below it are left out.
-        high: means at or above it are left out.
-
-    Returns:
-        (B,) bool.
-
-    Raises:
-        LossError: as in `groups_with_signal`, or low is not below high.
     """
     check_rewards(rewards, group)
     if not low < high:
@@ -248,20 +163,10 @@ def groups_within(rewards: Tensor, group: Tensor, low: float, high: float) -> Te
 
 
 def rows_of_groups(kept: Tensor, group: Tensor, limit: int | None = None) -> Tensor:
-    """Return the rows of the kept groups, at most `limit` of them, first come first.
+    """Return the rows of the groups all of whose responses are kept, at most `limit` groups, first come first;
+    ascending.
 
     With `limit`, each step has the same number of prompts, whatever dynamic sampling (arXiv 2503.14476) left over.
-
-    Args:
-        kept: (B,) bool; a group is kept when all of its rows are.
-        group: (B,) integers.
-        limit: how many groups at most, ≥ 1; None for all.
-
-    Returns:
-        (rows,) int64, indices into the batch, ascending.
-
-    Raises:
-        LossError: shapes differ, or a limit below 1.
     """
     check_shape("kept", kept, tuple(group.shape))
     if limit is not None:

@@ -21,29 +21,18 @@ def optimal_token_baseline(
     weights: Tensor | None = None,
     singleton: str = "zero",
 ) -> Tensor:
-    """Return rewards to go minus the baseline of least gradient variance at each token (OTB, arXiv 2602.07078).
+    """Return rewards to go minus the baseline of least gradient variance at each token (OTB, arXiv 2602.07078), (B, T).
 
         w_t = (1 - 2 p_t + sum_v p_v²) weight_t²    W_t = w_1 + … + w_t    B_t = sum_i G_it W_it / sum_i W_it
 
-    w_t is the squared norm of the gradient of the log-probability by the logits; sums over i run over the responses
-    to one prompt, t counts trained tokens alone, so that tool output shifts nothing (verl's "tir" variant).
+    w_t is the squared norm of the gradient of the log-probability by the logits; sums over i run over the responses to
+    one prompt, t counts trained tokens alone, so that tool output shifts nothing (verl's "tir" variant).
 
     Args:
-        token_rewards: (B, T) finite where trained (`rlbench.rl.placing`), arbitrary elsewhere.
-        group: (B,) integers; equal numbers mark responses to the same prompt.
-        mask: (B, T) bool, True for trained tokens.
-        logprobs: (B, T) of the sampled tokens under the policy.
         sum_p_squared: (B, T) sum over the vocabulary of the squared probabilities, in (0, 1].
         weights: (B, T) truncated importance weights that the loss will apply, ≥ 0; None for 1.
-        singleton: what a token gets where no other response to the prompt is as long: "zero", or "raw", its reward to
-            go (verl's default).
-
-    Returns:
-        (B, T), 0 outside the mask; float64 for float64 rewards, else float32.
-
-    Raises:
-        LossError: shapes differ, the batch is empty, a value at a trained token is not finite, or `sum_p_squared` lies
-            outside (0, 1].
+        singleton: what a token gets where no other response to the prompt is as long: "zero", or "raw", its reward
+            to go (verl's default).
     """
     check_mask(mask)
     check_choice("optimal_token_baseline", "singleton", singleton, SINGLETON)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlbench.errors import LossError
+from rlbench.rl.policy import LossPart
 from rlbench.rl.reward_checks import check_choice
 from rlbench.rl.types import LossInputs
 
@@ -21,22 +22,8 @@ KEPT = "tokens/high_entropy"
 
 
 @dataclass(frozen=True)
-class TokenFilter:
+class TokenFilter(LossPart):
     """Base of the filters."""
-
-    @property
-    def name(self) -> str:
-        """Its class's name, as it is typed."""
-        return type(self).__name__
-
-    @property
-    def needs_plan(self) -> bool:
-        """Whether it looks at the whole optimizer step."""
-        return False
-
-    def plan(self, x: LossInputs) -> dict[str, Tensor]:
-        """Return the (S, T) channels it needs, computed from the whole optimizer step; most need none."""
-        return {}
 
     def __call__(self, x: LossInputs) -> Tensor:
         """Return (S, T) bool: True for the tokens that keep their policy term, False outside the mask."""
@@ -66,18 +53,15 @@ class high_entropy(TokenFilter):
 
     @property
     def needs_plan(self) -> bool:
-        """Whether it looks at the whole optimizer step."""
         return self.level == "batch"
 
     def plan(self, x: LossInputs) -> dict[str, Tensor]:
-        """Return the tokens kept out of the whole step in `KEPT`, as 0 and 1."""
         if self.level != "batch":
             return {}
         flat = self._kept(x.entropy.reshape(1, -1), x.mask.reshape(1, -1))
         return {KEPT: flat.reshape(x.mask.shape).float()}
 
     def __call__(self, x: LossInputs) -> Tensor:
-        """Return (S, T) bool, False outside the mask."""
         if self.level == "sequence":
             return self._kept(x.entropy, x.mask)
         kept = x.channels[KEPT] if KEPT in x.channels else self.plan(x)[KEPT]

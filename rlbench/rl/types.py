@@ -29,16 +29,14 @@ class LossInputs:
 
     Attributes:
         logprobs: log-probability of each sampled token under the policy being trained; carries the gradient.
-        old_logprobs: the same under the policy before this batch's first optimizer step, computed by the
-            trainer. With one step per batch it equals `logprobs` in value, without gradient.
+        old_logprobs: the same under the policy before this batch's first optimizer step, computed by the trainer.
         sampler_logprobs: the same as the sampler (the inference engine) reported it while generating.
         ref_logprobs: the same under the reference policy, or None where there is no reference.
         advantages: advantage of each token.
         mask: bool; True for the tokens that are trained.
         entropy: entropy of the policy's distribution at each token, in nats.
         group: (sequences,) int64; equal numbers mark responses to the same prompt. None where not known.
-        channels: what the loss's own `plan` said of these tokens; empty for a loss without one, or when a loss
-            is called by hand, where it then takes the inputs it is given for the whole step.
+        channels: what the loss's own `plan` said of these tokens; empty for a loss without one, or called by hand.
     """
 
     logprobs: Tensor

@@ -18,25 +18,12 @@ from rlbench.rl.reward_checks import check_mask, check_shape, output_dtype
 def value_loss(
     values: Tensor, returns: Tensor, mask: Tensor, old_values: Tensor | None = None, clip: float | None = None
 ) -> tuple[Tensor, Metrics]:
-    """Squared error of the critic per token, clipped like PPO's ratio where `clip` is given.
+    """Squared error of the critic per token, clipped like PPO's ratio where `clip` is given, (S, T).
 
-    L = 1/2 max((V - R)², (V_clipped - R)²) with V_clipped = V_old + clamp(V - V_old, -clip, clip); without `clip`
-    L = 1/2 (V - R)². PPO's public implementation (arXiv 1707.06347; described in arXiv 2005.12729). verl, OpenRLHF
-    and AReaL clip at 0.5, SkyRL at 0.2.
-
-    Args:
-        values: (S, T) the critic's values now; they carry the gradient.
-        returns: (S, T) what the values should be, e.g. advantage + old value before whitening.
-        mask: (S, T) bool, True for trained tokens; elsewhere all values are arbitrary, NaN too.
-        old_values: (S, T) the values when the batch was collected; read with `clip` alone.
-        clip: bound on |V - V_old|, > 0, in units of the return; None for no clipping.
-
-    Returns:
-        (S, T) loss, float64 for float64 values, else float32; 0 outside the mask. And the metric
-        `value_clip_fraction`, 1 for the tokens whose clipped error was the larger one.
-
-    Raises:
-        LossError: shapes differ, the batch is empty, `clip` is not positive, or it lacks `old_values`.
+    L = 1/2 max((V - R)², (V_clipped - R)²) with V_clipped = V_old + clamp(V - V_old, -clip, clip); without `clip` L =
+    1/2 (V - R)². PPO's public implementation (arXiv 1707.06347; described in arXiv 2005.12729). verl, OpenRLHF and
+    AReaL clip at 0.5, SkyRL at 0.2. `old_values` are those when the batch was collected. The metric
+    `value_clip_fraction` is 1 for the tokens whose clipped error was the larger one.
     """
     check_mask(mask)
     shape = tuple(mask.shape)
@@ -64,16 +51,8 @@ def value_loss(
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     """Share of the returns' variance that the critic explains: 1 - Var(R - V) / Var(R).
 
-    1 for a perfect critic, 0 for a constant one, negative for one that is worse than a constant. 0 where the
-    returns do not vary. Computed in float64 over the trained tokens.
-
-    Args:
-        values: (S, T) the critic's values.
-        returns: (S, T) the returns.
-        mask: (S, T) bool, True for trained tokens.
-
-    Raises:
-        LossError: shapes differ, or the batch is empty.
+    1 for a perfect critic, 0 for a constant one, negative for one that is worse than a constant. 0 where the returns do
+    not vary. Computed in float64 over the trained tokens.
     """
     check_mask(mask)
     check_shape("values", values, tuple(mask.shape))
@@ -92,19 +71,8 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 def ptx_loss(logits: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
     """Next-token cross-entropy on pretraining text, per predicted token (InstructGPT's PPO-ptx, arXiv 2203.02155).
 
-    L[:, t] = -log softmax(logits[:, t])[tokens[:, t + 1]]: one column less than the input. Aggregate it with
-    `mask[:, 1:]`, and multiply by the coefficient there.
-
-    Args:
-        logits: (S, T, V) of the policy at each token.
-        tokens: (S, T) int64; arbitrary where `mask` is False.
-        mask: (S, T) bool, True for the tokens to be predicted; the first column predicts nothing and is not read.
-
-    Returns:
-        (S, T - 1) loss, float64 for float64 logits, else float32; 0 outside the mask, in the gradient too.
-
-    Raises:
-        LossError: shapes differ, or the batch is empty.
+    L[:, t] = -log softmax(logits[:, t])[tokens[:, t + 1]], (S, T - 1): one column less than the input. Aggregate it
+    with `mask[:, 1:]`, and multiply by the coefficient there. `logits` (S, T, V), `tokens` (S, T) int64.
     """
     check_mask(mask)
     check_shape("tokens", tokens, tuple(mask.shape))

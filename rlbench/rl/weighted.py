@@ -29,7 +29,6 @@ class reinforce(PolicyLoss):
     paper: ClassVar[str] = "Williams 1992"
 
     def surrogate(self, x: LossInputs) -> tuple[Tensor, Metrics]:
-        """Return -A log p (S, T) and its metrics."""
         return -x.advantages * x.logprobs, ratio_metrics(x, ratio_of(x))
 
 
@@ -58,7 +57,6 @@ class importance_sampling(PolicyLoss):
     anchor: str = "sampler"
 
     def surrogate(self, x: LossInputs) -> tuple[Tensor, Metrics]:
-        """Return -A r (S, T) and its metrics."""
         ratio = ratio_of(x)
         return -x.advantages * ratio, ratio_metrics(x, ratio)
 
@@ -90,7 +88,6 @@ class cispo(PolicyLoss):
         self.check_at_least("clip_high", 0.0)
 
     def surrogate(self, x: LossInputs) -> tuple[Tensor, Metrics]:
-        """Return the weighted policy gradient (S, T) and its metrics."""
         ratio = ratio_of(x).detach()
         weight = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         acts = x.advantages != 0
@@ -125,7 +122,6 @@ class sapo(PolicyLoss):
         self.check_at_least("tau_neg", 0.0, open_end=True)
 
     def surrogate(self, x: LossInputs) -> tuple[Tensor, Metrics]:
-        """Return the gated loss (S, T) and its metrics."""
         ratio = ratio_of(x)
         gate = torch.where(x.advantages > 0, _gate(ratio, self.tau_pos), _gate(ratio, self.tau_neg))
         return -x.advantages * gate, ratio_metrics(x, ratio)
@@ -162,7 +158,6 @@ class cpgd(PolicyLoss):
             raise LossError(f"cpgd: clip_low={self.clip_low!r} must be < 1: the bound is log(1 - clip_low).")
 
     def surrogate(self, x: LossInputs) -> tuple[Tensor, Metrics]:
-        """Return the clipped policy gradient (S, T) and its metrics."""
         highest = x.old_logprobs + math.log1p(self.clip_high)
         lowest = x.old_logprobs + math.log1p(-self.clip_low)
         too_high = (x.advantages > 0) & (x.logprobs > highest)
@@ -201,7 +196,6 @@ class dro(PolicyLoss):
         self.check_at_least("beta", 0.0, open_end=True)
 
     def surrogate(self, x: LossInputs) -> tuple[Tensor, Metrics]:
-        """Return the pulled policy gradient (S, T) and its metrics."""
         distance = x.logprobs - x.old_logprobs
         loss = -x.advantages * x.logprobs + 0.5 * self.beta * distance**2
         return loss, ratio_metrics(x, ratio_of(x))

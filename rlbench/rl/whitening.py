@@ -17,21 +17,10 @@ WHITEN_EPS = 1e-8
 
 
 def whiten(values: Tensor, mask: Tensor | None = None, eps: float = WHITEN_EPS) -> Tensor:
-    """Shift and scale to mean 0 and unbiased variance 1 over the trained entries.
+    """Shift and scale to mean 0 and unbiased variance 1 over the trained entries; any shape.
 
     (x - mean) / sqrt(variance + eps), with one weight per entry: in a (B, T) batch a long response counts more.
     Statistics are float64. Entries that are all equal, and a single one, become exactly 0.
-
-    Args:
-        values: any shape; entries outside the mask are arbitrary, NaN too.
-        mask: bool of the same shape, True for entries that count; None for all.
-        eps: added to the variance.
-
-    Returns:
-        The shape of `values`, 0 outside the mask; float64 for float64, else float32.
-
-    Raises:
-        LossError: shapes differ, or a counted entry is not finite.
     """
     counted = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
     check_shape("mask", counted, tuple(values.shape))

@@ -1,4 +1,4 @@
-"""The reference system's name of `rlbench.trainers.spmd_ppo_trainer`."""
+"""LightRFT's `trainer.spmd_ppo_trainer`: `rlbench.trainers.spmd_ppo_trainer`."""
 
 from rlbench.trainers.spmd_ppo_trainer import SPMDPPOTrainer, SPMDPPOTrainerBase, SPMDPPOTrainerVL
 

@@ -1,4 +1,4 @@
-"""The reference system's place of `add_arguments`."""
+"""LightRFT's `utils`."""
 
 from rlbench.strategies import add_arguments
 

@@ -1,4 +1,4 @@
-"""The reference system's name of `rlbench.strategies`: scripts of its users run with the package's name changed."""
+"""LightRFT's `strategy`: `rlbench.strategies`."""
 
 from rlbench.strategies import FakeStrategy, get_fake_strategy, get_strategy
 

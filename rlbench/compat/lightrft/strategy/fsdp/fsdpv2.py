@@ -1,4 +1,4 @@
-"""The reference system's name of `rlbench.strategies.fsdp2`."""
+"""LightRFT's `strategy.fsdp.fsdpv2`: `rlbench.strategies.fsdp2`."""
 
 from rlbench.strategies.fsdp2 import (
     FSDPadaptOptimizer,

@@ -1,4 +1,4 @@
-"""The reference system's name of `rlbench.strategies.base`."""
+"""LightRFT's `strategy.strategy_base`: `rlbench.strategies.base`."""
 
 from rlbench.strategies.base import StrategyBase
 

@@ -1,0 +1,1 @@
+"""LightRFT's `strategy.deepspeed`."""
