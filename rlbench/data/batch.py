@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlbench.data.batch_row import BatchRow, rows_of
-from rlbench.data.origin import traced
+from rlbench.data.origin import keeps_makers
 from rlbench.data.ragged import Ragged
 from rlbench.errors import DataError, Suggesting
 from rlbench.units import format_number
@@ -94,7 +94,7 @@ class TrainBatch(Suggesting):
         digest.update(np.ascontiguousarray(self.sampler_logprobs).tobytes())
         return digest.hexdigest()[:16]
 
-    @traced
+    @keeps_makers
     def rows(self, indices: np.ndarray | list[int]) -> TrainBatch:
         """The given sequences, in the given order."""
         rows = np.asarray(indices, np.int64)
@@ -109,13 +109,11 @@ class TrainBatch(Suggesting):
             self, prompts=self.prompts.take(rows), responses=self.responses.take(rows), **per_token, **per_row
         )
 
-    @traced
     def __getitem__(self, index: Any) -> TrainBatch:
         """A slice, a boolean mask or a list of rows gives a batch of those sequences."""
         rows = np.arange(len(self))[index]
         return self.rows(np.atleast_1d(rows))
 
-    @traced
     def select(self, keep: np.ndarray | Callable[[BatchRow], Any]) -> TrainBatch:
         """The sequences for which `keep` (a (B,) bool array, or a function of a `BatchRow`) holds."""
         mask = np.array([bool(keep(row)) for row in rows_of(self)], bool) if callable(keep) else np.asarray(keep, bool)
@@ -123,19 +121,18 @@ class TrainBatch(Suggesting):
             raise DataError(f"select: wanted {len(self)} booleans, got shape {mask.shape}")
         return self.rows(np.flatnonzero(mask))
 
-    @traced
+    @keeps_makers
     def replace(self, **fields: Any) -> TrainBatch:
         """A new batch with other fields, e.g. `batch.replace(advantages=…)`."""
         return replace(self, **fields)
 
-    @traced
+    @keeps_makers
     def join(self, *others: TrainBatch, drop_unknown: bool = False) -> TrainBatch:
         """This batch's sequences, then the others'; groups stay apart. See `rlbench.data.join`."""
         from rlbench.data.joining import join
 
         return join(self, *others, drop_unknown=drop_unknown)
 
-    @traced
     def __add__(self, other: TrainBatch) -> TrainBatch:
         return self.join(other) if isinstance(other, TrainBatch) else NotImplemented
 

@@ -9,7 +9,6 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from rlbench.data.batch import PER_ROW, PER_TOKEN, TrainBatch
-from rlbench.data.origin import traced_function
 from rlbench.data.prompt_set import PromptSet
 from rlbench.data.ragged import Ragged
 from rlbench.data.rollout_join import join_rollouts, joined_ragged
@@ -19,7 +18,6 @@ from rlbench.errors import DataError
 Value = TypeVar("Value", Rollouts, TrainBatch, PromptSet)
 
 
-@traced_function
 def join(*values: Value | Iterable[Value], same_prompts: bool = False, drop_unknown: bool = False) -> Value:
     """Join values of one kind, in the given order; `a + b` is `join(a, b)`.
 

@@ -17,7 +17,7 @@ from rlbench.data.batch import TrainBatch
 from rlbench.data.column import Column
 from rlbench.data.jobs import FINISH_REASONS, GeneratedArrays
 from rlbench.data.merging import merged
-from rlbench.data.origin import same_origin, traced
+from rlbench.data.origin import keeps_makers, made_with
 from rlbench.data.prompts import Prompt
 from rlbench.data.ragged import Ragged
 from rlbench.data.rollout import PromptGroup, Rollout
@@ -104,7 +104,6 @@ class Rollouts(Suggesting):
     def __iter__(self) -> Iterator[PromptGroup]:
         return (self._group(i) for i in range(len(self.prompts)))
 
-    @traced
     def __getitem__(self, index: int | slice) -> Any:
         """An integer gives a `PromptGroup`; a slice gives the `Rollouts` of those prompts."""
         if isinstance(index, slice):
@@ -144,7 +143,6 @@ class Rollouts(Suggesting):
         versions = np.unique(self.versions)
         return int(versions[0]) if len(versions) == 1 else None
 
-    @traced
     def select(self, keep: np.ndarray | Callable[[Rollout], bool]) -> Rollouts:
         """The samples for which `keep` (a (N,) bool array, or a function of a `Rollout`) holds; prompts stay."""
         mask = np.array([bool(keep(r)) for r in self.flat]) if callable(keep) else np.asarray(keep, bool)
@@ -152,7 +150,6 @@ class Rollouts(Suggesting):
             raise DataError(f"select: wanted {self.samples} booleans, got shape {mask.shape}")
         return self._take(np.flatnonzero(mask))
 
-    @traced
     def score(
         self,
         fn: scoring.RewardFn | Sequence[float] | np.ndarray,
@@ -178,7 +175,7 @@ class Rollouts(Suggesting):
                 counts the others; `.partial` holds those that have a reward.
             Stopped: interrupted; `.partial` holds the completions that have a reward, None where none has.
         """
-        return scoring.score(
+        scored = scoring.score(
             self,
             fn,
             on_error,
@@ -187,6 +184,7 @@ class Rollouts(Suggesting):
             isolate=isolate,
             memory_gib=memory_gib,
         )
+        return made_with(scored, self, reward=fn if callable(fn) else None)
 
     def compare(
         self,
@@ -212,7 +210,6 @@ class Rollouts(Suggesting):
         options = {"concurrency": concurrency, "timeout_s": timeout_s, "isolate": isolate, "memory_gib": memory_gib}
         return comparing.compare(self, rewards, options)
 
-    @traced
     def batch(self, advantage: Callable[..., Any], drop_aborted: bool = True, **columns: Any) -> TrainBatch:
         """Turn scored rollouts into a batch to train on.
 
@@ -237,7 +234,7 @@ class Rollouts(Suggesting):
         chosen = self if kept.all() else self._take(rows)
         given = take_rows(given_columns(self, columns), rows)
         mask = sampled_mask(chosen)
-        return TrainBatch(
+        batch = TrainBatch(
             prompts=chosen.prompt_ids.take(chosen.group),
             responses=chosen.responses,
             mask=mask,
@@ -250,15 +247,16 @@ class Rollouts(Suggesting):
             temperature=float(self.sampling.get("temperature", 1.0)),
             reshaped_by=reshaped_by(self.sampling),
         )
+        return made_with(batch, self, advantage=advantage)
 
-    @traced
+    @keeps_makers
     def __add__(self, other: Rollouts) -> Rollouts:
         """Both, this one's prompts first; equal prompts stay apart. More: `rlbench.data.join`."""
         from rlbench.data.joining import join
 
         return join(self, other) if isinstance(other, Rollouts) else NotImplemented
 
-    @same_origin
+    @keeps_makers
     def with_channels(self, **channels: Any) -> Rollouts:
         """The same rollouts with more numbers per token to look at; one of the same name is replaced.
 
@@ -272,7 +270,7 @@ class Rollouts(Suggesting):
         given = {name: channel_values.as_channel(name, values, self) for name, values in channels.items()}
         return replace(self, channels={**self.channels, **given})
 
-    @same_origin
+    @keeps_makers
     def with_batch(self, batch: TrainBatch, metrics: Metrics | None = None) -> Rollouts:
         """The same rollouts with what a batch made of them, and a step on it, say of each token.
 
@@ -366,6 +364,7 @@ class Rollouts(Suggesting):
         outputs = [self._sample(i) for i in range(int(first), int(last))]
         return PromptGroup(self.prompts[p], self.prompt_ids[p].tolist(), outputs, p)
 
+    @keeps_makers
     def _take(self, rows: np.ndarray) -> Rollouts:
         return replace(
             self,
@@ -382,6 +381,7 @@ class Rollouts(Suggesting):
             },
         )
 
+    @keeps_makers
     def _prompts(self, chosen: np.ndarray) -> Rollouts:
         where = {int(p): i for i, p in enumerate(chosen)}
         rows = np.concatenate([np.flatnonzero(self.group == p) for p in chosen]) if len(chosen) else np.zeros(0, int)

@@ -16,12 +16,13 @@ SHOWN = 12
 class Verbs(Suggesting, Sequence[dict[str, Any]]):
     """The verbs of a session, oldest first; each a record.
 
-    A record has `verb`; `args`: name -> how the argument reads; `code`: the statement a script has for it; `time`: Unix
-    seconds; `seconds`; `outcome`: "done", "stopped" or "failed", with what was `said`; `step`, `version` and `rollouts`
-    after it; `metrics`; `hashes` of the loss and `defines`, the code it used: (name, hash), see `source`.
+    A record has `verb`; `args`: name -> how the argument reads; `hashes` of the code, arrays and batches among them;
+    `where` it was called, a cell's or a file's line; `time`: Unix seconds; `seconds`; `outcome`: "done", "stopped",
+    "failed" or "running", with what was `said`; `step` and `version` after it; `metrics`; `seed`, and of a rollout its
+    `number` and the `digest` of its tokens.
     """
 
-    def __init__(self, records: list[dict[str, Any]], source: Callable[[str], str]) -> None:
+    def __init__(self, records: list[dict[str, Any]], source: Callable[[dict[str, Any]], str]) -> None:
         self.records = list(records)
         self._source = source
 
@@ -40,8 +41,8 @@ class Verbs(Suggesting, Sequence[dict[str, Any]]):
         return Verbs(self.records[index], self._source) if isinstance(index, slice) else self.records[index]
 
     def source(self, record: dict[str, Any]) -> str:
-        """The code a verb used, as it was then: functions and classes of the notebook and of local modules."""
-        return "\n\n".join(self._source(key) for _, key in record["defines"])
+        """Return the code a verb used, as it was then: its cell, and the losses, rewards and helpers it was given."""
+        return self._source(record)
 
     def to_pandas(self) -> Any:
         """A DataFrame with one row per verb; metrics get columns of their own (`metrics/loss`).
@@ -59,7 +60,7 @@ class Verbs(Suggesting, Sequence[dict[str, Any]]):
                 "version": one["version"],
                 "seconds": one["seconds"],
                 "time": one["time"],
-                "code": one["code"],
+                "where": one["where"],
                 **{f"metrics/{name}": value for name, value in one["metrics"].items()},
                 **{f"hash/{name}": value for name, value in one["hashes"].items()},
             }

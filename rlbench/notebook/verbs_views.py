@@ -30,14 +30,17 @@ def verbs_card(verbs: Any) -> Card:
 def exported_card(exported: Any) -> Card:
     """The script that was written, how to run it, and what is not in it."""
     rows: list[tuple[Cell, ...]] = [("path", str(exported.path)), ("run it", f"python {exported.path.name}")]
-    if exported.files:
-        rows.append(("files", f"{len(exported.files)} in {exported.path.stem}_files/, which it reads"))
     left = exported.left_out
     rows += [("left out" if i == 0 else "", line) for i, line in enumerate(left[:LEFT_OUT_SHOWN])]
     if len(left) > LEFT_OUT_SHOWN:
         rows.append(("", f"and {len(left) - LEFT_OUT_SHOWN} more, named in the script"))
-    note = "it prints each step's metrics beside those seen here"
-    return Card("script", (f"{exported.statements} verbs",), [Grid(tuple(rows), labels=True)], [note])
+    note = "at its end it prints its numbers beside those seen here"
+    return Card(
+        "script",
+        (f"{exported.cells} cell{'' if exported.cells == 1 else 's'}",),
+        [Grid(tuple(rows), labels=True)],
+        [note],
+    )
 
 
 def _row(one: dict[str, Any]) -> tuple[Cell, ...]:

@@ -24,27 +24,23 @@ class HistoryVerbs:
         me = cast("Session", self)
 
         def read() -> Verbs:
-            return Verbs([dict(entry.__dict__) for entry in me.recorder.entries()], me.recorder.source)
+            return Verbs([dict(entry.__dict__) for entry in me.recorder.entries()], me.recorder.code_of)
 
         return History(me.link.state()["history"], read)
 
-    def export_script(self, path: str | Path, undone: bool = False) -> Exported:
-        """Write what was done here as a script that does it again, with the same metrics on the same seed.
+    def export_script(self, path: str | Path) -> Exported:
+        """Write the notebook's cells as a script that does it again and compares its numbers with those seen here.
 
-        Losses, rewards, advantages, environments and modules are in it as text, as they were when they were used, with
-        the helpers they call. What has no text (a closure, data changed by hand) lies in a folder beside the script.
+        Cells stand in order, also those that were undone. Of a cell that failed or was stopped stands what came before
+        the statement that did; `Exported.left_out` and the script say so.
 
         Args:
             path: ends in `.py`; replaced where it is there.
-            undone: also with the steps that were taken back, and their undoing.
-
-        Returns:
-            `Exported`: path, number of verbs, files, and what was left out.
 
         Raises:
-            SessionError: a verb cannot be written down; names it and why.
+            SessionError: no cell is known: a plain script is its own script.
         """
-        return export_script(cast("Session", self), path, undone)
+        return export_script(cast("Session", self), path)
 
     @recorded
     def track(self, tracker: Any = "tensorboard", run: str | None = None, folder: str = "runs", **options: Any) -> Any:

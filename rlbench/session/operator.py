@@ -11,6 +11,7 @@ from typing import Any
 from rlbench.dispatch.link import Link
 from rlbench.errors import SessionError, Stopped
 from rlbench.runtime import cluster
+from rlbench.session.cells import OPERATOR_PLACE
 from rlbench.session.session import Session
 
 
@@ -22,6 +23,7 @@ def operate(name: str, cluster_id: str, epoch: int, verb: str, args: dict[str, A
     cluster.join_own_worker(cluster_id)
     link = Link.operate(name, epoch)
     session = Session._attached(link)
+    session.recorder.place = OPERATOR_PLACE
     try:
         return _run(session, verb, args)
     except Stopped as stopped:

@@ -1,8 +1,7 @@
-"""What was done in a session: each verb with its arguments, sources, versions, metrics and time.
+"""The record of a session: one line per verb with its cell, arguments, hashes, metrics, seed and time.
 
-The log lies in the session's folder (`script/verbs.jsonl`, one JSON object per line; `script/sources`,
-`script/files`), so that it outlives the kernel and has the panel's verbs in it. A verb's statement is written down when
-it begins: the code of a loss or a reward is then what runs, whatever becomes of the cell.
+It lies in the session's folder (`script/verbs.jsonl`, `script/cells.jsonl`, each text once in `script/sources`): it
+outlives the kernel and has the side panel's verbs in it.
 """
 
 from __future__ import annotations
@@ -13,26 +12,29 @@ import hashlib
 import inspect
 import json
 import os
+import re
 import secrets
 import threading
 import time
+import types
 import warnings
-import weakref
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from rlbench.data import Rollouts, TrainBatch, as_prompts
+from rlbench.data import Rollouts, TrainBatch
 from rlbench.data.metrics import Metrics
-from rlbench.data.origin import Origin, origin, remember
+from rlbench.data.origin import makers
+from rlbench.dispatch.by_value import is_own
 from rlbench.dispatch.chain import Chain
 from rlbench.dispatch.pending import Pending
-from rlbench.errors import SessionError, Stopped
+from rlbench.errors import Stopped
 from rlbench.runtime import registry
-from rlbench.session.script_values import SECRET, VARIABLE, Renderer
+from rlbench.session import cells
+from rlbench.session.sources import described
 
 if TYPE_CHECKING:
     from rlbench.session.session import Session
@@ -40,181 +42,136 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-NOT_WRITTEN = ("block", "progress", "on_stop")
+NOT_WRITTEN = ("self", "block", "progress", "on_stop")
 """Arguments that say how a cell waits, not what is done."""
+CODE = ("loss", "reward", "env")
 METRICS = ("loss", "reward", "kl", "entropy", "grad_norm", "lr")
 SHOWN = 60
-STEPS = ("train_step", "optim_step")
+SECRET = re.compile(r"(?i)authorization|api_?key|(?:^|[_-])key$|token(?!iz|s|_ids?)|passw|secret|credential")
+ROLES = {"actor": "train", "inference": "inference", "trainer": "last_trainer"}
 
 
 @dataclass
 class Entry:
-    """One verb. `code` is its call, without the variable it is assigned to; `trouble`: why there is none.
+    """One verb.
 
-    `before`: statements that make its batches. `imports`, `defines` ((name, hash of the text)) and `files`: what both
-    need; the first `shared` of `defines` are what `before` needs.
-    `number`: of the rollout drawn; `digest`: of its tokens. `snapshot`: the one it made, went back to, or can be undone
-    by; `after`: the one the session kept when it was done. `lost`: why what it did cannot be done again.
+    `args`: how each argument reads; `hashes`: of the code, arrays, rollouts and batches among them; `sources`: the keys
+    of that code's text. `cell`: id of the cell that called it; `where`: the line that did. `seed`, `number`, `digest`:
+    the session's seed, the number of a rollout and the checksum of its tokens.
     """
 
     verb: str
     id: str = field(default_factory=lambda: secrets.token_hex(6))
     args: dict[str, str] = field(default_factory=dict)
-    code: str = ""
-    variable: str = ""
-    trouble: str = ""
-    before: list[str] = field(default_factory=list)
-    imports: list[str] = field(default_factory=list)
-    defines: list[tuple[str, str]] = field(default_factory=list)
-    files: list[str] = field(default_factory=list)
-    shared: int = 0
+    hashes: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    cell: str = ""
+    where: str = ""
     time: float = 0.0
     seconds: float = 0.0
     outcome: str = "done"
     said: str = ""
     step: int | None = None
     version: int | None = None
-    rollouts: int | None = None
+    seed: int | None = None
     number: int | None = None
     digest: int | None = None
-    lost: str = ""
-    snapshot: str | None = None
-    after: str | None = None
-    partial: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
-    hashes: dict[str, str] = field(default_factory=dict)
 
 
 class Recorder:
-    """Writes and reads the log of session `name`."""
+    """Writes and reads the record of session `name`. `place`: where its verbs come from, if not from a cell."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
         self.folder = registry.snapshot_folder(name) / "script"
+        self.place = ""
         self._lock = threading.RLock()
-        self._batches: weakref.WeakKeyDictionary[Origin, str] = weakref.WeakKeyDictionary()
         self._read: tuple[int, list[Entry]] = (0, [])
-        self._begun: dict[str, int] = {}
+        self._cells_written: set[str] = set()
         self._warned = False
 
-    @property
-    def key(self) -> str:
-        """What tells this session from another of its name: a variable of that one's script is none of this one's."""
-        file = self.folder / "key"
-        with self._lock:
-            if not file.exists():
-                self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                file.write_text(secrets.token_hex(8))
-            return file.read_text()
+    # -- reading
 
     def entries(self) -> list[Entry]:
-        """All verbs, in the order they began."""
+        """Return all verbs, in the order they began."""
         with self._lock:
             file = self.folder / "verbs.jsonl"
             size = file.stat().st_size if file.exists() else 0
             if size != self._read[0]:
-                text = file.read_text(encoding="utf-8") if size else ""
-                lines = [Entry(**json.loads(line)) for line in text.split("\n")[:-1]]
-                last = {entry.id: entry for entry in lines}  # one that was not waited for has a line for its begin, too
+                last = {line["id"]: Entry(**line) for line in self._lines("verbs")}  # one not waited for has two lines
                 self._read = (size, sorted(last.values(), key=lambda entry: entry.time))
             return list(self._read[1])
 
-    def source(self, hash: str) -> str:
-        """The text of a definition."""
-        return (self.folder / "sources" / f"{hash}.py").read_text(encoding="utf-8")
+    def cells(self) -> list[cells.Cell]:
+        """Return the cells of all kernels that ended, in order."""
+        self.cell_ended()
+        ended = {line["id"]: line for line in self._lines("cells")}  # a kernel that attaches again writes them again
+        return [cells.Cell(**line | {"text": self.source(line["text"])}) for line in ended.values()]
 
-    def begin(self, session: Session, verb: str, bound: inspect.BoundArguments) -> Entry:
+    def source(self, key: str) -> str:
+        """Return a text by its key."""
+        return (self.folder / "sources" / f"{key}.py").read_text(encoding="utf-8")
+
+    def code_of(self, record: Mapping[str, Any]) -> str:
+        """Return the code a verb used: its cell, then the functions and classes it was given."""
+        cell = [self.source(line["text"]) for line in self._lines("cells") if line["id"] == record["cell"]]
+        kernel = cells.kernel()
+        if not cell and kernel is not None and kernel.running is not None and kernel.running.id == record["cell"]:
+            cell = [kernel.running.text]
+        return "\n\n".join(dict.fromkeys([*cell, *map(self.source, record["sources"].values())]))
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        file = self.folder / f"{name}.jsonl"
+        text = file.read_text(encoding="utf-8") if file.exists() else ""
+        return [json.loads(line) for line in text.split("\n")[:-1]]
+
+    # -- writing
+
+    def begin(self, session: Session, verb: str, args: Mapping[str, Any]) -> Entry:
         """Write down what a verb is called with."""
-        entry = Entry(verb, time=time.time())
-        with self._lock, self._unharmed(entry):
-            entry.variable = self._variable(verb)
-            writer = self._writer(entry, session)
-            try:
-                self._write(entry, writer, bound)
-            finally:
-                self._kept_of(entry, writer)
+        entry = Entry(verb, time=time.time(), seed=session.options.seed)
+        with self._unharmed(entry):
+            kernel = cells.kernel()
+            if kernel is not None:
+                kernel.listeners.add(self)
+                entry.cell = kernel.running.id if kernel.running is not None else ""
+            entry.where = self.place or cells.caller()
+            for name, value in args.items():
+                self._argument(entry, name, value)
         return entry
 
-    def running(self, entry: Entry) -> None:
-        """The verb is not waited for: it is on record from here on, also where nobody ever asks for its result."""
-        with self._unharmed(entry):
-            self._append(replace(entry, outcome="running"))
-
-    @contextlib.contextmanager
-    def _unharmed(self, entry: Entry) -> Iterator[None]:
-        """A record must not end, or change, what it records: what goes wrong in it is told with the entry, and once."""
+    def during(self, session: Session, entry: Entry, call: Callable[[], R]) -> R:
+        """Run a verb and write down what comes of it: now, or where it is not waited for once it has ended."""
         try:
-            yield
-        except Exception as error:
-            entry.trouble = entry.trouble or f"{type(error).__name__}: {error}"
-            if not isinstance(error, SessionError) and not self._warned:
-                self._warned = True
-                warnings.warn(f"{entry.verb} could not be put on record: {entry.trouble}", stacklevel=5)
-
-    def _writer(self, entry: Entry, session: Session | None = None) -> Renderer:
-        def bind(made: Origin, kind: str, text: str) -> str:
-            name = self._batches[made] = self._variable(kind)
-            entry.before.append(f"{name} = {text}")
-            entry.shared = len(writer.defines)
-            return name
-
-        writer = Renderer(self.folder / "files", self._name_of, session, bind)
-        return writer
-
-    def _kept_of(self, entry: Entry, writer: Renderer) -> None:
-        entry.imports, entry.files = writer.imports, writer.files
-        entry.defines = [(name, self._keep(text)) for name, text in writer.defines]
+            value = call()
+        except BaseException as error:
+            self.end(session, entry, error=error)
+            raise
+        if isinstance(value, Pending | Chain):
+            with self._unharmed(entry):
+                self._append("verbs", asdict(replace(entry, outcome="running")))
+            value.then(lambda result, error: self.end(session, entry, result, error))
+        else:
+            self.end(session, entry, value)
+        return value
 
     def end(self, session: Session, entry: Entry, value: Any = None, error: BaseException | None = None) -> None:
-        """Add what came of it, and write the line."""
+        """Add what came of it, and write the line; nothing where the session's folder went with it."""
         with self._unharmed(entry):
-            self._ended(session, entry, value, error)
+            self._add_outcome(session, entry, value, error)
         if session.link.closed:
-            return  # the folder went with the session
+            return
         with self._unharmed(entry):
-            self._append(entry)
+            self._append("verbs", asdict(entry))
         with self._unharmed(entry):
             session.trackers.saw(entry, value)
-
-    def _ended(self, session: Session, entry: Entry, value: Any, error: BaseException | None) -> None:
-        entry.seconds = time.time() - entry.time
-        if error is not None:
-            entry.outcome = "stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed"
-            entry.said = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            value = getattr(error, "partial", None)
-            entry.outcome = "done" if isinstance(value, Metrics) else entry.outcome  # stopped too late: it was done
-        if not session.link.closed:
-            state = session.link.state("step", "version", "rollouts")
-            entry.step, entry.version, entry.rollouts = state["step"], state["version"], state["rollouts"]
-            around, session.around_step = session.around_step, (None, None)
-            if entry.verb in STEPS:
-                entry.snapshot = around[0]
-            if entry.outcome == "done":
-                entry.after = around[1]
-        self._note(entry, value)
-
-    def _append(self, entry: Entry) -> None:
-        with self._lock:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            line = json.dumps(entry.__dict__, default=str) + "\n"
-            with open(os.open(self.folder / "verbs.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a") as file:
-                file.write(line)
 
     @contextlib.contextmanager
     def engine_call(
         self, session: Session, engine: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[None]:
-        """What a user does with an engine itself: `session.train.run(…)`, a method of the module, a cell on ranks."""
-        roles = {"actor": "train", "inference": "inference", "trainer": "last_trainer"}
-        role = roles.get(engine, f"engines[{engine!r}]")
-        entry = Entry(f"{role}.{method}", time=time.time())
-        entry.args = {str(i): _shown(one) for i, one in enumerate(args)} | {k: _shown(v, k) for k, v in kwargs.items()}
-        with self._lock, self._unharmed(entry):
-            writer = self._writer(entry, session)
-            try:
-                entry.code = writer.call(f"{role}.{method}", args, kwargs)
-            finally:
-                self._kept_of(entry, writer)
+        """Record what a user does with an engine itself: `session.train.run(…)`, a method of the module."""
+        entry = self.begin_engine_call(session, engine, method, args, kwargs)
         try:
             yield
         except BaseException as error:
@@ -222,122 +179,89 @@ class Recorder:
             raise
         self.end(session, entry)
 
-    def loaded(self, session: Session, path: str, options: dict[str, Any]) -> None:
-        """The session began with a checkpoint: the statement that makes it like this again."""
-        texts = [repr(path), *(f"{name}={value!r}" for name, value in options.items())]
-        entry = Entry("load", args={"path": path}, code=f"load({', '.join(texts)})", time=time.time())
-        self.end(session, entry)
+    def begin_engine_call(
+        self, session: Session, engine: str, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Entry:
+        """Write down a call of an engine's or a trainer's own method; positional arguments are numbered."""
+        role = ROLES.get(engine, f"engines[{engine!r}]")
+        return self.begin(session, f"{role}.{method}", {str(i): one for i, one in enumerate(args)} | dict(kwargs))
 
-    def recall(self, rollouts: Rollouts) -> None:
-        """Rollouts of an earlier kernel: the variable that a script has for them."""
-        drawn = [one for one in self.entries() if one.number == rollouts.number and one.verb == "rollout"]
-        if drawn and origin(rollouts) is None:
-            self._is(rollouts, drawn[-1].variable)
+    def cell_ended(self) -> None:
+        """Write down the cells that ended since the last time."""
+        kernel = cells.kernel()
+        if kernel is None or not self.folder.parent.exists():  # the session is closed
+            return
+        for cell in kernel.cells:
+            if cell.id not in self._cells_written:
+                self._cells_written.add(cell.id)
+                self._append("cells", asdict(cell) | {"text": self._keep(cell.text)})
 
-    # -- what came of it
+    def _argument(self, entry: Entry, name: str, value: Any) -> None:
+        entry.args[name] = shown(value, name)
+        code: dict[str, Any] = {}
+        if isinstance(value, TrainBatch):
+            entry.hashes[name] = value.key
+            code = makers(value)
+        elif isinstance(value, Rollouts):
+            entry.hashes[name] = f"{_digest(value):08x}"
+        elif isinstance(value, np.ndarray):
+            entry.hashes[name] = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()[:12]
+        elif callable(value) and (name in CODE or (isinstance(value, types.FunctionType | type) and is_own(value))):
+            code = {name: value}
+        for part, fn in code.items():
+            about = described(fn)
+            entry.hashes[part] = about["hash"]
+            if about["source"]:
+                entry.sources[part] = self._keep(about["source"])
 
-    def _note(self, entry: Entry, value: Any) -> None:
+    def _add_outcome(self, session: Session, entry: Entry, value: Any, error: BaseException | None) -> None:
+        entry.seconds = time.time() - entry.time
+        if error is not None:
+            entry.outcome = "stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed"
+            entry.said = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            value = getattr(error, "partial", None)
+            entry.outcome = "done" if isinstance(value, Metrics) else entry.outcome  # stopped too late: it was done
+        if not session.link.closed:
+            state = session.link.state("step", "version")
+            entry.step, entry.version = state["step"], state["version"]
         if isinstance(value, Rollouts):
-            entry.number = value.number
-            entry.digest = zlib.crc32(np.ascontiguousarray(value.responses.values).data)
-            self._is(value, entry.variable)
-            cut = value.not_started or (value.aborted.any() and not value.env_errors)
-            if entry.verb == "rollout" and (entry.outcome == "stopped" or cut):
+            entry.number, entry.digest = value.number, _digest(value)
+            if value.not_started or (value.aborted.any() and not value.env_errors):
                 entry.outcome = "stopped"  # also where `on_stop="return"` gave it: it is not to be had again
-                writer = Renderer(self.folder / "files", lambda made: None)
-                entry.partial = writer.whole(value)
-                entry.files = [*entry.files, *writer.files]
-        elif isinstance(getattr(value, "rollouts", None), Rollouts):  # an evaluation
-            self._is(value.rollouts, f"{entry.variable}.rollouts")
-        elif hasattr(value, "fresh") and hasattr(value, "id"):
-            entry.snapshot = value.id
-        elif entry.verb == "heal" and "actor" in getattr(value, "engines", {}):
-            entry.snapshot = value.snapshot
-            entry.lost = "" if value.snapshot else f"heal() went on without a snapshot: {value.engines['actor']}"
-        found = value if hasattr(value, "get") else {}
+        self._add_metrics(entry, value)
+
+    def _add_metrics(self, entry: Entry, value: Any) -> None:
+        if (
+            isinstance(value, Sequence) and not isinstance(value, str) and len(value) and isinstance(value[-1], Mapping)
+        ):  # a trainer's iterations
+            value = value[-1]
+        values = value if isinstance(value, Mapping) else {}
         for name in METRICS:
-            number = found.get(name)
+            number = values.get(name)
             if isinstance(number, int | float) and not isinstance(number, bool):
                 entry.metrics[name] = float(number)
         if entry.verb == "evaluate" and hasattr(value, "reward"):
             entry.metrics["reward"] = float(value.reward)
-        if found.get("loss_hash"):
-            entry.hashes["loss"] = str(found["loss_hash"])
+        if values.get("loss_hash"):
+            entry.hashes["loss"] = str(values["loss_hash"])
 
-    def _is(self, value: Any, variable: str) -> None:
-        if variable:
-            remember(value, Origin(VARIABLE, kwargs={"session": self.key, "name": variable}))
+    @contextlib.contextmanager
+    def _unharmed(self, entry: Entry) -> Iterator[None]:
+        """A record must not end, or change, what it records: what goes wrong in it is told, once."""
+        try:
+            yield
+        except Exception as error:
+            if not self._warned:
+                self._warned = True
+                said = f"{entry.verb} could not be put on record: {type(error).__name__}: {error}"
+                warnings.warn(said, stacklevel=5)
 
-    # -- the statement
-
-    def _write(self, entry: Entry, writer: Renderer, bound: inspect.BoundArguments) -> None:
-        args: list[tuple[str, Any]] = []
-        kwargs: dict[str, Any] = {}
-        for name, parameter in bound.signature.parameters.items():
-            if name == "self" or name in NOT_WRITTEN or name not in bound.arguments:
-                continue
-            value = bound.arguments[name]
-            if parameter.kind is parameter.VAR_POSITIONAL:
-                args += [(name, one) for one in value]
-            elif parameter.kind is parameter.VAR_KEYWORD:
-                kwargs |= value
-            elif parameter.default is parameter.empty and parameter.kind is not parameter.KEYWORD_ONLY:
-                args.append((name, value))
-            elif not _same(value, parameter.default):
-                kwargs[name] = value
-        entry.args = {name: _shown(one, name) for name, one in [*args, *kwargs.items()]}  # until there is a text
-        texts = []
-        for i, (name, one) in enumerate([*args, *kwargs.items()]):
-            text = writer.named(name, one) if SECRET.search(name) else self._argument(entry, writer, name, one)
-            texts.append(text if i < len(args) else f"{name}={text}")
-            if len(text) <= SHOWN and "saved_" not in text:
-                entry.args[name] = text
-        entry.code = f"{entry.verb}({', '.join(texts)})"
-
-    def _argument(self, entry: Entry, writer: Renderer, name: str, value: Any) -> str:
-        if name == "prompts" and entry.verb in ("rollout", "evaluate"):
-            return writer.prompts(as_prompts(value))
-        if isinstance(value, TrainBatch):
-            return self._batch(entry, writer, value)
-        made = getattr(value, "id", None)
-        if made is not None and hasattr(value, "fresh"):  # a snapshot
-            by = [one.variable for one in self.entries() if one.snapshot == made and one.verb == "snapshot"]
-            return by[-1] if by else repr(str(value.label))
-        return writer.expression(value)
-
-    def _batch(self, entry: Entry, writer: Renderer, batch: TrainBatch) -> str:
-        """The variable of a batch; the statement that makes it, where it is seen for the first time."""
-        made = origin(batch)
-        if made is not None and self._name_of(made) is not None:
-            return str(self._name_of(made))
-        name = self._variable("batch")
-        entry.before.append(f"{name} = {writer.expression(batch)}")
-        entry.shared = len(writer.defines)
-        self._batches[made if made is not None else remember_hand_made(batch)] = name
-        return name
-
-    def _name_of(self, made: Origin) -> str | None:
-        if made.call == VARIABLE:
-            return str(made.kwargs["name"]) if made.kwargs["session"] == self.key else None
-        return self._batches.get(made)
-
-    def _variable(self, verb: str) -> str:
-        """A new variable for what a verb gives; empty where that is nothing to go on with."""
-        stem = {
-            "rollout": "rollouts",
-            "evaluate": "evaluation",
-            "snapshot": "snapshot",
-            "batch": "batch",
-            "loss_lab": "lab",
-            "scored": "scored",
-            "joined": "joined",
-        }.get(verb)
-        if stem is None:
-            return ""
-        if stem not in self._begun:
-            self._begun[stem] = _highest(self.entries(), stem)
-        self._begun[stem] += 1
-        return f"{stem}_{self._begun[stem]}"
+    def _append(self, name: str, line: dict[str, Any]) -> None:
+        with self._lock:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path = self.folder / f"{name}.jsonl"
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a") as file:
+                file.write(json.dumps(line, default=str) + "\n")
 
     def _keep(self, text: str) -> str:
         key = hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -349,7 +273,7 @@ class Recorder:
 
 
 def recorded(method: Callable[P, R]) -> Callable[P, R]:
-    """A verb of a session that is written down; also one that is called with `block=False`, once it has ended."""
+    """Let a verb of a session be written down; one called with `block=False` once it has ended."""
     signature = inspect.signature(method)
 
     @functools.wraps(method)
@@ -359,47 +283,38 @@ def recorded(method: Callable[P, R]) -> Callable[P, R]:
         prompts = bound.arguments.get("prompts")
         if hasattr(prompts, "__next__"):  # it can be read once
             bound.arguments["prompts"] = list(prompts or ())
-        entry = session.recorder.begin(session, method.__name__, bound)
-        try:
-            value = method(*bound.args, **bound.kwargs)
-        except BaseException as error:
-            session.recorder.end(session, entry, error=error)
-            raise
-        if isinstance(value, Pending | Chain):
-            session.recorder.running(entry)
-            value.then(lambda found, error: session.recorder.end(session, entry, found, error))
-        else:
-            session.recorder.end(session, entry, value)
-        return value
+        entry = session.recorder.begin(session, method.__name__, arguments(bound))
+        return session.recorder.during(session, entry, lambda: method(*bound.args, **bound.kwargs))
 
     return verb
 
 
-def remember_hand_made(batch: TrainBatch) -> Origin:
-    """An origin for a batch that nobody saw being made, so that it is written down once."""
-    made = Origin("by hand")
-    remember(batch, made)
-    return made
+def arguments(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """Return what a verb was called with, by name; further positional arguments are numbered."""
+    found: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if name in NOT_WRITTEN:
+            continue
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            found |= {str(i): one for i, one in enumerate(value, 1)}
+        else:
+            found |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+    return found
 
 
-def _highest(entries: list[Entry], stem: str) -> int:
-    names = [one.variable for one in entries] + [line.partition(" =")[0] for one in entries for line in one.before]
-    numbers = [int(name.rpartition("_")[2]) for name in names if name.startswith(f"{stem}_")]
-    return max(numbers, default=0)
-
-
-def _same(value: Any, default: Any) -> bool:
-    plain = type(value) is type(default) and isinstance(value, str | int | float)
-    return value is default or (plain and value == default)
-
-
-def _shown(value: Any, called: str = "") -> str:
-    if SECRET.search(called) and isinstance(value, str):
+def shown(value: Any, name: str = "") -> str:
+    """Return how an argument reads in one line; a secret is left out."""
+    if SECRET.search(name) and isinstance(value, str):
         return "…"
-    name = getattr(value, "__name__", None) if callable(value) else None
-    text = name or (
-        repr(value)
-        if not isinstance(value, list | tuple | dict) or len(value) < 8
-        else f"{type(value).__name__} of {len(value)}"
-    )
+    known = getattr(value, "__name__", None) if callable(value) else None
+    if isinstance(value, np.ndarray):
+        known = f"array {value.dtype} {value.shape}"
+    elif isinstance(value, list | tuple | dict) and len(value) >= 8:
+        known = f"{type(value).__name__} of {len(value)}"
+    text = known or repr(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+
+
+def _digest(rollouts: Rollouts) -> int:
+    return zlib.crc32(np.ascontiguousarray(rollouts.responses.values).data)

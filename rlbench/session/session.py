@@ -153,7 +153,8 @@ class Session(
         session = cls(name=name, **checkpoints.overridden(kept, options))
         try:
             session._run("load", checkpoints.load_steps(session, folder, kept), True)
-            session.recorder.loaded(session, str(folder), options)
+            entry = session.recorder.begin(session, "load", {"path": str(folder), **options})
+            session.recorder.end(session, entry)
         except BaseException:
             session.close()
             raise
@@ -228,8 +229,6 @@ class Session(
         """The last rollouts, whole or stopped; after `rb.attach` those of the earlier kernel. None before the first."""
         if self._last is None:
             self._last = self.inference.last_rollout()
-            if self._last is not None:
-                self.recorder.recall(self._last)
         return self._last
 
     @property
@@ -362,7 +361,6 @@ class Session(
     def _keep_books(self, name: str) -> None:
         self._chains: weakref.WeakSet[Chain] = weakref.WeakSet()
         self.anchors, self.recorder, self.trackers = Anchors(name), Recorder(name), Trackers(self)
-        self.around_step: tuple[str | None, str | None] = (None, None)  # ids of what the verb kept before and after it
         self._link.noting = functools.partial(self.recorder.engine_call, self)
 
     def _keep_last(self, rollouts: Any, error: BaseException | None) -> None:

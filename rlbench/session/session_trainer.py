@@ -152,8 +152,8 @@ class SessionTrainer(Suggesting):
         if session.last_trainer is not self:
             steps.close()
             raise SessionError("another trainer has taken the place of this one: session.last_trainer is it")
-        with session.recorder.engine_call(session, "trainer", verb, args, {}):
-            return session._run(f"trainer.{verb}", steps, block)
+        entry = session.recorder.begin_engine_call(session, "trainer", verb, args, {})
+        return session.recorder.during(session, entry, lambda: session._run(f"trainer.{verb}", steps, block))
 
     def _call_steps(self, verb: str, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Steps:
         return (

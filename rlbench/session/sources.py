@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, TypedDict
 
 from rlbench.data import TrainBatch
-from rlbench.data.origin import Origin, origin
+from rlbench.data.origin import makers
 from rlbench.dispatch.by_value import identity, is_local, is_own
 
 MOST = 16_000
@@ -48,25 +48,16 @@ def described(fn: Any) -> Described:
 
 
 def of_batch(batch: TrainBatch) -> dict[str, str]:
-    """`reward_name`, `reward_hash`, `reward_source` and the same of `advantage`, as far as it is known how the batch
-    was made (see `rlbench.data.origin`); the functions are described as they were when first asked."""
+    """`reward_name`, `reward_hash`, `reward_source` and the same of `advantage`, where they are known; each as it was
+    when first asked for."""
     if batch not in _described:
-        _described[batch] = dict(_makers(batch))
+        _described[batch] = {
+            f"{part}_{key}": str(value) for part, fn in makers(batch).items() for key, value in described(fn).items()
+        }
     return dict(_described[batch])
 
 
 _described: weakref.WeakKeyDictionary[TrainBatch, dict[str, str]] = weakref.WeakKeyDictionary()
-
-
-def _makers(batch: TrainBatch) -> Iterator[tuple[str, str]]:
-    made, told = origin(batch), set()
-    while isinstance(made, Origin):
-        what, name = {"batch": ("advantage", "advantage"), "score": ("reward", "fn")}.get(made.call, ("", ""))
-        given = made.kwargs.get(name, made.args[0] if made.args else None) if what else None
-        if callable(given) and what not in told:  # scored twice: the last counts
-            told.add(what)
-            yield from ((f"{what}_{key}", str(value)) for key, value in described(given).items())
-        made = made.of
 
 
 def source(fn: Any) -> str:

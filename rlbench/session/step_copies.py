@@ -32,7 +32,6 @@ def before_step_steps(session: Session) -> Steps:
     except CheckpointError as error:
         warnings.warn(f"this step cannot be undone: {error}. rb.Session(…, undo=0) keeps none", stacklevel=2)
         return None
-    session.around_step = (kept.id, None)
     return kept
 
 
@@ -54,13 +53,11 @@ def after_step_steps(session: Session) -> Steps:
         return
     yield from _surplus_freed(session)
     try:
-        kept = yield from write_steps(session, f"after step {session.step}", automatic=True)
+        yield from write_steps(session, f"after step {session.step}", automatic=True)
     except CheckpointError as error:
         others = as_stood_at(session)
         to = f"go back to {others[-1].label!r}" if others else "go on without a snapshot"
         warnings.warn(f"step {session.step} is done but not kept, heal() would {to}: {error}", stacklevel=2)
-    else:
-        session.around_step = (session.around_step[0], kept.id)
 
 
 def undo_steps(session: Session, sync: bool) -> Steps:

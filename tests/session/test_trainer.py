@@ -276,15 +276,6 @@ def test_a_kernel_that_comes_back_finds_the_trainer_where_it_was(session):
         session.link.epoch = rb.attach(session.name, take_over=True).link.epoch  # the shared one drives again
 
 
-def test_a_script_of_the_session_makes_the_trainer_again(session, tmp_path):
-    session.trainer("grpo", tasks.prompts(64, seed=3), tasks.reward, **OPTIONS).fit(1)
-    session.export_script(str(tmp_path / "again.py"))
-    text = (tmp_path / "again.py").read_text()
-    assert "session.trainer(" in text and "reward=rlbench.tiny.tasks.reward" in text
-    assert "session.last_trainer.fit(1)" in text
-    compile(text, "again.py", "exec")
-
-
 def test_a_trainer_that_a_cell_makes_under_the_same_name_leaves_the_sessions_alone(session):
     trainer = grpo(session)
     session.train.run_cell("trainer = 'of the cell'")
