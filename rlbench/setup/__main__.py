@@ -1,4 +1,4 @@
-"""`python -m rlbench.setup` in a checkout's `.venv`: rlbench, editable, with its engines, notebooks, tests and checks."""
+"""`python -m rlbench.setup` in a checkout's `.venv`: rlbench, editable, with engines, notebooks, tests and checks."""
 
 import os
 import sys
