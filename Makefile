@@ -13,6 +13,7 @@ PYTHON := $(shell for p in python3 python3.11 python3.12 python3.13 python3.14 p
 	"$$p" -c '$(NEW_ENOUGH)' 2>/dev/null && { echo "$$p"; break; }; done)
 endif
 BIN := .venv/bin
+STAMP := .venv/rlbench-setup$(addprefix -,$(RLBENCH_ENGINE)).stamp
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 ALONE := not engine and not curve and not long and not browser
 QUICK := $(ALONE) and not slow and not gpu
@@ -24,10 +25,14 @@ QUICKSTART := notebooks/01_quickstart.ipynb
 help:  ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' Makefile | expand -t 12
 
-env:  ## the environment, .venv: made once, then only looked at
+env: $(STAMP)  ## the environment, .venv: made once, then only looked at
+
+$(STAMP): pyproject.toml $(wildcard constraints/*) rlbench/setup/install.py rlbench/setup/plan.py
 	@$(or $(PYTHON),false) -c '$(NEW_ENOUGH)' 2>/dev/null || { echo "rlbench: needs Python 3.11 to 3.14," \
 		"found $$($(or $(PYTHON),python3) --version 2>/dev/null || echo none): install one, or name it: make PYTHON=…" >&2; exit 1; }
-	@$(PYTHON) -m rlbench.setup
+	@$(BIN)/python -c '$(NEW_ENOUGH)' 2>/dev/null || $(PYTHON) -m venv --clear .venv
+	@$(BIN)/python -m rlbench.setup
+	@touch $@
 
 panel: env  ## JupyterLab's side panel, where node is there to build it
 	@$(BIN)/python -m rlbench.setup.panel

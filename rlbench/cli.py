@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,15 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_setup(args: argparse.Namespace) -> int:
     """Install the engine set that fits this machine into the environment rlbench runs in."""
-    from importlib.metadata import requires
-    from pathlib import Path
-
-    from rlbench.setup import plan
     from rlbench.setup.install import install
+    from rlbench.setup.plan import choose_engine
 
-    plan.check_this_machine()
-    engine = plan.choose_engine(args.engine or os.environ.get("RLBENCH_ENGINE"), plan.has_nvidia_gpu())
-    install(plan.plan_user(engine, requires("rlbench") or ()), Path(sys.executable), dry_run=args.dry_run)
+    install(choose_engine(args.engine), dry_run=args.dry_run)
     return 0
 
 

@@ -37,9 +37,6 @@ def given_columns(rollouts: Rollouts, given: Mapping[str, Any]) -> dict[str, Any
         rollouts: the samples it belongs to, in `.flat` order.
         given: by name. Per token: a flat array over all response tokens, or one row per completion.
             `baseline_rewards`: (B,). `components`: {name: (B,)}.
-
-    Raises:
-        DataError: an unknown name, or a length that does not fit.
     """
     columns: dict[str, Any] = {}
     for name, value in given.items():
@@ -78,10 +75,6 @@ def call_advantage(
         rollouts: scored.
         mask: trained tokens, flat bool.
         columns: of `given_columns`.
-
-    Raises:
-        DataError: it raised, asks for what nobody gave, ignores what was given, or returns another shape or values that
-            are not finite.
     """
     import torch  # in the function: a kernel that only rolls out and looks never needs torch
 

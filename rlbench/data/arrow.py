@@ -31,9 +31,6 @@ def read_own(path: str | Path, key: bytes, newest: int, writer: str) -> tuple[An
         key: what marks a file of this kind.
         newest: the highest `facts["format"]` that can be read.
         writer: the call that writes such files, for messages.
-
-    Raises:
-        DataError: pyarrow is not installed, no such file, no Parquet, another kind of file, or a newer format.
     """
     parquet = needed("pyarrow.parquet", "from_parquet()")
     from pyarrow import ArrowException

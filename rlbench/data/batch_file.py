@@ -28,11 +28,7 @@ TOKENS = {"prompts": "prompt_token_ids", "responses": "token_ids"}
 
 
 def write_batch(batch: TrainBatch, path: str | Path) -> Path:
-    """Write a Parquet file; see the top of this file. Fields that are None are left out.
-
-    Raises:
-        DataError: pyarrow is not installed, a field holds what a file cannot (as torch tensors), or no such folder.
-    """
+    """Write a Parquet file; see the top of this file. Fields that are None are left out."""
     needed("pyarrow", "to_parquet()")
     import pyarrow as pa
 
@@ -59,11 +55,7 @@ def write_batch(batch: TrainBatch, path: str | Path) -> Path:
 
 
 def read_batch(path: str | Path) -> TrainBatch:
-    """Read what `write_batch` wrote.
-
-    Raises:
-        DataError: pyarrow is not installed, no such file, it is not one of ours, or was changed since.
-    """
+    """Read what `write_batch` wrote."""
     table, facts = read_own(path, KEY, FORMAT, "batch.to_parquet()")
     try:
         batch = _batch(table, facts)

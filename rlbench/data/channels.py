@@ -97,9 +97,6 @@ def as_channel(name: str, values: Any, rollouts: Rollouts) -> np.ndarray:
 
     Returns:
         Flat float32.
-
-    Raises:
-        DataError: a length that does not fit, the name of a built-in, or no numbers.
     """
     if name == SAMPLER:
         raise DataError(f"{SAMPLER} is what the sampler said and cannot be replaced: give the channel another name")

@@ -89,9 +89,6 @@ class Column(np.ndarray):
 
         Returns:
             A `Chart`: interactive in JupyterLab, a drawing where a notebook is only read, text in a terminal.
-
-        Raises:
-            DataError: numbers that cannot be put on the axis.
         """
         return drawn("column_plot", self, compare=compare, bins=bins, name=name)
 

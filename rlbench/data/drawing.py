@@ -20,9 +20,6 @@ def drawn(what: str, *args: Any, **options: Any) -> Any:
 
     Where nobody has registered yet, as in a script that imported `rlbench.data` alone, `rlbench.notebook` is imported:
     it registers its painters.
-
-    Raises:
-        DataError: nothing draws `what`, or a package the drawing needs is missing.
     """
     if what not in _painters:
         _import("rlbench.notebook", what)

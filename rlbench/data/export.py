@@ -51,9 +51,6 @@ def frame(rollouts: Rollouts) -> Any:
     `length` (tokens), `finish_reason`, `weight_version`, `token_ids`, and each channel as one array per row
     (`sampler_logprob`, `advantage`, …). Where the reward told: `component.NAME`, `reward_seconds`, `reward_error`.
     Where there was an environment: `env_reward`, `turn_rewards`, `info`.
-
-    Raises:
-        DataError: pandas is not installed.
     """
     pandas = needed("pandas", "to_pandas()")
     prompts = [rollouts.prompts[p] for p in rollouts.group]
@@ -80,22 +77,14 @@ def frame(rollouts: Rollouts) -> Any:
 
 
 def write_parquet(rollouts: Rollouts, path: str | Path) -> Path:
-    """Write a Parquet file; see the top of this file.
-
-    Raises:
-        DataError: pyarrow is not installed, a label or prompt holds what cannot be written exactly, or no such folder.
-    """
+    """Write a Parquet file; see the top of this file."""
     needed("pyarrow", "to_parquet()")
     table, facts = _table(rollouts)
     return write_own(table, path, KEY, facts)
 
 
 def read_parquet(path: str | Path) -> Rollouts:
-    """Read what `write_parquet` wrote.
-
-    Raises:
-        DataError: pyarrow is not installed, no such file, or it is not one of ours.
-    """
+    """Read what `write_parquet` wrote."""
     table, facts = read_own(path, KEY, FORMAT, "rollouts.to_parquet()")
     try:
         return _rollouts(table, facts)

@@ -13,11 +13,7 @@ from rlbench.errors import DataError
 
 @contextmanager
 def written_aside(path: str | Path) -> Iterator[Path]:
-    """A path beside `path` to write to; it takes the place of `path` at the end, and goes away on an error.
-
-    Raises:
-        DataError: the folder does not exist, or `path` is a folder.
-    """
+    """A path beside `path` to write to; it takes the place of `path` at the end, and goes away on an error."""
     target = Path(path).expanduser()
     if not target.parent.is_dir():
         raise DataError(f"no folder {target.parent}: make it first, or give another path")

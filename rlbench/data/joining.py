@@ -35,10 +35,6 @@ def join(*values: Value | Iterable[Value], same_prompts: bool = False, drop_unkn
         same_prompts: of rollouts: completions of equal prompts (content, label and meta) become one group.
         drop_unknown: leave out what only some know, of rollouts the `rewards`, of batches `old_logprobs`, `rewards`, …;
             otherwise that is refused.
-
-    Raises:
-        DataError: nothing to join, values of different kinds, different temperatures or tokenizers, columns that only
-            some know, or an option that this kind does not have.
     """
     parts = _parts(values)
     first = parts[0]

@@ -43,11 +43,11 @@ def load(
     config: str | None = None,
     revision: str | None = None,
 ) -> PromptSet:
-    """Read prompts, with their reference answers, from what people hold.
+    r"""Read prompts, with their reference answers, from what people hold.
 
         train = rb.data.load("openai/gsm8k", config="main", split="train", prompt="question", label="answer",
                              system="Reason step by step.", tokenizer=path, max_prompt_tokens=512)
-        held = rb.data.load("tasks/*.jsonl", template="{question}\\nAnswer:", label=lambda row: row["answer"][-1])
+        held = rb.data.load("tasks/*.jsonl", template="{question}\nAnswer:", label=lambda row: row["answer"][-1])
 
     Args:
         source: a dataset of the `datasets` library (one split, a dict of splits, or a stream), a hub id, a folder that
@@ -60,7 +60,7 @@ def load(
             "label" and none is named, there are none.
         split: which split, where there are several: "test", or for a hub id or folder "train[:10%]" too.
         system: a system message put before each prompt; a text becomes a chat then.
-        template: makes the prompt from the row's columns: "{question}\\nAnswer:", or a function of the row.
+        template: makes the prompt from the row's columns: "{question}\nAnswer:", or a function of the row.
         chat: texts become a user message, so that the engine puts them through its chat template.
         tokenizer: a folder, hub id or tokenizer of `transformers`: the prompts' `lengths` are counted, as the engines
             will encode them.
@@ -75,10 +75,6 @@ def load(
 
     Returns:
         A `PromptSet`.
-
-    Raises:
-        DataError: a source that cannot be read, an unknown column (with the nearest), a row that holds no prompt, no
-            row at all, or options that contradict each other.
     """
     _check(prompt, template, max_prompt_tokens, on_long, limit)
     rows = open_source(source, split, config, revision)

@@ -17,9 +17,6 @@ def plain_content(value: Any) -> Any:
 
     Arrays become lists. Messages lose the keys that Arrow filled in with null because other rows have them; those
     of ShareGPT (`{"from": "human", "value": …}`) get the standard names. Anything else comes back as it is.
-
-    Raises:
-        DataError: a ShareGPT role that has no standard name.
     """
     if hasattr(value, "tolist"):
         value = value.tolist()
@@ -29,11 +26,7 @@ def plain_content(value: Any) -> Any:
 
 
 def as_chat(content: Any, system: str | None = None) -> list[Message]:
-    """A text becomes a user message, a chat stays; with `system`, a system message comes before.
-
-    Raises:
-        DataError: token ids, which no chat template can wrap, or a chat that has a system message already.
-    """
+    """A text becomes a user message, a chat stays; with `system`, a system message comes before."""
     if isinstance(content, str):
         content = [{"role": "user", "content": content}]
     if not is_chat(content):

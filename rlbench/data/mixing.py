@@ -48,9 +48,6 @@ def mix(
 
     Returns:
         A `Mixture`.
-
-    Raises:
-        DataError: no set, an empty set, two sets of one name, or weights that are not positive, missing or given twice.
     """
     named, own = _named(sets)
     shares = _weights(named, own, weights)
@@ -107,9 +104,6 @@ class Mixture(Suggesting):
         """The next `n` prompts; fewer, or none, where the mixture stops.
 
         Each one's `meta["source"]` is the name of its set; a row's own "source" is kept as "row_source".
-
-        Raises:
-            DataError: `n` is less than one.
         """
         checked_count(n)
         found: list[Prompt] = []

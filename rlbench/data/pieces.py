@@ -99,9 +99,6 @@ def pieces_of(tokenizer: str) -> Pieces:
     Args:
         tokenizer: a folder with `tokenizer.json`, or the hub id of a model in the local cache (nothing is
             downloaded). `UNREADABLE` where there is none, or "" is given.
-
-    Raises:
-        DataError: the file is there but cannot be read.
     """
     file = tokenizer_file(tokenizer)
     return UNREADABLE if file is None else _loaded(str(file), file.stat().st_mtime_ns)

@@ -25,9 +25,6 @@ def to_plain(value: Any, what: str) -> Any:
     Args:
         value: anything.
         what: names it in the error, as "prompt 3: label".
-
-    Raises:
-        DataError: something else is in it.
     """
     if value is None or isinstance(value, str | bool) or type(value) is int:
         return value

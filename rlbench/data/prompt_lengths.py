@@ -29,11 +29,7 @@ class LongPrompt:
 
 
 def open_tokenizer(tokenizer: Any) -> Any:
-    """A tokenizer of `transformers`, from a folder, a hub id, or as it is.
-
-    Raises:
-        DataError: transformers is not installed, nothing can be loaded from there, or it is no such tokenizer.
-    """
+    """A tokenizer of `transformers`, from a folder, a hub id, or as it is."""
     if isinstance(tokenizer, str | Path):
         transformers = needed("transformers", "load(…, tokenizer=…)")
         try:
@@ -60,9 +56,6 @@ def token_counts(prompts: Sequence[Prompt], rows: Sequence[int], tokenizer: Any 
 
     Returns:
         (P,) int64.
-
-    Raises:
-        DataError: a text or chat without a tokenizer, or a chat that the template refuses.
     """
     counts = np.zeros(len(prompts), np.int64)
     texts: list[int] = []

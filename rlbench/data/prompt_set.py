@@ -83,9 +83,6 @@ class PromptSet(Suggesting, Sequence[Prompt]):
         Args:
             share: of the first set, between 0 and 1; each set gets at least one prompt.
             seed: draws them at random; None cuts in order.
-
-        Raises:
-            DataError: a share outside of (0, 1), or fewer than two prompts.
         """
         if not 0 < share < 1:
             raise DataError(f"split({share}): the share of the first set lies between 0 and 1")
@@ -105,9 +102,6 @@ class PromptSet(Suggesting, Sequence[Prompt]):
             shuffle: a new order in each epoch; False keeps the set's.
             on_end: after the last epoch "stop", or "repeat" for ever.
             epochs: how many passes before it stops; one where `on_end="stop"` says no more.
-
-        Raises:
-            DataError: an empty set, or options that contradict each other.
         """
         return PromptStream(self, seed, shuffle, on_end, epochs)
 

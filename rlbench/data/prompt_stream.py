@@ -50,11 +50,7 @@ class PromptStream(Suggesting):
         return self.epochs is not None and self.epoch >= self.epochs
 
     def take(self, n: int) -> list[Prompt]:
-        """The next `n` prompts, over the end of an epoch where it repeats; fewer, or none, where it stops.
-
-        Raises:
-            DataError: `n` is less than one.
-        """
+        """The next `n` prompts, over the end of an epoch where it repeats; fewer, or none, where it stops."""
         checked_count(n)
         found: list[Prompt] = []
         while len(found) < n and not self.ended:

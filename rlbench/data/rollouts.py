@@ -201,9 +201,6 @@ class Rollouts(Suggesting):
             rewards: by name, the first is what the others are compared with. Each is what `score` takes, or the name of
                 one of `components`, or "rewards", which these rollouts have. Of one alone, those they have are "old".
             concurrency, timeout_s, isolate, memory_gib: as in `score`, for each that is a function.
-
-        Raises:
-            DataError: nothing to compare with, or options that do not apply.
         """
         from rlbench.data import comparing
 
@@ -220,9 +217,6 @@ class Rollouts(Suggesting):
             columns: what it asks for and rollouts do not know: `components={name: rewards}` (else those of the
                 rewards, without details such as `answer/parsed`), `baseline_rewards`,
                 and per response token `token_rewards`, `values`, `ref_logprobs`, `teacher_logprobs`, `turns`, ….
-
-        Raises:
-            DataError: not scored yet, or not all; nothing left; advantages of another shape or not finite.
         """
         kept = ~self.aborted if drop_aborted else np.ones(self.samples, bool)
         kept &= self.lengths > 0
@@ -263,9 +257,6 @@ class Rollouts(Suggesting):
         Args:
             channels: by name, flat over all response tokens or one row per completion (arrays, tensors, lists).
                 Standard names, units and colours: `rlbench.data.channels.KNOWN`.
-
-        Raises:
-            DataError: a length that does not fit.
         """
         given = {name: channel_values.as_channel(name, values, self) for name, values in channels.items()}
         return replace(self, channels={**self.channels, **given})
@@ -284,9 +275,6 @@ class Rollouts(Suggesting):
 
         Returns:
             New rollouts. Completions that are not in the batch, as those an interrupt cut, have NaN.
-
-        Raises:
-            DataError: the batch is of other samples, or the metrics of another batch.
         """
         return replace(self, channels={**self.channels, **channel_values.batch_channels(self, batch, metrics)})
 

@@ -112,11 +112,7 @@ def stopped(rollouts: Rollouts, board: Any, why: str = "") -> Stopped:
 
 
 def check_known(rollouts: Rollouts, rows: np.ndarray) -> None:
-    """Refuse to train on completions without a reward.
-
-    Raises:
-        DataError: not scored, or the reward of some of `rows` is not known.
-    """
+    """Refuse to train on completions without a reward."""
     if rollouts.rewards is None:
         raise DataError("these rollouts have no rewards yet: rollouts.score(reward_fn).batch(advantage=…)")
     unknown = np.isnan(rollouts.rewards[rows])
@@ -133,9 +129,6 @@ def with_components(
     """What a user gave for an advantage, and the rewards' components where it takes them and none were given.
 
     Components whose name has a `/` are details, and stay behind.
-
-    Raises:
-        DataError: a component is not known for all of `rows`, as those of a mixture.
     """
     found = {name: values for name, values in rollouts.components.items() if "/" not in name}
     if not found or "components" in given or "components" not in wanted_names(advantage):

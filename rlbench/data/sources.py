@@ -53,11 +53,7 @@ class Rows:
 
 
 def open_source(source: Any, split: str | None, config: str | None, revision: str | None) -> Rows:
-    """Find out what `source` is and open it; the arguments are those of `rlbench.data.load`.
-
-    Raises:
-        DataError: nothing that is known, a file that cannot be read, or an option that this source does not have.
-    """
+    """Find out what `source` is and open it; the arguments are those of `rlbench.data.load`."""
     if isinstance(source, str | Path):
         return _of_path(source, split, config, revision)
     _refuse(f"a {type(source).__name__}", config=config, revision=revision)

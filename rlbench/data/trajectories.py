@@ -41,11 +41,7 @@ SCHEMA = "rlbench.trajectories/1"
 
 
 def write_json(rollouts: Rollouts, path: str | Path) -> Path:
-    """Write all completions; see the top of this file.
-
-    Raises:
-        DataError: a prompt, label or option holds what has no JSON form, or no such folder.
-    """
+    """Write all completions; see the top of this file."""
     lines = Path(path).suffix == ".jsonl"
     with written_aside(path) as aside, open(aside, "w", encoding="ascii", newline="\n") as file:
         if not lines:

@@ -123,9 +123,6 @@ def env_columns(rollouts: Rollouts) -> dict[str, Ragged]:
     """What an advantage may ask for by name and an environment gave: `turns`, and `token_rewards`, which has each
     turn's reward on the last token sampled in it and 0 elsewhere. Empty without an environment; `turns` alone where it
     gave no reward, or where the rollouts were scored since: the environment's rewards are then not theirs.
-
-    Raises:
-        DataError: a turn has a reward, but no sampled token.
     """
     if rollouts.turns is None or rollouts.turn_rewards is None:
         return {}

@@ -34,9 +34,6 @@ def opened(
         ids: its token ids, with the generation prompt.
         observation: what `reset` returned.
         role: of messages made from text.
-
-    Raises:
-        DataError: the observation does not fit the prompt.
     """
     if observation is None:
         return ids, []
@@ -60,9 +57,6 @@ def bridged(
         role: of messages made from text; None: inside the assistant's own message.
         ended: the turn ended with an end token (and not at a length limit or a stop string).
         last: the last token sampled; where it is the template's own end of a turn it is not put there again.
-
-    Raises:
-        DataError: the observation does not fit the prompt, or the template cannot be continued.
     """
     if is_token_ids(observation):
         return list(observation), [{"role": role or "user", "content": _decoded(tokenizer, observation)}]  # type: ignore[arg-type]

@@ -129,9 +129,6 @@ class Episode:
 
         Returns:
             True where another turn is to be sampled. `finish` is set otherwise.
-
-        Raises:
-            DataError: it is no `Step`, or its observation cannot be put behind the turn.
         """
         step = _checked(step)
         self.rewards.append(float("nan") if step.reward is None else float(step.reward))

@@ -42,9 +42,6 @@ def from_openenv(
         reset: a prompt to the keyword arguments of the environment's `reset`; None: no arguments. What the environment
             observes on `reset` is put behind the prompt.
         role: of the messages that observations become in a chat.
-
-    Raises:
-        DataError: neither an address nor callable; for an address, openenv is not installed.
     """
     if isinstance(source, str):
         needed("openenv", "rb.envs.from_openenv(address)")

@@ -102,9 +102,6 @@ def check_env(env: Any) -> None:
 
     Args:
         env: a class or a function without arguments (called once per sample), or an instance (copied for each).
-
-    Raises:
-        DataError: it has no `step`.
     """
     kind = env if isinstance(env, type) else type(env)
     if not callable(getattr(kind, "step", None)) and not (callable(env) and not isinstance(env, type)):

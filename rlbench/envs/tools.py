@@ -70,9 +70,6 @@ def tools(
         reward: of a sample's last turn; None leaves rewards to `rollouts.score`.
         role: of the messages with results in a chat; None puts results behind the call, inside the assistant's message
             (give the end of the call as a stop string: `stop=["</tool>"]`).
-
-    Raises:
-        DataError: no functions, or one without a name.
     """
     if not isinstance(functions, Mapping):
         functions = {getattr(fn, "__name__", ""): fn for fn in functions}

@@ -38,9 +38,6 @@ class BaseHuggingFaceTrainModule(BaseTrainModule):
             pretrained_model_name_or_path: folder or hub id.
             args, kwargs: transformers' arguments. On meta: `config`, `dtype`, `attn_implementation`, the hub
                 options, and config attributes to override.
-
-        Raises:
-            BuildError: no such folder, no network, or a config of another architecture.
         """
         if not making_on_meta():
             return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)  # type: ignore[misc]
@@ -115,10 +112,6 @@ def _read_config(cls: type, path: str, hub: dict[str, Any], overrides: dict[str,
 
 
 def check_path(path: str) -> None:
-    """Refuse a path that is neither there nor shaped like a hub id, before anything asks the network.
-
-    Raises:
-        BuildError: nothing can be at `path`.
-    """
+    """Refuse a path that is neither there nor shaped like a hub id, before anything asks the network."""
     if not Path(path).expanduser().exists() and not HUB_ID.match(path):
         raise BuildError(f"no model at {path!r}: there is no such file or folder on this machine; check the path.")

@@ -41,12 +41,7 @@ def making_on_meta() -> bool:
 
 
 def check_module(module: object) -> None:
-    """Refuse what cannot be shipped to the ranks.
-
-    Raises:
-        BuildError: not a module, parameters that hold memory, or buffers that plain `torch.device("meta")`
-            emptied.
-    """
+    """Refuse what cannot be shipped to the ranks."""
     if not isinstance(module, nn.Module):
         raise BuildError(f"a train engine takes a torch module, and this is {type(module).__name__}.")
     real = [name for name, parameter in module.named_parameters() if not parameter.is_meta]

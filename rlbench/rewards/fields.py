@@ -15,11 +15,7 @@ By = str | Callable[["Rollout"], Any] | None
 
 
 def read(rollout: Rollout, by: By) -> Any:
-    """What `by` says of a completion's prompt.
-
-    Raises:
-        DataError: the prompt has no label, or its `meta` no such key.
-    """
+    """What `by` says of a completion's prompt."""
     if callable(by):
         return by(rollout)
     if by is not None:

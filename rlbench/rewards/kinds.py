@@ -45,11 +45,7 @@ class Scorer(ABC):
         """
 
     def __call__(self, rollout: Rollout) -> Reward:
-        """The reward of one completion.
-
-        Raises:
-            DataError: it has none; says why.
-        """
+        """The reward of one completion."""
         board = Board()
         self.score_all([rollout], board)
         outcome = board.known(0)

@@ -133,9 +133,6 @@ def answers(
 
     Yields:
         (number of the payload, its answer or `Lost`, seconds), as they end. Close the iterator to end all processes.
-
-    Raises:
-        DataError: the job cannot be sent, or no process gets ready for it.
     """
     opening = cloudpickle.dumps({"memory_gib": memory_gib, "job": _blob(job, "reward")})
     waiting = enumerate(payloads)

@@ -106,9 +106,6 @@ def math(
     A completion has an error, and no reward, for what is not its answer's fault: its prompt has no label, or one that
     holds no mathematics or takes too much time or memory by itself; the process died, or got hardly any CPU time in
     ten times `timeout_s`.
-
-    Raises:
-        DataError: math-verify is not installed (when scoring).
     """
     return Math(label, inside, timeout_s, memory_gib, processes, digits)
 

@@ -123,9 +123,6 @@ def weighted(parts: Mapping[str, tuple[Any, float]]) -> Weighted:
             needs options goes in as `rb.rewards.function(fn, timeout_s=…)`.
 
     A completion of which one part fails has an error.
-
-    Raises:
-        DataError: no parts, or one that is no pair of a reward and a finite weight.
     """
     found = []
     for name, part in _items("weighted", parts):
@@ -149,9 +146,6 @@ def mixture(parts: Mapping[Any, Any], by: By = None, *, default: Any = None) -> 
         by: what says a prompt's kind: the name of a key of its `meta`, a function of the rollout, or None for its
             label.
         default: the reward of all other kinds; without one such completions have an error.
-
-    Raises:
-        DataError: no parts, or one that is no reward.
     """
     found = [(key, fn) for key, fn in _items("mixture", parts)]
     for fn in [fn for _, fn in found] + ([] if default is None else [default]):

@@ -67,11 +67,7 @@ class Model(Scorer):
             board.put_all([i for i, _ in chosen], outcomes, time.perf_counter() - started)
 
     def token_ids(self, rollout: Rollout, tokenizer: Any) -> list[int]:
-        """What the model reads of one completion: through its chat template, or prompt and completion in a row.
-
-        Raises:
-            DataError: a prompt of token ids: they are of another tokenizer.
-        """
+        """What the model reads of one completion: through its chat template, or prompt and completion in a row."""
         content = rollout.prompt
         chat = self.chat if self.chat is not None else not isinstance(content, str)
         if isinstance(content, list) and not isinstance(content[0], dict):
@@ -172,8 +168,5 @@ def model(
             prompt is messages. A text is else read as it is, followed by the completion.
 
     A completion too long for the model has an error; none is cut. Texts are tokenised by the model's own tokenizer.
-
-    Raises:
-        DataError: when scoring: no such model, a head that is not trained, or several outputs without `output`.
     """
     return Model(path, batch_size, device, dtype, output, chat)

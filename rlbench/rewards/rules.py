@@ -140,9 +140,6 @@ def regex(pattern: str, group: int | str | None = None, label: By = None, flags:
         flags: of `re`, as `re.DOTALL`.
 
     A pattern with nested repeats can take for ever on a completion made for it: `score(…, isolate=True, timeout_s=1)`.
-
-    Raises:
-        DataError: no pattern, no such group.
     """
     return Regex(pattern, group, label, int(flags))
 
@@ -154,9 +151,6 @@ def tags(*names: str, opened: bool = False, outside: bool = False) -> Tags:
         names: `tags("think", "answer")` wants `<think>…</think> <answer>…</answer>`.
         opened: the prompt's end has opened the first tag already.
         outside: other text may stand before, between and after them.
-
-    Raises:
-        DataError: no names, equal names, or names that cannot be of tags.
     """
     return Tags(tuple(names), opened, outside)
 

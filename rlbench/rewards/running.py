@@ -123,9 +123,6 @@ def function(
             runs out, and replaced. It sees copies; what it changes is lost. Guards against hangs and crashes, not
             against malice: the process may do what you may do.
         memory_gib: GiB one such process may allocate beyond what Python itself takes; more raises MemoryError in it.
-
-    Raises:
-        DataError: an option that does not apply, or a value that cannot be.
     """
     return Function(fn, False, None, concurrency, timeout_s, isolate, memory_gib)
 
@@ -149,19 +146,12 @@ def batched(
         size: completions per call; None gives it all at once.
         concurrency, isolate, memory_gib: as in `function`.
         timeout_s: seconds per call, that is per batch.
-
-    Raises:
-        DataError: an option that does not apply, or a value that cannot be.
     """
     return Function(fn, True, size, concurrency, timeout_s, isolate, memory_gib)
 
 
 def as_scorer(fn: Any, **options: Any) -> Scorer:
-    """Anything that may be a reward as a `Scorer`; options as in `function`, None and False mean not given.
-
-    Raises:
-        DataError: nothing that can be called, or options that have no effect on it.
-    """
+    """Anything that may be a reward as a `Scorer`; options as in `function`, None and False mean not given."""
     given = {name: value for name, value in options.items() if value is not None and value is not False}
     if isinstance(fn, Function):
         return replace(fn, **given)
@@ -187,9 +177,6 @@ def side_by_side(
         units: their positions.
         limit: how many at a time.
         board: told of each as it ends.
-
-    Raises:
-        KeyboardInterrupt: interrupted, or the board was asked to stop; what ran is cancelled.
     """
     waiting = iter(units)
     started, ended, trouble = threading.Event(), threading.Event(), []

@@ -191,9 +191,6 @@ def remote(
         token_env: name of the environment variable whose content is sent as `Authorization: Bearer …`. Read when
             scoring, so that no token stands in a notebook or a pickle.
         payload: makes another body: a function of a list of rollouts -> anything JSON can hold.
-
-    Raises:
-        DataError: a url or number that cannot be; when scoring: the token's variable is empty.
     """
     return Remote(
         url, batch_size, concurrency, timeout_s, tries, backoff_s, key, dict(headers or {}), token_env, payload

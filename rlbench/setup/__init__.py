@@ -1,5 +1,4 @@
-"""What must be installed, and how: the engine that fits this machine, with its pins.
+"""Install the engine set that fits this machine, with its pins; standard library alone, since it runs first of all.
 
-`plan` says what to install, `indexes` where from, `install` does it; `make` and `rlbench setup` run the same
-code. Standard library alone, since it runs first of all: `make` starts it as `python3 -m rlbench.setup`.
+`plan` says what, `install` does it; `make env` (`python -m rlbench.setup`) and `rlbench setup` run the same code.
 """

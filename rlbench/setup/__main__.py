@@ -1,30 +1,14 @@
-"""`python3 -m rlbench.setup`: make the checkout's environment, `.venv`; `make` runs it first."""
-
-from __future__ import annotations
+"""`python -m rlbench.setup` in a checkout's `.venv`: rlbench, editable, with engines, notebooks, tests and checks."""
 
 import os
 import sys
 from pathlib import Path
 
-from rlbench.setup.install import ensure_checkout
-from rlbench.setup.plan import SetupError, check_this_machine, choose_engine, has_nvidia_gpu, plan_checkout
+from rlbench.setup.install import install
+from rlbench.setup.plan import SetupError, choose_engine
 
-
-def main() -> int:
-    """Make the environment of the checkout this file lies in; `RLBENCH_ENGINE` overrules what the machine
-    has.
-    """
-    root = Path(__file__).resolve().parents[2]
-    os.environ["RLB_LABEXT"] = "skip"  # an editable install has no panel of its own: `make panel` builds the checkout's
-    try:
-        check_this_machine()
-        engine = choose_engine(os.environ.get("RLBENCH_ENGINE"), has_nvidia_gpu())
-        ensure_checkout(root, plan_checkout(engine, root))
-    except SetupError as missing:
-        print(f"rlbench: {missing}", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+os.environ["RLB_LABEXT"] = "skip"  # an editable install has no panel of its own: `make panel` builds the checkout's
+try:
+    install(choose_engine(), checkout=Path(__file__).resolve().parents[2])
+except SetupError as error:
+    sys.exit(f"rlbench: {error}")

@@ -44,10 +44,6 @@ def ensure(
         cache_dir: where to keep it; `cache_folder()` unless given.
         seed: of the initial weights and of the warm-up; each seed is another model.
         on_progress: called with (steps done, steps in all) while the model is made.
-
-    Raises:
-        DataError: an unknown name.
-        BuildError: making it failed; the message holds the end of its output.
     """
     if name not in NAMES:
         raise DataError(f"no tiny model {name!r}{nearest(name, NAMES)}. Known: {', '.join(NAMES)}.")

@@ -40,9 +40,6 @@ def prompts(count: int, split: str = "train", seed: int = 0) -> list[Messages]:
         count: how many; at most some thousands, there are more than a hundred million numbers.
         split: "train" or "eval".
         seed: chooses them; the same seed always gives the same prompts.
-
-    Raises:
-        DataError: an unknown split, or a count below 1.
     """
     if count < 1:
         raise DataError(f"prompts: count={count} asks for nothing; give at least 1.")
@@ -75,11 +72,7 @@ def message(digits: str) -> Messages:
 
 
 def answer(prompt: str | Sequence[Mapping[str, Any]]) -> str:
-    """Return the right answer to a prompt of this task, given as messages or as the last message's text.
-
-    Raises:
-        DataError: the prompt is not one of this task.
-    """
+    """Return the right answer to a prompt of this task, given as messages or as the last message's text."""
     content = prompt if isinstance(prompt, str) else _last_content(prompt)
     found = PATTERN.fullmatch(content)
     if found is None:

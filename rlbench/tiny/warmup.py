@@ -64,11 +64,7 @@ WARMUPS = {"tiny": Warmup()}
 
 
 def make(name: str, seed: int, folder: Path, on_progress: Callable[[int, int], None]) -> None:
-    """Build the model `name` and save it, its tokenizer and what is known about it into `folder`.
-
-    Raises:
-        BuildError: the warmed-up model is not right as often as it should be.
-    """
+    """Build the model `name` and save it, its tokenizer and what is known about it into `folder`."""
     shape, warmup = SHAPES[name], WARMUPS.get(name)
     tokenizer = build_tokenizer(shape.context)
     model = build_model(shape, tokenizer, seed)

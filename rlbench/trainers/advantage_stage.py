@@ -58,11 +58,7 @@ UNDISCOUNTED = ("reinforce_baseline", "cpgd")
 
 
 def check_estimator(options: StrategyConfig, gamma: float, critic: bool) -> str:
-    """The estimator's name, aliases resolved.
-
-    Raises:
-        OptionError: an unknown name, or options that it cannot honour.
-    """
+    """The estimator's name, aliases resolved."""
     name = _name_of(with_estimator(options, critic))
     if name not in ESTIMATORS:
         known = [*ESTIMATORS, *ALIASES]
@@ -166,9 +162,6 @@ def estimated(
         gamma: discount per trained token.
         lambd: of GAE.
         control: the ranks' group.
-
-    Raises:
-        LossError: a number at a trained token that is not finite.
     """
     name = _name_of(options)
     mask = given.padded(given.mask)

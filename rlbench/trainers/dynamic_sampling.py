@@ -68,9 +68,6 @@ def with_signal(
         more_prompts: gives so many further prompts for this rank; called on all ranks at once.
         options: `dynamic_sampling_metric` and `max_num_gen_batches` are read.
         control: the ranks' group.
-
-    Raises:
-        DataError: on all ranks: `max_num_gen_batches` generations were not enough, or the prompts have ended.
     """
     shares = control.gather(len(prompts))
     wanted = sum(shares)

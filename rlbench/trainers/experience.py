@@ -99,9 +99,6 @@ class Experience:
         """The sequences of all parts, one after the other; group numbers stay as they are, so that a group whose
         sequences were apart is one again. A component that a part lacks is NaN there: its samples were all cut, or its
         rewards told of others.
-
-        Raises:
-            DataError: no part, or parts of which some have what others lack (values, kl, …).
         """
         if not parts:
             raise DataError("there is no experience to join")

@@ -73,9 +73,6 @@ class FastExperienceMaker:
     Attributes:
         metrics: of the last call, over all ranks.
         seconds: of the last call, by stage, of this rank.
-
-    Raises:
-        OptionError: options that contradict each other, or something that would have no effect.
     """
 
     def __init__(
@@ -146,10 +143,6 @@ class FastExperienceMaker:
             Experience of `micro_rollout_batch_size` sequences each, the last perhaps of fewer. A response that was cut
             by an interrupt, and one without a token, trains nothing: no other is compared with it, its reward is NaN,
             and of the metrics `aborted` alone counts it.
-
-        Raises:
-            DataError: on all ranks: a prompt that cannot be used, a sample without a reward, too few groups with a
-                signal. Stopped: on all ranks.
         """
         if _given(all_images) or _given(all_videos):
             raise DataError("images and videos: vision-language models are not here yet. Give texts or token ids.")

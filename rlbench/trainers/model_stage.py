@@ -60,9 +60,6 @@ class ModelStage:
             model: prepared by the strategy.
             batch: this rank's samples; at its temperature.
             doing: for messages.
-
-        Raises:
-            EngineError: on all ranks: a log-prob that is not finite. DataError: tokens the model does not know.
         """
         policy = self._policy(model)
         agreed(self._strategy.control, doing, lambda: policy.check_tokens(batch))

@@ -26,10 +26,6 @@ def agreed(control: ControlGroup, doing: str, work: Callable[[], T]) -> T:
         control: the ranks' group.
         doing: what the work is, for the message.
         work: of this rank.
-
-    Raises:
-        Whatever `work` raised here; EngineError where only another rank failed; Stopped on all ranks where somebody
-        asked one of them to stop.
     """
     failure: Exception | None = None
     stop: KeyboardInterrupt | None = None

@@ -35,11 +35,7 @@ _per_token: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictiona
 
 
 def is_classifier(critic: nn.Module) -> bool:
-    """Whether it is transformers' sequence classifier over a causal model, whose head can be read at each token.
-
-    Raises:
-        EngineError: its head gives several numbers.
-    """
+    """Whether it is transformers' sequence classifier over a causal model, whose head can be read at each token."""
     from transformers import PreTrainedModel
 
     head = getattr(critic, HEAD, None)
@@ -81,11 +77,7 @@ def own_values(critic: nn.Module, batch: TrainBatch, inputs: ModelInputs, device
 
 @torch.no_grad()
 def gives_each_token(critic: nn.Module, device: torch.device) -> bool:
-    """Whether a module gives a value of each token, or one of each sequence; asked once of two short ones; collective.
-
-    Raises:
-        EngineError: it gives neither, or one of a sequence without a mask that would tell it what is padding.
-    """
+    """Tell whether a module gives a value of each token or one of each sequence; asked once, collective."""
     if critic not in _per_token:
         inputs = model_inputs(as_batch([torch.tensor(row).numpy() for row in PROBE]), device, packed=False)
         with evaluating(critic):

@@ -67,11 +67,7 @@ class NaiveReplayBuffer:
             spare -= len(oldest)
 
     def sample(self) -> Experience:
-        """`sample_batch_size` different sequences, drawn at random.
-
-        Raises:
-            StateError: the buffer holds fewer.
-        """
+        """`sample_batch_size` different sequences, drawn at random."""
         if len(self) < self.sample_batch_size:
             raise StateError(f"the buffer holds {len(self)} sequences, {self.sample_batch_size} are drawn at a time")
         rows = self._random.choice(len(self), self.sample_batch_size, replace=False)
@@ -118,9 +114,6 @@ class NaiveReplayBuffer:
         Args:
             name: "advantages", "returns", "values", "kl", "entropy" or "token_rewards".
             strategy: the rank's; a rank may have no sequence.
-
-        Raises:
-            DataError: no such column, or experience without it.
         """
         known = [*OF_BATCH, *PER_TOKEN]
         if name not in known:

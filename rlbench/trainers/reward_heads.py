@@ -37,10 +37,6 @@ def make_reward_model(
         value_head_prefix: what the head is called in the checkpoint.
         seed: draw a head that the checkpoint lacks, to train it; None: a checkpoint without one is refused.
         revision: of a hub id.
-
-    Raises:
-        BuildError: no such checkpoint, or transformers has no such head for its architecture; and, when it is
-            prepared, no head in the checkpoint, or one of several labels.
     """
     model = make_scalar(RewardModel, path, dtype, value_head_prefix, seed, revision)
     model.requires_grad_(False)
@@ -63,10 +59,6 @@ def scores_of(
 
     Returns:
         (B,) float32 on the host, in the order of `sequences`.
-
-    Raises:
-        DataError: an empty sequence, or token ids the model does not know, on some rank. EngineError: something else
-            than one number per sequence.
     """
     control = strategy.control
     control.together("checking the sequences to score", lambda: _check(model, sequences, batch_size))

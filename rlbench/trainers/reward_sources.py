@@ -47,11 +47,7 @@ class Source:
     def scored(
         self, rollouts: Rollouts, models: ModelStage, tokenizer: Any, control: ControlGroup
     ) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
-        """Scores (N,) float64 of this rank's samples, and what they are made of by name; collective.
-
-        Raises:
-            DataError: on every rank, where one has a sample without a score. Stopped: on every rank.
-        """
+        """Scores (N,) float64 of this rank's samples, and what they are made of by name; collective."""
         doing = f"the reward {self.name!r}"
         if isinstance(self.reward, nn.Module):
             sequences = agreed(control, doing, lambda: _sequences(self.reward, rollouts, tokenizer))
@@ -65,11 +61,7 @@ class Source:
 
 
 def sources_of(reward_model: Any, remote_rm_url: str | Sequence[str] | None) -> list[Source]:
-    """All rewards in order: of `reward_model`, one or several, then of `remote_rm_url`.
-
-    Raises:
-        OptionError: one that is nothing of the kind.
-    """
+    """All rewards in order: of `reward_model`, one or several, then of `remote_rm_url`."""
     given = list(reward_model) if isinstance(reward_model, list | tuple) else [reward_model]
     urls = [remote_rm_url] if isinstance(remote_rm_url, str) else list(remote_rm_url or [])
     found = [one for one in (*given, *urls) if one is not None]
@@ -98,9 +90,6 @@ def from_file(path: str) -> rewards.Scorer:
 
     It takes by name what it wants of `queries` (the completions' texts), `prompts`, `labels` and `references`, one
     entry per sample, and returns one number each.
-
-    Raises:
-        OptionError: no such file, one that does not run, or no such function.
     """
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = None if spec is None else importlib.util.module_from_spec(spec)

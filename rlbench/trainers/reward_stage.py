@@ -40,10 +40,6 @@ class RewardStage:
             type is "model" or "rule"; key names a source by `label_map`; ("rule", None, weight) is `reward_fn`.
             A source scores those samples alone whose recipe names it.
         label_map: {key: number of the source}, models first, then remote ones.
-
-    Raises:
-        OptionError: nothing to score with, several sources and nothing to make one of them, a recipe that names what
-            there is not, or something that would have no effect.
     """
 
     def __init__(
@@ -70,9 +66,6 @@ class RewardStage:
             models: runs the models on the ranks.
             tokenizer: the policy's.
             control: the ranks' group.
-
-        Raises:
-            DataError: on every rank, where one has a sample without a reward. Stopped: on every rank.
         """
         rows = counted(rollouts)
         if rows.all():

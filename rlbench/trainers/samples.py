@@ -30,9 +30,6 @@ def prompts_of(given: Sequence[Any], labels: Sequence[Any] | None, references: S
         given: `Prompt`s, texts, chats or token ids; may be empty.
         labels: one per prompt, in place of the prompts' own.
         references: one per prompt; kept as `meta["reference"]`.
-
-    Raises:
-        DataError: what is no prompt, or another number of labels or references.
     """
     prompts = [as_prompt(one, i) for i, one in enumerate(given)]
     for name, values in (("labels", labels), ("references", references)):
@@ -60,9 +57,6 @@ def reference_of(prompt: Prompt) -> Any:
 def encoded(prompts: Sequence[Prompt], tokenizer: Any, limit: int) -> list[list[int]]:
     """Token ids of each prompt, as a session's replicas encode it: texts as they are, chats through the template with
     the header of the answer.
-
-    Raises:
-        DataError: naming the prompt, where it is empty, longer than `limit` tokens, or cannot be encoded.
     """
     found = [_encoded(prompt, i, tokenizer) for i, prompt in enumerate(prompts)]
     for i, (prompt, ids) in enumerate(zip(prompts, found, strict=True)):
@@ -96,11 +90,7 @@ def _encoded(prompt: Prompt, index: int, tokenizer: Any) -> list[int]:
 
 
 def sampling_of(config: PPOConfig, n: int, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of the engine: the trainer's, those given for this call, and `n`, samples of each prompt.
-
-    Raises:
-        OptionError: one that is given under two names.
-    """
+    """Options of the engine: the trainer's, those given for this call, and `n`, samples of each prompt."""
     sampling: dict[str, Any] = {
         "temperature": config.temperature,
         "top_p": config.top_p,
@@ -126,10 +116,6 @@ def rollouts_of(
         ids: their tokens.
         outputs: of `strategy.gather_and_generate`, prompt-major, `sampling["n"]` for each.
         sampling: how they were drawn.
-
-    Raises:
-        EngineError: another number of outputs, one without a finite log-prob for each token, an unknown finish reason,
-            or a prompt that the engine encoded otherwise.
     """
     n = int(sampling["n"])
     if len(outputs) != len(prompts) * n:

@@ -71,11 +71,7 @@ class ScalarHeadModel(HuggingFaceFsdp2TrainModule):
             return linear(states.float(), self.score.weight.float())[:, 0]
 
     def materialization_source(self) -> Any:
-        """The backbone's weights from the checkpoint, one at a time; the head's from there or drawn.
-
-        Raises:
-            BuildError: no head in the checkpoint, and none may be drawn.
-        """
+        """The backbone's weights from the checkpoint, one at a time; the head's from there or drawn."""
         path = super().materialization_source()
         source = open_source(path, full_shapes(self), self._source_revision, 0)
         head, found = self._sorted(source)
@@ -117,11 +113,7 @@ def make_scalar(
     seed: int | None,
     revision: str | None,
 ) -> Any:
-    """Make a module of `kind` on meta; `strategy.prepare_model` or `strategy.load_ckpt` gives it its weights.
-
-    Raises:
-        BuildError: no such checkpoint, an architecture without a scalar head in transformers, or an unknown dtype.
-    """
+    """Make a module of `kind` on meta; `strategy.prepare_model` or `strategy.load_ckpt` gives it its weights."""
     architecture = _sequence_class(path, revision)
     cls: Any = type(f"{kind.__name__}{architecture.__name__}", (kind, architecture), {"__module__": __name__})
     options: dict[str, Any] = {"num_labels": 1}
@@ -160,9 +152,6 @@ def _through_transformers(source: TensorSource, prefix: str, apart: tuple[str, .
 
     Args:
         apart: how names begin that are no part of the backbone.
-
-    Raises:
-        BuildError: weights are missing, or left over.
     """
     from transformers import AutoModel
     from transformers.utils import logging

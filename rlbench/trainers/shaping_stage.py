@@ -42,9 +42,6 @@ def check_shaping(options: StrategyConfig, max_length: int) -> None:
     Args:
         options: the strategy's.
         max_length: most tokens of a response.
-
-    Raises:
-        OptionError: naming the option.
     """
     if options.reward_running_norm_minus_mean and not options.reward_running_norm:
         raise OptionError("reward_running_norm_minus_mean has no effect without reward_running_norm; set both.")

@@ -52,9 +52,6 @@ def make_critic(
 
     Returns:
         `CriticModel` and transformers' sequence classification architecture in one.
-
-    Raises:
-        BuildError: no such checkpoint, or transformers has no such head for its architecture.
     """
     critic = make_scalar(CriticModel, path, dtype, value_head_prefix, seed, revision)
     if gradient_checkpointing:
@@ -75,10 +72,6 @@ def values_of(critic: nn.Module, batch: TrainBatch, device: torch.device, packed
 
     Returns:
         (R,) float32 beside the response tokens, with gradient where gradients are on.
-
-    Raises:
-        EngineError: the model computes something else when it is packed, or a gradient through packed rows would be
-            recomputed in the backward, after the packed attention is off: use `valued` then.
     """
     checkpointing = getattr(critic, "is_gradient_checkpointing", False) and critic.training
     if packed and checkpointing and torch.is_grad_enabled():
@@ -111,11 +104,7 @@ def valued(
 
 
 def check_critic(critic: nn.Module, device: torch.device) -> None:
-    """Refuse a module that gives no values; collective.
-
-    Raises:
-        EngineError: with the shapes that are wanted, and the one that was seen.
-    """
+    """Refuse a module that gives no values; collective."""
     if not isinstance(critic, CriticModel) and not is_classifier(critic):
         with user_code():
             gives_each_token(critic, device)
@@ -123,11 +112,7 @@ def check_critic(critic: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def prove_packing(critic: Any, device: torch.device) -> None:
-    """Compare packed and padded values once, on two short sequences, the same on all ranks; collective.
-
-    Raises:
-        EngineError: the layers look across sequences.
-    """
+    """Compare packed and padded values once, on two short sequences, the same on all ranks; collective."""
     if getattr(critic, "packing_proved", False):
         return
     tokens = np.arange(2 * CHECK_TOKENS) % int(critic.config.get_text_config().vocab_size)
