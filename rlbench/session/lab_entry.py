@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rlbench.data import TrainBatch
     from rlbench.rl.types import Loss
     from rlbench.session.session import Session
+    from rlbench.trainers.options import PolicyOptions
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,8 +25,7 @@ class Bound:
     session: Session
     batch: TrainBatch
     version: int
-    aggregation: Any
-    options: Mapping[str, Any]
+    options: PolicyOptions
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,9 +101,7 @@ class LabEntry(Suggesting):
                 f"the weights have moved since the lab's forward (v{bound.version}, now v{version}), so its numbers "
                 "are not those of this step: make the lab again, or step(anyway=True)"
             )
-        return bound.session.train_step(
-            bound.batch, self.as_given, aggregation=bound.aggregation, lr=lr, block=block, **bound.options
-        )
+        return bound.session.train_step(bound.batch, self.as_given, lr=lr, block=block, **bound.options.of_verbs)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"bound": None}  # a session stays where it is

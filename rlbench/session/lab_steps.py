@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,48 +18,32 @@ from rlbench.session.lab_gradients import ParameterGradients
 from rlbench.session.lab_inputs import scored
 from rlbench.session.loss_check import ShippedLoss, ship
 from rlbench.session.loss_lab import LossLab, make_lab, named_losses
-from rlbench.session.training import StepOptions, check_batch, reference_steps
+from rlbench.session.training import check_batch, reference_steps
+from rlbench.trainers.options import PolicyOptions
 
 if TYPE_CHECKING:
     from rlbench.session.session import Session
-
-
-@dataclass(frozen=True)
-class LabOptions:
-    """How a lab is made; see `LabVerbs.loss_lab`."""
-
-    aggregation: Any = None
-    parameter_gradients: bool = False
-    token_budget: int | None = None
-    packing: bool = True
-    head: str = "auto"
-
-    @property
-    def step(self) -> dict[str, Any]:
-        """What a `train_step` takes of them beside the aggregation."""
-        return {"token_budget": self.token_budget, "packing": self.packing, "head": self.head}
 
 
 def lab_steps(
     session: Session,
     batch: TrainBatch,
     losses: Mapping[str, Any] | Iterable[Any],
-    options: LabOptions,
+    options: PolicyOptions,
+    parameter_gradients: bool,
     turns: np.ndarray | None,
 ) -> Steps:
     """Returns a `LossLab` that can be stepped with."""
     check_batch(batch, session, "loss_lab")
-    passing = StepOptions(options.aggregation, **options.step)
-    passed = passing.to_worker()
     named = named_losses(losses)
-    bound = Bound(session, batch, session.version, options.aggregation, options.step)
+    bound = Bound(session, batch, session.version, options)
     given = session.anchors.applied(batch)
     has_reference = session.reference is not None or batch.ref_logprobs is not None
     shipped, failed = _shipped(named, given, has_reference)
     if given.ref_logprobs is None and any(loss.needs_reference for loss in shipped.values()):
-        given = yield from reference_steps(session, given, passing)
+        given = yield from reference_steps(session, given, options)
     rows = yield session.train.call_all(
-        "policy_forward", shared(given), passed, finish=rows_in_order, what="loss_lab", track=True
+        "policy_forward", shared(given), options, finish=rows_in_order, what="loss_lab", track=True
     )
     tokens = {name: np.concatenate(rows[name]).astype(np.float32) for name in ("logprobs", "entropy")}
     hashes = {name: loss.hash for name, loss in shipped.items()}
@@ -73,9 +56,9 @@ def lab_steps(
         bound,
         session.options.path,
     )
-    if not options.parameter_gradients or not len(lab):
+    if not parameter_gradients or not len(lab):
         return lab
-    return (yield from _with_gradients(session, lab, shipped, passed))
+    return (yield from _with_gradients(session, lab, shipped, options))
 
 
 def _shipped(
@@ -93,16 +76,15 @@ def _shipped(
 
 
 def _with_gradients(
-    session: Session, lab: LossLab, shipped: Mapping[str, ShippedLoss], options: Mapping[str, Any]
+    session: Session, lab: LossLab, shipped: Mapping[str, ShippedLoss], options: PolicyOptions
 ) -> Steps:
     """The lab with its losses' whole gradients, from the ranks; a loss that fails there moves to `failed`."""
     sent = {name: (shipped[name].blob, lab.aggregation) for name in lab}
-    passed = {name: value for name, value in options.items() if name not in ("aggregation", "whole_step")}
     found = yield session.train.call_all(
         "gradients_of_losses",
         shared(lab.batch),
         sent,
-        passed,
+        options,
         finish=lambda parts: parts[0],
         what="loss_lab",
         track=True,

@@ -10,8 +10,9 @@ import numpy as np
 from rlbench.data import TrainBatch
 from rlbench.engines.redefine import Redefined
 from rlbench.session.inspection import gradient_steps
-from rlbench.session.lab_steps import LabOptions, lab_steps
+from rlbench.session.lab_steps import lab_steps
 from rlbench.session.recording import recorded
+from rlbench.trainers.options import PolicyOptions
 
 if TYPE_CHECKING:
     from rlbench.session.session import Session
@@ -85,5 +86,5 @@ class LabVerbs:
             LossError: no losses. DataError: a batch without trained tokens. Stopped: nothing was changed.
         """
         me = cast("Session", self)
-        options = LabOptions(aggregation, parameter_gradients, token_budget, packing, head)
-        return me._run("loss_lab", lab_steps(me, batch, losses, options, turns), block)
+        options = PolicyOptions(aggregation=aggregation, token_budget=token_budget, packing=packing, head=head)
+        return me._run("loss_lab", lab_steps(me, batch, losses, options, parameter_gradients, turns), block)

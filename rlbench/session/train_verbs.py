@@ -10,7 +10,7 @@ from rlbench.dispatch.chain import Steps
 from rlbench.results import Done
 from rlbench.session import step_copies, training
 from rlbench.session.recording import recorded
-from rlbench.session.training import StepOptions
+from rlbench.trainers.options import PolicyOptions
 
 if TYPE_CHECKING:
     from rlbench.session.session import Session
@@ -50,7 +50,7 @@ class TrainVerbs:
             `Metrics` (or a `Pending` with `block=False`); its `seconds` are the step's, and the copy that is kept after
             it comes on top. An interrupt raises `rb.Stopped`: gradients are cleared and the optimizer is untouched.
         """
-        options = StepOptions(aggregation, token_budget, packing, head)
+        options = PolicyOptions(aggregation=aggregation, token_budget=token_budget, packing=packing, head=head)
         me = cast("Session", self)
         return me._run("train_step", training.train_step_steps(me, batch, loss, options, lr), block)
 
@@ -67,7 +67,7 @@ class TrainVerbs:
         block: bool = True,
     ) -> Any:
         """Accumulate the gradient of `loss` on `batch`; `optim_step()` uses it, `zero_grad()` drops it."""
-        options = StepOptions(aggregation, token_budget, packing, head)
+        options = PolicyOptions(aggregation=aggregation, token_budget=token_budget, packing=packing, head=head)
         me = cast("Session", self)
         return me._run("forward_backward", training.forward_backward_steps(me, batch, loss, options), block)
 
@@ -93,7 +93,7 @@ class TrainVerbs:
     def logprobs(self, batch: TrainBatch) -> Any:
         """The trainer's log-probs of a batch's responses, flat float32."""
         me = cast("Session", self)
-        return me._run("logprobs", training.logprob_steps(me.train, batch, StepOptions()), True)
+        return me._run("logprobs", training.logprob_steps(me.train, batch, PolicyOptions()), True)
 
     @property
     def lr(self) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,37 +25,13 @@ from rlbench.errors import DataError, LossError
 from rlbench.session import step_copies
 from rlbench.session.loss_check import NO_REFERENCE, ShippedLoss, ship, trusts_old_logprobs
 from rlbench.session.sources import of_batch
+from rlbench.trainers.options import PolicyOptions
 
 if TYPE_CHECKING:
     from rlbench.session.session import Session
 
 
-@dataclass(frozen=True)
-class StepOptions:
-    """How one forward/backward is done; the options a rank reads, see `rlbench.trainers.options`."""
-
-    aggregation: Any = None
-    token_budget: int | None = None
-    packing: bool = True
-    head: str = "auto"
-    whole_step: bool = False
-
-    def to_worker(self) -> dict[str, Any]:
-        """The options a rank reads; LossError for an unknown aggregation."""
-        from rlbench.rl import Aggregation
-
-        if self.aggregation is not None:
-            Aggregation.of(self.aggregation)
-        return {
-            "aggregation": self.aggregation,
-            "token_budget": self.token_budget,
-            "packing": self.packing,
-            "head": self.head,
-            "whole_step": self.whole_step,
-        }
-
-
-def train_step_steps(session: Session, batch: TrainBatch, loss: Any, options: StepOptions, lr: float | None) -> Steps:
+def train_step_steps(session: Session, batch: TrainBatch, loss: Any, options: PolicyOptions, lr: float | None) -> Steps:
     """Exactly one optimizer step on `batch`; returns `Metrics` and records them."""
     begin = time.perf_counter()
     check_batch(batch, session)
@@ -77,7 +53,7 @@ def train_step_steps(session: Session, batch: TrainBatch, loss: Any, options: St
 
 
 def forward_backward_steps(
-    session: Session, batch: TrainBatch, loss: Any, options: StepOptions, view: View | None = None
+    session: Session, batch: TrainBatch, loss: Any, options: PolicyOptions, view: View | None = None
 ) -> Steps:
     """Accumulate the gradient of `loss` on `batch`; returns `Metrics` with the per-token channels.
 
@@ -88,7 +64,6 @@ def forward_backward_steps(
     own_view = _view("forward_backward", batch) if view is None else None
     sources = of_batch(batch)
     batch = session.anchors.applied(batch)
-    worker_options = options.to_worker()
     shipped: ShippedLoss = ship(loss, batch, session.reference is not None or batch.ref_logprobs is not None)
     _tell_stale(session, batch, shipped)
     checked = time.perf_counter()
@@ -99,7 +74,7 @@ def forward_backward_steps(
         "policy_forward_backward",
         shared(batch),
         shipped.blob,
-        worker_options,
+        options,
         finish=merged_parts,
         what="train_step",
         track=True,
@@ -165,7 +140,7 @@ def _tell_stale(session: Session, batch: TrainBatch, shipped: ShippedLoss) -> No
         )
 
 
-def reference_steps(session: Session, batch: TrainBatch, options: StepOptions) -> Steps:
+def reference_steps(session: Session, batch: TrainBatch, options: PolicyOptions) -> Steps:
     """The batch with the reference policy's log-probs."""
     reference = session.reference
     if reference is None:
@@ -174,9 +149,9 @@ def reference_steps(session: Session, batch: TrainBatch, options: StepOptions) -
     return batch.replace(ref_logprobs=flat)
 
 
-def logprob_steps(engine: TrainEngine, batch: TrainBatch, options: StepOptions) -> Steps:
+def logprob_steps(engine: TrainEngine, batch: TrainBatch, options: PolicyOptions) -> Steps:
     """Log-probs of the batch's responses under an engine's weights, flat float32."""
-    merged = yield engine.call_all("policy_forward", shared(batch), options.to_worker(), finish=rows_in_order)
+    merged = yield engine.call_all("policy_forward", shared(batch), options, finish=rows_in_order)
     return np.concatenate(merged["logprobs"]).astype(np.float32)
 
 

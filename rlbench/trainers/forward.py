@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from rlbench.data.batch import TrainBatch
+from rlbench.data.ragged import Ragged
 from rlbench.errors import DataError, EngineError
 from rlbench.trainers.attention import packed_attention
 from rlbench.trainers.chunked_head import Head, UnfitHead, token_bytes, watched_head
@@ -88,7 +89,7 @@ class PolicyModel:
     ) -> Iterator[tuple[Tensor, Tensor, ModelInputs]]:
         """Log-probs and entropies (R,) of the response tokens of `rows`; run the backward inside the
         context. `head` is `PolicyOptions.head`; `watch` takes each token's gradients; `chunk_rows` as of `Head.run`."""
-        chunked = self.prove_head(rows, packed, head)
+        chunked = self.prove(rows, packed, head)
         with ExitStack() as within:
             with user_code():
                 inputs = model_inputs(rows, self.device, packed)
@@ -148,55 +149,23 @@ class PolicyModel:
             )
         return logits.flatten(0, 1)[inputs.predictors]
 
-    @torch.no_grad()
-    def prove_packing(self, batch: TrainBatch) -> None:
-        """Compare packed and padded log-probs once, on two short sequences; collective.
+    def prove(self, batch: TrainBatch, packed: bool, head: str = "auto") -> Head | None:
+        """Prove once, on two short sequences, that the model computes the same packed and by its output layer alone.
 
-        Recurrent layers and attention outside transformers' interface would leak from one sequence into the
-        next without an error.
+        Collective: the ranks go through the same collectives whatever each of them finds.
 
-        Raises:
-            EngineError: the model cannot run packed, or does not compute the same.
-        """
-        if self._packing_proved:
-            return
-        from transformers import PreTrainedModel
-
-        name = type(self.module).__name__
-        lacking = [n for n in ("position_ids", "logits_to_keep", "use_cache") if n not in self._parameters]
-        if not isinstance(self.module, PreTrainedModel) or lacking:
-            raise EngineError(
-                f"{name} cannot run packed: packing needs a transformers causal model whose forward takes "
-                "position_ids, use_cache and logits_to_keep; pass packing=False."
-            )
-        probe = _probe(batch)
-        with evaluating(self.module):
-            with self.stats(probe, 1.0, packed=True, head="plain") as (packed, _, _):
-                pass
-            with self.stats(probe, 1.0, packed=False, head="plain") as (padded, _, _):
-                pass
-        gap = float((packed - padded).abs().mean())
-        if not gap <= (HALF_TOLERANCE if self._half else CHECK_TOLERANCE):
-            raise EngineError(
-                f"{name} computes something else when sequences are packed (mean log-prob difference "
-                f"{gap:.2g}): its layers look across sequences; pass packing=False."
-            )
-        self._packing_proved = True
-
-    def prove_head(self, batch: TrainBatch, packed: bool, head: str = "auto") -> Head | None:
-        """The output layer that gives log-probs itself, or None where the logits are needed; collective.
-
-        Compares both ways once, on two short sequences. The ranks go through the same collectives whatever
-        each of them finds.
+        Returns:
+            The output layer that gives log-probs itself, or None where the logits are needed.
 
         Raises:
-            EngineError: head="chunked", and the model cannot.
+            EngineError: it cannot run packed, or head="chunked" is not possible.
         """
+        if packed and not self._packing_proved:
+            self._prove_packing(batch)
         if head == "plain":
             return None
         if packed not in self._heads:
-            with user_code():
-                self._heads[packed] = self._try_head(_probe(batch), packed)
+            self._heads[packed] = self._try_head(batch, packed)
             if isinstance(self._heads[packed], str) and head == "auto":
                 warnings.warn(f"log-probs take the whole logits' memory: {self._heads[packed]}", stacklevel=2)
         found = self._heads[packed]
@@ -206,31 +175,53 @@ class PolicyModel:
             raise EngineError(f"head='chunked' is not possible ({found}); pass head='auto' or 'plain'.")
         return None
 
-    @torch.no_grad()
-    def _try_head(self, probe: TrainBatch, packed: bool) -> Head | str:
+    def _prove_packing(self, batch: TrainBatch) -> None:
+        """Refuse a model whose layers look from one sequence into the next (recurrence, attention of its own)."""
+        from transformers import PreTrainedModel
+
+        name = type(self.module).__name__
+        lacking = [n for n in ("position_ids", "logits_to_keep", "use_cache") if n not in self._parameters]
+        if not isinstance(self.module, PreTrainedModel) or lacking:
+            raise EngineError(
+                f"{name} cannot run packed: packing needs a transformers causal model whose forward takes "
+                "position_ids, use_cache and logits_to_keep; pass packing=False."
+            )
+        packed, padded = (self._probed(batch, packed, 1.0, None)[0] for packed in (True, False))
+        gap = float((packed - padded).abs().mean())
+        if not gap <= (HALF_TOLERANCE if self._half else CHECK_TOLERANCE):
+            raise EngineError(
+                f"{name} computes something else when sequences are packed (mean log-prob difference "
+                f"{gap:.2g}): its layers look across sequences; pass packing=False."
+            )
+        self._packing_proved = True
+
+    def _try_head(self, batch: TrainBatch, packed: bool) -> Head | str:
         try:
             head = Head.of(self.module)
         except UnfitHead as unfit:
             return f"plain: {unfit}"
-        inputs = model_inputs(probe, self.device, packed)
-        with (
-            evaluating(self.module),
-            packed_attention(self.module, inputs.lengths) if packed else nullcontext(),
-        ):
-            plain = self._stats(inputs, CHECK_TEMPERATURE, packed, None)
-            try:
-                chunked = self._stats(inputs, CHECK_TEMPERATURE, packed, head)
-            except torch.OutOfMemoryError:
-                raise  # of one rank, perhaps: the others go on to other collectives
-            except (UnfitHead, RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-                for part in self.module.modules():  # the forward may have ended between gather and release
-                    if isinstance(part, FSDPModule):
-                        part.reshard()
-                return f"plain: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        plain = self._probed(batch, packed, CHECK_TEMPERATURE, None)
+        try:
+            chunked = self._probed(batch, packed, CHECK_TEMPERATURE, head)
+        except torch.OutOfMemoryError:
+            raise  # of one rank, perhaps: the others go on to other collectives
+        except (UnfitHead, RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+            for part in self.module.modules():  # the forward may have ended between gather and release
+                if isinstance(part, FSDPModule):
+                    part.reshard()
+            return f"plain: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
         gap = max(float((a - b).abs().mean()) for a, b in zip(plain, chunked, strict=True))
         if not gap <= (HALF_TOLERANCE if self._half else CHECK_TOLERANCE):
             return f"plain: the output layer's own log-probs differ from those of the logits by {gap:.2g}"
         return head
+
+    @torch.no_grad()
+    def _probed(self, batch: TrainBatch, packed: bool, temperature: float, head: Head | None) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies of two short sequences made of the batch's tokens."""
+        inputs = model_inputs(_probe(batch), self.device, packed)
+        attention = packed_attention(self.module, inputs.lengths) if packed else nullcontext()
+        with user_code(), evaluating(self.module), attention:
+            return self._stats(inputs, temperature, packed, head)
 
 
 @contextmanager
@@ -261,8 +252,6 @@ def _probe(batch: TrainBatch) -> TrainBatch:
 
 def as_batch(sequences: list[np.ndarray]) -> TrainBatch:
     """Sequences as a batch that is scored from their second token on."""
-    from rlbench.data.ragged import Ragged
-
     responses = Ragged.from_rows([row[1:] for row in sequences], np.int32)
     zeros = np.zeros(len(responses.values), np.float32)
     count = len(sequences)
@@ -275,3 +264,7 @@ def as_batch(sequences: list[np.ndarray]) -> TrainBatch:
         group=np.zeros(count, np.int32),
         weight_version=np.zeros(count, np.int64),
     )
+
+
+DUMMY = as_batch([np.zeros(2, np.int32)])
+"""What a rank without a micro-batch computes, so that its peers' collectives complete."""

@@ -27,9 +27,22 @@ class MetricSums:
         self.sums[name] = self.sums.get(name, 0.0) + value
         self.weights[name] = self.weights.get(name, 0.0) + weight
 
-    def so_far(self) -> dict[str, float]:
-        """The tokens trained on, and their part of the loss, for whoever watches the step."""
-        return {"trained": self.totals.get("tokens", 0.0), "loss": self.totals.get("loss", 0.0)}
+    def so_far(self, share: float) -> dict[str, float]:
+        """The tokens trained on, and their part of the loss, for whoever watches; `share` as of `Pending`."""
+        return {"trained": self.totals.get("tokens", 0.0), "loss": self.totals.get("loss", 0.0) / share}
+
+    def scale(self, factor: float) -> None:
+        """Scale the loss, as the gradients were that it belongs to."""
+        if "loss" in self.totals:
+            self.totals["loss"] *= factor
+
+    @classmethod
+    def joined(cls, parts: Iterable[MetricSums]) -> MetricSums:
+        """All parts together."""
+        whole = cls()
+        for part in parts:
+            whole.merge(part)
+        return whole
 
     def merge(self, other: MetricSums) -> None:
         """Take in what another rank counted."""
@@ -66,9 +79,13 @@ TAKEN = frozenset(
 
 
 @torch.no_grad()
-def measure(sums: MetricSums, inputs: LossInputs, own: dict[str, Tensor | float], loss: float) -> None:
+def measure(
+    sums: MetricSums, inputs: LossInputs, own: dict[str, Tensor | float], loss: float, with_sampler: bool = True
+) -> None:
     """Count one micro-batch: the standard numbers, then the loss's own (prefixed `loss/` where a name is
     taken).
+
+    `with_sampler`: compare the old policy with the sampler; not where the sampler stands in for it.
 
     Standard: `loss` (this rank's terms of the whole), `entropy`, `kl` (k3 of old to current policy),
     `ref_kl` (to the reference), `logprob_gap` and `logprob_gap_max` (sampler against trainer now), `tokens`, and
@@ -81,7 +98,8 @@ def measure(sums: MetricSums, inputs: LossInputs, own: dict[str, Tensor | float]
     tokens = float(mask.sum())
     sums.totals["loss"] = sums.totals.get("loss", 0.0) + loss
     sums.totals["tokens"] = sums.totals.get("tokens", 0.0) + tokens
-    sums.mismatch = sums.mismatch + MismatchMoments.of(inputs.old_logprobs, inputs.sampler_logprobs, mask)
+    if with_sampler:
+        sums.mismatch = sums.mismatch + MismatchMoments.of(inputs.old_logprobs, inputs.sampler_logprobs, mask)
     gap = (inputs.logprobs - inputs.sampler_logprobs).abs()
     standard = {
         "entropy": inputs.entropy,
@@ -116,7 +134,4 @@ def _own_metric(sums: MetricSums, name: str, value: Tensor | float, mask: Tensor
 
 def merged(parts: Iterable[MetricSums]) -> dict[str, float]:
     """The numbers of all ranks together."""
-    whole = MetricSums()
-    for part in parts:
-        whole.merge(part)
-    return whole.result()
+    return MetricSums.joined(parts).result()

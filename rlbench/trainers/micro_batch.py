@@ -1,7 +1,9 @@
-"""One micro-batch as a loss sees it, and what the loss says of each token."""
+"""Micro-batches: what a rank takes through one pass, what a loss sees of it, and what the loss says of each token."""
 
 from __future__ import annotations
 
+import zlib
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,15 @@ from torch import Tensor
 from rlbench.data.batch import TrainBatch
 from rlbench.rl import BatchTotals, LossInputs
 from rlbench.trainers.metrics import own_name
-from rlbench.trainers.options import PolicyOptions
 from rlbench.trainers.packing import Grid, ModelInputs
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Sequences that go through one pass, and their rows in the whole call; int64."""
+
+    batch: TrainBatch
+    rows: np.ndarray
 
 
 def totals_of(batch: TrainBatch) -> BatchTotals:
@@ -29,10 +38,19 @@ def totals_of(batch: TrainBatch) -> BatchTotals:
     )
 
 
+def prompts_of(batch: TrainBatch, numbered_anew: bool) -> frozenset[tuple[int, int]]:
+    """What tells the prompts of a step apart: the group's number; with `numbered_anew`, where each call counts its
+    groups from 0, also the prompt's tokens."""
+    if not numbered_anew:
+        return frozenset((number, 0) for number in batch.group.tolist())
+    rows = zip(batch.group.tolist(), batch.prompts, strict=True)
+    return frozenset((number, zlib.crc32(np.ascontiguousarray(ids).tobytes())) for number, ids in rows)
+
+
 def loss_inputs(
-    part: TrainBatch, logprobs: Tensor, entropy: Tensor, inputs: ModelInputs, options: PolicyOptions
+    part: TrainBatch, logprobs: Tensor, entropy: Tensor, inputs: ModelInputs, old_logprobs: str
 ) -> LossInputs:
-    """The padded view that a loss sees."""
+    """The padded view that a loss sees; `old_logprobs` is `PolicyOptions.old_logprobs`."""
     pad = inputs.grid.pad
 
     def given(values: np.ndarray) -> Tensor:
@@ -42,7 +60,7 @@ def loss_inputs(
     if part.old_logprobs is not None:
         old = given(part.old_logprobs)
     else:
-        old = given(part.sampler_logprobs) if options.old_logprobs == "sampler" else pad(logprobs.detach())
+        old = given(part.sampler_logprobs) if old_logprobs == "sampler" else pad(logprobs.detach())
     return LossInputs(
         logprobs=pad(logprobs),
         old_logprobs=old,
@@ -55,16 +73,12 @@ def loss_inputs(
     )
 
 
-def said_per_token(view: LossInputs, own: dict[str, Any], grid: Grid) -> dict[str, Tensor]:
+def tokens_of_loss(view: LossInputs, own: dict[str, Any], grid: Grid) -> dict[str, Tensor]:
     """What the loss compared with and what it said, flat: old and reference log-probs, its metrics per token."""
-    said = {
-        name: value
-        for name, value in (("old_logprobs", view.old_logprobs), ("ref_logprobs", view.ref_logprobs))
-        if value is not None
-    }
-    said |= {
+    channels = {"old_logprobs": view.old_logprobs, "ref_logprobs": view.ref_logprobs}
+    channels |= {
         own_name(name): value
         for name, value in own.items()
         if isinstance(value, Tensor) and value.shape == view.mask.shape
     }
-    return {name: grid.flat(value) for name, value in said.items()}
+    return {name: grid.flat(value) for name, value in channels.items() if value is not None}

@@ -19,12 +19,11 @@ from rlbench.data.ragged import flat_index
 from rlbench.errors import EngineError
 from rlbench.strategies.base import StrategyBase
 from rlbench.strategies.memory_side import reshard
-from rlbench.trainers.forward import PolicyModel, as_batch, evaluating
+from rlbench.trainers.forward import DUMMY, PolicyModel, evaluating
 from rlbench.trainers.over_ranks import agreed, check_stop
 from rlbench.trainers.reward_heads import scores_of
 from rlbench.trainers.value_model import check_critic, values_of
 
-FILL = [0, 0]
 NO_ROWS = np.zeros(0, np.int64)
 
 
@@ -66,11 +65,9 @@ class ModelStage:
         head = "plain" if self._chunk_rows is None else "chunked"
         found = np.full((2, batch.tokens), np.nan, np.float32)
         with self._computing(model):
-            if self._packed:
-                policy.prove_packing(batch)
 
             def compute(rows: np.ndarray) -> None:
-                part = batch.rows(rows) if len(rows) else as_batch([np.asarray(FILL, np.int32)])
+                part = batch.rows(rows) if len(rows) else DUMMY
                 with policy.stats(part, batch.temperature, self._packed, head, chunk_rows=self._chunk_rows) as (
                     logprobs,
                     entropy,
@@ -95,7 +92,7 @@ class ModelStage:
         with self._computing(critic):
 
             def compute(rows: np.ndarray) -> None:
-                part = batch.rows(rows) if len(rows) else as_batch([np.asarray(FILL, np.int32)])
+                part = batch.rows(rows) if len(rows) else DUMMY
                 values = values_of(critic, part, device, self._packed)
                 if len(rows):
                     found[_tokens_of(batch, rows)] = values.float().cpu().numpy()

@@ -1,12 +1,15 @@
-"""Options of a policy pass: one dataclass, checked by name, so that no option is without effect."""
+"""Options of a policy pass, for a session's verbs and for trainers; importable without torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlbench.errors import DataError, nearest
-from rlbench.rl import Aggregation
+
+if TYPE_CHECKING:
+    from rlbench.rl import Aggregation
 
 HEADS = ("auto", "chunked", "plain")
 LOGITS_BYTES = 2 << 30
@@ -31,6 +34,7 @@ class PolicyOptions:
         head: "chunked": log-probs and entropies straight from the output layer, never holding the logits;
             "plain": from the logits; "auto": chunked where the model allows it (it has one nn.Linear as its
             output layer and does nothing to the logits), else plain.
+        tile: rows of the output layer that are computed at once, where it is chunked; None: what suits the device.
         whole_step: the optimizer's step follows at once. Where it does not, because the driver went away in between,
             the next pass drops these gradients instead of adding to them.
     """
@@ -42,6 +46,7 @@ class PolicyOptions:
     old_logprobs: str = "current"
     keep_tokens: bool = True
     head: str = "auto"
+    tile: int | None = None
     whole_step: bool = False
 
     def __post_init__(self) -> None:
@@ -51,15 +56,26 @@ class PolicyOptions:
             raise DataError(f"head={self.head!r}{nearest(self.head, HEADS)}: it is 'auto', 'chunked' or 'plain'.")
         if self.temperature is not None and self.temperature <= 0:
             raise DataError(f"temperature={self.temperature}: log-probs need a temperature above 0.")
+        if self.aggregation is not None:
+            from rlbench.rl import Aggregation
+
+            Aggregation.of(self.aggregation)
 
     @classmethod
-    def of(cls, given: dict[str, Any]) -> PolicyOptions:
-        """From a dict, refusing names that mean nothing."""
+    def of(cls, given: PolicyOptions | Mapping[str, Any]) -> PolicyOptions:
+        """A value as it is; or from a dict, refusing names that mean nothing."""
+        if isinstance(given, PolicyOptions):
+            return given
         known = [field.name for field in fields(cls)]
         for name in given:
             if name not in known:
                 raise DataError(f"unknown option {name!r}{nearest(name, known)}; options: {', '.join(known)}.")
         return cls(**given)
+
+    @property
+    def of_verbs(self) -> dict[str, Any]:
+        """Those that are arguments of `session.train_step`, by name."""
+        return {name: getattr(self, name) for name in ("aggregation", "token_budget", "packing", "head")}
 
     def budget(self, vocab_size: int, token_bytes: int | None = None) -> int:
         """The token budget; where not given, chosen by what the pass holds.

@@ -1,52 +1,33 @@
-"""One rank's part of a policy update: forward, forward_backward, optim_step.
+"""One rank's part of the session's verbs over whole batches: forward, forward_backward, optim_step.
 
-Every rank holds the whole batch and makes the same plan; each computes its own rows. Ranks vote before every
-backward, so that a stop or a failure on one ends the call on all with gradients cleared. The loss is
-normalised over the whole optimizer step: all micro-batches, all ranks, and all `forward_backward` calls since
-the last step.
+Every rank holds the whole batch and makes the same plan of micro-batches; each computes its own rows.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rlbench.data.batch import TrainBatch
-from rlbench.errors import DataError, EngineError, LossError, Stopped
-from rlbench.rl import Aggregation, BatchTotals, Loss
-from rlbench.strategies.control import Verdict
+from rlbench.errors import EngineError
+from rlbench.rl import Aggregation, LossInputs
 from rlbench.strategies.fsdp2 import FSDPV2Strategy
-from rlbench.strategies.gradients import scale_gradients
 from rlbench.strategies.memory_side import holds_gradients, reshard
 from rlbench.strategies.optimizer_set import Stepped
-from rlbench.trainers.clock import Clock
-from rlbench.trainers.forward import PolicyModel, as_batch
-from rlbench.trainers.loss_value import LossCache, evaluate
-from rlbench.trainers.metrics import MetricSums, measure, merged
-from rlbench.trainers.micro_batch import loss_inputs, said_per_token, totals_of
+from rlbench.trainers.gradient_step import GradientStep, Pass
+from rlbench.trainers.loss_value import LossCache
+from rlbench.trainers.metrics import MetricSums, merged
+from rlbench.trainers.micro_batch import Slice, tokens_of_loss
 from rlbench.trainers.options import PolicyOptions
 from rlbench.trainers.packing import plan_micro_batches
-from rlbench.trainers.step_plan import NO_PLAN, StepPlan, plan_step
+from rlbench.trainers.policy_pass import PolicyPass, Stats
 from rlbench.trainers.token_keeper import TokenGradients, TokenKeeper
-from rlbench.user_code import user_code
 
 Report = Callable[..., None]
-
-
-@dataclass(frozen=True)
-class _Pending:
-    """What the gradients that wait for a step are normalised by."""
-
-    totals: BatchTotals
-    aggregation: Aggregation
-    whole_step: bool
 
 
 class PolicyStep:
@@ -69,45 +50,30 @@ class PolicyStep:
         report: Report,
         optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None,
     ) -> None:
-        self.module = module
-        self.strategy = strategy
-        self._stop_requested = stop_requested
+        self.module, self.strategy = module, strategy
+        self.gradients = GradientStep(module, strategy, stop_requested, optimizer)
         self._report = report
-        self._optimizer = optimizer
-        self._model = PolicyModel(module, strategy.device.device, strategy.bf16)
         self._losses = LossCache()
-        self._pending: _Pending | None = None
-        self._token_gradients: list[TokenKeeper] = []  # of the batches whose gradients wait
+        self.renew()
+
+    def renew(self) -> None:
+        """Look again at how the module is run: its class may be another one."""
+        self._passes = PolicyPass(self.gradients)
 
     @property
     def vocab_size(self) -> int:
         """Of the model."""
-        return self._model.vocab_size
+        return self._passes.model.vocab_size
 
     # -- verbs -----------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def forward(self, batch: TrainBatch, options: PolicyOptions) -> dict[str, Any]:
-        """Log-probs and entropies without gradient, of this rank's rows; collective.
-
-        Returns:
-            `rows` (n,) int64, and `channels`: `logprobs` and `entropy`, each a list of (length,) float32 arrays in
-            the same order.
-        """
-        clock = Clock()
-        mine, temperature = self._prepare(batch, options)
-        kept = TokenKeeper("logprobs", "entropy")
-        for step, rows in enumerate(mine):
-            with self._resharded_on_failure():
-                with clock("forward"):
-                    part = batch.rows(rows) if len(rows) else _fill()
-                    with self._model.stats(part, temperature, options.packing, options.head) as found:
-                        if len(rows):
-                            kept.add(rows, part, {"logprobs": found[0], "entropy": found[1]})
-                self._vote(self._own_verdict(), "forward", clock)
-            self._report(phase="forward", done=step + 1, total=len(mine))
-        reshard(self.module)  # the next step changes the shards, not what is gathered
-        return {**kept.result(), "seconds": dict(clock.seconds)}
+        """What `PolicyPass.score` gives of this rank's rows; collective."""
+        self._passes.check(batch, options)
+        parts, count = self._split(batch, options)
+        return self._passes.score(
+            parts, count, options, "forward", lambda done: self._report(phase="forward", done=done, total=count)
+        )
 
     def forward_backward(self, batch: TrainBatch, loss_blob: bytes, options: PolicyOptions) -> dict[str, Any]:
         """Add the gradients of `batch` to those that wait for the next step; collective.
@@ -118,71 +84,46 @@ class PolicyStep:
 
         Returns:
             `metrics` (of all ranks; equal on each), `aggregation`, `head`, `micro_batches`, `computed` (tokens the rank
-            ran through the model) and `padding` (how many of them belong to no row), `seconds` by phase, and as
-            `forward` returns them the `rows` of this rank and their `channels`: also `old_logprobs`, `ref_logprobs`
-            where there are any, and what the loss's metrics say per token.
+            ran through the model) and `padding` (how many of them belong to no row), and as `forward` returns them the
+            `rows` of this rank and their `channels`: also `old_logprobs`, `ref_logprobs` where there are any, and what
+            the loss's metrics say per token.
 
         Raises:
             LossError: the loss gave something that cannot be trained on (gradients are cleared).
             Stopped: somebody asked to stop (gradients are cleared, random state is as before the call).
         """
-        clock = Clock()
-        control = self.strategy.control
+        control, passes = self.strategy.control, self._passes
         loss = control.together("loading the loss", lambda: self._losses.load(loss_blob))
-        mine, temperature = self._prepare(batch, options)
-        _check_reference(loss, batch)
-        plan = self._plan(loss, batch, options, clock)
-        pending, share = self._join_pending(batch, _aggregation(loss, options), options.whole_step)
-        sums, kept, computed, tokens = MetricSums(), TokenKeeper("logprobs", "entropy"), 0, 0
-        felt = TokenKeeper(*TokenGradients.NAMES)
-        random_state = self.strategy.device.rng_state()
-        for step, rows in enumerate(mine):
-            with self._cleared_on_failure(random_state):
-                part = batch.rows(rows) if len(rows) else _fill()
-                begin = time.perf_counter()
-                watch = self._watch(options) if len(rows) else None
-                with ExitStack() as within:
-                    logprobs, entropy, inputs = within.enter_context(
-                        self._model.stats(part, temperature, options.packing, options.head, watch)
-                    )
-                    begin = clock.add("forward", begin)
-                    total = logprobs.sum() * 0.0  # a fill: the collectives of a backward, and no gradient
-                    failure: Exception | None = None
-                    try:
-                        if len(rows):
-                            computed, tokens = computed + inputs.input_ids.numel(), tokens + sum(inputs.lengths)
-                            view = loss_inputs(part, logprobs, entropy, inputs, options)
-                            view = replace(view, channels=plan.of(rows, view.mask))
-                            weights = pending.aggregation.weights(view.mask, pending.totals, view.group)
-                            total, own = evaluate(loss, view, weights)
-                            measure(sums, view, own, float(total.detach()) / share)
-                    except Exception as error:  # of a user's loss: the vote ends the call
-                        failure = error
-                    clock.add("loss", begin)
-                    self._vote(self._own_verdict(failure), "forward_backward", clock, failure)
-                    with clock("backward"), user_code():
-                        self.strategy.backward(total, self.module, self._optimizer(), reduction="sum")
-                if watch is not None:
-                    felt.add(rows, part, watch.channels())
-                if len(rows) and options.keep_tokens:
-                    said = said_per_token(view, own, inputs.grid)
-                    kept.add(rows, part, {"logprobs": logprobs, "entropy": entropy, **said})
-            self._report(phase="backward", done=step + 1, total=len(mine), tokens=tokens, **sums.so_far())
-        with self._cleared_on_failure(random_state):
+        passes.check(batch, options, loss)
+        parts, count = self._split(batch, options)
+        plan = passes.plan(loss, parts, count, batch, options)
+        record = _Record(options, self.strategy.backward_scale(self.module))
+
+        def one(index: int) -> Pass:
+            part = parts[index] if index < len(parts) else None
+            keep, watch = record.begin(part)
+            return passes.loss(part, loss, pending, options, record.sums, plan, keep, watch)
+
+        def after(index: int) -> None:
+            record.end()
+            so_far = record.sums.so_far(pending.share)
+            self._report(phase="backward", done=index + 1, total=count, tokens=record.tokens, **so_far)
+
+        aggregation = aggregation_of(loss, options.aggregation)
+        with self.gradients.adding([batch], aggregation, whole_step=options.whole_step, shared=True) as pending:
+            self.gradients.run(count, one, "forward_backward", after)
             control.together("the loss's calls", lambda: self._losses.need_unchanged(loss_blob))
-        self._pending = pending
         if not options.whole_step:
-            self._token_gradients.append(felt)
-        metrics = merged(control.gather(sums))
+            self.gradients.beside.append(record.token_gradients)
+        record.sums.scale(1 / pending.share)  # of these sequences alone
         return {
-            "metrics": metrics,
-            "aggregation": pending.aggregation.mode,
-            "head": "plain" if options.head == "plain" else self._model.head_used(options.packing),
-            "micro_batches": len(mine),
-            "computed": computed,
-            "padding": computed - tokens,
-            "seconds": dict(clock.seconds),
-            **kept.result(),
+            "metrics": merged(control.gather(record.sums)),
+            "aggregation": aggregation.mode,
+            "head": "plain" if options.head == "plain" else passes.head_used(options),
+            "micro_batches": count,
+            "computed": record.computed,
+            "padding": record.computed - record.tokens,
+            **record.keeper.result(),
         }
 
     def optim_step(
@@ -202,187 +143,105 @@ class PolicyStep:
 
         Returns:
             `metrics` (`grad_norm` before clipping, `lr` of the first group in this step,
-            and with `rates` `lr_usual`), `stepped`, and `skipped`: the reason, or None.
+            and with `rates` `lr_usual`), `stepped`, `skipped` (the reason, or None), and `seconds`.
 
         Raises:
             EngineError: no gradient waits. Stopped: gradients are cleared and nothing was stepped.
         """
         if not whole_step:
-            self._drop_stale()
+            self.gradients.drop_stale()
         if not holds_gradients(self.module):
             raise EngineError("there is no gradient to step with; call forward_backward(batch, loss) first.")
-        clock = Clock()
         usual = float(optimizer.param_groups[0]["lr"])
-        rate = usual if rates is None else rates[0]
-        with self._cleared_on_failure():
-            self._vote(self._own_verdict(), "optim_step", clock)
-            with clock("step"):
-                result = self.strategy.step_now(optimizer, self.module, scheduler, max_norm=max_norm, rates=rates)
-        self._pending, self._token_gradients = None, []
-        metrics = {"grad_norm": result["grad_norm"], "lr": rate}
+        with self.gradients.cleared_on_failure():
+            self.gradients.vote("optim_step")
+            begin = time.perf_counter()
+            result = self.strategy.step_now(optimizer, self.module, scheduler, max_norm=max_norm, rates=rates)
+            seconds = time.perf_counter() - begin
+        self.gradients.forget()
+        metrics = {"grad_norm": result["grad_norm"], "lr": usual if rates is None else rates[0]}
         if rates is not None:
             metrics["lr_usual"] = usual
-        return {
-            "metrics": metrics,
-            "stepped": result["stepped"],
-            "skipped": result["skipped"],
-            "seconds": dict(clock.seconds),
-        }
-
-    def _drop_stale(self) -> None:
-        """Forget the gradients of a whole step whose driver went away before its second half, and what is known of
-        gradients that somebody cleared (a cell of the user's, a checkpoint that was loaded)."""
-        if self._pending is not None and (self._pending.whole_step or not holds_gradients(self.module)):
-            self.zero_grad()
-
-    def zero_grad(self) -> None:
-        """Gradients gone and parameters back to shards: forget what waits for a step, or ended in the middle."""
-        self.strategy.forget_gradients(self.module)
-        self._pending, self._token_gradients = None, []
+        done = {"stepped": result["stepped"], "skipped": result["skipped"], "seconds": {"step": seconds}}
+        return {"metrics": metrics, **done}
 
     @property
     def waiting(self) -> bool:
         """Whether gradients wait for a step."""
-        self._drop_stale()
+        self.gradients.drop_stale()
         return holds_gradients(self.module)
 
     def token_gradients(self) -> list[dict[str, Any]]:
         """`rows` and `channels` (see `TokenGradients`) of this rank, for each batch whose gradients wait."""
-        self._drop_stale()
-        return [felt.result() for felt in self._token_gradients]
+        self.gradients.drop_stale()
+        return [tokens.result() for tokens in self.gradients.beside]
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Put away the gradients that wait; they come back as they were, bit for bit, whatever happens inside."""
-        self._drop_stale()
-        reshard(self.module)  # a gathered parameter shows not the gradient of its shard
-        held = [(parameter, parameter.grad) for parameter in self.module.parameters()]
-        pending, felt = self._pending, self._token_gradients
-        self.module.zero_grad(set_to_none=True)  # the strategy's count of them stays
-        self._pending, self._token_gradients = None, []
-        try:
-            yield
-        finally:
-            reshard(self.module)
-            for parameter, gradient in held:
-                parameter.grad = gradient
-            self._pending, self._token_gradients = pending, felt
-
-    def renew(self) -> None:
-        """The module's class is another one: look again at how it is run."""
-        self._model = PolicyModel(self.module, self.strategy.device.device, self.strategy.bf16)
+    def zero_grad(self) -> None:
+        """Drop the gradients that wait, or that ended in the middle."""
+        self.gradients.clear()
 
     def head_used(self, options: PolicyOptions) -> str:
-        """How log-probs come about: "chunked", or "plain" with the reason; "unknown" before the first pass."""
-        return self._model.head_used(options.packing) if options.head != "plain" else "plain: asked for"
+        """See `PolicyPass.head_used`."""
+        return self._passes.head_used(options)
 
     def budget(self, options: PolicyOptions, chunked: bool) -> int:
         """Tokens of one micro-batch on one rank, with or without logits to hold."""
-        return options.budget(self._model.vocab_size, self._model.token_bytes if chunked else None)
+        return options.budget(self.vocab_size, self._passes.model.token_bytes if chunked else None)
 
     # -- parts -----------------------------------------------------------------------------------------------
 
-    def _prepare(self, batch: TrainBatch, options: PolicyOptions) -> tuple[list[np.ndarray], float]:
-        """Check the batch, plan it, and return this rank's micro-batches and the temperature."""
-        if len(batch) == 0:
-            raise DataError("the batch has no sequences; nothing can be computed.")
-        self._model.check_tokens(batch)
-        temperature = batch.temperature if options.temperature is None else options.temperature
-        if temperature <= 0:
-            raise DataError("the batch was sampled greedily (temperature 0); pass temperature=1.0 to score it.")
-        with self._resharded_on_failure():
-            if options.packing:
-                self._model.prove_packing(batch)
-            head = self._model.prove_head(batch, options.packing, options.head)
-        chunked = all(self.strategy.control.gather(head is not None))
-        plan = plan_micro_batches(batch.lengths, self.strategy.world_size, self.budget(options, chunked))
-        steps = self.strategy.control.gather((batch.key, len(plan[0])))
-        if any(other != steps[0] for other in steps):
-            raise EngineError(f"the ranks were given different batches ({steps}); give each the whole batch.")
-        return plan[self.strategy.rank], temperature
-
-    def _join_pending(self, batch: TrainBatch, aggregation: Aggregation, whole_step: bool) -> tuple[_Pending, float]:
-        """Extend the normaliser to this batch, rescaling waiting gradients; also this batch's share of the
-        whole."""
-        own = totals_of(batch)
-        self._drop_stale()
-        if self._pending is None:
-            return _Pending(own, aggregation, whole_step), 1.0
-        if self._pending.aggregation != aggregation:
-            raise LossError(
-                f"gradients of aggregation={self._pending.aggregation.mode!r} wait for a step; they cannot "
-                f"be joined by {aggregation.mode!r}: call optim_step or zero_grad first."
-            )
-        whole = self._pending.totals.then(own)
-        now = aggregation.divisor(whole)
-        scale = aggregation.divisor(self._pending.totals) / now
-        scale_gradients(self.module.parameters(), scale)
-        for felt in self._token_gradients:
-            felt.scale(scale)
-        self._pending = None  # from here on a failure clears everything
-        return _Pending(whole, aggregation, whole_step), aggregation.divisor(own) / now
-
-    def _watch(self, options: PolicyOptions) -> TokenGradients | None:
-        """What takes each token's gradients; in a whole step nobody could ask for them."""
-        return None if options.whole_step else TokenGradients(self.strategy.backward_scale(self.module))
-
-    def _plan(self, loss: Loss, batch: TrainBatch, options: PolicyOptions, clock: Clock) -> StepPlan:
-        """What the loss says of the whole step, where it wants to see it first; collective."""
-        if not getattr(loss, "needs_plan", False):
-            return NO_PLAN
-        with clock("plan"):
-            control = self.strategy.control
-            parts = control.gather(self.forward(batch, options))
-            return control.together(  # type: ignore[no-any-return]
-                "the loss's plan", lambda: plan_step(loss, batch, parts, options.old_logprobs)
-            )
-
-    def _own_verdict(self, failure: Exception | None = None) -> Verdict:
-        if failure is not None:
-            return Verdict.FAILED
-        return Verdict.STOP if self._stop_requested() else Verdict.GO
-
-    def _vote(self, own: Verdict, doing: str, clock: Clock, failure: Exception | None = None) -> None:
-        """Go on only if all ranks do."""
-        with clock("vote"):
-            verdict = self.strategy.control.vote(own)
-        if verdict is Verdict.FAILED:
-            self.strategy.control.raise_together(doing, failure)
-        if verdict is Verdict.STOP:
-            kept = "" if doing == "forward" else ": gradients were cleared, parameters and optimizer are untouched"
-            raise Stopped(f"{doing} stopped{kept}")
-
-    @contextmanager
-    def _resharded_on_failure(self) -> Iterator[None]:
-        """Leave no gathered parameter behind an exception; gradients that wait for a step stay."""
+    def _split(self, batch: TrainBatch, options: PolicyOptions) -> tuple[list[Slice], int]:
+        """This rank's micro-batches, and how many passes every rank makes; collective."""
         try:
-            yield
+            head = self._passes.model.prove(batch, options.packing, options.head)
         except BaseException:
             reshard(self.module)
             raise
-
-    @contextmanager
-    def _cleared_on_failure(self, random_state: Any = None) -> Iterator[None]:
-        """Leave nothing half done behind an exception or a stop."""
-        try:
-            yield
-        except BaseException:
-            self.zero_grad()
-            if random_state is not None:
-                self.strategy.device.set_rng_state(random_state)
-            raise
+        chunked = all(self.strategy.control.gather(head is not None))
+        plan = plan_micro_batches(batch.lengths, self.strategy.world_size, self.budget(options, chunked))
+        seen = self.strategy.control.gather((batch.key, len(plan[0])))
+        if any(other != seen[0] for other in seen):
+            raise EngineError(f"the ranks were given different batches ({seen}); give each the whole batch.")
+        mine = plan[self.strategy.rank]
+        return [Slice(batch.rows(rows), rows) for rows in mine if len(rows)], len(mine)
 
 
-def _aggregation(loss: Loss, options: PolicyOptions) -> Aggregation:
-    """The caller's choice, else the one the loss is meant for, else the token mean."""
-    return Aggregation.of(options.aggregation or getattr(loss, "aggregation", None) or "token-mean")
+class _Record:
+    """What one `forward_backward` keeps of its passes beside the gradients."""
+
+    def __init__(self, options: PolicyOptions, scale: int) -> None:
+        self._options, self._scale = options, scale
+        self.sums, self.keeper = MetricSums(), TokenKeeper("logprobs", "entropy")
+        self.token_gradients = TokenKeeper(*TokenGradients.NAMES)
+        self.computed = self.tokens = 0
+        self._running: tuple[Slice | None, TokenGradients | None] = None, None
+
+    def begin(self, part: Slice | None) -> tuple[Callable[..., None], TokenGradients | None]:
+        """What keeps of a pass, and what takes its tokens' gradients: nothing where nobody could ask for them."""
+        watch = None if part is None or self._options.whole_step else TokenGradients(self._scale)
+        self._running = part, watch
+        return self._keep, watch
+
+    def _keep(self, view: LossInputs, own: dict[str, Any], stats: Stats) -> None:
+        logprobs, entropy, inputs = stats
+        part = self._running[0]
+        assert part is not None
+        self.computed += inputs.input_ids.numel()
+        self.tokens += sum(inputs.lengths)
+        if self._options.keep_tokens:
+            channels: dict[str, Tensor] = {"logprobs": logprobs, "entropy": entropy}
+            self.keeper.add(part.rows, part.batch, channels | tokens_of_loss(view, own, inputs.grid))
+
+    def end(self) -> None:
+        """The backward is done."""
+        part, watch = self._running
+        if part is not None and watch is not None:
+            self.token_gradients.add(part.rows, part.batch, watch.channels())
 
 
-def _check_reference(loss: Loss, batch: TrainBatch) -> None:
-    if getattr(loss, "needs_reference", False) and batch.ref_logprobs is None:
-        raise LossError(f"{loss!r} needs ref_logprobs and the batch has none; score it with a reference engine first.")
+def aggregation_of(loss: Any, chosen: str | Aggregation | None) -> Aggregation:
+    """How the tokens of a step become one number: as the caller chose, else as the loss is meant, else "token-mean".
 
-
-def _fill() -> TrainBatch:
-    """What a rank without rows computes, so that its peers' collectives complete."""
-    return as_batch([np.zeros(2, np.int32)])
+    A function of the user's own says nothing of it; then every token counts the same, as in most losses of today.
+    """
+    return Aggregation.of(chosen or getattr(loss, "aggregation", None) or "token-mean")

@@ -19,8 +19,10 @@ from rlbench.errors import StateError
 from rlbench.rl import AdaptiveKL, Aggregation, Loss, PolicyLoss, resolve
 from rlbench.strategies.config import OptionError, accumulation_steps
 from rlbench.trainers.experience import Experience
+from rlbench.trainers.loss_choice import loss_of
 from rlbench.trainers.ppo_trainer import Metrics, PPOTrainer, mean_of
-from rlbench.trainers.update import PolicyUpdate, ValueUpdate, loss_of
+from rlbench.trainers.update import PolicyUpdate
+from rlbench.trainers.value_update import ValueUpdate
 
 DEFAULT_MODE = "seq-mean-token-mean"
 OF_EXPERIENCE = ("_waiting", "_place", "_began", "_texts_began", "_done", "rollout_metrics")

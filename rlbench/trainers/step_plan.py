@@ -39,7 +39,7 @@ def plan_step(loss: Any, batch: TrainBatch, parts: list[dict[str, Any]], old: st
     Args:
         loss: one with `plan`.
         batch: the whole batch.
-        parts: what `PolicyStep.forward` gave on every rank: `rows` and their `channels`.
+        parts: what `PolicyPass.score` gave on every rank: `rows` and their `channels`.
         old: what stands in for old log-probs where the batch has none, "current" or "sampler".
 
     Raises:

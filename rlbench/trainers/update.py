@@ -1,10 +1,11 @@
-"""The updates of a trainer on a rank: the policy's and the critic's, one optimizer step from lists of micro-batches."""
+"""A trainer's updates on a rank, one optimizer step from lists of micro-batches: what they share, and the policy's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,57 +13,214 @@ import torch
 from torch import Tensor, nn
 
 from rlbench.data.batch import TrainBatch
-from rlbench.errors import DataError, LossError
-from rlbench.rl import Aggregation, Loss, RunningMoments, resolve, value_loss
-from rlbench.rl.losses import check_sampled_as_trained
+from rlbench.errors import DataError, EngineError, LossError
+from rlbench.rl import Aggregation, Loss, resolve
 from rlbench.strategies.base import StrategyBase
+from rlbench.strategies.memory_side import holds_gradients
 from rlbench.trainers.experience import Experience, joined_batches
-from rlbench.trainers.forward import PolicyModel, as_batch
-from rlbench.trainers.loss_choice import loss_of
-from rlbench.trainers.loss_value import evaluate
-from rlbench.trainers.metrics import measure
-from rlbench.trainers.micro_batch import loss_inputs
+from rlbench.trainers.forward import DUMMY, as_batch
+from rlbench.trainers.gradient_step import GradientStep, Pass, Pending
+from rlbench.trainers.metrics import MetricSums, merged
+from rlbench.trainers.micro_batch import Slice
 from rlbench.trainers.options import PolicyOptions
-from rlbench.trainers.packing import ModelInputs
-from rlbench.trainers.step_plan import StepPlan, plan_step
-from rlbench.trainers.token_keeper import TokenKeeper
-from rlbench.trainers.update_loop import Metrics, UpdateLoop, Weighing, fill, never
-from rlbench.trainers.value_model import valued
+from rlbench.trainers.policy_pass import PolicyPass, slices
+from rlbench.trainers.step_plan import NO_PLAN
 
-__all__ = ["PolicyUpdate", "ValueUpdate", "loss_of"]
-
+Metrics = dict[str, float]
 Text = Sequence[Sequence[int]]
 """A micro-batch of pretraining text: token ids of its sequences."""
 
-STAND_IN = PolicyOptions(old_logprobs="sampler")
-NAMES = {"loss": "policy_loss", "kl": "approx_kl", "experience_kl": "kl"}
-"""What the trainer calls the standard metrics of a policy step."""
+
+class Update(ABC):
+    """One optimizer step after another from lists of micro-batches; a subclass says what one of these computes.
+
+    Args:
+        model: trained; prepared by the strategy.
+        optimizer: over its parameters, made by the strategy.
+        scheduler: stepped with the optimizer; None: the rate stays.
+        strategy: the rank's.
+        aggregation: how tokens become one number, by name or as a value.
+        stop_requested: asked before each backward, and before the step.
+    """
+
+    name: str
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        strategy: StrategyBase,
+        aggregation: str | Aggregation,
+        stop_requested: Callable[[], bool],
+    ) -> None:
+        self.model, self.optimizer, self.scheduler, self.strategy = model, optimizer, scheduler, strategy
+        self.aggregation = Aggregation.of(aggregation)
+        self.gradients = GradientStep(model, strategy, stop_requested, lambda: self.optimizer)
+        self._doing = f"the {self.name}'s update"
+
+    # -- verbs -------------------------------------------------------------------------------------------------------
+
+    def step(self, micro_batches: Sequence[Experience], *texts: Any) -> Metrics:
+        """Take one optimizer step on these sequences of all ranks: `accumulate`, then `finish`; collective."""
+        self.strategy.need_optimizer(self.optimizer)
+        self.accumulate(micro_batches, *texts)
+        return self.finish()
+
+    def accumulate(self, micro_batches: Sequence[Experience], *texts: Any) -> None:
+        """Add the gradients of these sequences to those that wait for the step; collective.
+
+        Args:
+            micro_batches: of this rank, each taken through one backward; any number, none too.
+
+        Raises:
+            DataError, LossError: a micro-batch that cannot be trained on, or a loss that fails or is not finite, on
+                some rank. Stopped: somebody asked to stop. After a refusal of the micro-batches themselves all is as
+                before; after anything later gradients are gone, parameters and optimizer untouched, and the random
+                state is that of before the call.
+        """
+        self._check_all(micro_batches)
+        self._add(micro_batches)
+
+    def finish(self) -> Metrics:
+        """Clip and step with the gradients that wait; collective.
+
+        A gradient norm that is not finite, or a step without a single trained token, leaves parameters, optimizer and
+        scheduler as they are, on all ranks alike; `<name>_skipped` is 1 then.
+
+        Returns:
+            Metrics over all ranks and all calls of the step, equal on each rank, and `<name>_lr`, `<name>_grad_norm`
+            (before clipping), `<name>_skipped`.
+
+        Raises:
+            EngineError: nothing waits. StateError: the optimizer is offloaded (the gradients wait on). Stopped:
+                gradients are cleared, nothing was stepped.
+        """
+        if not self.waiting:
+            raise EngineError(f"there is no gradient of the {self.name} to step with; call accumulate(…) first.")
+        self.strategy.need_optimizer(self.optimizer)
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        with self.gradients.cleared_on_failure():
+            self._complete()
+            metrics = self.so_far()
+            self.gradients.vote("the optimizer step")
+            norm, stepped = self._stepped()
+        self.gradients.forget()
+        own = {"lr": rate, "grad_norm": norm, "skipped": float(not stepped)}
+        return metrics | {f"{self.name}_{name}": value for name, value in own.items()}
+
+    def so_far(self) -> Metrics:
+        """Metrics of what waits for its step, over all ranks; the loss is that of its sequences alone; collective."""
+        own = MetricSums.joined(one for one in self.gradients.beside if isinstance(one, MetricSums))
+        return self._named(merged(self.strategy.control.gather(own)))
+
+    def clear(self) -> None:
+        """Drop the gradients that wait, and what is known of them."""
+        self.gradients.clear()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something was accumulated since the last step."""
+        return self.gradients.pending is not None
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether gradients lie on the model that wait for the rest of their step."""
+        return self.gradients.pending is not None and holds_gradients(self.model)
+
+    @property
+    def lost_gradients(self) -> bool:
+        """Whether somebody cleared the gradients that wait (`session.zero_grad()`, a cell of the user's)."""
+        return self.gradients.lost
+
+    def waiting_state(self) -> dict[str, Any]:
+        """What is known of the step whose gradients wait; they themselves are the model's."""
+        return {"pending": self.gradients.pending, "beside": self.gradients.beside}
+
+    def restore_waiting(self, state: Mapping[str, Any]) -> None:
+        """Go on with what `waiting_state` gave; the gradients are the caller's to put back."""
+        self.gradients.pending, self.gradients.beside = state["pending"], list(state["beside"])
+
+    # -- what a subclass says --------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _check(self, part: Experience) -> None:
+        """Raise what keeps a micro-batch from being trained on."""
+
+    @abstractmethod
+    def _passes(self, parts: Sequence[Experience], pending: Pending, count: int) -> Callable[[int], Pass]:
+        """What `GradientStep.run` takes; collective. Metrics are counted in what lies beside the gradients."""
+
+    @abstractmethod
+    def _named(self, found: Metrics) -> Metrics:
+        """The metrics of all ranks under the trainer's names; collective."""
+
+    def _complete(self) -> None:  # noqa: B027
+        """Add what belongs to the step and is computed at its end; collective. Nothing, for most."""
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+
+    def _check_all(self, micro_batches: Sequence[Experience]) -> None:
+        def check() -> None:
+            for part in micro_batches:
+                if len(part) == 0:
+                    raise DataError("a micro-batch has no sequences; leave it out.")
+                self._check(part)
+
+        self.strategy.control.together(f"checking the {self.name}'s micro-batches", check)
+
+    def _add(self, parts: Sequence[Experience]) -> None:
+        if self.gradients.pending is None and self.strategy.forget_gradients(self.model):
+            self.strategy.print(f"the {self.name} had gradients that are not of this step; they were dropped")
+        with self.gradients.adding([part.batch for part in parts], self.aggregation) as pending:
+            if pending.totals.tokens:
+                count = max(self.strategy.control.gather(len(parts)))
+                self.gradients.run(count, self._passes(parts, pending, count), self._doing)
+
+    def _stepped(self) -> tuple[float, bool]:
+        """Step, unless nothing was trained on; the norm, and whether it stepped."""
+        assert self.gradients.pending is not None
+        if not self.gradients.pending.totals.tokens:
+            self.strategy.print(f"the {self.name}'s step skipped: it has no trained token (the mask is False for all)")
+            self.strategy.forget_gradients(self.model)
+            return 0.0, False
+        result = self.strategy.step_now(self.optimizer, self.model, self.scheduler)
+        norm = result["grad_norm"]
+        assert norm is not None
+        return norm, result["stepped"]
 
 
-class PolicyUpdate(UpdateLoop):
-    """Optimizer steps of a policy; see `UpdateLoop` for `step`, `accumulate` and `finish`.
+@dataclass
+class _Deferred:
+    """What an `accumulate` left to `finish`: micro-batches of a loss that wants to see the whole step, and texts."""
+
+    parts: list[Experience]
+    texts: list[Text]
+
+    def scale(self, factor: float) -> None:
+        """Nothing of it is normalised yet."""
+
+
+class PolicyUpdate(Update):
+    """Optimizer steps of a policy; see `Update` for `step`, `accumulate` and `finish`.
 
     Where the experience has no old log-probs (`old_logprobs="sampler"`), the sampler's stand in.
 
-    Metrics: `policy_loss`, `kl` (the experience's estimate to the reference, mean over the trained tokens), `ref_kl`
-    (k3 to the reference, now), `approx_kl` (k3 of old to current policy), `entropy`, `logprob_gap`, `mismatch/…`,
-    those of the loss (`ratio`, `clip_fraction`, …), `ptx_loss`, `tokens`, `actor_lr`, `actor_grad_norm`,
-    `actor_skipped`.
+    Metrics: `policy_loss`, `ptx_loss`, those of a session's step (docs/metrics.md), those of the loss (`ratio`,
+    `clip_fraction`, …), `actor_lr`, `actor_grad_norm`, `actor_skipped`.
 
     Args:
         actor: gives logits; prepared by the strategy.
-        optimizer, scheduler, strategy, aggregation, stop_requested: see `UpdateLoop`.
+        optimizer, scheduler, strategy, aggregation, stop_requested: see `Update`.
         loss: by name or as a value; may be replaced between steps. One with a plan (`high_entropy`, `clip_cov`, …)
             sees the whole step, so its passes all run in `finish`.
         packed: rows without padding; or padded ones. The result is the same.
-        head: see `PolicyOptions`: "chunked" never holds the logits, "plain" does, "auto" chooses.
-        tile: rows of the output layer that are computed at once, where it is chunked; None: what suits the device.
+        head, tile: see `PolicyOptions`.
         temperature: divides the logits; None: that of each batch.
         ptx_coef: weight of the language loss on pretraining text.
     """
 
     name = "actor"
-    OF_STEP = (*UpdateLoop.OF_STEP, "_held", "_texts")
 
     def __init__(
         self,
@@ -78,132 +236,77 @@ class PolicyUpdate(UpdateLoop):
         tile: int | None = None,
         temperature: float | None = None,
         ptx_coef: float = 0.0,
-        stop_requested: Callable[[], bool] = never,
+        stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(actor, optimizer, scheduler, strategy, aggregation, stop_requested)
-        checked = PolicyOptions(packing=packed, head=head, temperature=temperature)
         self.loss: Loss = resolve(loss)
         self.ptx_coef = ptx_coef
-        self._packed, self._head, self._tile, self._temperature = packed, checked.head, tile, temperature
-        self._policy = PolicyModel(actor, strategy.device.device, strategy.bf16)
+        self.options = PolicyOptions(
+            packing=packed, head=head, tile=tile, temperature=temperature, old_logprobs="sampler"
+        )
+        self._policy = PolicyPass(self.gradients)
 
     # -- verbs -------------------------------------------------------------------------------------------------------
 
-    def step(self, micro_batches: Sequence[Experience], pretraining: Sequence[Text] = ()) -> Metrics:
-        """One optimizer step on these sequences and texts of all ranks; collective."""
-        self.strategy.need_optimizer(self.optimizer)
-        self.accumulate(micro_batches, pretraining)
-        return self.finish()
-
     def accumulate(self, micro_batches: Sequence[Experience], pretraining: Sequence[Text] = ()) -> None:
-        """See `UpdateLoop.accumulate`.
+        """See `Update.accumulate`.
 
         Args:
             pretraining: of this rank, any number of micro-batches. `ptx_coef` times the mean of -log p over all their
                 tokens, the first of each sequence aside, over all ranks, joins the policy's loss when the step ends.
         """
         self.strategy.control.together("checking the texts", lambda: self._check_texts(pretraining))
-        super().accumulate(micro_batches)
-        self._texts.extend(pretraining)
+        self._check_all(micro_batches)
+        planned = getattr(self.loss, "needs_plan", False)
+        if not planned:
+            self._add(micro_batches)
+        self.gradients.beside.append(_Deferred(list(micro_batches) if planned else [], list(pretraining)))
 
     @property
     def head_used(self) -> str:
         """How log-probs come about: "chunked", or "plain" with the reason; "unknown" before the first pass."""
-        return self._policy.head_used(self._packed) if self._head != "plain" else "plain: asked for"
-
-    # -- what the loop asks --------------------------------------------------------------------------------------------
-
-    def _forget(self) -> None:
-        super()._forget()
-        self._held: list[Experience] = []  # of a loss with a plan
-        self._texts: list[Text] = []
-
-    def _check(self, part: Experience) -> None:
-        batch, loss = part.batch, self.loss
-        self._policy.check_tokens(batch)
-        if self._temperature is None and batch.temperature <= 0:
-            raise DataError("the experience was sampled greedily (temperature 0); give temperature=1.0 to train on it.")
-        if getattr(loss, "needs_reference", False) and batch.ref_logprobs is None:
-            raise LossError(f"{loss!r} needs ref_logprobs and the experience has none; make it with an initial_model.")
-        check_sampled_as_trained(loss, repr(loss), batch.reshaped_by)
-        corrected = getattr(loss, "mismatch", None) is not None
-        if corrected and batch.old_logprobs is None:
-            raise LossError(
-                f"{loss!r} corrects for the sampler, and the experience has no old_logprobs to compare its own with: "
-                "use old_logprobs='recompute'."
-            )
-
-    @contextmanager
-    def _forward(self, batch: TrainBatch, temperature: float | None = None) -> Iterator[tuple[Any, ...]]:
-        if self._packed:
-            self._policy.prove_packing(batch)
-        chosen = temperature or self._temperature or batch.temperature
-        with self._policy.stats(batch, chosen, self._packed, self._head, chunk_rows=self._tile) as found:
-            yield found
-
-    def _loss(self, part: Experience, found: tuple[Any, ...], weighing: Weighing, channels: Any) -> Tensor:
-        logprobs, entropy, inputs = found
-        view = loss_inputs(part.batch, logprobs, entropy, inputs, STAND_IN)
-        if channels is not None:
-            view = replace(view, channels=channels(view.mask))
-        assert view.group is not None
-        total, own = evaluate(self.loss, view, weighing.of(view.mask, view.group))
-        before = self._sums.mismatch
-        measure(self._sums, view, own, float(total.detach()))
-        if part.batch.old_logprobs is None:
-            self._sums.mismatch = before  # of the sampler with itself
-        if part.kl is not None:
-            kept = part.kl[part.batch.mask]
-            self._sums.mean("experience_kl", float(kept.sum(dtype=np.float64)), len(kept))
-        return total
+        return self._policy.head_used(self.options)
 
     @property
-    def _backward_at_once(self) -> bool:
-        return not getattr(self.loss, "needs_plan", False)
+    def waiting(self) -> bool:
+        """Whether something was accumulated since the last step."""
+        return super().waiting or bool(self._deferred)
 
-    def _run(self, micro_batches: Sequence[Experience], weighing: Weighing) -> None:
-        if self._backward_at_once:
-            super()._run(micro_batches, weighing)
-        else:
-            self._held.extend(micro_batches)
+    # -- what an update asks -------------------------------------------------------------------------------------------
 
-    def _finish_gradients(self) -> None:
-        assert self._weighing is not None
-        if any(self.strategy.control.gather(len(self._held))):
-            self._run_all(self._held, self._weighing, self._plan())
-        self._train_on_texts()
+    @property
+    def _deferred(self) -> list[_Deferred]:
+        return [one for one in self.gradients.beside if isinstance(one, _Deferred)]
+
+    def _check(self, part: Experience) -> None:
+        self._policy.check(part.batch, self.options, self.loss)
+
+    def _passes(self, parts: Sequence[Experience], pending: Pending, count: int) -> Callable[[int], Pass]:
+        control = self.strategy.control
+        batches, plan = [part.batch for part in parts], NO_PLAN
+        mine = slices(batches)
+        if getattr(self.loss, "needs_plan", False):
+            joined = control.gather(joined_batches(batches) if batches else None)
+            before = sum(len(batch) for batch in joined[: self.strategy.rank] if batch is not None)
+            mine = slices(batches, before)
+            whole = joined_batches([batch for batch in joined if batch is not None])
+            plan = self._policy.plan(self.loss, mine, count, whole, self.options)
+        sums = MetricSums()
+        self.gradients.beside.append(sums)
+        part: Callable[[int], Slice | None] = lambda index: mine[index] if index < len(mine) else None  # noqa: E731
+        return lambda index: self._policy.loss(part(index), self.loss, pending, self.options, sums, plan)
+
+    def _complete(self) -> None:
+        texts = [text for one in self._deferred for text in one.texts]
+        parts = [part for one in self._deferred for part in one.parts]
+        if self.gradients.pending is None or any(self.strategy.control.gather(len(parts))):
+            self._add(parts)
+        assert self.gradients.pending is not None
+        if self.gradients.pending.totals.tokens:
+            self._train_on_texts([_as_rows(text) for text in texts])
 
     def _named(self, found: Metrics) -> Metrics:
-        return {NAMES.get(name, name): value for name, value in found.items()}
-
-    # -- a loss that wants to see the whole step ---------------------------------------------------------------------
-
-    def _plan(self) -> list[Callable[[Tensor], dict[str, Tensor]]]:
-        """What gives each of this rank's micro-batches its part of the loss's plan; collective."""
-        control = self.strategy.control
-        counts = control.gather(sum(len(part) for part in self._held))
-        first = sum(counts[: self.strategy.rank])
-        ends = first + np.cumsum([len(part) for part in self._held], dtype=np.int64)
-        rows = [np.arange(end - len(part), end) for part, end in zip(self._held, ends, strict=True)]
-        channels = control.gather(self._scored(rows))
-        own = joined_batches([part.batch for part in self._held]) if self._held else None
-        whole = [batch for batch in control.gather(own) if batch is not None]
-        plan: StepPlan = control.together(
-            "the loss's plan", lambda: plan_step(self.loss, joined_batches(whole), channels, STAND_IN.old_logprobs)
-        )
-        return [lambda mask, own=own: plan.of(own, mask) for own in rows]  # type: ignore[misc]
-
-    @torch.no_grad()
-    def _scored(self, rows: list[np.ndarray]) -> dict[str, Any]:
-        """Log-probs and entropies of this rank's held sequences, by their rows in the step."""
-        kept = TokenKeeper("logprobs", "entropy")
-        for index in range(max(self.strategy.control.gather(len(rows)))):
-            part = self._held[index].batch if index < len(rows) else fill()
-            with self._forward(part) as (logprobs, entropy, _):
-                if index < len(rows):
-                    kept.add(rows[index], part, {"logprobs": logprobs, "entropy": entropy})
-            self._vote("the pass before the loss's plan")
-        return kept.result()
+        return {"policy_loss" if name == "loss" else name: value for name, value in found.items()}
 
     # -- pretraining text ---------------------------------------------------------------------------------------------
 
@@ -214,127 +317,35 @@ class PolicyUpdate(UpdateLoop):
             short = [row for row, ids in enumerate(text) if len(ids) < 2]
             if short or not len(text):
                 raise DataError("a pretraining sequence has fewer than two tokens, so there is nothing to predict.")
-            self._policy.check_tokens(_as_rows(text))
+            self._policy.model.check_tokens(_as_rows(text))
 
-    def _train_on_texts(self) -> None:
-        batches = [_as_rows(text) for text in self._texts]
-        found = self.strategy.control.gather((len(batches), sum(batch.tokens for batch in batches)))
-        tokens = sum(count for _, count in found)
-        for index in range(max(count for count, _ in found)):
+    def _train_on_texts(self, batches: list[TrainBatch]) -> None:
+        counted = self.strategy.control.gather((len(batches), sum(batch.tokens for batch in batches)))
+        tokens, sums = sum(count for _, count in counted), MetricSums()
+        self.gradients.beside.append(sums)
+        options = replace(self.options, temperature=1.0)
+
+        @contextmanager
+        def one(index: int) -> Iterator[tuple[Tensor, Callable[[], Tensor] | None]]:
             mine = batches[index] if index < len(batches) else None
-            with ExitStack() as within:
-                logprobs = within.enter_context(self._forward(fill() if mine is None else mine, temperature=1.0))[0]
-                loss, failure = (logprobs.sum() * 0.0 if mine is None else -logprobs.sum()), None
-                if not torch.isfinite(loss):
-                    failure = LossError(f"the language loss is {float(loss.detach())}.")
-                elif mine is not None:
-                    self._sums.mean("ptx_loss", float(loss.detach()), mine.tokens)
-                self._backward(loss * (self.ptx_coef / tokens), failure)
+            with self._policy.stats(DUMMY if mine is None else mine, options) as (
+                logprobs,
+                _,
+                _,
+            ):
+
+                def compute() -> Tensor:
+                    assert mine is not None
+                    total = -logprobs.sum()
+                    if not torch.isfinite(total):
+                        raise LossError(f"the language loss is {float(total.detach())}.")
+                    sums.mean("ptx_loss", float(total.detach()), mine.tokens)
+                    return total * (self.ptx_coef / tokens)
+
+                yield logprobs, None if mine is None else compute
+
+        self.gradients.run(max(count for count, _ in counted), one, self._doing)
 
 
 def _as_rows(text: Text) -> TrainBatch:
     return as_batch([np.asarray(ids, np.int32) for ids in text])
-
-
-class ValueUpdate(UpdateLoop):
-    """Optimizer steps of a critic; see `UpdateLoop` for `step`, `accumulate` and `finish`.
-
-    Metrics: `critic_loss`, `values` and `returns` (means over the trained tokens, before the step),
-    `value_clip_fraction`, `explained_variance`, `critic_lr`, `critic_grad_norm`, `critic_skipped`.
-
-    Args:
-        critic: see `make_critic`, or one of the user's own (`own_critic`); prepared by the strategy.
-        optimizer, scheduler, strategy, aggregation, stop_requested: see `UpdateLoop`.
-        value_clip: bound on the change of a value since the experience was made, in units of the return; 0: none.
-        packed: rows without padding; or padded ones. The result is the same.
-    """
-
-    name = "critic"
-    OF_STEP = (*UpdateLoop.OF_STEP, "_errors", "_returns")
-
-    def __init__(
-        self,
-        critic: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        scheduler: Any,
-        strategy: StrategyBase,
-        value_clip: float | None = None,
-        aggregation: str | Aggregation = "seq-mean-token-mean",
-        *,
-        packed: bool = True,
-        stop_requested: Callable[[], bool] = never,
-    ) -> None:
-        super().__init__(critic, optimizer, scheduler, strategy, aggregation, stop_requested)
-        self.critic = critic
-        self.value_clip = value_clip or None
-        self._packed = packed
-
-    def _forget(self) -> None:
-        super()._forget()
-        self._errors, self._returns = RunningMoments(), RunningMoments()
-
-    def _check(self, part: Experience) -> None:
-        if part.returns is None:
-            raise DataError("the experience has no returns for the critic to predict; make it with a critic.")
-        if self.value_clip is not None and part.values is None:
-            raise DataError(f"value_clip={self.value_clip:g} needs the values of when the experience was made.")
-        config = getattr(self.critic, "config", None)
-        if config is None or not hasattr(config, "get_text_config"):
-            return  # a module of the user's own, which says of no vocabulary
-        size = int(config.get_text_config().vocab_size)
-        for ids in (part.batch.prompts.values, part.batch.responses.values):
-            if len(ids) and not (0 <= int(ids.min()) and int(ids.max()) < size):
-                raise DataError(
-                    f"the experience holds token ids from {ids.min()} to {ids.max()}, the critic's vocabulary has "
-                    f"{size}; make the critic from a checkpoint with the actor's tokenizer."
-                )
-
-    @contextmanager
-    def _forward(self, batch: TrainBatch) -> Iterator[tuple[Any, ...]]:
-        with valued(self.critic, batch, self.strategy.device.device, self._packed) as found:
-            yield found
-
-    def _loss(self, part: Experience, found: tuple[Any, ...], weighing: Weighing, channels: Any) -> Tensor:
-        values, inputs = found
-        assert part.returns is not None
-        mask = _padded(part.batch.mask, values, inputs) > 0
-        returns = _padded(part.returns, values, inputs)
-        old = None if part.values is None else _padded(part.values, values, inputs)
-        group = torch.from_numpy(part.batch.group.astype(np.int64)).to(values.device)
-        now = inputs.grid.pad(values)
-        per_token, clipped = value_loss(now, returns, mask, old, self.value_clip)
-        total = (per_token * weighing.of(mask, group)).sum()
-        if not torch.isfinite(total):
-            bad = int((~torch.isfinite(per_token) & mask).sum())
-            raise LossError(
-                f"the critic's loss is {float(total.detach())}: {bad} of {int(mask.sum())} trained tokens are not "
-                "finite; look at the returns, and at the rewards they came from. No step was taken."
-            )
-        self._count(now.detach(), returns, mask, clipped, float(total.detach()))
-        return total
-
-    def _count(self, values: Tensor, returns: Tensor, mask: Tensor, clipped: dict[str, Any], loss: float) -> None:
-        tokens = int(mask.sum())
-        self._sums.totals["loss"] = self._sums.totals.get("loss", 0.0) + loss
-        for name, numbers in {"values": values, "returns": returns, **clipped}.items():
-            self._sums.mean(name, float(numbers[mask].double().sum()), tokens)
-        self._errors = self._errors.update((returns - values).double(), mask)
-        self._returns = self._returns.update(returns.double(), mask)
-
-    def _named(self, found: Metrics) -> Metrics:
-        errors, returns = RunningMoments(), RunningMoments()
-        for theirs in self.strategy.control.gather((self._errors, self._returns)):
-            errors, returns = errors.merge(theirs[0]), returns.merge(theirs[1])
-        if returns.count:
-            found = {**found, "explained_variance": _explained(errors, returns)}
-        return {"critic_loss" if name == "loss" else name: value for name, value in found.items()}
-
-
-def _padded(values: np.ndarray, like: Tensor, inputs: ModelInputs) -> Tensor:
-    return inputs.grid.pad(torch.from_numpy(np.array(values, np.float32)).to(like.device))
-
-
-def _explained(errors: RunningMoments, returns: RunningMoments) -> float:
-    """`rlbench.rl.explained_variance` from moments: of equal returns, rounding may leave a little variance."""
-    square = returns.squares + returns.count * returns.mean**2
-    return 0.0 if returns.squares <= 1e-24 * square else 1.0 - errors.squares / returns.squares

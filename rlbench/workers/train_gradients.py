@@ -5,6 +5,8 @@ Nothing is changed: gradients that wait are there afterwards, bit for bit, and t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
 
 PIECE = 1 << 20
 """Entries of a gradient that are turned to float64 at a time."""
-ALONE = {"keep_tokens": False, "whole_step": True}
 
 
 class GradientVerbs:
@@ -74,7 +75,7 @@ class GradientVerbs:
         }
 
     def gradients_of_losses(
-        self, batch: TrainBatch, losses: dict[str, tuple[bytes, Any]], options: dict[str, Any]
+        self, batch: TrainBatch, losses: dict[str, tuple[bytes, Any]], options: PolicyOptions | Mapping[str, Any]
     ) -> dict[str, Any]:
         """The whole gradients of several losses on one batch, compared; what waits for a step is not touched.
 
@@ -84,7 +85,7 @@ class GradientVerbs:
         Args:
             batch: with its old log-probs, and reference log-probs where a loss needs them.
             losses: by name, the pickled loss and its aggregation.
-            options: of `PolicyOptions`, without `aggregation`.
+            options: but for the aggregation.
 
         Returns:
             `names`: of the parameters; `losses`: of those that gave a gradient, K; `gram`: (P, K, K) float64, dot
@@ -98,14 +99,15 @@ class GradientVerbs:
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         parameters = list(named.values())
         before = random_state()
+        alone = replace(PolicyOptions.of(options), keep_tokens=False, whole_step=True)
         held: dict[str, list[Tensor | None]] = {}
         products: dict[tuple[str, str], Tensor] = {}
         failed: dict[str, str] = {}
         try:
             for name, (blob, aggregation) in losses.items():
                 set_random_state(before)  # a dropout is the same for all
-                with self._policy.aside(), self._residency.passing():
-                    chosen = PolicyOptions.of(options | {"aggregation": aggregation, **ALONE})
+                with self._policy.gradients.aside(), self._residency.passing():
+                    chosen = replace(alone, aggregation=aggregation)
                     try:
                         self._policy.forward_backward(batch, blob, chosen)
                     except Exception as error:

@@ -200,14 +200,16 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
 
     # -- policy ----------------------------------------------------------------------------------------------
 
-    def policy_forward(self, batch: TrainBatch, options: dict[str, Any]) -> dict[str, Any]:
+    def policy_forward(self, batch: TrainBatch, options: PolicyOptions | Mapping[str, Any]) -> dict[str, Any]:
         """Log-probs and entropies without gradient, of this rank's rows; see `PolicyStep.forward`."""
         self._built()
         self._residency.need("weights")
         with self._residency.passing():
             return self._policy.forward(batch, PolicyOptions.of(options))
 
-    def policy_forward_backward(self, batch: TrainBatch, loss_blob: bytes, options: dict[str, Any]) -> dict[str, Any]:
+    def policy_forward_backward(
+        self, batch: TrainBatch, loss_blob: bytes, options: PolicyOptions | Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Add the gradients of a batch; see `PolicyStep.forward_backward`."""
         self._built()
         self._residency.need("weights")

@@ -85,7 +85,7 @@ def test_by_default_no_logits_are_made(folders: dict[bool, str], monkeypatch: py
     model = Qwen2ForCausalLM.from_pretrained(folders[True])
     policy, batch = PolicyModel(model, CPU, half=False), batch_of(RAGGED)
     assert policy.head_used(True) == "unknown"
-    policy.prove_head(batch, True)
+    policy.prove(batch, True)
     shapes = []
     real = model.forward
 
@@ -105,8 +105,8 @@ def test_the_proof_leaves_the_mode_of_each_part_and_no_gradient(folders: dict[bo
     model.model.norm.eval()
     before = {name: part.training for name, part in model.named_modules()}
     policy = PolicyModel(model, CPU, half=False)
-    policy.prove_packing(batch_of(RAGGED))
-    policy.prove_head(batch_of(RAGGED), True)
+    policy.prove(batch_of(RAGGED), True, "plain")
+    policy.prove(batch_of(RAGGED), True)
     assert {name: part.training for name, part in model.named_modules()} == before
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -115,7 +115,7 @@ def test_a_response_without_tokens_gives_gradients_of_zero(folders: dict[bool, s
     model = Qwen2ForCausalLM.from_pretrained(folders[False])
     empty = as_batch([np.zeros(1, np.int32)])
     policy = PolicyModel(model, CPU, half=False)
-    assert policy.prove_head(batch_of(RAGGED), True, "chunked") is not None
+    assert policy.prove(batch_of(RAGGED), True, "chunked") is not None
     with policy.stats(empty, 1.0, True) as (logprobs, entropy, _):
         assert logprobs.shape == entropy.shape == (0,)
         (logprobs.sum() + entropy.sum()).backward()
@@ -192,7 +192,7 @@ def test_a_model_that_does_more_than_its_head_runs_plain_and_says_why(
 def test_a_head_changed_after_the_proof_is_noticed(folders: dict[bool, str]) -> None:
     model = Qwen2ForCausalLM.from_pretrained(folders[True]).eval()
     policy, batch = PolicyModel(model, CPU, half=False), batch_of(RAGGED)
-    policy.prove_head(batch, True)
+    policy.prove(batch, True)
     handle = model.lm_head.register_forward_hook(lambda module, given, out: 2 * out)
     with pytest.raises(EngineError, match="changes its logits"), policy.stats(batch, 1.0, True):
         pass

