@@ -18,7 +18,9 @@ from rlbench.setup import panel
 from rlbench.setup.plan import SetupError
 
 sys.path.pop(0)
-BUILDER = "jupyter-builder>=1.2,<2"
+MODE = os.environ.get("RLB_LABEXT", "auto")
+if MODE not in ("auto", "require", "skip"):
+    raise ValueError(f"RLB_LABEXT must be auto, require or skip, not {MODE!r}")
 
 
 class BuildHook(BuildHookInterface):  # type: ignore[type-arg]
@@ -27,49 +29,37 @@ class BuildHook(BuildHookInterface):  # type: ignore[type-arg]
     PLUGIN_NAME = "custom"
 
     def dependencies(self) -> list[str]:
-        """What building the panel needs, where it will be built."""
-        return [BUILDER] if self._to_build() and not panel.why_no_node() else []
+        """Name what building the panel needs, where it will be built."""
+        builds = MODE != "skip" and not panel.is_built(Path(self.root)) and not panel.why_no_node()
+        return ["jupyter-builder>=1.2,<2"] if builds else []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Called by hatchling before it builds a target; `version` is `standard` or `editable`."""
+        """Add pins and panel before hatchling builds a target; `version` is `standard` or `editable`."""
         if version == "editable":
             return
-        has_panel = self._has_panel()
         root = Path(self.root)
-        if self.target_name == "wheel":
-            build_data["force_include"][str(root / "constraints")] = "rlbench/setup/constraints"
-            if has_panel:
-                place = f"share/jupyter/labextensions/{panel.NAME}"
-                build_data.setdefault("shared_data", {})[str(panel.output(root))] = place
-        elif has_panel:  # a source archive: git ignores the built panel, the archive holds it
-            build_data["artifacts"].append("rlbench/labextension")
-
-    def _to_build(self) -> bool:
-        return _mode() != "skip" and not panel.is_built(Path(self.root))
-
-    def _has_panel(self) -> bool:
-        """Whether the panel of these sources is there, after building it if need be."""
-        missing = "RLB_LABEXT=skip" if _mode() == "skip" else ""
-        if self._to_build():
-            missing = panel.why_no_node() or _built(Path(self.root))
-        if missing and _mode() == "require":
+        missing = "RLB_LABEXT=skip" if MODE == "skip" else _why_not_built(root)
+        if missing and MODE == "require":
             raise RuntimeError(f"the JupyterLab side panel was not built (RLB_LABEXT=require): {missing}")
         if missing:
             self.app.display_warning(f"rlbench: without the JupyterLab side panel: {missing}; all else is there")
-        return not missing
+        if self.target_name == "wheel":
+            build_data["force_include"][str(root / "constraints")] = "rlbench/setup/constraints"
+            if not missing:
+                place = f"share/jupyter/labextensions/{panel.NAME}"
+                build_data.setdefault("shared_data", {})[str(panel.output(root))] = place
+        elif not missing:  # a source archive: git ignores the built panel, the archive holds it
+            build_data["artifacts"].append("rlbench/labextension")
 
 
-def _built(root: Path) -> str:
-    """Build it; why that failed, in a line."""
+def _why_not_built(root: Path) -> str:
+    """Build the panel of these sources if need be; return why that failed, in a line."""
+    if panel.is_built(root):
+        return ""
+    if missing := panel.why_no_node():
+        return missing
     try:
         panel.build(root)
-    except SetupError as failed:
-        return str(failed)
+    except SetupError as error:
+        return str(error)
     return ""
-
-
-def _mode() -> str:
-    mode = os.environ.get("RLB_LABEXT", "auto")
-    if mode not in ("auto", "require", "skip"):
-        raise ValueError(f"RLB_LABEXT must be auto, require or skip, not {mode!r}")
-    return mode

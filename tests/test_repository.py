@@ -1,4 +1,4 @@
-"""What no committed file may hold: addresses beside PyTorch's CPU index, and paths of somebody's machine."""
+"""What no committed file may hold: package registries' addresses beside PyTorch's CPU index, and paths of a machine."""
 
 import re
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ALLOWED_HOST = "download.pytorch.org"
+INDEX = "download.pytorch.org"
 SVG_NAMESPACE = "www.w3.org"  # a name inside drawings, which nobody looks up
 # Licence: its text is fixed. Lock files: written by tools, they name where each package came from.
 EXEMPT = {"LICENSE", "uv.lock", "yarn.lock", "package-lock.json"}
@@ -16,7 +16,12 @@ NO_HOST = re.compile(r"localhost|127\.0\.0\.1|0\.0\.0\.0|\[::1\]|([\w-]+\.)*(tes
 URL = re.compile(
     r"\b(?:https?|wss?|git|ssh|ftp)://(?:[^\s/@\"'<>`{}]*@)?([A-Za-z0-9_.\[\]:-]+?)(?::\d+)?(?=[\s/\"'<>`)\]}?#,;]|$)"
 )
-BARE = re.compile(r"\b(?:pypi|npmjs|anaconda|github|gitlab|huggingface|python|pytorch|jupyter)\.(?:org|com|co|io)\b")
+# Links for a reader: papers, and the homes and documentation of projects.
+LINK = re.compile(
+    r"(?:www\.)?(?:arxiv|doi|openreview|pytorch|jupyter|python)\.(?:org|net)|github\.com|huggingface\.co|"
+    r"(?:[\w-]+\.)*(?:readthedocs\.io|github\.io|vllm\.ai|ray\.io)|docs\.(?:pytorch|python)\.org"
+)
+REGISTRY = re.compile(r"\b(?:[\w-]+\.)*(?:pypi|pythonhosted|npmjs|yarnpkg|anaconda)\.(?:org|com|io)\b")
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|opt|home/\w+|Users/\w+)/(?:main|shared|wheels|pypi|\.\w+|\w+)")
 
 
@@ -49,14 +54,35 @@ def findings(pattern: re.Pattern[str]) -> list[tuple[str, str]]:
 
 
 def hosts() -> list[tuple[str, str]]:
-    """(place, host) for each host name in a URL, or of a known registry without one."""
+    """(place, host) for each host name in a URL."""
     named = [(place, URL.search(url).group(1)) for place, url in findings(URL)]  # type: ignore[union-attr]
-    return [(place, host) for place, host in named + findings(BARE) if not NO_HOST.fullmatch(host)]
+    return [(place, host) for place, host in named if not NO_HOST.fullmatch(host)]
 
 
-def test_the_only_host_name_is_pytorchs_cpu_index():
-    assert [found for found in hosts() if found[1] not in (ALLOWED_HOST, "pytorch.org", SVG_NAMESPACE)] == []
-    assert any(host == ALLOWED_HOST for _, host in hosts())
+def test_links_go_to_papers_and_projects_and_the_only_index_is_pytorchs():
+    named = hosts()
+    assert [
+        (place, host) for place, host in named if host not in (INDEX, SVG_NAMESPACE) and not LINK.fullmatch(host)
+    ] == []
+    assert any(host == INDEX for _, host in named)
+
+
+def test_no_package_registry_is_named():
+    assert findings(REGISTRY) == []
+
+
+@pytest.mark.parametrize(
+    ("host", "passes"),
+    [
+        ("arxiv.org", True),
+        ("github.com", True),
+        ("docs.vllm.ai", True),
+        ("pypi.org", False),
+        ("evil-github.com", False),
+    ],
+)
+def test_what_counts_as_a_link_for_a_reader(host, passes):
+    assert bool(LINK.fullmatch(host)) is passes
 
 
 def test_constraints_hold_no_addresses():

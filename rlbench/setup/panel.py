@@ -25,48 +25,41 @@ from rlbench.setup.plan import SetupError
 NAME = "rlbench-lab"
 OLDEST_NODE = (20, 19)  # of the bundler
 STAMP = "sources.sha256"
-SOURCES = (
-    "package.json",
-    "yarn.lock",
-    "tsconfig.json",
-    "tsconfig.build.json",
-    "install.json",
-    "schema",
-    "src",
-    "style",
-)
-NOT_BUILT = re.compile(r"\.test\.tsx?$")
+SOURCES = "package.json yarn.lock tsconfig.json tsconfig.build.json install.json schema src style".split()
 TASKS = {"lint": "check", "test": "test"}
+# JupyterLab's own yarn and builder lie beside this Python.
+PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 def output(root: Path) -> Path:
-    """Where the built panel lies in a checkout or source archive."""
+    """Return where the built panel lies in a checkout or source archive."""
     return root / "rlbench" / "labextension"
 
 
 def sources_digest(root: Path) -> str:
-    """Hash of all that decides what is built, names included."""
-    hashed = hashlib.sha256()
-    for path in _sources(root / "extension"):
-        hashed.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return hashed.hexdigest()
+    """Hash all that decides what is built, names included."""
+    digest = hashlib.sha256()
+    for source in (root / "extension" / name for name in SOURCES):
+        for path in sorted(source.rglob("*")) if source.is_dir() else [source]:
+            if path.is_file() and not path.name.endswith((".test.ts", ".test.tsx")):
+                digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 def is_built(root: Path) -> bool:
-    """True if the built panel is that of the sources there are."""
+    """Tell whether the built panel is that of the sources there are."""
     stamp = output(root) / STAMP
     return stamp.is_file() and stamp.read_text().strip() == sources_digest(root)
 
 
 def why_no_node() -> str:
-    """What is missing for building, as part of a sentence; empty where nothing is."""
-    node = shutil.which("node", path=_path())
+    """Return what is missing for building, as part of a sentence; empty where nothing is."""
+    node = shutil.which("node", path=PATH)
     if node is None:
         return "node was not found"
-    said = subprocess.run([node, "--version"], capture_output=True, text=True).stdout.strip()
-    found = re.match(r"v(\d+)\.(\d+)", said)
-    if found is None or (int(found[1]), int(found[2])) < OLDEST_NODE:
-        return f"node {said or '?'} is older than {OLDEST_NODE[0]}.{OLDEST_NODE[1]}"
+    version = subprocess.run([node, "--version"], capture_output=True, text=True).stdout.strip()
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST_NODE:
+        return f"node {version or '?'} is older than {OLDEST_NODE[0]}.{OLDEST_NODE[1]}"
     return ""
 
 
@@ -75,7 +68,7 @@ def build(root: Path) -> None:
     with _alone(root):
         if is_built(root):  # another run finished it while this one waited
             return
-        _modules(root)
+        _install_modules(root)
         shutil.rmtree(output(root), ignore_errors=True)  # the names of older chunks are others
         shutil.rmtree(root / "extension" / "lib", ignore_errors=True)
         _jlpm(root, "build")
@@ -87,8 +80,6 @@ def link(root: Path, prefix: Path) -> None:
     """Let the JupyterLab of the environment at `prefix` find the panel that is built in this checkout."""
     place = prefix / "share" / "jupyter" / "labextensions" / NAME
     place.parent.mkdir(parents=True, exist_ok=True)
-    if place.is_symlink() and place.resolve() == output(root).resolve():
-        return
     if place.is_symlink():
         place.unlink()
     elif place.is_dir():  # of a wheel that was installed here before
@@ -101,67 +92,52 @@ def main(arguments: Sequence[str]) -> int:
     root = Path(__file__).resolve().parents[2]
     missing = why_no_node()
     try:
-        if missing and not (is_built(root) and not arguments):
+        if missing and (arguments or not is_built(root)):
             print(f"rlbench: {missing}: no side panel in JupyterLab, everything else works", file=sys.stderr)
         elif arguments:
             with _alone(root):
-                _modules(root)
+                _install_modules(root)
             _jlpm(root, TASKS[arguments[0]], shown=True)
         else:
             if not is_built(root):
                 print("rlbench: building the side panel …", file=sys.stderr, flush=True)
                 build(root)
             link(root, Path(sys.prefix))
-    except SetupError as failed:
-        print(f"rlbench: {failed}", file=sys.stderr)
+    except SetupError as error:
+        print(f"rlbench: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def _sources(extension: Path) -> Iterator[Path]:
-    for name in SOURCES:
-        path = extension / name
-        found = sorted(path.rglob("*")) if path.is_dir() else [path]
-        yield from (one for one in found if one.is_file() and not NOT_BUILT.search(one.name))
-
-
-def _modules(root: Path) -> None:
+def _install_modules(root: Path) -> None:
     """Install what yarn.lock names, where that was not done yet."""
     lock, state = root / "extension" / "yarn.lock", root / "extension" / "node_modules" / ".rlbench-lock"
-    digest = hashlib.sha256(lock.read_bytes()).hexdigest()
-    if not state.is_file() or state.read_text() != digest:
+    if not state.is_file() or state.read_bytes() != lock.read_bytes():
         _jlpm(root, "install", "--immutable")
-        state.write_text(digest)
+        shutil.copy(lock, state)
 
 
 def _jlpm(root: Path, *arguments: str, shown: bool = False) -> None:
-    """JupyterLab's own yarn, in the extension's folder."""
-    env = {**os.environ, "PATH": _path()}
-    command = ["jlpm", *arguments]
-    jlpm = shutil.which("jlpm", path=env["PATH"])
+    """Run JupyterLab's own yarn in the extension's folder."""
+    jlpm = shutil.which("jlpm", path=PATH)
     if jlpm is None:
         raise SetupError("jlpm was not found: it comes with jupyterlab and with jupyter-builder")
     done = subprocess.run(
         [jlpm, *arguments],
         cwd=root / "extension",
-        env=env,
+        env={**os.environ, "PATH": PATH},
         text=True,
         stdout=None if shown else subprocess.PIPE,
         stderr=None if shown else subprocess.STDOUT,
     )
     if done.returncode:
-        said = "" if shown else ":\n" + "\n".join(done.stdout.splitlines()[-30:])
-        raise SetupError(f"{' '.join(command)} failed{said}")
-
-
-def _path() -> str:
-    """The search path with this Python's own programs first, jlpm and jupyter-builder among them."""
-    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+        last = "" if shown else ":\n" + "\n".join(done.stdout.splitlines()[-30:])
+        raise SetupError(f"jlpm {' '.join(arguments)} failed{last}")
 
 
 @contextmanager
 def _alone(root: Path) -> Iterator[None]:
-    """One build at a time; the lock is a source file, so that nothing is left behind."""
+    """Hold the lock of one build at a time; it is a source file, so that nothing is left behind."""
     with open(root / "extension" / "package.json", "rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

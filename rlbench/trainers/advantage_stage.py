@@ -58,7 +58,7 @@ UNDISCOUNTED = ("reinforce_baseline", "cpgd")
 
 
 def check_estimator(options: StrategyConfig, gamma: float, critic: bool) -> str:
-    """The estimator's name, aliases resolved."""
+    """Return the estimator's name, aliases resolved; refuse options that it cannot honour."""
     name = _name_of(with_estimator(options, critic))
     if name not in ESTIMATORS:
         known = [*ESTIMATORS, *ALIASES]
@@ -94,16 +94,9 @@ def _name_of(options: StrategyConfig) -> str:
 
 @dataclass(frozen=True)
 class Samples:
-    """What advantages are taken from: B samples in one layout.
+    """What advantages are taken from: B samples in one layout; arrays of tokens are flat, None without the model.
 
-    Attributes:
-        layout: rows of the flat arrays.
-        mask: flat bool, trained tokens.
-        rewards: (B,) float64, shaped; what it is of a sample without a trained token says nothing.
-        group: (B,) int64.
-        logprobs: flat, of the actor.
-        ref_logprobs: flat, of the reference; None: there is none.
-        values: flat, of the critic; None: there is none.
+    `rewards` (B,) float64 are shaped; that of a sample without a trained token says nothing. `group` (B,) int64.
     """
 
     layout: Ragged
@@ -115,14 +108,14 @@ class Samples:
     values: np.ndarray | None = None
 
     def padded(self, flat: np.ndarray) -> Tensor:
-        """(B, T) of flat numbers, float64 for numbers and bool for a mask; 0 behind each row."""
+        """Return flat numbers as (B, T), float64 for numbers and bool for a mask; 0 behind each row."""
         kind = bool if flat.dtype == bool else np.float64
         out = np.zeros((len(self.layout), max(1, int(self.layout.lengths.max(initial=0)))), kind)
         out[self._held] = flat
         return torch.from_numpy(out)
 
     def flat(self, padded: Tensor) -> np.ndarray:
-        """Back to flat float32."""
+        """Return (B, T) as flat float32."""
         return padded.numpy()[self._held].astype(np.float32)
 
     @property
@@ -135,12 +128,9 @@ class Samples:
 class Estimated:
     """Flat float32 beside the response tokens; 0 where not trained.
 
-    Attributes:
-        advantages: final.
-        returns: what the advantages were taken from, before whitening: for GAE the targets of the critic.
-        token_rewards: shaped rewards on tokens, with their KL penalty.
-        kl: to the reference; None without one.
-        clipped: flat bool: stood outside `advantage_clip`.
+    `returns` are what the advantages were taken from, before whitening: for GAE the targets of the critic;
+    `token_rewards` the shaped rewards on tokens, with their KL penalty; `kl` to the reference, None without one;
+    `clipped` is bool: stood outside `advantage_clip`.
     """
 
     advantages: np.ndarray
@@ -153,15 +143,10 @@ class Estimated:
 def estimated(
     given: Samples, options: StrategyConfig, kl_coef: float, gamma: float, lambd: float, control: ControlGroup
 ) -> Estimated:
-    """Advantages of this rank's samples; collective.
+    """Return the advantages of this rank's samples, at least one; collective.
 
-    Args:
-        given: at least one sample.
-        options: `advantage_estimator`, `advantages_norm`, `advantage_clip`, `kl_estimator`, `use_kl_loss` are read.
-        kl_coef: weight of the KL in the reward; not used with `use_kl_loss`.
-        gamma: discount per trained token.
-        lambd: of GAE.
-        control: the ranks' group.
+    `kl_coef` is the weight of the KL in the reward, not used with `use_kl_loss`; `gamma` the discount per trained
+    token.
     """
     name = _name_of(options)
     mask = given.padded(given.mask)
@@ -204,7 +189,9 @@ def estimated(
 
 
 def _among(rows: Tensor, compare: Callable[[Tensor, Tensor], Tensor], rewards: Tensor, group: Tensor) -> Tensor:
-    """(B,) what `compare` makes of the rewards (B,) of some rows (B,) bool, as if there were no others; 0 for those."""
+    """Return (B,) what `compare` makes of the rewards (B,) of `rows` (B,) bool, as if there were no others; 0 for
+    those.
+    """
     found = torch.zeros(len(rewards), dtype=torch.float64)
     if rows.any():
         found[rows] = compare(rewards[rows], group[rows]).double()
@@ -212,7 +199,7 @@ def _among(rows: Tensor, compare: Callable[[Tensor, Tensor], Tensor], rewards: T
 
 
 def _compared(name: str, rewards: Tensor, group: Tensor) -> Tensor:
-    """The reward of each response, compared with those of its group where the estimator does so."""
+    """Return the reward of each response, compared with those of its group where the estimator does so."""
     if name == "rloo":
         return rloo()(rewards, group)
     if name == "group_norm":
@@ -224,7 +211,7 @@ def _compared(name: str, rewards: Tensor, group: Tensor) -> Tensor:
 
 
 def _kl(given: Samples, mask: Tensor, estimator: str) -> np.ndarray | None:
-    """Flat float32: the estimate between actor and reference at trained tokens."""
+    """Return the estimate between actor and reference at trained tokens, flat."""
     if given.ref_logprobs is None:
         return None
     estimate = kl_estimator(estimator)(given.padded(given.logprobs), given.padded(given.ref_logprobs))

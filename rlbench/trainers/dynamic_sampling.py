@@ -32,13 +32,8 @@ MorePrompts = Callable[[int], Sequence[Any]]
 
 @dataclass(frozen=True)
 class Drawn:
-    """What dynamic sampling gave a rank, and what it took on all of them.
-
-    Attributes:
-        rollouts: scored, whole groups with a signal, as many as the rank was to have.
-        generations: calls of the engine.
-        groups: drawn, over all ranks.
-        with_signal: of them, those whose samples differ.
+    """What dynamic sampling gave a rank (`rollouts`: scored, whole groups with a signal, as many as it was to have),
+    and what it took on all ranks: calls of the engine, groups drawn, and those of them whose samples differ.
     """
 
     rollouts: Rollouts
@@ -47,7 +42,7 @@ class Drawn:
     with_signal: int
 
     def numbers(self, trained: int) -> dict[str, float]:
-        """Metrics; `trained`: groups that are trained on, over all ranks."""
+        """Return metrics; `trained`: groups that are trained on, over all ranks."""
         return {
             "dynamic_sampling/generations": float(self.generations),
             "dynamic_sampling/groups": float(self.groups),
@@ -62,12 +57,8 @@ def with_signal(
 ) -> Drawn:
     """Draw until all ranks together have a group with a signal for each of their prompts; collective.
 
-    Args:
-        draw: samples and scores prompts of this rank; collective.
-        prompts: of this rank, at least one.
-        more_prompts: gives so many further prompts for this rank; called on all ranks at once.
-        options: `dynamic_sampling_metric` and `max_num_gen_batches` are read.
-        control: the ranks' group.
+    `draw` samples and scores prompts of this rank; `more_prompts` gives so many further ones, called on all ranks at
+    once.
     """
     shares = control.gather(len(prompts))
     wanted = sum(shares)
@@ -93,7 +84,9 @@ def with_signal(
 
 
 def _count(lacking: int, share: float, shares: Sequence[int]) -> int:
-    """Prompts each rank asks next: as many as should fill the gap, judging by those before; at most as at first."""
+    """Return how many prompts each rank asks next: what should fill the gap, judging by those before; at most as at
+    first.
+    """
     expected = math.ceil(lacking / share) if share else max(shares) * len(shares)
     return max(1, min(max(shares), math.ceil(expected / len(shares))))
 
@@ -118,7 +111,7 @@ def _further(more_prompts: MorePrompts, count: int, control: ControlGroup) -> li
 
 
 def _kept(drawn: Rollouts, options: StrategyConfig) -> Rollouts:
-    """The groups that teach something, whole; whether one does, the samples in it that count decide."""
+    """Return the groups that teach something, whole; the samples in a group that count decide it."""
     rows = counted(drawn)
     if not rows.any():  # all cut: nothing was scored, so there are no components either
         return drawn.select(rows)
@@ -143,7 +136,7 @@ def _groups_of(rollouts: Rollouts) -> int:
 
 
 def _shared_out(mine: Rollouts, shares: Sequence[int], control: ControlGroup) -> Rollouts:
-    """Its share of groups for each rank: the first of its own, then what other ranks have too many; collective."""
+    """Give each rank its share of groups: the first of its own, then what other ranks have too many; collective."""
     own = np.unique(mine.group)
     share = shares[control.rank]
     lacks = [max(0, want - have) for want, have in zip(shares, control.gather(len(own)), strict=True)]

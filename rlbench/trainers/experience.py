@@ -18,7 +18,8 @@ from rlbench.data.batch import PER_ROW as BATCH_ROWS
 from rlbench.data.batch import PER_TOKEN as BATCH_TOKENS
 from rlbench.data.batch import TrainBatch
 from rlbench.data.prompts import Prompt
-from rlbench.data.ragged import Ragged, offsets_of
+from rlbench.data.ragged import Ragged
+from rlbench.data.rollout_join import joined_ragged
 from rlbench.errors import DataError
 from rlbench.trainers.step_plan import pad_rows
 
@@ -28,22 +29,19 @@ PER_ROW = ("prompts", "texts")
 
 @dataclass(frozen=True, eq=False)
 class Experience:
-    """B sequences of one rank; a value: every change gives a new one.
+    """B sequences of one rank; a value: every change gives a new one. Flat arrays are float32 beside the response
+    tokens.
 
     Attributes:
-        batch: tokens, mask (True where trained), final advantages, sampler, old and reference log-probs, group (a
-            number that no other prompt of the run has, on any rank), the score of each sequence (`rewards`, before
-            shaping; NaN where it trains nothing), and which were cut at the length limit.
-        prompts: of each sequence, with its label; (B,).
-        texts: the decoded responses; (B,).
-        token_rewards: flat float32 beside the response tokens: the shaped reward with its KL penalty, from which the
-            returns were taken.
-        kl: flat float32: the estimate between actor and reference; None without a reference.
-        values: flat float32: the critic's when the experience was made; None without a critic.
-        returns: flat float32: what the critic is to predict; None without a critic.
-        entropy: flat float32: the actor's, in nats; None where it was not computed.
-        info: (B,) float64 numbers by name: `reward` (after shaping; NaN where it trains nothing), `response_length`,
-            `total_length`, `return`, `kl`, `reward_clip_frac`, …
+        batch: tokens, mask, final advantages, sampler, old and reference log-probs, group (a number that no other
+            prompt of the run has, on any rank), the score of each sequence (`rewards`, before shaping; NaN where it
+            trains nothing), and which were cut at the length limit.
+        prompts, texts: of each sequence, with its label; the decoded responses.
+        token_rewards: flat; the shaped reward with its KL penalty, from which the returns were taken.
+        kl: flat; the estimate between actor and reference; None without a reference.
+        values, returns: flat; the critic's when the experience was made, and what it is to predict; None without one.
+        entropy: flat; the actor's, in nats; None where it was not computed.
+        info: (B,) float64 numbers by name: `reward` (after shaping; NaN where it trains nothing), `return`, `kl`, …
         components: (B,) float64: what the scores were made of, by name; NaN where one does not apply.
     """
 
@@ -63,11 +61,7 @@ class Experience:
             value = getattr(self, name)
             if value is not None and value.shape != self.batch.responses.values.shape:
                 raise DataError(f"{name} has shape {value.shape} for {self.batch.tokens} response tokens")
-        for name, rows in [
-            *((n, getattr(self, n)) for n in PER_ROW),
-            *self.info.items(),
-            *self.components.items(),
-        ]:
+        for name, rows in [*((n, getattr(self, n)) for n in PER_ROW), *self.info.items(), *self.components.items()]:
             if len(rows) != len(self):
                 raise DataError(f"{name} has {len(rows)} entries for {len(self)} sequences")
 
@@ -78,7 +72,7 @@ class Experience:
         return f"Experience({len(self)} sequences, {self.batch.tokens} response tokens)"
 
     def rows(self, indices: Sequence[int] | np.ndarray) -> Experience:
-        """The given sequences, in the given order."""
+        """Return the given sequences, in the given order."""
         rows = np.asarray(indices, np.int64)
         flat: dict[str, Any] = {}
         for name in PER_TOKEN:
@@ -96,9 +90,10 @@ class Experience:
 
     @classmethod
     def joined(cls, parts: Sequence[Experience]) -> Experience:
-        """The sequences of all parts, one after the other; group numbers stay as they are, so that a group whose
-        sequences were apart is one again. A component that a part lacks is NaN there: its samples were all cut, or its
-        rewards told of others.
+        """Return the sequences of all parts, one after the other; group numbers stay as they are, so that a group is
+        whole again.
+
+        A component that a part lacks is NaN there: its samples were all cut, or its rewards told of others.
         """
         if not parts:
             raise DataError("there is no experience to join")
@@ -164,12 +159,12 @@ class Experience:
         return [prompt.label for prompt in self.prompts]
 
     def padded(self, flat: np.ndarray) -> Tensor:
-        """Flat numbers beside the response tokens as (B, T) float32, 0 behind each response."""
+        """Return flat numbers beside the response tokens as (B, T) float32, 0 behind each response."""
         return pad_rows(self.batch.responses.with_values(flat))
 
 
 def joined_batches(batches: Sequence[TrainBatch]) -> TrainBatch:
-    """The sequences of all batches, one after the other; group numbers stay as they are."""
+    """Return the sequences of all batches, one after the other; group numbers stay as they are."""
     first = batches[0]
     if any(batch.temperature != first.temperature for batch in batches):
         raise DataError(f"joining experience of temperatures {sorted({b.temperature for b in batches})}: sample at one")
@@ -178,17 +173,12 @@ def joined_batches(batches: Sequence[TrainBatch]) -> TrainBatch:
         found = [getattr(batch, name) for batch in batches]
         fields[name] = None if all(value is None for value in found) else _concatenated(name, found)
     return TrainBatch(
-        prompts=_joined_rows([batch.prompts for batch in batches]),
-        responses=_joined_rows([batch.responses for batch in batches]),
+        prompts=joined_ragged([batch.prompts for batch in batches]),
+        responses=joined_ragged([batch.responses for batch in batches]),
         temperature=first.temperature,
         reshaped_by=tuple(dict.fromkeys(option for batch in batches for option in batch.reshaped_by)),
         **fields,
     )
-
-
-def _joined_rows(parts: Sequence[Ragged]) -> Ragged:
-    offsets = offsets_of(np.concatenate([part.lengths for part in parts]))
-    return Ragged(np.concatenate([part.values for part in parts]), offsets)
 
 
 def _left_padded(rows: Ragged) -> Tensor:
@@ -207,7 +197,7 @@ def _concatenated(name: str, found: Sequence[Any]) -> np.ndarray:
 
 
 def _with_unknown(part: Experience, parts: Sequence[Experience]) -> dict[str, np.ndarray]:
-    """Its components, and those it lacks of all that the parts have."""
+    """Return its components, and NaN for those it lacks of all that the parts have."""
     names = dict.fromkeys(name for one in parts for name in one.components)
     return {name: part.components.get(name, np.full(len(part), np.nan)) for name in names}
 

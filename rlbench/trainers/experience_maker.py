@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from rlbench.data.batch import TrainBatch
@@ -57,18 +56,15 @@ class FastExperienceMaker:
     Args:
         actor: the policy; computes the old log-probs.
         critic: with `advantage_estimator="gae"` alone, which it means where none is named.
-        reward_model, remote_rm_url, reward_fn, reward_recipe: what scores, see `RewardStage`.
+        reward_model, remote_rm_url, reward_fn, reward_recipe, reward_fn_label_map: what scores, see `RewardStage`.
         initial_model: the reference; needed where `kl_ctl` has a weight above 0, or with `use_kl_loss`.
-        tokenizer: the policy's.
         prompt_max_len: tokens; a longer prompt is refused.
         kl_ctl: holds the weight of the KL as `.coef`, or is a number; None: `config.init_kl_coef`. May be replaced
             between calls.
         strategy: the rank's, with its inference engine set up.
-        reward_fn_label_map: {key: number of a reward}, see `RewardStage`.
         packing_samples: forwards without padding; also where the options say so.
         processor: of vision-language models, which are not here yet.
         options: of the strategy; None: its own.
-        config: of the trainer; None: the defaults.
 
     Attributes:
         metrics: of the last call, over all ranks.
@@ -127,13 +123,14 @@ class FastExperienceMaker:
         more_prompts: MorePrompts | None = None,
         **generate_kwargs: Any,
     ) -> list[Experience]:
-        """Sample `n_samples_per_prompt` responses to each of this rank's prompts and make experience of them.
+        """Sample `n_samples_per_prompt` responses to each of this rank's prompts and make experience of them;
+        collective.
 
         Args:
             all_prompts: of this rank, at least one: `Prompt`s, texts, chats or token ids.
             all_images, all_videos: of vision-language models, which are not here yet.
-            all_references: the prompts' reference answers, which `reward_fn` gets as `refs`; kept as
-                `meta["reference"]`. Without them it gets the labels.
+            all_references: reference answers, which `reward_fn` gets as `refs`; kept as `meta["reference"]`. Without
+                them it gets the labels.
             all_labels: in place of the prompts' labels; `reward_recipe` goes by them.
             more_prompts: gives so many further prompts for this rank, for `dynamic_sampling`; called on all ranks at
                 once.
@@ -179,7 +176,12 @@ class FastExperienceMaker:
                 samples, self.options, self._kl_coef, self.config.gamma, self.config.lambd, self.strategy.control
             )
             made = self._experience(rollouts, batch, judged, given, samples, found)
-            metrics = self._measured(made, rollouts, judged, given, found)
+            metrics = experience_metrics.over_ranks(
+                experience_metrics.columns(made, rollouts, given, found, self.options),
+                rollouts.components,
+                judged.mismatch,
+                self.strategy.control,
+            )
         if drawn is not None:
             metrics |= drawn.numbers(groups)
         self._moments, self._groups = given.moments, self._groups + groups
@@ -195,16 +197,11 @@ class FastExperienceMaker:
         n: int = 1,
         **generate_kwargs: Any,
     ) -> dict[str, float]:
-        """Score samples of this rank's prompts to look at: nothing is shaped, and no running moment moves.
+        """Score `n` samples of each of this rank's prompts, which may be none; nothing is shaped, no running moment
+        moves.
 
-        Args:
-            all_prompts, all_references, all_labels: as of `make_experience_list`; a rank may have none.
-            n: samples of each prompt.
-            generate_kwargs: options of sampling, in place of the trainer's.
-
-        Returns:
-            Over all ranks: `reward`, `reward_std`, `response_length…`, `truncated`, `samples`, and each component's
-            `{name}_mean` and `{name}_std`.
+        Returns, over all ranks, `reward`, `reward_std`, `response_length…`, `truncated`, `samples`, and each
+        component's `{name}_mean` and `{name}_std`.
         """
         sampling = sampling_of(self.config, n, generate_kwargs)
         prompts = agreed(
@@ -213,16 +210,8 @@ class FastExperienceMaker:
         return experience_metrics.evaluation(self._scored(prompts, sampling, Clock()), self.strategy.control)
 
     def tokenize_fn(self, texts: Any, max_length: int, padding: bool = True, device: Any = None) -> Any:
-        """Token ids of texts as they are, without special tokens, cut at `max_length`.
-
-        Args:
-            texts: one per prompt.
-            max_length: tokens of each, at most.
-            padding: to equal lengths, as tensors on `device`; else lists, as `gather_and_generate` takes them.
-            device: of the tensors; None: the host.
-
-        Returns:
-            `input_ids` and `attention_mask`, as the tokenizer gives them.
+        """Return the token ids of texts, without special tokens, cut at `max_length`: padded tensors on `device`, or
+        lists.
         """
         options: dict[str, Any] = {"add_special_tokens": False, "max_length": max_length, "truncation": True}
         if not padding:
@@ -232,11 +221,11 @@ class FastExperienceMaker:
 
     @property
     def vllm_mp_group(self) -> Any:
-        """The ranks that gather their prompts to one, their first, for a call of the engine: all there are."""
+        """The ranks that gather their prompts to their first for a call of the engine: all there are."""
         return dist.group.WORLD
 
     def state(self) -> dict[str, Any]:
-        """What goes on from call to call, as plain JSON: the rewards' running moments, and the number of groups."""
+        """Return what goes on from call to call, as plain JSON: the rewards' running moments, the number of groups."""
         moments = self._moments
         return {"groups": self._groups, "moments": [moments.count, moments.mean, moments.squares]}
 
@@ -268,7 +257,7 @@ class FastExperienceMaker:
     def _drawn(
         self, prompts: list[Prompt], more_prompts: MorePrompts | None, sampling: Mapping[str, Any], clock: Clock
     ) -> tuple[Drawn | None, Rollouts]:
-        """Scored samples of this rank, and what dynamic sampling took to get them."""
+        """Return scored samples of this rank, and what dynamic sampling took to get them."""
         if not self.options.dynamic_sampling or more_prompts is None:
             return None, self._scored(prompts, sampling, clock)
         drawn = with_signal(
@@ -293,7 +282,7 @@ class FastExperienceMaker:
             return self._rewards.score(rollouts, self._models, self.tokenizer, control)
 
     def _batch(self, rollouts: Rollouts) -> tuple[TrainBatch, int]:
-        """The samples without advantages yet, and how many groups there are over all ranks; collective."""
+        """Return the samples, without advantages yet, and how many groups there are over all ranks; collective."""
         _, group = np.unique(rollouts.group, return_inverse=True)
         counts = self.strategy.control.gather(int(group.max()) + 1)
         first = self._groups + sum(counts[: self.strategy.rank])
@@ -338,7 +327,6 @@ class FastExperienceMaker:
     def _experience(
         self, rollouts: Rollouts, batch: TrainBatch, judged: _Judged, given: Shaped, samples: Samples, found: Estimated
     ) -> Experience:
-        """All samples of this rank with their advantages."""
         old = judged.old if self.config.old_logprobs == "recompute" else None  # None: the sampler's stand in
         whole = batch.replace(advantages=found.advantages, old_logprobs=old, ref_logprobs=judged.ref)
         return Experience(
@@ -350,38 +338,9 @@ class FastExperienceMaker:
             values=judged.values,
             returns=found.returns if self.critic is not None else None,
             entropy=judged.entropy,
-            info=_info(samples, found, judged, given, whole),
+            info=experience_metrics.of_sequences(samples, found, given, whole, judged.entropy, judged.gap),
             components={name: np.asarray(values, np.float64) for name, values in rollouts.components.items()},
         )
-
-    def _measured(
-        self, made: Experience, rollouts: Rollouts, judged: _Judged, given: Shaped, found: Estimated
-    ) -> dict[str, float]:
-        """Metrics over all ranks; collective."""
-        mask, rows, options = made.batch.mask, counted(rollouts), self.options
-        assert made.batch.rewards is not None
-        columns: dict[str, Any] = {
-            "reward": given.rewards[rows],
-            "step_reward": made.batch.rewards[rows],
-            "return": made.info["return"][rows],
-            "response_length": made.batch.response_lengths[rows],
-            "total_length": made.batch.lengths[rows],
-            "advantages": found.advantages[mask],
-            "returns": found.returns[mask],
-            "truncated": rollouts.truncated[rows],
-            "aborted": rollouts.aborted,
-        }
-        if made.kl is not None:
-            columns |= {"kl": made.kl[mask], "kl_per_sequence": made.info["kl_sum"][rows]}
-        if made.entropy is not None:
-            columns["entropy"] = made.entropy[mask]
-        if options.overlong_buffer:
-            columns["overlong"] = given.overlong[rows]
-        if options.reward_clip:
-            columns["reward_clip_frac"] = given.clipped[rows]
-        if options.advantage_clip:
-            columns["advantage_clip_frac"] = found.clipped[mask]
-        return experience_metrics.over_ranks(columns, rollouts.components, judged.mismatch, self.strategy.control)
 
     # -- options -----------------------------------------------------------------------------------------------
 
@@ -421,34 +380,6 @@ def _given(media: Any) -> bool:
 
 
 def _mismatch(batch: TrainBatch, old: np.ndarray) -> MismatchMoments:
-    """Sampler against trainer over the trained tokens of a batch."""
+    """Compare sampler and trainer over the trained tokens of a batch."""
     samples = Samples(batch.responses, batch.mask, np.zeros(0), batch.group, old)
     return MismatchMoments.of(samples.padded(old), samples.padded(batch.sampler_logprobs), samples.padded(batch.mask))
-
-
-def _info(
-    samples: Samples, found: Estimated, judged: _Judged, given: Shaped, batch: TrainBatch
-) -> dict[str, np.ndarray]:
-    """(B,) numbers of each sequence; means are over its trained tokens, 0 where it has none."""
-    trained = samples.padded(batch.mask)
-    tokens = trained.sum(1).clamp(min=1).double()
-
-    def mean(flat: np.ndarray) -> np.ndarray:
-        return (torch.where(trained, samples.padded(flat), 0.0).sum(1) / tokens).numpy()
-
-    info = {
-        "reward": given.rewards,
-        "response_length": batch.response_lengths.astype(np.float64),
-        "total_length": batch.lengths.astype(np.float64),
-        "return": samples.padded(found.token_rewards).sum(1).numpy(),
-        "reward_clip_frac": given.clipped.astype(np.float64),
-        "advantage_clip_frac": mean(found.clipped.astype(np.float64)),
-        "overlong": given.overlong.astype(np.float64),
-    }
-    if found.kl is not None:
-        info |= {"kl": mean(found.kl), "kl_sum": samples.padded(found.kl).sum(1).numpy()}
-    if judged.entropy is not None:
-        info["entropy"] = mean(judged.entropy)
-    if judged.gap is not None:
-        info["logprob_gap"] = mean(judged.gap)
-    return info

@@ -6,12 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
+from rlbench.data.batch import TrainBatch
 from rlbench.data.rollouts import Rollouts
 from rlbench.rl import MismatchMoments
+from rlbench.strategies.config import StrategyConfig
 from rlbench.strategies.control import ControlGroup
+from rlbench.trainers.advantage_stage import Estimated, Samples
+from rlbench.trainers.experience import Experience
 from rlbench.trainers.over_ranks import Spread, spreads_over_ranks
 from rlbench.trainers.samples import counted
+from rlbench.trainers.shaping_stage import Shaped
 
 PARTS: Mapping[str, tuple[str, ...]] = {
     "reward": ("",),
@@ -28,13 +34,11 @@ COMPONENT = ("mean", "std")
 def over_ranks(
     columns: Mapping[str, Any], components: Mapping[str, np.ndarray], mismatch: MismatchMoments, control: ControlGroup
 ) -> dict[str, float]:
-    """Metrics of all ranks; collective.
+    """Return the metrics of all ranks; collective.
 
-    Args:
-        columns: numbers of this rank by name; of those in `PARTS` the parts named there are told, of others the mean.
-        components: what rewards were made of, by name; details (with a `/`) are left out.
-        mismatch: sampler against trainer, summed over this rank's tokens.
-        control: the ranks' group.
+    `columns` are this rank's numbers by name: `PARTS` says which parts of a spread are told, else the mean. Of
+    `components`, what rewards were made of, details (with a `/`) are left out. `mismatch` is summed over this rank's
+    tokens.
     """
     own = {f"c/{name}": Spread.of(values) for name, values in components.items() if "/" not in name}
     whole = spreads_over_ranks({name: Spread.of(values) for name, values in columns.items()} | own, control)
@@ -51,9 +55,72 @@ def over_ranks(
 
 
 def evaluation(scored: Rollouts, control: ControlGroup) -> dict[str, float]:
-    """Metrics of samples that are not trained on, over all ranks; collective. What does not count is left out."""
+    """Return metrics over all ranks of samples that are not trained on; what does not count is left out. Collective."""
     rewards, rows = np.asarray(scored.rewards, np.float64), counted(scored)
     columns = {"reward": rewards, "response_length": scored.lengths[rows], "truncated": scored.truncated[rows]}
     numbers = over_ranks(columns, scored.components, MismatchMoments(), control)
     spread = spreads_over_ranks({"reward": Spread.of(rewards)}, control).get("reward", Spread())
     return numbers | spread.numbers("reward", ("std",)) | {"samples": float(spread.moments.count)}
+
+
+def columns(
+    made: Experience, rollouts: Rollouts, given: Shaped, found: Estimated, options: StrategyConfig
+) -> dict[str, Any]:
+    """Return the numbers of this rank's samples that `over_ranks` makes metrics of."""
+    mask, rows = made.batch.mask, counted(rollouts)
+    assert made.batch.rewards is not None
+    numbers: dict[str, Any] = {
+        "reward": given.rewards[rows],
+        "step_reward": made.batch.rewards[rows],
+        "return": made.info["return"][rows],
+        "response_length": made.batch.response_lengths[rows],
+        "total_length": made.batch.lengths[rows],
+        "advantages": found.advantages[mask],
+        "returns": found.returns[mask],
+        "truncated": rollouts.truncated[rows],
+        "aborted": rollouts.aborted,
+    }
+    if made.kl is not None:
+        numbers |= {"kl": made.kl[mask], "kl_per_sequence": made.info["kl_sum"][rows]}
+    if made.entropy is not None:
+        numbers["entropy"] = made.entropy[mask]
+    if options.overlong_buffer:
+        numbers["overlong"] = given.overlong[rows]
+    if options.reward_clip:
+        numbers["reward_clip_frac"] = given.clipped[rows]
+    if options.advantage_clip:
+        numbers["advantage_clip_frac"] = found.clipped[mask]
+    return numbers
+
+
+def of_sequences(
+    samples: Samples,
+    found: Estimated,
+    given: Shaped,
+    batch: TrainBatch,
+    entropy: np.ndarray | None,
+    gap: np.ndarray | None,
+) -> dict[str, np.ndarray]:
+    """Return numbers (B,) of each sequence by name; means are over its trained tokens, 0 where it has none."""
+    trained = samples.padded(batch.mask)
+    tokens = trained.sum(1).clamp(min=1).double()
+
+    def mean(flat: np.ndarray) -> np.ndarray:
+        return (torch.where(trained, samples.padded(flat), 0.0).sum(1) / tokens).numpy()
+
+    info = {
+        "reward": given.rewards,
+        "response_length": batch.response_lengths.astype(np.float64),
+        "total_length": batch.lengths.astype(np.float64),
+        "return": samples.padded(found.token_rewards).sum(1).numpy(),
+        "reward_clip_frac": given.clipped.astype(np.float64),
+        "advantage_clip_frac": mean(found.clipped.astype(np.float64)),
+        "overlong": given.overlong.astype(np.float64),
+    }
+    if found.kl is not None:
+        info |= {"kl": mean(found.kl), "kl_sum": samples.padded(found.kl).sum(1).numpy()}
+    if entropy is not None:
+        info["entropy"] = mean(entropy)
+    if gap is not None:
+        info["logprob_gap"] = mean(gap)
+    return info

@@ -36,13 +36,10 @@ class Stats:
 
 
 class ModelStage:
-    """Runs models over this rank's samples, `micro_batch` sequences at a time.
+    """Runs models over this rank's samples, `micro_batch` sequences in one forward.
 
-    Args:
-        strategy: the rank's.
-        micro_batch: sequences of one forward.
-        packed: lay sequences one behind the other, without padding.
-        chunk_rows: log-probs straight from the output layer, so many rows of logits at once; None: from the logits.
+    `packed` lays sequences one behind the other, without padding; `chunk_rows` takes log-probs straight from the output
+    layer, so many rows of logits at once, None: from the logits.
     """
 
     def __init__(self, strategy: StrategyBase, micro_batch: int, packed: bool, chunk_rows: int | None) -> None:
@@ -53,12 +50,8 @@ class ModelStage:
         self._policies: dict[int, PolicyModel] = {}  # by module, which the PolicyModel holds
 
     def policy_stats(self, model: nn.Module, batch: TrainBatch, doing: str) -> Stats:
-        """Log-probs and entropies of the response tokens under a policy; collective.
-
-        Args:
-            model: prepared by the strategy.
-            batch: this rank's samples; at its temperature.
-            doing: for messages.
+        """Return log-probs and entropies of the response tokens under a prepared policy, at the batch's temperature;
+        collective.
         """
         policy = self._policy(model)
         agreed(self._strategy.control, doing, lambda: policy.check_tokens(batch))
@@ -86,7 +79,7 @@ class ModelStage:
             check_critic(critic, self._strategy.device.device)
 
     def values(self, critic: nn.Module, batch: TrainBatch) -> np.ndarray:
-        """The critic's value of the state before each response token, flat float32; collective."""
+        """Return the critic's value of the state before each response token, flat float32; collective."""
         doing, found = "the critic's values", np.full(batch.tokens, np.nan, np.float32)
         device = self._strategy.device.device
         with self._computing(critic):
@@ -102,9 +95,9 @@ class ModelStage:
         return found
 
     def scores(self, model: nn.Module, sequences: Sequence[Sequence[int]], doing: str) -> np.ndarray:
-        """A local reward model's score of each sequence of token ids, (B,) float64; collective.
+        """Return a local reward model's score of each sequence of token ids, (B,) float64; collective.
 
-        The model is brought to the device for this and goes back to the host afterwards, so that only one is there.
+        The model goes back to the host afterwards, so that only one is on the device.
         """
         with self._computing(model, send_away=True):
             found = scores_of(model, sequences, self._strategy, self._micro_batch)
@@ -160,5 +153,5 @@ class ModelStage:
 
 
 def _tokens_of(batch: TrainBatch, rows: np.ndarray) -> np.ndarray:
-    """Where the response tokens of `rows` lie in the flat arrays of the batch."""
+    """Return where the response tokens of `rows` lie in the flat arrays of the batch."""
     return flat_index(batch.responses.offsets, rows)

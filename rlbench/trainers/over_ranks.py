@@ -22,10 +22,8 @@ T = TypeVar("T")
 def agreed(control: ControlGroup, doing: str, work: Callable[[], T]) -> T:
     """Run `work`, which holds no collective, on every rank; a failure or a stop on one ends it on all.
 
-    Args:
-        control: the ranks' group.
-        doing: what the work is, for the message.
-        work: of this rank.
+    What `work` raised here is raised, EngineError where only another rank failed, Stopped where one was asked to stop;
+    `doing` says what the work is.
     """
     failure: Exception | None = None
     stop: KeyboardInterrupt | None = None
@@ -61,7 +59,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Any) -> Spread:
-        """Of an array of any shape."""
+        """Take in an array of any shape."""
         known = np.asarray(values, np.float64).reshape(-1)
         known = known[~np.isnan(known)]
         if not len(known):
@@ -69,11 +67,12 @@ class Spread:
         return cls(RunningMoments().update(torch.from_numpy(known)), float(known.min()), float(known.max()))
 
     def __add__(self, other: Spread) -> Spread:
-        """Of both."""
         return Spread(self.moments.merge(other.moments), min(self.low, other.low), max(self.high, other.high))
 
     def numbers(self, name: str, parts: Sequence[str]) -> dict[str, float]:
-        """`parts` of mean, std, max, min by their metrics' names; "" is the mean under the name alone. None of none."""
+        """Return `parts` of mean, std, max, min by their metrics' names; "" is the mean under the name alone. None of
+        none.
+        """
         found = {
             "": self.moments.mean,
             "mean": self.moments.mean,
@@ -85,7 +84,7 @@ class Spread:
 
 
 def spreads_over_ranks(own: Mapping[str, Spread], control: ControlGroup) -> dict[str, Spread]:
-    """Each named spread over all ranks, in their order; a rank may lack some. Collective."""
+    """Return each named spread over all ranks, in their order; a rank may lack some. Collective."""
     whole: dict[str, Spread] = {}
     for part in control.gather(dict(own)):
         for name, spread in part.items():
@@ -94,7 +93,7 @@ def spreads_over_ranks(own: Mapping[str, Spread], control: ControlGroup) -> dict
 
 
 def moments_over_ranks(values: torch.Tensor, control: ControlGroup) -> RunningMoments:
-    """Count, mean and squares of the values of all ranks; collective."""
+    """Return count, mean and squares of the values of all ranks; collective."""
     whole = RunningMoments()
     for part in control.gather(RunningMoments().update(values)):
         whole = whole.merge(part)
@@ -102,15 +101,10 @@ def moments_over_ranks(values: torch.Tensor, control: ControlGroup) -> RunningMo
 
 
 def whitened(values: torch.Tensor, control: ControlGroup) -> torch.Tensor:
-    """Shift and scale to mean 0 and unbiased variance 1 over all values of all ranks; collective.
+    """Shift and scale (N,) values to mean 0 and unbiased variance 1 over all ranks, float64; 0 where all are equal.
+    Collective.
 
     What `rlbench.rl.whiten` does to one batch, here with the statistics of all ranks.
-
-    Args:
-        values: (N,) of this rank, those that count; N may be 0.
-
-    Returns:
-        (N,) float64; 0 where all values of all ranks are equal.
     """
     moments = moments_over_ranks(values, control)
     wide = values.double()

@@ -35,7 +35,7 @@ _per_token: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictiona
 
 
 def is_classifier(critic: nn.Module) -> bool:
-    """Whether it is transformers' sequence classifier over a causal model, whose head can be read at each token."""
+    """Tell whether it is transformers' sequence classifier of one label over a causal model, read at each token."""
     from transformers import PreTrainedModel
 
     head = getattr(critic, HEAD, None)
@@ -63,7 +63,7 @@ def reading_each_token(critic: Any) -> Iterator[None]:
 
 
 def own_values(critic: nn.Module, batch: TrainBatch, inputs: ModelInputs, device: torch.device) -> Tensor:
-    """(R,) float32 beside the response tokens of `batch`, whose padded layout is `inputs`; collective."""
+    """Return (R,) float32 beside the response tokens of `batch`, whose padded layout is `inputs`; collective."""
     if gives_each_token(critic, device):
         values = _asked(critic, inputs)
         _check_shape(critic, inputs, values)

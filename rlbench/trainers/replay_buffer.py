@@ -19,18 +19,14 @@ OF_BATCH = ("advantages",)
 
 
 class NaiveReplayBuffer:
-    """Experience of one rank, in the order it came; counted in sequences.
+    """Experience of one rank, in the order it came (`items`); counted in sequences.
 
     Args:
         sample_batch_size: sequences that `sample` draws, and that iterating gives at a time.
         limit: newest sequences that are kept; 0: all.
-        cpu_offload: experience lies on the host; False is refused.
-        packing_samples: the reference's; True is refused: sequences lie here without padding in any case, and how a
-            trainer lays them out is its own option.
+        cpu_offload, packing_samples: the reference's; experience lies on the host without padding in any case, so that
+            False and True are refused.
         seed: of `sample`.
-
-    Attributes:
-        items: the experience, in the parts it came in.
     """
 
     def __init__(
@@ -67,7 +63,7 @@ class NaiveReplayBuffer:
             spare -= len(oldest)
 
     def sample(self) -> Experience:
-        """`sample_batch_size` different sequences, drawn at random."""
+        """Draw `sample_batch_size` different sequences at random."""
         if len(self) < self.sample_batch_size:
             raise StateError(f"the buffer holds {len(self)} sequences, {self.sample_batch_size} are drawn at a time")
         rows = self._random.choice(len(self), self.sample_batch_size, replace=False)
@@ -78,11 +74,9 @@ class NaiveReplayBuffer:
         self.items = []
 
     def __len__(self) -> int:
-        """Sequences."""
         return sum(len(item) for item in self.items)
 
     def __getitem__(self, index: int) -> Experience:
-        """One sequence."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
         index %= len(self)
@@ -93,7 +87,7 @@ class NaiveReplayBuffer:
         raise AssertionError("unreachable: the lengths of the items add up")
 
     def __iter__(self) -> Iterator[Experience]:
-        """The sequences in order, `sample_batch_size` at a time, the last perhaps of fewer."""
+        """Iterate over the sequences in order, `sample_batch_size` at a time, the last perhaps of fewer."""
         size = self.sample_batch_size
         return (
             self.collate_fn([self[i] for i in range(start, min(start + size, len(self)))])
@@ -102,18 +96,15 @@ class NaiveReplayBuffer:
 
     @staticmethod
     def collate_fn(items: Sequence[Experience]) -> Experience:
-        """The sequences of all items as one experience; ragged, so that nothing is padded."""
+        """Return the sequences of all items as one experience; ragged, so that nothing is padded."""
         return Experience.joined(items)
 
     def normalize(self, name: str, strategy: StrategyBase) -> None:
-        """Whiten a column over the trained tokens of all sequences of all ranks, once; collective.
+        """Whiten a column over the trained tokens of all sequences of all ranks, once; a rank may have none.
+        Collective.
 
         Advantages that a maker gave are whitened already where its options say so: this is for other columns, and for
         advantages of your own.
-
-        Args:
-            name: "advantages", "returns", "values", "kl", "entropy" or "token_rewards".
-            strategy: the rank's; a rank may have no sequence.
         """
         known = [*OF_BATCH, *PER_TOKEN]
         if name not in known:
@@ -127,7 +118,7 @@ class NaiveReplayBuffer:
         self.items = [_with(item, name, part.numpy()) for item, part in zip(self.items, parts, strict=True)]
 
     def state(self) -> dict[str, Any]:
-        """Where the generator of `sample` stands, as plain JSON; the sequences are not in it."""
+        """Return where the generator of `sample` stands, as plain JSON; the sequences are not in it."""
         return {"random": self._random.bit_generator.state}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -136,7 +127,7 @@ class NaiveReplayBuffer:
 
 
 def _with(item: Experience, name: str, trained: np.ndarray) -> Experience:
-    """An experience with other values of a column at its trained tokens, and 0 elsewhere."""
+    """Return an experience with other values of a column at its trained tokens, and 0 elsewhere."""
     values = np.zeros(item.batch.tokens, np.float32)
     values[item.batch.mask] = trained
     if name in OF_BATCH:

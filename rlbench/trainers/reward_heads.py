@@ -30,13 +30,9 @@ def make_reward_model(
 ) -> Any:
     """Make a frozen reward model on meta; `strategy.prepare_model(model)` shards it and loads its weights.
 
-    Args:
-        path: folder or hub id of a transformers sequence classification model with one label, or of any causal
-            checkpoint with such a head.
-        dtype: of the weights; None: the checkpoint's.
-        value_head_prefix: what the head is called in the checkpoint.
-        seed: draw a head that the checkpoint lacks, to train it; None: a checkpoint without one is refused.
-        revision: of a hub id.
+    `path` is a folder or hub id of a sequence classification model with one label, or of any causal checkpoint with
+    such a head, called `value_head_prefix` there. `seed` draws a head that the checkpoint lacks, to train it; None
+    refuses that.
     """
     model = make_scalar(RewardModel, path, dtype, value_head_prefix, seed, revision)
     model.requires_grad_(False)
@@ -115,15 +111,16 @@ def _scored(model: nn.Module, sequences: list[Sequence[int]], device: torch.devi
 
 
 def _no_last_token(sequences: list[Sequence[int]]) -> int:
-    """The least token id that no sequence ends with: padding that cannot be taken for a last token."""
+    """Return the least token id that no sequence ends with: padding that cannot be taken for a last token."""
     ends = {int(ids[-1]) for ids in sequences}
     return next(token for token in range(len(ends) + 1) if token not in ends)
 
 
 @contextmanager
 def _pooling_behind(model: nn.Module, padding: int) -> Iterator[None]:
-    """Let a model of transformers find each last token: it takes the last one that is not its padding token, which the
-    end of a sequence may well be."""
+    """Let a model of transformers find each last token: it takes the last that is not its padding token, which may end
+    a sequence.
+    """
     from transformers import PreTrainedModel
 
     config: Any = model.config.get_text_config() if isinstance(model, PreTrainedModel) else None

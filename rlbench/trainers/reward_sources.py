@@ -38,7 +38,8 @@ FILE_TAKES = ("queries", "prompts", "labels", "references")
 @dataclass(frozen=True)
 class Source:
     """One reward. `kind`: "model" (on the ranks, or a service) or "rule" (code); `reward`: a module with a scalar head,
-    or what `Rollouts.score` takes."""
+    or what `Rollouts.score` takes.
+    """
 
     name: str
     kind: str
@@ -47,7 +48,7 @@ class Source:
     def scored(
         self, rollouts: Rollouts, models: ModelStage, tokenizer: Any, control: ControlGroup
     ) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
-        """Scores (N,) float64 of this rank's samples, and what they are made of by name; collective."""
+        """Return scores (N,) float64 of this rank's samples, and what they are made of by name; collective."""
         doing = f"the reward {self.name!r}"
         if isinstance(self.reward, nn.Module):
             sequences = agreed(control, doing, lambda: _sequences(self.reward, rollouts, tokenizer))
@@ -61,7 +62,7 @@ class Source:
 
 
 def sources_of(reward_model: Any, remote_rm_url: str | Sequence[str] | None) -> list[Source]:
-    """All rewards in order: of `reward_model`, one or several, then of `remote_rm_url`."""
+    """Return all rewards in order: of `reward_model`, one or several, then of `remote_rm_url`."""
     given = list(reward_model) if isinstance(reward_model, list | tuple) else [reward_model]
     urls = [remote_rm_url] if isinstance(remote_rm_url, str) else list(remote_rm_url or [])
     found = [one for one in (*given, *urls) if one is not None]
@@ -86,7 +87,7 @@ def _source(given: Any, index: int) -> Source:
 
 
 def from_file(path: str) -> rewards.Scorer:
-    """The `reward_func` of a Python file, which is given all samples of a call at once.
+    """Return the `reward_func` of a Python file, which is given all samples of a call at once.
 
     It takes by name what it wants of `queries` (the completions' texts), `prompts`, `labels` and `references`, one
     entry per sample, and returns one number each.
@@ -131,7 +132,7 @@ def _taken(path: str, fn: Callable[..., Any]) -> list[str]:
 
 
 def with_references(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
-    """What a service is sent: as of `rb.rewards.remote`, and `references`."""
+    """Return what a service is sent: as of `rb.rewards.remote`, and `references`."""
     return {**as_payload(rollouts), "references": [reference_of(r.source) for r in rollouts]}
 
 
@@ -148,7 +149,7 @@ def _scored(reward: Any, rollouts: Rollouts) -> Rollouts:
 
 @contextmanager
 def _stopping(board: rewards.Board) -> Iterator[None]:
-    """While it lasts, a stop of the call this rank executes reaches the scoring."""
+    """Pass a stop of the call this rank executes on to the scoring, while it lasts."""
     call, ended = context.current(), threading.Event()
 
     def watch() -> None:
@@ -166,7 +167,9 @@ def _stopping(board: rewards.Board) -> Iterator[None]:
 
 
 def _sequences(model: nn.Module, rollouts: Rollouts, tokenizer: Any) -> list[list[int]]:
-    """What a model on the ranks reads of each sample: the tokens, or the texts in its own tokenizer if it has one."""
+    """Return what a model on the ranks reads of each sample: the tokens, or the texts in its own tokenizer if it has
+    one.
+    """
     own = getattr(model, "tokenizer", None)
     if own is None or own is tokenizer:
         return [

@@ -57,15 +57,9 @@ class RewardStage:
         self._check()
 
     def score(self, rollouts: Rollouts, models: ModelStage, tokenizer: Any, control: ControlGroup) -> Rollouts:
-        """Give each sample its reward; collective.
+        """Give each sample of this rank, which may have none, its reward; collective.
 
         What does not count (`samples.counted`) is shown to no reward: its reward and components are NaN.
-
-        Args:
-            rollouts: of this rank; may have no sample.
-            models: runs the models on the ranks.
-            tokenizer: the policy's.
-            control: the ranks' group.
         """
         rows = counted(rollouts)
         if rows.all():
@@ -102,7 +96,7 @@ class RewardStage:
         return replace(rollouts, rewards=values, components=components)
 
     def _rows_of(self, number: int, rollouts: Rollouts) -> np.ndarray:
-        """(N,) bool: which samples a source scores."""
+        """Tell which samples a source scores, (N,) bool."""
         if self._recipe is None:
             return np.ones(rollouts.samples, bool)
         used = {label: self._weights(entries)[number] != 0 for label, entries in self._recipe.items()}
@@ -120,14 +114,14 @@ class RewardStage:
         return label
 
     def _weights(self, entries: Sequence[tuple[str, str | None, float]]) -> np.ndarray:
-        """Weight of each source; last, of `reward_fn`."""
+        """Return the weight of each source; last, of `reward_fn`."""
         weights = np.zeros(len(self.sources) + 1)
         for _, key, weight in entries:
             weights[len(self.sources) if key is None else self._label_map[key]] += weight
         return weights
 
     def _combined(self, rollouts: Rollouts, scores: list[np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """One reward for each sample, and what `reward_fn` said of them."""
+        """Return one reward for each sample, and what `reward_fn` said of them."""
         if self._fn is None and self._recipe is None:
             return scores[0], {}
         made, metrics = (None, {}) if self._fn is None else self._called(rollouts, scores)
@@ -141,7 +135,7 @@ class RewardStage:
         return terms.sum(0), {RULE + "_reward": made, **metrics} if made is not None else metrics
 
     def _called(self, rollouts: Rollouts, scores: list[np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """What `reward_fn` makes of the sources' scores."""
+        """Return what `reward_fn` makes of the sources' scores."""
         assert self._fn is not None
         if not rollouts.samples:
             return np.zeros(0), {}
@@ -221,14 +215,14 @@ class RewardStage:
 
 
 def _spread(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Values of the chosen samples among all, NaN in the others."""
+    """Return values of the chosen samples among all, NaN in the others."""
     whole = np.full(len(rows), np.nan)
     whole[rows] = values
     return whole
 
 
 def _add(columns: dict[str, np.ndarray], name: str, source: str, values: np.ndarray) -> None:
-    """A component under its name; under its source's too where another source has one of that name."""
+    """Add a component under its name; under its source's too where another source has one of that name."""
     columns[f"{source}_{name}" if name in columns else name] = values
 
 

@@ -24,12 +24,9 @@ HEAD = 60
 
 
 def prompts_of(given: Sequence[Any], labels: Sequence[Any] | None, references: Sequence[Any] | None) -> list[Prompt]:
-    """What a rank was asked, with labels and reference answers where they were given beside the prompts.
+    """Return what a rank was asked, with the labels and reference answers given beside the prompts, one each.
 
-    Args:
-        given: `Prompt`s, texts, chats or token ids; may be empty.
-        labels: one per prompt, in place of the prompts' own.
-        references: one per prompt; kept as `meta["reference"]`.
+    A label replaces the prompt's own; a reference answer is kept as `meta["reference"]`.
     """
     prompts = [as_prompt(one, i) for i, one in enumerate(given)]
     for name, values in (("labels", labels), ("references", references)):
@@ -44,19 +41,22 @@ def prompts_of(given: Sequence[Any], labels: Sequence[Any] | None, references: S
 
 
 def counted(rollouts: Rollouts) -> np.ndarray:
-    """(N,) bool: which samples are scored, compared and trained on, as of `Rollouts.batch`: those that were not cut by
-    an interrupt, and have a token. The others keep their place, as an update counts sequences, and say nothing."""
+    """Tell which samples are scored, compared and trained on, (N,) bool: those with a token, not cut by an interrupt.
+
+    The others keep their place, as an update counts sequences, and say nothing.
+    """
     return np.asarray(~rollouts.aborted & (np.asarray(rollouts.lengths) > 0))
 
 
 def reference_of(prompt: Prompt) -> Any:
-    """The reference answer: `meta["reference"]`, else the label."""
+    """Return the reference answer: `meta["reference"]`, else the label."""
     return prompt.meta.get(REFERENCE, prompt.label)
 
 
 def encoded(prompts: Sequence[Prompt], tokenizer: Any, limit: int) -> list[list[int]]:
-    """Token ids of each prompt, as a session's replicas encode it: texts as they are, chats through the template with
-    the header of the answer.
+    """Return the token ids of each prompt, as a session's replicas encode it; refuse empty ones and those over `limit`.
+
+    Texts are taken as they are, chats through the template with the header of the answer.
     """
     found = [_encoded(prompt, i, tokenizer) for i, prompt in enumerate(prompts)]
     for i, (prompt, ids) in enumerate(zip(prompts, found, strict=True)):
@@ -90,7 +90,7 @@ def _encoded(prompt: Prompt, index: int, tokenizer: Any) -> list[int]:
 
 
 def sampling_of(config: PPOConfig, n: int, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of the engine: the trainer's, those given for this call, and `n`, samples of each prompt."""
+    """Return options of the engine: the trainer's, those given for this call, and `n`, samples of each prompt."""
     sampling: dict[str, Any] = {
         "temperature": config.temperature,
         "top_p": config.top_p,
@@ -109,13 +109,10 @@ def sampling_of(config: PPOConfig, n: int, given: Mapping[str, Any]) -> dict[str
 def rollouts_of(
     prompts: Sequence[Prompt], ids: Sequence[list[int]], outputs: Sequence[Any], sampling: Mapping[str, Any]
 ) -> Rollouts:
-    """What was drawn for this rank's prompts, token for token as the engine gave it.
+    """Return what was drawn for this rank's prompts, token for token as the engine gave it.
 
-    Args:
-        prompts: P of them.
-        ids: their tokens.
-        outputs: of `strategy.gather_and_generate`, prompt-major, `sampling["n"]` for each.
-        sampling: how they were drawn.
+    `outputs` are those of `strategy.gather_and_generate`, prompt-major, `sampling["n"]` for each; `ids` the prompts'
+    tokens.
     """
     n = int(sampling["n"])
     if len(outputs) != len(prompts) * n:

@@ -51,14 +51,8 @@ class ScalarHeadModel(HuggingFaceFsdp2TrainModule):
         position_ids: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """The head's number at tokens, computed in float32.
-
-        Args:
-            input_ids, attention_mask, position_ids: (S, T) int64.
-            positions: (P,) places in the flattened `input_ids`; None: all.
-
-        Returns:
-            (P,) float32.
+        """Return the head's number, (P,) float32, at `positions` (P,) of the flattened `input_ids` (S, T); None: at
+        all.
         """
         backbone = getattr(self, self.base_model_prefix)
         offered = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
@@ -71,7 +65,7 @@ class ScalarHeadModel(HuggingFaceFsdp2TrainModule):
             return linear(states.float(), self.score.weight.float())[:, 0]
 
     def materialization_source(self) -> Any:
-        """The backbone's weights from the checkpoint, one at a time; the head's from there or drawn."""
+        """Return the backbone's weights from the checkpoint, one at a time; the head's from there or drawn."""
         path = super().materialization_source()
         source = open_source(path, full_shapes(self), self._source_revision, 0)
         head, found = self._sorted(source)
@@ -87,7 +81,7 @@ class ScalarHeadModel(HuggingFaceFsdp2TrainModule):
         return {name: read for name, read in found.items() if name != f"{HEAD}.weight"} | {f"{HEAD}.weight": read_head}
 
     def _sorted(self, source: TensorSource) -> tuple[str | None, dict[str, Callable[[], Tensor]]]:
-        """The head's name in the source, and the rest by the module's own names."""
+        """Return the head's name in the source, and the rest by the module's own names."""
         heads = [name for name in (f"{self.checkpoint_head}.weight", f"{HEAD}.weight") if name in source.names]
         held, prefix = targets(self), f"{self.base_model_prefix}."
         found: dict[str, Callable[[], Tensor]] = {}
@@ -98,8 +92,9 @@ class ScalarHeadModel(HuggingFaceFsdp2TrainModule):
         return (heads[0] if heads else None), found
 
     def _drawn_head(self) -> Tensor:
-        """Normal with deviation 1 / (width + 1), so that values begin near 0; one seed gives the same head on any
-        number of ranks."""
+        """Draw from a normal of deviation 1 / (width + 1): values begin near 0, and are the same on any number of
+        ranks.
+        """
         shape = tuple(self.score.weight.shape)
         fill = partial(nn.init.normal_, mean=0.0, std=1.0 / (shape[-1] + 1))
         return initialised(f"{HEAD}.weight", fill, shape, self.head_seed or 0)
@@ -148,10 +143,8 @@ def _headless(path: str, model_type: str) -> BuildError:
 
 
 def _through_transformers(source: TensorSource, prefix: str, apart: tuple[str, ...]) -> dict[str, Callable[[], Tensor]]:
-    """A backbone whose names on disk are not the module's, as transformers reads it; whole in host memory.
-
-    Args:
-        apart: how names begin that are no part of the backbone.
+    """Read a backbone whose names on disk are not the module's by transformers, whole in host memory; `apart` is no
+    part of it.
     """
     from transformers import AutoModel
     from transformers.utils import logging

@@ -21,13 +21,8 @@ from rlbench.trainers.over_ranks import moments_over_ranks
 
 @dataclass(frozen=True)
 class Shaped:
-    """Of B samples.
-
-    Attributes:
-        rewards: (B,) float64; NaN where there is no score.
-        overlong: (B,) bool: penalised for its length.
-        clipped: (B,) bool: stood outside the bound before it was clamped.
-        moments: of all scores of all ranks so far, these included.
+    """Of B samples: `rewards` float64, NaN where there is no score; `overlong`: penalised for its length; `clipped`:
+    stood outside the bound before it was clamped; `moments` of all scores of all ranks so far, these included.
     """
 
     rewards: np.ndarray
@@ -37,12 +32,7 @@ class Shaped:
 
 
 def check_shaping(options: StrategyConfig, max_length: int) -> None:
-    """Refuse options of shaping that contradict each other.
-
-    Args:
-        options: the strategy's.
-        max_length: most tokens of a response.
-    """
+    """Refuse options of shaping that contradict each other; `max_length`: most tokens of a response."""
     if options.reward_running_norm_minus_mean and not options.reward_running_norm:
         raise OptionError("reward_running_norm_minus_mean has no effect without reward_running_norm; set both.")
     for name in ("reward_clip", "advantage_clip"):
@@ -67,15 +57,10 @@ def shaped(
     moments: RunningMoments,
     control: ControlGroup,
 ) -> Shaped:
-    """Shape the scores of this rank's samples; collective.
+    """Shape the scores (B,) of this rank's samples, NaN for those that do not count, which moves nothing; collective.
 
-    Args:
-        scores: (B,) finite; NaN for a sample that does not count, which stays so and moves nothing.
-        lengths: (B,) response tokens, trained or not.
-        max_length: the limit they were sampled under.
-        options: `overlong_buffer…`, `reward_clip`, `reward_running_norm…` are read.
-        moments: of what was seen before.
-        control: the ranks' group; the running norm is over all of them.
+    `lengths` (B,) are response tokens, trained or not, `max_length` the limit they were sampled under; `moments` are of
+    what was seen before, over all ranks.
     """
     counts = ~np.isnan(scores)
     rewards = torch.from_numpy(np.asarray(scores, np.float64)[counts])

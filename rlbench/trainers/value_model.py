@@ -48,10 +48,6 @@ def make_critic(
         value_head_prefix: what the head is called in the checkpoint.
         gradient_checkpointing: recompute activations in the backward.
         seed: of a drawn head; the same on any number of ranks.
-        revision: of a hub id.
-
-    Returns:
-        `CriticModel` and transformers' sequence classification architecture in one.
     """
     critic = make_scalar(CriticModel, path, dtype, value_head_prefix, seed, revision)
     if gradient_checkpointing:
@@ -61,17 +57,10 @@ def make_critic(
 
 
 def values_of(critic: nn.Module, batch: TrainBatch, device: torch.device, packed: bool) -> Tensor:
-    """The value of the state before each response token: of prompt and response up to the token, without it.
+    """Return the value of the state before each response token, (R,) float32, with gradient where gradients are on;
+    collective.
 
-    Args:
-        critic: a `CriticModel`, or one of the user's own, prepared. All ranks call this equally often.
-        batch: B sequences.
-        device: of the critic's inputs.
-        packed: without padding, each sequence attending to itself alone; or padded rows. The values are equal. A
-            module that is not transformers' is given padded rows in any case.
-
-    Returns:
-        (R,) float32 beside the response tokens, with gradient where gradients are on.
+    Packed or padded the values are equal; a module that is not transformers' is given padded rows in any case.
     """
     checkpointing = getattr(critic, "is_gradient_checkpointing", False) and critic.training
     if packed and checkpointing and torch.is_grad_enabled():
@@ -87,7 +76,7 @@ def values_of(critic: nn.Module, batch: TrainBatch, device: torch.device, packed
 def valued(
     critic: nn.Module, batch: TrainBatch, device: torch.device, packed: bool
 ) -> Iterator[tuple[Tensor, ModelInputs]]:
-    """`values_of` with the layout they came from; run the backward inside the context."""
+    """Give `values_of` with the layout they came from; run the backward inside the context."""
     scalar = isinstance(critic, CriticModel) or is_classifier(critic)
     packed = packed and scalar
     if not scalar:
@@ -104,7 +93,7 @@ def valued(
 
 
 def check_critic(critic: nn.Module, device: torch.device) -> None:
-    """Refuse a module that gives no values; collective."""
+    """Refuse a module that gives no values, naming the shapes that are wanted; collective."""
     if not isinstance(critic, CriticModel) and not is_classifier(critic):
         with user_code():
             gives_each_token(critic, device)

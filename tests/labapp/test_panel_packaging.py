@@ -157,7 +157,7 @@ def test_an_old_node_is_named(tmp_path, monkeypatch):
     node = tmp_path / "node"
     node.write_text("#!/bin/sh\necho v18.19.0\n")
     node.chmod(0o755)
-    monkeypatch.setattr(panel, "_path", lambda: str(tmp_path))
+    monkeypatch.setattr(panel, "PATH", str(tmp_path))
     assert panel.why_no_node() == "node v18.19.0 is older than 20.19"
     node.write_text("#!/bin/sh\necho v22.1.0\n")
     assert panel.why_no_node() == ""
