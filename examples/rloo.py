@@ -55,7 +55,7 @@ def train(iterations: int = 20, seed: int = 0) -> list[dict]:
             record = trainer.step()
             print(
                 f"iteration {number + 1}: {'easy' if number < EASY else 'all'} prompts · reward "
-                f"{record['reward']:.3f} · KL to the start {record['kl']:.4f}",
+                f"{record['reward']:.3f} · KL to the start {record['ref_kl']:.4f}",
                 flush=True,
             )
         after = trainer.evaluate()

@@ -12,7 +12,7 @@ from rlbench.notebook.progress_line import Line
 from rlbench.notebook.sparkline import blocks
 from rlbench.units import format_seconds
 
-SHOWN = ("reward", "loss", "critic_loss", "kl", "length")
+SHOWN = ("reward", "loss", "critic_loss", "kl", "ref_kl", "length")
 DRAWN = 60
 """Iterations in the drawing."""
 

@@ -6,18 +6,25 @@ from collections.abc import Callable
 from typing import Any
 
 from rlbench.data.history import is_number
+from rlbench.data.metric_names import BY_NAME
 from rlbench.units import format_number, format_percent, format_rate, format_seconds
 
-NATS = ("kl", "ref_kl", "entropy", "ppo_kl", "logprob_gap", "logprob_gap_max", "mismatch/kl", "mismatch/k3_kl")
-UNITS = dict.fromkeys(NATS, "nats") | {"tokens_per_s": "tok/s", "length": "tokens", "length_max": "tokens"}
 FORMATS: dict[str, Callable[[float], str]] = {"tok/s": format_rate, "s": format_seconds}
-SHARES = ("clip_fraction", "clip_fraction_low", "clip_fraction_high", "truncated", "mismatch/ess")
-"""Metrics between 0 and 1 that are read as percentages."""
+SHOWN = ("nats", "tokens", "tok/s", "s")
+"""Units that stand behind a number."""
 
 
 def unit_of(metric: str) -> str:
     """What the metric is measured in; "" for a number without one."""
-    return "s" if metric.startswith("seconds/") else UNITS.get(metric, "")
+    if metric.startswith("seconds/"):
+        return "s"
+    unit = BY_NAME[metric].unit if metric in BY_NAME and metric != "tokens" else ""
+    return unit if unit in SHOWN else ""
+
+
+def is_share(metric: str) -> bool:
+    """Whether it lies between 0 and 1 and is read as a percentage."""
+    return metric in BY_NAME and BY_NAME[metric].unit == "share"
 
 
 def labelled(metric: str) -> str:
@@ -30,7 +37,7 @@ def with_unit(metric: str, value: Any) -> str:
     """A metric's value for a reader: `12.3k tok/s`, `3.1 %`."""
     if not is_number(value):
         return str(value)
-    if metric in SHARES:
+    if is_share(metric):
         return format_percent(float(value))
     unit = unit_of(metric)
     if unit in FORMATS:

@@ -17,7 +17,7 @@ from rlbench.notebook.card import WARNING, Card, Cell, Grid, Pair
 from rlbench.notebook.engine_facts import EngineFacts, engine_facts
 from rlbench.notebook.markup import chip_text
 from rlbench.notebook.sparkline import blocks, sparkline
-from rlbench.notebook.units import SHARES, labelled, with_unit
+from rlbench.notebook.units import is_share, labelled, with_unit
 from rlbench.units import (
     format_age,
     format_bytes,
@@ -253,7 +253,7 @@ def history_card(history: History) -> Card:
 def _shown(name: str, value: Any) -> str:
     if value is None:
         return ""
-    return with_unit(name, value) if name in SHARES else format_number(value)
+    return with_unit(name, value) if is_share(name) else format_number(value)
 
 
 def _seconds(value: Any) -> str:

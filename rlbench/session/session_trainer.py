@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from rlbench.data.history import History
+from rlbench.data.metric_names import of_trainer
 from rlbench.data.metrics import Metrics
 from rlbench.dispatch import views
 from rlbench.dispatch.chain import Steps
@@ -23,17 +24,6 @@ from rlbench.trainers.run_options import defaults
 if TYPE_CHECKING:
     from rlbench.session.session import Session
     from rlbench.session.snapshots import Snapshot
-
-COMMON = {
-    "loss": "policy_loss",
-    "grad_norm": "actor_grad_norm",
-    "lr": "actor_lr",
-    "length": "response_length",
-    "clip_fraction": "clip_fraction",
-    "reward_std": "step_reward_std",
-    "length_max": "response_length_max",
-}
-"""What the session's records call a trainer's metrics, so that its views show them."""
 
 
 class FitView(View, Protocol):
@@ -306,9 +296,8 @@ class SessionTrainer(Suggesting):
         state = self._session.link.state("step", "version")
         step = int(state["step"]) + taken
         self._session.link.set(step=step)
-        common = {name: found[theirs] for name, theirs in COMMON.items() if theirs in found}
         parts = {name.split("/")[1].removesuffix("_s"): v for name, v in found.items() if name.startswith("perf/")}
-        values: dict[str, Any] = {**found, **common}
+        values: dict[str, Any] = {**found, **of_trainer(found)}
         values |= {
             "step": step,
             "version": int(state["version"]),
@@ -319,4 +308,5 @@ class SessionTrainer(Suggesting):
         self._session.record(values)
         self._records[int(self._session.link.state("tip")["tip"])] = values
         self.history = History([*self.history.records, values])
+        self._session.trackers.iterated(values)
         return values

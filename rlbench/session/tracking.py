@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlbench.data import Rollouts
 from rlbench.data.history import is_number
+from rlbench.data.metric_names import with_aliases
 from rlbench.data.metrics import Metrics
 from rlbench.data.optional import needed
 from rlbench.errors import SessionError, nearest
@@ -80,10 +81,19 @@ class Trackers:
         running = self._all() if values else {}
         if not running:
             return
-        at = self._count(entry)
+        at = self._count(entry.verb in STEPS)
         for name, tracker in running.items():
             with _told(name, f"log {entry.verb}"):
                 tracker.log(values, step=at)
+
+    def iterated(self, values: Mapping[str, Any]) -> None:
+        """Log an iteration of a trainer, by the names of a session's steps."""
+        if not (running := self._all()):
+            return
+        at = self._count(True)
+        for name, tracker in running.items():
+            with _told(name, "log an iteration"):
+                tracker.log(with_aliases(flat(values, numbers=True)), step=at)
 
     def close(self) -> None:
         """End what runs here; the session is over."""
@@ -109,12 +119,14 @@ class Trackers:
     def _keep(self, specs: list[dict[str, Any]]) -> None:
         self._session.link.set(trackers=specs)
 
-    def _count(self, entry: Entry) -> int:
-        """Steps taken so far, this one included."""
+    def _count(self, stepped: bool) -> int:
+        """Steps and iterations so far, this one included: those on record, and the steps of `optim_step`, which has no
+        record."""
         if self._steps is None:
             entries = self._session.recorder.entries()
-            self._steps = sum(one.verb in STEPS and one.outcome == "done" for one in entries)
-        elif entry.verb in STEPS:
+            alone = sum(one.verb == "optim_step" and one.outcome == "done" for one in entries)
+            self._steps = alone + len(self._session.link.state("records")["records"])
+        elif stepped:
             self._steps += 1
         return self._steps
 
@@ -132,7 +144,7 @@ def _told(name: str, what: str) -> Iterator[None]:
 def logged(entry: Entry, value: Any) -> dict[str, float]:
     """The numbers of a verb that a tracker gets."""
     if entry.verb in STEPS and isinstance(value, Metrics):
-        return flat(value, numbers=True)
+        return with_aliases(flat(value, numbers=True))
     if isinstance(value, Evaluation):
         return {"evaluation/reward": value.reward}
     if entry.verb == "rollout" and isinstance(value, Rollouts) and value.samples:

@@ -81,7 +81,7 @@ def columns(
         "aborted": rollouts.aborted,
     }
     if made.kl is not None:
-        numbers |= {"kl": made.kl[mask], "kl_per_sequence": made.info["kl_sum"][rows]}
+        numbers |= {"rollout_ref_kl": made.kl[mask], "rollout_ref_kl_per_sequence": made.info["kl_sum"][rows]}
     if made.entropy is not None:
         numbers["entropy"] = made.entropy[mask]
     if options.overlong_buffer:

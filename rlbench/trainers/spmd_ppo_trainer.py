@@ -307,7 +307,7 @@ class SPMDPPOTrainerBase(PPOTrainer):
 
     def _adapt(self) -> None:
         """Let the weight of the KL follow the KL that was seen, and with `use_kl_loss` the loss follow the weight."""
-        observed = self.rollout_metrics.get("kl_per_sequence")
+        observed = self.rollout_metrics.get("rollout_ref_kl_per_sequence")
         if observed is None or not isinstance(self.kl_ctl, AdaptiveKL):
             return
         own = sum(int(part.trained.sum()) for part in self.replay_buffer.items)

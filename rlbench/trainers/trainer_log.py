@@ -14,7 +14,7 @@ from rlbench.trainers.experience import Experience
 from rlbench.trainers.trainer_options import TrainerOptions
 from rlbench.trainers.trajectory_saver import MARKED, TrajectorySaver
 
-SHOWN = ("reward", "policy_loss", "critic_loss", "kl", "response_length", "actor_grad_norm", "eval/reward")
+SHOWN = ("reward", "policy_loss", "critic_loss", "kl", "ref_kl", "response_length", "actor_grad_norm", "eval/reward")
 ROLLOUT = ("reward", "return", "response_length", "advantages", "returns", "step_reward", "rollout")
 
 

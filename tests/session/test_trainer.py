@@ -53,7 +53,8 @@ def test_an_iteration_trains_syncs_and_is_on_record(session):
     assert session.step == step + 1 and metrics.step == step + 1 and metrics.train_steps == 1
     assert session.inference.weight_versions() == [session.version] == [metrics.version]
     record = session.history[-1]
-    assert {"reward", "loss", "grad_norm", "length", "policy_loss", "actor_lr"} <= record.keys()
+    assert {"reward", "loss", "kl", "entropy", "grad_norm", "lr", "length", "policy_loss", "actor_lr"} <= record.keys()
+    assert record["kl"] == metrics.kl < 0.1 and "ref_kl" not in record  # without a reference
     assert record["aggregation"] == "seq-mean-token-mean" and "(seq-mean-token-mean)" in repr(metrics)
     assert record["loss_name"] == "grpo" and record["seconds"]["total"] > record["seconds"]["sync"] > 0
     scored = session.rollout(["sort 4312"], n=2, max_tokens=8)  # the replicas are awake, as they were

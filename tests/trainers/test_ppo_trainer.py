@@ -302,7 +302,7 @@ def test_the_weight_of_the_kl_adapts_and_the_loss_follows_it(qwen: str) -> None:
         with torch.no_grad():
             next(iter(trainer.actor.parameters())).mul_(1.1)  # away from the reference
         trainer.make_experience()
-        assert trainer.rollout_metrics["kl_per_sequence"] > 0
+        assert trainer.rollout_metrics["rollout_ref_kl_per_sequence"] > 0
         trainer.ppo_train()
         assert trainer.kl_ctl.coef > 0.1
         assert getattr(trainer.policy_update.loss, "kl_coef", 0) == (trainer.kl_ctl.coef if use_kl_loss else 0)
