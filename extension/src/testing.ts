@@ -131,7 +131,7 @@ export class Answers implements Asks {
 }
 
 export function command(state: Command['state'], error = ''): Command {
-  return { id: 'c1', verb: 'offload', state, error, result: {} };
+  return { id: 'c1', verb: 'offload', state, error, result: {}, seconds: 0 };
 }
 
 /** Lets what was promised happen. */

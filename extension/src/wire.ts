@@ -114,6 +114,8 @@ export interface Command {
   readonly state: 'running' | 'done' | 'failed';
   readonly error: string;
   readonly result: Readonly<Record<string, unknown>>;
+  /** What it took; 0 while it runs. */
+  readonly seconds: number;
 }
 
 type Json = Readonly<Record<string, unknown>>;
@@ -166,7 +168,8 @@ export function readCommand(value: unknown): Command {
     verb: text(found['verb']),
     state: state === 'running' || state === 'failed' ? state : 'done',
     error: [text(error['kind']), text(error['message'])].filter(said => said).join(': '),
-    result: object(found['result'])
+    result: object(found['result']),
+    seconds: Math.max(0, (number(found['ended']) ?? 0) - (number(found['started']) ?? 0))
   };
 }
 

@@ -1,7 +1,7 @@
 """`session.dashboard()`: live memory, lengths, metrics and time of a session, and the controls to act on it.
 
 Three parts in one frame: the head (what runs, and what became of a press), the controls (ipywidgets) and the charts.
-The feed's thread fills them, so they move while a cell runs. Presses are caught in the page (static/dashboard_head.js):
+The feed's thread fills them, so they move while a cell runs. Presses are caught in the page (extension/src/widgets/head.ts):
 they go to the Jupyter server where its extension knows the session, else to this kernel.
 """
 
