@@ -9,6 +9,8 @@ export type TroubleKind =
   | 'gone'
   | 'silent'
   | 'refused'
+  /** A monitor whose state is another one than this panel reads. */
+  | 'old'
   /** A session that was closed and is still there. */
   | 'lasting';
 

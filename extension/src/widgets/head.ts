@@ -8,7 +8,7 @@ import { pageApi } from './connection';
 import { add, setText } from './dom';
 import { Listening, tell, unique } from './model';
 import type { Context, Model } from './model';
-import { answerOf, sentence, Server } from './press';
+import { answerOf, Server } from './press';
 import type { Control } from './press';
 
 /** The kernel says something every 5 s. */
@@ -26,7 +26,7 @@ interface State {
       readonly text: string;
       readonly busy: boolean;
       readonly fraction: number | null;
-      readonly left_s: number | null;
+      readonly left: string;
     };
     readonly error: string;
   };
@@ -134,7 +134,7 @@ class Head {
   }
 
   private async press(control: Control): Promise<void> {
-    const what = sentence(control);
+    const what = control.command;
     this.say(`${what} …`);
     try {
       const command = await this.server.press(control);
@@ -266,7 +266,7 @@ function makeHead(el: Element): Parts {
 }
 
 function drawHead(parts: Parts, name: string, head: State['head']): void {
-  const { text, busy, fraction, left_s } = head.phase;
+  const { text, busy, fraction, left } = head.phase;
   setText(parts.title, `rlbench · ${name}`);
   setText(parts.model, head.model);
   const branch = head.branch === 'main' ? '' : ` · ${head.branch}`;
@@ -276,7 +276,7 @@ function drawHead(parts: Parts, name: string, head: State['head']): void {
   if (fraction !== null) {
     parts.bar.value = fraction;
   }
-  setText(parts.left, left_s === null ? '' : `~${left_s} s left`);
+  setText(parts.left, left && `~${left}`);
 }
 
 function ago(since: number): string {

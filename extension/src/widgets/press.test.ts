@@ -2,20 +2,21 @@ import { expect, it } from 'vitest';
 
 import { Trouble } from '../asks';
 import { Answers, command } from '../testing';
-import { answerOf, sentence, Server } from './press';
+import { answerOf, Server } from './press';
 import type { Control } from './press';
 
 const OFFLOAD: Control = {
   key: 'inference/kv_cache',
   label: 'KV cache ● resident',
   name: 'KV cache of inference: resident',
+  command: 'offload KV cache of inference',
   verb: 'offload',
   args: { engine: 'inference', parts: ['kv_cache'] },
   enabled: true,
   title: '',
   pressed: true
 };
-const SYNC: Control = { ...OFFLOAD, key: 'sync', verb: 'sync', args: {} };
+const SYNC: Control = { ...OFFLOAD, key: 'sync', command: 'sync', verb: 'sync', args: {} };
 
 it('a press goes through the server where it knows the session', async () => {
   const answers = new Answers();
@@ -46,10 +47,9 @@ it('a server that went away is asked no more, a refusal is told', async () => {
 });
 
 it('what became of it is said in words', () => {
-  expect(sentence(OFFLOAD)).toBe('offload kv cache of inference');
   const done = { ...command('done'), seconds: 0.42 };
   expect(answerOf(OFFLOAD, { ...done, result: { kv_cache: 'meta' } })).toBe(
-    'offload kv cache of inference: now meta · done · 0.42 s'
+    'offload KV cache of inference: now meta · done · 0.42 s'
   );
   expect(answerOf(SYNC, { ...done, result: { version: 4 } })).toBe('sync: v4 · done · 0.42 s');
   expect(answerOf(SYNC, { ...done, result: { stopped: [] } })).toBe(

@@ -7,12 +7,15 @@ import type { Asks } from '../asks';
 import type { Command } from '../wire';
 import { digits } from '../format';
 
+/** A control of the view (rlbench/monitor/schema.py), its texts in English. */
 export interface Control {
   readonly key: string;
   readonly label: string;
   readonly name: string;
   readonly verb: string;
   readonly args: { readonly engine?: string; readonly parts?: readonly string[] };
+  /** What a reader calls it while it is under way. */
+  readonly command: string;
   readonly enabled: boolean;
   readonly title: string;
   readonly pressed: boolean | null;
@@ -59,15 +62,10 @@ export class Server {
   }
 }
 
-/** `offload KV cache of inference`. */
-export function sentence({ verb, args: { engine, parts = [] } }: Control): string {
-  return engine ? `${verb} ${parts.join(', ').replace('_', ' ')} of ${engine}` : verb;
-}
-
 /** What became of a command, in words. */
 export function answerOf(control: Control, { state, error, result, seconds }: Command): string {
   if (state === 'failed') {
-    return `${sentence(control)}: ${error}`;
+    return `${control.command}: ${error}`;
   }
   const said = (control.args.parts ?? [])
     .filter(part => part in result)
@@ -82,5 +80,5 @@ export function answerOf(control: Control, { state, error, result, seconds }: Co
   if (typeof label === 'string' && label) {
     said.push(label);
   }
-  return `${sentence(control)}: ${[...said, 'done'].slice(0, 2).join(' · ')} · ${digits(seconds)} s`;
+  return `${control.command}: ${[...said, 'done'].slice(0, 2).join(' · ')} · ${digits(seconds)} s`;
 }

@@ -1,7 +1,26 @@
 // Built from extension/src/widgets by extension/bundle.mjs: change those.
 
+// src/asks.ts
+var Trouble = class extends Error {
+  constructor(kind, message, status = 0) {
+    super(message);
+    this.kind = kind;
+    this.status = status;
+  }
+  kind;
+  status;
+};
+var FOLLOW_MS = 300;
+async function followed(api, name, verb, args, wait) {
+  let command = await api.command(name, verb, args);
+  while (command.state === "running" && verb !== "close") {
+    await wait(FOLLOW_MS);
+    command = await api.followed(name, command.id);
+  }
+  return command;
+}
+
 // src/wire.ts
-var PARTS = ["weights", "optimizer", "kv_cache"];
 function readListing(value) {
   const found = object(value);
   return {
@@ -20,22 +39,20 @@ function readListing(value) {
 }
 function readState(value) {
   const found = object(value);
+  if (!isObject(found["view"])) {
+    throw new Trouble("old", "the monitor serves no view");
+  }
   return {
     time: number(found["time"]) ?? 0,
-    model: text(found["model"]),
     step: number(found["step"]) ?? 0,
     version: number(found["version"]) ?? 0,
     branch: text(found["branch"]),
-    paused: found["paused"] === true,
     engines: list(found["engines"]).map(engine),
-    running: list(found["running"]).map(call),
-    verbs: list(found["verbs"]).map((verb) => text(verb["what"])),
-    driver: driver(found["driver"]),
-    endsIn: number(object(found["lease"])["left_s"]),
     historyTotal: number(found["history_total"]) ?? 0,
     history: list(found["history"]).map(step),
-    failure: failure(found["last_error"]),
-    samples: list(found["samples"]).map(sample)
+    samples: list(found["samples"]).map(sample),
+    view: found["view"]
+    // typed by what the monitor makes it of
   };
 }
 function readCommand(value) {
@@ -52,45 +69,13 @@ function readCommand(value) {
   };
 }
 function engine(row) {
-  const state = object(row["state"]);
-  const parts = PARTS.map((part) => [part, text(state[part])]);
   return {
     name: text(row["name"]),
-    kind: text(row["kind"]),
-    executor: text(row["executor"]),
-    ready: row["ready"] !== false,
-    broken: text(row["broken"]),
-    parts: Object.fromEntries(parts.filter(([, where]) => where !== "" && where !== "none")),
-    version: number(state["version"]),
     bytes: numbers(row["bytes"]),
-    frees: numbers(row["frees"]),
     workers: list(row["workers"]).map((worker) => ({
       name: text(worker["name"]),
       resident: number(worker["resident"])
     }))
-  };
-}
-function call(row) {
-  return {
-    what: text(row["what"]),
-    since: number(row["since"]) ?? 0,
-    progress: list(row["progress"]).map((one) => ({
-      phase: text(one["phase"]),
-      done: number(one["done"]),
-      finished: number(one["finished"]) ?? 0,
-      total: number(one["total"]) ?? 0,
-      tokens: number(one["tokens"]) ?? 0
-    }))
-  };
-}
-function driver(value) {
-  if (!isObject(value)) {
-    return null;
-  }
-  return {
-    pid: number(value["pid"]) ?? 0,
-    mode: text(value["mode"]),
-    alive: value["alive"] === true
   };
 }
 function step(row, index) {
@@ -98,17 +83,6 @@ function step(row, index) {
     step: number(row["step"]) ?? index + 1,
     reward: number(row["reward"]),
     length: number(row["length"])
-  };
-}
-function failure(value) {
-  if (!isObject(value)) {
-    return null;
-  }
-  return {
-    what: text(value["what"]),
-    kind: text(value["kind"]),
-    message: text(value["message"]),
-    time: number(value["time"]) ?? 0
   };
 }
 function sample(row) {
@@ -143,26 +117,6 @@ function numbers(value) {
   return Object.fromEntries(
     found.filter((pair) => number(pair[1]) !== null)
   );
-}
-
-// src/asks.ts
-var Trouble = class extends Error {
-  constructor(kind, message, status = 0) {
-    super(message);
-    this.kind = kind;
-    this.status = status;
-  }
-  kind;
-  status;
-};
-var FOLLOW_MS = 300;
-async function followed(api, name, verb, args, wait) {
-  let command = await api.command(name, verb, args);
-  while (command.state === "running" && verb !== "close") {
-    await wait(FOLLOW_MS);
-    command = await api.followed(name, command.id);
-  }
-  return command;
 }
 
 // src/api.ts
@@ -372,12 +326,9 @@ var Server = class {
     }
   }
 };
-function sentence({ verb, args: { engine: engine2, parts = [] } }) {
-  return engine2 ? `${verb} ${parts.join(", ").replace("_", " ")} of ${engine2}` : verb;
-}
 function answerOf(control, { state, error, result, seconds }) {
   if (state === "failed") {
-    return `${sentence(control)}: ${error}`;
+    return `${control.command}: ${error}`;
   }
   const said = (control.args.parts ?? []).filter((part) => part in result).map((part) => `now ${String(result[part])}`);
   const { stopped, version, label } = result;
@@ -390,7 +341,7 @@ function answerOf(control, { state, error, result, seconds }) {
   if (typeof label === "string" && label) {
     said.push(label);
   }
-  return `${sentence(control)}: ${[...said, "done"].slice(0, 2).join(" · ")} · ${digits(seconds)} s`;
+  return `${control.command}: ${[...said, "done"].slice(0, 2).join(" · ")} · ${digits(seconds)} s`;
 }
 
 // src/widgets/head.ts
@@ -482,7 +433,7 @@ var Head = class {
     this.draw();
   }
   async press(control) {
-    const what = sentence(control);
+    const what = control.command;
     this.say(`${what} …`);
     try {
       const command = await this.server.press(control);
@@ -594,7 +545,7 @@ function makeHead(el) {
   return parts;
 }
 function drawHead(parts, name, head) {
-  const { text: text2, busy, fraction, left_s } = head.phase;
+  const { text: text2, busy, fraction, left } = head.phase;
   setText(parts.title, `rlbench · ${name}`);
   setText(parts.model, head.model);
   const branch = head.branch === "main" ? "" : ` · ${head.branch}`;
@@ -604,7 +555,7 @@ function drawHead(parts, name, head) {
   if (fraction !== null) {
     parts.bar.value = fraction;
   }
-  setText(parts.left, left_s === null ? "" : `~${left_s} s left`);
+  setText(parts.left, left && `~${left}`);
 }
 function ago(since) {
   return since ? `${Math.round((Date.now() - since) / 1e3)} s` : "";
