@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import base64
 import time as clock
 from collections.abc import Sequence
 
 from rlbench.monitor.schema import EngineView, english
 from rlbench.monitor.view import PART_NAMES
+from rlbench.notebook.chart_svg import image
 from rlbench.notebook.dashboard_data import Lengths, Split, View
 from rlbench.notebook.dashboard_memory import Lane, Memory, seen_and_thin
 from rlbench.notebook.markup import box, escape, table
 from rlbench.notebook.palette import BLUE, GREY, OWNERS
-from rlbench.notebook.views import sparkline
+from rlbench.notebook.sparkline import sparkline
 from rlbench.units import format_age, format_bytes, format_number, format_percent, format_rate
 
 MOMENTS = 80
@@ -159,15 +159,12 @@ def _lengths(lengths: Sequence[Lengths]) -> str:
 
 
 def _picture(shapes: str, width: int, height: int, label: str) -> str:
-    """Shapes as an image: GitHub takes inline drawings out. Its label says in characters what it shows, which is what
-    stays of it in JupyterLab where a notebook is not trusted.
-    """
+    """Shapes over a ground line; the label is what stays of them where a notebook is not trusted."""
     drawing = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
         f'<path d="M0 {height - 0.5}H{width}" stroke="{GREY.light}"/>{shapes}</svg>'
     )
-    data = base64.b64encode(drawing.encode()).decode()
-    return f'<img alt="{escape(label)}" width="{width}" height="{height}" src="data:image/svg+xml;base64,{data}">'
+    return image(drawing, escape(label), f'width="{width}" height="{height}"')
 
 
 def _metrics(view: View) -> str:
