@@ -12,6 +12,7 @@ from typing import Any
 
 from rlbench.monitor.commands import Commands
 from rlbench.monitor.endpoint import Endpoint, Routes
+from rlbench.monitor.view import view_of
 from rlbench.runtime import processes, registry
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -69,7 +70,8 @@ class Script:
 
     def _report(self, records: int) -> dict[str, Any]:
         history = self.state["history"]
-        return self.state | {"history": history[-records:] if records else [], "history_total": len(history)}
+        report = self.state | {"history": history[-records:] if records else [], "history_total": len(history)}
+        return report | {"view": view_of(report, time.time())}
 
     def _samples(self, since: float) -> dict[str, Any]:
         return {

@@ -1,7 +1,7 @@
-/** The questions and commands that the server's handlers below `rlbench/api/` take (rlbench/labapp). */
-import { URLExt } from '@jupyterlab/coreutils';
-import { ServerConnection } from '@jupyterlab/services';
-
+/**
+ * The one client of the server's handlers below `rlbench/api/` (rlbench/labapp): the panel asks through JupyterLab's
+ * connection (lab.ts), a notebook's drawing through the page's own (widgets/connection.ts).
+ */
 import { Trouble } from './asks';
 import type { Asks, Question, TroubleKind } from './asks';
 import { readCommand, readListing, readState } from './wire';
@@ -12,8 +12,15 @@ const LIMIT_MS = 8000;
 /** Killing waits for processes to end. */
 const KILL_LIMIT_MS = 120_000;
 
+/** How this page reaches its Jupyter server. */
+export interface Connection {
+  /** Ends in a slash. */
+  readonly baseUrl: string;
+  request(url: string, init: RequestInit): Promise<Response>;
+}
+
 export class Api implements Asks {
-  constructor(private readonly settings = ServerConnection.makeSettings()) {}
+  constructor(private readonly connection: Connection) {}
 
   async sessions(): Promise<Listing> {
     try {
@@ -62,10 +69,10 @@ export class Api implements Asks {
     body?: unknown,
     limit = LIMIT_MS
   ): Promise<unknown> {
-    const parts = path.map(encodeURIComponent);
-    const url =
-      URLExt.join(this.settings.baseUrl, 'rlbench', 'api', ...parts) +
-      URLExt.objectToQueryString(query);
+    const { baseUrl } = this.connection;
+    const asked = String(new URLSearchParams(query));
+    const place = ['rlbench', 'api', ...path.map(encodeURIComponent)].join('/');
+    const url = `${baseUrl}${place}${asked && `?${asked}`}`;
     const init: RequestInit = { signal: AbortSignal.timeout(limit) };
     if (body !== undefined) {
       init.method = 'POST';
@@ -74,7 +81,7 @@ export class Api implements Asks {
     let response: Response;
     let said: string;
     try {
-      response = await ServerConnection.makeRequest(url, init, this.settings);
+      response = await this.connection.request(url, init);
       said = await response.text();
     } catch (error) {
       throw new Trouble('server', error instanceof Error ? error.message : String(error));

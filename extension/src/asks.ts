@@ -9,6 +9,8 @@ export type TroubleKind =
   | 'gone'
   | 'silent'
   | 'refused'
+  /** A monitor whose state is another one than this panel reads. */
+  | 'old'
   /** A session that was closed and is still there. */
   | 'lasting';
 
@@ -38,4 +40,23 @@ export interface Asks {
   command(name: string, verb: string, args: Readonly<Record<string, unknown>>): Promise<Command>;
   followed(name: string, id: string): Promise<Command>;
   kill(name: string): Promise<string>;
+}
+
+const FOLLOW_MS = 300;
+
+/** Ask something of a session and follow it until it has ended. */
+export async function followed(
+  api: Pick<Asks, 'command' | 'followed'>,
+  name: string,
+  verb: string,
+  args: Readonly<Record<string, unknown>>,
+  wait: (milliseconds: number) => Promise<void>
+): Promise<Command> {
+  let command = await api.command(name, verb, args);
+  while (command.state === 'running' && verb !== 'close') {
+    // of a session that closes nobody is left to ask
+    await wait(FOLLOW_MS);
+    command = await api.followed(name, command.id);
+  }
+  return command;
 }

@@ -7,7 +7,8 @@ import { icons, panelIcon } from './icons';
 import type { Press, Sessions } from './sessions';
 import { nowOf } from './view/condition';
 import { ordered, viewOf } from './view/session';
-import type { Action, Trans } from './view/shape';
+import type { Action } from './view/shape';
+import type { Trans } from './text';
 
 export const PREFIX = 'rlbench:';
 export const CommandIDs = {

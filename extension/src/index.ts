@@ -12,6 +12,7 @@ import { Token } from '@lumino/coreutils';
 import { Api } from './api';
 import { addSessionCommands, CommandIDs, press } from './commands';
 import { panelIcon } from './icons';
+import { labConnection } from './lab';
 import { insertAttach, openStarter } from './notebooks';
 import { Panel, PANEL_ID } from './panel';
 import { Polling } from './polling';
@@ -36,7 +37,7 @@ const looking: JupyterFrontEndPlugin<Looking> = {
   autoStart: true,
   provides: ILooking,
   activate: app => {
-    const sessions = new Sessions(new Api(app.serviceManager.serverSettings));
+    const sessions = new Sessions(new Api(labConnection(app.serviceManager.serverSettings)));
     return { sessions, polling: new Polling(sessions) };
   }
 };

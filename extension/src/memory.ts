@@ -73,7 +73,7 @@ function stackOf(sample: Sample, workers: readonly string[], onHost: boolean): r
 }
 
 /** Part of a stack below which its band is no wider than a hair. */
-const SEEN = 0.01;
+export const SEEN = 0.01;
 
 /** What a legend names: owners whose band can be seen in some stack, and those that are there but too thin for it. */
 export interface Bands {

@@ -4,7 +4,7 @@ import type { Contents } from '@jupyterlab/services';
 import type { CommandRegistry } from '@lumino/commands';
 
 import { attachSource, starterNotebook } from './starter';
-import type { Trans } from './view/shape';
+import type { Trans } from './text';
 
 const STARTER = 'rl-session';
 const MOST_STARTERS = 100;

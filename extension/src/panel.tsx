@@ -7,7 +7,8 @@ import { Overview } from './components/overview';
 import { panelIcon } from './icons';
 import type { Polling } from './polling';
 import type { Sessions } from './sessions';
-import type { Action, Trans } from './view/shape';
+import type { Action } from './view/shape';
+import type { Trans } from './text';
 
 /** How often ages are counted on, also where no answer comes. */
 const CLOCK_MS = 1000;

@@ -5,13 +5,13 @@
 import { Signal } from '@lumino/signaling';
 import type { ISignal } from '@lumino/signaling';
 
-import { Trouble } from './asks';
+import { followed, Trouble } from './asks';
 import type { Asks, Question } from './asks';
 import type { Gpu, Listed, Machine, Sample, SessionState, Step } from './wire';
 
 /** Steps that a sparkline shows. */
 export const STEPS = 60;
-const FOLLOW_MS = 300;
+const ENDED_MS = 300;
 /** So often is looked whether a session that was closed is gone. */
 const END_LOOKS = 200;
 
@@ -157,13 +157,9 @@ export class Sessions {
   async press(press: Press): Promise<void> {
     const { name, verb, key = verb, label = key } = press;
     await this._during(name, key, label, async () => {
-      let command = await this.api.command(name, verb, press.args ?? {});
+      const command = await followed(this.api, name, verb, press.args ?? {}, this.wait);
       if (verb === 'close') {
-        return this._ended(name); // nobody is left who could tell about the command
-      }
-      while (command.state === 'running') {
-        await this.wait(FOLLOW_MS);
-        command = await this.api.followed(name, command.id);
+        return this._ended(name);
       }
       if (command.state === 'failed') {
         throw new Error(command.error);
@@ -181,7 +177,7 @@ export class Sessions {
       if (looks === END_LOOKS) {
         throw new Trouble('lasting', 'it has not ended yet');
       }
-      await this.wait(FOLLOW_MS);
+      await this.wait(ENDED_MS);
       await this.refresh().catch(() => undefined);
     }
   }

@@ -1,5 +1,5 @@
 /** The notebook behind the launcher's card: a session from its first rollout to its first step. */
-import type { Trans } from './view/shape';
+import type { Trans } from './text';
 
 type Cell = readonly ['markdown' | 'code', string];
 

@@ -5,7 +5,7 @@ import React from 'react';
 import type { Polling } from './polling';
 import type { Sessions } from './sessions';
 import { nowOf } from './view/condition';
-import type { Trans } from './view/shape';
+import type { Trans } from './text';
 import { summaryOf } from './view/summary';
 
 /** How often ages are counted on, also where no answer comes. */

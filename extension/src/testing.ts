@@ -1,7 +1,8 @@
 /** For the tests alone: a session's state as the server tells it, and a server that answers what a test says. */
 import type { Asks, Question } from './asks';
 import type { Entry } from './sessions';
-import type { Trans } from './view/shape';
+import type { Trans } from './text';
+import reports from './reports.json';
 import { readState } from './wire';
 import type { Command, Listing, SessionState } from './wire';
 
@@ -28,52 +29,19 @@ function outside(arg: unknown): string {
 
 export const MIB = 2 ** 20;
 
-/** A state as JSON: two engines, nothing runs. */
-export function stateJson(change: Record<string, unknown> = {}): Record<string, unknown> {
-  return {
-    time: 1000,
-    model: 'tiny',
-    step: 4,
-    version: 4,
-    branch: 'main',
-    paused: false,
-    engines: [
-      {
-        name: 'actor',
-        kind: 'train',
-        executor: 'fsdp2',
-        ready: true,
-        broken: null,
-        state: { weights: 'cuda', optimizer: 'cpu' },
-        bytes: { weights: 100 * MIB, gradients: 50 * MIB },
-        frees: { weights: 100 * MIB },
-        workers: [{ name: 'rlbench/demo/actor/0', pid: 1, resident: 900 * MIB }]
-      },
-      {
-        name: 'inference',
-        kind: 'inference',
-        executor: 'vllm',
-        ready: true,
-        broken: null,
-        state: { weights: 'cuda', kv_cache: 'cuda', version: 3 },
-        frees: { kv_cache: 1024 * MIB },
-        workers: [{ name: 'rlbench/demo/inference/0', pid: 2, resident: 2048 * MIB }]
-      }
-    ],
-    running: [],
-    verbs: [],
-    driver: { pid: 7, mode: 'notebook', alive: true, age_s: 0.1 },
-    lease: { seconds: 28800, silent_s: 1, left_s: null },
-    history_total: 4,
-    history: [],
-    last_error: null,
-    samples: [],
-    ...change
-  };
+/** What a monitor answers of a session, as scripts/panel_schema.py had it said. */
+export type Report = keyof typeof reports;
+
+/** A state as JSON: two engines, nothing runs; or another report. */
+export function stateJson(
+  change: Record<string, unknown> = {},
+  report: Report = 'idle'
+): Record<string, unknown> {
+  return { ...reports[report], ...change };
 }
 
-export function state(change: Record<string, unknown> = {}): SessionState {
-  return readState(stateJson(change));
+export function state(change: Record<string, unknown> = {}, report?: Report): SessionState {
+  return readState(stateJson(change, report));
 }
 
 export function entry(change: Partial<Entry> = {}, name = 'demo'): Entry {
@@ -131,7 +99,7 @@ export class Answers implements Asks {
 }
 
 export function command(state: Command['state'], error = ''): Command {
-  return { id: 'c1', verb: 'offload', state, error, result: {} };
+  return { id: 'c1', verb: 'offload', state, error, result: {}, seconds: 0 };
 }
 
 /** Lets what was promised happen. */

@@ -3,6 +3,9 @@ import { readFileSync } from 'node:fs';
 import { resolve } from 'node:path';
 import { describe, expect, it } from 'vitest';
 
+import { Trouble } from './asks';
+import { trans } from './testing';
+import { say } from './text';
 import { readCommand, readListing, readState } from './wire';
 
 /** The example below a heading of the monitor's documentation. */
@@ -15,25 +18,13 @@ function documented(heading: string): unknown {
 describe('answers as the documentation has them', () => {
   it('a state', () => {
     const state = readState(documented('GET /state'));
-    expect([state.model, state.step, state.version, state.historyTotal]).toEqual([
-      'tiny',
-      12,
-      12,
-      12
-    ]);
-    expect(state.engines[0]?.parts).toEqual({ weights: 'cuda', kv_cache: 'cuda' });
+    expect([state.step, state.version, state.historyTotal]).toEqual([12, 12, 12]);
     expect(state.engines[0]?.workers[0]?.resident).toBe(1288490188);
-    expect(state.running[0]?.progress[0]).toMatchObject({
-      tokens: 512,
-      finished: 3,
-      total: 64,
-      done: null
-    });
-    expect(state.verbs).toEqual(['train_step']);
-    expect(state.driver).toEqual({ pid: 4600, mode: 'notebook', alive: true });
+    expect(state.engines[0]?.bytes['weights']).toBe(41943040);
     expect(state.history).toEqual([{ step: 12, reward: 0.5, length: null }]);
-    expect(state.failure?.message).toBe('this loss fails');
-    expect(state.endsIn).toBeNull();
+    expect(state.view.condition).toBe('running');
+    expect(say(state.view.phase.what[0] ?? '', trans)).toBe('train_step: rollout 13');
+    expect(state.view.controls[0]?.key).toBe('stop');
   });
 
   it('the devices of the machine', () => {
@@ -46,7 +37,7 @@ describe('answers as the documentation has them', () => {
   });
 
   it('samples', () => {
-    const { samples } = readState(documented('GET /samples'));
+    const { samples } = readState({ ...(documented('GET /samples') as object), view: {} });
     expect(samples[0]?.resident).toEqual({ 'rlbench/demo/actor/0': 734003200 });
     expect(samples[0]?.owners['rlbench/demo/actor/0']?.['optimizer']).toBe(41943040);
   });
@@ -62,15 +53,13 @@ describe('answers as the documentation has them', () => {
 });
 
 describe('answers of another kind', () => {
-  it.each([
-    null,
-    7,
-    'x',
-    [],
-    { engines: 'none', running: [null, 3], samples: { a: 1 }, driver: [] }
-  ])('%j is an empty state', value => {
-    const state = readState(value);
-    expect([state.step, state.engines, state.samples, state.driver]).toEqual([0, [], [], null]);
+  it.each([null, 7, 'x', [], { engines: [] }, { view: [] }])('%j is refused as a state', value => {
+    expect(() => readState(value)).toThrow(Trouble);
+  });
+
+  it('what is missing or of another type is left empty', () => {
+    const state = readState({ view: {}, engines: 'none', samples: { a: 1 }, step: '4' });
+    expect([state.step, state.engines, state.samples]).toEqual([0, [], []]);
   });
 
   it('takes numbers for numbers alone', () => {
@@ -80,11 +69,8 @@ describe('answers of another kind', () => {
     });
     expect(listing.sessions).toEqual([{ name: '5', state: 'gone' }]);
     expect(listing.memory).toBeNull();
-    expect(readState({ history: [{ reward: Number.NaN }] }).history[0]?.reward).toBeNull();
-  });
-
-  it('leaves out a part that an engine does not have', () => {
-    const state = readState({ engines: [{ state: { weights: 'cuda', optimizer: 'none' } }] });
-    expect(state.engines[0]?.parts).toEqual({ weights: 'cuda' });
+    expect(
+      readState({ view: {}, history: [{ reward: Number.NaN }] }).history[0]?.reward
+    ).toBeNull();
   });
 });

@@ -2,6 +2,8 @@
  * What the server's handlers answer (docs/monitor-api.md), read defensively: a monitor may be older, and what is in a
  * name or a message was written by somebody else. A key that is missing or of another type leaves its default.
  */
+import { Trouble } from './asks';
+import type { SessionView } from './schema';
 
 export interface Listed {
   readonly name: string;
@@ -29,18 +31,11 @@ export interface Listing {
   readonly gpusError: string;
 }
 
+/** What an engine's memory is told by; what it says is the view's. */
 export interface Engine {
   readonly name: string;
-  readonly kind: string;
-  readonly executor: string;
-  readonly ready: boolean;
-  readonly broken: string;
-  /** Part → `cuda`, `cpu`, `meta`; parts that the engine does not have are left out. */
-  readonly parts: Readonly<Record<string, string>>;
-  readonly version: number | null;
   /** Bytes of its parts in its device's memory; empty while nobody has told. */
   readonly bytes: Readonly<Record<string, number>>;
-  readonly frees: Readonly<Record<string, number>>;
   readonly workers: readonly Worker[];
 }
 
@@ -49,37 +44,10 @@ export interface Worker {
   readonly resident: number | null;
 }
 
-export interface Progress {
-  readonly phase: string;
-  readonly done: number | null;
-  readonly finished: number;
-  readonly total: number;
-  readonly tokens: number;
-}
-
-export interface Call {
-  readonly what: string;
-  readonly since: number;
-  readonly progress: readonly Progress[];
-}
-
-export interface Driver {
-  readonly pid: number;
-  readonly mode: string;
-  readonly alive: boolean;
-}
-
 export interface Step {
   readonly step: number;
   readonly reward: number | null;
   readonly length: number | null;
-}
-
-export interface Failure {
-  readonly what: string;
-  readonly kind: string;
-  readonly message: string;
-  readonly time: number;
 }
 
 export interface Sample {
@@ -91,21 +59,15 @@ export interface Sample {
 export interface SessionState {
   /** The monitor's clock, Unix seconds. */
   readonly time: number;
-  readonly model: string;
   readonly step: number;
   readonly version: number;
   readonly branch: string;
-  readonly paused: boolean;
   readonly engines: readonly Engine[];
-  readonly running: readonly Call[];
-  readonly verbs: readonly string[];
-  readonly driver: Driver | null;
-  /** Seconds until the session ends by itself; null while it is held. */
-  readonly endsIn: number | null;
   readonly historyTotal: number;
   readonly history: readonly Step[];
-  readonly failure: Failure | null;
   readonly samples: readonly Sample[];
+  /** What a reader is told, as the monitor says it. */
+  readonly view: SessionView;
 }
 
 export interface Command {
@@ -114,10 +76,11 @@ export interface Command {
   readonly state: 'running' | 'done' | 'failed';
   readonly error: string;
   readonly result: Readonly<Record<string, unknown>>;
+  /** What it took; 0 while it runs. */
+  readonly seconds: number;
 }
 
 type Json = Readonly<Record<string, unknown>>;
-const PARTS = ['weights', 'optimizer', 'kv_cache'] as const;
 
 export function readListing(value: unknown): Listing {
   const found = object(value);
@@ -136,24 +99,22 @@ export function readListing(value: unknown): Listing {
   };
 }
 
+/** Rejects the answer of a monitor that serves no view. */
 export function readState(value: unknown): SessionState {
   const found = object(value);
+  if (!isObject(found['view'])) {
+    throw new Trouble('old', 'the monitor serves no view');
+  }
   return {
     time: number(found['time']) ?? 0,
-    model: text(found['model']),
     step: number(found['step']) ?? 0,
     version: number(found['version']) ?? 0,
     branch: text(found['branch']),
-    paused: found['paused'] === true,
     engines: list(found['engines']).map(engine),
-    running: list(found['running']).map(call),
-    verbs: list(found['verbs']).map(verb => text(verb['what'])),
-    driver: driver(found['driver']),
-    endsIn: number(object(found['lease'])['left_s']),
     historyTotal: number(found['history_total']) ?? 0,
     history: list(found['history']).map(step),
-    failure: failure(found['last_error']),
-    samples: list(found['samples']).map(sample)
+    samples: list(found['samples']).map(sample),
+    view: found['view'] as unknown as SessionView // typed by what the monitor makes it of
   };
 }
 
@@ -166,52 +127,19 @@ export function readCommand(value: unknown): Command {
     verb: text(found['verb']),
     state: state === 'running' || state === 'failed' ? state : 'done',
     error: [text(error['kind']), text(error['message'])].filter(said => said).join(': '),
-    result: object(found['result'])
+    result: object(found['result']),
+    seconds: Math.max(0, (number(found['ended']) ?? 0) - (number(found['started']) ?? 0))
   };
 }
 
 function engine(row: Json): Engine {
-  const state = object(row['state']);
-  const parts = PARTS.map(part => [part, text(state[part])] as const);
   return {
     name: text(row['name']),
-    kind: text(row['kind']),
-    executor: text(row['executor']),
-    ready: row['ready'] !== false,
-    broken: text(row['broken']),
-    parts: Object.fromEntries(parts.filter(([, where]) => where !== '' && where !== 'none')),
-    version: number(state['version']),
     bytes: numbers(row['bytes']),
-    frees: numbers(row['frees']),
     workers: list(row['workers']).map(worker => ({
       name: text(worker['name']),
       resident: number(worker['resident'])
     }))
-  };
-}
-
-function call(row: Json): Call {
-  return {
-    what: text(row['what']),
-    since: number(row['since']) ?? 0,
-    progress: list(row['progress']).map(one => ({
-      phase: text(one['phase']),
-      done: number(one['done']),
-      finished: number(one['finished']) ?? 0,
-      total: number(one['total']) ?? 0,
-      tokens: number(one['tokens']) ?? 0
-    }))
-  };
-}
-
-function driver(value: unknown): Driver | null {
-  if (!isObject(value)) {
-    return null;
-  }
-  return {
-    pid: number(value['pid']) ?? 0,
-    mode: text(value['mode']),
-    alive: value['alive'] === true
   };
 }
 
@@ -220,18 +148,6 @@ function step(row: Json, index: number): Step {
     step: number(row['step']) ?? index + 1,
     reward: number(row['reward']),
     length: number(row['length'])
-  };
-}
-
-function failure(value: unknown): Failure | null {
-  if (!isObject(value)) {
-    return null;
-  }
-  return {
-    what: text(value['what']),
-    kind: text(value['kind']),
-    message: text(value['message']),
-    time: number(value['time']) ?? 0
   };
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from rlbench.monitor import lease
 from rlbench.monitor.running import Call, Progress, Running
 from rlbench.monitor.state import State, history
 from rlbench.monitor.telemetry import Telemetry
+from rlbench.monitor.view import view_of
 
 HISTORY_DEFAULT, HISTORY_MAX = 50, 500
 SNAPSHOT_FIELDS = ("label", "step", "version", "bytes", "fresh", "disk", "time")
@@ -28,10 +30,10 @@ def session_report(
     silent_s: float,
     last_error: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """The session as plain values, with its `records` last step records."""
+    """The session as plain values with its `records` last step records, and the view of it."""
     led_here = history(state)
     config = state["config"]
-    return {
+    report = {
         "name": state["name"],
         "model": config.get("model"),
         "seed": config.get("seed"),
@@ -53,6 +55,7 @@ def session_report(
         "splits": list(running.marks.steps.splits),
         "last_error": last_error,
     }
+    return report | {"view": view_of(report, time.time())}
 
 
 def step_report(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,12 +47,16 @@ class Bars:
 
 @dataclass(frozen=True, eq=False)
 class Panel:
-    """One pair of axes: lines over `x`, or bars (the first filled, the others as outlines)."""
+    """One pair of axes: lines over `x`, or bars (the first filled, the others as outlines).
+
+    `limits`: of the vertical axis, in place of those of the values.
+    """
 
     y: str
     x: str
     lines: tuple[Line, ...] = ()
     bars: tuple[Bars, ...] = ()
+    limits: tuple[float, float] | None = None
 
     def bounds(self) -> tuple[tuple[float, float], tuple[float, float]]:
         """Lowest and highest of x and of y, with some room; never of no width."""
@@ -62,7 +66,7 @@ class Panel:
             return (float(across.min()), float(across.max())), (0.0, 1.05 * high or 1.0)
         across = np.concatenate([line.x for line in self.lines])
         up = np.concatenate([line.y for line in self.lines])
-        return _widened(across, 0.0), _widened(up, 0.05)
+        return _widened(across, 0.0), self.limits or _widened(up, 0.05)
 
 
 @dataclass(frozen=True, eq=False)

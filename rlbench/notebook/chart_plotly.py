@@ -34,7 +34,7 @@ def figure(chart: Chart) -> Any:
         for k, bars in enumerate(panel.bars):
             made.add_traces(_bars(bars, k > 0, named), place["row"], place["col"])
         made.update_xaxes(title_text=inert(panel.x), matches="x", showgrid=False, showline=True, **place)
-        made.update_yaxes(gridcolor=GRID, **place)
+        made.update_yaxes(gridcolor=GRID, range=panel.limits, **place)
         axis = "" if i == 0 else str(i + 1)  # over the panel: plotly cannot turn a title that is out of view
         made.add_annotation(
             text=inert(panel.y),

@@ -1,8 +1,4 @@
-"""A chart as SVG: what stays of it where nothing interactive runs. Text is escaped, colours suit both themes.
-
-In `text/html` it is an image with the SVG in its address: JupyterLab, for notebooks it does not trust, and GitHub take
-inline SVG out of a page, and leave images in.
-"""
+"""A chart as SVG: what stays of it where nothing interactive runs. Text is escaped, colours suit both themes."""
 
 from __future__ import annotations
 
@@ -41,9 +37,9 @@ class Frame:
         return np.round(self.left + (np.asarray(x) - low) / (high - low) * self.width, 1)
 
     def up(self, y: float | np.ndarray) -> np.ndarray:
-        """Pixels from the top."""
+        """Pixels from the top; what lies beyond the edges is drawn at them."""
         low, high = self.y
-        return np.round(self.top + (1 - (np.asarray(y) - low) / (high - low)) * self.height, 1)
+        return np.round(self.top + np.clip(1 - (np.asarray(y) - low) / (high - low), 0, 1) * self.height, 1)
 
 
 def page(chart: Chart) -> str:
@@ -51,9 +47,18 @@ def page(chart: Chart) -> str:
     caption = "\n".join(f'<div class="q">{escape(line)}</div>' for line in chart.caption.splitlines())
     if not chart.panels:
         return box(f'<div class="q">{escape(chart.text)}</div>', caption)
-    address = "data:image/svg+xml;base64," + base64.b64encode(svg(chart, INK).encode()).decode()
-    drawing = f'<img alt="{_label(chart)}" width="{WIDTH}" style="max-width:100%" src="{address}"/>'
-    return box(drawing, caption)
+    return box(image(svg(chart, INK), _label(chart), f'width="{WIDTH}" style="max-width:100%"'), caption)
+
+
+def image(drawing: str, label: str, size: str) -> str:
+    """An SVG as an image: GitHub, and JupyterLab in notebooks it does not trust, take inline drawings out.
+
+    Args:
+        label: says in characters what it shows; escaped.
+        size: attributes.
+    """
+    data = base64.b64encode(drawing.encode()).decode()
+    return f'<img alt="{label}" {size} src="data:image/svg+xml;base64,{data}"/>'
 
 
 def svg(chart: Chart, ink: str = "") -> str:

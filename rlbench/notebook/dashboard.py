@@ -1,8 +1,8 @@
 """`session.dashboard()`: live memory, lengths, metrics and time of a session, and the controls to act on it.
 
 Three parts in one frame: the head (what runs, and what became of a press), the controls (ipywidgets) and the charts.
-The feed's thread fills them, so they move while a cell runs. Presses are caught in the page (static/dashboard_head.js):
-they go to the Jupyter server where its extension knows the session, else to this kernel.
+The feed's thread fills them, so they move while a cell runs. Presses are caught in the page
+(extension/src/widgets/head.ts) and go to the Jupyter server where its extension knows the session, else to this kernel.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import traitlets
 
 from rlbench.errors import RLBenchError
 from rlbench.monitor import client
+from rlbench.monitor.schema import Control, EngineView, english
 from rlbench.notebook import dashboard_html
 from rlbench.notebook.cell_clock import CellClock
-from rlbench.notebook.dashboard_data import Control, EngineRow, View, view
+from rlbench.notebook.dashboard_data import View, view
 from rlbench.notebook.dashboard_memory import Memory, memory
 from rlbench.notebook.feed import Feed, Frame
 from rlbench.notebook.live_view import display_both, framed
@@ -147,7 +148,7 @@ class Dashboard:
 
     def _view_of(self, frame: Frame) -> View:
         """The view of the last moment; the memory of earlier ones is sent bit by bit."""
-        return view(frame.state, frame.samples[-1:], now=time.time(), gone=frame.trouble if frame.ended else "")
+        return view(frame.state, frame.samples[-1:], gone=frame.trouble if frame.ended else "")
 
     def _view_with_memory(self) -> View:
         frame = self._feed.frame
@@ -159,7 +160,7 @@ class Dashboard:
         shown = self._view
         with self._head.hold_sync():
             self._head.head = _head_json(shown)
-            self._head.controls = [dataclasses.asdict(control) for control in shown.controls]
+            self._head.controls = [_control_json(control) for control in (*shown.buttons, *shown.toggles)]
             self._head.trouble = {
                 "text": frame.trouble,
                 "since": frame.asked if frame.trouble else 0,
@@ -192,9 +193,8 @@ class Dashboard:
 
     def _show_controls(self, shown: View) -> None:
         """The rows are made anew where engines or parts came or went, else only changed."""
-        toggles = [control for control in shown.controls if control.pressed is not None]
-        buttons = [control for control in shown.controls if control.pressed is None]
-        shape = (len(buttons), [(row.name, tuple(part.name for part in row.parts)) for row in shown.engines])
+        buttons, toggles = shown.buttons, shown.toggles
+        shape = (len(buttons), [(row["name"], tuple(part["name"] for part in row["parts"])) for row in shown.engines])
         if shape != self._shape:
             self._shape = shape
             self._buttons.children = [_button(i) for i in range(len(buttons))]
@@ -202,16 +202,16 @@ class Dashboard:
             rows = []
             for row in shown.engines:
                 rows.append(_engine_row(row, first))
-                first += len(row.parts)
+                first += len(row["parts"])
             self._rows.children = rows
             route_by_front_end(self.widget)
         for button, control in zip(self._buttons.children, buttons, strict=True):
             _set(button, control)
-            button.icon = ICONS[control.key]
+            button.icon = ICONS[control["key"]]
         boxes = [child for row in self._rows.children for child in row.children[1:-1]]
         for toggle, control in zip(boxes, toggles, strict=True):
             _set(toggle, control)
-            toggle.value = control.pressed
+            toggle.value = control["pressed"]
         for box, row in zip(self._rows.children, shown.engines, strict=True):
             box.children[0].value, box.children[-1].value = _engine_name(row), _engine_note(row)
 
@@ -221,13 +221,13 @@ class Dashboard:
         essence = self._essence()
         if self._snapshot is None or (essence == of and not force):
             return
-        if force or (not self._view.phase.busy and time.monotonic() - at > SNAPSHOT_S):
+        if force or (not self._view.busy and time.monotonic() - at > SNAPSHOT_S):
             self._snapshot_of = (time.monotonic(), essence)
             self._snapshot.update(framed(self._bundle()), raw=True)
 
     def _essence(self) -> Any:
         shown = self._view
-        return shown.step, shown.version, shown.lengths, shown.split, [row.parts for row in shown.engines]
+        return shown.step, shown.version, shown.lengths, shown.split, [row["parts"] for row in shown.engines]
 
     def _bundle(self) -> dict[str, str]:
         return {"text/html": self._repr_html_(), "text/plain": repr(self)}
@@ -245,7 +245,7 @@ class Dashboard:
             if not self._pages:
                 self.rest()
         elif do is not None:
-            wanted = next((control for control in self._view.controls if control.key == do), None)
+            wanted = next((one for one in (*self._view.buttons, *self._view.toggles) if one["key"] == do), None)
             threading.Thread(target=self._act, args=(wanted, str(do), message.get("id")), daemon=True).start()
 
     def _act(self, control: Control | None, key: str, id_: Any) -> None:
@@ -254,7 +254,7 @@ class Dashboard:
         try:
             if control is None:
                 raise client.Refused(f"{key} is not offered any more", 409)
-            said["command"] = client.command(client.find(self._feed.name), control.verb, control.args)
+            said["command"] = client.command(client.find(self._feed.name), control["verb"], control["args"])
         except RLBenchError as error:
             said["error"] = str(error)
         self._head.said = said
@@ -271,10 +271,10 @@ def _button(i: int) -> Any:
     return button
 
 
-def _engine_row(row: EngineRow, first: int) -> Any:
+def _engine_row(row: EngineView, first: int) -> Any:
     """Name, one toggle per part, and memory with version."""
     toggles = []
-    for i in range(len(row.parts)):
+    for i in range(len(row["parts"])):
         toggle = ipywidgets.ToggleButton()
         toggle.add_class("rlb-control")
         toggle.add_class(f"rlb-control-{first + i}")
@@ -289,32 +289,42 @@ def _engine_row(row: EngineRow, first: int) -> Any:
 
 def _set(widget: Any, control: Control) -> None:
     with widget.hold_sync():
-        widget.description, widget.tooltip = control.label, control.title
-        widget.disabled = not control.enabled
+        widget.description, widget.tooltip = english(control["label"]), english(control["title"])
+        widget.disabled = not control["enabled"]
 
 
-def _engine_name(row: EngineRow) -> str:
-    name = escape(row.name)
-    return f'<span title="{name}"><b>{name}</b> <span class="rlb-q">{escape(row.kind)}</span></span>'
+def _engine_name(row: EngineView) -> str:
+    name = escape(row["name"])
+    return f'<span title="{name}"><b>{name}</b> <span class="rlb-q">{escape(row["kind"])}</span></span>'
 
 
-def _engine_note(row: EngineRow) -> str:
-    memory_now = "" if row.bytes is None else escape(format_bytes(row.bytes))
-    note = f'<span class="rlb-w">⚠ {escape(row.note)}</span>' if row.warns else escape(row.note)
-    return f'<span title="{escape(row.note)}"><span class="rlb-n">{memory_now}</span> {note}</span>'
+def _engine_note(row: EngineView) -> str:
+    memory_now = "" if row["bytes"] is None else escape(format_bytes(row["bytes"]))
+    said = escape(english(row["note"]))
+    note = f'<span class="rlb-w">⚠ {said}</span>' if row["warns"] else said
+    return f'<span title="{said}"><span class="rlb-n">{memory_now}</span> {note}</span>'
+
+
+def _control_json(control: Control) -> dict[str, Any]:
+    """The control with its texts in English."""
+    texts = {key: english(control[key]) for key in ("label", "name", "command", "title")}  # type: ignore[literal-required]
+    return {**control, **texts}
 
 
 def _head_json(shown: View) -> dict[str, Any]:
+    fraction, left = (
+        (None, "") if shown.said is None else (shown.said["phase"]["fraction"], shown.said["phase"]["left"])
+    )
     return {
         "model": shown.model,
         "step": shown.step,
         "version": shown.version,
         "branch": shown.branch,
         "phase": {
-            "text": shown.phase.text,
-            "busy": shown.phase.busy,
-            "fraction": None if shown.phase.fraction is None else round(shown.phase.fraction, 3),
-            "left_s": None if shown.phase.left_s is None else round(shown.phase.left_s),
+            "text": shown.phase,
+            "busy": shown.busy,
+            "fraction": None if fraction is None else round(fraction, 3),
+            "left": english(left),
         },
         "error": shown.error,
     }

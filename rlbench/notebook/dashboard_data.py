@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlbench.monitor.schema import Control, EngineView, SessionView, english
+from rlbench.monitor.view import shortened
 from rlbench.notebook.dashboard_memory import Memory, Sample, memory
-from rlbench.notebook.markup import CHIPS
-from rlbench.units import format_bytes
 
 CURVES = (
     ("reward", "reward", ""),
@@ -24,64 +24,7 @@ CURVES = (
     ("grad_norm", "grad norm", ""),
 )
 STEPS_SHOWN, LENGTHS_SHOWN = 100, 9
-NAME_SHOWN, ERROR_SHOWN = 80, 300
 SPLIT_PARTS = ("rollout", "score", "train", "sync", "other", "idle")
-LEAST_FRACTION = 0.05
-"""Below it the time that is left is a guess nobody should see."""
-
-Json = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of an engine that can be offloaded: where it is, measured, and what a press would do."""
-
-    name: str
-    state: str
-    sign: str
-    word: str
-    resident: bool
-    verb: str
-    title: str
-
-
-@dataclass(frozen=True)
-class EngineRow:
-    """One engine: `note` is a warning where `warns`, else its version."""
-
-    name: str
-    kind: str
-    parts: tuple[Part, ...]
-    bytes: int | None
-    note: str
-    warns: bool
-
-
-@dataclass(frozen=True)
-class Phase:
-    """What runs. `fraction` 0 to 1 and `left_s` where they are known."""
-
-    text: str
-    busy: bool
-    fraction: float | None = None
-    left_s: float | None = None
-
-
-@dataclass(frozen=True)
-class Control:
-    """One control: the monitor's verb with its arguments, and what it will do in words; `key` is stable.
-
-    `label` is what stands on it, `name` what a screen reader says.
-    """
-
-    key: str
-    label: str
-    name: str
-    verb: str
-    args: Json
-    enabled: bool
-    title: str
-    pressed: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -120,181 +63,90 @@ class Split:
 
 @dataclass(frozen=True)
 class View:
-    """All that the dashboard shows of a session."""
+    """All that the dashboard shows of a session; `said` is what its monitor says of it, None before it answered."""
 
     name: str
     model: str
     step: int
     version: int
     branch: str
-    phase: Phase
-    engines: tuple[EngineRow, ...]
-    controls: tuple[Control, ...]
+    said: SessionView | None
     memory: Memory
     lengths: tuple[Lengths, ...]
     curves: tuple[Curve, ...]
     split: Split | None
-    error: str
+    gone: str = ""
+
+    @property
+    def phase(self) -> str:
+        """`rollout 5 · 16/64 samples`, with "paused" where it is; "idle" where nothing runs."""
+        if self.said is None:
+            return "idle"
+        what = list(map(english, self.said["phase"]["what"]))
+        return " · ".join([*what, "paused"] if self.paused else what) or english(self.said["status"])
+
+    @property
+    def paused(self) -> bool:
+        """Whether generation is held while something runs."""
+        return self.said is not None and self.busy and self.said["condition"] == "paused"
+
+    @property
+    def busy(self) -> bool:
+        """Whether something runs."""
+        return self.said is not None and self.said["phase"]["busy"]
+
+    @property
+    def engines(self) -> Sequence[EngineView]:
+        """The engines, in the order they were built."""
+        return () if self.said is None else self.said["engines"]
+
+    @property
+    def buttons(self) -> Sequence[Control]:
+        """The session's controls."""
+        return [] if self.said is None else [self._offered(control) for control in self.said["controls"]]
+
+    @property
+    def toggles(self) -> Sequence[Control]:
+        """One control for each part of each engine, in their order."""
+        return [self._offered(part["toggle"]) for engine in self.engines for part in engine["parts"]]
+
+    @property
+    def error(self) -> str:
+        """`14:02:31 train_step: ValueError: …`"""
+        failure = self.said and self.said["failure"]
+        if not failure:
+            return ""
+        at = time.strftime("%H:%M:%S ", time.localtime(failure["time"])) if failure["time"] else ""
+        return at + failure["text"]
+
+    def _offered(self, control: Control) -> Control:
+        """Of a session that is gone nothing can be pressed."""
+        return {**control, "enabled": False, "title": self.gone} if self.gone else control
 
 
 def view(
-    state: Mapping[str, Any],
-    samples: Sequence[Sample] = (),
-    marks: Iterable[Mapping[str, Any]] = (),
-    *,
-    now: float,
-    gone: str = "",
+    state: Mapping[str, Any], samples: Sequence[Sample] = (), marks: Iterable[Mapping[str, Any]] = (), gone: str = ""
 ) -> View:
     """The dashboard of a session.
 
     Args:
         state: the answer of `GET /state`.
         samples, marks: of `GET /samples`, oldest first.
-        now: Unix seconds, for the time that is left.
         gone: why nothing can be done any more (the session is closed); disables the controls.
     """
-    engines = tuple(_engine(engine, state) for engine in state.get("engines", ()))
     return View(
         name=str(state.get("name", "")),
-        model=_short(state.get("model") or ""),
+        model=shortened(state.get("model") or ""),
         step=int(state.get("step") or 0),
         version=int(state.get("version") or 0),
-        branch=_short(state.get("branch") or "main"),
-        phase=_phase(state, now),
-        engines=engines,
-        controls=_controls(state, engines, gone),
+        branch=shortened(state.get("branch") or "main"),
+        said=state.get("view"),
         memory=memory(samples, marks, state),
         lengths=(*map(_lengths, state.get("lengths", ())), *_growing(state.get("running", ())))[-LENGTHS_SHOWN:],
         curves=_curves(state.get("history", ())),
         split=_split(state.get("splits", ())),
-        error=_error(state.get("last_error")),
+        gone=gone,
     )
-
-
-# -- engines and what can be done with them
-
-
-def _engine(engine: Mapping[str, Any], state: Mapping[str, Any]) -> EngineRow:
-    known = [worker["resident"] for worker in engine.get("workers", ()) if worker.get("resident") is not None]
-    note, warns = _note(engine, int(state.get("version") or 0))
-    kinds = ("weights", "kv_cache") if engine.get("kind") == "inference" else ("weights", "optimizer")
-    where, frees = engine.get("state", {}), engine.get("frees", {})
-    held = engine.get("bytes", {})
-    parts = tuple(
-        _part(p, where[p], frees.get(p, held.get(p)), str(engine["name"]))
-        for p in kinds
-        if where.get(p, "none") != "none"
-    )
-    kind = f"{_short(engine.get('executor') or engine.get('kind') or '?')} ×{len(engine.get('workers', ()))}"
-    return EngineRow(str(engine["name"]), kind, parts, sum(known) if known else None, note, warns)
-
-
-def _note(engine: Mapping[str, Any], version: int) -> tuple[str, bool]:
-    if engine.get("broken"):
-        return f"{_short(engine['broken'])}: session.heal()", True
-    if not engine.get("ready", True):
-        return "being built", False
-    held = engine.get("state", {}).get("version")
-    if engine.get("kind") == "inference" and held is not None:
-        behind = version - int(held)
-        if behind:
-            return f"v{held}, {behind} version{'s' if abs(behind) != 1 else ''} behind", True
-        return f"v{held}", False
-    return (f"v{version}" if engine.get("name") == "actor" else "frozen"), False
-
-
-def _part(name: str, state: str, frees: int | None, engine: str) -> Part:
-    sign, word = CHIPS.get(state, ("?", state))
-    said, resident = part_name(name), state == "cuda"
-    if not resident:
-        title = f"Make {said} of {engine} resident again"
-    elif name == "kv_cache":
-        title = f"Release the {said} of {engine}" + (f": frees {format_bytes(frees)}" if frees else "")
-    else:
-        title = f"Offload {said} of {engine} to host" + (f": frees {format_bytes(frees)}" if frees else "")
-        if frees == 0:
-            title += ": here the device is host memory, nothing is freed"
-    return Part(name, state, sign, word, resident, "offload" if resident else "onload", title)
-
-
-def part_name(name: str) -> str:
-    """`kv_cache` as a reader knows it: `KV cache`."""
-    return name.replace("_", " ").replace("kv ", "KV ")
-
-
-def _controls(state: Mapping[str, Any], engines: Sequence[EngineRow], gone: str) -> tuple[Control, ...]:
-    """The buttons, then one toggle per engine and part."""
-    running = [_short(call["what"]) for call in state.get("running", ())]
-    names = list(dict.fromkeys([*(_short(verb["what"]) for verb in state.get("verbs", ())), *running]))
-    busy = f"{', '.join(names)} runs: stop it first, or wait for it" if names else ""
-    unbuilt = "" if all(e.get("ready", True) for e in state.get("engines", ())) else "the engines are being built"
-    held = gone or busy or unbuilt
-    paused = bool(state.get("paused"))
-
-    def control(key: str, label: str, title: str, why_not: str, verb: str = "", **args: Any) -> Control:
-        return Control(key, label, label, verb or key, args, not why_not, why_not or title)
-
-    stop = f"Stop {', '.join(running)}: what is finished is kept"
-    buttons = [
-        control("stop", "stop", stop, gone or ("" if running else "nothing runs that could be stopped")),
-        control("resume", "resume", "Let generation go on with the same tokens", gone)
-        if paused
-        else control("pause", "pause", "Hold generation after its current step; nothing is lost", gone),
-        control("sync", "sync", f"Send the weights (v{state.get('version', 0)}) to the replicas, verified", held),
-        control("snapshot", "snapshot", "Keep weights, optimizer, step and history in host memory", held),
-    ]
-    toggles = [
-        Control(
-            f"{row.name}/{part.name}",
-            f"{part_name(part.name)} {part.sign} {part.word}",
-            f"{part_name(part.name)} of {row.name}: {part.word}",
-            part.verb,
-            {"engine": row.name, "parts": [part.name]},
-            not held,
-            held or part.title,
-            part.resident,
-        )
-        for row in engines
-        for part in row.parts
-    ]
-    return (*buttons, *toggles)
-
-
-# -- what runs
-
-
-def _phase(state: Mapping[str, Any], now: float) -> Phase:
-    calls = state.get("running", ())
-    verbs = [_short(verb["what"]) for verb in state.get("verbs", ())]
-    if not calls:
-        if verbs:
-            return Phase(", ".join(dict.fromkeys(verbs)), busy=True)
-        return Phase("paused" if state.get("paused") else "idle", busy=False)
-    call = max(calls, key=lambda one: one.get("since") or 0.0)
-    text, fraction = _progress(call.get("progress") or ())
-    what = _short(call["what"])
-    if verbs and verbs[0] not in what:
-        what = f"{verbs[0]}: {what}"
-    if state.get("paused"):
-        text = f"{text} · paused" if text else "paused"
-    left = None
-    if fraction is not None and fraction >= LEAST_FRACTION and call.get("since") and not state.get("paused"):
-        left = (now - float(call["since"])) * (1 - fraction) / fraction
-    return Phase(f"{what} · {text}" if text else what, True, fraction, left)
-
-
-def _progress(workers: Sequence[Mapping[str, Any]]) -> tuple[str, float | None]:
-    """`3/64 samples · 512 tokens` or `backward 7/16`, and the share that is done."""
-    if any(worker.get("total") and "done" in worker for worker in workers):  # ranks go through the same number
-        slowest = min((w for w in workers if w.get("total")), key=lambda w: w.get("done", 0) / w["total"])
-        done, total = int(slowest.get("done", 0)), int(slowest["total"])
-        return f"{slowest.get('phase', '')} {done}/{total}".strip(), done / total
-    total = sum(int(worker.get("total") or 0) for worker in workers)
-    if not total:
-        return "", None
-    finished = sum(int(worker.get("finished") or 0) for worker in workers)
-    tokens = sum(int(worker.get("tokens") or 0) for worker in workers)
-    return f"{finished}/{total} samples · {tokens:,} tokens", finished / total
 
 
 # -- lengths, metrics, time
@@ -303,7 +155,7 @@ def _progress(workers: Sequence[Mapping[str, Any]]) -> tuple[str, float | None]:
 def _lengths(found: Mapping[str, Any]) -> Lengths:
     counts = tuple(int(count) for count in found.get("counts", ()))
     return Lengths(
-        f"rollout {_short(found.get('rollout'))}",
+        f"rollout {shortened(found.get('rollout'))}",
         int(found.get("samples") or sum(counts)),
         found.get("truncated"),
         found.get("p50"),
@@ -329,7 +181,7 @@ def _growing(calls: Sequence[Mapping[str, Any]]) -> list[Lengths]:
         bins = max(counts) + 1
         found.append(
             Lengths(
-                f"{_short(call['what'])} so far",
+                f"{shortened(call['what'])} so far",
                 counts.total(),
                 None,
                 None,
@@ -365,20 +217,6 @@ def _split(splits: Sequence[Mapping[str, Any]]) -> Split | None:
     last = splits[-1]
     parts = tuple((part, float(last[part])) for part in SPLIT_PARTS if last.get(part) is not None)
     return Split(last.get("step"), float(last.get("seconds") or 0.0), parts, last.get("tokens_per_s"))
-
-
-def _error(last: Mapping[str, Any] | None) -> str:
-    """`14:02:31 train_step: ValueError: …`"""
-    if not last:
-        return ""
-    at = time.strftime("%H:%M:%S", time.localtime(last["time"])) if last.get("time") else ""
-    said = f"{last.get('what') or 'a call'}: {last.get('kind')}: {last.get('message')}"
-    return _short(f"{at} {said}".strip(), ERROR_SHOWN)
-
-
-def _short(text: Any, most: int = NAME_SHOWN) -> str:
-    said = str(text)
-    return said if len(said) <= most else said[: most - 1] + "…"
 
 
 def _finite(value: Any) -> bool:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import base64
 import time as clock
 from collections.abc import Sequence
 
-from rlbench.notebook.dashboard_data import Lengths, Split, View, part_name
+from rlbench.monitor.schema import EngineView, english
+from rlbench.monitor.view import PART_NAMES
+from rlbench.notebook.chart_svg import image
+from rlbench.notebook.dashboard_data import Lengths, Split, View
 from rlbench.notebook.dashboard_memory import Lane, Memory, seen_and_thin
 from rlbench.notebook.markup import box, escape, table
 from rlbench.notebook.palette import BLUE, GREY, OWNERS
-from rlbench.notebook.views import sparkline
+from rlbench.notebook.sparkline import sparkline
 from rlbench.units import format_age, format_bytes, format_number, format_percent, format_rate
 
 MOMENTS = 80
@@ -24,7 +26,7 @@ def snapshot(view: View, at: float, note: str = "") -> str:
     when = clock.strftime("%Y-%m-%d %H:%M:%S", clock.localtime(at))
     head = (
         f"<div><b>rlbench</b> · {escape(view.name)} <span class=q>{escape(view.model)}</span> &nbsp; step {view.step}"
-        f" · v{view.version} · {escape(view.phase.text)} &nbsp; "
+        f" · v{view.version} · {escape(view.phase)} &nbsp; "
         f"<span class=q>{escape(note or 'as of')} {when}</span></div>"
     )
     error = f"<div class=w>⚠ {escape(view.error)}</div>" if view.error else ""
@@ -35,11 +37,11 @@ def snapshot(view: View, at: float, note: str = "") -> str:
 
 def text(view: View) -> str:
     """The same in a few lines of plain text."""
-    lines = [f"rlbench · {view.name} ({view.model})   step {view.step} · v{view.version} · {view.phase.text}"]
+    lines = [f"rlbench · {view.name} ({view.model})   step {view.step} · v{view.version} · {view.phase}"]
     for row in view.engines:
-        parts = "   ".join(f"{part.name} {part.word}" for part in row.parts)
-        note = f"⚠ {row.note}" if row.warns else row.note
-        lines.append(f"{row.name:<10} {row.kind:<9} {parts}   {_bytes(row.bytes)}   {note}".rstrip())
+        parts = "   ".join(f"{part['name']} {english(part['word'])}" for part in row["parts"])
+        note = ("⚠ " if row["warns"] else "") + english(row["note"])
+        lines.append(f"{row['name']:<10} {row['kind']:<9} {parts}   {_bytes(row['bytes'])}   {note}".rstrip())
     if view.lengths:
         lines.append(f"lengths    {lengths_line(view.lengths[-1])}")
     known = [f"{c.label} {format_number(c.points[-1][1])}" for c in view.curves if c.points]
@@ -64,21 +66,27 @@ def split_line(split: Split) -> str:
 
 
 def _engines(view: View) -> str:
-    parts = max((len(row.parts) for row in view.engines), default=0)
+    parts = max((len(row["parts"]) for row in view.engines), default=0)
     rows = [
         [
-            f"<b>{escape(row.name)}</b>",
-            escape(row.kind),
-            *(f"{escape(part_name(p.name))} {escape(p.sign)} {escape(p.word)}" for p in row.parts),
-            *[""] * (parts - len(row.parts)),
-            _bytes(row.bytes),
-            f"<span class=w>⚠ {escape(row.note)}</span>" if row.warns else escape(row.note),
+            f"<b>{escape(row['name'])}</b>",
+            escape(row["kind"]),
+            *(escape(english(part["toggle"]["label"])) for part in row["parts"]),
+            *[""] * (parts - len(row["parts"])),
+            _bytes(row["bytes"]),
+            _engine_note(row),
         ]
         for row in view.engines
     ]
     if not rows:
         return "<div class=q>No engines yet.</div>"
     return table(["engine", "", *[""] * parts, "memory", "version"], rows, numeric=[2 + parts])
+
+
+def _engine_note(row: EngineView) -> str:
+    """Its version, or what a person has to act on; as HTML."""
+    note = escape(english(row["note"]))
+    return f"<span class=w>⚠ {note}</span>" if row["warns"] else note
 
 
 def _memory(memory: Memory) -> str:
@@ -99,12 +107,17 @@ def _memory(memory: Memory) -> str:
 def _key(memory: Memory) -> str:
     """Which colour is whose, of what can be seen, and why the rest cannot."""
     seen, thin = seen_and_thin(memory)
-    said = [f'<span style="color:{OWNERS[owner].light}">■</span> {part_name(owner)}' for owner in seen]
+    said = [f'<span style="color:{OWNERS[owner].light}">■</span> {_owner_name(owner)}' for owner in seen]
     if thin:
-        said.append(f"<span class=q>too thin to see: {', '.join(map(part_name, thin))}</span>")
+        said.append(f"<span class=q>too thin to see: {', '.join(map(_owner_name, thin))}</span>")
     if memory.untold is not None:
         said.append("<span class=q>grey at first: workers tell whose it is while somebody looks</span>")
     return " &nbsp; ".join(said)
+
+
+def _owner_name(owner: str) -> str:
+    """`kv_cache` as a reader knows it: `KV cache`."""
+    return english(PART_NAMES[owner])
 
 
 def _lane(lane: Lane, times: Sequence[float], most: int) -> str:
@@ -146,15 +159,12 @@ def _lengths(lengths: Sequence[Lengths]) -> str:
 
 
 def _picture(shapes: str, width: int, height: int, label: str) -> str:
-    """Shapes as an image: GitHub takes inline drawings out. Its label says in characters what it shows, which is what
-    stays of it in JupyterLab where a notebook is not trusted.
-    """
+    """Shapes over a ground line; the label is what stays of them where a notebook is not trusted."""
     drawing = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
         f'<path d="M0 {height - 0.5}H{width}" stroke="{GREY.light}"/>{shapes}</svg>'
     )
-    data = base64.b64encode(drawing.encode()).decode()
-    return f'<img alt="{escape(label)}" width="{width}" height="{height}" src="data:image/svg+xml;base64,{data}">'
+    return image(drawing, escape(label), f'width="{width}" height="{height}"')
 
 
 def _metrics(view: View) -> str:

@@ -49,6 +49,7 @@ PAINTERS = {  # what `rlbench.data.drawing` finds once this room is imported, al
     "history_plot": "rlbench.notebook.plots:history_plot",
     "rollouts_page": "rlbench.notebook.rollout_page:page",
     "column_plot": "rlbench.notebook.plots:column_plot",
+    "lengths_picture": "rlbench.notebook.plots:lengths_picture",
 }
 for _what, _painter in PAINTERS.items():
     drawing.register(_what, _painter)

@@ -6,6 +6,8 @@ import html
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from rlbench.monitor.schema import english
+from rlbench.monitor.view import PLACES
 from rlbench.notebook.decimal_columns import aligned
 from rlbench.notebook.palette import DARK
 
@@ -35,15 +37,6 @@ STYLE = (
 """
     + f".rlb {{--rlb-warn: #a34e00}} {DARK.format('.rlb')} {{--rlb-warn: #f2a05c}}\n</style>"
 )
-
-CHIPS = {
-    "cuda": ("●", "resident"),
-    "cpu": ("○", "host"),
-    "meta": ("◌", "released"),
-    "empty": ("◌", "empty"),
-    "torn": ("✕", "torn"),
-    "none": ("–", "none"),
-}
 
 
 def escape(value: Any) -> str:
@@ -96,13 +89,7 @@ def table(
     return f"<table cellpadding=4{f' class={look}' if look else ''}>{body}</table>"
 
 
-def chip(part: str, state: str) -> str:
-    """`weights ● resident`: a sign and always the word; as HTML."""
-    title = f"{part.replace('_', ' ')}: {state}"
-    return f'<span title="{escape(title)}">{escape(chip_text(part, state))}</span>'
-
-
 def chip_text(part: str, state: str) -> str:
     """`weights ● resident`, as plain text."""
-    sign, word = CHIPS.get(state, ("?", state))
-    return f"{part.replace('_', ' ')} {sign} {word}"
+    sign, word = PLACES.get(state, ("?", state))
+    return f"{part.replace('_', ' ')} {sign} {english(word)}"

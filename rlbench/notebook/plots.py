@@ -17,6 +17,7 @@ from rlbench.data.column import Column
 from rlbench.data.history import History
 from rlbench.errors import DataError
 from rlbench.notebook.chart import Bars, Chart, Line, Panel
+from rlbench.notebook.chart_svg import INK, svg
 from rlbench.notebook.inert import cut, visible
 from rlbench.notebook.sparkline import blocks, sparkline
 from rlbench.notebook.units import labelled
@@ -95,6 +96,23 @@ def column_plot(
     notes = [drawn[0].summary if alone else f"{bars.name}: {bars.summary}" for bars in drawn[:SUMMARIES]]
     notes += [f"{key}: no values" for key in values if key not in filled]
     return Chart(f"{named}{unit}", (panel,), "\n".join(lines), "\n".join(notes))
+
+
+def lengths_picture(steps: Mapping[int, np.ndarray], edges: np.ndarray, note: str) -> str:
+    """Response lengths of several steps as one SVG: the last of them as bars, those before it as outlines.
+
+    Args:
+        steps: step -> tokens of each of its responses.
+        edges: of the bins.
+        note: what is known of the last step, in words.
+    """
+    bars = tuple(
+        Bars(f"step {step}", edges - 0.5, 100 * np.histogram(tokens, edges)[0] / len(tokens), "", hue=i)
+        for i, (step, tokens) in enumerate(reversed(list(steps.items())))
+    )
+    panel = Panel(f"share of responses, % · {note}", "tokens", bars=bars)
+    text = "\n".join(f"{one.name}: {blocks(one.heights, floor=0)}" for one in bars)
+    return svg(Chart(f"response lengths at {bars[0].name}", (panel,), text), INK)
 
 
 # -- lines

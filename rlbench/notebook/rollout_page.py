@@ -127,8 +127,7 @@ def _dark() -> str:
 
 
 def _frame(title: str, note: str, body: str, data: dict[str, Any]) -> str:
-    script = "".join((STATIC / name).read_text(encoding="utf-8") for name in ("rollout_tokens.js", "rollout_page.js"))
-    script = f"(() => {{\n{script}}})();"
+    script = (STATIC / "rollout_page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
         f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "

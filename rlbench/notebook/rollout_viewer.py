@@ -29,7 +29,6 @@ from rlbench.notebook.viewer_order import Order
 from rlbench.notebook.viewer_rows import OPEN_TOKENS, Shown, headline
 
 STATIC = Path(__file__).parent / "static"
-SCRIPTS = ("tokens", "rows", "acting", "viewer")  # one module, in this order
 FIRST_BYTES = 30_000  # of rows sent with the widget: they may be saved with the notebook
 FIRST_HEADS = 24
 ROWS_AT_ONCE, HEADS_AT_ONCE = 200, 400
@@ -39,9 +38,9 @@ VIEWERS_KEPT = 16  # the drawings of older cells let their rollouts go, and say 
 
 
 class RolloutDrawing(anywidget.AnyWidget):
-    """The list of prompts and completions, drawn in the page; `static/rollout_viewer.js` is its other half."""
+    """The list of prompts and completions, drawn in the page; `extension/src/widgets/viewer.ts` is its other half."""
 
-    _esm = "".join((STATIC / f"rollout_{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
+    _esm = STATIC / "rollout_viewer.js"
     _css = css(".rlbv") + (STATIC / "rollout_viewer.css").read_text(encoding="utf-8")
 
     facts = traitlets.Dict().tag(sync=True)

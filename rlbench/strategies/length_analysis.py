@@ -2,7 +2,7 @@
 
 Into a folder go `gen_len.jsonl`, one object per collected step (what `collect` returns, with `step` and a histogram:
 `counts[i]` responses of `edges[i]` to below `edges[i + 1]` tokens; where a run was resumed and a step comes twice, its
-last line counts), and `gen_len_step_<N>.png`.
+last line counts), and `gen_len_step_<N>.svg`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from rlbench.data import drawing
+from rlbench.data.files import written_aside
 from rlbench.errors import DataError
-from rlbench.strategies.length_plot import Lengths, check_pillow, draw, edges_of
 
+BINS = 50
 TAG = "VLLM GenerateOutputLength Distribution"
 PAST_STEPS = 8
 
@@ -37,7 +39,7 @@ class GenLenAnalyser:
             that writes.
 
     Raises:
-        DataError: contradictory or senseless arguments; pictures are asked for and Pillow is missing.
+        DataError: contradictory or senseless arguments.
     """
 
     def __init__(
@@ -61,9 +63,7 @@ class GenLenAnalyser:
         self.tensorboard = tensorboard
         self._group = engine_dp_group
         self._strategy = strategy
-        self._past: deque[Lengths] = deque(maxlen=PAST_STEPS)
-        if self.folder is not None and plot_every > 0:
-            check_pillow()
+        self._drawn: deque[tuple[int, np.ndarray]] = deque(maxlen=PAST_STEPS + 1)
 
     def collect(
         self, outputs_or_lengths: Iterable[Any], step: int, is_rank_0: bool | None = None
@@ -87,10 +87,10 @@ class GenLenAnalyser:
         if self.plot_every > 0 and step % self.plot_every:
             return None
         rank, gathered = self._gathered(outputs_or_lengths)
-        found = Lengths(step, np.concatenate([np.asarray(part, np.int64) for part in gathered]))
-        stats = self._stats(found.values)
+        lengths = np.concatenate([np.asarray(part, np.int64) for part in gathered])
+        stats = self._stats(lengths)
         if rank == 0 if is_rank_0 is None else is_rank_0:
-            self._write(found, stats)
+            self._write(step, lengths, stats)
         return stats
 
     def _gathered(self, given: Iterable[Any]) -> tuple[int, list[np.ndarray]]:
@@ -126,23 +126,39 @@ class GenLenAnalyser:
             "percentiles": {p: None if none else round(float(np.percentile(lengths, p))) for p in self.percentiles},
         }
 
-    def _write(self, found: Lengths, stats: Mapping[str, Any]) -> None:
-        values = found.values
-        edges = edges_of(int(values.min()), int(values.max())) if len(values) else np.zeros(0, np.int64)
+    def _write(self, step: int, lengths: np.ndarray, stats: Mapping[str, Any]) -> None:
+        edges = edges_of(lengths) if len(lengths) else np.zeros(0, np.int64)
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            counts = np.histogram(values, edges)[0].tolist() if len(values) else []
-            line = json.dumps({"step": found.step, **stats, "edges": edges.tolist(), "counts": counts})
+            counts = np.histogram(lengths, edges)[0].tolist() if len(lengths) else []
+            line = json.dumps({"step": step, **stats, "edges": edges.tolist(), "counts": counts})
             with open(self.folder / "gen_len.jsonl", "a", encoding="ascii") as file:
                 file.write(line + "\n")
-        if not len(values):
+        if not len(lengths):
             return
         if self.tensorboard is not None:
-            self.tensorboard.add_histogram(TAG, values, found.step, bins=edges)
+            self.tensorboard.add_histogram(TAG, lengths, step, bins=edges)
         if self.folder is not None and self.plot_every > 0:
-            marks = {"mean": stats["mean_length"], **{f"p{p:g}": v for p, v in stats["percentiles"].items()}}
-            draw(self.folder / f"gen_len_step_{found.step}.png", found, list(self._past), marks)
-            self._past.append(found)
+            self._drawn.append((step, lengths))
+            self._draw(self.folder / f"gen_len_step_{step}.svg", stats)
+
+    def _draw(self, path: Path, stats: Mapping[str, Any]) -> None:
+        """Draw the last step as bars, those before it as outlines."""
+        steps = dict(self._drawn)
+        known = {"mean": stats["mean_length"], **{f"p{p:g}": tokens for p, tokens in stats["percentiles"].items()}}
+        note = " · ".join(
+            [f"{stats['total_samples']} responses", *(f"{name} {tokens:.4g}" for name, tokens in known.items())]
+        )
+        picture = drawing.drawn("lengths_picture", steps, edges_of(np.concatenate(list(steps.values()))), note)
+        with written_aside(path) as aside:
+            aside.write_text(picture, encoding="utf-8")
+
+
+def edges_of(lengths: np.ndarray) -> np.ndarray:
+    """Edges of at most 50 bins of one whole width that hold these token counts, int64."""
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    width = -(-(longest - shortest + 1) // BINS)
+    return np.arange(shortest, longest + 1 + width, width)
 
 
 def lengths_of(outputs: Iterable[Any]) -> np.ndarray:

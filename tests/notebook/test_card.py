@@ -61,7 +61,7 @@ def test_hostile_text_in_a_card_is_shown_as_text(make):
     "html",
     [
         lambda: rollouts_view(hostile_rollouts()),
-        lambda: Curves({HOSTILE: [1.0, 2.0]}, y=HOSTILE, x=HOSTILE)._repr_html_(),
+        lambda: Curves({HOSTILE: [1.0, 2.0]}, y=HOSTILE, x=HOSTILE).svg,
     ],
     ids=["rollouts", "curves"],
 )

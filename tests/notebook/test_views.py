@@ -8,7 +8,7 @@ from rlbench.data.metrics import Metrics
 from rlbench.errors import SessionError
 from rlbench.notebook import views
 from rlbench.notebook.engine_facts import engine_facts
-from rlbench.notebook.markup import chip
+from rlbench.notebook.markup import chip_text
 from rlbench.notebook.sparkline import blocks, sparkline
 from rlbench.notebook.units import with_unit
 from rlbench.session.facts import Sessions, card_facts
@@ -296,8 +296,10 @@ def test_numbers_carry_their_unit(made, text):
 
 
 def test_a_chip_always_has_the_word():
-    assert "weights ● resident" in chip("weights", "cuda") and "kv cache ◌ released" in chip("kv_cache", "meta")
-    assert "weights ? lost" in chip("weights", "lost")
+    assert "weights ● resident" in chip_text("weights", "cuda") and "kv cache ◌ released" in chip_text(
+        "kv_cache", "meta"
+    )
+    assert "weights ? lost" in chip_text("weights", "lost")
 
 
 def test_a_sparkline_rises_with_its_values_and_ends_in_figures():

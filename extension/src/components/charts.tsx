@@ -3,7 +3,8 @@ import React from 'react';
 import { gib } from '../format';
 import { OWNERS } from '../memory';
 import type { Bands, Owner, OwnerNames, Timeline } from '../memory';
-import type { Curve, Trans } from '../view/shape';
+import type { Curve } from '../view/shape';
+import type { Trans } from '../text';
 
 const WIDTH = 200;
 const TIMELINE_HEIGHT = 24;

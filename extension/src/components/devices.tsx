@@ -4,7 +4,8 @@ import { gib, percent } from '../format';
 import type { Sessions } from '../sessions';
 import { joined, sessionHeld } from '../view/held';
 import { age } from '../view/condition';
-import type { Now, Trans } from '../view/shape';
+import type { Now } from '../view/shape';
+import type { Trans } from '../text';
 import type { Machine } from '../wire';
 
 /** One bar per device, and the host's. The sessions' part is told where all they hold lies on that one device. */

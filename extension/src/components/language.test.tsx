@@ -9,11 +9,11 @@ import { Trouble } from '../asks';
 import { addSessionCommands, press } from '../commands';
 import { Sessions } from '../sessions';
 import { starterNotebook } from '../starter';
-import { Answers, command, foreign, settled, stateJson } from '../testing';
+import { Answers, command, foreign, settled, state } from '../testing';
+import type { Report } from '../testing';
 import { nowOf } from '../view/condition';
 import { viewOf } from '../view/session';
 import { summaryOf } from '../view/summary';
-import { readState } from '../wire';
 import { Overview } from './overview';
 
 const said = vi.hoisted(() => [] as string[]);
@@ -38,7 +38,7 @@ vi.mock('@jupyterlab/apputils', () => ({
 
 /** Names, numbers and what monitors say: nobody translates these. */
 const DATA =
-  /tiny|fork|rlbench\.labapp|DATA\w*|actor|inference|fsdp2|vllm|import rlbench as rb\s+session = rb\.Session\("tiny"\)|[\d:]+ [AP]M|\bv\d+\b|[\d.,/]+ ?([KMGT]iB|B|min|s|h|%)?|~/g;
+  /tiny|fork|rollout 5|step(?=: DATA|, DATA)|rlbench\.labapp|DATA\w*|actor|inference|fsdp2|vllm|import rlbench as rb\s+session = rb\.Session\("tiny"\)|[\d:]+ [AP]M|\bv\d+\b|[\d.,/]+ ?([KMGT]iB|B|min|s|h|%)?|~/g;
 
 /** Those texts of which something is left without what the catalogue gave and what nobody translates. */
 function untranslated(texts: readonly string[]): readonly string[] {
@@ -59,12 +59,6 @@ function textsOf(node: Element): readonly string[] {
   return found.filter(text => text.trim());
 }
 
-const ROLLOUT = {
-  what: 'DATA 5',
-  since: 990,
-  progress: [{ tokens: 100, finished: 12, total: 32 }]
-};
-const [actor, inference] = stateJson()['engines'] as Record<string, unknown>[];
 const SAMPLE = {
   time: 999,
   owners: {
@@ -78,30 +72,23 @@ const SAMPLE = {
   resident: {}
 };
 const HISTORY = [1, 2].map(step => ({ step, reward: step, length: 100 }));
-const GONE = { pid: 7, alive: false };
-const STATES: Record<string, Record<string, unknown>> = {
-  DATArunning: { running: [ROLLOUT], samples: [SAMPLE], history: HISTORY, branch: 'fork' },
-  DATAtraining: { running: [{ ...ROLLOUT, progress: [{ phase: 'DATA', done: 1, total: 2 }] }] },
-  DATApaused: { running: [ROLLOUT], paused: true },
-  DATAidle: { last_error: { what: 'DATA', kind: 'DATA', message: 'DATA', time: 1 } },
-  DATAlost: { driver: { ...GONE, mode: 'notebook' }, lease: { left_s: 60 } },
-  DATAscript: { driver: { ...GONE, mode: 'script' } },
-  DATAbuilding: { engines: [{ ...actor, ready: false }] },
-  DATAbroken: { engines: [{ ...actor, broken: 'DATA' }] },
-  DATAmoved: {
-    version: 9,
-    engines: [
-      { ...actor, name: 'DATA', frees: { weights: 0 } },
-      { ...inference, state: { weights: 'meta', kv_cache: 'torn', version: 3 } },
-      { ...inference, name: 'inference2', state: { weights: 'empty', kv_cache: 'meta' } }
-    ]
-  }
-};
+const REPORTS: readonly Report[] = [
+  'running',
+  'training',
+  'paused',
+  'idle',
+  'failed',
+  'lost',
+  'script',
+  'building',
+  'broken',
+  'moved'
+];
 const HOST = { used: 2 ** 33, total: 2 ** 34 };
 
 async function all(): Promise<{ answers: Answers; sessions: Sessions }> {
   const answers = new Answers();
-  const names = [...Object.keys(STATES), 'DATAsilent', 'DATAwaiting'];
+  const names = [...REPORTS.map(report => `DATA${report}`), 'DATAsilent', 'DATAwaiting'];
   answers.listing = {
     time: 1000,
     sessions: [
@@ -112,8 +99,9 @@ async function all(): Promise<{ answers: Answers; sessions: Sessions }> {
     gpus: [{ ...HOST, name: 'DATA' }],
     gpusError: 'DATA'
   };
-  for (const [name, change] of Object.entries(STATES)) {
-    answers.states[name] = () => Promise.resolve(readState(stateJson(change)));
+  for (const report of REPORTS) {
+    const change = report === 'running' ? { samples: [SAMPLE], history: HISTORY } : {};
+    answers.states[`DATA${report}`] = () => Promise.resolve(state(change, report));
   }
   answers.states['DATAwaiting'] = () => new Promise(() => undefined);
   answers.states['DATAsilent'] = () => Promise.reject(new Trouble('silent', 'DATA'));

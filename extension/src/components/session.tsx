@@ -2,7 +2,8 @@ import React from 'react';
 
 import type { OwnerNames } from '../memory';
 import { ownerNames } from '../view/engines';
-import type { Action, EngineView, Trans, View } from '../view/shape';
+import type { Action, EngineView, View } from '../view/shape';
+import type { Trans } from '../text';
 import { ChipButton, IconButton, Toolbar } from './buttons';
 import { MemoryTimeline, Sparkline } from './charts';
 

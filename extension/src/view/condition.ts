@@ -1,7 +1,8 @@
 /** How a session is: who drives it, whether it answers, and how old its numbers are. */
 import type { Entry, Sessions } from '../sessions';
-import type { SessionState } from '../wire';
-import type { Condition, Now, Trans } from './shape';
+import { say } from '../text';
+import type { Condition, Now } from './shape';
+import type { Trans } from '../text';
 import { troubleSaid } from './trouble';
 
 /** Without an answer for so many intervals, and seconds, numbers are called stale. */
@@ -22,16 +23,7 @@ export function conditionOf({ listed, state }: Entry): Condition {
   if (listed.state === 'gone') {
     return 'gone';
   }
-  if (!state) {
-    return 'waiting';
-  }
-  if (state.driver && !state.driver.alive) {
-    return 'lost';
-  }
-  if (state.paused) {
-    return 'paused';
-  }
-  return state.running.length || state.verbs.length ? 'running' : 'idle';
+  return state?.view.condition ?? 'waiting';
 }
 
 /** Seconds since the session was heard, where that is too long ago; null while its numbers are new. */
@@ -43,19 +35,13 @@ export function age(entry: Entry, now: Now): number | null {
   return seconds > Math.max(STALE_S, STALE_INTERVALS * now.interval) ? seconds : null;
 }
 
-export function statusOf(condition: Condition, state: SessionState | null, trans: Trans): string {
-  switch (condition) {
+export function statusOf(entry: Entry, trans: Trans): string {
+  switch (conditionOf(entry)) {
     case 'gone':
       return trans.__('session gone');
-    case 'lost':
-      return state?.driver?.mode === 'script' ? trans.__('script ended') : trans.__('kernel gone');
-    case 'paused':
-      return trans.__('paused');
-    case 'running':
-      return trans.__('running');
-    case 'idle':
-      return trans.__('idle');
     case 'waiting':
       return trans.__('waiting for its monitor');
+    default:
+      return say(entry.state?.view.status ?? '', trans);
   }
 }

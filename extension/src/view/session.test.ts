@@ -2,25 +2,15 @@ import { describe, expect, it } from 'vitest';
 
 import { Trouble } from '../asks';
 import { entry, MIB, state, trans } from '../testing';
+import type { Report } from '../testing';
 import { ordered, viewOf } from './session';
 import type { Action, View } from './shape';
 import { summaryOf } from './summary';
 
 const NOW = { clock: 101, interval: 1 };
-const ROLLOUT = {
-  id: 'a',
-  what: 'rollout 5',
-  engine: 'inference',
-  since: 990,
-  progress: [
-    { tokens: 100, finished: 12, total: 32 },
-    { tokens: 50, finished: 4, total: 32 }
-  ]
-};
-const DEAD = { pid: 7, mode: 'notebook', alive: false };
 
-function shown(change: Record<string, unknown> = {}, at = NOW): View {
-  return viewOf(entry({ state: state(change) }), at, trans);
+function shown(report: Report = 'idle', at = NOW): View {
+  return viewOf(entry({ state: state({}, report) }), at, trans);
 }
 
 function action(view: View, verb: string): Action {
@@ -33,15 +23,22 @@ function action(view: View, verb: string): Action {
 
 describe('how a session is', () => {
   it.each([
-    ['idle', 'idle', {}],
-    ['running', 'running', { running: [ROLLOUT] }],
-    ['running', 'running', { verbs: [{ what: 'train_step' }] }],
-    ['paused', 'paused', { paused: true, running: [ROLLOUT] }],
-    ['lost', 'kernel gone', { driver: DEAD, running: [ROLLOUT] }],
-    ['lost', 'script ended', { driver: { ...DEAD, mode: 'script' } }],
-    ['idle', 'idle', { driver: null }]
-  ])('%s: %s', (condition, status, change) => {
-    expect(shown(change)).toMatchObject({ condition, status });
+    ['idle', 'idle', 'idle'],
+    ['running', 'running', 'training'],
+    ['paused', 'paused', 'paused'],
+    ['lost', 'kernel gone', 'lost'],
+    ['lost', 'script ended', 'script']
+  ] as const)('%s: %s', (condition, status, report) => {
+    expect(shown(report)).toMatchObject({ condition, status });
+  });
+
+  it('is waited for before it was heard', () => {
+    const view = viewOf(entry({ state: null }), NOW, trans);
+    expect([view.condition, view.status]).toEqual(['waiting', 'waiting for its monitor']);
+    expect(view.actions.filter(one => one.enabled).map(one => one.verb)).toEqual([
+      'attach',
+      'kill'
+    ]);
   });
 
   it('is gone where only its file is left, whatever it said last', () => {
@@ -53,8 +50,8 @@ describe('how a session is', () => {
   it('comes first where nobody drives it', () => {
     const names = ordered([
       entry({}, 'a'),
-      entry({ state: state({ driver: DEAD }) }, 'z'),
-      entry({ state: state({ running: [ROLLOUT] }) }, 'b'),
+      entry({ state: state({}, 'lost') }, 'z'),
+      entry({ state: state({}, 'running') }, 'b'),
       entry({ listed: { name: 'y', state: 'gone' } }, 'y')
     ]).map(one => one.listed.name);
     expect(names).toEqual(['y', 'z', 'a', 'b']);
@@ -63,14 +60,14 @@ describe('how a session is', () => {
 
 describe('old numbers', () => {
   it('are called stale, with their age', () => {
-    expect(shown({}, { clock: 104, interval: 1 }).stale).toBe('');
-    expect(shown({}, { clock: 112, interval: 1 }).stale).toBe('stale 12 s');
-    expect(shown({}, { clock: 220, interval: 1 }).stale).toBe('stale 2 min');
+    expect(shown('idle', { clock: 104, interval: 1 }).stale).toBe('');
+    expect(shown('idle', { clock: 112, interval: 1 }).stale).toBe('stale 12 s');
+    expect(shown('idle', { clock: 220, interval: 1 }).stale).toBe('stale 2 min');
   });
 
   it('are not called so for being looked at seldom', () => {
-    expect(shown({}, { clock: 112, interval: 5 }).stale).toBe('');
-    expect(shown({}, { clock: 117, interval: 5 }).stale).toBe('stale 17 s');
+    expect(shown('idle', { clock: 112, interval: 5 }).stale).toBe('');
+    expect(shown('idle', { clock: 117, interval: 5 }).stale).toBe('stale 17 s');
   });
 
   it('say why there are no newer ones', () => {
@@ -86,30 +83,21 @@ describe('old numbers', () => {
 });
 
 describe('what runs', () => {
-  it('adds the replicas up and tells the time left by the clock of the monitor', () => {
-    const { phase } = shown({ running: [ROLLOUT] });
-    expect(phase.text).toBe('rollout 5 · 16/64 samples · 150 tokens');
-    expect(phase.share).toBe(0.25);
-    expect(phase.left).toBe('30 s left');
-  });
-
-  it('goes by the slowest rank', () => {
-    const progress = [
-      { phase: 'backward', done: 7, total: 16 },
-      { phase: 'backward', done: 3, total: 16 }
-    ];
-    const { phase } = shown({ running: [{ ...ROLLOUT, what: 'train_step', progress }] });
-    expect([phase.text, phase.share]).toEqual(['train_step · backward 3/16', 3 / 16]);
-  });
-
-  it('guesses no time from too little, nor while it is paused', () => {
-    const few = { ...ROLLOUT, progress: [{ finished: 1, total: 64 }] };
-    expect(shown({ running: [few] }).phase.left).toBe('');
-    expect(shown({ running: [ROLLOUT], paused: true }).phase.left).toBe('');
+  it('is said with the time that is left', () => {
+    expect(shown('running').phase).toEqual({
+      text: 'rollout 5 · 16/64 samples · 150 tokens',
+      share: 0.25,
+      left: '30 s left'
+    });
+    expect(shown('training').phase).toMatchObject({
+      text: 'DATA step: DATA · DATA 1/2',
+      share: 0.5
+    });
+    expect(shown().phase).toEqual({ text: '', share: null, left: '' });
   });
 
   it('stands in the status bar with the memory of all sessions', () => {
-    const all = [entry({}, 'a'), entry({ state: state({ running: [ROLLOUT] }) }, 'b')];
+    const all = [entry({}, 'a'), entry({ state: state({}, 'running') }, 'b')];
     expect(summaryOf(all, NOW, trans)).toBe('2 sessions · 5.76 GiB · rollout 5 · 25 %');
     expect(summaryOf([], NOW, trans)).toBe('');
   });
@@ -135,11 +123,11 @@ describe('engines', () => {
   it('say before a press what it moves and what that frees', () => {
     const [actor, inference] = shown().engines;
     expect(actor?.chips.map(chip => [chip.verb, chip.title])).toEqual([
-      ['offload', 'Offload weights of actor: frees 100 MiB'],
+      ['offload', 'Offload weights of actor to host: frees 100 MiB'],
       ['onload', 'Make optimizer of actor resident again']
     ]);
     expect(actor?.chips[1]?.args).toEqual({ engine: 'actor', parts: ['optimizer'] });
-    expect(inference?.toggle?.title).toBe('Offload weights, KV cache of inference: frees 1 GiB');
+    expect(inference?.toggle?.command).toBe('offload weights, KV cache of inference');
   });
 
   it('are drawn on one scale', () => {
@@ -177,41 +165,30 @@ describe('engines', () => {
   });
 
   it('that broke say what mends them', () => {
-    const engines = [
-      { name: 'actor', kind: 'train', broken: 'rank 1 died', state: {}, workers: [] }
-    ];
-    expect(shown({ engines }).engines[0]).toMatchObject({
-      note: 'rank 1 died: session.heal()',
-      warns: true,
-      toggle: null
-    });
+    const [engine] = shown('broken').engines;
+    expect([engine?.note, engine?.warns]).toEqual(['DATA: session.heal()', true]);
   });
 });
 
 describe('actions', () => {
   it('that drive the session wait until nothing runs, and say so', () => {
-    const view = shown({ running: [ROLLOUT] });
+    const view = shown('running');
     const held = 'rollout 5 runs: stop it first, or wait for it';
     for (const verb of ['sync', 'snapshot']) {
       expect(action(view, verb)).toMatchObject({ enabled: false, title: held });
     }
     expect(view.engines[0]?.chips[0]).toMatchObject({ enabled: false, title: held });
-    expect(action(view, 'stop')).toMatchObject({
-      enabled: true,
-      title: 'Stop rollout 5: what is finished is kept'
-    });
-  });
-
-  it('that stop need something that runs', () => {
-    expect(action(shown(), 'stop').enabled).toBe(false);
+    expect(action(view, 'stop').enabled).toBe(true);
     expect(action(shown(), 'sync').enabled).toBe(true);
   });
 
-  it('pause what goes on and resume what is paused', () => {
-    const verbs = (view: View): string[] => view.actions.map(one => one.verb);
-    expect(verbs(shown())).toContain('pause');
-    expect(verbs(shown({ paused: true }))).toContain('resume');
-    expect(verbs(shown({ paused: true }))).not.toContain('pause');
+  it('that drive the session wait for a monitor that is silent, others are tried', () => {
+    const trouble = new Trouble('silent', 'the monitor does not answer');
+    const view = viewOf(entry({ trouble }), NOW, trans);
+    const silent = { enabled: false, title: 'its monitor does not answer' };
+    expect(action(view, 'sync')).toMatchObject(silent);
+    expect(view.engines[0]?.chips[0]).toMatchObject(silent);
+    expect(action(view, 'pause').enabled).toBe(true);
   });
 
   it('under way cannot be pressed again', () => {
@@ -232,7 +209,7 @@ describe('actions', () => {
   });
 
   it('attach stays possible where the kernel is gone', () => {
-    expect(action(shown({ driver: DEAD }), 'attach').enabled).toBe(true);
+    expect(action(shown('lost'), 'attach').enabled).toBe(true);
   });
 });
 
@@ -249,15 +226,8 @@ describe('curves and errors', () => {
     ]);
   });
 
-  it('cut an error to what fits', () => {
-    const last_error = {
-      what: 'train_step',
-      kind: 'ValueError',
-      message: 'x'.repeat(1000),
-      time: 0
-    };
-    const { error } = shown({ last_error });
-    expect(error).toMatch(/^train_step: ValueError: x+…$/);
-    expect(error.length).toBe(300);
+  it('tell the last error with its time', () => {
+    expect(shown('failed').error).toMatch(/^\d.*DATA: DATA: DATA$/);
+    expect(shown().error).toBe('');
   });
 });

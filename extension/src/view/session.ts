@@ -1,12 +1,13 @@
 /** What a block of the panel says about a session: a pure function of an entry and the time. */
 import { digits, duration, short } from '../format';
+import type { SessionView } from '../schema';
 import type { Entry } from '../sessions';
-import type { SessionState } from '../wire';
+import { say, sayAll } from '../text';
 import { actionsOf } from './actions';
 import { age, conditionOf, statusOf } from './condition';
 import { enginesOf } from './engines';
-import { phaseOf } from './phase';
-import type { Curve, Now, Trans, View } from './shape';
+import type { Curve, Now, Phase, View } from './shape';
+import type { Trans } from '../text';
 import { troubleSaid } from './trouble';
 
 /** So long it is said that something was done, in seconds; what failed is said until the next press. */
@@ -21,15 +22,15 @@ export function viewOf(entry: Entry, now: Now, trans: Trans): View {
   return {
     name: listed.name,
     condition,
-    status: statusOf(condition, state, trans),
+    status: statusOf(entry, trans),
     staleFor,
     stale: staleFor === null ? '' : trans.__('stale %1', duration(staleFor)),
     trouble: short(troubleOf(entry, now, trans), 200),
-    facts: state ? factsOf(state, trans) : '',
-    phase: state ? phaseOf(state, trans) : { text: '', share: null, left: '' },
+    facts: sayAll(state?.view.facts ?? [], trans),
+    phase: phaseOf(state?.view.phase, trans),
     engines: state ? enginesOf(entry, state, now.onGpu ?? false, trans) : [],
     curves: curvesOf(entry, trans),
-    error: errorOf(state),
+    error: errorOf(state?.view.failure),
     notice,
     noticeFailed: !entry.pending.size && Boolean(entry.notice?.trouble),
     actions: actionsOf(entry, trans)
@@ -42,28 +43,17 @@ export function ordered(entries: readonly Entry[]): readonly Entry[] {
   return [...entries].sort((a, b) => lost(a) - lost(b) || (a.listed.name < b.listed.name ? -1 : 1));
 }
 
-function factsOf(state: SessionState, trans: Trans): string {
-  const facts = [short(state.model), trans.__('step %1', state.step), `v${state.version}`];
-  if (state.branch && state.branch !== 'main') {
-    facts.push(short(state.branch));
-  }
-  if (state.endsIn !== null && conditionOfDriver(state)) {
-    facts.push(trans.__('ends in %1', duration(state.endsIn)));
-  }
-  return facts.filter(fact => fact).join(' · ');
+function phaseOf(phase: SessionView['phase'] | undefined, trans: Trans): Phase {
+  const { what = [], fraction = null, left = '' } = phase ?? {};
+  return { text: sayAll(what, trans), share: fraction, left: say(left, trans) };
 }
 
-function conditionOfDriver(state: SessionState): boolean {
-  return state.driver !== null && !state.driver.alive;
-}
-
-function errorOf(state: SessionState | null): string {
-  if (!state?.failure) {
+function errorOf(failure: SessionView['failure'] | undefined): string {
+  if (!failure) {
     return '';
   }
-  const { time, what, kind, message } = state.failure;
-  const at = time ? new Date(time * 1000).toLocaleTimeString() : '';
-  return short(`${at} ${what}: ${kind}: ${message}`.trim(), 300);
+  const at = failure.time ? new Date(failure.time * 1000).toLocaleTimeString() : '';
+  return `${at} ${failure.text}`.trim();
 }
 
 function troubleOf(entry: Entry, now: Now, trans: Trans): string {

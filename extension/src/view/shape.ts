@@ -1,12 +1,9 @@
 /** What the panel shows, as plain values; view/session.ts makes them. */
-import type { TranslationBundle } from '@jupyterlab/translation';
-
 import type { Timeline } from '../memory';
+import type { SessionView } from '../schema';
 
-export type Trans = Pick<TranslationBundle, '__' | '_n'>;
-
-/** `lost`: nobody drives it; `gone`: its monitor ended; `waiting`: not heard yet. */
-export type Condition = 'lost' | 'gone' | 'running' | 'paused' | 'idle' | 'waiting';
+/** Beside what a monitor says: its monitor ended; it was not heard yet. */
+export type Condition = SessionView['condition'] | 'gone' | 'waiting';
 
 export interface Phase {
   readonly text: string;

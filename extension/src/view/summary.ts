@@ -1,10 +1,11 @@
 /** The line of the status bar. */
 import { duration, percent } from '../format';
 import type { Entry } from '../sessions';
-import { age, conditionOf, statusOf } from './condition';
+import { say } from '../text';
+import { age, statusOf } from './condition';
 import { joined, saidOf, sessionHeld } from './held';
-import { phaseOf } from './phase';
-import type { Now, Trans } from './shape';
+import type { Now } from './shape';
+import type { Trans } from '../text';
 
 /** What one line can say of all sessions: the busiest phase and the memory of all. */
 export function summaryOf(entries: readonly Entry[], now: Now, trans: Trans): string {
@@ -14,7 +15,7 @@ export function summaryOf(entries: readonly Entry[], now: Now, trans: Trans): st
   const live = entries.filter(entry => entry.listed.state === 'live');
   const known = live.flatMap(entry => (entry.state ? [{ entry, state: entry.state }] : []));
   const memory = joined(live.flatMap(entry => sessionHeld(entry, now.onGpu ?? false) ?? []));
-  const busy = known.find(({ state }) => state.running.length || state.verbs.length) ?? known[0];
+  const busy = known.find(({ state }) => state.view.phase.busy) ?? known[0];
   const said = [];
   if (entries.length > 1) {
     said.push(trans._n('%1 session', '%1 sessions', entries.length));
@@ -23,19 +24,15 @@ export function summaryOf(entries: readonly Entry[], now: Now, trans: Trans): st
     said.push(saidOf(memory));
   }
   if (busy) {
-    const condition = conditionOf(busy.entry);
-    const phase = phaseOf(busy.state, trans);
-    const first = phase.text.split(' · ')[0] ?? '';
-    const done = phase.share === null ? '' : percent(phase.share);
-    said.push(
-      condition === 'running' || condition === 'paused'
-        ? [condition === 'paused' ? statusOf(condition, busy.state, trans) : first, done]
-            .filter(text => text)
-            .join(' · ')
-        : statusOf(condition, busy.state, trans)
-    );
+    const { phase, condition } = busy.state.view;
+    const [first = ''] = condition === 'running' ? phase.what : [];
+    const works = condition === 'running' || condition === 'paused';
+    said.push(say(first, trans) || statusOf(busy.entry, trans));
+    if (works && phase.fraction !== null) {
+      said.push(percent(phase.fraction));
+    }
   } else if (entries[0]) {
-    said.push(statusOf(conditionOf(entries[0]), null, trans));
+    said.push(statusOf(entries[0], trans));
   }
   const ages = live.flatMap(entry => age(entry, now) ?? []);
   if (ages.length) {

@@ -1,6 +1,6 @@
 /** What a reader is told of a question that got no good answer. */
 import { Trouble } from '../asks';
-import type { Trans } from './shape';
+import type { Trans } from '../text';
 
 /** Our own words; what the server and the monitors say stays theirs. */
 export function troubleSaid(error: Error | null, trans: Trans): string {
@@ -12,6 +12,8 @@ export function troubleSaid(error: Error | null, trans: Trans): string {
       return trans.__('it was started without the extension %1', 'rlbench.labapp');
     case 'lasting':
       return trans.__('it has not ended yet');
+    case 'old':
+      return trans.__('its monitor is of another version of %1', 'rlbench');
     default:
       return error.message;
   }

@@ -1,390 +1,1107 @@
-// The list of the rollout viewer: prompts and their completions, only as many rows as are in view.
-// Python's half is rollout_viewer.py; what it is asked and what it answers is described at RolloutDrawing.answer. Before
-// this text stand rollout_tokens.js, rollout_rows.js and rollout_acting.js: a widget's module cannot import another file.
+// Built from extension/src/widgets by extension/bundle.mjs: change those.
 
-const ESTIMATE = { head: 30, row: 26, cards: 150 }; // pixels, until a row was measured
-const OVERSCAN = 240; // pixels drawn beyond the view
-const ASK_AFTER = 60, ARRANGE_AFTER = 250, BUSY_AFTER = 1000; // milliseconds
-const CARD_WIDTH = 280;
-let views = 0;
+// src/format.ts
+var KIB = 2 ** 10;
+var MIB = 2 ** 20;
+var GIB = 2 ** 30;
+function digits(value) {
+  return Math.abs(value) >= 1e3 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3)));
+}
 
-class View extends Acting {
-  constructor(model, el) {
-    super();
-    this.model = model;
-    this.name = `rlbv${Date.now().toString(36)}${views++}`;
-    this.heads = new Map(); // prompt -> its line
-    this.rows = new Map(); // completion -> facts, pieces, ids, values per channel
-    this.prompts = new Map(); // prompt -> all its messages, once asked for
-    this.open = new Set(); // prompts whose completions are shown
-    this.full = new Set(); // completions shown whole
-    this.spelt = new Set(); // prompts shown whole
-    this.nodes = new Map();
-    this.heights = new Map();
-    this.asked = new Map(); // message id -> keys
-    this.waiting = new Set(); // keys asked for
-    this.serial = 0;
-    this.cursor = { item: 0, column: 0, token: null };
-    this.build(el);
-    this.listen();
-    this.take(model.get("first"), model.get("first").ids, model.get("first").values);
-    this.arrange(model.get("order"), model.get("order"));
-    if (!this.isCurrent(model.get("order"))) this.askOrder();
+// src/widgets/dom.ts
+var MIB2 = 2 ** 20;
+function add(parent, tag, className = "", text) {
+  const node = document.createElement(tag);
+  if (className) {
+    node.className = className;
   }
-
-  // -- the frame
-
-  build(el) {
-    const make = (tag, className, role) => {
-      const node = document.createElement(tag);
-      node.className = className;
-      if (role) node.setAttribute("role", role);
-      return node;
-    };
-    el.classList.add("rlbv", "rlb-live");
-    this.legend = make("div", "legend");
-    this.notice = make("div", "notice", "status");
-    const top = make("div", "top");
-    top.append(this.legend, this.notice);
-    this.list = make("div", "list", "tree");
-    this.list.tabIndex = 0;
-    this.list.setAttribute("aria-label", "Rollouts by prompt. Up and down: rows. Right: open, then the tokens. Enter: whole text.");
-    this.list.dataset.lmSuppressShortcuts = "true"; // JupyterLab's own keys (arrows, enter) stay out of the list
-    this.space = make("div", "space", "presentation");
-    this.list.append(this.space);
-    this.readout = make("div", "readout", "status");
-    this.readout.setAttribute("aria-live", "polite");
-    el.append(top, this.list, this.readout);
-    this.el = el;
-    this.drawLegend();
-    this.say("");
+  if (text !== void 0) {
+    node.textContent = text;
   }
+  parent.append(node);
+  return node;
+}
 
-  listen() {
-    const changed = (name, act) => {
-      const handler = act.bind(this);
-      this.model.on(`change:${name}`, handler);
-      this.handlers.push([`change:${name}`, handler]);
-    };
-    this.handlers = [];
-    changed("colour", this.recolour);
-    changed("whitespace", this.redrawAll);
-    changed("columns", this.relist);
-    for (const name of ["sort", "filter", "search"]) changed(name, this.askOrderSoon);
-    const heard = (content, buffers) => this.hear(content, buffers);
-    this.model.on("msg:custom", heard);
-    this.handlers.push(["msg:custom", heard]);
-    this.list.addEventListener("scroll", () => this.drawSoon(), { passive: true });
-    this.list.addEventListener("keydown", (event) => this.key(event));
-    this.list.addEventListener("click", (event) => this.click(event));
-    this.list.addEventListener("mouseover", (event) => this.hover(event));
-    this.list.addEventListener("mouseleave", () => this.sayCursor());
-    this.list.addEventListener("focus", () => this.showCursor());
-    this.list.addEventListener("blur", () => this.showCursor());
-    this.watch = new ResizeObserver(() => this.resized());
-    this.watch.observe(this.list);
+// src/widgets/tokens.ts
+var STRONGEST = 0.62;
+var STOPS = 13;
+var LONGEST = 60;
+var KIND_CLASS = { t: "t", s: "t pill", b: "t byte", i: "t byte" };
+var KIND_TITLE = {
+  t: "",
+  s: "special token",
+  b: "byte of a character that a later token completes",
+  i: "token id"
+};
+function number(value) {
+  if (value === null || value === void 0 || Number.isNaN(value)) {
+    return "–";
   }
-
-  close() {
-    this.watch.disconnect();
-    clearTimeout(this.askTimer);
-    clearTimeout(this.orderTimer);
-    cancelAnimationFrame(this.frame);
-    for (const [event, handler] of this.handlers) this.model.off(event, handler);
+  if (!Number.isFinite(value)) {
+    return value > 0 ? "∞" : "−∞";
   }
-
-  get scales() {
-    return this.model.get("facts").channels;
+  const size = Math.abs(value);
+  const text = size && size < 1e-4 ? size.toExponential(1) : digits(size);
+  return (value < 0 ? "−" : "") + text;
+}
+function share({ kind, bound }, value) {
+  if (!Number.isFinite(value) || !bound) {
+    return 0;
   }
-
-  // -- messages
-
-  send(content, keys) {
-    const id = `${this.name}.${this.serial++}`;
-    this.asked.set(id, keys);
-    keys.forEach((key) => this.waiting.add(key));
-    setTimeout(() => this.asked.has(id) && this.notify("waiting for the kernel (busy)"), BUSY_AFTER);
-    try {
-      this.model.send({ id, ...content });
-    } catch (error) {
-      this.notify("no kernel: only what was sent before can be shown");
+  const log = value > 0 ? Math.log(value) : -bound;
+  const off = kind === "signed" ? value : kind === "ratio" ? log : Math.abs(value);
+  return Math.max(-1, Math.min(1, off / bound));
+}
+function colour(scale, value) {
+  const part = share(scale, value);
+  if (Math.abs(part) < 0.02) {
+    return "";
+  }
+  const unsigned = scale.kind === "size" || scale.kind === "flag";
+  const hue = unsigned ? "magnitude" : part < 0 ? "negative" : "positive";
+  const strength = (Math.abs(part) * STRONGEST * 100).toFixed(0);
+  return `color-mix(in srgb, var(--rlb-${hue}) ${strength}%, transparent)`;
+}
+function drawnText(piece, kind, whitespace, breakLines) {
+  if (kind !== "t") {
+    return piece;
+  }
+  if (piece === "") {
+    return "∅";
+  }
+  const ends = piece.replaceAll("\n", breakLines ? "⏎\n" : "⏎");
+  return whitespace ? ends.replaceAll(" ", "·").replaceAll("	", "→	") : ends;
+}
+function addToken(parent, piece, kind, at, whitespace, breakLines) {
+  const text = drawnText(piece, kind, whitespace, breakLines);
+  add(parent, "span", KIND_CLASS[kind], text).dataset["t"] = String(at);
+}
+function paintToken(span, scales, chosen, value) {
+  const scale = scales[chosen];
+  span.style.background = scale ? colour(scale, value(chosen)) : "";
+  scales.forEach(({ name }, c) => {
+    if (name === "clipped") {
+      span.classList.toggle("clip", value(c) > 0);
     }
-    return id;
+    if (name === "mask") {
+      span.classList.toggle("off", value(c) === 0);
+    }
+  });
+}
+function describeToken(at, piece, kind, id, scales, value) {
+  const shown = piece.length > LONGEST ? `${piece.slice(0, LONGEST)}…` : piece;
+  const quoted = `'${shown.replaceAll("\n", "\\n").replaceAll("	", "\\t")}'`;
+  const parts = [`token ${at}`, quoted, `id ${id ?? "–"}`];
+  if (KIND_TITLE[kind]) {
+    parts.push(`(${KIND_TITLE[kind]})`);
   }
+  const flag = (label, one) => one > 0 ? label : one === 0 ? `not ${label}` : `${label} –`;
+  const said = scales.map(
+    (scale, c) => scale.kind === "flag" ? flag(scale.label, value(c)) : `${scale.label} ${number(value(c))}`
+  );
+  return [...parts, ...said].join("  ");
+}
+function drawLegend(element, scales, chosen) {
+  element.replaceChildren();
+  const scale = scales[chosen];
+  if (!scale) {
+    return;
+  }
+  const { low, high } = scale;
+  const unit = scale.unit ? ` (${scale.unit})` : "";
+  add(element, "span", "name", scale.name.replaceAll("_", " ") + unit).title = scale.about;
+  if (low === high) {
+    add(element, "span", "figure", `${number(low)} everywhere`);
+  } else {
+    add(element, "span", "figure", number(low));
+    const bar = add(element, "span", "bar");
+    const stops = stopsOf(scale).map((value) => colour(scale, value) || "transparent");
+    bar.style.backgroundImage = `linear-gradient(to right, ${stops.join(",")})`;
+    add(element, "span", "figure", number(high));
+    if (scale.saturated) {
+      add(element, "span", "note", `full colour from ${boundOf(scale)}`);
+    }
+  }
+  if (scales.some((one) => one.name === "clipped")) {
+    add(add(element, "span", "note"), "span", "t clip", "clipped");
+  }
+  if (scales.some((one) => one.name === "mask" && one.low === 0)) {
+    add(add(element, "span", "note"), "span", "t off", "not trained");
+  }
+}
+function stopsOf({ kind, low, high }) {
+  return Array.from({ length: STOPS }, (_, k) => {
+    const part = k / (STOPS - 1);
+    return kind === "ratio" && low > 0 ? low * (high / low) ** part : low + part * (high - low);
+  });
+}
+function boundOf({ kind, bound }) {
+  switch (kind) {
+    case "ratio":
+      return `×${number(Math.exp(bound))}`;
+    case "signed":
+      return `±${number(bound)}`;
+    default:
+      return number(bound);
+  }
+}
 
-  hear(content, buffers) {
-    if (!this.asked.has(content.id)) return; // another view's
-    this.asked.get(content.id).forEach((key) => this.waiting.delete(key));
-    this.asked.delete(content.id);
-    if (!this.asked.size) this.notify(content.error ?? "");
-    if (content.error) return;
-    if (content.kind === "order") {
-      if (content.id !== this.orderId) return;
-      const [groups, counts, samples] = buffers;
-      this.arrange({ ...content, groups, counts, samples });
-      if (!this.isCurrent(content)) this.askOrder();
-    } else if (content.kind === "prompt") {
-      this.prompts.set(content.p, content.parts);
-      this.redraw([`h${content.p}`]);
+// src/widgets/item.ts
+var CUT = { length: "✂ length", abort: "■ aborted" };
+var READ_ALOUD = 200;
+function nodeOf(item, rows, look) {
+  const node = document.createElement("div");
+  node.className = `item ${item.kind}`;
+  node.id = `${look.name}-${item.key}`;
+  const [first] = item.samples;
+  if (item.head !== null) {
+    fillHead(node, item.head, rows, look);
+  } else if (item.kind === "cards") {
+    node.setAttribute("role", "presentation");
+    node.style.gridTemplateColumns = `repeat(${look.across}, minmax(0, 1fr))`;
+    for (const i of item.samples) {
+      const card = add(node, "div", "card");
+      card.id = `${look.name}-c${i}`;
+      fillRow(card, i, rows, look);
+    }
+  } else if (first !== void 0) {
+    fillRow(node, first, rows, look);
+  }
+  return node;
+}
+function fillHead(node, p, rows, look) {
+  const head = rows.heads.get(p);
+  const open = rows.open.has(p);
+  node.setAttribute("role", "treeitem");
+  node.setAttribute("aria-level", "1");
+  node.setAttribute("aria-expanded", String(open));
+  const line = add(node, "div", "line");
+  add(line, "span", "twist", open ? "▾" : "▸").setAttribute("aria-hidden", "true");
+  add(line, "span", "number", `prompt ${p}`);
+  const text = add(line, "span", "prompt", head?.text.replaceAll("\n", "⏎") ?? "…");
+  if (!head) {
+    return;
+  }
+  const facts = headFacts(head);
+  const said = head.text.slice(0, READ_ALOUD);
+  node.setAttribute("aria-label", `prompt ${p}: ${said}; ${facts.join(", ")}`);
+  if (head.more) {
+    const [label, title] = rows.spelt.has(p) ? ["less", "show one line of the prompt"] : ["whole prompt", "show all messages of the prompt"];
+    addButton(line, "spell", label, title);
+  }
+  add(line, "span", "facts", facts.join("   "));
+  text.title = head.more ? "" : head.text;
+  if (rows.spelt.has(p)) {
+    fillPrompt(node, p, rows, look);
+  } else if (head.images.length) {
+    const strip = add(node, "div", "images");
+    head.images.forEach(({ src, alt }) => addPicture(strip, src, alt, look.sized));
+  }
+}
+function fillPrompt(node, p, rows, look) {
+  const whole = add(node, "div", "whole");
+  const messages = rows.prompts.get(p);
+  if (!messages) {
+    whole.textContent = "…";
+    return;
+  }
+  let before = "";
+  for (const { role, text, image } of messages) {
+    if (role && role !== before) {
+      add(whole, "span", "role", role);
+    }
+    before = role;
+    if (image) {
+      addPicture(whole, image, text, look.sized);
     } else {
-      this.take(content, buffers[0], buffers[1]);
+      add(whole, "span", "said", text);
     }
   }
-
-  notify(text) {
-    this.notice.textContent = text;
+}
+function fillRow(node, i, rows, look) {
+  const row = rows.rows.get(i);
+  node.dataset["i"] = String(i);
+  node.setAttribute("role", "treeitem");
+  node.setAttribute("aria-level", "2");
+  if (!row) {
+    add(node, "span", "mark", "");
+    add(node, "span", "tokens wait", "…");
+    add(node, "span", "meta", "");
+    return;
   }
+  const full = rows.full.has(i);
+  addMark(node, row);
+  addTokens(node, row, full, look);
+  addMeta(node, row, full, rows.openTokens);
+  node.setAttribute("aria-expanded", String(full));
+  node.setAttribute("aria-label", aloud(row));
+}
+function addMark(node, { reward, right, k, p }) {
+  const place = `completion ${k} of prompt ${p}`;
+  if (reward === null) {
+    add(node, "span", "mark", "").title = place;
+    return;
+  }
+  const text = `${right ? "✓" : "✗"} ${signed(reward)}`;
+  const mark = add(node, "span", `mark ${right ? "right" : "wrong"}`, text);
+  mark.title = `reward ${number(reward)}, ${place}`;
+}
+function addTokens(node, row, full, look) {
+  const tokens = add(node, "span", `tokens${full ? " full" : ""}`);
+  tokens.dataset["i"] = String(row.i);
+  if (row.text !== void 0) {
+    add(tokens, "span", "plain", full ? row.text : row.text.replaceAll("\n", "⏎"));
+  }
+  row.pieces.forEach(
+    (piece, t) => addToken(tokens, piece, kindOf(row, t), t, look.whitespace, full)
+  );
+  look.paint(tokens);
+  if (!full && row.pieces.length < row.n) {
+    add(tokens, "span", "rest", ` … +${thousands(row.n - row.pieces.length)} tok`);
+  }
+  tokens.title = full ? "" : "click between the tokens, or Enter: the whole text";
+}
+function addMeta(node, row, full, openTokens) {
+  const { finish, n, pieces, wanted } = row;
+  const meta = add(node, "span", "meta");
+  add(meta, "span", "length", `${thousands(n)} tok`);
+  add(meta, "span", finish in CUT ? "warn" : "finish", CUT[finish] ?? finish);
+  if (full && pieces.length < wanted) {
+    add(node, "span", "more", "…");
+  } else if (full && pieces.length < n) {
+    const next = `next ${thousands(Math.min(openTokens, n - pieces.length))} of ${thousands(n)} tokens`;
+    addButton(node, "more", next, "show more of this completion");
+  }
+}
+function aloud(row) {
+  const said = row.text ?? row.pieces.filter((_, t) => kindOf(row, t) === "t").join("");
+  const scored = row.reward === null ? "" : `${row.right ? "right" : "wrong"}, reward ${number(row.reward)}, `;
+  const ended = `${scored}${row.n} tokens, ended by ${row.finish}`;
+  return `completion ${row.k}, ${ended}: ${said.slice(0, READ_ALOUD)}`;
+}
+function kindOf(row, t) {
+  return row.kinds[t];
+}
+function headFacts(head) {
+  if (!head.n || !head.lengths) {
+    return ["not started"];
+  }
+  const [low, high] = head.lengths.map(thousands);
+  const tokens = low === high ? `${low} tok` : `${low}–${high} tok`;
+  if (head.mean === void 0) {
+    return [`${head.n} completions`, tokens];
+  }
+  const right = head.two ? `${head.right ?? 0}/${head.n} right` : `reward ${number(head.mean)}`;
+  return [right, `spread ${(head.spread ?? 0).toFixed(2)}`, tokens];
+}
+function addButton(parent, className, text, title) {
+  const node = add(parent, "button", className, text);
+  Object.assign(node, { title, type: "button", tabIndex: -1 });
+}
+function addPicture(parent, src, alt, sized) {
+  const image = add(parent, "img");
+  image.addEventListener("load", sized);
+  if (src.startsWith("data:image/png;") || src.startsWith("data:image/jpeg;")) {
+    image.src = src;
+  }
+  image.alt = alt;
+  image.title = alt;
+}
+function signed(value) {
+  return value > 0 ? `+${value.toFixed(2)}` : value < 0 ? `−${(-value).toFixed(2)}` : "0.00";
+}
+function thousands(value) {
+  return value.toLocaleString("en");
+}
 
-  // Lines and rows that came, with their numbers.
-  take(content, ids, values) {
-    ids = typed(Int32Array, ids);
-    values = typed(Float32Array, values);
-    const changed = [];
-    for (const head of content.heads) {
-      this.heads.set(head.p, head);
-      changed.push(`h${head.p}`);
+// src/widgets/cursor.ts
+var HINT = "Point at a token, or use the arrow keys, to read its numbers.";
+var PAGE = 10;
+var ROOM = 8;
+var Cursor = class {
+  constructor(box, readout, list, rows, acts) {
+    this.box = box;
+    this.readout = readout;
+    this.list = list;
+    this.rows = rows;
+    this.acts = acts;
+    box.addEventListener("keydown", (event) => this.key(event));
+    box.addEventListener("click", (event) => this.click(event));
+    box.addEventListener("mouseover", (event) => this.hover(event));
+    box.addEventListener("mouseleave", () => this.say());
+    box.addEventListener("focus", () => this.show());
+    box.addEventListener("blur", () => this.show());
+    this.say();
+  }
+  box;
+  readout;
+  list;
+  rows;
+  acts;
+  get item() {
+    return this.list.items[this.at];
+  }
+  /** To the list's begin, or to an item of it. */
+  goTo(at = 0, column = 0, token = null) {
+    this.at = Math.max(0, at);
+    this.column = column;
+    this.token = token;
+  }
+  /** Mark where the cursor is. */
+  show() {
+    for (const old of this.box.querySelectorAll(".here, .cursor")) {
+      old.classList.remove("here", "cursor");
     }
-    let at = 0;
-    for (const row of content.rows) {
-      const count = row.pieces.length;
-      row.ids = ids.subarray(at, at + count);
-      row.values = this.scales.map((_, c) => values.subarray(c * ids.length + at, c * ids.length + at + count));
-      at += count;
-      this.rows.set(row.i, joined(this.rows.get(row.i), row));
-      changed.push(`r${row.i}`);
+    const item = this.list.node(this.item);
+    const node = item?.querySelectorAll(".card")[this.column] ?? item;
+    if (!node) {
+      return;
     }
-    if (this.items) this.redraw(changed);
+    node.classList.toggle("here", this.box.contains(document.activeElement));
+    this.box.setAttribute("aria-activedescendant", node.id);
+    const span = this.token === null ? null : node.querySelector(`[data-t="${this.token}"]`);
+    if (span) {
+      this.showToken(span);
+    }
   }
-
-  isCurrent(order) {
-    return ["sort", "filter", "search"].every((name) => order[name] === this.model.get(name));
+  showToken(span) {
+    span.classList.add("cursor");
+    const tokens = span.closest(".tokens");
+    tokens?.classList.toggle("uncut", !tokens.classList.contains("full"));
+    const [token, list] = [span.getBoundingClientRect(), this.box.getBoundingClientRect()];
+    if (token.bottom > list.bottom) {
+      this.box.scrollTop += token.bottom - list.bottom + ROOM;
+    } else if (token.top < list.top) {
+      this.box.scrollTop -= list.top - token.top + ROOM;
+    }
+    if (this.list.measure()) {
+      this.acts.drawSoon();
+    }
   }
-
-  askOrderSoon() {
-    clearTimeout(this.orderTimer);
-    this.orderTimer = setTimeout(() => this.askOrder(), ARRANGE_AFTER);
+  /** The numbers of the cursor's token, or of another one. */
+  say(i = this.sample, t = this.token) {
+    const row = i === void 0 ? void 0 : this.rows.rows.get(i);
+    const piece = row?.pieces[t ?? -1];
+    const known = row !== void 0 && t !== null && piece !== void 0;
+    this.readout.textContent = known ? this.described(row, t, piece) : HINT;
+    this.readout.classList.toggle("hint", !known);
   }
-
-  askOrder() {
-    const wanted = Object.fromEntries(["sort", "filter", "search"].map((name) => [name, this.model.get(name)]));
-    this.orderId = this.send({ kind: "order", ...wanted }, []);
+  described(row, t, piece) {
+    const value = (c) => row.values[c]?.[t] ?? NaN;
+    return describeToken(t, piece, kindOf(row, t), row.ids[t], this.rows.scales, value);
   }
-
-  askRows() {
-    const heads = [], rows = [], keys = [];
-    for (const item of this.visible ?? []) {
-      if (item.head !== undefined) {
-        if (!this.heads.has(item.head) && !this.waiting.has(item.key)) heads.push(item.head), keys.push(item.key);
-        continue;
+  /** The completion that the cursor is at. */
+  get sample() {
+    return this.item?.samples[this.column];
+  }
+  click(event) {
+    const target = event.target;
+    const place = this.list.placeOf(target);
+    if (!place) {
+      return;
+    }
+    const { item, at } = place;
+    const one = target.closest("[data-i]")?.dataset["i"];
+    const i = one === void 0 ? item.samples[0] : Number(one);
+    this.goTo(at, i === void 0 ? 0 : Math.max(0, item.samples.indexOf(i)));
+    const pressed = target.closest("button")?.className;
+    if (item.head !== null) {
+      if (pressed === "spell") {
+        this.acts.spell(item.head);
+      } else if (!target.closest(".whole")) {
+        this.acts.toggleHead(item.head);
       }
-      for (const i of item.samples) {
-        const key = `r${i}`, row = this.rows.get(i);
-        if (this.waiting.has(key)) continue;
-        if (!row) rows.push([i, 0, null]), keys.push(key);
-        else if (row.wanted > row.pieces.length && row.pieces.length < row.n) {
-          rows.push([i, row.pieces.length, row.wanted - row.pieces.length]), keys.push(key);
-        }
+    } else if (i !== void 0 && pressed === "more") {
+      this.acts.more(i);
+    } else if (target.dataset["t"] !== void 0) {
+      this.token = Number(target.dataset["t"]);
+    } else if (i !== void 0 && window.getSelection()?.isCollapsed) {
+      this.acts.toggleFull(i);
+    }
+    this.show();
+    this.say();
+  }
+  hover(event) {
+    const span = event.target.closest("[data-t]");
+    if (span) {
+      this.say(Number(span.parentElement?.dataset["i"]), Number(span.dataset["t"]));
+    } else {
+      this.say();
+    }
+  }
+  key(event) {
+    const { item } = this;
+    if (event.target !== this.box || event.ctrlKey || event.metaKey || event.altKey || !item) {
+      return;
+    }
+    const act = item.head === null ? this.rowKeys()[event.key] : this.headKeys(item.head)[event.key];
+    const go = act ?? this.keys()[event.key];
+    if (!go) {
+      return;
+    }
+    event.preventDefault();
+    event.stopPropagation();
+    go();
+    this.reveal();
+    this.show();
+    this.say();
+  }
+  keys() {
+    return {
+      ArrowDown: () => this.move(1),
+      ArrowUp: () => this.move(-1),
+      PageDown: () => this.move(PAGE),
+      PageUp: () => this.move(-PAGE),
+      Home: () => this.goTo(0),
+      End: () => this.goTo(this.list.items.length - 1),
+      Escape: () => {
+        this.token = null;
+      }
+    };
+  }
+  headKeys(p) {
+    const open = this.rows.open.has(p);
+    const toggle = () => this.acts.toggleHead(p);
+    return {
+      ArrowRight: () => open ? this.move(1) : toggle(),
+      ArrowLeft: () => open && toggle(),
+      Enter: toggle,
+      " ": toggle
+    };
+  }
+  rowKeys() {
+    const { sample: i, token } = this;
+    const row = i === void 0 ? void 0 : this.rows.rows.get(i);
+    const toggle = () => {
+      if (i !== void 0) {
+        this.acts.toggleFull(i);
+      }
+    };
+    const keys = { Enter: toggle, " ": toggle };
+    if (token === null) {
+      keys["ArrowLeft"] = () => this.toHead();
+    }
+    if (!row) {
+      return keys;
+    }
+    if (row.pieces.length) {
+      keys["ArrowRight"] = () => this.toToken(row, token === null ? 0 : token + 1);
+    }
+    if (token !== null) {
+      keys["ArrowLeft"] = () => this.toToken(row, token - 1);
+      keys["Home"] = () => this.toToken(row, 0);
+      keys["End"] = () => this.toToken(row, row.pieces.length - 1);
+    }
+    return keys;
+  }
+  move(by) {
+    const step = Math.sign(by);
+    for (let left = Math.abs(by); left > 0; left--) {
+      const column = this.column + step;
+      const next = this.list.items[this.at + step];
+      if (column >= 0 && column < Math.max(1, this.item?.samples.length ?? 1)) {
+        this.column = column;
+      } else if (next) {
+        this.goTo(this.at + step, step > 0 ? 0 : Math.max(0, next.samples.length - 1));
       }
     }
-    const most = this.model.get("facts").rowsAtOnce;
-    if (heads.length || rows.length) this.send({ kind: "rows", heads, rows: rows.slice(0, most) }, keys);
+    this.token = null;
   }
-
-  // -- the order of prompts and completions
-
-  arrange(order) {
-    this.groups = typed(Int32Array, order.groups);
-    this.counts = typed(Int32Array, order.counts);
-    this.samples = typed(Int32Array, order.samples);
-    this.open.clear();
-    const enough = this.model.get("facts").openAtFirst;
-    for (let g = 0, rows = 0; g < this.groups.length && rows < enough; g++) {
-      this.open.add(this.groups[g]);
-      rows += this.counts[g];
+  toHead() {
+    let { at } = this;
+    while (at > 0 && this.list.items[at]?.head === null) {
+      at--;
     }
-    this.list.scrollTop = 0;
-    this.cursor = { item: 0, column: 0, token: null };
-    this.relist();
+    this.goTo(at);
   }
-
-  // One item per line: a prompt, a completion, or as many completions as stand side by side.
-  relist() {
-    const kept = this.items?.[this.cursor.item];
-    const across = this.model.get("columns") ? Math.max(2, Math.floor((this.list.clientWidth - 24) / CARD_WIDTH)) : 1;
-    this.across = across;
-    this.items = [];
-    for (let g = 0, at = 0; g < this.groups.length; g++) {
-      const p = this.groups[g], end = at + this.counts[g];
-      this.items.push({ key: `h${p}`, head: p, kind: "head" });
-      if (this.open.has(p)) {
-        for (let k = at; k < end; k += across) {
-          const samples = [...this.samples.subarray(k, Math.min(end, k + across))];
-          this.items.push({ key: `${across}r${samples[0]}`, samples, kind: across > 1 ? "cards" : "row" });
-        }
+  /** To a token of a completion, more of which is shown where it ends before; before the first: to none. */
+  toToken({ i, n, pieces }, at) {
+    if (at >= pieces.length && pieces.length < n) {
+      if (this.rows.full.has(i)) {
+        this.acts.more(i);
+      } else {
+        this.acts.toggleFull(i);
       }
-      at = end;
     }
-    if (kept) this.cursor.item = Math.max(0, this.items.findIndex((item) => item.key === kept.key));
-    this.cursor.column = 0;
-    this.nodes.forEach((node) => node.remove());
-    this.nodes.clear();
-    this.draw();
+    this.token = at < 0 ? null : Math.min(at, pieces.length - 1);
   }
-
-  // -- drawing what is in view
-
-  place() {
-    this.tops = new Float64Array(this.items.length + 1);
-    for (let i = 0; i < this.items.length; i++) {
-      const item = this.items[i];
-      this.tops[i + 1] = this.tops[i] + (this.heights.get(item.key) ?? ESTIMATE[item.kind]);
+  /** Scroll so that the item, then the token, can be seen. */
+  reveal() {
+    const [top, bottom] = [this.list.top(this.at), this.list.top(this.at + 1)];
+    const height = this.box.clientHeight;
+    if (top < this.box.scrollTop) {
+      this.box.scrollTop = top;
+    } else if (bottom > this.box.scrollTop + height) {
+      this.box.scrollTop = Math.min(top, bottom - height);
     }
-    this.space.style.height = `${this.tops[this.items.length]}px`;
+    this.acts.draw();
   }
+  at = 0;
+  column = 0;
+  token = null;
+};
 
-  drawSoon() {
-    cancelAnimationFrame(this.frame);
-    this.frame = requestAnimationFrame(() => this.draw());
+// src/widgets/list.ts
+var ESTIMATE = { head: 30, row: 26, cards: 150 };
+var OVERSCAN = 240;
+var HEIGHT = 480;
+var MEASURED_TIMES = 3;
+var List = class {
+  constructor(box, space, make) {
+    this.box = box;
+    this.space = space;
+    this.make = make;
   }
-
+  box;
+  space;
+  make;
+  /** What is in view, in order. */
+  visible = [];
+  get items() {
+    return this._items;
+  }
+  /** Draw these from now on; what was measured of them is known by their keys. */
+  set items(items) {
+    this._items = items;
+    this.clear();
+  }
+  /** Pixels from the top of an item, or of the list's end. */
+  top(at) {
+    return this.tops[at] ?? 0;
+  }
+  node(item) {
+    return item && this.nodes.get(item.key);
+  }
+  /** What stands where an element of the list is. */
+  placeOf(target) {
+    const node = target.closest(".item");
+    return this.visible.find((placed) => placed.node === node);
+  }
+  /** Forget how high an item was, or all of them. */
+  forget(key) {
+    if (key === void 0) {
+      this.heights.clear();
+    } else {
+      this.heights.delete(key);
+    }
+  }
+  /** Make elements anew: of those items, or all. */
+  clear(stale = () => true) {
+    for (const { item, node } of this.visible) {
+      if (stale(item)) {
+        node.remove();
+        this.nodes.delete(item.key);
+      }
+    }
+  }
   draw() {
     this.place();
-    for (let again = 0; again < 3; again++) {
+    let times = 0;
+    do {
       this.drawInView();
-      if (!this.measure()) break;
-    }
-    clearTimeout(this.askTimer);
-    this.askTimer = setTimeout(() => this.askRows(), ASK_AFTER);
-    this.el.classList.toggle("nothing", !this.items.length);
-    this.showCursor();
+    } while (this.measure() && ++times < MEASURED_TIMES);
   }
-
-  drawInView() {
-    const from = this.list.scrollTop - OVERSCAN, to = this.list.scrollTop + (this.list.clientHeight || 480) + OVERSCAN;
-    let i = firstAfter(this.tops, from);
-    this.visible = [];
-    const wanted = new Set();
-    for (; i < this.items.length && this.tops[i] < to; i++) {
-      const item = this.items[i];
-      item.at = i;
-      wanted.add(item.key);
-      this.visible.push(item);
-    }
-    for (const [key, node] of this.nodes) {
-      if (!wanted.has(key)) node.remove(), this.nodes.delete(key);
-    }
-    let before = null;
-    for (const item of this.visible) { // in the order of the list, for those who hear it read
-      let node = this.nodes.get(item.key);
-      if (!node) this.nodes.set(item.key, (node = this.node(item)));
-      if ((before ? before.nextSibling : this.space.firstChild) !== node) this.space.insertBefore(node, before ? before.nextSibling : this.space.firstChild);
-      node.style.top = `${this.tops[item.at]}px`;
-      node.rlb = item;
-      before = node;
-    }
-  }
-
-  // Whether some row is not as high as was thought; what is in view stays where it is.
+  /** Whether some item is not as high as was thought; what is in view stays where it is. */
   measure() {
-    if (!this.list.clientWidth) return false;
-    let changed = false, above = 0;
-    for (const item of this.visible) {
-      const height = this.nodes.get(item.key).offsetHeight;
-      const old = this.tops[item.at + 1] - this.tops[item.at];
+    if (!this.box.clientWidth) {
+      return false;
+    }
+    let [changed, above] = [false, 0];
+    for (const { item, at, node } of this.visible) {
+      const [height, old] = [node.offsetHeight, this.top(at + 1) - this.top(at)];
       if (height && Math.abs(height - old) > 0.5) {
-        if (this.tops[item.at + 1] <= this.list.scrollTop) above += height - old;
+        above += this.top(at + 1) <= this.box.scrollTop ? height - old : 0;
         this.heights.set(item.key, height);
         changed = true;
       }
     }
     if (changed) {
       this.place();
-      if (above) this.list.scrollTop += above;
+      this.box.scrollTop += above;
     }
     return changed;
   }
-
-  resized() {
-    if (this.width === this.list.clientWidth) return;
-    this.width = this.list.clientWidth;
-    this.heights.clear();
-    if (this.model.get("columns")) this.relist();
-    else this.drawSoon();
+  place() {
+    this.tops = new Float64Array(this._items.length + 1);
+    this._items.forEach((item, i) => {
+      this.tops[i + 1] = this.top(i) + (this.heights.get(item.key) ?? ESTIMATE[item.kind]);
+    });
+    this.space.style.height = `${this.top(this._items.length)}px`;
   }
-
-  redraw(keys) {
-    const stale = new Set(keys);
+  drawInView() {
+    const from = this.box.scrollTop - OVERSCAN;
+    const to = this.box.scrollTop + (this.box.clientHeight || HEIGHT) + OVERSCAN;
+    const visible = [];
+    for (let at = firstAfter(this.tops, from); this.top(at) < to; at++) {
+      const item = this._items[at];
+      if (!item) {
+        break;
+      }
+      const node = this.nodes.get(item.key) ?? this.make(item);
+      this.nodes.set(item.key, node);
+      visible.push({ item, at, node });
+    }
+    const kept = new Set(visible.map(({ item }) => item.key));
     for (const [key, node] of this.nodes) {
-      const item = node.rlb;
-      if (stale.has(key) || item?.samples?.some((i) => stale.has(`r${i}`))) node.remove(), this.nodes.delete(key);
+      if (!kept.has(key)) {
+        node.remove();
+        this.nodes.delete(key);
+      }
     }
-    this.draw();
-  }
-
-  redrawAll() {
-    this.nodes.forEach((node) => node.remove());
-    this.nodes.clear();
-    this.draw();
-  }
-
-  recolour() {
-    this.drawLegend();
-    for (const element of this.space.querySelectorAll(".tokens")) this.paint(element);
-  }
-
-  drawLegend() {
-    drawLegend(this.legend, this.scales[this.model.get("colour")], this.scales);
-  }
-
-  paint(element) {
-    const row = this.rows.get(Number(element.dataset.i)), scales = this.scales, chosen = this.model.get("colour");
-    for (const span of element.querySelectorAll(".t")) {
-      const at = Number(span.dataset.t);
-      paintToken(span, scales, chosen, (c) => row.values[c][at]);
+    let next = this.space.firstChild;
+    for (const { node, at } of visible) {
+      if (next === node) {
+        next = node.nextSibling;
+      } else {
+        this.space.insertBefore(node, next);
+      }
+      node.style.top = `${this.top(at)}px`;
     }
+    this.visible = visible;
   }
-}
-
-// -- small helpers
-
-function typed(kind, data) {
-  if (!data) return new kind(0);
-  const view = data.buffer ? data : new DataView(data);
-  return new kind(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
-}
-
-// A row with what came after its tokens, or instead of them.
-function joined(old, row) {
-  if (!old || row.from === 0) return { wanted: old?.wanted ?? 0, ...row };
-  if (row.from !== old.pieces.length) return old;
-  const join = (a, b) => {
-    const both = new a.constructor(a.length + b.length);
-    both.set(a);
-    both.set(b, a.length);
-    return both;
-  };
-  return {
-    ...old,
-    pieces: old.pieces.concat(row.pieces),
-    kinds: old.kinds + row.kinds,
-    ids: join(old.ids, row.ids),
-    values: old.values.map((values, c) => join(values, row.values[c])),
-  };
-}
-
+  _items = [];
+  tops = new Float64Array(1);
+  nodes = /* @__PURE__ */ new Map();
+  heights = /* @__PURE__ */ new Map();
+};
 function firstAfter(tops, from) {
-  let low = 0, high = tops.length - 1;
+  let [low, high] = [0, tops.length - 1];
   while (low < high) {
-    const middle = (low + high) >> 1;
-    if (tops[middle + 1] <= from) low = middle + 1;
-    else high = middle;
+    const middle = low + high >> 1;
+    if ((tops[middle + 1] ?? Infinity) <= from) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
   }
   return low;
 }
 
-function render({ model, el }) {
-  const view = new View(model, el);
-  return () => view.close();
+// src/widgets/model.ts
+var Listening = class {
+  constructor(model) {
+    this.model = model;
+  }
+  model;
+  on(event, handler) {
+    this.model.on(event, handler);
+    this.handlers.push([event, handler]);
+  }
+  close() {
+    for (const [event, handler] of this.handlers) {
+      this.model.off(event, handler);
+    }
+  }
+  handlers = [];
+};
+function tell(model, message) {
+  try {
+    model.send(message);
+    return true;
+  } catch {
+    return false;
+  }
+}
+function unique() {
+  return Math.random().toString(36).slice(2) + Date.now().toString(36);
 }
 
-export default { render };
+// src/widgets/rows.ts
+var Rows = class {
+  constructor(scales, openTokens) {
+    this.scales = scales;
+    this.openTokens = openTokens;
+  }
+  scales;
+  openTokens;
+  heads = /* @__PURE__ */ new Map();
+  rows = /* @__PURE__ */ new Map();
+  /** All messages of prompts that were asked for. */
+  prompts = /* @__PURE__ */ new Map();
+  /** Prompts whose completions are shown. */
+  open = /* @__PURE__ */ new Set();
+  /** Completions shown whole. */
+  full = /* @__PURE__ */ new Set();
+  /** Prompts shown whole. */
+  spelt = /* @__PURE__ */ new Set();
+  /** Keep lines and rows that came with their numbers; the keys of what changed. */
+  take({ heads, rows }, ids, values) {
+    for (const head of heads) {
+      this.heads.set(head.p, head);
+    }
+    let at = 0;
+    for (const sent of rows) {
+      const end = at + sent.pieces.length;
+      const own = this.scales.map(
+        (_, c) => values.subarray(c * ids.length + at, c * ids.length + end)
+      );
+      const before = this.rows.get(sent.i);
+      this.rows.set(sent.i, joined(before, sent, ids.subarray(at, end), own));
+      at = end;
+    }
+    return [...heads.map((head) => `h${head.p}`), ...rows.map((row) => `r${row.i}`)];
+  }
+  /** Show a completion whole, or its preview again. */
+  toggle(i) {
+    if (!this.rows.has(i)) {
+      return;
+    }
+    const whole = !this.full.delete(i);
+    if (whole) {
+      this.full.add(i);
+    }
+    this.want(i, whole ? this.openTokens : 0);
+  }
+  /** Ask for the next tokens of a completion. */
+  more(i) {
+    this.want(i, (this.rows.get(i)?.pieces.length ?? 0) + this.openTokens);
+  }
+  want(i, tokens) {
+    const row = this.rows.get(i);
+    if (row) {
+      this.rows.set(i, { ...row, wanted: Math.min(row.n, tokens) });
+    }
+  }
+};
+function joined(old, sent, ids, values) {
+  if (!old || sent.from === 0) {
+    return { ...sent, ids, values, wanted: old?.wanted ?? 0 };
+  }
+  if (sent.from !== old.pieces.length) {
+    return old;
+  }
+  return {
+    ...old,
+    pieces: [...old.pieces, ...sent.pieces],
+    kinds: old.kinds + sent.kinds,
+    ids: Int32Array.from([...old.ids, ...ids]),
+    values: old.values.map((before, c) => Float32Array.from([...before, ...values[c] ?? []]))
+  };
+}
+function int32(data) {
+  return new Int32Array(bytesOf(data));
+}
+function float32(data) {
+  return new Float32Array(bytesOf(data));
+}
+function bytesOf(data) {
+  if (!data) {
+    return new ArrayBuffer(0);
+  }
+  const { buffer, byteOffset, byteLength } = data;
+  return buffer.slice(byteOffset, byteOffset + byteLength);
+}
+
+// src/widgets/viewer.ts
+var ASK_AFTER = 60;
+var ARRANGE_AFTER = 250;
+var BUSY_AFTER = 1e3;
+var CARD_WIDTH = 280;
+var LABEL = "Rollouts by prompt. Up and down: rows. Right: open, then the tokens. Enter: whole text.";
+var Viewer = class {
+  constructor(model, el) {
+    this.model = model;
+    this.el = el;
+    const facts = model.get("facts");
+    this.rows = new Rows(facts.channels, facts.openTokens);
+    el.classList.add("rlbv", "rlb-live");
+    const top = add(el, "div", "top");
+    this.legend = add(top, "div", "legend");
+    this.notice = add(top, "div", "notice");
+    this.notice.setAttribute("role", "status");
+    this.box = makeList(el);
+    this.space = add(this.box, "div", "space");
+    this.space.setAttribute("role", "presentation");
+    const readout = add(el, "div", "readout");
+    readout.setAttribute("role", "status");
+    readout.setAttribute("aria-live", "polite");
+    this.list = new List(this.box, this.space, (item) => this.node(item));
+    this.cursor = new Cursor(this.box, readout, this.list, this.rows, {
+      toggleHead: (p) => this.toggleHead(p),
+      toggleFull: (i) => this.toggleFull(i),
+      more: (i) => this.more(i),
+      spell: (p) => this.spell(p),
+      draw: () => this.draw(),
+      drawSoon: () => this.drawSoon()
+    });
+    this.listening = new Listening(model);
+    this.listen();
+    this.drawLegend();
+    const { first, order } = { first: model.get("first"), order: model.get("order") };
+    this.rows.take(first, int32(first.ids), float32(first.values));
+    this.arrange([order.groups, order.counts, order.samples]);
+    if (!this.isCurrent(order)) {
+      this.askOrder();
+    }
+  }
+  model;
+  el;
+  close() {
+    this.observer.disconnect();
+    clearTimeout(this.askTimer);
+    clearTimeout(this.orderTimer);
+    cancelAnimationFrame(this.frame);
+    this.listening.close();
+  }
+  listen() {
+    this.listening.on("change:colour", () => this.recolour());
+    this.listening.on("change:whitespace", () => this.redraw());
+    this.listening.on("change:columns", () => this.relist());
+    for (const name of ["sort", "filter", "search"]) {
+      this.listening.on(`change:${name}`, () => this.askOrderSoon());
+    }
+    this.listening.on("msg:custom", (content, buffers) => this.hear(content, buffers));
+    this.box.addEventListener("scroll", () => this.drawSoon(), { passive: true });
+    this.observer.observe(this.box);
+  }
+  // -- messages
+  /** Ask Python; `keys`: of the items that wait for the answer. */
+  send(content, keys = []) {
+    const id = `${this.name}.${this.serial++}`;
+    this.asked.set(id, keys);
+    keys.forEach((key) => this.waiting.add(key));
+    setTimeout(() => {
+      if (this.asked.has(id)) {
+        this.notify("waiting for the kernel (busy)");
+      }
+    }, BUSY_AFTER);
+    if (!tell(this.model, { id, ...content })) {
+      this.notify("no kernel: only what was sent before can be shown");
+    }
+    return id;
+  }
+  hear(answer, buffers) {
+    const keys = this.asked.get(answer.id);
+    if (!keys) {
+      return;
+    }
+    keys.forEach((key) => this.waiting.delete(key));
+    this.asked.delete(answer.id);
+    if (!this.asked.size) {
+      this.notify(answer.error ?? "");
+    }
+    if (answer.error) {
+      return;
+    }
+    if (answer.kind === "prompt") {
+      this.rows.prompts.set(answer.p, answer.parts);
+      this.redraw([`h${answer.p}`]);
+    } else if (answer.kind === "rows") {
+      const [ids = null, values = null] = buffers;
+      this.redraw(this.rows.take(answer, int32(ids), float32(values)));
+    } else if (answer.id === this.orderId) {
+      this.arrange(buffers);
+      if (!this.isCurrent(answer)) {
+        this.askOrder();
+      }
+    }
+  }
+  notify(text) {
+    this.notice.textContent = text;
+  }
+  get choice() {
+    const { model } = this;
+    return { sort: model.get("sort"), filter: model.get("filter"), search: model.get("search") };
+  }
+  isCurrent({ sort, filter, search }) {
+    const { choice } = this;
+    return sort === choice.sort && filter === choice.filter && search === choice.search;
+  }
+  askOrderSoon() {
+    clearTimeout(this.orderTimer);
+    this.orderTimer = setTimeout(() => this.askOrder(), ARRANGE_AFTER);
+  }
+  askOrder() {
+    this.orderId = this.send({ kind: "order", ...this.choice });
+  }
+  /** Ask for what is in view and not there. */
+  askRows() {
+    const heads = [];
+    const rows = [];
+    const keys = [];
+    for (const { item } of this.list.visible) {
+      if (item.head !== null && !this.rows.heads.has(item.head) && !this.waiting.has(item.key)) {
+        heads.push(item.head);
+        keys.push(item.key);
+      }
+      for (const i of item.samples) {
+        const missing = this.missingOf(i);
+        if (missing && !this.waiting.has(`r${i}`)) {
+          rows.push(missing);
+          keys.push(`r${i}`);
+        }
+      }
+    }
+    if (heads.length || rows.length) {
+      const most = this.model.get("facts").rowsAtOnce;
+      this.send({ kind: "rows", heads, rows: rows.slice(0, most) }, keys);
+    }
+  }
+  /** Of a completion: its number, the first token that is missing, how many (null: a preview). */
+  missingOf(i) {
+    const row = this.rows.rows.get(i);
+    if (!row) {
+      return [i, 0, null];
+    }
+    const { length } = row.pieces;
+    return length < Math.min(row.wanted, row.n) ? [i, length, row.wanted - length] : null;
+  }
+  // -- the order of prompts and completions
+  arrange(buffers) {
+    const [groups, counts, samples] = buffers.map(int32);
+    let at = 0;
+    this.groups = [...groups ?? []].map((p, g) => {
+      const own = samples?.subarray(at, at += counts?.[g] ?? 0) ?? [];
+      return [p, [...own]];
+    });
+    this.rows.open.clear();
+    let rows = 0;
+    for (const [p, own] of this.groups) {
+      if (rows >= this.model.get("facts").openAtFirst) {
+        break;
+      }
+      this.rows.open.add(p);
+      rows += own.length;
+    }
+    this.box.scrollTop = 0;
+    this.cursor.goTo();
+    this.relist();
+  }
+  /** One item per line: a prompt, a completion, or as many completions as stand side by side. */
+  relist() {
+    const kept = this.cursor.item?.key;
+    const room = Math.floor((this.box.clientWidth - 24) / CARD_WIDTH);
+    const across = this.across = this.model.get("columns") ? Math.max(2, room) : 1;
+    const items = [];
+    for (const [p, own] of this.groups) {
+      items.push({ key: `h${p}`, kind: "head", head: p, samples: [] });
+      for (let k = 0; this.rows.open.has(p) && k < own.length; k += across) {
+        const samples = own.slice(k, k + across);
+        const kind = across > 1 ? "cards" : "row";
+        items.push({ key: `${across}r${samples[0] ?? 0}`, kind, head: null, samples });
+      }
+    }
+    this.list.items = items;
+    this.cursor.goTo(items.findIndex((item) => item.key === kept));
+    this.draw();
+  }
+  // -- what pointer and keys ask for
+  toggleHead(p) {
+    if (!this.rows.open.delete(p)) {
+      this.rows.open.add(p);
+    }
+    this.list.forget(`h${p}`);
+    this.relist();
+  }
+  toggleFull(i) {
+    this.rows.toggle(i);
+    this.redraw([`r${i}`]);
+  }
+  more(i) {
+    this.rows.more(i);
+    this.askRows();
+  }
+  spell(p) {
+    if (!this.rows.spelt.delete(p)) {
+      this.rows.spelt.add(p);
+      if (!this.rows.prompts.has(p)) {
+        this.send({ kind: "prompt", p });
+      }
+    }
+    this.redraw([`h${p}`]);
+  }
+  // -- drawing
+  node(item) {
+    return nodeOf(item, this.rows, {
+      name: this.name,
+      whitespace: this.model.get("whitespace"),
+      across: this.across,
+      paint: (tokens) => this.paint(tokens),
+      sized: () => this.drawSoon()
+    });
+  }
+  draw() {
+    this.list.draw();
+    clearTimeout(this.askTimer);
+    this.askTimer = setTimeout(() => this.askRows(), ASK_AFTER);
+    this.el.classList.toggle("nothing", !this.list.items.length);
+    this.cursor.show();
+  }
+  drawSoon() {
+    cancelAnimationFrame(this.frame);
+    this.frame = requestAnimationFrame(() => this.draw());
+  }
+  /** Draw anew: the items of these prompts (`h3`) and completions (`r7`), or all. */
+  redraw(keys) {
+    const stale = new Set(keys);
+    this.list.clear(
+      ({ key, samples }) => !keys || stale.has(key) || samples.some((i) => stale.has(`r${i}`))
+    );
+    this.draw();
+  }
+  resized() {
+    if (this.width === this.box.clientWidth) {
+      return;
+    }
+    this.width = this.box.clientWidth;
+    this.list.forget();
+    if (this.model.get("columns")) {
+      this.relist();
+    } else {
+      this.drawSoon();
+    }
+  }
+  recolour() {
+    this.drawLegend();
+    this.space.querySelectorAll(".tokens").forEach((tokens) => this.paint(tokens));
+  }
+  drawLegend() {
+    drawLegend(this.legend, this.rows.scales, this.model.get("colour"));
+  }
+  paint(tokens) {
+    const row = this.rows.rows.get(Number(tokens.dataset["i"]));
+    const colour2 = this.model.get("colour");
+    for (const span of tokens.querySelectorAll(".t")) {
+      const t = Number(span.dataset["t"]);
+      paintToken(span, this.rows.scales, colour2, (c) => row?.values[c]?.[t] ?? NaN);
+    }
+  }
+  name = `rlbv${unique()}`;
+  rows;
+  legend;
+  notice;
+  box;
+  space;
+  list;
+  cursor;
+  listening;
+  observer = new ResizeObserver(() => this.resized());
+  /** Questions under way, with the keys of what they ask for. */
+  asked = /* @__PURE__ */ new Map();
+  waiting = /* @__PURE__ */ new Set();
+  serial = 0;
+  orderId = "";
+  groups = [];
+  across = 1;
+  width = 0;
+  frame = 0;
+  askTimer;
+  orderTimer;
+};
+function makeList(el) {
+  const list = add(el, "div", "list");
+  list.setAttribute("role", "tree");
+  list.tabIndex = 0;
+  list.setAttribute("aria-label", LABEL);
+  list.dataset["lmSuppressShortcuts"] = "true";
+  return list;
+}
+var viewer_default = {
+  render({ model, el }) {
+    const viewer = new Viewer(model, el);
+    return () => viewer.close();
+  }
+};
+export {
+  viewer_default as default
+};

@@ -1,0 +1,213 @@
+/** One line of the rollout viewer: a prompt, a completion, or completions side by side. */
+import { add } from './dom';
+import type { Head, Row, Rows } from './rows';
+import { addToken, number } from './tokens';
+import type { Kind } from './tokens';
+
+/** A line of the list; its key starts with the prompt's or the first completion's. */
+export interface Item {
+  readonly key: string;
+  readonly kind: 'head' | 'row' | 'cards';
+  /** The prompt, of a line of that kind. */
+  readonly head: number | null;
+  /** The completions of the others. */
+  readonly samples: readonly number[];
+}
+
+export interface Look {
+  /** Begins the names of this drawing's elements. */
+  readonly name: string;
+  readonly whitespace: boolean;
+  /** So many completions stand side by side. */
+  readonly across: number;
+  /** Colours the tokens of an element. */
+  readonly paint: (tokens: HTMLElement) => void;
+  /** An image has its size now: the list has to make room for it. */
+  readonly sized: () => void;
+}
+
+const CUT: Readonly<Record<string, string>> = { length: '✂ length', abort: '■ aborted' };
+const READ_ALOUD = 200;
+
+export function nodeOf(item: Item, rows: Rows, look: Look): HTMLElement {
+  const node = document.createElement('div');
+  node.className = `item ${item.kind}`;
+  node.id = `${look.name}-${item.key}`;
+  const [first] = item.samples;
+  if (item.head !== null) {
+    fillHead(node, item.head, rows, look);
+  } else if (item.kind === 'cards') {
+    node.setAttribute('role', 'presentation');
+    node.style.gridTemplateColumns = `repeat(${look.across}, minmax(0, 1fr))`;
+    for (const i of item.samples) {
+      const card = add(node, 'div', 'card');
+      card.id = `${look.name}-c${i}`;
+      fillRow(card, i, rows, look);
+    }
+  } else if (first !== undefined) {
+    fillRow(node, first, rows, look);
+  }
+  return node;
+}
+
+function fillHead(node: HTMLElement, p: number, rows: Rows, look: Look): void {
+  const head = rows.heads.get(p);
+  const open = rows.open.has(p);
+  node.setAttribute('role', 'treeitem');
+  node.setAttribute('aria-level', '1');
+  node.setAttribute('aria-expanded', String(open));
+  const line = add(node, 'div', 'line');
+  add(line, 'span', 'twist', open ? '▾' : '▸').setAttribute('aria-hidden', 'true');
+  add(line, 'span', 'number', `prompt ${p}`);
+  const text = add(line, 'span', 'prompt', head?.text.replaceAll('\n', '⏎') ?? '…');
+  if (!head) {
+    return;
+  }
+  const facts = headFacts(head);
+  const said = head.text.slice(0, READ_ALOUD);
+  node.setAttribute('aria-label', `prompt ${p}: ${said}; ${facts.join(', ')}`);
+  if (head.more) {
+    const [label, title] = rows.spelt.has(p)
+      ? ['less', 'show one line of the prompt']
+      : ['whole prompt', 'show all messages of the prompt'];
+    addButton(line, 'spell', label, title);
+  }
+  add(line, 'span', 'facts', facts.join('   '));
+  text.title = head.more ? '' : head.text;
+  if (rows.spelt.has(p)) {
+    fillPrompt(node, p, rows, look);
+  } else if (head.images.length) {
+    const strip = add(node, 'div', 'images');
+    head.images.forEach(({ src, alt }) => addPicture(strip, src, alt, look.sized));
+  }
+}
+
+function fillPrompt(node: HTMLElement, p: number, rows: Rows, look: Look): void {
+  const whole = add(node, 'div', 'whole');
+  const messages = rows.prompts.get(p);
+  if (!messages) {
+    whole.textContent = '…';
+    return;
+  }
+  let before = '';
+  for (const { role, text, image } of messages) {
+    if (role && role !== before) {
+      add(whole, 'span', 'role', role);
+    }
+    before = role;
+    if (image) {
+      addPicture(whole, image, text, look.sized);
+    } else {
+      add(whole, 'span', 'said', text);
+    }
+  }
+}
+
+function fillRow(node: HTMLElement, i: number, rows: Rows, look: Look): void {
+  const row = rows.rows.get(i);
+  node.dataset['i'] = String(i);
+  node.setAttribute('role', 'treeitem');
+  node.setAttribute('aria-level', '2');
+  if (!row) {
+    add(node, 'span', 'mark', '');
+    add(node, 'span', 'tokens wait', '…');
+    add(node, 'span', 'meta', '');
+    return;
+  }
+  const full = rows.full.has(i);
+  addMark(node, row);
+  addTokens(node, row, full, look);
+  addMeta(node, row, full, rows.openTokens);
+  node.setAttribute('aria-expanded', String(full));
+  node.setAttribute('aria-label', aloud(row));
+}
+
+function addMark(node: HTMLElement, { reward, right, k, p }: Row): void {
+  const place = `completion ${k} of prompt ${p}`;
+  if (reward === null) {
+    add(node, 'span', 'mark', '').title = place;
+    return;
+  }
+  const text = `${right ? '✓' : '✗'} ${signed(reward)}`;
+  const mark = add(node, 'span', `mark ${right ? 'right' : 'wrong'}`, text);
+  mark.title = `reward ${number(reward)}, ${place}`;
+}
+
+function addTokens(node: HTMLElement, row: Row, full: boolean, look: Look): void {
+  const tokens = add(node, 'span', `tokens${full ? ' full' : ''}`);
+  tokens.dataset['i'] = String(row.i);
+  if (row.text !== undefined) {
+    add(tokens, 'span', 'plain', full ? row.text : row.text.replaceAll('\n', '⏎'));
+  }
+  row.pieces.forEach((piece, t) =>
+    addToken(tokens, piece, kindOf(row, t), t, look.whitespace, full)
+  );
+  look.paint(tokens);
+  if (!full && row.pieces.length < row.n) {
+    add(tokens, 'span', 'rest', ` … +${thousands(row.n - row.pieces.length)} tok`);
+  }
+  tokens.title = full ? '' : 'click between the tokens, or Enter: the whole text';
+}
+
+function addMeta(node: HTMLElement, row: Row, full: boolean, openTokens: number): void {
+  const { finish, n, pieces, wanted } = row;
+  const meta = add(node, 'span', 'meta');
+  add(meta, 'span', 'length', `${thousands(n)} tok`);
+  add(meta, 'span', finish in CUT ? 'warn' : 'finish', CUT[finish] ?? finish);
+  if (full && pieces.length < wanted) {
+    add(node, 'span', 'more', '…'); // on its way
+  } else if (full && pieces.length < n) {
+    const next = `next ${thousands(Math.min(openTokens, n - pieces.length))} of ${thousands(n)} tokens`;
+    addButton(node, 'more', next, 'show more of this completion');
+  }
+}
+
+/** The row for who hears it read. */
+function aloud(row: Row): string {
+  const said = row.text ?? row.pieces.filter((_, t) => kindOf(row, t) === 't').join('');
+  const scored =
+    row.reward === null ? '' : `${row.right ? 'right' : 'wrong'}, reward ${number(row.reward)}, `;
+  const ended = `${scored}${row.n} tokens, ended by ${row.finish}`;
+  return `completion ${row.k}, ${ended}: ${said.slice(0, READ_ALOUD)}`;
+}
+
+export function kindOf(row: Row, t: number): Kind {
+  return row.kinds[t] as Kind;
+}
+
+export function headFacts(head: Head): readonly string[] {
+  if (!head.n || !head.lengths) {
+    return ['not started'];
+  }
+  const [low, high] = head.lengths.map(thousands);
+  const tokens = low === high ? `${low} tok` : `${low}–${high} tok`;
+  if (head.mean === undefined) {
+    return [`${head.n} completions`, tokens];
+  }
+  const right = head.two ? `${head.right ?? 0}/${head.n} right` : `reward ${number(head.mean)}`;
+  return [right, `spread ${(head.spread ?? 0).toFixed(2)}`, tokens];
+}
+
+function addButton(parent: Element, className: string, text: string, title: string): void {
+  const node = add(parent, 'button', className, text);
+  Object.assign(node, { title, type: 'button', tabIndex: -1 });
+}
+
+/** An image that Python encoded. */
+function addPicture(parent: Element, src: string, alt: string, sized: () => void): void {
+  const image = add(parent, 'img');
+  image.addEventListener('load', sized);
+  if (src.startsWith('data:image/png;') || src.startsWith('data:image/jpeg;')) {
+    image.src = src;
+  }
+  image.alt = alt;
+  image.title = alt;
+}
+
+function signed(value: number): string {
+  return value > 0 ? `+${value.toFixed(2)}` : value < 0 ? `−${(-value).toFixed(2)}` : '0.00';
+}
+
+function thousands(value: number): string {
+  return value.toLocaleString('en');
+}
