@@ -18,6 +18,7 @@ import os.path
 from typing import TYPE_CHECKING, Any
 
 from rlbench._version import __version__
+from rlbench.strategies import session_link
 
 if TYPE_CHECKING:
     from rlbench import data, envs, errors, nn, rewards, rl, tiny
@@ -54,6 +55,8 @@ _NAMES = {
 _ROOMS = ("data", "envs", "errors", "nn", "rewards", "rl", "tiny")
 
 __all__ = ["__version__", *_NAMES, *_ROOMS]
+
+session_link.connect("rlbench.engines.rank_session:RankSession")
 
 
 __path__.append(os.path.join(__path__[0], "compat", "lightrft"))  # rlbench.strategy, rlbench.trainer, rlbench.utils

@@ -22,13 +22,28 @@ class Step(Protocol):
     def stop(self) -> None:
         """Ask it to stop; returns at once."""
 
-    def result(self, timeout: float | None = None) -> Any:
+    def result(self) -> Any:
         """Wait and return the result."""
 
 
 Steps = Generator[Step, Any, Any]
 Ended = Callable[[Any, "BaseException | None"], None]
 """Told the value or the error of a call that is over."""
+
+
+def run(steps: Steps) -> Any:
+    """Take steps to their end in this thread; return what they return."""
+    try:
+        step = next(steps)
+        while True:
+            try:
+                value = step.result()
+            except BaseException as error:
+                step = steps.throw(error)
+            else:
+                step = steps.send(value)
+    except StopIteration as end:
+        return end.value
 
 
 class Chain:

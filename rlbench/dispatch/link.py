@@ -45,7 +45,8 @@ class Link:
         self.name = name
         self.monitor = monitor
         self.epoch = epoch
-        self._seq = itertools.count(1)
+        # of one epoch there may be several drivers, whose calls are told apart by their numbers
+        self._seq = itertools.count(1 if drives else secrets.randbits(40) << 20)
         self.placing = threading.Lock()
         self._submitting = threading.Lock()  # all ranks see the calls of several threads in one order
         self._renewing = threading.Lock()

@@ -58,6 +58,7 @@ class Engine:
         self.name = name
         self._link = link
         self._actors: list[Any] = []
+        self._pids: dict[str, int] = {}
         self._info: dict[str, Any] = {}
         _live.add(self)
 
@@ -299,7 +300,8 @@ class Engine:
         say(self.name, f"starting {len(self._actors)} process{'' if len(self._actors) == 1 else 'es'}")
         pids = ray.get([a.pid.remote() for a in self._actors], timeout=180)
         names = [actor_name(self.link.name, self.name, i) for i in range(len(self._actors))]
-        self.link.engine(self.name, {"actors": names, "pids": dict(zip(names, pids, strict=True))})
+        self._pids = dict(zip(names, pids, strict=True))
+        self.link.engine(self.name, {"actors": names, "pids": self._pids})
 
     @contextlib.contextmanager
     def _building(self) -> Iterator[None]:
@@ -332,11 +334,11 @@ class Engine:
         self.link.engine(self.name, None)
 
     def _adopt(self, record: dict[str, Any]) -> None:
-        """Hold the workers of a record (a kernel that came back)."""
+        """Hold the workers of a record, for a kernel that came back or a rank that asks."""
         import ray
 
         self._actors = [_actor_or_dead(ray, name) for name in record["actors"]]
-        self._info = dict(record["info"])
+        self._info, self._pids = dict(record["info"]), dict(record["pids"])
 
 
 class DeadActor:

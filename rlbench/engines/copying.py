@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlbench.dispatch.chain import Chain, Steps
 from rlbench.dispatch.link import shm_prefix
-from rlbench.engines.sync import (
-    PROBE_OPTIONS,
-    Synced,
-    allowed_gap,
-    asked,
-    largest_gap,
-    need_weights,
-    probe_batch,
-    probe_tokens,
-    rows_in_order,
-)
+from rlbench.engines.sync import joined, need_weights, probe_steps
 from rlbench.errors import EngineError, WeightSyncError
-from rlbench.weights.manifest import Manifest, merged
+from rlbench.weights.manifest import Manifest
+from rlbench.weights.proof import allowed_gap, largest_gap, probe_tokens
+from rlbench.weights.sync import asked, synced
 from rlbench.weights.transport import choose
 
 if TYPE_CHECKING:
@@ -34,28 +25,23 @@ def copy_weights(source: TrainEngine, target: TrainEngine, transport: str | None
 
 def _steps(source: TrainEngine, target: TrainEngine, transport: str | None) -> Steps:
     _need_copyable(source, target, transport)
-    batch = probe_batch(probe_tokens(int(source.info["vocab_size"])))
-    computed = {"finish": rows_in_order, "what": "weight copy: proof"}
-    expected = yield source.call_all("policy_forward", batch, PROBE_OPTIONS, **computed)
+    tokens = probe_tokens(int(source.info["vocab_size"]))
+    expected = yield from probe_steps(source, tokens, "weight copy: proof")
     prefix = f"{shm_prefix(source.link.name)}{source.name}-copy"  # what replicas are given stays, for heal()
     manifest: Manifest = yield source.call_all(
-        "stage_weights", {"transport": "shm", "prefix": prefix}, finish=_only, what="weight copy: staging"
+        "stage_weights", {"transport": "shm", "prefix": prefix}, finish=joined, what="weight copy: staging"
     )
     yield target.call_all("load_staged", asdict(manifest), what="weight copy: loading")
     yield source.call_all("forget_weights", prefix, what="weight copy")
-    got = yield target.call_all("policy_forward", batch, PROBE_OPTIONS, **computed)
-    gap = largest_gap(expected["logprobs"], [got["logprobs"]])
-    allowed = max(allowed_gap(str(engine.info["dtype"])) for engine in (source, target))
-    if not gap <= allowed:
+    got = yield from probe_steps(target, tokens, "weight copy: proof")
+    gap = largest_gap(expected, [got])
+    wider = max((str(engine.info["dtype"]) for engine in (source, target)), key=allowed_gap)
+    if not gap <= allowed_gap(wider):
         raise WeightSyncError(
             f"after the copy the log-probs of {target.name} differ from those of {source.name} by up to {gap:.2g} "
-            f"(allowed: {allowed:g}): both must be of one architecture and config; build {target.name} again"
+            f"(allowed: {allowed_gap(wider):g}): both must be of one architecture and config; build {target.name} again"
         )
-    return Synced(None, manifest.nbytes, len(list(manifest.entries)), "shm", gap, allowed)
-
-
-def _only(parts: Sequence[Any]) -> Manifest:
-    return merged([part for part in parts if part is not None])
+    return synced(None, manifest, "shm", gap, wider)
 
 
 def _need_copyable(source: TrainEngine, target: TrainEngine, transport: str | None) -> None:

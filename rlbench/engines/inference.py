@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -11,22 +11,23 @@ import numpy as np
 from rlbench.data import GenerateJob, Prompt, Rollouts, as_prompts
 from rlbench.data.length_stats import length_stats
 from rlbench.data.sampling import reshaped_by, reshaped_notes, sampling_options
+from rlbench.data.seeds import request_seeds
 from rlbench.dispatch import views
+from rlbench.dispatch.chain import Chain
 from rlbench.dispatch.link import Link
 from rlbench.dispatch.pending import Pending
-from rlbench.engines.base import Engine, checked_config, cores, executor_of
+from rlbench.engines.base import Call, Engine, checked_config, cores, executor_of
 from rlbench.engines.moved import Moved
 from rlbench.engines.paths import check_model_path, model_name
 from rlbench.engines.placement import network_environment, visible_gpus
-from rlbench.engines.seeds import request_seeds
 from rlbench.engines.turns import failed_in_env, hook_env, split_options, tell_env_errors
 from rlbench.envs.hook import Hook
 from rlbench.errors import DataError, EngineError, Stopped
 from rlbench.runtime import cluster
 from rlbench.traces import user_stacklevel
+from rlbench.weights.manifest import Manifest
+from rlbench.weights.sync import commit_steps
 
-ASLEEP = "asleep_by_ranks"
-"""Of the engine's record: training ranks had it sleep, so it is to wake when they are gone."""
 BY_CALL = ("n", "seed")
 """Of the sampling options, those that say which samples a call draws, and how many."""
 TARGETS = {"vllm": "rlbench.workers.replica_vllm:VllmReplica"}
@@ -295,12 +296,14 @@ class InferenceEngine(Engine):
             return
         if proof is None or status["weights"] != "cuda" or status["kv_cache"] != "cuda":
             return
-        from rlbench.engines.sync import check_proof
+        Chain("weight sync", commit_steps(self, proof)).result()
 
-        got = self.call_all("prompt_logprobs", proof["tokens"], what="weight sync: proof").result()
-        check_proof(proof, got)
-        self.call_all("commit_version", proof["version"], what="weight sync").result()
-        self.link.engine(self.name, {"proof": None, "state": self.status()})
+    def apply_each(self, manifests: Sequence[Manifest]) -> Iterator[Pending]:
+        """Submit `apply_weights` to one replica after the other, each a call of its own with a manifest of its own."""
+        for actor, label, manifest in zip(self._actors, self.labels, manifests, strict=True):
+            calls: list[Call] = [((manifest,), {})]
+            what = "weight sync: applying"
+            yield self.link.submit(self.name, [label], [actor], "apply_weights", calls, list, what, collective=False)
 
     def weight_versions(self) -> list[int]:
         """The version each replica holds."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlbench.data import TrainBatch
 from rlbench.dispatch import by_value
 from rlbench.dispatch.link import Link
 from rlbench.dispatch.pending import Pending
@@ -26,7 +27,7 @@ from rlbench.workers.train_namespace import Cell
 
 if TYPE_CHECKING:
     from rlbench.engines.inference import InferenceEngine
-    from rlbench.engines.sync import Synced
+    from rlbench.weights.sync import Synced
 
 EXECUTORS = ("fsdp2",)
 WARN_BYTES = 4 << 20
@@ -242,6 +243,18 @@ class TrainEngine(Redefining, Engine):
         )
         done: Synced = chain.blocking_result()
         return done
+
+    def call_logprobs(self, batch: TrainBatch, options: dict[str, Any], what: str) -> Pending:
+        """Submit a forward pass over a batch; its result is a row of log-probs for each response.
+
+        Args:
+            batch: over all ranks.
+            options: of `PolicyOptions`.
+            what: for output and errors.
+        """
+        from rlbench.engines.sync import logprob_rows
+
+        return self.call_all("policy_forward", batch, options, finish=logprob_rows, what=what)
 
     @property
     def training(self) -> bool:

@@ -6,26 +6,24 @@ A monitor's token stays here: it is sent to the monitor alone, and no answer hol
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from urllib.parse import urlsplit
 
 import psutil
-from tornado.httpclient import HTTPClientError, HTTPRequest
-from tornado.simple_httpclient import SimpleAsyncHTTPClient
 
+from rlbench.monitor import client
 from rlbench.runtime import devices, registry
 
 SCHEMA = 1
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-CONNECT_LIMIT_S, ANSWER_LIMIT_S = 1.0, 5.0
+ANSWER_LIMIT_S = 5.0
 KILL_LIMIT_S = 100.0
 NVML_LIMIT_S = 1.0
-MAX_ANSWER = 32 << 20
+_ASKING = ThreadPoolExecutor(32, thread_name_prefix="rlbench ask")  # a monitor that hangs holds one, for a while
 
 
 class Trouble(Exception):
@@ -103,12 +101,14 @@ async def ask(name: str, path: str, body: Mapping[str, Any] | None = None) -> tu
     for _ in range(2):  # a monitor that restarted has another url and token in the file by now
         record = _record(name)
         try:
-            status, answer = await _fetch(record, path, body)
-        except (OSError, TimeoutError, HTTPClientError, ValueError) as error:
+            status, answer = await asyncio.get_running_loop().run_in_executor(
+                _ASKING, client.fetch, record, path, body, ANSWER_LIMIT_S
+            )
+        except client.MonitorGone as error:
             raise _silent(record, name, error) from error
         if status != 401:
             return status, answer
-    raise _silent(record, name, "its token changed")
+    raise _silent(record, name, f"the monitor of session {name!r} does not answer: its token changed")
 
 
 def _record(name: str) -> dict[str, Any]:
@@ -120,35 +120,9 @@ def _record(name: str) -> dict[str, Any]:
 
 def _silent(record: Mapping[str, Any], name: str, error: object) -> Trouble:
     if registry.monitor_lives(record):
-        return Trouble(503, "silent", f"the monitor of session {name!r} does not answer: {error}")
+        return Trouble(503, "silent", str(error))
     return Trouble(
         503,
         "gone",
         f"session {name!r} is gone: its monitor ended. `rlbench kill {name}` removes what it left",
     )
-
-
-async def _fetch(record: Mapping[str, Any], path: str, body: Mapping[str, Any] | None) -> tuple[int, dict[str, Any]]:
-    target = urlsplit(str(record.get("url", "")))
-    if target.hostname != "127.0.0.1":
-        raise ValueError("its file names no endpoint on this machine")
-    request = HTTPRequest(
-        f"http://127.0.0.1:{target.port}{path}",
-        "GET" if body is None else "POST",
-        {"Authorization": f"Bearer {record.get('token', '')}", "Content-Type": "application/json"},
-        None if body is None else json.dumps(body),
-        follow_redirects=False,
-        connect_timeout=CONNECT_LIMIT_S,
-        request_timeout=ANSWER_LIMIT_S,
-    )
-    client = SimpleAsyncHTTPClient(force_instance=True, max_body_size=MAX_ANSWER)
-    try:
-        response = await client.fetch(request, raise_error=False)
-    finally:
-        client.close()
-    if response.code == 599:
-        raise response.error or ValueError("no answer")
-    value = json.loads(response.body)
-    if not isinstance(value, dict):
-        raise ValueError("its answer is no JSON object")
-    return response.code, value

@@ -1,7 +1,4 @@
-"""Asking a session's monitor over its loopback endpoint: what the command line uses. Standard library alone.
-
-The Jupyter server extension asks the same endpoint in its own, asynchronous way.
-"""
+"""Ask a session's monitor over its loopback endpoint, for the command line, views and the Jupyter server."""
 
 from __future__ import annotations
 
@@ -32,12 +29,13 @@ class Refused(RLBenchError):
         self.status = status
 
 
-def ask(
+def fetch(
     record: Mapping[str, Any], path: str, body: Mapping[str, Any] | None = None, limit_s: float = ASK_LIMIT_S
-) -> dict[str, Any]:
-    """One question to the monitor that `record` (a session's file) describes; a body makes it a POST.
+) -> tuple[int, dict[str, Any]]:
+    """Ask the monitor that `record` (a session's file) describes; a body makes it a POST.
 
-    Raises MonitorGone, or Refused with the monitor's own words.
+    Returns:
+        HTTP's status, and the answer. Raises MonitorGone.
     """
     target = urlsplit(str(record.get("url", "")))
     if target.hostname != "127.0.0.1" or target.port is None:
@@ -47,14 +45,22 @@ def ask(
     try:
         connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body), headers)
         answer = connection.getresponse()
-        value = json.loads(answer.read(MAX_ANSWER))
-    except (OSError, http.client.HTTPException, ValueError) as error:
+        value = dict(json.loads(answer.read(MAX_ANSWER)))
+    except (OSError, http.client.HTTPException, ValueError, TypeError) as error:
         raise MonitorGone(f"the monitor of session {record.get('name')!r} does not answer: {error}") from error
     finally:
         connection.close()
-    if answer.status >= 400:
-        raise Refused(str(value.get("error", answer.reason)), answer.status)
-    return dict(value)
+    return answer.status, value
+
+
+def ask(
+    record: Mapping[str, Any], path: str, body: Mapping[str, Any] | None = None, limit_s: float = ASK_LIMIT_S
+) -> dict[str, Any]:
+    """Fetch an answer. Raises MonitorGone, or Refused with the monitor's own words."""
+    status, value = fetch(record, path, body, limit_s)
+    if status >= 400:
+        raise Refused(str(value.get("error", status)), status)
+    return value
 
 
 def command(

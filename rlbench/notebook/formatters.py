@@ -30,7 +30,7 @@ CARDS = {  # a `Card` each, or what has `bundle()`: HTML and text say the same; 
     "rlbench.engines.base.Engine": "views.engine_card",
     "rlbench.engines.moved.Moved": "result_views.moved_card",
     "rlbench.engines.redefine.Redefined": "result_views.redefined_card",
-    "rlbench.engines.sync.Synced": "result_views.synced_card",
+    "rlbench.weights.sync.Synced": "result_views.synced_card",
     "rlbench.results.Done": "result_views.done_card",
     "rlbench.results.ExportedModel": "result_views.exported_model_card",
     "rlbench.results.Names": "result_views.names_card",

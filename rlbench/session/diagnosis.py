@@ -16,9 +16,11 @@ import numpy as np
 from rlbench.data import Rollouts, TrainBatch
 from rlbench.data.ragged import Ragged
 from rlbench.data.sampling import reshaping
+from rlbench.data.sequences import as_batch
 from rlbench.dispatch.chain import Steps
-from rlbench.engines.sync import allowed_gap, probe_batch, rows_in_order
+from rlbench.engines.sync import rows_in_order
 from rlbench.session import causes
+from rlbench.weights.proof import allowed_gap
 
 if TYPE_CHECKING:
     from rlbench.session.session import Session
@@ -73,7 +75,7 @@ def score_steps(session: Session, batch: TrainBatch, **options: Any) -> Steps:
 
 def both_sides_steps(session: Session, sequences: list[list[int]]) -> Steps:
     """The same tokens by the trainer and by every replica at temperature 1; the largest difference counts."""
-    ours = yield from score_steps(session, probe_batch(sequences))
+    ours = yield from score_steps(session, as_batch(sequences))
     replicas = yield session.inference.call_all("prompt_logprobs", sequences, what="preflight")
     gap = np.max([np.abs(np.concatenate(rows) - ours.logprobs) for rows in replicas], axis=0)
     return causes.SideBySide(gap, np.concatenate([np.arange(1, len(row)) for row in sequences]))

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from rlbench.dispatch.chain import Steps
 from rlbench.engines.base import Engine, shared
-from rlbench.engines.inference import ASLEEP
 from rlbench.engines.sync import sync_weights
 from rlbench.errors import CheckpointError, EngineError, RLBenchError, StateError, Suggesting, WorkerDied
 from rlbench.session import building, snapshots
+from rlbench.strategies.session_link import ASLEEP
 
 if TYPE_CHECKING:
     from rlbench.session.session import Session

@@ -16,7 +16,7 @@ import numpy as np
 from rlbench.data import Rollouts, TrainBatch
 from rlbench.data.ragged import Ragged
 from rlbench.dispatch.chain import Steps
-from rlbench.engines.sync import probe_tokens, rows_in_order
+from rlbench.engines.sync import rows_in_order
 from rlbench.errors import CheckFailed, DataError, Suggesting
 from rlbench.session import causes
 from rlbench.session.diagnosis import (
@@ -31,6 +31,7 @@ from rlbench.session.diagnosis import (
 )
 from rlbench.session.loss_check import ship
 from rlbench.units import format_number
+from rlbench.weights.proof import probe_tokens
 
 if TYPE_CHECKING:
     from rlbench.session.session import Session

@@ -56,7 +56,8 @@ class TrainerVerbs:
                 such with `arguments={"reward_fn": …}`.
             eval_prompts: of `trainer.evaluate()` and `eval_steps`.
             critic: folder of the critic's checkpoint, or hub id; True: the session's model; None: as the method needs.
-            reference: of the reference policy likewise; True: the session's model; None: where the options ask for KL.
+            reference: of the reference policy likewise; None: where the options ask for KL. The session's own
+                (`rb.Session(reference=…)`) is asked where it is of that model, and for None: it is held once.
             ema: keep a moving average of the policy.
             loss: a loss of your own in place of the method's.
             lr, critic_lr: learning rates (`actor_learning_rate`, `critic_learning_rate` say the same); None: the
@@ -92,7 +93,7 @@ class TrainerVerbs:
             chosen,
             trainer_class,
             needs_critic if critic is None else critic,
-            needs_reference if reference is None else reference,
+            _reference(me, needs_reference if reference is None else reference, reference is None),
             ema,
             reward,
             lr,
@@ -155,6 +156,21 @@ class TrainerVerbs:
         if self._trainer is None:
             raise SessionError("there is no trainer yet: session.trainer(method, prompts, reward) makes one")
         return self._trainer
+
+
+def _reference(session: Session, wanted: str | bool, any_model: bool) -> Any:
+    """The reference policy of a trainer: the session's own, where that is what is wanted.
+
+    Args:
+        wanted: True: of the session's model; a folder or hub id; False: none.
+        any_model: the session's own will do whatever it is of.
+    """
+    from rlbench.trainers.building import SessionEngine
+
+    if not wanted or session.reference is None or not session.reference.built:
+        return wanted
+    path = session.options.path if wanted is True else trainer_places.model_here("reference", wanted)
+    return SessionEngine("reference") if any_model or path == session.options.reference else wanted
 
 
 def _one_of(name: str, given: Any, other: str, also: Any) -> Any:

@@ -1,7 +1,7 @@
 """The surface that trainers and notebooks program against, whatever shards the models below it.
 
 Put together from sides, one a file: what ranks say to each other (`rank_side`), stepping (`step_side`), memory
-(`memory_side`), keeping (`keeping_side`), preparing (`preparing_side`), generating (`inference_side`).
+(`memory_side`), keeping (`keeping_side`), preparing (`preparing_side`); and of components: `generation`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 from rlbench.strategies.config import OptionError, StrategyConfig, accumulation_steps
 from rlbench.strategies.control import ControlGroup
 from rlbench.strategies.device import RankDevice
-from rlbench.strategies.inference_side import InferenceSide
+from rlbench.strategies.facade import attribute, delegated
+from rlbench.strategies.generation import Generation
 from rlbench.strategies.keeping_side import KeepingSide
 from rlbench.strategies.preparing_side import PreparingSide
 
@@ -22,7 +23,7 @@ ARGUMENTS = {"seed": 42, "max_norm": 0.0, "micro_train_batch_size": 1, "train_ba
 """Options that are arguments of a strategy, too, and their defaults there."""
 
 
-class StrategyBase(PreparingSide, KeepingSide, InferenceSide):
+class StrategyBase(PreparingSide, KeepingSide):
     """What every strategy does; `_shard` says how.
 
     Args:
@@ -74,8 +75,20 @@ class StrategyBase(PreparingSide, KeepingSide, InferenceSide):
         self.accumulation = 1  # train_batch_size=1, the default, asks for none
         if self.train_batch_size != 1:
             self.accumulation = accumulation_steps(self.train_batch_size, self.micro_train_batch_size, self.world_size)
+        self.generation = Generation(self)
         self._start_memory()
         self._start_steps()
+
+    setup_inference_engine = delegated("generation", Generation.setup_inference_engine)
+    gather_and_generate = delegated("generation", Generation.gather_and_generate)
+    update_engine_weights = delegated("generation", Generation.update_engine_weights)
+    maybe_sleep_inference_engine = delegated("generation", Generation.maybe_sleep_inference_engine)
+    wakeup_inference_engine = delegated("generation", Generation.wakeup_inference_engine)
+    inference_engine = property(lambda self: self.generation.inference_engine, doc=Generation.inference_engine.__doc__)
+    inference_engine_status = property(
+        lambda self: self.generation.inference_engine_status, doc=Generation.inference_engine_status.__doc__
+    )
+    generate_calls = attribute("generation.calls", "How many calls of `gather_and_generate` were completed.")
 
     @contextmanager
     def init_model_context(self, meta_init: bool = False) -> Iterator[None]:

@@ -22,9 +22,17 @@ from rlbench.strategies.config import names as strategy_names
 from rlbench.strategies.fsdp2 import FSDPV2Strategy
 from rlbench.strategies.memory_side import kept_on_host
 from rlbench.strategies.mp_optimizer import is_mp_optimizer
+from rlbench.strategies.session_link import session_of_ranks
 
 OF_THE_CRITIC = ("critic_pretrain", "critic_learning_rate", "adam_betas", "l2")
 """Options that act on the critic's optimizer alone, as the policy's is the session's."""
+
+
+@dataclass(frozen=True)
+class SessionEngine:
+    """An engine of the session, by its name there, in the place of a folder."""
+
+    name: str
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,7 @@ class TrainerSpec:
         options: of `StrategyConfig` and `PPOConfig`, by name.
         trainer: the class, `SPMDPPOTrainer` or a subclass of it; None: that.
         critic: folder of the critic's checkpoint; True: `path`; None: no critic.
-        reference: folder of the reference policy's; True: `path`; None: none.
+        reference: folder of the reference policy's; True: `path`; the session's own; None: none.
         ema: keep a moving average of the actor.
         reward: see `PPOTrainer.reward_model`; a folder is that of a reward model.
         lr, critic_lr: learning rates; None: the actor's stays as it is, the critic's is `critic_learning_rate`.
@@ -51,7 +59,7 @@ class TrainerSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     trainer: type | None = None
     critic: str | bool | None = None
-    reference: str | bool | None = None
+    reference: str | bool | SessionEngine | None = None
     ema: bool = False
     reward: Any = None
     lr: float | None = None
@@ -251,9 +259,11 @@ def _critic(strategy: FSDPV2Strategy, spec: TrainerSpec) -> tuple[nn.Module | No
     )
 
 
-def _reference(strategy: FSDPV2Strategy, spec: TrainerSpec) -> nn.Module | None:
+def _reference(strategy: FSDPV2Strategy, spec: TrainerSpec) -> Any:
     if not spec.reference:
         return None
+    if isinstance(spec.reference, SessionEngine):
+        return session_of_ranks().reference(strategy, spec.reference.name)
     return _frozen(strategy, spec.path if spec.reference is True else str(spec.reference))
 
 

@@ -319,7 +319,7 @@ class FastExperienceMaker:
             old, entropy, gap, mismatch = sampler, None, None, _mismatch(some, stats.logprobs)
         ref = None
         if self._needs_reference:
-            ref = self._models.policy_stats(self.initial_model, batch, "the reference's log-probs").logprobs
+            ref = self._models.reference_logprobs(self.initial_model, batch)
         values = None if self.critic is None else self._models.values(self.critic, batch)
         check_stop(self.strategy.control, "making experience")
         return _Judged(old, entropy, ref, values, mismatch, gap)

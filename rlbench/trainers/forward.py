@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from rlbench.data.batch import TrainBatch
-from rlbench.data.ragged import Ragged
+from rlbench.data.sequences import as_batch as as_batch
 from rlbench.errors import DataError, EngineError
 from rlbench.trainers.attention import packed_attention
 from rlbench.trainers.chunked_head import Head, UnfitHead, token_bytes, watched_head
@@ -248,22 +248,6 @@ def _probe(batch: TrainBatch) -> TrainBatch:
     tokens = np.concatenate([batch.prompts.values, batch.responses.values])
     tokens = np.resize(tokens, 2 * CHECK_TOKENS)
     return as_batch([tokens[:CHECK_TOKENS], tokens[CHECK_TOKENS // 2 : 2 * CHECK_TOKENS - 5]])
-
-
-def as_batch(sequences: list[np.ndarray]) -> TrainBatch:
-    """Sequences as a batch that is scored from their second token on."""
-    responses = Ragged.from_rows([row[1:] for row in sequences], np.int32)
-    zeros = np.zeros(len(responses.values), np.float32)
-    count = len(sequences)
-    return TrainBatch(
-        prompts=Ragged.from_rows([row[:1] for row in sequences], np.int32),
-        responses=responses,
-        mask=np.ones(len(zeros), bool),
-        advantages=zeros,
-        sampler_logprobs=zeros,
-        group=np.zeros(count, np.int32),
-        weight_version=np.zeros(count, np.int64),
-    )
 
 
 DUMMY = as_batch([np.zeros(2, np.int32)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,6 +73,21 @@ class ModelStage:
             self._each(batch.lengths, doing, compute)
         self._check_finite(doing, batch, found)
         return Stats(*found)
+
+    def reference_logprobs(self, reference: Any, batch: TrainBatch) -> np.ndarray:
+        """Log-probs of the response tokens under the reference, flat float32; collective.
+
+        Args:
+            reference: a module, or a policy that the session holds (`rlbench.workers.rank_reference`).
+            batch: this rank's samples; at its temperature.
+        """
+        doing = "the reference's log-probs"
+        if isinstance(reference, nn.Module):
+            return self.policy_stats(reference, batch, doing).logprobs
+        head = "plain" if self._chunk_rows is None else "chunked"
+        logprobs: np.ndarray = reference.logprobs(batch, self._packed, head)
+        self._check_finite(doing, batch, logprobs[None])
+        return logprobs
 
     def check_critic(self, critic: nn.Module) -> None:
         """Refuse a module that gives no values; collective."""

@@ -27,7 +27,7 @@ class TrainerLog:
         folder = config.use_tensorboard if strategy.is_rank_0() else None
         self._board = strategy.control.together("opening TensorBoard", lambda: _board(folder) if folder else None)
         self._lengths = None
-        strategy.collects_lengths = False  # by the trainer's iterations, not by the engine's calls
+        strategy.generation.collects_lengths = False  # by the trainer's iterations, not by the engine's calls
         if config.log_dir is not None or config.use_tensorboard:  # alike on all ranks: collecting is collective
             self._lengths = GenLenAnalyser(
                 plot_every=config.plot_every, plot_out_dir=config.log_dir, strategy=strategy, tensorboard=self._board

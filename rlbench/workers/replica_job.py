@@ -178,9 +178,7 @@ def collect(
     version: int,
     stats: dict[str, float],
 ) -> GeneratedArrays:
-    """Join finished and aborted samples into flat arrays. `texts` one per sample, `prompts` token ids by
-    index.
-    """
+    """Join finished and aborted samples into flat arrays. `texts` one per sample, `prompts` token ids by index."""
     lengths = [len(sample.tokens) for sample in samples]
     total = sum(lengths)
     return GeneratedArrays(
@@ -197,9 +195,7 @@ def collect(
 
 
 def decode_texts(samples: Sequence[Sample], tokenizer: Any, skip_special_tokens: bool) -> list[str]:
-    """Text of each sample: what the engine streamed (stop strings removed) where it did, else decoded from
-    its ids.
-    """
+    """Text of each sample: what the engine streamed (stop strings removed) where it did, else decoded from its ids."""
     if tokenizer is None:
         return ["" for _ in samples]
     return [

@@ -28,10 +28,9 @@ def _mend(weights: str) -> str | None:
 
 @dataclass
 class ReplicaState:
-    """`weights`: cuda (resident), cpu (kept in host memory), meta (discarded), empty (room, no content) or
-    torn (a sync failed half-way). `kv_cache`: cuda or meta. `version` is what was committed; `pending` means
-    weights were applied that no version was committed for yet.
-    """
+    """`weights`: cuda (resident), cpu (kept in host memory), meta (discarded), empty (room, no content) or torn (a sync
+    failed half-way). `kv_cache`: cuda or meta. `version` is what was committed; `pending` means weights were applied
+    that no version was committed for yet."""
 
     weights: str = "cuda"
     kv_cache: str = "cuda"
@@ -74,9 +73,7 @@ def check_tags(state: str, tags: list[str] | None) -> set[str]:
 
 
 def moved(before: dict[str, Any], after: dict[str, Any], state: ReplicaState, **more: Any) -> dict[str, Any]:
-    """What a state change did: states by tag, bytes resident by owner and bytes freed (negative: taken),
-    measured.
-    """
+    """What a state change did: states by tag, bytes resident by owner and bytes freed (negative: taken), measured."""
     return {
         "weights": state.weights,
         "kv_cache": state.kv_cache,

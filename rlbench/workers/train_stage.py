@@ -316,8 +316,7 @@ def _shape_only(tensor: Tensor) -> Tensor:
 
 
 def _renames(module: torch.nn.Module) -> dict[str, str] | None:
-    """Checkpoint name of each parameter where the architecture only renames; None where it merges or
-    splits."""
+    """Checkpoint name of each parameter where the architecture only renames; None where it merges or splits."""
     names = list(unique_parameters(module))
     probes = {name: torch.empty(2, 2, device="meta") for name in names}
     by_id = {id(probe): name for name, probe in probes.items()}
@@ -331,8 +330,7 @@ def _renames(module: torch.nn.Module) -> dict[str, str] | None:
 
 @torch.no_grad()
 def checksum(module: torch.nn.Module) -> str:
-    """sha256 over names and full values of all parameters; collective, equal on all ranks and for any
-    sharding."""
+    """sha256 over names and full values of all parameters; collective, equal on all ranks and for any sharding."""
     digest = hashlib.sha256()
     for name, tensor in sorted(unique_parameters(module).items()):
         full: Any = _gathered(tensor)

@@ -194,7 +194,7 @@ class TrainerVerbs:
             self._trainer.strategy.wakeup_inference_engine()
 
     def _engine_awake(self, trainer: Any) -> bool:
-        from rlbench.strategies.inference_side import EngineStatus
+        from rlbench.strategies.generation import EngineStatus
 
         strategy = trainer.strategy
         own = strategy.control.together("asking the engine", lambda: strategy.inference_engine_status)

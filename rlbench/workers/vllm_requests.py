@@ -151,10 +151,9 @@ def score(requests: EngineRequests, token_ids: list[list[int]], max_model_len: i
 
 
 def feed(job: GenerateJob, running: Sized, max_num_seqs: int) -> Iterator[list[int]]:
-    """Prompts to start before each step. A job of our own starts whole (vLLM queues it). A shared one is
-    claimed in small shares that grow with what runs here (`running`), so that replicas that start together split
-    a small job evenly and a large one still fills up within a few steps.
-    """
+    """Prompts to start before each step. A job of our own starts whole (vLLM queues it). A shared one is claimed in
+    small shares that grow with what runs here (`running`), so that replicas that start together split a small job
+    evenly and a large one still fills up within a few steps."""
     if not job.shared:
         yield list(range(len(job.prompts)))
         return

@@ -1,6 +1,4 @@
-"""How vLLM is started inside a replica: environment, threads and engine arguments, in one place, with the
-reasons.
-"""
+"""How vLLM is started inside a replica: environment, threads and engine arguments, in one place, with the reasons."""
 
 from __future__ import annotations
 
@@ -65,9 +63,7 @@ def prepare_environment(config: ReplicaConfig) -> None:
 
 
 def use_threads(count: int) -> None:
-    """Give the calling thread `count` OpenMP threads: the number belongs to the thread that starts parallel
-    work.
-    """
+    """Give the calling thread `count` OpenMP threads: the number belongs to the thread that starts parallel work."""
     import torch
 
     torch._C.set_num_threads(count)  # vLLM replaces torch.set_num_threads by a function that only warns
@@ -111,9 +107,8 @@ def engine_args(config: ReplicaConfig) -> dict[str, Any]:
 
 
 def _thread_binding(config: ReplicaConfig) -> str:
-    """Cores for each tensor parallel worker: "0,2|1,3". vLLM's own "auto" needs one NUMA node per worker. A
-    single process is not bound: it shares its cores with trainers.
-    """
+    """Cores for each tensor parallel worker: "0,2|1,3". vLLM's own "auto" needs one NUMA node per worker. A single
+    process is not bound: it shares its cores with trainers."""
     cores = sorted(os.sched_getaffinity(0))
     ranks = config.tensor_parallel_size
     if ranks == 1 or ranks > len(cores):

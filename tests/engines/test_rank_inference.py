@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import rlbench as rb
+from rlbench.data.seeds import request_seeds
 from rlbench.dispatch import by_value
-from rlbench.engines.seeds import request_seeds
 from rlbench.errors import DataError, RemoteError, StateError, Stopped, WeightSyncError
 from rlbench.strategies import OptionError
-from rlbench.strategies.inference_side import EngineStatus
+from rlbench.strategies.generation import EngineStatus
 from rlbench.trainers.policy_spec import PolicySpec
 
 pytestmark = pytest.mark.engine

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import rlbench as rb
-from rlbench.engines.sync import probe_tokens
 from rlbench.errors import BuildError, DataError, EngineError, StateError, WeightSyncError
 from rlbench.runtime.processes import start_time
 from rlbench.trainers.policy_spec import PolicySpec
+from rlbench.weights.proof import probe_tokens
 
 pytestmark = pytest.mark.engine
 PROMPTS = ["sort 52143", "sort 9071", "sort 3321"]
@@ -28,10 +28,11 @@ def perturb(scale=0.05):
 
 def gap(train, infer):
     """Largest difference of log-probs on the same tokens, trainer against replica."""
-    from rlbench.engines.sync import probe_batch, rows_in_order
+    from rlbench.data.sequences import as_batch
+    from rlbench.engines.sync import rows_in_order
 
     tokens = probe_tokens(infer.info["vocab_size"])
-    mine = train.call_all("policy_forward", probe_batch(tokens), {}, finish=rows_in_order).result()["logprobs"]
+    mine = train.call_all("policy_forward", as_batch(tokens), {}, finish=rows_in_order).result()["logprobs"]
     return max(float(np.abs(np.asarray(a) - b).max()) for a, b in zip(mine, infer.logprobs(tokens), strict=True))
 
 

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from rlbench.engines.sync import PROBE_OPTIONS, largest_gap, probe_batch, probe_tokens, rows_in_order
+from rlbench.data.sequences import as_batch
+from rlbench.engines.sync import PROBE_OPTIONS, rows_in_order
 from rlbench.trainers.policy_spec import PolicySpec
+from rlbench.weights.proof import largest_gap, probe_tokens
 from rlbench.workers.replica_config import ReplicaConfig
 from tests.families.replica import ReplicaFailure, ReplicaProcess
 from tests.families.shapes import SMALL, small_config
@@ -128,7 +130,7 @@ class Pair:
     def __init__(self, trainer: Ranks, replica: ReplicaProcess) -> None:
         self.trainer, self.replica = trainer, replica
         self.tokens = probe_tokens(int(SMALL["vocab_size"]))
-        self.batch = probe_batch(self.tokens)
+        self.batch = as_batch(self.tokens)
 
     def gap(self) -> float:
         """Largest difference of log-probs on the same tokens."""

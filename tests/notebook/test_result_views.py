@@ -9,11 +9,11 @@ from IPython.core.interactiveshell import InteractiveShell
 import rlbench as rb
 from rlbench.engines.moved import Moved
 from rlbench.engines.redefine import Redefined
-from rlbench.engines.sync import Synced
 from rlbench.notebook import formatters
 from rlbench.results import Done, ExportedModel, Names, Result
 from rlbench.session.session import Session
 from rlbench.session.session_trainer import TrainerPlace
+from rlbench.weights.sync import Synced
 
 GIB = 2**30
 SYNCED = Synced(42, 48 << 20, 26, "shm", 1e-6, 1e-4)

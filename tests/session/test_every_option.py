@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from rlbench.dispatch import context
-from rlbench.engines import rank_replicas
+from rlbench.engines import rank_session
 from rlbench.errors import EngineError
 from rlbench.session import building as session_building
 from rlbench.session import run_data, train_command
@@ -26,8 +26,8 @@ from rlbench.strategies import (
     FSDPV2Strategy,
     OptionError,
     StrategyConfig,
+    generation,
     get_fake_strategy,
-    inference_side,
 )
 from rlbench.strategies import fsdp2 as fsdp2_room
 from rlbench.strategies.base import ARGUMENTS
@@ -169,7 +169,8 @@ def used(config: StrategyConfig, qwen: str, monkeypatch: pytest.MonkeyPatch) -> 
     """A strategy that has done what a script does with one."""
     strategy = get_fake_strategy(config)
     own = strategy.config
-    monkeypatch.setattr(inference_side, "_load", lambda _: Replicas)
+    here = SimpleNamespace(replicas=lambda *_: Replicas())
+    monkeypatch.setattr(generation, "session_of_ranks", lambda: here)
     context.set_current(context.CallContext(worker="here"))
     try:
         strategy.setup_inference_engine(own)
@@ -183,11 +184,11 @@ def used(config: StrategyConfig, qwen: str, monkeypatch: pytest.MonkeyPatch) -> 
     rank = SimpleNamespace(config=own, device=strategy.device)
     FSDPV2Strategy._offload(rank, True)  # type: ignore[arg-type]
     fsdp2_room.local_rank(own)
-    monkeypatch.setattr(rank_replicas.cluster, "current", lambda: SimpleNamespace(gpus=0))
+    monkeypatch.setattr(rank_session.cluster, "current", lambda: SimpleNamespace(gpus=0))
     place, trainer = SimpleNamespace(engine="actor", link=None), {"info": {"dtype": "float32", "source": qwen}}
-    monkeypatch.setattr(rank_replicas, "InferenceEngine", _no_engine)
+    monkeypatch.setattr(rank_session, "InferenceEngine", _no_engine)
     with pytest.raises(EngineError, match="none here"):
-        rank_replicas._build(place, {"actor": trainer}, strategy, own, None, None)  # type: ignore[arg-type]
+        rank_session._build(place, {"actor": trainer}, strategy, own, None)  # type: ignore[arg-type]
     return strategy
 
 
@@ -239,8 +240,8 @@ class Built(FakeStrategy):
 
     def setup_inference_engine(self, args: Any = None, engine_type: str = "vllm", actor: Any = None) -> Any:
         engine = {"info": {"tensor_parallel_size": 1, "max_model_len": 64}}
-        rank_replicas._check_fits(args, "inference", engine)  # that of the session
-        self._sleeps = args.enable_engine_sleep
+        rank_session._check_fits(args, "inference", engine)  # that of the session
+        self.generation.sleeps = args.enable_engine_sleep
         self.gather_and_generate = TableEngine()  # type: ignore[method-assign]
         self.update_engine_weights = Synced()  # type: ignore[method-assign]
 

@@ -208,6 +208,8 @@ def test_ppo_has_a_critic_and_a_reference_whose_kl_is_in_the_reward(session):
     assert {"critic_loss", "values", "critic_lr", "explained_variance", "returns_mean"} <= first.keys()
     assert first.critic_lr == pytest.approx(1e-3)
     assert second["return"] != pytest.approx(second.reward, abs=1e-6), "the KL is in the return, not in the reward"
+    held = session.train.run_cell("sum(hasattr(one, 'parameters') for one in vars(trainer).values())")
+    assert held == ["2", "2"], "actor and critic: the reference is the session's, whose engine holds it"
 
 
 def test_dynamic_sampling_draws_again_until_every_group_teaches_something(session):

@@ -11,7 +11,7 @@ from transformers import Qwen2ForCausalLM
 
 from rlbench.data.prompts import Prompt
 from rlbench.strategies.config import StrategyConfig
-from rlbench.strategies.inference_side import GenerateOutput
+from rlbench.strategies.generation import GenerateOutput
 from rlbench.trainers.experience import Experience
 from rlbench.trainers.experience_maker import FastExperienceMaker
 from rlbench.trainers.ppo_config import PPOConfig

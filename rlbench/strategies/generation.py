@@ -1,4 +1,4 @@
-"""Generating on the ranks: the inference engine of their session, behind a strategy.
+"""Generating on the ranks: the inference engine of their session, as a strategy has it.
 
 Every rank calls with its own prompts; they are gathered to rank 0, which asks the replicas for all of them in one call,
 and each rank gets the completions of its own. One call for all, not one for each group of `engine_tp_size` ranks, since
@@ -6,33 +6,31 @@ replicas share the prompts of a call between themselves: none idles while anothe
 groups serve all.
 
 The engine is a session's, so what is generated here shows at its monitor, and its kernel may use the same replicas
-between two calls. What talks to them is loaded by name: a strategy knows no engine.
+between two calls.
 """
 
 from __future__ import annotations
 
-import importlib
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 from torch import nn
 
 from rlbench.data.prompts import Prompt
-from rlbench.dispatch import context
-from rlbench.errors import EngineError, StateError
+from rlbench.errors import StateError, Stopped
 from rlbench.strategies.config import OptionError, StrategyConfig
-from rlbench.strategies.gather_plan import gather_plan
+from rlbench.strategies.control import ControlGroup, peer_failed
 from rlbench.strategies.generate_call import own_prompts, sampling_of
 from rlbench.strategies.length_analysis import GenLenAnalyser
-from rlbench.strategies.rank_side import RankSide
+from rlbench.strategies.session_link import session_of_ranks
 
-REPLICAS = "rlbench.engines.rank_replicas:RankReplicas"
-SESSION = "RLBENCH_SESSION"
-"""Environment variable: the session whose replicas ranks of no session, as `torchrun` starts them, use."""
+if TYPE_CHECKING:
+    from rlbench.strategies.base import StrategyBase
+
+T = TypeVar("T")
 
 
 class EngineStatus(Enum):
@@ -65,12 +63,12 @@ class GenerateOutput:
 
 
 class Replicas(Protocol):
-    """What `REPLICAS` makes on each rank; every method but `awake` is collective."""
+    """The session's replicas, as each rank has them; every method but `awake` is collective."""
 
     engine: Any
 
     def awake(self) -> bool:
-        """Whether all replicas can generate now."""
+        """Say whether all replicas can generate now."""
 
     def wake(self) -> None:
         """Make them able to; no-op where they are."""
@@ -79,28 +77,29 @@ class Replicas(Protocol):
         """Have them give their memory back; no-op where they have."""
 
     def generate(self, mine: list[Prompt], sampling: dict[str, Any], samples: int, number: int) -> list[GenerateOutput]:
-        """This rank's completions, prompt by prompt."""
+        """Return this rank's completions, prompt by prompt."""
 
     def update(self, actor: nn.Module, transport: str | None) -> Mapping[str, Any]:
         """Bring a module's weights to the replicas."""
 
 
-class InferenceSide(RankSide):
-    """What `StrategyBase` inherits: an inference engine, its sleep, its weights, and generating with it.
+class Generation:
+    """The inference engine of a strategy: its sleep, its weights, and generating with it.
 
     Attributes:
-        generate_calls: how many calls of `gather_and_generate` were completed. The next one's seeds derive from it, so
-            a run that goes on from a checkpoint sets it to what it was.
+        calls: how many calls of `gather_and_generate` were completed. The next one's seeds derive from it, so a run
+            that goes on from a checkpoint sets it to what it was.
         collects_lengths: whether `gather_and_generate` writes response lengths to `log_dir`, every `plot_every` calls.
             A trainer on the strategy counts its iterations instead.
     """
 
-    config: StrategyConfig
-    generate_calls: int = 0
-    collects_lengths: bool = True
-    _lengths: GenLenAnalyser | None = None
-    _replicas: Replicas | None = None
-    _sleeps: bool = True
+    def __init__(self, strategy: StrategyBase) -> None:
+        self._strategy = strategy
+        self.calls = 0
+        self.collects_lengths = True
+        self.sleeps = True
+        self.replicas: Replicas | None = None
+        self._lengths: GenLenAnalyser | None = None
 
     def setup_inference_engine(self, args: Any = None, engine_type: str = "vllm", actor: Any = None) -> Any:
         """Take the inference engine of the ranks' session, or build one on their devices; collective. It is awake then.
@@ -124,21 +123,20 @@ class InferenceSide(RankSide):
             EngineError: this process is on no session's ranks and no session is named.
             BuildError: the engine could not be built.
         """
-        config = self.config if args is None else StrategyConfig.of(args)
+        strategy = self._strategy
+        config = strategy.config if args is None else StrategyConfig.of(args)
         if engine_type != config.engine_type:
             raise OptionError(f"engine_type={engine_type!r} cannot be honoured: the engine on the ranks is 'vllm'.")
-        plan = gather_plan(self.world_size, config.engine_tp_size)
-        if not context.current().worker and not os.environ.get(SESSION):
-            raise EngineError(
-                "setup_inference_engine: this process is on no session's ranks, so there are no devices to build an "
-                "engine on. Run the script there, by session.train.run('train.py', args=[…]) or %ranks train.py …; or "
-                f"make a session, rb.Session(…, name='demo'), and start the script with {SESSION}=demo in its "
-                "environment, to use that session's replicas."
+        if config.engine_tp_size < 1 or strategy.world_size % config.engine_tp_size:
+            raise OptionError(
+                f"world_size % engine_tp_size must be 0, and engine_tp_size at least 1: {strategy.world_size} ranks "
+                f"cannot share engines of {config.engine_tp_size}."
             )
+        session = strategy.control.together("setup_inference_engine", session_of_ranks)
         if config.log_dir is not None:
-            self._lengths = GenLenAnalyser(plot_every=config.plot_every, plot_out_dir=config.log_dir, strategy=self)
-        made: Replicas = _load(REPLICAS)(self, config, plan, actor)
-        self._replicas, self._sleeps = made, config.enable_engine_sleep
+            self._lengths = GenLenAnalyser(plot_every=config.plot_every, plot_out_dir=config.log_dir, strategy=strategy)
+        self.replicas = made = session.replicas(strategy, config, actor)
+        self.sleeps = config.enable_engine_sleep
         made.wake()
         if actor is not None:
             made.update(actor, None)
@@ -147,12 +145,12 @@ class InferenceSide(RankSide):
     @property
     def inference_engine(self) -> Any:
         """The `rlbench.InferenceEngine` of `setup_inference_engine`; None before."""
-        return None if self._replicas is None else self._replicas.engine
+        return None if self.replicas is None else self.replicas.engine
 
     @property
     def inference_engine_status(self) -> EngineStatus:
         """Whether the engine can generate now, asked of the replicas themselves: others may move them as well."""
-        awake = self._need_replicas("inference_engine_status").awake()
+        awake = self._need("inference_engine_status").awake()
         return EngineStatus.WAKEUP if awake else EngineStatus.SLEEPED
 
     def gather_and_generate(
@@ -166,8 +164,8 @@ class InferenceSide(RankSide):
     ) -> list[GenerateOutput]:
         """Generate completions of this rank's prompts, together with those of all ranks; collective.
 
-        What is sampled derives from the strategy's seed, `generate_calls`, the prompt's place among those of all ranks
-        (in rank order) and the sample's number: neither from how many ranks share them nor from the replicas.
+        What is sampled derives from the strategy's seed, `strategy.generate_calls`, the prompt's place among those of
+        all ranks (in rank order) and the sample's number: neither from how many ranks share them nor from the replicas.
 
         Args:
             sampling_params: options by vLLM's names (`temperature`, `top_p`, `max_tokens`, `stop`, …), with `n`
@@ -185,7 +183,7 @@ class InferenceSide(RankSide):
             DataError: a prompt or an option that cannot be served; on all ranks.
             Stopped: somebody asked to stop; on all ranks, and nothing of the call counts.
         """
-        replicas = self._need_replicas("gather_and_generate")
+        replicas = self._need("gather_and_generate")
 
         def given() -> tuple[list[Prompt], dict[str, Any], int]:
             return (
@@ -193,14 +191,14 @@ class InferenceSide(RankSide):
                 *sampling_of(sampling_params),
             )
 
-        prompts, sampling, samples = self.control.together("gather_and_generate", given)
-        outputs = replicas.generate(prompts, sampling, samples, self.generate_calls + 1)
-        self.generate_calls += 1
+        prompts, sampling, samples = self._strategy.control.together("gather_and_generate", given)
+        outputs = replicas.generate(prompts, sampling, samples, self.calls + 1)
+        self.calls += 1
         if sleep_engine:
             self.maybe_sleep_inference_engine()
         if self._lengths is not None and self.collects_lengths:
-            with self.control.ended_together("writing response lengths"):
-                self._lengths.collect(outputs, self.generate_calls - 1)
+            with self._strategy.control.ended_together("writing response lengths"):
+                self._lengths.collect(outputs, self.calls - 1)
         return outputs
 
     def update_engine_weights(self, actor: Any, transport: str | None = None) -> Mapping[str, Any]:
@@ -224,15 +222,15 @@ class InferenceSide(RankSide):
                 refuses to generate until an update succeeds.
             Stopped: while the weights were gathered; the replicas keep theirs.
         """
-        return self._need_replicas("update_engine_weights").update(self.unwrap_model(actor), transport)
+        return self._need("update_engine_weights").update(self._strategy.unwrap_model(actor), transport)
 
     def maybe_sleep_inference_engine(self) -> None:
         """Have the engine give its memory back, if `enable_engine_sleep` is set; no-op where it sleeps. Collective.
 
         Its weights are kept in host memory; the KV cache is dropped.
         """
-        replicas = self._need_replicas("maybe_sleep_inference_engine")
-        if self._sleeps:
+        replicas = self._need("maybe_sleep_inference_engine")
+        if self.sleeps:
             replicas.sleep()
 
     def wakeup_inference_engine(self) -> None:
@@ -242,14 +240,35 @@ class InferenceSide(RankSide):
             StateError: its weights were discarded: `update_engine_weights` brings them.
             WeightSyncError: the proof of weights that came while it slept failed.
         """
-        self._need_replicas("wakeup_inference_engine").wake()
+        self._need("wakeup_inference_engine").wake()
 
-    def _need_replicas(self, name: str) -> Replicas:
-        if self._replicas is None:
+    def _need(self, name: str) -> Replicas:
+        if self.replicas is None:
             raise StateError(f"{name}: there is no inference engine; call strategy.setup_inference_engine(args) first.")
-        return self._replicas
+        return self.replicas
 
 
-def _load(path: str) -> Any:
-    module, _, attribute = path.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+def led(control: ControlGroup, doing: str, work: Callable[[], T]) -> T:
+    """Do `work`, which holds no collective, on rank 0; what it returns (a plain value) all ranks return. Collective.
+
+    Raises:
+        Whatever `work` raised on rank 0; `Stopped` on all where it was that; EngineError on the others.
+    """
+    value: T | None = None
+    failure: Exception | Stopped | None = None
+    if control.rank == 0:
+        try:
+            value = work()
+        except (Exception, Stopped) as error:  # whatever it is, the peers must hear of it
+            failure = error
+    stopped = isinstance(failure, Stopped)
+    text = "" if failure is None else str(failure) if stopped else f"{type(failure).__name__}: {failure}"
+    result: T
+    result, text, stopped = control.gather((value, text, stopped))[0]
+    if failure is not None:
+        raise failure
+    if stopped:
+        raise Stopped(text)
+    if text:
+        raise peer_failed(f"{doing} failed on rank 0 ({text}); this rank stopped with it and stays usable.")
+    return result

@@ -13,16 +13,16 @@ import torch
 from rlbench.data import Prompt
 from rlbench.dispatch import context
 from rlbench.errors import DataError, EngineError, StateError
-from rlbench.strategies import FakeStrategy, OptionError, inference_side
+from rlbench.strategies import FakeStrategy, OptionError, session_link
 from rlbench.strategies.generate_call import own_prompts, sampling_of
-from rlbench.strategies.inference_side import EngineStatus
+from rlbench.strategies.generation import EngineStatus
 
 
 class Told:
     """In the place of what talks to replicas: writes down what it is told."""
 
-    def __init__(self, strategy: Any, config: Any, plan: Any, actor: Any) -> None:
-        self.engine, self.said, self.fails = object(), [("made", plan.tp_size)], None
+    def __init__(self, strategy: Any, config: Any, actor: Any) -> None:
+        self.engine, self.said, self.fails = object(), [("made", config.engine_tp_size)], None
 
     def awake(self) -> bool:
         return self.said[-1] != ("sleep",)
@@ -44,10 +44,20 @@ class Told:
         return {}
 
 
+class Session:
+    """In the place of the session's end on its ranks."""
+
+    replicas = Told
+
+    @classmethod
+    def here(cls) -> Any:
+        return cls
+
+
 @pytest.fixture
 def on_a_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
     """As if in a call on a session's rank, with `Told` in the place of the replicas."""
-    monkeypatch.setattr(inference_side, "REPLICAS", f"{__name__}:Told")
+    monkeypatch.setattr(session_link, "_home", f"{__name__}:Session")
     context.set_current(context.CallContext(worker="rlbench/demo/actor/0"))
     yield
     context.set_current(None)
@@ -82,7 +92,7 @@ def test_ranks_that_cannot_share_engines_and_other_engines_are_refused(on_a_rank
 def test_setup_wakes_the_engine_and_brings_the_actors_weights(on_a_rank: Any) -> None:
     s, actor = FakeStrategy(), torch.nn.Linear(1, 1)
     assert s.setup_inference_engine(actor=actor) is s.inference_engine is not None
-    assert s._replicas.said == [("made", 1), ("wake",), ("update", actor, None)]
+    assert s.generation.replicas.said == [("made", 1), ("wake",), ("update", actor, None)]
     assert s.inference_engine_status is EngineStatus.WAKEUP
 
 
@@ -91,7 +101,7 @@ def test_the_engine_sleeps_after_a_generation_unless_somebody_says_no(on_a_rank:
         s = FakeStrategy(args=options)
         s.setup_inference_engine()
         s.gather_and_generate({"n": 2}, all_prompts=["a"], **call)
-        assert s._replicas.said[2] == ("generate", ["a"], {}, 2, 1)
+        assert s.generation.replicas.said[2] == ("generate", ["a"], {}, 2, 1)
         return s.inference_engine_status is EngineStatus.SLEEPED
 
     assert slept({})
@@ -109,10 +119,10 @@ def test_the_options_of_setup_count_for_sleep(on_a_rank: Any) -> None:
 def test_a_generation_that_failed_does_not_count_so_that_its_seeds_come_again(on_a_rank: Any) -> None:
     s = FakeStrategy()
     s.setup_inference_engine()
-    s._replicas.fails = DataError("no")
+    s.generation.replicas.fails = DataError("no")
     with pytest.raises(DataError):
         s.gather_and_generate({}, all_prompts=["a"])
-    s._replicas.fails = None
+    s.generation.replicas.fails = None
     assert s.gather_and_generate({}, all_prompts=["a"]) == [1]
     assert s.gather_and_generate({}, all_prompts=["a"]) == [2] and s.generate_calls == 2
 
