@@ -311,10 +311,6 @@ class Monitor:
         if event["do"] == "engine":
             self._describe_on_disk()  # a person may have to end these processes without us
 
-    def _pids(self) -> dict[str, int]:
-        """Process of each worker, by actor."""
-        return {n: p for e in self._state["engines"].values() for n, p in e.get("pids", {}).items()}
-
     def _actors(self, engine: str | None = None) -> list[Any]:
         return holdings.actors(self._state, engine)
 
@@ -329,8 +325,7 @@ class Monitor:
             if alive:
                 self._last_alive = time.monotonic()
             else:
-                with self._lock:
-                    self._forget_its_verbs()
+                self._forget_its_verbs()
             if lease.is_over(driver, alive, self._silent_s(), bool(self._running.calls)):
                 self.close()
                 return
@@ -341,7 +336,7 @@ class Monitor:
 
     def _sample(self) -> None:
         """Sample memory, and see which workers died: dead at two looks, as an engine that is closed kills its own."""
-        pids = self._pids()
+        pids = holdings.pids(self._state)
         sample, before = self._telemetry.take(pids, self._watched())
         kills = [s["oom_kills"] for s in (before, sample) if s is not None and s["oom_kills"] is not None]
         if len(kills) == 2 and kills[1] > kills[0]:
@@ -364,9 +359,10 @@ class Monitor:
             self._progress.look({call_id: self._actors(call.engine) for call_id, call in calls.items()})
 
     def _forget_its_verbs(self) -> None:
-        """The driver died: it does not say any more that its verbs are over; an operator does."""
-        mine = {verb.epoch for verb in self._running.verbs.values()} - {self._operator_epoch}
-        self._running.forget_verbs(mine)
+        """The driver died and ends no verb any more; an operator does."""
+        with self._lock:
+            mine = {verb.epoch for verb in self._running.verbs.values()} - {self._operator_epoch}
+            self._running.forget_verbs(mine)
 
     def _forget_dead_calls(self, dead: set[str]) -> None:
         """No worker is left to say that these calls are over."""
@@ -389,23 +385,9 @@ class Monitor:
 
     def _describe_on_disk(self) -> None:
         """What others need to reach the session, and to end it where this process cannot."""
-        workers = {n: p for n, p in self._pids().items() if holdings.beside(p)}
-        registry.write_json(
-            registry.session_file(self._name),
-            {
-                "name": self._name,
-                "cluster": self._cluster,
-                "pid": os.getpid(),
-                "started": processes.start_time(os.getpid()),
-                "boot": processes.boot_id(),
-                "node": ray.get_runtime_context().get_node_id(),
-                "epoch": self._state["epoch"],
-                "url": self._endpoint.url,
-                "token": self._token,
-                "shm": self._shm_prefix,
-                "workers": {name: [pid, processes.start_time(pid)] for name, pid in workers.items()},
-            },
-        )
+        record = holdings.session_record(self._name, self._cluster, self._shm_prefix, self._state)
+        reached = {"url": self._endpoint.url, "token": self._token}
+        registry.write_json(registry.session_file(self._name), record | reached)
 
 
 def _alive(driver: dict[str, Any]) -> bool:

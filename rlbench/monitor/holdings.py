@@ -8,6 +8,7 @@ from typing import Any
 import ray
 
 from rlbench.monitor.state import State
+from rlbench.runtime import processes
 
 
 def actors(state: State, engine: str | None = None) -> list[Any]:
@@ -23,6 +24,27 @@ def actors(state: State, engine: str | None = None) -> list[Any]:
     return found
 
 
+def pids(state: State) -> dict[str, int]:
+    """Process of each worker, by actor."""
+    return {name: pid for engine in state["engines"].values() for name, pid in engine.get("pids", {}).items()}
+
+
+def session_record(name: str, cluster: str, shm_prefix: str, state: State) -> dict[str, Any]:
+    """What the session's file says of this process and its workers, for who has to end them without it."""
+    workers = {actor: pid for actor, pid in pids(state).items() if beside(pid)}
+    return {
+        "name": name,
+        "cluster": cluster,
+        "pid": os.getpid(),
+        "started": processes.start_time(os.getpid()),
+        "boot": processes.boot_id(),
+        "node": ray.get_runtime_context().get_node_id(),
+        "epoch": state["epoch"],
+        "shm": shm_prefix,
+        "workers": {actor: [pid, processes.start_time(pid)] for actor, pid in workers.items()},
+    }
+
+
 def lives(name: str) -> bool:
     """Whether Ray still knows the actor: its process may be on another node, where no pid of ours means anything."""
     try:
@@ -33,9 +55,7 @@ def lives(name: str) -> bool:
 
 
 def beside(pid: int) -> bool:
-    """True for a process that Ray started on this node with ours: a worker elsewhere has a number that is not its own
-    here.
-    """
+    """Whether Ray started the process on this node with ours; a number from another node means nothing here."""
     try:
         return os.getsid(pid) == os.getsid(0)
     except ProcessLookupError:

@@ -29,7 +29,7 @@ from rlbench.notebook.feed import Feed, Frame
 from rlbench.notebook.live_view import display_both, framed
 from rlbench.notebook.markup import escape
 from rlbench.notebook.palette import css
-from rlbench.notebook.progress import in_notebook
+from rlbench.notebook.progress_line import in_notebook
 from rlbench.notebook.routing import route_by_front_end, works_while_busy
 from rlbench.units import format_bytes
 

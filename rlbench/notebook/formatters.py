@@ -59,8 +59,8 @@ def install() -> None:
     """Register progress views, how our errors show, and in IPython the HTML formatters. Safe to call twice."""
     progress_views.register("generate", "rlbench.notebook.progress:GenerateProgress")
     progress_views.register("train", "rlbench.notebook.progress:TrainProgress")
-    progress_views.register("fit", "rlbench.notebook.trainer_progress:FitProgress")
-    draw_with("rlbench.notebook.start_progress:StartProgress")
+    progress_views.register("fit", "rlbench.notebook.progress:FitProgress")
+    draw_with("rlbench.notebook.progress:StartProgress")
     progress_views.register("sync", "rlbench.notebook.progress:SyncProgress")
     module = sys.modules.get("IPython")
     shell = module.get_ipython() if module is not None else None

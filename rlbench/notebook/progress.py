@@ -10,23 +10,44 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rlbench.data import Rollouts
+from rlbench.data.metrics import shown_metric
 from rlbench.dispatch.protocol import Progress
 from rlbench.notebook.inert import cut, visible
-from rlbench.notebook.progress_line import Line, in_notebook
+from rlbench.notebook.progress_line import Line
 from rlbench.notebook.sparkline import blocks
-from rlbench.units import format_bytes, format_number, format_percent, format_rate, format_seconds
+from rlbench.runtime.starting import Part, Start
+from rlbench.units import format_age, format_bytes, format_number, format_percent, format_rate, format_seconds
 
-__all__ = ["GenerateProgress", "SyncProgress", "TrainProgress", "in_notebook"]
 SHOWN_CHARACTERS = 120
+FIT_SHOWN = ("reward", "loss", "critic_loss", "kl", "length")
+FIT_DRAWN = 60
+"""Iterations in the drawing."""
 
 
-class GenerateProgress:
+class VerbProgress:
+    """One live line for a verb; `kind`: verbs of one kind share a line in a cell."""
+
+    def __init__(self, kind: str) -> None:
+        self._line = Line(kind)
+        self._begin = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Since the verb began."""
+        return max(1e-6, time.monotonic() - self._begin)
+
+    def end(self, *parts: str) -> None:
+        """Leave a line of these parts."""
+        seconds = self.seconds
+        self._line.end(_joined(*parts), seconds)
+
+
+class GenerateProgress(VerbProgress):
     """Finished samples, tokens/s, lengths and first texts of a generate call over all replicas."""
 
     def __init__(self, total: int) -> None:
+        super().__init__("rollout")
         self._total = total
-        self._line = Line("rollout")
-        self._begin = time.monotonic()
         self._finished = self._tokens = 0
         self._lengths: Histogram = (1, [])
         self._first: list[str] = []
@@ -35,7 +56,7 @@ class GenerateProgress:
     def __call__(self, progress: list[Progress]) -> None:
         values = [p.values for p in progress]
         self._see(values)
-        rate = self._tokens / max(1e-6, time.monotonic() - self._begin)
+        rate = self._tokens / self.seconds
         held = " · paused: session.resume() goes on" if any(v.get("paused") for v in values) else ""
         self._line.show(
             f"{self._finished}/{self._total} samples · {self._tokens:,} tokens · {format_rate(rate)}{held}",
@@ -61,13 +82,14 @@ class GenerateProgress:
         """Leave the cost line; where it failed, how far it was."""
         if self._ended:
             return
-        self._ended, seconds = True, time.monotonic() - self._begin
-        told = isinstance(result, Rollouts)
-        ended = f"rollout ended · {self._finished}/{self._total} samples · {format_seconds(seconds)}"
-        self._line.end(cost_line(result, seconds) if told else ended, seconds)
+        self._ended = True
+        if isinstance(result, Rollouts):
+            self.end(cost_line(result, self.seconds))
+        else:
+            self.end("rollout ended", f"{self._finished}/{self._total} samples", format_seconds(self.seconds))
 
 
-class TrainProgress:
+class TrainProgress(VerbProgress):
     """Micro-batches, tokens/s and the loss so far of a training verb over all ranks.
 
     Args:
@@ -77,9 +99,8 @@ class TrainProgress:
     """
 
     def __init__(self, what: str, tokens: int, trained: int) -> None:
+        super().__init__("train")
         self._what, self._tokens, self._trained = what, tokens, trained
-        self._line = Line("train")
-        self._begin = time.monotonic()
         self._seen = ""
 
     def __call__(self, progress: list[Progress]) -> None:
@@ -91,7 +112,7 @@ class TrainProgress:
         parts = [self._what, self._seen if ranks[0].get("phase") == "backward" else f"scoring {done}/{total}"]
         tokens, trained = (sum(float(v.get(name, 0)) for v in ranks) for name in ("tokens", "trained"))
         if tokens:
-            parts.append(format_rate(tokens / max(1e-6, time.monotonic() - self._begin)))
+            parts.append(format_rate(tokens / self.seconds))
         if trained:  # each rank tells its part of the batch's loss; for the tokens done so far that is
             loss = sum(float(v.get("loss", 0)) for v in ranks) * self._trained / trained
             parts.append(f"loss ~{format_number(loss)}")
@@ -103,25 +124,22 @@ class TrainProgress:
 
     def close(self, result: Any) -> None:
         """Leave the cost line; where it failed or was stopped, how far it was."""
-        seconds = time.monotonic() - self._begin
         if result is None:
-            self._line.end(_joined(self._what, "ended", self._seen, format_seconds(seconds)), seconds)
+            self.end(self._what, "ended", self._seen, format_seconds(self.seconds))
         else:
-            self._line.end(train_cost_line(self._what, result, self._tokens, seconds), seconds)
+            self.end(train_cost_line(self._what, result, self._tokens, self.seconds))
 
 
-class SyncProgress:
+class SyncProgress(VerbProgress):
     """Bytes gathered by a weight sync."""
 
     def __init__(self) -> None:
-        self._line = Line("sync")
-        self._begin = time.monotonic()
+        super().__init__("sync")
 
     def __call__(self, progress: list[Progress]) -> None:
         gathered = max((int(p.values.get("bytes", 0)) for p in progress), default=0)
         if gathered:
-            taken = format_seconds(time.monotonic() - self._begin)
-            self._line.show(f"sync · {format_bytes(gathered)} gathered · {taken}")
+            self._line.show(f"sync · {format_bytes(gathered)} gathered · {format_seconds(self.seconds)}")
 
     def report(self, done: int, total: int) -> None:
         """`done` of `total` bytes are gathered."""
@@ -129,9 +147,71 @@ class SyncProgress:
 
     def close(self, result: Any) -> None:
         """Leave the cost line."""
-        seconds = time.monotonic() - self._begin
-        ended = f"sync ended · {format_seconds(seconds)}"
-        self._line.end(ended if result is None else sync_cost_line(result, seconds), seconds)
+        took = self.seconds
+        self.end(f"sync ended · {format_seconds(took)}" if result is None else sync_cost_line(result, took))
+
+
+class FitProgress(VerbProgress):
+    """Iterations of one `fit` of `total`; below the line the rewards so far."""
+
+    def __init__(self, total: int) -> None:
+        super().__init__("fit")
+        self._total = total
+        self._number = 0
+        self._done: list[Mapping[str, Any]] = []
+
+    def __call__(self, progress: list[Progress]) -> None:
+        phases = [str(p.values["phase"]) for p in progress if p.values.get("phase")]
+        self._draw(phases[0] if phases else "")
+
+    def report(self, done: int, total: int) -> None:
+        """`done` iterations are over."""
+        self._number = done
+        self._draw()
+
+    def iterated(self, values: Mapping[str, Any]) -> None:
+        """An iteration is over, with these metrics."""
+        self._done.append(values)
+        self._number = len(self._done)
+        self._draw()
+
+    def close(self, result: Sequence[Mapping[str, Any]] | None) -> None:
+        """Leave a line that says what came of it."""
+        self.end(f"fit {len(self._done)}/{self._total} iterations", format_seconds(self.seconds), *self._last())
+
+    def _draw(self, phase: str = "") -> None:
+        at = f"iteration {min(self._number + 1, self._total)}/{self._total}"
+        rewards = [float(values["reward"]) for values in self._done if values.get("reward") is not None][-FIT_DRAWN:]
+        below = [f"reward  {blocks(rewards)}"] if len(rewards) > 1 else []
+        self._line.show(_joined(at, phase.replace("_", " "), *self._last()), self._number / self._total, below)
+
+    def _last(self) -> list[str]:
+        last = self._done[-1] if self._done else {}
+        return [shown_metric(name, last) for name in FIT_SHOWN if last.get(name) is not None]
+
+
+class StartProgress:
+    """What goes on in a start, for how long, and how long it usually takes; in a cell the parts below it."""
+
+    def __init__(self) -> None:
+        self._line = Line("start")
+
+    def show(self, start: Start) -> None:
+        """Draw where it is."""
+        usual, parts = start.usual(), list(start.parts.items())
+        going = [f"{name}: {part.doing}" for name, part in parts if part.seconds is None]
+        text = _joined(f"starting {start.what}", format_age(start.seconds) + _usually(usual), *going)
+        below = [_part_line(name, part, start.usual(name)) for name, part in parts]
+        self._line.show(text, None if not usual else min(0.99, start.seconds / usual), below)
+
+    def end(self, start: Start, done: bool) -> None:
+        """Leave one line: what it took, by part; where it failed, what it was at."""
+        if done:
+            took = [f"{name} {format_seconds(part.seconds)}" for name, part in start.parts.items() if part.seconds]
+        else:
+            took = [f"{name}: {part.doing}" for name, part in start.parts.items() if part.seconds is None]
+        lead = f"{start.what} {'ready' if done else 'did not start'}"
+        self._line.end(_joined(lead, format_seconds(start.seconds), *took), start.seconds)
 
 
 # -- what they say
@@ -203,6 +283,16 @@ def _lengths_line(histogram: Histogram) -> list[str]:
 def _sample_line(text: str) -> str:
     """A finished sample on one line, inert."""
     return "“" + cut(visible(text).replace("\n", "⏎").replace("\t", "⇥"), SHOWN_CHARACTERS) + "”"
+
+
+def _part_line(name: str, part: Part, usual: float | None) -> str:
+    if part.seconds is not None:
+        return f"✓ {name}  {format_seconds(part.seconds)}{_usually(usual)}"
+    return f"… {name}  {part.doing}{_usually(usual)}"
+
+
+def _usually(seconds: float | None) -> str:
+    return "" if seconds is None else f", usually {format_age(seconds)}"
 
 
 def _peak(nbytes: float | None) -> str:

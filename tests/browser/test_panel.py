@@ -247,7 +247,7 @@ def test_a_chip_moves_a_part_and_shows_what_was_measured(panel, script):
     script.state["running"] = []
     chip = panel.session("shown").get_by_role("button", name=re.compile(r"^optimizer: resident.*of actor"))
     panel.until(lambda: chip.get_attribute("aria-disabled") == "false")
-    assert chip.get_attribute("title") == "Offload optimizer of actor: frees 1.2 GiB"
+    assert chip.get_attribute("title") == "Offload optimizer of actor to host: frees 1.2 GiB"
     chip.click()
     panel.until(lambda: script.done == [("offload", {"engine": "actor", "parts": ["optimizer"]})])
     panel.wait("shown", "optimizer ○ host")

@@ -14,8 +14,8 @@ from rlbench.data.history import History
 from rlbench.data.metrics import Metrics
 from rlbench.notebook import views
 from rlbench.notebook.dashboard import Dashboard
+from rlbench.notebook.progress import FitProgress
 from rlbench.notebook.progress_line import Line
-from rlbench.notebook.trainer_progress import FitProgress
 from rlbench.session.facts import card_facts
 from rlbench.session.loss_lab import loss_lab
 from tests.data.values import rollouts
