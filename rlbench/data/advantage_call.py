@@ -33,10 +33,7 @@ GIVEN = (*GIVEN_PER_TOKEN, *GIVEN_PER_ROW, "components")
 def given_columns(rollouts: Rollouts, given: Mapping[str, Any]) -> dict[str, Any]:
     """Bring what a user gave into one layout: `Ragged` per token, (B,) arrays per response.
 
-    Args:
-        rollouts: the samples it belongs to, in `.flat` order.
-        given: by name. Per token: a flat array over all response tokens, or one row per completion.
-            `baseline_rewards`: (B,). `components`: {name: (B,)}.
+    What is per token comes flat over all response tokens, or as one row per completion, in `.flat` order.
     """
     columns: dict[str, Any] = {}
     for name, value in given.items():
@@ -54,7 +51,7 @@ def given_columns(rollouts: Rollouts, given: Mapping[str, Any]) -> dict[str, Any
 
 
 def take_rows(columns: Mapping[str, Any], rows: np.ndarray) -> dict[str, Any]:
-    """The same columns for some of the samples."""
+    """Return the same columns for some of the samples."""
     return {
         name: {key: v[rows] for key, v in value.items()}
         if isinstance(value, dict)
@@ -68,14 +65,7 @@ def take_rows(columns: Mapping[str, Any], rows: np.ndarray) -> dict[str, Any]:
 def call_advantage(
     advantage: Callable[..., Any], rollouts: Rollouts, mask: np.ndarray, columns: Mapping[str, Any]
 ) -> np.ndarray:
-    """Return one advantage per response token, flat float32.
-
-    Args:
-        advantage: see the top of this file.
-        rollouts: scored.
-        mask: trained tokens, flat bool.
-        columns: of `given_columns`.
-    """
+    """Return one advantage per response token, flat float32; `mask` flat bool, `columns` of `given_columns`."""
     import torch  # in the function: a kernel that only rolls out and looks never needs torch
 
     wanted = wanted_names(advantage)
@@ -107,7 +97,7 @@ def call_advantage(
 
 
 def wanted_names(advantage: Callable[..., Any]) -> dict[str, bool]:
-    """Names beyond the first two parameters, and whether each has a default."""
+    """Return the names beyond the first two parameters, and whether each has a default."""
     try:
         parameters = list(inspect.signature(advantage).parameters.values())
     except (TypeError, ValueError):  # a builtin without a signature takes rewards and group
@@ -121,7 +111,7 @@ def wanted_names(advantage: Callable[..., Any]) -> dict[str, bool]:
 
 
 def _flat(result: Any, rollouts: Rollouts) -> np.ndarray:
-    """(B,), (B, T) or flat (tokens,) advantages as flat float32."""
+    """Bring (B,), (B, T) or flat (tokens,) advantages to flat float32."""
     import torch
 
     values = np.asarray(result.detach().cpu() if torch.is_tensor(result) else result, np.float32)

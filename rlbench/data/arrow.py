@@ -24,13 +24,8 @@ def write_own(table: Any, path: str | Path, key: bytes, facts: dict[str, Any]) -
 
 
 def read_own(path: str | Path, key: bytes, newest: int, writer: str) -> tuple[Any, dict[str, Any]]:
-    """The table and the facts of a file that `write_own` wrote.
-
-    Args:
-        path: of the file.
-        key: what marks a file of this kind.
-        newest: the highest `facts["format"]` that can be read.
-        writer: the call that writes such files, for messages.
+    """Return the table and the facts of a file that `write_own`, called by `writer`, wrote; refuse a format above
+    `newest`.
     """
     parquet = needed("pyarrow.parquet", "from_parquet()")
     from pyarrow import ArrowException

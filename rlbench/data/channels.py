@@ -88,16 +88,7 @@ def all_channels(rollouts: Rollouts) -> dict[str, np.ndarray]:
 
 
 def as_channel(name: str, values: Any, rollouts: Rollouts) -> np.ndarray:
-    """Bring what a user gave into a channel's layout.
-
-    Args:
-        name: what messages call it.
-        values: flat over all response tokens (array or tensor), or one row per completion, in `.flat` order.
-        rollouts: the samples it belongs to.
-
-    Returns:
-        Flat float32.
-    """
+    """Bring what a user gave, flat over all response tokens or one row per completion, to a channel: flat float32."""
     if name == SAMPLER:
         raise DataError(f"{SAMPLER} is what the sampler said and cannot be replaced: give the channel another name")
     try:

@@ -33,19 +33,12 @@ DISTINCT = 8
 
 @dataclass(frozen=True)
 class Agreement:
-    """One reward against the baseline, over the completions that both scored.
+    """One reward against the baseline, over the completions that both scored (`compared`).
 
-    Attributes:
-        compared: how many those are.
-        mean, std, errors: of this reward alone, over all completions it scored; how many it failed on.
-        spread: share of prompts whose completions do not all have the same reward: the others teach nothing.
-        correlation: Pearson's, NaN where one is constant.
-        rank_correlation: Spearman's: the same of the ranks.
-        changed: share whose reward differs.
-        order_changed: share of pairs of completions of one prompt that the two rewards order differently; a tie in one
-            and none in the other counts.
-        flipped: share whose advantage against the group's mean has the opposite sign.
-        seconds: that scoring took, added up over completions; NaN where not measured.
+    `mean`, `std`, `errors` are of this reward alone. Shares: `spread` of prompts whose completions do not all have the
+    same reward (the others teach nothing); `changed` of rewards that differ; `order_changed` of pairs of one prompt's
+    completions that the two order differently, a tie in one alone too; `flipped` of advantages against the group's mean
+    with the opposite sign. `correlation` is Pearson's, `rank_correlation` Spearman's, NaN where one is constant.
     """
 
     compared: int
@@ -127,14 +120,11 @@ class RewardComparison(Suggesting):
         return pandas.DataFrame([vars(a) for a in self.agreements.values()], index=self.names)
 
     def counts(self, name: str | None = None) -> tuple[list[str], list[str], np.ndarray]:
-        """How often which value of the baseline meets which value of another reward.
+        """Count how often which value of the baseline meets which value of another reward, the second where none is
+        named.
 
-        Args:
-            name: of the other; the second one where not given.
-
-        Returns:
-            The baseline's values, the other's (ranges of them where there are many), and (old, new) int64 counts.
-            Failed completions have a value of their own.
+        Returns the baseline's values, the other's (ranges of them where there are many), and (old, new) int64 counts.
+        Failed completions have a value of their own.
         """
         other = self._other(name)
         rows, row = _binned(np.asarray(self.rewards(self.baseline)))

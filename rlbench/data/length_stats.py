@@ -13,13 +13,10 @@ PERCENTILES = {"p50": 50, "p90": 90, "p99": 99}
 
 
 def length_stats(rollouts: Rollouts) -> dict[str, Any]:
-    """The lengths of a rollout, whole or stopped, as plain values.
+    """Return the lengths of a rollout, whole or stopped, as plain values; None for each without a sample.
 
-    Returns:
-        `rollout` (its number), `version` (of the weights; the newest where there are several), `samples`, `truncated`
-        (share that hit the length limit), `aborted` (number cut by an interrupt), `p50`, `p90`, `p99`, `max` in tokens,
-        and a histogram: `counts[i]` samples of `edges[i]` to below `edges[i + 1]` tokens, at most 24 whole-number bins.
-        Without a sample the numbers are None.
+    `version` is the newest of the weights, `truncated` the share that hit the length limit, `aborted` the number cut by
+    an interrupt; `counts[i]` samples have `edges[i]` to below `edges[i + 1]` tokens, at most 24 whole-number bins.
     """
     lengths = rollouts.lengths
     none = len(lengths) == 0

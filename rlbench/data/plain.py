@@ -17,14 +17,10 @@ MARK = "__rlbench__"
 
 
 def to_plain(value: Any, what: str) -> Any:
-    """A value made of JSON's types.
+    """Return a value made of JSON's types; `what` names it in an error, as "prompt 3: label".
 
     Tuples, bytes, numpy scalars and arrays, numbers that are not finite, mappings whose keys are not text, and images
     (PIL; stored as PNG) become `{"__rlbench__": kind, …}`.
-
-    Args:
-        value: anything.
-        what: names it in the error, as "prompt 3: label".
     """
     if value is None or isinstance(value, str | bool) or type(value) is int:
         return value

@@ -45,17 +45,10 @@ def open_tokenizer(tokenizer: Any) -> Any:
 
 
 def token_counts(prompts: Sequence[Prompt], rows: Sequence[int], tokenizer: Any = None) -> np.ndarray:
-    """Tokens of each prompt as an engine sees it: texts as they are, with the special tokens that the tokenizer adds;
-    chats through its chat template, with the header of the answer. Images and other parts without text count only as
-    what the template writes for them.
+    """Count the tokens of each prompt (P,) as an engine sees it; `rows` are indices in the source table, for messages.
 
-    Args:
-        prompts: P of them.
-        rows: their indices in the source table, for messages.
-        tokenizer: of transformers; None is enough for token ids.
-
-    Returns:
-        (P,) int64.
+    Texts are taken with the special tokens that the tokenizer adds, chats through its template with the header of the
+    answer. Images and other parts without text count only as what the template writes for them.
     """
     counts = np.zeros(len(prompts), np.int64)
     texts: list[int] = []

@@ -29,11 +29,10 @@ DERIVED = ("output_text_buffer_length",)
 
 
 def sampling_options(given: Any) -> dict[str, Any]:
-    """Sampling options as a dict of one's own.
+    """Return sampling options as a dict of one's own, from None, a mapping, or an object with them as attributes.
 
-    Args:
-        given: None, a mapping, or an object with these options as attributes. Of vLLM's own `SamplingParams`, whose
-            fields all have defaults, those that differ from them count, and `max_tokens` always.
+    Of vLLM's `SamplingParams`, whose fields all have defaults, those that differ from them count, and `max_tokens`
+    always.
     """
     if given is None:
         return {}
@@ -66,12 +65,8 @@ def reshaping(sampling: Mapping[str, Any]) -> list[str]:
 
 
 def notes_of(sampling: Mapping[str, Any], truncated: Sequence[int] | np.ndarray, samples: int) -> tuple[str, ...]:
-    """What a reader of completions has to know of how they were drawn, one sentence each.
-
-    Args:
-        sampling: the options they were drawn with.
-        truncated: lengths of those that a length limit ended.
-        samples: how many there are.
+    """Return what a reader of `samples` completions has to know of how they were drawn; `truncated`: lengths of those
+    cut short.
     """
     notes = []
     cut = int((np.asarray(truncated) >= DEFAULT_MAX_TOKENS).sum())

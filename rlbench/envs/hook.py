@@ -64,15 +64,11 @@ Hook = Callable[[Any, Any, Any], Any]
 
 
 def from_hook(hook: Hook, timeout_s: float = 30.0) -> HookEnv:
-    """An environment from a `post_generation_hook(generation, input_queue, output_queue)`.
+    """Make an environment of a `post_generation_hook(generation, input_queue, output_queue)`, plain or async.
 
-    Args:
-        hook: plain or async. It may return before it has put anything, where something it started does that later.
-        timeout_s: to wait for that.
-
-    Raises:
-        DataError: not callable. Of a sample (it then ends with an error): neither queue was used in time, or the new
-            input does not go on from the last one and its answer.
+    It may return before it has put anything, where something it started does that within `timeout_s`. A sample ends
+    with an error where neither queue was used in time, or the new input does not go on from the last one and its
+    answer.
     """
     if not callable(hook):
         raise DataError(f"from_hook: wanted a function (generation, input_queue, output_queue), got {hook!r:.60}")

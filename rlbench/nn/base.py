@@ -72,12 +72,10 @@ class BaseTrainModule(nn.Module):
     # -- hooks -----------------------------------------------------------------------------------------------
 
     def materialization_source(self) -> Source:
-        """Where the weights come from; called on every rank.
+        """Say where the weights come from; called on every rank.
 
-        Returns:
-            A folder, a checkpoint file (.safetensors, .bin, .pt) or a hub id; a dict of full tensors; or a
-            dict of initialisers: each is called with the full, empty tensor to fill (or with nothing, and
-            returns it).
+        A folder, a checkpoint file (.safetensors, .bin, .pt) or a hub id; a dict of full tensors; or a dict of
+        initialisers: each is called with the full, empty tensor to fill (or with nothing, and returns it).
         """
         raise BuildError(
             f"{type(self).__name__} does not say where its weights come from: define "

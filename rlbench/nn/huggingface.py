@@ -34,10 +34,7 @@ class BaseHuggingFaceTrainModule(BaseTrainModule):
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> Any:
         """As transformers' own; inside `rlbench.nn.device("meta")` no weight is read, only the config.
 
-        Args:
-            pretrained_model_name_or_path: folder or hub id.
-            args, kwargs: transformers' arguments. On meta: `config`, `dtype`, `attn_implementation`, the hub
-                options, and config attributes to override.
+        On meta it takes `config`, `dtype`, `attn_implementation`, the hub options, and config attributes to override.
         """
         if not making_on_meta():
             return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)  # type: ignore[misc]

@@ -57,28 +57,6 @@ DARK = (
 )
 
 
-def diverging(value: float, extent: float, dark: bool = False) -> str:
-    """Background of a signed value: orange below zero, blue above, nothing at zero.
-
-    Args:
-        value: the number; beyond ±`extent` it is drawn like ±`extent`.
-        extent: what is drawn strongest; 0 draws everything as zero.
-        dark: for the dark theme.
-
-    Returns:
-        A CSS colour, transparent towards zero so that the theme's own background is the middle.
-    """
-    share = 0.0 if extent <= 0 else max(-1.0, min(1.0, value / extent))
-    hue = (NEGATIVE if share < 0 else POSITIVE)[int(dark)]
-    return _rgba(hue, abs(share) * STRONGEST)
-
-
-def sequential(value: float, extent: float, dark: bool = False) -> str:
-    """Background of a value without a sign, from nothing at 0 to the full hue at `extent`."""
-    share = 0.0 if extent <= 0 else max(0.0, min(1.0, value / extent))
-    return _rgba(MAGNITUDE[int(dark)], share * STRONGEST)
-
-
 def css(selector: str = ".rlb") -> str:
     """CSS rules that give `selector` every colour as a variable, light by default, dark in Jupyter's dark themes."""
     named = {f"rlb-{name.replace('_', '-')}": hue for name, hue in OWNERS.items()}
@@ -88,8 +66,3 @@ def css(selector: str = ".rlb") -> str:
     light = "".join(f"--{name}:{hue.light};" for name, hue in named.items())
     dark = "".join(f"--{name}:{hue.dark};" for name, hue in named.items())
     return f"{selector}{{{light}}}\n{DARK.format(selector)}{{{dark}}}"
-
-
-def _rgba(hue: str, opacity: float) -> str:
-    red, green, blue = (int(hue[i : i + 2], 16) for i in (1, 3, 5))
-    return f"rgba({red},{green},{blue},{opacity:.3g})"

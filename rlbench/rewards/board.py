@@ -29,10 +29,11 @@ class Reward:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a completion has no reward.
+    """Why a completion has no reward: `said`, to be followed by "on completion 4"; `hint`: what was wanted, or what to
+    do.
 
-    `said`: what happened, to be followed by "on completion 4"; `hint`: what was wanted, or what to do; `line`: the line
-    of the user's code; `trace`: all frames; `cause`: the exception itself, where it was raised in this process.
+    `line`: the line of the user's code; `trace`: all frames; `cause`: the exception itself, where it was raised in this
+    process.
     """
 
     said: str
@@ -112,10 +113,6 @@ class Board:
         self._stop.set()
 
     def check(self) -> None:
-        """What a scorer calls between completions, and at times while it waits.
-
-        Raises:
-            Stopped: somebody asked for it. A KeyboardInterrupt, so that what tidies up after one does so here.
-        """
+        """Raise Stopped if somebody asked for it; called between completions, and at times while waiting."""
         if self._stop.is_set():
             raise Stopped("scoring stopped")

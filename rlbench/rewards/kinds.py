@@ -33,15 +33,8 @@ class Scorer(ABC):
     def score_all(self, rollouts: Sequence[Rollout], board: Board) -> None:
         """Write one outcome for each completion, by its position, as they come.
 
-        Args:
-            rollouts: what to score.
-            board: where outcomes are written. A failure is written, too, and the others go on. Call `board.check()`
-                between completions, so that a stop from elsewhere is felt.
-
-        Raises:
-            KeyboardInterrupt: interrupted, or the board was asked to stop; all helper processes and threads are gone
-                by then.
-            DataError: nothing can be scored, as where a package is missing.
+        A failure is written, too, and the others go on. Call `board.check()` between completions, so that a stop from
+        elsewhere is felt: it raises a KeyboardInterrupt, after which no helper process or thread may be left.
         """
 
     def __call__(self, rollout: Rollout) -> Reward:

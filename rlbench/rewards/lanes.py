@@ -119,20 +119,17 @@ def answers(
     memory_gib: float | None = None,
     check: Callable[[], None] | None = None,
 ) -> Generator[tuple[int, Any, float], None, None]:
-    """Run a job over payloads in processes of its own.
+    """Run a job over `count` payloads in processes of its own; yield (number, answer or `Lost`, seconds) as they end.
+
+    Close the iterator to end all processes.
 
     Args:
         job: called with one payload in the process; goes there by cloudpickle, its answer comes back as JSON. A
             `prepare()` of its own is called first and its time is not counted.
-        payloads: what it is called with, sent one at a time.
-        count: how many there are.
         lanes: processes at a time; None: one per core, MOST at most.
         timeout_s: seconds for one payload; the process is killed then, and replaced.
         memory_gib: GiB a process may allocate beyond what it has at its start.
         check: called several times a second; what it raises ends all processes.
-
-    Yields:
-        (number of the payload, its answer or `Lost`, seconds), as they end. Close the iterator to end all processes.
     """
     opening = cloudpickle.dumps({"memory_gib": memory_gib, "job": _blob(job, "reward")})
     waiting = enumerate(payloads)

@@ -11,7 +11,7 @@ import logging
 import re
 import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +35,30 @@ _TIMERS = {ON_LABEL: signal.ITIMER_VIRTUAL, ON_ANSWER: signal.ITIMER_PROF}
 
 
 @dataclass(frozen=True, repr=False)
-class Math(Scorer):
-    """See `math`."""
+class math(Scorer):
+    r"""1.0 where the completion's answer equals the label as mathematics, 0.0 where not.
+
+    The answer is the last `\boxed{…}`, else what math-verify finds (LaTeX between dollars, a number). `0.5`, `1/2` and
+    `\frac{1}{2}` are equal. A label of GSM8K's form counts from its last `####` on.
+
+    Components: `math/parsed` 1.0 where an answer was found, `math/timeout` 1.0 where comparing it took too much time
+    or memory; the reward is 0.0 then.
+
+    Args:
+        label: None for the prompt's label, the name of a key of its `meta`, or a function of the rollout.
+        inside: look inside the last `<inside>…</inside>` alone.
+        timeout_s: seconds of CPU time for one completion, so that a busy machine makes no right answer wrong.
+        memory_gib: GiB each process may take for it.
+        processes: at a time; None for one per core, four at most. They start anew with each scoring, in about a second.
+        digits: decimal digits in which numbers have to agree.
+
+    A completion has an error, and no reward, for what is not its answer's fault: its prompt has no label, or one that
+    holds no mathematics or takes too much time or memory by itself; the process died, or got hardly any CPU time in
+    ten times `timeout_s`.
+    """
 
     label: By = None
+    _: KW_ONLY
     inside: str | None = None
     timeout_s: float = 5.0
     memory_gib: float = 2.0
@@ -76,38 +96,6 @@ class Math(Scorer):
     def __repr__(self) -> str:
         changed = {k: v for k, v in vars(self).items() if v != getattr(type(self), k)}
         return shown("math", **changed)
-
-
-def math(
-    label: By = None,
-    *,
-    inside: str | None = None,
-    timeout_s: float = 5.0,
-    memory_gib: float = 2.0,
-    processes: int | None = None,
-    digits: int = 6,
-) -> Math:
-    r"""1.0 where the completion's answer equals the label as mathematics, 0.0 where not.
-
-    The answer is the last `\boxed{…}`, else what math-verify finds (LaTeX between dollars, a number). `0.5`, `1/2` and
-    `\frac{1}{2}` are equal. A label of GSM8K's form counts from its last `####` on.
-
-    Components: `math/parsed` 1.0 where an answer was found, `math/timeout` 1.0 where comparing it took too much time
-    or memory; the reward is 0.0 then.
-
-    Args:
-        label: None for the prompt's label, the name of a key of its `meta`, or a function of the rollout.
-        inside: look inside the last `<inside>…</inside>` alone.
-        timeout_s: seconds of CPU time for one completion, so that a busy machine makes no right answer wrong.
-        memory_gib: GiB each process may take for it.
-        processes: at a time; None for one per core, four at most. They start anew with each scoring, in about a second.
-        digits: decimal digits in which numbers have to agree.
-
-    A completion has an error, and no reward, for what is not its answer's fault: its prompt has no label, or one that
-    holds no mathematics or takes too much time or memory by itself; the process died, or got hardly any CPU time in
-    ten times `timeout_s`.
-    """
-    return Math(label, inside, timeout_s, memory_gib, processes, digits)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ class Weighted(Scorer):
     parts: tuple[tuple[str, Any, float], ...]
 
     def score_all(self, rollouts: Sequence[Rollout], board: Board) -> None:
-        """Run one part after the other over all of them; see `Scorer.score_all`."""
+        """Run one part after the other over all of them."""
         boards: dict[str, Board] = {}
         try:
             for name, fn, _ in self.parts:
@@ -65,7 +65,7 @@ class Mixture(Scorer):
     default: Any = None
 
     def score_all(self, rollouts: Sequence[Rollout], board: Board) -> None:
-        """Run each part over its own completions; see `Scorer.score_all`."""
+        """Run each part over its own completions."""
         kinds: dict[Any, list[int]] = {key: [] for key, _ in self.parts}
         for i, rollout in enumerate(rollouts):
             try:

@@ -7,7 +7,7 @@ and `mixture`. All look at the completion alone, never at the prompt, which may 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlbench.errors import DataError
@@ -18,10 +18,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, repr=False)
-class Exact:
-    """See `exact`."""
+class exact:
+    """1.0 where the completion is the label, white space around both aside.
+
+    `label` says what is wanted, compared as text: None for the prompt's label, the name of a key of its `meta`, or a
+    function of the rollout. `inside` compares the text inside the last `<inside>…</inside>` alone; without such tags
+    the reward is 0.0. `ignore_case` compares in lower case (`str.casefold`).
+    """
 
     label: By = None
+    _: KW_ONLY
     inside: str | None = None
     ignore_case: bool = False
 
@@ -34,10 +40,14 @@ class Exact:
 
 
 @dataclass(frozen=True, repr=False)
-class Contains:
-    """See `contains`."""
+class contains:
+    """1.0 where the label stands somewhere in the completion; arguments as in `exact`.
+
+    A policy learns to write every candidate: mind what else it contains.
+    """
 
     label: By = None
+    _: KW_ONLY
     inside: str | None = None
     ignore_case: bool = False
 
@@ -53,8 +63,14 @@ class Contains:
 
 
 @dataclass(frozen=True, repr=False)
-class Regex:
-    """See `regex`."""
+class regex:
+    r"""1.0 where the pattern is found in the completion; with `group`, where the last match's group is the label.
+
+    `pattern` is searched anywhere: `regex(r"#### (-?\d+)", 1)`; `group`, a number or name, is compared as text without
+    white space around it with `label`, as in `exact`; `flags` are `re`'s.
+
+    A pattern with nested repeats can take for ever on a completion made for it: `score(…, isolate=True, timeout_s=1)`.
+    """
 
     pattern: str
     group: int | str | None = None
@@ -110,47 +126,11 @@ class Tags:
         return shown("tags", *self.names, opened=self.opened, outside=self.outside)
 
 
-def exact(label: By = None, *, inside: str | None = None, ignore_case: bool = False) -> Exact:
-    """1.0 where the completion is the label, white space around both aside.
-
-    Args:
-        label: what is wanted: None for the prompt's label, the name of a key of its `meta`, or a function of the
-            rollout. Compared as text.
-        inside: compare the text inside the last `<inside>…</inside>` alone; without such tags the reward is 0.0.
-        ignore_case: compare in lower case (`str.casefold`).
-    """
-    return Exact(label, inside, ignore_case)
-
-
-def contains(label: By = None, *, inside: str | None = None, ignore_case: bool = False) -> Contains:
-    """1.0 where the label stands somewhere in the completion; arguments as in `exact`.
-
-    A policy learns to write every candidate: mind what else it contains.
-    """
-    return Contains(label, inside, ignore_case)
-
-
-def regex(pattern: str, group: int | str | None = None, label: By = None, flags: int = 0) -> Regex:
-    r"""1.0 where the pattern is found in the completion; with `group`, where the last match's group is the label.
-
-    Args:
-        pattern: of Python's `re`, searched anywhere: `regex(r"#### (-?\d+)", 1)`.
-        group: number or name of the group that is compared, as text without white space around it, with `label`.
-        label: as in `exact`; with `group` alone.
-        flags: of `re`, as `re.DOTALL`.
-
-    A pattern with nested repeats can take for ever on a completion made for it: `score(…, isolate=True, timeout_s=1)`.
-    """
-    return Regex(pattern, group, label, int(flags))
-
-
 def tags(*names: str, opened: bool = False, outside: bool = False) -> Tags:
     """1.0 where each tag is opened and closed once, in this order, not nested, with nothing but white space outside.
 
-    Args:
-        names: `tags("think", "answer")` wants `<think>…</think> <answer>…</answer>`.
-        opened: the prompt's end has opened the first tag already.
-        outside: other text may stand before, between and after them.
+    `tags("think", "answer")` wants `<think>…</think> <answer>…</answer>`. `opened`: the prompt's end has opened the
+    first tag already; `outside`: other text may stand before, between and after them.
     """
     return Tags(tuple(names), opened, outside)
 

@@ -46,7 +46,6 @@ class Function(Scorer):
         return f"{'batched' if self.batched else 'function'}({', '.join([name_of(self.fn), *given])})"
 
     def score_all(self, rollouts: Sequence[Rollout], board: Board) -> None:
-        """Run it over all of them; see `Scorer.score_all`."""
         units = self._units(len(rollouts))
         if is_async(self.fn):
             attempt = partial(_attempted_async, self.fn, rollouts, self.batched, self.timeout_s)
@@ -61,7 +60,7 @@ class Function(Scorer):
                 board.put_all(unit, found, time.perf_counter() - started)
 
     def _units(self, count: int) -> list[range]:
-        """Which completions one call is given."""
+        """Return which completions each call is given."""
         size = (self.size or max(1, count)) if self.batched else 1
         return [range(first, min(first + size, count)) for first in range(0, count, size)]
 
@@ -90,14 +89,14 @@ class Job:
 
 
 def plain(outcome: Outcome) -> dict[str, Any]:
-    """An outcome of JSON's types."""
+    """Return an outcome made of JSON's types."""
     if isinstance(outcome, Failure):
         return outcome.plain()
     return {"reward": outcome.value, "components": dict(outcome.components)}
 
 
 def outcome_of(given: dict[str, Any]) -> Outcome:
-    """What `plain` gave."""
+    """Return what `plain` was given."""
     return Failure.from_plain(given) if "said" in given else Reward(given["reward"], given["components"])
 
 
@@ -170,13 +169,9 @@ def as_scorer(fn: Any, **options: Any) -> Scorer:
 def side_by_side(
     attempt: Callable[[Sequence[int]], Awaitable[list[Outcome]]], units: Iterable[range], limit: int, board: Board
 ) -> None:
-    """Run coroutines on a loop of their own in a thread of its own, as the caller's may be running: Jupyter's is.
+    """Run coroutines on a loop in a thread of their own, as the caller's loop may be running: Jupyter's is.
 
-    Args:
-        attempt: one unit of completions -> an outcome for each.
-        units: their positions.
-        limit: how many at a time.
-        board: told of each as it ends.
+    `attempt` gives an outcome for each position of a unit, `limit` run at a time, `board` is told of each as it ends.
     """
     waiting = iter(units)
     started, ended, trouble = threading.Event(), threading.Event(), []

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -49,10 +49,31 @@ class _Refused(Exception):
 
 
 @dataclass(frozen=True, repr=False)
-class Remote(Scorer):
-    """See `remote`."""
+class remote(Scorer):
+    """Rewards from an HTTP service, asked by POST with JSON.
+
+    It is sent `{"prompts": […], "responses": […], "labels": […], "query": […]}`, one entry per completion: the prompt
+    as given (text, messages or token ids), the completion's text, the label (null without one), and the prompt's text
+    followed by the completion's. It answers `{"rewards": […]}`, each a number, `{"reward": 1.0, "format": 0.0}` with
+    components, or `{"error": "why"}` for a completion it cannot score.
+
+    Args:
+        url: http or https. Redirects are not followed.
+        batch_size: completions per request.
+        concurrency: requests at a time.
+        timeout_s: seconds for connecting, and for each silence of the service.
+        tries: how often a request is sent at most, where the connection fails, the service is silent, or it says that
+            it is busy or broken (408, 425, 429, 5xx). After that its completions have an error; others go on.
+        backoff_s: pause before the second try; it doubles with each, with chance in it, and obeys `Retry-After`.
+        key: where the answer holds the rewards.
+        headers: further ones.
+        token_env: name of the environment variable whose content is sent as `Authorization: Bearer …`. Read when
+            scoring, so that no token stands in a notebook or a pickle.
+        payload: makes another body: a function of a list of rollouts -> anything JSON can hold.
+    """
 
     url: str
+    _: KW_ONLY
     batch_size: int = 16
     concurrency: int = 4
     timeout_s: float = 60.0
@@ -158,45 +179,6 @@ class Remote(Scorer):
         return shown("remote", f"{parts.scheme}://{self._place()}{parts.path}", **changed)
 
 
-def remote(
-    url: str,
-    *,
-    batch_size: int = 16,
-    concurrency: int = 4,
-    timeout_s: float = 60.0,
-    tries: int = 4,
-    backoff_s: float = 0.5,
-    key: str = "rewards",
-    headers: Mapping[str, str] | None = None,
-    token_env: str | None = None,
-    payload: Callable[[Sequence[Rollout]], Any] | None = None,
-) -> Remote:
-    """Rewards from an HTTP service, asked by POST with JSON.
-
-    It is sent `{"prompts": […], "responses": […], "labels": […], "query": […]}`, one entry per completion: the prompt
-    as given (text, messages or token ids), the completion's text, the label (null without one), and the prompt's text
-    followed by the completion's. It answers `{"rewards": […]}`, each a number, `{"reward": 1.0, "format": 0.0}` with
-    components, or `{"error": "why"}` for a completion it cannot score.
-
-    Args:
-        url: http or https. Redirects are not followed.
-        batch_size: completions per request.
-        concurrency: requests at a time.
-        timeout_s: seconds for connecting, and for each silence of the service.
-        tries: how often a request is sent at most, where the connection fails, the service is silent, or it says that
-            it is busy or broken (408, 425, 429, 5xx). After that its completions have an error; others go on.
-        backoff_s: pause before the second try; it doubles with each, with chance in it, and obeys `Retry-After`.
-        key: where the answer holds the rewards.
-        headers: further ones.
-        token_env: name of the environment variable whose content is sent as `Authorization: Bearer …`. Read when
-            scoring, so that no token stands in a notebook or a pickle.
-        payload: makes another body: a function of a list of rollouts -> anything JSON can hold.
-    """
-    return Remote(
-        url, batch_size, concurrency, timeout_s, tries, backoff_s, key, dict(headers or {}), token_env, payload
-    )
-
-
 def as_payload(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
     """What is sent unless another `payload` is given."""
     return {
@@ -210,7 +192,7 @@ def as_payload(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
 class _Post:
     """Sends requests, again where that may help; `stop` ends all that are under way, from another thread."""
 
-    def __init__(self, how: Remote, headers: Mapping[str, str]) -> None:
+    def __init__(self, how: remote, headers: Mapping[str, str]) -> None:
         self.how, self.headers = how, headers
         self.stopped = threading.Event()
         self._open: set[http.client.HTTPConnection] = set()

@@ -35,15 +35,11 @@ def ensure(
     seed: int = 0,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """Return the folder of a tiny model in Hugging Face format, making it first if it is not there.
+    """Return the folder of a tiny model ("tiny" or "bench-10m") in Hugging Face format, making it first if need be.
 
-    Making "tiny" takes about half a minute on two cores. Two processes that ask at once make it once.
-
-    Args:
-        name: "tiny" or "bench-10m".
-        cache_dir: where to keep it; `cache_folder()` unless given.
-        seed: of the initial weights and of the warm-up; each seed is another model.
-        on_progress: called with (steps done, steps in all) while the model is made.
+    Making "tiny" takes about half a minute on two cores; two processes that ask at once make it once. It is kept in
+    `cache_dir`, `cache_folder()` unless given; each `seed` is another model; `on_progress` hears (steps done, steps in
+    all).
     """
     if name not in NAMES:
         raise DataError(f"no tiny model {name!r}{nearest(name, NAMES)}. Known: {', '.join(NAMES)}.")

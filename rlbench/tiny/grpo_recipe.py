@@ -10,19 +10,8 @@ class GrpoRecipe:
     """GRPO on the tiny model: one optimizer step per batch, advantages normalised by group, no KL, AdamW.
 
     Measured with `benchmarks/handwritten_loop.py` on seeds 0 to 4: greedy accuracy on unseen prompts goes from 0.27
-    over 0.90 within 15 to 20 steps and ends above 0.94; with shuffled advantages it never rises.
-
-    Attributes:
-        prompts_per_step: prompts of one step, fresh each step.
-        n: completions of each prompt.
-        max_tokens: longest completion in tokens; the longest right answer has 9.
-        temperature: of sampling.
-        steps: optimizer steps.
-        lr: learning rate, constant.
-        betas: of AdamW; without weight decay.
-        grad_clip: bound on the global gradient norm.
-        collapse_lr: a learning rate that ruins the model within a few steps, to show what that looks like.
-        eval_prompts: unseen prompts of a greedy evaluation.
+    over 0.90 within 15 to 20 steps and ends above 0.94; with shuffled advantages it never rises. `collapse_lr` ruins
+    the model within a few steps, to show what that looks like; the longest right answer has 9 tokens.
     """
 
     prompts_per_step: int = 32

@@ -10,16 +10,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen2Config,
 
 @dataclass(frozen=True)
 class TinyShape:
-    """Size of the model.
-
-    Attributes:
-        hidden: width of the residual stream.
-        intermediate: width of the MLP.
-        layers: decoder layers.
-        heads: attention heads; head_dim = hidden / heads must be >= 32, which vLLM's CPU attention needs.
-        kv_heads: key-value heads.
-        context: longest sequence in tokens.
-    """
+    """Size of the model; hidden / heads must be >= 32, which vLLM's CPU attention needs; `context` is in tokens."""
 
     hidden: int = 128
     intermediate: int = 256
@@ -30,12 +21,8 @@ class TinyShape:
 
 
 def build_model(shape: TinyShape, tokenizer: PreTrainedTokenizerBase, seed: int) -> Qwen2ForCausalLM:
-    """Return a randomly initialised float32 model for the tokenizer; embeddings are tied.
-
-    Args:
-        shape: size of the model.
-        tokenizer: gives the vocabulary and the special tokens.
-        seed: of the initial weights; the global torch generator is left as it was.
+    """Return a randomly initialised float32 model for the tokenizer, embeddings tied; torch's generator is left as it
+    was.
     """
     config = Qwen2Config(
         vocab_size=len(tokenizer),

@@ -34,13 +34,7 @@ class Answered(Protocol):
 
 
 def prompts(count: int, split: str = "train", seed: int = 0) -> list[Messages]:
-    """Return `count` prompts of one split, without repeats.
-
-    Args:
-        count: how many; at most some thousands, there are more than a hundred million numbers.
-        split: "train" or "eval".
-        seed: chooses them; the same seed always gives the same prompts.
-    """
+    """Return `count` prompts of one split, "train" or "eval", without repeats; the same seed gives the same prompts."""
     if count < 1:
         raise DataError(f"prompts: count={count} asks for nothing; give at least 1.")
     numbers = stream(split, seed)

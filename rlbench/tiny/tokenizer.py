@@ -8,7 +8,6 @@ from transformers import PreTrainedTokenizerFast
 PAD, END = "<|endoftext|>", "<|end|>"
 ROLES = ("system", "user", "assistant", "tool")
 SPECIALS = (PAD, END, *(f"<|{role}|>" for role in ROLES))
-VOCAB_SIZE = 256 + len(SPECIALS)
 
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"

@@ -36,14 +36,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Warmup:
-    """Supervised training: AdamW, linear warm-up over 20 steps, linear decay over the last 40 %.
-
-    Attributes:
-        steps: optimizer steps.
-        batch: examples of one step.
-        lr: highest learning rate.
-        grad_clip: bound on the gradient norm.
-    """
+    """AdamW on the teacher's answers: linear warm-up over 20 steps to `lr`, linear decay over the last 40 %."""
 
     steps: int = 300
     batch: int = 64

@@ -21,7 +21,7 @@ from rlbench.data.rollouts import Rollouts
 from rlbench.dispatch import context
 from rlbench.errors import DataError, nearest
 from rlbench.rewards.reward_model import Model as ClassifierReward
-from rlbench.rewards.service import Remote, as_payload
+from rlbench.rewards.service import as_payload, remote
 from rlbench.strategies.config import OptionError
 from rlbench.strategies.control import ControlGroup
 from rlbench.trainers.model_stage import ModelStage
@@ -76,7 +76,7 @@ def _source(given: Any, index: int) -> Source:
         return Source(f"{RULE}_{index}", RULE, from_file(given))
     if isinstance(given, str) and given.startswith(("http://", "https://")):
         return Source(f"{MODEL}_{index}", MODEL, rewards.remote(given, payload=with_references))
-    if isinstance(given, Remote | ClassifierReward):
+    if isinstance(given, remote | ClassifierReward):
         return Source(f"{MODEL}_{index}", MODEL, given)
     if callable(given):
         return Source(f"{RULE}_{index}", RULE, given)

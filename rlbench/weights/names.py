@@ -33,19 +33,6 @@ def unique_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def tied_names(module: torch.nn.Module) -> dict[str, str]:
-    """For every other name of a tied parameter, the name it is sent under (`{"lm_head.weight":
-    "model.embed…"}`).
-    """
-    first: dict[int, str] = {}
-    aliases: dict[str, str] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        kept = first.setdefault(id(parameter), name)
-        if kept != name:
-            aliases[name] = kept
-    return aliases
-
-
 def to_checkpoint_names(module: torch.nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Rename (and where the architecture asks for it split or merge) full tensors into what a checkpoint
     holds.

@@ -13,7 +13,6 @@ from rlbench.errors import WeightSyncError
 from rlbench.weights.names import (
     check_names,
     checkpoint_shapes,
-    tied_names,
     to_checkpoint_names,
     unique_parameters,
 )
@@ -39,7 +38,6 @@ def test_what_is_sent_is_what_the_saved_checkpoint_holds(tmp_path: Path, tied: b
     made = model(tied)
     sent = to_checkpoint_names(made, unique_parameters(made))
     assert ("lm_head.weight" in sent) is not tied
-    assert tied_names(made) == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
     for size in ("50KB", "1GB"):  # in several files with an index, and in one
         folder = tmp_path / size
         made.save_pretrained(folder, max_shard_size=size)
