@@ -204,7 +204,7 @@ def test_ppo_has_a_critic_and_a_reference_whose_kl_is_in_the_reward(session):
         **{**OPTIONS, "init_kl_coef": 0.05, "n_samples_per_prompt": 2, "train_batch_size": 16},
     )
     first, second = trainer.step(), trainer.step()
-    assert first.kl == pytest.approx(0.0, abs=1e-4) and second.kl != first.kl  # the reference is where it began
+    assert first.ref_kl == pytest.approx(0.0, abs=1e-4) and second.ref_kl != first.ref_kl  # it is where it began
     assert {"critic_loss", "values", "critic_lr", "explained_variance", "returns_mean"} <= first.keys()
     assert first.critic_lr == pytest.approx(1e-3)
     assert second["return"] != pytest.approx(second.reward, abs=1e-6), "the KL is in the return, not in the reward"
