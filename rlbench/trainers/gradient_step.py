@@ -80,7 +80,7 @@ class GradientStep:
         self.model, self.strategy = model, strategy
         self._stop_requested, self._optimizer = stop_requested, optimizer
         self.pending: Pending | None = None
-        self.beside: list[Any] = []  # `Scaled`, of the calls of the step; forgotten with the gradients
+        self.beside: list[Scaled] = []  # of the calls of the step; forgotten with the gradients
 
     # -- adding to them --------------------------------------------------------------------------------------
 

@@ -174,7 +174,7 @@ class PolicyStep:
     def token_gradients(self) -> list[dict[str, Any]]:
         """`rows` and `channels` (see `TokenGradients`) of this rank, for each batch whose gradients wait."""
         self.gradients.drop_stale()
-        return [tokens.result() for tokens in self.gradients.beside]
+        return [tokens.result() for tokens in self.gradients.beside if isinstance(tokens, TokenKeeper)]
 
     def zero_grad(self) -> None:
         """Drop the gradients that wait, or that ended in the middle."""

@@ -1,4 +1,4 @@
-"""The verbs of a rank that look at gradients: those that wait for a step, and those that several losses would give.
+"""Looks at a rank's gradients: those that wait for a step, and those that several losses would give.
 
 Nothing is changed: gradients that wait are there afterwards, bit for bit, and the random states too.
 """
@@ -23,7 +23,6 @@ from rlbench.trainers.options import PolicyOptions
 
 if TYPE_CHECKING:
     from rlbench.nn import BaseTrainModule
-    from rlbench.strategies.fsdp2 import FSDPV2Strategy
     from rlbench.trainers.policy_step import PolicyStep
     from rlbench.workers.train_states import Residency
 
@@ -31,20 +30,19 @@ PIECE = 1 << 20
 """Entries of a gradient that are turned to float64 at a time."""
 
 
-class GradientVerbs:
-    """What `TrainRank` inherits; all verbs are collective."""
+class GradientProbe:
+    """Of one rank's module; every method is collective.
 
-    _residency: Residency
-    _policy: PolicyStep
-    _strategy: FSDPV2Strategy
+    Args:
+        module: sharded, with its weights.
+        policy: of the module.
+        residency: where its weights are.
+    """
 
-    def _built(self) -> BaseTrainModule:
-        raise NotImplementedError
+    def __init__(self, module: BaseTrainModule, policy: PolicyStep, residency: Residency) -> None:
+        self._module, self._policy, self._residency = module, policy, residency
 
-    def _remeasure(self) -> None:
-        raise NotImplementedError
-
-    def gradient_facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """What the gradients that wait for a step are like, by parameter and by token.
 
         Returns:
@@ -55,14 +53,13 @@ class GradientVerbs:
         Raises:
             StateError: no gradient waits.
         """
-        module = self._built()
         self._residency.need("weights")
         if not self._policy.waiting:
             raise StateError(
                 "no gradient waits for a step: session.forward_backward(batch, loss) makes one; train_step and "
                 "optim_step use it up."
             )
-        named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        named = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
         parameters = list(named.values())
         sums = over_shards(parameters, torch.stack([_sums(p) for p in parameters]))
         largest = over_shards(parameters, torch.stack([_largest(p) for p in parameters]), highest=True)
@@ -74,7 +71,7 @@ class GradientVerbs:
             **{name: sums[:, i].cpu().numpy() for i, name in enumerate(columns)},
         }
 
-    def gradients_of_losses(
+    def of_losses(
         self, batch: TrainBatch, losses: dict[str, tuple[bytes, Any]], options: PolicyOptions | Mapping[str, Any]
     ) -> dict[str, Any]:
         """The whole gradients of several losses on one batch, compared; what waits for a step is not touched.
@@ -94,9 +91,8 @@ class GradientVerbs:
         Raises:
             Stopped: somebody asked to stop.
         """
-        module = self._built()
         self._residency.need("weights")
-        named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        named = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
         parameters = list(named.values())
         before = random_state()
         alone = replace(PolicyOptions.of(options), keep_tokens=False, whole_step=True)
@@ -124,7 +120,7 @@ class GradientVerbs:
                     held[name] = [] if last else [None if g is None else g.cpu() for g in own]
         finally:
             set_random_state(before)
-            self._remeasure()
+            self._residency.measure()
         gram = _gram(parameters, tuple(held), products)
         return {"names": tuple(named), "losses": tuple(held), "gram": gram, "failed": failed}
 

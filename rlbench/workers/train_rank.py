@@ -37,7 +37,7 @@ from rlbench.weights.names import transformers_class
 from rlbench.weights.transport import Facts
 from rlbench.workers.train_cells import CellVerbs
 from rlbench.workers.train_config import TrainConfig
-from rlbench.workers.train_gradients import GradientVerbs
+from rlbench.workers.train_gradients import GradientProbe
 from rlbench.workers.train_group import RankGroup
 from rlbench.workers.train_keeping import KeepingVerbs, RankCheckpoints, RankSnapshots
 from rlbench.workers.train_namespace import Namespace
@@ -46,13 +46,13 @@ from rlbench.workers.train_redefine import RedefineVerbs
 from rlbench.workers.train_stage import WeightSender, checksum
 from rlbench.workers.train_states import Residency
 from rlbench.workers.train_trainer import TrainerVerbs
-from rlbench.workers.train_trial import TrialVerbs
+from rlbench.workers.train_trial import PolicyTrial
 
 OF_THE_STRATEGY = ("adam_offload", "use_mp_opt", "fsdp_cpu_offload")
 FORWARD_INSTEAD_OF_CALL = "got mixed torch.Tensor and DTensor"
 
 
-class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerbs, TrainerVerbs):
+class TrainRank(KeepingVerbs, RedefineVerbs, CellVerbs, TrainerVerbs):
     """Built in two calls: `rendezvous` on rank 0, then `build` on all ranks at once.
 
     Every verb but those of `CONTROL`, `rendezvous` and `register` is collective and runs on one compute thread.
@@ -132,6 +132,9 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
         strategy.control.together("on_weights_materialized", module.on_weights_materialized)
         self._residency = Residency(module, device, self._optimizers, self._materialize, self._beside)
         self._policy = PolicyStep(module, strategy, stop, self._report, self._scaling_optimizer)
+        self._gradients = GradientProbe(module, self._policy, self._residency)
+        here = self.config.local_ranks or self.world_size
+        self._trial = PolicyTrial(module, self._policy, self._residency, strategy, self._optimizers, here)
         self._sender = WeightSender(module, strategy.control, stop)
         self._keep(RankSnapshots(module, strategy.control, stop), RankCheckpoints(module, strategy.control))
         uuid = facts.gpu_uuid(device.device)
@@ -252,6 +255,37 @@ class TrainRank(KeepingVerbs, TrialVerbs, GradientVerbs, RedefineVerbs, CellVerb
         self._policy.zero_grad()
         self.drop_trainer_gradients()
         self._remeasure()
+
+    def gradient_facts(self) -> dict[str, Any]:
+        """What the gradients that wait are like; see `GradientProbe.facts`."""
+        self._built()
+        return self._gradients.facts()
+
+    def gradients_of_losses(
+        self, batch: TrainBatch, losses: dict[str, tuple[bytes, Any]], options: PolicyOptions | Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The whole gradients of several losses; see `GradientProbe.of_losses`."""
+        self._built()
+        return self._gradients.of_losses(batch, losses, options)
+
+    def policy_trial(
+        self, batch: TrainBatch, options: dict[str, Any], loss_blob: bytes | None = None
+    ) -> dict[str, Any]:
+        """A pass with everything put back; see `PolicyTrial.run`."""
+        self._built()
+        return self._trial.run(batch, options, loss_blob)
+
+    def trial_facts(self, batch: TrainBatch, options: dict[str, Any]) -> dict[str, Any]:
+        """What a rehearsal plans with; see `PolicyTrial.facts`."""
+        self._built()
+        return self._trial.facts(batch, options)
+
+    def rehearse(
+        self, warm_up: TrainBatch, batch: TrainBatch, options: dict[str, Any], loss_blob: bytes | None
+    ) -> dict[str, Any]:
+        """One micro-batch at its worst, measured; see `PolicyTrial.rehearse`."""
+        self._built()
+        return self._trial.rehearse(warm_up, batch, options, loss_blob)
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the policy's optimizer, and the base rate of its schedulers; a trainer's is at this

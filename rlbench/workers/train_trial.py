@@ -6,7 +6,7 @@ no optimizer is touched. A rank whose gradients wait for a step refuses: they wo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -24,34 +24,37 @@ from rlbench.trainers.options import PolicyOptions
 if TYPE_CHECKING:
     from rlbench.strategies.fsdp2 import FSDPV2Strategy
     from rlbench.trainers.policy_step import PolicyStep
-    from rlbench.workers.train_config import TrainConfig
     from rlbench.workers.train_states import Residency
 
 MOMENTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "SGD": 0, "Adagrad": 1, "RMSprop": 1}
 """Tensors of a parameter's size that an optimizer holds for it from its first step on."""
 
 
-class TrialVerbs:
-    """What `TrainRank` inherits; all verbs are collective."""
+class PolicyTrial:
+    """Of one rank's module; every method is collective.
 
-    config: TrainConfig
-    world_size: int
-    _residency: Residency
-    _policy: PolicyStep
-    _strategy: FSDPV2Strategy
+    Args:
+        module: sharded, with its weights.
+        policy: of the module.
+        residency: where weights and optimizers are.
+        strategy: the rank's.
+        optimizers: gives those of the module.
+        ranks_here: that share this host's memory.
+    """
 
-    def _built(self) -> nn.Module:
-        raise NotImplementedError
+    def __init__(
+        self,
+        module: nn.Module,
+        policy: PolicyStep,
+        residency: Residency,
+        strategy: FSDPV2Strategy,
+        optimizers: Callable[[], list[torch.optim.Optimizer]],
+        ranks_here: int,
+    ) -> None:
+        self._module, self._policy, self._residency, self._strategy = module, policy, residency, strategy
+        self._optimizers, self._ranks_here = optimizers, ranks_here
 
-    def _remeasure(self) -> None:
-        raise NotImplementedError
-
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
-        raise NotImplementedError
-
-    def policy_trial(
-        self, batch: TrainBatch, options: dict[str, Any], loss_blob: bytes | None = None
-    ) -> dict[str, Any]:
+    def run(self, batch: TrainBatch, options: dict[str, Any], loss_blob: bytes | None = None) -> dict[str, Any]:
         """`PolicyStep.forward`, or with a loss `PolicyStep.forward_backward`; returns what that returns."""
         with self._put_back():
             chosen = PolicyOptions.of(options)
@@ -60,7 +63,7 @@ class TrialVerbs:
             torch.rand(1, device=self._strategy.device.device)  # other draws than the scoring had: chance shows
             return self._policy.forward_backward(batch, loss_blob, chosen)
 
-    def trial_facts(self, batch: TrainBatch, options: dict[str, Any]) -> dict[str, Any]:
+    def facts(self, batch: TrainBatch, options: dict[str, Any]) -> dict[str, Any]:
         """What a rehearsal plans with: the `token_budget` that `options` give, and the rank's memory.
 
         Args:
@@ -79,7 +82,7 @@ class TrialVerbs:
         device, optimizers = self._strategy.device, self._optimizers()
         with PeakMemory(device.device) as now:
             pass
-        here = 1 if device.is_gpu else self.config.local_ranks or self.world_size
+        here = 1 if device.is_gpu else self._ranks_here
         return {
             "token_budget": self._policy.budget(chosen, head == "chunked"),
             "used": now.before,
@@ -121,16 +124,15 @@ class TrialVerbs:
 
     @contextmanager
     def _put_back(self) -> Iterator[None]:
-        module = self._built()
         self._residency.need("weights")
-        self._strategy.control.together("a trial", lambda: _need_no_gradients(module))
+        self._strategy.control.together("a trial", lambda: _need_no_gradients(self._module))
         before = random_state()
         try:
             yield
         finally:
             self._policy.zero_grad()
             set_random_state(before)
-            self._remeasure()
+            self._residency.measure()
 
 
 def _need_no_gradients(module: nn.Module) -> None:
