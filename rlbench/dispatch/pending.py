@@ -6,18 +6,18 @@ runs, and a dead worker ends the wait instead of hanging it.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rlbench.dispatch.failures import remote_error
 from rlbench.dispatch.peers import Peers
 from rlbench.dispatch.protocol import Failure, Progress, Reply
+from rlbench.dispatch.waiting import Outcome, Waiting
 from rlbench.errors import (
     CallDropped,
     EngineError,
@@ -30,18 +30,15 @@ from rlbench.errors import (
 from rlbench.traces import remember
 
 POLL_S = 0.2
-STOP_WAIT_S = 1.7
 
 Observer = Callable[[list[Progress]], None]
 Again = Callable[[Sequence[int]], list[Any] | None]
 """Sends a call once more to these workers; None: not yet."""
-Ended = Callable[[Any, "BaseException | None"], None]
-"""Told the value or the error of a call that is over."""
 Answer = Reply | BaseException
 """What a worker said, or why it says nothing any more."""
 
 
-class Pending:
+class Pending(Waiting):
     """A submitted call on all workers of one engine. `.result()`, `.stop()`, `.done`, and awaitable.
 
     `finish` turns the workers' values (one per rank) into the result, and a stopped call's values into its partial.
@@ -62,19 +59,16 @@ class Pending:
         collective: bool = True,
         again: Again | None = None,
     ) -> None:
-        self.what = what
+        super().__init__(what)
         self.call_id = call_id
         self._labels, self._actors, self._refs = list(labels), list(actors), list(refs)
         self._finish, self._observer, self._on_death, self._on_end = finish, observer, on_death, on_end
         self._cursors = [0] * len(self._refs)
-        self._outcome: tuple[Any, BaseException | None] | None = None
         self._collective = collective
         self._first_failed: list[int] | None = None
         self._peers = Peers(self._actors, self.call_id)
         self._again, self._stop_wanted = again, False
-        self._then: list[Ended] = []
         self._lock = threading.RLock()  # whoever waits holds it
-        self._telling = threading.Lock()
 
     @property
     def done(self) -> bool:
@@ -111,7 +105,7 @@ class Pending:
             raise error.with_traceback(None)
         return value
 
-    def _wait(self, timeout: float | None = None) -> tuple[Any, BaseException | None] | None:
+    def _wait(self, timeout: float | None = None) -> Outcome | None:
         """Value and error, one of them None; None after `timeout` seconds."""
         begin = time.monotonic()
         if not self._lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
@@ -126,54 +120,13 @@ class Pending:
         finally:
             self._lock.release()
 
-    def _end(self, outcome: tuple[Any, BaseException | None]) -> None:
-        with self._telling:
-            self._outcome, told = outcome, self._then
+    def _end(self, outcome: Outcome) -> None:
         self._again = None  # it held the arguments
         if outcome[1] is not None:
             self._close_view()
         if self._on_end is not None:
             self._on_end()
-        for ended in told:
-            ended(*outcome)
-
-    def then(self, ended: Ended) -> None:
-        """Call `ended(value, error)` when `result()` has it; at once where it is known already."""
-        with self._telling:
-            if self._outcome is None:
-                self._then.append(ended)
-                return
-        ended(*self._outcome)
-
-    def blocking_result(self) -> Any:
-        """`result()` where Ctrl-C stops the call: the prompt is back within two seconds.
-
-        An interrupt always raises `Stopped`, so that a loop ends too: a call that could not be cut, or was just done,
-        leaves its whole result in `.partial`.
-        """
-        try:
-            return self.result()
-        except Stopped:
-            raise
-        except KeyboardInterrupt:
-            self.stop()
-        try:
-            value = self.result(timeout=STOP_WAIT_S)
-        except Stopped:
-            raise
-        except (TimeoutError, KeyboardInterrupt):
-            # somebody must see to its end: a rank that failed is waited for by its peers until then
-            threading.Thread(target=self._wait, name=f"rlbench {self.what}, stopping", daemon=True).start()
-            raise Stopped(
-                f"{self.what} is still stopping: its current step cannot be cut; the next call waits for it"
-            ) from None
-        raise Stopped(f"{self.what} was done as it was stopped; .partial holds its result", value)
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        return asyncio.get_running_loop().run_in_executor(None, self.result).__await__()
-
-    def __repr__(self) -> str:
-        return f"Pending({self.what}, {'done' if self.done else 'running'})"
+        self._tell(outcome)
 
     def _close_view(self) -> None:
         """The call failed or was stopped: progress that stands still would look as if it went on."""
@@ -261,7 +214,7 @@ class Pending:
                 said = f"{answer.failure.kind}: {answer.failure.message}"
                 self._print(failed[0], f"{said}\n(it failed; the others were asked to stop, and are waited for)\n")
 
-    def _collect(self, answers: Sequence[Answer]) -> tuple[Any, BaseException | None]:
+    def _collect(self, answers: Sequence[Answer]) -> Outcome:
         replies: list[tuple[int, Reply]] = []
         dead: list[tuple[int, BaseException]] = []
         for i, reply in enumerate(answers):

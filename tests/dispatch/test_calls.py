@@ -8,8 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from rlbench.dispatch import peers
-from rlbench.dispatch import pending as waiting
+from rlbench.dispatch import peers, waiting
+from rlbench.dispatch import pending as pending_calls
 from rlbench.dispatch.chain import Chain
 from rlbench.dispatch.link import Link, spawn_host
 from rlbench.errors import DataError, EngineError, RemoteError, SessionError, Stopped, WorkerDied
@@ -333,8 +333,8 @@ def test_after_ctrl_c_a_peer_of_a_rank_that_failed_is_released_without_anybody_w
 def test_a_rank_out_of_reach_for_a_moment_is_not_ended_for_its_peers(monkeypatch):
     from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-    monkeypatch.setattr(waiting, "_answer", lambda ref: ref)
-    assert waiting._issued(ActorDiedError()) == 0
+    monkeypatch.setattr(pending_calls, "_answer", lambda ref: ref)
+    assert pending_calls._issued(ActorDiedError()) == 0
 
     class Unreached:
         ended = False
@@ -352,7 +352,7 @@ def test_a_rank_out_of_reach_for_a_moment_is_not_ended_for_its_peers(monkeypatch
     actors = [Unreached(), Unreached()]
     others = peers.Peers(actors, "call")
     others.issued[1] = 1000  # the peer waits for a collective
-    level = waiting._issued(ActorUnavailableError("the connection broke", b"x" * 16))
+    level = pending_calls._issued(ActorUnavailableError("the connection broke", b"x" * 16))
     monkeypatch.setattr(peers, "STUCK_S", 0.0)
     for _ in range(5):
         others.go_on([0], level)
