@@ -136,7 +136,7 @@ class Trial:
         self.session.restore(self.start)
         before = self.checksums()
         seconds, after = self.after[name]
-        pids = list(self.session.link.state("engines")["engines"][engine]["pids"].values())
+        pids = list(self.session.core.link.state("engines")["engines"][engine]["pids"].values())
         victim = self.random.choice(pids)
         timer = threading.Timer(self.random.uniform(0, seconds), lambda: os.kill(victim, signal.SIGKILL))
         tally.tries += 1
@@ -169,7 +169,7 @@ class Trial:
         if trainer.where()["iterations"] != iterations:
             tally.lost.append("the trainer is at another iteration")
         self.session.train.call_all("drop_trainer").result()  # the start of every try is without one
-        self.session._trainer = None
+        self.session.core.trainer = None
 
     def kill_when_idle(self, tally: Tally) -> None:
         """Kill a rank while no step runs, then heal: what was finished has to be there."""
@@ -177,12 +177,12 @@ class Trial:
         if self.random.random() < 0.5:
             session.rollout(tasks.prompts(2), n=2, max_tokens=4, progress=False)
         finished = self.checksums(), session.step, len(session.history)
-        pids = list(session.link.state("engines")["engines"]["actor"]["pids"].values())
+        pids = list(session.core.link.state("engines")["engines"]["actor"]["pids"].values())
         time.sleep(self.random.uniform(0, 0.5))
         tally.tries += 1
         sent = time.monotonic()
         os.kill(self.random.choice(pids), signal.SIGKILL)
-        while not session.link.state("engines")["engines"]["actor"].get("broken"):
+        while not session.core.link.state("engines")["engines"]["actor"].get("broken"):
             time.sleep(0.05)
         self.heal(tally, sent, [finished[0]], finished[1:])
 
@@ -228,7 +228,7 @@ class Trial:
         """Kill the process that keeps the session's state at a random point of a verb."""
         self.session.restore(self.start)
         before, (seconds, after) = self.checksums(), self.after[name]
-        victim = self.session.link.state()["pid"]
+        victim = self.session.core.link.state()["pid"]
         timer = threading.Timer(self.random.uniform(0, seconds), lambda: os.kill(victim, signal.SIGKILL))
         tally.tries += 1
         sent = time.monotonic() + timer.interval
@@ -358,7 +358,7 @@ def run(interrupts: int, kills: int, others: int, seed: int, name: str = "faults
             for _ in range(tries):
                 once(tally)
         session = trial.session
-        pids = [p for e in session.link.state("engines")["engines"].values() for p in e["pids"].values()]
+        pids = [p for e in session.core.link.state("engines")["engines"].values() for p in e["pids"].values()]
         prefix = shm_prefix(name)
     finally:
         (trial.session if trial else session).close()

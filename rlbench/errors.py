@@ -113,10 +113,10 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
 class Suggesting:
     """What a value inherits whose misspelt attributes are answered with the nearest it has.
 
-    `ELSEWHERE`: attributes that a reader looks for here and finds elsewhere, with where that is.
+    `_ELSEWHERE`: attributes that a reader looks for here and finds elsewhere, with where that is.
     """
 
-    ELSEWHERE: ClassVar[Mapping[str, str]] = {}
+    _ELSEWHERE: ClassVar[Mapping[str, str]] = {}
 
     if not TYPE_CHECKING:  # a type checker knows the attributes there are
 
@@ -127,7 +127,7 @@ class Suggesting:
             owner = type(self).__name__
             if name.startswith("_"):  # asked by libraries, of everything
                 raise AttributeError(f"{owner!r} object has no attribute {name!r}")
-            known = [known for known in dir(self) if not known.startswith("_") and known != "ELSEWHERE"]
-            where = self.ELSEWHERE.get(name)
+            known = [known for known in dir(self) if not known.startswith("_") and known != "_ELSEWHERE"]
+            where = self._ELSEWHERE.get(name)
             hint = f": {where}" if where else nearest(name, known)
             raise NoSuchAttribute(f"{owner} has no attribute {name!r}{hint}")

@@ -54,7 +54,7 @@ class Rollout(Suggesting):
 class PromptGroup(Suggesting):
     """One prompt and its completions: `.outputs`, a `Rollout` each."""
 
-    ELSEWHERE: ClassVar[Mapping[str, str]] = dict.fromkeys(
+    _ELSEWHERE: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("token_ids", "text", "logprobs", "finish_reason", "index", "weight_version", "reward", "info"),
         "a group is one prompt; its completions, which have it, are in .outputs, and those of all prompts in "
         "rollouts.flat",

@@ -45,7 +45,7 @@ class Rollouts(Suggesting):
     `notes`: what a reader has to know of how they were drawn, one sentence each.
     """
 
-    ELSEWHERE: ClassVar[Mapping[str, str]] = dict.fromkeys(
+    _ELSEWHERE: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("token_ids", "text", "finish_reason", "outputs", "index", "info", "prompt", "label"),
         "rollouts are prompts in order (len counts them); .flat gives all completions one by one, rollouts[i].outputs "
         "those of one prompt, and .responses, .texts, .logprobs, .rewards are columns over all",

@@ -184,13 +184,13 @@ GRADIENT = ("grad_norm", "lr")
 SIZE = ("sequences", "tokens", "tokens_per_s", "length", "length_max", "truncated")
 GROUPS = (("result", RESULT), ("policy", POLICY), ("sampler", SAMPLER), ("gradient", GRADIENT), ("size", SIZE))
 CODE = tuple(f"{what}_{part}" for what in ("loss", "reward", "advantage") for part in ("name", "hash", "source"))
-ELSEWHERE = ("step", "version", "data_version", "skipped", "seconds", "aggregation", "head", *CODE)
+_ELSEWHERE = ("step", "version", "data_version", "skipped", "seconds", "aggregation", "head", *CODE)
 
 
 def metrics_card(metrics: Metrics) -> Card:
     """What a training verb found, by what it is about; each number under the name it is called by."""
     rows = [row for title, names in GROUPS for row in _pair_rows(title, metrics, names)]
-    known = {name for _, names in GROUPS for name in names} | set(ELSEWHERE)
+    known = {name for _, names in GROUPS for name in names} | set(_ELSEWHERE)
     others = [name for name in metrics if name not in known and not name.startswith("mismatch/")]
     rows += _pair_rows("others", metrics, others)
     seconds = metrics.get("seconds")

@@ -54,10 +54,10 @@ class Kernel:
         frame = self._frame()
         return frame.f_lineno if frame is not None else 0
 
-    def name_of(self, value: Any) -> str | None:
-        """Return the variable of the notebook that holds `value`."""
-        names = [name for name, one in self.shell.user_ns.items() if one is value and not name.startswith("_")]
-        return min(names, key=len, default=None)
+    def holder_of(self, core: Any) -> str | None:
+        """Return the variable of the notebook that holds the session of this core."""
+        found = [name for name, one in self.shell.user_ns.items() if getattr(one, "__dict__", {}).get("core") is core]
+        return min((name for name in found if not name.startswith("_")), key=len, default=None)
 
     def _cell(self, number: int, text: str) -> Cell:
         while text.lstrip(" \t").startswith("\n"):  # IPython's line numbers begin behind empty lines

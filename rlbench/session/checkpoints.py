@@ -17,7 +17,7 @@ from rlbench.session import step_copies
 from rlbench.units import format_bytes
 
 if TYPE_CHECKING:
-    from rlbench.session.session import Session
+    from rlbench.session.core import SessionCore
 
 SESSION = "session.json"
 
@@ -35,12 +35,12 @@ class Saved(Suggesting):
         return f"Saved({self.path!r}, {format_bytes(self.bytes)}{gone})"
 
 
-def save_steps(session: Session, root: str, max_num: int | None, max_mem: float | None) -> Steps:
+def save_steps(session: SessionCore, root: str, max_num: int | None, max_mem: float | None) -> Steps:
     """Write a checkpoint into `root`; returns `Saved`."""
     for name, value in (("max_num", max_num), ("max_mem", max_mem)):
         if value is not None and value <= 0:
             raise CheckpointError(f"save: {name}={value!r} must be above 0, or None to keep all")
-    session.note_place()
+    session.followed.note_place()
     names = ("step", "version", "rollouts", "config", "history", "cursor")
     state = session.link.state(*names)
     kept = {key: state[key] for key in names}
@@ -65,7 +65,7 @@ def options_of(path: str | Path) -> tuple[Path, dict[str, Any]]:
         raise CheckpointError(f"{found} is damaged: {SESSION} cannot be read ({error})") from error
 
 
-def load_steps(session: Session, folder: Path, kept: dict[str, Any]) -> Steps:
+def load_steps(session: SessionCore, folder: Path, kept: dict[str, Any]) -> Steps:
     """Bring a session just built to a checkpoint: weights, optimizer, step, history, and the replicas' weights."""
     yield session.train.call_all("load_checkpoint", str(folder), what="load", track=True)
     session.link.apply(*({"do": "record", "record": record} for record in kept["history"]))
@@ -77,7 +77,7 @@ def load_steps(session: Session, folder: Path, kept: dict[str, Any]) -> Steps:
     return session
 
 
-def export_steps(session: Session, path: str, dtype: str | None) -> Steps:
+def export_steps(session: SessionCore, path: str, dtype: str | None) -> Steps:
     """Write the trainer's weights as a Hugging Face folder; returns `ExportedModel`."""
     place = new_folder(path, "export")
     parts = yield session.train.call_all(

@@ -23,7 +23,7 @@ from rlbench.session import causes
 from rlbench.weights.proof import allowed_gap
 
 if TYPE_CHECKING:
-    from rlbench.session.session import Session
+    from rlbench.session.core import SessionCore
 
 SAMPLES = 4
 HOTTEST, COLDEST, SEARCHED = 4.0, 0.1, 18
@@ -56,7 +56,7 @@ def tolerance(dtype: str) -> float:
     return allowed_gap(dtype)
 
 
-def drawing(session: Session, contents: Any, n: int, options: dict[str, Any]) -> Any:
+def drawing(session: SessionCore, contents: Any, n: int, options: dict[str, Any]) -> Any:
     """Rollout 0, under way: it does not count, so that no later sample changes."""
     return session.inference.submit_generate(contents, options, n=n, progress=False, number=0)
 
@@ -67,13 +67,13 @@ def as_trained(rollouts: Rollouts) -> TrainBatch:
     return rollouts.score(signs).batch(advantage=lambda rewards, group: rewards)
 
 
-def score_steps(session: Session, batch: TrainBatch, **options: Any) -> Steps:
+def score_steps(session: SessionCore, batch: TrainBatch, **options: Any) -> Steps:
     """Score a batch by the trainer; returns `Scored`, leaves nothing behind."""
     merged = yield session.train.call_all("policy_trial", batch, options, finish=rows_in_order, what="preflight")
     return Scored(*(Ragged.from_rows(merged[name], np.float32).values for name in ("logprobs", "entropy")))
 
 
-def both_sides_steps(session: Session, sequences: list[list[int]]) -> Steps:
+def both_sides_steps(session: SessionCore, sequences: list[list[int]]) -> Steps:
     """The same tokens by the trainer and by every replica at temperature 1; the largest difference counts."""
     ours = yield from score_steps(session, as_batch(sequences))
     replicas = yield session.inference.call_all("prompt_logprobs", sequences, what="preflight")
@@ -81,7 +81,7 @@ def both_sides_steps(session: Session, sequences: list[list[int]]) -> Steps:
     return causes.SideBySide(gap, np.concatenate([np.arange(1, len(row)) for row in sequences]))
 
 
-def cause_steps(session: Session, drawn: Drawn, weights: causes.Weights, scored: Scored, repeat: float) -> Steps:
+def cause_steps(session: SessionCore, drawn: Drawn, weights: causes.Weights, scored: Scored, repeat: float) -> Steps:
     """The probable cause of what did not pass, as a sentence."""
     batch = drawn.batch
     fine = tolerance(weights.trainer_dtype)
@@ -125,7 +125,7 @@ def _tokens(batch: TrainBatch, scored: Scored, tokenizer: Any) -> causes.Tokens:
     return causes.Tokens(gap, index, special, scored.entropy[batch.mask], ", ".join(map(repr, names)))
 
 
-def _guilty_options(session: Session, drawn: Drawn, allowed: float) -> Steps:
+def _guilty_options(session: SessionCore, drawn: Drawn, allowed: float) -> Steps:
     """The sampling options that make the difference: each drawn with alone, and all left out."""
     sampling = drawn.sampling or {}
     suspects = reshaping(sampling)
@@ -141,19 +141,19 @@ def _guilty_options(session: Session, drawn: Drawn, allowed: float) -> Steps:
     return guilty or suspects
 
 
-def _agrees(session: Session, contents: Any, sampling: dict[str, Any], allowed: float) -> Steps:
+def _agrees(session: SessionCore, contents: Any, sampling: dict[str, Any], allowed: float) -> Steps:
     """Whether samples drawn with these options have the trainer's log-probs."""
     batch = as_trained((yield drawing(session, contents, SAMPLES, sampling)))
     return (yield from _explains(session, batch, batch, allowed))
 
 
-def _explains(session: Session, batch: TrainBatch, other: TrainBatch, allowed: float, **options: Any) -> Steps:
+def _explains(session: SessionCore, batch: TrainBatch, other: TrainBatch, allowed: float, **options: Any) -> Steps:
     """Whether the trainer, on another version of the batch, gives the log-probs the sampler gave."""
     ours = yield from score_steps(session, other, **options)
     return float(np.abs(ours.logprobs - batch.sampler_logprobs)[batch.mask].max()) <= allowed
 
 
-def _temperature(session: Session, batch: TrainBatch, allowed: float) -> Steps:
+def _temperature(session: SessionCore, batch: TrainBatch, allowed: float) -> Steps:
     """The temperature, of two digits, at which the trainer gives the sampler's log-probs; None where there is none."""
 
     def off(log_temperature: float) -> Steps:

@@ -22,7 +22,7 @@ from rlbench.session import building, snapshots
 from rlbench.strategies.session_link import ASLEEP
 
 if TYPE_CHECKING:
-    from rlbench.session.session import Session
+    from rlbench.session.core import SessionCore
     from rlbench.session.session_trainer import SessionTrainer
 
 SOURCES = ("snapshot", "weights")
@@ -53,7 +53,7 @@ class Healed(Suggesting):
         return "\n".join([f"healed; at step {self.step}, v{self.version}", *lines])
 
 
-def heal_steps(session: Session, prefer: str) -> Steps:
+def heal_steps(session: SessionCore, prefer: str) -> Steps:
     """Rebuild what died; returns `Healed`.
 
     Args:
@@ -89,7 +89,7 @@ def heal_steps(session: Session, prefer: str) -> Steps:
         yield session.train.call_all("hold_back", NOT_BACK, what="heal")
     if "actor" in lost:
         yield _swept(session)
-        trainer = session._trainer
+        trainer = session.trainer
         kept = _kept_with(session, trainer, prefer, staged)
         if trainer is not None and kept is not None:
             rebuilt["trainer"] = yield from _made_again(session, trainer, f"from snapshot {kept.label!r}")
@@ -128,14 +128,14 @@ def lost_workers(engine: Engine) -> list[str]:
     return found
 
 
-def _swept(session: Session) -> Any:
+def _swept(session: SessionCore) -> Any:
     """Free what a rank left that died in the middle of a snapshot; it would lie in memory until the session ends."""
     starts = [snapshots.folder_start(session, disk) for disk in (False, True)]
     kept = [snapshot.folder for snapshot in snapshots.listed(session)]
     return session.train.call_all("sweep_snapshots", starts, kept, what="heal")
 
 
-def _bring_back(session: Session, prefer: str, staged: dict[str, Any] | None) -> Steps:
+def _bring_back(session: SessionCore, prefer: str, staged: dict[str, Any] | None) -> Steps:
     """Give a rebuilt trainer the newest state there is; returns what that was, in words, and the snapshot's id."""
     newest, reached = _newest(session, prefer, staged), session.step
     if newest is not None:
@@ -182,23 +182,23 @@ def _staged(record: dict[str, Any]) -> dict[str, Any] | None:
     return max(there, key=lambda one: int(one["version"]), default=None)
 
 
-def _newest(session: Session, prefer: str, staged: dict[str, Any] | None) -> snapshots.Snapshot | None:
+def _newest(session: SessionCore, prefer: str, staged: dict[str, Any] | None) -> snapshots.Snapshot | None:
     """The snapshot to go back to."""
     kept = [s for s in snapshots.as_stood_at(session) if Path(s.folder).is_dir()]
     return kept[-1] if kept and not (prefer == "weights" and staged) else None
 
 
 def _kept_with(
-    session: Session, trainer: SessionTrainer | None, prefer: str, staged: dict[str, Any] | None
+    session: SessionCore, trainer: SessionTrainer | None, prefer: str, staged: dict[str, Any] | None
 ) -> snapshots.Snapshot | None:
     """The snapshot to go back to, where the trainer is in it; without one: where any trainer is."""
     newest, id_ = _newest(session, prefer, staged), "*" if trainer is None else trainer.id
     return newest if newest and any(Path(newest.folder).glob(f"*/trainer-{id_}")) else None
 
 
-def _made_again(session: Session, trainer: SessionTrainer, where: str) -> Steps:
+def _made_again(session: SessionCore, trainer: SessionTrainer, where: str) -> Steps:
     """Make the trainer of ranks that died from its description; says where it goes on, or why there is none."""
-    session._trainer = None
+    session.trainer = None
     session.link.set(cut=None)  # a snapshot brings it back with the experience
     if trainer.spec is None:
         return f"{LOST} (another kernel had made it)"
@@ -207,22 +207,22 @@ def _made_again(session: Session, trainer: SessionTrainer, where: str) -> Steps:
             "make_trainer", trainer.method, shared(trainer.spec), trainer.id, finish=lambda found: found[0], what="heal"
         )
     except WorkerDied:
-        session._trainer = trainer  # healed once more, it is made then
+        session.trainer = trainer  # healed once more, it is made then
         raise
     except RLBenchError as error:
         return f"{LOST} ({error})"
-    session._trainer = trainer
+    session.trainer = trainer
     trainer.went_back(int(made["optimizer_steps"]))
     return f"made again, {where}"
 
 
-def _wake(session: Session) -> None:
+def _wake(session: SessionCore) -> None:
     """Wake the replicas if it was the ranks that had them sleep, for a while that never ended."""
     if session.link.state("engines")["engines"].get("inference", {}).get(ASLEEP):
         session.inference.cuda()
         session.link.engine("inference", {ASLEEP: False})
 
 
-def _can_sync(session: Session) -> bool:
+def _can_sync(session: SessionCore) -> bool:
     """Whether a sync can be done now; it also mends replicas that were left half-way."""
     return session.train.status()["weights"] == "cuda" and session.inference.status()["weights"] in ("cuda", "torn")

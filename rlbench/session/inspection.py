@@ -12,10 +12,10 @@ from rlbench.dispatch.chain import Steps
 from rlbench.engines.sync import rows_in_order
 
 if TYPE_CHECKING:
-    from rlbench.session.session import Session
+    from rlbench.session.core import SessionCore
 
 
-def gradient_steps(session: Session) -> Steps:
+def gradient_steps(session: SessionCore) -> Steps:
     """Ask the ranks; returns `Gradients`."""
     parts = yield session.train.call_all("gradient_facts", what="gradients")
     return gradients_of(parts)

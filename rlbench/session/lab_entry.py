@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlbench.errors import StateError, Suggesting
+from rlbench.session.update import train_step
+from rlbench.session.verbs import run
 from rlbench.units import format_number, format_percent
 
 if TYPE_CHECKING:
     from rlbench.data import TrainBatch
     from rlbench.rl.types import Loss
-    from rlbench.session.session import Session
+    from rlbench.session.core import SessionCore
     from rlbench.trainers.options import PolicyOptions
 
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 class Bound:
     """Where a lab's losses can be stepped with: its session, the batch as it was given, the weights' version then."""
 
-    session: Session
+    session: SessionCore
     batch: TrainBatch
     version: int
     options: PolicyOptions
@@ -101,7 +103,8 @@ class LabEntry(Suggesting):
                 f"the weights have moved since the lab's forward (v{bound.version}, now v{version}), so its numbers "
                 "are not those of this step: make the lab again, or step(anyway=True)"
             )
-        return bound.session.train_step(bound.batch, self.as_given, lr=lr, block=block, **bound.options.of_verbs)
+        options = {"lr": lr, **bound.options.of_verbs}
+        return run(bound.session, train_step, (bound.batch, self.as_given), options, block)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"bound": None}  # a session stays where it is

@@ -22,11 +22,11 @@ from rlbench.session.training import check_batch, reference_steps
 from rlbench.trainers.options import PolicyOptions
 
 if TYPE_CHECKING:
-    from rlbench.session.session import Session
+    from rlbench.session.core import SessionCore
 
 
 def lab_steps(
-    session: Session,
+    session: SessionCore,
     batch: TrainBatch,
     losses: Mapping[str, Any] | Iterable[Any],
     options: PolicyOptions,
@@ -76,7 +76,7 @@ def _shipped(
 
 
 def _with_gradients(
-    session: Session, lab: LossLab, shipped: Mapping[str, ShippedLoss], options: PolicyOptions
+    session: SessionCore, lab: LossLab, shipped: Mapping[str, ShippedLoss], options: PolicyOptions
 ) -> Steps:
     """The lab with its losses' whole gradients, from the ranks; a loss that fails there moves to `failed`."""
     sent = {name: (shipped[name].blob, lab.aggregation) for name in lab}

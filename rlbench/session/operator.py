@@ -12,6 +12,7 @@ from rlbench.dispatch.link import Link
 from rlbench.errors import SessionError, Stopped
 from rlbench.runtime import cluster
 from rlbench.session.cells import OPERATOR_PLACE
+from rlbench.session.core import SessionCore
 from rlbench.session.session import Session
 
 
@@ -22,8 +23,8 @@ def operate(name: str, cluster_id: str, epoch: int, verb: str, args: dict[str, A
     """
     cluster.join_own_worker(cluster_id)
     link = Link.operate(name, epoch)
-    session = Session._attached(link)
-    session.recorder.place = OPERATOR_PLACE
+    session = Session._of(SessionCore.attach(link))
+    session.core.recorder.place = OPERATOR_PLACE
     try:
         return _run(session, verb, args)
     except Stopped as stopped:

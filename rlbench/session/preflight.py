@@ -34,7 +34,7 @@ from rlbench.units import format_number
 from rlbench.weights.proof import probe_tokens
 
 if TYPE_CHECKING:
-    from rlbench.session.session import Session
+    from rlbench.session.core import SessionCore
 
 TOKENS, ROWS, WORST = 48, 64, 10
 QUESTIONS = (
@@ -123,7 +123,7 @@ class Preflight(Suggesting):
         return "\n".join(lines)
 
 
-def preflight_steps(session: Session, prompts: Any, n: int, sampling: dict[str, Any], strict: bool) -> Steps:
+def preflight_steps(session: SessionCore, prompts: Any, n: int, sampling: dict[str, Any], strict: bool) -> Steps:
     """Measure, check, look for the cause; returns a `Preflight`, or raises `CheckFailed` where `strict`."""
     drawn = yield from _drawn(session, prompts, n, sampling)
     batch = drawn.batch
@@ -169,7 +169,7 @@ def preflight_steps(session: Session, prompts: Any, n: int, sampling: dict[str, 
 # -- what is compared
 
 
-def _drawn(session: Session, prompts: Any, n: int, sampling: dict[str, Any]) -> Steps:
+def _drawn(session: SessionCore, prompts: Any, n: int, sampling: dict[str, Any]) -> Steps:
     """The tokens to compare: drawn now, or those of the rollouts or the batch that were given."""
     if isinstance(prompts, TrainBatch | Rollouts):
         if sampling or n != SAMPLES:
@@ -197,7 +197,7 @@ def default_prompts(tokenizer: Any) -> list[Any]:
     return [[{"role": "user", "content": question}] for question in QUESTIONS]
 
 
-def _on_policy(session: Session, batch: TrainBatch, trainer: np.ndarray) -> Steps:
+def _on_policy(session: SessionCore, batch: TrainBatch, trainer: np.ndarray) -> Steps:
     """Log-probs and metrics of a forward and backward whose old policy is the trainer's own, just scored."""
     shipped = ship("grpo", batch)
 
@@ -208,7 +208,7 @@ def _on_policy(session: Session, batch: TrainBatch, trainer: np.ndarray) -> Step
     return (yield session.train.call_all("policy_trial", own, {}, shipped.blob, finish=finish, what="preflight"))
 
 
-def _weights(session: Session, batch: TrainBatch) -> causes.Weights:
+def _weights(session: SessionCore, batch: TrainBatch) -> causes.Weights:
     return causes.Weights(
         session.version,
         tuple(session.inference.weight_versions()),

@@ -7,7 +7,6 @@ outlives the kernel and has the side panel's verbs in it.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import inspect
 import json
@@ -21,7 +20,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,19 +29,16 @@ from rlbench.data.metrics import Metrics
 from rlbench.data.origin import makers
 from rlbench.dispatch.by_value import is_own
 from rlbench.dispatch.chain import Chain
+from rlbench.dispatch.link import Link
 from rlbench.dispatch.pending import Pending
 from rlbench.errors import Stopped
 from rlbench.runtime import registry
 from rlbench.session import cells
 from rlbench.session.sources import described
 
-if TYPE_CHECKING:
-    from rlbench.session.session import Session
-
-P = ParamSpec("P")
 R = TypeVar("R")
 
-NOT_WRITTEN = ("self", "block", "progress", "on_stop")
+NOT_WRITTEN = ("core", "progress", "on_stop")
 """Arguments that say how a cell waits, not what is done."""
 CODE = ("loss", "reward", "env")
 METRICS = ("loss", "reward", "kl", "entropy", "grad_norm", "lr")
@@ -80,11 +76,18 @@ class Entry:
 
 
 class Recorder:
-    """Writes and reads the record of session `name`. `place`: where its verbs come from, if not from a cell."""
+    """Writes and reads the record of a session.
 
-    def __init__(self, name: str) -> None:
-        self.folder = registry.snapshot_folder(name) / "script"
-        self.place = ""
+    Args:
+        link: the session's.
+        seed: of its sampling.
+        ended: told each verb that ended, and its value.
+    """
+
+    def __init__(self, link: Link, seed: int, ended: Callable[[Entry, Any], None]) -> None:
+        self.folder = registry.snapshot_folder(link.name) / "script"
+        self.place = ""  # where verbs come from, if not from this process's code
+        self._link, self._seed, self._ended = link, seed, ended
         self._lock = threading.RLock()
         self._read: tuple[int, list[Entry]] = (0, [])
         self._cells_written: set[str] = set()
@@ -127,9 +130,9 @@ class Recorder:
 
     # -- writing
 
-    def begin(self, session: Session, verb: str, args: Mapping[str, Any]) -> Entry:
+    def begin(self, verb: str, args: Mapping[str, Any]) -> Entry:
         """Write down what a verb is called with."""
-        entry = Entry(verb, time=time.time(), seed=session.options.seed)
+        entry = Entry(verb, time=time.time(), seed=self._seed)
         with self._unharmed(entry):
             kernel = cells.kernel()
             if kernel is not None:
@@ -140,51 +143,47 @@ class Recorder:
                 self._argument(entry, name, value)
         return entry
 
-    def during(self, session: Session, entry: Entry, call: Callable[[], R]) -> R:
+    def during(self, entry: Entry, call: Callable[[], R]) -> R:
         """Run a verb and write down what comes of it: now, or where it is not waited for once it has ended."""
         try:
             value = call()
         except BaseException as error:
-            self.end(session, entry, error=error)
+            self.end(entry, error=error)
             raise
         if isinstance(value, Pending | Chain):
             with self._unharmed(entry):
                 self._append("verbs", asdict(replace(entry, outcome="running")))
-            value.then(lambda result, error: self.end(session, entry, result, error))
+            value.then(lambda result, error: self.end(entry, result, error))
         else:
-            self.end(session, entry, value)
+            self.end(entry, value)
         return value
 
-    def end(self, session: Session, entry: Entry, value: Any = None, error: BaseException | None = None) -> None:
+    def end(self, entry: Entry, value: Any = None, error: BaseException | None = None) -> None:
         """Add what came of it, and write the line; nothing where the session's folder went with it."""
         with self._unharmed(entry):
-            self._add_outcome(session, entry, value, error)
-        if session.link.closed:
+            self._add_outcome(entry, value, error)
+        if self._link.closed:
             return
         with self._unharmed(entry):
             self._append("verbs", asdict(entry))
         with self._unharmed(entry):
-            session.trackers.saw(entry, value)
+            self._ended(entry, value)
 
     @contextlib.contextmanager
-    def engine_call(
-        self, session: Session, engine: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Iterator[None]:
+    def engine_call(self, engine: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         """Record what a user does with an engine itself: `session.train.run(…)`, a method of the module."""
-        entry = self.begin_engine_call(session, engine, method, args, kwargs)
+        entry = self.begin_engine_call(engine, method, args, kwargs)
         try:
             yield
         except BaseException as error:
-            self.end(session, entry, error=error)
+            self.end(entry, error=error)
             raise
-        self.end(session, entry)
+        self.end(entry)
 
-    def begin_engine_call(
-        self, session: Session, engine: str, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Entry:
+    def begin_engine_call(self, engine: str, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Entry:
         """Write down a call of an engine's or a trainer's own method; positional arguments are numbered."""
         role = ROLES.get(engine, f"engines[{engine!r}]")
-        return self.begin(session, f"{role}.{method}", {str(i): one for i, one in enumerate(args)} | dict(kwargs))
+        return self.begin(f"{role}.{method}", {str(i): one for i, one in enumerate(args)} | dict(kwargs))
 
     def cell_ended(self) -> None:
         """Write down the cells that ended since the last time."""
@@ -214,15 +213,15 @@ class Recorder:
             if about["source"]:
                 entry.sources[part] = self._keep(about["source"])
 
-    def _add_outcome(self, session: Session, entry: Entry, value: Any, error: BaseException | None) -> None:
+    def _add_outcome(self, entry: Entry, value: Any, error: BaseException | None) -> None:
         entry.seconds = time.time() - entry.time
         if error is not None:
             entry.outcome = "stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed"
             entry.said = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             value = getattr(error, "partial", None)
             entry.outcome = "done" if isinstance(value, Metrics) else entry.outcome  # stopped too late: it was done
-        if not session.link.closed:
-            state = session.link.state("step", "version")
+        if not self._link.closed:
+            state = self._link.state("step", "version")
             entry.step, entry.version = state["step"], state["version"]
         if isinstance(value, Rollouts):
             entry.number, entry.digest = value.number, _digest(value)
@@ -270,23 +269,6 @@ class Recorder:
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
         return key
-
-
-def recorded(method: Callable[P, R]) -> Callable[P, R]:
-    """Let a verb of a session be written down; one called with `block=False` once it has ended."""
-    signature = inspect.signature(method)
-
-    @functools.wraps(method)
-    def verb(*args: P.args, **kwargs: P.kwargs) -> R:
-        session: Any = args[0]
-        bound = signature.bind(*args, **kwargs)  # a TypeError here is the caller's, as without this
-        prompts = bound.arguments.get("prompts")
-        if hasattr(prompts, "__next__"):  # it can be read once
-            bound.arguments["prompts"] = list(prompts or ())
-        entry = session.recorder.begin(session, method.__name__, arguments(bound))
-        return session.recorder.during(session, entry, lambda: method(*bound.args, **bound.kwargs))
-
-    return verb
 
 
 def arguments(bound: inspect.BoundArguments) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from rlbench.session.loss_check import ship
 from rlbench.units import format_bytes, format_percent
 
 if TYPE_CHECKING:
-    from rlbench.session.session import Session
+    from rlbench.session.core import SessionCore
 
 RESERVE = 0.05
 """Share of the limit that the largest safe budget leaves free: what a line does not foretell."""
@@ -123,7 +123,7 @@ class _Trainer:
 
 
 def rehearse_steps(
-    session: Session,
+    session: SessionCore,
     max_length: int | None,
     token_budget: int | None,
     loss: Any,

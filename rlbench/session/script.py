@@ -24,6 +24,7 @@ from rlbench.session import cells
 from rlbench.session.recording import Entry
 
 if TYPE_CHECKING:
+    from rlbench.session.core import SessionCore
     from rlbench.session.session import Session
 
 ANONYMOUS = "anonymous-"
@@ -44,13 +45,13 @@ class Exported(Suggesting):
         return f"Exported({str(self.path)!r}: {self.cells} cells{out}; run it with python {self.path.name})"
 
 
-def export_script(session: Session, path: str | Path) -> Exported:
-    """Write the script; see `Session.export_script`."""
+def write_script(core: SessionCore, path: str | Path) -> Exported:
+    """Write the script; see `records.export_script`."""
     target = Path(path).expanduser().resolve()
     if target.suffix != ".py":
         raise SessionError(f"export_script({str(path)!r}): the name of a script ends in .py")
-    entries, kernel = session.recorder.entries(), cells.kernel()
-    done = session.recorder.cells()
+    entries, kernel = core.recorder.entries(), cells.kernel()
+    done = core.recorder.cells()
     if kernel is not None and kernel.running is not None:  # what stands before this call
         done.append(_cut(kernel.running, "running", "", kernel.current_line()))
     if not done:
@@ -59,12 +60,12 @@ def export_script(session: Session, path: str | Path) -> Exported:
             "export_script writes the cells of a notebook, and this session has none: its verbs were called in "
             f"{where or 'a plain script'}, which is its own script"
         )
-    variable = (kernel.name_of(session) if kernel is not None else None) or "session"
+    variable = (kernel.holder_of(core) if kernel is not None else None) or "session"
     body = _Body(variable, {cell.id for cell in done})
     parts: list[cells.Cell | Entry] = [*done, *entries]
     for part in sorted(parts, key=lambda one: one.time):
         body.add(part)
-    text = _text(session, body, [line for entry in entries if (line := _seen(entry))])
+    text = _text(core, body, [line for entry in entries if (line := _seen(entry))])
     files.write_text(target, text)
     target.chmod(0o600)  # code of a private folder
     return Exported(target, body.count, tuple(body.left_out))
@@ -150,9 +151,9 @@ def _seen(entry: Entry) -> dict[str, Any]:
     return {"verb": entry.verb, **numbers} if numbers else {}
 
 
-def _text(session: Session, body: _Body, seen: Sequence[Mapping[str, Any]]) -> str:
+def _text(core: SessionCore, body: _Body, seen: Sequence[Mapping[str, Any]]) -> str:
     text = "\n".join(body.lines)
-    model, name = Path(session.options.model).name, session.name
+    model, name = Path(core.options.model).name, core.name
     title = f"What was done in session {one_line(name)} on {one_line(model)}, {time.strftime('%Y-%m-%d')}"
     display = ["from IPython.display import display"] if "display(" in text else []
     numbers = [f"        {_literal(one)}," for one in seen]
@@ -201,7 +202,7 @@ def run_cell(text: str, names: dict[str, Any]) -> None:
 
 def compare(session: Session, seen: Sequence[Mapping[str, Any]]) -> None:
     """Print each number beside the one seen, close the session, and exit with an error where some differ."""
-    now = [line for entry in session.recorder.entries() if (line := _seen(entry))]
+    now = [line for entry in session.core.recorder.entries() if (line := _seen(entry))]
     session.close()
     differences = []
     for what, value, then in _pairs(now, seen):

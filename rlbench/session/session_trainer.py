@@ -22,7 +22,7 @@ from rlbench.session.trainer_places import here
 from rlbench.trainers.run_options import defaults
 
 if TYPE_CHECKING:
-    from rlbench.session.session import Session
+    from rlbench.session.core import SessionCore
     from rlbench.session.snapshots import Snapshot
 
 
@@ -61,7 +61,7 @@ class SessionTrainer(Suggesting):
     `history`: records of its iterations, oldest first; those that were taken back are not in it.
     """
 
-    def __init__(self, session: Session, made: Mapping[str, Any], spec: bytes | None = None) -> None:
+    def __init__(self, session: SessionCore, made: Mapping[str, Any], spec: bytes | None = None) -> None:
         self._session = session
         self.id, self.spec = str(made["id"]), spec
         self.method = str(made["method"])
@@ -113,7 +113,7 @@ class SessionTrainer(Suggesting):
 
     def where(self) -> TrainerPlace:
         """How far the run is: `iterations`, `optimizer_steps`, the place in the prompts, …"""
-        return TrainerPlace.of(self._session._run("trainer.where", self._call_steps("where"), True))
+        return TrainerPlace.of(self._run("where", self._call_steps("where")))
 
     def finish(self) -> None:
         """The run is over: write what the options keep at its end (`save_steps`)."""
@@ -139,11 +139,15 @@ class SessionTrainer(Suggesting):
 
     def _do(self, verb: str, args: tuple[Any, ...], steps: Steps, block: bool) -> Any:
         session = self._session
-        if session.last_trainer is not self:
+        if last_trainer(session) is not self:
             steps.close()
             raise SessionError("another trainer has taken the place of this one: session.last_trainer is it")
-        entry = session.recorder.begin_engine_call(session, "trainer", verb, args, {})
-        return session.recorder.during(session, entry, lambda: session._run(f"trainer.{verb}", steps, block))
+        entry = session.recorder.begin_engine_call("trainer", verb, args, {})
+        return session.recorder.during(entry, lambda: self._run(verb, steps, block))
+
+    def _run(self, verb: str, steps: Steps, block: bool = True) -> Any:
+        chain = self._session.run(f"trainer.{verb}", steps)
+        return chain.blocking_result() if block else chain
 
     def _call_steps(self, verb: str, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Steps:
         return (
@@ -310,3 +314,17 @@ class SessionTrainer(Suggesting):
         self.history = History([*self.history.records, values])
         self._session.trackers.iterated(values)
         return values
+
+
+def last_trainer(core: SessionCore) -> SessionTrainer:
+    """Return the trainer that was made last; after `rb.attach` the one that is on the ranks, as it stands.
+
+    Raises:
+        SessionError: there is none.
+    """
+    if core.trainer is None:
+        made = core.train.call_all("held_trainer", what="trainer", finish=lambda found: found[0]).result()
+        core.trainer = None if made is None else SessionTrainer(core, made)
+    if core.trainer is None:
+        raise SessionError("there is no trainer yet: session.trainer(method, prompts, reward) makes one")
+    return core.trainer

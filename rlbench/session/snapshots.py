@@ -26,7 +26,7 @@ from rlbench.runtime import registry
 from rlbench.units import format_bytes
 
 if TYPE_CHECKING:
-    from rlbench.session.session import Session
+    from rlbench.session.core import SessionCore
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,13 @@ class Snapshots(Suggesting):
         return "\n".join([*lines, *(f"  {snapshot!r}" for snapshot in self._kept)])
 
 
-def listed(session: Session) -> Snapshots:
+def listed(session: SessionCore) -> Snapshots:
     """The session's snapshots by age, those kept around its steps included."""
     undo = session.link.state("undo")["undo"]
     return Snapshots(sorted(as_stood_at(session), key=lambda s: s.time), undo[-1] if undo else None)
 
 
-def as_stood_at(session: Session) -> list[Snapshot]:
+def as_stood_at(session: SessionCore) -> list[Snapshot]:
     """The same, that at which the session stood last as the last."""
     names = Snapshot.__dataclass_fields__
     return [
@@ -105,14 +105,14 @@ def as_stood_at(session: Session) -> list[Snapshot]:
     ]
 
 
-def snapshot_steps(session: Session, label: str | None, disk: bool) -> Steps:
+def snapshot_steps(session: SessionCore, label: str | None, disk: bool) -> Steps:
     """Write a snapshot; returns it. It counts from the moment the monitor knows it."""
     if label is not None and label in {s.label for s in as_stood_at(session)}:
         raise SessionError(f"there is a snapshot {label!r} already: session.drop({label!r}) first, or another label")
     return (yield from write_steps(session, label, disk))
 
 
-def restore_steps(session: Session, which: Any, sync: bool, healing: bool = False) -> Steps:
+def restore_steps(session: SessionCore, which: Any, sync: bool, healing: bool = False) -> Steps:
     """Bring the ranks, step, history and rollout number back, then the replicas; returns the snapshot.
 
     Args:
@@ -127,15 +127,15 @@ def restore_steps(session: Session, which: Any, sync: bool, healing: bool = Fals
     session.link.apply({"do": "restore", "id": snapshot.id, "stays": stays})
     session.anchors.go_back(snapshot.id)
     if not stays:
-        session.move_place()
+        session.followed.move_place()
     session.train.publish_state()
     session.trainer_went_back(snapshot.label, found["trainer"])
-    if sync and session.replicas_can_sync():
+    if sync and session.can_sync():
         yield sync_weights(session.train, session.inference, session.version)
     return snapshot
 
 
-def drop_steps(session: Session, which: list[Any]) -> Steps:
+def drop_steps(session: SessionCore, which: list[Any]) -> Steps:
     """Forget snapshots, and branches that end at one, then free what they hold."""
     chosen = [listed(session)[one] for one in which]
     gone = {snapshot.id for snapshot in chosen}
@@ -149,7 +149,7 @@ def drop_steps(session: Session, which: list[Any]) -> Steps:
 # -- branches
 
 
-def branch_steps(session: Session, name: str, sync: bool) -> Steps:
+def branch_steps(session: SessionCore, name: str, sync: bool) -> Steps:
     """Start branch `name` where the session stands, or go on with it where it was left; returns its snapshot.
 
     The branch that is left keeps its own end as a snapshot of its name.
@@ -172,12 +172,12 @@ def branch_steps(session: Session, name: str, sync: bool) -> Steps:
 # -- parts
 
 
-def folder_start(session: Session, disk: bool) -> str:
+def folder_start(session: SessionCore, disk: bool) -> str:
     """How the paths of the session's snapshots begin; an id follows."""
     return f"{registry.snapshot_folder(session.name)}/" if disk else f"/dev/shm/{shm_prefix(session.name)}snapshot-"
 
 
-def write_steps(session: Session, label: str | None, disk: bool = False, automatic: bool = False) -> Steps:
+def write_steps(session: SessionCore, label: str | None, disk: bool = False, automatic: bool = False) -> Steps:
     """Write, then put on record; returns the snapshot. A folder that no record names is swept with the session.
 
     Args:
@@ -190,7 +190,7 @@ def write_steps(session: Session, label: str | None, disk: bool = False, automat
     parts = yield session.train.call_all(
         "write_snapshot", folder, before, disk, not automatic, what="snapshot", track=not automatic
     )
-    session.note_place()
+    session.followed.note_place()
     fields = {
         "label": label or f"step {session.step}, {id_}",
         "folder": folder,
@@ -204,7 +204,7 @@ def write_steps(session: Session, label: str | None, disk: bool = False, automat
     return next(snapshot for snapshot in as_stood_at(session) if snapshot.id == id_)
 
 
-def free_steps(session: Session, chosen: list[Snapshot]) -> Steps:
+def free_steps(session: SessionCore, chosen: list[Snapshot]) -> Steps:
     """Forget these snapshots, then free what they hold."""
     for snapshot in chosen:
         session.anchors.forget(snapshot.id)
@@ -213,7 +213,7 @@ def free_steps(session: Session, chosen: list[Snapshot]) -> Steps:
         yield session.train.call_all("drop_snapshots", [s.folder for s in chosen], what="drop")
 
 
-def _no_step_since(session: Session, snapshot: Snapshot) -> bool:
+def _no_step_since(session: SessionCore, snapshot: Snapshot) -> bool:
     """Whether the session is at the very step and record that it was at then."""
     state = session.link.state("step", "tip", "snapshots")
     then = state["snapshots"][snapshot.id]

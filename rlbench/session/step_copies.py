@@ -16,10 +16,10 @@ from rlbench.errors import CheckpointError, SessionError
 from rlbench.session.snapshots import Snapshot, as_stood_at, free_steps, restore_steps, write_steps
 
 if TYPE_CHECKING:
-    from rlbench.session.session import Session
+    from rlbench.session.core import SessionCore
 
 
-def before_step_steps(session: Session) -> Steps:
+def before_step_steps(session: SessionCore) -> Steps:
     """Keep the state before a step; returns its `Snapshot`, None where the session keeps none.
 
     Want of room does not end the step: it is said, and the step then cannot be undone.
@@ -35,7 +35,7 @@ def before_step_steps(session: Session) -> Steps:
     return kept
 
 
-def can_be_undone(session: Session, before: Snapshot | None) -> None:
+def can_be_undone(session: SessionCore, before: Snapshot | None) -> None:
     """A step was taken that changed something: `undo` goes back to before it, if that was kept, and to before no more
     steps than asked for."""
     if session.undo_depth < 1:
@@ -44,7 +44,7 @@ def can_be_undone(session: Session, before: Snapshot | None) -> None:
     session.link.set(undo=[] if before is None else [*stack, before.id][-session.undo_depth :])
 
 
-def after_step_steps(session: Session) -> Steps:
+def after_step_steps(session: SessionCore) -> Steps:
     """Keep the state after a step that is on record, or after a checkpoint was loaded; what gives way is freed first.
 
     Want of room is said: were a worker lost before the next step, that step would be.
@@ -60,7 +60,7 @@ def after_step_steps(session: Session) -> Steps:
         warnings.warn(f"step {session.step} is done but not kept, heal() would {to}: {error}", stacklevel=2)
 
 
-def undo_steps(session: Session, sync: bool) -> Steps:
+def undo_steps(session: SessionCore, sync: bool) -> Steps:
     """Go back to before the last step; returns the snapshot, which stays as what `heal` goes back to."""
     stack = session.link.state("undo")["undo"]
     if not stack:
@@ -75,7 +75,7 @@ def undo_steps(session: Session, sync: bool) -> Steps:
     return snapshot
 
 
-def _surplus_freed(session: Session) -> Steps:
+def _surplus_freed(session: SessionCore) -> Steps:
     """Drop the copies around steps that neither `undo` nor `heal` would go back to."""
     state = session.link.state("snapshots", "undo")
     automatic = [id_ for id_, fields in state["snapshots"].items() if fields.get("automatic")]

@@ -8,23 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 from rlbench.data import Rollouts
 from rlbench.data.history import is_number
 from rlbench.data.metric_names import with_aliases
 from rlbench.data.metrics import Metrics
 from rlbench.data.optional import needed
+from rlbench.dispatch.link import Link
 from rlbench.errors import SessionError, nearest
-from rlbench.session.evaluation import Evaluation
+from rlbench.session.options import SessionOptions
+from rlbench.session.recording import Entry
 from rlbench.user_code import user_code
 
-if TYPE_CHECKING:
-    from rlbench.session.recording import Entry
-    from rlbench.session.session import Session
-
 STEPS = ("train_step", "optim_step")
+
+
+class Tracker(Protocol):
+    """A tracker of accelerate's."""
+
+    name: str
+    tracker: Any
+
+    def log(self, values: dict[str, Any], step: int | None = None) -> None: ...
 
 
 class Trackers:
@@ -33,8 +40,8 @@ class Trackers:
     What they were made with is kept at the monitor, so that a kernel that attaches goes on with them.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, link: Link, options: SessionOptions, entries: Callable[[], list[Entry]]) -> None:
+        self._link, self._options, self._entries = link, options, entries
         self._running: dict[str, Any] | None = None
         self._steps: int | None = None
 
@@ -42,11 +49,11 @@ class Trackers:
         running = self._running if self._running is not None else [spec["tracker"] for spec in self._specs()]
         return f"Trackers({', '.join(running) or 'none: session.track(name)'})"
 
-    def start(self, tracker: Any, run: str | None, folder: str, options: dict[str, Any]) -> Any:
+    def start(self, tracker: Any, run: str | None, folder: str, options: dict[str, Any]) -> Tracker:
         """Start one; returns accelerate's tracker, whose `.tracker` is the library's own run."""
         running = self._all()
         if isinstance(tracker, str):
-            spec = {"tracker": tracker, "run": run or self._session.name, "folder": folder, "options": options}
+            spec = {"tracker": tracker, "run": run or self._link.name, "folder": folder, "options": options}
             name, made = tracker, _made(spec)
         else:
             given = [key for key, value in (("run", run), ("options", options)) if value]
@@ -57,7 +64,7 @@ class Trackers:
         if name in running:
             raise SessionError(f"the session is tracked by {name} already: session.untrack({name!r}) ends that")
         made.start()
-        made.store_init_configuration(flat(self._session.options.to_json()))
+        made.store_init_configuration(flat(self._options.to_json()))
         running[name] = made
         if spec is not None:
             self._keep([*self._specs(), spec])
@@ -71,11 +78,11 @@ class Trackers:
         ended = list(running) if name is None else [name]
         for one in ended:
             running.pop(one).finish()
-        if not self._session.link.closed:
+        if not self._link.closed:
             self._keep([spec for spec in self._specs() if spec["tracker"] not in ended])
         return ended
 
-    def saw(self, entry: Entry, value: Any) -> None:
+    def log(self, entry: Entry, value: Any) -> None:
         """Log what a verb gave. A tracker that fails is said each time, and training goes on."""
         values = logged(entry, value)
         running = self._all() if values else {}
@@ -114,18 +121,18 @@ class Trackers:
         return self._running
 
     def _specs(self) -> list[dict[str, Any]]:
-        return list(self._session.link.state("trackers")["trackers"])
+        return list(self._link.state("trackers")["trackers"])
 
     def _keep(self, specs: list[dict[str, Any]]) -> None:
-        self._session.link.set(trackers=specs)
+        self._link.set(trackers=specs)
 
     def _count(self, stepped: bool) -> int:
         """Steps and iterations so far, this one included: those on record, and the steps of `optim_step`, which has no
         record."""
         if self._steps is None:
-            entries = self._session.recorder.entries()
+            entries = self._entries()
             alone = sum(one.verb == "optim_step" and one.outcome == "done" for one in entries)
-            self._steps = alone + len(self._session.link.state("records")["records"])
+            self._steps = alone + len(self._link.state("records")["records"])
         elif stepped:
             self._steps += 1
         return self._steps
@@ -145,7 +152,7 @@ def logged(entry: Entry, value: Any) -> dict[str, float]:
     """The numbers of a verb that a tracker gets."""
     if entry.verb in STEPS and isinstance(value, Metrics):
         return with_aliases(flat(value, numbers=True))
-    if isinstance(value, Evaluation):
+    if entry.verb == "evaluate" and value is not None:
         return {"evaluation/reward": value.reward}
     if entry.verb == "rollout" and isinstance(value, Rollouts) and value.samples:
         seconds = value.stats.get("seconds")

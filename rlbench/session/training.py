@@ -28,10 +28,12 @@ from rlbench.session.sources import of_batch
 from rlbench.trainers.options import PolicyOptions
 
 if TYPE_CHECKING:
-    from rlbench.session.session import Session
+    from rlbench.session.core import SessionCore
 
 
-def train_step_steps(session: Session, batch: TrainBatch, loss: Any, options: PolicyOptions, lr: float | None) -> Steps:
+def train_step_steps(
+    session: SessionCore, batch: TrainBatch, loss: Any, options: PolicyOptions, lr: float | None
+) -> Steps:
     """Exactly one optimizer step on `batch`; returns `Metrics` and records them."""
     begin = time.perf_counter()
     check_batch(batch, session)
@@ -53,7 +55,7 @@ def train_step_steps(session: Session, batch: TrainBatch, loss: Any, options: Po
 
 
 def forward_backward_steps(
-    session: Session, batch: TrainBatch, loss: Any, options: PolicyOptions, view: View | None = None
+    session: SessionCore, batch: TrainBatch, loss: Any, options: PolicyOptions, view: View | None = None
 ) -> Steps:
     """Accumulate the gradient of `loss` on `batch`; returns `Metrics` with the per-token channels.
 
@@ -100,7 +102,7 @@ def forward_backward_steps(
     return Metrics(values, tokens)
 
 
-def optim_step_steps(session: Session, lr: float | None, whole_step: bool = False) -> Steps:
+def optim_step_steps(session: SessionCore, lr: float | None, whole_step: bool = False) -> Steps:
     """Step the optimizer on the accumulated gradients; the trainer's version goes up unless the step was skipped.
 
     The caller keeps the state after it, once the step is on record.
@@ -121,7 +123,7 @@ def optim_step_steps(session: Session, lr: float | None, whole_step: bool = Fals
     }
 
 
-def _tell_stale(session: Session, batch: TrainBatch, shipped: ShippedLoss) -> None:
+def _tell_stale(session: SessionCore, batch: TrainBatch, shipped: ShippedLoss) -> None:
     """Warn where the policy that sampled a batch is not the one its old log-probs will be taken from."""
     if batch.old_logprobs is not None:
         return
@@ -140,7 +142,7 @@ def _tell_stale(session: Session, batch: TrainBatch, shipped: ShippedLoss) -> No
         )
 
 
-def reference_steps(session: Session, batch: TrainBatch, options: PolicyOptions) -> Steps:
+def reference_steps(session: SessionCore, batch: TrainBatch, options: PolicyOptions) -> Steps:
     """The batch with the reference policy's log-probs."""
     reference = session.reference
     if reference is None:
@@ -190,7 +192,7 @@ def _view(what: str, batch: TrainBatch) -> View | None:
     return views.make("train", what=what, tokens=int(batch.lengths.sum()), trained=int(batch.mask.sum()))
 
 
-def check_batch(batch: Any, session: Session, verb: str = "train_step") -> None:
+def check_batch(batch: Any, session: SessionCore, verb: str = "train_step") -> None:
     """Refuse what is no batch, or has nothing to train on."""
     if not isinstance(batch, TrainBatch):
         hint = "rollouts.score(reward_fn).batch(advantage=rb.rl.group_normalized())"

@@ -14,11 +14,11 @@ EXITS = ["SystemExit(3)", "KeyboardInterrupt()", "GeneratorExit()"]
 @pytest.fixture
 def train(session):
     """The ranks, which must be as alive and as level after the test as before it."""
-    before = [session.link.state("engines")["engines"]["actor"]["pids"], session.train.world_size]
+    before = [session.core.link.state("engines")["engines"]["actor"]["pids"], session.train.world_size]
     yield session.train
     count = session.train.run_cell("strategy.all_reduce(1.0, op='sum')")
     assert count == ["2.0", "2.0"]
-    assert before == [session.link.state("engines")["engines"]["actor"]["pids"], session.train.world_size]
+    assert before == [session.core.link.state("engines")["engines"]["actor"]["pids"], session.train.world_size]
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +69,11 @@ def test_an_environment_and_a_tool_that_exit_end_their_sample_alone(session, err
         def step(self, turn):
             raise eval(error)
 
-    before = session.link.state("engines")["engines"]["inference"]["pids"]
+    before = session.core.link.state("engines")["engines"]["inference"]["pids"]
     with pytest.raises(DataError, match=f"failed for all 2 completions.*{error.partition('(')[0]}"):
         session.rollout(tasks.prompts(1), n=2, env=Leaves, max_tokens=4, progress=False)
     assert session.rollout(tasks.prompts(1), n=2, max_tokens=4, progress=False).samples == 2
-    assert session.link.state("engines")["engines"]["inference"]["pids"] == before
+    assert session.core.link.state("engines")["engines"]["inference"]["pids"] == before
 
 
 def test_a_reward_and_a_trainer_of_ones_own_that_exit_end_their_iteration(session, train):
@@ -94,7 +94,7 @@ def test_a_reward_and_a_trainer_of_ones_own_that_exit_end_their_iteration(sessio
     with pytest.raises(rb.RLBenchError, match=r"(?s)SystemExit: 5.*# mine"):
         session.trainer("grpo", prompts, lambda rollout: 1.0, trainer_class=Leaves, **options).step()
     session.train.call_all("drop_trainer").result()  # the files that share the session know of none
-    session._trainer = None
+    session.core.trainer = None
 
 
 def test_a_redefinition_that_exits_changes_nothing(train):

@@ -139,7 +139,7 @@ def test_what_is_sampled_depends_on_no_grouping_and_is_what_its_seeds_say(sessio
 
 def test_one_rank_of_another_engine_draws_the_same(session, train, tiny_path):
     wanted = tokens(ranks(train, draw, [1, 3], FREE, call=4))
-    solo = rb.TrainEngine(PolicySpec(str(tiny_path)), name="solo", link=session.link, seed=7)
+    solo = rb.TrainEngine(PolicySpec(str(tiny_path)), name="solo", link=session.core.link, seed=7)
     solo.build(tensor_parallel_size=1, data_parallel_size=1)
     try:
         solo.run(setup)
@@ -164,15 +164,15 @@ def test_prompts_are_token_ids_too_and_outputs_say_what_ended_them(train):
 
 
 def test_no_prompts_anywhere_is_no_call(session, train):
-    before = session.link.state("rollouts")
+    before = session.core.link.state("rollouts")
     assert ranks(train, draw, [0, 0], GREEDY) == [[], []]
-    assert session.link.state("rollouts") == before
+    assert session.core.link.state("rollouts") == before
 
 
 def test_it_shows_at_the_monitor_as_a_rollout(session, train):
-    before = session.link.state("rollouts")["rollouts"]
+    before = session.core.link.state("rollouts")["rollouts"]
     ranks(train, draw, [3, 1], GREEDY)
-    state = session.link.state("rollouts", "lengths")
+    state = session.core.link.state("rollouts", "lengths")
     assert state["rollouts"] == before + 1
     assert state["lengths"][-1]["rollout"] == before + 1
     assert session.inference.last_rollout().number == before + 1
@@ -277,7 +277,7 @@ def test_new_weights_change_what_is_drawn_to_what_the_trainer_computes(session, 
     before = ranks(train, draw, [2, 2], GREEDY)
     train.run(perturb, 0.05)
     assert max(train.run(scored, [2, 2], GREEDY)) > 1e-2  # else the next lines prove nothing
-    highest = session.link.state("highest")["highest"]
+    highest = session.core.link.state("highest")["highest"]
     done = ranks(train, lambda: strategy.update_engine_weights(module))
     assert done[0] == done[1] and done[0]["gap"] <= 1e-4 and done[0]["transport"] == "shm"
     assert done[0]["version"] == highest + 1 == session.version
@@ -301,10 +301,10 @@ def test_weights_that_come_while_the_engine_sleeps_are_proved_when_it_wakes(sess
 
 def test_a_plain_model_of_transformers_gets_a_version_that_no_weights_had(session, train, tiny_path):
     ranks(train, lambda: strategy.update_engine_weights(module))
-    mine, highest = session.version, session.link.state("highest")["highest"]
+    mine, highest = session.version, session.core.link.state("highest")["highest"]
     done = train.run(foreign, str(tiny_path))
     assert done[0]["version"] == highest + 1 and done[0]["gap"] <= 1e-4
-    assert session.version == mine and session.link.state("highest")["highest"] == highest + 1
+    assert session.version == mine and session.core.link.state("highest")["highest"] == highest + 1
     assert max(train.run(scored, [2, 2], GREEDY, "other")) <= 1e-4
     assert max(train.run(scored, [2, 2], GREEDY)) > 1e-2
     session.sync_weights()
@@ -401,19 +401,19 @@ def stopped_midway(session, run, stop):
         except BaseException as error:
             raised.append(error)
 
-    session.link.pause(True)
+    session.core.link.pause(True)
     try:
         thread = threading.Thread(target=call)
         thread.start()
         deadline = time.monotonic() + 20
-        while not any("rollout" in what for what in session.link.state()["running"].values()):
+        while not any("rollout" in what for what in session.core.link.state()["running"].values()):
             assert time.monotonic() < deadline and thread.is_alive(), raised
             time.sleep(0.02)
         stop()
         thread.join(timeout=30)
         assert not thread.is_alive()
     finally:
-        session.link.pause(False)
+        session.core.link.pause(False)
     (error,) = raised
     return error
 
@@ -460,15 +460,15 @@ def test_ranks_without_an_engine_build_one_on_their_devices(cluster, tiny_path):
         (info, none, status), (_, (drawn,), _) = alone.run(build)
         assert none == [] and len(drawn) == 6 and status is EngineStatus.SLEEPED
         assert (info["max_model_len"], info["dtype"]) == (40, "float32") and info["kv_cache_bytes"] < 1 << 30
-        record = alone.link.state("engines")["engines"]["inference"]
-        rb.InferenceEngine.attach(alone.link, "inference", record, 7).close()
+        record = alone.core.link.state("engines")["engines"]["inference"]
+        rb.InferenceEngine.attach(alone.core.link, "inference", record, 7).close()
         with pytest.raises(StateError, match=r"is gone; call strategy\.setup_inference_engine"):
             alone.run(draw, [1, 3], GREEDY)
-        again = rb.InferenceEngine(str(tiny_path), link=alone.link, dtype="float32", kv_cache_bytes=64 << 20)
+        again = rb.InferenceEngine(str(tiny_path), link=alone.core.link, dtype="float32", kv_cache_bytes=64 << 20)
         again.build(colocate_with=alone)  # as session.heal() does: the strategy finds the new workers
         assert [len(part) for part in alone.run(draw, [1, 3], GREEDY)] == [1, 3]
     finally:
-        for name, record in alone.link.state("engines")["engines"].items():
+        for name, record in alone.core.link.state("engines")["engines"].items():
             if name == "inference" and "info" in record:
-                rb.InferenceEngine.attach(alone.link, name, record, 7).close()
+                rb.InferenceEngine.attach(alone.core.link, name, record, 7).close()
         alone.close()

@@ -43,7 +43,7 @@ def until(true: Callable[[], Any]) -> None:
 
 
 def pid_of(session: Any, engine: str, worker: int) -> int:
-    pids = session.link.state("engines")["engines"][engine]["pids"]
+    pids = session.core.link.state("engines")["engines"][engine]["pids"]
     return int(pids[f"rlbench/{session.name}/{engine}/{worker}"])
 
 
@@ -199,7 +199,7 @@ def test_a_replica_killed_in_the_middle_of_a_rollout_is_rebuilt_with_the_trainer
     said = mortal.rollout(tasks.prompts(8, seed=1), **greedy).texts
     before, version = checksums(mortal), mortal.version
     pending = mortal.rollout(tasks.prompts(64), n=16, max_tokens=1500, ignore_eos=True, progress=False, block=False)
-    until(lambda: any("rollout" in what for what in mortal.link.state()["running"].values()))
+    until(lambda: any("rollout" in what for what in mortal.core.link.state()["running"].values()))
     kill(mortal, "inference", 0)
     with pytest.raises(WorkerDied, match="replica 0 of inference died"):
         pending.result(timeout=WAIT_S)
@@ -302,7 +302,7 @@ def test_where_all_live_nothing_is_done(mortal: Any) -> None:
 
 def test_killing_while_a_stop_is_under_way_still_ends_the_verb(mortal: Any, batch: Any) -> None:
     pending = mortal.rollout(tasks.prompts(32), n=8, max_tokens=1500, ignore_eos=True, progress=False, block=False)
-    until(lambda: mortal.link.state()["running"])
+    until(lambda: mortal.core.link.state()["running"])
     threading.Timer(0.0, pending.stop).start()
     kill(mortal, "inference", 0)
     with pytest.raises((WorkerDied, rb.Stopped)):

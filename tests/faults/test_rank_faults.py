@@ -50,7 +50,7 @@ def frail(cluster: Any, tiny_path: Any) -> Iterator[Any]:
 @pytest.fixture(autouse=True)
 def whole(frail: Any) -> None:
     """What the test before left broken is not this one's."""
-    frail.link.pause(False)
+    frail.core.link.pause(False)
     frail.heal()
 
 
@@ -84,7 +84,7 @@ def in_background(run: Callable[[], Any]) -> tuple[threading.Thread, list[BaseEx
 
 
 def pids(session: Any, engine: str) -> list[int]:
-    found = session.link.state("engines")["engines"][engine]["pids"]
+    found = session.core.link.state("engines")["engines"][engine]["pids"]
     return [int(found[name]) for name in sorted(found)]
 
 
@@ -193,14 +193,14 @@ def test_all_replicas_get_the_weights_of_the_ranks_and_share_their_prompts(fed: 
 def test_a_replica_that_dies_while_ranks_generate_is_named_and_healing_draws_the_same(fed: Any) -> None:
     fed.train.run(update, None)
     wanted, ranks = fed.train.run(draw, 7), pids(fed, "actor")
-    fed.link.pause(True)
+    fed.core.link.pause(True)
     try:
         thread, raised = in_background(lambda: fed.train.run(draw, 7))
-        until(lambda: any("rollout" in what for what in fed.link.state()["running"].values()))
+        until(lambda: any("rollout" in what for what in fed.core.link.state()["running"].values()))
         os.kill(pids(fed, "inference")[1], signal.SIGKILL)
         thread.join(WAIT_S)
     finally:
-        fed.link.pause(False)
+        fed.core.link.pause(False)
     assert not thread.is_alive()
     assert isinstance(raised[0], WorkerDied), raised
     assert "replica 1 of inference died" in str(raised[0]) and "session.heal()" in str(raised[0])
@@ -279,14 +279,14 @@ def test_a_rank_killed_during_a_fit_costs_that_iteration_alone(frail: Any) -> No
     healed = frail.heal()
     assert f"'after step {at}'" in healed.engines["trainer"] and frail.step == at
     assert checksums(frail) == before and trainer.where()["iterations"] == 2 == len(trainer.history)
-    frail.link.pause(True)
+    frail.core.link.pause(True)
     try:
         thread, raised = in_background(lambda: trainer.fit(2))
-        until(lambda: any("rollout" in what for what in frail.link.state()["running"].values()))
+        until(lambda: any("rollout" in what for what in frail.core.link.state()["running"].values()))
         os.kill(pids(frail, "actor")[1], signal.SIGKILL)
         thread.join(WAIT_S)
     finally:
-        frail.link.pause(False)
+        frail.core.link.pause(False)
     assert not thread.is_alive()
     assert isinstance(raised[0], WorkerDied) and "rank 1 of actor died" in str(raised[0])
     healed = frail.heal()

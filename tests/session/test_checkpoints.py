@@ -30,7 +30,7 @@ def weights(session):
 
 def test_a_loaded_session_goes_on_with_other_ranks_and_the_same_replica_output(session, batch, tmp_path):
     session.train_step(batch, lr=1e-3)
-    session.record({"loss": float("nan")})  # a run that had one is loaded like any other
+    session.core.record({"loss": float("nan")})  # a run that had one is loaded like any other
     saved = session.save(str(tmp_path))
     logprobs = session.logprobs(batch)
     with rb.Session.load(str(tmp_path), train={"tensor_parallel_size": 1}, reference=None) as other:
@@ -90,7 +90,7 @@ def test_an_exported_folder_is_the_trainers_model_for_transformers(session, batc
 def test_an_exported_folder_is_what_vllm_serves(session, batch, tmp_path):
     """The replica's own loader, on the folder: what it then says of tokens is what the trainer says."""
     done = session.export(str(tmp_path / "model"))
-    engine = rb.InferenceEngine(done["path"], name="exported", link=session.link, dtype="float32")
+    engine = rb.InferenceEngine(done["path"], name="exported", link=session.core.link, dtype="float32")
     engine.build(data_parallel_size=1)
     try:
         rows = [np.concatenate([batch.prompts[i], batch.responses[i]]).tolist() for i in range(3)]

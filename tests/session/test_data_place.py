@@ -34,7 +34,7 @@ def test_going_back_asks_the_same_prompts_again(session):
     assert prompts.taken == 4 and step(session, prompts) == third
     session.restore(kept)
     session.drop(kept)
-    session._following = None
+    session.core.followed.data = None
 
 
 def test_another_kernel_and_a_checkpoint_go_on_where_the_data_was(cluster, tmp_path):
@@ -65,7 +65,7 @@ def test_a_session_can_go_on_with_other_data(session):
     other = TEXTS[5:]
     try:
         session.follow(stream())
-        step(session, session._following)
+        step(session, session.core.followed.data)
         kept = session.snapshot("with the first data")
         with pytest.raises(DataError, match=r"session\.follow\(data, fresh=True\)"):
             session.follow(stream(other))

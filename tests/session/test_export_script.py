@@ -193,14 +193,14 @@ def test_what_was_stopped_is_named_and_arrays_are_not_written_to_disk(session):
 
     pending = session.rollout(tasks.prompts(64), n=16, max_tokens=64, ignore_eos=True, block=False, progress=False)
     until(lambda: any(told.get("tokens") for call in state(session)["running"] for told in call["progress"]))
-    assert session.link.stop_running()
+    assert session.core.link.stop_running()
     with pytest.raises(rb.Stopped):
         pending.result()
     assert session.history.verbs[-1]["outcome"] == "stopped"
     session.train.run(len, np.zeros(1 << 16))
     record = session.history.verbs[-1]
     assert record["args"]["1"] == "array float64 (65536,)" and len(record["hashes"]["1"]) == 12
-    assert not list(session.recorder.folder.rglob("*.npy"))
+    assert not list(session.core.recorder.folder.rglob("*.npy"))
 
 
 def test_a_record_that_cannot_be_written_changes_nothing(session, monkeypatch):
@@ -209,7 +209,7 @@ def test_a_record_that_cannot_be_written_changes_nothing(session, monkeypatch):
     def broken(self, name, line):
         raise OSError("the disk is full")
 
-    session.recorder._warned = False
+    session.core.recorder._warned = False
     monkeypatch.setattr(recording.Recorder, "_append", broken)
     before = len(session.history.verbs)
     with pytest.warns(UserWarning, match="rollout .*OSError"):
@@ -221,7 +221,7 @@ def test_a_plain_script_is_named_as_its_own(session, tmp_path, monkeypatch):
     from rlbench.session import cells
 
     monkeypatch.setattr(cells, "kernel", lambda: None)
-    monkeypatch.setattr(session.recorder, "cells", list)
+    monkeypatch.setattr(session.core.recorder, "cells", list)
     session.rollout("sort 3 1 :", n=1, max_tokens=2, progress=False)
     assert "test_export_script.py, line " in session.history.verbs[-1]["where"]
     with pytest.raises(SessionError, match="test_export_script"):

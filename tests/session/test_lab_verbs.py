@@ -162,11 +162,11 @@ def test_a_method_comes_and_is_edited_while_weights_stay(session):
 
     assert session.train.count(times=3) == [3, 3] and session.train.count.__doc__ == "Edited."
     assert "count" in session.train.methods() and checksums(session) == before
-    written = [entry for entry in session.recorder.entries() if entry.verb == "train.method"][-1]
+    written = [entry for entry in session.core.recorder.entries() if entry.verb == "train.method"][-1]
     assert written.args == {"0": "count"}
     with pytest.raises(TypeError):
         session.train.count(4, 5)
-    attached = TrainEngine.attach(session.link, "actor", session.link.state("engines")["engines"]["actor"])
+    attached = TrainEngine.attach(session.core.link, "actor", session.core.link.state("engines")["engines"]["actor"])
     assert attached.count() == [2, 2]
 
 
@@ -185,7 +185,7 @@ def test_a_part_of_the_policy_is_redefined_and_what_cannot_be_is_not(session, ba
     before, plain = checksums(session), session.logprobs(batch)
     try:
         done = session.redefine(louder(0.5))
-        assert "train.redefine" in [entry.verb for entry in session.recorder.entries()]
+        assert "train.redefine" in [entry.verb for entry in session.core.recorder.entries()]
         assert done.changed and done.modules > 1 and "redefined" in repr(done)
         assert np.abs(session.logprobs(batch) - plain).max() > 1e-3 and checksums(session) == before
         assert not session.redefine(louder(0.5)).changed

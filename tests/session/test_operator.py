@@ -99,7 +99,7 @@ def test_a_dead_kernels_session_is_offloaded_synced_and_kept_and_the_next_kernel
 
 
 def test_the_driver_goes_on_by_itself_after_a_control_verb(session):
-    before, epoch = trained(session).step, session.link.epoch
+    before, epoch = trained(session).step, session.core.link.epoch
     command(session, "sync")
     command(session, "offload", engine="inference", parts=["kv_cache"])
     assert engine(session, "inference")["state"]["kv_cache"] == "meta"
@@ -107,7 +107,7 @@ def test_the_driver_goes_on_by_itself_after_a_control_verb(session):
         session.rollout(["sort 1"])
     command(session, "onload", engine="inference", parts=["kv_cache"])
     assert trained(session).step == before + 1
-    assert session.link.epoch > epoch and state(session)["driver"]["pid"] == os.getpid()
+    assert session.core.link.epoch > epoch and state(session)["driver"]["pid"] == os.getpid()
     session.sync_weights()
 
 

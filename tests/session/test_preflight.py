@@ -61,13 +61,13 @@ def failed(result):
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.4])
 def test_a_sound_session_passes_and_nothing_is_changed(session, temperature):
-    before, number = checksums(session), session.link.state("rollouts")["rollouts"]
+    before, number = checksums(session), session.core.link.state("rollouts")["rollouts"]
     facts = session.step, session.version, len(session.history), session.last
     result = session.preflight(temperature=temperature)
     assert result.passed and result.cause is None and result.dtype == "float32", result
     assert result.sequences == 16 and result.tokens > 16
     assert result.diagnostics["max_gap"] < 1e-4 and result.diagnostics["k3_kl"] < 1e-8
-    assert checksums(session) == before and session.link.state("rollouts")["rollouts"] == number
+    assert checksums(session) == before and session.core.link.state("rollouts")["rollouts"] == number
     assert (session.step, session.version, len(session.history), session.last) == facts
     assert not any(m["gradients"] for m in session.train.memory())
 

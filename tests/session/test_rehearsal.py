@@ -110,12 +110,12 @@ def test_the_optimizer_counts_before_it_is_there(cluster, tiny_path):
 
 
 def test_nothing_is_changed(session):
-    before, number, step = checksums(session), session.link.state("rollouts")["rollouts"], session.step
+    before, number, step = checksums(session), session.core.link.state("rollouts")["rollouts"], session.step
     session.rehearse(64, 256)
     with pytest.raises(CheckFailed):
         session.rehearse(64, 256, memory_limit=1 << 20)
     assert checksums(session) == before and session.step == step
-    assert session.link.state("rollouts")["rollouts"] == number
+    assert session.core.link.state("rollouts")["rollouts"] == number
     assert not any(m["gradients"] for m in session.train.memory()) and session.preflight().passed
 
 

@@ -239,9 +239,9 @@ def test_interrupting_a_train_step_leaves_weights_and_optimizer_untouched(sessio
 
 
 def test_evaluation_does_not_change_later_samples(session):
-    session._link.set(rollouts=1000)
+    session.core.link.set(rollouts=1000)
     first = session.rollout(["sort 4321"], n=4, max_tokens=8)
-    session._link.set(rollouts=1000)
+    session.core.link.set(rollouts=1000)
     session.evaluate(tasks.prompts(4, "eval"), tasks.reward, max_tokens=8)
     second = session.rollout(["sort 4321"], n=4, max_tokens=8)
     assert [r.token_ids for r in first.flat] == [r.token_ids for r in second.flat]
@@ -318,11 +318,11 @@ def test_an_unknown_option_names_the_nearest(cluster):
 
 
 def test_a_name_that_runs_is_no_second_session_and_one_that_differs_is_refused(session):
-    pids = session.link.state("engines")["engines"]["actor"]["pids"]
+    pids = session.core.link.state("engines")["engines"]["actor"]["pids"]
     with pytest.raises(SessionError, match=r"seed is 7, not 0.*rb.attach\('shared'\)"):
         rb.Session("tiny", name="shared")
     again = rb.Session("tiny", name="shared", train={"lr": 1e-5, "tensor_parallel_size": 2}, reference=True, seed=7)
-    assert again.link.state("engines")["engines"]["actor"]["pids"] == pids and again.step == session.step
+    assert again.core.link.state("engines")["engines"]["actor"]["pids"] == pids and again.step == session.step
     session.__dict__.update(again.__dict__)  # the fixture's handle drives again
     with pytest.raises(SessionError, match="letters"):
         rb.Session("tiny", name="a/b")

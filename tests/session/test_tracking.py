@@ -87,9 +87,11 @@ def test_a_tracker_of_your_own_sees_the_options_and_each_step_and_may_fail(track
 
 def test_a_tracker_that_cannot_go_on_or_end_keeps_neither_a_step_nor_a_session(cluster):
     with rb.Session("tiny", name="troubled") as first:
-        first.link.set(trackers=[{"tracker": "tensorboard", "run": "r", "folder": "f", "options": {"no_such": 1}}])
+        first.core.link.set(trackers=[{"tracker": "tensorboard", "run": "r", "folder": "f", "options": {"no_such": 1}}])
         again = rb.attach("troubled", take_over=True)
-        assert "tensorboard" in repr(again.trackers) and again.trackers._running is None  # looking starts nothing
+        assert (
+            "tensorboard" in repr(again.core.trackers) and again.core.trackers._running is None
+        )  # looking starts nothing
         with pytest.warns(UserWarning, match="tracker tensorboard could not go on in this kernel: TypeError"):
             assert step(again)["skipped"] is None
 
@@ -97,7 +99,7 @@ def test_a_tracker_that_cannot_go_on_or_end_keeps_neither_a_step_nor_a_session(c
             def finish(self):
                 raise ConnectionError("the service is away")
 
-        again.trackers._running = {"stuck": Stuck()}
+        again.core.trackers._running = {"stuck": Stuck()}
         with pytest.warns(UserWarning, match="tracker stuck could not end: ConnectionError"):
             again.close()
         assert "troubled" not in [one["name"] for one in rb.sessions()]
@@ -120,7 +122,7 @@ def test_a_kernel_that_attaches_goes_on_with_the_tracker(cluster, tmp_path):
         first.track("tensorboard", folder=str(tmp_path))
         step(first)
         again = rb.attach("tracked", take_over=True)
-        assert "tensorboard" in repr(again.trackers)
+        assert "tensorboard" in repr(again.core.trackers)
         step(again)
         again.close()
     assert [at for at, _ in sorted(scalars(tmp_path / "tracked")["loss"])] == [1, 2]

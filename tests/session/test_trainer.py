@@ -41,7 +41,7 @@ def put_back(session):
     yield
     session.zero_grad()
     session.train.call_all("drop_trainer").result()  # no part of the snapshot, which is of before it
-    session._trainer = None
+    session.core.trainer = None
     session.restore(kept)
     session.drop(kept)
 
@@ -275,8 +275,8 @@ def test_a_kernel_that_comes_back_finds_the_trainer_where_it_was(session):
         record = found.step()
         assert record.step == before.step + 1 and found.where()["iterations"] == 2
     finally:
-        again.link.release()
-        session.link.epoch = rb.attach(session.name, take_over=True).link.epoch  # the shared one drives again
+        again.core.link.release()
+        session.core.link.epoch = rb.attach(session.name, take_over=True).core.link.epoch  # the shared one drives again
 
 
 def test_a_trainer_that_a_cell_makes_under_the_same_name_leaves_the_sessions_alone(session):

@@ -83,7 +83,7 @@ def test_what_was_taken_back_leaves_no_trace_in_critic_average_schedules_and_pro
 def no_branch_left(session):
     """Other files begin on a session without branches."""
     yield
-    session.link.set(branch="main", branches={})
+    session.core.link.set(branch="main", branches={})
 
 
 @pytest.mark.usefixtures("no_branch_left")
@@ -247,14 +247,14 @@ def test_verbs_of_the_session_do_not_take_in_gradients_that_wait_in_the_trainer(
 
 def test_a_stop_that_falls_between_two_calls_of_a_fit_ends_it(session, monkeypatch):
     trainer = grpo(session)
-    asked, record = [], session.record
+    asked, record = [], session.core.record
 
     def between(values):  # an iteration was done, and no call runs
         record(values)
         if not asked:
             asked.append(client.command(client.find(session.name), "stop", limit_s=30.0)["result"]["stopped"])
 
-    monkeypatch.setattr(session, "record", between)
+    monkeypatch.setattr(session.core, "record", between)
     with pytest.raises(Stopped, match=r"1 of 50 iterations are done") as stopped:
         trainer.fit(50)
     assert asked == [["trainer.fit"]] and len(stopped.value.partial) == 1 == len(trainer.history)
@@ -277,7 +277,7 @@ def test_a_stop_during_the_rollout_leaves_the_iteration_before_to_be_undone(sess
     thread = threading.Thread(target=run)
     thread.start()
     deadline = time.monotonic() + 60
-    while not session.link.stop_running() and time.monotonic() < deadline:
+    while not session.core.link.stop_running() and time.monotonic() < deadline:
         time.sleep(0.02)
     thread.join(timeout=60)
     assert isinstance(raised[0], Stopped), raised

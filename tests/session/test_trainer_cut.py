@@ -93,7 +93,7 @@ def test_a_new_kernel_knows_of_an_iteration_that_was_stopped_and_undo_takes_all_
     trainer.fit(1)
     step, before = session.step, session.train.run(checksum)
     cut(session, trainer, 2)
-    session._trainer = None  # as a kernel finds it that has just attached
+    session.core.trainer = None  # as a kernel finds it that has just attached
     again = session.last_trainer
     assert again is not trainer and again.id == trainer.id
     assert again.fit(1)[0]["step"] == step + 4, "the rest of the iteration"
