@@ -33,7 +33,7 @@ STEPS_SHOWN, BINS_SHOWN, METHODS_SHOWN, PAIRS_SHOWN, COURSE_WIDTH = 12, 24, 12, 
 
 
 def session_card(facts: Mapping[str, Any]) -> Card:
-    """The card at the end of a cell; `facts` as `Session.facts()` gives them."""
+    """The card at the end of a cell; `facts` as `SessionCore.facts()` gives them."""
     idle = facts.get("idle_s")
     doing = facts["phase"] or ("" if idle is None else f"idle {format_age(idle)}")
     branch = "" if facts.get("branch", "main") == "main" else f"branch {facts['branch']}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, overload
 
 from rlbench.data.history import History
 from rlbench.data.metric_names import of_trainer
@@ -19,6 +19,7 @@ from rlbench.monitor.state import course
 from rlbench.results import Result
 from rlbench.session import step_copies
 from rlbench.session.trainer_places import here
+from rlbench.session.verbs import Pending as VerbPending
 from rlbench.trainers.run_options import defaults
 
 if TYPE_CHECKING:
@@ -71,6 +72,11 @@ class SessionTrainer(Suggesting):
         self._records: dict[int, dict[str, Any]] = {}  # all of them, by the number of the session's record
         self._known_steps = int(made["optimizer_steps"])
 
+    @overload
+    def fit(self, iterations: int, *, block: Literal[True] = True) -> History: ...
+    @overload
+    def fit(self, iterations: int, *, block: Literal[False]) -> VerbPending[History]: ...
+
     def fit(self, iterations: int, *, block: bool = True) -> Any:
         """So many iterations of experience and update, each on record in `session.history`.
 
@@ -84,6 +90,11 @@ class SessionTrainer(Suggesting):
         if not isinstance(iterations, int) or iterations < 1:
             raise SessionError(f"fit({iterations!r}): a number of iterations, from 1 on")
         return self._do("fit", (iterations,), self._fit_steps(iterations), block)
+
+    @overload
+    def step(self, *, block: Literal[True] = True) -> Metrics: ...
+    @overload
+    def step(self, *, block: Literal[False]) -> VerbPending[Metrics]: ...
 
     def step(self, *, block: bool = True) -> Any:
         """One iteration; its `Metrics`."""

@@ -98,7 +98,7 @@ def test_only_as_many_steps_are_kept_as_asked_for(session, batch):
 
 
 def test_several_steps_are_taken_back_one_by_one_and_no_more_than_asked_for(session, batch, monkeypatch):
-    monkeypatch.setattr(type(session), "undo_depth", 2)
+    monkeypatch.setattr(type(session.core), "undo_depth", 2)
     sums = [checksums(session)]
     for _ in range(3):
         session.train_step(batch)

@@ -27,7 +27,7 @@ COMPLETED = {
     "loss_lab(batch, [])": "sweep",
     "snapshot()": "label",
     "gradients()": "by_layer",
-    "trainer('grpo')": "fit",
+    "trainer('grpo').fit(3)": "plot",
     "history": "plot",
 }
 
