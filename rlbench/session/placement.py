@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from rlbench.engines.moved import Moved
-from rlbench.engines.sync import Synced
 from rlbench.engines.sync import sync_weights as started_sync
 from rlbench.session.core import SessionCore
 from rlbench.session.verbs import Pending
+from rlbench.weights.sync import Synced
 
 
 def sync_weights(core: SessionCore, transport: str | None = None) -> Pending[Synced]:
