@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification
 
 from rlbench.errors import EngineError
 from rlbench.strategies import FSDPV2Strategy, OptionError, get_fake_strategy
-from rlbench.trainers.update import ValueUpdate
+from rlbench.trainers.value_update import ValueUpdate
 from rlbench.trainers.value_model import values_of
 from tests.modules import VOCAB, batch_of
 from tests.ranks import ranks
