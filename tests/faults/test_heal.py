@@ -174,9 +174,9 @@ def test_what_a_rank_left_that_died_in_the_middle_of_a_snapshot_is_removed(morta
             import os
             import signal
 
-            import rlbench.workers.train_snapshots as writing
+            import rlbench.checkpoint.writer as writing
 
-            writing._save = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)  # after the tensors
+            writing.random_state = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)  # after the tensors
 
     mortal.train.run(deadly)
     with pytest.raises(WorkerDied, match="rank 1 of actor died"):

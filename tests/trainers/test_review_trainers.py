@@ -13,7 +13,7 @@ from rlbench.data import PromptSet, PromptStream
 from rlbench.errors import CheckpointError, DataError, Stopped
 from rlbench.rl import dapo
 from rlbench.strategies import OptionError, get_fake_strategy
-from rlbench.strategies.preparing_side import cosine_schedule
+from rlbench.strategies.learning_rate import cosine_schedule
 from rlbench.trainers import make_critic
 from rlbench.trainers.building import _set_rate
 from tests.trainers.making import asked, last_token, qwen_of
