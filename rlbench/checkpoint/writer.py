@@ -141,18 +141,19 @@ def whole_or_nothing(
     """
     own = aside / f"rank-{ranks.rank}"
 
-    def written() -> Done | None:
-        with contextlib.suppress(Stopped):  # told below, to all
-            return write(own)
-        return None
+    def written() -> tuple[Done | None, bool]:
+        try:
+            return write(own), stopped()
+        except Stopped:  # told below, to all
+            return None, True
 
     def published() -> Published:
         with folders.writing(aside):
             return publish()
 
     try:
-        done = ranks.together(f"writing {what}", written)
-        if any(ranks.gather(stopped())):
+        done, is_stopped = ranks.together(f"writing {what}", written)
+        if any(ranks.gather(is_stopped)):
             raise Stopped(f"{what} was stopped: nothing of it is kept, all is as before")
         return done, ranks.together(f"publishing {what}", published)
     except BaseException:  # what was written would go on taking the room that was wanting

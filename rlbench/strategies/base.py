@@ -1,6 +1,6 @@
 """The surface that trainers and notebooks program against, whatever shards the models below it.
 
-A strategy has components, one a file: `checkpoints`, `preparation`, `generation`; and, still inherited, what ranks say to
+A strategy has components, one a file: `checkpoints`, `preparation`, `generation`; still inherited is what ranks say to
 each other (`rank_side`), stepping (`step_side`), memory (`memory_side`). The reference system's names are methods here,
 which hand on to them.
 """
