@@ -93,7 +93,7 @@ class State:
         said = _differences(list(own), list(saved))
         if said and not partial:
             raise CheckpointError(f"the saved state is that of another module: {said}")
-        for name in own.keys() & saved.keys():
+        for name in (name for name in own if name in saved):
             here, there = local_part(own[name]), local_part(saved[name])
             if here.shape != there.shape or (exact and here.dtype != there.dtype):
                 raise CheckpointError(

@@ -231,13 +231,13 @@ def test_strict_loading_refuses_other_names_and_loose_loading_says_them(saved: A
     other = nn.Linear(3, 3, bias=False)
     other.register_parameter("scale", nn.Parameter(torch.full((3,), 7.0)))
     kept = other.weight.detach().clone()
-    with pytest.raises(CheckpointError, match=r"scale.*load_module_strict=False"):
+    with pytest.raises(CheckpointError, match="load_module_strict"):
         s.load_ckpt(other, str(folder))
     assert torch.equal(other.weight, kept)
     _, said = said_by(lambda: s.load_ckpt(other, str(folder), load_module_strict=False))
     assert torch.equal(other.weight, model.weight) and other.scale.tolist() == [7.0] * 3
     assert "in part" in said and "scale" in said and "bias" in said
-    with pytest.raises(CheckpointError, match="bias"):
+    with pytest.raises(CheckpointError, match="weight"):
         s.load_ckpt(nn.Linear(3, 2), str(folder), load_module_strict=False)
 
 
