@@ -13,10 +13,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
-from rlbench.strategies.checkpoints import MODEL, Checkpoints, state_of
+from rlbench.strategies.checkpoints import Checkpoints
 from rlbench.strategies.config import OptionError, StrategyConfig, accumulation_steps
 from rlbench.strategies.control import ControlGroup
 from rlbench.strategies.device import RankDevice
@@ -93,6 +92,12 @@ class StrategyBase(StepSide, ABC):
     ) -> nn.Module:
         """Bring one module into the form the strategy computes with, in place, and return it."""
 
+    prepare_model = delegated("preparation", Preparation.prepare_model)
+    prepare_models_and_optimizers = delegated("preparation", Preparation.prepare_models_and_optimizers)
+    prepare_reward_model = delegated("preparation", Preparation.prepare_reward_model)
+    save_ckpt = delegated("checkpoints", Checkpoints.save_ckpt)
+    load_ckpt = delegated("checkpoints", Checkpoints.load_ckpt)
+    save_model = delegated("checkpoints", Checkpoints.save_model)
     setup_inference_engine = delegated("generation", Generation.setup_inference_engine)
     gather_and_generate = delegated("generation", Generation.gather_and_generate)
     update_engine_weights = delegated("generation", Generation.update_engine_weights)
@@ -123,159 +128,6 @@ class StrategyBase(StepSide, ABC):
                 yield
         finally:
             self.report_memory("Finished init_model_context")
-
-    # -- preparing
-
-    def prepare_model(
-        self,
-        model: Any,
-        is_training: bool = False,
-        shard_size: int | str = -1,
-        reshard_after_forward: bool = True,
-    ) -> Any:
-        """Shard a model in place and return it; one without memory gets its weights.
-
-        Args:
-            model: a module; a pair (module, optimizer), prepared for training, whose optimizer then steps the
-                sharded parameters; a list or tuple of such; None and what is no module (a remote reward model) come
-                back as they are, and so does a module that is prepared already.
-            is_training: hold half-precision parameters in float32, which small updates need (with `use_mp_opt`: the
-                other way round, the optimizer holds float32 copies).
-            shard_size: ranks the parameters are sharded over; the others hold replicas. -1: all ranks. "auto": all
-                for a trained model; else 1 below 10 billion parameters, 8 below 80, all beyond.
-            reshard_after_forward: free gathered layers after their forward; False holds them until the backward,
-                which saves gathering them again.
-
-        Returns:
-            What was given, prepared. A tuple stays a tuple.
-
-        Raises:
-            BuildError: a shard size that does not divide the ranks, or weights that do not fit.
-        """
-        return self.preparation.model(model, is_training, shard_size, reshard_after_forward)
-
-    def prepare_models_and_optimizers(
-        self,
-        actor: nn.Module,
-        critic: nn.Module | None,
-        reward_models: Any,
-        initial_model: nn.Module | None,
-        args: Any,
-        max_steps: int,
-    ) -> tuple[tuple[Any, Any, Any], tuple[Any, Any, Any], Any, Any]:
-        """Prepare all models of a policy trainer; optimizers and schedulers for those that train.
-
-        Args:
-            actor: trained.
-            critic: trained if `critic_pretrain` is set; None: there is none.
-            reward_models: one or several; sharded over up to 8 ranks, unless `remote_rm_url` is set.
-            initial_model: the reference, not trained; None: there is none.
-            args: options as of `StrategyConfig.of`; None: the strategy's own.
-            max_steps: optimizer steps of the whole run, over which the rates warm up and fall to a tenth by a
-                cosine.
-
-        Returns:
-            (actor, optimizer, scheduler), (critic, optimizer, scheduler), reward models, initial model.
-        """
-        config = self.config if args is None else StrategyConfig.of(args)
-        return self.preparation.models_and_optimizers(actor, critic, reward_models, initial_model, config, max_steps)
-
-    def prepare_reward_model(
-        self, reward_model: nn.Module, args: Any = None, max_steps: int = int(1e8)
-    ) -> tuple[Any, Any, Any]:
-        """Prepare a reward model for training, as `prepare_models_and_optimizers` does the actor."""
-        config = self.config if args is None else StrategyConfig.of(args)
-        return self.preparation.trained(reward_model, config.actor_learning_rate, config, max_steps)
-
-    # -- checkpoints: every method is collective
-
-    def save_ckpt(
-        self,
-        model: nn.Module,
-        save_dir: str,
-        tag: str | None = None,
-        max_num: int | None = 3,
-        max_mem: float | None = 1000,
-        client_state: Mapping[str, Any] = {},
-        save_latest: bool = True,
-        optimizer: torch.optim.Optimizer | None = None,
-        scheduler: Any = None,
-    ) -> str:
-        """Write a checkpoint of a model, loadable with any number of ranks, and return its folder.
-
-        Gradients that wait for a step are not part of it. The random states of the ranks are.
-
-        Args:
-            model: its parameters and buffers.
-            save_dir: folder of checkpoints, of this model alone.
-            tag: name of this one; one of the same name is replaced once the new one is whole. None:
-                `global_step<N>`, one more than the highest there.
-            max_num, max_mem: checkpoints and gigabytes (10^9 bytes) to keep; the oldest are removed once the new
-                one is whole. Whatever else lies in `save_dir` is left alone. None: no limit.
-            client_state: plain values (of rank 0) that `load_ckpt` gives back.
-            save_latest: `load_ckpt(model, save_dir)` takes this one from now on.
-            optimizer, scheduler: kept too, if given.
-
-        Raises:
-            CheckpointError: no room, no right to write, a bad tag, or values that could not be read again. What was
-                there before is as it was.
-        """
-        states = {MODEL: state_of(model, optimizer, scheduler)}
-        return self.checkpoints.save(
-            save_dir, states, tag, client_state, latest=save_latest, max_num=max_num, max_mem=max_mem
-        )
-
-    def load_ckpt(
-        self,
-        model: nn.Module,
-        load_dir: str,
-        optimizer: torch.optim.Optimizer | None = None,
-        scheduler: Any = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-    ) -> tuple[str, dict[str, Any]]:
-        """Bring a model to a checkpoint of `save_ckpt`, whatever number of ranks wrote it.
-
-        Gradients that wait for a step are dropped. With an optimizer to load, and as many ranks as wrote it, the
-        random states come back too, so that training goes on as if it had not stopped. Of a trainer's checkpoint this
-        is the actor.
-
-        Args:
-            model: prepared or not; one without memory gets it.
-            load_dir: a checkpoint, or the folder of several: then the newest that was saved with `save_latest`, else
-                the newest.
-            optimizer, scheduler: to load, if given.
-            load_module_strict: False: load the parameters that both have, and print which only one has.
-            load_optimizer_states, load_lr_scheduler_states: False: leave the optimizer, or the scheduler, as it is.
-
-        Returns:
-            The checkpoint's folder, and the `client_state` it was saved with.
-
-        Raises:
-            CheckpointError: none there, damaged, of another model, or without what was asked for; found before
-                anything is changed.
-        """
-        wanted = optimizer if load_optimizer_states else None, scheduler if load_lr_scheduler_states else None
-        states = {MODEL: state_of(model, *wanted)}
-        opened = self.checkpoints.open(load_dir, states, load_module_strict)
-        self.checkpoints.load(opened, states)
-        return str(opened.folder), dict(opened.client_state)
-
-    def save_model(self, model: nn.Module, tokenizer: Any, output_dir: str, **kwargs: Any) -> None:
-        """Write a folder that transformers and vLLM load: weights, config, tokenizer. Rank 0 writes it.
-
-        Args:
-            model: of transformers (or a PEFT model of one: its adapter is written), or a wrapper whose `model` is
-                that; sharded or not. It is gathered to rank 0's host memory, one parameter at a time.
-            tokenizer: saved beside it; None: not.
-            output_dir: made if it is not there; files of an earlier save are replaced once the new ones are whole.
-            kwargs: of `save_pretrained` (`max_shard_size`, …).
-
-        Raises:
-            CheckpointError: no transformers model, or no room.
-        """
-        self.checkpoints.export(model, tokenizer, output_dir, kwargs)
 
 
 def _settled(args: Any, arguments: Mapping[str, Any]) -> tuple[StrategyConfig, dict[str, Any]]:

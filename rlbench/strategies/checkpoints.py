@@ -43,6 +43,77 @@ class Checkpoints:
     def __init__(self, strategy: StrategyBase) -> None:
         self._strategy = strategy
 
+    def save_ckpt(
+        self,
+        model: nn.Module,
+        save_dir: str,
+        tag: str | None = None,
+        max_num: int | None = 3,
+        max_mem: float | None = 1000,
+        client_state: Mapping[str, Any] = {},
+        save_latest: bool = True,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Any = None,
+    ) -> str:
+        """Write a checkpoint of a model, loadable with any number of ranks, and return its folder.
+
+        Gradients that wait for a step are not part of it. The random states of the ranks are.
+
+        Args:
+            model: its parameters and buffers.
+            save_dir: folder of checkpoints, of this model alone.
+            tag: name of this one; one of the same name is replaced once the new one is whole. None:
+                `global_step<N>`, one more than the highest there.
+            max_num, max_mem: checkpoints and gigabytes (10^9 bytes) to keep; the oldest are removed once the new
+                one is whole. Whatever else lies in `save_dir` is left alone. None: no limit.
+            client_state: plain values (of rank 0) that `load_ckpt` gives back.
+            save_latest: `load_ckpt(model, save_dir)` takes this one from now on.
+            optimizer, scheduler: kept too, if given.
+
+        Raises:
+            CheckpointError: no room, no right to write, a bad tag, or values that could not be read again. What was
+                there before is as it was.
+        """
+        states = {MODEL: state_of(model, optimizer, scheduler)}
+        return self.save(save_dir, states, tag, client_state, latest=save_latest, max_num=max_num, max_mem=max_mem)
+
+    def load_ckpt(
+        self,
+        model: nn.Module,
+        load_dir: str,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+    ) -> tuple[str, dict[str, Any]]:
+        """Bring a model to a checkpoint of `save_ckpt`, whatever number of ranks wrote it.
+
+        Gradients that wait for a step are dropped. With an optimizer to load, and as many ranks as wrote it, the
+        random states come back too, so that training goes on as if it had not stopped. Of a trainer's checkpoint this
+        is the actor.
+
+        Args:
+            model: prepared or not; one without memory gets it.
+            load_dir: a checkpoint, or the folder of several: then the newest that was saved with `save_latest`, else
+                the newest.
+            optimizer, scheduler: to load, if given.
+            load_module_strict: False: load the parameters that both have, and print which only one has.
+            load_optimizer_states, load_lr_scheduler_states: False: leave the optimizer, or the scheduler, as it is.
+
+        Returns:
+            The checkpoint's folder, and the `client_state` it was saved with.
+
+        Raises:
+            CheckpointError: none there, damaged, of another model, or without what was asked for; found before
+                anything is changed.
+        """
+        wanted = optimizer if load_optimizer_states else None, scheduler if load_lr_scheduler_states else None
+        states = {MODEL: state_of(model, *wanted)}
+        opened = self.open(load_dir, states, load_module_strict)
+        self.load(opened, states)
+        return str(opened.folder), dict(opened.client_state)
+
     def save(
         self,
         folder: str | Path,
@@ -122,8 +193,19 @@ class Checkpoints:
         strategy.sync_and_clear_cache()
         strategy.print(f"checkpoint {opened.folder} loaded")
 
-    def export(self, model: nn.Module, tokenizer: Any, folder: str | Path, options: dict[str, Any]) -> None:
-        """Write a Hugging Face folder on rank 0; arguments and errors as of `save_model`."""
+    def save_model(self, model: nn.Module, tokenizer: Any, output_dir: str, **kwargs: Any) -> None:
+        """Write a folder that transformers and vLLM load: weights, config, tokenizer. Rank 0 writes it.
+
+        Args:
+            model: of transformers (or a PEFT model of one: its adapter is written), or a wrapper whose `model` is
+                that; sharded or not. It is gathered to rank 0's host memory, one parameter at a time.
+            tokenizer: saved beside it; None: not.
+            output_dir: made if it is not there; files of an earlier save are replaced once the new ones are whole.
+            kwargs: of `save_pretrained` (`max_shard_size`, …).
+
+        Raises:
+            CheckpointError: no transformers model, or no room.
+        """
         strategy = self._strategy
         inner = hf_folder.transformers_model(strategy.unwrap_model(model))
         reshard(model)
@@ -131,10 +213,10 @@ class Checkpoints:
 
         def write() -> None:
             if strategy.is_rank_0():
-                hf_folder.write_folder(Path(folder), hf_folder.by_transformers(inner, state, tokenizer, options))
+                hf_folder.write_folder(Path(output_dir), hf_folder.by_transformers(inner, state, tokenizer, kwargs))
 
         strategy.control.together("saving the model", write)
-        strategy.print(f"model saved to {folder}")
+        strategy.print(f"model saved to {output_dir}")
 
 
 def _compare(opened: Opened, part: str, state: State, strict: bool) -> str:

@@ -28,20 +28,44 @@ AUTO_WHOLE, AUTO_NODE = 10 * 10**9, 80 * 10**9  # parameters; below, an untraine
 
 
 class Preparation:
-    """Prepares models for a strategy; arguments, results and errors are those of its `prepare_…` methods."""
+    """Prepares the models of a strategy; every method is collective."""
 
     def __init__(self, strategy: StrategyBase) -> None:
         self._strategy = strategy
 
-    def model(self, model: Any, is_training: bool, shard_size: int | str, reshard_after_forward: bool) -> Any:
-        """Prepare a model, a pair of model and optimizer, or a list or tuple of such."""
+    def prepare_model(
+        self,
+        model: Any,
+        is_training: bool = False,
+        shard_size: int | str = -1,
+        reshard_after_forward: bool = True,
+    ) -> Any:
+        """Shard a model in place and return it; one without memory gets its weights.
+
+        Args:
+            model: a module; a pair (module, optimizer), prepared for training, whose optimizer then steps the
+                sharded parameters; a list or tuple of such; None and what is no module (a remote reward model) come
+                back as they are, and so does a module that is prepared already.
+            is_training: hold half-precision parameters in float32, which small updates need (with `use_mp_opt`: the
+                other way round, the optimizer holds float32 copies).
+            shard_size: ranks the parameters are sharded over; the others hold replicas. -1: all ranks. "auto": all
+                for a trained model; else 1 below 10 billion parameters, 8 below 80, all beyond.
+            reshard_after_forward: free gathered layers after their forward; False holds them until the backward,
+                which saves gathering them again.
+
+        Returns:
+            What was given, prepared. A tuple stays a tuple.
+
+        Raises:
+            BuildError: a shard size that does not divide the ranks, or weights that do not fit.
+        """
         strategy, how = self._strategy, (is_training, shard_size, reshard_after_forward)
         if isinstance(model, list):
-            return [self.model(one, *how) for one in model]
+            return [self.prepare_model(one, *how) for one in model]
         if isinstance(model, tuple):
             if len(model) > 1 and isinstance(model[0], nn.Module) and isinstance(model[1], torch.optim.Optimizer):
                 return (*self._pair(model[0], model[1], shard_size, reshard_after_forward), *model[2:])
-            return tuple(self.model(one, *how) for one in model)
+            return tuple(self.prepare_model(one, *how) for one in model)
         if not isinstance(model, nn.Module) or isinstance(model, FSDPModule):
             return model
         shards = self._shards(model, is_training, shard_size)
@@ -49,42 +73,63 @@ class Preparation:
         self._fill(sharded)
         return sharded
 
-    def models_and_optimizers(
+    def prepare_models_and_optimizers(
         self,
         actor: nn.Module,
         critic: nn.Module | None,
         reward_models: Any,
         initial_model: nn.Module | None,
-        config: StrategyConfig,
+        args: Any,
         max_steps: int,
     ) -> tuple[tuple[Any, Any, Any], tuple[Any, Any, Any], Any, Any]:
-        """Prepare all models of a policy trainer; optimizers and schedulers for those that train."""
-        trained = self.trained(actor, config.actor_learning_rate, config, max_steps)
+        """Prepare all models of a policy trainer; optimizers and schedulers for those that train.
+
+        Args:
+            actor: trained.
+            critic: trained if `critic_pretrain` is set; None: there is none.
+            reward_models: one or several; sharded over up to 8 ranks, unless `remote_rm_url` is set.
+            initial_model: the reference, not trained; None: there is none.
+            args: options as of `StrategyConfig.of`; None: the strategy's own.
+            max_steps: optimizer steps of the whole run, over which the rates warm up and fall to a tenth by a
+                cosine.
+
+        Returns:
+            (actor, optimizer, scheduler), (critic, optimizer, scheduler), reward models, initial model.
+        """
+        config = self._strategy.config if args is None else StrategyConfig.of(args)
+        trained = self._trained(actor, config.actor_learning_rate, config, max_steps)
         critics: tuple[Any, Any, Any] = (self._frozen(critic), None, None)
         if critic is not None and config.critic_pretrain:
-            critics = self.trained(critic, config.critic_learning_rate, config, max_steps)
+            critics = self._trained(critic, config.critic_learning_rate, config, max_steps)
         if not config.remote_rm_url:
             reward_models = self._frozen(reward_models, math.gcd(REWARD_SHARDS, self._strategy.world_size))
         initial_model = self._frozen(initial_model)
         self._strategy.sync_and_clear_cache()
         return trained, critics, reward_models, initial_model
 
-    def trained(
+    def prepare_reward_model(
+        self, reward_model: nn.Module, args: Any = None, max_steps: int = int(1e8)
+    ) -> tuple[Any, Any, Any]:
+        """Prepare a reward model for training, as `prepare_models_and_optimizers` does the actor."""
+        config = self._strategy.config if args is None else StrategyConfig.of(args)
+        return self._trained(reward_model, config.actor_learning_rate, config, max_steps)
+
+    def _trained(
         self, model: nn.Module, rate: float, config: StrategyConfig, max_steps: int
     ) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         """Prepare a model with its optimizer and a cosine schedule over `max_steps`."""
-        prepared = self.model(model, True, -1, True)
+        prepared = self.prepare_model(model, True, -1, True)
         optimizer = self._strategy.create_optimizer(prepared, lr=rate, betas=config.adam_betas, weight_decay=config.l2)
         return prepared, optimizer, cosine_schedule(optimizer, max_steps, config.lr_warmup_ratio)
 
     def _frozen(self, model: Any, shard_size: int = -1) -> Any:
-        return self.model(model, False, shard_size, True)
+        return self.prepare_model(model, False, shard_size, True)
 
     def _pair(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, shard_size: int | str, reshard: bool
     ) -> ModelOptimPair:
         before = names_by_id(model)
-        prepared = self.model(model, True, shard_size, reshard)
+        prepared = self.prepare_model(model, True, shard_size, reshard)
         follow(optimizer, before, prepared)
         if self._strategy.config.use_mp_opt and not isinstance(optimizer, FSDPadaptOptimizer):
             optimizer = FSDPadaptOptimizer(optimizer)
