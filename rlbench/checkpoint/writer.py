@@ -120,10 +120,19 @@ def read_part(ranks: Ranks, folder: Path, states: Mapping[str, State]) -> Opened
         part, _, rest = name.partition("/")
         return layouts[part](rest) if part in layouts else None
 
-    values, first = torch.load(written[0] / VALUES, weights_only=True), folder / "rank-0" / VALUES
-    client_state = torch.load(first, weights_only=True)["client_state"] if first.exists() else {}
+    values, first = _values_in(written[0]), folder / "rank-0"
+    client_state = _values_in(first)["client_state"] if first.is_dir() else {}
     random = values["random"] if written[0] == own and values["ranks"] == ranks.world_size else None
     return Opened(folder, read_resharded(written, layout), values["parts"], client_state, random)
+
+
+def _values_in(part: Path) -> dict[str, Any]:
+    try:
+        return dict(torch.load(part / VALUES, weights_only=True))
+    except Exception as error:  # a damaged file raises many kinds
+        raise CheckpointError(
+            f"{part / VALUES} cannot be read ({type(error).__name__}): it is cut or was changed"
+        ) from error
 
 
 def whole_or_nothing(
