@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rlbench.errors import Suggesting, nearest
@@ -69,3 +70,16 @@ class ExportedModel(Result):
 
     def __repr__(self) -> str:
         return f"ExportedModel({self.path!r}, {format_bytes(self.bytes)}, {len(self.files)} files)"
+
+
+@dataclass(frozen=True)
+class Saved(Result):
+    """A checkpoint that was written: where, its size, the older ones that made way."""
+
+    path: str
+    bytes: int
+    removed: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        gone = f", removed {', '.join(Path(p).name for p in self.removed)}" if self.removed else ""
+        return f"Saved({self.path!r}, {format_bytes(self.bytes)}{gone})"

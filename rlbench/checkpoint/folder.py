@@ -1,8 +1,8 @@
 """A checkpoint as a folder that appears whole or not at all, can be checked byte for byte, and rotates with its like.
 
     checkpoints/
-      step-000012-v12/     one checkpoint: the writers' files, and MANIFEST.json with the size and sha256 of each
-      latest               the name of the newest
+      step-000012-v12/     one checkpoint: the writer's files, and MANIFEST.json with the size and sha256 of each
+      latest               the name of the one that is loaded by default
 
 It is written under `.NAME.HOST-PID.partial` and renamed once the disk has everything: a crash at any moment leaves the
 earlier ones as they were, and never half of one under a final name. Only folders with our manifest are ever removed.
@@ -11,96 +11,120 @@ earlier ones as they were, and never half of one under a final name. Only folder
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
 import shutil
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rlbench.errors import CheckpointError
+from rlbench.units import format_bytes
 
 MANIFEST = "MANIFEST.json"
 LATEST = "latest"
-FORMAT = 1
+FORMAT = 2
 GB = 10**9
 
 
-def begin(root: Path, name: str) -> tuple[Path, Path]:
+@contextmanager
+def writing(place: Path) -> Iterator[None]:
+    """Turn an OSError of the block into a CheckpointError that says how much room there is."""
+    try:
+        yield
+    except OSError as error:
+        there = next(folder for folder in (place, *place.parents) if folder.is_dir())
+        free = os.statvfs(there).f_bavail * os.statvfs(there).f_frsize
+        raise CheckpointError(
+            f"{place} could not be written ({error.strerror}); {format_bytes(free)} are free there: make room "
+            "(session.drop(snapshot) frees one in memory), or choose another path. What was there is as it was"
+        ) from error
+
+
+def begin(root: Path, name: str, replace: str | None = None) -> tuple[Path, Path]:
     """Make room to write checkpoint `name` of `root`; returns (folder to write into, its later place).
 
-    What a writer that is gone left half-written is removed; another session may be writing here just now, and is
-    left alone. A name that is taken gets a number behind it.
+    What a writer that is gone left half-written is removed; what another process writes just now is left alone.
+
+    Args:
+        replace: the kind of checkpoint that a new one of its name replaces; None: a name that is taken gets a number.
     """
-    try:
+    final = root / name
+    with writing(root):
         root.mkdir(parents=True, exist_ok=True)
         for left in filter(_abandoned, root.glob(".*.partial")):
             shutil.rmtree(left)
-        final, number = root / name, 2
-        while final.exists():
-            final, number = root / f"{name}-{number}", number + 1
+        if replace is None:
+            final = _free(final)
+        elif final.exists() and manifest_of(final, replace) is None:
+            raise CheckpointError(f"{final} is there and no checkpoint of a {replace}; choose another name (tag=).")
         aside = _partial(final)
         aside.mkdir(mode=0o700)
-    except OSError as error:
-        raise CheckpointError(
-            f"no checkpoint can be written in {root}: {error.strerror}; choose another path"
-        ) from error
     return aside, final
 
 
-def publish(aside: Path, final: Path, facts: dict[str, Any]) -> int:
+def publish(aside: Path, final: Path, facts: dict[str, Any], latest: bool = True) -> int:
     """Seal what was written into `aside` with a manifest, and give it its final name; returns its bytes.
 
     Args:
-        aside, final: of `begin`.
-        facts: plain values for a reader of the manifest (step, time, …).
+        aside, final: of `begin`. What is at `final` is replaced once the new one is safe under a name of its own.
+        facts: plain values for a reader of the manifest (`kind`, `time`, …).
+        latest: whether `find(root)` takes it from now on.
     """
     files: dict[str, dict[str, Any]] = {}
     for path in sorted(p for p in aside.rglob("*") if p.is_file()):
         files[str(path.relative_to(aside))] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
-        _sync_file(path)
-    manifest = {"rlbench_checkpoint": FORMAT, **facts, "files": files}
+        sync(path)
+    manifest = {"rlbench_checkpoint": FORMAT, **facts, "latest": latest, "files": files}
     _write_whole(aside / MANIFEST, json.dumps(manifest, indent=1))
     for folder in [aside, *(p for p in aside.rglob("*") if p.is_dir())]:
-        sync_folder(folder)
-    os.rename(aside, final)
-    sync_folder(final.parent)
-    _write_whole(final.parent / LATEST, final.name)
+        sync(folder)
+    safe = _free(final)
+    os.rename(aside, safe)
+    if safe != final:
+        _remove(final)
+        os.rename(safe, final)
+    sync(final.parent)
+    if latest:
+        _write_whole(final.parent / LATEST, final.name)
     return sum(entry["bytes"] for entry in files.values())
 
 
-def manifest_of(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a checkpoint of ours; None where the folder is something else."""
+def manifest_of(folder: Path, kind: str | None = None) -> dict[str, Any] | None:
+    """Return the manifest of a checkpoint (of that kind; None: of any); None where the folder is something else."""
     try:
-        found = json.loads((folder / MANIFEST).read_text())
+        manifest = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and found.get("rlbench_checkpoint") == FORMAT else None
+    ours = isinstance(manifest, dict) and manifest.get("rlbench_checkpoint") == FORMAT
+    return manifest if ours and kind in (None, manifest.get("kind")) else None
 
 
-def checkpoints_in(root: Path) -> list[Path]:
-    """The whole checkpoints of a folder, oldest first."""
-    named = [p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")] if root.is_dir() else []
-    found = [(m["time"], p) for p in named if (m := manifest_of(p))]
-    return [path for _, path in sorted(found, key=lambda pair: (pair[0], pair[1].name))]
+def checkpoints_in(root: Path, kind: str | None = None) -> list[Path]:
+    """Return the whole checkpoints of a folder, oldest first."""
+    return [path for path, _ in _listed(root, kind)]
 
 
-def find(path: Path) -> Path:
-    """The checkpoint that `path` names: itself, or the newest in it.
+def find(path: Path, kind: str | None = None) -> Path:
+    """Return the checkpoint that `path` names: itself, or the newest in it, of those written as `latest` if any was.
 
     Raises:
         CheckpointError: there is none.
     """
-    if manifest_of(path) is not None:
+    if manifest_of(path, kind) is not None:
         return path
-    found = checkpoints_in(path)
-    if not found:
+    held = _listed(path, kind)
+    if not held:
+        seen = "is no checkpoint and holds none" if path.exists() else "does not exist"
         raise CheckpointError(
-            f"{path} is no checkpoint and holds none (a whole one has a {MANIFEST}); session.save({str(path)!r}) "
-            "writes one"
+            f"{path} {seen} (a whole one has a {MANIFEST}): session.save(path), strategy.save_ckpt(model, path) and "
+            "trainer.save(path) write one, each for its own load"
         )
-    return found[-1]
+    return ([folder for folder, manifest in held if manifest["latest"]] or [held[-1][0]])[-1]
 
 
 def verify(folder: Path) -> dict[str, Any]:
@@ -114,44 +138,68 @@ def verify(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder} has no readable {MANIFEST}: it is no checkpoint of rlbench")
     for name, entry in manifest["files"].items():
         path = folder / name
-        seen = path.stat().st_size if path.is_file() else None
+        size = path.stat().st_size if path.is_file() else None
         wrong = (
             "is missing"
-            if seen is None
-            else f"has {seen} bytes, was written with {entry['bytes']}"
-            if seen != entry["bytes"]
+            if size is None
+            else f"has {size} bytes, was written with {entry['bytes']}"
+            if size != entry["bytes"]
             else "does not have the content it was written with"
             if _digest(path) != entry["sha256"]
             else None
         )
         if wrong:
             others = [p for p in checkpoints_in(folder.parent) if p != folder]
-            mend = f"the one before it is {others[-1]}" if others else "there is no other one beside it"
-            raise CheckpointError(f"checkpoint {folder} is damaged: {name} {wrong}. Nothing was loaded; {mend}")
+            remedy = f"the one before it is {others[-1]}" if others else "there is no other one beside it"
+            raise CheckpointError(f"checkpoint {folder} is damaged: {name} {wrong}. Nothing was loaded; {remedy}")
     return manifest
 
 
-def rotate(root: Path, max_num: int | None, max_gb: float | None) -> list[Path]:
-    """Remove the oldest of our checkpoints until at most `max_num` and `max_gb` gigabytes (10^9) are left.
+def rotate(root: Path, max_num: int | None, max_gb: float | None, kind: str | None = None) -> list[Path]:
+    """Remove the oldest checkpoints until at most `max_num` and `max_gb` gigabytes (10^9) are left; returns them.
 
-    The newest always stays. Returns what was removed.
+    The newest always stays.
     """
-    kept = checkpoints_in(root)
-    removed = []
-    while len(kept) > 1 and (
-        (max_num is not None and len(kept) > max_num)
-        or (max_gb is not None and sum(map(_bytes_of, kept)) > max_gb * GB)
+    left, removed = checkpoints_in(root, kind), []
+    while len(left) > 1 and (
+        (max_num is not None and len(left) > max_num)
+        or (max_gb is not None and sum(map(_bytes_of, left)) > max_gb * GB)
     ):
-        oldest = kept.pop(0)
-        doomed = _partial(oldest)  # a crash in the middle leaves no half checkpoint under its name
-        os.rename(oldest, doomed)
-        shutil.rmtree(doomed)
-        removed.append(oldest)
+        removed.append(left.pop(0))
+        _remove(removed[-1])
     return removed
 
 
+def sync(path: Path) -> None:
+    """Return when the disk has the file, or the folder's entries."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _listed(root: Path, kind: str | None) -> list[tuple[Path, dict[str, Any]]]:
+    folders = [p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")] if root.is_dir() else []
+    listed = [(path, manifest) for path in folders if (manifest := manifest_of(path, kind))]
+    return sorted(listed, key=lambda pair: (pair[1]["time"], pair[0].name))
+
+
+def _free(path: Path) -> Path:
+    """Return the path, with a number behind it where it is taken."""
+    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(p for p in itertools.chain([path], numbered) if not p.exists())
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint; a crash in the middle leaves no half of it under its name."""
+    doomed = _partial(folder)
+    os.rename(folder, doomed)
+    shutil.rmtree(doomed)
+
+
 def _partial(final: Path) -> Path:
-    """Where this process writes `final` until it is whole."""
+    """Return where this process writes `final` until it is whole."""
     return final.with_name(f".{final.name}.{socket.gethostname()}-{os.getpid()}.partial")
 
 
@@ -163,11 +211,6 @@ def _abandoned(partial: Path) -> bool:
     return int(owner[2]) == os.getpid() or not Path(f"/proc/{owner[2]}").exists()
 
 
-def sync_folder(folder: Path) -> None:
-    """Return when the disk has the folder's entries."""
-    _sync_file(folder)
-
-
 def _bytes_of(folder: Path) -> int:
     return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
 
@@ -175,14 +218,6 @@ def _bytes_of(folder: Path) -> int:
 def _digest(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _write_whole(path: Path, text: str) -> None:

@@ -1,23 +1,26 @@
 """Tensors as raw files in a folder, one file each, and an index in JSON. Nothing is pickled.
 
 A tensor whose bytes did not change since an earlier folder is a hard link to that folder's file: it takes no memory
-twice, and either folder may be removed without the other.
+twice, and either folder may be removed without the other. Of a sharded tensor each rank writes its own part, and the
+index says which part that is, so that any number of ranks can read it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from rlbench.checkpoint.folder import sync_folder
+from rlbench.checkpoint.folder import sync, writing
 from rlbench.errors import CheckpointError
 
 INDEX = "index.json"
@@ -32,6 +35,11 @@ class Written:
     fresh: int
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 @torch.no_grad()
 def write_tensors(
     folder: Path,
@@ -41,11 +49,11 @@ def write_tensors(
     between: Callable[[int], None] = lambda nbytes: None,
     unchanged: Callable[[str], bool] = lambda name: False,
 ) -> Written:
-    """Write the tensors into a new folder.
+    """Write the tensors, of sharded ones this rank's part, into a new folder.
 
     Args:
         folder: must not exist; readable by the owner alone.
-        tensors: dense, any dtype and device.
+        tensors: any dtype and device.
         before: a folder written earlier, to share unchanged tensors with.
         durable: return only when the disk has it.
         between: called with the bytes of the next tensor before it is written; may raise to end the writing.
@@ -54,35 +62,34 @@ def write_tensors(
     Raises:
         CheckpointError: no room, or the folder cannot be written; nothing is left of it that looks whole.
     """
-    known = _index(before) if before is not None else {}
+    earlier = _index(before) if before is not None else {}
     index: dict[str, Any] = {}
     fresh = 0
-    try:
+    with writing(folder):
         folder.mkdir(mode=0o700, parents=True)
-        for number, (name, tensor) in enumerate(tensors.items()):
+        for number, (name, whole) in enumerate(tensors.items()):
+            tensor = local_part(whole)
             between(tensor.numel() * tensor.element_size())
             entry: dict[str, Any] = {
                 "file": f"{number}.bin",
                 "dtype": str(tensor.dtype).removeprefix("torch."),
                 "shape": list(tensor.shape),
+                "shard": _shard_of(whole),
             }
-            path, shared = folder / entry["file"], _alike(before, known.get(name), entry)
+            path, shared = folder / entry["file"], _alike(before, earlier.get(name), entry)
             data = None if shared is not None and unchanged(name) else _bytes_of(tensor)
             if shared is not None and (data is None or _equal(shared, data)):
                 os.link(shared, path)
             else:
                 assert data is not None
-                _write(path, data.data, durable)
+                with new_file(path, durable) as file:
+                    file.write(data.data)
                 fresh += data.nbytes
             index[name] = entry
-        _write(folder / INDEX, json.dumps(index).encode(), durable)
+        with new_file(folder / INDEX, durable) as file:
+            file.write(json.dumps(index).encode())
         if durable:
-            sync_folder(folder)
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder} could not be written ({error.strerror}): make room there (session.snapshots shows what is "
-            "kept, session.drop(snapshot) frees one), or write elsewhere"
-        ) from error
+            sync(folder)
     return Written(sum(_nbytes(entry) for entry in index.values()), fresh)
 
 
@@ -95,6 +102,56 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     return {name: _mapped(folder, name, entry) for name, entry in _index(folder).items()}
 
 
+def read_resharded(folders: Sequence[Path], layout: Callable[[str], Tensor | None]) -> dict[str, Tensor]:
+    """Read this rank's part of all tensors that ranks wrote, however many they were; as `read_tensors` otherwise.
+
+    Args:
+        folders: of all ranks, this one's own first where there is one: its part of what is not sharded counts.
+        layout: gives a tensor sharded as the one of a name is to be; None, or one of another shape: not at all.
+    """
+    indexes = [(folder, _index(folder)) for folder in folders]
+    names = dict.fromkeys(name for _, index in indexes for name in index)
+    return {
+        name: _resharded(name, [(folder, index[name]) for folder, index in indexes if name in index], layout(name))
+        for name in names
+    }
+
+
+def _resharded(name: str, pieces: list[tuple[Path, dict[str, Any]]], like: Tensor | None) -> Tensor:
+    wanted = None if like is None else _shard_of(like)
+    for folder, entry in pieces:
+        if entry["shard"] in (None, wanted):
+            piece = _mapped(folder, name, entry)
+            break
+    else:
+        by_place = {entry["shard"][1]: (folder, entry) for folder, entry in pieces}
+        parts = [_mapped(folder, name, entry) for _, (folder, entry) in sorted(by_place.items())]
+        piece, entry = torch.cat(parts, dim=entry["shard"][0]), {"shard": None}
+    if entry["shard"] is None and isinstance(like, DTensor) and piece.shape == like.shape:
+        piece = distribute_tensor(piece, like.device_mesh, like.placements, src_data_rank=None).to_local()
+    return piece
+
+
+def _shard_of(tensor: Tensor) -> list[int] | None:
+    """Return [dimension, place, number of shards] of this rank's part; None for a tensor that is whole here."""
+    if isinstance(tensor, DTensor):
+        place = tensor.device_mesh.get_coordinate()
+        assert place is not None
+        for axis, placement in enumerate(tensor.placements):
+            if isinstance(placement, Shard):
+                return [placement.dim, place[axis], tensor.device_mesh.size(axis)]
+    return None
+
+
+def is_first_replica(tensor: Tensor) -> bool:
+    """Whether no rank before this one holds the same part of a sharded tensor; what is not sharded is each rank's."""
+    if not isinstance(tensor, DTensor):
+        return True
+    place = tensor.device_mesh.get_coordinate()
+    assert place is not None
+    return not any(at for at, placement in zip(place, tensor.placements, strict=True) if placement.is_replicate())
+
+
 def _index(folder: Path) -> dict[str, Any]:
     try:
         return dict(json.loads((folder / INDEX).read_text()))
@@ -104,11 +161,9 @@ def _index(folder: Path) -> dict[str, Any]:
 
 def _mapped(folder: Path, name: str, entry: dict[str, Any]) -> Tensor:
     path, wanted = folder / entry["file"], _nbytes(entry)
-    found = path.stat().st_size if path.exists() else -1
-    if found != wanted:
-        raise CheckpointError(
-            f"{path} ({name}) has {max(found, 0)} bytes, its index says {wanted}: it is cut or was changed"
-        )
+    size = path.stat().st_size if path.exists() else 0
+    if size != wanted or not path.exists():
+        raise CheckpointError(f"{path} ({name}) has {size} bytes, its index says {wanted}: it is cut or was changed")
     dtype = getattr(torch, entry["dtype"])
     if wanted == 0:
         return torch.empty(entry["shape"], dtype=dtype)
@@ -142,9 +197,11 @@ def _nbytes(entry: Mapping[str, Any]) -> int:
     return int(np.prod(entry["shape"], dtype=np.int64)) * int(getattr(torch, entry["dtype"]).itemsize)
 
 
-def _write(path: Path, data: bytes | memoryview, durable: bool) -> None:
+@contextmanager
+def new_file(path: Path, durable: bool) -> Iterator[BinaryIO]:
+    """A new file for its owner alone; on disk when it is closed, if `durable`."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(data)
+        yield file
         if durable:
             file.flush()
             os.fsync(file.fileno())

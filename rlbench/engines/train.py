@@ -291,8 +291,8 @@ class TrainEngine(Redefining, Engine):
         """
         place = new_folder(path, f"{self.name}.save")
         what = f"{self.name}.save()"
-        written = self.call_all("save_weights", str(place), dtype, what=what, track=True).result()[0]
-        return ExportedModel(written["path"], written["bytes"], tuple(written["files"]))
+        written: ExportedModel = self.call_all("save_weights", str(place), dtype, what=what, track=True).result()[0]
+        return written
 
     def load(self, path: str | Path) -> None:
         """Fill the parameters from a checkpoint, a folder or a file, through the module's hooks; else as

@@ -34,7 +34,7 @@ CARDS = {  # a `Card` each, or what has `bundle()`: HTML and text say the same; 
     "rlbench.results.Done": "result_views.done_card",
     "rlbench.results.ExportedModel": "result_views.exported_model_card",
     "rlbench.results.Names": "result_views.names_card",
-    "rlbench.session.checkpoints.Saved": "kept_views.saved_card",
+    "rlbench.results.Saved": "kept_views.saved_card",
     "rlbench.session.evaluation.Evaluation": "kept_views.evaluation_card",
     "rlbench.session.healing.Healed": "kept_views.healed_card",
     "rlbench.session.facts.Sessions": "views.sessions_card",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,28 +10,13 @@ from rlbench.checkpoint import folder as folders
 from rlbench.dispatch.chain import Steps
 from rlbench.engines.paths import new_folder
 from rlbench.engines.sync import sync_weights
-from rlbench.errors import CheckpointError, Suggesting
-from rlbench.results import ExportedModel
+from rlbench.errors import CheckpointError
 from rlbench.session import step_copies
-from rlbench.units import format_bytes
 
 if TYPE_CHECKING:
     from rlbench.session.core import SessionCore
 
-SESSION = "session.json"
-
-
-@dataclass(frozen=True)
-class Saved(Suggesting):
-    """A checkpoint that was written: where, its size, the older ones that made way."""
-
-    path: str
-    bytes: int
-    removed: tuple[str, ...]
-
-    def __repr__(self) -> str:
-        gone = f", removed {', '.join(Path(p).name for p in self.removed)}" if self.removed else ""
-        return f"Saved({self.path!r}, {format_bytes(self.bytes)}{gone})"
+KIND, SESSION = "session", "session.json"  # as rlbench.workers.train_keeping writes them
 
 
 def save_steps(session: SessionCore, root: str, max_num: int | None, max_mem: float | None) -> Steps:
@@ -43,13 +27,13 @@ def save_steps(session: SessionCore, root: str, max_num: int | None, max_mem: fl
     session.followed.note_place()
     names = ("step", "version", "rollouts", "config", "history", "cursor")
     state = session.link.state(*names)
-    kept = {key: state[key] for key in names}
+    values = json.dumps({key: state[key] for key in names})
     name = f"step-{state['step']:06d}-v{state['version']}"
     place = str(Path(root).expanduser().resolve())
-    parts = yield session.train.call_all(
-        "save_checkpoint", place, name, kept, max_num, max_mem, what="save", track=True
+    saved = yield session.train.call_all(
+        "save_checkpoint", place, name, values, max_num, max_mem, what="save", track=True
     )
-    return Saved(parts[0]["path"], parts[0]["bytes"], tuple(parts[0]["removed"]))
+    return saved[0]
 
 
 def options_of(path: str | Path) -> tuple[Path, dict[str, Any]]:
@@ -58,11 +42,11 @@ def options_of(path: str | Path) -> tuple[Path, dict[str, Any]]:
     Raises:
         CheckpointError: none there, or its values cannot be read.
     """
-    found = folders.find(Path(path).expanduser().resolve())
+    folder = folders.find(Path(path).expanduser().resolve(), KIND)
     try:
-        return found, dict(json.loads((found / SESSION).read_text()))
+        return folder, dict(json.loads((folder / SESSION).read_text()))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{found} is damaged: {SESSION} cannot be read ({error})") from error
+        raise CheckpointError(f"{folder} is damaged: {SESSION} cannot be read ({error})") from error
 
 
 def load_steps(session: SessionCore, folder: Path, kept: dict[str, Any]) -> Steps:
@@ -79,24 +63,17 @@ def load_steps(session: SessionCore, folder: Path, kept: dict[str, Any]) -> Step
 
 def export_steps(session: SessionCore, path: str, dtype: str | None) -> Steps:
     """Write the trainer's weights as a Hugging Face folder; returns `ExportedModel`."""
-    place = new_folder(path, "export")
-    parts = yield session.train.call_all(
-        "export_model", str(place), session.options.path, dtype, what="export", track=True
+    place = str(new_folder(path, "export"))
+    written = yield session.train.call_all(
+        "export_model", place, session.options.path, dtype, what="export", track=True
     )
-    return ExportedModel(parts[0]["path"], parts[0]["bytes"], tuple(parts[0]["files"]))
+    return written[0]
 
 
 def overridden(kept: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """Constructor arguments of a session like the saved one; what is given counts before what was saved."""
     config = kept["config"]
-    arguments = {
-        "model": config["model"],
-        "train": config["train"],
-        "inference": config["inference"],
-        "seed": config["seed"],
-        "reference": config["reference"],
-        "undo": config["undo"],
-    }
+    arguments = {name: config[name] for name in ("model", "train", "inference", "seed", "reference", "undo")}
     for name, value in given.items():
         merges = isinstance(value, dict) and isinstance(arguments.get(name), dict)
         arguments[name] = {**arguments[name], **value} if merges else value

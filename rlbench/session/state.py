@@ -6,10 +6,9 @@ from collections.abc import Generator
 from typing import Any
 
 from rlbench.dispatch.chain import Step
-from rlbench.results import ExportedModel, Names
+from rlbench.results import ExportedModel, Names, Saved
 from rlbench.runtime.starting import starting
 from rlbench.session import checkpoints, healing, snapshots, step_copies
-from rlbench.session.checkpoints import Saved
 from rlbench.session.core import SessionCore
 from rlbench.session.healing import Healed
 from rlbench.session.snapshots import Snapshot

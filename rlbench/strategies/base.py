@@ -1,30 +1,35 @@
 """The surface that trainers and notebooks program against, whatever shards the models below it.
 
-Put together from sides, one a file: what ranks say to each other (`rank_side`), stepping (`step_side`), memory
-(`memory_side`), keeping (`keeping_side`), preparing (`preparing_side`); and of components: `generation`.
+A strategy has components, one a file: `checkpoints`, `preparation`, `generation`; still inherited is what ranks say to
+each other (`rank_side`), stepping (`step_side`), memory (`memory_side`). The reference system's names are methods here,
+which hand on to them.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
+from rlbench.strategies.checkpoints import Checkpoints
 from rlbench.strategies.config import OptionError, StrategyConfig, accumulation_steps
 from rlbench.strategies.control import ControlGroup
 from rlbench.strategies.device import RankDevice
 from rlbench.strategies.facade import attribute, delegated
 from rlbench.strategies.generation import Generation
-from rlbench.strategies.keeping_side import KeepingSide
-from rlbench.strategies.preparing_side import PreparingSide
+from rlbench.strategies.preparation import Preparation
+from rlbench.strategies.step_side import StepSide
 
 ARGUMENTS = {"seed": 42, "max_norm": 0.0, "micro_train_batch_size": 1, "train_batch_size": 1, "bf16": True}
 """Options that are arguments of a strategy, too, and their defaults there."""
 
 
-class StrategyBase(PreparingSide, KeepingSide):
-    """What every strategy does; `_shard` says how.
+class StrategyBase(StepSide, ABC):
+    """What every strategy does; `shard` says how.
 
     Args:
         seed, max_norm, micro_train_batch_size, train_batch_size, bf16: see `FSDPV2Strategy`. One at its default is as
@@ -75,10 +80,24 @@ class StrategyBase(PreparingSide, KeepingSide):
         self.accumulation = 1  # train_batch_size=1, the default, asks for none
         if self.train_batch_size != 1:
             self.accumulation = accumulation_steps(self.train_batch_size, self.micro_train_batch_size, self.world_size)
+        self.checkpoints = Checkpoints(self)
+        self.preparation = Preparation(self)
         self.generation = Generation(self)
         self._start_memory()
         self._start_steps()
 
+    @abstractmethod
+    def shard(
+        self, model: nn.Module, is_training: bool = False, shard_size: int = -1, reshard_after_forward: bool = True
+    ) -> nn.Module:
+        """Bring one module into the form the strategy computes with, in place, and return it."""
+
+    prepare_model = delegated("preparation", Preparation.prepare_model)
+    prepare_models_and_optimizers = delegated("preparation", Preparation.prepare_models_and_optimizers)
+    prepare_reward_model = delegated("preparation", Preparation.prepare_reward_model)
+    save_ckpt = delegated("checkpoints", Checkpoints.save_ckpt)
+    load_ckpt = delegated("checkpoints", Checkpoints.load_ckpt)
+    save_model = delegated("checkpoints", Checkpoints.save_model)
     setup_inference_engine = delegated("generation", Generation.setup_inference_engine)
     gather_and_generate = delegated("generation", Generation.gather_and_generate)
     update_engine_weights = delegated("generation", Generation.update_engine_weights)

@@ -12,6 +12,7 @@ from rlbench.strategies.base import StrategyBase
 from rlbench.strategies.config import StrategyConfig
 from rlbench.strategies.control import ControlGroup
 from rlbench.strategies.device import RankDevice
+from rlbench.strategies.preparation import set_dtypes
 
 
 class SoloGroup(ControlGroup):
@@ -55,13 +56,16 @@ class FakeStrategy(StrategyBase):
         )
         self._prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-    def _shard(self, model: nn.Module, is_training: bool, shard_size: int, reshard_after_forward: bool) -> nn.Module:
+    def shard(
+        self, model: nn.Module, is_training: bool = False, shard_size: int = -1, reshard_after_forward: bool = True
+    ) -> nn.Module:
+        """Bring a model to the device, in place, and return it."""
         if model in self._prepared:
             return model
         self._prepared.add(model)
         if hasattr(model, "tie_weights"):
             model.tie_weights()
-        masters_in_optimizer = self._set_dtypes(model, is_training)
+        masters_in_optimizer = set_dtypes(model, is_training, self.bf16, self.config.use_mp_opt)
         if not any(parameter.is_meta for parameter in model.parameters()):
             model.to(self.device.device)
         if self.bf16 and not masters_in_optimizer:

@@ -27,7 +27,7 @@ from rlbench.strategies.config import StrategyConfig
 from rlbench.strategies.control import ControlGroup
 from rlbench.strategies.device import RankDevice
 from rlbench.strategies.mp_optimizer import FSDPadaptOptimizer, is_mp_optimizer
-from rlbench.strategies.preparing_side import ModelOptimPair, ModelOrModelOptimPair
+from rlbench.strategies.preparation import ModelOptimPair, ModelOrModelOptimPair, set_dtypes
 from rlbench.strategies.step_side import StepResult
 from rlbench.strategies.wrapping import manual_transformer_cls_names_to_wrap, units
 
@@ -110,7 +110,7 @@ class FSDPV2Strategy(StrategyBase):
         """
         if hasattr(model, "tie_weights"):
             model.tie_weights()  # making a module on meta gives each name its own parameter
-        masters_in_optimizer = self._set_dtypes(model, is_training)
+        masters_in_optimizer = set_dtypes(model, is_training, self.bf16, self.config.use_mp_opt)
         options: dict[str, Any] = {
             "mesh": self._mesh(shard_size),
             "mp_policy": self._precision(masters_in_optimizer),
@@ -120,9 +120,6 @@ class FSDPV2Strategy(StrategyBase):
             fully_shard(part, reshard_after_forward=reshard_after_forward, **options)
         fully_shard(model, reshard_after_forward=True, **options)
         return model
-
-    def _shard(self, model: nn.Module, is_training: bool, shard_size: int, reshard_after_forward: bool) -> nn.Module:
-        return self.shard(model, is_training, shard_size, reshard_after_forward)
 
     def _precision(self, masters_in_optimizer: bool) -> MixedPrecisionPolicy:
         if masters_in_optimizer:  # the parameters are in half precision themselves

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
+
+import torch
 
 from rlbench.errors import EngineError
 from rlbench.strategies.optimizer_set import Stepped
+
+LEAST_RATE = 0.1  # of the peak, where the cosine ends
 
 
 def scaled_rates(optimizer: Stepped, lr: float) -> list[float]:
@@ -42,3 +48,16 @@ def at_rates(optimizer: Stepped, rates: Sequence[float] | None) -> Iterator[None
     finally:
         for group, rate in zip(optimizer.param_groups, usual, strict=True):
             group["lr"] = rate
+
+
+def cosine_schedule(optimizer: torch.optim.Optimizer, max_steps: int, warmup_ratio: float) -> Any:
+    """Raise the rate to the optimizer's own over a share of the steps, then lower it to a tenth by a cosine."""
+    from transformers import get_scheduler
+
+    return get_scheduler(
+        "cosine_with_min_lr",
+        optimizer,
+        num_warmup_steps=math.ceil(max_steps * warmup_ratio),
+        num_training_steps=max_steps,
+        scheduler_specific_kwargs={"min_lr_rate": LEAST_RATE},  # min_lr is set against the rate of the constructor
+    )

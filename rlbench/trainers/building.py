@@ -20,6 +20,7 @@ from rlbench.strategies import memory
 from rlbench.strategies.config import OptionError, StrategyConfig, need_fsdp
 from rlbench.strategies.config import names as strategy_names
 from rlbench.strategies.fsdp2 import FSDPV2Strategy
+from rlbench.strategies.learning_rate import cosine_schedule
 from rlbench.strategies.memory_side import kept_on_host
 from rlbench.strategies.mp_optimizer import is_mp_optimizer
 from rlbench.strategies.session_link import session_of_ranks
@@ -216,8 +217,6 @@ def _set_rate(optimizer: Any, lr: float) -> None:
 
 
 def _schedule(optimizer: Any, spec: TrainerSpec, config: StrategyConfig) -> Any:
-    from rlbench.strategies.preparing_side import cosine_schedule
-
     if spec.schedule_steps is None:
         return None
     return cosine_schedule(optimizer, spec.schedule_steps, config.lr_warmup_ratio)

@@ -6,15 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlbench.checkpoint.rank_state import State
 from rlbench.data import Mixture, PromptStream
 from rlbench.errors import CheckpointError, StateError
-from rlbench.rl import AdaptiveKL, FixedKL
-from rlbench.strategies import ckpt
+from rlbench.strategies.checkpoints import MODEL, state_of
+from rlbench.trainers.trainer_state import models_beside
 
 if TYPE_CHECKING:
     from rlbench.trainers.ppo_trainer import PPOTrainer
-
-ACTOR, CRITIC, EMA = "_actor", "_critic", "_ema"
 
 
 class Checkpoints:
@@ -29,69 +28,44 @@ class Checkpoints:
         Experience that waits is not kept: its prompts come again.
 
         Args:
-            folder: None: the option `ckpt_path`.
+            folder: of checkpoints; None: the option `ckpt_path`.
         """
-        trainer = self._trainer
-        options, strategy = trainer.options.ppo, trainer.strategy
-        where = Path(folder or options.ckpt_path)
+        trainer, options = self._trainer, self._trainer.options.ppo
+        folder = folder or options.ckpt_path
         tag = f"global_step{trainer.iterations}"
-        state = self.state()
-        for name, model, optimizer, scheduler in reversed(self._parts()):  # the actor last: `load` goes by it
-            strategy.save_ckpt(
-                model,
-                str(where / name),
-                tag,
-                options.max_ckpt_num,
-                options.max_ckpt_mem,
-                client_state=state if name == ACTOR else {},
-                optimizer=optimizer,
-                scheduler=scheduler,
-            )
+        trainer.strategy.checkpoints.save(
+            folder, self._states(), tag, self.state(), max_num=options.max_ckpt_num, max_mem=options.max_ckpt_mem
+        )
         if options.save_hf_ckpt:
-            strategy.save_model(trainer.actor, trainer.tokenizer, str(Path(options.save_path) / f"{tag}_hf"))
-        return str(where)
+            trainer.strategy.save_model(trainer.actor, trainer.tokenizer, str(Path(options.save_path) / f"{tag}_hf"))
+        return str(folder)
 
     def load(self, folder: str | Path | None = None) -> dict[str, Any]:
         """Go on from what `save` wrote, and give the inference engine its weights; returns where the run stands.
-
-        All parts are taken of one save, the newest that has the actor.
 
         Raises:
             CheckpointError: there is none, or it is damaged or of other models. DataError, StateError: it is of other
                 prompts. Nothing has changed then. What fails later (a file that cannot be read any more, a stop) leaves
                 some of it loaded; the engine gets the actor's weights before it next draws.
         """
-        trainer = self._trainer
-        where = Path(folder or trainer.options.ppo.ckpt_path)
-        folders, found = trainer.strategy.control.together("looking for a checkpoint", lambda: self._found(where))
-        strategy = trainer.strategy
-        parts = [
-            (strategy.open_ckpt(model, str(folders[name]), optimizer, scheduler), model, optimizer, scheduler)
-            for name, model, optimizer, scheduler in self._parts()
-        ]
+        trainer, checkpoints, states = self._trainer, self._trainer.strategy.checkpoints, self._states()
+        opened = checkpoints.open(folder or trainer.options.ppo.ckpt_path, states)
+        place = dict(opened.client_state)
+        trainer.strategy.control.together("comparing a checkpoint", lambda: self.check_fits(place))
         trainer.went_elsewhere()
-        for part in parts:
-            strategy.load_opened(*part)
-        self.restore(found)
+        checkpoints.load(opened, states)
+        self.restore(place)
         trainer.went_elsewhere()
         trainer.send_weights()
-        return dict(found)
-
-    def _found(self, where: Path) -> tuple[dict[str, Path], dict[str, Any]]:
-        """The folder of each part, all of one save, and where the run stood; it fits this trainer."""
-        actor = ckpt.find(str(where / ACTOR))
-        folders = {name: ckpt.find(str(where / name / actor.name)) for name, *_ in self._parts()}
-        state = ckpt.read_values(actor)["client_state"]
-        self.check_fits(state)
-        return folders, state
+        return place
 
     def load_newest(self) -> None:
         """`load` where there is something to load; a run that begins begins."""
-        there = (Path(self._trainer.options.ppo.ckpt_path) / ACTOR).is_dir()
-        if all(self._trainer.strategy.control.gather(there)):
+        strategy, folder = self._trainer.strategy, self._trainer.options.ppo.ckpt_path
+        if strategy.checkpoints.exist_in(folder):
             self.load()
         else:
-            self._trainer.strategy.print(f"no checkpoint in {self._trainer.options.ppo.ckpt_path}: starting anew")
+            strategy.print(f"no checkpoint in {folder}: starting anew")
 
     def save_if_due(self) -> None:
         """After an iteration, where the option `save_steps` says so."""
@@ -148,20 +122,16 @@ class Checkpoints:
         trainer.pretraining.restore(state.get("texts"))
         trainer.iterations = int(state["iterations"])
         trainer.optimizer_steps = int(state["optimizer_steps"])
-        trainer.kl_ctl = _with_coef(trainer.kl_ctl, float(state["kl_coef"]))
+        trainer.kl_ctl = replace(trainer.kl_ctl, coef=float(state["kl_coef"]))
         trainer.experience_maker.restore(state["maker"])
         trainer.strategy.generate_calls = int(state["generate_calls"])
         if state.get("extra") is not None:
             trainer.set_extra_state(state["extra"])
 
-    def _parts(self) -> list[tuple[str, Any, Any, Any]]:
+    def _states(self) -> dict[str, State]:
         trainer = self._trainer
-        parts = [(ACTOR, trainer.actor, trainer.actor_optim, trainer.actor_scheduler)]
-        if trainer.critic is not None:
-            parts.append((CRITIC, trainer.critic, trainer.critic_optim, trainer.critic_scheduler))
-        if trainer.ema_model is not None:
-            parts.append((EMA, trainer.ema_model, None, None))
-        return parts
+        actor = state_of(trainer.actor, trainer.actor_optim, trainer.actor_scheduler)
+        return {MODEL: actor, **models_beside(trainer)}
 
 
 def _try(stream: PromptStream | Mixture, state: dict[str, Any]) -> None:
@@ -171,7 +141,3 @@ def _try(stream: PromptStream | Mixture, state: dict[str, Any]) -> None:
         stream.restore(state)
     finally:
         stream.restore(place)
-
-
-def _with_coef(controller: FixedKL | AdaptiveKL, coef: float) -> FixedKL | AdaptiveKL:
-    return replace(controller, coef=coef)

@@ -10,18 +10,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
-from rlbench.checkpoint import rank_state
+from rlbench.checkpoint.rank_state import State, like_parameter, under
 from rlbench.errors import CheckpointError
+from rlbench.strategies.checkpoints import state_of
 from rlbench.strategies.memory_side import reshard
 
 if TYPE_CHECKING:
+    from rlbench.trainers.ppo_trainer import PPOTrainer
     from rlbench.trainers.spmd_ppo_trainer import SPMDPPOTrainerBase
 
-Part = tuple[nn.Module, dict[str, torch.optim.Optimizer]]
 GRADIENT = "gradient"
+
+
+def models_beside(trainer: PPOTrainer) -> dict[str, State]:
+    """Return the models that change beside the policy, with their optimizers and schedules."""
+    states = {}
+    if trainer.critic is not None:
+        states["critic"] = state_of(trainer.critic, trainer.critic_optim, trainer.critic_scheduler)
+    if trainer.ema_model is not None:
+        states["average"] = state_of(trainer.ema_model)
+    return states
 
 
 class TrainerState:
@@ -42,37 +52,34 @@ class TrainerState:
         return self._trainer.optimizer_steps
 
     def tensors(self) -> dict[str, Tensor]:
-        """This rank's parts by name, wherever they are now: nothing is brought in for it."""
-        found: dict[str, Tensor] = {}
-        for part, (model, optimizers) in self._parts().items():
-            reshard(model)
-            found |= {f"{part}/{n}": tensor for n, tensor in rank_state.tensors_of(model, optimizers).items()}
+        """Return this rank's tensors by name, wherever they are now: nothing is brought in for it."""
+        tensors: dict[str, Tensor] = {}
+        for part, state in self._states().items():
+            reshard(state.module)
+            tensors |= {f"{part}/{name}": tensor for name, tensor in state.tensors().items()}
         for update in self._trainer.updates:
             if update.holds_gradients:
                 for name, parameter in update.model.named_parameters():
                     if parameter.grad is not None:
-                        found[f"{GRADIENT}/{update.name}/{name}"] = rank_state.local_part(parameter.grad)
-        return found
+                        tensors[f"{GRADIENT}/{update.name}/{name}"] = parameter.grad
+        return tensors
 
     def values(self) -> dict[str, Any]:
-        """The rest, to be pickled: experience holds the user's own prompts and labels."""
+        """Return the rest, to be pickled: experience holds the user's own prompts and labels."""
         return {
             "where": self._trainer.files.state(),
             "waiting": self._trainer.waiting_state(),
-            "optimizers": {part: rank_state.optimizer_values(*held) for part, held in self._parts().items()},
-            "schedulers": {part: rank_state.scheduler_values(own) for part, own in self._schedulers().items()},
+            "parts": {part: state.values() for part, state in self._states().items()},
         }
 
     def check(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Raise where `load` could not put this back: CheckpointError, DataError, StateError."""
-        for kind, here in (("optimizers", self._parts()), ("schedulers", self._schedulers())):
-            if here.keys() != values[kind].keys():
-                raise CheckpointError(
-                    f"it has {kind} of {', '.join(here) or 'nothing'} now, and had {', '.join(values[kind]) or 'none'}"
-                )
+        states, saved = self._states(), values["parts"]
+        if states.keys() != saved.keys():
+            raise CheckpointError(f"the trainer has {', '.join(states)} now, and had {', '.join(saved)}")
         self._trainer.files.check_fits(values["where"])
-        for part, (model, optimizers) in self._parts().items():
-            rank_state.check_fits(model, _of(part, tensors), values["optimizers"][part], optimizers)
+        for part, state in states.items():
+            state.check(under(part, tensors), saved[part])
 
     def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Put back what `tensors` and `values` gave, after the policy's own state; models keep their identity.
@@ -81,38 +88,24 @@ class TrainerState:
         """
         trainer = self._trainer
         trainer.drop_gradients()
-        for part, (model, optimizers) in self._parts().items():
-            reshard(model)
-            rank_state.load_model(model, _of(part, tensors), values["optimizers"][part], optimizers)
-        for part, scheduler in self._schedulers().items():
-            rank_state.load_scheduler(scheduler, values["schedulers"][part])
+        for part, state in self._states().items():
+            reshard(state.module)
+            state.load(under(part, tensors), values["parts"][part])
         trainer.files.restore(values["where"])
         for update in trainer.updates:
             parameters = dict(update.model.named_parameters())
-            for name, gradient in _of(f"{GRADIENT}/{update.name}", tensors).items():
-                parameters[name].grad = rank_state.like_parameter(parameters[name], gradient)
+            for name, gradient in under(f"{GRADIENT}/{update.name}", tensors).items():
+                parameters[name].grad = like_parameter(parameters[name], gradient)
         trainer.restore_waiting(values["waiting"])
         trainer.unsent = False
 
     def stay(self) -> None:
-        """The policy went elsewhere without the trainer: what waits was made with other weights, and is forgotten."""
+        """Forget what waits: the policy went elsewhere without the trainer, and it was made with other weights."""
         self._trainer.went_elsewhere()
         self._trainer.unsent = False  # the caller brings the engine's weights
 
-    def _parts(self) -> dict[str, Part]:
-        """Models that change beside the policy, with their optimizers."""
-        trainer = self._trainer
-        parts: dict[str, Part] = {}
-        if trainer.critic is not None:
-            parts["critic"] = (trainer.critic, {} if trainer.critic_optim is None else {"critic": trainer.critic_optim})
-        if trainer.ema_model is not None:
-            parts["average"] = (trainer.ema_model, {})
-        return parts
-
-    def _schedulers(self) -> dict[str, Any]:
-        own = {"actor": self._trainer.actor_scheduler, "critic": self._trainer.critic_scheduler}
-        return {name: scheduler for name, scheduler in own.items() if scheduler is not None}
-
-
-def _of(part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {n.removeprefix(f"{part}/"): tensor for n, tensor in tensors.items() if n.startswith(f"{part}/")}
+    def _states(self) -> dict[str, State]:
+        """Models that change beside the policy, and the policy's schedule."""
+        schedule = self._trainer.actor_scheduler
+        actor = State(nn.Module(), schedulers={} if schedule is None else {"scheduler": schedule})
+        return {"actor": actor, **models_beside(self._trainer)}

@@ -39,9 +39,10 @@ from rlbench.workers.train_cells import CellVerbs
 from rlbench.workers.train_config import TrainConfig
 from rlbench.workers.train_gradients import GradientProbe
 from rlbench.workers.train_group import RankGroup
-from rlbench.workers.train_keeping import KeepingVerbs, RankCheckpoints, RankSnapshots
+from rlbench.workers.train_keeping import Keeping
 from rlbench.workers.train_namespace import Namespace
 from rlbench.workers.train_optimizers import outside_state, unstepped
+from rlbench.workers.train_parts import RankParts, verbs_of
 from rlbench.workers.train_redefine import RedefineVerbs
 from rlbench.workers.train_stage import WeightSender, checksum
 from rlbench.workers.train_states import Residency
@@ -52,12 +53,14 @@ OF_THE_STRATEGY = ("adam_offload", "use_mp_opt", "fsdp_cpu_offload")
 FORWARD_INSTEAD_OF_CALL = "got mixed torch.Tensor and DTensor"
 
 
-class TrainRank(KeepingVerbs, RedefineVerbs, CellVerbs, TrainerVerbs):
+class TrainRank(RedefineVerbs, CellVerbs, TrainerVerbs):
     """Built in two calls: `rendezvous` on rank 0, then `build` on all ranks at once.
 
-    Every verb but those of `CONTROL`, `rendezvous` and `register` is collective and runs on one compute thread.
+    Every verb but those of `CONTROL`, `rendezvous` and `register` is collective and runs on one compute thread. A verb
+    is a method here, or of the component that `VERBS` names.
     """
 
+    VERBS = verbs_of([Keeping])
     CONTROL = frozenset({"status", "memory", "sync_facts", "give_up_sync", "complete_names"})
 
     def __init__(self, rank: int, world_size: int, config: TrainConfig) -> None:
@@ -70,6 +73,20 @@ class TrainRank(KeepingVerbs, RedefineVerbs, CellVerbs, TrainerVerbs):
         self._module: BaseTrainModule | None = None
         self._sender: WeightSender | None = None
         self._methods: frozenset[str] = frozenset()
+        self._components: dict[type, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        """The verbs of the components."""
+        owner = type(self).VERBS.get(name)
+        if owner is None:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        self._built()
+        return getattr(self._components[owner], name)
+
+    def begins(self, verb: str) -> None:
+        """Take note that the host calls `verb` now. Never blocks."""
+        if self._components:
+            self._components[Keeping].begins(verb)
 
     # -- life ------------------------------------------------------------------------------------------------
 
@@ -136,7 +153,8 @@ class TrainRank(KeepingVerbs, RedefineVerbs, CellVerbs, TrainerVerbs):
         here = self.config.local_ranks or self.world_size
         self._trial = PolicyTrial(module, self._policy, self._residency, strategy, self._optimizers, here)
         self._sender = WeightSender(module, strategy.control, stop)
-        self._keep(RankSnapshots(module, strategy.control, stop), RankCheckpoints(module, strategy.control))
+        parts = RankParts(self.config, module, strategy, self._residency, self._policy, self._sender)
+        self._components = {Keeping: Keeping(parts, self._trainer_state, stop)}
         uuid = facts.gpu_uuid(device.device)
         near = self._host.startswith("127.")  # else the user named the address of this node
         self._facts = Facts(facts.node(), facts.address() if near else self._host, (uuid,) if uuid else ())
@@ -163,6 +181,7 @@ class TrainRank(KeepingVerbs, RedefineVerbs, CellVerbs, TrainerVerbs):
         if self._sender is not None:
             self._sender.close()
         self._module = self._sender = None
+        self._components.clear()
         self._methods = frozenset()
         self._group.close()
 

@@ -1,10 +1,10 @@
 """A rank's snapshots: its whole training state written aside, published by one rename, read back in place.
 
 A snapshot is a folder outside the process (shared memory, or disk on request), so that it outlives a rank that dies.
-All ranks write; then they vote; then one rank of each host renames. Until then the folder is called `….partial`, and
+All ranks write; then they agree; then one rank of each host renames. Until then the folder is called `….partial`, and
 nobody reads it.
 
-    <folder>/rank-<number>/           the policy's tensors (`tensor_files`), and values.pt
+    <folder>/rank-<number>/           the policy, see `rlbench.checkpoint.writer`
       trainer-<its id>/               of the session's trainer, where there was one: its tensors, and values.pkl
 
 A trainer's values are pickled, as its experience holds prompts and labels of the user's. Only ranks that hold that
@@ -18,39 +18,40 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import torch
 from torch import Tensor
 
-from rlbench.checkpoint import rank_state
-from rlbench.checkpoint.tensor_files import read_tensors, write_tensors
+from rlbench.checkpoint import rank_state, writer
+from rlbench.checkpoint.folder import writing
+from rlbench.checkpoint.rank_state import State
+from rlbench.checkpoint.tensor_files import Written, new_file, read_tensors, write_tensors
 from rlbench.errors import CheckpointError, Stopped
 from rlbench.nn import BaseTrainModule
 from rlbench.private import others_access
-from rlbench.strategies.control import ControlGroup, Verdict, ranks_apart
+from rlbench.strategies.control import ControlGroup, ranks_apart
 from rlbench.trainers.trainer_state import TrainerState
 
-VALUES, TRAINER, TRAINER_VALUES = "values.pt", "trainer-", "values.pkl"
+POLICY, TRAINER, TRAINER_VALUES = "policy", "trainer-", "values.pkl"
 ID = re.compile(r"[0-9a-f]{8}(\.partial)?")
 """How the name of a snapshot's folder ends, written whole or not."""
-Read = tuple[Mapping[str, Tensor], dict[str, Any]]
-"""The tensors and the values of one part."""
+TrainerPart = tuple[Mapping[str, Tensor], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedSnapshot:
     """A snapshot that fits: the policy's part, and the trainer's where there is one to go back.
 
     `left`: why the trainer stays where it is; None where it goes back, or there is none.
     """
 
-    policy: Read
-    trainer: Read | None
+    policy: writer.Opened
+    trainer: TrainerPart | None
     left: str | None
 
 
@@ -61,6 +62,8 @@ class RankSnapshots:
         self._module = module
         self._control = control
         self._stop_requested = stop_requested
+        hosts = control.gather(socket.gethostname())
+        self._leads = hosts.index(hosts[control.rank]) == control.rank  # the first of its host
 
     def write(
         self,
@@ -79,7 +82,7 @@ class RankSnapshots:
             before: an earlier one, whose unchanged tensors are shared where it is still there and its owner's alone.
             durable: return only when the disk has it.
             trainer: the session's, which is kept with the policy.
-            unchanged: parameters and optimizers, and all of the trainer's tensors, are known to be those of `before`.
+            unchanged: parameters and optimizers, and the trainer's, are known to be those of `before`.
             stoppable: whether a stop ends the writing.
 
         Returns:
@@ -88,70 +91,43 @@ class RankSnapshots:
         Raises:
             Stopped, CheckpointError: nothing is left of the snapshot.
         """
-        final, aside = Path(folder), Path(f"{folder}.partial")
-        own = f"rank-{self._control.rank}"
-        shared = Path(before) / own if before is not None else None
-        failure: Exception | None = None
-        written: dict[str, int] = {}
-        with self._removed_on_failure(aside):
-            try:
+        aside = Path(f"{folder}.partial")
+        earlier = None if before is None else Path(before) / f"rank-{self._control.rank}"
+
+        def stopped() -> bool:
+            return stoppable and self._stop_requested()
+
+        def between(nbytes: int) -> None:
+            if stopped():
+                raise Stopped("stopped")
+
+        def known(name: str) -> bool:
+            return unchanged and "/buffer/" not in name  # a forward of the user's may have written to a buffer
+
+        def write(own: Path) -> dict[str, int]:
+            with writing(aside):
                 aside.mkdir(mode=0o700, parents=True, exist_ok=True)
-                tensors = rank_state.tensors_of(self._module)
-                known = shared if shared is not None and shared.is_dir() and _is_own(shared) else None
-                between = self._until_stopped(stoppable)
-                done = write_tensors(  # a forward of the user's may have written to a buffer
-                    aside / own, tensors, known, durable, between, lambda n: unchanged and not n.startswith("buffer/")
-                )
-                _save(rank_state.values_of(self._module), aside / own / VALUES, durable)
-                written = {"bytes": done.nbytes, "fresh": done.fresh}
-                if trainer is not None:
-                    more = self._write_trainer(aside / own, known, durable, trainer, between, unchanged)
-                    written = {key: written[key] + more[key] for key in written}
-            except Stopped:
-                pass  # the vote below tells the peers
-            except Exception as error:  # a full disk on one rank: the peers must hear of it
-                failure = error
-            stopped = stoppable and self._stop_requested()
-            verdict = Verdict.FAILED if failure else Verdict.STOP if stopped else Verdict.GO
-            agreed = self._control.vote(verdict)
-            if agreed is Verdict.FAILED:
-                self._control.raise_together("writing a snapshot", failure)
-            if agreed is Verdict.STOP:
-                raise Stopped("the snapshot was stopped: nothing of it is kept, the session is as before")
-            leads = self._leads()
-            self._control.together("publishing a snapshot", lambda: os.rename(aside, final) if leads else None)
-        return written
+            shared = earlier if earlier is not None and earlier.is_dir() and _others_part(earlier)[1] is None else None
+            writes = partial(write_tensors, between=between, unchanged=known)
+            states = {POLICY: State.of(self._module)}
+            parts = [
+                writer.write_part(self._control, own, states, durable=durable, writing=partial(writes, before=shared))
+            ]
+            if trainer is not None:
+                parts.append(_write_trainer(own, shared, trainer, writes, durable))
+            return {"bytes": sum(part.nbytes for part in parts), "fresh": sum(part.fresh for part in parts)}
 
-    def _write_trainer(
-        self,
-        own: Path,
-        before: Path | None,
-        durable: bool,
-        trainer: TrainerState,
-        between: Callable[[int], None],
-        unchanged: bool,
-    ) -> dict[str, int]:
-        """Write the trainer's part into this rank's folder."""
-        name = f"{TRAINER}{trainer.id}"
-        known = before / name if before is not None and (before / name).is_dir() else None
-        done = write_tensors(own / name, trainer.tensors(), known, durable, between, lambda name: unchanged)
-        kept = None if known is None else known / TRAINER_VALUES
-        try:
-            blob = cloudpickle.dumps(trainer.values())
-            shared = kept is not None and kept.read_bytes() == blob
-            if kept is not None and shared:
-                os.link(kept, own / name / TRAINER_VALUES)
-            else:
-                with _opened(own / name / TRAINER_VALUES, durable) as file:
-                    file.write(blob)
-        except Exception as error:  # no room, or a label that pickle refuses, of whatever kind
-            raise CheckpointError(
-                f"what waits in the trainer could not be kept in {own / name} ({type(error).__name__}: {error}): make "
-                "room there, or train on its experience first"
-            ) from error
-        return {"bytes": done.nbytes + len(blob), "fresh": done.fresh + (0 if shared else len(blob))}
+        written, _ = writer.whole_or_nothing(
+            self._control,
+            "a snapshot",
+            aside,
+            write,
+            lambda: os.rename(aside, folder) if self._leads else None,
+            stopped,
+        )
+        return dict(written)
 
-    def open(self, folder: str, trainer: TrainerState | None = None) -> Opened:
+    def open(self, folder: str, trainer: TrainerState | None = None) -> OpenedSnapshot:
         """Read a snapshot and see that it fits; nothing is changed yet.
 
         Args:
@@ -163,24 +139,25 @@ class RankSnapshots:
         """
         own = Path(folder) / f"rank-{self._control.rank}"
         self._control.together("looking at a snapshot", lambda: _need_ours(own))
-        gathered = self._control.gather(own.is_dir())
-        if not all(gathered):
+        present = self._control.gather(own.is_dir())
+        if not all(present):
             raise CheckpointError(
-                f"snapshot {Path(folder).name} has no part for rank {gathered.index(False)} of {len(gathered)}: it was "
+                f"snapshot {Path(folder).name} has no part for rank {present.index(False)} of {len(present)}: it was "
                 "dropped, or written by an engine of another size"
             )
 
-        def read() -> Read:
-            tensors, values = read_tensors(own), torch.load(own / VALUES, weights_only=True)
-            rank_state.check_fits(self._module, tensors, values["optimizers"])
-            return tensors, values
+        def read() -> writer.Opened:
+            state = State.of(self._module)
+            opened = writer.read_part(self._control, Path(folder), {POLICY: state})
+            state.check(*opened.part(POLICY))
+            return opened
 
         policy = self._control.together("reading a snapshot", read)
         part, left = (None, None) if trainer is None else _read_trainer(own, trainer)
         reasons = [reason for reason in self._control.gather(left) if reason is not None]
-        return Opened(policy, None if reasons else part, reasons[0] if reasons else None)
+        return OpenedSnapshot(policy, None if reasons else part, reasons[0] if reasons else None)
 
-    def put_back(self, opened: Opened, trainer: TrainerState | None = None) -> dict[str, Any]:
+    def put_back(self, opened: OpenedSnapshot, trainer: TrainerState | None = None) -> dict[str, Any]:
         """Bring this rank to the state of a snapshot; gradients of the policy are the caller's to clear before.
 
         Returns:
@@ -189,37 +166,38 @@ class RankSnapshots:
 
         Raises:
             EngineError: of several ranks this one failed in the middle, and holds another state than they do; it ends.
-            CheckpointError: the only rank failed in the middle; says what is torn.
+            CheckpointError: the only rank failed in the middle; says what is inconsistent.
         """
         self._put(opened, trainer)
-        told = None if trainer is None else {"optimizer_steps": trainer.optimizer_steps, "left": opened.left}
-        return {"checksums": rank_state.checksums(self._module), "trainer": told}
+        went = None if trainer is None else {"optimizer_steps": trainer.optimizer_steps, "left": opened.left}
+        return {"checksums": rank_state.checksums(self._module), "trainer": went}
 
-    def _put(self, opened: Opened, trainer: TrainerState | None) -> None:
+    def _put(self, opened: OpenedSnapshot, trainer: TrainerState | None) -> None:
         """Put all parts back; the other ranks do it whatever happens here."""
-        torn = "the policy is"
+        torn, random = "the policy is", opened.policy.random
+        assert random is not None
         try:
-            rank_state.load(self._module, *opened.policy)
+            State.of(self._module).load(*opened.policy.part(POLICY))
+            rank_state.set_random_state(random)
             torn = "the policy went back whole, the session's trainer is"
             if trainer is not None and opened.trainer is not None:
                 trainer.load(*opened.trainer)
             elif trainer is not None:
                 trainer.stay()
-            rank_state.set_random_state(opened.policy[1]["random"])  # last: whatever was drawn meanwhile
+            rank_state.set_random_state(random)  # last: whatever was drawn meanwhile
         except Exception as error:  # no memory, or a class of the user's that refuses what it once gave
-            said = f"restoring a snapshot failed in the middle on rank {self._control.rank}"
+            failed = f"restoring a snapshot failed in the middle on rank {self._control.rank}"
             why = f"({type(error).__name__}: {error})"
             if self._control.world_size > 1:
-                raise ranks_apart(f"{said} {why}, and may have been done on others") from error
+                raise ranks_apart(f"{failed} {why}, and may have been done on others") from error
             raise CheckpointError(
-                f"{said} {why}: {torn} torn, partly the snapshot's and partly as before. Restore this snapshot, or "
+                f"{failed} {why}: {torn} torn, partly the snapshot's and partly as before. Restore this snapshot, or "
                 "another, before anything else; where that fails too, end the rank's process and session.heal()"
             ) from error
 
     def drop(self, folders: list[str]) -> None:
         """Remove snapshots; those that are not there are gone already."""
-        leads = self._leads()
-        for folder in folders if leads else ():
+        for folder in folders if self._leads else ():
             shutil.rmtree(folder, ignore_errors=True)
 
     def sweep(self, starts: Sequence[str], kept: Sequence[str]) -> None:
@@ -232,36 +210,31 @@ class RankSnapshots:
         there = [path for start in starts for path in _snapshots_at(start)]
         self.drop([str(path) for path in there if str(path) not in kept])
 
-    def checksums(self) -> dict[str, str]:
-        """sha256 of this rank's weights, optimizer and random state."""
-        return rank_state.checksums(self._module)
 
-    def _leads(self) -> bool:
-        """Whether this rank is the first of its host."""
-        hosts = self._control.gather(socket.gethostname())
-        return hosts.index(hosts[self._control.rank]) == self._control.rank
-
-    def _until_stopped(self, stoppable: bool) -> Callable[[int], None]:
-        """Ends the writing of this rank soon after a stop was asked for; the vote at the end makes it common."""
-
-        def between(nbytes: int) -> None:
-            if stoppable and self._stop_requested():
-                raise Stopped("stopped")
-
-        return between
-
-    @contextlib.contextmanager
-    def _removed_on_failure(self, aside: Path) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            shutil.rmtree(aside / f"rank-{self._control.rank}", ignore_errors=True)
-            with contextlib.suppress(OSError):  # another rank's part is still there: it removes its own
-                aside.rmdir()
-            raise
+def _write_trainer(
+    own: Path, before: Path | None, trainer: TrainerState, writes: Callable[..., Written], durable: bool
+) -> Written:
+    """Write the trainer's part into this rank's folder."""
+    folder = own / f"{TRAINER}{trainer.id}"
+    earlier = before / folder.name if before is not None and (before / folder.name).is_dir() else None
+    done = writes(folder, trainer.tensors(), before=earlier, durable=durable)
+    try:
+        blob = cloudpickle.dumps(trainer.values())
+        shared = earlier is not None and (earlier / TRAINER_VALUES).read_bytes() == blob
+        if earlier is not None and shared:
+            os.link(earlier / TRAINER_VALUES, folder / TRAINER_VALUES)
+        else:
+            with new_file(folder / TRAINER_VALUES, durable) as file:
+                file.write(blob)
+    except Exception as error:  # no room, or a label that pickle refuses, of whatever kind
+        raise CheckpointError(
+            f"what waits in the trainer could not be kept in {folder} ({type(error).__name__}: {error}): make room "
+            "there, or train on its experience first"
+        ) from error
+    return Written(done.nbytes + len(blob), done.fresh + (0 if shared else len(blob)))
 
 
-def _read_trainer(own: Path, trainer: TrainerState) -> tuple[Read | None, str | None]:
+def _read_trainer(own: Path, trainer: TrainerState) -> tuple[TrainerPart | None, str | None]:
     """The trainer's part of a rank's folder; without one that fits, why there is none. Never raises: the policy goes
     back all the same."""
     part = own / f"{TRAINER}{trainer.id}"
@@ -297,28 +270,8 @@ def _others_part(own: Path) -> tuple[Path, str | None]:
     return own, None
 
 
-def _is_own(own: Path) -> bool:
-    """Whether a rank's folder is free of what another user may have written."""
-    return _others_part(own)[1] is None
-
-
 def _snapshots_at(start: str) -> list[Path]:
     """Folders whose path is `start` and a snapshot's id, on this host."""
     folder, prefix = os.path.split(start)
     found = sorted(Path(folder).iterdir()) if os.path.isdir(folder) else []
     return [path for path in found if path.name.startswith(prefix) and ID.fullmatch(path.name[len(prefix) :])]
-
-
-def _save(values: dict[str, Any], path: Path, durable: bool) -> None:
-    with _opened(path, durable) as file:
-        torch.save(values, file)
-
-
-@contextlib.contextmanager
-def _opened(path: Path, durable: bool) -> Iterator[Any]:
-    """A new file for its owner alone; on disk when it is closed, if `durable`."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        yield file
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())

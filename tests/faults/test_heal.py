@@ -170,16 +170,16 @@ def test_what_a_rank_left_that_died_in_the_middle_of_a_snapshot_is_removed(morta
     before, kept = checksums(mortal), mortal.snapshot("kept")
 
     def deadly() -> None:
-        if rank == 1:  # type: ignore[name-defined]
+        if rank == 0:  # type: ignore[name-defined]
             import os
             import signal
 
-            import rlbench.workers.train_snapshots as writing
+            import rlbench.checkpoint.writer as writing
 
-            writing._save = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)  # after the tensors
+            writing.random_state = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)  # after the tensors
 
     mortal.train.run(deadly)
-    with pytest.raises(WorkerDied, match="rank 1 of actor died"):
+    with pytest.raises(WorkerDied, match="rank 0 of actor died"):
         mortal.snapshot("never")
     beside = Path(kept.folder).parent
     start = Path(kept.folder).name.removesuffix(kept.id)

@@ -10,7 +10,7 @@ from rlbench.notebook.curves import Curves
 from rlbench.notebook.engine_facts import engine_facts
 from rlbench.notebook.markup import table
 from rlbench.notebook.rollout_static import rollouts_view
-from rlbench.session.checkpoints import Saved
+from rlbench.results import Saved
 from rlbench.session.facts import card_facts
 from rlbench.session.healing import Healed
 from rlbench.session.snapshots import Snapshots

@@ -9,7 +9,7 @@ from rlbench.data.metrics import Metrics
 from rlbench.engines import InferenceEngine, TrainEngine
 from rlbench.errors import DataError, Stopped
 from rlbench.notebook import kept_views, views
-from rlbench.session.checkpoints import Saved
+from rlbench.results import Saved
 from rlbench.session.evaluation import Evaluation
 from rlbench.session.facts import Sessions
 from rlbench.session.healing import Healed

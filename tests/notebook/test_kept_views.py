@@ -3,7 +3,7 @@
 import time
 
 from rlbench.notebook import kept_views
-from rlbench.session.checkpoints import Saved
+from rlbench.results import Saved
 from rlbench.session.evaluation import Evaluation
 from rlbench.session.healing import Healed
 from rlbench.session.snapshots import Snapshots

@@ -76,7 +76,7 @@ def test_a_critic_recomputes_too_and_a_model_that_cannot_says_so(qwen: str) -> N
 
 
 def kept(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "_actor").glob("global_step*"))
+    return sorted(path.name for path in folder.glob("global_step*"))
 
 
 def test_as_many_checkpoints_are_kept_as_the_options_allow(qwen: str, tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_as_many_checkpoints_are_kept_as_the_options_allow(qwen: str, tmp_path: 
 
     assert fitted("three", 4) == ["global_step2", "global_step3", "global_step4"]
     assert fitted("number", 3, max_ckpt_num=2) == ["global_step2", "global_step3"]
-    one = sum(path.stat().st_size for path in (tmp_path / "three/_actor/global_step4").rglob("*") if path.is_file())
+    one = sum(path.stat().st_size for path in (tmp_path / "three/global_step4").rglob("*") if path.is_file())
     assert fitted("memory", 3, max_ckpt_num=9, max_ckpt_mem=2.5 * one / 1e9) == ["global_step2", "global_step3"]
 
 

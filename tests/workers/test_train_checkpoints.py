@@ -20,7 +20,7 @@ from tests.workers.test_train_snapshots import NoisyQwen, step
 
 pytestmark = pytest.mark.slow
 
-SESSION = {"step": 3, "history": [{"loss": 1.5}]}
+SESSION = '{"step": 3, "history": [{"loss": 1.5}]}'
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
@@ -31,7 +31,7 @@ def qwen(request: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
 def save(engine: Ranks, root: Path, **options: Any) -> Path:
     done = engine.call("save_checkpoint", str(root), "step-3", SESSION, *options.values())
     assert all(other == done[0] for other in done)
-    return Path(done[0]["path"])
+    return Path(done[0].path)
 
 
 def whole(engine: Ranks) -> dict[str, Any]:
@@ -40,9 +40,9 @@ def whole(engine: Ranks) -> dict[str, Any]:
     def gather() -> Any:
         from torch.distributed.tensor import DTensor
 
-        from rlbench.checkpoint.rank_state import sharded_tensors_of
+        from rlbench.checkpoint.rank_state import State
 
-        found = sharded_tensors_of(module)  # type: ignore[name-defined]
+        found = State.of(module).tensors()  # type: ignore[name-defined]
         return {n: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for n, t in found.items()}
 
     return engine.run(gather)[0]
@@ -84,7 +84,7 @@ def test_damage_and_another_model_are_refused_and_training_goes_on(qwen: str, tm
         path = save(engine, tmp_path)
         step(engine, 0)
         before = engine.call("training_checksums")
-        shard = max(path.rglob("*.distcp"), key=lambda p: p.stat().st_size)
+        shard = max(path.rglob("*.bin"), key=lambda p: p.stat().st_size)
         content = bytearray(shard.read_bytes())
         content[len(content) // 2] ^= 1
         shard.write_bytes(content)
@@ -96,7 +96,7 @@ def test_damage_and_another_model_are_refused_and_training_goes_on(qwen: str, tm
     with ranks(1, qwen_on_meta(qwen, NoisyQwen)) as engine:
         path = save(engine, tmp_path / "without")
         engine.run(lambda: module.register_buffer("more", torch.ones(2)))  # type: ignore[name-defined]
-        with pytest.raises(CheckpointError, match="another model: 1 tensors differ, first buffer/more"):
+        with pytest.raises(CheckpointError, match="buffer/more"):
             engine.call("load_checkpoint", str(path))
 
 

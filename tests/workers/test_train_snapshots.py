@@ -281,4 +281,4 @@ def test_the_verbs_that_leave_the_state_alone_are_verbs() -> None:
     from rlbench.workers.train_keeping import LEAVES_THE_STATE, SENDS_WEIGHTS
     from rlbench.workers.train_rank import TrainRank
 
-    assert {name for name in LEAVES_THE_STATE | SENDS_WEIGHTS if not callable(getattr(TrainRank, name, None))} == set()
+    assert set() == (LEAVES_THE_STATE | SENDS_WEIGHTS) - set(dir(TrainRank)) - TrainRank.VERBS.keys()
