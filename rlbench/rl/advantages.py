@@ -20,13 +20,14 @@ from torch import Tensor
 from rlbench.errors import LossError
 from rlbench.rl.groups import Groups
 from rlbench.rl.reward_checks import (
-    check_choice,
+    Checked,
     check_mask,
-    check_number,
     check_rewards,
     check_shape,
     needed,
+    one_of,
     output_dtype,
+    within,
 )
 from rlbench.rl.whitening import whiten
 
@@ -37,19 +38,12 @@ AdvantageFunction = Callable[..., Tensor]
 """
 
 SINGLETON = ("zero", "raw")
-STD = ("group", "batch", "none")
 
 
-class GroupEstimator:
-    """Base of the estimators that turn (B,) rewards into (B,) advantages; a subclass writes `compared`.
-
-    Called with (rewards, group). `singleton` says what a group of one gets, see the top of this file.
-    """
+class GroupEstimator(Checked):
+    """Base of the estimators that turn (B,) rewards into (B,) advantages; a subclass writes `compared`."""
 
     singleton: str = "zero"
-
-    def __post_init__(self) -> None:
-        check_choice(type(self).__name__, "singleton", self.singleton, SINGLETON)
 
     def compared(self, values: Tensor, groups: Groups) -> Tensor:
         """Return the advantages (B,) of float64 rewards, before the two rules at the top of this file."""
@@ -77,18 +71,16 @@ class group_normalized(GroupEstimator):
         singleton: what a group of one gets, see the top of this file.
     """
 
-    std: str = "group"
+    std: str = one_of("group", ("group", "batch", "none"))
     ddof: int = 1
-    eps: float = 1e-6
+    eps: float = within(1e-6, 0.0)
     leave_one_out: bool = False
-    singleton: str = "zero"
+    singleton: str = one_of("zero", SINGLETON)
 
     def __post_init__(self) -> None:
-        check_choice("group_normalized", "std", self.std, STD)
         super().__post_init__()
         if self.ddof not in (0, 1):
             raise LossError(f"group_normalized: ddof={self.ddof!r} is neither 0 (population) nor 1 (unbiased).")
-        check_number("group_normalized", "eps", self.eps, 0.0)
 
     def compared(self, values: Tensor, groups: Groups) -> Tensor:
         centred = values - groups.mean(values)
@@ -115,24 +107,21 @@ class rloo(GroupEstimator):
     of one: verl "raw" (vectorised "zero"), SkyRL and TRL "zero".
     """
 
-    singleton: str = "zero"
+    singleton: str = one_of("zero", SINGLETON)
 
     def compared(self, values: Tensor, groups: Groups) -> Tensor:
         return (values - groups.mean(values)) * _others_factor(groups)
 
 
 @dataclass(frozen=True)
-class opo:
+class opo(Checked):
     """Reward minus the group's mean reward weighted by length (OPO, arXiv 2505.23585).
 
     A = R - sum(length R) / sum(length), the baseline of least variance where the gradient grows with the length. A
     group without a trained token falls back to the plain mean. A group of one: verl "raw".
     """
 
-    singleton: str = "zero"
-
-    def __post_init__(self) -> None:
-        check_choice("opo", "singleton", self.singleton, SINGLETON)
+    singleton: str = one_of("zero", SINGLETON)
 
     def __call__(self, rewards: Tensor, group: Tensor, *, lengths: Tensor | None = None) -> Tensor:
         """Return (B,) advantages."""
@@ -155,10 +144,7 @@ class maxrl(GroupEstimator):
     size, instead of the pass rate's: hard prompts weigh more. A group without a success gets 0. eps is SkyRL's.
     """
 
-    eps: float = 1e-6
-
-    def __post_init__(self) -> None:
-        check_number("maxrl", "eps", self.eps, 0.0)
+    eps: float = within(1e-6, 0.0)
 
     def compared(self, values: Tensor, groups: Groups) -> Tensor:
         if (values < 0).any():
@@ -184,17 +170,14 @@ class cpgd_advantage(GroupEstimator):
         eps: added to the deviation of "std".
     """
 
-    weight: str = "std"
-    most: float | None = None
-    eps: float = 1e-6
+    weight: str = one_of("std", ("std", "clip_filter", "none"))
+    most: float | None = within(None, 1.0)
+    eps: float = within(1e-6, 0.0)
 
     def __post_init__(self) -> None:
-        check_choice("cpgd_advantage", "weight", self.weight, ("std", "clip_filter", "none"))
-        check_number("cpgd_advantage", "eps", self.eps, 0.0)
-        if self.most is not None:
-            check_number("cpgd_advantage", "most", self.most, 1.0)
-            if self.weight != "clip_filter":
-                raise LossError(f'cpgd_advantage: most={self.most!r} acts with weight="clip_filter" alone.')
+        super().__post_init__()
+        if self.most is not None and self.weight != "clip_filter":
+            raise LossError(f'cpgd_advantage: most={self.most!r} acts with weight="clip_filter" alone.')
 
     def compared(self, values: Tensor, groups: Groups) -> Tensor:
         return (values - groups.mean(values)) * self._weight(values, groups)
@@ -210,7 +193,7 @@ class cpgd_advantage(GroupEstimator):
 
 
 @dataclass(frozen=True)
-class gpg_advantage:
+class gpg_advantage(Checked):
     """Centred reward, scaled up for the responses that teach nothing (GPG, arXiv 2504.02546): A = alpha (R - mean).
 
     alpha "signal" is the paper's: responses / responses in groups whose rewards differ. "nonzero" is verl's: responses
@@ -218,12 +201,8 @@ class gpg_advantage:
     `singleton` says, times alpha; verl "raw".
     """
 
-    alpha: str = "signal"
-    singleton: str = "zero"
-
-    def __post_init__(self) -> None:
-        check_choice("gpg_advantage", "alpha", self.alpha, ("signal", "nonzero", "none"))
-        check_choice("gpg_advantage", "singleton", self.singleton, SINGLETON)
+    alpha: str = one_of("signal", ("signal", "nonzero", "none"))
+    singleton: str = one_of("zero", SINGLETON)
 
     def __call__(self, rewards: Tensor, group: Tensor) -> Tensor:
         """Return one advantage per response, (B,)."""
@@ -237,7 +216,7 @@ class gpg_advantage:
 
 
 @dataclass(frozen=True)
-class reinforce_plus_plus_baseline:
+class reinforce_plus_plus_baseline(Checked):
     """Reward minus the group's mean, whitened over the batch's trained tokens (REINFORCE++-baseline, arXiv 2501.03262).
 
     OpenRLHF also takes -beta k1 off each token in between; for that, put the KL in the rewards first
@@ -245,10 +224,7 @@ class reinforce_plus_plus_baseline:
     """
 
     whiten: bool = True
-    singleton: str = "zero"
-
-    def __post_init__(self) -> None:
-        check_choice("reinforce_plus_plus_baseline", "singleton", self.singleton, SINGLETON)
+    singleton: str = one_of("zero", SINGLETON)
 
     def __call__(self, rewards: Tensor, group: Tensor, *, mask: Tensor | None = None) -> Tensor:
         """Return (B, T) advantages."""

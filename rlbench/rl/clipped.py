@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rlbench.errors import LossError
 from rlbench.rl.policy import Metrics, PolicyLoss, ratio_metrics, ratio_of
+from rlbench.rl.reward_checks import check_number, within
 from rlbench.rl.types import LossInputs
 
 if TYPE_CHECKING:
@@ -42,19 +43,15 @@ class ppo(PolicyLoss):
 
     paper: ClassVar[str] = "1707.06347"
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
+    clip_low: float = within(0.2, 0.0, 1.0)
+    clip_high: float = within(0.2, 0.0)
+    dual_clip: float | None = within(None, 1.0, above=True)
     delta: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_between("clip_low", 0.0, 1.0)
-        self.check_at_least("clip_high", 0.0)
-        if self.dual_clip is not None:
-            self.check_at_least("dual_clip", 1.0, open_end=True)
         if self.delta is not None:
-            self.check_at_least("delta", 1.0 + self.clip_high, open_end=True)
+            check_number(self.name, "delta", self.delta, 1.0 + self.clip_high, above=True)
         if self.dual_clip is not None and self.delta is not None:
             raise LossError(
                 f"{self.name}: dual_clip={self.dual_clip!r} and delta={self.delta!r} bound the same tokens. "

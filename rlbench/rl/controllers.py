@@ -7,23 +7,22 @@ checkpoint, compared and printed.
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, replace
 
 from rlbench.errors import LossError
-from rlbench.rl.reward_checks import check_number
+from rlbench.rl.reward_checks import Checked, check_number, within
 
+LARGEST = sys.float_info.max
 ADAPTIVE_CLIP = 0.2
 """How much of the relative error one update of `AdaptiveKL` acts on (Ziegler et al.)."""
 
 
 @dataclass(frozen=True)
-class FixedKL:
+class FixedKL(Checked):
     """A KL coefficient that stays."""
 
-    coef: float = 0.001
-
-    def __post_init__(self) -> None:
-        check_number("FixedKL", "coef", self.coef, 0.0)
+    coef: float = within(0.001, 0.0)
 
     def update(self, observed: float, samples: int) -> FixedKL:
         """Return itself, whatever was observed."""
@@ -31,7 +30,7 @@ class FixedKL:
 
 
 @dataclass(frozen=True)
-class AdaptiveKL:
+class AdaptiveKL(Checked):
     """A KL coefficient steered towards a target KL (Ziegler et al., arXiv 1909.08593).
 
         error = clip(observed / target - 1, -0.2, 0.2)
@@ -40,15 +39,9 @@ class AdaptiveKL:
     `target` is the KL per response to hold, in nats; over `horizon` responses a full correction builds up.
     """
 
-    target: float = 6.0
-    horizon: float = 10000.0
-    coef: float = 0.2
-
-    def __post_init__(self) -> None:
-        for field in ("target", "horizon", "coef"):
-            value = getattr(self, field)
-            if not (value > 0 and math.isfinite(value)):
-                raise LossError(f"AdaptiveKL: {field}={value!r} must be a positive number.")
+    target: float = within(6.0, 0.0, LARGEST, above=True)
+    horizon: float = within(10000.0, 0.0, LARGEST, above=True)
+    coef: float = within(0.2, 0.0, LARGEST, above=True)
 
     def update(self, observed: float, samples: int) -> AdaptiveKL:
         """Return the controller after a step of `samples` responses (fewer than 5 horizons) with that mean KL."""
@@ -64,7 +57,7 @@ class AdaptiveKL:
 
 
 @dataclass(frozen=True)
-class AdaptiveEntropy:
+class AdaptiveEntropy(Checked):
     """An entropy coefficient that holds a lower bound on the entropy (Skywork-OR1, arXiv 2505.22312).
 
     Each update adds `delta` to `level` while the entropy is at or below the target, and takes it away above, within
@@ -72,16 +65,15 @@ class AdaptiveEntropy:
     token; TRL's default 0.2 reacts only to a near collapse, the entropy seen early in training is a better guide.
     """
 
-    target: float = 0.2
-    delta: float = 0.005
+    target: float = within(0.2, 0.0)
+    delta: float = within(0.005, 0.0)
     low: float = 0.0
     high: float = 1.0
     level: float = 0.0
     observed: float | None = None
 
     def __post_init__(self) -> None:
-        check_number("AdaptiveEntropy", "target", self.target, 0.0)
-        check_number("AdaptiveEntropy", "delta", self.delta, 0.0)
+        super().__post_init__()
         check_number("AdaptiveEntropy", "high", self.high, self.low)
         check_number("AdaptiveEntropy", "level", self.level, self.low, self.high)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from rlbench.errors import LossError
 from rlbench.rl.clipped import ppo
 from rlbench.rl.policy import Metrics, PolicyLoss, masked, ratio_metrics, ratio_of
+from rlbench.rl.reward_checks import within
 from rlbench.rl.types import LossInputs
 
 
@@ -43,16 +44,13 @@ class clip_cov(ppo):
 
     paper: ClassVar[str] = "2505.22617"
 
-    fraction: float = 2e-4
-    low: float = 1.0
-    high: float = 5.0
+    fraction: float = within(2e-4, 0.0, 1.0)
+    low: float = within(1.0, -math.inf, above=True)
+    high: float = within(5.0, -math.inf, above=True)
     seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_between("fraction", 0.0, 1.0)
-        self.check_at_least("low", -math.inf, open_end=True)
-        self.check_at_least("high", -math.inf, open_end=True)
         if not self.low < self.high:
             raise LossError(f"{self.name}: low={self.low!r} must be below high={self.high!r}.")
         if not isinstance(self.seed, int):
@@ -88,13 +86,8 @@ class kl_cov(PolicyLoss):
 
     paper: ClassVar[str] = "2505.22617"
 
-    fraction: float = 2e-4
-    coef: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_between("fraction", 0.0, 1.0)
-        self.check_at_least("coef", 0.0)
+    fraction: float = within(2e-4, 0.0, 1.0)
+    coef: float = within(1.0, 0.0)
 
     def surrogate_plan(self, whole: LossInputs) -> dict[str, Tensor]:
         found = _flat(whole.mask, _priority(whole, seed=0))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 
 from rlbench.errors import LossError
-from rlbench.rl.reward_checks import check_choice, check_mask, check_shape, output_dtype
+from rlbench.rl.reward_checks import check_choice, check_mask, check_number, check_shape, output_dtype
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 
@@ -68,8 +68,7 @@ def _log_distributions(student: Tensor, teacher: Tensor, mask: Tensor, temperatu
     if student.dim() != 3 or student.shape[:2] != mask.shape:
         raise LossError(f"student_logits has shape {tuple(student.shape)}; wanted {(*mask.shape, 'V')}.")
     check_shape("teacher_logits", teacher, tuple(student.shape))
-    if not temperature > 0:
-        raise LossError(f"temperature={temperature!r} must be > 0.")
+    check_number("distillation", "temperature", temperature, 0.0, above=True)
     wide = output_dtype(student)
     return (
         log_softmax(student[mask].to(wide) / temperature, dim=-1),

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rlbench.rl.policy import Metrics, PolicyLoss, ratio_metrics, ratio_of
+from rlbench.rl.reward_checks import within
 from rlbench.rl.types import LossInputs
 
 SMALL = 1e-8
@@ -44,16 +45,10 @@ class dppo_tv(PolicyLoss):
 
     paper: ClassVar[str] = "2602.04879"
 
-    delta_low: float = 0.15
-    delta_high: float = 0.15
-    cap: float = 20.0
+    delta_low: float = within(0.15, 0.0, 1.0)
+    delta_high: float = within(0.15, 0.0, 1.0)
+    cap: float = within(20.0, 0.0, above=True)
     anchor: str = "sampler"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_between("delta_low", 0.0, 1.0)
-        self.check_between("delta_high", 0.0, 1.0)
-        self.check_at_least("cap", 0.0, open_end=True)
 
     def surrogate(self, x: LossInputs) -> tuple[Tensor, Metrics]:
         moved = (x.logprobs.exp() - x.old_logprobs.exp()).detach()
@@ -75,16 +70,10 @@ class dppo_kl(PolicyLoss):
 
     paper: ClassVar[str] = "2602.04879"
 
-    delta_low: float = 0.05
-    delta_high: float = 0.05
-    cap: float = 20.0
+    delta_low: float = within(0.05, 0.0)
+    delta_high: float = within(0.05, 0.0)
+    cap: float = within(20.0, 0.0, above=True)
     anchor: str = "sampler"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_at_least("delta_low", 0.0)
-        self.check_at_least("delta_high", 0.0)
-        self.check_at_least("cap", 0.0, open_end=True)
 
     def surrogate(self, x: LossInputs) -> tuple[Tensor, Metrics]:
         new, old = x.logprobs.detach(), x.old_logprobs

@@ -18,20 +18,21 @@ from rlbench.rl.groups import EQUAL_TOLERANCE, Groups
 from rlbench.rl.recurrence import carried_back, last_of_turn
 from rlbench.rl.reward_checks import (
     MEANING,
-    check_choice,
+    Checked,
     check_finite,
     check_mask,
-    check_number,
     check_shape,
     needed,
     needed_tokens,
+    one_of,
     output_dtype,
+    within,
 )
 from rlbench.rl.whitening import whiten
 
 
 @dataclass(frozen=True)
-class gdpo:
+class gdpo(Checked):
     """Several rewards, each normalised within its group before they are added (GDPO, arXiv 2601.05242).
 
     A = whiten(sum_k w_k (R_k - mean_k) / (std_k + eps)): a reward with large numbers does not drown the others,
@@ -46,12 +47,12 @@ class gdpo:
     """
 
     weights: Mapping[str, float] | None = field(default=None, hash=False)
-    whiten: str = "batch"
+    whiten: str = one_of("batch", ("batch", "sequences", "none"))
     ddof: int = 1
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        check_choice("gdpo", "whiten", self.whiten, ("batch", "sequences", "none"))
+        super().__post_init__()
         group_normalized(ddof=self.ddof, eps=self.eps)  # refuses what is out of range
         if self.weights is not None and not self.weights:
             raise LossError("gdpo: weights={} weighs nothing. Give {name: weight}, or None for all alike.")
@@ -93,7 +94,7 @@ class gdpo:
 
 
 @dataclass(frozen=True)
-class process_normalized:
+class process_normalized(Checked):
     """GRPO with process supervision (arXiv 2402.03300, section 4.1.3): rewards of steps instead of one in the end.
 
     Every step's reward is normalised over all steps of all responses to the prompt, and a token's advantage is the sum
@@ -101,12 +102,12 @@ class process_normalized:
     over its trained tokens; a step without a trained token does not exist. Fields as in `group_normalized`.
     """
 
-    std: str = "group"
+    std: str = one_of("group", ("group", "none"))
     ddof: int = 1
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        check_choice("process_normalized", "std", self.std, ("group", "none"))
+        super().__post_init__()
         group_normalized(ddof=self.ddof, eps=self.eps)
 
     def __call__(
@@ -153,13 +154,12 @@ class pass_at_k(GroupEstimator):
     """
 
     k: int | None = None
-    std: str = "group"
-    eps: float = 1e-6
+    std: str = one_of("group", ("group", "none"))
+    eps: float = within(1e-6, 0.0)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_k("pass_at_k", self.k)
-        check_choice("pass_at_k", "std", self.std, ("group", "none"))
-        check_number("pass_at_k", "eps", self.eps, 0.0)
 
     def compared(self, values: Tensor, groups: Groups) -> Tensor:
         advantages = torch.zeros_like(values)
@@ -186,11 +186,11 @@ class pass_at_k_normalized(GroupEstimator):
     """
 
     k: int = 4
-    eps: float = 1e-6
+    eps: float = within(1e-6, 0.0)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_k("pass_at_k_normalized", self.k, least=1)
-        check_number("pass_at_k_normalized", "eps", self.eps, 0.0)
 
     def compared(self, values: Tensor, groups: Groups) -> Tensor:
         advantages = torch.zeros_like(values)

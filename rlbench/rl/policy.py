@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from rlbench.errors import LossError, nearest
+from rlbench.errors import LossError
 from rlbench.rl.aggregate import MODES
 from rlbench.rl.kl import ESTIMATORS, LOG_RATIO_BOUND
+from rlbench.rl.reward_checks import Checked, one_of, within
 from rlbench.rl.types import LossInputs
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 Metrics = dict[str, Tensor | float]
 
 
-class LossPart:
-    """Base of what a policy loss is put together from: corrections and token filters."""
+class LossPart(Checked):
+    """Base of policy losses and what they are put together from: corrections and token filters."""
 
     @property
     def name(self) -> str:
@@ -50,7 +51,7 @@ class LossPart:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class PolicyLoss:
+class PolicyLoss(LossPart):
     """Base of the policy losses; the fields every one of them has.
 
     Attributes:
@@ -69,21 +70,17 @@ class PolicyLoss:
 
     paper: ClassVar[str] = ""
 
-    kl_coef: float = 0.0
-    kl_estimator: str = "k3"
+    kl_coef: float = within(0.0, 0.0)
+    kl_estimator: str = one_of("k3", ESTIMATORS)
     kl_ratio_correction: bool = False
-    entropy_coef: float = 0.0
-    anchor: str = "old"
+    entropy_coef: float = within(0.0, -math.inf, above=True)
+    anchor: str = one_of("old", ("old", "sampler"))
     mismatch: MismatchCorrection | None = None
     tokens: TokenFilter | None = None
-    aggregation: str = "token-mean"
+    aggregation: str = one_of("token-mean", MODES)
 
     def __post_init__(self) -> None:
-        self.check_choice("kl_estimator", ESTIMATORS)
-        self.check_choice("anchor", ("old", "sampler"))
-        self.check_choice("aggregation", MODES)
-        self.check_at_least("kl_coef", 0.0)
-        self.check_at_least("entropy_coef", -math.inf, open_end=True)
+        super().__post_init__()
         if self.anchor == "sampler" and self.mismatch is not None:
             raise LossError(
                 f'{self.name}: with anchor="sampler" the ratio itself corrects the mismatch; mismatch='
@@ -114,11 +111,6 @@ class PolicyLoss:
         return f"{self.name}({', '.join(typed)})"
 
     # -- the contract of a loss ------------------------------------------------------------------------------
-
-    @property
-    def name(self) -> str:
-        """Its class's name, as it is typed."""
-        return type(self).__name__
 
     @property
     def needs_reference(self) -> bool:
@@ -201,29 +193,6 @@ class PolicyLoss:
         assert x.ref_logprobs is not None  # cleaned() has refused
         kl = ESTIMATORS[self.kl_estimator](x.logprobs, x.ref_logprobs)
         return kl * ratio_of(x) if self.kl_ratio_correction else kl
-
-    def check_choice(self, field: str, known: object) -> None:
-        """Refuse a field that is none of `known` (an iterable of names)."""
-        value, names = getattr(self, field), list(known)  # type: ignore[call-overload]
-        if value not in names:
-            raise LossError(
-                f"{self.name}: {field}={value!r} is unknown{nearest(str(value), names)}. "
-                f"Use one of: {', '.join(names)}."
-            )
-
-    def check_at_least(self, field: str, least: float, open_end: bool = False) -> None:
-        """Refuse a number below `least` (or equal to it, with `open_end`), or not a number."""
-        value = getattr(self, field)
-        number = isinstance(value, int | float)
-        if not (number and (value > least if open_end else value >= least)):
-            wanted = "a number" if least == -math.inf else f"{'>' if open_end else '>='} {least:g}"
-            raise LossError(f"{self.name}: {field}={value!r} must be {wanted}.")
-
-    def check_between(self, field: str, low: float, high: float) -> None:
-        """Refuse a number outside [low, high], or not a number."""
-        value = getattr(self, field)
-        if not (isinstance(value, int | float) and low <= value <= high):
-            raise LossError(f"{self.name}: {field}={value!r} must lie in [{low:g}, {high:g}].")
 
     def channel(self, x: LossInputs, name: str) -> Tensor:
         """Return what `surrogate_plan` said under "<loss>/<name>" of these tokens."""

@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid
 
 from rlbench.errors import LossError
 from rlbench.rl.policy import Metrics, masked
-from rlbench.rl.reward_checks import check_mask, check_number, check_shape, output_dtype
+from rlbench.rl.reward_checks import Checked, check_mask, check_shape, output_dtype, within
 
 
 def sequence_logprobs(logprobs: Tensor, mask: Tensor, average: bool = False) -> Tensor:
@@ -31,7 +31,7 @@ def sequence_logprobs(logprobs: Tensor, mask: Tensor, average: bool = False) -> 
 
 
 @dataclass(frozen=True)
-class dpo:
+class dpo(Checked):
     """Direct preference optimisation (arXiv 2305.18290).
 
     x = (chosen - rejected) - (ref_chosen - ref_rejected);
@@ -45,12 +45,12 @@ class dpo:
         robust: see above; needs label_smoothing > 0.
     """
 
-    beta: float = 0.1
+    beta: float = within(0.1, 0.0, above=True)
     label_smoothing: float = 0.0
     robust: bool = False
 
     def __post_init__(self) -> None:
-        _check_positive("dpo", "beta", self.beta)
+        super().__post_init__()
         if not 0 <= self.label_smoothing < 0.5:
             raise LossError(f"dpo: label_smoothing={self.label_smoothing!r} must lie in [0, 0.5).")
         if self.robust and self.label_smoothing == 0:
@@ -71,17 +71,14 @@ class dpo:
 
 
 @dataclass(frozen=True)
-class ipo:
+class ipo(Checked):
     """Identity preference optimisation (arXiv 2310.12036, equation 17): L = (x - 1 / (2 beta))², beta the paper's tau.
 
     x = (chosen - rejected) - (ref_chosen - ref_rejected). It pulls the margin to a number instead of to infinity. The
     paper and OpenRLHF sum the log-probabilities, TRL averages them over tokens.
     """
 
-    beta: float = 0.1
-
-    def __post_init__(self) -> None:
-        _check_positive("ipo", "beta", self.beta)
+    beta: float = within(0.1, 0.0, above=True)
 
     def __call__(
         self, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor
@@ -92,19 +89,15 @@ class ipo:
 
 
 @dataclass(frozen=True)
-class simpo:
+class simpo(Checked):
     """Simple preference optimisation, without a reference policy (arXiv 2405.14734).
 
     L = -log sigmoid(beta (chosen - rejected) - gamma), on log-probabilities *averaged* over tokens; gamma is the margin
     that is wanted.
     """
 
-    beta: float = 2.0
-    gamma: float = 0.5
-
-    def __post_init__(self) -> None:
-        _check_positive("simpo", "beta", self.beta)
-        check_number("simpo", "gamma", self.gamma, 0.0)
+    beta: float = within(2.0, 0.0, above=True)
+    gamma: float = within(0.5, 0.0)
 
     def __call__(self, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Metrics]:
         """Return the loss per pair (B,) and the metrics; both arguments are (B,) averaged log-probabilities."""
@@ -113,7 +106,7 @@ class simpo:
 
 
 @dataclass(frozen=True)
-class orpo:
+class orpo(Checked):
     """Odds ratio preference optimisation, without a reference policy (arXiv 2403.07691).
 
     L = -chosen - beta log sigmoid(log odds(chosen) - log odds(rejected)), with odds(l) = exp(l) / (1 - exp(l)), on
@@ -121,10 +114,7 @@ class orpo:
     chosen response, each pair with the same weight (TRL: each token).
     """
 
-    beta: float = 0.1
-
-    def __post_init__(self) -> None:
-        _check_positive("orpo", "beta", self.beta)
+    beta: float = within(0.1, 0.0, above=True)
 
     def __call__(self, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Metrics]:
         """Return the loss per pair (B,) and the metrics; both arguments are (B,) averaged log-probabilities."""
@@ -134,21 +124,16 @@ class orpo:
 
 
 @dataclass(frozen=True)
-class kto:
+class kto(Checked):
     """Kahneman-Tversky optimisation: good and bad responses that need not come in pairs (arXiv 2402.01306).
 
     With l = logprobs - ref_logprobs and z = max(0, kl): L = w_d (1 - sigmoid(beta (l - z))) for a desirable response,
     w_u (1 - sigmoid(beta (z - l))) for an undesirable one.
     """
 
-    beta: float = 0.1
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check_positive("kto", "beta", self.beta)
-        check_number("kto", "desirable_weight", self.desirable_weight, 0.0)
-        check_number("kto", "undesirable_weight", self.undesirable_weight, 0.0)
+    beta: float = within(0.1, 0.0, above=True)
+    desirable_weight: float = within(1.0, 0.0)
+    undesirable_weight: float = within(1.0, 0.0)
 
     def __call__(
         self, logprobs: Tensor, ref_logprobs: Tensor, desirable: Tensor, kl: Tensor | float
@@ -218,8 +203,3 @@ def _pair_metrics(reward_chosen: Tensor, reward_rejected: Tensor) -> Metrics:
         "reward_margin": chosen - rejected,
         "reward_accuracy": (chosen > rejected).to(chosen.dtype),
     }
-
-
-def _check_positive(owner: str, field: str, value: float) -> None:
-    if not value > 0:
-        raise LossError(f"{owner}: {field}={value!r} must be > 0.")

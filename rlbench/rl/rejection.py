@@ -17,11 +17,10 @@ from rlbench.errors import LossError
 from rlbench.rl.kl import k1, k2, k3
 from rlbench.rl.mismatch import MismatchCorrection, check_bounds, log_weights
 from rlbench.rl.policy import Metrics, masked, sequence_mean
-from rlbench.rl.reward_checks import check_choice
+from rlbench.rl.reward_checks import check_number, one_of
 from rlbench.rl.types import LossInputs
 
 STATISTICS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
-LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
 
 
 @dataclass(frozen=True)
@@ -61,15 +60,13 @@ class reject(Rejection):
     """
 
     high: float
-    estimator: str = "k3"
-    level: str = "seq_mean"
+    estimator: str = one_of("k3", STATISTICS)
+    level: str = one_of("seq_mean", ("token", "seq_sum", "seq_mean", "seq_max"))
     low: float | None = None
 
     def __post_init__(self) -> None:
-        check_choice(self.name, "estimator", self.estimator, STATISTICS)
-        check_choice(self.name, "level", self.level, LEVELS)
-        if not self.high > 0:
-            raise LossError(f"{self.name}: high={self.high!r} must be > 0, in nats.")
+        super().__post_init__()
+        check_number(self.name, "high", self.high, 0.0, above=True)
         if self.low is not None and (self.estimator != "k1" or not self.low < self.high):
             raise LossError(
                 f"{self.name}: low={self.low!r} must be < high={self.high!r}, and acts with estimator='k1' alone "
@@ -126,12 +123,11 @@ class off_policy_sequence_mask(Rejection):
     """
 
     delta: float
-    against: str = "sampler"
+    against: str = one_of("sampler", ("sampler", "old"))
 
     def __post_init__(self) -> None:
-        check_choice(self.name, "against", self.against, ("sampler", "old"))
-        if not self.delta >= 0:
-            raise LossError(f"{self.name}: delta={self.delta!r} must be >= 0, in nats per token.")
+        super().__post_init__()
+        check_number(self.name, "delta", self.delta, 0.0)
 
     @property
     def needs_sampler(self) -> bool:

@@ -17,6 +17,7 @@ from rlbench.errors import LossError
 from rlbench.rl.placing import at_last_token
 from rlbench.rl.recurrence import carried_back, last_trained, next_trained
 from rlbench.rl.reward_checks import (
+    Checked,
     check_finite,
     check_mask,
     check_number,
@@ -26,6 +27,7 @@ from rlbench.rl.reward_checks import (
     needed,
     needed_tokens,
     output_dtype,
+    within,
 )
 from rlbench.rl.whitening import whiten
 
@@ -71,17 +73,13 @@ def gae_advantages(
 
 
 @dataclass(frozen=True)
-class length_adaptive:
+class length_adaptive(Checked):
     """GAE's lambda by length (VAPO, arXiv 2504.05118): lam = 1 - 1 / (alpha length), at least 0.
 
     Long responses get a lambda nearer to 1, so that the reward still reaches their first tokens. alpha is the paper's.
     """
 
-    alpha: float = 0.05
-
-    def __post_init__(self) -> None:
-        if not self.alpha > 0:
-            raise LossError(f"length_adaptive: alpha={self.alpha!r} must be > 0.")
+    alpha: float = within(0.05, 0.0, above=True)
 
     def __call__(self, lengths: Tensor) -> Tensor:
         """Return (B,) lambdas for (B,) numbers of trained tokens."""
@@ -89,7 +87,7 @@ class length_adaptive:
 
 
 @dataclass(frozen=True)
-class gae:
+class gae(Checked):
     """Generalised advantage estimation with a critic (arXiv 1506.02438), the advantage of PPO.
 
     See `gae_advantages` for the formula. `returns`, called like the estimator, gives the targets of the value loss.
@@ -104,18 +102,16 @@ class gae:
             OpenRLHF do; never the targets.
     """
 
-    gamma: float = 1.0
+    gamma: float = within(1.0, 0.0, 1.0)
     lam: float | length_adaptive = 0.95
-    value_lam: float | None = None
+    value_lam: float | None = within(None, 0.0, 1.0)
     bootstrap_truncated: bool = False
     whiten: bool = True
 
     def __post_init__(self) -> None:
-        check_number("gae", "gamma", self.gamma, 0.0, 1.0)
+        super().__post_init__()
         if not isinstance(self.lam, length_adaptive):
             check_number("gae", "lam", self.lam, 0.0, 1.0)
-        if self.value_lam is not None:
-            check_number("gae", "value_lam", self.value_lam, 0.0, 1.0)
 
     def __call__(
         self,
@@ -176,18 +172,15 @@ class gae:
 
 
 @dataclass(frozen=True)
-class reinforce_plus_plus:
+class reinforce_plus_plus(Checked):
     """Discounted returns, whitened over the batch's trained tokens (REINFORCE++, arXiv 2501.03262); no critic, no
     group.
 
     OpenRLHF's "reinforce" is the same with a population variance; with whiten=False it is plain REINFORCE.
     """
 
-    gamma: float = 1.0
+    gamma: float = within(1.0, 0.0, 1.0)
     whiten: bool = True
-
-    def __post_init__(self) -> None:
-        check_number("reinforce_plus_plus", "gamma", self.gamma, 0.0, 1.0)
 
     def __call__(
         self,
@@ -236,8 +229,8 @@ class on_policy_distillation:
     clip: float | None = 20.0
 
     def __post_init__(self) -> None:
-        if self.clip is not None and not self.clip > 0:
-            raise LossError(f"on_policy_distillation: clip={self.clip!r} must be > 0, or None.")
+        if self.clip is not None:
+            check_number("on_policy_distillation", "clip", self.clip, 0.0, above=True)
 
     def __call__(
         self,

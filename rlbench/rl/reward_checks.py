@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from dataclasses import field, fields, is_dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,10 +78,42 @@ def check_choice(owner: str, field: str, value: object, known: Iterable[str]) ->
         )
 
 
-def check_number(owner: str, field: str, value: float, low: float, high: float = float("inf")) -> None:
-    """Refuse a number outside [low, high], NaN too."""
-    if not low <= value <= high:
-        raise LossError(f"{owner}: {field}={value!r} must lie in [{low:g}, {high:g}].")
+def check_number(owner: str, field: str, value: float, low: float, high: float = math.inf, above: bool = False) -> None:
+    """Refuse what is no number in [low, high], NaN too; with `above`, also `low` itself."""
+    try:
+        inside = (low < value if above else low <= value) and value <= high
+    except TypeError:
+        inside = False
+    if not inside:
+        wanted = f"lie in {'(' if above else '['}{low:g}, {high:g}]"
+        if high == math.inf:
+            wanted = "be a number" if low == -math.inf else f"be {'>' if above else '>='} {low:g}"
+        raise LossError(f"{owner}: {field}={value!r} must {wanted}.")
+
+
+class Checked:
+    """Base of frozen dataclasses that refuse what the rules of their fields (`within`, `one_of`) do not allow.
+
+    A field keeps its rule where a subclass gives it another default; None passes where it is the rule's default.
+    """
+
+    def __post_init__(self) -> None:
+        kinds = [kind for kind in reversed(type(self).__mro__) if is_dataclass(kind)]
+        rules = {f.name: f for kind in kinds for f in fields(kind) if "check" in f.metadata}
+        for name, rule in rules.items():
+            value = getattr(self, name)
+            if value is not None or rule.default is not None:
+                rule.metadata["check"](type(self).__name__, name, value)
+
+
+def within(default: float | None, low: float, high: float = math.inf, above: bool = False) -> Any:
+    """Declare a field of a `Checked` dataclass that takes numbers as `check_number` does."""
+    return field(default=default, metadata={"check": partial(check_number, low=low, high=high, above=above)})
+
+
+def one_of(default: str, known: Iterable[str]) -> Any:
+    """Declare a field of a `Checked` dataclass that takes one of `known`."""
+    return field(default=default, metadata={"check": partial(check_choice, known=tuple(known))})
 
 
 def needed(owner: object, name: str, value: Tensor | None) -> Tensor:

@@ -24,9 +24,8 @@ from rlbench.rl.policy import (
     ratio_of,
     sequence_mean,
 )
+from rlbench.rl.reward_checks import one_of, within
 from rlbench.rl.types import LossInputs
-
-LEVELS = ("sequence", "token")
 
 LOG_WEIGHT_BOUNDS = (math.log(1e-8), 20.0)
 """Between these VESPO's log sequence weight is clamped (TRL's numbers)."""
@@ -49,14 +48,10 @@ class gspo(ppo):
 
     paper: ClassVar[str] = "2507.18071"
 
-    level: str = "sequence"
+    level: str = one_of("sequence", ("sequence", "token"))
     clip_low: float = 3e-4
     clip_high: float = 4e-4
     aggregation: str = "seq-mean-token-mean"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_choice("level", LEVELS)
 
     def ratio(self, x: LossInputs) -> Tensor:
         ratio = _geometric_mean(x.logprobs - x.old_logprobs, x.mask).expand_as(x.logprobs)
@@ -98,14 +93,9 @@ class gmpo(PolicyLoss):
 
     paper: ClassVar[str] = "2507.20673"
 
-    clip_low: float = 0.4
-    clip_high: float = 0.4
+    clip_low: float = within(0.4, 0.0)
+    clip_high: float = within(0.4, 0.0)
     aggregation: str = "seq-mean-token-mean"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_at_least("clip_low", 0.0)
-        self.check_at_least("clip_high", 0.0)
 
     def surrogate(self, x: LossInputs) -> tuple[Tensor, Metrics]:
         sign = x.advantages.sign()
@@ -136,15 +126,10 @@ class vespo(PolicyLoss):
 
     paper: ClassVar[str] = "2602.10693"
 
-    k_pos: float = 2.0
-    lambda_pos: float = 3.0
-    k_neg: float = 3.0
-    lambda_neg: float = 2.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg"):
-            self.check_at_least(name, 0.0)
+    k_pos: float = within(2.0, 0.0)
+    lambda_pos: float = within(3.0, 0.0)
+    k_neg: float = within(3.0, 0.0)
+    lambda_neg: float = within(2.0, 0.0)
 
     def surrogate(self, x: LossInputs) -> tuple[Tensor, Metrics]:
         """Weigh the policy gradient; the metric `sequence_weight` is phi."""

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from rlbench.errors import LossError
 from rlbench.rl.groups import EQUAL_TOLERANCE, Groups
-from rlbench.rl.reward_checks import check_finite, check_number, check_rewards, check_shape, output_dtype
+from rlbench.rl.reward_checks import (
+    Checked,
+    check_finite,
+    check_number,
+    check_rewards,
+    check_shape,
+    output_dtype,
+    within,
+)
 
 
 def clip_values(values: Tensor, low: float, high: float, mask: Tensor | None = None) -> tuple[Tensor, float]:
@@ -35,7 +43,7 @@ def clip_values(values: Tensor, low: float, high: float, mask: Tensor | None = N
 
 
 @dataclass(frozen=True)
-class RunningMoments:
+class RunningMoments(Checked):
     """Mean and spread of all rewards seen so far, as an immutable value (Welford 1962; merging: Chan et al. 1983).
 
         moments = moments.update(rewards)
@@ -44,13 +52,9 @@ class RunningMoments:
     `squares` is the sum of the squared distances from `mean`.
     """
 
-    count: int = 0
+    count: int = within(0, 0)
     mean: float = 0.0
-    squares: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_number("RunningMoments", "count", self.count, 0)
-        check_number("RunningMoments", "squares", self.squares, 0.0)
+    squares: float = within(0.0, 0.0)
 
     def update(self, values: Tensor, mask: Tensor | None = None) -> RunningMoments:
         """Return the moments with these values added; `mask` says which count, None for all."""

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlbench.errors import LossError
 from rlbench.rl.policy import LossPart
-from rlbench.rl.reward_checks import check_choice
+from rlbench.rl.reward_checks import one_of, within
 from rlbench.rl.types import LossInputs
 
 KEPT = "tokens/high_entropy"
@@ -43,13 +42,8 @@ class high_entropy(TokenFilter):
             (LightRFT), so that every response keeps a token.
     """
 
-    fraction: float = 0.2
-    level: str = "batch"
-
-    def __post_init__(self) -> None:
-        if not 0 < self.fraction <= 1:
-            raise LossError(f"{self.name}: fraction={self.fraction!r} must lie in (0, 1].")
-        check_choice(self.name, "level", self.level, ("batch", "sequence"))
+    fraction: float = within(0.2, 0.0, 1.0, above=True)
+    level: str = one_of("batch", ("batch", "sequence"))
 
     @property
     def needs_plan(self) -> bool:

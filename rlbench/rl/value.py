@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from rlbench.errors import LossError
 from rlbench.rl.policy import Metrics, masked
-from rlbench.rl.reward_checks import check_mask, check_shape, output_dtype
+from rlbench.rl.reward_checks import check_mask, check_number, check_shape, output_dtype
 
 
 def value_loss(
@@ -34,8 +34,7 @@ def value_loss(
     loss = 0.5 * (value - target) ** 2
     clipped_more = torch.zeros_like(loss)
     if clip is not None:
-        if not clip > 0:
-            raise LossError(f"value_loss: clip={clip!r} must be > 0, or None for no clipping.")
+        check_number("value_loss", "clip", clip, 0.0, above=True)
         if old_values is None:
             raise LossError(f"value_loss: clip={clip!r} needs old_values, of shape {shape}; none were given.")
         check_shape("old_values", old_values, shape)

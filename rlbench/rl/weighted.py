@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlbench.errors import LossError
 from rlbench.rl.policy import Metrics, PolicyLoss, log_ratio_of, ratio_metrics, ratio_of
+from rlbench.rl.reward_checks import within
 from rlbench.rl.types import LossInputs
 
 
@@ -79,13 +80,8 @@ class cispo(PolicyLoss):
 
     paper: ClassVar[str] = "2506.13585"
 
-    clip_low: float = 1.0
-    clip_high: float = 4.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_between("clip_low", 0.0, 1.0)
-        self.check_at_least("clip_high", 0.0)
+    clip_low: float = within(1.0, 0.0, 1.0)
+    clip_high: float = within(4.0, 0.0)
 
     def surrogate(self, x: LossInputs) -> tuple[Tensor, Metrics]:
         ratio = ratio_of(x).detach()
@@ -112,14 +108,9 @@ class sapo(PolicyLoss):
 
     paper: ClassVar[str] = "2511.20347"
 
-    tau_pos: float = 1.0
-    tau_neg: float = 1.05
+    tau_pos: float = within(1.0, 0.0, above=True)
+    tau_neg: float = within(1.05, 0.0, above=True)
     aggregation: str = "seq-mean-token-mean"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_at_least("tau_pos", 0.0, open_end=True)
-        self.check_at_least("tau_neg", 0.0, open_end=True)
 
     def surrogate(self, x: LossInputs) -> tuple[Tensor, Metrics]:
         ratio = ratio_of(x)
@@ -144,16 +135,13 @@ class cpgd(PolicyLoss):
 
     paper: ClassVar[str] = "2505.12504"
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    drift_coef: float = 0.0
+    clip_low: float = within(0.2, 0.0)
+    clip_high: float = within(0.2, 0.0)
+    drift_coef: float = within(0.0, 0.0)
     aggregation: str = "seq-mean-token-mean"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_at_least("clip_low", 0.0)
-        self.check_at_least("clip_high", 0.0)
-        self.check_at_least("drift_coef", 0.0)
         if self.clip_low >= 1:
             raise LossError(f"cpgd: clip_low={self.clip_low!r} must be < 1: the bound is log(1 - clip_low).")
 
@@ -189,11 +177,7 @@ class dro(PolicyLoss):
 
     paper: ClassVar[str] = "2405.19107"
 
-    beta: float = 0.05
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_at_least("beta", 0.0, open_end=True)
+    beta: float = within(0.05, 0.0, above=True)
 
     def surrogate(self, x: LossInputs) -> tuple[Tensor, Metrics]:
         distance = x.logprobs - x.old_logprobs
