@@ -39,7 +39,7 @@ def frail(cluster: Any, tiny_path: Any) -> Iterator[Any]:
     made = rb.Session(
         "tiny",
         name="frail",
-        train={"lr": 1e-4, "tensor_parallel_size": 2},
+        train={"lr": 1e-4, "shards": 2},
         inference={"data_parallel_size": 2, "kv_cache_bytes": 64 << 20},
         seed=3,
     )

@@ -22,7 +22,7 @@ def held(cluster, tiny_path):
     made = rb.Session(
         "tiny",
         name="held",
-        train={"lr": RATE, "tensor_parallel_size": 2, **HELD},
+        train={"lr": RATE, "shards": 2, **HELD},
         inference={"kv_cache_bytes": 64 << 20},
         seed=3,
     )
