@@ -229,7 +229,8 @@ def canonical(given: Mapping[str, Any], *classes: type, also: Collection[str] = 
             near = f"; nearest: {', '.join(meant)}" if meant else ""
             raise OptionError(f"{_label(classes)}there is no option {written!r}{near}.")
         if name in named:
-            raise OptionError(f"{name} is given twice, once as {written}. Give it once.")
+            other = next(one for one in given if one != written and ALIASES.get(one, one) == name)
+            raise OptionError(f"{name} is given twice, as {other} and as {written}. Give it once.")
         if name != written and written in SWITCHES:
             if not isinstance(value, bool):
                 raise OptionError(f"{written}={value!r}: it must be true or false.")
