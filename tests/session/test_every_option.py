@@ -327,8 +327,8 @@ def outcome(config: RunConfig) -> str:
         arguments = train_command.trainer_arguments(config, None, 3)  # type: ignore[arg-type]
     sessions = [train_command.session_options(config, on_gpu=on_gpu) for on_gpu in (False, True)]
     for one in sessions:
-        if "kv_cache_bytes" in one["inference"]:
-            one["inference"]["kv_cache_bytes"] //= 1 << 30  # of the host's free memory, which changes
+        size = one["inference"].kv_cache_bytes
+        one["inference"] = {**one["inference"], "kv_cache_bytes": size and size >> 30}  # of free memory, which changes
     return repr((arguments, sessions, getattr(prompts, "seed", None)))
 
 
