@@ -40,11 +40,12 @@ from rlbench.trainers.options import PolicyOptions
 from rlbench.trainers.policy_spec import OptimizerOptions
 from rlbench.trainers.ppo_config import PPOConfig
 from rlbench.trainers.replay_buffer import NaiveReplayBuffer
-from rlbench.trainers.run_config import DEFAULTS, RunConfig
+from rlbench.trainers.run_config import DEFAULTS, HOMES, RunConfig
 from rlbench.trainers.run_options import RunOptions
 from rlbench.trainers.trainer_options import SAMPLING, read_options
 from rlbench.workers.replica_config import ReplicaOptions
 from rlbench.workers.train_config import RankOptions
+from tests.option_effects import EFFECTS
 from tests.option_reads import loaded_fields, reads
 from tests.trainers.making import TableEngine, asked, last_token, qwen_of
 from tests.trainers.test_ppo_trainer import OPTIONS as STRATEGY
@@ -371,6 +372,10 @@ def test_an_option_of_the_run_alone_is_read(tmp_path: Path) -> None:
             train_command.run(trainer, config, 1)
             found |= noted[id(config.run)]
     assert set(options_in(RunOptions)) - found == set()
+
+
+def test_every_option_has_a_test_that_shows_its_effect() -> None:
+    assert set(EFFECTS) == set(HOMES)
 
 
 # -- rb.Session, engines and single steps

@@ -2,10 +2,12 @@
 
 import inspect
 import json
+from pathlib import Path
 
 import pytest
 
 import rlbench as rb
+from rlbench import cli
 from rlbench.errors import BuildError
 from rlbench.options import OptionError
 from rlbench.session.building import check_models
@@ -69,3 +71,9 @@ def test_settings_survive_the_monitors_journal() -> None:
 
 def test_a_folder_or_hub_id_is_taken_as_it_is():
     assert resolve_model("some/model") == "some/model"
+
+
+def test_the_page_of_options_is_what_the_command_writes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["options"]) == 0
+    page = Path(__file__).parents[2] / "docs" / "options.md"
+    assert capsys.readouterr().out == page.read_text(), "rlbench options > docs/options.md"
