@@ -149,13 +149,15 @@ EFFECTS: dict[str, tuple[str, ...]] = {
     "adam_offload": ("strategies/test_surface_ranks.py::test_offload_and_load_come_in_pairs_and_return_the_optimizer",),
     "local_rank": ("strategies/test_surface_ranks.py::test_local_rank_says_which_gpu_of_the_node",),
     "engine_type": (
-        "strategies/test_inference_side.py::test_ranks_that_cannot_share_engines_and_other_engines_are_refused",
+        "strategies/test_generation.py::test_ranks_that_cannot_share_engines_and_other_engines_are_refused",
     ),
-    "engine_tp_size": ("strategies/test_gather_plan.py::test_eight_ranks_on_engines_of_four_gather_to_0_and_4",),
+    "engine_tp_size": (
+        "strategies/test_generation.py::test_ranks_that_cannot_share_engines_and_other_engines_are_refused",
+    ),
     "gpu_memory_utilization": (
         "session/test_train_command.py::test_the_engine_takes_a_share_of_the_gpus_memory_or_of_the_hosts_free_one",
     ),
-    "enable_engine_sleep": ("strategies/test_inference_side.py::test_the_options_of_setup_count_for_sleep",),
+    "enable_engine_sleep": ("strategies/test_generation.py::test_the_options_of_setup_count_for_sleep",),
     "remote_rm_url": (
         "strategies/test_surface_prepare.py::test_all_models_of_a_trainer_are_prepared_with_their_rates",
     ),

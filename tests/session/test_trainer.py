@@ -248,7 +248,7 @@ def test_mistakes_are_told_where_they_are_made(session):
         session.trainer("gpro", prompts(), tasks.reward)
     with pytest.raises(OptionError, match="no option 'rolout_batch_size'"):
         grpo(session, rolout_batch_size=4)
-    with pytest.raises(OptionError, match=r"rb\.Session\(…, train=\{'use_mp_opt': True\}\)"):
+    with pytest.raises(OptionError, match=r"rb.Train.use_mp_opt=True"):
         grpo(session, use_mp_opt=True)
     with pytest.raises(OptionError, match="cannot be shared out evenly over 2 ranks"):
         grpo(session, rollout_batch_size=7).step()
