@@ -70,7 +70,7 @@ def reads(*classes: type) -> Iterator[dict[int, set[str]]]:
             del cls.__getattribute__
 
 
-HOLDERS = {"config", "_config", "spec", "options", "given", "self", "run"}
+HOLDERS = {"config", "_options", "_config", "spec", "options", "given", "self", "run"}
 
 
 @cache
