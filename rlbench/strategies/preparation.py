@@ -119,7 +119,9 @@ class Preparation:
     ) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         """Prepare a model with its optimizer and a cosine schedule over `max_steps`."""
         prepared = self.prepare_model(model, True, -1, True)
-        optimizer = self._strategy.create_optimizer(prepared, lr=rate, betas=config.betas, weight_decay=config.weight_decay)
+        optimizer = self._strategy.create_optimizer(
+            prepared, lr=rate, betas=config.betas, weight_decay=config.weight_decay
+        )
         return prepared, optimizer, cosine_schedule(optimizer, max_steps, config.lr_warmup_ratio)
 
     def _frozen(self, model: Any, shard_size: int = -1) -> Any:
