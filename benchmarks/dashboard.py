@@ -21,7 +21,7 @@ BEGIN = """
 import json, random, statistics, time
 import rlbench as rb
 from rlbench.tiny import tasks
-session = rb.Session({model!r}, train={{"lr": 1e-4}})
+session = rb.Session({model!r}, train=rb.Train(lr=1e-4))
 asked = tasks.prompts({prompts})
 
 def step():

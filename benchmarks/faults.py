@@ -62,12 +62,12 @@ HEAD = (
 
 TRAINER = {
     "rollout_batch_size": 8,
-    "n_samples_per_prompt": 4,
+    "n": 4,
     "train_batch_size": 32,
     "micro_train_batch_size": 8,
     "micro_rollout_batch_size": 16,
-    "generate_max_len": 8,
-    "packing_samples": True,
+    "max_tokens": 8,
+    "packing": True,
 }
 KILLED = (("rollout", "inference"), ("train step", "actor"), ("sync", "actor"), ("sync", "inference"))
 KERNEL = """
@@ -346,7 +346,7 @@ def run(interrupts: int, kills: int, others: int, seed: int, name: str = "faults
     """All faults on a session of its own whose name has `only` in it; one tally each."""
     from rlbench.dispatch.link import shm_prefix
 
-    session = rb.Session("tiny", name=name, train={"tensor_parallel_size": 2, "lr": 1e-4}, seed=seed)
+    session = rb.Session("tiny", name=name, train=rb.Train(lr=1e-4, shards=2), seed=seed)
     tallies: list[Tally] = []
     trial: Trial | None = None
     try:

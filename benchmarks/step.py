@@ -29,7 +29,7 @@ import json, statistics, sys, time
 import rlbench as rb
 from rlbench.tiny import tasks
 steps, prompts, samples, tokens = map(int, sys.argv[2:6])
-session = rb.Session("bench-10m", train={"lr": 1e-4})
+session = rb.Session("bench-10m", train=rb.Train(lr=1e-4))
 asked = tasks.prompts(prompts * steps)
 records = []
 for step in range(steps):

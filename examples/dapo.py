@@ -11,17 +11,17 @@ import rlbench as rb
 from rlbench.tiny import tasks
 
 OPTIONS = {
-    "eps_clip": 0.2,
-    "eps_clip_high": 0.28,  # clip-higher: an unlikely token may gain more than a likely one may lose
+    "clip_low": 0.2,
+    "clip_high": 0.28,  # clip-higher: an unlikely token may gain more than a likely one may lose
     "dynamic_sampling": True,
     "max_num_gen_batches": 8,  # groups whose rewards are all equal teach nothing: others
     "overlong_buffer": True,
     "overlong_buffer_len": 3,
     "overlong_buffer_penalty_factor": 0.5,  # of the 12 tokens
-    "loss_agg_mode": "token-mean",  # each token counts alike, so that long answers count more
+    "aggregation": "token-mean",  # each token counts alike, so that long answers count more
     "rollout_batch_size": 16,
-    "n_samples_per_prompt": 8,
-    "generate_max_len": 12,
+    "n": 8,
+    "max_tokens": 12,
     "train_batch_size": 64,
     "micro_train_batch_size": 32,
     "micro_rollout_batch_size": 64,  # two steps an iteration
@@ -30,7 +30,7 @@ OPTIONS = {
 
 def train(iterations: int = 15, seed: int = 0) -> list[dict]:
     """Train and return the records of the iterations."""
-    with rb.init(devices=1), rb.Session("tiny", train={"lr": 1e-4, "weight_decay": 0.0}, seed=seed) as session:
+    with rb.init(devices=1), rb.Session("tiny", train=rb.Train(lr=1e-4), seed=seed) as session:
         trainer = session.trainer(
             "dapo",
             tasks.prompts(128 * iterations, seed=seed),

@@ -14,18 +14,18 @@ from rlbench.tiny import tasks
 
 OPTIONS = {
     "rollout_batch_size": 32,  # prompts of one iteration, over all ranks
-    "n_samples_per_prompt": 8,  # a sample's advantage: its reward against those of the same prompt, by their deviation
-    "generate_max_len": 12,  # tokens of an answer at most; the longest right one has 9
+    "n": 8,  # a sample's advantage: its reward against those of the same prompt, by their deviation
+    "max_tokens": 12,  # tokens of an answer at most; the longest right one has 9
     "train_batch_size": 256,  # sequences of one optimizer step: here all of an iteration
     "micro_train_batch_size": 32,  # sequences of one forward and backward: memory, not the result
     "micro_rollout_batch_size": 64,  # sequences of one forward that computes old log-probs: likewise
-    "packing_samples": True,  # no padding in forwards: speed, not the result
+    "packing": True,  # no padding in forwards: speed, not the result
 }
 
 
 def train(model: str = "tiny", iterations: int = 30, seed: int = 0, lr: float = 1e-4) -> list[dict]:
     """Train and return the records of the iterations."""
-    with rb.init(devices=1), rb.Session(model, train={"lr": lr, "max_norm": 1.0}, seed=seed) as session:
+    with rb.init(devices=1), rb.Session(model, train=rb.Train(lr=lr, max_norm=1.0), seed=seed) as session:
         trainer = session.trainer(
             "grpo",
             tasks.prompts(32 * iterations, seed=seed),

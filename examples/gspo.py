@@ -10,11 +10,11 @@ from rlbench.tiny import tasks
 
 OPTIONS = {
     "use_gspo": True,  # what the method "gspo" sets: the ratio is the geometric mean over a response
-    "eps_clip": 3e-4,
-    "eps_clip_high": 4e-4,  # its bounds, the paper's: such a mean hardly leaves 1
+    "clip_low": 3e-4,
+    "clip_high": 4e-4,  # its bounds, the paper's: such a mean hardly leaves 1
     "rollout_batch_size": 32,
-    "n_samples_per_prompt": 8,
-    "generate_max_len": 12,
+    "n": 8,
+    "max_tokens": 12,
     "train_batch_size": 64,
     "micro_train_batch_size": 64,
     "micro_rollout_batch_size": 128,
@@ -24,7 +24,7 @@ OPTIONS = {
 
 def train(iterations: int = 15, seed: int = 0) -> list[dict]:
     """Train and return the records of the iterations."""
-    with rb.init(devices=1), rb.Session("tiny", train={"lr": 5e-5, "weight_decay": 0.0}, seed=seed) as session:
+    with rb.init(devices=1), rb.Session("tiny", train=rb.Train(lr=5e-5), seed=seed) as session:
         trainer = session.trainer(
             "gspo",
             tasks.prompts(32 * iterations, seed=seed),

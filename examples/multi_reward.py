@@ -24,8 +24,8 @@ from rlbench.tiny import tasks
 
 OPTIONS = {
     "rollout_batch_size": 32,
-    "n_samples_per_prompt": 8,
-    "generate_max_len": 12,
+    "n": 8,
+    "max_tokens": 12,
     "train_batch_size": 256,
     "micro_train_batch_size": 64,
     "micro_rollout_batch_size": 128,
@@ -104,7 +104,7 @@ def train(iterations=20, seed=0, judge=0.4):
     prompts = [{"prompt": p, "label": tasks.answer(p)} for p in tasks.prompts(32 * iterations, seed=seed)]
     with tempfile.TemporaryDirectory() as folder:
         reward_model(folder)
-        with rb.init(devices=1), rb.Session("tiny", train={"lr": 1e-4, "weight_decay": 0.0}, seed=seed) as session:
+        with rb.init(devices=1), rb.Session("tiny", train=rb.Train(lr=1e-4), seed=seed) as session:
             trainer = session.trainer(
                 "grpo",
                 prompts,

@@ -16,7 +16,7 @@ OPTIONS = {
     "bf16": False,
     "max_norm": 1.0,  # sharded, computed in float32, gradients clipped to this norm
     "advantage_estimator": "gae",  # the critic's values against what came (arXiv 1506.02438)
-    "n_samples_per_prompt": 2,  # a critic needs no groups: more prompts, fewer samples of each
+    "n": 2,  # a critic needs no groups: more prompts, fewer samples of each
     "train_batch_size": 64,  # sequences of one optimizer step: four steps in an iteration of 128 x 2
     "micro_train_batch_size": 32,
     "micro_rollout_batch_size": 64,  # of one forward: memory, not the result
@@ -49,12 +49,12 @@ def make(path, prompts, unseen, options):
         prompts=prompts,
         eval_prompts=unseen,
         rollout_batch_size=128,
-        generate_max_len=12,
-        eps_clip=0.2,
+        max_tokens=12,
+        clip_low=0.2,
         value_clip=0.2,  # how far a ratio, and a value, may move from where the iteration began
         gamma=1.0,
         lambd=1.0,  # an advantage is the reward at the end less the critic's value: no bias, more variance
-        init_kl_coef=0.0,
+        kl_coef=0.0,
         max_epochs=1,  # no reference (it would stand after the reward above); one pass
     )
 
@@ -72,7 +72,7 @@ def evaluate():
 
 def train(iterations: int = 30, seed: int = 0) -> list[float]:
     """Train and return the rewards of the iterations."""
-    with rb.init(devices=1), rb.Session("tiny", train={"lr": 5e-5, "weight_decay": 0.0}, seed=seed) as session:
+    with rb.init(devices=1), rb.Session("tiny", train=rb.Train(lr=5e-5), seed=seed) as session:
         prompts = tasks.prompts(128 * iterations, seed=seed)
         unseen = tasks.prompts(128, split="eval", seed=1)
         session.train.run(make, session.options.path, prompts, unseen, OPTIONS | {"seed": seed})

@@ -14,12 +14,12 @@ from rlbench.trainers import SPMDPPOTrainer
 
 OPTIONS = {
     "rollout_batch_size": 64,
-    "n_samples_per_prompt": 4,
-    "generate_max_len": 12,
+    "n": 4,
+    "max_tokens": 12,
     "train_batch_size": 256,
     "micro_train_batch_size": 64,
     "micro_rollout_batch_size": 128,
-    "init_kl_coef": 0.01,
+    "kl_coef": 0.01,
     "use_kl_loss": True,
     "kl_estimator": "k3",  # held near where it began, by a reference model
 }
@@ -40,7 +40,7 @@ class Curriculum(SPMDPPOTrainer):
 
 def train(iterations: int = 20, seed: int = 0) -> list[dict]:
     """Train and return the records of the iterations."""
-    with rb.init(devices=1), rb.Session("tiny", train={"lr": 1e-4, "weight_decay": 0.0}, seed=seed) as session:
+    with rb.init(devices=1), rb.Session("tiny", train=rb.Train(lr=1e-4), seed=seed) as session:
         trainer = session.trainer(
             "rloo",
             tasks.prompts(4096, seed=seed),

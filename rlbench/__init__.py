@@ -28,11 +28,13 @@ if TYPE_CHECKING:
     from rlbench.nn import device
     from rlbench.rl import LossInputs
     from rlbench.runtime.cluster import init, resources, shutdown
-    from rlbench.session import Session, attach, sessions
+    from rlbench.session import Inference, Session, Train, attach, sessions
     from rlbench.traces import last_traceback
 
 _NAMES = {
     "Session": "rlbench.session",
+    "Train": "rlbench.session",
+    "Inference": "rlbench.session",
     "attach": "rlbench.session",
     "sessions": "rlbench.session",
     "InferenceEngine": "rlbench.engines",

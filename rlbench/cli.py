@@ -1,4 +1,4 @@
-"""The command line: `rlbench setup`, `train`, `ps`, `logs`, `stop`, `kill`.
+"""The command line: `rlbench setup`, `train`, `options`, `ps`, `logs`, `stop`, `kill`.
 
 Only the standard library is imported until a command needs more, so that `rlbench setup` runs where nothing
 else of rlbench can be imported yet. A command is a function of the parsed arguments that returns the exit
@@ -165,6 +165,14 @@ def run_train(args: argparse.Namespace) -> int:
     return train(args.arguments)
 
 
+def run_options(args: argparse.Namespace) -> int:
+    """Print every option with its default, what it does and its other names, as Markdown; docs/options.md is that."""
+    from rlbench.session.options_page import page
+
+    print(page(), end="")
+    return 0
+
+
 def _confirmed(question: str) -> bool:
     """Ask a person; where nobody can be asked the answer is no."""
     return sys.stdin.isatty() and input(question).strip().lower() in ("y", "yes")
@@ -199,6 +207,9 @@ def _parser() -> argparse.ArgumentParser:
     )  # nothing begins with that: all that follows, --help too, is left to the command's own parser
     train.add_argument("arguments", nargs=argparse.REMAINDER)
     train.set_defaults(run=run_train)
+
+    options = commands.add_parser("options", help="what every option does", description=run_options.__doc__)
+    options.set_defaults(run=run_options)
 
     ps = commands.add_parser("ps", help="list the running sessions", description=run_ps.__doc__)
     ps.add_argument("--json", action="store_true", help="as JSON, with all that is known")

@@ -57,7 +57,7 @@ def shared_session(cluster: Any, tiny_path: Path) -> Iterator[Any]:
     """What `session` is, made once."""
     import rlbench as rb
 
-    made = rb.Session("tiny", name="shared", train={"lr": 1e-5, "tensor_parallel_size": 2}, reference=True, seed=7)
+    made = rb.Session("tiny", name="shared", train={"lr": 1e-5, "shards": 2}, reference=True, seed=7)
     yield made
     made.close()
 

@@ -16,9 +16,10 @@ PASSED_ON = {
     "replace",
     "_replace",
     "overridden",
+    "__getitem__",
+    "<lambda>",
     "summary",
     "value",
-    "namespace_of",
     "doubts",
     "_with_own",
     "with_estimator",
@@ -32,6 +33,7 @@ PASSED_ON = {
 """Functions of the option classes' own modules that hand values on: a read of theirs has no effect yet."""
 OWN_MODULES = {
     "config.py",
+    "options.py",
     "ppo_config.py",
     "run_config.py",
     "run_options.py",
@@ -68,7 +70,7 @@ def reads(*classes: type) -> Iterator[dict[int, set[str]]]:
             del cls.__getattribute__
 
 
-HOLDERS = {"config", "_config", "spec", "options", "given", "self", "run"}
+HOLDERS = {"config", "_options", "_config", "spec", "options", "given", "self", "run"}
 
 
 @cache

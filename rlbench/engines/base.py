@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -369,15 +368,6 @@ def _actor_or_dead(ray: Any, name: str) -> Any:
         return ray.get_actor(name)
     except ValueError:  # Ray forgets the name of an actor that died
         return DeadActor(name)
-
-
-def checked_config(config_class: Any, given: dict[str, Any], what: str) -> Any:
-    """Make a config dataclass; BuildError for an option it does not have, with the nearest that it has."""
-    known = [field.name for field in dataclasses.fields(config_class)]
-    for name in given:
-        if name not in known:
-            raise BuildError(f"{what}: unknown option {name!r}{nearest(name, known)}; there are {', '.join(known)}")
-    return config_class(**given)
 
 
 def executor_of(given: str, known: Iterable[str], kind: str) -> str:

@@ -16,7 +16,7 @@ from rlbench.dispatch import views
 from rlbench.dispatch.chain import Chain
 from rlbench.dispatch.link import Link
 from rlbench.dispatch.pending import Pending
-from rlbench.engines.base import Call, Engine, checked_config, cores, executor_of
+from rlbench.engines.base import Call, Engine, cores, executor_of
 from rlbench.engines.moved import Moved
 from rlbench.engines.paths import check_model_path, model_name
 from rlbench.engines.placement import network_environment, visible_gpus
@@ -111,7 +111,7 @@ class InferenceEngine(Engine):
             replicas = max(1, joined.gpus // max(1, tensor_parallel_size)) if joined.gpus else 1
         given = {"threads": max(1, cores() // replicas), "seed": self.seed} | self._config | config
         given |= {"path": path, "tensor_parallel_size": tensor_parallel_size}
-        chosen = checked_config(ReplicaConfig, given, "InferenceEngine")
+        chosen = ReplicaConfig(**given)
         count = tensor_parallel_size * replicas
         devices = self._allot(count, colocate_with, not_colocate_with, not allow_colocate)
         with self._building():

@@ -143,19 +143,19 @@ def _check_fits(config: StrategyConfig, name: str, record: Record) -> None:
         raise OptionError(
             f"engine_tp_size={config.engine_tp_size} cannot be honoured: the session's engine {name!r} is built with "
             f"tensor_parallel_size={has}. Leave it out, or build the session with "
-            f"inference={{'tensor_parallel_size': {config.engine_tp_size}}}."
+            f"rb.Inference(tensor_parallel_size={config.engine_tp_size})."
         )
-    if config.engine_mem_util != default("engine_mem_util"):
+    if config.gpu_memory_utilization != default("gpu_memory_utilization"):
         raise OptionError(
-            f"engine_mem_util={config.engine_mem_util} cannot be honoured: the session's engine {name!r} is built "
-            "already. Leave it out, or build the session with inference={'gpu_memory_utilization': "
-            f"{config.engine_mem_util}}} ('kv_cache_bytes' on a host without a GPU)."
+            f"gpu_memory_utilization={config.gpu_memory_utilization} cannot be honoured: the session's engine {name!r} "
+            "is built already. Leave it out, or build the session with rb.Inference(gpu_memory_utilization="
+            f"{config.gpu_memory_utilization}) (kv_cache_bytes on a host without a GPU)."
         )
     wanted, limit = _longest(config), int(info["max_model_len"])
     if wanted is not None and wanted > limit:
         raise OptionError(
             f"prompt_max_len + generate_max_len = {wanted} tokens, and the session's engine {name!r} holds {limit}: "
-            f"lower them, or build the session with inference={{'max_model_len': {wanted}}}."
+            f"lower them, or build the session with rb.Inference(max_model_len={wanted})."
         )
 
 
@@ -186,9 +186,9 @@ def _build(
         options["max_model_len"] = longest
     gpus = cluster.current().gpus
     if gpus:
-        options["gpu_memory_utilization"] = config.engine_mem_util
-    elif config.engine_mem_util != default("engine_mem_util"):
-        options["kv_cache_bytes"] = int(config.engine_mem_util * psutil.virtual_memory().available)
+        options["gpu_memory_utilization"] = config.gpu_memory_utilization
+    elif config.gpu_memory_utilization != default("gpu_memory_utilization"):
+        options["kv_cache_bytes"] = int(config.gpu_memory_utilization * psutil.virtual_memory().available)
     engine = InferenceEngine(
         _path(config, actor, trainer),
         config.engine_type,

@@ -12,7 +12,7 @@ from rlbench.data import TrainBatch
 from rlbench.dispatch import by_value
 from rlbench.dispatch.link import Link
 from rlbench.dispatch.pending import Pending
-from rlbench.engines.base import Call, Engine, checked_config, cores, executor_of
+from rlbench.engines.base import Call, Engine, cores, executor_of
 from rlbench.engines.methods import proxy
 from rlbench.engines.parallel import estimated_bytes, split_call
 from rlbench.engines.paths import new_folder
@@ -111,7 +111,7 @@ class TrainEngine(Redefining, Engine):
         from rlbench.workers.train_config import TrainConfig
 
         options = {"shard_size": tensor_parallel_size, **self._config, **config}
-        chosen = checked_config(TrainConfig, options, "TrainEngine")
+        chosen = TrainConfig(**options)
         blob = by_value.dumps(self._module, "module", refusal=BuildError)
         threads = str(max(1, cores() // world))
         env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"}

@@ -11,12 +11,15 @@ from rlbench.dispatch.chain import Steps
 from rlbench.engines.paths import new_folder
 from rlbench.engines.sync import sync_weights
 from rlbench.errors import CheckpointError
+from rlbench.options import canonical
 from rlbench.session import step_copies
+from rlbench.session.options import Inference, Train
 
 if TYPE_CHECKING:
     from rlbench.session.core import SessionCore
 
 KIND, SESSION = "session", "session.json"  # as rlbench.workers.train_keeping writes them
+OPTIONS = {"train": Train, "inference": Inference}
 
 
 def save_steps(session: SessionCore, root: str, max_num: int | None, max_mem: float | None) -> Steps:
@@ -75,6 +78,7 @@ def overridden(kept: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     config = kept["config"]
     arguments = {name: config[name] for name in ("model", "train", "inference", "seed", "reference", "undo")}
     for name, value in given.items():
+        value = canonical(value, OPTIONS[name]) if name in OPTIONS and value is not None else value
         merges = isinstance(value, dict) and isinstance(arguments.get(name), dict)
         arguments[name] = {**arguments[name], **value} if merges else value
     return arguments

@@ -73,7 +73,7 @@ class SessionCore:
             raise SessionError(
                 f"session {link.name!r} was not finished when its kernel went away; it is closed now: make it again"
             )
-        core = cls(link, SessionOptions(**state["config"]))
+        core = cls(link, SessionOptions.from_json(state["config"]))
         for name, record in state["engines"].items():
             core.engines[name] = (
                 InferenceEngine.attach(link, name, record, core.options.seed)

@@ -254,7 +254,7 @@ def _refusal(found: EngineRehearsal, line: _Line, trainer: _Trainer, budget: int
     if not most or most >= budget:  # then it is the optimizer's step that does not fit
         return (
             f"{said} Weights, gradients and optimizer state alone fill it: spread the model over more ranks "
-            "(tensor_parallel_size), or offload other engines"
+            "(shards), or offload other engines"
         )
     if most < length:
         return (

@@ -35,7 +35,7 @@ from rlbench.session import (
 )
 from rlbench.session.core import SessionCore
 from rlbench.session.facts import Sessions
-from rlbench.session.options import SessionOptions, reference_at, resolve_model
+from rlbench.session.options import Inference, SessionOptions, Train, reference_at, resolve_model
 from rlbench.session.session_trainer import SessionTrainer, last_trainer
 from rlbench.session.snapshots import Snapshot, Snapshots
 from rlbench.session.verbs import call_verb, direct, verb
@@ -51,9 +51,8 @@ class Session(Suggesting):
         model: `"tiny"` (made on the spot), a folder, or a hub id.
         name: a name to find it again; default: made up. Where a session of this name runs and is like this one, it is
             attached to: running the cell again changes nothing.
-        train: sizes (`tensor_parallel_size`, `data_parallel_size`) and policy options (`lr`, `betas`, `weight_decay`,
-            `max_norm`, `dtype`, `use_mp_opt`, `fsdp_cpu_offload`, …: `PolicySpec` and `TrainConfig`).
-        inference: sizes, `executor` (`"vllm"`, `"hf"`) and replica options (`kv_cache_bytes`, `max_model_len`, …).
+        train: `rb.Train(lr=1e-5, shards=2)`, or a dict of the same: how the policy is trained, and on how many ranks.
+        inference: `rb.Inference(max_model_len=2048)`, or a dict of the same: how the replicas are built.
         reference: True keeps the starting weights as a frozen reference policy for KL; or another model.
         seed: of sampling; with the same seed and the same cells a session draws the same samples.
         lease_s: seconds after which the session ends by itself once its driver is gone: a notebook's kernel (default
@@ -74,8 +73,8 @@ class Session(Suggesting):
         model: str = "tiny",
         name: str | None = None,
         *,
-        train: dict[str, Any] | None = None,
-        inference: dict[str, Any] | None = None,
+        train: Train | dict[str, Any] | None = None,
+        inference: Inference | dict[str, Any] | None = None,
         reference: bool | str | None = None,
         seed: int = 0,
         lease_s: float | None = None,
@@ -83,7 +82,7 @@ class Session(Suggesting):
     ) -> None:
         if not isinstance(undo, int) or undo < 0:
             raise SessionError(f"undo={undo!r}: the number of last steps that can be undone, 0 for none")
-        train_options, inference_options = building.check_options(train, inference)
+        train_options, inference_options = Train.of(train), Inference.of(inference)
         named = model_name(model, "rb.Session")
         with starting(f"session {named}"):
             path = check_model_path(resolve_model(named))
@@ -103,7 +102,7 @@ class Session(Suggesting):
         Args:
             path: a checkpoint, or the folder of several: the newest.
             name: of the new session.
-            options: of `rb.Session`, where they differ from the saved ones (`train={"tensor_parallel_size": 1}`).
+            options: of `rb.Session`, where they differ from the saved ones (`train=rb.Train(shards=1)`).
 
         Raises:
             CheckpointError: damaged, or of another model; nothing is left running.

@@ -20,7 +20,7 @@ from rlbench.results import Result
 from rlbench.session import step_copies
 from rlbench.session.trainer_places import here
 from rlbench.session.verbs import Pending as VerbPending
-from rlbench.trainers.run_options import defaults
+from rlbench.trainers.run_config import DEFAULTS
 
 if TYPE_CHECKING:
     from rlbench.session.core import SessionCore
@@ -139,8 +139,7 @@ class SessionTrainer(Suggesting):
     @property
     def chosen(self) -> dict[str, Any]:
         """Its options that are not at their defaults."""
-        known = defaults()
-        return {name: value for name, value in self.options.items() if name in known and value != known[name]}
+        return {name: value for name, value in self.options.items() if name in DEFAULTS and value != DEFAULTS[name]}
 
     def __repr__(self) -> str:
         done = len(self.history)

@@ -11,19 +11,18 @@ import psutil
 
 from rlbench.data import Mixture, PromptStream
 from rlbench.errors import Stopped
+from rlbench.options import OptionError
 from rlbench.runtime import cluster
 from rlbench.session import run_data, trainer_places
+from rlbench.session.options import Inference, Train
 from rlbench.session.session import Session
 from rlbench.session.session_trainer import SessionTrainer
-from rlbench.strategies.config import OptionError
 from rlbench.trainers.building import OF_THE_CRITIC
 from rlbench.trainers.run_config import RunConfig, parse
 
 STOPPED = 130
-OF_THE_SESSION = ("bf16", "fsdp", "engine_mem_util", "engine_tp_size", "actor_learning_rate")
+OF_THE_SESSION = ("bf16", "fsdp", "gpu_memory_utilization", "engine_tp_size", "lr")
 """Options of the strategy that the session is made with."""
-HOW_IT_IS_HELD = ("use_mp_opt", "fsdp_cpu_offload")
-"""Options of the policy's ranks, which the trainer finds there."""
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -38,7 +37,7 @@ def train(arguments: Sequence[str]) -> int:
         prompts = run_data.prompts_of(config)
         wanted = iterations(config, prompts)
         given = trainer_arguments(config, prompts, wanted)
-        with cluster.init(devices=config.run.ranks or None) as joined:
+        with cluster.init(devices=config.run.shards or None) as joined:
             with Session(**session_options(config, on_gpu=joined.gpus > 0)) as session:
                 config.check_batches(session.train.world_size)
                 return run(session.trainer(**given), config, wanted)
@@ -93,28 +92,23 @@ def iterations(config: RunConfig, prompts: PromptStream | Mixture) -> int:
 
 
 def session_options(config: RunConfig, on_gpu: bool) -> dict[str, Any]:
-    """The arguments of the run's `Session`, whose engine has a share of the GPU's memory, or of the host's free one."""
+    """Return the arguments of the run's `Session`; its engine has a share of the GPU's memory, or of the host's free
+    one."""
     options, run = config.strategy, config.run
-    policy: dict[str, Any] = {
-        "lr": options.actor_learning_rate,
-        "betas": options.adam_betas,
-        "weight_decay": options.l2,
-        "max_norm": options.max_norm,
-    }
+    same = ("lr", "betas", "weight_decay", "max_norm", "use_mp_opt", "fsdp_cpu_offload")
+    policy: dict[str, Any] = {"shards": run.shards, **{name: getattr(options, name) for name in same}}
     engine: dict[str, Any] = {"tensor_parallel_size": options.engine_tp_size, "data_parallel_size": run.replicas}
-    if run.ranks:
-        policy["tensor_parallel_size"] = run.ranks
+    share = options.gpu_memory_utilization
     if run.kv_cache_bytes is not None:
         engine["kv_cache_bytes"] = run.kv_cache_bytes
-    elif "engine_mem_util" in config.given and not on_gpu:
-        engine["kv_cache_bytes"] = int(options.engine_mem_util * psutil.virtual_memory().available / run.replicas)
-    elif "engine_mem_util" in config.given:
-        engine["gpu_memory_utilization"] = options.engine_mem_util
-    policy |= {name: True for name in HOW_IT_IS_HELD if config.value(name)}
+    elif "gpu_memory_utilization" in config.given and not on_gpu:
+        engine["kv_cache_bytes"] = int(share * psutil.virtual_memory().available / run.replicas)
+    elif "gpu_memory_utilization" in config.given:
+        engine["gpu_memory_utilization"] = share
     if "bf16" in config.given:
         policy["bf16"] = options.bf16
         engine["dtype"] = "bfloat16" if options.bf16 else "float32"
-    return {"model": run.pretrain, "train": policy, "inference": engine, "seed": options.seed}
+    return {"model": run.pretrain, "train": Train(**policy), "inference": Inference(**engine), "seed": options.seed}
 
 
 def trainer_arguments(config: RunConfig, prompts: PromptStream | Mixture, wanted: int) -> dict[str, Any]:
@@ -139,7 +133,7 @@ def trainer_arguments(config: RunConfig, prompts: PromptStream | Mixture, wanted
     texts = run_data.texts_of(config)
     if texts is not None:
         arguments["pretrain_prompts"] = texts
-    sequences = ppo.rollout_batch_size * options.n_samples_per_prompt * ppo.max_epochs
+    sequences = ppo.rollout_batch_size * options.n * ppo.max_epochs
     steps = max(1, wanted * sequences // options.train_batch_size)
     return {
         "method": config.method,

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from rlbench.engines.paths import check_model_path
 from rlbench.errors import BuildError
+from rlbench.options import OptionError
 from rlbench.session.options import resolve_model
-from rlbench.strategies.config import OptionError
-from rlbench.trainers.run_options import defaults
+from rlbench.trainers.run_config import DEFAULTS
 
 if TYPE_CHECKING:
     from rlbench.trainers.building import TrainerSpec
@@ -97,7 +97,7 @@ def options_here(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a trainer, the folders it writes to (given or not) and the services among them found."""
     found = dict(options)
     for name in FOLDERS:
-        if place := found.get(name, defaults()[name]):
+        if place := found.get(name, DEFAULTS[name]):
             found[name] = here(place)
     return _with_services(found)
 

@@ -7,10 +7,10 @@ from typing import Any
 from rlbench.dispatch import by_value
 from rlbench.engines.base import shared
 from rlbench.errors import SessionError, Stopped, WorkerDied
+from rlbench.options import OptionError
 from rlbench.session import trainer_places
 from rlbench.session.core import SessionCore
 from rlbench.session.session_trainer import SessionTrainer
-from rlbench.strategies.config import OptionError
 
 
 def trainer(
@@ -33,13 +33,13 @@ def trainer(
 ) -> SessionTrainer:
     """Make an `SPMDPPOTrainer` on the session's ranks, around the session's own policy, optimizer and replicas.
 
-        trainer = session.trainer("grpo", prompts, reward, rollout_batch_size=32, n_samples_per_prompt=8)
+        trainer = session.trainer("grpo", prompts, reward, rollout_batch_size=32, n=8)
         trainer.fit(30)
         session.history.plot("reward")
 
     Args:
         method: "grpo", "ppo" (with a critic), "dapo", "gspo", "rloo", …: a set of options, see
-            `rlbench.trainers.run_config`; those given here count first.
+            `rlbench.trainers.methods`; those given here count first.
         prompts: a `PromptSet`, a stream or mixture, or what `rollout` takes. The trainer keeps the place.
         reward: as of `rollouts.score`; also the folder of a reward model, the address of a service, or several of
             such with `arguments={"reward_fn": …}`.
@@ -49,13 +49,12 @@ def trainer(
             (`rb.Session(reference=…)`) is asked where it is of that model, and for None: it is held once.
         ema: keep a moving average of the policy.
         loss: a loss of your own in place of the method's.
-        lr, critic_lr: learning rates (`actor_learning_rate`, `critic_learning_rate` say the same); None: the
-            policy's stays as it is, the critic's is at its default.
+        lr, critic_lr: learning rates; None: the policy's stays as it is, the critic's is at its default.
         schedule_steps: optimizer steps over which the rates warm up and fall; None: they stay.
         trainer_class: a subclass of `SPMDPPOTrainer` with methods of your own.
-        arguments: further arguments of the trainer by name (`reward_fn`, `loss_agg_mode`, `use_gspo`, …).
-        options: of `StrategyConfig` and `PPOConfig`; `seed` and `max_norm` are the session's unless given.
-            Folders and files, here and above, are found from the kernel's working directory.
+        arguments: further arguments of the trainer by name (`reward_fn`, …).
+        options: of `StrategyConfig` and `PPOConfig`, see docs/options.md; `seed` and `max_norm` are the session's
+            unless given. Folders and files, here and above, are found from the kernel's working directory.
 
     Returns:
         A `SessionTrainer`. It takes the place of the one before, which stays where the new one is refused.
@@ -65,17 +64,21 @@ def trainer(
             not there (then the trainer before stays). SessionError: no prompts.
     """
     from rlbench.trainers.building import TrainerSpec
-    from rlbench.trainers.run_config import method_options
+    from rlbench.trainers.methods import method_options, warn_of
 
     if prompts is None:
         raise SessionError("session.trainer: which prompts? trainer(method, prompts, reward)")
-    held = {"seed": core.options.seed, **{k: v for k, v in core.options.train.items() if k == "max_norm"}}
-    chosen = held | method_options(method, options)
-    lr = _one_of("lr", lr, "actor_learning_rate", chosen.pop("actor_learning_rate", None))
+    rates = {name: rate for name, rate in (("lr", lr), ("critic_lr", critic_lr)) if rate is not None}
+    held = {"seed": core.options.seed, "max_norm": core.options.train.max_norm}
+    chosen = held | method_options(method, {**options, **rates})
+    lr = chosen.pop("lr", None)
     needs_critic: str | bool = chosen.get("advantage_estimator") == "gae"
     if needs_critic:
-        critic = _one_of("critic", critic, "critic_pretrain", chosen.pop("critic_pretrain", None))
-    needs_reference = float(chosen.get("init_kl_coef", 0.0)) > 0
+        also = chosen.pop("critic_pretrain", None)
+        if critic is not None and also is not None:
+            raise OptionError(f"critic={critic!r} and critic_pretrain={also!r} say the same: give one of them.")
+        critic = also if critic is None else critic
+    needs_reference = float(chosen.get("kl_coef", 0.0)) > 0
     spec = TrainerSpec(
         core.options.path,
         chosen,
@@ -85,13 +88,13 @@ def trainer(
         ema,
         reward,
         lr,
-        critic_lr,
         schedule_steps,
         prompts,
         eval_prompts,
         loss,
         dict(arguments or {}),
     )
+    warn_of(chosen, bool(spec.critic), ema)
     blob = by_value.dumps(trainer_places.from_here(spec), "trainer")
     made = core.train.call_all(
         "make_trainer", method, shared(blob), what="trainer", finish=lambda found: found[0], track=True
@@ -126,14 +129,3 @@ def _reference(core: SessionCore, wanted: str | bool, any_model: bool) -> Any:
         return wanted
     path = core.options.path if wanted is True else trainer_places.model_here("reference", wanted)
     return SessionEngine("reference") if any_model or path == core.options.reference else wanted
-
-
-def _one_of(name: str, given: Any, other: str, also: Any) -> Any:
-    """What was given under one of two names.
-
-    Raises:
-        OptionError: under both.
-    """
-    if given is not None and also is not None:
-        raise OptionError(f"{name}={given!r} and {other}={also!r} say the same: give one of them.")
-    return also if given is None else given

@@ -107,10 +107,10 @@ class Generation:
         A script that `torchrun` started takes that of the session named in its environment, `RLBENCH_SESSION`.
 
         Args:
-            args: options as of `StrategyConfig.of`; None: the strategy's own. `engine_tp_size`, `engine_mem_util` and,
-                beside them in a script's namespace, `pretrain` (the model's path), `prompt_max_len` and
-                `generate_max_len` (their sum is the longest sequence) say how an engine is built. Of a session that has
-                an engine already they must fit it. `log_dir` and `plot_every`: see `collects_lengths`.
+            args: options as of `StrategyConfig.of`; None: the strategy's own. `engine_tp_size`,
+                `gpu_memory_utilization` and, beside them in a script's namespace, `pretrain` (the model's path),
+                `prompt_max_len` and `generate_max_len` (their sum: the longest sequence) say how one is built. Of a
+                session that has an engine already they must fit it. `log_dir` and `plot_every`: see `collects_lengths`.
             engine_type: "vllm".
             actor: a module whose weights the engine then gets, see `update_engine_weights`; None: it keeps its own.
 

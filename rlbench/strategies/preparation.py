@@ -97,10 +97,10 @@ class Preparation:
             (actor, optimizer, scheduler), (critic, optimizer, scheduler), reward models, initial model.
         """
         config = self._strategy.config if args is None else StrategyConfig.of(args)
-        trained = self._trained(actor, config.actor_learning_rate, config, max_steps)
+        trained = self._trained(actor, config.lr, config, max_steps)
         critics: tuple[Any, Any, Any] = (self._frozen(critic), None, None)
         if critic is not None and config.critic_pretrain:
-            critics = self._trained(critic, config.critic_learning_rate, config, max_steps)
+            critics = self._trained(critic, config.critic_lr, config, max_steps)
         if not config.remote_rm_url:
             reward_models = self._frozen(reward_models, math.gcd(REWARD_SHARDS, self._strategy.world_size))
         initial_model = self._frozen(initial_model)
@@ -112,14 +112,16 @@ class Preparation:
     ) -> tuple[Any, Any, Any]:
         """Prepare a reward model for training, as `prepare_models_and_optimizers` does the actor."""
         config = self._strategy.config if args is None else StrategyConfig.of(args)
-        return self._trained(reward_model, config.actor_learning_rate, config, max_steps)
+        return self._trained(reward_model, config.lr, config, max_steps)
 
     def _trained(
         self, model: nn.Module, rate: float, config: StrategyConfig, max_steps: int
     ) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         """Prepare a model with its optimizer and a cosine schedule over `max_steps`."""
         prepared = self.prepare_model(model, True, -1, True)
-        optimizer = self._strategy.create_optimizer(prepared, lr=rate, betas=config.adam_betas, weight_decay=config.l2)
+        optimizer = self._strategy.create_optimizer(
+            prepared, lr=rate, betas=config.betas, weight_decay=config.weight_decay
+        )
         return prepared, optimizer, cosine_schedule(optimizer, max_steps, config.lr_warmup_ratio)
 
     def _frozen(self, model: Any, shard_size: int = -1) -> Any:

@@ -77,10 +77,9 @@ def check_estimator(options: StrategyConfig, gamma: float, critic: bool) -> str:
             f"the critic would have no effect with advantage_estimator={name!r}: give critic=None, as the reference's "
             "command line does then, or use 'gae'."
         )
-    if name in COMPARE and options.n_samples_per_prompt < 2:
+    if name in COMPARE and options.n < 2:
         raise OptionError(
-            f"advantage_estimator={name!r} compares the samples of a prompt: n_samples_per_prompt is 2 or more, not "
-            f"{options.n_samples_per_prompt}."
+            f"advantage_estimator={name!r} compares the samples of a prompt: n is 2 or more, not {options.n}."
         )
     if name in UNDISCOUNTED and gamma != 1.0:
         raise OptionError(f"gamma={gamma:g} would have no effect: advantage_estimator={name!r} knows no discount.")

@@ -16,16 +16,16 @@ from torch import nn
 
 from rlbench.checkpoint import rank_state
 from rlbench.errors import BuildError, StateError
+from rlbench.options import OptionError, options_in
 from rlbench.strategies import memory
-from rlbench.strategies.config import OptionError, StrategyConfig, need_fsdp
-from rlbench.strategies.config import names as strategy_names
+from rlbench.strategies.config import StrategyConfig, need_fsdp
 from rlbench.strategies.fsdp2 import FSDPV2Strategy
 from rlbench.strategies.learning_rate import cosine_schedule
 from rlbench.strategies.memory_side import kept_on_host
 from rlbench.strategies.mp_optimizer import is_mp_optimizer
 from rlbench.strategies.session_link import session_of_ranks
 
-OF_THE_CRITIC = ("critic_pretrain", "critic_learning_rate", "adam_betas", "l2")
+OF_THE_CRITIC = ("critic_pretrain", "critic_lr", "betas", "weight_decay")
 """Options that act on the critic's optimizer alone, as the policy's is the session's."""
 
 
@@ -48,7 +48,7 @@ class TrainerSpec:
         reference: folder of the reference policy's; True: `path`; the session's own; None: none.
         ema: keep a moving average of the actor.
         reward: see `PPOTrainer.reward_model`; a folder is that of a reward model.
-        lr, critic_lr: learning rates; None: the actor's stays as it is, the critic's is `critic_learning_rate`.
+        lr: learning rate; None: the actor's stays as it is.
         schedule_steps: optimizer steps over which the rates warm up and fall by a cosine; None: they stay.
         prompts, eval_prompts, loss, arguments: of the trainer.
 
@@ -64,7 +64,6 @@ class TrainerSpec:
     ema: bool = False
     reward: Any = None
     lr: float | None = None
-    critic_lr: float | None = None
     schedule_steps: int | None = None
     prompts: Any = None
     eval_prompts: Any = None
@@ -77,8 +76,6 @@ class TrainerSpec:
             unread |= {name: "there is no critic" for name in self.options if name in OF_THE_CRITIC}
         if self.schedule_steps is None and "lr_warmup_ratio" in self.options:
             unread["lr_warmup_ratio"] = "the rates stay: give schedule_steps, too"
-        if self.critic_lr is not None and "critic_learning_rate" in self.options:
-            unread["critic_learning_rate"] = "critic_lr says the same: give one of them"
         for name, why in unread.items():
             raise OptionError(f"{name}={self.options[name]!r} would have no effect: {why}.")
 
@@ -102,7 +99,7 @@ def build_trainer(
 
     from rlbench.trainers.spmd_ppo_trainer import SPMDPPOTrainer
 
-    strategys = {name: value for name, value in spec.options.items() if name in strategy_names()}
+    strategys = {name: value for name, value in spec.options.items() if name in options_in(StrategyConfig)}
     config = StrategyConfig(**{"fsdp": True, **strategys, **_as_held(module, optimizer, bf16, strategys)})
     need_fsdp(config)
     strategy = FSDPV2Strategy(
@@ -160,7 +157,7 @@ def _as_held(module: nn.Module, optimizer: Any, bf16: bool, given: Mapping[str, 
             raise OptionError(
                 f"{name}={given[name]} cannot be honoured: how the actor is held and computes is said when the session "
                 f"is made, and this one was made with {name}={so}. Make it by rb.Session(…, "
-                f"train={{{name!r}: {given[name]}}}), or leave it out."
+                f"train=rb.Train({name}={given[name]})), or leave it out."
             )
     return held
 
@@ -252,9 +249,8 @@ def _critic(strategy: FSDPV2Strategy, spec: TrainerSpec) -> tuple[nn.Module | No
 
     path = spec.path if spec.critic is True else str(spec.critic)
     critic = strategy.prepare_model(make_critic(path), is_training=True)
-    rate = strategy.config.critic_learning_rate if spec.critic_lr is None else spec.critic_lr
     return critic, strategy.create_optimizer(
-        critic, lr=rate, betas=strategy.config.adam_betas, weight_decay=strategy.config.l2
+        critic, lr=strategy.config.critic_lr, betas=strategy.config.betas, weight_decay=strategy.config.weight_decay
     )
 
 

@@ -59,7 +59,7 @@ class FastExperienceMaker:
         reward_model, remote_rm_url, reward_fn, reward_recipe, reward_fn_label_map: what scores, see `RewardStage`.
         initial_model: the reference; needed where `kl_ctl` has a weight above 0, or with `use_kl_loss`.
         prompt_max_len: tokens; a longer prompt is refused.
-        kl_ctl: holds the weight of the KL as `.coef`, or is a number; None: `config.init_kl_coef`. May be replaced
+        kl_ctl: holds the weight of the KL as `.coef`, or is a number; None: `config.kl_coef`. May be replaced
             between calls.
         strategy: the rank's, with its inference engine set up.
         packing_samples: forwards without padding; also where the options say so.
@@ -103,8 +103,8 @@ class FastExperienceMaker:
         self._models = ModelStage(
             strategy,
             self.options.micro_rollout_batch_size,
-            packing_samples or self.options.packing_samples,
-            self.options.chunk_size if self.options.fused_linear_logprob else None,
+            packing_samples or self.options.packing,
+            self.options.chunk_size if self.options.head == "chunked" else None,
         )
         self._moments = RunningMoments()
         self._groups = 0  # numbers given so far, on all ranks
@@ -123,8 +123,7 @@ class FastExperienceMaker:
         more_prompts: MorePrompts | None = None,
         **generate_kwargs: Any,
     ) -> list[Experience]:
-        """Sample `n_samples_per_prompt` responses to each of this rank's prompts and make experience of them;
-        collective.
+        """Sample `n` responses to each of this rank's prompts and make experience of them; collective.
 
         Args:
             all_prompts: of this rank, at least one: `Prompt`s, texts, chats or token ids.
@@ -144,7 +143,7 @@ class FastExperienceMaker:
         if _given(all_images) or _given(all_videos):
             raise DataError("images and videos: vision-language models are not here yet. Give texts or token ids.")
         clock = Clock()
-        sampling = sampling_of(self.config, self.options.n_samples_per_prompt, generate_kwargs)
+        sampling = sampling_of(self.config, self.options.n, generate_kwargs)
         prompts = agreed(
             self.strategy.control,
             "the prompts",
@@ -348,7 +347,7 @@ class FastExperienceMaker:
     def _kl_coef(self) -> float:
         """The weight of the KL now."""
         if self.kl_ctl is None:
-            return self.config.init_kl_coef
+            return self.config.kl_coef
         return float(getattr(self.kl_ctl, "coef", self.kl_ctl))
 
     @property
@@ -358,21 +357,19 @@ class FastExperienceMaker:
     def _check(self) -> None:
         options = self.options
         check_estimator(options, self.config.gamma, self.critic is not None)
-        check_shaping(options, self.config.generate_max_len)
+        check_shaping(options, self.config.max_tokens)
         if self._needs_reference and self.initial_model is None:
-            raise OptionError(
-                f"a KL of weight {self._kl_coef:g} needs a reference: give initial_model, or init_kl_coef=0."
-            )
+            raise OptionError(f"a KL of weight {self._kl_coef:g} needs a reference: give initial_model, or kl_coef=0.")
         for name, least in (
             ("micro_rollout_batch_size", 1),
-            ("n_samples_per_prompt", 1),
+            ("n", 1),
             ("chunk_size", 1),
             ("max_num_gen_batches", 0),
         ):
             if getattr(options, name) < least:
                 raise OptionError(f"{name}={getattr(options, name)}: it is a number from {least} on.")
-        if options.dynamic_sampling and options.n_samples_per_prompt < 2:
-            raise OptionError("dynamic_sampling compares the samples of a prompt: n_samples_per_prompt is 2 or more.")
+        if options.dynamic_sampling and options.n < 2:
+            raise OptionError("dynamic_sampling compares the samples of a prompt: n is 2 or more.")
 
 
 def _given(media: Any) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 from rlbench.errors import LossError, nearest
+from rlbench.options import OptionError, defaults
 from rlbench.rl import (
     Aggregation,
     MismatchCorrection,
@@ -20,7 +20,7 @@ from rlbench.rl import (
     token_tis,
 )
 from rlbench.rl.aggregate import MODES
-from rlbench.strategies.config import OptionError, StrategyConfig
+from rlbench.strategies.config import StrategyConfig
 from rlbench.trainers.ppo_config import PPOConfig
 
 MISMATCH: dict[str, type[MismatchCorrection]] = {
@@ -30,54 +30,49 @@ MISMATCH: dict[str, type[MismatchCorrection]] = {
 }
 
 
-def loss_of(
-    options: StrategyConfig, config: PPOConfig, *, loss_agg_mode: str = "seq-mean-token-mean", use_gspo: bool = False
-) -> tuple[PolicyLoss, Aggregation]:
-    """The policy loss that the options mean, and how its tokens become one number.
+def loss_of(options: StrategyConfig, config: PPOConfig) -> tuple[PolicyLoss, Aggregation]:
+    """Return the policy loss that the options mean, and how its tokens become one number.
 
-    PPO's clipped loss (bounds `eps_clip`, `eps_clip_high`), or with `use_cpg_loss` CPGD's, or with `use_gspo` GSPO's.
-    An `eps_clip` at its default stands for GSPO's own bounds there (3e-4 and 4e-4): a mean over a response varies far
+    PPO's clipped loss (bounds `clip_low`, `clip_high`), or with `use_cpg_loss` CPGD's, or with `use_gspo` GSPO's.
+    A `clip_low` at its default stands for GSPO's own bounds there (3e-4 and 4e-4): a mean over a response varies far
     less than the ratio of a token, and 0.2 would never clip it.
 
     Args:
         options: `use_kl_loss`, `kl_estimator`.
-        config: `eps_clip`, `use_cpg_loss`, `init_kl_coef` (the weight of the KL in the loss, with `use_kl_loss`),
+        config: `clip_low`, `use_cpg_loss`, `kl_coef` (the weight of the KL in the loss, with `use_kl_loss`),
             `entropy_coef`, `high_entropy_token_ratio` (of the tokens of a whole optimizer step, arXiv 2506.01939),
             `old_logprobs` ("sampler": the ratio is taken against the sampler's), `mismatch`.
-        loss_agg_mode: a mode of `rlbench.rl.Aggregation`.
-        use_gspo: a ratio for each response.
 
     Raises:
         OptionError: an unknown mode or correction, or options that contradict each other or could not act.
     """
-    if loss_agg_mode not in MODES:
-        raise OptionError(
-            f"loss_agg_mode={loss_agg_mode!r}{nearest(loss_agg_mode, MODES)}; it is one of {', '.join(MODES)}."
-        )
-    if use_gspo:
-        _check_gspo(config, loss_agg_mode)
-    kind: Any = gspo if use_gspo else cpgd if config.use_cpg_loss else ppo
+    mode = config.aggregation
+    if mode not in MODES:
+        raise OptionError(f"aggregation={mode!r}{nearest(mode, MODES)}; it is one of {', '.join(MODES)}.")
+    if config.use_gspo:
+        _check_gspo(config)
+    kind: Any = gspo if config.use_gspo else cpgd if config.use_cpg_loss else ppo
     try:
         loss = kind(
-            **_bounds(config, use_gspo),
+            **_bounds(config),
             **_kl(options, config),
             entropy_coef=config.entropy_coef,
             anchor="sampler" if config.old_logprobs == "sampler" else "old",
             mismatch=_mismatch(config),
             tokens=_tokens(config),
-            aggregation=loss_agg_mode,
+            aggregation=mode,
         )
     except LossError as error:
         raise OptionError(f"the options make no loss: {error}") from error
-    return loss, Aggregation(loss_agg_mode)
+    return loss, Aggregation(mode)
 
 
-def _check_gspo(config: PPOConfig, mode: str) -> None:
+def _check_gspo(config: PPOConfig) -> None:
     if config.use_cpg_loss:
         raise OptionError("use_gspo and use_cpg_loss name two losses. Choose one.")
-    if mode != "seq-mean-token-mean":
+    if (mode := config.aggregation) != "seq-mean-token-mean":
         raise OptionError(
-            f"use_gspo with loss_agg_mode={mode!r}: a ratio that belongs to a response is averaged over responses "
+            f"use_gspo with aggregation={mode!r}: a ratio that belongs to a response is averaged over responses "
             "whatever their length; use 'seq-mean-token-mean'."
         )
     if 0 < config.high_entropy_token_ratio < 1:
@@ -87,24 +82,24 @@ def _check_gspo(config: PPOConfig, mode: str) -> None:
         )
 
 
-def _bounds(config: PPOConfig, use_gspo: bool) -> dict[str, float]:
-    default = next(f.default for f in fields(PPOConfig) if f.name == "eps_clip")
-    if use_gspo and config.eps_clip == default:
-        return {} if config.eps_clip_high is None else {"clip_high": config.eps_clip_high}
-    return {"clip_low": config.eps_clip, "clip_high": config.clip_high}
+def _bounds(config: PPOConfig) -> dict[str, float]:
+    given = {} if config.clip_high is None else {"clip_high": config.clip_high}
+    if config.use_gspo and config.clip_low == defaults(PPOConfig)["clip_low"]:
+        return given
+    return {"clip_low": config.clip_low, "clip_high": config.clip_low} | given
 
 
 def _kl(options: StrategyConfig, config: PPOConfig) -> dict[str, Any]:
     if not options.use_kl_loss:
         return {}
-    if config.init_kl_coef == 0:
-        raise OptionError("use_kl_loss would have no effect with init_kl_coef=0: give a weight above 0.")
+    if config.kl_coef == 0:
+        raise OptionError("use_kl_loss would have no effect with kl_coef=0: give a weight above 0.")
     if options.kl_estimator == "k1":
         raise OptionError(
             "use_kl_loss with kl_estimator='k1': the gradient of that estimate is 0 on average, so it would only add "
             "noise; use 'k2' (the gradient of the KL) or 'k3'."
         )
-    return {"kl_coef": config.init_kl_coef, "kl_estimator": options.kl_estimator}
+    return {"kl_coef": config.kl_coef, "kl_estimator": options.kl_estimator}
 
 
 def _tokens(config: PPOConfig) -> TokenFilter | None:

@@ -4,40 +4,45 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rlbench.errors import BuildError
+from rlbench.options import Options, section
 
 TASK = re.compile(r"For[A-Z]\w*$")
 """What transformers' classes say they are for; a class of the user's own need not."""
 
 
-@dataclass(frozen=True)
-class PolicySpec:
-    """A causal language model from a folder or hub id. Shipped to the ranks, where calling it makes the
-    module.
+policy = section("Policy")
 
-    Attributes:
+
+class OptimizerOptions(Options):
+    """The optimizer of a policy, and how its module is held; what `rb.Train` takes as well."""
+
+    lr: float = policy(1e-6, "learning rate of AdamW")
+    betas: tuple[float, float] = policy((0.9, 0.999), "of AdamW")
+    eps: float = policy(1e-8, "of AdamW")
+    weight_decay: float = policy(0.0, "of AdamW")
+    max_norm: float = policy(1.0, "global gradient norm to clip to; 0: no clipping")
+    dtype: str | None = policy(
+        None,
+        "of the parameters, as torch names it (float32); None: the checkpoint's. What trains in half precision is held "
+        "in float32 all the same",
+    )
+    gradient_checkpointing: bool = policy(False, "recompute activations in the backward")
+
+
+class PolicySpec(OptimizerOptions, kw_only=False):
+    """A causal language model from a folder or hub id; shipped to the ranks, where calling it makes the module.
+
+    Args:
         path: folder or hub id.
         trainable: with an optimizer; False gives a frozen model (a reference) without one.
-        lr, betas, eps, weight_decay: AdamW's.
-        max_norm: global gradient norm to clip to; 0: no clipping.
-        dtype: of the parameters, as torch names it ("float32"); None: the checkpoint's. A trainable model
-            in half precision is held in float32 all the same.
-        gradient_checkpointing: recompute activations in the backward.
         revision: of a hub id.
     """
 
     path: str
     trainable: bool = True
-    lr: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_norm: float = 1.0
-    dtype: str | None = None
-    gradient_checkpointing: bool = False
     revision: str | None = None
 
     def __call__(self) -> Any:

@@ -7,6 +7,7 @@ is in `spmd_ppo_trainer`.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from rlbench.trainers.replay_buffer import NaiveReplayBuffer
 from rlbench.trainers.samples import ENGINE_NAMES
 from rlbench.trainers.trainer_files import Checkpoints
 from rlbench.trainers.trainer_log import TrainerLog
-from rlbench.trainers.trainer_options import TrainerOptions, read_options
+from rlbench.trainers.trainer_options import TrainerOptions, doubts, read_options
 
 Metrics = dict[str, float]
 
@@ -88,6 +89,9 @@ class PPOTrainer:
     ) -> None:
         self.strategy = strategy
         self.options: TrainerOptions = read_options(strategy.config, options, critic is not None)
+        if strategy.is_rank_0():
+            for text in doubts(self.options, critic is not None, ema_model is not None):
+                warnings.warn(text, stacklevel=2)
         self.actor, self.critic, self.reward_model = actor, critic, reward_model
         self.initial_model, self.ema_model = initial_model, ema_model
         self.actor_optim, self.critic_optim = actor_optim, critic_optim
@@ -96,10 +100,10 @@ class PPOTrainer:
         self.loss = loss
         self.pretrain_prompts = pretrain_prompts
         self._check(processor)
-        if "max_norm" in options:
+        if "max_norm" in self.options.given:
             strategy.max_norm = self.options.strategy.max_norm
         ppo = self.options.ppo
-        self.kl_ctl = _controller(ppo.init_kl_coef, ppo.kl_target, ppo.kl_horizon)
+        self.kl_ctl = _controller(ppo.kl_coef, ppo.kl_target, ppo.kl_horizon)
         self.prompts = None if prompts is None else _stream(prompts, strategy.seed)
         self.eval_prompts = eval_prompts
         self.pretraining = Pretraining.of(self, ppo.ptx_coef)
@@ -116,7 +120,7 @@ class PPOTrainer:
             reward_fn,
             reward_fn_label_map,
             reward_recipe,
-            self.options.strategy.packing_samples,
+            self.options.strategy.packing,
             processor,
             options=self.options.strategy,
             config=ppo,
@@ -356,16 +360,15 @@ class PPOTrainer:
             )
         if self.critic is None and options.advantage_estimator == "gae":
             raise OptionError("advantage_estimator='gae' needs a critic; give one, or 'group_norm' for GRPO.")
-        needs = self.options.ppo.init_kl_coef > 0
+        needs = self.options.ppo.kl_coef > 0
         if needs and self.initial_model is None:
             raise OptionError(
-                f"init_kl_coef={self.options.ppo.init_kl_coef:g} needs a reference: give initial_model, or "
-                "init_kl_coef=0."
+                f"kl_coef={self.options.ppo.kl_coef:g} needs a reference: give initial_model, or kl_coef=0."
             )
         if self.initial_model is not None and not needs:
-            raise OptionError("initial_model would have no effect with init_kl_coef=0: give a weight, or no reference.")
+            raise OptionError("initial_model would have no effect with kl_coef=0: give a weight, or no reference.")
         if options.use_kl_loss and not needs:
-            raise OptionError("use_kl_loss would have no effect with init_kl_coef=0: give a weight above 0.")
+            raise OptionError("use_kl_loss would have no effect with kl_coef=0: give a weight above 0.")
 
 
 def _controller(coef: float, target: float | None, horizon: int) -> FixedKL | AdaptiveKL:

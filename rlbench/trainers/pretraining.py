@@ -52,7 +52,7 @@ class Pretraining:
             strategy.rank,
             strategy.world_size,
             trainer.options.strategy.micro_train_batch_size,
-            ppo.prompt_max_len + ppo.generate_max_len,
+            ppo.prompt_max_len + ppo.max_tokens,
             trainer.tokenizer,
         )
 

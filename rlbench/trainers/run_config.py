@@ -7,7 +7,7 @@ one option a line, with the names of `RunOptions`, `PPOConfig` and `StrategyConf
     prompt_data: prompts.jsonl
     reward: rewards.py:score
     rollout_batch_size: 64
-    actor_learning_rate: 1e-6
+    lr: 1e-6
 
 Importable without torch.
 """
@@ -15,32 +15,27 @@ Importable without torch.
 from __future__ import annotations
 
 import argparse
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlbench import options
 from rlbench.errors import nearest
-from rlbench.strategies.config import OptionError, StrategyConfig, accumulation_steps, need_fsdp
-from rlbench.strategies.config import names as strategy_names
-from rlbench.trainers.methods import METHODS, method_options, of_trainer, our_names, with_method
+from rlbench.flags import add_flags
+from rlbench.options import OptionError, Options, effectless, options_in, read_yaml, typed
+from rlbench.strategies.config import StrategyConfig, accumulation_steps, need_fsdp
+from rlbench.trainers.methods import METHODS, our_names, with_method
 from rlbench.trainers.ppo_config import PPOConfig
-from rlbench.trainers.ppo_config import names as trainer_names
-from rlbench.trainers.run_arguments import add_run_arguments
-from rlbench.trainers.run_options import (
-    ALL_OPTIONS,
-    NEEDS,
-    RUN_DEFAULTS,
-    RUN_OPTIONS,
-    RunOptions,
-    defaults,
-    typed,
-)
+from rlbench.trainers.run_options import RunOptions
+from rlbench.trainers.trainer_options import TrainerOptions, doubts
 
-__all__ = ["METHODS", "RunConfig", "add_run_arguments", "method_options", "parse"]
-
+CLASSES: tuple[type[Options], ...] = (RunOptions, PPOConfig, StrategyConfig)
+HOMES: Mapping[str, type[Options]] = {name: cls for cls in CLASSES for name in options_in(cls)}
+"""The class of every option of a run."""
+DEFAULTS: Mapping[str, Any] = {**options.defaults(*CLASSES), "fsdp": True}
+"""The default of every option of a run; its ranks are a session's, which FSDP2 shards."""
 COMPARING = ("group_norm", "grpo", "rloo", "reinforce_baseline", "cpgd")
 """Estimators that compare the samples of a prompt."""
 SCORING = ("reward", "reward_pretrain", "remote_rm_url")
@@ -78,13 +73,13 @@ class RunConfig:
         """
         from_file = {} if file is None else our_names(read_yaml(file))
         written = {**from_file, **our_names(overrides or {})}
-        given = with_method(method, {name: typed(name, value) for name, value in written.items()})
+        given = with_method(method, {name: typed(HOMES[name], name, value) for name, value in written.items()})
         given |= _filled(given)
         made = cls(
             method,
-            RunOptions(**_named(given, RUN_OPTIONS)),
-            PPOConfig(**_named(given, trainer_names())),
-            StrategyConfig(**{**RUN_DEFAULTS, **_named(given, strategy_names())}),
+            RunOptions(**_of(given, RunOptions)),
+            PPOConfig(**_of(given, PPOConfig)),
+            StrategyConfig(**{"fsdp": True, **_of(given, StrategyConfig)}),
             given,
         )
         made._check()
@@ -95,26 +90,20 @@ class RunConfig:
     @property
     def trainer_options(self) -> dict[str, Any]:
         """What was set of the trainer's and the strategy's options, by name."""
-        return {name: value for name, value in self.given.items() if of_trainer(name)}
+        return {**_of(self.given, PPOConfig), **_of(self.given, StrategyConfig)}
 
     def value(self, name: str) -> Any:
-        """The value of an option."""
-        part: Any = self.run if name in RUN_OPTIONS else self.ppo if name in trainer_names() else self.strategy
-        return getattr(part, name)
+        """Return the value of an option."""
+        parts = {RunOptions: self.run, PPOConfig: self.ppo, StrategyConfig: self.strategy}
+        return getattr(parts[HOMES[name]], name)
 
     def overridden(self) -> list[str]:
-        """The options that do not have their default."""
-        return [name for name, held in defaults().items() if self.value(name) != held]
+        """Return the options that do not have their default."""
+        return [name for name, held in DEFAULTS.items() if self.value(name) != held]
 
     def summary(self) -> str:
-        """All options by section, each marked "(Overridden)" or "(Default)"."""
-        changed = set(self.overridden())
-        lines = ["=" * 60, f"RunConfig: {self.method}"]
-        for section in dict.fromkeys(option.section for option in ALL_OPTIONS.values()):
-            lines += ["-" * 60, f"{section}:"]
-            for name in (n for n in ALL_OPTIONS if ALL_OPTIONS[n].section == section):
-                lines.append(f"  {name}: {self.value(name)} ({'Overridden' if name in changed else 'Default'})")
-        return "\n".join([*lines, "=" * 60])
+        """Write all options by section, each marked "(Overridden)" or "(Default)"."""
+        return options.summary(f"RunConfig: {self.method}", self.value, *CLASSES, fsdp=True)
 
     def check_batches(self, world_size: int) -> None:
         """Refuse batches that so many ranks cannot share.
@@ -132,35 +121,25 @@ class RunConfig:
             )
 
     def doubts(self) -> list[str]:
-        """Options that act, but hardly as they are meant."""
-        found = [
-            f"{name} has no effect without {other}"
-            for name, (other, off) in NEEDS.items()
-            if name in self.given and self.value(other) == off
-        ]
-        if "plot_every" in self.given and self.strategy.log_dir is None and not self.strategy.use_tensorboard:
-            found.append("plot_every has no effect without log_dir or use_tensorboard")
-        estimator, kl = self.strategy.advantage_estimator, self.strategy.kl_estimator
-        if not self.strategy.use_kl_loss and self.ppo.init_kl_coef > 0 and kl in ("k2", "k3"):
-            found.append(f"kl_estimator={kl} in the reward: the sum of k1 is the KL of a response; take that")
-        if self.strategy.use_kl_loss and estimator in ("gae", "cpgd"):
-            found.append(f"use_kl_loss with advantage_estimator={estimator}, which has the KL in the reward")
-        return found
+        """Say which options were given that have no effect, or hardly the one that is meant."""
+        trainer = TrainerOptions(self.strategy, self.ppo, given=self.given)
+        of_trainer = doubts(trainer, bool(self.strategy.critic_pretrain), self.run.enable_ema)
+        return effectless(self.given, self.value, RunOptions) + of_trainer
 
     def _check(self) -> None:
         strategy, estimator = self.strategy, self.strategy.advantage_estimator
         need_fsdp(strategy)
         if self.run.lr_schedule == "constant" and "lr_warmup_ratio" in self.given:
             raise OptionError("lr_warmup_ratio has no effect with lr_schedule='constant': leave one of them out.")
-        if estimator in COMPARING and strategy.n_samples_per_prompt < 2:
+        if estimator in COMPARING and strategy.n < 2:
             raise OptionError(
-                f"advantage_estimator={estimator!r} compares the samples of a prompt: n_samples_per_prompt must be "
-                f"greater than 1, and is {strategy.n_samples_per_prompt}."
+                f"advantage_estimator={estimator!r} compares the samples of a prompt: n must be "
+                f"greater than 1, and is {strategy.n}."
             )
         if strategy.use_mp_opt and not strategy.bf16:
             raise OptionError("use_mp_opt has no effect with bf16=False: a run holds its weights in bfloat16 then.")
-        if strategy.use_kl_loss and self.ppo.init_kl_coef == 0:
-            raise OptionError("use_kl_loss has no effect with init_kl_coef=0: give a weight above 0.")
+        if strategy.use_kl_loss and self.ppo.kl_coef == 0:
+            raise OptionError("use_kl_loss has no effect with kl_coef=0: give a weight above 0.")
         if strategy.use_kl_loss and strategy.kl_estimator == "k1":
             raise OptionError(
                 "use_kl_loss with kl_estimator='k1': its gradient is zero in the mean, so that it would only add "
@@ -168,36 +147,12 @@ class RunConfig:
             )
         if self.ppo.ptx_coef > 0 and strategy.pretrain_data is None:
             raise OptionError(f"ptx_coef={self.ppo.ptx_coef:g} has no effect without pretrain_data; give both.")
-        if "engine_mem_util" in self.given and self.run.kv_cache_bytes is not None:
-            raise OptionError("engine_mem_util has no effect with kv_cache_bytes: both size the engine; give one.")
-        if self.run.ranks:
-            self.check_batches(self.run.ranks)
-
-
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The options in a file.
-
-    Raises:
-        OptionError: no such file, not flat YAML, or an option that stands in it twice.
-    """
-    import yaml  # type: ignore[import-untyped]
-
-    try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
-        found = yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise OptionError(f"{path} cannot be read as YAML ({error}).") from error
-    if found is None:
-        return {}
-    if not isinstance(found, dict):
-        raise OptionError(f"{path} holds {type(found).__name__}; it must be `option: value`, one a line.")
-    for name, value in found.items():
-        if isinstance(value, dict):
-            raise OptionError(f"{path}: {name} holds options of its own; they stand in the file itself, one a line.")
-    written = re.findall(r"^([A-Za-z_]\w*)\s*:", text, re.MULTILINE)
-    if twice := [name for name in dict.fromkeys(written) if written.count(name) > 1]:
-        raise OptionError(f"{path}: {twice[0]} stands there twice. Give it once.")
-    return {str(name): value for name, value in found.items()}
+        if "gpu_memory_utilization" in self.given and self.run.kv_cache_bytes is not None:
+            raise OptionError(
+                "gpu_memory_utilization has no effect with kv_cache_bytes: both size the engine; give one."
+            )
+        if self.run.shards:
+            self.check_batches(self.run.shards)
 
 
 def parse(arguments: Sequence[str], prog: str = "rlbench train") -> RunConfig:
@@ -224,7 +179,7 @@ def parse(arguments: Sequence[str], prog: str = "rlbench train") -> RunConfig:
         nargs="?",
         help="options as YAML, one a line: rollout_batch_size: 64; what they name is found from the folder you are in",
     )
-    add_run_arguments(parser)
+    add_flags(parser, *CLASSES)
     found, rest = parser.parse_known_args(arguments)
     if rest:
         flags = [flag.removeprefix("--") for action in parser._actions for flag in action.option_strings]
@@ -241,7 +196,7 @@ def _filled(given: Mapping[str, Any]) -> dict[str, Any]:
         OptionError: a critic that nothing asks for, or none where one is needed; prompts or rewards are missing.
     """
     estimator, critic = given["advantage_estimator"], given.get("critic_pretrain")
-    pretrain = given.get("pretrain", defaults()["pretrain"])
+    pretrain = given.get("pretrain", DEFAULTS["pretrain"])
     found: dict[str, Any] = {}
     if estimator != "gae" and critic:
         raise OptionError(
@@ -266,5 +221,5 @@ def _missing(name: str, why: str) -> Any:
     raise OptionError(f"{name} is missing: {why}")
 
 
-def _named(given: Mapping[str, Any], names: Any) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if name in names}
+def _of(given: Mapping[str, Any], cls: type[Options]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name in options_in(cls)}

@@ -94,7 +94,7 @@ def sampling_of(config: PPOConfig, n: int, given: Mapping[str, Any]) -> dict[str
     sampling: dict[str, Any] = {
         "temperature": config.temperature,
         "top_p": config.top_p,
-        "max_tokens": config.generate_max_len,
+        "max_tokens": config.max_tokens,
     }
     if config.top_k != -1:
         sampling["top_k"] = config.top_k

@@ -41,7 +41,7 @@ def check_shaping(options: StrategyConfig, max_length: int) -> None:
     if options.overlong_buffer and not 1 <= options.overlong_buffer_len <= max_length:
         raise OptionError(
             f"overlong_buffer_len={options.overlong_buffer_len}: the last tokens of a response of at most {max_length} "
-            "(generate_max_len) are from 1 to so many."
+            "(max_tokens) are from 1 to so many."
         )
     if options.overlong_buffer_penalty_factor < 0:
         raise OptionError(

@@ -16,15 +16,16 @@ import numpy as np
 
 from rlbench.dispatch import context
 from rlbench.errors import StateError
+from rlbench.options import OptionError, defaults
 from rlbench.rl import AdaptiveKL, Aggregation, Loss, PolicyLoss, resolve
-from rlbench.strategies.config import OptionError, accumulation_steps
+from rlbench.strategies.config import accumulation_steps
 from rlbench.trainers.experience import Experience
 from rlbench.trainers.loss_choice import loss_of
+from rlbench.trainers.ppo_config import PPOConfig
 from rlbench.trainers.ppo_trainer import Metrics, PPOTrainer, mean_of
 from rlbench.trainers.update import PolicyUpdate
 from rlbench.trainers.value_update import ValueUpdate
 
-DEFAULT_MODE = "seq-mean-token-mean"
 OF_EXPERIENCE = ("_waiting", "_place", "_began", "_texts_began", "_done", "rollout_metrics")
 """What is known of the experience that is being trained on."""
 OF_OUR_LOSS = ("entropy_coef", "high_entropy_token_ratio", "mismatch")
@@ -36,9 +37,7 @@ class SPMDPPOTrainerBase(PPOTrainer):
 
     Args:
         args, kwargs: of `PPOTrainer`. A `micro_train_batch_size` beyond a rank's share of `train_batch_size` is that.
-        loss_agg_mode: how the losses of tokens become one, see `rlbench.rl.Aggregation`; a `loss` of your own that
-            says how it is meant has its own way where this is left at its default.
-        use_gspo: ratios of whole sequences (GSPO, arXiv 2507.18071) instead of tokens.
+            `aggregation`: a `loss` of your own that says how it is meant has its own way where this is at its default.
         VLM: vision-language models, which are not here yet.
 
     Raises:
@@ -49,8 +48,6 @@ class SPMDPPOTrainerBase(PPOTrainer):
     def __init__(
         self,
         *args: Any,
-        loss_agg_mode: str = DEFAULT_MODE,
-        use_gspo: bool = False,
         VLM: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -66,14 +63,13 @@ class SPMDPPOTrainerBase(PPOTrainer):
             accumulation_steps(whole, options.micro_train_batch_size, ranks)
         self._per_rank = whole // ranks
         self.policy_loss: Loss
-        self.policy_loss, self.aggregation = loss_of(options, ppo, loss_agg_mode=loss_agg_mode, use_gspo=use_gspo)
+        self.policy_loss, self.aggregation = loss_of(options, ppo)
         if self.loss is not None:
             self.policy_loss = resolve(self.loss)
             self._check_own_loss(self.policy_loss)
             own = getattr(self.policy_loss, "aggregation", None)
-            if own is not None and loss_agg_mode == DEFAULT_MODE:
+            if own is not None and ppo.aggregation == defaults(PPOConfig)["aggregation"]:
                 self.aggregation = Aggregation.of(own)
-        fused = options.fused_linear_logprob
         self.policy_update = PolicyUpdate(
             self.actor,
             self.actor_optim,
@@ -81,9 +77,9 @@ class SPMDPPOTrainerBase(PPOTrainer):
             self.strategy,
             self.policy_loss,
             self.aggregation,
-            packed=options.packing_samples,
-            head="chunked" if fused else "plain",
-            tile=options.chunk_size if fused else None,
+            packed=options.packing,
+            head=options.head,
+            tile=options.chunk_size if options.head == "chunked" else None,
             temperature=ppo.temperature,
             ptx_coef=ppo.ptx_coef,
             stop_requested=self._may_stop,
@@ -97,7 +93,7 @@ class SPMDPPOTrainerBase(PPOTrainer):
                 self.strategy,
                 ppo.value_clip or None,
                 self.aggregation,
-                packed=options.packing_samples,
+                packed=options.packing,
                 stop_requested=self._may_stop,
             )
         if ppo.freezing_actor_steps > 0 and self.value_update is None:

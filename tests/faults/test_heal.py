@@ -24,7 +24,7 @@ WAIT_S = 60.0
 
 @pytest.fixture(scope="module")
 def mortal(cluster: Any, tiny_path: Any) -> Iterator[Any]:
-    made = rb.Session("tiny", name="mortal", train={"lr": 1e-4, "tensor_parallel_size": 2}, reference=True, seed=3)
+    made = rb.Session("tiny", name="mortal", train={"lr": 1e-4, "shards": 2}, reference=True, seed=3)
     yield made
     made.close()
 

@@ -22,12 +22,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.long]  # each death rebuilds an en
 WAIT_S = 60.0
 OPTIONS = {
     "rollout_batch_size": 8,
-    "n_samples_per_prompt": 4,
+    "n": 4,
     "train_batch_size": 32,
     "micro_train_batch_size": 8,
     "micro_rollout_batch_size": 16,
-    "generate_max_len": 8,
-    "packing_samples": True,
+    "max_tokens": 8,
+    "packing": True,
     "seed": 3,
 }
 PROMPTS = ["sort 52143", "sort 9071", "sort 3321", "sort 86420"] * 4
@@ -39,7 +39,7 @@ def frail(cluster: Any, tiny_path: Any) -> Iterator[Any]:
     made = rb.Session(
         "tiny",
         name="frail",
-        train={"lr": 1e-4, "tensor_parallel_size": 2},
+        train={"lr": 1e-4, "shards": 2},
         inference={"data_parallel_size": 2, "kv_cache_bytes": 64 << 20},
         seed=3,
     )

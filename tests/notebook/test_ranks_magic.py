@@ -19,7 +19,7 @@ with provisionalcompleter():
 """
 CELLS = [
     'import rlbench as rb\nsession = rb.Session("tiny", name="magic", undo=0,\n'
-    '                     train={"tensor_parallel_size": 2})',
+    '                     train={"shards": 2})',
     "%%ranks\nweight = sum(p.numel() for p in module.parameters())\nprint('has', weight > 0)\nworld_size",
     "%%ranks actor --rank 1\nrank * 7",
     "%%ranks actor\nvalue = 1\nvalue / 0",

@@ -33,7 +33,7 @@ def test_a_loaded_session_goes_on_with_other_ranks_and_the_same_replica_output(s
     session.core.record({"loss": float("nan")})  # a run that had one is loaded like any other
     saved = session.save(str(tmp_path))
     logprobs = session.logprobs(batch)
-    with rb.Session.load(str(tmp_path), train={"tensor_parallel_size": 1}, reference=None) as other:
+    with rb.Session.load(str(tmp_path), train={"shards": 1}, reference=None) as other:
         assert weights(other) == weights(session)
         assert (other.step, other.version) == (session.step, session.version)
         assert repr(other.history.records) == repr(session.history.records), "as text: a nan is not equal to itself"

@@ -19,7 +19,7 @@ import pytest
 from rlbench.dispatch import context
 from rlbench.engines import rank_session
 from rlbench.errors import EngineError
-from rlbench.session import building as session_building
+from rlbench.options import Options, defaults, options_in
 from rlbench.session import run_data, train_command
 from rlbench.strategies import (
     FakeStrategy,
@@ -31,20 +31,21 @@ from rlbench.strategies import (
 )
 from rlbench.strategies import fsdp2 as fsdp2_room
 from rlbench.strategies.base import ARGUMENTS
-from rlbench.strategies.config import NOBODY, OPTIONS, default, need_fsdp
-from rlbench.strategies.config import names as strategy_names
+from rlbench.strategies.config import default, need_fsdp
 from rlbench.tiny import tasks
 from rlbench.trainers import building, make_critic
 from rlbench.trainers.building import TrainerSpec, build_trainer
 from rlbench.trainers.methods import method_options
 from rlbench.trainers.options import PolicyOptions
+from rlbench.trainers.policy_spec import OptimizerOptions
 from rlbench.trainers.ppo_config import PPOConfig
-from rlbench.trainers.ppo_config import names as trainer_names
 from rlbench.trainers.replay_buffer import NaiveReplayBuffer
-from rlbench.trainers.run_config import RunConfig
-from rlbench.trainers.run_options import RUN_OPTIONS, RunOptions
-from rlbench.trainers.run_options import defaults as run_defaults
+from rlbench.trainers.run_config import DEFAULTS, HOMES, RunConfig
+from rlbench.trainers.run_options import RunOptions
 from rlbench.trainers.trainer_options import SAMPLING, read_options
+from rlbench.workers.replica_config import ReplicaOptions
+from rlbench.workers.train_config import RankOptions
+from tests.option_effects import EFFECTS
 from tests.option_reads import loaded_fields, reads
 from tests.trainers.making import TableEngine, asked, last_token, qwen_of
 from tests.trainers.test_ppo_trainer import OPTIONS as STRATEGY
@@ -54,9 +55,15 @@ from tests.trainers.test_trainer_options import Saved
 
 pytestmark = pytest.mark.slow
 
-ALL_DEFAULTS = run_defaults()
+OF_STRATEGIES, OF_TRAINERS = list(options_in(StrategyConfig)), list(options_in(PPOConfig))
 REFUSAL = "cannot be honoured|no effect"
-TEXT = {"kl_estimator": "k2", "advantage_estimator": "rloo", "engine_type": "sglang", "grad_accum_dtype": "fp32"}
+TEXT = {
+    "kl_estimator": "k2",
+    "advantage_estimator": "rloo",
+    "engine_type": "sglang",
+    "head": "chunked",
+    "aggregation": "token-mean",
+}
 
 
 def other(name: str, held: Any) -> Any:
@@ -84,11 +91,11 @@ def read_by_trainers(qwen: str, tmp_path_factory: pytest.TempPathFactory) -> set
     groups: dict[str, Any] = {
         "options": {"advantage_estimator": "group_norm"},
         "reference": qwen_of(qwen),
-        "init_kl_coef": 0.1,
+        "kl_coef": 0.1,
         "use_kl_loss": True,
         "kl_target": 0.1,
-        "packing_samples": True,
-        "fused_linear_logprob": True,
+        "packing": True,
+        "head": "chunked",
         "overlong_buffer": True,
         "overlong_buffer_len": 2,
         "dynamic_sampling": True,
@@ -123,10 +130,10 @@ def read_by_trainers(qwen: str, tmp_path_factory: pytest.TempPathFactory) -> set
     return found
 
 
-@pytest.mark.parametrize("name", [*strategy_names(), *trainer_names()])
+@pytest.mark.parametrize("name", [*OF_STRATEGIES, *OF_TRAINERS])
 def test_a_trainers_keyword_is_read_by_the_trainer_or_refused(qwen: str, read_by_trainers: set[str], name: str) -> None:
     config = get_fake_strategy(STRATEGY).config
-    held = getattr(config, name) if name in OPTIONS else getattr(PPOConfig(), name)
+    held = getattr(config, name) if name in OF_STRATEGIES else getattr(PPOConfig(), name)
     assert not {"adam_offload", "bf16", "use_mp_opt", "seed"} & read_by_trainers  # they act in a strategy
     if name not in read_by_trainers:
         with pytest.raises(OptionError, match=REFUSAL):
@@ -208,10 +215,10 @@ def test_a_strategys_option_is_read_by_it_or_by_a_trainer_on_it_or_refused(
         strategy = used(config, qwen, monkeypatch)
     assert (tmp_path / "gen_len.jsonl").read_text().startswith('{"step": 0, "total_samples": 1, "min_length": 3')
     found = noted[id(strategy.config)] | read_by_trainers | HANDED_ON
-    for name in strategy_names():
+    for name in OF_STRATEGIES:
         if name in ("pretrain_data", "remote_rm_url"):
             continue  # a trainer refuses the one without its texts, and the other is an argument of it
-        if OPTIONS[name].by == NOBODY or name not in found:
+        if name not in found:
             with pytest.raises(OptionError, match=REFUSAL):
                 need_fsdp(StrategyConfig.of({"fsdp": True, name: other(name, name == "fsdp" or default(name))}))
 
@@ -231,7 +238,7 @@ def test_what_a_strategy_is_given_as_argument_and_in_args_is_one_thing(name: str
 
 # -- session.trainer
 
-OF_THE_VERB = {"actor_learning_rate", "critic_pretrain"}
+OF_THE_VERB = {"lr", "critic_pretrain"}
 """Taken by `session.trainer` itself, as other names of arguments; proved on a real session in `test_trainer`."""
 
 
@@ -251,12 +258,12 @@ def read_when_built(tiny_path: Path) -> set[str]:
     """What `build_trainer` and the trainer's strategy read of the options of `session.trainer("ppo")`."""
     options = {
         **method_options("ppo", {}),
-        "generate_max_len": 8,
+        "max_tokens": 8,
         "train_batch_size": 16,
         "adam_offload": True,
         "rollout_batch_size": 4,
-        "n_samples_per_prompt": 4,
-        "init_kl_coef": 0.0,
+        "n": 4,
+        "kl_coef": 0.0,
     }
     spec = TrainerSpec(
         str(tiny_path), options, critic=True, reward=last_token, schedule_steps=4, prompts=tasks.prompts(8)
@@ -275,7 +282,7 @@ def read_when_built(tiny_path: Path) -> set[str]:
         patch.undo()
 
 
-@pytest.mark.parametrize("name", strategy_names())
+@pytest.mark.parametrize("name", OF_STRATEGIES)
 def test_an_option_of_a_sessions_trainer_is_read_or_refused(
     read_when_built: set[str], read_by_trainers: set[str], name: str, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,7 +311,7 @@ def test_a_stage_of_deepspeed_is_refused_wherever_it_is_said(value: int) -> None
             RunConfig.load("grpo", None, given)
 
 
-@pytest.mark.parametrize("name", ["critic_pretrain", "critic_learning_rate", "adam_betas", "l2", "lr_warmup_ratio"])
+@pytest.mark.parametrize("name", ["critic_pretrain", "critic_lr", "betas", "weight_decay", "lr_warmup_ratio"])
 def test_an_option_that_needs_a_critic_or_a_schedule_is_refused_without(name: str) -> None:
     with pytest.raises(OptionError, match=REFUSAL):
         TrainerSpec("path", {name: default(name)})
@@ -321,12 +328,12 @@ def outcome(config: RunConfig) -> str:
         arguments = train_command.trainer_arguments(config, None, 3)  # type: ignore[arg-type]
     sessions = [train_command.session_options(config, on_gpu=on_gpu) for on_gpu in (False, True)]
     for one in sessions:
-        if "kv_cache_bytes" in one["inference"]:
-            one["inference"]["kv_cache_bytes"] //= 1 << 30  # of the host's free memory, which changes
+        size = one["inference"].kv_cache_bytes
+        one["inference"] = {**one["inference"], "kv_cache_bytes": size and size >> 30}  # of free memory, which changes
     return repr((arguments, sessions, getattr(prompts, "seed", None)))
 
 
-@pytest.mark.parametrize("name", sorted(set(OPTIONS) | set(trainer_names())))
+@pytest.mark.parametrize("name", sorted(set(OF_STRATEGIES) | set(OF_TRAINERS)))
 def test_an_option_of_a_run_changes_what_session_and_trainer_are_given_or_is_refused(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,9 +341,9 @@ def test_an_option_of_a_run_changes_what_session_and_trainer_are_given_or_is_ref
     monkeypatch.setattr(train_command.trainer_places, "model_here", lambda _, named: named)
     if name in REFUSED_WHEN_SET or name in ("zero_stage", "local_rank"):
         with pytest.raises(OptionError, match=REFUSAL):
-            RunConfig.load("grpo", None, {name: other(name, ALL_DEFAULTS[name])})
+            RunConfig.load("grpo", None, {name: other(name, DEFAULTS[name])})
         return
-    method = "ppo" if name in ("critic_learning_rate", "critic_pretrain") else "grpo"
+    method = "ppo" if name in ("critic_lr", "critic_pretrain") else "grpo"
     line = [word for word in words(name) if word != "gae"] if method == "ppo" else words(name)
     line = [word for word in line if word != "--advantage_estimator" or method != "ppo"]
     assert outcome(run(*line, method=method)) != outcome(run(method=method))
@@ -364,20 +371,19 @@ def test_an_option_of_the_run_alone_is_read(tmp_path: Path) -> None:
             trainer: Any = SimpleNamespace(where=lambda: {"iterations": 0}, step=lambda: {"reward": 1.0}, finish=int)
             train_command.run(trainer, config, 1)
             found |= noted[id(config.run)]
-    of_the_trainer = {"loss_agg_mode", "use_gspo"}  # arguments of its class, which it is handed by name
-    started_with = {"ranks"}  # the cluster and the check of batches read it: `train` starts a session
-    assert set(RUN_OPTIONS) - of_the_trainer - started_with - found == set()
-    for name in of_the_trainer:
-        assert outcome(run(*words(name))) != outcome(run())
+    assert set(options_in(RunOptions)) - found == set()
+
+
+def test_every_option_has_a_test_that_shows_its_effect() -> None:
+    assert set(EFFECTS) == set(HOMES)
 
 
 # -- rb.Session, engines and single steps
 
 
-@pytest.mark.parametrize("kind", ["train", "inference"])
-def test_an_option_of_a_sessions_engine_is_read_where_it_runs(kind: str) -> None:
-    names = {"train": session_building.POLICY | session_building.RANK, "inference": session_building.REPLICA}[kind]
-    assert names - loaded_fields("workers", "trainers", "engines", "strategies") == set()
+@pytest.mark.parametrize("kind", [OptimizerOptions, RankOptions, ReplicaOptions])
+def test_an_option_of_a_sessions_engine_is_read_where_it_runs(kind: type[Options]) -> None:
+    assert set(defaults(kind)) - loaded_fields("workers", "trainers", "engines", "strategies") == set()
 
 
 def test_an_option_of_a_step_is_read() -> None:

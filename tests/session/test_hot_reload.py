@@ -144,7 +144,7 @@ def test_the_record_of_every_step_holds_the_text_of_its_loss_reward_and_advantag
 
 
 def test_what_was_redefined_is_there_again_after_its_ranks_died(cluster, tiny_path):
-    with rb.Session("tiny", name="reload-heal", train={"tensor_parallel_size": 2}) as session:
+    with rb.Session("tiny", name="reload-heal", train={"shards": 2}) as session:
 
         @session.method
         def probe(self):

@@ -71,7 +71,7 @@ def test_the_peak_grows_with_the_budget_and_by_what_the_line_says(small, large):
 
 
 def test_as_many_requests_as_the_replica_runs_are_in_its_cache_at_once(session, large):
-    seats = session.options.inference.get("max_num_seqs", 128)
+    seats = session.options.inference.max_num_seqs
     assert f"{seats} of {seats} requests of {LENGTH} tokens at once" in large["inference"].what
     assert "max_num_seqs lets" in large["inference"].note
 
@@ -144,7 +144,7 @@ def test_a_budget_that_cannot_fit_is_refused_unrun_with_one_that_does(session, s
 
 
 def test_the_limit_decides_what_to_lower(session, small):
-    with pytest.raises(CheckFailed, match="tensor_parallel_size"):
+    with pytest.raises(CheckFailed, match="shards"):
         session.rehearse(LENGTH, 1024, memory_limit=100 << 20)
     assert session.rehearse(LENGTH, 1024, memory_limit=64 << 30).safe_budget > small.safe_budget
 

@@ -77,8 +77,8 @@ def test_after_a_failure_the_replicas_generate_as_before(session):
         train_batch_size=32,
         micro_train_batch_size=8,
         rollout_batch_size=4,
-        n_samples_per_prompt=4,
-        generate_max_len=6,
+        n=4,
+        max_tokens=6,
     )
     with pytest.raises(DataError, match="judge"):
         trainer.step()

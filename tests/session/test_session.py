@@ -321,7 +321,7 @@ def test_a_name_that_runs_is_no_second_session_and_one_that_differs_is_refused(s
     pids = session.core.link.state("engines")["engines"]["actor"]["pids"]
     with pytest.raises(SessionError, match=r"seed is 7, not 0.*rb.attach\('shared'\)"):
         rb.Session("tiny", name="shared")
-    again = rb.Session("tiny", name="shared", train={"lr": 1e-5, "tensor_parallel_size": 2}, reference=True, seed=7)
+    again = rb.Session("tiny", name="shared", train={"lr": 1e-5, "shards": 2}, reference=True, seed=7)
     assert again.core.link.state("engines")["engines"]["actor"]["pids"] == pids and again.step == session.step
     session.__dict__.update(again.__dict__)  # the fixture's handle drives again
     with pytest.raises(SessionError, match="letters"):

@@ -20,12 +20,13 @@ import pytest
 from rlbench import cli
 from rlbench.data import PromptSet
 from rlbench.engines import paths
-from rlbench.session import building, run_data, train_command
+from rlbench.session import Inference, Train, run_data, train_command
 from rlbench.session.session import Session
 from rlbench.strategies.config import OptionError
 from rlbench.tiny import tasks
 from rlbench.trainers import policy_module
-from rlbench.trainers.run_config import RunConfig, method_options
+from rlbench.trainers.methods import method_options
+from rlbench.trainers.run_config import RunConfig
 
 REWARDS = """
 def score(rollout):
@@ -122,44 +123,31 @@ def test_the_session_is_made_with_the_options_that_concern_it() -> None:
         on_gpu=True,
     )
     assert (made["model"], made["seed"]) == ("a/model", 7)
-    assert made["train"] == {
-        "lr": 1e-4,
-        "betas": (0.8, 0.9),
-        "weight_decay": 0.1,
-        "max_norm": 0.5,
-        "bf16": False,
-        "tensor_parallel_size": 3,
-    }
-    assert made["inference"] == {
-        "tensor_parallel_size": 2,
-        "data_parallel_size": 2,
-        "kv_cache_bytes": 5_000_000,
-        "dtype": "float32",
-    }
-    building.check_options(made["train"], made["inference"])  # all are options of a session
+    assert made["train"] == Train(lr=1e-4, betas=(0.8, 0.9), weight_decay=0.1, max_norm=0.5, bf16=False, shards=3)
+    assert made["inference"] == Inference(
+        tensor_parallel_size=2, data_parallel_size=2, kv_cache_bytes=5_000_000, dtype="float32"
+    )
 
 
 def test_the_engine_takes_a_share_of_the_gpus_memory_or_of_the_hosts_free_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def engine(on_gpu: bool, **given: Any) -> dict[str, Any]:
         made = train_command.session_options(config(engine_mem_util=0.25, **given), on_gpu)
-        building.check_options(made["train"], made["inference"])
-        return {name: made["inference"].get(name) for name in ("gpu_memory_utilization", "kv_cache_bytes")}
+        return {name: made["inference"][name] for name in ("gpu_memory_utilization", "kv_cache_bytes")}
 
     monkeypatch.setattr(train_command.psutil, "virtual_memory", lambda: SimpleNamespace(available=8000))
     assert engine(True) == {"gpu_memory_utilization": 0.25, "kv_cache_bytes": None}
-    assert engine(False) == {"gpu_memory_utilization": None, "kv_cache_bytes": 2000}
+    assert engine(False) == {"gpu_memory_utilization": 0.5, "kv_cache_bytes": 2000}
     assert engine(False, replicas=2)["kv_cache_bytes"] == 1000
-    with pytest.raises(OptionError, match="engine_mem_util has no effect with kv_cache_bytes"):
+    with pytest.raises(OptionError, match="gpu_memory_utilization has no effect with kv_cache_bytes"):
         config(engine_mem_util=0.3, kv_cache_bytes=5_000_000)
 
 
-@pytest.mark.parametrize("name", train_command.HOW_IT_IS_HELD)
+@pytest.mark.parametrize("name", ["use_mp_opt", "fsdp_cpu_offload"])
 def test_how_the_actor_is_held_is_said_to_the_session_and_the_trainer_asks_for_no_other(name: str) -> None:
     given = config(**{name: True})
     made = train_command.session_options(given, on_gpu=False)
     assert made["train"][name] is True and arguments(given)[name] is True
-    building.check_options(made["train"], made["inference"])
-    assert name not in train_command.session_options(config(), on_gpu=False)["train"]
+    assert not train_command.session_options(config(), on_gpu=False)["train"][name]
 
 
 def test_half_precision_weights_are_not_asked_for_in_float32() -> None:
@@ -169,8 +157,8 @@ def test_half_precision_weights_are_not_asked_for_in_float32() -> None:
 
 def test_what_is_not_said_is_left_to_the_session() -> None:
     made = train_command.session_options(config(), on_gpu=True)
-    assert "tensor_parallel_size" not in made["train"] and "bf16" not in made["train"]
-    assert made["inference"] == {"tensor_parallel_size": 1, "data_parallel_size": 1} and made["model"] == "tiny"
+    assert made["train"].shards is None and made["train"].bf16 is None and made["model"] == "tiny"
+    assert made["inference"] == Inference(data_parallel_size=1)
 
 
 def test_the_trainer_is_given_what_concerns_it_and_nothing_of_the_session(tmp_path: Path) -> None:
@@ -193,8 +181,8 @@ def test_the_trainer_is_given_what_concerns_it_and_nothing_of_the_session(tmp_pa
         )
     )
     assert (found["method"], found["seed"], found["ema"], len(found["eval_prompts"])) == ("dapo", 3, True, 5)
-    assert found["eps_clip_high"] == 0.28 and found["loss_agg_mode"] == "token-mean"
-    assert not set(found) & {"bf16", "engine_tp_size", "engine_mem_util", "fsdp", "enable_ema", "eval_data"}
+    assert found["clip_high"] == 0.28 and found["aggregation"] == "token-mean"
+    assert not set(found) & {"bf16", "engine_tp_size", "gpu_memory_utilization", "fsdp", "enable_ema", "eval_data"}
     given = found["arguments"]
     assert given["remote_rm_url"] == ["http://reward.example"] and given["reward_fn"]([1.0, 2.0], *[None] * 4) == 3.0
     assert len(given["pretrain_prompts"]) == 1 and found["reward"] is None

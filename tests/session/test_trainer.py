@@ -15,12 +15,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("put_back")]
 
 OPTIONS = {
     "rollout_batch_size": 8,
-    "n_samples_per_prompt": 4,
+    "n": 4,
     "train_batch_size": 32,
     "micro_train_batch_size": 8,
     "micro_rollout_batch_size": 16,
-    "generate_max_len": 10,
-    "packing_samples": True,
+    "max_tokens": 10,
+    "packing": True,
     "seed": 3,
 }
 
@@ -47,7 +47,7 @@ def put_back(session):
 
 
 def test_an_iteration_trains_syncs_and_is_on_record(session):
-    trainer, step = grpo(session, actor_learning_rate=3e-6), session.step
+    trainer, step = grpo(session, lr=3e-6), session.step
     metrics = trainer.step()
     assert metrics.actor_lr == 3e-6
     assert session.step == step + 1 and metrics.step == step + 1 and metrics.train_steps == 1
@@ -100,8 +100,8 @@ def make_by_hand(path, stream, options):
         "micro_train_batch_size",
         "train_batch_size",
         "micro_rollout_batch_size",
-        "n_samples_per_prompt",
-        "packing_samples",
+        "n",
+        "packing",
         "seed",
     )
     own = get_strategy({"fsdp": True, "bf16": False, **{name: options[name] for name in names}})
@@ -119,9 +119,9 @@ def make_by_hand(path, stream, options):
         None,
         tokenizer=AutoTokenizer.from_pretrained(path),
         prompts=stream,
-        init_kl_coef=0.0,
+        kl_coef=0.0,
         rollout_batch_size=options["rollout_batch_size"],
-        max_new_tokens=options["generate_max_len"],
+        max_new_tokens=options["max_tokens"],
     )
 
 
@@ -201,7 +201,7 @@ def test_ppo_has_a_critic_and_a_reference_whose_kl_is_in_the_reward(session):
         prompts(),
         tasks.reward,
         critic_lr=1e-3,
-        **{**OPTIONS, "init_kl_coef": 0.05, "n_samples_per_prompt": 2, "train_batch_size": 16},
+        **{**OPTIONS, "kl_coef": 0.05, "n": 2, "train_batch_size": 16},
     )
     first, second = trainer.step(), trainer.step()
     assert first.ref_kl == pytest.approx(0.0, abs=1e-4) and second.ref_kl != first.ref_kl  # it is where it began
@@ -218,7 +218,7 @@ def test_dynamic_sampling_draws_again_until_every_group_teaches_something(sessio
         prompts(400),
         tasks.reward,
         eval_prompts=tasks.prompts(16, split="eval"),
-        **{**OPTIONS, "generate_max_len": 12},
+        **{**OPTIONS, "max_tokens": 12},
     )
     metrics = trainer.step()
     assert metrics.step_reward_min < metrics.step_reward_max
@@ -248,7 +248,7 @@ def test_mistakes_are_told_where_they_are_made(session):
         session.trainer("gpro", prompts(), tasks.reward)
     with pytest.raises(OptionError, match="no option 'rolout_batch_size'"):
         grpo(session, rolout_batch_size=4)
-    with pytest.raises(OptionError, match=r"rb\.Session\(…, train=\{'use_mp_opt': True\}\)"):
+    with pytest.raises(OptionError, match=r"rb.Train.use_mp_opt=True"):
         grpo(session, use_mp_opt=True)
     with pytest.raises(OptionError, match="cannot be shared out evenly over 2 ranks"):
         grpo(session, rollout_batch_size=7).step()
@@ -260,7 +260,7 @@ def test_mistakes_are_told_where_they_are_made(session):
         {"lr_warmup_ratio": 0.5},
         {"lr": 1e-5, "actor_learning_rate": 1e-6},
     ):
-        with pytest.raises(OptionError, match=r"cannot be honoured|no effect|say the same"):
+        with pytest.raises(OptionError, match=r"cannot be honoured|no effect|say the same|given twice"):
             grpo(session, **said)
     assert grpo(session).step().train_steps == 1, "the session is as usable as before"
 

@@ -17,12 +17,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("put_back")]
 __all__ = ["put_back"]
 
 OF_ITS_TIME = {"seconds", "version", "engine_version", "engine_gap", "step"}
-SMALL = {**OPTIONS, "n_samples_per_prompt": 2, "train_batch_size": 16}
+SMALL = {**OPTIONS, "n": 2, "train_batch_size": 16}
 
 
 def ppo(session, **given):
     """Everything that moves beside the policy: critic, average, both schedules, a KL weight that adapts."""
-    options = {"init_kl_coef": 0.05, "kl_target": 0.02, "kl_horizon": 40, "schedule_steps": 12, "lr": 1e-3, **given}
+    options = {"kl_coef": 0.05, "kl_target": 0.02, "kl_horizon": 40, "schedule_steps": 12, "lr": 1e-3, **given}
     return session.trainer("ppo", prompts(), tasks.reward, critic_lr=1e-2, ema=True, **{**SMALL, **options})
 
 

@@ -22,7 +22,7 @@ def held(cluster, tiny_path):
     made = rb.Session(
         "tiny",
         name="held",
-        train={"lr": RATE, "tensor_parallel_size": 2, **HELD},
+        train={"lr": RATE, "shards": 2, **HELD},
         inference={"kv_cache_bytes": 64 << 20},
         seed=3,
     )
@@ -108,7 +108,7 @@ def test_a_trainer_finds_its_actor_so_and_holds_its_critic_so_and_its_average_in
             "optimizer": type(trainer.critic_optim).__name__,
         }
 
-    given = {**OPTIONS, "init_kl_coef": 0.0}
+    given = {**OPTIONS, "kl_coef": 0.0}
     made = held.trainer("ppo", prompts(), tasks.reward, ema=True, critic_lr=1e-3, **given)
     found = held.train.run(kinds)[0]
     assert found == {
@@ -141,13 +141,13 @@ def test_models_and_rewards_are_found_from_the_kernels_folder_and_what_is_missin
     (tmp_path / "judge.py").write_text("def reward_func(queries):\n    return [float(len(q)) for q in queries]\n")
     monkeypatch.chdir(tmp_path)
     before = grpo(held)
-    for missing in ({"critic": "./critics/second"}, {"reference": "./none", "init_kl_coef": 0.1}):
+    for missing in ({"critic": "./critics/second"}, {"reference": "./none", "kl_coef": 0.1}):
         with pytest.raises(OptionError, match=rf"there is no folder {tmp_path}/(critics/second|none)"):
             held.trainer("ppo", prompts(), tasks.reward, **{**OPTIONS, **missing})
     with pytest.raises(OptionError, match=rf"there is no file {tmp_path}/judges.py"):
         held.trainer("grpo", prompts(), "judges.py", **OPTIONS)
     assert held.last_trainer is before and before.step().train_steps == 1
-    found = held.trainer("ppo", prompts(), "judge.py", critic="critics/first", **{**OPTIONS, "init_kl_coef": 0.0})
+    found = held.trainer("ppo", prompts(), "judge.py", critic="critics/first", **{**OPTIONS, "kl_coef": 0.0})
     assert found.make_experience()["reward"] > 1 and found.options["ckpt_path"].startswith(str(tmp_path))
     found.save("kept")
     assert (tmp_path / "kept").is_dir() and found.load("kept")["iterations"] == 0

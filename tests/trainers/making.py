@@ -18,7 +18,7 @@ from rlbench.trainers.ppo_config import PPOConfig
 from tests.modules import VOCAB
 
 LONGEST = 12
-GRPO = {"advantage_estimator": "group_norm", "n_samples_per_prompt": 4, "micro_rollout_batch_size": 3}
+GRPO = {"advantage_estimator": "group_norm", "n": 4, "micro_rollout_batch_size": 3}
 
 
 class TableEngine:
@@ -82,7 +82,7 @@ def maker_of(
     """A maker of GRPO without a reference around a strategy that draws from a `TableEngine`, unless told otherwise."""
     if "gather_and_generate" not in vars(strategy):
         strategy.gather_and_generate = TableEngine()
-    ours = PPOConfig(**{"init_kl_coef": 0.0, "generate_max_len": LONGEST, "prompt_max_len": 16, **(config or {})})
+    ours = PPOConfig(**{"kl_coef": 0.0, "max_tokens": LONGEST, "prompt_max_len": 16, **(config or {})})
     return FastExperienceMaker(
         actor,
         given.pop("critic", None),

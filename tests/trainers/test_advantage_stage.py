@@ -216,7 +216,7 @@ def test_the_kl_stands_in_the_reward_or_in_the_loss_never_in_both() -> None:
         ({"advantage_estimator": "rloo"}, 1.0, True, "critic would have no effect"),
         ({"advantage_estimator": "reinforce_baseline"}, 0.9, False, "gamma=0.9 would have no effect"),
         ({"advantage_estimator": "cpgd"}, 0.9, False, "gamma=0.9 would have no effect"),
-        *(({"advantage_estimator": n, "n_samples_per_prompt": 1}, 1.0, False, "2 or more") for n in COMPARE),
+        *(({"advantage_estimator": n, "n": 1}, 1.0, False, "2 or more") for n in COMPARE),
     ],
 )
 def test_options_that_an_estimator_cannot_honour_are_refused(

@@ -153,7 +153,7 @@ def test_no_more_groups_are_trained_on_than_were_asked_for(fake: Any, actor: Any
 
 def test_samples_of_a_prompt_are_needed_to_compare(fake: Any, actor: Any) -> None:
     with pytest.raises(OptionError, match="2 or more"):
-        maker_of(fake, actor, options={**OPTIONS, "n_samples_per_prompt": 1, "advantage_estimator": "reinforce"})
+        maker_of(fake, actor, options={**OPTIONS, "n": 1, "advantage_estimator": "reinforce"})
 
 
 def test_a_generation_of_which_all_was_cut_has_no_components_and_is_drawn_again(fake: Any, actor: Any) -> None:

@@ -71,7 +71,7 @@ def test_each_prompt_has_its_samples_in_order_token_for_token(fake: Fake, actor:
 
 def test_a_truncated_response_keeps_its_last_token(fake: Fake, actor: Any) -> None:
     """Defect absent: the last token of a truncated response was overwritten with the end of sequence."""
-    made = joined(maker_of(fake, actor, config={"generate_max_len": 2}).make_experience_list(asked(4)))
+    made = joined(maker_of(fake, actor, config={"max_tokens": 2}).make_experience_list(asked(4)))
     cut = np.flatnonzero(made.batch.truncated)
     assert 0 < len(cut) < len(made)
     drawn = TableEngine()({"n": 4, "max_tokens": 2}, asked(4))
@@ -123,7 +123,7 @@ def test_an_engine_with_another_tokenizer_is_found_out(fake: Fake, actor: Any) -
 
 
 def test_options_of_sampling_reach_the_engine_under_its_names(fake: Fake, actor: Any) -> None:
-    maker = maker_of(fake, actor, config={"temperature": 0.7, "top_p": 0.9, "top_k": 5, "init_kl_coef": 0.0})
+    maker = maker_of(fake, actor, config={"temperature": 0.7, "top_p": 0.9, "top_k": 5, "kl_coef": 0.0})
     maker.make_experience_list(asked(1), max_new_tokens=3, min_new_tokens=1, stop=["x"])
     call = fake.gather_and_generate.calls[0]
     assert call["sampling"] == {
@@ -161,7 +161,7 @@ def test_responses_that_were_all_cut_by_an_interrupt_train_nothing(fake: Fake, a
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("fused", [{}, {"fused_linear_logprob": True, "chunk_size": 3}])
+@pytest.mark.parametrize("fused", [{}, {"head": "chunked", "chunk_size": 3}])
 def test_old_and_reference_logprobs_are_the_models_own_at_the_samplers_temperature(
     fake: Fake, actor: Any, qwen: str, packed: bool, fused: dict[str, Any]
 ) -> None:
@@ -172,7 +172,7 @@ def test_old_and_reference_logprobs_are_the_models_own_at_the_samplers_temperatu
         initial_model=reference,
         packing_samples=packed,
         options=fused,
-        config={"init_kl_coef": 0.1, "temperature": 0.8},
+        config={"kl_coef": 0.1, "temperature": 0.8},
     )
     made = joined(maker.make_experience_list(asked(3)))
     np.testing.assert_allclose(made.batch.old_logprobs, logprobs_by_hand(actor, made, 0.8), atol=1e-5)
@@ -190,7 +190,7 @@ def test_packed_and_padded_forwards_give_the_same_experience(fake: Fake, qwen: s
     made = []
     for packed in (True, False):
         rows.clear()
-        made.append(joined(maker_of(fake, model, options={"packing_samples": packed}).make_experience_list(asked(3))))
+        made.append(joined(maker_of(fake, model, options={"packing": packed}).make_experience_list(asked(3))))
         assert set(rows[2:]) == ({1} if packed else {3})  # sequences of one forward; the first two prove the packing
     np.testing.assert_allclose(made[0].batch.old_logprobs, made[1].batch.old_logprobs, atol=1e-5)
     np.testing.assert_array_equal(made[0].batch.advantages, made[1].batch.advantages)
@@ -212,7 +212,7 @@ def test_chunk_size_bounds_the_logits_held_at_once(fake: Fake, actor: Any, monke
     plain = maker_of(fake, actor)
     plain.make_experience_list(asked(2))
     assert seen == []
-    maker_of(fake, actor, options={"fused_linear_logprob": True, "chunk_size": 2}).make_experience_list(asked(2))
+    maker_of(fake, actor, options={"head": "chunked", "chunk_size": 2}).make_experience_list(asked(2))
     assert seen and max(seen[2:]) <= 2 * actor.config.vocab_size
 
 
@@ -281,7 +281,7 @@ def test_a_reference_and_a_critic_that_were_offloaded_are_brought_in_and_sent_ba
 ) -> None:
     reference = moved(qwen)
     fake.offload_model(reference)
-    maker = maker_of(fake, actor, initial_model=reference, config={"init_kl_coef": 0.1})
+    maker = maker_of(fake, actor, initial_model=reference, config={"kl_coef": 0.1})
     assert joined(maker.make_experience_list(asked(2))).kl is not None
     assert fake.offloaded(reference) and not fake.offloaded(actor)
 
@@ -390,7 +390,7 @@ def test_metrics_and_moments_are_of_the_responses_that_were_not_cut(fake: Fake, 
         "advantage_estimator": "reinforce",
     }
     reward = lambda r: {"reward": of_a_finished_one(r), "format": float(len(r))}  # noqa: E731
-    maker = maker_of(fake, actor, reward, options, {"init_kl_coef": 0.1}, initial_model=moved(qwen))
+    maker = maker_of(fake, actor, reward, options, {"kl_coef": 0.1}, initial_model=moved(qwen))
     made = joined(maker.make_experience_list(asked(3)))
     rows, m = made.trained, maker.metrics
     scores, lengths = made.batch.rewards[rows], made.batch.response_lengths[rows]
@@ -461,7 +461,7 @@ def test_scores_are_shaped_in_one_order_and_clips_counted_before_clamping(fake: 
 
 def test_the_running_norm_of_one_or_of_equal_rewards_leaves_them_finite(fake: Fake, actor: Any) -> None:
     """Defect absent: one reward gave infinity, equal ones were divided by 1e-12."""
-    options = {"reward_running_norm": True, "advantage_estimator": "reinforce", "n_samples_per_prompt": 1}
+    options = {"reward_running_norm": True, "advantage_estimator": "reinforce", "n": 1}
     for count in (1, 3):
         made = joined(maker_of(fake, actor, lambda r: 0.7, options).make_experience_list(asked(count)))
         np.testing.assert_allclose(made.info["reward"], 0.7)
@@ -502,7 +502,7 @@ def test_metrics_are_those_of_all_samples(fake: Fake, actor: Any, qwen: str) -> 
         initial_model=moved(qwen),
         reward=lambda r: {"reward": last_token(r), "format": float(len(r) > 3), "a/detail": 1.0},
         options={"advantages_norm": True, "advantage_clip": 0.8},
-        config={"init_kl_coef": 0.1},
+        config={"kl_coef": 0.1},
     )
     made = joined(maker.make_experience_list(asked(4)))
     m, batch = maker.metrics, made.batch
@@ -597,7 +597,7 @@ def test_a_stop_reaches_a_reward_that_is_running(fake: Fake, actor: Any) -> None
         scored.append(rollout.index)
         return 1.0
 
-    maker = maker_of(fake, actor, slow, {"n_samples_per_prompt": 200})
+    maker = maker_of(fake, actor, slow, {"n": 200})
     context.set_current(call)
     try:
         with pytest.raises(Stopped):
@@ -648,8 +648,8 @@ def test_what_an_engine_must_not_give_is_refused(fake: Fake, actor: Any, change:
         ({"reward_clip": -1.0}, {}, "reward_clip=-1"),
         ({"overlong_buffer": True, "overlong_buffer_len": 100}, {}, "overlong_buffer_len=100"),
         ({"micro_rollout_batch_size": 0}, {}, "micro_rollout_batch_size=0"),
-        ({"dynamic_sampling": True, "n_samples_per_prompt": 1, "advantage_estimator": "reinforce"}, {}, "2 or more"),
-        ({}, {"init_kl_coef": 0.1}, "needs a reference"),
+        ({"dynamic_sampling": True, "n": 1, "advantage_estimator": "reinforce"}, {}, "2 or more"),
+        ({}, {"kl_coef": 0.1}, "needs a reference"),
         ({"use_kl_loss": True}, {}, "needs a reference"),
         ({"advantage_estimator": "groupnorm"}, {}, "nearest: group_norm"),
     ],

@@ -21,7 +21,7 @@ FOR_ALL = {
     "advantages_norm": True,
     "advantage_clip": 1.0,
     "reward_clip": 8.0,
-    "packing_samples": True,
+    "packing": True,
 }
 SHARES = (1, 3)  # prompts of the two ranks: forwards of the first are filled
 
@@ -45,7 +45,7 @@ def made_on_ranks(engine: Ranks, path: str, options: dict[str, Any], calls: int 
 
         s = FSDPV2Strategy(bf16=False)
         actor, reference = (s.prepare_model(qwen_of(path)) for _ in range(2))
-        with_reference = {"initial_model": reference, "config": {"init_kl_coef": 0.1}}
+        with_reference = {"initial_model": reference, "config": {"kl_coef": 0.1}}
         maker = maker_of(s, actor, options=options, **with_reference)
         for call in range(calls):
             made = joined(maker.make_experience_list(mine(asked(4, seed=call), s.rank)))
@@ -59,9 +59,7 @@ def both(engine: Ranks, qwen: str) -> tuple[list[Any], Any]:
     """The same on two ranks and in one process."""
     found = made_on_ranks(engine, qwen, FOR_ALL)
     strategy = get_fake_strategy({"bf16": False})
-    maker = maker_of(
-        strategy, qwen_of(qwen), options=FOR_ALL, initial_model=qwen_of(qwen), config={"init_kl_coef": 0.1}
-    )
+    maker = maker_of(strategy, qwen_of(qwen), options=FOR_ALL, initial_model=qwen_of(qwen), config={"kl_coef": 0.1})
     for call in range(2):
         made = joined(maker.make_experience_list(asked(4, seed=call)))
     return found, (made, maker.metrics, maker.state())

@@ -15,7 +15,7 @@ MODE = "seq-mean-token-mean"
 
 
 def chosen(options: dict[str, Any] | None = None, mode: str = MODE, use_gspo: bool = False, **config: Any) -> Any:
-    return loss_of(StrategyConfig(**options or {}), PPOConfig(**config), loss_agg_mode=mode, use_gspo=use_gspo)
+    return loss_of(StrategyConfig(**options or {}), PPOConfig(aggregation=mode, use_gspo=use_gspo, **config))
 
 
 @pytest.mark.parametrize(
@@ -31,10 +31,10 @@ def chosen(options: dict[str, Any] | None = None, mode: str = MODE, use_gspo: bo
         ({"high_entropy_token_ratio": 1.0}, ppo(aggregation=MODE)),
         ({"options": {"use_kl_loss": True}}, ppo(kl_coef=0.001, kl_estimator="k3", aggregation=MODE)),
         (
-            {"options": {"use_kl_loss": True, "kl_estimator": "k2"}, "init_kl_coef": 0.05},
+            {"options": {"use_kl_loss": True, "kl_estimator": "k2"}, "kl_coef": 0.05},
             ppo(kl_coef=0.05, kl_estimator="k2", aggregation=MODE),
         ),
-        ({"init_kl_coef": 0.05}, ppo(aggregation=MODE)),  # in the reward, then
+        ({"kl_coef": 0.05}, ppo(aggregation=MODE)),  # in the reward, then
         ({"old_logprobs": "sampler"}, ppo(anchor="sampler", aggregation=MODE)),
         ({"mismatch": "token_tis"}, ppo(mismatch=token_tis(), aggregation=MODE)),
         ({"mismatch": "sequence_tis"}, ppo(mismatch=sequence_tis(), aggregation=MODE)),
@@ -59,7 +59,7 @@ def test_the_options_mean_this_loss(given: dict[str, Any], expected: Any) -> Non
         ({"use_gspo": True, "mode": "seq-mean-token-sum"}, "use 'seq-mean-token-mean'"),
         ({"use_gspo": True, "use_cpg_loss": True}, "two losses"),
         ({"use_gspo": True, "high_entropy_token_ratio": 0.2}, "one number for all tokens"),
-        ({"options": {"use_kl_loss": True}, "init_kl_coef": 0.0}, "no effect with init_kl_coef=0"),
+        ({"options": {"use_kl_loss": True}, "kl_coef": 0.0}, "no effect with kl_coef=0"),
         ({"options": {"use_kl_loss": True, "kl_estimator": "k1"}}, "only add noise"),
         ({"options": {"use_kl_loss": True, "kl_estimator": "k4"}}, "k4"),
         ({"old_logprobs": "sampler", "mismatch": "icepop"}, "nothing left to correct"),

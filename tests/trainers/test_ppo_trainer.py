@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 OPTIONS: dict[str, Any] = {
     "advantage_estimator": "group_norm",
-    "n_samples_per_prompt": 4,
+    "n": 4,
     "micro_rollout_batch_size": 8,
     "train_batch_size": 16,
     "micro_train_batch_size": 4,
@@ -54,9 +54,9 @@ def trainer_of(qwen: str, **given: Any) -> SPMDPPOTrainer:
     actor = given.pop("actor", None) or qwen_of(qwen)
     chosen = {
         "rollout_batch_size": 4,
-        "generate_max_len": LONGEST,
+        "max_tokens": LONGEST,
         "prompt_max_len": 16,
-        "init_kl_coef": 0.0,
+        "kl_coef": 0.0,
         "prompts": PromptSet.of(asked(40)).stream(seed=3),
         **given,
     }
@@ -154,8 +154,8 @@ def test_neither_micro_batches_nor_packing_nor_the_fused_head_change_the_step(qw
     plain = weights()
     for options in (
         {"micro_train_batch_size": 16},
-        {"packing_samples": True},
-        {"fused_linear_logprob": True, "chunk_size": 3},
+        {"packing": True},
+        {"head": "chunked", "chunk_size": 3},
         {"micro_rollout_batch_size": 3},
     ):
         # Adam's first step is lr times a sign, so rounding of a gradient near 0 shows; a wrong one moves by 1e-3
@@ -293,7 +293,7 @@ def test_the_weight_of_the_kl_adapts_and_the_loss_follows_it(qwen: str) -> None:
         trainer = trainer_of(
             qwen,
             reference=copy.deepcopy(reference),
-            init_kl_coef=0.1,
+            kl_coef=0.1,
             kl_target=1e-6,
             kl_horizon=20,
             options={"use_kl_loss": use_kl_loss, "kl_estimator": "k3"},
@@ -339,7 +339,7 @@ def test_responses_that_were_cut_move_neither_the_step_nor_the_kl_nor_the_length
     qwen: str, tmp_path: Any
 ) -> None:
     """8 of 16: one step is that of the other 8 alone."""
-    adapting: dict[str, Any] = {"init_kl_coef": 0.1, "kl_target": 1e-6, "kl_horizon": 20}
+    adapting: dict[str, Any] = {"kl_coef": 0.1, "kl_target": 1e-6, "kl_horizon": 20}
     trainer = trainer_of(qwen, reference=qwen_of(qwen), log_dir=str(tmp_path), plot_every=0, **adapting)
     trainer.strategy.gather_and_generate = Interrupted()  # type: ignore[method-assign]
     other = trainer_of(qwen, reference=qwen_of(qwen), options={"train_batch_size": 8}, **adapting)
@@ -380,7 +380,7 @@ class Digits:
         ({"rolout_batch_size": 3}, "no option 'rolout_batch_size'; nearest: rollout_batch_size"),
         ({"processor": object()}, "vision-language"),
         ({"VLM": True}, "vision-language"),
-        ({"init_kl_coef": 0.1}, "needs a reference"),
+        ({"kl_coef": 0.1}, "needs a reference"),
         ({"reference": torch.nn.Linear(1, 1)}, "initial_model would have no effect"),
         ({"options": {"use_kl_loss": True}}, "use_kl_loss would have no effect"),
         ({"options": {"advantage_estimator": "gae"}}, "needs a critic"),
@@ -406,7 +406,7 @@ def test_options_of_the_strategy_count_unless_the_trainer_has_its_own(qwen: str)
     config = get_fake_strategy(OPTIONS).config
     options = read_options(config, {"micro_train_batch_size": 8, "max_new_tokens": 5, "stop": ["x"], "top_k": 3})
     assert options.strategy.micro_train_batch_size == 8 and config.micro_train_batch_size == 4
-    assert options.ppo.generate_max_len == 5
+    assert options.ppo.max_tokens == 5
     assert options.generate_kwargs == {"temperature": 1.0, "top_p": 1.0, "max_tokens": 5, "top_k": 3, "stop": ["x"]}
 
 

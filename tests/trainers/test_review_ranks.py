@@ -15,7 +15,7 @@ from tests.trainers.making import LONGEST, TableEngine, asked, last_token, qwen_
 
 OPTIONS = {
     "advantage_estimator": "group_norm",
-    "n_samples_per_prompt": 4,
+    "n": 4,
     "micro_rollout_batch_size": 8,
     "train_batch_size": 16,
     "micro_train_batch_size": 4,
@@ -47,9 +47,9 @@ def trainer_on(path: str, **given: Any) -> Any:
         s.create_optimizer(actor, lr=1e-3),
         prompts=asked(40),
         rollout_batch_size=4,
-        generate_max_len=LONGEST,
+        max_tokens=LONGEST,
         prompt_max_len=16,
-        init_kl_coef=0.0,
+        kl_coef=0.0,
         **given,
     )
 

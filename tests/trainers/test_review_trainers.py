@@ -227,7 +227,7 @@ def test_a_resumed_run_goes_on_with_the_next_texts_and_the_kl_as_it_had_adapted(
         return trainer_of(
             qwen,
             reference=copy.deepcopy(trainer_of(qwen).actor),
-            init_kl_coef=0.1,
+            kl_coef=0.1,
             kl_target=1e-6,
             kl_horizon=20,
             options={"use_kl_loss": True, "kl_estimator": "k3"},

@@ -40,9 +40,9 @@ def whole_trainer(qwen: str, **options: Any) -> SPMDPPOTrainer:
         *(cosine_schedule(one, 20, 0.2) for one in own),
         prompts=PromptSet.of(asked(40)).stream(seed=3),
         rollout_batch_size=4,
-        generate_max_len=LONGEST,
+        max_tokens=LONGEST,
         prompt_max_len=16,
-        init_kl_coef=0.1,
+        kl_coef=0.1,
         kl_target=0.01,
         kl_horizon=20,
     )
@@ -192,4 +192,4 @@ def test_a_class_that_says_what_it_keeps_and_cannot_take_it_back_is_refused_when
 
     strategy = get_fake_strategy(OPTIONS)
     with pytest.raises(OptionError, match="OneWay defines get_extra_state and no set_extra_state"):
-        OneWay(strategy, torch.nn.Linear(2, 2), tokenizer=None, init_kl_coef=0.0)
+        OneWay(strategy, torch.nn.Linear(2, 2), tokenizer=None, kl_coef=0.0)
