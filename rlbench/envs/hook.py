@@ -75,15 +75,14 @@ def from_hook(hook: Hook, timeout_s: float = 30.0) -> HookEnv:
     return HookEnv(hook, timeout_s)
 
 
+@dataclass(eq=False, repr=False)
 class HookEnv(Env):
     """See `from_hook`."""
 
+    hook: Hook
+    timeout_s: float
+    history: IndexedGenerationHistory = field(default_factory=lambda: IndexedGenerationHistory(0))
     role = None
-
-    def __init__(self, hook: Hook, timeout_s: float) -> None:
-        self.hook = hook
-        self.timeout_s = timeout_s
-        self.history = IndexedGenerationHistory(0)
 
     def __repr__(self) -> str:
         return f"from_hook({getattr(self.hook, '__name__', self.hook)})"

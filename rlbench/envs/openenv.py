@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rlbench.data.optional import needed
@@ -50,20 +51,16 @@ def from_openenv(
     return OpenEnvAdapter(source, action, observe or observed, reset, role)
 
 
+@dataclass(eq=False, repr=False)
 class OpenEnvAdapter(Env):
     """See `from_openenv`."""
 
-    def __init__(
-        self,
-        source: str | Callable[[], Any],
-        action: Callable[[Turn], Any],
-        observe: Callable[[Any], Observation],
-        reset: Callable[[Prompt], Mapping[str, Any]] | None,
-        role: str | None,
-    ) -> None:
-        self.source, self.action, self.observe, self.arguments = source, action, observe, reset
-        self.role = role
-        self.inner: Any = None
+    source: str | Callable[[], Any]
+    action: Callable[[Turn], Any]
+    observe: Callable[[Any], Observation]
+    arguments: Callable[[Prompt], Mapping[str, Any]] | None
+    role: str | None
+    inner: Any = None
 
     def __repr__(self) -> str:
         name = self.source if isinstance(self.source, str) else getattr(self.source, "__name__", repr(self.source))
@@ -72,7 +69,10 @@ class OpenEnvAdapter(Env):
     def reset(self, prompt: Prompt) -> Any:
         """Make the environment, or open a session; gives what it observes."""
         arguments = dict(self.arguments(prompt)) if self.arguments else {}
-        self.inner = self._made()
+        if isinstance(self.source, str):
+            self.inner = needed("openenv", "rb.envs.from_openenv(address)").GenericEnvClient(base_url=self.source)
+        else:
+            self.inner = self.source()
         return self._called(lambda: self.inner.reset(**arguments), lambda result: self.observe(_observation(result)))
 
     def step(self, turn: Turn) -> Any:
@@ -83,11 +83,6 @@ class OpenEnvAdapter(Env):
     def close(self) -> Any:
         """Close the environment or the session."""
         return None if self.inner is None else self._called(lambda: self.inner.close(), lambda result: None)
-
-    def _made(self) -> Any:
-        if isinstance(self.source, str):
-            return needed("openenv", "rb.envs.from_openenv(address)").GenericEnvClient(base_url=self.source)
-        return self.source()
 
     def _called(self, call: Callable[[], Any], then: Callable[[Any], Any]) -> Any:
         """A session is asked from the event loop; an environment in this process computes on the thread it is on."""
@@ -111,7 +106,10 @@ def observed(observation: Any) -> Observation:
 
     None where nothing is left.
     """
-    fields = observation if isinstance(observation, Mapping) else _fields(observation)
+    if isinstance(observation, Mapping):
+        fields = observation
+    else:
+        fields = observation.model_dump() if hasattr(observation, "model_dump") else vars(observation)
     shown = {name: value for name, value in fields.items() if name not in OWN}
     if len(shown) == 1 and isinstance(text := next(iter(shown.values())), str):
         return text or None
@@ -121,8 +119,3 @@ def observed(observation: Any) -> Observation:
 def _observation(result: Any) -> Any:
     """A client gives a result with an observation in it, an environment the observation itself."""
     return result.observation if hasattr(result, "observation") and hasattr(result, "done") else result
-
-
-def _fields(observation: Any) -> dict[str, Any]:
-    dumped = getattr(observation, "model_dump", None)
-    return dict(dumped()) if dumped is not None else dict(vars(observation))

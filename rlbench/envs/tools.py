@@ -88,20 +88,14 @@ def find_calls(text: str) -> list[ToolCall]:
     return [call for _, call in sorted(found, key=lambda pair: pair[0])]
 
 
+@dataclass(eq=False, repr=False)
 class ToolEnv(Env):
-    """See `tools`. What a step's info holds: `tool_calls`, each with `name`, `arguments` and `result`."""
+    """See `tools`. A step's info holds `tool_calls`, each with `name`, `arguments` and `result`."""
 
-    def __init__(
-        self,
-        functions: dict[str, Callable[..., Any]],
-        parser: Parser,
-        reward: Callable[[Turn], float | None] | None,
-        role: str | None,
-    ) -> None:
-        self.functions = functions
-        self.parser = parser
-        self.reward = reward
-        self.role = role
+    functions: dict[str, Callable[..., Any]]
+    parser: Parser
+    reward: Callable[[Turn], float | None] | None
+    role: str | None
 
     def __repr__(self) -> str:
         return f"tools({', '.join(self.functions)})"
@@ -123,15 +117,12 @@ class ToolEnv(Env):
             for call, said in zip(calls, results, strict=False)
         ]
         return Step(
-            self._observed(results),
+            "\n".join(results)
+            if self.role is None or len(results) == 1
+            else [{"role": self.role, "content": said} for said in results],
             self._rewarded(turn) if turn.last else None,
             info={"tool_calls": made, **({"errors": errors} if errors else {})},
         )
-
-    def _observed(self, results: list[str]) -> Any:
-        if self.role is None or len(results) == 1:
-            return "\n".join(results)
-        return [{"role": self.role, "content": said} for said in results]
 
     def _rewarded(self, turn: Turn) -> float | None:
         return None if self.reward is None else self.reward(turn)

@@ -57,15 +57,10 @@ def private_streams() -> tuple[IO[bytes], IO[bytes]]:
 
 def limit_memory(gib: float) -> None:
     """Let allocations beyond `gib` GiB more than there are now fail."""
-    limit = _allocated() + int(gib * 2**30)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-
-def _allocated() -> int:
-    """Bytes that count against RLIMIT_DATA."""
     with open("/proc/self/status", encoding="ascii", errors="replace") as status:
-        line = next(line for line in status if line.startswith("VmData:"))
-    return int(line.split()[1]) * 1024
+        allocated = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:"))
+    limit = allocated + int(gib * 2**30)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def _frame(source: IO[bytes]) -> bytes | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import signal
@@ -153,7 +154,8 @@ def answers(
                     start()
                 if check is not None:
                     check()
-                for key, _ in selector.select(_until(running, timeout_s, None if check is None else LOOK_S)):
+                pause = min(math.inf if check is None else LOOK_S, *(_left(lane, timeout_s) for lane in running))
+                for key, _ in selector.select(None if pause == math.inf else max(0.0, pause)):
                     lane: Lane = key.fileobj  # type: ignore[assignment]
                     arrived = lane.receive()
                     if arrived is None:
@@ -176,7 +178,7 @@ def answers(
                         if unit is not None:
                             left -= 1
                             yield unit, answer, seconds
-                for lane in [lane for lane in running if _overdue(lane, timeout_s)]:
+                for lane in [lane for lane in running if _left(lane, timeout_s) <= 0]:
                     unit, seconds = lane.unit, time.perf_counter() - lane.since
                     said = end(lane)
                     if unit is None:
@@ -212,23 +214,10 @@ def _check_ready(answer: dict[str, Any]) -> None:
         raise shown
 
 
-def _overdue(lane: Lane, timeout_s: float | None) -> bool:
-    allowed = _allowed(lane, timeout_s)
-    return allowed is not None and time.perf_counter() - lane.since >= allowed
-
-
-def _until(running: Iterable[Lane], timeout_s: float | None, most: float | None) -> float | None:
-    """Seconds to the next deadline; `most` at most."""
-    limits = [(lane, _allowed(lane, timeout_s)) for lane in running]
-    left = [allowed - (time.perf_counter() - lane.since) for lane, allowed in limits if allowed is not None]
-    left += [] if most is None else [most]
-    return max(0.0, min(left)) if left else None
-
-
-def _allowed(lane: Lane, timeout_s: float | None) -> float | None:
-    if not lane.ready:
-        return START_S
-    return None if lane.unit is None else timeout_s
+def _left(lane: Lane, timeout_s: float | None) -> float:
+    """Return the seconds until the process is overdue."""
+    allowed = START_S if not lane.ready else None if lane.unit is None else timeout_s
+    return math.inf if allowed is None else allowed - (time.perf_counter() - lane.since)
 
 
 def _ended(lane: Lane, end: Callable[[Lane], str]) -> str:

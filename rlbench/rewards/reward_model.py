@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,23 +18,37 @@ if TYPE_CHECKING:
     from rlbench.data.rollout import Rollout
 
 
-class Model(Scorer):
-    """See `model`. Loaded when first needed and kept; `close()` frees it. Pickles as its options, without weights."""
+@dataclass(eq=False, repr=False)
+class model(Scorer):
+    """Rewards from a sequence-classification model, run in this process.
 
-    def __init__(
-        self,
-        path: str | Path,
-        batch_size: int = 8,
-        device: str | None = None,
-        dtype: str = "float32",
-        output: int | None = None,
-        chat: bool | None = None,
-    ) -> None:
-        if batch_size < 1:
-            raise DataError(f"model: batch_size is 1 or more, got {batch_size}")
-        self.path = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else str(path)
-        self.batch_size, self.device, self.dtype, self.output, self.chat = batch_size, device, dtype, output, chat
-        self._loaded: tuple[Any, Any] | None = None
+    It is loaded when first needed and kept; `close()` frees it. It pickles as its options, without weights.
+    A completion too long for the model has an error; none is cut. Texts are tokenised by its own tokenizer.
+
+    Args:
+        path: folder or Hugging Face id of a model with a trained head of one output.
+        batch_size: completions per forward.
+        device: of torch; None takes a GPU where there is one. The session's engines may need its memory: `close()`.
+        dtype: of the weights, a name of torch.
+        output: which number is the reward, of a model that gives several.
+        chat: put prompt and completion through the model's chat template, as user and assistant; None does where the
+            prompt is messages. A text is else read as it is, followed by the completion.
+    """
+
+    path: str | Path
+    _: KW_ONLY
+    batch_size: int = 8
+    device: str | None = None
+    dtype: str = "float32"
+    output: int | None = None
+    chat: bool | None = None
+    _loaded: tuple[Any, Any] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise DataError(f"model: batch_size is 1 or more, got {self.batch_size}")
+        folder = Path(self.path).expanduser()
+        self.path = str(folder if folder.is_dir() else self.path)
 
     def score_all(self, rollouts: Sequence[Rollout], board: Board) -> None:
         """Score in batches, long ones first, so that little is padded; see `Scorer.score_all`."""
@@ -143,30 +158,5 @@ class Model(Scorer):
         return self.__dict__ | {"_loaded": None}
 
     def __repr__(self) -> str:
-        defaults = {"batch_size": 8, "device": None, "dtype": "float32", "output": None, "chat": None}
-        return shown("model", self.path, **{k: v for k in defaults if (v := getattr(self, k)) != defaults[k]})
-
-
-def model(
-    path: str | Path,
-    *,
-    batch_size: int = 8,
-    device: str | None = None,
-    dtype: str = "float32",
-    output: int | None = None,
-    chat: bool | None = None,
-) -> Model:
-    """Rewards from a sequence-classification model, run in this process.
-
-    Args:
-        path: folder or Hugging Face id of a model with a trained head of one output.
-        batch_size: completions per forward.
-        device: of torch; None takes a GPU where there is one. The session's engines may need its memory: `close()`.
-        dtype: of the weights, a name of torch.
-        output: which number is the reward, of a model that gives several.
-        chat: put prompt and completion through the model's chat template, as user and assistant; None does where the
-            prompt is messages. A text is else read as it is, followed by the completion.
-
-    A completion too long for the model has an error; none is cut. Texts are tokenised by the model's own tokenizer.
-    """
-    return Model(path, batch_size, device, dtype, output, chat)
+        changed = {f.name: v for f in fields(self)[1:-1] if (v := getattr(self, f.name)) != f.default}
+        return shown("model", self.path, **changed)

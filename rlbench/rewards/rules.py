@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlbench.errors import DataError
 from rlbench.rewards.fields import By, part, read, shown
@@ -33,33 +33,28 @@ class exact:
 
     def __call__(self, rollout: Rollout) -> float:
         found, wanted = part(rollout.text, self.inside), str(read(rollout, self.label))
-        return float(found is not None and _folded(found, self) == _folded(wanted, self))
+        return float(found is not None and self._folded(found) == self._folded(wanted))
+
+    def _folded(self, text: str) -> str:
+        return text.strip().casefold() if self.ignore_case else text.strip()
 
     def __repr__(self) -> str:
-        return shown("exact", **vars(self))
+        return shown(type(self).__name__, **vars(self))
 
 
 @dataclass(frozen=True, repr=False)
-class contains:
+class contains(exact):
     """1.0 where the label stands somewhere in the completion; arguments as in `exact`.
 
     A policy learns to write every candidate: mind what else it contains.
     """
 
-    label: By = None
-    _: KW_ONLY
-    inside: str | None = None
-    ignore_case: bool = False
-
     def __call__(self, rollout: Rollout) -> float:
-        wanted = _folded(str(read(rollout, self.label)), self)
+        wanted = self._folded(str(read(rollout, self.label)))
         if not wanted:
             raise DataError("the label is empty: every completion contains it")
         found = part(rollout.text, self.inside)
-        return float(found is not None and wanted in _folded(found, self))
-
-    def __repr__(self) -> str:
-        return shown("contains", **vars(self))
+        return float(found is not None and wanted in self._folded(found))
 
 
 @dataclass(frozen=True, repr=False)
@@ -84,7 +79,8 @@ class regex:
             raise DataError(f"regex: {self.pattern!r} is no pattern: {error}") from None
         known = {*range(compiled.groups + 1), *compiled.groupindex}
         if self.group is not None and self.group not in known:
-            raise DataError(f"regex: {self.pattern!r} has no group {self.group!r}; it has {_listed(known)}")
+            groups = ", ".join(map(repr, sorted(known, key=str)))
+            raise DataError(f"regex: {self.pattern!r} has no group {self.group!r}; it has {groups}")
         if self.group is None and self.label is not None:
             raise DataError("regex: label has an effect with group alone, whose text is compared with it")
 
@@ -133,11 +129,3 @@ def tags(*names: str, opened: bool = False, outside: bool = False) -> Tags:
     first tag already; `outside`: other text may stand before, between and after them.
     """
     return Tags(tuple(names), opened, outside)
-
-
-def _folded(text: str, rule: Any) -> str:
-    return text.strip().casefold() if rule.ignore_case else text.strip()
-
-
-def _listed(groups: set[Any]) -> str:
-    return ", ".join(map(repr, sorted(groups, key=str)))

@@ -207,8 +207,8 @@ class PolicyLoss(LossPart):
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
     """Return a dataclass field's default value (every field of a loss has one)."""
-    factory = field.default_factory
-    return field.default if factory is dataclasses.MISSING else factory()
+    factory = field.default_factory  # by cloudpickle, MISSING comes as another object
+    return factory() if callable(factory) else field.default
 
 
 def check_shapes(inputs: LossInputs) -> None:

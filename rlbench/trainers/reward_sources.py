@@ -20,7 +20,7 @@ from rlbench.data.rollout import Rollout
 from rlbench.data.rollouts import Rollouts
 from rlbench.dispatch import context
 from rlbench.errors import DataError, nearest
-from rlbench.rewards.reward_model import Model as ClassifierReward
+from rlbench.rewards.reward_model import model as ClassifierReward
 from rlbench.rewards.service import as_payload, remote
 from rlbench.strategies.config import OptionError
 from rlbench.strategies.control import ControlGroup
