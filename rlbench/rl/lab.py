@@ -348,14 +348,8 @@ def _maker(loss: Loss, field: str) -> Callable[[Any], Loss]:
         parameters = list(inspect.signature(loss).parameters.values())[1:]
         known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         if field in known:
-            return lambda value: _with_parameter(loss, field, value)
+            # keep what a loss may declare (`aggregation`, `needs_plan`, …)
+            return lambda value: functools.update_wrapper(functools.partial(loss, **{field: value}), loss)
     called = getattr(loss, "__name__", None) or repr(loss)
     have = ", ".join(known) or "none: give the function a parameter, as in def loss(inputs, beta=0.1)"
     raise LossError(f"`{called}` has no {field!r} to sweep over{nearest(field, known)}. It has: {have}.")
-
-
-def _with_parameter(loss: Loss, field: str, value: Any) -> Loss:
-    """The function with one parameter set; it keeps what a loss may declare (`aggregation`, `needs_plan`, …)."""
-    bound = functools.partial(loss, **{field: value})
-    functools.update_wrapper(bound, loss)
-    return bound

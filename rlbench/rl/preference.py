@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid
 
 from rlbench.errors import LossError
 from rlbench.rl.policy import Metrics, masked
-from rlbench.rl.reward_checks import Checked, check_mask, check_shape, output_dtype, within
+from rlbench.rl.reward_checks import Checked, check_mask, check_shape, output_dtype, wide_rows, within
 
 
 def sequence_logprobs(logprobs: Tensor, mask: Tensor, average: bool = False) -> Tensor:
@@ -101,7 +101,7 @@ class simpo(Checked):
 
     def __call__(self, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Metrics]:
         """Return the loss per pair (B,) and the metrics; both arguments are (B,) averaged log-probabilities."""
-        c, r = _wide_pairs(chosen=chosen, rejected=rejected)
+        c, r = wide_rows(chosen=chosen, rejected=rejected)
         return -logsigmoid(self.beta * (c - r) - self.gamma), _pair_metrics(self.beta * c, self.beta * r)
 
 
@@ -118,7 +118,7 @@ class orpo(Checked):
 
     def __call__(self, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Metrics]:
         """Return the loss per pair (B,) and the metrics; both arguments are (B,) averaged log-probabilities."""
-        c, r = _wide_pairs(chosen=chosen, rejected=rejected)
+        c, r = wide_rows(chosen=chosen, rejected=rejected)
         loss = -c - self.beta * logsigmoid(_log_odds(c) - _log_odds(r))
         return loss, _pair_metrics(self.beta * c, self.beta * r)
 
@@ -143,7 +143,7 @@ class kto(Checked):
         Log-probabilities are (B,), summed; `desirable` (B,) bool; `kl` is `kto_kl` of the whole step, averaged over
         ranks.
         """
-        policy, reference = _wide_pairs(logprobs=logprobs, ref_logprobs=ref_logprobs)
+        policy, reference = wide_rows(logprobs=logprobs, ref_logprobs=ref_logprobs)
         check_shape("desirable", desirable, tuple(policy.shape))
         if desirable.dtype != torch.bool:
             raise LossError(f"desirable has dtype {desirable.dtype}; wanted bool, True for the good responses.")
@@ -163,29 +163,16 @@ def kto_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     A response is scored here after another example's prompt. The scalar is not clamped: average it over ranks first,
     `kto` then takes max(0, ·) (as TRL does, and as OpenRLHF did while it had KTO).
     """
-    policy, reference = _wide_pairs(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    policy, reference = wide_rows(logprobs=logprobs, ref_logprobs=ref_logprobs)
     return (policy - reference).mean().detach()
 
 
 # -- what they share -----------------------------------------------------------------------------------------
 
 
-def _wide_pairs(**named: Tensor) -> list[Tensor]:
-    """Return (B,) arguments in one dtype, float32 or wider; refuse other shapes and an empty batch."""
-    first_name, first = next(iter(named.items()))
-    if first.dim() != 1 or first.numel() == 0:
-        raise LossError(
-            f"{first_name} has shape {tuple(first.shape)}; wanted (B,), one log-probability per sequence, B >= 1."
-        )
-    for name, value in named.items():
-        check_shape(name, value, tuple(first.shape))
-    wide = torch.float64 if any(value.dtype == torch.float64 for value in named.values()) else torch.float32
-    return [value.to(wide) for value in named.values()]
-
-
 def _log_ratios(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor) -> tuple[Tensor, Tensor]:
     """Return log p - log p_ref of both responses, (B,) each; the reference without gradient."""
-    c, r, ref_c, ref_r = _wide_pairs(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
+    c, r, ref_c, ref_r = wide_rows(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
     return c - ref_c.detach(), r - ref_r.detach()
 
 

@@ -126,7 +126,8 @@ class gae(Checked):
         """Return (B, T) advantages; the reward of a response stands on its last trained token, unless placed by
         `token_rewards`.
         """
-        advantages, _, kept = self._estimate(self.lam, rewards, group, values, mask, token_rewards, truncated)
+        placed, kept = _token_rewards(self, rewards, group, mask, token_rewards)
+        advantages, _ = self._estimate(self.lam, placed, kept, values, truncated)
         return (whiten(advantages, kept) if self.whiten else advantages).to(output_dtype(rewards))
 
     def returns(
@@ -141,34 +142,26 @@ class gae(Checked):
     ) -> Tensor:
         """Return the (B, T) targets of the value loss, called like the estimator."""
         lam = self.lam if self.value_lam is None else self.value_lam
-        _, targets, _ = self._estimate(lam, rewards, group, values, mask, token_rewards, truncated)
-        return targets.to(output_dtype(rewards))
+        placed, kept = _token_rewards(self, rewards, group, mask, token_rewards)
+        return self._estimate(lam, placed, kept, values, truncated)[1].to(output_dtype(rewards))
 
     def _estimate(
         self,
         lam: float | length_adaptive,
         rewards: Tensor,
-        group: Tensor,
+        mask: Tensor,
         values: Tensor | None,
-        mask: Tensor | None,
-        token_rewards: Tensor | None,
         truncated: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return advantages and targets in float64, not whitened, and the mask."""
-        placed, kept = _token_rewards(self, rewards, group, mask, token_rewards)
-        v = needed_tokens(self, "values", values, kept)
-        lambdas = lam(kept.sum(1)) if isinstance(lam, length_adaptive) else lam
-        after = self._after(v, kept, truncated)
-        return (*gae_advantages(placed, v, kept, self.gamma, lambdas, after), kept)
-
-    def _after(self, values: Tensor, mask: Tensor, truncated: Tensor | None) -> Tensor | None:
-        """Return the value of the state after each response, (B,), or None for 0."""
-        if not self.bootstrap_truncated:
-            return None
-        cut = needed(self, "truncated", truncated)
-        check_shape("truncated", cut, (len(mask),))
-        last = torch.where(last_trained(mask), values, 0.0).sum(1)
-        return torch.where(cut.bool(), last, 0.0)
+    ) -> tuple[Tensor, Tensor]:
+        """Return advantages and targets of (B, T) rewards in float64, not whitened."""
+        v = needed_tokens(self, "values", values, mask)
+        after = None
+        if self.bootstrap_truncated:
+            cut = needed(self, "truncated", truncated)
+            check_shape("truncated", cut, (len(mask),))
+            after = torch.where(cut.bool(), torch.where(last_trained(mask), v, 0.0).sum(1), 0.0)
+        lambdas = lam(mask.sum(1)) if isinstance(lam, length_adaptive) else lam
+        return gae_advantages(rewards, v, mask, self.gamma, lambdas, after)
 
 
 @dataclass(frozen=True)

@@ -139,6 +139,17 @@ def needed_tokens(owner: object, name: str, value: Tensor | None, mask: Tensor) 
     return clean_tokens(name, needed(owner, name, value), mask)
 
 
+def wide_rows(**named: Tensor) -> list[Tensor]:
+    """Return (B,) arguments in one dtype, float32 or wider; refuse other shapes and an empty batch."""
+    name, first = next(iter(named.items()))
+    if first.dim() != 1 or first.numel() == 0:
+        raise LossError(f"{name} has shape {tuple(first.shape)}; wanted (B,), one number per sequence, B >= 1.")
+    for name, value in named.items():
+        check_shape(name, value, tuple(first.shape))
+    wide = torch.float64 if any(value.dtype == torch.float64 for value in named.values()) else torch.float32
+    return [value.to(wide) for value in named.values()]
+
+
 def output_dtype(rewards: Tensor) -> torch.dtype:
     """Return the dtype of a result: that of the rewards, but never narrower than float32."""
     return torch.float64 if rewards.dtype == torch.float64 else torch.float32

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, log_softmax, logsigmoid
 
 from rlbench.errors import LossError
 from rlbench.rl.policy import Metrics
-from rlbench.rl.reward_checks import check_shape, output_dtype
+from rlbench.rl.reward_checks import check_shape, output_dtype, wide_rows
 
 LOG_SCALE_START = math.log(1 / 0.07)
 """Where a learned log-scale of scores begins: CLIP's (arXiv 2103.00020), kept by HPS v2."""
@@ -30,7 +30,7 @@ def bradley_terry_loss(
     Bradley and Terry, 1952; for language models arXiv 2009.01325 and 2203.02155, the margin, a number or (B,), arXiv
     2307.09288.
     """
-    c, r = _scores(chosen, rejected)
+    c, r = wide_rows(chosen=chosen, rejected=rejected)
     wanted = torch.as_tensor(0.0 if margin is None else margin, dtype=c.dtype, device=c.device)
     if wanted.dim() != 0:
         check_shape("margin", wanted, tuple(c.shape))
@@ -42,7 +42,7 @@ def log_exp_loss(chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Metrics]:
 
     The number of `bradley_terry_loss` without a margin: the formula as it stands overflows in float32 beyond 88.
     """
-    c, r = _scores(chosen, rejected)
+    c, r = wide_rows(chosen=chosen, rejected=rejected)
     return -logsigmoid(c - r), _metrics(c, r)
 
 
@@ -55,7 +55,7 @@ def hps_loss(
     = 0 it equals `bradley_terry_loss` without a margin. `preference` (B,) is q, the share of raters who preferred the
     chosen one (0.5 for a tie), None: all; `log_scale` a number, or a learned scalar that begins at `LOG_SCALE_START`.
     """
-    c, r = _scores(chosen, rejected)
+    c, r = wide_rows(chosen=chosen, rejected=rejected)
     scale = torch.as_tensor(log_scale, dtype=c.dtype, device=c.device)
     if scale.dim() != 0:
         raise LossError(f"log_scale has shape {tuple(scale.shape)}; wanted a scalar.")
@@ -74,7 +74,7 @@ def tie_penalty(first: Tensor, second: Tensor) -> Tensor:
 
     LightRFT's scalar reward model adds 0.01 times its mean. The gradient at equality is 0.
     """
-    a, b = _scores(first, second, ("first", "second"))
+    a, b = wide_rows(first=first, second=second)
     return (a - b).abs()
 
 
@@ -83,7 +83,7 @@ def centering_penalty(chosen: Tensor, rejected: Tensor) -> Tensor:
 
     A preference fixes differences of scores alone; TRL recommends to add 0.01 times its mean.
     """
-    c, r = _scores(chosen, rejected)
+    c, r = wide_rows(chosen=chosen, rejected=rejected)
     return (c + r) ** 2
 
 
@@ -161,15 +161,6 @@ def _target(labels: Tensor, reward_tokens: Sequence[int] | None, vocabulary: int
             f"labels hold {sorted(set(labels[~known].tolist()))[:5]} at placeholder tokens; wanted {wanted}."
         )
     return classes.long()
-
-
-def _scores(first: Tensor, second: Tensor, names: tuple[str, str] = ("chosen", "rejected")) -> tuple[Tensor, Tensor]:
-    """Return (B,) scores in one dtype, float32 or wider; refuse other shapes and an empty batch."""
-    if first.dim() != 1 or first.numel() == 0:
-        raise LossError(f"{names[0]} has shape {tuple(first.shape)}; wanted (B,), one score per response, B >= 1.")
-    check_shape(names[1], second, tuple(first.shape))
-    wide = torch.float64 if torch.float64 in (first.dtype, second.dtype) else torch.float32
-    return first.to(wide), second.to(wide)
 
 
 def _metrics(chosen: Tensor, rejected: Tensor) -> Metrics:
