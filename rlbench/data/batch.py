@@ -46,14 +46,10 @@ class TrainBatch(Suggesting):
     def __post_init__(self) -> None:
         if len(self.prompts) != len(self.responses):
             raise DataError(f"{len(self.prompts)} prompts but {len(self.responses)} responses")
-        for name in PER_TOKEN:
-            value = getattr(self, name)
-            if value is not None and value.shape != self.responses.values.shape:
-                raise DataError(f"{name} has shape {value.shape} for {self.tokens} response tokens")
-        for name in PER_ROW:
-            value = getattr(self, name)
-            if value is not None and value.shape != (len(self),):
-                raise DataError(f"{name} has shape {value.shape} for {len(self)} sequences")
+        for names, count, what in ((PER_TOKEN, self.tokens, "response tokens"), (PER_ROW, len(self), "sequences")):
+            for name in names:
+                if (value := getattr(self, name)) is not None and value.shape != (count,):
+                    raise DataError(f"{name} has shape {value.shape} for {count} {what}")
 
     def __len__(self) -> int:
         return len(self.responses)
@@ -84,30 +80,19 @@ class TrainBatch(Suggesting):
     def key(self) -> str:
         """Identity of the sampled tokens: what old log-probs belong to, whatever the advantages or the mask."""
         digest = hashlib.sha256()
-        for part in (
-            self.prompts.offsets,
-            self.prompts.values,
-            self.responses.offsets,
-            self.responses.values,
-        ):
+        prompts, responses = self.prompts, self.responses
+        parts = (prompts.offsets, prompts.values, responses.offsets, responses.values, self.sampler_logprobs)
+        for part in parts:
             digest.update(np.ascontiguousarray(part).tobytes())
-        digest.update(np.ascontiguousarray(self.sampler_logprobs).tobytes())
         return digest.hexdigest()[:16]
 
     @keeps_makers
     def rows(self, indices: np.ndarray | list[int]) -> TrainBatch:
         """The given sequences, in the given order."""
         rows = np.asarray(indices, np.int64)
-        per_token: dict[str, Any] = {
-            name: None if value is None else self.responses.with_values(value).take(rows).values
-            for name, value in ((n, getattr(self, n)) for n in PER_TOKEN)
-        }
-        per_row: dict[str, Any] = {
-            name: None if value is None else value[rows] for name, value in ((n, getattr(self, n)) for n in PER_ROW)
-        }
-        return replace(
-            self, prompts=self.prompts.take(rows), responses=self.responses.take(rows), **per_token, **per_row
-        )
+        chosen: dict[str, Any] = {name: self.responses.pick(getattr(self, name), rows) for name in PER_TOKEN}
+        chosen |= {name: value[rows] for name in PER_ROW if (value := getattr(self, name)) is not None}
+        return replace(self, prompts=self.prompts.take(rows), responses=self.responses.take(rows), **chosen)
 
     def __getitem__(self, index: Any) -> TrainBatch:
         """A slice, a boolean mask or a list of rows gives a batch of those sequences."""

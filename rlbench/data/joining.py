@@ -51,7 +51,7 @@ def join(*values: Value | Iterable[Value], same_prompts: bool = False, drop_unkn
     if isinstance(first, Rollouts):
         joined = join_rollouts(parts, same_prompts, drop_unknown)
     elif isinstance(first, TrainBatch):
-        joined = _batches(parts, drop_unknown)
+        joined = join_batches(parts, drop_unknown)
     else:
         joined = _prompt_sets(parts)
     return cast(Value, joined)
@@ -68,7 +68,8 @@ def _parts(values: Sequence[Any]) -> list[Any]:
     return found
 
 
-def _batches(parts: list[TrainBatch], drop_unknown: bool) -> TrainBatch:
+def join_batches(parts: Sequence[TrainBatch], drop_unknown: bool = False, renumber: bool = True) -> TrainBatch:
+    """See `join`; without `renumber` the group numbers stay, so that a group cut in two is whole again."""
     temperatures = sorted({part.temperature for part in parts})
     if len(temperatures) > 1:
         raise DataError(
@@ -84,7 +85,7 @@ def _batches(parts: list[TrainBatch], drop_unknown: bool) -> TrainBatch:
             joined[name] = tuple(dict.fromkeys(option for part in parts for option in part.reshaped_by))
         elif isinstance(values[0], Ragged):
             joined[name] = joined_ragged(values)
-        elif name == "group":
+        elif name == "group" and renumber:
             joined[name] = _renumbered(values)
         elif name in (*PER_TOKEN, *PER_ROW):
             missing = sum(value is None for value in values)
@@ -98,7 +99,7 @@ def _batches(parts: list[TrainBatch], drop_unknown: bool) -> TrainBatch:
 
 
 def _renumbered(groups: Sequence[np.ndarray]) -> np.ndarray:
-    """Groups counted from zero, those of each part after those of the parts before."""
+    """Count the groups from zero, those of each part after those of the parts before."""
     found, used = [], 0
     for group in groups:
         known, index = np.unique(group, return_inverse=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,6 @@ from rlbench.data.jobs import GeneratedArrays
 from rlbench.data.prompts import Prompt
 from rlbench.data.ragged import Ragged, offsets_of
 from rlbench.data.turns import merged_turns
-
-HIGHEST = ("seconds", "peak_bytes")
-"""Statistics of which the highest counts; of the others the sum."""
 
 
 def merged(prompts: Sequence[Prompt], parts: Sequence[GeneratedArrays]) -> dict[str, Any]:
@@ -36,12 +33,12 @@ def merged(prompts: Sequence[Prompt], parts: Sequence[GeneratedArrays]) -> dict[
         "versions": np.concatenate([p.versions for p in parts])[order],
         "texts": tuple(texts[i] for i in order),
         "not_started": tuple(i for i in range(len(prompts)) if i not in started),
-        "stats": _joined_stats(parts),
+        "stats": joined_stats([part.stats for part in parts], ("seconds", "peak_bytes")),
         **merged_turns(parts, offsets, order),
     }
 
 
-def _joined_stats(parts: Sequence[GeneratedArrays]) -> dict[str, float]:
-    names = {name for part in parts for name in part.stats}
-    values = {name: [part.stats.get(name, 0.0) for part in parts] for name in names}
-    return {name: float(max(found) if name in HIGHEST else sum(found)) for name, found in values.items()}
+def joined_stats(stats: Sequence[Mapping[str, float]], highest: Sequence[str]) -> dict[str, float]:
+    """Return the statistics of all parts: the largest value of those in `highest`, the sum of the others."""
+    names = dict.fromkeys(name for one in stats for name in one)
+    return {name: float((max if name in highest else sum)(one.get(name, 0.0) for one in stats)) for name in names}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,28 +44,49 @@ def open_tokenizer(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def token_counts(prompts: Sequence[Prompt], rows: Sequence[int], tokenizer: Any = None) -> np.ndarray:
-    """Count the tokens of each prompt (P,) as an engine sees it; `rows` are indices in the source table, for messages.
+def encoded(
+    contents: Sequence[Any], tokenizer: Any, name: Callable[[int], str] = "prompt {}".format
+) -> list[list[int]]:
+    """Return the token ids of each prompt as an engine sees it; `name(i)` is what messages call it.
 
     Texts are taken with the special tokens that the tokenizer adds, chats through its template with the header of the
-    answer. Images and other parts without text count only as what the template writes for them.
+    answer. Images and other parts without text are only what the template writes for them.
     """
-    counts = np.zeros(len(prompts), np.int64)
+    found: list[list[int]] = [[] for _ in contents]
     texts: list[int] = []
-    for i, prompt in enumerate(prompts):
-        if not isinstance(prompt.content, str) and not is_chat(prompt.content):
-            counts[i] = len(prompt.content)
+    for i, content in enumerate(contents):
+        if not isinstance(content, str) and not is_chat(content):
+            found[i] = [int(token) for token in content]
         elif tokenizer is None:
-            raise DataError(f"row {rows[i]} is no token ids: give tokenizer= (the model's folder) to count its tokens")
-        elif isinstance(prompt.content, str):
+            raise DataError(f"{name(i)} is no token ids: give tokenizer= (the model's folder); there is no tokenizer")
+        elif not isinstance(content, str):
+            if getattr(tokenizer, "chat_template", None) is None:
+                raise DataError(
+                    f"{name(i)} is chat messages, but the tokenizer has no chat template: give text, or set one"
+                )
+            try:
+                ids = tokenizer.apply_chat_template(
+                    content, tokenize=True, add_generation_prompt=True, return_dict=False
+                )
+            except Exception as error:  # a template is a program of its own and raises what it likes
+                raise DataError(f"{name(i)}: the chat template refused: {type(error).__name__}: {error}") from error
+            found[i] = [int(token) for token in ids]
+        elif content:
             texts.append(i)
-        else:
-            counts[i] = _chat_tokens(prompt.content, rows[i], tokenizer)
-    for start in range(0, len(texts), AT_ONCE):
-        some = texts[start : start + AT_ONCE]
-        encoded = tokenizer([prompts[i].content for i in some], verbose=False)["input_ids"]
-        counts[some] = [len(ids) for ids in encoded]
-    return counts
+    if texts:
+        rows = tokenizer([contents[i] for i in texts], verbose=False)["input_ids"]
+        for i, row in zip(texts, rows, strict=True):
+            found[i] = [int(token) for token in row]
+    return found
+
+
+def token_counts(prompts: Sequence[Prompt], rows: Sequence[int], tokenizer: Any = None) -> np.ndarray:
+    """Count the tokens of each prompt (P,); `rows` are indices in the source table, for messages."""
+    counts: list[int] = []
+    for at in range(0, len(prompts), AT_ONCE):
+        contents = [prompt.content for prompt in prompts[at : at + AT_ONCE]]
+        counts += map(len, encoded(contents, tokenizer, lambda i, at=at: f"row {rows[at + i]}"))  # type: ignore[misc]
+    return np.array(counts, np.int64)
 
 
 def too_long(
@@ -83,13 +104,3 @@ def described(long: Sequence[LongPrompt], total: int, limit: int) -> str:
         f"{len(long)} of {total} prompts {'has' if len(long) == 1 else 'have'} more than {limit} tokens; the longest "
         f"has {longest.tokens} (row {longest.row}: {longest.text!r})"
     )
-
-
-def _chat_tokens(chat: list[dict[str, Any]], row: int, tokenizer: Any) -> int:
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise DataError(f"row {row} is chat messages, but the tokenizer has no chat template: give text, or set one")
-    try:
-        ids = tokenizer.apply_chat_template(chat, tokenize=True, add_generation_prompt=True, return_dict=False)
-    except Exception as error:  # a template is a program of its own and raises what it likes
-        raise DataError(f"row {row}: the chat template refused: {type(error).__name__}: {error}") from error
-    return len(ids)

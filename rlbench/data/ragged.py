@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -53,6 +54,10 @@ class Ragged:
     def take(self, rows: np.ndarray | Sequence[int]) -> Ragged:
         """The given rows, in the given order."""
         return Ragged(self.values[flat_index(self.offsets, rows)], offsets_of(self.lengths[np.asarray(rows, int)]))
+
+    def pick(self, flat: np.ndarray | None, rows: np.ndarray | Sequence[int]) -> Any:
+        """Return numbers that lie beside the values for the given rows alone; None stays None."""
+        return None if flat is None else flat[flat_index(self.offsets, rows)]
 
     def with_values(self, values: np.ndarray) -> Ragged:
         """The same rows with other values, one per old value."""

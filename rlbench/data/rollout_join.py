@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlbench.data import plain
+from rlbench.data.merging import joined_stats
 from rlbench.data.ragged import Ragged, offsets_of
 from rlbench.data.scoring import RewardErrors
 from rlbench.errors import DataError
@@ -41,16 +42,23 @@ def join_rollouts(parts: Sequence[Rollouts], same_prompts: bool, drop_unknown: b
                 "join: only some of the rollouts have rewards: score them all, or join(…, drop_unknown=True)"
             )
         parts = [replace(part, rewards=None, **SCORED_NOT) for part in parts]
+    known = list(dict.fromkeys(part.tokenizer for part in parts if part.tokenizer))
+    if len(known) > 1:
+        raise DataError(f"join: the rollouts are of different tokenizers: {', '.join(known)}")
     joined: dict[str, Any] = {
         "sampling": _sampling([part.sampling for part in parts]),
-        "number": _agreed([part.number for part in parts], 0),
-        "stats": _stats([part.stats for part in parts]),
-        "tokenizer": _tokenizer([part.tokenizer for part in parts]),
+        "number": parts[0].number if len({part.number for part in parts}) == 1 else 0,
+        "stats": joined_stats([part.stats for part in parts], ("peak_bytes",)),  # one after another: seconds add up
+        "tokenizer": parts[0].tokenizer if all(part.tokenizer for part in parts) else "",
         "group": _shifted(parts, [part.group for part in parts], np.int32),
         "not_started": tuple(_shifted(parts, [np.array(part.not_started, int) for part in parts], int).tolist()),
         "channels": _named([part.channels for part in parts], [len(part.logprobs) for part in parts]),
         "components": _named([part.components for part in parts], [part.samples for part in parts]),
-        "reward_errors": _errors(parts),
+        "reward_errors": RewardErrors(
+            replace(error, index=error.index + int(start))
+            for part, start in zip(parts, offsets_of([part.samples for part in parts]), strict=False)
+            for error in part.reward_errors
+        ),
         "notes": tuple(dict.fromkeys(note for part in parts for note in part.notes)),
     }
     for field in fields(parts[0]):
@@ -97,16 +105,6 @@ def _named(values: Sequence[Mapping[str, np.ndarray]], lengths: Sequence[int]) -
     }
 
 
-def _errors(parts: Sequence[Rollouts]) -> RewardErrors:
-    starts = offsets_of([part.samples for part in parts])
-    shifted = (
-        replace(error, index=error.index + int(start))
-        for part, start in zip(parts, starts, strict=False)
-        for error in part.reward_errors
-    )
-    return RewardErrors(tuple(shifted))
-
-
 def _shifted(parts: Sequence[Rollouts], indices: Sequence[np.ndarray], dtype: type) -> np.ndarray:
     """Prompt indices of each part, counted over all parts."""
     starts = offsets_of([len(part) for part in parts])
@@ -120,32 +118,12 @@ def _sampling(options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if all(value == values[0] for value in values):
             found[name] = values[0]
         elif name not in ONLY_LENGTH:
+            different = " and ".join(dict.fromkeys(map(str, values)))
             raise DataError(
-                f"join: the rollouts were sampled with {name} {' and '.join(_distinct(values))}: their log-probs are "
+                f"join: the rollouts were sampled with {name} {different}: their log-probs are "
                 "of different distributions"
             )
     return found
-
-
-def _tokenizer(names: Sequence[str]) -> str:
-    known = _distinct([name for name in names if name])
-    if len(known) > 1:
-        raise DataError(f"join: the rollouts are of different tokenizers: {', '.join(known)}")
-    return names[0] if all(names) else ""
-
-
-def _stats(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Totals; the calls came one after another, so seconds add up too."""
-    names = dict.fromkeys(name for one in stats for name in one)
-    return {name: float((max if name == "peak_bytes" else sum)(one.get(name, 0.0) for one in stats)) for name in names}
-
-
-def _agreed(values: Sequence[Any], otherwise: Any) -> Any:
-    return values[0] if all(value == values[0] for value in values) else otherwise
-
-
-def _distinct(values: Sequence[Any]) -> list[str]:
-    return list(dict.fromkeys(str(value) for value in values))
 
 
 def _merged(whole: Rollouts) -> Rollouts:

@@ -22,7 +22,7 @@ from rlbench.data.prompts import Prompt
 from rlbench.data.ragged import Ragged
 from rlbench.data.rollout import PromptGroup, Rollout
 from rlbench.data.sampling import notes_of, reshaped_by
-from rlbench.data.turns import EnvError, env_errors, sampled_mask, taken_turns
+from rlbench.data.turns import EnvError, env_errors, sampled_mask
 from rlbench.errors import DataError, Suggesting
 from rlbench.units import format_number, format_percent
 
@@ -175,15 +175,8 @@ class Rollouts(Suggesting):
                 counts the others; `.partial` holds those that have a reward.
             Stopped: interrupted; `.partial` holds the completions that have a reward, None where none has.
         """
-        scored = scoring.score(
-            self,
-            fn,
-            on_error,
-            concurrency=concurrency,
-            timeout_s=timeout_s,
-            isolate=isolate,
-            memory_gib=memory_gib,
-        )
+        options = {"concurrency": concurrency, "timeout_s": timeout_s, "isolate": isolate, "memory_gib": memory_gib}
+        scored = scoring.score(self, fn, on_error, **options)
         return made_with(scored, self, reward=fn if callable(fn) else None)
 
     def compare(
@@ -354,19 +347,22 @@ class Rollouts(Suggesting):
 
     @keeps_makers
     def _take(self, rows: np.ndarray) -> Rollouts:
+        pick = self.responses.pick
         return replace(
             self,
             responses=self.responses.take(rows),
-            logprobs=self.responses.with_values(self.logprobs).take(rows).values,
+            logprobs=pick(self.logprobs, rows),
             group=self.group[rows],
             finish=self.finish[rows],
             versions=self.versions[rows],
             texts=tuple(self.texts[i] for i in rows),
+            mask=pick(self.mask, rows),
+            turns=pick(self.turns, rows),
+            turn_rewards=None if self.turn_rewards is None else self.turn_rewards.take(rows),
+            env_rewards=None if self.env_rewards is None else self.env_rewards[rows],
+            infos=tuple(self.infos[i] for i in rows) if self.infos else (),
+            channels={name: pick(values, rows) for name, values in self.channels.items()},
             **scoring.rows_of(self, rows),
-            **taken_turns(self, rows),
-            channels={
-                name: self.responses.with_values(values).take(rows).values for name, values in self.channels.items()
-            },
         )
 
     @keeps_makers

@@ -99,21 +99,6 @@ def summed(turn_rewards: Ragged) -> np.ndarray:
     return np.array([np.nansum(row) if np.isfinite(row).any() else np.nan for row in turn_rewards], np.float64)
 
 
-def taken_turns(rollouts: Rollouts, rows: np.ndarray) -> dict[str, Any]:
-    """The same fields of some of the samples."""
-
-    def tokens(values: np.ndarray | None) -> np.ndarray | None:
-        return None if values is None else rollouts.responses.with_values(values).take(rows).values
-
-    return {
-        "mask": tokens(rollouts.mask),
-        "turns": tokens(rollouts.turns),
-        "turn_rewards": None if rollouts.turn_rewards is None else rollouts.turn_rewards.take(rows),
-        "env_rewards": None if rollouts.env_rewards is None else rollouts.env_rewards[rows],
-        "infos": tuple(rollouts.infos[i] for i in rows) if rollouts.infos else (),
-    }
-
-
 def sampled_mask(rollouts: Rollouts) -> np.ndarray:
     """Flat bool: True where the policy sampled the token."""
     return np.ones(len(rollouts.logprobs), bool) if rollouts.mask is None else rollouts.mask
@@ -127,7 +112,8 @@ def env_columns(rollouts: Rollouts) -> dict[str, Ragged]:
     if rollouts.turns is None or rollouts.turn_rewards is None:
         return {}
     found = {"turns": rollouts.responses.with_values(rollouts.turns)}
-    own = _equal(rollouts.rewards, rollouts.env_rewards)
+    scored, said = rollouts.rewards, rollouts.env_rewards
+    own = scored is not None and said is not None and np.array_equal(np.asarray(scored), said, equal_nan=True)
     if own and np.isfinite(rollouts.turn_rewards.values).any():
         found["token_rewards"] = rollouts.responses.with_values(_at_turn_ends(rollouts))
     return found
@@ -146,7 +132,3 @@ def _at_turn_ends(rollouts: Rollouts) -> np.ndarray:
                 raise DataError(f"completion {i} has a reward for turn {turn}, in which no token was sampled")
             placed[start + at[-1]] = rewards[turn]
     return placed
-
-
-def _equal(a: np.ndarray | None, b: np.ndarray | None) -> bool:
-    return a is not None and b is not None and np.array_equal(np.asarray(a), np.asarray(b), equal_nan=True)

@@ -14,12 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbench.data.batch import PER_ROW as BATCH_ROWS
-from rlbench.data.batch import PER_TOKEN as BATCH_TOKENS
 from rlbench.data.batch import TrainBatch
+from rlbench.data.joining import join_batches
 from rlbench.data.prompts import Prompt
-from rlbench.data.ragged import Ragged
-from rlbench.data.rollout_join import joined_ragged
+from rlbench.data.ragged import Ragged, offsets_of
 from rlbench.errors import DataError
 from rlbench.trainers.step_plan import pad_rows
 
@@ -74,10 +72,7 @@ class Experience:
     def rows(self, indices: Sequence[int] | np.ndarray) -> Experience:
         """Return the given sequences, in the given order."""
         rows = np.asarray(indices, np.int64)
-        flat: dict[str, Any] = {}
-        for name in PER_TOKEN:
-            value = getattr(self, name)
-            flat[name] = None if value is None else self.batch.responses.with_values(value).take(rows).values
+        flat: dict[str, Any] = {name: self.batch.responses.pick(getattr(self, name), rows) for name in PER_TOKEN}
         return replace(
             self,
             batch=self.batch.rows(rows),
@@ -101,22 +96,27 @@ class Experience:
             return parts[0]
         flat: dict[str, Any] = {}
         for name in PER_TOKEN:
-            found = [getattr(part, name) for part in parts]
-            flat[name] = None if all(v is None for v in found) else _concatenated(name, found)
+            columns = [getattr(part, name) for part in parts]
+            flat[name] = None if all(column is None for column in columns) else _concatenated(name, columns)
         return cls(
-            batch=joined_batches([part.batch for part in parts]),
+            batch=join_batches([part.batch for part in parts], renumber=False),
             **flat,
             prompts=tuple(prompt for part in parts for prompt in part.prompts),
             texts=tuple(text for part in parts for text in part.texts),
-            info=_columns([part.info for part in parts]),
-            components=_columns([_with_unknown(part, parts) for part in parts]),
+            info={
+                name: _concatenated(name, [part.info.get(name) for part in parts])
+                for name in dict.fromkeys(name for part in parts for name in part.info)
+            },
+            components={
+                name: np.concatenate([part.components.get(name, np.full(len(part), np.nan)) for part in parts])
+                for name in dict.fromkeys(name for part in parts for name in part.components)
+            },
         )
 
     @property
     def trained(self) -> np.ndarray:
         """(B,) bool: which sequences have a trained token; one that an interrupt cut has none."""
-        kept = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.batch.mask, dtype=np.int64)])
-        return np.diff(kept[self.batch.responses.offsets]) > 0
+        return np.diff(offsets_of(self.batch.mask)[self.batch.responses.offsets]) > 0
 
     # -- padded views, by the reference system's names ----------------------------------------------------------
 
@@ -163,24 +163,6 @@ class Experience:
         return pad_rows(self.batch.responses.with_values(flat))
 
 
-def joined_batches(batches: Sequence[TrainBatch]) -> TrainBatch:
-    """Return the sequences of all batches, one after the other; group numbers stay as they are."""
-    first = batches[0]
-    if any(batch.temperature != first.temperature for batch in batches):
-        raise DataError(f"joining experience of temperatures {sorted({b.temperature for b in batches})}: sample at one")
-    fields: dict[str, Any] = {}
-    for name in (*BATCH_TOKENS, *BATCH_ROWS):
-        found = [getattr(batch, name) for batch in batches]
-        fields[name] = None if all(value is None for value in found) else _concatenated(name, found)
-    return TrainBatch(
-        prompts=joined_ragged([batch.prompts for batch in batches]),
-        responses=joined_ragged([batch.responses for batch in batches]),
-        temperature=first.temperature,
-        reshaped_by=tuple(dict.fromkeys(option for batch in batches for option in batch.reshaped_by)),
-        **fields,
-    )
-
-
 def _left_padded(rows: Ragged) -> Tensor:
     width = max(1, int(rows.lengths.max()))
     out = torch.zeros(len(rows), width, dtype=torch.int64)
@@ -194,14 +176,3 @@ def _concatenated(name: str, found: Sequence[Any]) -> np.ndarray:
     if absent:
         raise DataError(f"joining experience: part {absent[0]} has no {name}, others have")
     return np.concatenate([value for value in found if value is not None])
-
-
-def _with_unknown(part: Experience, parts: Sequence[Experience]) -> dict[str, np.ndarray]:
-    """Return its components, and NaN for those it lacks of all that the parts have."""
-    names = dict.fromkeys(name for one in parts for name in one.components)
-    return {name: part.components.get(name, np.full(len(part), np.nan)) for name in names}
-
-
-def _columns(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {name: _concatenated(name, [part.get(name) for part in parts]) for name in names}

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from rlbench.data import prompt_lengths
 from rlbench.data.jobs import FINISH_REASONS
-from rlbench.data.messages import is_chat
 from rlbench.data.prompts import Prompt, as_prompt
 from rlbench.data.ragged import Ragged
 from rlbench.data.rollouts import Rollouts
@@ -54,11 +54,8 @@ def reference_of(prompt: Prompt) -> Any:
 
 
 def encoded(prompts: Sequence[Prompt], tokenizer: Any, limit: int) -> list[list[int]]:
-    """Return the token ids of each prompt, as a session's replicas encode it; refuse empty ones and those over `limit`.
-
-    Texts are taken as they are, chats through the template with the header of the answer.
-    """
-    found = [_encoded(prompt, i, tokenizer) for i, prompt in enumerate(prompts)]
+    """Return the token ids of each prompt, as replicas encode it; refuse empty ones and those over `limit`."""
+    found = prompt_lengths.encoded([prompt.content for prompt in prompts], tokenizer)
     for i, (prompt, ids) in enumerate(zip(prompts, found, strict=True)):
         if not ids:
             raise DataError(f"prompt {i} is empty: give at least one token")
@@ -68,25 +65,6 @@ def encoded(prompts: Sequence[Prompt], tokenizer: Any, limit: int) -> list[list[
                 "(rb.data.load(…, max_prompt_tokens=…)), or raise prompt_max_len"
             )
     return found
-
-
-def _encoded(prompt: Prompt, index: int, tokenizer: Any) -> list[int]:
-    content = prompt.content
-    if not isinstance(content, str) and not is_chat(content):
-        return [int(token) for token in content]  # type: ignore[arg-type]
-    if tokenizer is None:
-        raise DataError(f"prompt {index} is no token ids, and there is no tokenizer: give one, or token ids")
-    if isinstance(content, str):
-        return [int(token) for token in tokenizer(content)["input_ids"]] if content else []
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise DataError(
-            f"prompt {index} is chat messages, but the tokenizer has no chat template: give text, or set one"
-        )
-    try:
-        ids = tokenizer.apply_chat_template(content, tokenize=True, add_generation_prompt=True, return_dict=False)
-    except Exception as error:  # a template is a program of its own and raises what it likes
-        raise DataError(f"prompt {index}: the chat template refused: {type(error).__name__}: {error}") from error
-    return [int(token) for token in ids]
 
 
 def sampling_of(config: PPOConfig, n: int, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from rlbench.data.batch import TrainBatch
+from rlbench.data.joining import join_batches
 from rlbench.errors import DataError, EngineError, LossError
 from rlbench.rl import Aggregation, Loss, resolve
 from rlbench.strategies.base import StrategyBase
 from rlbench.strategies.memory_side import holds_gradients
-from rlbench.trainers.experience import Experience, joined_batches
+from rlbench.trainers.experience import Experience
 from rlbench.trainers.forward import DUMMY, as_batch
 from rlbench.trainers.gradient_step import GradientStep, Pass, Pending
 from rlbench.trainers.metrics import MetricSums, merged
@@ -286,10 +287,10 @@ class PolicyUpdate(Update):
         batches, plan = [part.batch for part in parts], NO_PLAN
         mine = slices(batches)
         if getattr(self.loss, "needs_plan", False):
-            joined = control.gather(joined_batches(batches) if batches else None)
+            joined = control.gather(join_batches(batches, renumber=False) if batches else None)
             before = sum(len(batch) for batch in joined[: self.strategy.rank] if batch is not None)
             mine = slices(batches, before)
-            whole = joined_batches([batch for batch in joined if batch is not None])
+            whole = join_batches([batch for batch in joined if batch is not None], renumber=False)
             plan = self._policy.plan(self.loss, mine, count, whole, self.options)
         sums = MetricSums()
         self.gradients.beside.append(sums)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from rlbench.data.jobs import FINISH_REASONS, GeneratedArrays, GenerateJob
+from rlbench.data.prompt_lengths import encoded
 from rlbench.dispatch.context import CallContext
 from rlbench.errors import DataError, nearest
 
@@ -60,17 +61,11 @@ def check_job(job: GenerateJob, known_options: Iterable[str]) -> None:
 
 
 def encode_prompts(prompts: Sequence[Any], tokenizer: Any, max_model_len: int, vocab_size: int) -> list[list[int]]:
-    """Token ids of every prompt: texts as they are, chat messages through the template (with the generation
-    prompt).
-
-    Raises:
-        DataError: naming the prompt's index, when it is empty, too long, outside the vocabulary, or needs a
-            tokenizer (or a chat template) the checkpoint does not have.
-    """
-    encoded = [_encode(prompt, index, tokenizer) for index, prompt in enumerate(prompts)]
-    for index, ids in enumerate(encoded):
+    """Return the token ids of every prompt; refuse one that is empty, too long or outside the vocabulary."""
+    found = encoded(prompts, tokenizer)
+    for index, ids in enumerate(found):
         check_token_ids(ids, f"prompt {index}", max_model_len - 1, max_model_len, vocab_size)
-    return encoded
+    return found
 
 
 def check_token_ids(ids: Sequence[int], what: str, limit: int, max_model_len: int, vocab_size: int) -> None:
@@ -87,21 +82,6 @@ def check_token_ids(ids: Sequence[int], what: str, limit: int, max_model_len: in
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
         raise DataError(f"{what} holds token id {wrong}, outside of the model's vocabulary of {vocab_size}")
-
-
-def _encode(prompt: Any, index: int, tokenizer: Any) -> list[int]:
-    if isinstance(prompt, list | tuple | np.ndarray) and not (len(prompt) and isinstance(prompt[0], dict)):
-        return [int(token) for token in prompt]
-    if tokenizer is None:
-        raise DataError(f"prompt {index} is text, but the engine was built without a tokenizer: give token ids")
-    if isinstance(prompt, str):
-        return list(tokenizer(prompt)["input_ids"]) if prompt else []
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise DataError(
-            f"prompt {index} is chat messages, but the tokenizer has no chat template: give text, or set one"
-        )
-    ids = tokenizer.apply_chat_template(prompt, tokenize=True, add_generation_prompt=True, return_dict=False)
-    return [int(token) for token in ids]
 
 
 class GrowingHistogram:
