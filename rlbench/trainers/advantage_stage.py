@@ -60,16 +60,12 @@ UNDISCOUNTED = ("reinforce_baseline", "cpgd")
 def check_estimator(options: StrategyConfig, gamma: float, critic: bool) -> str:
     """Return the estimator's name, aliases resolved; refuse options that it cannot honour."""
     name = _name_of(with_estimator(options, critic))
-    if name not in ESTIMATORS:
-        known = [*ESTIMATORS, *ALIASES]
-        raise OptionError(
-            f"advantage_estimator={name!r} is unknown{nearest(name, known)}. Use one of: {', '.join(known)}."
-        )
-    if options.kl_estimator not in KL_ESTIMATORS:
-        raise OptionError(
-            f"kl_estimator={options.kl_estimator!r} is unknown{nearest(options.kl_estimator, KL_ESTIMATORS)}. Use one "
-            f"of: {', '.join(KL_ESTIMATORS)}."
-        )
+    for option, value, known in (
+        ("advantage_estimator", name, (*ESTIMATORS, *ALIASES)),
+        ("kl_estimator", options.kl_estimator, tuple(KL_ESTIMATORS)),
+    ):
+        if value not in known:
+            raise OptionError(f"{option}={value!r} is unknown{nearest(value, known)}. Use one of: {', '.join(known)}.")
     if name == "gae" and not critic:
         raise OptionError("advantage_estimator='gae' needs a critic; give one, or 'group_norm' for GRPO.")
     if name != "gae" and critic:
@@ -155,14 +151,8 @@ def estimated(
     compared = _among(trains, partial(_compared, name), rewards, group)
     token_rewards = at_last_token(compared, mask)
     if given.ref_logprobs is not None and in_reward:
-        token_rewards = kl_in_reward(
-            compared,
-            given.padded(given.logprobs),
-            given.padded(given.ref_logprobs),
-            mask,
-            in_reward,
-            options.kl_estimator,
-        )
+        logprobs, ref = given.padded(given.logprobs), given.padded(given.ref_logprobs)
+        token_rewards = kl_in_reward(compared, logprobs, ref, mask, in_reward, options.kl_estimator)
     if name == "gae":
         assert given.values is not None
         advantages, returns = gae_advantages(token_rewards, given.padded(given.values), mask, gamma, lambd)
@@ -178,19 +168,16 @@ def estimated(
     if options.advantage_clip:
         clipped = mask & (advantages.abs() > options.advantage_clip)
         advantages, _ = clip_values(advantages, -options.advantage_clip, options.advantage_clip, mask)
-    return Estimated(
-        given.flat(advantages),
-        given.flat(returns),
-        given.flat(token_rewards),
-        _kl(given, mask, options.kl_estimator),
-        clipped.numpy()[given._held],
-    )
+    kl = None
+    if given.ref_logprobs is not None:
+        estimate = kl_estimator(options.kl_estimator)(given.padded(given.logprobs), given.padded(given.ref_logprobs))
+        kl = given.flat(torch.where(mask, estimate, 0.0))
+    clips = clipped.numpy()[given._held]
+    return Estimated(given.flat(advantages), given.flat(returns), given.flat(token_rewards), kl, clips)
 
 
 def _among(rows: Tensor, compare: Callable[[Tensor, Tensor], Tensor], rewards: Tensor, group: Tensor) -> Tensor:
-    """Return (B,) what `compare` makes of the rewards (B,) of `rows` (B,) bool, as if there were no others; 0 for
-    those.
-    """
+    """Return (B,) what `compare` makes of the rewards of `rows` (B,) bool, as if there were no others; 0 for those."""
     found = torch.zeros(len(rewards), dtype=torch.float64)
     if rows.any():
         found[rows] = compare(rewards[rows], group[rows]).double()
@@ -207,11 +194,3 @@ def _compared(name: str, rewards: Tensor, group: Tensor) -> Tensor:
         one = torch.ones(len(rewards), 1, dtype=torch.bool)
         return reinforce_plus_plus_baseline(whiten=False)(rewards, group, mask=one)[:, 0]
     return rewards
-
-
-def _kl(given: Samples, mask: Tensor, estimator: str) -> np.ndarray | None:
-    """Return the estimate between actor and reference at trained tokens, flat."""
-    if given.ref_logprobs is None:
-        return None
-    estimate = kl_estimator(estimator)(given.padded(given.logprobs), given.padded(given.ref_logprobs))
-    return given.flat(torch.where(mask, estimate, 0.0))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,13 @@ from rlbench.strategies.fsdp2 import FSDPV2Strategy
 from rlbench.strategies.learning_rate import cosine_schedule
 from rlbench.strategies.memory_side import kept_on_host
 from rlbench.strategies.mp_optimizer import is_mp_optimizer
+from rlbench.strategies.preparing_side import cosine_schedule
 from rlbench.strategies.session_link import session_of_ranks
+from rlbench.trainers.policy_module import make_policy
+from rlbench.trainers.policy_spec import PolicySpec
+from rlbench.trainers.reward_heads import make_reward_model
+from rlbench.trainers.spmd_ppo_trainer import SPMDPPOTrainer
+from rlbench.trainers.value_model import make_critic
 
 OF_THE_CRITIC = ("critic_pretrain", "critic_lr", "betas", "weight_decay")
 """Options that act on the critic's optimizer alone, as the policy's is the session's."""
@@ -97,8 +104,6 @@ def build_trainer(
     """
     from transformers import AutoTokenizer
 
-    from rlbench.trainers.spmd_ppo_trainer import SPMDPPOTrainer
-
     strategys = {name: value for name, value in spec.options.items() if name in options_in(StrategyConfig)}
     config = StrategyConfig(**{"fsdp": True, **strategys, **_as_held(module, optimizer, bf16, strategys)})
     need_fsdp(config)
@@ -116,7 +121,9 @@ def build_trainer(
     with _actor_kept_on_failure(module, optimizer):
         critic, critic_optim = _critic(strategy, spec)
         if spec.lr is not None:
-            _set_rate(optimizer, spec.lr)
+            for group in optimizer.param_groups:
+                group["lr"] = float(spec.lr)
+                group.pop("initial_lr", None)
         trainer = trainer_class(
             strategy,
             module,
@@ -146,11 +153,7 @@ def build_trainer(
 
 
 def _as_held(module: nn.Module, optimizer: Any, bf16: bool, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that say how an actor is held and computes, as the session's does.
-
-    Raises:
-        OptionError: it was asked for otherwise.
-    """
+    """Return how the session's actor is held and computes, as options; refuse others."""
     held = {"use_mp_opt": is_mp_optimizer(optimizer), "fsdp_cpu_offload": kept_on_host(module), "bf16": bf16}
     for name, so in held.items():
         if given.get(name, so) != so:
@@ -164,11 +167,7 @@ def _as_held(module: nn.Module, optimizer: Any, bf16: bool, given: Mapping[str, 
 
 @contextmanager
 def put_aside(trainer: Any) -> Iterator[None]:
-    """Keep a trainer's models in host memory while another is built; they come back where that fails.
-
-    Args:
-        trainer: of this rank; None: nothing.
-    """
+    """Keep a trainer's models (None: nothing) in host memory while another is built; bring them back if that fails."""
     if trainer is None:
         yield
         return
@@ -189,8 +188,7 @@ def put_aside(trainer: Any) -> Iterator[None]:
 
 @contextmanager
 def _actor_kept_on_failure(module: nn.Module, optimizer: Any) -> Iterator[None]:
-    """A trainer that is refused leaves the session's learning rates as they were (a schedule begins near 0), whether
-    activations are recomputed, and the random states."""
+    """Bring back learning rates, recomputation of activations and random states where a trainer is refused."""
     names = ("lr", "initial_lr")
     held = [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
     recomputed, random_state = getattr(module, "is_gradient_checkpointing", False), rank_state.random_state()
@@ -205,12 +203,6 @@ def _actor_kept_on_failure(module: nn.Module, optimizer: Any) -> Iterator[None]:
                 group.pop(name, None)
             group.update(own)
         raise
-
-
-def _set_rate(optimizer: Any, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = float(lr)
-        group.pop("initial_lr", None)
 
 
 def _schedule(optimizer: Any, spec: TrainerSpec, config: StrategyConfig) -> Any:
@@ -245,8 +237,6 @@ def go_on_from(schedule: Any, rates: Sequence[float]) -> None:
 def _critic(strategy: FSDPV2Strategy, spec: TrainerSpec) -> tuple[nn.Module | None, Any]:
     if not spec.critic:
         return None, None
-    from rlbench.trainers.value_model import make_critic
-
     path = spec.path if spec.critic is True else str(spec.critic)
     critic = strategy.prepare_model(make_critic(path), is_training=True)
     return critic, strategy.create_optimizer(
@@ -259,24 +249,14 @@ def _reference(strategy: FSDPV2Strategy, spec: TrainerSpec) -> Any:
         return None
     if isinstance(spec.reference, SessionEngine):
         return session_of_ranks().reference(strategy, spec.reference.name)
-    return _frozen(strategy, spec.path if spec.reference is True else str(spec.reference))
-
-
-def _frozen(strategy: FSDPV2Strategy, path: str) -> nn.Module:
-    from rlbench.trainers.policy_module import make_policy
-    from rlbench.trainers.policy_spec import PolicySpec
-
-    prepared: nn.Module = strategy.prepare_model(make_policy(PolicySpec(path, trainable=False)))
-    return prepared
+    path = spec.path if spec.reference is True else str(spec.reference)
+    return strategy.prepare_model(make_policy(PolicySpec(path, trainable=False)))
 
 
 def _average(strategy: FSDPV2Strategy, actor: nn.Module, spec: TrainerSpec) -> nn.Module | None:
-    """A copy of the actor as it is now, in float32."""
+    """Copy the actor as it is now, in float32."""
     if not spec.ema:
         return None
-    from rlbench.trainers.policy_module import make_policy
-    from rlbench.trainers.policy_spec import PolicySpec
-
     average = make_policy(PolicySpec(spec.path, trainable=False, dtype="float32")).requires_grad_(True)
     in_float32 = not strategy.config.use_mp_opt  # what trains would be held in half precision
     prepared: nn.Module = strategy.prepare_model(average, is_training=in_float32)
@@ -286,10 +266,6 @@ def _average(strategy: FSDPV2Strategy, actor: nn.Module, spec: TrainerSpec) -> n
 
 def _reward_models(strategy: FSDPV2Strategy, reward: Any) -> Any:
     """Folders of reward models as models on the ranks; the rest as it is."""
-    from pathlib import Path
-
-    from rlbench.trainers.reward_heads import make_reward_model
-
     if isinstance(reward, list | tuple):
         return [_reward_models(strategy, one) for one in reward]
     if isinstance(reward, str | Path) and Path(reward).is_dir():

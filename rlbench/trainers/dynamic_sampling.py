@@ -67,7 +67,7 @@ def with_signal(
     while True:
         drawn = draw(asked)
         kept.append(agreed(control, "dynamic sampling", lambda d=drawn: _kept(d, options)))  # type: ignore[misc]
-        counts = control.gather((len(asked), _groups_of(kept[-1])))
+        counts = control.gather((len(asked), len(np.unique(kept[-1].group))))
         generations += 1
         groups, found = groups + sum(count[0] for count in counts), found + sum(count[1] for count in counts)
         if found >= wanted:
@@ -84,9 +84,7 @@ def with_signal(
 
 
 def _count(lacking: int, share: float, shares: Sequence[int]) -> int:
-    """Return how many prompts each rank asks next: what should fill the gap, judging by those before; at most as at
-    first.
-    """
+    """Return how many prompts each rank asks next to fill the gap, judging by those before; at most as at first."""
     expected = math.ceil(lacking / share) if share else max(shares) * len(shares)
     return max(1, min(max(shares), math.ceil(expected / len(shares))))
 
@@ -129,10 +127,6 @@ def _kept(drawn: Rollouts, options: StrategyConfig) -> Rollouts:
     group = drawn.group[rows].astype(np.int64)
     differ = groups_with_signal(torch.from_numpy(values[rows]), torch.from_numpy(group)).numpy()
     return drawn.select(np.isin(drawn.group, group[differ]))
-
-
-def _groups_of(rollouts: Rollouts) -> int:
-    return len(np.unique(rollouts.group))
 
 
 def _shared_out(mine: Rollouts, shares: Sequence[int], control: ControlGroup) -> Rollouts:

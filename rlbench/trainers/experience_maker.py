@@ -27,7 +27,7 @@ from rlbench.strategies.config import OptionError, StrategyConfig
 from rlbench.trainers import experience_metrics
 from rlbench.trainers.advantage_stage import Estimated, Samples, check_estimator, estimated
 from rlbench.trainers.clock import Clock
-from rlbench.trainers.dynamic_sampling import Drawn, MorePrompts, with_signal
+from rlbench.trainers.dynamic_sampling import MorePrompts, with_signal
 from rlbench.trainers.experience import Experience
 from rlbench.trainers.model_stage import ModelStage
 from rlbench.trainers.over_ranks import agreed, check_stop
@@ -140,7 +140,7 @@ class FastExperienceMaker:
             by an interrupt, and one without a token, trains nothing: no other is compared with it, its reward is NaN,
             and of the metrics `aborted` alone counts it.
         """
-        if _given(all_images) or _given(all_videos):
+        if any(one is not None for media in (all_images, all_videos) for one in media or ()):
             raise DataError("images and videos: vision-language models are not here yet. Give texts or token ids.")
         clock = Clock()
         sampling = sampling_of(self.config, self.options.n, generate_kwargs)
@@ -149,7 +149,11 @@ class FastExperienceMaker:
             "the prompts",
             lambda: self._prompts(all_prompts, all_labels, all_references, sampling, more_prompts),
         )
-        drawn, rollouts = self._drawn(prompts, more_prompts, sampling, clock)
+        drawn = None
+        if self.options.dynamic_sampling and more_prompts is not None:
+            control, draw = self.strategy.control, lambda asked: self._scored(asked, sampling, clock)
+            drawn = with_signal(draw, prompts, more_prompts, self.options, control)
+        rollouts = self._scored(prompts, sampling, clock) if drawn is None else drawn.rollouts
         batch, groups = self._batch(rollouts)
         with clock("models"):
             judged = self._judged(batch)
@@ -162,15 +166,8 @@ class FastExperienceMaker:
                 self._moments,
                 self.strategy.control,
             )
-            samples = Samples(
-                batch.responses,
-                batch.mask,
-                given.rewards,
-                batch.group.astype(np.int64),
-                judged.old,
-                judged.ref,
-                judged.values,
-            )
+            group = batch.group.astype(np.int64)
+            samples = Samples(batch.responses, batch.mask, given.rewards, group, judged.old, judged.ref, judged.values)
             found = estimated(
                 samples, self.options, self._kl_coef, self.config.gamma, self.config.lambd, self.strategy.control
             )
@@ -209,9 +206,7 @@ class FastExperienceMaker:
         return experience_metrics.evaluation(self._scored(prompts, sampling, Clock()), self.strategy.control)
 
     def tokenize_fn(self, texts: Any, max_length: int, padding: bool = True, device: Any = None) -> Any:
-        """Return the token ids of texts, without special tokens, cut at `max_length`: padded tensors on `device`, or
-        lists.
-        """
+        """Return token ids of texts without special tokens, at most `max_length`: padded tensors on `device`, or lists."""
         options: dict[str, Any] = {"add_special_tokens": False, "max_length": max_length, "truncation": True}
         if not padding:
             return self.tokenizer(texts, **options)
@@ -252,21 +247,6 @@ class FastExperienceMaker:
         if not sampling["temperature"] > 0:
             raise DataError(f"temperature={sampling['temperature']}: a policy is sampled at a temperature above 0")
         return prompts
-
-    def _drawn(
-        self, prompts: list[Prompt], more_prompts: MorePrompts | None, sampling: Mapping[str, Any], clock: Clock
-    ) -> tuple[Drawn | None, Rollouts]:
-        """Return scored samples of this rank, and what dynamic sampling took to get them."""
-        if not self.options.dynamic_sampling or more_prompts is None:
-            return None, self._scored(prompts, sampling, clock)
-        drawn = with_signal(
-            lambda asked: self._scored(asked, sampling, clock),
-            prompts,
-            more_prompts,
-            self.options,
-            self.strategy.control,
-        )
-        return drawn, drawn.rollouts
 
     def _scored(self, prompts: list[Prompt], sampling: Mapping[str, Any], clock: Clock) -> Rollouts:
         """Generate, and score what came."""
@@ -316,9 +296,7 @@ class FastExperienceMaker:
             some = batch.rows(np.arange(min(len(batch), self.options.micro_rollout_batch_size)))
             stats = self._models.policy_stats(self.actor, some, "the actor's log-probs")
             old, entropy, gap, mismatch = sampler, None, None, _mismatch(some, stats.logprobs)
-        ref = None
-        if self._needs_reference:
-            ref = self._models.reference_logprobs(self.initial_model, batch)
+        ref = self._models.reference_logprobs(self.initial_model, batch) if self._needs_reference else None
         values = None if self.critic is None else self._models.values(self.critic, batch)
         check_stop(self.strategy.control, "making experience")
         return _Judged(old, entropy, ref, values, mismatch, gap)
@@ -360,20 +338,12 @@ class FastExperienceMaker:
         check_shaping(options, self.config.max_tokens)
         if self._needs_reference and self.initial_model is None:
             raise OptionError(f"a KL of weight {self._kl_coef:g} needs a reference: give initial_model, or kl_coef=0.")
-        for name, least in (
-            ("micro_rollout_batch_size", 1),
-            ("n", 1),
-            ("chunk_size", 1),
-            ("max_num_gen_batches", 0),
-        ):
+        for name in ("micro_rollout_batch_size", "n", "chunk_size", "max_num_gen_batches"):
+            least = 0 if name == "max_num_gen_batches" else 1
             if getattr(options, name) < least:
                 raise OptionError(f"{name}={getattr(options, name)}: it is a number from {least} on.")
         if options.dynamic_sampling and options.n < 2:
             raise OptionError("dynamic_sampling compares the samples of a prompt: n is 2 or more.")
-
-
-def _given(media: Any) -> bool:
-    return media is not None and any(one is not None for one in media)
 
 
 def _mismatch(batch: TrainBatch, old: np.ndarray) -> MismatchMoments:

@@ -44,14 +44,12 @@ def over_ranks(
     whole = spreads_over_ranks({name: Spread.of(values) for name, values in columns.items()} | own, control)
     numbers: dict[str, float] = {}
     for name, spread in whole.items():
-        component = name.startswith("c/")
-        parts = COMPONENT if component else PARTS.get(name, ("",))
+        parts = COMPONENT if name.startswith("c/") else PARTS.get(name, ("",))
         numbers |= spread.numbers(name.removeprefix("c/"), parts)
     total = MismatchMoments()
     for part in control.gather(mismatch):
         total = total + part
-    said = total.result() if total.tokens else {}
-    return numbers | {f"mismatch/{name}": value for name, value in said.items()}
+    return numbers | {f"mismatch/{name}": value for name, value in (total.result() if total.tokens else {}).items()}
 
 
 def evaluation(scored: Rollouts, control: ControlGroup) -> dict[str, float]:

@@ -51,10 +51,10 @@ class ModelStage:
         self._policies: dict[int, PolicyModel] = {}  # by module, which the PolicyModel holds
 
     def policy_stats(self, model: nn.Module, batch: TrainBatch, doing: str) -> Stats:
-        """Return log-probs and entropies of the response tokens under a prepared policy, at the batch's temperature;
-        collective.
-        """
-        policy = self._policy(model)
+        """Return log-probs and entropies of the response tokens under a prepared policy; collective."""
+        if id(model) not in self._policies:
+            self._policies[id(model)] = PolicyModel(model, self._strategy.device.device, self._strategy.bf16)
+        policy = self._policies[id(model)]
         agreed(self._strategy.control, doing, lambda: policy.check_tokens(batch))
         head = "plain" if self._chunk_rows is None else "chunked"
         found = np.full((2, batch.tokens), np.nan, np.float32)
@@ -62,24 +62,19 @@ class ModelStage:
 
             def compute(rows: np.ndarray) -> None:
                 part = batch.rows(rows) if len(rows) else DUMMY
-                with policy.stats(part, batch.temperature, self._packed, head, chunk_rows=self._chunk_rows) as (
-                    logprobs,
-                    entropy,
-                    _,
-                ):
+                with policy.stats(part, batch.temperature, self._packed, head, chunk_rows=self._chunk_rows) as stats:
                     if len(rows):
-                        found[:, _tokens_of(batch, rows)] = torch.stack([logprobs, entropy]).float().cpu().numpy()
+                        at = flat_index(batch.responses.offsets, rows)
+                        found[:, at] = torch.stack(stats[:2]).float().cpu().numpy()
 
             self._each(batch.lengths, doing, compute)
         self._check_finite(doing, batch, found)
         return Stats(*found)
 
     def reference_logprobs(self, reference: Any, batch: TrainBatch) -> np.ndarray:
-        """Log-probs of the response tokens under the reference, flat float32; collective.
+        """Return log-probs of the response tokens under the reference, flat float32; collective.
 
-        Args:
-            reference: a module, or a policy that the session holds (`rlbench.workers.rank_reference`).
-            batch: this rank's samples; at its temperature.
+        `reference` is a module, or a policy that the session holds (`rlbench.workers.rank_reference`).
         """
         doing = "the reference's log-probs"
         if isinstance(reference, nn.Module):
@@ -104,7 +99,7 @@ class ModelStage:
                 part = batch.rows(rows) if len(rows) else DUMMY
                 values = values_of(critic, part, device, self._packed)
                 if len(rows):
-                    found[_tokens_of(batch, rows)] = values.float().cpu().numpy()
+                    found[flat_index(batch.responses.offsets, rows)] = values.float().cpu().numpy()
 
             self._each(batch.lengths, doing, compute)
         self._check_finite(doing, batch, found[None])
@@ -121,13 +116,6 @@ class ModelStage:
         return found.double().numpy()
 
     # -- parts -------------------------------------------------------------------------------------------------
-
-    def _policy(self, model: nn.Module) -> PolicyModel:
-        found = self._policies.get(id(model))
-        if found is None:
-            found = PolicyModel(model, self._strategy.device.device, self._strategy.bf16)
-            self._policies[id(model)] = found
-        return found
 
     def _check_finite(self, doing: str, batch: TrainBatch, found: np.ndarray) -> None:
         """Refuse numbers (k, tokens) of which one is not finite, on all ranks; collective."""
@@ -157,8 +145,7 @@ class ModelStage:
                 self._strategy.offload_model(model)
 
     def _each(self, lengths: np.ndarray, doing: str, compute: Callable[[np.ndarray], None]) -> None:
-        """`compute` the rows of each forward, short sequences first, as many forwards on every rank; a stop of one ends
-        it on all, between two."""
+        """`compute` the rows of each forward, short sequences first, as many forwards on every rank."""
         control = self._strategy.control
         order = np.argsort(lengths, kind="stable")
         own = [order[i : i + self._micro_batch] for i in range(0, len(order), self._micro_batch)]
@@ -166,8 +153,3 @@ class ModelStage:
             check_stop(control, doing)
             compute(own[k] if k < len(own) else NO_ROWS)
         check_stop(control, doing)
-
-
-def _tokens_of(batch: TrainBatch, rows: np.ndarray) -> np.ndarray:
-    """Return where the response tokens of `rows` lie in the flat arrays of the batch."""
-    return flat_index(batch.responses.offsets, rows)

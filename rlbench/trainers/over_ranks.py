@@ -70,16 +70,9 @@ class Spread:
         return Spread(self.moments.merge(other.moments), min(self.low, other.low), max(self.high, other.high))
 
     def numbers(self, name: str, parts: Sequence[str]) -> dict[str, float]:
-        """Return `parts` of mean, std, max, min by their metrics' names; "" is the mean under the name alone. None of
-        none.
-        """
-        found = {
-            "": self.moments.mean,
-            "mean": self.moments.mean,
-            "std": self.moments.std,
-            "max": self.high,
-            "min": self.low,
-        }
+        """Return `parts` of mean ("" too), std, max, min by their metrics' names; nothing of no values."""
+        mean, std = self.moments.mean, self.moments.std
+        found = {"": mean, "mean": mean, "std": std, "max": self.high, "min": self.low}
         return {f"{name}_{part}" if part else name: found[part] for part in parts if self.moments.count}
 
 

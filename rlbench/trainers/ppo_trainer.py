@@ -103,7 +103,9 @@ class PPOTrainer:
         if "max_norm" in self.options.given:
             strategy.max_norm = self.options.strategy.max_norm
         ppo = self.options.ppo
-        self.kl_ctl = _controller(ppo.kl_coef, ppo.kl_target, ppo.kl_horizon)
+        self.kl_ctl: FixedKL | AdaptiveKL = FixedKL(ppo.kl_coef)
+        if ppo.kl_target is not None:
+            self.kl_ctl = AdaptiveKL(coef=ppo.kl_coef, target=ppo.kl_target, horizon=float(ppo.kl_horizon))
         self.prompts = None if prompts is None else _stream(prompts, strategy.seed)
         self.eval_prompts = eval_prompts
         self.pretraining = Pretraining.of(self, ppo.ptx_coef)
@@ -276,7 +278,12 @@ class PPOTrainer:
         Returns:
             The metrics of each iteration.
         """
-        self._given(prompts_dataloader, pretrain_dataloader, eval_dataloader)
+        if prompts_dataloader is not None:
+            self.prompts = _stream(prompts_dataloader, self.strategy.seed)
+        if pretrain_dataloader is not None:
+            self.pretrain_prompts = pretrain_dataloader
+            self.pretraining = Pretraining.of(self, self.options.ppo.ptx_coef)
+        self.eval_prompts = self.eval_prompts if eval_dataloader is None else eval_dataloader
         episodes = num_episodes or getattr(args, "num_episodes", None) or 1
         wanted = max_steps if max_steps is not None else getattr(args, "max_steps", None)
         last = wanted or episodes * (num_update_steps_per_episodes or self._iterations_of_an_episode())
@@ -334,14 +341,6 @@ class PPOTrainer:
             raise StateError("how long is an episode of a mixture? give max_steps or num_update_steps_per_episodes")
         return max(1, len(self.prompts.prompts) // self.options.ppo.rollout_batch_size)
 
-    def _given(self, prompts: Any, pretrain: Any, evaluation: Any) -> None:
-        if prompts is not None:
-            self.prompts = _stream(prompts, self.strategy.seed)
-        if pretrain is not None:
-            self.pretrain_prompts = pretrain
-            self.pretraining = Pretraining.of(self, self.options.ppo.ptx_coef)
-        self.eval_prompts = self.eval_prompts if evaluation is None else evaluation
-
     # -- checks -------------------------------------------------------------------------------------------------
 
     def _check(self, processor: Any) -> None:
@@ -369,10 +368,6 @@ class PPOTrainer:
             raise OptionError("initial_model would have no effect with kl_coef=0: give a weight, or no reference.")
         if options.use_kl_loss and not needs:
             raise OptionError("use_kl_loss would have no effect with kl_coef=0: give a weight above 0.")
-
-
-def _controller(coef: float, target: float | None, horizon: int) -> FixedKL | AdaptiveKL:
-    return FixedKL(coef) if target is None else AdaptiveKL(coef=coef, target=target, horizon=float(horizon))
 
 
 def _stream(prompts: Any, seed: int) -> PromptStream | Mixture:

@@ -115,7 +115,12 @@ class NaiveReplayBuffer:
         kept = [torch.from_numpy(c[i.batch.mask].astype(np.float64)) for c, i in zip(columns, self.items, strict=True)]
         whole = whitened(torch.cat([torch.zeros(0, dtype=torch.float64), *kept]), strategy.control)
         parts = torch.split(whole, [len(part) for part in kept]) if kept else ()
-        self.items = [_with(item, name, part.numpy()) for item, part in zip(self.items, parts, strict=True)]
+        for i, (item, part) in enumerate(zip(self.items, parts, strict=True)):
+            values = np.zeros(item.batch.tokens, np.float32)
+            values[item.batch.mask] = part.numpy()
+            column: dict[str, Any] = {name: values}
+            own = name in OF_BATCH
+            self.items[i] = replace(item, batch=item.batch.replace(**column)) if own else replace(item, **column)
 
     def state(self) -> dict[str, Any]:
         """Return where the generator of `sample` stands, as plain JSON; the sequences are not in it."""
@@ -124,12 +129,3 @@ class NaiveReplayBuffer:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on drawing from where `state` was taken."""
         self._random.bit_generator.state = state["random"]
-
-
-def _with(item: Experience, name: str, trained: np.ndarray) -> Experience:
-    """Return an experience with other values of a column at its trained tokens, and 0 elsewhere."""
-    values = np.zeros(item.batch.tokens, np.float32)
-    values[item.batch.mask] = trained
-    if name in OF_BATCH:
-        return replace(item, batch=item.batch.replace(**{name: values}))
-    return replace(item, **{name: values})  # type: ignore[arg-type]

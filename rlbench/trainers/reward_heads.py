@@ -88,7 +88,8 @@ def _check(model: nn.Module, sequences: Sequence[Sequence[int]], batch_size: int
 def _scored(model: nn.Module, sequences: list[Sequence[int]], device: torch.device) -> Tensor:
     """One forward; (B,) float32 on the host."""
     lengths = torch.tensor([len(ids) for ids in sequences])
-    unused = _no_last_token(sequences)
+    ends = {int(ids[-1]) for ids in sequences}
+    unused = next(token for token in range(len(ends) + 1) if token not in ends)  # padding: never taken for a last token
     ids = torch.full((len(sequences), int(lengths.max())), unused)
     held = torch.arange(ids.shape[1])[None] < lengths[:, None]
     ids[held] = torch.tensor([token for row in sequences for token in row])
@@ -110,17 +111,9 @@ def _scored(model: nn.Module, sequences: list[Sequence[int]], device: torch.devi
     return found.reshape(-1).float().cpu()
 
 
-def _no_last_token(sequences: list[Sequence[int]]) -> int:
-    """Return the least token id that no sequence ends with: padding that cannot be taken for a last token."""
-    ends = {int(ids[-1]) for ids in sequences}
-    return next(token for token in range(len(ends) + 1) if token not in ends)
-
-
 @contextmanager
 def _pooling_behind(model: nn.Module, padding: int) -> Iterator[None]:
-    """Let a model of transformers find each last token: it takes the last that is not its padding token, which may end
-    a sequence.
-    """
+    """Let a model of transformers find each last token: it takes the last that is not its padding token."""
     from transformers import PreTrainedModel
 
     config: Any = model.config.get_text_config() if isinstance(model, PreTrainedModel) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -103,7 +103,12 @@ def from_file(path: str) -> rewards.Scorer:
     fn = getattr(module, FILE_FUNCTION, None)
     if not callable(fn):
         raise OptionError(f"{path} has no function {FILE_FUNCTION}(queries, prompts, labels).")
-    wanted = _taken(path, fn)
+    wanted = list(inspect.signature(fn).parameters)
+    for name in wanted:
+        if name not in FILE_TAKES:
+            raise OptionError(
+                f"{path}: {FILE_FUNCTION} wants {name!r}{nearest(name, FILE_TAKES)}; there are {', '.join(FILE_TAKES)}."
+            )
 
     def called(rollouts: Sequence[Rollout]) -> Any:
         given = {
@@ -121,22 +126,9 @@ def from_file(path: str) -> rewards.Scorer:
     return rewards.batched(called)
 
 
-def _taken(path: str, fn: Callable[..., Any]) -> list[str]:
-    wanted = list(inspect.signature(fn).parameters)
-    for name in wanted:
-        if name not in FILE_TAKES:
-            raise OptionError(
-                f"{path}: {FILE_FUNCTION} wants {name!r}{nearest(name, FILE_TAKES)}; there are {', '.join(FILE_TAKES)}."
-            )
-    return wanted
-
-
 def with_references(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
     """Return what a service is sent: as of `rb.rewards.remote`, and `references`."""
     return {**as_payload(rollouts), "references": [reference_of(r.source) for r in rollouts]}
-
-
-# -- scoring ------------------------------------------------------------------------------------------------------
 
 
 def _scored(reward: Any, rollouts: Rollouts) -> Rollouts:
@@ -167,9 +159,7 @@ def _stopping(board: rewards.Board) -> Iterator[None]:
 
 
 def _sequences(model: nn.Module, rollouts: Rollouts, tokenizer: Any) -> list[list[int]]:
-    """Return what a model on the ranks reads of each sample: the tokens, or the texts in its own tokenizer if it has
-    one.
-    """
+    """Return what a model on the ranks reads of each sample: the tokens, or the texts in a tokenizer of its own."""
     own = getattr(model, "tokenizer", None)
     if own is None or own is tokenizer:
         return [

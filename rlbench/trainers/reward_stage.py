@@ -68,8 +68,6 @@ class RewardStage:
         components = {name: _spread(values, rows) for name, values in found.components.items()}
         return replace(rollouts, rewards=_spread(np.asarray(found.rewards), rows), components=components)
 
-    # -- parts -------------------------------------------------------------------------------------------------
-
     def _scored(self, rollouts: Rollouts, models: ModelStage, tokenizer: Any, control: ControlGroup) -> Rollouts:
         """`score` of samples that count."""
         columns: dict[str, np.ndarray] = {}
@@ -79,10 +77,10 @@ class RewardStage:
             part = rollouts if rows.all() else rollouts.select(rows)
             found, components = source.scored(part, models, tokenizer, control)
             scores.append(_spread(found, rows))
-            for name, values in components.items():
-                _add(columns, name, source.name, _spread(np.asarray(values, np.float64), rows))
-        combined = agreed(control, "the reward function", lambda: self._combined(rollouts, scores))
-        values, metrics = combined
+            for name, values in components.items():  # under the source's name too where another source has one
+                own = f"{source.name}_{name}" if name in columns else name
+                columns[own] = _spread(np.asarray(values, np.float64), rows)
+        values, metrics = agreed(control, "the reward function", lambda: self._combined(rollouts, scores))
         several = {source.name: score for source, score in zip(self.sources, scores, strict=True)}
         kinds = {f"{kind}_reward": self._mean_of(kind, scores) for kind in (MODEL, RULE)}
         if not self.sources:
@@ -184,8 +182,8 @@ class RewardStage:
                 )
             if self._label_map and self._fn is None:
                 raise OptionError("reward_fn_label_map has no effect without reward_fn or reward_recipe.")
-            return
-        self._check_recipe(self._recipe)
+        else:
+            self._check_recipe(self._recipe)
 
     def _check_recipe(self, recipe: Recipe) -> None:
         used: set[int] = set()
@@ -221,18 +219,9 @@ def _spread(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
     return whole
 
 
-def _add(columns: dict[str, np.ndarray], name: str, source: str, values: np.ndarray) -> None:
-    """Add a component under its name; under its source's too where another source has one of that name."""
-    columns[f"{source}_{name}" if name in columns else name] = values
-
-
-def _plain(values: Any) -> np.ndarray:
-    return np.asarray(values.detach().cpu() if torch.is_tensor(values) else values, np.float64)
-
-
 def _numbers(what: str, given: Any, count: int) -> np.ndarray:
     try:
-        values = _plain(given)
+        values = np.asarray(given.detach().cpu() if torch.is_tensor(given) else given, np.float64)
     except (TypeError, ValueError) as error:
         raise DataError(f"reward_fn: {what} are no numbers ({error}); wanted ({count},)") from None
     if what != "rewards" and values.shape == ():  # one number for all

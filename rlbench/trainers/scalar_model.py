@@ -51,9 +51,7 @@ class ScalarHeadModel(HuggingFaceFsdp2TrainModule):
         position_ids: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Return the head's number, (P,) float32, at `positions` (P,) of the flattened `input_ids` (S, T); None: at
-        all.
-        """
+        """Return the head's numbers (P,) float32, at `positions` (P,) of the flattened `input_ids` (S, T); None: at all."""
         backbone = getattr(self, self.base_model_prefix)
         offered = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
         taken = inspect.signature(backbone.forward).parameters
@@ -92,9 +90,7 @@ class ScalarHeadModel(HuggingFaceFsdp2TrainModule):
         return (heads[0] if heads else None), found
 
     def _drawn_head(self) -> Tensor:
-        """Draw from a normal of deviation 1 / (width + 1): values begin near 0, and are the same on any number of
-        ranks.
-        """
+        """Draw from a normal of deviation 1 / (width + 1): values begin near 0, alike on any number of ranks."""
         shape = tuple(self.score.weight.shape)
         fill = partial(nn.init.normal_, mean=0.0, std=1.0 / (shape[-1] + 1))
         return initialised(f"{HEAD}.weight", fill, shape, self.head_seed or 0)
@@ -111,11 +107,9 @@ def make_scalar(
     """Make a module of `kind` on meta; `strategy.prepare_model` or `strategy.load_ckpt` gives it its weights."""
     architecture = _sequence_class(path, revision)
     cls: Any = type(f"{kind.__name__}{architecture.__name__}", (kind, architecture), {"__module__": __name__})
-    options: dict[str, Any] = {"num_labels": 1}
-    if dtype is not None:
-        options["dtype"] = floating_dtype(dtype)
-    if revision is not None:
-        options["revision"] = revision
+    options: dict[str, Any] = {"num_labels": 1, "revision": revision}
+    options |= {} if dtype is None else {"dtype": floating_dtype(dtype)}
+    options = {name: value for name, value in options.items() if value is not None}
     with device("meta"):
         module = cls.from_pretrained(path, **options)
     head_layer = getattr(module, HEAD, None)
@@ -143,9 +137,7 @@ def _headless(path: str, model_type: str) -> BuildError:
 
 
 def _through_transformers(source: TensorSource, prefix: str, apart: tuple[str, ...]) -> dict[str, Callable[[], Tensor]]:
-    """Read a backbone whose names on disk are not the module's by transformers, whole in host memory; `apart` is no
-    part of it.
-    """
+    """Read a backbone with other names on disk by transformers, whole in host memory; `apart` is no part of it."""
     from transformers import AutoModel
     from transformers.utils import logging
 
@@ -163,8 +155,4 @@ def _through_transformers(source: TensorSource, prefix: str, apart: tuple[str, .
             f"the weights of {source.label} do not fit {type(model).__name__}: missing {missing[:4]}, unknown "
             f"{unknown[:4]}. Give the right checkpoint; where a head is among the unknown, name it: value_head_prefix=…"
         )
-    return {f"{prefix}.{name}": partial(_same, tensor) for name, tensor in model.state_dict().items()}
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+    return {f"{prefix}.{name}": lambda tensor=tensor: tensor for name, tensor in model.state_dict().items()}  # type: ignore[misc]

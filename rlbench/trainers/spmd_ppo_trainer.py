@@ -132,19 +132,16 @@ class SPMDPPOTrainerBase(PPOTrainer):
         begin = time.perf_counter()
         self._say_mode()
         frozen = global_steps < self.options.ppo.freezing_actor_steps
-        self._bring_in()
+        optimizers = [one for one in (self.actor_optim, self.critic_optim) if one is not None]
+        for optimizer in optimizers:
+            self.strategy.maybe_load_optimizer(optimizer)
         try:
             self._train(frozen)
         finally:
-            self._send_away()
-        metrics = (
-            self._losses()
-            | self.rollout_metrics
-            | {
-                "train_steps": float(len(self._done)),
-                "optimizer_steps": float(self.optimizer_steps),
-            }
-        )
+            for optimizer in optimizers:
+                self.strategy.maybe_offload_optimizer(optimizer)
+        metrics = self._losses() | self.rollout_metrics
+        metrics |= {"train_steps": float(len(self._done)), "optimizer_steps": float(self.optimizer_steps)}
         metrics["perf/ppo_train_s"] = time.perf_counter() - begin
         if self.unsent:
             metrics |= self.send_weights()
@@ -225,17 +222,13 @@ class SPMDPPOTrainerBase(PPOTrainer):
         return not self._committed and context.current().stop_requested()
 
     def _forget(self) -> None:
-        """A part failed or was stopped: its gradients are gone, and those that waited for the same step with them.
-
-        What of the step came from this experience is trained on again.
-        """
+        """Drop the gradients of a step that failed or was stopped; its share of this experience is trained on again."""
         self.drop_gradients()
         self._place = self._began
         self.pretraining.restore(self._texts_began)
 
     def _drop_lost(self) -> None:
-        """Where somebody cleared gradients that waited (on any rank, of any model), the step begins anew on all: its
-        rest would be taken for all of it."""
+        """Begin the step anew on all ranks where somebody cleared gradients that waited for it."""
         if any(self.strategy.control.gather(any(update.lost_gradients for update in self.updates))):
             self.strategy.print("gradients that waited for their step are gone; the step begins anew")
             self.drop_gradients()
@@ -290,16 +283,6 @@ class SPMDPPOTrainerBase(PPOTrainer):
         return [self.policy_update, *([] if self.value_update is None else [self.value_update])]
 
     # -- around them --------------------------------------------------------------------------------------------
-
-    def _bring_in(self) -> None:
-        for optimizer in (self.actor_optim, self.critic_optim):
-            if optimizer is not None:
-                self.strategy.maybe_load_optimizer(optimizer)
-
-    def _send_away(self) -> None:
-        for optimizer in (self.actor_optim, self.critic_optim):
-            if optimizer is not None:
-                self.strategy.maybe_offload_optimizer(optimizer)
 
     def _adapt(self) -> None:
         """Let the weight of the KL follow the KL that was seen, and with `use_kl_loss` the loss follow the weight."""
