@@ -206,7 +206,7 @@ class FastExperienceMaker:
         return experience_metrics.evaluation(self._scored(prompts, sampling, Clock()), self.strategy.control)
 
     def tokenize_fn(self, texts: Any, max_length: int, padding: bool = True, device: Any = None) -> Any:
-        """Return token ids of texts without special tokens, at most `max_length`: padded tensors on `device`, or lists."""
+        """Return token ids of texts without special tokens, at most `max_length`, padded tensors or lists."""
         options: dict[str, Any] = {"add_special_tokens": False, "max_length": max_length, "truncation": True}
         if not padding:
             return self.tokenizer(texts, **options)

@@ -51,7 +51,7 @@ class ScalarHeadModel(HuggingFaceFsdp2TrainModule):
         position_ids: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Return the head's numbers (P,) float32, at `positions` (P,) of the flattened `input_ids` (S, T); None: at all."""
+        """Return the head's numbers (P,) float32, at `positions` (P,) of the flattened `input_ids`; None: at all."""
         backbone = getattr(self, self.base_model_prefix)
         offered = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
         taken = inspect.signature(backbone.forward).parameters
