@@ -121,9 +121,7 @@ def build_trainer(
     with _actor_kept_on_failure(module, optimizer):
         critic, critic_optim = _critic(strategy, spec)
         if spec.lr is not None:
-            for group in optimizer.param_groups:
-                group["lr"] = float(spec.lr)
-                group.pop("initial_lr", None)
+            set_rate(optimizer, spec.lr)
         trainer = trainer_class(
             strategy,
             module,
@@ -203,6 +201,13 @@ def _actor_kept_on_failure(module: nn.Module, optimizer: Any) -> Iterator[None]:
                 group.pop(name, None)
             group.update(own)
         raise
+
+
+def set_rate(optimizer: Any, lr: float) -> None:
+    """Give every group one rate; a schedule made later starts from it."""
+    for group in optimizer.param_groups:
+        group["lr"] = float(lr)
+        group.pop("initial_lr", None)
 
 
 def _schedule(optimizer: Any, spec: TrainerSpec, config: StrategyConfig) -> Any:

@@ -16,7 +16,7 @@ from rlbench.rl import dapo
 from rlbench.strategies import OptionError, get_fake_strategy
 from rlbench.strategies.learning_rate import cosine_schedule
 from rlbench.trainers import make_critic
-from rlbench.trainers.building import _set_rate
+from rlbench.trainers.building import set_rate
 from tests.trainers.making import asked, last_token, qwen_of
 from tests.trainers.test_ppo_trainer import Digits, first_weight, trainer_of
 
@@ -331,7 +331,7 @@ def test_actor_steps_cannot_be_frozen_without_a_critic_to_train(qwen: str) -> No
 def test_a_schedule_falls_to_a_tenth_of_its_own_rate_whatever_the_optimizer_was_made_with() -> None:
     layer = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-6)
-    _set_rate(optimizer, 1e-3)
+    set_rate(optimizer, 1e-3)
     schedule, rates = cosine_schedule(optimizer, 20, 0.1), []
     for _ in range(21):
         rates.append(optimizer.param_groups[0]["lr"])
