@@ -24,7 +24,6 @@ from rlbench.strategies.fsdp2 import FSDPV2Strategy
 from rlbench.strategies.learning_rate import cosine_schedule
 from rlbench.strategies.memory_side import kept_on_host
 from rlbench.strategies.mp_optimizer import is_mp_optimizer
-from rlbench.strategies.preparing_side import cosine_schedule
 from rlbench.strategies.session_link import session_of_ranks
 from rlbench.trainers.policy_module import make_policy
 from rlbench.trainers.policy_spec import PolicySpec
