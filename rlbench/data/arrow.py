@@ -23,20 +23,23 @@ def write_own(table: Any, path: str | Path, key: bytes, facts: dict[str, Any]) -
     return Path(path).expanduser()
 
 
-def read_own(path: str | Path, key: bytes, newest: int, writer: str) -> tuple[Any, dict[str, Any]]:
-    """Return the table and the facts of a file that `write_own`, called by `writer`, wrote; refuse a format above
-    `newest`.
-    """
-    parquet = needed("pyarrow.parquet", "from_parquet()")
+def read_table(path: Path, call: str) -> Any:
+    """Read a Parquet file for `call`, which an error names."""
+    parquet = needed("pyarrow.parquet", call)
     from pyarrow import ArrowException
 
+    try:
+        return parquet.read_table(path, partitioning=None)
+    except ArrowException as error:
+        raise DataError(f"{path} is no Parquet file that can be read: {error}") from None
+
+
+def read_own(path: str | Path, key: bytes, newest: int, writer: str) -> tuple[Any, dict[str, Any]]:
+    """Return the table and the facts of a file that `write_own` wrote for `writer`, of format `newest` at most."""
     path = Path(path).expanduser()
     if not path.is_file():
         raise DataError(f"no file {path}")
-    try:
-        table = parquet.read_table(path, partitioning=None)
-    except ArrowException as error:
-        raise DataError(f"{path} is no Parquet file that can be read: {error}") from None
+    table = read_table(path, "from_parquet()")
     about = (table.schema.metadata or {}).get(key)
     if about is None:
         raise DataError(f"{path} was not written by {writer}: it holds the columns {', '.join(table.column_names[:8])}")

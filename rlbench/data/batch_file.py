@@ -16,7 +16,6 @@ import numpy as np
 from rlbench.data import plain
 from rlbench.data.arrow import list_column, ragged_column, read_own, write_own
 from rlbench.data.optional import needed
-from rlbench.data.ragged import Ragged
 from rlbench.errors import DataError
 
 if TYPE_CHECKING:
@@ -44,7 +43,9 @@ def write_batch(batch: TrainBatch, path: str | Path) -> Path:
         elif field.name in (*PER_TOKEN, *PER_ROW):
             if value is None:
                 continue
-            value = _array(value, field.name)
+            value = np.asarray(value)
+            if value.dtype.kind not in "biuf":
+                raise DataError(f"the batch's {field.name} are {value.dtype}: wanted an array of numbers or booleans")
             kinds[field.name] = value.dtype.str
             per_token = field.name in PER_TOKEN
             columns[field.name] = list_column(batch.responses.with_values(value)) if per_token else pa.array(value)
@@ -75,23 +76,13 @@ def _batch(table: Any, facts: dict[str, Any]) -> TrainBatch:
         if name in TOKENS:
             found[name] = ragged_column(table[TOKENS[name]], np.dtype(dtype))
         elif name in PER_TOKEN:
-            found[name] = _beside(ragged_column(table[name], np.dtype(dtype)), found["responses"], name)
+            column = ragged_column(table[name], np.dtype(dtype))
+            if not np.array_equal(column.offsets, found["responses"].offsets):
+                raise ValueError(f"{name} is not as long as the token ids")
+            found[name] = column.values
         else:
             found[name] = table[name].to_numpy().astype(np.dtype(dtype))
     strange = sorted(set(found) - known)
     if strange:
         raise DataError(f"the file has the fields {', '.join(strange)}: it is of a newer rlbench; update rlbench")
     return TrainBatch(**found)
-
-
-def _beside(column: Ragged, responses: Ragged, name: str) -> np.ndarray:
-    if not np.array_equal(column.offsets, responses.offsets):
-        raise ValueError(f"{name} is not as long as the token ids")
-    return column.values
-
-
-def _array(value: Any, name: str) -> np.ndarray:
-    array = np.asarray(value)
-    if array.dtype.kind not in "biuf":
-        raise DataError(f"the batch's {name} are {array.dtype}: wanted an array of numbers or booleans")
-    return array

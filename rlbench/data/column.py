@@ -42,7 +42,9 @@ class Column(np.ndarray):
         """Compute on plain arrays: the result is no longer what this column is called."""
         if out is not None:
             options["out"] = tuple(_plain(value) for value in out)
-        result = getattr(ufunc, method)(*map(_plain, inputs), **_plain_options(options))
+        result = getattr(ufunc, method)(
+            *map(_plain, inputs), **{name: _plain(value) for name, value in options.items()}
+        )
         return out[0] if out is not None and len(out) == 1 and isinstance(out[0], Column) else result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -95,7 +97,3 @@ class Column(np.ndarray):
 
 def _plain(value: Any) -> Any:
     return value.view(np.ndarray) if isinstance(value, Column) else value
-
-
-def _plain_options(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: _plain(value) for name, value in options.items()}

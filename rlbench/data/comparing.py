@@ -142,10 +142,16 @@ class RewardComparison(Suggesting):
         """
         other = self._other(name)
         old, new = np.asarray(self.rewards(self.baseline)), np.asarray(self.rewards(other))
-        differ = self._differ(other)
-        rows = np.flatnonzero(differ)
+        apart = np.nan_to_num(np.abs(new - old)) > _tolerance(old, new)
+        rows = np.flatnonzero(apart | (np.isnan(old) != np.isnan(new)))
         order = rows[np.argsort(-np.nan_to_num(np.abs(new - old)[rows], nan=np.inf), kind="stable")]
-        return [self._disagreement(int(i), float(old[i]), float(new[i])) for i in order[:n]]
+        base = self.scored[self.baseline]
+        rows, places = order[:n].tolist(), base.group.tolist()
+        labels = [base.prompts[places[i]].label for i in rows]
+        return [
+            Disagreement(i, places[i], *self._texts(i), label, float(old[i]), float(new[i]), float(new[i] - old[i]))
+            for i, label in zip(rows, labels, strict=True)
+        ]
 
     def slowest(self, n: int = 10) -> list[Timing]:
         """The completions whose scoring took longest, over all rewards that were run here."""
@@ -173,12 +179,6 @@ class RewardComparison(Suggesting):
         self.rollouts(chosen)
         return chosen
 
-    def _differ(self, name: str) -> np.ndarray:
-        """(N,) bool: another reward, or one failed and the other did not."""
-        old, new = np.asarray(self.rewards(self.baseline)), np.asarray(self.rewards(name))
-        apart = np.nan_to_num(np.abs(new - old)) > _tolerance(old, new)
-        return np.asarray(apart | (np.isnan(old) != np.isnan(new)))
-
     def _agreement(self, name: str) -> Agreement:
         scored, known = self.scored[name], self._known(name)
         old, new = np.asarray(self.rewards(self.baseline)), np.asarray(self.rewards(name))
@@ -205,11 +205,6 @@ class RewardComparison(Suggesting):
         base = self.scored[self.baseline]
         return base.prompts[base.group[i]].text, base.texts[i]
 
-    def _disagreement(self, i: int, old: float, new: float) -> Disagreement:
-        base = self.scored[self.baseline]
-        p = int(base.group[i])
-        return Disagreement(i, p, *self._texts(i), base.prompts[p].label, old, new, new - old)
-
 
 def compare(rollouts: Rollouts, rewards: Mapping[str, Any], options: Mapping[str, Any]) -> RewardComparison:
     """See `Rollouts.compare`."""
@@ -217,13 +212,12 @@ def compare(rollouts: Rollouts, rewards: Mapping[str, Any], options: Mapping[str
     if not given:
         raise DataError("compare: nothing to compare: rollouts.compare(old=one_reward, new=another)")
     if len(given) == 1:
-        name = "old" if "old" not in given else "before"
         if rollouts.rewards is None:
             raise DataError(
                 f"compare: {next(iter(given))!r} alone, and these rollouts have no rewards to compare with: "
                 "rollouts.compare(old=one_reward, new=another)"
             )
-        given = {name: "rewards", **given}
+        given = {"old" if "old" not in given else "before": "rewards", **given}
     if not rollouts.samples:
         raise DataError("compare: these rollouts have no completions")
     scored: dict[str, Rollouts] = {}

@@ -105,7 +105,15 @@ def _table(rollouts: Rollouts) -> tuple[Any, dict[str, Any]]:
     bare = np.setdiff1d(np.arange(len(rollouts)), rollouts.group)
     none = [None] * len(bare)
     prompt_of = np.concatenate([rollouts.group, bare]).astype(np.int32)
-    contents = [_prompt_cells(p, i) for i, p in enumerate(rollouts.prompts)]
+    contents = [
+        (
+            prompt.text,
+            plain.dumps(prompt.content, f"prompt {i}"),
+            plain.dumps(prompt.label, f"the label of prompt {i}"),
+            plain.dumps(dict(prompt.meta), f"the meta data of prompt {i}"),
+        )
+        for i, prompt in enumerate(rollouts.prompts)
+    ]
     rewards = [None] * rollouts.samples if rollouts.rewards is None else rollouts.rewards.tolist()
     columns = {
         "prompt_index": pa.array(prompt_of, pa.int32()),
@@ -199,15 +207,6 @@ def _scoring_columns(rollouts: Rollouts) -> dict[str, np.ndarray]:
     return columns
 
 
-def _prompt_cells(prompt: Prompt, index: int) -> tuple[str, str, str, str]:
-    return (
-        prompt.text,
-        plain.dumps(prompt.content, f"prompt {index}"),
-        plain.dumps(prompt.label, f"the label of prompt {index}"),
-        plain.dumps(dict(prompt.meta), f"the meta data of prompt {index}"),
-    )
-
-
 def _texts(values: list[str | None], what: str, lossy: bool = False) -> Any:
     """A text column. Lone surrogates have no UTF-8: replaced if the exact text stands elsewhere, else refused."""
     import pyarrow as pa
@@ -217,11 +216,7 @@ def _texts(values: list[str | None], what: str, lossy: bool = False) -> Any:
     try:
         return pa.array(values, pa.large_string())
     except UnicodeEncodeError:
-        bad = next(i for i, v in enumerate(values) if v is not None and not _encodable(v))
+        bad = next(i for i, v in enumerate(values) if any("\ud800" <= c <= "\udfff" for c in v or ""))
         raise DataError(
             f"{what} {bad} holds a lone surrogate, which no file can hold as text: replace it first"
         ) from None
-
-
-def _encodable(text: str) -> bool:
-    return not any("\ud800" <= c <= "\udfff" for c in text)

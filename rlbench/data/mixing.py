@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 from rlbench.data.prompt_set import PromptSet
-from rlbench.data.prompt_stream import FORMAT, OnEnd, checked_count, checked_seed, checked_state
+from rlbench.data.prompt_stream import FORMAT, OnEnd, check_same_options, checked_count, checked_seed, checked_state
 from rlbench.data.prompts import Prompt
 from rlbench.errors import DataError, Suggesting, nearest
 from rlbench.units import format_percent
@@ -112,7 +112,10 @@ class Mixture(Suggesting):
             taken = self.streams[name].take(1)
             if not taken:
                 break
-            found.append(_marked(taken[0], name))
+            meta = dict(taken[0].meta)
+            if SOURCE in meta and meta[SOURCE] != name:
+                meta[SOURCE_OF_ROW] = meta[SOURCE]
+            found.append(replace(taken[0], meta={**meta, SOURCE: name}))
         return found
 
     def batches(self, n: int) -> Iterator[list[Prompt]]:
@@ -141,12 +144,7 @@ class Mixture(Suggesting):
         if not isinstance(streams, Mapping) or set(streams) != set(self.streams):
             was = ", ".join(streams) if isinstance(streams, Mapping) else "none"
             raise DataError(f"restore: the state is of the sets {was}; this mixture has {', '.join(self.streams)}")
-        for option in ("weights", "seed"):
-            if state.get(option) != getattr(self, option):
-                raise DataError(
-                    f"restore: the state is of a mixture with {option}={state.get(option)!r}, this one has "
-                    f"{getattr(self, option)!r}: make it as it was, or start anew"
-                )
+        check_same_options(self, state, ("weights", "seed"))
         places = {name: stream.place_of(streams[name]) for name, stream in self.streams.items()}
         for name, place in places.items():
             self.streams[name].go_to(place)
@@ -165,21 +163,12 @@ class Mixture(Suggesting):
         return max(self.sets, key=lambda name: self.weights[name] * taken - counts[name])
 
 
-def _marked(prompt: Prompt, name: str) -> Prompt:
-    meta = dict(prompt.meta)
-    if SOURCE in meta and meta[SOURCE] != name:
-        meta[SOURCE_OF_ROW] = meta[SOURCE]
-    return replace(prompt, meta={**meta, SOURCE: name})
-
-
 def _named(sets: Mapping[str, Any] | Sequence[Any]) -> tuple[dict[str, PromptSet], dict[str, float]]:
     """Sets by name, and the weights that came with them."""
     if isinstance(sets, PromptSet) or not isinstance(sets, Mapping | Sequence) or isinstance(sets, str):
         raise DataError("mix: give several sets: {'name': (set, weight), …} or [set, set]")
     pairs = (
-        [(str(name), given) for name, given in sets.items()]
-        if isinstance(sets, Mapping)
-        else ([("", given) for given in sets])
+        [(str(name), given) for name, given in sets.items()] if isinstance(sets, Mapping) else [("", s) for s in sets]
     )
     if not pairs:
         raise DataError("mix: no sets: give {'name': (set, weight), …} or [set, set]")

@@ -31,13 +31,19 @@ def to_plain(value: Any, what: str) -> Any:
     if isinstance(value, tuple):
         return {MARK: "tuple", "value": [to_plain(v, what) for v in value]}
     if isinstance(value, Mapping):
-        return _mapping(value, what)
+        if MARK not in value and all(type(key) is str for key in value):
+            return {key: to_plain(v, what) for key, v in value.items()}
+        return {MARK: "dict", "value": [[to_plain(k, what), to_plain(v, what)] for k, v in value.items()]}
     if isinstance(value, bytes):
         return {MARK: "bytes", "value": base64.b64encode(value).decode()}
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufcSU":
-        return _array(value)
+        data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
+        kind = "array" if isinstance(value, np.ndarray) else "scalar"
+        return {MARK: kind, "dtype": value.dtype.str, "shape": list(value.shape), "value": data}
     if type(value).__module__.startswith("PIL."):
-        return _image(value)
+        stream = io.BytesIO()
+        value.save(stream, format="PNG")
+        return {MARK: "image", "value": base64.b64encode(stream.getvalue()).decode()}
     raise DataError(
         f"{what} holds a {type(value).__name__}, which cannot be written so that it reads back the same: "
         "use text, numbers, lists, dicts, numpy arrays or images"
@@ -66,28 +72,6 @@ def dumps(value: Any, what: str) -> str:
 def loads(text: str) -> Any:
     """What `dumps` was given."""
     return from_plain(json.loads(text))
-
-
-def _mapping(value: Mapping[Any, Any], what: str) -> dict[str, Any]:
-    if MARK not in value and all(type(key) is str for key in value):
-        return {key: to_plain(v, what) for key, v in value.items()}
-    return {MARK: "dict", "value": [[to_plain(k, what), to_plain(v, what)] for k, v in value.items()]}
-
-
-def _array(value: np.ndarray | np.generic) -> dict[str, Any]:
-    data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
-    return {
-        MARK: "array" if isinstance(value, np.ndarray) else "scalar",
-        "dtype": value.dtype.str,
-        "shape": list(value.shape),
-        "value": data,
-    }
-
-
-def _image(value: Any) -> dict[str, Any]:
-    stream = io.BytesIO()
-    value.save(stream, format="PNG")
-    return {MARK: "image", "value": base64.b64encode(stream.getvalue()).decode()}
 
 
 def _read_array(value: dict[str, Any]) -> np.ndarray:

@@ -129,7 +129,8 @@ class PromptSet(Suggesting, Sequence[Prompt]):
         return self.join(other) if isinstance(other, PromptSet) else NotImplemented
 
     def __repr__(self) -> str:
-        parts = [f"{len(self)} prompts", _kinds(self.prompts)]
+        kinds = {_kind(prompt.content) for prompt in self.prompts}
+        parts = [f"{len(self)} prompts", "" if kinds == {"texts"} else " and ".join(sorted(kinds))]
         labelled = sum(label is not None for label in self.labels)
         parts += [] if labelled == len(self) else ["no labels" if not labelled else f"{labelled} with a label"]
         if self.lengths is not None and len(self):
@@ -143,12 +144,6 @@ class PromptSet(Suggesting, Sequence[Prompt]):
     def _rows(self, rows: np.ndarray) -> PromptSet:
         lengths = None if self.lengths is None else np.asarray(self.lengths)[rows]
         return replace(self, prompts=tuple(self.prompts[i] for i in rows.tolist()), lengths=lengths)
-
-
-def _kinds(prompts: Sequence[Prompt]) -> str:
-    """Which forms the prompts have, where they are not all texts."""
-    found = {_kind(prompt.content) for prompt in prompts}
-    return "" if found == {"texts"} else " and ".join(sorted(found))
 
 
 def _kind(content: PromptContent) -> Literal["texts", "chats", "token ids"]:

@@ -6,7 +6,7 @@ that restores them goes on with exactly the prompt that would have come.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeGuard
 
 import numpy as np
@@ -71,7 +71,7 @@ class PromptStream(Suggesting):
         return {
             "format": FORMAT,
             "kind": "stream",
-            "set": self._identity(),
+            "set": {"prompts": len(self.prompts), "fingerprint": self.prompts.fingerprint},
             "seed": self.seed,
             "shuffle": self.shuffle,
             "epochs": self.epochs,
@@ -92,18 +92,17 @@ class PromptStream(Suggesting):
         """Epoch and position in a state that fits this stream; raises DataError for any other."""
         whose = self.prompts.name or "this set"
         checked_state(state, "stream", "set.stream(…).state()")
-        was, now = state.get("set"), self._identity()
+        was, now = state.get("set"), self.state()["set"]
         if was != now:
-            raise DataError(
-                f"restore: the prompts of {whose} have changed since the state was taken: it knew {_told(was)}, now "
-                f"there are {_told(now)}. Load the same data as then, or start a new stream"
+            before, after = (
+                f"{one.get('prompts')} ({one.get('fingerprint')})" if isinstance(one, Mapping) else repr(one)
+                for one in (was, now)
             )
-        for name in ("seed", "shuffle", "epochs"):
-            if state.get(name) != getattr(self, name):
-                raise DataError(
-                    f"restore: the state is of a stream with {name}={state.get(name)!r}, this one has "
-                    f"{name}={getattr(self, name)!r}: make it as it was, or start anew"
-                )
+            raise DataError(
+                f"restore: the prompts of {whose} have changed since the state was taken: it knew {before}, now "
+                f"there are {after}. Load the same data as then, or start a new stream"
+            )
+        check_same_options(self, state, ("seed", "shuffle", "epochs"))
         epoch, position = state.get("epoch"), state.get("position")
         if not _is_count(epoch) or not _is_count(position) or position >= len(self.prompts):
             raise DataError(
@@ -126,14 +125,10 @@ class PromptStream(Suggesting):
         count = len(self.prompts)
         return permutation(count, self.seed, epoch) if self.shuffle else np.arange(count)
 
-    def _identity(self) -> dict[str, Any]:
-        return {"prompts": len(self.prompts), "fingerprint": self.prompts.fingerprint}
-
 
 def permutation(count: int, seed: int, *more: int) -> np.ndarray:
-    """An order of `count` things, (count,) int64, the same under every version of numpy: the stream of `RandomState` is
-    frozen (NEP 19), that of `default_rng` is not.
-    """
+    """Return an order of `count` things, (count,) int64, the same under every version of numpy."""
+    # the stream of RandomState is frozen (NEP 19), that of default_rng is not
     return np.random.RandomState([checked_seed(seed), *more]).permutation(count)
 
 
@@ -172,11 +167,16 @@ def checked_state(state: Any, kind: str, call: str) -> None:
         raise DataError(f"restore: the state has format {state.get('format')!r}; this rlbench reads up to {FORMAT}")
 
 
+def check_same_options(stream: Any, state: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Refuse a state that was taken with other options."""
+    for name in names:
+        if state.get(name) != (now := getattr(stream, name)):
+            kind = state["kind"]
+            raise DataError(
+                f"restore: the state is of a {kind} with {name}={state.get(name)!r}, this one has {name}={now!r}: make "
+                "it as it was, or start anew"
+            )
+
+
 def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _told(identity: Any) -> str:
-    if not isinstance(identity, Mapping):
-        return repr(identity)
-    return f"{identity.get('prompts')} ({identity.get('fingerprint')})"

@@ -95,9 +95,10 @@ def as_prompt(value: Any, index: int) -> Prompt:
         return Prompt(list(value))
     if _is_chat(value):
         return Prompt([dict(m) for m in value])
+    shown = repr(value)
     raise DataError(
         f"prompt {index}: wanted a text, chat messages ([{{'role': …, 'content': …}}]), token ids or a row with "
-        f"'prompt'; got {_shown(value)}"
+        f"'prompt'; got {type(value).__name__} {shown[:60]}{'…' if len(shown) > 60 else ''}"
     )
 
 
@@ -122,21 +123,10 @@ def is_chat_or_tokens(value: Any) -> bool:
 
 
 def _is_token_ids(value: Any) -> bool:
-    return (
-        isinstance(value, list | tuple)
-        and len(value) > 0
-        and all(isinstance(t, int) and not isinstance(t, bool) for t in value)
-    )
+    some = isinstance(value, list | tuple) and len(value) > 0
+    return some and all(isinstance(token, int) and not isinstance(token, bool) for token in value)
 
 
 def _is_chat(value: Any) -> bool:
-    return (
-        isinstance(value, list | tuple)
-        and len(value) > 0
-        and all(isinstance(m, Mapping) and "role" in m and "prompt" not in m for m in value)
-    )
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text[:60]}{'…' if len(text) > 60 else ''}"
+    some = isinstance(value, list | tuple) and len(value) > 0
+    return some and all(isinstance(one, Mapping) and "role" in one and "prompt" not in one for one in value)

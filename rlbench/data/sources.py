@@ -12,10 +12,12 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from rlbench.data.arrow import read_table
 from rlbench.data.optional import needed
 from rlbench.data.prompts import Prompt, is_chat_or_tokens
 from rlbench.errors import DataError, nearest
@@ -25,9 +27,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The rows of one source. `name`: what to call it, "" for what has none. `table`: the rows; an iterator over them
-    where `counted` is False.
-    """
+    """The rows of one source called `name` (or ""). `table`: the rows; an iterator where not `counted`."""
 
     name: str
     table: Any
@@ -89,17 +89,15 @@ def _of_path(source: str | Path, split: str | None, config: str | None, revision
         return Rows(path.stem, _read(path))
     if any(c in text for c in "*?["):
         _refuse(f"the files {source}", split=split, config=config, revision=revision)
-        return _of_files(text)
+        paths = sorted(Path(p) for p in glob.glob(text, recursive=True) if Path(p).is_file())
+        if not paths:
+            raise DataError(f"no file matches {text}")
+        return Rows(path.parent.name or "files", [row for one in paths for row in _read(one)])
     if isinstance(source, Path) or path.suffix in READERS or text.startswith(("/", ".")):
-        raise DataError(f"no file {path}{_nearby(path)}")
+        if not path.parent.is_dir():
+            raise DataError(f"no file {path}: there is no folder {path.parent}")
+        raise DataError(f"no file {path}{nearest(path.name, (p.name for p in path.parent.iterdir()))}")
     return _of_hub(str(source), split, config, revision)
-
-
-def _of_files(pattern: str) -> Rows:
-    paths = sorted(Path(p) for p in glob.glob(pattern, recursive=True) if Path(p).is_file())
-    if not paths:
-        raise DataError(f"no file matches {pattern}")
-    return Rows(Path(pattern).parent.name or "files", [row for path in paths for row in _read(path)])
 
 
 def _of_folder(folder: Path, split: str | None, config: str | None, revision: str | None) -> Rows:
@@ -164,8 +162,7 @@ def _list_row(item: Any, index: int) -> Row:
 def _read(path: Path) -> list[Row]:
     reader = READERS.get(path.suffix.lower())
     if reader is None:
-        known = ", ".join(READERS)
-        raise DataError(f"{path.name}: files are read by their suffix: {known}")
+        raise DataError(f"{path.name}: files are read by their suffix: {', '.join(READERS)}")
     try:
         return reader(path)
     except UnicodeDecodeError as error:
@@ -173,13 +170,7 @@ def _read(path: Path) -> list[Row]:
 
 
 def _read_parquet(path: Path) -> list[Row]:
-    parquet = needed("pyarrow.parquet", f"load({path.name!r})")
-    from pyarrow import ArrowException
-
-    try:
-        table = parquet.read_table(path, partitioning=None)
-    except ArrowException as error:
-        raise DataError(f"{path} is no Parquet file that can be read: {error}") from None
+    table = read_table(path, f"load({path.name!r})")
     for key, kind in OWN_FILES.items():
         if key in (table.schema.metadata or {}):
             raise DataError(f"{path} holds {kind}, not a table of prompts: {kind}.from_parquet(path) reads it")
@@ -238,32 +229,19 @@ def _read_csv(path: Path, delimiter: str = ",") -> list[Row]:
     return rows
 
 
-def _read_tsv(path: Path) -> list[Row]:
-    return _read_csv(path, "\t")
-
-
 READERS: dict[str, Callable[[Path], list[Row]]] = {
     ".parquet": _read_parquet,
     ".jsonl": _read_lines,
     ".json": _read_json,
     ".csv": _read_csv,
-    ".tsv": _read_tsv,
+    ".tsv": partial(_read_csv, delimiter="\t"),
 }
-
-
-# -- refusals
 
 
 def _refuse(what: str, **options: str | None) -> None:
     for name, value in options.items():
         if value is not None:
             raise DataError(f"load: {what} has no {name}: leave out {name}={value!r}")
-
-
-def _nearby(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f": there is no folder {path.parent}"
-    return nearest(path.name, (p.name for p in path.parent.iterdir()))
 
 
 def _is_a(name: str, value: Any) -> bool:

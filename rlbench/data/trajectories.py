@@ -66,10 +66,11 @@ def trajectories(rollouts: Rollouts) -> Iterator[dict[str, Any]]:
     for i in range(rollouts.samples):
         p = int(rollouts.group[i])
         prompt = rollouts.prompts[p]
+        said = rollouts.infos[i].get("messages") if rollouts.infos else None  # of all turns
         yield {
             "prompt_index": p,
             "sample_index": int(which[i]),
-            "messages": [*_messages(prompt, p), *_answer(rollouts, i)],
+            "messages": [*_messages(prompt, p), *(said or [{"role": "assistant", "content": rollouts.texts[i]}])],
             "prompt_token_ids": rollouts.prompt_ids[p].tolist(),
             "token_ids": rollouts.responses[i].tolist(),
             "channels": {name: _numbers(rows[i]) for name, rows in channels.items()},
@@ -94,12 +95,6 @@ def _messages(prompt: Prompt, index: int) -> list[dict[str, Any]]:
 def _number(value: float) -> float | None:
     """As JSON holds it: a reward whose scoring failed is NaN."""
     return float(value) if np.isfinite(value) else None
-
-
-def _answer(rollouts: Rollouts, i: int) -> list[dict[str, Any]]:
-    """What was said behind the prompt: one message, or with an environment those of all turns."""
-    said = rollouts.infos[i].get("messages") if rollouts.infos else None
-    return list(said) if said else [{"role": "assistant", "content": rollouts.texts[i]}]
 
 
 def _turns(rollouts: Rollouts, i: int) -> dict[str, Any]:
