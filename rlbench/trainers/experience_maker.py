@@ -140,7 +140,7 @@ class FastExperienceMaker:
             by an interrupt, and one without a token, trains nothing: no other is compared with it, its reward is NaN,
             and of the metrics `aborted` alone counts it.
         """
-        if any(one is not None for media in (all_images, all_videos) for one in media or ()):
+        if any(one is not None for media in (all_images, all_videos) if media is not None for one in media):
             raise DataError("images and videos: vision-language models are not here yet. Give texts or token ids.")
         clock = Clock()
         sampling = sampling_of(self.config, self.options.n, generate_kwargs)
