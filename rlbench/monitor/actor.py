@@ -318,20 +318,14 @@ class Monitor:
         """Sample memory and watch the lease until the process ends."""
         while not self._closed:
             time.sleep(SAMPLE_INTERVAL_S)
-            watched = time.monotonic() - self._looked < WATCHED_S
-            self._sample(watched)
-            with self._lock:
-                calls = dict(self._running.calls)
-            if watched:
-                self._progress.look({call_id: self._actors(call.engine) for call_id, call in calls.items()})
+            self._sample()
+            self._look_at_calls()
             driver = self._state["driver"]
             alive = driver is not None and _alive(driver)
             if alive:
                 self._last_alive = time.monotonic()
-            else:  # it ends no verb any more; an operator does
-                with self._lock:
-                    mine = {verb.epoch for verb in self._running.verbs.values()} - {self._operator_epoch}
-                    self._running.forget_verbs(mine)
+            else:
+                self._forget_its_verbs()
             if lease.is_over(driver, alive, self._silent_s(), bool(self._running.calls)):
                 self.close()
                 return
@@ -340,21 +334,43 @@ class Monitor:
         """Seconds since the last call, or since the driver was last seen alive."""
         return time.monotonic() - max(self._last_beat, self._last_alive)
 
-    def _sample(self, watched: bool) -> None:
+    def _sample(self) -> None:
         """Sample memory, and see which workers died: dead at two looks, as an engine that is closed kills its own."""
         pids = holdings.pids(self._state)
-        sample, before = self._telemetry.take(pids, watched)
+        sample, before = self._telemetry.take(pids, self._watched())
         kills = [s["oom_kills"] for s in (before, sample) if s is not None and s["oom_kills"] is not None]
         if len(kills) == 2 and kills[1] > kills[0]:
             with self._lock:
                 self._running.marks.instant("oom", "the system killed a process for want of memory")
         dead = {name for name in pids if name not in sample["resident"] and not holdings.lives(name)}
-        with self._lock:  # no worker is left to say that these calls are over
-            for call_id, call in list(self._running.calls.items()):
-                if dead.issuperset(self._state["engines"].get(call.engine, {}).get("pids", {})):
-                    self.end(call_id, call.epoch)
+        self._forget_dead_calls(dead)
         self._note_dead(dead & self._dead)
         self._dead = dead
+
+    def _watched(self) -> bool:
+        """Whether somebody looks at the session."""
+        return time.monotonic() - self._looked < WATCHED_S
+
+    def _look_at_calls(self) -> None:
+        """Ask the running calls how far they are, while somebody looks at the session."""
+        if self._watched():
+            with self._lock:
+                calls = dict(self._running.calls)
+            self._progress.look({call_id: self._actors(call.engine) for call_id, call in calls.items()})
+
+    def _forget_its_verbs(self) -> None:
+        """The driver died and ends no verb any more; an operator does."""
+        with self._lock:
+            mine = {verb.epoch for verb in self._running.verbs.values()} - {self._operator_epoch}
+            self._running.forget_verbs(mine)
+
+    def _forget_dead_calls(self, dead: set[str]) -> None:
+        """No worker is left to say that these calls are over."""
+        with self._lock:
+            for call_id, call in list(self._running.calls.items()):
+                workers = self._state["engines"].get(call.engine, {}).get("pids", {})
+                if dead.issuperset(workers):
+                    self.end(call_id, call.epoch)
 
     def _note_dead(self, dead: set[str]) -> None:
         """A worker that died outside a call is seen here first: its engine shows it."""
