@@ -53,11 +53,6 @@ class Commands:
         self._lock = threading.Lock()
         self._driving: str | None = None
 
-    @property
-    def driving(self) -> str | None:
-        """The verb an operator runs now."""
-        return self._driving
-
     def submit(self, verb: Any, args: Any) -> dict[str, Any]:
         """Begin a verb; returns its record at once. Raises Refusal."""
         given = checked(verb, args)

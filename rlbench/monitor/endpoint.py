@@ -44,25 +44,20 @@ class Routes:
 
     def answer(self, method: str, path: str, query: dict[str, str], body: dict[str, Any]) -> Answer:
         """Status and value. Raises Refusal."""
-        parts = path.strip("/").split("/")
-        if parts == ["state"]:
-            self._need("GET", method)
-            state = self._state(int(_number(query, "history", HISTORY_DEFAULT, HISTORY_MAX)))
-            return 200, state if "since" not in query else state | self._telemetry(_number(query, "since", 0.0, None))
-        if parts == ["samples"]:
-            self._need("GET", method)
-            return 200, self._telemetry(_number(query, "since", 0.0, None))
-        if parts == ["command"]:
-            self._need("POST", method)
-            return 202, {"command": self._commands.submit(body.get("verb"), body.get("args") or {})}
-        if len(parts) == 2 and parts[0] == "command":
-            self._need("GET", method)
-            return 200, {"command": self._commands.get(parts[1])}
-        raise Refusal(404, f"no {path!r} here; there are /state, /samples, /command and /command/ID")
-
-    def _need(self, wanted: str, method: str) -> None:
+        where, *rest = path.strip("/").split("/")
+        if where not in ("state", "samples", "command") or len(rest) > (where == "command"):
+            raise Refusal(404, f"no {path!r} here; there are /state, /samples, /command and /command/ID")
+        wanted = "POST" if where == "command" and not rest else "GET"
         if method != wanted:
             raise Refusal(405, f"this path wants {wanted}, got {method}")
+        if where == "command":
+            if rest:
+                return 200, {"command": self._commands.get(rest[0])}
+            return 202, {"command": self._commands.submit(body.get("verb"), body.get("args") or {})}
+        state = self._state(int(_number(query, "history", HISTORY_DEFAULT, HISTORY_MAX))) if where == "state" else {}
+        if where == "state" and "since" not in query:
+            return 200, state
+        return 200, state | self._telemetry(_number(query, "since", 0.0, None))
 
 
 class Endpoint:
@@ -158,13 +153,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, status: int, value: dict[str, Any]) -> None:
         answer = json.dumps({"schema": SCHEMA, "time": time.time(), **plain(value)}).encode()
         self.send_response(status)
-        for name, said in (
-            ("Content-Type", "application/json"),
-            ("Content-Length", str(len(answer))),
-            ("Cache-Control", "no-store"),
-            ("X-Content-Type-Options", "nosniff"),
-        ):
-            self.send_header(name, said)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(answer)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
         self.end_headers()
         self.wfile.write(answer)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 KEPT = 1024
@@ -50,16 +50,6 @@ class Mark:
     what: str
     label: str
     engine: str
-
-    def told(self) -> dict[str, Any]:
-        """As plain values."""
-        return {
-            "time": self.time,
-            "seconds": self.seconds,
-            "what": self.what,
-            "label": self.label,
-            "engine": self.engine,
-        }
 
 
 class Marks:
@@ -110,7 +100,7 @@ class Marks:
     def since(self, when: float) -> list[dict[str, Any]]:
         """Marks that ended after `when` (Unix seconds) or still run, by their begin."""
         ended = [mark for mark in self._ended if mark.time + (mark.seconds or 0.0) > when]
-        return [mark.told() for mark in sorted([*ended, *self._open.values()], key=lambda mark: mark.time)]
+        return [asdict(mark) for mark in sorted([*ended, *self._open.values()], key=lambda mark: mark.time)]
 
     def _kinds(self) -> set[str]:
         return {mark.what for mark in self._open.values()}
@@ -149,13 +139,6 @@ class StepClock:
         if self._step is None:
             return
         spent = self._seconds
-        self.splits.append(
-            {
-                "step": self._step,
-                "seconds": sum(spent.values()),
-                **spent,
-                "score": None,
-                "tokens_per_s": self._rates.get(self._step),
-            }
-        )
+        split = {"step": self._step, "seconds": sum(spent.values()), **spent}
+        self.splits.append(split | {"score": None, "tokens_per_s": self._rates.get(self._step)})
         self._seconds, self._step = dict.fromkeys(spent, 0.0), None

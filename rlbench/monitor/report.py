@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlbench.monitor import lease
-from rlbench.monitor.running import Call, Progress, Running
+from rlbench.monitor.running import Progress, Running
 from rlbench.monitor.state import State, history
 from rlbench.monitor.telemetry import Telemetry
 from rlbench.monitor.view import view_of
@@ -31,8 +31,7 @@ def session_report(
     last_error: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """The session as plain values with its `records` last step records, and the view of it."""
-    led_here = history(state)
-    config = state["config"]
+    led_here, driver, config = history(state), state["driver"], state["config"]
     report = {
         "name": state["name"],
         "model": config.get("model"),
@@ -44,11 +43,16 @@ def session_report(
         "branch": state["branch"],
         "paused": state.get("paused", False),
         "engines": [engine_report(name, record, telemetry) for name, record in state["engines"].items()],
-        "running": [call_report(i, call) | {"progress": progress.of(i)} for i, call in running.calls.items()],
+        "running": [
+            {"id": i, "what": call.what, "engine": call.engine, "since": call.since, "progress": progress.of(i)}
+            for i, call in running.calls.items()
+        ],
         "verbs": [{"what": verb.what, "since": verb.since} for verb in running.verbs.values()],
-        "driver": driver_report(state["driver"], alive, beat_age_s),
-        "lease": lease_report(state["driver"], alive, silent_s, bool(running.calls)),
-        "snapshots": [snapshot_report(i, fields) for i, fields in state["snapshots"].items()],
+        "driver": driver and {"pid": driver["pid"], "mode": driver["mode"], "alive": alive, "age_s": beat_age_s},
+        "lease": lease_report(driver, alive, silent_s, bool(running.calls)),
+        "snapshots": [
+            {"id": i} | {key: fields.get(key) for key in SNAPSHOT_FIELDS} for i, fields in state["snapshots"].items()
+        ],
         "history": [step_report(record) for record in led_here[-records:]] if records else [],
         "history_total": len(led_here),
         "lengths": state["lengths"],
@@ -83,28 +87,11 @@ def engine_report(name: str, record: Mapping[str, Any], telemetry: Telemetry) ->
     }
 
 
-def call_report(call_id: str, call: Call) -> dict[str, Any]:
-    """One running call."""
-    return {"id": call_id, "what": call.what, "engine": call.engine, "since": call.since}
-
-
-def driver_report(driver: Mapping[str, Any] | None, alive: bool, beat_age_s: float) -> dict[str, Any] | None:
-    """Who drives the session; None before anybody did."""
-    if driver is None:
-        return None
-    return {"pid": driver["pid"], "mode": driver["mode"], "alive": alive, "age_s": beat_age_s}
-
-
 def lease_report(driver: Mapping[str, Any] | None, alive: bool, silent_s: float, busy: bool) -> dict[str, Any]:
     """How long the session outlives its driver; `left_s` is None while it is held."""
     seconds = lease.lease_of(driver)
     left = None if lease.is_held(driver, alive, busy) else max(0.0, seconds - silent_s)
     return {"seconds": seconds, "silent_s": silent_s, "left_s": left}
-
-
-def snapshot_report(id_: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """One snapshot, without where it lies."""
-    return {"id": id_} | {key: fields.get(key) for key in SNAPSHOT_FIELDS}
 
 
 def plain(value: Any) -> Any:

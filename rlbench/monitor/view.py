@@ -5,18 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlbench.monitor.schema import (
-    Condition,
-    Control,
-    EngineView,
-    Failure,
-    Part,
-    Phase,
-    SessionView,
-    Text,
-    plural,
-    text,
-)
+from rlbench.monitor.schema import Condition, Control, EngineView, Failure, Part, Phase, SessionView, Text, plural, text
 from rlbench.units import format_age, format_bytes, format_number
 
 NAME_SHOWN, ERROR_SHOWN = 80, 300
@@ -158,29 +147,21 @@ def _blocked(report: Json) -> Text:
 def _controls(report: Json, blocked: Text) -> list[Control]:
     running = ", ".join(shortened(call["what"]) for call in report["running"])
     idle: Text = "" if running else text("nothing runs that could be stopped")
+    hold = ("resume", text("resume"), text("Let generation go on with the same tokens"))
+    if not report["paused"]:
+        hold = ("pause", text("pause"), text("Hold generation after its current step; nothing is lost"))
+    sync = text("Send the weights (v%1) to the replicas, verified", report["version"])
+    snapshot = text("Keep weights, optimizer, step and history in host memory")
     return [
-        _button("stop", text("stop"), text("Stop %1: what is finished is kept", running), idle),
-        _button("resume", text("resume"), text("Let generation go on with the same tokens"))
-        if report["paused"]
-        else _button("pause", text("pause"), text("Hold generation after its current step; nothing is lost")),
-        _button(
-            "sync",
-            text("sync"),
-            text("Send the weights (v%1) to the replicas, verified", report["version"]),
-            blocked,
-            drives=True,
-        ),
-        _button(
-            "snapshot",
-            text("snapshot"),
-            text("Keep weights, optimizer, step and history in host memory"),
-            blocked,
-            drives=True,
-        ),
+        _control("stop", text("stop"), text("Stop %1: what is finished is kept", running), idle),
+        _control(*hold),
+        _control("sync", text("sync"), sync, blocked) | {"drives": True},
+        _control("snapshot", text("snapshot"), snapshot, blocked) | {"drives": True},
     ]
 
 
-def _button(verb: str, label: Text, title: Text, why_not: Text = "", drives: bool = False) -> Control:
+def _control(verb: str, label: Text, title: Text, why_not: Text = "") -> Control:
+    """Describe a button of the session; `why_not` disables it and is said in place of what it does."""
     return {
         "key": verb,
         "verb": verb,
@@ -190,7 +171,7 @@ def _button(verb: str, label: Text, title: Text, why_not: Text = "", drives: boo
         "command": label,
         "title": why_not or title,
         "enabled": not why_not,
-        "drives": drives,
+        "drives": False,
         "pressed": None,
     }
 
@@ -232,21 +213,9 @@ def _part(engine: Json, part: str, blocked: Text) -> Part:
     state = engine["state"][part]
     sign, word = PLACES.get(state, ("?", shortened(state)))
     shown = PART_NAMES[part]
-    return {
-        "name": part,
-        "shown": shown,
-        "sign": sign,
-        "word": word,
-        "resident": state == "cuda",
-        "toggle": _toggle(
-            engine,
-            f"{engine['name']}/{part}",
-            [part],
-            blocked,
-            text("%1 %2 %3", shown, sign, word),
-            text("%1 of %2: %3", shown, shortened(engine["name"]), word),
-        ),
-    }
+    label, name = text("%1 %2 %3", shown, sign, word), text("%1 of %2: %3", shown, shortened(engine["name"]), word)
+    toggle = _toggle(engine, f"{engine['name']}/{part}", [part], blocked, label, name)
+    return {"name": part, "shown": shown, "sign": sign, "word": word, "resident": state == "cuda", "toggle": toggle}
 
 
 def _toggle_all(engine: Json, parts: Sequence[str], blocked: Text) -> Control:
@@ -264,18 +233,9 @@ def _toggle(engine: Json, key: str, parts: Sequence[str], blocked: Text, label: 
     for part in parts[1:]:
         shown = text("%1, %2", shown, PART_NAMES[part])
     command = text("offload %1 of %2", shown, owner) if resident else text("onload %1 of %2", shown, owner)
-    return {
-        "key": key,
-        "verb": "offload" if resident else "onload",
-        "args": {"engine": engine["name"], "parts": list(parts)},
-        "label": label,
-        "name": name,
-        "command": command,
-        "title": blocked or _move_title(engine, parts, shown, resident),
-        "enabled": not blocked,
-        "drives": True,
-        "pressed": resident,
-    }
+    button = _control("offload" if resident else "onload", label, _move_title(engine, parts, shown, resident), blocked)
+    args = {"engine": engine["name"], "parts": list(parts)}
+    return button | {"key": key, "args": args, "name": name, "command": command, "drives": True, "pressed": resident}
 
 
 def _move_title(engine: Json, parts: Sequence[str], shown: Text, resident: bool) -> Text:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlbench.notebook.decimal_columns import aligned
-from rlbench.notebook.inert import cut, visible
+from rlbench.notebook.inert import cut, one_line, visible
 from rlbench.notebook.markup import box, escape, table
 
 WARNING = "⚠ "
@@ -123,4 +123,4 @@ def _inert(text: str) -> str:
 
 
 def _line(cell: Cell) -> str:
-    return cut(visible(" ".join(str(cell).split("\n"))), MOST)
+    return one_line(cell, MOST)

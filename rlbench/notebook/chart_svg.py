@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlbench.monitor.view import shortened
 from rlbench.notebook.chart import Bars, Chart, Line, Panel, outlined, ticks
 from rlbench.notebook.markup import box, escape
-from rlbench.notebook.palette import HUES, VERMILLION
+from rlbench.notebook.palette import HUES
 from rlbench.units import format_number
 
 WIDTH, WIDE_HEIGHT, SMALL_HEIGHT = 680, 240, 150
@@ -104,13 +105,12 @@ def _axes(frame: Frame, name: str) -> str:
         up = frame.up(value)
         parts.append(
             f'<line x1="{frame.left:g}" x2="{right:g}" y1="{up}" y2="{up}" stroke="currentColor" opacity=".14"/>'
-            f'<text x="{frame.left - 6:g}" y="{up + 4:g}" text-anchor="end">{_tick(value)}</text>'
+            f'<text x="{frame.left - 6:g}" y="{up + 4:g}" text-anchor="end">{format_number(float(value))}</text>'
         )
     for value in ticks(*frame.x, 3):
         if frame.across(value) < right - PER_LETTER * (len(name) + 3):  # the name stands at the end
-            parts.append(
-                f'<text x="{frame.across(value)}" y="{bottom + 14:g}" text-anchor="middle">{_tick(value)}</text>'
-            )
+            place = f'x="{frame.across(value)}" y="{bottom + 14:g}" text-anchor="middle"'
+            parts.append(f"<text {place}>{format_number(float(value))}</text>")
     parts.append(
         f'<line x1="{frame.left:g}" x2="{right:g}" y1="{bottom:g}" y2="{bottom:g}" stroke="currentColor" opacity=".4"/>'
         f'<text x="{right:g}" y="{bottom + 14:g}" text-anchor="end">{escape(name)}</text>'
@@ -149,12 +149,7 @@ def _bar(frame: Frame, left: float, right: float, low: float, high: float, hue: 
     if high <= low:
         return ""
     x0, x1, y0, y1 = *frame.across(np.array([left, right])), *frame.up(np.array([high, low]))
-    look = (
-        f'fill="{VERMILLION.light}" fill-opacity=".3" stroke="{VERMILLION.light}" '
-        f'style="fill:{_hue(1)};stroke:{_hue(1)}"'
-        if hue is None
-        else f'fill="{_light(hue)}" fill-opacity=".75" style="fill:{_hue(hue)}"'
-    )
+    look = TRUNCATED if hue is None else f'fill="{_light(hue)}" fill-opacity=".75" style="fill:{_hue(hue)}"'
     wide, tall = max(1.0, x1 - x0 - 1), max(0.5, y1 - y0)
     return f'<rect x="{x0 + 0.5:.1f}" y="{y0:.1f}" width="{wide:.1f}" height="{tall:.1f}" {look}/>'
 
@@ -162,13 +157,12 @@ def _bar(frame: Frame, left: float, right: float, low: float, high: float, hue: 
 def _key(chart: Chart) -> tuple[str, float]:
     """What the lines are called, once for all panels, in as many rows as they need; and how high that is."""
     entries = [
-        (_cut(name), f'<line x1="0" x2="20" y1="10" y2="10" {_pen(hue, 1.8)}/>')
+        (shortened(name, 24), f'<line x1="0" x2="20" y1="10" y2="10" {_pen(hue, 1.8)}/>')
         for name, hue in chart.names.items()
         if len(chart.names) > 1
     ]
     if chart.truncated:
-        look = f'fill="{_light(1)}" fill-opacity=".3" stroke="{_light(1)}" style="fill:{_hue(1)};stroke:{_hue(1)}"'
-        entries.append(("truncated", f'<rect x="4" y="5" width="12" height="10" {look}/>'))
+        entries.append(("truncated", f'<rect x="4" y="5" width="12" height="10" {TRUNCATED}/>'))
     parts, left, top = [], float(LEFT), 0.0
     for name, mark in entries:
         width = 44 + PER_LETTER * len(name)
@@ -196,13 +190,8 @@ def _light(hue: int) -> str:
     return HUES[hue % len(HUES)].light
 
 
+TRUNCATED = f'fill="{_light(1)}" fill-opacity=".3" stroke="{_light(1)}" style="fill:{_hue(1)};stroke:{_hue(1)}"'
+
+
 def _points(frame: Frame, x: np.ndarray, y: np.ndarray) -> str:
     return " ".join(f"{a:g},{b:g}" for a, b in zip(frame.across(x), frame.up(y), strict=True))
-
-
-def _tick(value: float) -> str:
-    return format_number(float(value))
-
-
-def _cut(name: str, most: int = 24) -> str:
-    return name if len(name) <= most else name[: most - 1] + "…"

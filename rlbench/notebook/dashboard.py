@@ -24,7 +24,7 @@ from rlbench.monitor.schema import Control, EngineView, english
 from rlbench.notebook import dashboard_html
 from rlbench.notebook.cell_clock import CellClock
 from rlbench.notebook.dashboard_data import View, view
-from rlbench.notebook.dashboard_memory import Memory, memory
+from rlbench.notebook.dashboard_memory import memory
 from rlbench.notebook.feed import Feed, Frame
 from rlbench.notebook.live_view import display_both, framed
 from rlbench.notebook.markup import escape
@@ -74,7 +74,7 @@ class Charts(anywidget.AnyWidget):
     def whole_memory(self) -> dict[str, Any]:
         """All that is kept, thinned: made when a page asks for the widget's state, not sent otherwise."""
         frame = self._feed.frame
-        return _memory_json(memory(frame.samples, frame.marks, frame.state, most=WHOLE_MOMENTS))
+        return dataclasses.asdict(memory(frame.samples, frame.marks, frame.state, most=WHOLE_MOMENTS))
 
 
 class Dashboard:
@@ -87,16 +87,12 @@ class Dashboard:
         self._feed = Feed.of(name)
         self._clock = CellClock()
         self._view = self._view_of(self._feed.look())
-        self._head, self._charts = (
-            Head(name=name, hears_while_busy=in_notebook() and works_while_busy()),
-            Charts(self._feed),
-        )
-        self._buttons = ipywidgets.HBox()
-        self._rows = ipywidgets.VBox()
-        for box, name_of_class in ((self._buttons, "rlb-buttons"), (self._rows, "rlb-engines")):
-            box.add_class(name_of_class)
-        self.widget = ipywidgets.VBox([self._head, self._buttons, self._rows, self._charts])
-        self.widget.add_class("rlb-dashboard")
+        self._head = Head(name=name, hears_while_busy=in_notebook() and works_while_busy())
+        self._charts = Charts(self._feed)
+        self._buttons = _classed(ipywidgets.HBox(), "rlb-buttons")
+        self._rows = _classed(ipywidgets.VBox(), "rlb-engines")
+        parts = [self._head, self._buttons, self._rows, self._charts]
+        self.widget = _classed(ipywidgets.VBox(parts), "rlb-dashboard")
         self._shape: Any = None
         self._sent: tuple[float, Any] = (0.0, None)
         self._sent_marks: dict[tuple[float, str], float | None] = {}
@@ -161,11 +157,8 @@ class Dashboard:
         with self._head.hold_sync():
             self._head.head = _head_json(shown)
             self._head.controls = [_control_json(control) for control in (*shown.buttons, *shown.toggles)]
-            self._head.trouble = {
-                "text": frame.trouble,
-                "since": frame.asked if frame.trouble else 0,
-                "ended": frame.ended,
-            }
+            since = frame.asked if frame.trouble else 0
+            self._head.trouble = {"text": frame.trouble, "since": since, "ended": frame.ended}
         with self._charts.hold_sync():
             self._charts.cell = self._clock.text()
             self._charts.lengths = [dataclasses.asdict(lengths) for lengths in shown.lengths]
@@ -181,15 +174,18 @@ class Dashboard:
         """Send the moments and marks since the last ones, once a number or a mark is another."""
         since, last = self._sent
         fresh = [sample for sample in frame.samples if sample["time"] > since]
-        changed = [mark for mark in frame.marks if self._sent_marks.get(_name(mark), -1.0) != mark["seconds"]]
+        marks = {
+            (mark["time"], mark["label"]): mark for mark in frame.marks
+        }  # one that ran is told again when it ended
+        changed = [mark for key, mark in marks.items() if self._sent_marks.get(key, -1.0) != mark["seconds"]]
         if not fresh:
             return
         now = [lane.owners for lane in memory(fresh[-1:], (), frame.state).lanes]
         if now == last and not changed:
             return
         self._sent = (fresh[-1]["time"], now)
-        self._sent_marks = {_name(mark): mark["seconds"] for mark in frame.marks}
-        self._charts.send({"memory": _memory_json(memory(fresh, changed, frame.state, most=WHOLE_MOMENTS))})
+        self._sent_marks = {key: mark["seconds"] for key, mark in marks.items()}
+        self._charts.send({"memory": dataclasses.asdict(memory(fresh, changed, frame.state, most=WHOLE_MOMENTS))})
 
     def _show_controls(self, shown: View) -> None:
         """The rows are made anew where engines or parts came or went, else only changed."""
@@ -197,8 +193,8 @@ class Dashboard:
         shape = (len(buttons), [(row["name"], tuple(part["name"] for part in row["parts"])) for row in shown.engines])
         if shape != self._shape:
             self._shape = shape
-            self._buttons.children = [_button(i) for i in range(len(buttons))]
             first = len(buttons)
+            self._buttons.children = [_control(ipywidgets.Button(), i) for i in range(first)]
             rows = []
             for row in shown.engines:
                 rows.append(_engine_row(row, first))
@@ -213,7 +209,10 @@ class Dashboard:
             _set(toggle, control)
             toggle.value = control["pressed"]
         for box, row in zip(self._rows.children, shown.engines, strict=True):
-            box.children[0].value, box.children[-1].value = _engine_name(row), _engine_note(row)
+            name = escape(row["name"])
+            kind = f'<span class="rlb-q">{escape(row["kind"])}</span>'
+            box.children[0].value = f'<span title="{name}"><b>{name}</b> {kind}</span>'
+            box.children[-1].value = _engine_note(row)
 
     def _update_snapshot(self, force: bool = False) -> None:
         """Renew what a saved notebook will show, where that changed, and not more often than need be."""
@@ -264,38 +263,27 @@ class Dashboard:
 # -- widgets and what is sent
 
 
-def _button(i: int) -> Any:
-    button = ipywidgets.Button()
-    button.add_class("rlb-control")
-    button.add_class(f"rlb-control-{i}")
-    return button
+def _classed(widget: Any, *names: str) -> Any:
+    for name in names:
+        widget.add_class(name)
+    return widget
+
+
+def _control(widget: Any, i: int) -> Any:
+    return _classed(widget, "rlb-control", f"rlb-control-{i}")
 
 
 def _engine_row(row: EngineView, first: int) -> Any:
-    """Name, one toggle per part, and memory with version."""
-    toggles = []
-    for i in range(len(row["parts"])):
-        toggle = ipywidgets.ToggleButton()
-        toggle.add_class("rlb-control")
-        toggle.add_class(f"rlb-control-{first + i}")
-        toggles.append(toggle)
-    name, note = ipywidgets.HTML(), ipywidgets.HTML()
-    name.add_class("rlb-engine-name")
-    note.add_class("rlb-engine-note")
-    box = ipywidgets.HBox([name, *toggles, note])
-    box.add_class("rlb-engine")
-    return box
+    """Make a row of a name, one toggle per part, and memory with version."""
+    toggles = [_control(ipywidgets.ToggleButton(), first + i) for i in range(len(row["parts"]))]
+    name, note = (_classed(ipywidgets.HTML(), f"rlb-engine-{what}") for what in ("name", "note"))
+    return _classed(ipywidgets.HBox([name, *toggles, note]), "rlb-engine")
 
 
 def _set(widget: Any, control: Control) -> None:
     with widget.hold_sync():
         widget.description, widget.tooltip = english(control["label"]), english(control["title"])
         widget.disabled = not control["enabled"]
-
-
-def _engine_name(row: EngineView) -> str:
-    name = escape(row["name"])
-    return f'<span title="{name}"><b>{name}</b> <span class="rlb-q">{escape(row["kind"])}</span></span>'
 
 
 def _engine_note(row: EngineView) -> str:
@@ -312,9 +300,7 @@ def _control_json(control: Control) -> dict[str, Any]:
 
 
 def _head_json(shown: View) -> dict[str, Any]:
-    fraction, left = (
-        (None, "") if shown.said is None else (shown.said["phase"]["fraction"], shown.said["phase"]["left"])
-    )
+    fraction, left = shown.said["phase"]["fraction"], shown.said["phase"]["left"]
     return {
         "model": shown.model,
         "step": shown.step,
@@ -327,18 +313,4 @@ def _head_json(shown: View) -> dict[str, Any]:
             "left": english(left),
         },
         "error": shown.error,
-    }
-
-
-def _name(mark: Mapping[str, Any]) -> tuple[float, str]:
-    """What tells marks apart; one that runs is told again when it has ended."""
-    return mark["time"], mark["label"]
-
-
-def _memory_json(found: Memory) -> dict[str, Any]:
-    return {
-        "times": list(found.times),
-        "marks": [list(mark) for mark in found.marks],
-        "lanes": [dataclasses.asdict(lane) for lane in found.lanes],
-        "untold": found.untold,
     }

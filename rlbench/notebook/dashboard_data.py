@@ -5,16 +5,17 @@ Keys that a monitor does not give (an older one, or nothing was measured yet) le
 
 from __future__ import annotations
 
-import collections
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlbench.data.history import is_number
 from rlbench.monitor.schema import Control, EngineView, SessionView, english
 from rlbench.monitor.view import shortened
 from rlbench.notebook.dashboard_memory import Memory, Sample, memory
+from rlbench.notebook.progress import joined_histograms
 
 CURVES = (
     ("reward", "reward", ""),
@@ -25,6 +26,16 @@ CURVES = (
 )
 STEPS_SHOWN, LENGTHS_SHOWN = 100, 9
 SPLIT_PARTS = ("rollout", "score", "train", "sync", "other", "idle")
+UNANSWERED: SessionView = {
+    "condition": "idle",
+    "status": "idle",
+    "facts": [],
+    "phase": {"what": [], "busy": False, "fraction": None, "left": ""},
+    "engines": [],
+    "controls": [],
+    "failure": None,
+}
+"""The view of a session whose monitor has not answered yet."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +44,13 @@ class Lengths:
 
     rollout: str
     samples: int
-    truncated: float | None
-    p50: float | None
-    p90: float | None
-    p99: float | None
-    max: float | None
     edges: tuple[float, ...]
     counts: tuple[int, ...]
+    truncated: float | None = None
+    p50: float | None = None
+    p90: float | None = None
+    p99: float | None = None
+    max: float | None = None
 
 
 @dataclass(frozen=True)
@@ -63,14 +74,14 @@ class Split:
 
 @dataclass(frozen=True)
 class View:
-    """All that the dashboard shows of a session; `said` is what its monitor says of it, None before it answered."""
+    """All that the dashboard shows of a session; `said` is its monitor's view of it."""
 
     name: str
     model: str
     step: int
     version: int
     branch: str
-    said: SessionView | None
+    said: SessionView
     memory: Memory
     lengths: tuple[Lengths, ...]
     curves: tuple[Curve, ...]
@@ -80,30 +91,24 @@ class View:
     @property
     def phase(self) -> str:
         """`rollout 5 · 16/64 samples`, with "paused" where it is; "idle" where nothing runs."""
-        if self.said is None:
-            return "idle"
         what = list(map(english, self.said["phase"]["what"]))
-        return " · ".join([*what, "paused"] if self.paused else what) or english(self.said["status"])
-
-    @property
-    def paused(self) -> bool:
-        """Whether generation is held while something runs."""
-        return self.said is not None and self.busy and self.said["condition"] == "paused"
+        held = ["paused"] if self.busy and self.said["condition"] == "paused" else []
+        return " · ".join([*what, *held]) or english(self.said["status"])
 
     @property
     def busy(self) -> bool:
         """Whether something runs."""
-        return self.said is not None and self.said["phase"]["busy"]
+        return self.said["phase"]["busy"]
 
     @property
     def engines(self) -> Sequence[EngineView]:
         """The engines, in the order they were built."""
-        return () if self.said is None else self.said["engines"]
+        return self.said["engines"]
 
     @property
     def buttons(self) -> Sequence[Control]:
         """The session's controls."""
-        return [] if self.said is None else [self._offered(control) for control in self.said["controls"]]
+        return [self._offered(control) for control in self.said["controls"]]
 
     @property
     def toggles(self) -> Sequence[Control]:
@@ -113,7 +118,7 @@ class View:
     @property
     def error(self) -> str:
         """`14:02:31 train_step: ValueError: …`"""
-        failure = self.said and self.said["failure"]
+        failure = self.said["failure"]
         if not failure:
             return ""
         at = time.strftime("%H:%M:%S ", time.localtime(failure["time"])) if failure["time"] else ""
@@ -140,7 +145,7 @@ def view(
         step=int(state.get("step") or 0),
         version=int(state.get("version") or 0),
         branch=shortened(state.get("branch") or "main"),
-        said=state.get("view"),
+        said=state.get("view") or UNANSWERED,
         memory=memory(samples, marks, state),
         lengths=(*map(_lengths, state.get("lengths", ())), *_growing(state.get("running", ())))[-LENGTHS_SHOWN:],
         curves=_curves(state.get("history", ())),
@@ -154,17 +159,10 @@ def view(
 
 def _lengths(found: Mapping[str, Any]) -> Lengths:
     counts = tuple(int(count) for count in found.get("counts", ()))
-    return Lengths(
-        f"rollout {shortened(found.get('rollout'))}",
-        int(found.get("samples") or sum(counts)),
-        found.get("truncated"),
-        found.get("p50"),
-        found.get("p90"),
-        found.get("p99"),
-        found.get("max"),
-        tuple(float(edge) for edge in found.get("edges", ())),
-        counts,
-    )
+    edges = tuple(float(edge) for edge in found.get("edges", ()))
+    measured = {name: found.get(name) for name in ("truncated", "p50", "p90", "p99", "max")}
+    name = f"rollout {shortened(found.get('rollout'))}"
+    return Lengths(name, int(found.get("samples") or sum(counts)), edges, counts, **measured)
 
 
 def _growing(calls: Sequence[Mapping[str, Any]]) -> list[Lengths]:
@@ -172,41 +170,18 @@ def _growing(calls: Sequence[Mapping[str, Any]]) -> list[Lengths]:
     found = []
     for call in calls:
         told = [w["lengths"] for w in call.get("progress") or () if any((w.get("lengths") or {}).get("counts", ()))]
-        if not told:
-            continue
-        width, counts = max(one["width"] for one in told), collections.Counter[int]()
-        for one in told:  # widths are powers of two: narrow bins fit into wide ones
-            for i, count in enumerate(one["counts"]):
-                counts[i * one["width"] // width] += count
-        bins = max(counts) + 1
-        found.append(
-            Lengths(
-                f"{shortened(call['what'])} so far",
-                counts.total(),
-                None,
-                None,
-                None,
-                None,
-                None,
-                tuple(float(i * width) for i in range(bins + 1)),
-                tuple(counts[i] for i in range(bins)),
-            )
-        )
+        if told:
+            width, counts = joined_histograms(told)
+            edges = tuple(float(i * width) for i in range(len(counts) + 1))
+            found.append(Lengths(f"{shortened(call['what'])} so far", sum(counts), edges, tuple(counts)))
     return found
 
 
 def _curves(history: Sequence[Mapping[str, Any]]) -> tuple[Curve, ...]:
     """Every metric of the panel, those that no step has with no points."""
+    steps = [(int(record.get("step") or i + 1), record) for i, record in enumerate(history[-STEPS_SHOWN:])]
     return tuple(
-        Curve(
-            label,
-            unit,
-            tuple(
-                (int(record.get("step") or i + 1), _rounded(record[key]))
-                for i, record in enumerate(history[-STEPS_SHOWN:])
-                if _finite(record.get(key))
-            ),
-        )
+        Curve(label, unit, tuple((step, float(f"{r[key]:.4g}")) for step, r in steps if _finite(r.get(key))))
         for key, label, unit in CURVES
     )
 
@@ -220,8 +195,4 @@ def _split(splits: Sequence[Mapping[str, Any]]) -> Split | None:
 
 
 def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")
+    return is_number(value) and math.isfinite(value)

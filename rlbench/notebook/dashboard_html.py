@@ -5,7 +5,7 @@ from __future__ import annotations
 import time as clock
 from collections.abc import Sequence
 
-from rlbench.monitor.schema import EngineView, english
+from rlbench.monitor.schema import english
 from rlbench.monitor.view import PART_NAMES
 from rlbench.notebook.chart_svg import image
 from rlbench.notebook.dashboard_data import Lengths, Split, View
@@ -30,9 +30,8 @@ def snapshot(view: View, at: float, note: str = "") -> str:
         f"<span class=q>{escape(note or 'as of')} {when}</span></div>"
     )
     error = f"<div class=w>⚠ {escape(view.error)}</div>" if view.error else ""
-    return box(
-        head, error, _engines(view), _memory(view.memory), _lengths(view.lengths), _metrics(view), _split(view.split)
-    )
+    split = "" if view.split is None else f"<div>{escape(split_line(view.split))}</div>"
+    return box(head, error, _engines(view), _memory(view.memory), _lengths(view.lengths), _metrics(view), split)
 
 
 def text(view: View) -> str:
@@ -67,36 +66,26 @@ def split_line(split: Split) -> str:
 
 def _engines(view: View) -> str:
     parts = max((len(row["parts"]) for row in view.engines), default=0)
-    rows = [
-        [
-            f"<b>{escape(row['name'])}</b>",
-            escape(row["kind"]),
-            *(escape(english(part["toggle"]["label"])) for part in row["parts"]),
-            *[""] * (parts - len(row["parts"])),
-            _bytes(row["bytes"]),
-            _engine_note(row),
-        ]
-        for row in view.engines
-    ]
+    rows = []
+    for row in view.engines:
+        chips = [escape(english(part["toggle"]["label"])) for part in row["parts"]] + [""] * (parts - len(row["parts"]))
+        note = escape(english(row["note"]))
+        warned = f"<span class=w>⚠ {note}</span>" if row["warns"] else note
+        rows.append([f"<b>{escape(row['name'])}</b>", escape(row["kind"]), *chips, _bytes(row["bytes"]), warned])
     if not rows:
         return "<div class=q>No engines yet.</div>"
     return table(["engine", "", *[""] * parts, "memory", "version"], rows, numeric=[2 + parts])
-
-
-def _engine_note(row: EngineView) -> str:
-    """Its version, or what a person has to act on; as HTML."""
-    note = escape(english(row["note"]))
-    return f"<span class=w>⚠ {note}</span>" if row["warns"] else note
 
 
 def _memory(memory: Memory) -> str:
     if not memory.lanes:
         return "<div class=q>No memory samples yet.</div>"
     most = max((max(_totals(lane), default=0) for lane in memory.lanes), default=0) or 1
-    rows = [
-        [escape(lane.name), _lane(lane, memory.times, most), _bytes(_now(lane)), escape(lane.detail)]
-        for lane in memory.lanes
-    ]
+    rows = []
+    for lane in memory.lanes:
+        last = [values[-1] for values in lane.owners]
+        now = "" if None in last else format_bytes(sum(value or 0 for value in last) * MIB)
+        rows.append([escape(lane.name), _lane(lane, memory.times, most), now, escape(lane.detail)])
     span = format_age(memory.times[-1] - memory.times[0])
     return (
         f"<div class=g><div><b>memory</b> <span class=q>last {span}</span> &nbsp; "
@@ -175,15 +164,6 @@ def _metrics(view: View) -> str:
     lasts = [format_number(curve.points[-1][1]) for curve in known]
     lines = [f"<code>{sparkline([v for _, v in c.points], 24).split(' ')[1]}</code>" for c in known]
     return table(heads, [lasts, lines])
-
-
-def _split(split: Split | None) -> str:
-    return "" if split is None else f"<div>{escape(split_line(split))}</div>"
-
-
-def _now(lane: Lane) -> int | None:
-    last = [values[-1] for values in lane.owners]
-    return None if any(value is None for value in last) else sum(value or 0 for value in last) * MIB
 
 
 def _totals(lane: Lane) -> list[int]:

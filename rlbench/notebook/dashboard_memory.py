@@ -58,13 +58,8 @@ def memory(
     names = sorted(found, key=lambda n: (not n.startswith("GPU "), order.index(n) if n in order else len(order), n))
     last = samples[-1] if samples else {}
     lanes = tuple(
-        Lane(
-            lane_name(n),
-            _columns([moment.get(n) for _, moment in kept]),
-            _capacity(n, last),
-            _detail(n, last),
-        )
-        for n in names
+        Lane(" ".join(n.split("/")[-2:]), _columns([m.get(n) for _, m in kept]), _capacity(n, last), _detail(n, last))
+        for n in names  # `rlbench/demo/actor/0` is known to a reader as `actor 0`
     )
     recent = sorted(marks, key=lambda mark: mark["time"])[-MARKS_KEPT:]
     untold = [round(s["time"], 2) for s in samples if s.get("resident", {}).keys() - s.get("owners", {}).keys()]
@@ -84,11 +79,6 @@ def seen_and_thin(shown: Memory) -> tuple[list[str], list[str]]:
     return seen, [owner for owner, share in largest.items() if 0 < share < SEEN]
 
 
-def lane_name(actor: str) -> str:
-    """`rlbench/demo/actor/0` as a reader knows it: `actor 0`."""
-    return " ".join(actor.split("/")[-2:])
-
-
 def thinned(moments: list[tuple[float, Any]], most: int) -> list[tuple[float, Any]]:
     """Moments without those between two equal ones; if these are too many still, every n-th and the last."""
     ends = len(moments) - 1
@@ -105,15 +95,10 @@ def thinned(moments: list[tuple[float, Any]], most: int) -> list[tuple[float, An
 
 def _moment(sample: Sample) -> dict[str, tuple[int, ...]]:
     """MiB by owner for every device and process of one sample."""
-    found = {f"GPU {i}": _stack({"other": gpu["used"]}) for i, gpu in enumerate(sample.get("gpus", ()))}
+    told = {f"GPU {i}": {"other": gpu["used"]} for i, gpu in enumerate(sample.get("gpus", ()))}
     owners = sample.get("owners", {})
-    for actor, resident in sample.get("resident", {}).items():
-        found[actor] = _stack(owners.get(actor) or {"other": resident})
-    return found
-
-
-def _stack(owners: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(round(max(0, owners.get(owner) or 0) / MIB) for owner in OWNERS)
+    told |= {actor: owners.get(actor) or {"other": held} for actor, held in sample.get("resident", {}).items()}
+    return {name: tuple(round(max(0, o.get(owner) or 0) / MIB) for owner in OWNERS) for name, o in told.items()}
 
 
 def _columns(rows: Sequence[tuple[int, ...] | None]) -> tuple[tuple[int | None, ...], ...]:

@@ -6,6 +6,7 @@ from rlbench.data.column import Column
 from rlbench.data.mixing import Mixture
 from rlbench.data.prompt_set import PromptSet
 from rlbench.data.prompt_stream import PromptStream
+from rlbench.monitor.view import shortened
 from rlbench.notebook.card import WARNING, Card, Cell, Grid
 from rlbench.units import format_number, format_percent, format_share
 
@@ -18,7 +19,9 @@ def prompt_set_card(prompts: PromptSet) -> Card:
     if not len(prompts):
         return Card(prompts.name or "prompts", facts)
     if prompts.lengths is not None:
-        facts.append(f"tokens {_spread(Column.of(prompts.lengths, 'lengths'))}")
+        spread = Column.of(prompts.lengths, "lengths").summary()
+        shown = [f"{name} {format_number(round(spread[name]))}" for name in ("min", "p50", "p90", "max")]
+        facts.append(f"tokens {', '.join(shown)}")
     rows: list[tuple[Cell, ...]] = []
     for i, prompt in enumerate(prompts.prompts[:SHOWN]):
         tokens = [] if prompts.lengths is None else [format_number(int(prompts.lengths[i]))]
@@ -64,11 +67,5 @@ def _place(stream: PromptStream) -> str:
     return f"epoch {stream.epoch + 1}{last}, {stream.position} of {len(stream.prompts)}"
 
 
-def _spread(column: Column) -> str:
-    found = column.summary()
-    return ", ".join(f"{name} {format_number(round(found[name]))}" for name in ("min", "p50", "p90", "max"))
-
-
 def _head(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= HEAD else line[: HEAD - 1] + "…"
+    return shortened(" ".join(text.split()), HEAD)

@@ -57,11 +57,9 @@ for _what, _painter in PAINTERS.items():
 
 def install() -> None:
     """Register progress views, how our errors show, and in IPython the HTML formatters. Safe to call twice."""
-    progress_views.register("generate", "rlbench.notebook.progress:GenerateProgress")
-    progress_views.register("train", "rlbench.notebook.progress:TrainProgress")
-    progress_views.register("fit", "rlbench.notebook.progress:FitProgress")
+    for kind in ("generate", "train", "fit", "sync"):
+        progress_views.register(kind, f"rlbench.notebook.progress:{kind.title()}Progress")
     draw_with("rlbench.notebook.progress:StartProgress")
-    progress_views.register("sync", "rlbench.notebook.progress:SyncProgress")
     module = sys.modules.get("IPython")
     shell = module.get_ipython() if module is not None else None
     errors.install(shell)
@@ -69,37 +67,26 @@ def install() -> None:
         return
     from rlbench.notebook import ranks_magic
 
-    formatter = shell.display_formatter.formatters["text/html"]
-    for path, view in HTML.items():
-        owner, _, name = path.rpartition(".")
-        formatter.for_type_by_name(owner, name, _formatter(view))
-    for path, card in CARDS.items():
-        owner, _, name = path.rpartition(".")
-        shell.display_formatter.mimebundle_formatter.for_type_by_name(owner, name, _card(card))
+    html, bundles = shell.display_formatter.formatters["text/html"], shell.display_formatter.mimebundle_formatter
+    for formatter, views in ((html, HTML), (bundles, CARDS)):
+        for path, view in views.items():
+            owner, _, name = path.rpartition(".")
+            formatter.for_type_by_name(owner, name, _drawing(view))
     if getattr(shell, "kernel", None) is not None:  # a live viewer needs a front end to talk to
         display = shell.display_formatter.ipython_display_formatter
         display.for_type_by_name("rlbench.data.rollouts", "Rollouts", _show_rollouts)
     ranks_magic.install(shell)
 
 
-def _formatter(view: str) -> Any:
-    module, _, name = view.rpartition(".")
-
-    def draw(value: Any) -> str:
-        views = importlib.import_module(f"rlbench.notebook.{module or 'views'}")
-        return str(getattr(views, name)(value))
-
-    return draw
-
-
-def _card(path: str) -> Any:
+def _drawing(path: str) -> Any:
+    """Make IPython's formatter of a view that is imported when it is first shown."""
     module, _, name = path.rpartition(".")
 
-    def bundle(value: Any, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        card = getattr(importlib.import_module(f"rlbench.notebook.{module}"), name)(value)
-        return dict(card.bundle())
+    def draw(value: Any, include: Any = None, exclude: Any = None) -> Any:
+        drawn = getattr(importlib.import_module(f"rlbench.notebook.{module}"), name)(value)
+        return drawn if isinstance(drawn, str) else drawn.bundle()
 
-    return bundle
+    return draw
 
 
 def _show_rollouts(value: Any) -> None:

@@ -11,7 +11,7 @@ from rlbench.data.gradients import Gradients
 from rlbench.notebook.card import WARNING, Card, Grid
 from rlbench.notebook.card_view import CardView
 from rlbench.notebook.chart import Bars, Chart, Line, Panel
-from rlbench.notebook.inert import cut, visible
+from rlbench.notebook.inert import one_line
 from rlbench.notebook.sparkline import blocks
 from rlbench.units import format_count, format_number, format_share
 
@@ -31,14 +31,11 @@ def gradients_card(gradients: Gradients) -> Card:
     """One row per layer and per module outside of the layers, the largest first where there are many."""
     rows = gradients.by_layer()
     facts = (f"norm {format_number(gradients.norm)}", f"{format_count(float(gradients.sizes.sum()))} parameters")
-    order = list(range(len(rows)))
-    if len(rows) > ROWS:
-        ranked = np.argsort(-np.nan_to_num(rows.norms, nan=np.inf), kind="stable")[:ROWS]
-        order = sorted(ranked.tolist())
+    order = sorted(np.argsort(-np.nan_to_num(rows.norms, nan=np.inf), kind="stable")[:ROWS].tolist())
     most = float(np.nan_to_num(rows.norms, posinf=0.0).max(initial=0.0))
     cells = tuple(
         (
-            cut(visible(rows.names[i]), NAME),
+            one_line(rows.names[i], NAME),
             _bar(float(rows.norms[i]), most),
             format_number(float(rows.norms[i])),
             "–" if np.isnan(rows.relative[i]) else format_number(float(rows.relative[i])),
@@ -50,10 +47,8 @@ def gradients_card(gradients: Gradients) -> Card:
     head = ("", "", "|grad|", "|grad| / |weights|", "largest", "zero")
     caption = f"the {len(cells)} largest of {len(rows)}" if len(cells) < len(rows) else ""
     grid = Grid(cells, head, frozenset(range(2, 6)), caption)
-    return Card("gradients", facts, [grid], [*_warnings(gradients), *_token_notes(gradients), HINT])
-
-
-HINT = "before clipping, all ranks together · by_layer() · by_module(depth) · table() · channels() for the rollouts"
+    hint = "before clipping, all ranks together · by_layer() · by_module(depth) · table() · channels() for the rollouts"
+    return Card("gradients", facts, [grid], [*_warnings(gradients), *_token_notes(gradients), hint])
 
 
 def _warnings(gradients: Gradients) -> list[str]:
@@ -61,7 +56,7 @@ def _warnings(gradients: Gradients) -> list[str]:
     if not broken:
         return []
     count = int(gradients.nonfinite.sum())
-    shown = ", ".join(cut(visible(name), NAME) for name in broken[:3]) + (" …" if len(broken) > 3 else "")
+    shown = ", ".join(one_line(name, NAME) for name in broken[:3]) + (" …" if len(broken) > 3 else "")
     return [f"{WARNING}{count} entries are NaN or infinite, in {shown}: a step with them is skipped"]
 
 
@@ -99,15 +94,9 @@ def gradients_chart(gradients: Gradients) -> Chart:
     panels = [*_stacks(gradients), *_places(gradients)]
     if not panels:
         return Chart("", (), "")
-    lines = [
-        f"{panel.y}: {blocks(_drawn(panel), floor=0.0)} to {format_number(float(_drawn(panel).max()))}"
-        for panel in panels
-    ]
+    drawn = [(panel.y, panel.bars[0].heights if panel.bars else panel.lines[0].y) for panel in panels]
+    lines = [f"{name}: {blocks(norms, floor=0.0)} to {format_number(float(norms.max()))}" for name, norms in drawn]
     return Chart("gradient norms", tuple(panels), "\n".join(lines))
-
-
-def _drawn(panel: Panel) -> np.ndarray:
-    return panel.bars[0].heights if panel.bars else panel.lines[0].y
 
 
 def _stacks(gradients: Gradients) -> Iterator[Panel]:
@@ -122,7 +111,7 @@ def _stacks(gradients: Gradients) -> Iterator[Panel]:
             continue
         heights = np.array([layers.get(i, 0.0) for i in range(max(layers) + 1)])
         edges = np.arange(len(heights) + 1) - 0.5
-        name = cut(visible(stack), NAME)
+        name = one_line(stack, NAME)
         yield Panel(f"|grad|, {name}", "layer", bars=(Bars(name, edges, heights, ""),))
 
 

@@ -24,6 +24,11 @@ def visible(text: str) -> str:
     return _INVISIBLE.sub(lambda m: f"‹U+{ord(m[0]):04X}›", text.translate(_PICTURES))
 
 
+def one_line(value: object, most: int) -> str:
+    """Make a visible text of one line and at most `most` characters."""
+    return cut(visible(" ".join(str(value).split("\n"))), most)
+
+
 def cut(text: str, most: int) -> str:
     """The first `most` characters, and how many are left out."""
     return text if len(text) <= most else f"{text[:most]}… (+{len(text) - most:,} characters)"

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from rlbench.data.pieces import PART, SPECIAL, Piece, pieces_of
-from rlbench.notebook.channel_scale import Scale, number, scale_of
-from rlbench.notebook.inert import cut, visible
+from rlbench.notebook.channel_scale import number, scale_of
+from rlbench.notebook.inert import cut, one_line, visible
 from rlbench.notebook.markup import box, escape
 from rlbench.notebook.palette import css
 from rlbench.notebook.rollout_static import STYLE as TOKENS
@@ -75,14 +75,11 @@ def _sample(lab: Any, i: int, names: Sequence[str], first: bool) -> str:
     own = batch.advantages[begin:end]
     facts = [f"sample {i}", f"group {batch.group[i]}", f"{end - begin:,} tokens"]
     if len(own):
-        facts.append(
-            f"advantage {number(float(own.min()))}"
-            + (f" to {number(float(own.max()))}" if own.min() != own.max() else "")
-        )
+        low, high = float(own.min()), float(own.max())
+        facts.append(f"advantage {number(low)}" + (f" to {number(high)}" if low != high else ""))
     if batch.rewards is not None:
         facts.append(f"reward {number(float(batch.rewards[i]))}")
-    scales = {name: _scale(name, lab[name].coefficients[begin:end]) for name in names}
-    sides = "\n".join(_side(lab, name, names, scales[name], span, pieces) for name in names)
+    sides = "\n".join(_side(lab, name, names, slice(begin, end), span, pieces) for name in names)
     more = f"<div class=q>… {end - span.stop:,} more tokens</div>" if end > span.stop else ""
     opened = " open" if first else ""
     return (
@@ -91,18 +88,12 @@ def _sample(lab: Any, i: int, names: Sequence[str], first: bool) -> str:
     )
 
 
-def _scale(name: str, coefficients: np.ndarray) -> Scale:
-    """Around 0, also where all of them have one sign."""
-    return replace(scale_of(f"coef {name}", coefficients), kind="signed")
-
-
-def _side(lab: Any, name: str, names: Sequence[str], scale: Scale, span: slice, pieces: Sequence[Piece]) -> str:
-    """One loss's strip of tokens. The first one's tokens can be reached by keyboard and tell of all losses."""
+def _side(lab: Any, name: str, names: Sequence[str], whole: slice, span: slice, pieces: Sequence[Piece]) -> str:
+    """Draw one loss's strip of tokens; the first one's can be reached by keyboard and tell of all losses."""
     lead = name == names[0]
-    coefficients = lab[name].coefficients[span]
+    coefficients, mask, differ = lab[name].coefficients[span], lab.batch.mask[span], lab.signs_differ(name)[span]
+    scale = replace(scale_of(f"coef {name}", lab[name].coefficients[whole]), kind="signed")  # around 0, whatever signs
     levels = scale.levels(coefficients)
-    mask = lab.batch.mask[span]
-    differ = lab.signs_differ(name)[span]
     tokens = []
     for t, piece in enumerate(pieces):
         looks = [f"{'p' if levels[t] > 0 else 'n'}{abs(levels[t])}"] if levels[t] else []
@@ -114,7 +105,7 @@ def _side(lab: Any, name: str, names: Sequence[str], scale: Scale, span: slice, 
         text = escape(visible(cut(piece.shown, PIECE)).replace("\n", "⏎\n"))
         tokens.append(f'<i class="{" ".join(looks)}" title="{escape(said)}"{reach}>{text}</i>')
     ends = f"{number(scale.low)} to {number(scale.high)}"
-    title = f"<div><b>{escape(_label(name))}</b> <span class=q>{escape(ends)}</span></div>"
+    title = f"<div><b>{escape(one_line(name, NAME))}</b> <span class=q>{escape(ends)}</span></div>"
     return f"<div>{title}\n<div class=t>{''.join(tokens)}</div></div>"
 
 
@@ -122,15 +113,7 @@ def _numbers(lab: Any, at: int, t: int, names: Sequence[str]) -> str:
     """`token 3 · id 21 · A −0.87 · ratio 1.01 · grpo −0.012 · mine 0.02`."""
     batch = lab.batch
     ratio = float(np.exp(np.float64(lab.scored.logprobs[at]) - batch.old_logprobs[at]))
-    facts = [
-        f"token {t}",
-        f"id {int(batch.responses.values[at])}",
-        f"A {number(float(batch.advantages[at]))}",
-        f"ratio {number(ratio)}",
-    ]
-    facts += [f"{_label(name)} {number(float(lab[name].coefficients[at]))}" for name in names]
+    facts = [f"token {t}", f"id {int(batch.responses.values[at])}"]
+    facts += [f"A {number(float(batch.advantages[at]))}", f"ratio {number(ratio)}"]
+    facts += [f"{one_line(name, NAME)} {number(float(lab[name].coefficients[at]))}" for name in names]
     return " · ".join(facts)
-
-
-def _label(name: str) -> str:
-    return cut(visible(" ".join(name.split("\n"))), NAME)

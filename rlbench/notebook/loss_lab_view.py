@@ -11,7 +11,7 @@ import numpy as np
 from rlbench.notebook.card import WARNING, Card, Cell, Grid
 from rlbench.notebook.card_view import CardView
 from rlbench.notebook.chart import Chart, Line, Panel
-from rlbench.notebook.inert import cut, visible
+from rlbench.notebook.inert import cut, one_line
 from rlbench.notebook.loss_lab_tokens import token_strips
 from rlbench.notebook.sparkline import blocks
 from rlbench.units import format_count, format_number, format_share
@@ -39,25 +39,16 @@ def lab_card(lab: Any) -> Card:
     facts = (f"{format_number(len(batch))} sequences", f"{format_count(int(batch.mask.sum()))} tokens trained")
     grids = [_numbers(lab)] if len(lab) else []
     grids += [_parameters(lab.parameters)] if lab.parameters is not None else []
-    grids += [_spending(lab, what) for what in ("length", "turn") if len(lab) and _telling(lab, what)]
-    return Card("loss lab", facts, grids, [*_failures(lab.failed), *_remarks(lab)])
+    told = [what for what in ("length", "turn") if len(lab) and len(lab.scored.buckets[what].labels) > 1]
+    grids += [_spending(lab, what) for what in told]
+    return Card("loss lab", facts, grids, [*(_failure(*one) for one in lab.failed.items()), *_remarks(lab)])
 
 
 def _numbers(lab: Any) -> Grid:
     """One row per loss: value, size and shares of its coefficients, direction against the first loss's."""
-    first = next(iter(lab))
     rows = tuple(_row(lab, i, entry) for i, entry in enumerate(lab.entries.values()))
-    head = (
-        "",
-        "value",
-        "|coef|",
-        "clip",
-        "share of + / −",
-        "zero",
-        f"cos to {cut(first, NAME)}",
-        "signs differ",
-        "aggregation",
-    )
+    cosine = f"cos to {cut(next(iter(lab)), NAME)}"
+    head = ("", "value", "|coef|", "clip", "share of + / −", "zero", cosine, "signs differ", "aggregation")
     return Grid(rows, head, frozenset(range(1, 8)))
 
 
@@ -81,16 +72,10 @@ def _row(lab: Any, i: int, entry: Any) -> tuple[Cell, ...]:
 def _parameters(found: Any) -> Grid:
     """One row per loss: its whole gradient, against the first one's."""
     rows = tuple(
-        (
-            loss,
-            format_number(float(found.norms[i])),
-            _cosine(float(found.cosines[i, 0])),
-            _cosine(float(found.norm_ratios[i, 0])),
-        )
+        (loss, format_number(float(found.norms[i])), *map(_cosine, (found.cosines[i, 0], found.norm_ratios[i, 0])))
         for i, loss in enumerate(found.losses)
     )
-    first = cut(found.losses[0], NAME) if found.losses else ""
-    head = ("", "|grad|", f"cos to {first}", "norm ratio")
+    head = ("", "|grad|", f"cos to {cut(found.losses[0], NAME) if found.losses else ''}", "norm ratio")
     return Grid(rows, head, frozenset(range(1, 4)), "gradients of the parameters; lab.parameters.by_layer()")
 
 
@@ -103,30 +88,17 @@ def _spending(lab: Any, what: str) -> Grid:
     buckets = lab.scored.buckets[what]
     rows = [("trained tokens", buckets.tokens), *((e.name, e.shares[what]) for e in lab.entries.values())]
     cells = tuple((name, *(format_share(float(share), 1) for share in shares[:BUCKETS])) for name, shares in rows)
-    captions = {
-        "length": "share of |coef| by length of the response, tokens",
-        "turn": "share of |coef| by turn",
-    }
     head, more = ("", *buckets.labels[:BUCKETS]), len(buckets.labels) - BUCKETS
-    caption = captions[what] + (f"; {more} more: lab.by({what!r})" if more > 0 else "")
+    caption = f"share of |coef| by {'length of the response, tokens' if what == 'length' else what}"
+    caption += f"; {more} more: lab.by({what!r})" if more > 0 else ""
     return Grid(cells, head, frozenset(range(1, len(head))), caption)
 
 
-def _telling(lab: Any, what: str) -> bool:
-    return len(lab.scored.buckets[what].labels) > 1
-
-
-def _failures(failed: Mapping[str, Exception]) -> list[str]:
-    """Each loss's error, and the user's line even where the message is long."""
-    return [
-        f"{WARNING}{_label(name)} has no numbers: {' · '.join(filter(None, _said(error)))}"
-        for name, error in failed.items()
-    ]
-
-
-def _said(error: Any) -> tuple[str, str]:
+def _failure(name: str, error: Exception) -> str:
+    """Name a loss's error, and the user's line even where the message is long."""
     line = str(getattr(error, "user_line", ""))
-    return _label(str(error).removesuffix(line).strip(), 240), line
+    parts = one_line(str(error).removesuffix(line).strip(), 240), line
+    return f"{WARNING}{one_line(name, NAME)} has no numbers: {' · '.join(filter(None, parts))}"
 
 
 def _remarks(lab: Any) -> list[str]:
@@ -163,12 +135,12 @@ def what_if_chart(
 ) -> Chart:
     """One token's coefficient (and loss) against its ratio new/old; a panel for each sign of the advantage."""
     shown = dict(list(curves.items())[:DRAWN])
-    notes = [f"{_label(name)}: no curve of one token: {_label(str(error), 200)}" for name, error in failed.items()]
+    notes = [f"{one_line(n, NAME)}: no curve of one token: {one_line(error, 200)}" for n, error in failed.items()]
     if not shown:
         return Chart("", (), "No curves: no loss could be evaluated on one token.", "\n".join(notes))
-    panels = [_panel("coefficient", i, shown) for i in range(len(SIGNS))]
-    if losses_too:
-        panels += [_panel("loss", i, shown) for i in range(len(SIGNS))]
+    panels = [
+        _panel(what, i, shown) for what in ("coefficient", *(["loss"] if losses_too else [])) for i in range(len(SIGNS))
+    ]
     old, _ = lab.typical_token(max(float(curve.ratios.max()) for curve in shown.values()))
     probability = format_number(float(np.exp(old)))
     notes.insert(0, f"one token alone, of old probability {probability}, weight 1; negative: it becomes more likely")
@@ -179,7 +151,7 @@ def what_if_chart(
 
 def _panel(what: str, sign: int, curves: Mapping[str, Any]) -> Panel:
     lines = tuple(
-        Line(_label(name), curve.ratios, getattr(curve, what)[sign], hue=hue)
+        Line(one_line(name, NAME), curve.ratios, getattr(curve, what)[sign], hue=hue)
         for hue, (name, curve) in enumerate(curves.items())
     )
     return Panel(f"{what}, {SIGNS[sign]}", "ratio", lines)
@@ -197,8 +169,3 @@ def _curve_text(line: Line) -> str:
     ends = f"{format_number(float(line.y[0]))} {blocks(line.y[kept])} {format_number(float(line.y[-1]))}"
     at_one = np.flatnonzero(np.abs(line.x - 1) < 1e-6)
     return ends + (f", at 1: {format_number(float(line.y[at_one[0]]))}" if len(at_one) else "")
-
-
-def _label(text: str, most: int = NAME) -> str:
-    """A name as it is drawn: nothing in it acts, and it leaves room for the others."""
-    return cut(visible(" ".join(text.split("\n"))), most)

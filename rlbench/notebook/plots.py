@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from rlbench.data.column import Column
-from rlbench.data.history import History
+from rlbench.data.history import History, is_number
 from rlbench.errors import DataError
 from rlbench.notebook.chart import Bars, Chart, Line, Panel
 from rlbench.notebook.chart_svg import INK, svg
-from rlbench.notebook.inert import cut, visible
+from rlbench.notebook.inert import one_line
 from rlbench.notebook.sparkline import blocks, sparkline
 from rlbench.notebook.units import labelled
 from rlbench.units import format_number
@@ -42,9 +42,14 @@ def history_plot(
 ) -> Chart:
     """Metrics of one or more runs, a panel each; see `History.plot`."""
     own = name or "this"
-    _check_runs({own: history, **dict(compare or {})}, own, compare)
-    runs = {_label(key): run for key, run in {own: history, **dict(compare or {})}.items()}
-    if smooth is not None and not (_is_real(smooth) and smooth > 1):
+    everyone = {own: history, **dict(compare or {})}
+    for key, run in everyone.items():
+        if not isinstance(run, History):
+            raise DataError(f"compare: {key!r} is {type(run).__name__}; wanted a history, as in other.history")
+    if own in (compare or {}):
+        raise DataError(f"{own!r} stands for this run already: history.plot(…, name=…) gives it another name")
+    runs = {_label(key): run for key, run in everyone.items()}
+    if smooth is not None and not (is_number(smooth) and 1 < smooth < math.inf):
         raise DataError(f"smooth={smooth!r}: a span in steps above 1, or None for none")
     if x != "step" and x not in SPENT:
         raise DataError(f"x={x!r}: wanted 'step', {', '.join(map(repr, SPENT))}")
@@ -55,15 +60,16 @@ def history_plot(
         raise DataError(f"{len(chosen)} metrics of {len(runs)} runs are more than {LINES} lines: name fewer metrics")
     most = max(24, POINTS // (len(chosen) * len(runs) * (1 if smooth is None else 2)))
     whole = {metric: _lines(runs, metric, x, smooth) for metric in chosen}
+    x_name = "step" if x == "step" else f"{x} trained"
     panels = tuple(
-        Panel(_label(labelled(metric)), _x_name(x), tuple(_thinned(line, most) for line in lines))
+        Panel(_label(labelled(metric)), x_name, tuple(_thinned(line, most) for line in lines))
         for metric, lines in whole.items()
     )
     notes = [f"moving average over {smooth:g} steps, values faint"] if smooth else []
     longest = max(len(line.x) for lines in whole.values() for line in lines)
     if longest > most:
         notes.append(f"lines of up to {format_number(longest)} points show the extremes of {most // 2} stretches")
-    title = f"{', '.join(map(_label, chosen))} over {_x_name(x)}"
+    title = f"{', '.join(map(_label, chosen))} over {x_name}"
     return Chart(title, panels, _lines_text(panels, len(runs) > 1), "\n".join(notes))
 
 
@@ -180,22 +186,10 @@ def _refuse(runs: Mapping[str, History], metric: str) -> None:
     raise DataError(f"no run has a finite {metric!r} in any step: see history.names")
 
 
-def _check_runs(runs: Mapping[str, Any], own: str, compare: Mapping[str, Any] | None) -> None:
-    for name, run in runs.items():
-        if not isinstance(run, History):
-            raise DataError(f"compare: {name!r} is {type(run).__name__}; wanted a history, as in other.history")
-    if own in (compare or {}):
-        raise DataError(f"{own!r} stands for this run already: history.plot(…, name=…) gives it another name")
-
-
 def _lines_text(panels: Sequence[Panel], several: bool) -> str:
     rows = [(f"{panel.y} · {line.name}" if several else panel.y, line) for panel in panels for line in panel.lines]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {sparkline(line.shown.tolist())}" for name, line in rows)
-
-
-def _x_name(x: str) -> str:
-    return {"tokens": "tokens trained", "seconds": "seconds trained"}.get(x, x)
 
 
 # -- distributions
@@ -253,9 +247,5 @@ def _bars(name: str, column: Column, values: np.ndarray, edges: np.ndarray, alon
 
 
 def _label(name: str) -> str:
-    """A name as it is drawn: nothing in it acts, and it leaves room for the others."""
-    return cut(visible(str(name)), 60)
-
-
-def _is_real(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Make a name inert, and short enough to leave room for the others."""
+    return one_line(name, 60)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rlbench.notebook.card import WARNING, Card, Cell, Grid
-from rlbench.notebook.chart import Chart
-from rlbench.notebook.chart_svg import page
-from rlbench.notebook.inert import cut, visible
+from rlbench.notebook.card_view import CardView
+from rlbench.notebook.inert import cut, one_line
 from rlbench.units import format_number, format_seconds, format_share
 
 DISAGREEMENTS, SLOWEST, ERRORS = 6, 3, 3
@@ -24,26 +22,10 @@ SLOW_S = 0.001
 """Below this no completion is called slow."""
 
 
-@dataclass(frozen=True)
-class ComparisonView:
-    """A card and the distributions below it."""
-
-    card: Card
-    chart: Chart
-
-    def bundle(self) -> dict[str, str]:
-        """Both, as IPython takes them."""
-        return {
-            "text/html": self.card.html() + "\n" + page(self.chart),
-            "text/plain": f"{self.card.text()}\n{self.chart!r}",
-        }
-
-
-def comparison_view(comparison: Any) -> ComparisonView:
+def comparison_view(comparison: Any) -> CardView:
     """The card of a comparison, and the rewards' distributions."""
-    names = comparison.names[:DRAWN]
-    shown = type(comparison)({name: comparison.scored[name] for name in names})
-    return ComparisonView(comparison_card(comparison), shown.plot())
+    shown = type(comparison)({name: comparison.scored[name] for name in comparison.names[:DRAWN]})
+    return CardView(comparison_card(comparison), shown.plot())
 
 
 def comparison_card(comparison: Any) -> Card:
@@ -64,41 +46,17 @@ def errors_card(errors: Any) -> Card:
 
 
 def _numbers(comparison: Any) -> Grid:
-    first = _name(comparison.baseline)
-    head = (
-        "",
-        "mean",
-        "std",
-        "failed",
-        "prompts with a spread",
-        f"correlation with {first}",
-        "changed",
-        "order changed",
-        "advantage flipped",
-        "seconds",
-    )
-    rows = tuple(
-        _row(name, agreement, name == comparison.baseline) for name, agreement in comparison.agreements.items()
-    )
+    against = f"correlation with {_name(comparison.baseline)}", "changed", "order changed", "advantage flipped"
+    head = ("", "mean", "std", "failed", "prompts with a spread", *against, "seconds")
+    rows = tuple(_row(name, one, name == comparison.baseline) for name, one in comparison.agreements.items())
     return Grid(rows, head, frozenset(range(1, len(head))))
 
 
 def _row(name: str, agreement: Any, own: bool) -> tuple[Cell, ...]:
-    against = (
-        _number(agreement.correlation),
-        _percent(agreement.changed),
-        _percent(agreement.order_changed),
-        _percent(agreement.flipped),
-    )
-    return (
-        _name(name),
-        _number(agreement.mean),
-        _number(agreement.std),
-        str(agreement.errors),
-        _percent(agreement.spread),
-        *(("–",) * 4 if own else against),
-        _number(agreement.seconds),
-    )
+    changes = map(_percent, (agreement.changed, agreement.order_changed, agreement.flipped))
+    against = ("–",) * 4 if own else (_number(agreement.correlation), *changes)
+    alone = _number(agreement.mean), _number(agreement.std), str(agreement.errors), _percent(agreement.spread)
+    return (_name(name), *alone, *against, _number(agreement.seconds))
 
 
 def _counts(comparison: Any) -> Grid:
@@ -159,7 +117,7 @@ def _remarks(comparison: Any) -> list[str]:
 
 
 def _name(name: str) -> str:
-    return cut(visible(" ".join(str(name).split("\n"))), NAME)
+    return one_line(name, NAME)
 
 
 def _text(value: Any) -> str:

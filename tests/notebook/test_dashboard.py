@@ -378,12 +378,12 @@ def test_a_real_monitor_is_shown_stopped_and_followed_through_its_restart(cluste
     made = Dashboard("dashboard")
     made.follow()
     pending = submit(link, host, "slowly", 120.0, what="rollout 8", track=True)
-    until(lambda: made._view.phase.text.startswith("rollout 8"))
+    until(lambda: made._view.phase.startswith("rollout 8"))
     until(lambda: [lane.name for lane in made._view.memory.lanes] == ["echo 0"])
     assert press(made, "stop")["command"]["result"] == {"stopped": ["rollout 8"]}
     with pytest.raises(Stopped):
         pending.result(timeout=60)
-    until(lambda: made._view.phase.text == "idle")
+    until(lambda: made._view.phase == "idle")
     assert any(mark["label"] == "rollout 8" for mark in made._feed.frame.marks)
 
     before = client.find("dashboard")
