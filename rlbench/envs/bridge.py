@@ -26,14 +26,9 @@ def is_chat(prompt: Prompt) -> bool:
 def opened(
     tokenizer: Any, prompt: Prompt, ids: list[int], observation: Observation, role: str | None
 ) -> tuple[list[int], list[Message]]:
-    """The first request's token ids, and the messages that the environment put behind the prompt.
+    """Return the first request's token ids, and the messages that `reset` put behind the prompt.
 
-    Args:
-        tokenizer: of the model; None where only token ids go in.
-        prompt: as it was asked.
-        ids: its token ids, with the generation prompt.
-        observation: what `reset` returned.
-        role: of messages made from text.
+    `ids` are the prompt's, with the generation prompt; `tokenizer` is None where only token ids go in.
     """
     if observation is None:
         return ids, []
@@ -48,15 +43,10 @@ def opened(
 def bridged(
     tokenizer: Any, chat: Sequence[Message] | None, observation: Observation, role: str | None, ended: bool, last: int
 ) -> tuple[list[int], list[Message]]:
-    """Token ids that go behind a turn's sampled ones, and the messages they are.
+    """Return the token ids that go behind a turn's sampled ones, and the messages they are.
 
-    Args:
-        tokenizer: of the model; None where only token ids go in.
-        chat: the prompt's messages with those of `reset`; None where the prompt is text or token ids.
-        observation: of the step.
-        role: of messages made from text; None: inside the assistant's own message.
-        ended: the turn ended with an end token (and not at a length limit or a stop string).
-        last: the last token sampled; where it is the template's own end of a turn it is not put there again.
+    `chat` holds the prompt's messages with those of `reset`, None where the prompt is text or token ids. `ended`: the
+    turn ended with an end token. `last`: the last token sampled; a template's own end of a turn is not repeated.
     """
     if is_token_ids(observation):
         return list(observation), [{"role": role or "user", "content": _decoded(tokenizer, observation)}]  # type: ignore[arg-type]

@@ -40,12 +40,7 @@ class Call:
 
 
 class EnvCalls:
-    """The calls of one generation.
-
-    Args:
-        timeout_s: seconds a call may take from when it starts; None: for ever.
-        threads: plain calls at the same time.
-    """
+    """The calls of one generation; each may take `timeout_s` seconds from its start, None: for ever."""
 
     def __init__(self, timeout_s: float | None = None, threads: int = THREADS) -> None:
         self._timeout_s = timeout_s
@@ -82,11 +77,9 @@ class EnvCalls:
             return len(self._queue) + len(self._running) + len(self._done)
 
     def give_up(self, keep: Callable[[Any], bool]) -> list[Any]:
-        """Forget the calls whose key `keep` does not hold.
+        """Forget the calls whose key `keep` does not hold; return the keys of those that run.
 
-        Returns:
-            The keys of those that run: their `late` is called as they end. Those that did not start yet are for the
-            caller to close.
+        Their `late` is called as they end. Those that did not start yet are for the caller to close.
         """
         with self._changed:
             waiting = [c for c in self._queue if not keep(c.key)]

@@ -120,15 +120,9 @@ class Episode:
         )  # type: ignore[arg-type]
 
     def stepped(self, step: Any, finish: str, ended: bool) -> bool:
-        """Take the environment's answer to the turn.
+        """Take the answer to a turn that ended by `finish`; True where another turn is to be sampled.
 
-        Args:
-            step: what it returned.
-            finish: how the turn ended.
-            ended: with an end token.
-
-        Returns:
-            True where another turn is to be sampled. `finish` is set otherwise.
+        `ended` says that the turn's last token was an end token.
         """
         step = _checked(step)
         self.rewards.append(float("nan") if step.reward is None else float(step.reward))

@@ -98,11 +98,7 @@ async def awaited(value: Any) -> Any:
 
 
 def check_env(env: Any) -> None:
-    """Refuse what is no environment.
-
-    Args:
-        env: a class or a function without arguments (called once per sample), or an instance (copied for each).
-    """
+    """Refuse what is no class or function without arguments (called per sample), and no instance (copied for each)."""
     kind = env if isinstance(env, type) else type(env)
     if not callable(getattr(kind, "step", None)) and not (callable(env) and not isinstance(env, type)):
         raise DataError(

@@ -85,12 +85,7 @@ def ratio_corrected(estimate: Tensor, logprobs: Tensor, old_logprobs: Tensor) ->
     """Return estimate * p / p_old: the KL of the current policy from tokens of an older one.
 
     DeepSeek-V3.2 (arXiv 2512.02556). The gradient flows through the ratio too: that is what makes it the gradient
-    of the KL. The log-ratio is clamped to ±20.
-
-    Args:
-        estimate: what one of the estimators returned.
-        logprobs: the same shape, log p under the current policy.
-        old_logprobs: the same shape, under the policy that sampled.
+    of the KL. `old_logprobs` are those of the policy that sampled; the log-ratio is clamped to ±20.
     """
     if estimate.shape != logprobs.shape:
         raise LossError(f"estimate has shape {tuple(estimate.shape)}; wanted {tuple(logprobs.shape)}.")

@@ -80,10 +80,8 @@ def coefficients(
 ) -> Coefficients:
     """Return value and per-token coefficients of `loss`, a value or any function, on a whole batch (S, T).
 
-    The loss gets copies of the inputs, without gradient. `aggregation` None: the loss's own, else "token-mean", as in a
-    training step; `totals` None: the step is `inputs`. A loss that raises, returns something else than a loss returns,
-    gives the log-probs no gradient, or is not finite on trained tokens is a LossError, with the line of the user's
-    code.
+    `aggregation` None: the loss's own, else "token-mean"; `totals` None: the step is `inputs`. A loss that fails, or
+    returns what a training step would refuse, raises LossError with the line of the user's code.
     """
     called = name or str(getattr(loss, "__name__", "") or repr(loss))
     aggregation = Aggregation.of(aggregation or getattr(loss, "aggregation", None) or "token-mean")
@@ -206,9 +204,7 @@ def signs_differ(one: Tensor, other: Tensor) -> Tensor:
 
 
 def shares(coefficient: Tensor, labels: Tensor, mask: Tensor, count: int) -> Tensor:
-    """Return which part of sum |c| over the trained tokens falls on each label below `count`, (count,) float64; zeros
-    if all are 0.
-    """
+    """Return each label's share of sum |c| over the trained tokens, (count,) float64; zeros if all are 0."""
     weight = coefficient[mask].abs().double()
     found = torch.zeros(count, dtype=torch.float64).index_add_(0, labels[mask].to(torch.int64), weight)
     return found / found.sum() if bool(found.sum() > 0) else found
@@ -227,7 +223,7 @@ def turns_of(mask: Tensor) -> Tensor:
 
 
 def _leaves(inputs: LossInputs) -> LossInputs:
-    """Copies that only log-probs and entropy of carry a gradient: a loss that writes into them harms no other."""
+    """Copy the inputs, with a gradient on log-probs and entropy alone: a loss that writes into them harms no other."""
     copied = {
         field.name: value.detach().clone()
         for field in dataclasses.fields(inputs)
@@ -239,7 +235,7 @@ def _leaves(inputs: LossInputs) -> LossInputs:
 
 
 def _called(loss: Loss, x: LossInputs, name: str) -> tuple[Tensor, dict[str, Any]]:
-    """Plan and call the loss; what it gives, checked."""
+    """Plan and call the loss; check what it returns."""
     try:
         if getattr(loss, "needs_plan", False) and not x.channels:
             x = dataclasses.replace(x, channels=_planned(loss, x, name))
@@ -271,7 +267,7 @@ def _called(loss: Loss, x: LossInputs, name: str) -> tuple[Tensor, dict[str, Any
 
 
 def _planned(loss: Any, x: LossInputs, name: str) -> dict[str, Tensor]:
-    """The loss's plan of the whole batch, from inputs without gradient, as a training step asks for it."""
+    """Return the loss's plan of the whole batch, made without gradient as in a training step."""
     with torch.no_grad():
         still = dataclasses.replace(x, logprobs=x.logprobs.detach(), entropy=x.entropy.detach())
         channels = loss.plan(still)
@@ -284,7 +280,7 @@ def _planned(loss: Any, x: LossInputs, name: str) -> dict[str, Tensor]:
 
 
 def _gradients(total: Tensor, x: LossInputs, name: str) -> tuple[Tensor, Tensor | None]:
-    """The gradients on log-probs and entropy, checked on the trained tokens."""
+    """Return the gradients by log-probs and entropy, checked on the trained tokens."""
     on_logprobs = on_entropy = None
     try:
         if total.requires_grad:
@@ -304,7 +300,7 @@ def _gradients(total: Tensor, x: LossInputs, name: str) -> tuple[Tensor, Tensor 
 
 
 def _measured(metrics: Mapping[str, Any], mask: Tensor, name: str) -> dict[str, float]:
-    """A loss's metrics as numbers."""
+    """Return a loss's metrics as numbers."""
     found: dict[str, float] = {}
     for key, value in metrics.items():
         if isinstance(value, Tensor) and value.shape == mask.shape:
@@ -318,7 +314,7 @@ def _measured(metrics: Mapping[str, Any], mask: Tensor, name: str) -> dict[str, 
 
 
 def _row(x: LossInputs, i: int) -> LossInputs:
-    """One sequence alone."""
+    """Return one sequence alone."""
     picked = {
         field.name: value[i : i + 1]
         for field in dataclasses.fields(x)
@@ -339,7 +335,7 @@ def _check_ratios(ratios: Tensor, old_logprob: float) -> None:
 
 
 def _maker(loss: Loss, field: str) -> Callable[[Any], Loss]:
-    """What makes the loss with another value of `field`."""
+    """Return a function that makes the loss with another value of `field`."""
     if dataclasses.is_dataclass(loss):
         known = [f.name for f in dataclasses.fields(loss) if f.init]
         if field in known:

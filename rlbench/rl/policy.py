@@ -212,7 +212,7 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 
 
 def check_shapes(inputs: LossInputs) -> None:
-    """Refuse inputs whose shapes differ, and an empty batch; names the argument, shape seen and shape wanted."""
+    """Refuse inputs whose shapes differ, and an empty batch."""
     wanted = tuple(inputs.mask.shape)
     if inputs.mask.dim() != 2 or inputs.mask.dtype != torch.bool:
         raise LossError(

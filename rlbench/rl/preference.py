@@ -21,9 +21,7 @@ from rlbench.rl.reward_checks import Checked, check_mask, check_shape, output_dt
 
 
 def sequence_logprobs(logprobs: Tensor, mask: Tensor, average: bool = False) -> Tensor:
-    """Return one log-probability per sequence, (B,): the sum over its trained tokens, or their mean (SimPO, ORPO; IPO
-    in TRL).
-    """
+    """Return the sum of each sequence's trained log-probabilities, (B,), or their mean (SimPO, ORPO; IPO in TRL)."""
     check_mask(mask)
     check_shape("logprobs", logprobs, tuple(mask.shape))
     summed = masked(logprobs.to(output_dtype(logprobs)), mask).sum(dim=1)
@@ -157,8 +155,7 @@ class kto(Checked):
 
 
 def kto_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Estimate KTO's reference point (arXiv 2402.01306): the mean of (log p - log p_ref) over *mismatched* responses
-    (B,).
+    """Estimate KTO's reference point (arXiv 2402.01306), the mean log-ratio of *mismatched* responses (B,).
 
     A response is scored here after another example's prompt. The scalar is not clamped: average it over ranks first,
     `kto` then takes max(0, ·) (as TRL does, and as OpenRLHF did while it had KTO).

@@ -33,9 +33,7 @@ from rlbench.rl.whitening import whiten
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
-    """Return the discounted sum of the rewards (B, T) from each token on: G_t = r_t + gamma G_{t+1}, untrained ones
-    skipped.
-    """
+    """Return the rewards to go (B, T): G_t = r_t + gamma G_{t+1}, untrained tokens skipped."""
     check_mask(mask)
     check_number("discounted_returns", "gamma", gamma, 0.0, 1.0)
     clean = clean_tokens("rewards", rewards, mask)
@@ -123,9 +121,7 @@ class gae(Checked):
         token_rewards: Tensor | None = None,
         truncated: Tensor | None = None,
     ) -> Tensor:
-        """Return (B, T) advantages; the reward of a response stands on its last trained token, unless placed by
-        `token_rewards`.
-        """
+        """Return (B, T) advantages; without `token_rewards`, a reward stands on the last trained token."""
         placed, kept = _token_rewards(self, rewards, group, mask, token_rewards)
         advantages, _ = self._estimate(self.lam, placed, kept, values, truncated)
         return (whiten(advantages, kept) if self.whiten else advantages).to(output_dtype(rewards))
@@ -166,8 +162,7 @@ class gae(Checked):
 
 @dataclass(frozen=True)
 class reinforce_plus_plus(Checked):
-    """Discounted returns, whitened over the batch's trained tokens (REINFORCE++, arXiv 2501.03262); no critic, no
-    group.
+    """Discounted returns, whitened over the batch's trained tokens (REINFORCE++, arXiv 2501.03262).
 
     OpenRLHF's "reinforce" is the same with a population variance; with whiten=False it is plain REINFORCE.
     """

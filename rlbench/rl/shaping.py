@@ -145,8 +145,7 @@ def without_truncated(mask: Tensor, truncated: Tensor) -> Tensor:
 
 
 def groups_with_signal(rewards: Tensor, group: Tensor) -> Tensor:
-    """Tell which responses belong to a group whose rewards differ, (B,) bool: the others teach a group baseline
-    nothing.
+    """Tell which responses belong to a group whose rewards differ, (B,) bool.
 
     Dynamic sampling (DAPO, arXiv 2503.14476) keeps these and samples more prompts in place of the rest.
     """
@@ -167,8 +166,7 @@ def groups_within(rewards: Tensor, group: Tensor, low: float, high: float) -> Te
 
 
 def rows_of_groups(kept: Tensor, group: Tensor, limit: int | None = None) -> Tensor:
-    """Return the rows of the groups all of whose responses are kept, at most `limit` groups, first come first;
-    ascending.
+    """Return the rows, ascending, of the first `limit` groups all of whose responses are kept.
 
     With `limit`, each step has the same number of prompts, whatever dynamic sampling (arXiv 2503.14476) left over.
     """
