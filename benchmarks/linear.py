@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rlbench.rl.linear import linear_token_stats
-from rlbench.trainers.token_stats import token_stats
+from rlbench.trainers.passes.token_stats import token_stats
 
 TOKENS, VOCAB, TEMPERATURE = 2048, 50_000, 0.8
 Side = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]

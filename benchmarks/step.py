@@ -68,7 +68,7 @@ if __name__ == "__main__":
 CALLS = """
 import json, statistics, sys, time
 import rlbench as rb
-from rlbench.trainers.policy_spec import PolicySpec
+from rlbench.trainers.models.policy_spec import PolicySpec
 from rlbench import tiny
 
 rb.init(devices=2)

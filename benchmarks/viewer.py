@@ -22,7 +22,7 @@ import numpy as np
 
 from rlbench import tiny
 from rlbench.data import FINISH_REASONS, Prompt, Ragged, Rollouts
-from rlbench.data.metrics import Metrics
+from rlbench.data.record.metrics import Metrics
 
 GROUP = 8
 NOTEBOOK = """import sys; sys.path.insert(0, {folder!r})
@@ -114,7 +114,7 @@ def main() -> None:
         nbformat.write(nbformat.v4.new_notebook(cells=cells), args.notebook)
         print(args.notebook)
         return
-    from rlbench.notebook import rollout_viewer
+    from rlbench.notebook.rollouts import viewer as rollout_viewer
 
     rollouts = made_up(args.rollouts, args.tokens)
     print(f"{args.rollouts:,} rollouts × {args.tokens:,} tokens, {len(rollouts.channels) + 1} channels")

@@ -2,7 +2,7 @@
 
     python examples/dapo.py [--iterations 15] [--seed 0]
 
-The method is a set of options (`rlbench.trainers.methods`); the four of them are written out here.
+The method is a set of options (`rlbench.trainers.options.methods`); the four of them are written out here.
 """
 
 import argparse

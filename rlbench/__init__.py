@@ -18,7 +18,7 @@ import os.path
 from typing import TYPE_CHECKING, Any
 
 from rlbench._version import __version__
-from rlbench.strategies import session_link
+from rlbench.strategies.generation import session_link
 
 if TYPE_CHECKING:
     from rlbench import data, envs, errors, nn, rewards, rl, tiny

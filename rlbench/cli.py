@@ -160,14 +160,14 @@ def run_kill(args: argparse.Namespace) -> int:
 
 def run_train(args: argparse.Namespace) -> int:
     """Train a policy in a session of its own: METHOD [FILE.yaml] [--option value …]; `train --help` has all options."""
-    from rlbench.session.train_command import train
+    from rlbench.session.command.train_command import train
 
     return train(args.arguments)
 
 
 def run_options(args: argparse.Namespace) -> int:
     """Print every option with its default, what it does and its other names, as Markdown; docs/options.md is that."""
-    from rlbench.session.options_page import page
+    from rlbench.session.command.options_page import page
 
     print(page(), end="")
     return 0

@@ -1,6 +1,6 @@
 """What verbs return where a few facts are all there is to say: frozen values, read as attributes or by name.
 
-A module that all rooms may import; `rlbench.notebook.result_views` draws them.
+A module that all rooms may import; `rlbench.notebook.cards.result_views` draws them.
 """
 
 from __future__ import annotations

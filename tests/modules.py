@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import rlbench.nn
-from rlbench.data.batch import TrainBatch
-from rlbench.data.ragged import Ragged
+from rlbench.data.base.ragged import Ragged
+from rlbench.data.batches.batch import TrainBatch
 
 VOCAB = 96
 

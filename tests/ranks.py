@@ -22,7 +22,7 @@ from typing import Any
 import cloudpickle
 
 from rlbench.errors import Stopped
-from rlbench.workers.train_config import TrainConfig
+from rlbench.workers.train.config import TrainConfig
 
 MOST_RANKS = 2
 ANSWER_S = 60.0
@@ -42,7 +42,7 @@ def _serve(pipe: Connection, said: str) -> None:
         os.dup2(file.fileno(), 2)  # what C++ says before it aborts
     faulthandler.enable()
     from rlbench.dispatch import context
-    from rlbench.workers.train_rank import TrainRank
+    from rlbench.workers.train.rank import TrainRank
 
     target: Any = None
     gc.collect()

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import pytest
 
 import rlbench as rb
-from rlbench.data.metrics import Metrics
+from rlbench.data.record.metrics import Metrics
 from rlbench.errors import NoSuchAttribute, Suggesting
-from rlbench.notebook.errors import OURS
-from rlbench.session.snapshots import Snapshots
+from rlbench.notebook.cards.errors import OURS
+from rlbench.session.state.snapshots import Snapshots
 from tests.data.values import rollouts
 
 

@@ -177,4 +177,8 @@ def test_in_a_plain_script_the_traceback_is_the_scripts_own(repository, tmp_path
     assert short.startswith("Traceback") and short.count("File ") == 2 and "in main" in short, short
     assert "return rollout.txt  # typo" in short and "/rlbench/" not in short.replace(str(tmp_path), "")
     full = said(RLBENCH_TRACEBACK="full")
-    assert "/rlbench/data/scoring.py" in full and "/rlbench/rewards/kinds.py" in full and "NoSuchAttribute" in full
+    assert (
+        "/rlbench/data/rollouts/scoring.py" in full
+        and "/rlbench/rewards/kinds.py" in full
+        and "NoSuchAttribute" in full
+    )

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from rlbench import units
-from rlbench.notebook.card import Grid
-from rlbench.notebook.decimal_columns import FIGURE, POINT, aligned
-from rlbench.notebook.markup import table
+from rlbench.notebook.base.decimal_columns import FIGURE, POINT, aligned
+from rlbench.notebook.base.markup import table
+from rlbench.notebook.cards.card import Grid
 
 STRAYS = re.compile(
     r"\}\s?(MiB|GiB|KiB|MB|GB|tok/s)\b"  # bytes and rates put together by hand …
@@ -17,8 +17,8 @@ STRAYS = re.compile(
 )
 EXEMPT = {
     "rlbench/setup/install.py",
-    "rlbench/strategies/peak.py",
-    "rlbench/strategies/rank_side.py",
+    "rlbench/strategies/memory/peak.py",
+    "rlbench/strategies/surface/rank_side.py",
     "rlbench/tiny/warmup.py",
 }
 """Runs before anything is installed; says a constant in ms; its line has the reference's form; its text is part of the

@@ -8,11 +8,11 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from rlbench.data.batch import PER_ROW, PER_TOKEN, TrainBatch
-from rlbench.data.prompt_set import PromptSet
-from rlbench.data.ragged import Ragged
-from rlbench.data.rollout_join import join_rollouts, joined_ragged
-from rlbench.data.rollouts import Rollouts
+from rlbench.data.base.ragged import Ragged
+from rlbench.data.batches.batch import PER_ROW, PER_TOKEN, TrainBatch
+from rlbench.data.prompts.set import PromptSet
+from rlbench.data.rollouts.joining import join_rollouts, joined_ragged
+from rlbench.data.rollouts.rollouts import Rollouts
 from rlbench.errors import DataError
 
 Value = TypeVar("Value", Rollouts, TrainBatch, PromptSet)

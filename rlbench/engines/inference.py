@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 import numpy as np
 
 from rlbench.data import GenerateJob, Prompt, Rollouts, as_prompts
-from rlbench.data.length_stats import length_stats
-from rlbench.data.sampling import reshaped_by, reshaped_notes, sampling_options
-from rlbench.data.seeds import request_seeds
+from rlbench.data.prompts.sampling import reshaped_by, reshaped_notes, sampling_options
+from rlbench.data.prompts.seeds import request_seeds
+from rlbench.data.rollouts.length_stats import length_stats
 from rlbench.dispatch import views
 from rlbench.dispatch.chain import Chain
 from rlbench.dispatch.link import Link
@@ -30,7 +30,7 @@ from rlbench.weights.sync import commit_steps
 
 BY_CALL = ("n", "seed")
 """Of the sampling options, those that say which samples a call draws, and how many."""
-TARGETS = {"vllm": "rlbench.workers.replica_vllm:VllmReplica"}
+TARGETS = {"vllm": "rlbench.workers.replica.vllm:VllmReplica"}
 
 
 class InferenceEngine(Engine):
@@ -100,7 +100,7 @@ class InferenceEngine(Engine):
         Raises:
             BuildError: a wrong path, built already, more devices than there are, vLLM missing, …
         """
-        from rlbench.workers.replica_config import ReplicaConfig
+        from rlbench.workers.replica.config import ReplicaConfig
 
         if self._stays_built(pipeline_parallel_size, ignore_rebuild_error):
             return self

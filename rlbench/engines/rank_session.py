@@ -16,13 +16,13 @@ from rlbench.engines.train import TrainEngine
 from rlbench.errors import EngineError, StateError
 from rlbench.runtime import cluster, registry
 from rlbench.strategies.base import StrategyBase
-from rlbench.strategies.config import OptionError, StrategyConfig, default
-from rlbench.strategies.control import ControlGroup
-from rlbench.strategies.generation import led
-from rlbench.strategies.session_link import SESSION
-from rlbench.workers.rank_reference import RankReference
-from rlbench.workers.rank_replicas import RankReplicas
-from rlbench.workers.rank_sync import compute_dtype
+from rlbench.strategies.generation.engine import led
+from rlbench.strategies.generation.session_link import SESSION
+from rlbench.strategies.options.config import OptionError, StrategyConfig, default
+from rlbench.strategies.ranks.control import ControlGroup
+from rlbench.workers.session.reference import RankReference
+from rlbench.workers.session.replicas import RankReplicas
+from rlbench.workers.session.sync import compute_dtype
 
 GUESTS = "guests"
 INFERENCE = "inference"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlbench.data.sequences import as_batch
+from rlbench.data.batches.sequences import as_batch
 from rlbench.dispatch import views
 from rlbench.dispatch.chain import Chain, Steps
 from rlbench.dispatch.link import shm_prefix

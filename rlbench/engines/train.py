@@ -23,7 +23,7 @@ from rlbench.results import ExportedModel
 from rlbench.runtime import cluster
 from rlbench.traces import user_stacklevel
 from rlbench.units import format_bytes
-from rlbench.workers.train_namespace import Cell
+from rlbench.workers.train.namespace import Cell
 
 if TYPE_CHECKING:
     from rlbench.engines.inference import InferenceEngine
@@ -108,7 +108,7 @@ class TrainEngine(Redefining, Engine):
         total = cluster.current().devices
         replicas = max(1, total // max(1, tensor_parallel_size)) if data_parallel_size == -1 else data_parallel_size
         world = tensor_parallel_size * replicas
-        from rlbench.workers.train_config import TrainConfig
+        from rlbench.workers.train.config import TrainConfig
 
         options = {"shard_size": tensor_parallel_size, **self._config, **config}
         chosen = TrainConfig(**options)
@@ -119,7 +119,7 @@ class TrainEngine(Redefining, Engine):
         devices = self._allot(world, colocate_with, not_colocate_with, not allow_colocate)
         with self._building():
             self._spawn(
-                "rlbench.workers.train_rank:TrainRank",
+                "rlbench.workers.train.rank:TrainRank",
                 lambda rank: (rank, world, chosen),
                 devices,
                 [env] * world,

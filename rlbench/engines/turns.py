@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlbench.data import Rollouts
-from rlbench.data.jobs import EnvJob
+from rlbench.data.rollouts.jobs import EnvJob
 from rlbench.dispatch import by_value
 from rlbench.envs.hook import Hook, from_hook
 from rlbench.envs.protocol import check_env

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rlbench.data.prompts import Prompt
+from rlbench.data.prompts.prompt import Prompt
 from rlbench.envs.protocol import Message, Observation
 from rlbench.errors import DataError
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlbench.data.prompts import Prompt
+from rlbench.data.prompts.prompt import Prompt
 from rlbench.envs.bridge import bridged, is_chat, opened
 from rlbench.envs.protocol import Message, Observation, Step, Turn
 from rlbench.errors import DataError

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlbench.data.prompts import Prompt
+from rlbench.data.prompts.prompt import Prompt
 from rlbench.envs.protocol import Env, Step, Turn, awaited
 from rlbench.errors import DataError
 

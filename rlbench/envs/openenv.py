@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlbench.data.optional import needed
-from rlbench.data.prompts import Prompt
+from rlbench.data.base.optional import needed
+from rlbench.data.prompts.prompt import Prompt
 from rlbench.envs.protocol import Env, Observation, Step, Turn
 from rlbench.errors import DataError
 

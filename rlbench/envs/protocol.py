@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 
 import cloudpickle
 
-from rlbench.data.prompts import Prompt
+from rlbench.data.prompts.prompt import Prompt
 from rlbench.errors import DataError, nearest
 from rlbench.user_code import user_code
 

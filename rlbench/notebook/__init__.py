@@ -3,13 +3,13 @@
 from typing import TYPE_CHECKING
 
 from rlbench.lazy import lazy_names
-from rlbench.notebook.curves import Curves
+from rlbench.notebook.charts.curves import Curves
 from rlbench.notebook.formatters import install
 
 if TYPE_CHECKING:
-    from rlbench.notebook.rollout_viewer import viewer
+    from rlbench.notebook.rollouts.viewer import viewer
 
 __all__ = ["Curves", "install", "viewer"]
 
 # `viewer` on first use: widgets are not imported for those who only hold a session
-__getattr__, __dir__ = lazy_names(__name__, {"viewer": "rollout_viewer"})
+__getattr__, __dir__ = lazy_names(__name__, {"viewer": "rollouts.viewer"})

@@ -21,7 +21,7 @@ from typing import Any
 from rlbench.engines.base import live_engines
 from rlbench.engines.train import TrainEngine
 from rlbench.errors import EngineError, nearest
-from rlbench.notebook.inert import visible
+from rlbench.notebook.base.inert import visible
 
 OPTIONS = ("--rank", "--session", "--args")
 LINE = re.compile(r"^%%ranks\b[^\n]*\n")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rlbench.errors import DataError, nearest
 
 if TYPE_CHECKING:
-    from rlbench.data.rollout import Rollout
+    from rlbench.data.rollouts.rollout import Rollout
 
 By = str | Callable[["Rollout"], Any] | None
 """None: the prompt's label. A text: that key of the prompt's `meta`. A function: what it returns of the rollout."""

@@ -17,7 +17,7 @@ from rlbench.rewards.board import Board, Failure, Outcome, Reward
 from rlbench.user_code import user_code
 
 if TYPE_CHECKING:
-    from rlbench.data.rollout import Rollout
+    from rlbench.data.rollouts.rollout import Rollout
 
 WANTED = "wanted one number, a mapping with 'reward' in it, or an rb.rewards.Reward"
 

@@ -23,7 +23,7 @@ from rlbench.rewards.lanes import Lost, answers
 from rlbench.user_code import user_code
 
 if TYPE_CHECKING:
-    from rlbench.data.rollout import Rollout
+    from rlbench.data.rollouts.rollout import Rollout
 
 _BRACES = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
 PARSED, TIMEOUT = "math/parsed", "math/timeout"

@@ -15,7 +15,7 @@ from rlbench.rewards.running import as_scorer
 from rlbench.user_code import user_code
 
 if TYPE_CHECKING:
-    from rlbench.data.rollout import Rollout
+    from rlbench.data.rollouts.rollout import Rollout
 
 
 @dataclass(frozen=True, repr=False)

@@ -15,7 +15,7 @@ from rlbench.rewards.fields import shown
 from rlbench.rewards.kinds import Scorer
 
 if TYPE_CHECKING:
-    from rlbench.data.rollout import Rollout
+    from rlbench.data.rollouts.rollout import Rollout
 
 
 @dataclass(eq=False, repr=False)

@@ -14,7 +14,7 @@ from rlbench.errors import DataError
 from rlbench.rewards.fields import By, part, read, shown
 
 if TYPE_CHECKING:
-    from rlbench.data.rollout import Rollout
+    from rlbench.data.rollouts.rollout import Rollout
 
 
 @dataclass(frozen=True, repr=False)

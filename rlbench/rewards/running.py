@@ -17,7 +17,7 @@ from rlbench.rewards.kinds import Scorer, attempted, is_async, name_of, outcomes
 from rlbench.rewards.lanes import Lost, answers
 
 if TYPE_CHECKING:
-    from rlbench.data.rollout import Rollout
+    from rlbench.data.rollouts.rollout import Rollout
 
 CONCURRENT = 32
 """Coroutines at a time, unless said."""

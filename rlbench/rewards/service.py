@@ -26,7 +26,7 @@ from rlbench.units import format_bytes
 from rlbench.user_code import user_code
 
 if TYPE_CHECKING:
-    from rlbench.data.rollout import Rollout
+    from rlbench.data.rollouts.rollout import Rollout
 
 LARGEST = 64 << 20
 """Bytes of an answer that are read."""

@@ -16,9 +16,9 @@ from rlbench.engines.sync import agreement_steps
 from rlbench.runtime import cluster
 from rlbench.runtime.starting import say
 from rlbench.session.options import SessionOptions, Train
-from rlbench.trainers.policy_spec import OptimizerOptions, PolicySpec, check_causal
-from rlbench.workers.replica_config import ReplicaOptions
-from rlbench.workers.train_config import RankOptions
+from rlbench.trainers.models.policy_spec import OptimizerOptions, PolicySpec, check_causal
+from rlbench.workers.replica.config import ReplicaOptions
+from rlbench.workers.train.config import RankOptions
 
 
 def check_models(*paths: str | None) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from rlbench.data.rollouts import Rollouts
+from rlbench.data.rollouts.rollouts import Rollouts
 from rlbench.dispatch.chain import Chain, Steps
 from rlbench.dispatch.link import Link
 from rlbench.engines import InferenceEngine, TrainEngine
@@ -18,13 +18,13 @@ from rlbench.runtime.starting import phase
 from rlbench.session import building
 from rlbench.session.anchors import Anchors
 from rlbench.session.facts import card_facts
-from rlbench.session.following import Followed
 from rlbench.session.options import SessionOptions
-from rlbench.session.recording import Recorder
-from rlbench.session.tracking import Trackers
+from rlbench.session.record.recording import Recorder
+from rlbench.session.record.tracking import Trackers
+from rlbench.session.state.following import Followed
 
 if TYPE_CHECKING:
-    from rlbench.session.session_trainer import SessionTrainer
+    from rlbench.session.training.session_trainer import SessionTrainer
 
 T = TypeVar("T")
 

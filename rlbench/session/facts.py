@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlbench.notebook.engine_facts import engine_facts
-from rlbench.notebook.views import sessions_card
+from rlbench.notebook.cards.engine_facts import engine_facts
+from rlbench.notebook.cards.views import sessions_card
 
 ORDER = {"actor": 0, "inference": 1, "reference": 2}
 """Engines as a reader looks for them; others follow as they were built."""

@@ -11,8 +11,8 @@ from typing import Any
 from rlbench.dispatch.link import Link
 from rlbench.errors import SessionError, Stopped
 from rlbench.runtime import cluster
-from rlbench.session.cells import OPERATOR_PLACE
 from rlbench.session.core import SessionCore
+from rlbench.session.record.cells import OPERATOR_PLACE
 from rlbench.session.session import Session
 
 

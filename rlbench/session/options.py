@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 from rlbench.engines.paths import check_model_path, model_name
 from rlbench.options import OptionError, section
 from rlbench.runtime.starting import MODEL, phase, say, starting
-from rlbench.trainers.policy_spec import OptimizerOptions
-from rlbench.workers.replica_config import ReplicaOptions
-from rlbench.workers.train_config import RankOptions
+from rlbench.trainers.models.policy_spec import OptimizerOptions
+from rlbench.workers.replica.config import ReplicaOptions
+from rlbench.workers.train.config import RankOptions
 
 sizes = section("Sizes")
 CONTRADICTIONS = (("use_mp_opt", "bf16"), ("use_mp_opt", "masters"), ("fsdp_cpu_offload", "masters"))

@@ -8,40 +8,35 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rlbench.checkpoint import folder as folders
-from rlbench.data.history import History
-from rlbench.data.rollouts import Rollouts
-from rlbench.data.verbs import Verbs
+from rlbench.data.record.history import History
+from rlbench.data.record.verbs import Verbs
+from rlbench.data.rollouts.rollouts import Rollouts
 from rlbench.dispatch.link import Link
 from rlbench.engines import InferenceEngine, TrainEngine
 from rlbench.engines.paths import check_model_path, model_name
 from rlbench.errors import SessionError, Suggesting
-from rlbench.notebook.card import WARNING, Card
-from rlbench.notebook.views import session_card
+from rlbench.notebook.cards.card import WARNING, Card
+from rlbench.notebook.cards.views import session_card
 from rlbench.results import Names
 from rlbench.runtime import cluster, registry
 from rlbench.runtime.starting import ATTACH, phase, say, starting
-from rlbench.session import (
-    building,
-    checkpoints,
-    checks,
-    generation,
-    lab,
-    placement,
-    records,
-    snapshots,
-    state,
-    trainers,
-    update,
-)
+from rlbench.session import building
 from rlbench.session.core import SessionCore
 from rlbench.session.facts import Sessions
 from rlbench.session.options import Inference, SessionOptions, Train, reference_at, resolve_model
-from rlbench.session.session_trainer import SessionTrainer, last_trainer
-from rlbench.session.snapshots import Snapshot, Snapshots
-from rlbench.session.verbs import call_verb, direct, verb
+from rlbench.session.state import checkpoints, snapshots
+from rlbench.session.state.snapshots import Snapshot, Snapshots
+from rlbench.session.training.session_trainer import SessionTrainer, last_trainer
+from rlbench.session.verb import call_verb, direct, verb
+from rlbench.session.verbs import checks as checks
+from rlbench.session.verbs import generation, placement, trainers
+from rlbench.session.verbs import lab as lab
+from rlbench.session.verbs import records as records
+from rlbench.session.verbs import state as state
+from rlbench.session.verbs import update as update
 
 if TYPE_CHECKING:
-    from rlbench.notebook.dashboard import Dashboard
+    from rlbench.notebook.dashboard.dashboard import Dashboard
 
 
 class Session(Suggesting):
@@ -181,7 +176,7 @@ class Session(Suggesting):
 
         Several views of one session share one sampler; each stays with its last numbers when the session is closed.
         """
-        from rlbench.notebook.dashboard import Dashboard
+        from rlbench.notebook.dashboard.dashboard import Dashboard
 
         return Dashboard(self.name)
 

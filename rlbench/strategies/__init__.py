@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING
 from rlbench.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from rlbench.strategies.arguments import add_arguments
     from rlbench.strategies.base import StrategyBase
-    from rlbench.strategies.config import OptionError, StrategyConfig
     from rlbench.strategies.factory import DeepspeedStrategy, get_strategy
     from rlbench.strategies.fake import FakeStrategy, get_fake_strategy
     from rlbench.strategies.fsdp2 import (
@@ -23,13 +21,15 @@ if TYPE_CHECKING:
         is_mp_optimizer,
         manual_transformer_cls_names_to_wrap,
     )
-    from rlbench.strategies.length_analysis import GenLenAnalyser
+    from rlbench.strategies.generation.length_analysis import GenLenAnalyser
+    from rlbench.strategies.options.arguments import add_arguments
+    from rlbench.strategies.options.config import OptionError, StrategyConfig
 
 _NAMES = {
-    "add_arguments": "arguments",
+    "add_arguments": "options.arguments",
     "StrategyBase": "base",
-    "StrategyConfig": "config",
-    "OptionError": "config",
+    "StrategyConfig": "options.config",
+    "OptionError": "options.config",
     "get_strategy": "factory",
     "DeepspeedStrategy": "factory",
     "FakeStrategy": "fake",
@@ -40,7 +40,7 @@ _NAMES = {
     "ModelOptimPair": "fsdp2",
     "ModelOrModelOptimPair": "fsdp2",
     "manual_transformer_cls_names_to_wrap": "fsdp2",
-    "GenLenAnalyser": "length_analysis",
+    "GenLenAnalyser": "generation.length_analysis",
 }
 
 __all__ = [

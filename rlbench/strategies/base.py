@@ -16,13 +16,13 @@ from typing import Any
 from torch import nn
 
 from rlbench.strategies.checkpoints import Checkpoints
-from rlbench.strategies.config import OptionError, StrategyConfig, accumulation_steps
-from rlbench.strategies.control import ControlGroup
-from rlbench.strategies.device import RankDevice
 from rlbench.strategies.facade import attribute, delegated
-from rlbench.strategies.generation import Generation
-from rlbench.strategies.preparation import Preparation
-from rlbench.strategies.step_side import StepSide
+from rlbench.strategies.generation.engine import Generation
+from rlbench.strategies.memory.device import RankDevice
+from rlbench.strategies.options.config import OptionError, StrategyConfig, accumulation_steps
+from rlbench.strategies.ranks.control import ControlGroup
+from rlbench.strategies.sharding.preparation import Preparation
+from rlbench.strategies.surface.step_side import StepSide
 
 ARGUMENTS = {"seed": 42, "max_norm": 0.0, "micro_train_batch_size": 1, "train_batch_size": 1, "bf16": True}
 """Options that are arguments of a strategy, too, and their defaults there."""

@@ -15,9 +15,9 @@ from rlbench.checkpoint import hf_folder, writer
 from rlbench.checkpoint.rank_state import State, set_random_state
 from rlbench.checkpoint.writer import Opened
 from rlbench.errors import CheckpointError
-from rlbench.strategies import memory
-from rlbench.strategies.materialize import allocate
-from rlbench.strategies.memory_side import holds_gradients, reshard
+from rlbench.strategies.memory import owners as memory
+from rlbench.strategies.sharding.materialize import allocate
+from rlbench.strategies.surface.memory_side import holds_gradients, reshard
 
 if TYPE_CHECKING:
     from rlbench.strategies.base import StrategyBase

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rlbench.errors import BuildError
-from rlbench.strategies.config import StrategyConfig, accumulation_steps, need_fsdp
 from rlbench.strategies.fsdp2 import FSDPV2Strategy
+from rlbench.strategies.options.config import StrategyConfig, accumulation_steps, need_fsdp
 
 
 class DeepspeedStrategy:

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from rlbench.strategies.base import StrategyBase
-from rlbench.strategies.config import StrategyConfig
-from rlbench.strategies.control import ControlGroup
-from rlbench.strategies.device import RankDevice
-from rlbench.strategies.preparation import set_dtypes
+from rlbench.strategies.memory.device import RankDevice
+from rlbench.strategies.options.config import StrategyConfig
+from rlbench.strategies.ranks.control import ControlGroup
+from rlbench.strategies.sharding.preparation import set_dtypes
 
 
 class SoloGroup(ControlGroup):

@@ -23,13 +23,13 @@ from torch.distributed.fsdp import (
 
 from rlbench.errors import BuildError
 from rlbench.strategies.base import StrategyBase
-from rlbench.strategies.config import StrategyConfig
-from rlbench.strategies.control import ControlGroup
-from rlbench.strategies.device import RankDevice
-from rlbench.strategies.mp_optimizer import FSDPadaptOptimizer, is_mp_optimizer
-from rlbench.strategies.preparation import ModelOptimPair, ModelOrModelOptimPair, set_dtypes
-from rlbench.strategies.step_side import StepResult
-from rlbench.strategies.wrapping import manual_transformer_cls_names_to_wrap, units
+from rlbench.strategies.memory.device import RankDevice
+from rlbench.strategies.optim.mp_optimizer import FSDPadaptOptimizer, is_mp_optimizer
+from rlbench.strategies.options.config import StrategyConfig
+from rlbench.strategies.ranks.control import ControlGroup
+from rlbench.strategies.sharding.preparation import ModelOptimPair, ModelOrModelOptimPair, set_dtypes
+from rlbench.strategies.sharding.wrapping import manual_transformer_cls_names_to_wrap, units
+from rlbench.strategies.surface.step_side import StepResult
 
 __all__ = [
     "FSDPV2Strategy",

@@ -7,27 +7,27 @@ from typing import TYPE_CHECKING
 from rlbench.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from rlbench.trainers.experience import Experience
-    from rlbench.trainers.experience_maker import FastExperienceMaker
-    from rlbench.trainers.ppo_config import PPOConfig
-    from rlbench.trainers.ppo_trainer import PPOTrainer
-    from rlbench.trainers.replay_buffer import NaiveReplayBuffer
-    from rlbench.trainers.reward_heads import make_reward_model
-    from rlbench.trainers.spmd_ppo_trainer import SPMDPPOTrainer, SPMDPPOTrainerBase
-    from rlbench.trainers.trajectory_saver import TrajectorySaver
-    from rlbench.trainers.value_model import make_critic
+    from rlbench.trainers.experience.maker import FastExperienceMaker
+    from rlbench.trainers.experience.replay_buffer import NaiveReplayBuffer
+    from rlbench.trainers.experience.values import Experience
+    from rlbench.trainers.models.reward_heads import make_reward_model
+    from rlbench.trainers.models.value_model import make_critic
+    from rlbench.trainers.options.ppo_config import PPOConfig
+    from rlbench.trainers.ppo.spmd_trainer import SPMDPPOTrainer, SPMDPPOTrainerBase
+    from rlbench.trainers.ppo.trainer import PPOTrainer
+    from rlbench.trainers.reports.trajectory_saver import TrajectorySaver
 
 _NAMES = {
-    "Experience": "experience",
-    "FastExperienceMaker": "experience_maker",
-    "NaiveReplayBuffer": "replay_buffer",
-    "PPOConfig": "ppo_config",
-    "PPOTrainer": "ppo_trainer",
-    "SPMDPPOTrainer": "spmd_ppo_trainer",
-    "SPMDPPOTrainerBase": "spmd_ppo_trainer",
-    "TrajectorySaver": "trajectory_saver",
-    "make_critic": "value_model",
-    "make_reward_model": "reward_heads",
+    "Experience": "experience.values",
+    "FastExperienceMaker": "experience.maker",
+    "NaiveReplayBuffer": "experience.replay_buffer",
+    "PPOConfig": "options.ppo_config",
+    "PPOTrainer": "ppo.trainer",
+    "SPMDPPOTrainer": "ppo.spmd_trainer",
+    "SPMDPPOTrainerBase": "ppo.spmd_trainer",
+    "TrajectorySaver": "reports.trajectory_saver",
+    "make_critic": "models.value_model",
+    "make_reward_model": "models.reward_heads",
 }
 
 __all__ = [

@@ -16,7 +16,7 @@ from tests.scripted_monitor import MIB, Script, played
 SHOW = """
 import time
 import rlbench.notebook
-from rlbench.notebook.dashboard import Dashboard
+from rlbench.notebook.dashboard.dashboard import Dashboard
 Dashboard({name!r})
 """
 HELD_UP = "time.sleep({seconds})"

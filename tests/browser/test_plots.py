@@ -12,8 +12,8 @@ from tests.browser.layout import CONTRAST
 START = """
 import sys; sys.path.insert(0, {root!r})
 import numpy as np
-from rlbench.data.history import History
-from rlbench.data.metrics import Metrics
+from rlbench.data.record.history import History
+from rlbench.data.record.metrics import Metrics
 from rlbench.notebook import install
 from tests.data.values import rollouts
 install()

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from rlbench.notebook.routing import works_while_busy
+from rlbench.notebook.base.routing import works_while_busy
 from tests.data.written import sorting, spelling, stepped, written
 
 START = """

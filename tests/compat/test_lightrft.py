@@ -6,7 +6,7 @@ import pytest
 
 import rlbench.strategies
 from rlbench.errors import BuildError
-from rlbench.strategies.config import OptionError
+from rlbench.strategies.options.config import OptionError
 
 PATHS = {
     "strategy": ["get_strategy", "FakeStrategy"],

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlbench.data import Rollouts
-from rlbench.data.channels import KNOWN, all_channels, kind_of
-from rlbench.data.metrics import Metrics
+from rlbench.data.record.metrics import Metrics
+from rlbench.data.rollouts.channels import KNOWN, all_channels, kind_of
 from rlbench.errors import DataError
 from rlbench.rl import k3
 from tests.data.test_rollouts import cut_short

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rlbench.data import Rollouts
-from rlbench.data.column import Column
+from rlbench.data.base.column import Column
 from tests.data.values import rollouts
 
 VALUES = np.array([4.0, 1.0, 3.0, 2.0])

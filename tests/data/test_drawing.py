@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from rlbench.data import drawing
+from rlbench.data.base import drawing
 from rlbench.errors import DataError
 
 
@@ -28,7 +28,7 @@ def test_a_registered_painter_gets_all_arguments():
 def test_a_script_that_imported_the_values_alone_finds_the_notebook_room():
     said = run("""
         import sys
-        from rlbench.data.history import History
+        from rlbench.data.record.history import History
         assert "rlbench.notebook" not in sys.modules
         print(type(History([{"step": 1, "reward": 1.0}]).plot()).__name__)
         assert "torch" not in sys.modules and "ray" not in sys.modules and "plotly" not in sys.modules

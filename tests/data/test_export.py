@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from rlbench.data import Prompt, Ragged, Rollouts
-from rlbench.data.plain import MARK, dumps, loads
+from rlbench.data.base.plain import MARK, dumps, loads
 from rlbench.errors import DataError
 from tests.data.values import rollouts
 from tests.data.written import sorting, stepped, written

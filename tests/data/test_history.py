@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from rlbench.data.history import History
+from rlbench.data.record.history import History
 from rlbench.errors import DataError
 
 RECORDS = [

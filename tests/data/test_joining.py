@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rlbench.data import Prompt, PromptSet, Ragged, Rollouts, TrainBatch, join, load
-from rlbench.data.scoring import RewardError, RewardErrors
+from rlbench.data.rollouts.scoring import RewardError, RewardErrors
 from rlbench.errors import DataError
 from tests.data.test_export import same
 from tests.data.values import rollouts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlbench.data.metric_names import METRICS, of_trainer, table, with_aliases
+from rlbench.data.record.metric_names import METRICS, of_trainer, table, with_aliases
 
 PAGE = Path(__file__).parents[2] / "docs/metrics.md"
 

@@ -6,8 +6,8 @@ import pickle
 import numpy as np
 import pytest
 
-from rlbench.data.history import History
-from rlbench.data.metrics import Metrics
+from rlbench.data.record.history import History
+from rlbench.data.record.metrics import Metrics
 from rlbench.errors import DataError
 from rlbench.units import format_number
 

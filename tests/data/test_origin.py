@@ -4,7 +4,7 @@ import gc
 import pickle
 
 import rlbench as rb
-from rlbench.data.origin import _makers, makers
+from rlbench.data.record.origin import _makers, makers
 from tests.data.values import rollouts
 
 

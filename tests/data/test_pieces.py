@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from rlbench.data.pieces import UNREADABLE, pieces_of
+from rlbench.data.rollouts.pieces import UNREADABLE, pieces_of
 from rlbench.errors import DataError
 
 SAMPLE = [

@@ -31,7 +31,7 @@ def texts(*lengths):
 
 
 def test_lengths_are_those_of_what_an_engine_encodes(tokenizer):
-    from rlbench.workers.replica_job import encode_prompts
+    from rlbench.workers.replica.job import encode_prompts
 
     prompts = MIXED * 400  # texts: more than are tokenised at once
     encoded = encode_prompts(prompts, tokenizer, 1000, len(tokenizer))

@@ -6,7 +6,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from rlbench.data import join
-from rlbench.data.sampling import notes_of, reshaped_by, sampling_options
+from rlbench.data.prompts.sampling import notes_of, reshaped_by, sampling_options
 
 from ..modules import batch_of
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlbench.data import Prompt, Rollouts
-from rlbench.data.scoring import RewardErrors, described
+from rlbench.data.rollouts.scoring import RewardErrors, described
 from rlbench.errors import DataError, LossError
 from rlbench.rl import gdpo
 from tests.data.values import generated, rollouts

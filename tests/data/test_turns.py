@@ -10,10 +10,10 @@ import pytest
 
 import rlbench as rb
 from rlbench.data import Prompt, Rollouts
-from rlbench.data.channels import all_channels
-from rlbench.data.metrics import Metrics
+from rlbench.data.record.metrics import Metrics
+from rlbench.data.rollouts.channels import all_channels
 from rlbench.errors import DataError
-from rlbench.notebook.rollout_static import rollouts_view
+from rlbench.notebook.rollouts.static import rollouts_view
 from tests.data.test_export import same
 from tests.data.values import generated
 

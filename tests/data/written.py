@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlbench.data import FINISH_REASONS, Prompt, Ragged, Rollouts
-from rlbench.data.metrics import Metrics
+from rlbench.data.record.metrics import Metrics
 
 END = 257  # <|end|> of the tiny tokenizer, whose other ids are bytes
 

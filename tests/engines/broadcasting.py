@@ -3,13 +3,13 @@
 import time
 
 import rlbench as rb
-from rlbench.trainers.policy_spec import PolicySpec
+from rlbench.trainers.models.policy_spec import PolicySpec
 
 ENDS_S = 60.0  # far more than a failure takes to end both sides, far less than a wait for a member that is silent
 
 
 def small_buckets():
-    from rlbench.workers import train_stage
+    from rlbench.workers.train import stage as train_stage
 
     train_stage.DEFAULT_BUCKET_BYTES = 100_000
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 import rlbench as rb
-from rlbench.data.seeds import request_seeds
+from rlbench.data.prompts.seeds import request_seeds
 from rlbench.dispatch import by_value
 from rlbench.errors import DataError, RemoteError, StateError, Stopped, WeightSyncError
 from rlbench.strategies import OptionError
-from rlbench.strategies.generation import EngineStatus
-from rlbench.trainers.policy_spec import PolicySpec
+from rlbench.strategies.generation.engine import EngineStatus
+from rlbench.trainers.models.policy_spec import PolicySpec
 
 pytestmark = pytest.mark.engine
 PROMPTS = ["sort 52143", "sort 9071", "sort 3321", "sort 86420"]
@@ -460,15 +460,15 @@ def test_ranks_without_an_engine_build_one_on_their_devices(cluster, tiny_path):
         (info, none, status), (_, (drawn,), _) = alone.run(build)
         assert none == [] and len(drawn) == 6 and status is EngineStatus.SLEEPED
         assert (info["max_model_len"], info["dtype"]) == (40, "float32") and info["kv_cache_bytes"] < 1 << 30
-        record = alone.core.link.state("engines")["engines"]["inference"]
-        rb.InferenceEngine.attach(alone.core.link, "inference", record, 7).close()
+        record = alone.link.state("engines")["engines"]["inference"]
+        rb.InferenceEngine.attach(alone.link, "inference", record, 7).close()
         with pytest.raises(StateError, match=r"is gone; call strategy\.setup_inference_engine"):
             alone.run(draw, [1, 3], GREEDY)
-        again = rb.InferenceEngine(str(tiny_path), link=alone.core.link, dtype="float32", kv_cache_bytes=64 << 20)
+        again = rb.InferenceEngine(str(tiny_path), link=alone.link, dtype="float32", kv_cache_bytes=64 << 20)
         again.build(colocate_with=alone)  # as session.heal() does: the strategy finds the new workers
         assert [len(part) for part in alone.run(draw, [1, 3], GREEDY)] == [1, 3]
     finally:
-        for name, record in alone.core.link.state("engines")["engines"].items():
+        for name, record in alone.link.state("engines")["engines"].items():
             if name == "inference" and "info" in record:
-                rb.InferenceEngine.attach(alone.core.link, name, record, 7).close()
+                rb.InferenceEngine.attach(alone.link, name, record, 7).close()
         alone.close()

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 import rlbench as rb
 from rlbench.errors import BuildError, DataError, EngineError, StateError, WeightSyncError
 from rlbench.runtime.processes import start_time
-from rlbench.trainers.policy_spec import PolicySpec
+from rlbench.trainers.models.policy_spec import PolicySpec
 from rlbench.weights.proof import probe_tokens
 
 pytestmark = pytest.mark.engine
@@ -28,7 +28,7 @@ def perturb(scale=0.05):
 
 def gap(train, infer):
     """Largest difference of log-probs on the same tokens, trainer against replica."""
-    from rlbench.data.sequences import as_batch
+    from rlbench.data.batches.sequences import as_batch
     from rlbench.engines.sync import rows_in_order
 
     tokens = probe_tokens(infer.info["vocab_size"])

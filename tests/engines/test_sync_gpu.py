@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import rlbench as rb
-from rlbench.trainers.policy_spec import PolicySpec
+from rlbench.trainers.models.policy_spec import PolicySpec
 from tests.engines.broadcasting import small_buckets, tokens
 from tests.engines.test_sync import gap, perturb
 

@@ -19,7 +19,7 @@ class ReplicaFailure(Exception):
 def _serve(pipe: Connection) -> None:
     """The process: makes a replica, runs its verbs, sends results back."""
     os.environ["OMP_WAIT_POLICY"] = "passive"
-    from rlbench.workers.replica_vllm import VllmReplica
+    from rlbench.workers.replica.vllm import VllmReplica
 
     target: Any = None
     while True:

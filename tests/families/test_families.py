@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from rlbench.data.sequences import as_batch
+from rlbench.data.batches.sequences import as_batch
 from rlbench.engines.sync import PROBE_OPTIONS, rows_in_order
-from rlbench.trainers.policy_spec import PolicySpec
+from rlbench.trainers.models.policy_spec import PolicySpec
 from rlbench.weights.proof import largest_gap, probe_tokens
-from rlbench.workers.replica_config import ReplicaConfig
+from rlbench.workers.replica.config import ReplicaConfig
 from tests.families.replica import ReplicaFailure, ReplicaProcess
 from tests.families.shapes import SMALL, small_config
 from tests.ranks import Ranks, ranks

@@ -123,7 +123,7 @@ def test_a_rank_killed_while_the_state_after_a_step_is_kept_costs_that_step_and_
         import os
         import signal
 
-        from rlbench.workers import train_snapshots
+        from rlbench.workers.train import snapshots as train_snapshots
 
         write, calls = train_snapshots.write_tensors, [0]
 
@@ -314,7 +314,7 @@ def test_killing_while_a_stop_is_under_way_still_ends_the_verb(mortal: Any, batc
 def test_a_worker_that_neither_answers_nor_is_dead_is_not_built_over(
     mortal: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlbench.session.healing.ANSWER_LIMIT_S", 1.0)
+    monkeypatch.setattr("rlbench.session.state.healing.ANSWER_LIMIT_S", 1.0)
     pid = pid_of(mortal, "actor", 1)
     os.kill(pid, signal.SIGSTOP)
     try:

@@ -135,7 +135,7 @@ def gap() -> float:
 def update(transport: str | None, gate: str | None = None) -> dict[str, Any]:
     """Bring the module's weights to the replicas; with a gate, wait in the middle of sending until it is gone."""
     from rlbench.nn import BaseTrainModule
-    from rlbench.workers import train_stage
+    from rlbench.workers.train import stage as train_stage
 
     train_stage.DEFAULT_BUCKET_BYTES = 100_000
     seen, count = 0, len(list(module.parameters()))  # type: ignore[name-defined]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rlbench._version import __version__
-from rlbench.notebook import palette
+from rlbench.notebook.base import palette
 from rlbench.setup import panel
 
 ROOT = Path(__file__).parents[2]

@@ -9,15 +9,15 @@ import numpy as np
 from IPython.display import display
 
 from rlbench import notebook, tiny
-from rlbench.data.gradients import Gradients
-from rlbench.data.history import History
-from rlbench.data.metrics import Metrics
-from rlbench.notebook import views
-from rlbench.notebook.dashboard import Dashboard
-from rlbench.notebook.progress import FitProgress
-from rlbench.notebook.progress_line import Line
+from rlbench.data.record.gradients import Gradients
+from rlbench.data.record.history import History
+from rlbench.data.record.metrics import Metrics
+from rlbench.notebook.cards import views
+from rlbench.notebook.dashboard.dashboard import Dashboard
+from rlbench.notebook.live.progress import FitProgress
+from rlbench.notebook.live.progress_line import Line
 from rlbench.session.facts import card_facts
-from rlbench.session.loss_lab import loss_lab
+from rlbench.session.lab.loss_lab import loss_lab
 from tests.data.values import rollouts
 from tests.data.written import sorting, stepped
 from tests.notebook import values

@@ -2,18 +2,18 @@
 
 import pytest
 
-from rlbench.data.history import History
-from rlbench.data.metrics import Metrics
-from rlbench.notebook import kept_views, views
-from rlbench.notebook.card import Card, Grid, Pair
-from rlbench.notebook.curves import Curves
-from rlbench.notebook.engine_facts import engine_facts
-from rlbench.notebook.markup import table
-from rlbench.notebook.rollout_static import rollouts_view
+from rlbench.data.record.history import History
+from rlbench.data.record.metrics import Metrics
+from rlbench.notebook.base.markup import table
+from rlbench.notebook.cards import kept_views, views
+from rlbench.notebook.cards.card import Card, Grid, Pair
+from rlbench.notebook.cards.engine_facts import engine_facts
+from rlbench.notebook.charts.curves import Curves
+from rlbench.notebook.rollouts.static import rollouts_view
 from rlbench.results import Saved
 from rlbench.session.facts import card_facts
-from rlbench.session.healing import Healed
-from rlbench.session.snapshots import Snapshots
+from rlbench.session.state.healing import Healed
+from rlbench.session.state.snapshots import Snapshots
 from tests.data.values import generated
 from tests.notebook.reading import HOSTILE, both, inert, read
 from tests.notebook.values import ACTOR, INFERENCE, batch, snapshot, state

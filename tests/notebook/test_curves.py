@@ -5,8 +5,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from rlbench.notebook.chart_svg import BOTTOM, LEFT, RIGHT, TOP, WIDE_HEIGHT, WIDTH
-from rlbench.notebook.curves import Curves
+from rlbench.notebook.charts.curves import Curves
+from rlbench.notebook.charts.svg import BOTTOM, LEFT, RIGHT, TOP, WIDE_HEIGHT, WIDTH
 
 
 def svg(curves):

@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from rlbench.notebook import dashboard_html
-from rlbench.notebook.dashboard import Dashboard
-from rlbench.notebook.dashboard_data import view
-from rlbench.notebook.dashboard_memory import memory, seen_and_thin, thinned
-from rlbench.notebook.feed import Feed
-from rlbench.notebook.palette import OWNERS
+from rlbench.notebook.base.palette import OWNERS
+from rlbench.notebook.dashboard import html as dashboard_html
+from rlbench.notebook.dashboard.dashboard import Dashboard
+from rlbench.notebook.dashboard.data import view
+from rlbench.notebook.dashboard.feed import Feed
+from rlbench.notebook.dashboard.memory import memory, seen_and_thin, thinned
 from tests.scripted_monitor import GIB, MIB, blank, played
 
 pytestmark = pytest.mark.slow
@@ -344,7 +344,7 @@ def test_outside_a_notebook_it_prints_its_text(script, shown, capsys):
 def test_the_clock_knows_how_long_the_cell_runs_and_took(monkeypatch):
     from IPython.testing.globalipapp import get_ipython as testing_shell
 
-    from rlbench.notebook import cell_clock
+    from rlbench.notebook.live import cell_clock
 
     shell, now = testing_shell(), [100.0]
     monkeypatch.setattr("IPython.get_ipython", lambda: shell)
@@ -393,5 +393,5 @@ def test_a_real_monitor_is_shown_stopped_and_followed_through_its_restart(cluste
     until(lambda: made._feed.frame.asked > time.time() - 2 and not made._feed.frame.trouble, 60)
     link.close()
     until(lambda: made._feed.frame.ended)
-    assert not any(control.enabled for control in made._view.controls)
+    assert not any(c["enabled"] for c in (*made._view.buttons, *made._view.toggles))
     made.close()

@@ -6,8 +6,8 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from rlbench import notebook
 from rlbench.data import Prompt, PromptSet, load, mix
-from rlbench.data.prompt_lengths import LongPrompt
-from rlbench.notebook.data_views import mixture_card, prompt_set_card, stream_card
+from rlbench.data.prompts.lengths import LongPrompt
+from rlbench.notebook.cards.data_views import mixture_card, prompt_set_card, stream_card
 from tests.notebook.reading import HOSTILE, both, inert, read
 
 

@@ -4,16 +4,16 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from rlbench import notebook
-from rlbench.data.history import History
-from rlbench.data.metrics import Metrics
+from rlbench.data.record.history import History
+from rlbench.data.record.metrics import Metrics
 from rlbench.engines import InferenceEngine, TrainEngine
 from rlbench.errors import DataError, Stopped
-from rlbench.notebook import kept_views, views
+from rlbench.notebook.cards import kept_views, views
 from rlbench.results import Saved
-from rlbench.session.evaluation import Evaluation
 from rlbench.session.facts import Sessions
-from rlbench.session.healing import Healed
-from rlbench.session.snapshots import Snapshots
+from rlbench.session.state.healing import Healed
+from rlbench.session.state.snapshots import Snapshots
+from rlbench.session.training.evaluation import Evaluation
 from tests.data.values import rollouts
 
 

@@ -5,10 +5,10 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from rlbench import notebook
-from rlbench.data.gradients import Gradients, TokenGradients, layer_of, module_of
+from rlbench.data.record.gradients import Gradients, TokenGradients, layer_of, module_of
 from rlbench.errors import DataError
-from rlbench.notebook.chart import PLOTLY
-from rlbench.notebook.gradient_views import ROWS, gradients_card, gradients_chart, gradients_view
+from rlbench.notebook.cards.gradient_views import ROWS, gradients_card, gradients_chart, gradients_view
+from rlbench.notebook.charts.chart import PLOTLY
 from tests.notebook.reading import HOSTILE, both, inert, read
 
 NAMES = (

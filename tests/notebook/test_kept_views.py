@@ -2,11 +2,11 @@
 
 import time
 
-from rlbench.notebook import kept_views
+from rlbench.notebook.cards import kept_views
 from rlbench.results import Saved
-from rlbench.session.evaluation import Evaluation
-from rlbench.session.healing import Healed
-from rlbench.session.snapshots import Snapshots
+from rlbench.session.state.healing import Healed
+from rlbench.session.state.snapshots import Snapshots
+from rlbench.session.training.evaluation import Evaluation
 from tests.data.values import rollouts
 from tests.notebook.reading import both
 from tests.notebook.values import snapshot

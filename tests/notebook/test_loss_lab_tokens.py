@@ -5,8 +5,8 @@ import re
 import numpy as np
 import pytest
 
-from rlbench.notebook.loss_lab_tokens import LOSSES, SAMPLES, TOKENS_SHOWN, telling_samples, token_strips
-from rlbench.session.loss_lab import loss_lab, make_lab
+from rlbench.notebook.lab.tokens import LOSSES, SAMPLES, TOKENS_SHOWN, telling_samples, token_strips
+from rlbench.session.lab.loss_lab import loss_lab, make_lab
 from tests.data.values import rollouts
 from tests.notebook.reading import HOSTILE, inert, read
 

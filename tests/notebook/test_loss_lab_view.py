@@ -9,9 +9,9 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from rlbench import notebook, rl
-from rlbench.notebook.chart import PLOTLY
-from rlbench.notebook.loss_lab_view import DRAWN, lab_card, lab_view, what_if_chart
-from rlbench.session.loss_lab import RATIOS, loss_lab
+from rlbench.notebook.charts.chart import PLOTLY
+from rlbench.notebook.lab.view import DRAWN, lab_card, lab_view, what_if_chart
+from rlbench.session.lab.loss_lab import RATIOS, loss_lab
 from tests.data.values import rollouts
 from tests.notebook.reading import HOSTILE, both, inert, read
 

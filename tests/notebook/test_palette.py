@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlbench.notebook import palette
+from rlbench.notebook.base import palette
 
 
 def rgb(hue):
@@ -30,7 +30,7 @@ def test_every_colour_is_a_variable_in_both_themes():
 
 @pytest.mark.parametrize(("sheet", "root"), [("dashboard", ".rlb-dashboard"), ("rollout_viewer", ".rlbv")])
 def test_a_views_style_sheet_reaches_nothing_else_in_the_page(sheet, root):
-    text = (Path(palette.__file__).parent / "static" / f"{sheet}.css").read_text()
+    text = (Path(palette.__file__).parents[1] / "static" / f"{sheet}.css").read_text()
     heads = re.findall(r"([^{}]+)\{", re.sub(r"/\*.*?\*/|@container[^{]*\{", "", text, flags=re.DOTALL))
     selectors = [one.strip() for head in heads for one in head.split(",")]
     assert len(selectors) > 40 and [one for one in selectors if not one.startswith(root)] == []

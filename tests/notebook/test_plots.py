@@ -9,12 +9,12 @@ import nbformat
 import numpy as np
 import pytest
 
-from rlbench.data.column import Column
-from rlbench.data.history import History
+from rlbench.data.base.column import Column
+from rlbench.data.record.history import History
 from rlbench.errors import DataError
-from rlbench.notebook import plots
-from rlbench.notebook.chart import PLOTLY, Chart, Line, Panel, outlined, ticks
-from rlbench.notebook.chart_svg import HUES
+from rlbench.notebook.charts import plots
+from rlbench.notebook.charts.chart import PLOTLY, Chart, Line, Panel, outlined, ticks
+from rlbench.notebook.charts.svg import HUES
 from tests.data.values import rollouts
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -9,8 +9,9 @@ import pytest
 
 from rlbench.dispatch import views as progress_views
 from rlbench.dispatch.protocol import Progress
-from rlbench.notebook import install, progress, progress_line
-from rlbench.notebook.progress_line import Line
+from rlbench.notebook import install
+from rlbench.notebook.live import progress, progress_line
+from rlbench.notebook.live.progress_line import Line
 from tests.data.values import rollouts
 
 

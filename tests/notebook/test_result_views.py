@@ -12,7 +12,7 @@ from rlbench.engines.redefine import Redefined
 from rlbench.notebook import formatters
 from rlbench.results import Done, ExportedModel, Names, Result
 from rlbench.session.session import Session
-from rlbench.session.session_trainer import TrainerPlace
+from rlbench.session.training.session_trainer import TrainerPlace
 from rlbench.weights.sync import Synced
 
 GIB = 2**30

@@ -10,10 +10,10 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from rlbench import notebook
-from rlbench.notebook.reward_views import DISAGREEMENTS, DRAWN, comparison_card, comparison_view, errors_card
-from rlbench.notebook.rollout_page import page as rollout_page
-from rlbench.notebook.rollout_static import rollouts_view
-from rlbench.notebook.viewer_order import Summary
+from rlbench.notebook.cards.reward_views import DISAGREEMENTS, DRAWN, comparison_card, comparison_view, errors_card
+from rlbench.notebook.rollouts.order import Summary
+from rlbench.notebook.rollouts.page import page as rollout_page
+from rlbench.notebook.rollouts.static import rollouts_view
 from tests.data.values import rollouts
 from tests.data.written import written
 from tests.notebook.reading import HOSTILE, both, inert, read

@@ -12,12 +12,15 @@ from PIL import Image
 from rlbench import notebook
 from rlbench.data import Prompt, Rollouts
 from rlbench.errors import DataError
-from rlbench.notebook import prompt_parts, rollout_viewer, routing, viewer
-from rlbench.notebook.channel_scale import LEVELS, number, scale_of, telling
-from rlbench.notebook.inert import cut, visible
-from rlbench.notebook.rollout_static import rollouts_view, telling_groups, telling_samples
-from rlbench.notebook.viewer_order import SORTS, Summary
-from rlbench.notebook.viewer_rows import OPEN_TOKENS, PREVIEW_TOKENS, Shown, headline
+from rlbench.notebook import viewer
+from rlbench.notebook.base import routing
+from rlbench.notebook.base.inert import cut, visible
+from rlbench.notebook.rollouts import prompt_parts
+from rlbench.notebook.rollouts import viewer as rollout_viewer
+from rlbench.notebook.rollouts.channel_scale import LEVELS, number, scale_of, telling
+from rlbench.notebook.rollouts.order import SORTS, Summary
+from rlbench.notebook.rollouts.rows import OPEN_TOKENS, PREVIEW_TOKENS, Shown, headline
+from rlbench.notebook.rollouts.static import rollouts_view, telling_groups, telling_samples
 from tests.data.test_rollouts import cut_short
 from tests.data.values import generated, rollouts
 from tests.data.written import sorting, spelling, stepped, written

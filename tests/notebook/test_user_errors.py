@@ -103,7 +103,7 @@ PLAIN = {  # no user's code raised: what is said, and the line of the cell
     "session": ('rb.attach("nobody")', "SessionError: no session 'nobody'", 2),
     "environment": (
         "class Env(rb.envs.Env):\n    def step(self, turn): ...\nsession.rollout(tasks.prompts(1), env=Env, n=1)",
-        "DataError: env: ",
+        "step() returned NoneType",
         2,
     ),
     "a worker that died": (

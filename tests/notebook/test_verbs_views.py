@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from rlbench.data.verbs import Verbs
-from rlbench.notebook import verbs_views
-from rlbench.session.recording import Entry
-from rlbench.session.script import Exported
+from rlbench.data.record.verbs import Verbs
+from rlbench.notebook.cards import verbs_views
+from rlbench.session.record.recording import Entry
+from rlbench.session.record.script import Exported
 from tests.notebook.reading import HOSTILE, both
 
 

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from rlbench.data.history import History
-from rlbench.data.metrics import Metrics
+from rlbench.data.record.history import History
+from rlbench.data.record.metrics import Metrics
 from rlbench.errors import SessionError
-from rlbench.notebook import views
-from rlbench.notebook.engine_facts import engine_facts
-from rlbench.notebook.markup import chip_text
-from rlbench.notebook.sparkline import blocks, sparkline
-from rlbench.notebook.units import with_unit
+from rlbench.notebook.base.markup import chip_text
+from rlbench.notebook.base.sparkline import blocks, sparkline
+from rlbench.notebook.base.units import with_unit
+from rlbench.notebook.cards import views
+from rlbench.notebook.cards.engine_facts import engine_facts
 from rlbench.session.facts import Sessions, card_facts
 from rlbench.units import format_age, format_bytes, format_count
 from tests.notebook.reading import both

@@ -2,7 +2,7 @@
 
 import time
 
-from rlbench.session.snapshots import Snapshot
+from rlbench.session.state.snapshots import Snapshot
 from tests.data.values import rollouts
 
 

@@ -12,7 +12,7 @@ from rlbench.rl import lab
 from rlbench.rl.aggregate import Aggregation, BatchTotals
 from rlbench.rl.lab import coefficients, coefficients_of_all, cosines, norm_ratios, ratio_curve, variants
 from rlbench.rl.losses import NAMED
-from rlbench.trainers.loss_value import evaluate
+from rlbench.trainers.passes.loss_value import evaluate
 from tests.rl.reference import make_inputs
 
 RATIOS = torch.linspace(0.05, 3.0, 60, dtype=torch.float64)

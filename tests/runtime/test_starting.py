@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from rlbench.notebook.progress import StartProgress
+from rlbench.notebook.live.progress import StartProgress
 from rlbench.runtime import registry, starting
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 import rlbench as rb
-from rlbench.session.sources import of_batch
+from rlbench.session.record.sources import of_batch
 from tests.data.values import rollouts
 
 

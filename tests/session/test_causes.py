@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rlbench.data.sampling import reshaping
-from rlbench.session import causes
-from rlbench.session.causes import SideBySide, Tokens, Weights
+from rlbench.data.prompts.sampling import reshaping
+from rlbench.session.checks import causes
+from rlbench.session.checks.causes import SideBySide, Tokens, Weights
 
 SAME = Weights(4, (4, 4), (4,), "float32", "float32")
 POSITION = np.tile(np.arange(1, 21), 3)

@@ -13,8 +13,8 @@ import rlbench as rb
 from rlbench.data import FINISH_REASONS
 from rlbench.dispatch.chain import Chain
 from rlbench.errors import DataError, Stopped
-from rlbench.notebook.kept_views import evaluation_card
-from rlbench.session.evaluation import Evaluation, Scoring, evaluate_steps
+from rlbench.notebook.cards.kept_views import evaluation_card
+from rlbench.session.training.evaluation import Evaluation, Scoring, evaluate_steps
 from tests.data.values import rollouts
 from tests.notebook.reading import both
 from tests.rewards.values import nothing_left

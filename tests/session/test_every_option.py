@@ -20,31 +20,26 @@ from rlbench.dispatch import context
 from rlbench.engines import rank_session
 from rlbench.errors import EngineError
 from rlbench.options import Options, defaults, options_in
-from rlbench.session import run_data, train_command
-from rlbench.strategies import (
-    FakeStrategy,
-    FSDPV2Strategy,
-    OptionError,
-    StrategyConfig,
-    generation,
-    get_fake_strategy,
-)
+from rlbench.session.command import run_data, train_command
+from rlbench.strategies import FakeStrategy, FSDPV2Strategy, OptionError, StrategyConfig, get_fake_strategy
 from rlbench.strategies import fsdp2 as fsdp2_room
 from rlbench.strategies.base import ARGUMENTS
-from rlbench.strategies.config import default, need_fsdp
+from rlbench.strategies.generation import engine as generation
+from rlbench.strategies.options.config import default, need_fsdp
 from rlbench.tiny import tasks
-from rlbench.trainers import building, make_critic
-from rlbench.trainers.building import TrainerSpec, build_trainer
-from rlbench.trainers.methods import method_options
-from rlbench.trainers.options import PolicyOptions
-from rlbench.trainers.policy_spec import OptimizerOptions
-from rlbench.trainers.ppo_config import PPOConfig
-from rlbench.trainers.replay_buffer import NaiveReplayBuffer
-from rlbench.trainers.run_config import DEFAULTS, HOMES, RunConfig
-from rlbench.trainers.run_options import RunOptions
-from rlbench.trainers.trainer_options import SAMPLING, read_options
-from rlbench.workers.replica_config import ReplicaOptions
-from rlbench.workers.train_config import RankOptions
+from rlbench.trainers import make_critic
+from rlbench.trainers.experience.replay_buffer import NaiveReplayBuffer
+from rlbench.trainers.models.policy_spec import OptimizerOptions
+from rlbench.trainers.options.methods import method_options
+from rlbench.trainers.options.ppo_config import PPOConfig
+from rlbench.trainers.options.run_config import DEFAULTS, HOMES, RunConfig
+from rlbench.trainers.options.run_options import RunOptions
+from rlbench.trainers.options.trainer_options import SAMPLING, read_options
+from rlbench.trainers.ppo import building
+from rlbench.trainers.ppo.building import TrainerSpec, build_trainer
+from rlbench.trainers.update.options import PolicyOptions
+from rlbench.workers.replica.config import ReplicaOptions
+from rlbench.workers.train.config import RankOptions
 from tests.option_effects import EFFECTS
 from tests.option_reads import loaded_fields, reads
 from tests.trainers.making import TableEngine, asked, last_token, qwen_of

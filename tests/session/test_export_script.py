@@ -204,7 +204,7 @@ def test_what_was_stopped_is_named_and_arrays_are_not_written_to_disk(session):
 
 
 def test_a_record_that_cannot_be_written_changes_nothing(session, monkeypatch):
-    from rlbench.session import recording
+    from rlbench.session.record import recording
 
     def broken(self, name, line):
         raise OSError("the disk is full")
@@ -218,7 +218,7 @@ def test_a_record_that_cannot_be_written_changes_nothing(session, monkeypatch):
 
 
 def test_a_plain_script_is_named_as_its_own(session, tmp_path, monkeypatch):
-    from rlbench.session import cells
+    from rlbench.session.record import cells
 
     monkeypatch.setattr(cells, "kernel", lambda: None)
     monkeypatch.setattr(session.core.recorder, "cells", list)

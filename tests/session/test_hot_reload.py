@@ -10,7 +10,7 @@ import pytest
 
 import rlbench as rb
 from rlbench.tiny import tasks
-from rlbench.trainers.loss_value import KEPT
+from rlbench.trainers.passes.loss_value import KEPT
 
 pytestmark = pytest.mark.engine
 
@@ -45,7 +45,7 @@ def held(session):
 
         import cloudpickle.cloudpickle as internals
 
-        from rlbench.trainers.loss_value import LossCache
+        from rlbench.trainers.passes.loss_value import LossCache
 
         gc.collect()
         caches = [o for o in gc.get_objects() if isinstance(o, LossCache)]

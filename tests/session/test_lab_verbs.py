@@ -10,9 +10,9 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 import rlbench as rb
 from rlbench.engines import TrainEngine
 from rlbench.errors import DataError, EngineError, LossError, StateError
-from rlbench.notebook.gradient_views import gradients_view
-from rlbench.notebook.loss_lab_view import lab_view
-from rlbench.session.loss_lab import loss_lab
+from rlbench.notebook.cards.gradient_views import gradients_view
+from rlbench.notebook.lab.view import lab_view
+from rlbench.session.lab.loss_lab import loss_lab
 from rlbench.tiny import tasks
 
 pytestmark = pytest.mark.engine

@@ -9,7 +9,7 @@ import torch
 
 from rlbench.errors import LossError
 from rlbench.rl import grpo, token_tis
-from rlbench.session.loss_check import ship, trial_inputs, trusts_old_logprobs
+from rlbench.session.training.loss_check import ship, trial_inputs, trusts_old_logprobs
 from tests.data.values import rollouts
 
 

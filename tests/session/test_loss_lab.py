@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from rlbench import rl
-from rlbench.data.ragged import Ragged
+from rlbench.data.base.ragged import Ragged
 from rlbench.errors import DataError, LossError
 from rlbench.rl.lab import coefficients
-from rlbench.session.lab_inputs import scored
-from rlbench.session.loss_lab import RATIOS, loss_lab
+from rlbench.session.lab.inputs import scored
+from rlbench.session.lab.loss_lab import RATIOS, loss_lab
 from tests.data.values import rollouts
 
 LOSSES = {"grpo": "grpo", "dapo": rl.dapo(), "plain": "reinforce"}

@@ -12,8 +12,8 @@ import rlbench as rb
 from rlbench import notebook
 from rlbench.data import Ragged
 from rlbench.errors import CheckFailed, DataError, LossError, StateError
-from rlbench.session.loss_check import ship
-from rlbench.session.preflight import TokenGap
+from rlbench.session.checks.preflight import TokenGap
+from rlbench.session.training.loss_check import ship
 from rlbench.tiny import tasks
 
 pytestmark = pytest.mark.engine

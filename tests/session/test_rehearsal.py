@@ -8,9 +8,9 @@ from IPython.core.interactiveshell import InteractiveShell
 import rlbench as rb
 from rlbench import notebook
 from rlbench.errors import CheckFailed, DataError, StateError
-from rlbench.session.rehearsal import through, worst_batch
+from rlbench.session.checks.rehearsal import through, worst_batch
 from rlbench.tiny import tasks
-from rlbench.trainers.packing import plan_micro_batches
+from rlbench.trainers.passes.packing import plan_micro_batches
 
 pytestmark = pytest.mark.engine
 LENGTH = 256

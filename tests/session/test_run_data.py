@@ -15,11 +15,11 @@ import pytest
 from rlbench.data import Mixture, PromptStream
 from rlbench.engines import paths
 from rlbench.errors import BuildError, DataError
-from rlbench.session import run_data
-from rlbench.strategies.config import OptionError
+from rlbench.session.command import run_data
+from rlbench.strategies.options.config import OptionError
 from rlbench.tiny import tasks
-from rlbench.trainers.run_config import RunConfig
-from rlbench.trainers.samples import reference_of
+from rlbench.trainers.experience.samples import reference_of
+from rlbench.trainers.options.run_config import RunConfig
 
 ROWS = [{"input": f"{i} + {i}", "label": str(2 * i), "kind": "sum", "task": f"twice {i}"} for i in range(6)]
 REWARDS = """

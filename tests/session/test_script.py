@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from rlbench.session.script import before_line, in_shell, is_plain
+from rlbench.session.record.script import before_line, in_shell, is_plain
 
 CELL = "import math\nx = [\n    1,\n]\nfor i in range(3):\n    math.sqrt(-1)\nlast = 1"
 

@@ -5,7 +5,7 @@ import pytest
 
 import rlbench as rb
 from rlbench.data import Rollouts
-from rlbench.data.pieces import pieces_of
+from rlbench.data.rollouts.pieces import pieces_of
 
 pytestmark = pytest.mark.engine
 

@@ -14,7 +14,7 @@ import torch
 import rlbench as rb
 from rlbench.engines.base import Engine
 from rlbench.errors import DataError, EngineError, LossError, SessionError, StateError
-from rlbench.notebook.views import engine_card, metrics_card
+from rlbench.notebook.cards.views import engine_card, metrics_card
 from rlbench.tiny import tasks
 
 pytestmark = pytest.mark.engine

@@ -126,7 +126,7 @@ def test_a_step_copies_the_state_once_and_reads_nothing_that_cannot_have_changed
             tensor_files.seen.append(0)
             return write(*args, **kwargs)
 
-        from rlbench.workers import train_snapshots
+        from rlbench.workers.train import snapshots as train_snapshots
 
         tensor_files._bytes_of, train_snapshots.write_tensors = reading, writing
         train_snapshots._put_back = lambda: (
@@ -136,7 +136,7 @@ def test_a_step_copies_the_state_once_and_reads_nothing_that_cannot_have_changed
 
     def seen():
         from rlbench.checkpoint import tensor_files
-        from rlbench.workers import train_snapshots
+        from rlbench.workers.train import snapshots as train_snapshots
 
         train_snapshots._put_back()
         return tensor_files.seen, len(list(module.buffers()))
@@ -210,7 +210,7 @@ def test_a_step_that_cannot_be_kept_is_taken_all_the_same_and_says_so(session, b
     session.train_step(batch)
 
     def full():
-        from rlbench.workers import train_snapshots
+        from rlbench.workers.train import snapshots as train_snapshots
 
         def refuse(*args, **kwargs):
             raise train_snapshots.CheckpointError("no space left on device")
@@ -218,7 +218,7 @@ def test_a_step_that_cannot_be_kept_is_taken_all_the_same_and_says_so(session, b
         train_snapshots._kept, train_snapshots.write_tensors = train_snapshots.write_tensors, refuse
 
     def again():
-        from rlbench.workers import train_snapshots
+        from rlbench.workers.train import snapshots as train_snapshots
 
         train_snapshots.write_tensors = train_snapshots._kept
 

@@ -7,7 +7,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from rlbench import rl
-from rlbench.session.sources import MOST, described, source
+from rlbench.session.record.sources import MOST, described, source
 
 
 def helper(x):

@@ -10,7 +10,7 @@ import jedi
 import pytest
 
 import rlbench as rb
-from rlbench.notebook.dashboard import Dashboard
+from rlbench.notebook.dashboard.dashboard import Dashboard
 
 SURFACE = """
 branch branches close core dashboard drop evaluate export export_script follow forward_backward gradients heal history
@@ -79,5 +79,5 @@ def test_a_type_checker_of_a_users_code_knows_the_results(tmp_path, repository):
         capture_output=True,
         text=True,
     )
-    assert done.stdout.count('"rlbench.data.metrics.Metrics"') == 2, done.stdout
+    assert done.stdout.count('"rlbench.data.record.metrics.Metrics"') == 2, done.stdout
     assert "error: " in done.stdout and "mine.py:5" in done.stdout

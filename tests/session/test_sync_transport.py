@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rlbench.session import placement
+from rlbench.session.verbs import placement
 
 
 @pytest.mark.parametrize("asked", [None, "shm", "ipc", "broadcast"])

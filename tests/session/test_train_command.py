@@ -20,13 +20,14 @@ import pytest
 from rlbench import cli
 from rlbench.data import PromptSet
 from rlbench.engines import paths
-from rlbench.session import Inference, Train, run_data, train_command
+from rlbench.session import Inference, Train
+from rlbench.session.command import run_data, train_command
 from rlbench.session.session import Session
-from rlbench.strategies.config import OptionError
+from rlbench.strategies.options.config import OptionError
 from rlbench.tiny import tasks
-from rlbench.trainers import policy_module
-from rlbench.trainers.methods import method_options
-from rlbench.trainers.run_config import RunConfig
+from rlbench.trainers.models import policy_module
+from rlbench.trainers.options.methods import method_options
+from rlbench.trainers.options.run_config import RunConfig
 
 REWARDS = """
 def score(rollout):

@@ -10,11 +10,11 @@ import pytest
 
 from rlbench.engines import paths
 from rlbench.errors import BuildError
-from rlbench.session import trainer_places
 from rlbench.session.options import reference_at
-from rlbench.strategies.config import OptionError
-from rlbench.trainers import policy_module
-from rlbench.trainers.building import TrainerSpec
+from rlbench.session.training import trainer_places
+from rlbench.strategies.options.config import OptionError
+from rlbench.trainers.models import policy_module
+from rlbench.trainers.ppo.building import TrainerSpec
 
 MODELS = ("critic", "reference")
 

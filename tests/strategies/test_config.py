@@ -13,7 +13,7 @@ import pytest
 from rlbench.errors import BuildError
 from rlbench.options import LIGHTRFT, options_in
 from rlbench.strategies import OptionError, StrategyConfig, add_arguments, get_strategy
-from rlbench.strategies.config import accumulation_steps
+from rlbench.strategies.options.config import accumulation_steps
 
 REFERENCE = {
     "seed": 42,

@@ -12,8 +12,8 @@ pytestmark = pytest.mark.slow
 GROUP = """
 import torch
 import torch.distributed as dist
-from rlbench.strategies.control import ControlGroup, issued_collectives
-from rlbench.strategies.device import RankDevice, current_accelerator_kwargs
+from rlbench.strategies.ranks.control import ControlGroup, issued_collectives
+from rlbench.strategies.memory.device import RankDevice, current_accelerator_kwargs
 
 device = RankDevice.pick(0, {kind!r})
 dist.init_process_group(
@@ -48,7 +48,7 @@ def test_the_count_does_not_fall_where_a_group_is_left() -> None:
 import gc
 import torch
 import torch.distributed as dist
-from rlbench.strategies.control import ControlGroup, issued_collectives
+from rlbench.strategies.ranks.control import ControlGroup, issued_collectives
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 control = ControlGroup()

@@ -13,9 +13,10 @@ import torch
 from rlbench.data import Prompt
 from rlbench.dispatch import context
 from rlbench.errors import DataError, EngineError, StateError
-from rlbench.strategies import FakeStrategy, OptionError, session_link
-from rlbench.strategies.generate_call import own_prompts, sampling_of
-from rlbench.strategies.generation import EngineStatus
+from rlbench.strategies import FakeStrategy, OptionError
+from rlbench.strategies.generation import session_link
+from rlbench.strategies.generation.call import own_prompts, sampling_of
+from rlbench.strategies.generation.engine import EngineStatus
 
 
 class Told:

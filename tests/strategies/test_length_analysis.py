@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from rlbench.errors import DataError
 from rlbench.strategies import FSDPV2Strategy, get_fake_strategy
-from rlbench.strategies.length_analysis import BINS, PAST_STEPS, TAG, GenLenAnalyser, edges_of, lengths_of
+from rlbench.strategies.generation.length_analysis import BINS, PAST_STEPS, TAG, GenLenAnalyser, edges_of, lengths_of
 from tests.modules import qwen_on_meta, save_qwen
 from tests.ranks import Ranks, ranks
 
@@ -163,7 +163,7 @@ def test_drawing_leaves_no_state_in_a_plotting_library(tmp_path: Path) -> None:
     import sys
 
     code = (
-        "import sys; from rlbench.strategies.length_analysis import GenLenAnalyser; "
+        "import sys; from rlbench.strategies.generation.length_analysis import GenLenAnalyser; "
         f"GenLenAnalyser(plot_every=1, plot_out_dir={str(tmp_path)!r}).collect([1, 2], 0); "
         "assert not {'matplotlib', 'plotly', 'torch'} & set(sys.modules), 'heavy import'"
     )

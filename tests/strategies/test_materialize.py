@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 import rlbench.nn
 from rlbench.errors import BuildError, WeightSyncError
-from rlbench.trainers.policy_spec import PolicySpec
+from rlbench.trainers.models.policy_spec import PolicySpec
 from tests.families.shapes import small_config
 from tests.modules import VOCAB, RunningMeanModel, TrainedQwen, qwen_on_meta, save_qwen
 from tests.ranks import Ranks, ranks

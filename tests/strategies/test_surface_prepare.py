@@ -128,7 +128,7 @@ def test_a_name_added_to_the_list_makes_units_of_its_class(qwen: str, engine: Ra
     assert "LlamaDecoderLayer" in manual_transformer_cls_names_to_wrap
 
     def units() -> Any:
-        from rlbench.strategies.wrapping import manual_transformer_cls_names_to_wrap as names
+        from rlbench.strategies.sharding.wrapping import manual_transformer_cls_names_to_wrap as names
 
         s, counts = FSDPV2Strategy(bf16=False), []
         for extra in ([], ["Mixer"]):

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from transformers import Qwen2ForCausalLM
 
-from rlbench.data.prompts import Prompt
-from rlbench.strategies.config import StrategyConfig
-from rlbench.strategies.generation import GenerateOutput
-from rlbench.trainers.experience import Experience
-from rlbench.trainers.experience_maker import FastExperienceMaker
-from rlbench.trainers.ppo_config import PPOConfig
+from rlbench.data.prompts.prompt import Prompt
+from rlbench.strategies.generation.engine import GenerateOutput
+from rlbench.strategies.options.config import StrategyConfig
+from rlbench.trainers.experience.maker import FastExperienceMaker
+from rlbench.trainers.experience.values import Experience
+from rlbench.trainers.options.ppo_config import PPOConfig
 from tests.modules import VOCAB
 
 LONGEST = 12

@@ -8,10 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlbench.data.ragged import Ragged
-from rlbench.strategies.config import OptionError, StrategyConfig
+from rlbench.data.base.ragged import Ragged
 from rlbench.strategies.fake import SoloGroup
-from rlbench.trainers.advantage_stage import ALIASES, COMPARE, ESTIMATORS, Samples, check_estimator, estimated
+from rlbench.strategies.options.config import OptionError, StrategyConfig
+from rlbench.trainers.experience.advantage_stage import (
+    ALIASES,
+    COMPARE,
+    ESTIMATORS,
+    Samples,
+    check_estimator,
+    estimated,
+)
 
 SOLO = SoloGroup()
 KL_COEF = 0.05

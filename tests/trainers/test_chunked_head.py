@@ -13,8 +13,8 @@ from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2Fo
 
 from rlbench.errors import DataError, EngineError
 from rlbench.rl import grpo
-from rlbench.trainers.forward import PolicyModel, as_batch
-from rlbench.trainers.options import LEAST_BUDGET, MOST_BUDGET, PolicyOptions
+from rlbench.trainers.passes.forward import PolicyModel, as_batch
+from rlbench.trainers.update.options import LEAST_BUDGET, MOST_BUDGET, PolicyOptions
 from tests.modules import RAGGED, VOCAB, RunningMeanModel, TrainedQwen, batch_of, qwen_on_meta, save_qwen
 from tests.ranks import Ranks, ranks
 
@@ -234,7 +234,7 @@ def passes(engine: Ranks, head: str, packed: bool = True, trained: bool = True) 
     def work(head: str, packed: bool, trained: bool) -> Any:
         import torch
 
-        from rlbench.trainers.forward import PolicyModel
+        from rlbench.trainers.passes.forward import PolicyModel
         from tests.modules import RAGGED, batch_of
 
         module, strategy = globals()["module"], globals()["strategy"]
@@ -318,7 +318,7 @@ def test_a_loss_of_the_entropy_alone_or_of_the_log_probs_alone_reaches_every_wei
 
 def test_the_train_engine_uses_it_by_default_and_steps_as_ever(folders: dict[bool, str]) -> None:
     def count(begin: bool) -> Any:
-        from rlbench.trainers import chunked_head
+        from rlbench.trainers.passes import chunked_head
 
         if begin:
             globals()["calls"] = calls = []

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlbench.data.prompts import Prompt
+from rlbench.data.prompts.prompt import Prompt
 from rlbench.errors import DataError
 from rlbench.strategies import get_fake_strategy
-from rlbench.strategies.config import OptionError
+from rlbench.strategies.options.config import OptionError
 from tests.trainers.making import TableEngine, asked, joined, last_token, maker_of, qwen_of
 
 OPTIONS = {"dynamic_sampling": True}

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from rlbench.data.prompts import Prompt
+from rlbench.data.prompts.prompt import Prompt
 from rlbench.dispatch import context
 from rlbench.errors import DataError, EngineError, Stopped
 from rlbench.rl import FixedKL, group_normalized, mismatch_diagnostics
 from rlbench.strategies import get_fake_strategy
-from rlbench.strategies.config import OptionError
-from rlbench.trainers.experience import Experience
-from rlbench.trainers.samples import encoded, rollouts_of
-from rlbench.workers.replica_job import encode_prompts
+from rlbench.strategies.options.config import OptionError
+from rlbench.trainers.experience.samples import encoded, rollouts_of
+from rlbench.trainers.experience.values import Experience
+from rlbench.workers.replica.job import encode_prompts
 from tests.trainers.making import LONGEST, TableEngine, asked, joined, last_token, maker_of, qwen_of, rows_of
 
 Fake = Any
@@ -287,7 +287,7 @@ def test_a_reference_and_a_critic_that_were_offloaded_are_brought_in_and_sent_ba
 
 
 def test_gae_takes_the_values_of_the_critic(fake: Fake, actor: Any, qwen: str) -> None:
-    from rlbench.trainers.value_model import make_critic, values_of
+    from rlbench.trainers.models.value_model import make_critic, values_of
 
     critic = fake.prepare_model(make_critic(qwen))
     maker = maker_of(

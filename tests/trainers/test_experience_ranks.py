@@ -175,7 +175,7 @@ def test_ranks_agree_on_what_is_sampled_again_and_share_what_one_has_too_many(en
 def test_a_model_on_the_ranks_scores_what_each_rank_has(engine: Ranks, qwen: str) -> None:
     def make() -> Any:
         from rlbench.strategies import FSDPV2Strategy
-        from rlbench.trainers.reward_heads import make_reward_model, scores_of
+        from rlbench.trainers.models.reward_heads import make_reward_model, scores_of
 
         s = FSDPV2Strategy(bf16=False)
         reward = s.prepare_model(make_reward_model(qwen, seed=1))
@@ -196,7 +196,7 @@ def test_the_buffer_whitens_over_all_ranks_also_where_one_has_nothing(engine: Ra
 
     def whiten() -> Any:
         from rlbench.strategies import FSDPV2Strategy
-        from rlbench.trainers.replay_buffer import NaiveReplayBuffer
+        from rlbench.trainers.experience.replay_buffer import NaiveReplayBuffer
         from tests.trainers.test_replay_buffer import THREE, experience
 
         s = FSDPV2Strategy(bf16=False)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from rlbench.rl import Aggregation, cpgd, gspo, high_entropy, icepop, ppo, sequence_tis, token_tis
-from rlbench.strategies.config import OptionError, StrategyConfig
-from rlbench.trainers.loss_choice import loss_of
-from rlbench.trainers.ppo_config import PPOConfig
+from rlbench.strategies.options.config import OptionError, StrategyConfig
+from rlbench.trainers.options.ppo_config import PPOConfig
+from rlbench.trainers.update.loss_choice import loss_of
 
 MODE = "seq-mean-token-mean"
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from rlbench.data.prompts import Prompt
+from rlbench.data.prompts.prompt import Prompt
 from rlbench.errors import LossError
 from rlbench.rl import LossInputs, clip_cov, gspo, high_entropy, ppo
-from rlbench.trainers.experience import Experience
-from rlbench.trainers.packing import plan_micro_batches
-from rlbench.trainers.update import PolicyUpdate
+from rlbench.trainers.experience.values import Experience
+from rlbench.trainers.passes.packing import plan_micro_batches
+from rlbench.trainers.update.experience_update import PolicyUpdate
 from tests.modules import RAGGED, batch_of, qwen_on_meta
 from tests.ranks import ranks
 from tests.trainers.policy_reference import forward_backward

@@ -13,8 +13,8 @@ from transformers import AutoModelForSequenceClassification
 
 from rlbench.errors import EngineError
 from rlbench.strategies import FSDPV2Strategy, OptionError, get_fake_strategy
-from rlbench.trainers.value_model import values_of
-from rlbench.trainers.value_update import ValueUpdate
+from rlbench.trainers.models.value_model import values_of
+from rlbench.trainers.update.value_update import ValueUpdate
 from tests.modules import VOCAB, batch_of
 from tests.ranks import ranks
 from tests.trainers.test_ppo_trainer import OPTIONS, first_weight, trainer_of

@@ -19,9 +19,9 @@ from transformers import (
 )
 
 from rlbench.errors import DataError, EngineError
-from rlbench.trainers.forward import PolicyModel
-from rlbench.trainers.packing import plan_micro_batches
-from rlbench.trainers.token_stats import token_stats
+from rlbench.trainers.passes.forward import PolicyModel
+from rlbench.trainers.passes.packing import plan_micro_batches
+from rlbench.trainers.passes.token_stats import token_stats
 from tests.modules import RAGGED, VOCAB, RunningMeanModel, batch_of, save_qwen
 
 CPU = torch.device("cpu")

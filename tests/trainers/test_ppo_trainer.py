@@ -18,8 +18,8 @@ from rlbench.dispatch import context
 from rlbench.errors import DataError, StateError, Stopped
 from rlbench.strategies import OptionError, get_fake_strategy
 from rlbench.trainers import SPMDPPOTrainer, make_critic
-from rlbench.trainers.ppo_trainer import PPOTrainer
-from rlbench.trainers.trainer_options import read_options
+from rlbench.trainers.options.trainer_options import read_options
+from rlbench.trainers.ppo.trainer import PPOTrainer
 from tests.trainers.making import LONGEST, TableEngine, asked, last_token, qwen_of
 
 pytestmark = pytest.mark.slow

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlbench.data.prompts import Prompt
+from rlbench.data.prompts.prompt import Prompt
 from rlbench.errors import DataError, StateError
 from rlbench.strategies import get_fake_strategy
-from rlbench.strategies.config import OptionError
-from rlbench.trainers.experience import Experience
-from rlbench.trainers.replay_buffer import NaiveReplayBuffer
+from rlbench.strategies.options.config import OptionError
+from rlbench.trainers.experience.replay_buffer import NaiveReplayBuffer
+from rlbench.trainers.experience.values import Experience
 from tests.modules import batch_of
 
 

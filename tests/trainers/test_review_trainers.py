@@ -14,9 +14,9 @@ from rlbench.data import PromptSet, PromptStream
 from rlbench.errors import CheckpointError, DataError, Stopped
 from rlbench.rl import dapo
 from rlbench.strategies import OptionError, get_fake_strategy
-from rlbench.strategies.learning_rate import cosine_schedule
+from rlbench.strategies.optim.learning_rate import cosine_schedule
 from rlbench.trainers import make_critic
-from rlbench.trainers.building import set_rate
+from rlbench.trainers.ppo.building import set_rate
 from tests.trainers.making import asked, last_token, qwen_of
 from tests.trainers.test_ppo_trainer import Digits, first_weight, trainer_of
 

@@ -12,7 +12,7 @@ from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from rlbench.errors import BuildError, DataError, EngineError
 from rlbench.strategies import FSDPV2Strategy
-from rlbench.trainers.reward_heads import RewardModel, make_reward_model, scores_of
+from rlbench.trainers.models.reward_heads import RewardModel, make_reward_model, scores_of
 from tests.modules import VOCAB, qwen_on_meta, save_qwen
 from tests.ranks import Ranks, ranks
 from tests.trainers.update_reference import fake

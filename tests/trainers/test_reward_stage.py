@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from rlbench import rewards
-from rlbench.data.rollouts import Rollouts
+from rlbench.data.rollouts.rollouts import Rollouts
 from rlbench.errors import DataError, StateError
 from rlbench.strategies import get_fake_strategy
-from rlbench.strategies.config import OptionError
-from rlbench.trainers.model_stage import ModelStage
-from rlbench.trainers.reward_stage import RewardStage
-from rlbench.trainers.samples import prompts_of, rollouts_of
+from rlbench.strategies.options.config import OptionError
+from rlbench.trainers.experience.model_stage import ModelStage
+from rlbench.trainers.experience.reward_stage import RewardStage
+from rlbench.trainers.experience.samples import prompts_of, rollouts_of
 from tests.modules import VOCAB
 from tests.trainers.making import TableEngine, asked
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from rlbench.options import ALIASES, SWITCHES, OptionError, options_in, read_yaml, typed
-from rlbench.strategies.config import StrategyConfig
-from rlbench.trainers.methods import METHODS, method_options, with_method
-from rlbench.trainers.run_config import CLASSES, DEFAULTS, HOMES, RunConfig, parse
-from rlbench.trainers.run_options import RunOptions
+from rlbench.strategies.options.config import StrategyConfig
+from rlbench.trainers.options.methods import METHODS, method_options, with_method
+from rlbench.trainers.options.run_config import CLASSES, DEFAULTS, HOMES, RunConfig, parse
+from rlbench.trainers.options.run_options import RunOptions
 
 REFERENCE_FLAGS = """
 engine_tp_size engine_mem_util enable_engine_sleep disable_engine_sleep packing_samples sp_size fsdp use_mp_opt
@@ -380,7 +380,7 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_run_is_read_without_torch() -> None:
     code = (
-        "import sys; from rlbench.trainers.run_config import parse; parse(['grpo', '--seed', '3']).summary(); "
+        "import sys; from rlbench.trainers.options.run_config import parse; parse(['grpo', '--seed', '3']).summary(); "
         "assert not {'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules), 'heavy import'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -14,7 +14,7 @@ from rlbench import rl
 from rlbench.data import Ragged
 from rlbench.errors import LossError
 from rlbench.rl import LossInputs
-from rlbench.trainers.step_plan import pad_rows, whole_inputs
+from rlbench.trainers.passes.step_plan import pad_rows, whole_inputs
 from tests.modules import RAGGED, qwen_on_meta
 from tests.ranks import ranks
 from tests.trainers.policy_reference import assert_gradients, batch, by_hand, forward_backward

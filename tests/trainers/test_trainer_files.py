@@ -12,9 +12,9 @@ import torch
 from rlbench.checkpoint.rank_state import State
 from rlbench.errors import CheckpointError, StateError, Stopped
 from rlbench.strategies import get_fake_strategy
-from rlbench.strategies.learning_rate import cosine_schedule
+from rlbench.strategies.optim.learning_rate import cosine_schedule
 from rlbench.trainers import SPMDPPOTrainer
-from rlbench.trainers.building import go_on_from
+from rlbench.trainers.ppo.building import go_on_from
 from tests.trainers.test_ppo_trainer import first_weight
 from tests.trainers.test_review_trainers import with_critic
 from tests.trainers.test_trainer_state import everything, whole_trainer

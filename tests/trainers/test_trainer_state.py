@@ -12,9 +12,9 @@ from rlbench.checkpoint.rank_state import State
 from rlbench.data import PromptSet
 from rlbench.errors import CheckpointError, DataError
 from rlbench.strategies import OptionError, get_fake_strategy
-from rlbench.strategies.learning_rate import cosine_schedule
+from rlbench.strategies.optim.learning_rate import cosine_schedule
 from rlbench.trainers import SPMDPPOTrainer, make_critic
-from rlbench.trainers.trainer_state import TrainerState
+from rlbench.trainers.ppo.state import TrainerState
 from tests.trainers.making import LONGEST, TableEngine, asked, last_token, qwen_of
 from tests.trainers.test_ppo_trainer import OPTIONS, Synced
 

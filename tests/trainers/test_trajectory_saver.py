@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlbench.data import Prompt, Ragged
-from rlbench.data.batch import TrainBatch
+from rlbench.data.batches.batch import TrainBatch
 from rlbench.errors import DataError
 from rlbench.strategies import FSDPV2Strategy, get_fake_strategy
 from rlbench.tiny.tokenizer import build_tokenizer
-from rlbench.trainers.experience import Experience
-from rlbench.trainers.telling import Traits, most_telling
-from rlbench.trainers.text_scores import reflection_counts, repeat_score
-from rlbench.trainers.trajectory_saver import TrajectorySaver, high_entropy, token_texts
+from rlbench.trainers.experience.values import Experience
+from rlbench.trainers.reports.telling import Traits, most_telling
+from rlbench.trainers.reports.text_scores import reflection_counts, repeat_score
+from rlbench.trainers.reports.trajectory_saver import TrajectorySaver, high_entropy, token_texts
 from tests.modules import qwen_on_meta, save_qwen
 from tests.ranks import Ranks, ranks
 

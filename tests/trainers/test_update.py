@@ -14,9 +14,9 @@ from transformers import AutoModel, Qwen2ForCausalLM
 from rlbench.errors import DataError, EngineError, LossError, StateError, Stopped
 from rlbench.rl import LossInputs, clip_cov, explained_variance, high_entropy, ppo, ptx_loss, token_tis
 from rlbench.strategies import FSDPV2Strategy
-from rlbench.trainers.update import PolicyUpdate
-from rlbench.trainers.value_model import make_critic
-from rlbench.trainers.value_update import ValueUpdate
+from rlbench.trainers.models.value_model import make_critic
+from rlbench.trainers.update.experience_update import PolicyUpdate
+from rlbench.trainers.update.value_update import ValueUpdate
 from tests.modules import qwen_on_meta
 from tests.ranks import RankFailure, Ranks, ranks
 from tests.trainers.update_reference import (
@@ -276,7 +276,7 @@ def test_pretraining_text_adds_its_own_mean_whatever_the_policy_is_normalised_by
 
 
 def joined(*parts: Any) -> Any:
-    from rlbench.trainers.experience import Experience
+    from rlbench.trainers.experience.values import Experience
 
     return Experience.joined(parts)
 

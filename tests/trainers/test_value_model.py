@@ -21,7 +21,7 @@ from transformers import (
 
 from rlbench.errors import BuildError, EngineError
 from rlbench.strategies import FSDPV2Strategy
-from rlbench.trainers.value_model import CriticModel, make_critic, valued, values_of
+from rlbench.trainers.models.value_model import CriticModel, make_critic, valued, values_of
 from tests.modules import VOCAB, batch_of, qwen_on_meta
 from tests.ranks import Ranks, ranks
 from tests.trainers.update_reference import (

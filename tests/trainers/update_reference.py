@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import Qwen2ForCausalLM
 
-from rlbench.data.prompts import Prompt
+from rlbench.data.prompts.prompt import Prompt
 from rlbench.strategies import FakeStrategy
-from rlbench.trainers.experience import Experience
+from rlbench.trainers.experience.values import Experience
 from tests.modules import batch_of
 
 LENGTHS = [(3, 9), (7, 2), (4, 17), (5, 5), (2, 12), (6, 5), (9, 1), (3, 8)]

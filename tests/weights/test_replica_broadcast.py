@@ -21,8 +21,8 @@ from rlbench.weights.facts import LOOPBACK
 from rlbench.weights.manifest import Manifest, planned
 from rlbench.weights.names import to_checkpoint_names, unique_parameters
 from rlbench.weights.transport import PeerFailed
-from rlbench.workers.replica_config import ReplicaConfig
-from rlbench.workers.replica_vllm import VllmReplica
+from rlbench.workers.replica.config import ReplicaConfig
+from rlbench.workers.replica.vllm import VllmReplica
 from tests.workers.tiny_checkpoint import hf_logprobs, make_checkpoint
 
 pytestmark = pytest.mark.engine

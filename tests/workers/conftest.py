@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlbench.data.jobs import GenerateJob
+from rlbench.data.rollouts.jobs import GenerateJob
 
 from .turns import Lane, Rows
 
@@ -29,8 +29,8 @@ def turn_lane() -> Iterator[Lane]:
 
 @pytest.fixture(scope="package")
 def turn_replica(turn_folder: Path, turn_lane: Lane) -> Iterator[Any]:
-    from rlbench.workers.replica_config import ReplicaConfig
-    from rlbench.workers.replica_vllm import VllmReplica
+    from rlbench.workers.replica.config import ReplicaConfig
+    from rlbench.workers.replica.vllm import VllmReplica
 
     config = ReplicaConfig(str(turn_folder), dtype="float32", kv_cache_bytes=256 << 20, max_num_seqs=32)
     replica = VllmReplica(config)

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from rlbench.errors import Stopped
-from rlbench.workers.cell_cut import GATE, Cut, with_statements
+from rlbench.workers.train.cell_cut import GATE, Cut, with_statements
 
 
 class Store:
@@ -155,7 +155,7 @@ def test_a_rank_that_ended_with_fewer_collectives_holds_nobody_up():
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_ranks_that_never_meet_are_waited_for_only_so_long(monkeypatch, ahead):
-    monkeypatch.setattr("rlbench.workers.cell_cut.LOST_S", 0.5)
+    monkeypatch.setattr("rlbench.workers.train.cell_cut.LOST_S", 0.5)
     world, over = World(2), threading.Event()
 
     def program(rank, statement):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rlbench.workers.replica_config import ReplicaConfig, compute_dtype
+from rlbench.workers.replica.config import ReplicaConfig, compute_dtype
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])

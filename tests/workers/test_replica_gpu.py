@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlbench.workers.replica_config import ReplicaConfig
-from rlbench.workers.replica_vllm import VllmReplica
+from rlbench.workers.replica.config import ReplicaConfig
+from rlbench.workers.replica.vllm import VllmReplica
 
 from .tiny_checkpoint import hf_logprobs, make_checkpoint
 

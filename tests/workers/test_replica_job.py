@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm import SamplingParams
 
-from rlbench.data.jobs import GenerateJob
-from rlbench.data.sampling import DERIVED
+from rlbench.data.prompts.sampling import DERIVED
+from rlbench.data.rollouts.jobs import GenerateJob
 from rlbench.dispatch.context import CallContext
 from rlbench.engines.inference import BY_CALL
 from rlbench.errors import DataError
-from rlbench.workers.replica_job import GrowingHistogram, Progress, Sample, check_job
-from rlbench.workers.replica_vllm import SAMPLING_OPTIONS
+from rlbench.workers.replica.job import GrowingHistogram, Progress, Sample, check_job
+from rlbench.workers.replica.vllm import SAMPLING_OPTIONS
 
 
 @given(st.lists(st.integers(1, 100_000), max_size=60))

@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rlbench.data.jobs import GenerateJob
+from rlbench.data.rollouts.jobs import GenerateJob
 from rlbench.errors import StateError, WeightSyncError
 from rlbench.weights.manifest import Manifest
 from rlbench.weights.names import to_checkpoint_names, unique_parameters
 from rlbench.weights.shm import ShmStage
-from rlbench.workers.replica_config import ReplicaConfig
-from rlbench.workers.replica_vllm import VllmReplica
+from rlbench.workers.replica.config import ReplicaConfig
+from rlbench.workers.replica.vllm import VllmReplica
 
 from .tiny_checkpoint import hf_logprobs, make_checkpoint
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlbench.data import Prompt, Ragged
-from rlbench.data.jobs import GenerateJob
+from rlbench.data.rollouts.jobs import GenerateJob
 from rlbench.envs import Env, Step
 
 from .tiny_checkpoint import hf_logprobs
@@ -171,7 +171,7 @@ def test_a_sample_depends_on_its_seed_alone_in_every_turn(draw):
 
 
 def test_a_turn_is_what_a_plain_request_draws_on_the_same_tokens_with_the_turns_seed(draw):
-    from rlbench.workers.replica_turns import turn_seed
+    from rlbench.workers.replica.turns import turn_seed
 
     met = job([[1, 2, 3]], Echo([9]), **UNCUT)
     found = draw(met).of("token_ids")
@@ -182,7 +182,7 @@ def test_a_turn_is_what_a_plain_request_draws_on_the_same_tokens_with_the_turns_
 
 
 def test_the_seeds_of_turns_differ_and_the_first_is_the_samples_own():
-    from rlbench.workers.replica_turns import turn_seed
+    from rlbench.workers.replica.turns import turn_seed
 
     seeds = {(seed, turn): turn_seed(seed, turn) for seed in (0, 1, 2**63 - 1, 12345) for turn in range(50)}
     assert len(set(seeds.values())) == 200 and all(0 <= one < 2**63 for one in seeds.values())
@@ -204,7 +204,7 @@ def test_room_ends_a_sample_and_an_observation_is_never_cut(draw):
 
 def test_the_prefix_of_a_turn_is_not_computed_again(turn_replica, turn_lane):
     """The prefix cache is on: a later turn's request finds the earlier blocks."""
-    from rlbench.workers import vllm_requests
+    from rlbench.workers.replica import vllm_requests
 
     hits: list[int] = []
     real = vllm_requests.EngineRequests.step

@@ -13,12 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlbench.data.jobs import FINISH_REASONS, GeneratedArrays, GenerateJob
+from rlbench.data.rollouts.jobs import FINISH_REASONS, GeneratedArrays, GenerateJob
 from rlbench.dispatch import context as dispatch_context
 from rlbench.dispatch.context import CallContext
 from rlbench.errors import DataError, StateError
-from rlbench.workers.replica_config import ReplicaConfig
-from rlbench.workers.replica_vllm import VllmReplica
+from rlbench.workers.replica.config import ReplicaConfig
+from rlbench.workers.replica.vllm import VllmReplica
 
 from .tiny_checkpoint import hf_logprobs, make_checkpoint
 

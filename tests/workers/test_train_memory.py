@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from rlbench.strategies.device import RankDevice
-from rlbench.strategies.memory import beyond
-from rlbench.strategies.peak import pass_peak
-from rlbench.workers.train_states import Residency
+from rlbench.strategies.memory.device import RankDevice
+from rlbench.strategies.memory.owners import beyond
+from rlbench.strategies.memory.peak import pass_peak
+from rlbench.workers.train.states import Residency
 
 MIB = 1 << 20
 
@@ -57,7 +57,7 @@ def test_released_weights_take_nothing(rank):
 
 
 def test_a_loop_that_tells_nobody_is_counted_as_it_computes(rank, monkeypatch):
-    monkeypatch.setattr("rlbench.workers.train_states.MEASURED_S", 0.0)
+    monkeypatch.setattr("rlbench.workers.train.states.MEASURED_S", 0.0)
     module, optimizer, residency = rank
     for _ in range(2):  # a trainer's, or a cell's
         module(torch.randn(4, 2048)).sum().backward()
@@ -103,7 +103,7 @@ def test_activations_are_what_a_pass_has_grown_by_without_its_gradients(rank):
 
 
 def test_a_look_walks_no_tensors(rank, monkeypatch):
-    from rlbench.strategies import memory
+    from rlbench.strategies.memory import owners as memory
 
     _, _, residency = rank
     monkeypatch.setattr(memory, "nbytes", lambda tensors: pytest.fail("walked"))

@@ -202,7 +202,7 @@ def test_the_only_rank_says_that_it_is_torn_and_a_restore_mends_it(qwen: str, tm
 def test_a_trainer_that_cannot_go_back_leaves_the_policy_whole(qwen: str, tmp_path: Path) -> None:
     def restore(folder: str) -> dict[str, str]:
         from rlbench.checkpoint import rank_state
-        from rlbench.workers.train_snapshots import RankSnapshots
+        from rlbench.workers.train.snapshots import RankSnapshots
 
         class Stubborn:
             id, optimizer_steps = "t", 0
@@ -278,7 +278,7 @@ def test_what_is_no_snapshot_of_the_session_any_more_is_swept(qwen: str, tmp_pat
 
 
 def test_the_verbs_that_leave_the_state_alone_are_verbs() -> None:
-    from rlbench.workers.train_keeping import LEAVES_THE_STATE, SENDS_WEIGHTS
-    from rlbench.workers.train_rank import TrainRank
+    from rlbench.workers.train.keeping import LEAVES_THE_STATE, SENDS_WEIGHTS
+    from rlbench.workers.train.rank import TrainRank
 
     assert set() == (LEAVES_THE_STATE | SENDS_WEIGHTS) - set(dir(TrainRank)) - TrainRank.VERBS.keys()

@@ -9,7 +9,7 @@ import cloudpickle
 import numpy as np
 
 from rlbench.data import Prompt, Ragged
-from rlbench.data.jobs import FINISH_REASONS, EnvJob, GeneratedArrays, GenerateJob
+from rlbench.data.rollouts.jobs import FINISH_REASONS, EnvJob, GeneratedArrays, GenerateJob
 from rlbench.envs import Env, Step
 
 CHAT = [{"role": "user", "content": "hi"}]

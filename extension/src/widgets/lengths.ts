@@ -4,7 +4,7 @@ import { AXIS } from './lanes';
 
 const HEAD = 14;
 
-/** As rlbench/notebook/dashboard_data.py sends it: `counts[i]` responses of `edges[i]` to below `edges[i + 1]` tokens. */
+/** As rlbench/notebook/dashboard/data.py sends it: `counts[i]` responses of `edges[i]` to below `edges[i + 1]` tokens. */
 export interface Lengths {
   readonly rollout: string;
   readonly samples: number;

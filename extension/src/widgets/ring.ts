@@ -15,7 +15,7 @@ export interface Lane {
   readonly detail: string;
 }
 
-/** As rlbench/notebook/dashboard_memory.py sends it. */
+/** As rlbench/notebook/dashboard/memory.py sends it. */
 export interface Memory {
   /** Unix seconds. */
   readonly times: readonly number[];

@@ -6,7 +6,7 @@ export interface Image {
   readonly alt: string;
 }
 
-/** The line of a prompt, as rlbench/notebook/viewer_rows.py sends it. */
+/** The line of a prompt, as rlbench/notebook/rollouts/rows.py sends it. */
 export interface Head {
   readonly p: number;
   readonly text: string;

@@ -2,12 +2,12 @@
 import { digits } from '../format';
 import { add } from './dom';
 
-/** As in rlbench/notebook/palette.py. */
+/** As in rlbench/notebook/base/palette.py. */
 const STRONGEST = 0.62;
 const STOPS = 13;
 const LONGEST = 60;
 
-/** How strongly a channel colours a token; rlbench/notebook/channel_scale.py makes it. */
+/** How strongly a channel colours a token; rlbench/notebook/rollouts/channel_scale.py makes it. */
 export interface Scale {
   readonly name: string;
   readonly label: string;

@@ -1,6 +1,6 @@
 /**
  * The list of the rollout viewer: prompts and their completions, only as many as are in view. Python's half is
- * rlbench/notebook/rollout_viewer.py; what it is asked and what it answers is described at RolloutDrawing.answer.
+ * rlbench/notebook/rollouts/viewer.py; what it is asked and what it answers is described at RolloutDrawing.answer.
  */
 import { Cursor } from './cursor';
 import { add } from './dom';

@@ -1,5 +1,5 @@
 """LightRFT's `trainer`."""
 
-from rlbench.trainers.spmd_ppo_trainer import SPMDPPOTrainer, SPMDPPOTrainerBase, SPMDPPOTrainerVL
+from rlbench.trainers.ppo.spmd_trainer import SPMDPPOTrainer, SPMDPPOTrainerBase, SPMDPPOTrainerVL
 
 __all__ = ["SPMDPPOTrainer", "SPMDPPOTrainerBase", "SPMDPPOTrainerVL"]

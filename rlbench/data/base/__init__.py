@@ -1,0 +1,1 @@
+"""The columns that travelling values are made of: ragged arrays, optional packages, drawings by name."""

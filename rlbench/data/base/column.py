@@ -1,0 +1,99 @@
+"""One number per completion that knows its name: an array in every computation, with a summary and a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rlbench.data.base.drawing import drawn
+from rlbench.units import format_number
+
+PERCENTILES = (10, 50, 90)
+
+
+class Column(np.ndarray):
+    """An array with a name and a unit, as `rollouts.lengths` and `rollouts.rewards` are.
+
+    A slice, a mask or a sorted copy is still such a column. What is computed from one (`lengths > 5`, `rewards - 1`) is
+    a plain array, as it is something else than what the name says.
+
+    `name`, `unit`: what the numbers are. `truncated`: which of them were cut by the length limit, where that is known
+    and the column is whole.
+    """
+
+    name: str
+    unit: str
+    truncated: np.ndarray | None
+
+    @classmethod
+    def of(cls, values: Any, name: str, unit: str = "", truncated: np.ndarray | None = None) -> Column:
+        """A column over `values` (N,), without a copy where they are an array."""
+        column = np.asarray(values).view(cls)
+        column.name, column.unit, column.truncated = name, unit, truncated
+        return column
+
+    def __array_finalize__(self, source: Any) -> None:
+        self.name, self.unit = getattr(source, "name", ""), getattr(source, "unit", "")
+        self.truncated = None  # other rows, or another order
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, out: Any = None, **options: Any) -> Any:
+        """Compute on plain arrays: the result is no longer what this column is called."""
+        if out is not None:
+            options["out"] = tuple(_plain(value) for value in out)
+        result = getattr(ufunc, method)(
+            *map(_plain, inputs), **{name: _plain(value) for name, value in options.items()}
+        )
+        return out[0] if out is not None and len(out) == 1 and isinstance(out[0], Column) else result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Column.of, (np.asarray(self), self.name, self.unit, self.truncated)
+
+    def __repr__(self) -> str:
+        values = repr(np.asarray(self))
+        if self.ndim != 1 or not self.name:
+            return values
+        return f"{self.name}: {self.described()}\n{values}"
+
+    def summary(self) -> dict[str, float]:
+        """`count`, `mean`, `std`, `min`, `p10`, `p50`, `p90`, `max`; of lengths also `truncated`, a share of 1.
+
+        Of no values it has the count alone. NaN is no value: a reward whose scoring failed is one.
+        """
+        values = np.asarray(self, np.float64).ravel()
+        values = values[~np.isnan(values)]
+        if not len(values):
+            return {"count": 0}
+        low, *between, high = np.percentile(values, [0, *PERCENTILES, 100])
+        found = {"count": len(values), "mean": float(values.mean()), "std": float(values.std()), "min": float(low)}
+        found |= {f"p{p}": float(value) for p, value in zip(PERCENTILES, between, strict=True)} | {"max": float(high)}
+        return found if self.truncated is None else found | {"truncated": float(self.truncated.mean())}
+
+    def described(self) -> str:
+        """The summary in one line, for a reader."""
+        found = self.summary()
+        count = f"{format_number(int(found.pop('count')))} values"
+        if not found:
+            return "no values yet"
+        truncated = found.pop("truncated", None)
+        shown = [f"{name} {format_number(value)}" for name, value in found.items()]
+        cut = [] if truncated is None else [f"{format_number(100 * truncated)} % truncated"]
+        return " · ".join([f"{count}{f', {self.unit}' if self.unit else ''}", *shown, *cut])
+
+    def plot(self, compare: Mapping[str, Any] | None = None, bins: int | None = None, name: str | None = None) -> Any:
+        """The distribution as a histogram; with others on the same axis, each as shares of its own total.
+
+        Args:
+            compare: name -> other numbers of the same kind, as `{"step 1": earlier.lengths}`.
+            bins: number of bins, the same for all; default: by their spread, one per whole number where those are few.
+            name: what these are called beside the others; default: the column's name.
+
+        Returns:
+            A `Chart`: interactive in JupyterLab, a drawing where a notebook is only read, text in a terminal.
+        """
+        return drawn("column_plot", self, compare=compare, bins=bins, name=name)
+
+
+def _plain(value: Any) -> Any:
+    return value.view(np.ndarray) if isinstance(value, Column) else value

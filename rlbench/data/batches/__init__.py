@@ -1,0 +1,1 @@
+"""A train batch: its rows, its file."""

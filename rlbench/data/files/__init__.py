@@ -1,0 +1,1 @@
+"""How prompts, rollouts and batches are written to files and read back."""

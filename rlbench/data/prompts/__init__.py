@@ -1,0 +1,1 @@
+"""Prompts, and where they come from: sets, streams, mixtures, datasets."""

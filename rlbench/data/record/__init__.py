@@ -1,0 +1,1 @@
+"""What a session did: verbs, metrics, gradients, history."""

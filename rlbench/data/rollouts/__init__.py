@@ -1,0 +1,1 @@
+"""Rollouts: turns, channels, scores, comparisons, advantages."""

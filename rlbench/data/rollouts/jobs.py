@@ -1,0 +1,72 @@
+"""What goes to a replica and what comes back: one generate call, as arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rlbench.data.prompts.prompt import Prompt
+
+FINISH_REASONS: tuple[str, ...] = ("stop", "length", "abort")
+
+
+@dataclass(frozen=True)
+class EnvJob:
+    """The environment that the samples of a call meet (`rlbench.envs`).
+
+    `blob`: what makes one, by cloudpickle. `max_turns`: at most. `max_total_tokens`: of a whole response, sampled and
+    observed; None for the model's length alone. `timeout_s`: for one `reset` or `step`; None for ever.
+    """
+
+    blob: bytes
+    max_turns: int = 1
+    max_total_tokens: int | None = None
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class GenerateJob:
+    """One generate call.
+
+    `prompts`: contents (text, chat messages or token ids). `n`: samples per prompt. `seeds`: (prompts, n) int64, one
+    per sample, so that a sample depends neither on `n` nor on the replica that draws it. `shared`: several replicas
+    serve this job and claim prompts as they have room. `number` of the rollout and `asked`, its prompts with labels:
+    kept with the result for a kernel that comes back; 0 and empty for what no one will ask for again. `env`: what each
+    sample meets turn by turn, `asked` then always given; None for plain completions.
+    """
+
+    prompts: list[Any]
+    n: int
+    sampling: dict[str, Any]
+    seeds: np.ndarray
+    shared: bool = False
+    number: int = 0
+    asked: tuple[Prompt, ...] = ()
+    env: EnvJob | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class GeneratedArrays:
+    """The samples one replica generated, in any order.
+
+    `keys` (samples, 2) int32: prompt index, sample index. `token_ids` int32 and `logprobs` float32, flat over all
+    samples; `offsets` (samples + 1,) int64. `finish` (samples,) int8 into FINISH_REASONS. `versions` (samples,) int64.
+    With an environment: `mask` bool (False where it was observed, log-prob 0 there) and `turns` int32, flat beside the
+    tokens; `turn_rewards` per sample and turn, NaN for none; `infos`, JSON types per sample. None without.
+    """
+
+    keys: np.ndarray
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    offsets: np.ndarray
+    finish: np.ndarray
+    versions: np.ndarray
+    texts: list[str]
+    prompt_token_ids: dict[int, list[int]]
+    stats: dict[str, float] = field(default_factory=dict)
+    mask: np.ndarray | None = None
+    turns: np.ndarray | None = None
+    turn_rewards: list[list[float]] | None = None
+    infos: list[dict[str, Any]] | None = None

@@ -1,0 +1,84 @@
+"""One completion and one prompt's completions, as `Rollouts` hands them out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from rlbench.data.prompts.prompt import Prompt
+from rlbench.errors import Suggesting
+from rlbench.units import format_number
+
+SHOWN = 60
+"""Characters of a text in a `repr`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout(Suggesting):
+    """One completion. `logprobs` are the sampler's, one float per token; `group` is its prompt's index; `info` is what
+    an environment left, its messages among it (`rlbench.data.rollouts.turns`).
+    """
+
+    source: Prompt
+    token_ids: list[int]
+    text: str
+    logprobs: list[float]
+    finish_reason: str
+    group: int
+    index: int
+    weight_version: int
+    reward: float | None
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def prompt(self) -> Any:
+        """The prompt as it was given: text, messages or token ids."""
+        return self.source.content
+
+    @property
+    def label(self) -> Any:
+        """The prompt's reference answer."""
+        return self.source.label
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __repr__(self) -> str:
+        reward = "" if self.reward is None else f", reward {format_number(self.reward)}"
+        ended = f"{self.finish_reason}, v{self.weight_version}"
+        return f"Rollout({_head(self.text)}, {len(self):,} tokens, {ended}{reward})"
+
+
+@dataclass(frozen=True, eq=False)
+class PromptGroup(Suggesting):
+    """One prompt and its completions: `.outputs`, a `Rollout` each."""
+
+    _ELSEWHERE: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("token_ids", "text", "logprobs", "finish_reason", "index", "weight_version", "reward", "info"),
+        "a group is one prompt; its completions, which have it, are in .outputs, and those of all prompts in "
+        "rollouts.flat",
+    )
+
+    source: Prompt
+    prompt_token_ids: list[int]
+    outputs: list[Rollout]
+    group: int
+
+    @property
+    def prompt(self) -> Any:
+        """The prompt as it was given: text, messages or token ids."""
+        return self.source.content
+
+    @property
+    def label(self) -> Any:
+        """The prompt's reference answer."""
+        return self.source.label
+
+    def __repr__(self) -> str:
+        count = len(self.outputs)
+        return f"PromptGroup({_head(self.source.text)}, {count} completion{'' if count == 1 else 's'} in .outputs)"
+
+
+def _head(text: str) -> str:
+    return repr(text if len(text) <= SHOWN else f"{text[:SHOWN]}…")

@@ -1,0 +1,249 @@
+"""What scoring makes of rollouts: rewards, the numbers they are made of, the time each took, and what failed.
+
+How a reward function is run (side by side, in processes of its own, by a service) is asked of `rlbench.rewards`, by
+name, as that room lies above this one.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+
+from rlbench.data.base.optional import needed
+from rlbench.data.rollouts.advantage_call import wanted_names
+from rlbench.errors import DataError, Stopped, nearest
+from rlbench.traces import remember
+from rlbench.units import format_number
+
+if TYPE_CHECKING:
+    from rlbench.data.rollouts.rollout import Rollout
+    from rlbench.data.rollouts.rollouts import Rollouts
+
+RewardFn = Callable[["Rollout"], Any]
+ON_ERROR = ("raise", "keep")
+
+
+class ScoringError(DataError):
+    """Completions have no reward: `.partial` holds the rollouts of those that have one (None without any)."""
+
+    partial: Rollouts | None = None
+
+
+@dataclass(frozen=True)
+class RewardError:
+    """Why completion `index` (in `.flat` order) has no reward; `line` is the line of the reward's code, if any."""
+
+    index: int
+    prompt: str
+    error: str
+    line: str = ""
+
+
+@dataclass(frozen=True, repr=False, init=False)
+class RewardErrors(Sequence[RewardError]):
+    """What failed when rollouts were scored with `on_error="keep"`, by completion."""
+
+    items: tuple[RewardError, ...]
+
+    def __init__(self, items: Iterable[RewardError] = ()) -> None:
+        object.__setattr__(self, "items", tuple(items))
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @overload
+    def __getitem__(self, index: int) -> RewardError: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[RewardError, ...]: ...
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.items[index]
+
+    def __repr__(self) -> str:
+        first = f"; the first, on completion {self[0].index}: {self[0].error[:80]!r}" if self else ""
+        return f"RewardErrors({len(self)} failed{first})"
+
+    def table(self) -> Any:
+        """A pandas DataFrame: `index`, `prompt`, `error`, `line`. Raises DataError where pandas is not installed."""
+        columns = ("index", "prompt", "error", "line")
+        rows = [[getattr(e, name) for name in columns] for e in self]
+        return needed("pandas", "reward_errors.table()").DataFrame(rows, columns=columns)
+
+    def taken(self, rows: np.ndarray) -> RewardErrors:
+        """Those of the completions `rows`, by their new positions."""
+        by_index = {e.index: e for e in self}
+        found = ((k, by_index.get(i)) for k, i in enumerate(rows.tolist())) if self else ()
+        return RewardErrors(replace(e, index=k) for k, e in found if e is not None)
+
+
+def score(rollouts: Rollouts, fn: Any, on_error: str = "raise", board: Any = None, **options: Any) -> Rollouts:
+    """See `Rollouts.score`. `board`: where outcomes are written, by which another thread can stop it."""
+    if on_error not in ON_ERROR:
+        raise DataError(f"on_error={on_error!r}: wanted 'raise' or 'keep'{nearest(str(on_error), ON_ERROR)}")
+    if not callable(fn):
+        given = [name for name, value in options.items() if value] + ([] if on_error == "raise" else ["on_error"])
+        if given:
+            raise DataError(f"score: {', '.join(given)} would have no effect on rewards that are numbers already")
+        return with_rewards(rollouts, _as_numbers(rollouts, fn))
+    running = importlib.import_module("rlbench.rewards.running")
+    board = running.Board() if board is None else board
+    try:
+        running.as_scorer(fn, **options).score_all(list(rollouts.flat), board)
+    except KeyboardInterrupt:
+        raise stopped(rollouts, board) from None
+    for i in range(rollouts.samples):
+        if board.known(i) is None:  # a scorer of a user's own may forget some, a coroutine may cancel itself
+            board.put(i, running.Failure("the reward ended without an outcome"), 0.0)
+    board.close()
+    if not board.failures or on_error == "keep":
+        return _scored(rollouts, board, range(rollouts.samples))
+    raise _error(rollouts, board)
+
+
+def stopped(rollouts: Rollouts, board: Any, why: str = "") -> Stopped:
+    """What to raise for a scoring that was stopped: `.partial` holds the completions that have a reward, if any."""
+    board.close()
+    said = f"scoring stopped: {len(board.rewards)} of {rollouts.samples} completions have a reward{why}"
+    return Stopped(said, _with_reward(rollouts, board))
+
+
+def check_known(rollouts: Rollouts, rows: np.ndarray) -> None:
+    """Refuse to train on completions without a reward."""
+    if rollouts.rewards is None:
+        raise DataError("these rollouts have no rewards yet: rollouts.score(reward_fn).batch(advantage=…)")
+    unknown = np.isnan(rollouts.rewards[rows])
+    if unknown.any():
+        raise DataError(
+            f"{int(unknown.sum())} of {len(rows)} completions have no reward, as scoring them failed "
+            "(rollouts.reward_errors): leave them out by rollouts.select(~np.isnan(rollouts.rewards))"
+        )
+
+
+def with_components(
+    rollouts: Rollouts, advantage: Callable[..., Any], given: Mapping[str, Any], rows: np.ndarray
+) -> dict[str, Any]:
+    """What a user gave for an advantage, and the rewards' components where it takes them and none were given.
+
+    Components whose name has a `/` are details, and stay behind.
+    """
+    found = {name: values for name, values in rollouts.components.items() if "/" not in name}
+    if not found or "components" in given or "components" not in wanted_names(advantage):
+        return dict(given)
+    holes = {name: int(np.isnan(values[rows]).sum()) for name, values in found.items()}
+    if any(holes.values()):
+        name = max(holes, key=lambda key: holes[key])
+        raise DataError(
+            f"the reward component {name!r} is not known for {holes[name]} of {len(rows)} completions, and the "
+            "advantage takes components: batch(advantage=…, components={name: values}) says what to use"
+        )
+    return {**given, "components": found}
+
+
+def with_rewards(rollouts: Rollouts, rewards: np.ndarray) -> Rollouts:
+    """These rewards, of which nothing else is known."""
+    return replace(rollouts, rewards=rewards, components={}, reward_seconds=None, reward_errors=RewardErrors())
+
+
+def rows_of(rollouts: Rollouts, rows: np.ndarray) -> dict[str, Any]:
+    """What scoring knows of some of the completions, as fields of `Rollouts`."""
+    seconds = rollouts.reward_seconds
+    return {
+        "rewards": None if rollouts.rewards is None else rollouts.rewards[rows],
+        "components": {name: values[rows] for name, values in rollouts.components.items()},
+        "reward_seconds": None if seconds is None else seconds[rows],
+        "reward_errors": rollouts.reward_errors.taken(rows),
+    }
+
+
+def known(rewards: Any) -> np.ndarray:
+    """The rewards that are known, float64: without the NaN of those whose scoring failed."""
+    values = np.asarray(rewards, np.float64)
+    return values[~np.isnan(values)]
+
+
+def known_or_none(rewards: np.ndarray | None, i: int) -> float | None:
+    """One reward; None before scoring, and where it failed."""
+    return None if rewards is None or np.isnan(rewards[i]) else float(rewards[i])
+
+
+def described(rewards: Any) -> str:
+    """`reward 0.42 ± 0.49`, and how many are not known; "" of none at all."""
+    values = known(rewards)
+    missing = len(rewards) - len(values)
+    parts = []
+    if len(values):
+        parts.append(f"reward {format_number(float(values.mean()))} ± {format_number(float(values.std()))}")
+    return " · ".join([*parts, *([f"{missing} without a reward"] if missing else [])])
+
+
+def _as_numbers(rollouts: Rollouts, given: Iterable[Any]) -> np.ndarray:
+    count = rollouts.samples
+    try:
+        rewards = np.asarray(list(given), np.float64)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"score: wanted {count} rewards that are numbers: {error}") from None
+    if rewards.shape != (count,):
+        raise DataError(f"score: wanted {count} rewards, one per completion, got shape {rewards.shape}")
+    if not np.isfinite(rewards).all():
+        raise DataError(f"score: reward {int(np.flatnonzero(~np.isfinite(rewards))[0])} is not finite")
+    return rewards
+
+
+def _with_reward(rollouts: Rollouts, board: Any) -> Rollouts | None:
+    """Those that have a reward, with it."""
+    rows = sorted(board.rewards)
+    if not rows:
+        return None
+    return _scored(rollouts.select(np.isin(np.arange(rollouts.samples), rows)), board, rows)
+
+
+def _scored(rollouts: Rollouts, board: Any, indices: Sequence[int]) -> Rollouts:
+    """Rollouts with what the board says; `indices`: where it has the outcome of each."""
+    rewards, seconds = np.full(len(indices), np.nan), np.full(len(indices), np.nan)
+    components: dict[str, np.ndarray] = {}
+    errors = []
+    for k, i in enumerate(indices):
+        seconds[k] = board.seconds[i]
+        if i in board.failures:
+            prompt = rollouts.prompts[rollouts.group[k]].text
+            errors.append(RewardError(k, prompt, *_told(board.failures[i])))
+            continue
+        reward = board.rewards[i]
+        rewards[k] = reward.value
+        for name, value in reward.components.items():
+            components.setdefault(name, np.full(len(indices), np.nan))[k] = value
+    return replace(
+        rollouts, rewards=rewards, components=components, reward_seconds=seconds, reward_errors=RewardErrors(errors)
+    )
+
+
+def _told(failure: Any) -> tuple[str, str]:
+    """What happened, and the line of code, as texts."""
+    return "; ".join(filter(None, [failure.said, failure.hint])), str(failure.line or "")
+
+
+def _error(rollouts: Rollouts, board: Any) -> ScoringError:
+    """The first failure, how many there are, and what there is all the same."""
+    index = min(board.failures)
+    failure = board.failures[index]
+    rollout = next(rollouts.select(np.arange(rollouts.samples) == index).flat)
+    asked, answered = rollout.source.text[:60], rollout.text[:60]
+    said = f"{failure.said} on completion {index}" + (f"; {failure.hint}" if failure.hint else "")
+    said += f" (prompt {rollout.group}: {asked!r}, answer {answered!r})"
+    line = str(failure.line or "")
+    said += f"\n  {line}" if line else ""
+    more, good = len(board.failures) - 1, len(board.rewards)
+    if more:
+        said += f"\n  {more} more of {rollouts.samples} failed"
+    if good:
+        said += f"\n  {good} have a reward: .partial of this error; score(…, on_error='keep') leaves the others out"
+    error = ScoringError(said)
+    error.partial = _with_reward(rollouts, board)
+    error.user_line = line
+    error.full_traceback = remember(failure.trace) if failure.trace else ""
+    error.__cause__ = failure.cause
+    return error

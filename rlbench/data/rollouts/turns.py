@@ -1,0 +1,134 @@
+"""What rollouts hold of environments: which tokens were observed, rewards by turn, and what went wrong.
+
+`Rollouts` of several turns have `mask` (flat bool, False where a token was observed and is never trained on), `turns`
+(flat int32, from 0; an observation belongs to the turn it answers), `turn_rewards` (ragged float64, NaN where a turn
+had none), `env_rewards` ((N,) float64, their sum, NaN where there was none) and `infos`, one dict of JSON types each:
+
+    {"turns": 2,
+     "messages": [{"role": "assistant", "content": "…"}, {"role": "tool", "content": "…"}, …],   # behind the prompt
+     "steps": [{…}, {…}],                # what each `Step` said in its info
+     "max_turns": true,                  # only where that ended it
+     "no_room": {"after": "step", "observation_tokens": 900, "room": 512},   # only where that ended it
+     "last_observation": "…",            # only where nothing followed it
+     "errors": [{"where": "step", "kind": "ValueError", "message": "…", "line": […], "turn": 1, "ended": true, …}]}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlbench.data.base.ragged import Ragged
+from rlbench.data.rollouts.jobs import GeneratedArrays
+from rlbench.errors import DataError
+from rlbench.traces import UserLine
+
+if TYPE_CHECKING:
+    from rlbench.data.rollouts.rollouts import Rollouts
+
+
+@dataclass(frozen=True)
+class EnvError:
+    """An error in an environment's code: of which sample and turn, where (`"reset"`, `"step"`, `"close"`,
+    `"tool NAME"`), and on which line. `ended`: it ended the sample, which has the finish reason `"abort"`.
+    """
+
+    sample: int
+    turn: int
+    where: str
+    kind: str
+    message: str
+    line: str
+    ended: bool
+    traceback: str
+
+    def __str__(self) -> str:
+        at = f"\n  {self.line}" if self.line else ""
+        return f"{self.where} raised {self.kind}: {self.message} (completion {self.sample}, turn {self.turn}){at}"
+
+    __repr__ = __str__
+
+
+def env_errors(infos: Sequence[Mapping[str, Any]]) -> list[EnvError]:
+    """The errors that infos tell of, in the order of the samples."""
+    return [
+        EnvError(
+            sample=i,
+            turn=int(found["turn"]),
+            where=found["where"],
+            kind=found["kind"],
+            message=found["message"],
+            line=str(UserLine(*found["line"])) if found.get("line") else "",
+            ended=bool(found["ended"]),
+            traceback=found.get("traceback", ""),
+        )
+        for i, info in enumerate(infos)
+        for found in info.get("errors", [])
+    ]
+
+
+def merged_turns(parts: Sequence[GeneratedArrays], offsets: np.ndarray, order: np.ndarray) -> dict[str, Any]:
+    """The fields of `Rollouts` that replicas' arrays give where there was an environment; empty where there was none.
+
+    Args:
+        parts: of the replicas.
+        offsets: of all their samples in a row.
+        order: of the samples in the rollouts.
+    """
+    if any(part.mask is None for part in parts):
+        return {}
+    rows = [row for part in parts for row in part.turn_rewards or []]
+    infos = [info for part in parts for info in part.infos or []]
+    rewards = Ragged.from_rows([rows[i] for i in order], np.float64)
+    sums = summed(rewards)
+    return {
+        "mask": Ragged(np.concatenate([p.mask for p in parts if p.mask is not None]), offsets).take(order).values,
+        "turns": Ragged(np.concatenate([p.turns for p in parts if p.turns is not None]), offsets).take(order).values,
+        "turn_rewards": rewards,
+        "env_rewards": sums,
+        "rewards": None if np.isnan(sums).all() else sums,
+        "infos": tuple(infos[i] for i in order),
+    }
+
+
+def summed(turn_rewards: Ragged) -> np.ndarray:
+    """(N,) float64: the sum of each sample's rewards; NaN where it has none."""
+    return np.array([np.nansum(row) if np.isfinite(row).any() else np.nan for row in turn_rewards], np.float64)
+
+
+def sampled_mask(rollouts: Rollouts) -> np.ndarray:
+    """Flat bool: True where the policy sampled the token."""
+    return np.ones(len(rollouts.logprobs), bool) if rollouts.mask is None else rollouts.mask
+
+
+def env_columns(rollouts: Rollouts) -> dict[str, Ragged]:
+    """What an advantage may ask for by name and an environment gave: `turns`, and `token_rewards`, which has each
+    turn's reward on the last token sampled in it and 0 elsewhere. Empty without an environment; `turns` alone where it
+    gave no reward, or where the rollouts were scored since: the environment's rewards are then not theirs.
+    """
+    if rollouts.turns is None or rollouts.turn_rewards is None:
+        return {}
+    found = {"turns": rollouts.responses.with_values(rollouts.turns)}
+    scored, said = rollouts.rewards, rollouts.env_rewards
+    own = scored is not None and said is not None and np.array_equal(np.asarray(scored), said, equal_nan=True)
+    if own and np.isfinite(rollouts.turn_rewards.values).any():
+        found["token_rewards"] = rollouts.responses.with_values(_at_turn_ends(rollouts))
+    return found
+
+
+def _at_turn_ends(rollouts: Rollouts) -> np.ndarray:
+    assert rollouts.turns is not None and rollouts.turn_rewards is not None
+    placed = np.zeros(len(rollouts.turns), np.float32)
+    mask = sampled_mask(rollouts)
+    for i, rewards in enumerate(rollouts.turn_rewards):
+        start, stop = rollouts.responses.offsets[i : i + 2]
+        turns = np.where(mask[start:stop], rollouts.turns[start:stop], -1)
+        for turn in np.flatnonzero(np.isfinite(rewards)):
+            at = np.flatnonzero(turns == turn)
+            if not len(at):
+                raise DataError(f"completion {i} has a reward for turn {turn}, in which no token was sampled")
+            placed[start + at[-1]] = rewards[turn]
+    return placed

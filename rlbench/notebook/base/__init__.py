@@ -1,0 +1,1 @@
+"""What every view shares: escaped markup, colours, units."""

@@ -1,0 +1,1 @@
+"""The card each value shows at the end of a cell."""

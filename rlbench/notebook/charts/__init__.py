@@ -1,0 +1,1 @@
+"""One chart, drawn by plotly or as SVG."""

@@ -1,0 +1,1 @@
+"""The live dashboard of a session."""

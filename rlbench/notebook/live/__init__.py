@@ -1,0 +1,1 @@
+"""The line that lives while a cell runs."""

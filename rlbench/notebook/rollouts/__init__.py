@@ -1,0 +1,1 @@
+"""The rollout viewer, live and as a page."""

@@ -1,0 +1,167 @@
+"""What a viewer is sent of the rows it shows: prompts as small dicts, tokens as pieces, channels as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from rlbench.data import FINISH_REASONS, Rollouts
+from rlbench.data.files.export import sample_index
+from rlbench.data.rollouts.channels import all_channels
+from rlbench.data.rollouts.pieces import Pieces, pieces_of
+from rlbench.data.rollouts.scoring import described
+from rlbench.notebook.base.inert import cut, visible
+from rlbench.notebook.rollouts.channel_scale import Scale, scale_of
+from rlbench.notebook.rollouts.order import Summary
+from rlbench.notebook.rollouts.prompt_parts import images, prompt_parts
+from rlbench.units import format_percent
+
+PREVIEW_TOKENS, PREVIEW_CHARACTERS = 256, 480  # of a completion that is not opened: three lines
+OPEN_TOKENS = 2000  # of an opened one, and with each "more"
+PIECE_CHARACTERS = 300  # of one token: a piece may be a line of a megabyte in hostile text
+PROMPT_CHARACTERS, WHOLE_PROMPT_CHARACTERS, TEXT_CHARACTERS = 240, 20_000, 2000
+IMAGES_OF_A_PROMPT, THUMBNAIL = 4, 160  # in a prompt's line; pixels of the longer side
+KIND_CODES = {"text": "t", "special": "s", "part": "b", "id": "i"}
+
+
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """Rollouts with everything needed to show them."""
+
+    rollouts: Rollouts
+
+    @cached_property
+    def summary(self) -> Summary:
+        """Numbers per completion and prompt."""
+        return Summary(self.rollouts)
+
+    @cached_property
+    def channels(self) -> Mapping[str, np.ndarray]:
+        """All channels, in the order they are offered."""
+        return all_channels(self.rollouts)
+
+    @cached_property
+    def scales(self) -> list[Scale]:
+        """How each channel is coloured."""
+        return [scale_of(name, values) for name, values in self.channels.items()]
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """Tokens as text."""
+        return pieces_of(self.rollouts.tokenizer)
+
+    @cached_property
+    def places(self) -> np.ndarray:
+        """Which of its prompt's completions each one is."""
+        return sample_index(self.rollouts)
+
+    def head(self, p: int) -> dict[str, Any]:
+        """The line of a prompt."""
+        r, s = self.rollouts, self.summary
+        prompt = r.prompts[p]
+        own = slice(*np.searchsorted(r.group, [p, p + 1]))
+        lengths = s.lengths[own]
+        found: dict[str, Any] = {
+            "p": p,
+            "text": visible(cut(prompt.text, PROMPT_CHARACTERS)),
+            "more": len(prompt.text) > PROMPT_CHARACTERS or not isinstance(prompt.content, str),
+            "n": len(lengths),
+            "lengths": [int(lengths.min()), int(lengths.max())] if len(lengths) else None,
+            "images": [{"src": i.image, "alt": i.text} for i in images(prompt, THUMBNAIL)[:IMAGES_OF_A_PROMPT]],
+        }
+        if r.rewards is not None and not s.failed[own].all():
+            found |= {
+                "right": int(s.right[own].sum()),
+                "two": s.two_valued,
+                "mean": float(s.mean[p]),
+                "spread": float(s.spread[p]),
+            }
+        return found
+
+    def whole_prompt(self, p: int) -> dict[str, Any]:
+        """All messages of a prompt, in order."""
+        left, parts = WHOLE_PROMPT_CHARACTERS, []
+        for part in prompt_parts(self.rollouts.prompts[p]):
+            text = visible(cut(part.text, max(0, left)))
+            parts.append({"role": visible(part.role), "text": text, "image": part.image})
+            left -= len(part.text)
+        return {"p": p, "parts": parts}
+
+    def row(self, i: int, start: int = 0, count: int | None = None) -> tuple[dict[str, Any], slice]:
+        """A completion's facts and pieces, and where its tokens lie in the flat arrays.
+
+        Args:
+            i: which completion.
+            start: its first token to send.
+            count: how many; None for a preview.
+        """
+        r = self.rollouts
+        first, end = int(r.responses.offsets[i]), int(r.responses.offsets[i + 1])
+        first = min(first + start, end)
+        stop = min(first + (PREVIEW_TOKENS if count is None else count), end)
+        found = self.pieces(r.responses.values[first:stop])
+        if count is None:
+            found = found[: _fitting([len(p.shown) for p in found])]
+        row = {
+            "i": i,
+            "k": int(self.places[i]),
+            "p": int(r.group[i]),
+            "n": end - int(r.responses.offsets[i]),
+            "from": start,
+            "reward": None if r.rewards is None or self.summary.failed[i] else float(r.rewards[i]),
+            "right": bool(self.summary.right[i]),
+            "finish": FINISH_REASONS[r.finish[i]],
+            "version": int(r.versions[i]),
+            "pieces": [visible(cut(p.shown, PIECE_CHARACTERS)) for p in found],
+            "kinds": "".join(KIND_CODES[p.kind] for p in found),
+        }
+        if not self.pieces.readable and not start:
+            row["text"] = visible(cut(r.texts[i], TEXT_CHARACTERS))
+        return row, slice(first, first + len(found))
+
+    def rows(self, wanted: Iterable[Sequence[Any]]) -> tuple[list[dict[str, Any]], list[bytes]]:
+        """Several rows and their numbers.
+
+        Args:
+            wanted: `(completion, start, count or None)` each; at most OPEN_TOKENS of one completion are sent.
+
+        Returns:
+            The rows, and two buffers: token ids, int32, flat over the rows; values, float32, (channels, tokens).
+        """
+        made = [self.row(i, start, None if n is None else min(n, OPEN_TOKENS)) for i, start, n in wanted]
+        spans = [span for _, span in made]
+        ids = _joined(self.rollouts.responses.values, spans, np.int32)
+        values = [_joined(v, spans, np.float32).tobytes() for v in self.channels.values()]
+        return [row for row, _ in made], [ids.tobytes(), b"".join(values)]
+
+
+def headline(rollouts: Rollouts) -> str:
+    """`64 rollouts · 8 prompts × 8 · v41 · reward 0.42 ± 0.49 · 6 % truncated`."""
+    counts = np.bincount(rollouts.group, minlength=len(rollouts))
+    each = np.unique(counts[counts > 0])
+    times = f" × {each[0]}" if len(each) == 1 else ""
+    parts = [f"{rollouts.samples:,} rollouts", f"{len(rollouts):,} prompts{times}"]
+    if rollouts.samples:
+        parts.append("v" + "/".join(str(v) for v in np.unique(rollouts.versions)[:4]))
+        if rollouts.rewards is not None:
+            parts.append(described(rollouts.rewards).replace("-", "−"))
+        parts.append(f"{format_percent(float(rollouts.truncated.mean()))} truncated")
+    if rollouts.aborted.any():
+        parts.append(f"{int(rollouts.aborted.sum()):,} aborted")
+    if rollouts.not_started:
+        parts.append(f"{len(rollouts.not_started):,} prompts not started")
+    return " · ".join([*parts, *(f"⚠ {note}" for note in rollouts.notes)])
+
+
+def _fitting(lengths: Sequence[int]) -> int:
+    """How many pieces make a preview."""
+    return int(np.searchsorted(np.cumsum([0, *lengths]), PREVIEW_CHARACTERS)) if lengths else 0
+
+
+def _joined(values: np.ndarray, spans: Sequence[slice], dtype: type) -> np.ndarray:
+    parts = [values[span] for span in spans]
+    return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)

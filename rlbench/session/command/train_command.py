@@ -1,0 +1,148 @@
+"""`rlbench train METHOD [FILE.yaml] [--option value …]`: a session, its trainer, and iterations until the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rlbench.data import Mixture, PromptStream
+from rlbench.errors import Stopped
+from rlbench.options import OptionError
+from rlbench.runtime import cluster
+from rlbench.session.command import run_data
+from rlbench.session.options import Inference, Train
+from rlbench.session.session import Session
+from rlbench.session.training import trainer_places
+from rlbench.session.training.session_trainer import SessionTrainer
+from rlbench.trainers.options.run_config import RunConfig, parse
+from rlbench.trainers.ppo.building import OF_THE_CRITIC
+
+STOPPED = 130
+OF_THE_SESSION = ("bf16", "fsdp", "gpu_memory_utilization", "engine_tp_size", "lr")
+"""Options of the strategy that the session is made with."""
+
+
+def train(arguments: Sequence[str]) -> int:
+    """Run to the end, or until it is stopped; returns the exit status.
+
+    Raises:
+        OptionError: an option that means nothing or cannot be honoured; nothing is left running.
+    """
+    config = parse(arguments)
+    print(config.summary(), flush=True)
+    try:
+        prompts = run_data.prompts_of(config)
+        wanted = iterations(config, prompts)
+        given = trainer_arguments(config, prompts, wanted)
+        with cluster.init(devices=config.run.shards or None) as joined:
+            with Session(**session_options(config, on_gpu=joined.gpus > 0)) as session:
+                config.check_batches(session.train.world_size)
+                return run(session.trainer(**given), config, wanted)
+    except (Stopped, KeyboardInterrupt):
+        print("stopped before the first iteration", flush=True)
+        return STOPPED
+
+
+def run(trainer: SessionTrainer, config: RunConfig, wanted: int) -> int:
+    """Iterations up to `wanted`, counted from the first of the run, each with its line; returns the exit status."""
+    from rlbench.trainers.reports.trainer_log import line_of
+
+    at = int(trainer.where()["iterations"])
+    if at:
+        print(f"going on after iteration {at}", flush=True)
+    try:
+        while at < wanted:
+            metrics = trainer.step()
+            at += 1
+            if config.run.metrics_file is not None:
+                _append(Path(trainer_places.here(config.run.metrics_file)), {"iteration": at, **metrics})
+            if at % config.ppo.logging_steps == 0:
+                print(line_of(metrics, at), flush=True)
+        trainer.finish()
+    except (Stopped, KeyboardInterrupt):
+        print(f"stopped after {at} of {wanted} iterations", flush=True)
+        return STOPPED
+    return 0
+
+
+def _append(file: Path, record: dict[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(record, default=float) + "\n")
+
+
+def iterations(config: RunConfig, prompts: PromptStream | Mixture) -> int:
+    """How many iterations the run has: `max_steps`, or as many as the episodes have; of both the fewer.
+
+    Raises:
+        OptionError: a mixture, whose episode has no end, without `max_steps`, or with `num_episodes`.
+    """
+    run = config.run
+    if isinstance(prompts, Mixture):
+        if run.max_steps is None or "num_episodes" in config.given:
+            raise OptionError("max_steps: how many iterations? a mixture of prompts has no episode.")
+        return run.max_steps
+    episodes = max(1, run.num_episodes * len(prompts.prompts) // config.ppo.rollout_batch_size)
+    if run.max_steps is None:
+        return episodes
+    return min(run.max_steps, episodes) if "num_episodes" in config.given else run.max_steps
+
+
+def session_options(config: RunConfig, on_gpu: bool) -> dict[str, Any]:
+    """Return the arguments of the run's `Session`; its engine has a share of the GPU's memory, or of the host's free
+    one."""
+    options, run = config.strategy, config.run
+    same = ("lr", "betas", "weight_decay", "max_norm", "use_mp_opt", "fsdp_cpu_offload")
+    policy: dict[str, Any] = {"shards": run.shards, **{name: getattr(options, name) for name in same}}
+    engine: dict[str, Any] = {"tensor_parallel_size": options.engine_tp_size, "data_parallel_size": run.replicas}
+    share = options.gpu_memory_utilization
+    if run.kv_cache_bytes is not None:
+        engine["kv_cache_bytes"] = run.kv_cache_bytes
+    elif "gpu_memory_utilization" in config.given and not on_gpu:
+        engine["kv_cache_bytes"] = int(share * psutil.virtual_memory().available / run.replicas)
+    elif "gpu_memory_utilization" in config.given:
+        engine["gpu_memory_utilization"] = share
+    if "bf16" in config.given:
+        policy["bf16"] = options.bf16
+        engine["dtype"] = "bfloat16" if options.bf16 else "float32"
+    return {"model": run.pretrain, "train": Train(**policy), "inference": Inference(**engine), "seed": options.seed}
+
+
+def trainer_arguments(config: RunConfig, prompts: PromptStream | Mixture, wanted: int) -> dict[str, Any]:
+    """The arguments of `session.trainer` for a run of `wanted` iterations.
+
+    Raises:
+        OptionError, BuildError, DataError: what the options name is not there.
+    """
+    options, ppo, run = config.strategy, config.ppo, config.run
+    given = {name: value for name, value in config.trainer_options.items() if name not in OF_THE_SESSION}
+    if options.advantage_estimator != "gae":  # they act on the session's optimizer; a critic has its own
+        given = {name: value for name, value in given.items() if name not in OF_THE_CRITIC}
+    given = trainer_places.options_here(given)
+    if isinstance(given.get("critic_pretrain"), str):
+        given["critic_pretrain"] = trainer_places.model_here("critic_pretrain", given["critic_pretrain"])
+    arguments: dict[str, Any] = {}
+    if options.remote_rm_url:
+        urls = given.pop("remote_rm_url")
+        arguments["remote_rm_url"] = [urls] if isinstance(urls, str) else urls
+    if run.reward_fn is not None:
+        arguments["reward_fn"] = run_data.imported(run.reward_fn, "reward_fn")
+    texts = run_data.texts_of(config)
+    if texts is not None:
+        arguments["pretrain_prompts"] = texts
+    sequences = ppo.rollout_batch_size * options.n * ppo.max_epochs
+    steps = max(1, wanted * sequences // options.train_batch_size)
+    return {
+        "method": config.method,
+        "prompts": prompts,
+        "reward": run_data.reward_of(config),
+        "eval_prompts": run_data.eval_prompts_of(config),
+        "ema": run.enable_ema,
+        "schedule_steps": steps if run.lr_schedule == "cosine" else None,
+        "arguments": arguments,
+        **given,
+    }

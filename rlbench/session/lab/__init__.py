@@ -1,0 +1,1 @@
+"""The loss lab: losses side by side on one batch."""

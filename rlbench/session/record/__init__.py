@@ -1,0 +1,1 @@
+"""The record of a session: a log of verbs, the script, trackers."""

@@ -1,0 +1,1 @@
+"""Snapshots, checkpoints, undo, branches, healing."""

@@ -1,0 +1,1 @@
+"""Steps, syncs, evaluation, trainers."""

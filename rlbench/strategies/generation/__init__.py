@@ -1,0 +1,1 @@
+"""Generation driven from the ranks."""

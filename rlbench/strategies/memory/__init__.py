@@ -1,0 +1,1 @@
+"""Where parameters and optimizer states lie, and how much memory they take."""

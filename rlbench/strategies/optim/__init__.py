@@ -1,0 +1,1 @@
+"""Optimizers: groups, master weights, loss scale, gradients."""

@@ -1,0 +1,1 @@
+"""FSDP2: wrapping, materialising, sources of weights."""

@@ -1,0 +1,1 @@
+"""What a strategy does by itself: ranks, memory, steps."""

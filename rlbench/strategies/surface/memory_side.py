@@ -1,0 +1,213 @@
+"""Which of a strategy's models and optimizers are on the device: offloading in pairs, measured, and checked.
+
+On a host without a GPU the device is host memory: nothing moves there and 0 bytes are reported, but what was
+offloaded must be loaded again before it is used, so that a program tried there is right on a GPU too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor
+
+from rlbench.errors import EngineError, StateError
+from rlbench.strategies.memory import owners as memory
+from rlbench.strategies.optim.gradients import local
+from rlbench.strategies.options.config import StrategyConfig
+from rlbench.strategies.surface.rank_side import RankSide
+
+HALF = (torch.float16, torch.bfloat16)
+_AWAY: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers whose state a strategy of this process has offloaded: a trainer's is another one than its engine's."""
+
+
+class MemorySide(RankSide):
+    """`last_moved`: bytes that the last offload or load moved on this rank."""
+
+    config: StrategyConfig
+    last_moved: int = 0
+
+    def _start_memory(self) -> None:
+        self._absent: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+
+    # -- optimizers ------------------------------------------------------------------------------------------
+
+    def maybe_offload_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Move optimizer state to host memory if `adam_offload` is set, and return the optimizer.
+
+        Until `maybe_load_optimizer` a step with it raises. Offloading twice does nothing more.
+        """
+        if self.config.adam_offload:
+            self.last_moved = memory.move_optimizer(optimizer, torch.device("cpu"))
+            self.device.release_cache()
+            _AWAY.add(optimizer)
+        return optimizer
+
+    def maybe_load_optimizer(
+        self, optimizer: torch.optim.Optimizer, device: torch.device | str | int | None = None
+    ) -> torch.optim.Optimizer:
+        """Move optimizer state back if `adam_offload` is set, or that of another strategy sent it away; return it.
+
+        Args:
+            device: where to; None: the rank's own.
+        """
+        if self.config.adam_offload or self.optimizer_away(optimizer):
+            to = self.device.device if device is None else torch.device(device)
+            self.last_moved = memory.move_optimizer(optimizer, to)
+            _AWAY.discard(optimizer)
+        return optimizer
+
+    def optimizer_away(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether its state was offloaded, by whichever strategy of this process, and is not back."""
+        return optimizer in _AWAY
+
+    def need_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse to step with state that is not where the parameters are.
+
+        Raises:
+            StateError: naming the call that brings it back.
+        """
+        if self.optimizer_away(optimizer):
+            raise StateError(
+                "the optimizer's state is offloaded; call strategy.maybe_load_optimizer(optimizer) before the step, "
+                "and maybe_offload_optimizer(optimizer) after it."
+            )
+
+    # -- models ----------------------------------------------------------------------------------------------
+
+    def weights_device(self, model: nn.Module) -> torch.device:
+        """Where a prepared model's parameters belong: the host, if FSDP keeps them there (`fsdp_cpu_offload`)."""
+        return torch.device("cpu") if kept_on_host(model) else self.device.device
+
+    def offload_model(self, models: Any, empty_cache: bool = True) -> int:
+        """Move models to host memory, so that the next one finds room; return the bytes that moved.
+
+        Args:
+            models: one, or a list; what is no module (a remote reward model, None) is passed over.
+            empty_cache: give the freed memory back to the device at once.
+        """
+        moved = 0
+        for model in _modules(models):
+            if model in self._absent:
+                continue
+            reshard(model)
+            moved += self._move_model(model, torch.device("cpu"))
+            self._absent[model] = model.register_forward_pre_hook(_refuse_forward, prepend=True)
+        if empty_cache:
+            self.device.release_cache()
+        self.last_moved = moved
+        return moved
+
+    def reload_model(self, models: Any) -> int:
+        """Move offloaded models back to the device; return the bytes that moved."""
+        moved = 0
+        for model in _modules(models):
+            if hook := self._absent.pop(model, None):
+                hook.remove()
+                moved += self._move_model(model, self.device.device)
+        self.last_moved = moved
+        return moved
+
+    def offloaded(self, model: nn.Module) -> bool:
+        """Whether `offload_model` sent it away and `reload_model` has not brought it back."""
+        return model in self._absent
+
+    def _move_model(self, model: nn.Module, to: torch.device) -> int:
+        if not self.device.is_gpu or kept_on_host(model):
+            return 0  # it is in host memory anyway
+        tensors = [*memory.weight_tensors(model), *model.buffers()]
+        moving = [tensor for tensor in tensors if tensor.device.type != to.type]
+        nbytes = memory.nbytes(moving)
+        model.to(to)
+        return nbytes
+
+    @torch.no_grad()
+    def moving_average(
+        self, model: nn.Module, model_ema: nn.Module, beta: float = 0.992, device: torch.device | str = "cpu"
+    ) -> None:
+        """Move `model_ema` towards `model`: ema = beta * ema + (1 - beta) * model. Buffers are copied.
+
+        Args:
+            model: sharded or not.
+            model_ema: of the same parameters; sharded alike (nothing is sent then), otherwise, or not at all.
+            beta: share of the old average.
+            device: where it is computed, in float32. The average stays where its parameters are.
+
+        Raises:
+            EngineError: other parameters, or an average in half precision: 1 - beta of a difference rounds to
+                nothing there.
+        """
+        ours, theirs = dict(model.named_parameters()), dict(model_ema.named_parameters())
+        if ours.keys() != theirs.keys():
+            differ = sorted(ours.keys() ^ theirs.keys())
+            raise EngineError(f"model_ema has other parameters than the model; first {differ[0]}.")
+        half = [name for name, parameter in theirs.items() if parameter.dtype in HALF]
+        if half:
+            raise EngineError(
+                f"model_ema is in {str(theirs[half[0]].dtype).removeprefix('torch.')} ({half[0]}), where an average of "
+                f"beta={beta} stands still; strategy.prepare_model(model_ema, is_training=True) holds it in float32."
+            )
+        for name, average in theirs.items():
+            new = _sharded_as(ours[name].detach(), average).to(device=device, dtype=torch.float32)
+            held = local(average.detach())
+            held.copy_(held.to(device).mul(beta).add_(new, alpha=1.0 - beta))
+        for buffer, average in zip(model.buffers(), model_ema.buffers(), strict=True):
+            average.copy_(buffer)
+
+
+def _modules(models: Any) -> Iterable[nn.Module]:
+    several = models if isinstance(models, list | tuple) else [models]
+    return [model for model in several if isinstance(model, nn.Module)]
+
+
+def holds_gradients(model: nn.Module) -> bool:
+    """Whether gradients wait on a model; its parameters are shards afterwards, as gathered ones do not show theirs."""
+    reshard(model)
+    return any(parameter.grad is not None for parameter in model.parameters())
+
+
+def reshard(model: nn.Module) -> None:
+    """Free every gathered parameter, and forget the pass it was gathered for: one that ended early leaves marks by
+    which the next would gather and reduce in another order than on ranks where it did not."""
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            if part._get_fsdp_state()._is_root:
+                part.reset_iter_state()
+            else:
+                part.reshard()
+
+
+def kept_on_host(model: nn.Module) -> bool:
+    """Whether FSDP keeps the weights in host memory and brings each layer's when it is needed."""
+    groups = [
+        group
+        for part in model.modules()
+        if isinstance(part, FSDPModule)
+        for group in part._get_fsdp_state()._fsdp_param_groups
+    ]
+    return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
+
+
+def _refuse_forward(model: nn.Module, _: Any) -> None:
+    raise StateError(
+        f"{type(model).__name__} is offloaded; call strategy.reload_model(model) before it computes, and "
+        "offload_model(model) after it."
+    )
+
+
+def _sharded_as(tensor: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of `tensor` as `like` is sharded; collective where the two differ."""
+    if isinstance(tensor, DTensor) and isinstance(like, DTensor):
+        if tensor.device_mesh == like.device_mesh and tensor.placements == like.placements:
+            return tensor.to_local()
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if isinstance(like, DTensor):
+        from torch.distributed.tensor import distribute_tensor
+
+        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+    return whole

@@ -1,0 +1,1 @@
+"""Experience: samples, rewards, shaping, advantages, replay."""

@@ -1,0 +1,122 @@
+"""From prompts to token ids, and from what the inference engine drew to the rollouts of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rlbench.data.base.ragged import Ragged
+from rlbench.data.prompts import lengths as prompt_lengths
+from rlbench.data.prompts.prompt import Prompt, as_prompt
+from rlbench.data.rollouts.jobs import FINISH_REASONS
+from rlbench.data.rollouts.rollouts import Rollouts
+from rlbench.errors import DataError, EngineError
+from rlbench.strategies.options.config import OptionError
+from rlbench.trainers.options.ppo_config import PPOConfig
+
+REFERENCE = "reference"
+"""The key of `Prompt.meta` that holds a reference answer where the label says what kind of task it is."""
+ENGINE_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+HEAD = 60
+
+
+def prompts_of(given: Sequence[Any], labels: Sequence[Any] | None, references: Sequence[Any] | None) -> list[Prompt]:
+    """Return what a rank was asked, with the labels and reference answers given beside the prompts, one each.
+
+    A label replaces the prompt's own; a reference answer is kept as `meta["reference"]`.
+    """
+    prompts = [as_prompt(one, i) for i, one in enumerate(given)]
+    for name, values in (("labels", labels), ("references", references)):
+        if values is not None and len(values) != len(prompts):
+            raise DataError(f"{len(values)} {name} for {len(prompts)} prompts: give one each")
+    if labels is not None:
+        prompts = [replace(prompt, label=label) for prompt, label in zip(prompts, labels, strict=True)]
+    if references is not None:
+        pairs = zip(prompts, references, strict=True)
+        prompts = [replace(prompt, meta={**prompt.meta, REFERENCE: answer}) for prompt, answer in pairs]
+    return prompts
+
+
+def counted(rollouts: Rollouts) -> np.ndarray:
+    """Tell which samples are scored, compared and trained on, (N,) bool: those with a token, not cut by an interrupt.
+
+    The others keep their place, as an update counts sequences, and say nothing.
+    """
+    return np.asarray(~rollouts.aborted & (np.asarray(rollouts.lengths) > 0))
+
+
+def reference_of(prompt: Prompt) -> Any:
+    """Return the reference answer: `meta["reference"]`, else the label."""
+    return prompt.meta.get(REFERENCE, prompt.label)
+
+
+def encoded(prompts: Sequence[Prompt], tokenizer: Any, limit: int) -> list[list[int]]:
+    """Return the token ids of each prompt, as replicas encode it; refuse empty ones and those over `limit`."""
+    found = prompt_lengths.encoded([prompt.content for prompt in prompts], tokenizer)
+    for i, (prompt, ids) in enumerate(zip(prompts, found, strict=True)):
+        if not ids:
+            raise DataError(f"prompt {i} is empty: give at least one token")
+        if len(ids) > limit:
+            raise DataError(
+                f"prompt {i} has {len(ids)} tokens, prompt_max_len is {limit}: {prompt.text[:HEAD]!r}. Leave it out "
+                "(rb.data.load(…, max_prompt_tokens=…)), or raise prompt_max_len"
+            )
+    return found
+
+
+def sampling_of(config: PPOConfig, n: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of the engine: the trainer's, those given for this call, and `n`, samples of each prompt."""
+    sampling: dict[str, Any] = {
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "max_tokens": config.max_tokens,
+    }
+    if config.top_k != -1:
+        sampling["top_k"] = config.top_k
+    for written, value in given.items():
+        name = ENGINE_NAMES.get(written, written)
+        if name != written and name in given:
+            raise OptionError(f"{written} and {name} are one option: give one of them.")
+        sampling[name] = value
+    return {**sampling, "n": n}
+
+
+def rollouts_of(
+    prompts: Sequence[Prompt], ids: Sequence[list[int]], outputs: Sequence[Any], sampling: Mapping[str, Any]
+) -> Rollouts:
+    """Return what was drawn for this rank's prompts, token for token as the engine gave it.
+
+    `outputs` are those of `strategy.gather_and_generate`, prompt-major, `sampling["n"]` for each; `ids` the prompts'
+    tokens.
+    """
+    n = int(sampling["n"])
+    if len(outputs) != len(prompts) * n:
+        raise EngineError(f"the engine gave {len(outputs)} outputs for {len(prompts)} prompts of {n} samples each.")
+    for i, output in enumerate(outputs):
+        if len(output.logprobs) != len(output.output_token_ids):
+            raise EngineError(
+                f"output {i} has {len(output.output_token_ids)} tokens and {len(output.logprobs)} log-probs."
+            )
+        if not np.isfinite(output.logprobs).all():
+            raise EngineError(f"output {i} has log-probs that are not finite; look at the engine's weights.")
+        if list(output.prompt_token_ids) != ids[i // n]:
+            raise EngineError(
+                f"the engine encodes prompt {i // n} otherwise than the trainer ({list(output.prompt_token_ids)[:8]}… "
+                f"and {ids[i // n][:8]}…); give the trainer the tokenizer of the engine's model."
+            )
+        if output.finish_reason not in FINISH_REASONS:
+            raise EngineError(f"output {i} ended for {output.finish_reason!r}; known: {', '.join(FINISH_REASONS)}.")
+    return Rollouts(
+        prompts=tuple(prompts),
+        prompt_ids=Ragged.from_rows(ids, np.int32),
+        responses=Ragged.from_rows([output.output_token_ids for output in outputs], np.int32),
+        logprobs=Ragged.from_rows([output.logprobs for output in outputs], np.float32).values,
+        group=np.repeat(np.arange(len(prompts), dtype=np.int32), n),
+        finish=np.array([FINISH_REASONS.index(output.finish_reason) for output in outputs], np.int8),
+        versions=np.array([output.weight_version for output in outputs], np.int64),
+        texts=tuple(output.text for output in outputs),
+        sampling={name: value for name, value in sampling.items() if name != "n"},
+    )

@@ -1,0 +1,1 @@
+"""The models of a trainer: policy, critic, reward model."""

@@ -1,0 +1,1 @@
+"""The options of a run, by keyword, file and command line."""

@@ -1,0 +1,88 @@
+"""Options of the trainers beside those of the strategy.
+
+Defaults are the reference system's; where its documents, its class and its command line disagree, the class counts.
+Importable without torch.
+"""
+
+from __future__ import annotations
+
+from rlbench.data.prompts.sampling import reshaped_by
+from rlbench.options import OptionError, Options, section
+
+rollout, loss, kl, critic, files = map(
+    section, ("Rollout", "Policy loss", "KL to the reference", "Critic and returns", "Files")
+)
+NO_CRITIC = {"critic_pretrain": False}
+NO_TRAJECTORIES = {"save_trajectories": False}
+
+
+class PPOConfig(Options):
+    """How experience is made and trained on."""
+
+    rollout_batch_size: int = rollout(32, "prompts of one iteration, over all ranks", least=1)
+    prompt_max_len: int = rollout(128, "tokens of a prompt at most; longer ones are refused", least=1)
+    max_tokens: int = rollout(1024, "tokens of a response at most", least=1)
+    temperature: float = rollout(1.0, "of sampling")
+    top_p: float = rollout(1.0, "sample from the likeliest tokens that make up this share", least=0, most=1)
+    top_k: int = rollout(-1, "sample from so many likeliest tokens; -1: all")
+    buffer_limit: int = rollout(0, "newest sequences the replay buffer keeps; 0: all", least=0)
+    buffer_cpu_offload: bool = rollout(True, "experience lies on the host")
+    max_epochs: int = loss(1, "passes over the experience of an iteration", least=1)
+    aggregation: str = loss("seq-mean-token-mean", "how the losses of tokens become one, see rlbench.rl.Aggregation")
+    clip_low: float = loss(0.2, "the ratio is clipped to [1 - clip_low, 1 + clip_high]", least=0)
+    clip_high: float | None = loss(None, "upper clip of the ratio; None: clip_low")
+    use_gspo: bool = loss(False, "ratios of whole responses (GSPO) instead of tokens")
+    use_cpg_loss: bool = loss(False, "CPGD's loss in the place of PPO's")
+    entropy_coef: float = loss(0.0, "weight of an entropy bonus")
+    high_entropy_token_ratio: float = loss(
+        0.0, "share of tokens, those of the highest entropy, that keep their loss; 0: all", least=0, most=1
+    )
+    old_logprobs: str = loss(
+        "recompute",
+        "what the ratio is against: the actor's before the first update, or the engine's",
+        choices=("recompute", "sampler"),
+    )
+    mismatch: str | None = loss(None, "correction for the sampler's other log-probs: token_tis, sequence_tis or icepop")
+    ptx_coef: float = loss(0.0, "weight of a language loss on pretrain_data; 0: none", least=0)
+    gradient_checkpointing: bool = loss(False, "recompute activations in the backward")
+    kl_coef: float = kl(0.001, "weight, in the reward or with use_kl_loss in the loss; 0: no reference", least=0)
+    kl_target: float | None = kl(None, "the weight adapts to this KL", needs={"kl_coef": 0.0})
+    kl_horizon: int = kl(10000, "over so many sequences", needs={"kl_target": None})
+    value_clip: float = critic(0.2, "bound on the change of a value; 0: none", least=0, needs=NO_CRITIC)
+    gamma: float = critic(1.0, "discount", least=0, most=1)
+    lambd: float = critic(0.95, "lambda of GAE", least=0, most=1, needs=NO_CRITIC)
+    freezing_actor_steps: int = critic(-1, "first iterations in which the critic alone trains; -1: none")
+    ema_beta: float = critic(
+        0.992, "share of the old in each update of the moving average", least=0, most=1, needs={"enable_ema": False}
+    )
+    save_path: str = files("./ckpt", "folder of the saved model and of trajectories")
+    save_steps: int = files(0, "iterations between checkpoints; -1: at the end alone, 0: none")
+    ckpt_path: str = files("./ckpt/checkpoints_ppo", "folder of checkpoints")
+    max_ckpt_num: int = files(3, "checkpoints kept")
+    max_ckpt_mem: float = files(1000.0, "gigabytes of checkpoints kept")
+    load_checkpoint: bool = files(False, "go on from the newest checkpoint")
+    save_hf_ckpt: bool = files(False, "save the model for transformers beside each checkpoint")
+    eval_steps: int = files(-1, "iterations between evaluations; -1: none")
+    logging_steps: int = files(1, "iterations between printed lines", least=1)
+    save_trajectories: bool = files(False, "write samples of each iteration as JSON")
+    num_trajectories_to_save: int = files(10, "how many", least=0, needs=NO_TRAJECTORIES)
+    mark_high_entropy_tokens: bool = files(False, "mark their tokens of high entropy", needs=NO_TRAJECTORIES)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.temperature <= 0:
+            raise OptionError(f"temperature={self.temperature!r}: a policy is sampled at a temperature above 0.")
+        if self.mark_high_entropy_tokens and self.old_logprobs == "sampler":
+            raise OptionError(
+                "mark_high_entropy_tokens needs the actor's entropies, which old_logprobs='sampler' does not compute: "
+                "leave one of them out."
+            )
+        reshaped = reshaped_by({"top_p": self.top_p, "top_k": self.top_k})
+        if reshaped and (self.old_logprobs == "sampler" or self.mismatch is not None):
+            weighs = "old_logprobs='sampler'" if self.old_logprobs == "sampler" else f"mismatch={self.mismatch!r}"
+            raise OptionError(  # see rlbench.rl.losses.check_sampled_as_trained
+                f"{weighs} weighs by the sampler's log-probs, which {', '.join(reshaped)} makes those of another "
+                "distribution: leave one of them out."
+            )
+        if not self.buffer_cpu_offload:
+            raise OptionError("buffer_cpu_offload=False cannot be honoured: experience lies on the host. Leave it out.")

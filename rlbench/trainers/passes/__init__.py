@@ -1,0 +1,1 @@
+"""One forward or backward pass: packing, attention, log-probs, micro-batches."""

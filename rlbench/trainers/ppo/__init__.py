@@ -1,0 +1,1 @@
+"""The PPO trainers, their files and state."""

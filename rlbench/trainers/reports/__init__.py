@@ -1,0 +1,1 @@
+"""What a trainer reports: log lines, trajectories, texts."""

@@ -1,0 +1,1 @@
+"""The policy update, and that of a value model."""

@@ -1,0 +1,1 @@
+"""An inference replica: vLLM in an actor."""

@@ -1,0 +1,1 @@
+"""A session's engines as its training ranks use them."""

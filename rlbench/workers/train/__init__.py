@@ -1,0 +1,1 @@
+"""A training rank: an actor with a module and its optimizers."""

@@ -1,0 +1,128 @@
+"""How ranks find each other and agree which call comes next: one TCP store, and the process group over it."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from rlbench.strategies.memory.device import RankDevice, current_accelerator_kwargs
+from rlbench.weights import facts
+
+KEPT_MARKS = 32
+
+
+class RankGroup:
+    """One rank's connection to the others.
+
+    Args:
+        rank, world_size: of this rank.
+        host: address rank 0 listens on; only there, not on all interfaces.
+        timeout_s: of collectives and of joining.
+    """
+
+    def __init__(self, rank: int, world_size: int, host: str, timeout_s: float) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._host = host
+        self._timeout = timedelta(seconds=timeout_s)
+        self._server: dist.TCPStore | None = None
+        self._marks: dist.Store | None = None
+        self._marked: list[str] = []
+        self._joined = False
+        self._board: dist.Store | None = None
+        self.failed = False  # the call that ran last, on this rank
+        self._some_failed = False  # the call before, on some rank
+
+    def serve(self) -> tuple[str, int] | None:
+        """Start the store (rank 0) and return its address; None on other ranks."""
+        if self.rank != 0:
+            return None
+        if self._server is None:
+            listener = socket.create_server((self._host, 0), backlog=128)
+            port = int(listener.getsockname()[1])
+            self._server = dist.TCPStore(
+                self._host,
+                port,
+                self.world_size,
+                is_master=True,
+                timeout=self._timeout,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+        return self._host, self._server.port
+
+    def join(self, master: tuple[str, int], device: RankDevice) -> None:
+        """Connect to the store at `master` and form the process group; collective."""
+        facts.keep_gloo_on(master[0])
+        store = self._server or dist.TCPStore(*master, self.world_size, is_master=False, timeout=self._timeout)
+        self._marks = dist.PrefixStore("calls", store.clone())  # its own connection: a wait must not block collectives
+        self._words = store.clone()  # and a third: words are left from a thread of their own
+        dist.init_process_group(
+            device.backend,
+            store=dist.PrefixStore("group", store),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=self._timeout,
+            **current_accelerator_kwargs(device.device),
+        )
+        self._joined = True
+
+    def board(self, call_id: str) -> dist.Store | None:
+        """Where the ranks that run one call can leave word for each other; None for one rank. Not waited in."""
+        if self._marks is None or self.world_size == 1:
+            return None
+        self._board = dist.PrefixStore(f"boards/{call_id}", self._words)
+        return self._board
+
+    def forget_board(self) -> None:
+        """Take this rank's word off the last board: its call is over on all ranks, as they are at the next one."""
+        board, self._board = self._board, None
+        if board is not None:
+            board.delete_key(str(self.rank))
+
+    def register(self, epoch: int, seq: int, timeout_s: float) -> bool:
+        """Mark call (epoch, seq) and wait for all ranks' marks; all ranks get the same answer.
+
+        The first rank to decide, by seeing all marks or by running out of time, decides for all. Before the
+        ranks have joined there is nothing to order, and the answer is True. A mark says whether the rank failed in the
+        call before (`take_failure`).
+        """
+        if self._marks is None or self.world_size == 1:
+            return True
+        call = f"{epoch}/{seq}"
+        self._marks.set(f"{call}/{self.rank}", "failed" if self.failed else "well")
+        marks = [f"{call}/{rank}" for rank in range(self.world_size)]
+        try:
+            self._marks.wait(marks, timedelta(seconds=timeout_s))
+            self._some_failed |= b"failed" in map(bytes, self._marks.multi_get(marks))
+            own = "go"
+        except dist.DistStoreError:
+            own = "drop"
+        verdict = bytes(self._marks.compare_set(f"{call}/verdict", "", own))
+        self._forget_old(call)
+        self.failed &= verdict != b"go"  # a call that was dropped ran nowhere
+        return verdict == b"go"
+
+    def take_failure(self) -> bool:
+        """Whether some rank failed in the call before this one; said once."""
+        found, self._some_failed = self._some_failed, False
+        return found
+
+    def _forget_old(self, call: str) -> None:
+        """Keep the store small: marks of calls long past are of no use."""
+        assert self._marks is not None
+        self._marked.append(call)
+        while len(self._marked) > KEPT_MARKS:
+            old = self._marked.pop(0)
+            self._marks.delete_key(f"{old}/{self.rank}")
+            if self.rank == 0:
+                self._marks.delete_key(f"{old}/verdict")
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._joined:
+            dist.destroy_process_group()
+            self._joined = False
+        self._marks = self._server = None
