@@ -155,4 +155,9 @@ def _through_transformers(source: TensorSource, prefix: str, apart: tuple[str, .
             f"the weights of {source.label} do not fit {type(model).__name__}: missing {missing[:4]}, unknown "
             f"{unknown[:4]}. Give the right checkpoint; where a head is among the unknown, name it: value_head_prefix=…"
         )
-    return {f"{prefix}.{name}": lambda tensor=tensor: tensor for name, tensor in model.state_dict().items()}  # type: ignore[misc]
+    return {f"{prefix}.{name}": partial(_same, tensor) for name, tensor in model.state_dict().items()}
+
+
+def _same(tensor: Tensor) -> Tensor:
+    """Return the tensor: bound to one it is an initialiser without an argument, which nothing is filled for."""
+    return tensor
