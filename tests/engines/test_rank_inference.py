@@ -208,8 +208,8 @@ def test_what_cannot_be_served_fails_on_all_ranks_and_says_whose_it_is(session, 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"engine_mem_util": 0.9}, "engine_mem_util=0.9 cannot be honoured: the session's engine 'inference' is built"),
-        ({"engine_tp_size": 2}, r"engine_tp_size=2 cannot.*tensor_parallel_size=1. Leave it out, or build the session"),
+        ({"engine_mem_util": 0.9}, "gpu_memory_utilization=0.9 cannot be honoured"),
+        ({"engine_tp_size": 2}, "engine_tp_size=2 cannot"),
     ],
 )
 def test_options_that_the_sessions_engine_does_not_fit_are_refused(train, options, said):

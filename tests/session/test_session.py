@@ -13,7 +13,7 @@ import torch
 
 import rlbench as rb
 from rlbench.engines.base import Engine
-from rlbench.errors import DataError, EngineError, LossError, SessionError, StateError
+from rlbench.errors import BuildError, DataError, EngineError, LossError, SessionError, StateError
 from rlbench.notebook.cards.views import engine_card, metrics_card
 from rlbench.tiny import tasks
 
@@ -311,9 +311,9 @@ def test_training_wants_a_batch_and_says_how_to_get_one(session, scored):
 
 
 def test_an_unknown_option_names_the_nearest(cluster):
-    with pytest.raises(SessionError, match="weight_decay"):
+    with pytest.raises(BuildError, match="weight_decay"):
         rb.Session("tiny", train={"weight_decya": 0.1})
-    with pytest.raises(SessionError, match="kv_cache_bytes"):
+    with pytest.raises(BuildError, match="kv_cache_bytes"):
         rb.Session("tiny", inference={"kv_cache_byte": 1})
 
 
