@@ -125,6 +125,11 @@ def _resharded(name: str, pieces: list[tuple[Path, dict[str, Any]]], like: Tenso
             break
     else:
         by_place = {entry["shard"][1]: (folder, entry) for folder, entry in pieces}
+        folder, entry = pieces[0]
+        if len(by_place) != (wanted_parts := entry["shard"][2]):
+            raise CheckpointError(
+                f"{folder.parent} has {len(by_place)} of {wanted_parts} parts of {name}: one is missing"
+            )
         parts = [_mapped(folder, name, entry) for _, (folder, entry) in sorted(by_place.items())]
         piece, entry = torch.cat(parts, dim=entry["shard"][0]), {"shard": None}
     if entry["shard"] is None and isinstance(like, DTensor) and piece.shape == like.shape:
@@ -134,13 +139,17 @@ def _resharded(name: str, pieces: list[tuple[Path, dict[str, Any]]], like: Tenso
 
 def _shard_of(tensor: Tensor) -> list[int] | None:
     """Return [dimension, place, number of shards] of this rank's part; None for a tensor that is whole here."""
-    if isinstance(tensor, DTensor):
-        place = tensor.device_mesh.get_coordinate()
-        assert place is not None
-        for axis, placement in enumerate(tensor.placements):
-            if isinstance(placement, Shard):
-                return [placement.dim, place[axis], tensor.device_mesh.size(axis)]
-    return None
+    if not isinstance(tensor, DTensor):
+        return None
+    place = tensor.device_mesh.get_coordinate()
+    assert place is not None
+    axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    if not axes:
+        return None
+    placement = tensor.placements[axes[0]]
+    if len(axes) > 1 or not isinstance(placement, Shard):
+        raise CheckpointError(f"a tensor placed as {tensor.placements} cannot be kept: one dimension may be sharded")
+    return [placement.dim, place[axes[0]], tensor.device_mesh.size(axes[0])]
 
 
 def is_first_replica(tensor: Tensor) -> bool:

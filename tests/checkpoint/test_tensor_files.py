@@ -1,12 +1,15 @@
 """Tensors in files: equal when read back, shared where unchanged, refused when cut or changed in size."""
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
-from rlbench.checkpoint.tensor_files import INDEX, read_tensors, write_tensors
+from rlbench.checkpoint.tensor_files import INDEX, read_resharded, read_tensors, write_tensors
 from rlbench.errors import CheckpointError
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
@@ -71,3 +74,28 @@ def test_a_folder_that_exists_is_not_written_into(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     with pytest.raises(CheckpointError, match="could not be written"):
         write_tensors(tmp_path / "a", some())
+
+
+def test_parts_of_a_tensor_are_joined_and_a_missing_one_is_refused(tmp_path: Path) -> None:
+    whole = torch.arange(10.0).reshape(5, 2)
+    folders = [tmp_path / f"rank-{rank}" for rank in range(2)]
+    for rank, (folder, part) in enumerate(zip(folders, whole.chunk(2), strict=True)):
+        write_tensors(folder, {"weight": part})
+        index = json.loads((folder / INDEX).read_text())
+        index["weight"]["shard"] = [0, rank, 2]
+        (folder / INDEX).write_text(json.dumps(index))
+    assert torch.equal(read_resharded(folders[::-1], lambda name: None)["weight"], whole)
+    with pytest.raises(CheckpointError, match="weight"):
+        read_resharded(folders[1:], lambda name: None)
+
+
+def test_a_tensor_sharded_over_two_dimensions_is_refused(tmp_path: Path) -> None:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1, 1))
+        tensor = DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0), Shard(1)])
+        with pytest.raises(CheckpointError, match="sharded"):
+            write_tensors(tmp_path / "out", {"weight": tensor})
+    finally:
+        torch.distributed.destroy_process_group()

@@ -267,6 +267,7 @@ class Recorder:
         file = self.folder / "sources" / f"{key}.py"
         if not file.exists():
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            file.touch(mode=0o600)
             file.write_text(text, encoding="utf-8")
         return key
 

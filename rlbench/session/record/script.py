@@ -162,7 +162,7 @@ def _text(core: SessionCore, body: _Body, seen: Sequence[Mapping[str, Any]]) -> 
             f'"""{title}, by rlbench {__version__}: its cells, in order."""',
             "",
             *display,
-            "from rlbench.session import script as _script",
+            "from rlbench.session.record import script as _script",
             *([] if name.startswith(ANONYMOUS) else ["", f"_script.begin({name!r})"]),
             text,
             "",
