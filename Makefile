@@ -5,7 +5,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env panel lab demo test test-curves test-long check lint clean distclean
+.PHONY: help env panel lab demo test test-curves test-long check lint bench bench-scaling bench-gpu clean distclean
 
 NEW_ENOUGH := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))
 ifndef PYTHON
@@ -15,15 +15,15 @@ endif
 BIN := .venv/bin
 STAMP := .venv/rlbench-setup$(addprefix -,$(RLBENCH_ENGINE)).stamp
 export PATH := $(CURDIR)/$(BIN):$(PATH)
-ALONE := not engine and not curve and not long and not browser
-QUICK := $(ALONE) and not slow and not gpu
+SOON := not curve and not long and not browser
+QUICK := $(SOON) and not engine and not slow and not gpu
 TWO_AT_A_TIME := $(BIN)/pytest -n 2 --dist loadfile
 # pytest's 5: among the tests chosen by PYTEST_ARGS none is of this kind; without a choice it is an error
 OR_NONE = $(if $(PYTEST_ARGS),|| [ $$? = 5 ])
 QUICKSTART := notebooks/01_quickstart.ipynb
 
 help:  ## what can be made
-	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' Makefile | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' Makefile | expand -t 15
 
 env: $(STAMP)  ## the environment, .venv: made once, then only looked at
 
@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml $(wildcard constraints/*) rlbench/setup/install.py rlbe
 	@touch $@
 
 panel: env  ## JupyterLab's side panel, where node is there to build it
-	@$(BIN)/python -m rlbench.setup.panel
+	@$(BIN)/python scripts/panel.py
 
 lab: panel  ## JupyterLab on the quickstart
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) $(QUICKSTART) $(LAB_ARGS)
@@ -43,27 +43,35 @@ lab: panel  ## JupyterLab on the quickstart
 demo: env  ## the quickstart's whole loop without a browser: reward curve, executed notebook in build/
 	@$(BIN)/python scripts/run_notebook.py $(QUICKSTART) build/01_quickstart.executed.ipynb --show reward-curve
 
-# Files with engines run two at a time, each process with a cluster of its own; a browser gets the machine for itself.
-test: panel  ## all tests but curves and long ones: those without engines, those with engines, those with a browser
-	$(TWO_AT_A_TIME) -q -m "$(ALONE)" $(PYTEST_ARGS) $(OR_NONE)
-	$(TWO_AT_A_TIME) -m "engine and not curve and not long and not browser" $(PYTEST_ARGS) $(OR_NONE)
-	$(BIN)/pytest -m "browser and not curve and not long" $(PYTEST_ARGS) $(OR_NONE)
+# Files run two at a time, each process with a cluster, or a browser, of its own.
+test: panel  ## all tests but curves and long ones: those without a browser, then those with one
+	$(TWO_AT_A_TIME) -q -m "$(SOON)" $(PYTEST_ARGS) $(OR_NONE)
+	$(TWO_AT_A_TIME) -m "browser and not curve and not long" $(or $(PYTEST_ARGS),tests/browser) $(OR_NONE)
 
-test-curves: env  ## the tests that train until a reward has risen, in notebooks, examples and commands
-	$(TWO_AT_A_TIME) -m curve $(PYTEST_ARGS) $(OR_NONE)
+test-curves: env  ## what runs to its end: notebooks, examples, commands that train until a reward has risen; what takes 20 s
+	$(TWO_AT_A_TIME) -m "curve and not long" $(PYTEST_ARGS) $(OR_NONE)
 
 test-long: test-curves  ## those, and the other tests that take minutes each
-	$(BIN)/pytest -m "long and not curve" $(PYTEST_ARGS) $(OR_NONE)
+	$(BIN)/pytest -m long $(PYTEST_ARGS) $(OR_NONE)
 
 lint: env  ## style, types, imports between rooms; where node is, the side panel's too
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	@$(BIN)/python -m rlbench.setup.panel lint
+	@$(BIN)/python scripts/panel.py lint
 
 check: lint  ## lint, then the quick tests
 	$(TWO_AT_A_TIME) -q -m "$(QUICK)" $(PYTEST_ARGS)
+
+bench: env  ## every figure of docs/performance.md, measured here in under 15 minutes; writes its table
+	@$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+bench-scaling: env  ## how a step grows with model, tokens, ranks and replicas; a projection to 8 and 64 devices
+	@$(BIN)/python -m benchmarks scaling $(BENCH_ARGS)
+
+bench-gpu: env  ## the same figures on a GPU host; says what could not run
+	@$(BIN)/python -m benchmarks --gpu --minutes 60 $(BENCH_ARGS)
 
 clean:  ## remove what was built, and the tools' caches
 	rm -rf build dist rlbench/labextension extension/lib extension/node_modules .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

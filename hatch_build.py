@@ -14,8 +14,8 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 sys.path.insert(0, str(Path(__file__).parent))
-from rlbench.setup import panel
 from rlbench.setup.plan import SetupError
+from scripts import panel
 
 sys.path.pop(0)
 MODE = os.environ.get("RLB_LABEXT", "auto")

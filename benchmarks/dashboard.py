@@ -1,10 +1,10 @@
 """What the live dashboard costs a running step: the same steps with its feed and without, in turns, in one kernel.
 
 A real kernel runs the cells and sends what the dashboard shows to a client, which reads it as a Jupyter server would;
-no browser draws it, as that would share the cores with the engines. A ratio of 1.02 says that a step takes 2 % longer.
+no browser draws it, as that would share the cores with the engines. 2 % says that a step takes 1.02 times as long.
 
-    python benchmarks/dashboard.py                  # 10 M parameters, 8 x 8 completions of 64 tokens
-    python benchmarks/dashboard.py --model tiny     # steps of a fraction of a second
+    python -m benchmarks.dashboard                  # 10 M parameters, 8 x 8 completions of 64 tokens
+    python -m benchmarks.dashboard --model tiny     # steps of a fraction of a second
 """
 
 from __future__ import annotations
@@ -13,41 +13,89 @@ import argparse
 import json
 import os
 import subprocess
-import sys
-import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+from benchmarks.harness import Experiment, Figure, Measuring, Stage, main_of
+from benchmarks.models import model_folder
+from benchmarks.turns import SideError
+
+ROUNDS, STEPS = 4, 2
 BEGIN = """
-import json, random, statistics, time
+import json, random, time, warnings
+warnings.simplefilter("ignore")
 import rlbench as rb
-from rlbench.tiny import tasks
-session = rb.Session({model!r}, train=rb.Train(lr=1e-4))
-asked = tasks.prompts({prompts})
-
-def step():
-    begin = time.perf_counter()
-    rollouts = session.rollout(asked, n={samples}, max_tokens={tokens}, ignore_eos=True, progress=False)
-    scored = rollouts.score(lambda r: statistics.fmean(t % 2 for t in r.token_ids))
-    session.train_step(scored.batch(advantage=rb.rl.group_normalized()))
-    session.sync_weights()
-    return time.perf_counter() - begin
-
-for _ in range(3):
-    step()
+from benchmarks.session_side import SessionSide
+side = SessionSide(rb.Session({model!r}, train=rb.Train(lr=1e-4)))
+for _ in range(2):
+    side.step()
 """
-SHOW = "dashboard = session.dashboard()\ndashboard"
+SHOW = "dashboard = side.session.dashboard()\ndashboard"
 MEASURE = """
-rounds = []
-for _ in range({rounds}):
-    seconds = {{}}
-    for shown in random.sample((True, False), 2):
-        dashboard.follow() if shown else dashboard.rest()
+seconds = {{}}
+for shown in random.sample((True, False), 2):
+    dashboard.follow() if shown else dashboard.rest()
+    if not shown:
         time.sleep(6)  # the monitor asks the workers for five seconds more after the last look
-        seconds[shown] = sum(step() for _ in range({steps}))
-    rounds.append((seconds[True], seconds[False]))
-print(json.dumps(rounds))
+    seconds["shown_s" if shown else "hidden_s"] = sum(side.step()["step_s"] for _ in range({steps})) / {steps}
+print(json.dumps(seconds))
 """
-STOP = "import sys; from rlbench.cli import main; sys.exit(main(['stop', '--all']))"
+CLOSE = "side.session.close()"
+
+
+def shown_and_hidden(at: Stage, model: str = "bench-10m", steps: int = STEPS) -> Measuring:
+    """Yield seconds of a step with the dashboard and without."""
+    begin = BEGIN.format(model=model if model == "tiny" else model_folder(model))
+    with _kernel(at.environment) as cell:
+        cell(begin)
+        cell(SHOW)
+        try:
+            while True:
+                yield json.loads(cell(MEASURE.format(steps=steps)).strip().splitlines()[-1])
+        finally:
+            cell(CLOSE)
+
+
+@contextmanager
+def _kernel(environment: dict[str, str]) -> Iterator[Any]:
+    """Give a function that runs a cell in a kernel of its own and returns what it printed."""
+    import nbformat
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError
+
+    from benchmarks.turns import search_path
+
+    notebook = nbformat.v4.new_notebook()
+    client = NotebookClient(notebook, timeout=600, kernel_name="python3")
+
+    def run(source: str) -> str:
+        cell = nbformat.v4.new_code_cell(source)
+        notebook.cells.append(cell)
+        try:
+            client.execute_cell(cell, len(notebook.cells) - 1)
+        except CellExecutionError as error:
+            raise SideError(f"{error.ename}: {error.evalue}") from error
+        return "".join(output.get("text", "") for output in cell.outputs)
+
+    variables = {**os.environ, "PYTHONPATH": search_path(), **environment}
+    with client.setup_kernel(env=variables, stderr=subprocess.DEVNULL):
+        yield run
+
+
+EXPERIMENTS = (Experiment("dashboard", shown_and_hidden, ROUNDS, 1.8),)
+FIGURES = (
+    Figure(
+        "dashboard",
+        "live dashboard, cost on a running step: 10 M",
+        "dashboard",
+        lambda found: 100 * (found["shown_s"] / found["hidden_s"] - 1),
+        unit="%",
+        bar=2.0,
+        better="less",
+    ),
+)
 
 
 def main() -> None:
@@ -57,31 +105,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=4)
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="rlb-bench-") as state:
-        os.environ["XDG_STATE_HOME"] = state
-        try:
-            rounds = measured(given.model, given.rounds, given.steps)
-        finally:
-            subprocess.run([sys.executable, "-c", STOP], check=True, stdout=subprocess.DEVNULL)
-    ratios = sorted(shown / hidden for shown, hidden in rounds)
-    whole = sum(shown for shown, _ in rounds) / sum(hidden for _, hidden in rounds)
-    middle = ratios[len(ratios) // 2]
-    print(f"{given.model}: {len(rounds)} rounds of {given.steps} steps, with the dashboard against without it")
-    print(f"  a step without it  {sum(hidden for _, hidden in rounds) / len(rounds) / given.steps:.3f} s")
-    print(f"  time, all together {whole:.3f}x   median of rounds {middle:.3f}x   ({ratios[0]:.3f} to {ratios[-1]:.3f})")
-
-
-def measured(model: str, rounds: int, steps: int) -> list[tuple[float, float]]:
-    """Seconds of each round with and without the dashboard."""
-    import nbformat
-    from nbclient import NotebookClient
-
-    begin = BEGIN.format(model=model, prompts=8, samples=8, tokens=64)
-    cells = [begin, SHOW, MEASURE.format(rounds=rounds, steps=steps)]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    NotebookClient(notebook, timeout=3600, kernel_name="python3").execute()
-    printed: Any = "".join(output.get("text", "") for output in notebook.cells[2].outputs)
-    return [tuple(one) for one in json.loads(printed.strip().splitlines()[-1])]
+    measure = partial(shown_and_hidden, model=given.model, steps=given.steps)
+    main_of(Experiment("dashboard", measure, given.rounds, 30.0), FIGURES)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Faults on purpose: interrupts and kills at random points of every verb, and what became of the session.
 
-    python benchmarks/faults.py                      # a table: fault, tries, survived, lost, seconds to usable
-    python benchmarks/faults.py --interrupts 10 --kills 2 --seed 1
-    python benchmarks/faults.py --only "after"       # those kinds alone whose name has this in it
+    python -m benchmarks.faults                      # a table: fault, tries, survived, lost, seconds to usable
+    python -m benchmarks.faults --interrupts 10 --kills 2 --seed 1
+    python -m benchmarks.faults --only "after"       # those kinds alone whose name has this in it
 
 A fault is survived when the training state (weights, optimizer, random state, on every rank) equals bit for bit that
 before or after the verb, and the next rollout, step and sync succeed. Of a verb that had ended before the kill, it has
@@ -100,7 +100,7 @@ class Trial:
             "rollout": lambda: self.session.rollout(
                 tasks.prompts(16), n=8, max_tokens=96, ignore_eos=True, progress=False
             ),
-            "score": lambda: rollouts.score(lambda r: time.sleep(0.01) or tasks.reward(r)),
+            "score": lambda: rollouts.score(lambda r: time.sleep(0.01) or tasks.reward(r)),  # type: ignore[func-returns-value]
             "train step": lambda: self.session.train_step(self.batch, token_budget=64),
             "sync": lambda: self.session.sync_weights(),
             "snapshot": lambda: self.session.snapshot(),

@@ -1,24 +1,23 @@
 """A loss lab of four losses against one forward of the same batch: `session.loss_lab` / `session.logprobs`.
 
-Both sides run in this one invocation, in turns, on one session, so that the ratio holds on a machine whose speed
-drifts. The bar: below 1.3 without the gradients of the parameters.
+Both sides run on one session, in turns, so that the ratio holds on a machine whose speed drifts. The bar: below 1.3
+without the gradients of the parameters.
 
-    python benchmarks/loss_lab.py                  # 10 M parameters, 8 x 8 completions of 64 tokens
-    python benchmarks/loss_lab.py --gradients      # also with the parameters' gradients, which cost a step per loss
+    python -m benchmarks.loss_lab                  # 10 M parameters, 8 x 8 completions of 64 tokens
+    python -m benchmarks.loss_lab --gradients      # also with the parameters' gradients, which cost a step per loss
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
+import json
+from functools import partial
 from typing import Any
 
-import rlbench as rb
-from rlbench.tiny import tasks
+from benchmarks.harness import Experiment, Figure, Measuring, Round, Stage, main_of
+from benchmarks.models import model_folder
 
-ROUNDS, PROMPTS, SAMPLES, TOKENS = 7, 8, 8, 64
+ROUNDS = 7
 
 
 def mine(inputs: Any, beta: float = 0.1) -> Any:
@@ -30,49 +29,60 @@ def mine(inputs: Any, beta: float = 0.1) -> Any:
 LOSSES = {"grpo": "grpo", "dapo": "dapo", "reinforce": "reinforce", "mine": mine}
 
 
+def lab(at: Stage, model: str = "bench-10m", gradients: bool = False) -> Measuring:
+    """Yield seconds of each side."""
+    side = at.side("benchmarks.session_side", json.dumps({"model": model_folder(model)}))
+    side.ready()
+    side.turn(verb="prepare")
+    sides: dict[str, dict[str, Any]] = {"logprobs": {"verb": "logprobs"}, "lab": {"verb": "lab"}}
+    if gradients:
+        sides |= {"lab_gradients": {"verb": "lab", "gradients": True}, "train_steps": {"verb": "four_backwards"}}
+
+    def once() -> Round:
+        return {f"{name}_s": side.turn(**request)["s"] for name, request in sides.items()}
+
+    once()
+    while True:
+        yield once()
+
+
+EXPERIMENTS = (Experiment("loss-lab", lab, ROUNDS, 0.4),)
+FIGURES = (
+    Figure(
+        "loss-lab",
+        "loss lab of four losses / one forward",
+        "loss-lab",
+        lambda found: found["lab_s"] / found["logprobs_s"],
+        bar=1.3,
+        better="less",
+    ),
+)
+WITH_GRADIENTS = (
+    Figure(
+        "lab-gradients",
+        "… with the parameters' gradients",
+        "loss-lab",
+        lambda found: found["lab_gradients_s"] / found["logprobs_s"],
+    ),
+    Figure(
+        "four-backwards",
+        "four plain `forward_backward` / one forward",
+        "loss-lab",
+        lambda found: found["train_steps_s"] / found["logprobs_s"],
+    ),
+)
+
+
 def main() -> None:
-    """Print the medians of both sides and their ratio."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="bench-10m")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--gradients", action="store_true")
     given = parser.parse_args()
-    with rb.Session(given.model) as session:
-        rollouts = session.rollout(
-            tasks.prompts(PROMPTS), n=SAMPLES, max_tokens=TOKENS, ignore_eos=True, progress=False
-        )
-        scored = rollouts.score([i % 2 for i in range(rollouts.samples)])
-        batch = scored.batch(advantage=rb.rl.group_normalized())
-        sides: dict[str, Callable[[], Any]] = {
-            "logprobs": lambda: session.logprobs(batch),
-            "lab": lambda: session.loss_lab(batch, LOSSES),
-        }
-        if given.gradients:
-            sides["lab with gradients"] = lambda: session.loss_lab(batch, LOSSES, parameter_gradients=True)
-            sides["train steps"] = lambda: [
-                session.forward_backward(batch, loss) and session.zero_grad() for loss in LOSSES.values()
-            ]
-        seconds = measured(sides, given.rounds)
-    for name, found in seconds.items():
-        print(f"{name:<20} {statistics.median(found):7.3f} s   / logprobs {ratio(seconds, name):.2f}")
-    rb.shutdown()
-
-
-def measured(sides: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each side in each round, after one round that does not count."""
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for turn in range(rounds + 1):
-        for name, work in sides.items():
-            begin = time.perf_counter()
-            work()
-            if turn:
-                seconds[name].append(time.perf_counter() - begin)
-    return seconds
-
-
-def ratio(seconds: dict[str, list[float]], name: str) -> float:
-    """Median over the rounds of this side's time over that of the forward in the same round."""
-    return statistics.median(a / b for a, b in zip(seconds[name], seconds["logprobs"], strict=True))
+    measure = partial(lab, model=given.model, gradients=given.gradients)
+    figures = FIGURES + (WITH_GRADIENTS if given.gradients else ())
+    main_of(Experiment("loss-lab", measure, given.rounds, 10.0), figures)
 
 
 if __name__ == "__main__":

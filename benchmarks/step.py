@@ -1,11 +1,14 @@
-"""A whole RL step of a session against the hand-written single-process loop, and the start of a session against vLLM's.
+"""A whole RL step of a session against the hand-written single-process loop, and against TRL's `GRPOTrainer`.
 
-Both sides run in this one invocation, in turns, each in processes of its own, so that the ratio holds on a machine
-whose speed drifts. A ratio above 1 says that rlbench is faster.
+Each side is a process that was started once and has taken a step already; then they take one step each, in turns. A
+ratio above 1 says that a session is faster. Rollout, train and sync are one step; of TRL, which generates with the
+weights it trains, generation and train. Lengths are fixed, or geometric (`handwritten_loop.GEOMETRIC_BIAS`), for which
+the learning rate is tiny, so that no side learns to end its completions earlier than the others.
 
-    python benchmarks/step.py                 # the step: 10 M parameters, 8 x 8 completions of 64 tokens
-    python benchmarks/step.py --start         # from a new process to the first rollout, no cluster running
-    python benchmarks/step.py --call          # an engine call of an empty method against a bare Ray actor call
+    python -m benchmarks.step                      # 10 M parameters, 8 x 8 completions of 64 tokens; also TRL
+    python -m benchmarks.step --figure geometric   # or small (0.8 M), large (100 M)
+    python -m benchmarks.step --start              # the start of a session, see benchmarks/start.py
+    python -m benchmarks.step --call               # empty calls, see benchmarks/call.py
 """
 
 from __future__ import annotations
@@ -13,190 +16,204 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
-import subprocess
-import sys
-import tempfile
-import time
-from pathlib import Path
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
-ROUNDS = 3
-STEPS = 6
-PROMPTS, SAMPLES, TOKENS = 8, 8, 64
+from benchmarks.handwritten_loop import GEOMETRIC_BIAS
+from benchmarks.harness import Experiment, Figure, Measuring, Round, Stage, main_of
+from benchmarks.models import model_folder
+from benchmarks.session_side import PROMPTS, SAMPLES, TOKENS
+from benchmarks.turns import Record, Side, SideError, one_line
 
-SESSION = """
-import json, statistics, sys, time
-import rlbench as rb
-from rlbench.tiny import tasks
-steps, prompts, samples, tokens = map(int, sys.argv[2:6])
-session = rb.Session("bench-10m", train=rb.Train(lr=1e-4))
-asked = tasks.prompts(prompts * steps)
-records = []
-for step in range(steps):
-    clock = [time.perf_counter()]
-    rollouts = session.rollout(asked[step * prompts:(step + 1) * prompts], n=samples, max_tokens=tokens,
-                               ignore_eos=True, progress=False)
-    clock.append(time.perf_counter())
-    scored = rollouts.score(lambda r: statistics.fmean(t % 2 for t in r.token_ids))
-    session.train_step(scored.batch(advantage=rb.rl.group_normalized()))
-    clock.append(time.perf_counter())
-    session.sync_weights()
-    clock.append(time.perf_counter())
-    records.append({"rollout_s": clock[1] - clock[0], "train_s": clock[2] - clock[1], "sync_s": clock[3] - clock[2],
-                    "step_s": clock[3] - clock[0]})
-session.close()
-rb.shutdown()
-later = records[1:]
-json.dump({"median": {k: statistics.median(r[k] for r in later) for k in later[0]}}, open(sys.argv[1], "w"))
-"""
+LR, LR_GEOMETRIC, LIMIT = 1e-4, 1e-8, 256
+TRL_STEPS = 200
+PHASES = ("rollout_s", "train_s", "sync_s", "step_s")
 
-START_SESSION = """
-import rlbench as rb
-session = rb.Session("tiny")
-session.rollout(["sort 52143"], max_tokens=16)
-"""
 
-START_VLLM = """
-import sys
-from rlbench import tiny
-if __name__ == "__main__":
-    from vllm import LLM, SamplingParams
-    LLM(str(tiny.ensure()), dtype="float32", enforce_eager=True, kv_cache_memory_bytes=1 << 30).generate(
-        ["sort 52143"], SamplingParams(max_tokens=16))
-"""
+def steps(
+    at: Stage, model: str, sides: tuple[str, ...], lengths: str = "fixed", tokens: int = TOKENS, warm: int | None = None
+) -> Measuring:
+    """Yield each side's seconds by phase, step by step.
 
-CALLS = """
-import json, statistics, sys, time
-import rlbench as rb
-from rlbench.trainers.models.policy_spec import PolicySpec
-from rlbench import tiny
+    Args:
+        at: the stage.
+        model: its name.
+        sides: of "hand", "session" and "trl".
+        lengths: "fixed" or "geometric".
+        tokens: the longest completion.
+        warm: length of the completions in the step that does not count; None: as in the others.
+    """
+    started = {name: side for name in sides if (side := _started(name, at, model, lengths, tokens)) is not None}
+    for side in started.values():
+        side.ready()
+    for name, side in started.items():
+        _turn(name, side, lengths, warm or tokens)
+    while True:
+        yield {
+            f"{name}_{key}": value
+            for name, side in started.items()
+            for key, value in _turn(name, side, lengths, tokens).items()
+            if key in (*PHASES, "copies_s", "bytes", "tokens")
+        }
 
-rb.init(devices=2)
-import ray
 
-@ray.remote(num_cpus=0)
-class Bare:
-    def nothing(self): pass
+def large(at: Stage) -> Measuring:
+    """Yield the same at 100 M, with a copy of as many bytes as a sync brings over, in turns with it."""
+    copier = at.side("benchmarks.copies")
+    copier.ready()
+    for found in steps(at, "bench-100m", ("hand", "session"), warm=8):
+        yield {**found, "memcpy_s": copier.turn(size=int(found["session_bytes"]))["s"]}
 
-def median_of(call, count=400):
-    for _ in range(50): call()
-    times = []
-    for _ in range(count):
-        begin = time.perf_counter(); call(); times.append(time.perf_counter() - begin)
-    return statistics.median(times)
 
-found = {}
-for ranks in (1, 2):
-    engine = rb.TrainEngine(PolicySpec(str(tiny.ensure())), name=f"calls{ranks}")
-    engine.build(tensor_parallel_size=ranks, data_parallel_size=1)
-    bare = [Bare.remote() for _ in range(ranks)]
-    found[str(ranks)] = {"bare_s": median_of(lambda: ray.get([b.nothing.remote() for b in bare])),
-                         "engine_s": median_of(engine.eval)}
-    engine.close()
-rb.shutdown()
-json.dump(found, open(sys.argv[1], "w"))
-"""
+def _started(name: str, at: Stage, model: str, lengths: str, tokens: int) -> Side | None:
+    """Start a side; TRL, which needs an environment of its own, may be absent."""
+    try:
+        return _start(name, at, model, lengths, tokens)
+    except SideError as error:
+        if name != "trl":
+            raise
+        at.absent[name] = one_line(error)
+        return None
+
+
+def _start(name: str, at: Stage, model: str, lengths: str, tokens: int) -> Side:
+    path, lr = model_folder(model), LR if lengths == "fixed" else LR_GEOMETRIC
+    if name == "session":
+        return at.side(
+            "benchmarks.session_side", json.dumps({"model": path, "train": {"lr": lr, "betas": (0.9, 0.95)}})
+        )
+    if name == "hand":
+        sizes = {
+            "prompts": PROMPTS,
+            "n": SAMPLES,
+            "max-tokens": tokens,
+            "lr": lr,
+            "lengths": lengths,
+            "device": at.device,
+        }
+        arguments = [part for key, value in sizes.items() for part in (f"--{key}", str(value))]
+        return at.side("benchmarks.handwritten_loop", "--turns", "--model", path, *arguments)
+    return _start_trl(at, path, lengths, tokens, lr)
+
+
+def _start_trl(at: Stage, path: str, lengths: str, tokens: int, lr: float) -> Side:
+    from benchmarks import trl_environment
+    from rlbench.tiny import tasks
+
+    source, settings = tasks.stream("train", 0), at.folder / f"trl-{lengths}.json"
+    sizes: dict[str, Any] = {
+        "model": path,
+        "prompts": [tasks.message(next(source)) for _ in range(PROMPTS * TRL_STEPS)],
+        "n": SAMPLES,
+        "rows": PROMPTS * SAMPLES,
+        "max_tokens": tokens,
+        "lengths": lengths,
+        "bias": GEOMETRIC_BIAS,
+        "end": _end_token(path),
+        "lr": lr,
+        "device": at.device,
+        "threads": len(os.sched_getaffinity(0)),
+        "output": str(at.folder / "trl"),
+    }
+    settings.write_text(json.dumps(sizes))
+    python = trl_environment.python("cpu" if at.device == "cpu" else "gpu")
+    return at.side("benchmarks.trl_loop", str(settings), python=python)
+
+
+def _end_token(path: str) -> int:
+    with open(os.path.join(path, "generation_config.json")) as file:
+        return int(json.load(file)["eos_token_id"])
+
+
+def _turn(name: str, side: Side, lengths: str, tokens: int) -> Record:
+    if name == "session":
+        return side.turn(verb="step", tokens=tokens, geometric=lengths == "geometric")
+    record = side.turn(max_tokens=tokens) if name == "hand" else side.turn()
+    return {"step_s": record["step"]} if name == "trl" else record
+
+
+def times(upper: str, lower: str, key: str = "step_s") -> Any:
+    """Return what reads a ratio of two sides off a round."""
+
+    def value(found: Round) -> float:
+        return found[f"{upper}_{key}"] / found[f"{lower}_{key}"]
+
+    return value
+
+
+ALL = ("hand", "session", "trl")
+GEOMETRIC = partial(steps, model="bench-10m", sides=("trl", "session"), lengths="geometric", tokens=LIMIT)
+EXPERIMENTS = (
+    Experiment("step", partial(steps, model="bench-10m", sides=ALL), 5, 1.8),
+    Experiment("small", partial(steps, model="bench-0.8m", sides=("hand", "session")), 12, 0.6),
+    Experiment("large", large, 2, 2.5),
+    Experiment(
+        "geometric",
+        GEOMETRIC,
+        6,
+        1.5,
+    ),
+)
+BY_HAND = "RL step by hand / session"
+FIGURES = (
+    Figure("step-10m", f"{BY_HAND}: 10 M, 8 × 8 × 64 tokens", "step", times("hand", "session"), bar=0.95),
+    Figure("rollout-10m", "… its rollout", "step", times("hand", "session", "rollout_s")),
+    Figure("train-10m", "… its train step", "step", times("hand", "session", "train_s")),
+    Figure("step-0.8m", f"{BY_HAND}: 0.8 M", "small", times("hand", "session"), bar=0.9),
+    Figure("step-100m", f"{BY_HAND}: 100 M", "large", times("hand", "session"), bar=0.97),
+    Figure("trl-10m", "RL step of TRL / session: 10 M, 8 × 8 × 64 tokens", "step", times("trl", "session"), bar=1.15),
+    Figure(
+        "trl-geometric",
+        "… geometric lengths, mean 32, limit 256",
+        "geometric",
+        times("trl", "session"),
+        bar=2.0,
+    ),
+    Figure(
+        "sync-10m",
+        "weight sync with proof / by hand without one: 10 M",
+        "step",
+        times("session", "hand", "sync_s"),
+        bar=2.0,
+        better="less",
+    ),
+    Figure(
+        "sync-100m",
+        "weight sync with proof: 100 M, share of memcpy's speed",
+        "large",
+        lambda found: found["memcpy_s"] / found["session_sync_s"],
+        bar=0.5,
+    ),
+    Figure(
+        "undo-copy",
+        "undo copy, share of a step: 10 M",
+        "step",
+        lambda found: 100 * found["session_copies_s"] / found["session_step_s"],
+        unit="%",
+        bar=2.0,
+        better="less",
+    ),
+)
 
 
 def main() -> None:
-    """Run what was asked for and print seconds and ratios."""
+    """Run what was asked for and print ratios."""
+    from benchmarks import call, start
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--figure", choices=[experiment.name for experiment in EXPERIMENTS], default="step")
     parser.add_argument("--start", action="store_true", help="start-up instead of steps")
     parser.add_argument("--call", action="store_true", help="empty calls instead of steps")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="how often both sides run, in turns")
-    arguments = parser.parse_args()
-    from rlbench import tiny
-
-    tiny.ensure("tiny")
-    tiny.ensure("bench-10m")
-    with tempfile.TemporaryDirectory() as folder:
-        if arguments.start:
-            compare_start(Path(folder), arguments.rounds)
-        elif arguments.call:
-            compare_calls(Path(folder))
-        else:
-            compare_steps(Path(folder), arguments.rounds)
-
-
-def compare_steps(folder: Path, rounds: int) -> None:
-    """Medians of the steps of both sides, and their ratio by phase."""
-    ours, theirs = [], []
-    hand = Path(__file__).with_name("handwritten_loop.py")
-    for turn in range(rounds):
-        out = folder / "hand.json"
-        python(
-            folder,
-            str(hand),
-            "--steps",
-            str(STEPS),
-            "--prompts",
-            str(PROMPTS),
-            "--n",
-            str(SAMPLES),
-            "--max-tokens",
-            str(TOKENS),
-            "--json",
-            str(out),
-        )
-        theirs.append(json.loads(out.read_text())["median"])
-        out = folder / "session.json"
-        python(folder, "-c", SESSION, str(out), str(STEPS), str(PROMPTS), str(SAMPLES), str(TOKENS))
-        ours.append(json.loads(out.read_text())["median"])
-        print(
-            f"round {turn + 1}: by hand {theirs[-1]['step_s']:.2f} s, session {ours[-1]['step_s']:.2f} s",
-            flush=True,
-        )
-    for phase in ("rollout_s", "train_s", "sync_s", "step_s"):
-        hand_s, our_s = (statistics.median(r[phase] for r in side) for side in (theirs, ours))
-        print(f"{phase:<10} by hand {hand_s:7.3f}   session {our_s:7.3f}   by hand / session {hand_s / our_s:.2f}")
-
-
-def compare_start(folder: Path, rounds: int) -> None:
-    """Seconds from a new process to its first completion."""
-    sides = {"LLM(), default mode": {}, "LLM(), in process": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
-    script = folder / "start.py"  # vLLM's default mode starts processes that import the main module
-    script.write_text(START_VLLM)
-    seconds: dict[str, list[float]] = {name: [] for name in [*sides, "session"]}
-    for _ in range(rounds):
-        for name, extra in sides.items():
-            seconds[name].append(python(folder, str(script), **extra))
-        seconds["session"].append(python(folder, "-c", START_SESSION))
-        python(
-            folder,
-            "-c",
-            "import rlbench as rb; [rb.attach(s['name']).close() for s in rb.sessions()]; rb.shutdown()",
-        )
-    ours = statistics.median(seconds["session"])
-    print(f"{'session':<22} {ours:6.1f} s")
-    for name in sides:
-        theirs = statistics.median(seconds[name])
-        print(f"{name:<22} {theirs:6.1f} s   session / this {ours / theirs:.2f}")
-
-
-def compare_calls(folder: Path) -> None:
-    """Milliseconds of an empty call, one rank and two."""
-    out = folder / "calls.json"
-    python(folder, "-c", CALLS, str(out))
-    for ranks, found in json.loads(out.read_text()).items():
-        bare, engine = found["bare_s"] * 1e3, found["engine_s"] * 1e3
-        print(
-            f"{ranks} rank(s): bare {bare:.2f} ms   engine {engine:.2f} ms   ratio {engine / bare:.2f}   "
-            f"difference {engine - bare:.2f} ms"
-        )
-
-
-def python(folder: Path, *arguments: str, **extra: str) -> float:
-    """Run this Python with a state folder of its own (so a cluster of its own); return the seconds it took."""
-    begin = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        env=os.environ | {"XDG_STATE_HOME": str(folder)} | extra,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode != 0:
-        sys.exit(f"benchmark failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return time.perf_counter() - begin
+    parser.add_argument("--rounds", type=int, help="how often each side works, in turns")
+    given = parser.parse_args()
+    experiments: Sequence[Experiment] = [e for e in EXPERIMENTS if e.name == given.figure]
+    figures: Sequence[Figure] = FIGURES
+    if given.start or given.call:
+        room = start if given.start else call
+        experiments, figures = room.EXPERIMENTS, room.FIGURES
+    for experiment in experiments:
+        main_of(experiment, figures, given.rounds)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """What the rollout viewer costs: time to open it, bytes sent, time per window and per change of order.
 
-    python benchmarks/viewer.py                    # 10,000 rollouts of 1,000 tokens with eight channels
-    python benchmarks/viewer.py --rollouts 1000 --tokens 200
-    python benchmarks/viewer.py --notebook FILE    # writes a notebook that shows them, to scroll in a browser
+    python -m benchmarks.viewer                    # 10,000 rollouts of 1,000 tokens with eight channels
+    python -m benchmarks.viewer --rollouts 1000 --tokens 200
+    python -m benchmarks.viewer --notebook FILE    # writes a notebook that shows them, to scroll in a browser
 
 Bars: open ≤ 1 s, ≤ 2 MB sent, a window ≤ 100 ms with what the page needs to draw it (the page's own share is measured
 in tests/browser/test_rollout_viewer.py). "sent" counts every byte of the widgets' first messages, their code too.
@@ -15,18 +15,21 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.harness import Experiment, Figure, Measuring, Stage, main_of
+from benchmarks.turns import Requests, serve
 from rlbench import tiny
 from rlbench.data import FINISH_REASONS, Prompt, Ragged, Rollouts
 from rlbench.data.record.metrics import Metrics
 
-GROUP = 8
+GROUP, ROLLOUTS, TOKENS = 8, 10_000, 1_000
 NOTEBOOK = """import sys; sys.path.insert(0, {folder!r})
-from viewer import made_up
+from benchmarks.viewer import made_up
 import rlbench; rlbench.Rollouts
 rollouts = made_up({rollouts}, {tokens})"""
 
@@ -99,48 +102,89 @@ def _size(value: Any) -> int:
     return len(value) if isinstance(value, bytes | memoryview) else len(json.dumps(value, default=str))
 
 
+class Viewer:
+    """Rollouts as a cell shows them; a turn opens them anew and asks for what a page would."""
+
+    def __init__(self, rollouts: int, tokens: int) -> None:
+        from rlbench.notebook.rollouts import static
+        from rlbench.notebook.rollouts import viewer as rollout_viewer
+
+        self.rollouts, self.random = made_up(rollouts, tokens), np.random.default_rng(1)
+        self.make = lambda: rollout_viewer.viewer(self.rollouts)
+        first_s, (_, page) = timed(lambda: (self.make(), static.rollouts_view(self.rollouts)))
+        self.about = {"first_s": first_s, "static_kb": len(page) / 1e3}
+
+    def turn(self) -> dict[str, float]:
+        """Open, scroll, sort by each order, search."""
+        open_s, viewer = timed(self.make)
+        window_s, (content, buffers) = timed(lambda: viewer.drawing.answer(self._window()), rounds=20)
+        orders = [timed(partial(viewer.drawing.answer, _order(sort)))[0] for sort in range(len(viewer.sort.options))]
+        return {
+            **self.about,
+            "open_s": open_s,
+            "sent_mb": state_bytes(viewer) / 1e6,
+            "window_ms": 1e3 * window_s,
+            "window_kb": (len(json.dumps(content)) + sum(map(len, buffers))) / 1e3,
+            "order_ms": 1e3 * max(orders),
+            "search_ms": 1e3 * timed(lambda: viewer.drawing.answer(_order(0, "needle")))[0],
+        }
+
+    def _window(self) -> dict[str, Any]:
+        at = int(self.random.integers(0, self.rollouts.samples - 24))
+        rows = [[i, 0, None] for i in range(at, at + 24)]
+        return {"id": "", "kind": "rows", "heads": [at // GROUP], "rows": rows}
+
+
+def _order(sort: int, search: str = "") -> dict[str, Any]:
+    return {"id": "", "kind": "order", "sort": sort, "filter": 0, "search": search}
+
+
+def views(at: Stage, rollouts: int = ROLLOUTS, tokens: int = TOKENS) -> Measuring:
+    """Yield what it costs to open the viewer and to move in it."""
+    side = at.side("benchmarks.viewer", "--serve", "--rollouts", str(rollouts), "--tokens", str(tokens))
+    side.ready()
+    while True:
+        yield side.turn()
+
+
+EXPERIMENTS = (Experiment("viewer", views, 5, 0.3),)
+NAME = "rollout viewer, 10,000 × 1,000 tokens"
+FIGURES = (
+    Figure(
+        "viewer-open",
+        f"{NAME}: cell output, first time",
+        "viewer",
+        lambda found: found["first_s"],
+        unit="s",
+        bar=1.0,
+        better="less",
+    ),
+    Figure("viewer-sent", "… sent with it", "viewer", lambda f: f["sent_mb"], unit="MB", bar=2.0, better="less"),
+    Figure("viewer-window", "… 24 rows", "viewer", lambda f: f["window_ms"], unit="ms", bar=100.0, better="less"),
+)
+
+
 def main() -> None:
     """Print one line per figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rollouts", type=int, default=10_000)
-    parser.add_argument("--tokens", type=int, default=1_000)
+    parser.add_argument("--rollouts", type=int, default=ROLLOUTS)
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--rounds", type=int, help="how often it is opened")
     parser.add_argument("--notebook", type=Path)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.notebook:
+    if args.serve:
+        serve(Requests(), partial(Viewer, args.rollouts, args.tokens))
+    elif args.notebook:
         import nbformat
 
-        first = NOTEBOOK.format(folder=str(Path(__file__).parent), rollouts=args.rollouts, tokens=args.tokens)
+        first = NOTEBOOK.format(folder=str(Path(__file__).parents[1]), rollouts=args.rollouts, tokens=args.tokens)
         cells = [nbformat.v4.new_code_cell(source) for source in (first, "rollouts")]
         nbformat.write(nbformat.v4.new_notebook(cells=cells), args.notebook)
         print(args.notebook)
-        return
-    from rlbench.notebook.rollouts import viewer as rollout_viewer
-
-    rollouts = made_up(args.rollouts, args.tokens)
-    print(f"{args.rollouts:,} rollouts × {args.tokens:,} tokens, {len(rollouts.channels) + 1} channels")
-    first_s, bundle = timed(lambda: rollout_viewer.mimebundle(rollouts))
-    open_s, viewer = timed(lambda: rollout_viewer.viewer(rollouts), rounds=5)
-    print(f"cell output, first time            {first_s:6.3f} s")
-    print(f"viewer alone, median of 5          {open_s:6.3f} s")
-    print(f"sent with it                       {state_bytes(viewer) / 1e6:6.3f} MB")
-    print(f"static view in the saved notebook  {len(bundle['text/html']) / 1e3:6.1f} kB")
-    drawing = viewer.drawing
-    rng = np.random.default_rng(1)
-
-    def window() -> Any:
-        at = int(rng.integers(0, args.rollouts - 24))
-        rows = [[i, 0, None] for i in range(at, at + 24)]
-        return drawing.answer({"id": "", "kind": "rows", "heads": [at // GROUP], "rows": rows})
-
-    window_s, (content, buffers) = timed(window, rounds=50)
-    sent = len(json.dumps(content)) + sum(map(len, buffers))
-    print(f"window of 24 rows, median of 50    {window_s * 1e3:6.1f} ms, {sent / 1e3:.0f} kB")
-    for sort in range(len(viewer.sort.options)):
-        order = {"id": "", "kind": "order", "sort": sort, "filter": 0, "search": ""}
-        order_s, _ = timed(lambda asked=order: drawing.answer(asked), rounds=5)
-        print(f"order: {viewer.sort.options[sort][0]:<28}{order_s * 1e3:6.1f} ms")
-    asked = {"id": "", "kind": "order", "sort": 0, "filter": 0, "search": "needle"}
-    print(f"search, median of 5                {timed(lambda: drawing.answer(asked), rounds=5)[0] * 1e3:6.1f} ms")
+    else:
+        measure = partial(views, rollouts=args.rollouts, tokens=args.tokens)
+        main_of(Experiment("viewer", measure, 5, 5.0), FIGURES, args.rounds)
 
 
 if __name__ == "__main__":

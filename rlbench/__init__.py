@@ -24,42 +24,33 @@ if TYPE_CHECKING:
     from rlbench import data, envs, errors, nn, rewards, rl, tiny
     from rlbench.data import Prompt, PromptGroup, Rollout, Rollouts, TrainBatch
     from rlbench.engines import InferenceEngine, NeedParallel, TrainEngine
+    from rlbench.engines.placement import resources
     from rlbench.errors import RLBenchError, Stopped
     from rlbench.nn import device
     from rlbench.rl import LossInputs
-    from rlbench.runtime.cluster import init, resources, shutdown
-    from rlbench.session import Inference, Session, Train, attach, sessions
+    from rlbench.runtime.cluster import init, shutdown
+    from rlbench.session import EMA, Inference, Lora, RewardModel, Session, Train, attach, every, sessions
+    from rlbench.session.planning.plan import plan
     from rlbench.traces import last_traceback
 
-_NAMES = {
-    "Session": "rlbench.session",
-    "Train": "rlbench.session",
-    "Inference": "rlbench.session",
-    "attach": "rlbench.session",
-    "sessions": "rlbench.session",
-    "InferenceEngine": "rlbench.engines",
-    "NeedParallel": "rlbench.engines",
-    "TrainEngine": "rlbench.engines",
-    "init": "rlbench.runtime.cluster",
-    "shutdown": "rlbench.runtime.cluster",
-    "resources": "rlbench.runtime.cluster",
-    "device": "rlbench.nn",
-    "LossInputs": "rlbench.rl",
-    "Prompt": "rlbench.data",
-    "PromptGroup": "rlbench.data",
-    "Rollout": "rlbench.data",
-    "Rollouts": "rlbench.data",
-    "TrainBatch": "rlbench.data",
-    "RLBenchError": "rlbench.errors",
-    "Stopped": "rlbench.errors",
-    "last_traceback": "rlbench.traces",
+_HOMES = {
+    "rlbench.session": ("Session", "RewardModel", "Train", "Inference", "Lora", "EMA", "every", "attach", "sessions"),
+    "rlbench.session.planning.plan": ("plan",),
+    "rlbench.engines": ("InferenceEngine", "NeedParallel", "TrainEngine"),
+    "rlbench.runtime.cluster": ("init", "shutdown"),
+    "rlbench.engines.placement": ("resources",),
+    "rlbench.nn": ("device",),
+    "rlbench.rl": ("LossInputs",),
+    "rlbench.data": ("Prompt", "PromptGroup", "Rollout", "Rollouts", "TrainBatch"),
+    "rlbench.errors": ("RLBenchError", "Stopped"),
+    "rlbench.traces": ("last_traceback",),
 }
+_NAMES = {name: home for home, names in _HOMES.items() for name in names}
 _ROOMS = ("data", "envs", "errors", "nn", "rewards", "rl", "tiny")
 
 __all__ = ["__version__", *_NAMES, *_ROOMS]
 
 session_link.connect("rlbench.engines.rank_session:RankSession")
-
 
 __path__.append(os.path.join(__path__[0], "compat", "lightrft"))  # rlbench.strategy, rlbench.trainer, rlbench.utils
 

@@ -1,8 +1,7 @@
-"""The command line: `rlbench setup`, `train`, `options`, `ps`, `logs`, `stop`, `kill`.
+"""The command line: `rlbench setup`, `plan`, `train`, `options`, `ps`, `logs`, `stop`, `park`, `kill`.
 
-Only the standard library is imported until a command needs more, so that `rlbench setup` runs where nothing
-else of rlbench can be imported yet. A command is a function of the parsed arguments that returns the exit
-status.
+A command is a function of the parsed arguments that returns the exit status. Only the standard library is imported
+until one needs more, so that `rlbench setup` runs where nothing else of rlbench can be imported yet.
 """
 
 from __future__ import annotations
@@ -10,14 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlbench._version import __version__
 from rlbench.errors import RLBenchError
 from rlbench.units import format_age, format_bytes
 
-PS_LIMIT_S = 2.0
+PS_LIMIT_S, PARK_LIMIT_S = 2.0, 3600.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,18 +41,16 @@ def run_setup(args: argparse.Namespace) -> int:
 
 
 def run_ps(args: argparse.Namespace) -> int:
-    """List the sessions that run on this machine."""
+    """List the sessions of this machine, those that are parked last."""
     from concurrent.futures import ThreadPoolExecutor
 
     from rlbench.runtime import registry
 
-    records = [record for record in map(registry.read_json, registry.session_files()) if record is not None]
+    records = registry.live_sessions()
     with ThreadPoolExecutor(max(1, min(16, len(records)))) as pool:
-        rows = list(pool.map(session_row, records))
-    if args.json:
-        print(json.dumps(rows, indent=2))
-    else:
-        print(format_table([shown_row(row) for row in rows], empty="no session is running"))
+        rows = [*pool.map(session_row, records), *registry.parked_sessions()]
+    shown = format_table([shown_row(row) for row in rows]) or "no session is running"
+    print(json.dumps(rows, indent=2) if args.json else shown)
     return 0
 
 
@@ -68,12 +66,8 @@ def session_row(record: Mapping[str, Any]) -> dict[str, Any]:
         return row | {"state": "silent" if registry.monitor_lives(record) else "gone"}
     workers = [worker for engine in said["engines"] for worker in engine["workers"]]
     return row | {
-        "model": said["model"],
-        "step": said["step"],
-        "version": said["version"],
-        "paused": said["paused"],
+        **{key: said[key] for key in ("model", "step", "version", "paused", "driver")},
         "running": [call["what"] for call in said["running"]],
-        "driver": said["driver"],
         "memory": sum(worker["resident"] or 0 for worker in workers),
         "lease_left_s": said["lease"]["left_s"],
     }
@@ -81,6 +75,9 @@ def session_row(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def shown_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of `ps` for people."""
+    if row["state"] == "parked":
+        facts = {"name": row["name"], "model": row.get("model"), "step": row.get("step"), "running": "parked"}
+        return facts | {"on disk": format_bytes(int(row.get("bytes", 0)))}
     if row["state"] != "live":
         return {"name": row["name"], "model": f"({row['state']}: rlbench kill {row['name']})"}
     driver, left = row["driver"], row["lease_left_s"]
@@ -113,37 +110,83 @@ def run_stop(args: argparse.Namespace) -> int:
     """Stop what runs in a session, which stays with its weights. Without a name: end the cluster rlbench started on
     this machine; with sessions on it only when told so by --all.
     """
-    return run_stop_session(args.name) if args.name else run_stop_cluster(args.all)
-
-
-def run_stop_session(name: str) -> int:
-    """Stop what runs in a session."""
     from rlbench.monitor import client
-
-    stopped = client.command(client.find(name), "stop", limit_s=30.0)["result"]["stopped"]
-    print(f"stopping {', '.join(stopped)}" if stopped else "nothing runs")
-    return 0
-
-
-def run_stop_cluster(also_with_sessions: bool) -> int:
-    """End the cluster."""
     from rlbench.runtime import cluster, registry
 
+    if args.name:
+        stopped = client.command(client.find(args.name), "stop", limit_s=30.0)["result"]["stopped"]
+        print(f"stopping {', '.join(stopped)}" if stopped else "nothing runs")
+        return 0
     record = registry.read_cluster()
     if record is None or not cluster.guard_alive(record):
         print("no cluster of ours is running")
         return 0
     held = [str(row.get("name")) for row in registry.live_sessions(record.id)]
-    if held and not also_with_sessions:
-        print(
-            f"rlbench stop: the cluster holds the sessions {', '.join(held)} with their weights: close them "
-            "with `rlbench kill NAME`, or end all with `rlbench stop --all`",
-            file=sys.stderr,
+    if held and not args.all:
+        raise RLBenchError(
+            f"the cluster holds the sessions {', '.join(held)} with their weights: close them with "
+            "`rlbench kill NAME`, or end all with `rlbench stop --all`"
         )
-        return 1
     cluster.stop_cluster(record)
     print("the cluster was stopped")
     return 0
+
+
+def run_park(args: argparse.Namespace) -> int:
+    """Write a session to disk, whole, and end it: its memory is free, `rb.attach(NAME)` brings it back. Without a name:
+    every session whose kernel is gone.
+    """
+    from rlbench.monitor import client
+    from rlbench.runtime import registry
+
+    if args.drop:
+        if registry.parked(args.drop) is None:
+            known = ", ".join(one["name"] for one in registry.parked_sessions()) or "none"
+            raise RLBenchError(f"no parked session {args.drop!r}; there are: {known}")
+        _confirm(f"forget the parked session {args.drop} with its weights? [y/N] ", args.yes)
+        registry.forget_parked(args.drop)
+        print(f"{args.drop}: forgotten")
+        return 0
+    if args.list:
+        print(parked_table(registry.parked_sessions()))
+        return 0
+    records = [client.find(args.name)] if args.name else [one for one in registry.live_sessions() if is_left(one)]
+    if not records:
+        print("no session without its kernel; `rlbench park NAME` parks one that has it")
+    for record in records:
+        given = {"drop_gradients": True} if args.drop_gradients else {}
+        done = client.command(record, "park", given, limit_s=PARK_LIMIT_S)["result"]
+        print(f"{record['name']}: {format_bytes(done['bytes'])} in {done['path']}")
+        print("".join(f"  not kept: {one}\n" for one in done["lost"]), end="")
+        print("".join(f"{one}: forgotten for its age\n" for one in done["removed"]), end="")
+    return 0
+
+
+def is_left(record: Mapping[str, Any]) -> bool:
+    """Whether the session's driver is gone; not said of one whose monitor does not answer."""
+    from rlbench.monitor import client
+
+    try:
+        said = client.ask(record, "/state?history=0", limit_s=PS_LIMIT_S)
+    except client.MonitorGone:
+        return False
+    return not (said["driver"] or {}).get("alive", False)
+
+
+def parked_table(records: Sequence[Mapping[str, Any]]) -> str:
+    """Parked sessions and what they take in all."""
+    rows = [
+        {
+            "name": one["name"],
+            "model": one.get("model"),
+            "step": one.get("step"),
+            "parked": f"{format_age(max(0.0, time.time() - one['time']))} ago" if "time" in one else None,
+            "on disk": format_bytes(int(one.get("bytes", 0))),
+        }
+        for one in records
+    ]
+    total = format_bytes(sum(int(one.get("bytes", 0)) for one in records))
+    return f"{format_table(rows)}\n{total} in all" if rows else "no session is parked"
 
 
 def run_kill(args: argparse.Namespace) -> int:
@@ -151,11 +194,15 @@ def run_kill(args: argparse.Namespace) -> int:
     from rlbench.monitor import client, ending
 
     client.find(args.name)
-    if not args.yes and not _confirmed(f"end session {args.name} with its weights? [y/N] "):
-        print("nothing was ended; --yes ends it without asking", file=sys.stderr)
-        return 1
+    _confirm(f"end session {args.name} with its weights? [y/N] ", args.yes)
     print(f"{args.name}: {ending.end(args.name)}")
     return 0
+
+
+def _confirm(question: str, yes: bool) -> None:
+    """Ask; where nobody can be asked the answer is no."""
+    if not yes and not (sys.stdin.isatty() and input(question).strip().lower() in ("y", "yes")):
+        raise RLBenchError("nothing was ended; --yes ends it without asking")
 
 
 def run_train(args: argparse.Namespace) -> int:
@@ -163,6 +210,38 @@ def run_train(args: argparse.Namespace) -> int:
     from rlbench.session.command.train_command import train
 
     return train(args.arguments)
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Say what memory a session of a model would take, by role, owner and phase; status 1 where it does not fit."""
+    from rlbench.session.planning.plan import plan
+
+    found = plan(
+        args.model,
+        train=dict(map(_option, args.train)),
+        inference=dict(map(_option, args.inference)),
+        reference=args.reference,
+        undo=args.undo,
+        gpus=args.gpus,
+        lengths=args.lengths,
+        token_budget=args.token_budget,
+        offload=args.offload,
+    )
+    print(found)
+    return 0 if found.fits else 1
+
+
+def _option(text: str) -> tuple[str, Any]:
+    """`shards=2` as a name and a value; what is no number, True, False or None stays text."""
+    import ast
+
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise RLBenchError(f"{text!r}: an option is given as name=value, as in --train shards=2")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
 
 
 def run_options(args: argparse.Namespace) -> int:
@@ -173,15 +252,8 @@ def run_options(args: argparse.Namespace) -> int:
     return 0
 
 
-def _confirmed(question: str) -> bool:
-    """Ask a person; where nobody can be asked the answer is no."""
-    return sys.stdin.isatty() and input(question).strip().lower() in ("y", "yes")
-
-
-def format_table(rows: Sequence[Mapping[str, Any]], empty: str) -> str:
-    """Rows as aligned text columns, one for each key that occurs, `-` where a row lacks it."""
-    if not rows:
-        return empty
+def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Write rows as aligned text columns, one for each key that occurs, `-` where a row lacks it."""
     keys = list(dict.fromkeys(key for row in rows for key in row))
     lines = [keys, *(["-" if row.get(key) is None else str(row[key]) for key in keys] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -195,43 +267,47 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"rlbench {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    setup = commands.add_parser(
-        "setup", help="install the engine that fits this machine", description=run_setup.__doc__
-    )
+    def command(run: Callable[[argparse.Namespace], int], help: str, **more: Any) -> argparse.ArgumentParser:
+        added = commands.add_parser(run.__name__.removeprefix("run_"), help=help, description=run.__doc__, **more)
+        added.set_defaults(run=run)
+        return added
+
+    setup = command(run_setup, "install the engine that fits this machine")
     setup.add_argument("--engine", choices=("cpu", "gpu"), help="instead of what the machine has")
     setup.add_argument("--dry-run", action="store_true", help="print the uv commands, install nothing")
-    setup.set_defaults(run=run_setup)
-
-    train = commands.add_parser(
-        "train", help="train a policy: METHOD [FILE.yaml] [--option value …]", add_help=False, prefix_chars="\0"
-    )  # nothing begins with that: all that follows, --help too, is left to the command's own parser
+    # nothing begins with that prefix: all that follows, --help too, is left to the command's own parser
+    about = "train a policy: METHOD [FILE.yaml] [--option value …]"
+    train = command(run_train, about, add_help=False, prefix_chars="\0")
     train.add_argument("arguments", nargs=argparse.REMAINDER)
-    train.set_defaults(run=run_train)
-
-    options = commands.add_parser("options", help="what every option does", description=run_options.__doc__)
-    options.set_defaults(run=run_options)
-
-    ps = commands.add_parser("ps", help="list the running sessions", description=run_ps.__doc__)
+    plan = command(run_plan, "the memory a session would take")
+    plan.add_argument("model", metavar="MODEL", help="a folder, a hub id, or an embedded model's name")
+    plan.add_argument("--gpus", metavar="2x80GiB", help="devices; 0x24GiB: a host without a GPU; default: this machine")
+    plan.add_argument("--lengths", type=int, metavar="N", help="tokens of the longest sequence")
+    plan.add_argument("--token-budget", type=int, metavar="N", help="tokens of one micro-batch on one rank")
+    plan.add_argument("--train", action="append", default=[], metavar="NAME=VALUE", help="an option of rb.Train")
+    plan.add_argument("--inference", action="append", default=[], metavar="NAME=VALUE", help="one of rb.Inference")
+    plan.add_argument("--reference", action="store_true", help="with the starting weights as a frozen reference")
+    plan.add_argument("--undo", type=int, default=1, metavar="N", help="last steps that can be undone (1)")
+    plan.add_argument("--offload", action="append", default=[], metavar="PART", help="inference or optimizer")
+    command(run_options, "what every option does")
+    ps = command(run_ps, "list the running sessions")
     ps.add_argument("--json", action="store_true", help="as JSON, with all that is known")
-    ps.set_defaults(run=run_ps)
-
-    logs = commands.add_parser("logs", help="what the workers wrote", description=run_logs.__doc__)
+    logs = command(run_logs, "what the workers wrote")
     logs.add_argument("name", metavar="NAME", help="of the session")
     logs.add_argument("--worker", metavar="W", help="one of them: inference, actor/0, monitor; default: all workers")
     logs.add_argument("-n", "--lines", type=int, default=20, metavar="N", help="lines of each file (20)")
-    logs.set_defaults(run=run_logs)
-
-    stop = commands.add_parser(
-        "stop", help="stop what runs in a session, or end the cluster", description=run_stop.__doc__
-    )
+    stop = command(run_stop, "stop what runs in a session, or end the cluster")
     stop.add_argument("name", nargs="?", metavar="NAME", help="of the session; without: the cluster")
     stop.add_argument("--all", action="store_true", help="the cluster with the sessions on it and their weights")
-    stop.set_defaults(run=run_stop)
-
-    kill = commands.add_parser("kill", help="end a session with its weights", description=run_kill.__doc__)
+    park = command(run_park, "write a session to disk and end it")
+    park.add_argument("name", nargs="?", metavar="NAME", help="of the session; without: all whose kernel is gone")
+    park.add_argument("--drop-gradients", action="store_true", help="let go of gradients that wait for a step")
+    park.add_argument("--list", action="store_true", help="the parked sessions, and what they take")
+    park.add_argument("--drop", metavar="NAME", help="forget a parked session")
+    park.add_argument("--yes", action="store_true", help="do not ask")
+    kill = command(run_kill, "end a session with its weights")
     kill.add_argument("name", metavar="NAME", help="of the session")
     kill.add_argument("--yes", action="store_true", help="do not ask")
-    kill.set_defaults(run=run_kill)
     return parser
 
 

@@ -7,7 +7,7 @@ its message carries the mend, so a stack trace through our own frames adds nothi
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 
@@ -108,6 +108,12 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     """Return `"; nearest: a, b"` for the known names that look like `name`, or an empty string."""
     found = difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
     return f"; nearest: {', '.join(found)}" if found else ""
+
+
+def some(names: Sequence[str], shown: int = 3) -> str:
+    """Name the first few, and say how many more there are."""
+    rest = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + rest
 
 
 class Suggesting:

@@ -49,6 +49,8 @@ def add_flags(parser: argparse.ArgumentParser, *classes: type, reference: bool =
             if f"--{name}" not in taken:
                 hidden = argparse.SUPPRESS
                 parser.add_argument(f"--{name}", nargs="*", action=_Plain, default=default, help=hidden)
+                if neutral is True:
+                    parser.add_argument(f"--no-{name}", dest=name, action="store_false", default=default, help=hidden)
 
 
 def _flags_of(cls: type, name: str, info: Option, reference: bool) -> Iterator[tuple[list[str], dict[str, Any]]]:
@@ -67,24 +69,15 @@ def _flags_of(cls: type, name: str, info: Option, reference: bool) -> Iterator[t
             yield [f"--{switch}"], {**said, "action": "store_false", "help": f"like --no-{name}"}
         return
     if reference and switch:  # head, which the reference says by a switch
-        yield (
-            [f"--{switch}"],
-            {
-                "action": argparse.BooleanOptionalAction,
-                "default": as_alias(switch, held),
-                "help": info.help,
-            },
-        )
+        action = {"action": argparse.BooleanOptionalAction, "default": as_alias(switch, held), "help": info.help}
+        yield [f"--{switch}"], action
         return
     fixed = isinstance(held, tuple) and len(held)
     many: Any = fixed or ("+" if isinstance(held, tuple) or list[str] in kinds(cls)[name] else None)
     alone = bool in kinds(cls)[name]  # a path, or none: then it is just wanted
     more: dict[str, Any] = {"nargs": "?", "const": True} if alone else {"nargs": many} if many else {}
-    metavar = METAVARS[plain_kind(cls, name)]
-    yield (
-        [f"--{name}", *plain],
-        {**said, **more, "metavar": metavar, "action": _Typed if reference else _Value, "cls": cls, "option": name},
-    )
+    more |= {"metavar": METAVARS[plain_kind(cls, name)], "cls": cls, "option": name}
+    yield [f"--{name}", *plain], {**said, **more, "action": _Typed if reference else _Value}
     if switch:
         const = SWITCHES[switch][True]
         yield [f"--{switch}"], {**said, "action": "store_const", "const": const, "help": f"--{name} {const}"}

@@ -1,8 +1,7 @@
 """Options: dataclasses whose fields carry default, help, range and needs, and one reader for every way they are given.
 
-A class is read alike from keywords, a mapping (`of`), a YAML file and a command line (`rlbench.flags`): names of other
-libraries count by `ALIASES`, text that is a number is one, what is unknown or out of range raises `OptionError`.
-A module that all rooms may import; standard library alone, and PyYAML for a file.
+Keywords, a mapping (`of`), a YAML file and a command line (`rlbench.flags`) are read alike: names of other libraries
+count by `ALIASES`, text that is a number is one, what is unknown or out of range raises `OptionError`.
 """
 
 from __future__ import annotations
@@ -38,6 +37,8 @@ LIGHTRFT = {
     "disable_engine_sleep": "enable_engine_sleep",
     "generate_max_len": "max_tokens",
     "n_samples_per_prompt": "n",
+    "target_modules": "lora_targets",
+    "sp_size": "sequence_parallel",
 }
 """Names of LightRFT's command line for options of ours; its command lines and namespaces write the first of several."""
 TRL = {
@@ -57,6 +58,7 @@ VERL = {
     "clip_ratio_high": "clip_high",
     "clip_grad": "max_norm",
     "kl_loss_coef": "kl_coef",
+    "ulysses_sequence_parallel_size": "sequence_parallel",
 }
 ALIASES = {**LIGHTRFT, **TRL, **VERL, "max_new_tokens": "max_tokens", "ranks": "shards"}
 """Other names of options, where the meaning is equal: TRL's, verl's, transformers'."""
@@ -67,11 +69,19 @@ SWITCHES: Mapping[str, Mapping[bool, Any]] = {
 """Aliases that are true or false, with what each means."""
 Function = typing.TypeVar("Function", bound=Callable[..., Any])
 _cached: Callable[[Function], Function] = functools.cache  # type: ignore[assignment]  # a class is no Hashable to mypy
+NOT_HERE = "rlbench has no such thing"
 WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 class OptionError(BuildError, ValueError):
     """An option that does not exist, has no such value, cannot be honoured, or contradicts another one."""
+
+
+def refuse(*cases: tuple[Any, str]) -> None:
+    """Raise OptionError for the first case that is wrong; a case says whether it is, and why."""
+    for wrong, why in cases:
+        if wrong:
+            raise OptionError(f"{why}.")
 
 
 @dataclass(frozen=True)
@@ -91,10 +101,8 @@ class Option:
 
 def option(default: Any, help: str, *, section: str = "", **limits: Any) -> Any:
     """Make a field of an `Options` class; `limits` are `least`, `most`, `choices` and `needs` of `Option`."""
-    metadata = {"option": Option(section, help, **limits)}
-    return (
-        field(default_factory=dict, metadata=metadata) if default is dict else field(default=default, metadata=metadata)
-    )
+    held: Any = {"default_factory": dict} if default is dict else {"default": default}
+    return field(**held, metadata={"option": Option(section, help, **limits)})
 
 
 def section(title: str) -> Callable[..., Any]:
@@ -109,6 +117,12 @@ class Options:
     NEUTRAL: ClassVar[Mapping[str, Any]] = {}
     """Options of another system that mean nothing here, with the value that asks for nothing: that one is taken."""
 
+    REASONS: ClassVar[Mapping[str, str]] = {}
+    """Why one of those cannot be honoured, where there is more to say than that it is not here."""
+
+    IN_ANY_CASE: ClassVar[tuple[str, ...]] = ()
+    """Those of `NEUTRAL` whose True asks for what is done in any case: both values are taken."""
+
     ELSEWHERE: ClassVar[Mapping[str, str]] = {}
     """Names that a reader looks for here, with the option to use."""
 
@@ -118,7 +132,9 @@ class Options:
 
         @functools.wraps(made)
         def __init__(self: Any, *args: Any, **given: Any) -> None:
-            made(self, *args, **canonical(given, type(self)))
+            named = canonical(given, type(self))
+            type(self).check_given(named)
+            made(self, *args, **named)
 
         cls.__init__ = __init__  # type: ignore[method-assign]
         lines = [f"    {name}: {text.help}." for name, text in options_in(cls).items()]
@@ -131,12 +147,12 @@ class Options:
             object.__setattr__(self, name, value)
 
     @classmethod
-    def of(cls, given: Any) -> Self:
-        """Read None, options of this class, a mapping, or the path of a YAML file.
+    def check_given(cls, given: Mapping[str, Any]) -> None:
+        """Refuse options, by our names, that cannot be given together; a default was not given."""
 
-        Raises:
-            OptionError: an unknown name, a value of another kind, or a file that cannot be read.
-        """
+    @classmethod
+    def of(cls, given: Any) -> Self:
+        """Read None, options of this class, a mapping, or the path of a YAML file."""
         if given is None:
             return cls()
         if isinstance(given, cls):
@@ -202,23 +218,23 @@ def kinds(cls: type) -> Mapping[str, tuple[Any, ...]]:
 
 
 def canonical(given: Mapping[str, Any], *classes: type, also: Collection[str] = ()) -> dict[str, Any]:
-    """Return options by the names of the classes' fields.
-
-    Args:
-        given: by those or by `ALIASES`.
-        also: further names to let through as they are.
+    """Return options, given by those or by `ALIASES`, by the names of the classes' fields; `also` pass as they are.
 
     Raises:
         OptionError: a name that does not exist (with the nearest), cannot be honoured, or is given under two names.
     """
     fields = {f.name for cls in classes for f in dataclasses.fields(cls)}
     neutral = {name: value for cls in classes for name, value in getattr(cls, "NEUTRAL", {}).items()}
+    in_any_case = {name for cls in classes for name in getattr(cls, "IN_ANY_CASE", ())}
     named: dict[str, Any] = {}
     for written, value in given.items():
         name = written if written in fields or written in also else ALIASES.get(written, written)
         if written in neutral:
-            if not _asks_for_nothing(value, neutral[written]):
-                raise OptionError(f"{written}={value!r} cannot be honoured: rlbench has no such thing. Leave it out.")
+            done = written in in_any_case and isinstance(value, bool)
+            if not done and not _asks_for_nothing(value, neutral[written]):
+                reasons = {name: said for cls in classes for name, said in getattr(cls, "REASONS", {}).items()}
+                why = reasons.get(written, NOT_HERE)
+                raise OptionError(f"{written}={value!r} cannot be honoured: {why}. Leave it out.")
             continue
         if name not in fields and name not in also:
             if elsewhere := [said for cls in classes if (said := getattr(cls, "ELSEWHERE", {}).get(written))]:
@@ -265,14 +281,13 @@ def effectless(names: Collection[str], value: Callable[[str], Any], *classes: ty
 def typed(cls: type, name: str, value: Any) -> Any:
     """Return a value as its option's type: text that is a number as a number (YAML 1.1 reads 1e-5 as text), a text with
     commas as a list.
-
-    Raises:
-        OptionError: it is of another kind.
     """
     alternatives = kinds(cls)[name]
     if value is None and type(None) in alternatives:
         return None
     for one in alternatives:
+        if isinstance(one, type) and issubclass(one, Options):
+            return one.of(value)
         if typing.get_origin(one) is tuple:
             kind, *rest = typing.get_args(one)
             parts = tuple(_one(name, part, kind) for part in _parts(value))
@@ -332,11 +347,7 @@ def _check_range(name: str, value: Any, info: Option) -> None:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Read the options in a file, `option: value`, one a line.
-
-    Raises:
-        OptionError: no such file, not flat YAML, or an option that stands in it twice.
-    """
+    """Read the options in a file, `option: value`, one a line."""
     import yaml  # type: ignore[import-untyped]
 
     try:
@@ -359,10 +370,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 def summary(title: str, value: Callable[[str], Any], *classes: type, **otherwise: Any) -> str:
     """Write all options by section, each marked "(Overridden)" or "(Default)"; `otherwise`: other defaults."""
-    held, sections = (
-        {**defaults(*classes), **otherwise},
-        dict.fromkeys(info.section for info in options_in(*classes).values()),
-    )
+    held = {**defaults(*classes), **otherwise}
+    sections = dict.fromkeys(info.section for info in options_in(*classes).values())
     lines = ["=" * 60, title]
     for section in sections:
         lines += ["-" * 60, f"{section}:"]

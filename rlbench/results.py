@@ -62,11 +62,12 @@ class Names(list[str]):
 
 @dataclass(frozen=True)
 class ExportedModel(Result):
-    """A model written as a Hugging Face folder: where, its size, its files."""
+    """A model written as a Hugging Face folder: where, its size, its files; `scores`: a reward model, no policy."""
 
     path: str
     bytes: int
     files: tuple[str, ...]
+    scores: bool = False
 
     def __repr__(self) -> str:
         return f"ExportedModel({self.path!r}, {format_bytes(self.bytes)}, {len(self.files)} files)"
@@ -83,3 +84,37 @@ class Saved(Result):
     def __repr__(self) -> str:
         gone = f", removed {', '.join(Path(p).name for p in self.removed)}" if self.removed else ""
         return f"Saved({self.path!r}, {format_bytes(self.bytes)}{gone})"
+
+
+@dataclass(frozen=True)
+class Resized(Result):
+    """A session of another size: how many training ranks and replicas there are now, and where it stands."""
+
+    train: int
+    inference: int
+    step: int
+    version: int
+
+    def __repr__(self) -> str:
+        return f"{self.train} training ranks, {self.inference} replicas; at step {self.step}, v{self.version}"
+
+
+@dataclass(frozen=True)
+class Parked(Result):
+    """A session that was written to disk and ended: where, its size, what could not be kept, and which parked ones went
+    for their age."""
+
+    name: str
+    path: str
+    bytes: int
+    lost: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        facts = [
+            f"{self.name} is parked: {format_bytes(self.bytes)} on disk",
+            f"rb.attach({self.name!r}) brings it back",
+        ]
+        facts += [f"not kept: {'; '.join(self.lost)}"] if self.lost else []
+        facts += [f"forgotten for their age: {', '.join(self.removed)}"] if self.removed else []
+        return " · ".join(facts)

@@ -1,8 +1,4 @@
-"""Why a user's value cannot go to another process: which function, and which variable it holds.
-
-A module that all rooms may import. One sentence for every door through which a value leaves: losses, rewards,
-environments, functions for the ranks, arguments of methods, trainers.
-"""
+"""Why a user's value (a loss, a reward, a function) cannot go to another process: which variable it holds."""
 
 from __future__ import annotations
 
@@ -19,28 +15,23 @@ import cloudpickle
 from rlbench.traces import LIBRARIES
 
 DEEPEST = 6
+ELSEWHERE = "Make or open such a thing inside the function, where it runs, or pass plain values in its place"
+"""What to do instead, unless the class of what cannot go says it, as `_SENT_AS`."""
 Pickler = Callable[[Any], bytes]
 
 
 def why_not(what: str, value: Any, error: Exception, to: str, dumps: Pickler = cloudpickle.dumps) -> str:
-    """The sentence that refuses `value`, which could not be pickled.
-
-    Args:
-        what: the part it plays, as its argument is called (`loss`, `reward`, `env`).
-        error: what pickling it raised.
-        to: where it was to go: "the ranks", "the replicas".
-        dumps: how it was pickled.
-    """
+    """Write the sentence that refuses `value`, the `what` (loss, reward, …) that `dumps` could not pickle."""
     path, last = culprit(value, dumps)
-    plain = isinstance(value, list | tuple | dict) or _is_ours(type(value))
+    plain = isinstance(value, list | tuple | dict) or type(value).__module__.startswith("rlbench.")
     name = _called(value) or ("" if plain else f"`{type(value).__name__}`")
     names = [part for part in path if part.startswith("`")]
     has = f"uses {' → '.join(names)}," if names else "is" if last is value else "holds"
     why = "" if path else f" ({type(error).__name__}: {error})"
     subject = f"{what} {name}".rstrip()
     return (
-        f"{subject} cannot be sent to {to}: it {has} a {_kind(last)}, which lives in this kernel alone{why}. Make or "
-        "open such a thing inside the function, where it runs, or pass plain values in its place; engines are untouched"
+        f"{subject} cannot be sent to {to}: it {has} a {_kind(last)}, which lives in this kernel alone{why}. "
+        f"{getattr(type(last), '_SENT_AS', ELSEWHERE)}; engines are untouched"
     )
 
 
@@ -107,18 +98,19 @@ def _used(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, cell.cell_contents
         except ValueError:  # not assigned yet
             continue
-    for name in _names(function.__code__):
+    for name in names_in(function.__code__):
         if name in function.__globals__:
             yield name, function.__globals__[name]
     yield from (("a default", part) for part in function.__defaults__ or ())
     yield from (function.__kwdefaults__ or {}).items()
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """Yield the globals and attributes that a function's code names, and the code inside it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+            yield from names_in(constant)
 
 
 def _is_library(kind: type) -> bool:
@@ -128,13 +120,9 @@ def _is_library(kind: type) -> bool:
     return library and not dataclasses.is_dataclass(kind)
 
 
-def _is_ours(kind: type) -> bool:
-    return kind.__module__.startswith("rlbench.")
-
-
 def _kind(value: Any) -> str:
     kind = type(value)
-    plain = kind.__module__ in ("builtins", "__main__") or _is_ours(kind)
+    plain = kind.__module__ in ("builtins", "__main__") or kind.__module__.startswith("rlbench.")
     return kind.__name__ if plain else f"{kind.__module__}.{kind.__name__}"
 
 

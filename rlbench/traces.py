@@ -1,9 +1,4 @@
-"""Whose line raised, and the whole of the last traceback for who wants it.
-
-Errors in a user's code show one line of it: function, cell or file, number, source. What lies around it (Ray, the
-ranks, our own frames) is kept here, and `rb.last_traceback()` gives it. A leaf that every room may import; standard
-library alone.
-"""
+"""Whose line raised: errors in a user's code show one line of it; `rb.last_traceback()` gives all that lies around."""
 
 from __future__ import annotations
 
@@ -60,11 +55,7 @@ _last = Traceback()
 
 
 def last_traceback() -> Traceback:
-    """The whole traceback of the last error in this kernel, that of the ranks with their names; print it or show it.
-
-    Errors in your code (a loss, a reward, a method, a function given to `train.run`) show your own line alone; this is
-    the rest. Empty where there was no error yet.
-    """
+    """Return the whole traceback of the last error in this kernel, of which a cell shows your own line alone."""
     return _last
 
 
@@ -76,10 +67,7 @@ def remember(text: str) -> str:
 
 
 def user_error(kind: type[E], said: str, error: BaseException, after: str = "") -> E:
-    """An error of ours for one that a user's code raised here: what is said, the user's line, and what comes after.
-
-    Its frames are what `last_traceback()` gives.
-    """
+    """Make an error of ours of one that a user's code raised here: what is said, the user's line, what comes after."""
     line = str(user_line(error) or "")
     shown = kind(said + (f"\n  {line}" if line else "") + after)
     shown.user_line = line
@@ -91,12 +79,7 @@ def user_line(error: BaseException) -> UserLine | None:
     """The innermost line of the user's own code that an error went through; None where it went through none."""
     if isinstance(error, SyntaxError) and error.filename and not is_library(error.filename):
         return UserLine(error.filename, error.lineno or 0, "<module>", (error.text or "").strip())
-    return line_of(error.__traceback__)
-
-
-def line_of(trace: Any) -> UserLine | None:
-    """The same of a traceback object."""
-    return _innermost(traceback.extract_tb(trace))
+    return _innermost(traceback.extract_tb(error.__traceback__))
 
 
 def calling_line() -> UserLine | None:
@@ -105,18 +88,19 @@ def calling_line() -> UserLine | None:
 
 
 def _innermost(frames: Iterable[traceback.FrameSummary]) -> UserLine | None:
-    own = [frame for frame in frames if not is_library(frame.filename)]
-    if not own:
-        return None
-    last = own[-1]
-    return UserLine(last.filename, last.lineno or 0, last.name, last.line or "")
+    last = next((frame for frame in reversed(list(frames)) if not is_library(frame.filename)), None)
+    return None if last is None else UserLine(last.filename, last.lineno or 0, last.name, last.line or "")
+
+
+def ipython() -> Any:
+    """The IPython shell of this process; None in a plain script."""
+    module = sys.modules.get("IPython")
+    return None if module is None else module.get_ipython()
 
 
 def place(file: str) -> str:
     """What a reader calls a file: the cell by its number, a path below the current folder, else the whole path."""
-    module = sys.modules.get("IPython")
-    shell = module.get_ipython() if module is not None else None
-    named = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)(file)
+    named = getattr(getattr(ipython(), "compile", None), "format_code_name", lambda _: None)(file)
     if named is not None:
         number = re.search(r"\d+", str(named[1]))
         return f"cell {number.group()}" if number else f"cell {named[1]}"

@@ -1,9 +1,7 @@
 """The border to what a user wrote: whatever it raises is an error of that code, also what would end the process.
 
-`sys.exit()`, an `argparse` that refuses its arguments, a `KeyboardInterrupt` that nobody pressed: Python keeps them
-apart from `Exception`, so that they pass every handler and end the process; a rank or a replica would take its engine
-along. Inside of `user_code()` they are exceptions like others, under their own names. A leaf that every room may
-import; standard library alone.
+`sys.exit()`, a failing `argparse` or a `KeyboardInterrupt` that nobody pressed pass every handler and would end a rank
+with its engine. Inside of `user_code()` they are exceptions like others, under their own names.
 """
 
 from __future__ import annotations
@@ -42,6 +40,11 @@ def user_code() -> Iterator[None]:
         raise _as_exception(error).with_traceback(error.__traceback__) from None
 
 
+def name_of(fn: Any) -> str:
+    """What a reader calls a user's function, loss or reward: its name, or the value's own text."""
+    return getattr(fn, "__name__", None) or repr(fn)
+
+
 def _as_exception(error: BaseException) -> UserExit:
     said = str(error) if error.args not in ((), (None,)) else ""
     meant = "raised by the code itself"
@@ -60,5 +63,4 @@ def _refusal_of_parser(error: SystemExit) -> str:
 
 
 def _named(kind: str, said: str) -> UserExit:
-    made: UserExit = type(kind, (UserExit,), {"__module__": __name__})(said)
-    return made
+    return type(kind, (UserExit,), {"__module__": __name__})(said)

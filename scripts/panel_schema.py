@@ -72,6 +72,7 @@ def reports() -> dict[str, Any]:
         "paused": {"running": [running], "paused": True},
         "failed": {**alone, "last_error": {"what": "DATA", "kind": "DATA", "message": "DATA", "time": 1}},
         "lost": {**alone, "driver": dead, "lease": {"left_s": 60.0}},
+        "leased": {**alone, "driver": dead, "lease": {"left_s": 60.0, "parks": True}},
         "script": {**alone, "driver": {**dead, "mode": "script"}},
         "building": {"engines": [{**actor, "ready": False}]},
         "broken": {"engines": [{**actor, "broken": "DATA"}]},

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 _STATE = tempfile.mkdtemp(prefix="rlb-test-state-")
@@ -18,6 +19,8 @@ atexit.register(shutil.rmtree, _STATE, ignore_errors=True)
 os.environ["XDG_STATE_HOME"] = _STATE  # before anything looks for a cluster: tests have one of their own
 # a run that a shell started in the background has SIGINT ignored: tests of Ctrl-C would wait for ever
 signal.signal(signal.SIGINT, signal.default_int_handler)
+hypothesis.settings.register_profile("rlbench", deadline=None)  # no test asserts a time
+hypothesis.settings.load_profile("rlbench")
 os.environ["OMP_WAIT_POLICY"] = "passive"  # before torch: engines in one process take turns, and must not spin
 
 
@@ -57,7 +60,7 @@ def shared_session(cluster: Any, tiny_path: Path) -> Iterator[Any]:
     """What `session` is, made once."""
     import rlbench as rb
 
-    made = rb.Session("tiny", name="shared", train={"lr": 1e-5, "shards": 2}, reference=True, seed=7)
+    made = rb.Session("tiny", name="shared", train={"lr": 1e-5, "shards": 2}, reference=True, seed=7, undo=1)
     yield made
     made.close()
 
@@ -84,6 +87,15 @@ def session_as_before(request: pytest.FixtureRequest) -> Iterator[None]:
     session.zero_grad()
     session.restore(kept)
     session.drop(*(snapshot.id for snapshot in session.snapshots))
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Report with a failure what `rb.last_traceback()` would give: of a worker that died, its last words."""
+    report = (yield).get_result()
+    whole = call.excinfo is not None and getattr(call.excinfo.value, "full_traceback", "")
+    if report.failed and whole:
+        report.sections.append(("rb.last_traceback()", whole))
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks

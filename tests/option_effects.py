@@ -1,7 +1,16 @@
 """Which tests show what an option does, by its name; `tests/session/test_every_option.py` asks that each has one."""
 
+ADAPTERS = "session/test_train_command.py::test_adapters_are_trained_where_a_rank_is_given"
 EFFECTS: dict[str, tuple[str, ...]] = {
     "pretrain": ("session/test_train_command.py::test_the_session_is_made_with_the_options_that_concern_it",),
+    "freeze_prefix": ("session/test_train_command.py::test_what_does_not_train_is_named_by_its_beginning",),
+    "lora_rank": (ADAPTERS,),
+    "lora_alpha": (ADAPTERS,),
+    "lora_targets": (ADAPTERS,),
+    "lora_dropout": (ADAPTERS,),
+    "teacher": (
+        "session/test_train_command.py::test_a_run_distils_from_its_teacher_and_another_trains_a_reward_model",
+    ),
     "reward_pretrain": (
         "trainers/test_run_config.py::test_several_reward_models_and_services_are_lists_and_one_is_one",
         "session/test_run_data.py::test_several_rewards_are_a_list_with_the_folders_of_models_first",
@@ -14,6 +23,12 @@ EFFECTS: dict[str, tuple[str, ...]] = {
     ),
     "enable_ema": (
         "session/test_train_command.py::test_a_run_is_stopped_by_ctrl_c_leaves_nothing_and_a_second_one_goes_on_to_its_end",
+    ),
+    "data": ("session/test_run_data.py::test_a_file_of_texts_is_read_as_the_method_wants_it",),
+    "max_length": ("session/test_run_data.py::test_a_file_of_texts_is_read_as_the_method_wants_it",),
+    "loss": ("session/test_run_data.py::test_a_loss_is_written_as_python_would_or_found_in_a_file",),
+    "token_budget": (
+        "trainers/test_text_trainer.py::test_its_curve_is_that_of_a_plain_loop_however_the_texts_are_packed",
     ),
     "prompt_data": ("session/test_run_data.py::test_a_file_gives_prompts_with_labels_and_their_other_columns",),
     "prompt_data_probs": (
@@ -43,6 +58,7 @@ EFFECTS: dict[str, tuple[str, ...]] = {
     "num_episodes": ("session/test_train_command.py::test_a_run_is_as_long_as_its_episodes_or_its_steps",),
     "max_steps": ("session/test_train_command.py::test_a_run_is_as_long_as_its_episodes_or_its_steps",),
     "lr_schedule": (
+        "session/test_train_command.py::test_a_run_on_texts_is_as_long_as_its_passes_and_gives_the_trainer_what_acts",
         "session/test_train_command.py::test_a_schedule_lasts_for_the_optimizer_steps_of_the_run_or_there_is_none",
     ),
     "shards": ("trainers/test_run_config.py::test_batches_that_ranks_cannot_share_are_refused_with_the_numbers",),
@@ -59,8 +75,12 @@ EFFECTS: dict[str, tuple[str, ...]] = {
     "temperature": ("trainers/test_update.py::test_the_temperature_of_the_sampler_divides_the_logits",),
     "top_p": ("trainers/test_experience_maker.py::test_options_of_sampling_reach_the_engine_under_its_names",),
     "top_k": ("trainers/test_experience_maker.py::test_options_of_sampling_reach_the_engine_under_its_names",),
+    "use_fire": ("trainers/test_experience_maker.py::test_options_of_sampling_reach_the_engine_under_its_names",),
+    "first_token_temperature": (
+        "trainers/test_experience_maker.py::test_options_of_sampling_reach_the_engine_under_its_names",
+        "workers/test_replica_vllm.py::test_a_first_token_has_a_temperature_of_its_own_and_the_rest_follows_on_it",
+    ),
     "buffer_limit": ("trainers/test_replay_buffer.py::test_the_limit_keeps_the_newest_sequences",),
-    "buffer_cpu_offload": ("trainers/test_replay_buffer.py::test_options_that_cannot_be_honoured_are_refused",),
     "max_epochs": (
         "trainers/test_ppo_trainer.py::test_smaller_train_batches_step_more_often_and_epochs_go_over_all_again",
     ),
@@ -120,9 +140,17 @@ EFFECTS: dict[str, tuple[str, ...]] = {
         "strategies/test_mp_optimizer.py::test_use_mp_opt_trains_half_precision_shards_with_float32_copies",
         "session/test_trainer_held.py::test_float32_copies_go_on_where_half_precision_weights_stand_still",
     ),
+    "sequence_parallel": (
+        "trainers/test_sequence_parallel.py::test_a_step_of_ranks_that_split_sequences_is_that_of_one_plain_process",
+        "session/test_sequence_parallel.py::test_its_trainers_split_sequences_too",
+    ),
     "fsdp_cpu_offload": (
         "strategies/test_surface_prepare.py::test_fsdp_cpu_offload_keeps_trained_weights_on_the_host_and_switches_adam_offload_off",
         "session/test_trainer_held.py::test_the_weights_wait_in_host_memory_by_fsdps_own_policy",
+    ),
+    "tensor_parallel": (
+        "strategies/test_tensor_parallel.py::test_a_users_loop_trains_as_a_plain_loop_does",
+        "session/test_parallel.py::test_it_samples_trains_goes_back_and_is_kept_as_one_on_one_rank_does",
     ),
     "max_norm": (
         "strategies/test_surface_steps.py::test_ranks_train_as_torch_alone_does_clipped_over_all_groups_at_once_or_not",
@@ -135,6 +163,10 @@ EFFECTS: dict[str, tuple[str, ...]] = {
         "strategies/test_surface_ranks.py::test_one_seed_gives_all_ranks_the_same_numbers_and_another_seed_others",
     ),
     "bf16": ("strategies/test_surface_steps.py::test_run_steps_of_bf16_compute_over_float32_weights",),
+    "fp16": (
+        "strategies/test_float16.py::test_forwards_compute_in_float16_over_float32_weights",
+        "session/test_float16_session.py::test_a_session_in_float16_steps_syncs_and_goes_back",
+    ),
     "lr": ("strategies/test_surface_prepare.py::test_all_models_of_a_trainer_are_prepared_with_their_rates",),
     "critic_lr": ("strategies/test_surface_prepare.py::test_all_models_of_a_trainer_are_prepared_with_their_rates",),
     "betas": ("strategies/test_surface_prepare.py::test_all_models_of_a_trainer_are_prepared_with_their_rates",),
@@ -145,11 +177,13 @@ EFFECTS: dict[str, tuple[str, ...]] = {
     "critic_pretrain": (
         "strategies/test_surface_prepare.py::test_all_models_of_a_trainer_are_prepared_with_their_rates",
     ),
-    "fsdp": ("strategies/test_config.py::test_without_fsdp_the_reference_takes_deepspeed_which_is_said",),
+    "fsdp": ("strategies/test_config.py::test_without_fsdp_it_is_deepspeeds_strategy",),
+    "zero_stage": ("strategies/test_deepspeed.py::test_each_rank_holds_what_its_stage_leaves_it",),
     "adam_offload": ("strategies/test_surface_ranks.py::test_offload_and_load_come_in_pairs_and_return_the_optimizer",),
     "local_rank": ("strategies/test_surface_ranks.py::test_local_rank_says_which_gpu_of_the_node",),
     "engine_type": (
         "strategies/test_generation.py::test_ranks_that_cannot_share_engines_and_other_engines_are_refused",
+        "session/test_train_command.py::test_the_session_is_made_with_the_options_that_concern_it",
     ),
     "engine_tp_size": (
         "strategies/test_generation.py::test_ranks_that_cannot_share_engines_and_other_engines_are_refused",

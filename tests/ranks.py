@@ -24,7 +24,6 @@ import cloudpickle
 from rlbench.errors import Stopped
 from rlbench.workers.train.config import TrainConfig
 
-MOST_RANKS = 2
 ANSWER_S = 60.0
 
 
@@ -134,13 +133,13 @@ class Ranks:
 
 
 @functools.cache
-def _started() -> list[_Rank]:
-    """The processes, for all tests; after the end of one the next test starts others."""
+def _started(first: int) -> list[_Rank]:
+    """Two processes, ranks `first` on, for all tests; after the end of one the next test starts others."""
     context = mp.get_context("spawn")
     folder = tempfile.mkdtemp(prefix="rlb-test-ranks-")
     started = []
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for rank in range(MOST_RANKS):
+    for rank in range(first, first + 2):
         mine, theirs = context.Pipe()
         said = f"{folder}/rank-{rank}.txt"
         process = context.Process(target=_serve, args=(theirs, said), daemon=True)
@@ -178,7 +177,8 @@ def _last_words(started: list[_Rank]) -> str:
 @contextmanager
 def ranks(world_size: int, module: Any = None, **config: Any) -> Iterator[Ranks]:
     """Ranks for a test; built around `module` if one is given."""
-    engine = Ranks(_started()[:world_size], TrainConfig(threads=1, device="cpu", **config))
+    started = [rank for first in range(0, world_size, 2) for rank in _started(first)]
+    engine = Ranks(started[:world_size], TrainConfig(**{"threads": 1, "device": "cpu", **config}))
     try:
         if module is not None:
             engine.build(module)

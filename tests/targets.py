@@ -4,7 +4,8 @@ import threading
 import time
 
 from rlbench.dispatch.context import current
-from rlbench.errors import DataError, Stopped
+from rlbench.errors import DataError, StateError, Stopped
+from rlbench.strategies.ranks.control import peer_failed
 
 
 class EchoTarget:
@@ -57,6 +58,13 @@ class EchoTarget:
     def fail_after(self, seconds: float) -> None:
         time.sleep(seconds)
         raise RuntimeError("connection closed by peer")
+
+    def gives_up_for(self, cause: int) -> None:
+        """Fail at once as a peer that heard of the `cause`, which itself is heard of later."""
+        if self.rank != cause:
+            raise peer_failed(f"it failed on rank {cause}; this rank stopped with it")
+        time.sleep(1.0)
+        raise StateError("the cause")
 
     def take(self, chunk: int) -> list[int]:
         mine: list[int] = []

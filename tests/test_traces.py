@@ -43,11 +43,11 @@ def test_the_line_is_the_users_not_that_of_the_library_below_it():
 def test_our_own_frames_and_a_library_alone_are_nobodys_line():
     error = raised(lambda: None.no_such)
     assert traces.user_line(error).function == "<lambda>"
-    assert traces.line_of(None) is None
+    assert traces.user_line(ValueError()) is None
     inside = raised(lambda: json.loads("{")).__traceback__
     while inside.tb_next is not None:
         inside = inside.tb_next
-    assert traces.line_of(inside) is None
+    assert traces.user_line(ValueError().with_traceback(inside)) is None
 
 
 def test_a_syntax_error_in_a_users_text_is_where_it_says():

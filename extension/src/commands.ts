@@ -18,7 +18,17 @@ export const CommandIDs = {
 } as const;
 
 /** Verbs that are asked of a whole session; each is a command `rlbench:VERB`. */
-const VERBS = ['stop', 'pause', 'resume', 'sync', 'snapshot', 'attach', 'close', 'kill'] as const;
+const VERBS = [
+  'stop',
+  'pause',
+  'resume',
+  'sync',
+  'snapshot',
+  'attach',
+  'park',
+  'close',
+  'kill'
+] as const;
 const MOVES = ['offload', 'onload'] as const;
 
 interface Context {
@@ -110,36 +120,62 @@ async function run(what: Press, context: Context): Promise<void> {
   if (verb === 'attach') {
     return context.attach(name);
   }
-  if ((verb === 'kill' || verb === 'close') && !(await confirmed(verb, name, context))) {
+  if (isFinal(verb) && !(await confirmed(verb, name, context))) {
     return;
   }
   await (verb === 'kill' ? sessions.kill(name, what.label) : sessions.press(what));
   return context.look();
 }
 
-async function confirmed(verb: 'close' | 'kill', name: string, context: Context): Promise<boolean> {
+type Final = 'park' | 'close' | 'kill';
+
+/** Whether a session that runs does not after it. */
+function isFinal(verb: string): verb is Final {
+  return verb === 'park' || verb === 'close' || verb === 'kill';
+}
+
+async function confirmed(verb: Final, name: string, context: Context): Promise<boolean> {
   const { sessions, trans } = context;
   const entry = sessions.find(name);
   const facts = entry ? viewOf(entry, nowOf(sessions, 1, trans), trans).facts : '';
-  const title =
-    verb === 'kill' ? trans.__('Kill session %1?', name) : trans.__('Close session %1?', name);
+  const { title, said, label } = questionOf(verb, name, entry?.listed.state === 'parked', trans);
   const result = await showDialog({
     title,
-    body: [
-      facts,
-      trans.__(
-        'Its processes end, and its weights and snapshots that are not saved as a checkpoint are lost.'
-      )
-    ]
-      .filter(text => text)
-      .join('. '),
-    buttons: [
-      Dialog.cancelButton(),
-      Dialog.warnButton({ label: verb === 'kill' ? trans.__('Kill') : trans.__('Close') })
-    ],
+    body: [facts, said].filter(text => text).join('. '),
+    buttons: [Dialog.cancelButton(), Dialog.warnButton({ label })],
     defaultButton: 0
   });
   return result.button.accept;
+}
+
+function questionOf(
+  verb: Final,
+  name: string,
+  parked: boolean,
+  trans: Trans
+): { title: string; said: string; label: string } {
+  if (parked) {
+    return {
+      title: trans.__('Forget parked session %1?', name),
+      said: trans.__('Its weights, snapshots and history are removed from disk.'),
+      label: trans.__('Forget')
+    };
+  }
+  if (verb === 'park') {
+    return {
+      title: trans.__('Park session %1?', name),
+      said: trans.__(
+        'All of it is written to disk and its processes end; attaching brings it back.'
+      ),
+      label: trans.__('Park')
+    };
+  }
+  const said = trans.__(
+    'Its processes end, and its weights and snapshots that are not saved as a checkpoint are lost.'
+  );
+  return verb === 'kill'
+    ? { title: trans.__('Kill session %1?', name), said, label: trans.__('Kill') }
+    : { title: trans.__('Close session %1?', name), said, label: trans.__('Close') };
 }
 
 /** The session that a command without a name means: the only one, the selected one, or the one that is picked. */
@@ -174,6 +210,7 @@ function labelsOf(trans: Trans): Record<(typeof VERBS)[number] | (typeof MOVES)[
     sync: trans.__('Sync Weights to the Replicas'),
     snapshot: trans.__('Keep a Snapshot'),
     attach: trans.__('Insert the Cell That Attaches to the Session'),
+    park: trans.__('Park the RL Session on Disk…'),
     close: trans.__('Close the RL Session…'),
     kill: trans.__('Kill the RL Session…'),
     offload: trans.__('Offload an Engine…'),
@@ -190,6 +227,7 @@ function wordsOf(trans: Trans): Readonly<Record<string, string>> {
     sync: trans.__('sync'),
     snapshot: trans.__('snapshot'),
     attach: trans.__('attach'),
+    park: trans.__('park'),
     close: trans.__('close'),
     kill: trans.__('kill'),
     offload: trans.__('offload'),

@@ -63,7 +63,7 @@ const panel: JupyterFrontEndPlugin<void> = {
       sessions,
       trans,
       look: () => polling.look(),
-      attach: (name: string) => insertAttach(name, tracker, commands)
+      attach: (name: string) => insertAttach(name, tracker, app)
     };
     const widget = new Panel(
       sessions,

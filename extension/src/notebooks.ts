@@ -1,4 +1,5 @@
 /** What the panel does in notebooks: the cell that attaches to a session, and the starter notebook. */
+import type { JupyterFrontEnd } from '@jupyterlab/application';
 import type { NotebookPanel, INotebookTracker } from '@jupyterlab/notebook';
 import type { Contents } from '@jupyterlab/services';
 import type { CommandRegistry } from '@lumino/commands';
@@ -13,7 +14,7 @@ const MOST_STARTERS = 100;
 export async function insertAttach(
   name: string,
   tracker: INotebookTracker,
-  commands: CommandRegistry
+  { commands, shell }: JupyterFrontEnd
 ): Promise<void> {
   const open = tracker.currentWidget;
   const panel = open ?? ((await commands.execute('notebook:create-new')) as NotebookPanel | null);
@@ -26,6 +27,7 @@ export async function insertAttach(
   if (!model) {
     return;
   }
+  shell.activateById(panel.id); // before the cell shows: nothing comes to the front after that
   const active = content.activeCell;
   const blank = active?.model.type === 'code' && !active.model.sharedModel.getSource().trim();
   if (blank) {
@@ -39,7 +41,6 @@ export async function insertAttach(
     });
     content.activeCellIndex = index;
   }
-  await commands.execute('docmanager:open', { path: panel.context.path });
   content.activate();
 }
 

@@ -94,6 +94,7 @@ export function catalogue(trans: Trans): void {
   trans.__('onload');
   trans.__('optimizer');
   trans.__('other');
+  trans.__('parked in %1');
   trans.__('pause');
   trans.__('paused');
   trans.__('released');

@@ -251,7 +251,12 @@ export class Sessions {
   private _list(sessions: readonly Listed[]): void {
     const before = this._entries;
     this._entries = new Map(
-      sessions.map(listed => [listed.name, { ...(before.get(listed.name) ?? BLANK), listed }])
+      sessions.map(listed => {
+        const known = before.get(listed.name) ?? BLANK;
+        const { pending, notice } = known; // nothing else of a parked session is of now
+        const kept = listed.state === 'parked' ? { ...BLANK, pending, notice } : known;
+        return [listed.name, { ...kept, listed }];
+      })
     );
     for (const name of before.keys()) {
       if (!this._entries.has(name)) {

@@ -4,7 +4,7 @@ import type { Entry } from './sessions';
 import type { Trans } from './text';
 import reports from './reports.json';
 import { readState } from './wire';
-import type { Command, Listing, SessionState } from './wire';
+import type { Command, Listing, Parked, SessionState } from './wire';
 
 /** English as it is, with the arguments in their places. */
 export const trans: Trans = {
@@ -57,6 +57,16 @@ export function entry(change: Partial<Entry> = {}, name = 'demo'): Entry {
     ...change
   };
 }
+
+/** What is listed of a parked session. */
+export const PARKED: Parked = {
+  model: 'tiny',
+  step: 4,
+  version: 5,
+  bytes: 12 * MIB,
+  age: 90,
+  lost: ['DATA']
+};
 
 /** A server that answers what a test puts here, and remembers what it was asked. */
 export class Answers implements Asks {

@@ -36,6 +36,23 @@ describe('answers as the documentation has them', () => {
     expect(readListing({}).gpus).toEqual([]);
   });
 
+  it('the sessions, parked ones too', () => {
+    const listing = readListing(documented('Through the Jupyter server'));
+    const states = listing.sessions.map(one => [one.name, one.state]);
+    expect(states).toEqual([
+      ['demo', 'live'],
+      ['older', 'parked']
+    ]);
+    expect(listing.sessions[1]?.parked).toMatchObject({
+      step: 30,
+      version: 30,
+      age: 600,
+      lost: []
+    });
+    const bare = readListing({ sessions: [{ name: 'x', state: 'parked' }] }).sessions[0]?.parked;
+    expect(bare).toMatchObject({ model: '', step: 0, age: 0, lost: [] });
+  });
+
   it('samples', () => {
     const { samples } = readState({ ...(documented('GET /samples') as object), view: {} });
     expect(samples[0]?.resident).toEqual({ 'rlbench/demo/actor/0': 734003200 });

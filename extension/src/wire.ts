@@ -7,8 +7,22 @@ import type { SessionView } from './schema';
 
 export interface Listed {
   readonly name: string;
-  /** `gone`: only the session's file is left. */
-  readonly state: 'live' | 'gone';
+  /** `gone`: only the session's file is left; `parked`: it is on disk, nothing of it runs. */
+  readonly state: 'live' | 'gone' | 'parked';
+  /** Of a parked one. */
+  readonly parked?: Parked;
+}
+
+/** A parked session: where it stood, what it takes on disk, since when it is there. */
+export interface Parked {
+  readonly model: string;
+  readonly step: number;
+  readonly version: number;
+  readonly bytes: number;
+  /** Seconds since it was parked. */
+  readonly age: number;
+  /** What could not be kept. */
+  readonly lost: readonly string[];
 }
 
 export interface Machine {
@@ -84,12 +98,10 @@ type Json = Readonly<Record<string, unknown>>;
 
 export function readListing(value: unknown): Listing {
   const found = object(value);
+  const time = number(found['time']) ?? 0;
   return {
-    time: number(found['time']) ?? 0,
-    sessions: list(found['sessions']).map(row => ({
-      name: text(row['name']),
-      state: row['state'] === 'live' ? 'live' : 'gone'
-    })),
+    time,
+    sessions: list(found['sessions']).map(row => listed(row, time)),
     memory: machine(found['memory']),
     gpus: list(found['gpus']).map(gpu => ({
       ...(machine(gpu) ?? { used: 0, total: 0 }),
@@ -97,6 +109,22 @@ export function readListing(value: unknown): Listing {
     })),
     gpusError: text(found['gpus_error'])
   };
+}
+
+function listed(row: Json, now: number): Listed {
+  const name = text(row['name']);
+  if (row['state'] !== 'parked') {
+    return { name, state: row['state'] === 'live' ? 'live' : 'gone' };
+  }
+  const parked = {
+    model: text(row['model']),
+    step: number(row['step']) ?? 0,
+    version: number(row['version']) ?? 0,
+    bytes: number(row['bytes']) ?? 0,
+    age: Math.max(0, now - (number(row['time']) ?? now)),
+    lost: Array.isArray(row['lost']) ? row['lost'].map(text) : []
+  };
+  return { name, state: 'parked', parked };
 }
 
 /** Rejects the answer of a monitor that serves no view. */

@@ -1,11 +1,7 @@
 """A checkpoint as a folder that appears whole or not at all, can be checked byte for byte, and rotates with its like.
 
-    checkpoints/
-      step-000012-v12/     one checkpoint: the writer's files, and MANIFEST.json with the size and sha256 of each
-      latest               the name of the one that is loaded by default
-
-It is written under `.NAME.HOST-PID.partial` and renamed once the disk has everything: a crash at any moment leaves the
-earlier ones as they were, and never half of one under a final name. Only folders with our manifest are ever removed.
+It is written under `.NAME.HOST-PID.partial` and renamed once the disk has everything; MANIFEST.json holds the size and
+sha256 of each file. Only folders with our manifest are ever removed. `latest` beside them names the one to load.
 """
 
 from __future__ import annotations
@@ -13,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,7 +35,7 @@ def writing(place: Path) -> Iterator[None]:
         yield
     except OSError as error:
         there = next(folder for folder in (place, *place.parents) if folder.is_dir())
-        free = os.statvfs(there).f_bavail * os.statvfs(there).f_frsize
+        free = shutil.disk_usage(there).free
         raise CheckpointError(
             f"{place} could not be written ({error.strerror}); {format_bytes(free)} are free there: make room "
             "(session.drop(snapshot) frees one in memory), or choose another path. What was there is as it was"
@@ -46,13 +43,7 @@ def writing(place: Path) -> Iterator[None]:
 
 
 def begin(root: Path, name: str, replace: str | None = None) -> tuple[Path, Path]:
-    """Make room to write checkpoint `name` of `root`; returns (folder to write into, its later place).
-
-    What a writer that is gone left half-written is removed; what another process writes just now is left alone.
-
-    Args:
-        replace: the kind of checkpoint that a new one of its name replaces; None: a name that is taken gets a number.
-    """
+    """Return the folder to write checkpoint `name` of `root` into, and its later place; kind `replace` gives way."""
     final = root / name
     with writing(root):
         root.mkdir(parents=True, exist_ok=True)
@@ -68,12 +59,9 @@ def begin(root: Path, name: str, replace: str | None = None) -> tuple[Path, Path
 
 
 def publish(aside: Path, final: Path, facts: dict[str, Any], latest: bool = True) -> int:
-    """Seal what was written into `aside` with a manifest, and give it its final name; returns its bytes.
+    """Seal what was written into `aside` with a manifest (and `facts` in it), and name it `final`; return its bytes.
 
-    Args:
-        aside, final: of `begin`. What is at `final` is replaced once the new one is safe under a name of its own.
-        facts: plain values for a reader of the manifest (`kind`, `time`, …).
-        latest: whether `find(root)` takes it from now on.
+    What is at `final` is replaced once the new one is safe under a name of its own. `latest`: `find` takes it now.
     """
     files: dict[str, dict[str, Any]] = {}
     for path in sorted(p for p in aside.rglob("*") if p.is_file()):
@@ -110,61 +98,49 @@ def checkpoints_in(root: Path, kind: str | None = None) -> list[Path]:
 
 
 def find(path: Path, kind: str | None = None) -> Path:
-    """Return the checkpoint that `path` names: itself, or the newest in it, of those written as `latest` if any was.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """Return the checkpoint that `path` names: itself, or the newest in it, of those written as `latest` if any was."""
     if manifest_of(path, kind) is not None:
         return path
     held = _listed(path, kind)
     if not held:
-        seen = "is no checkpoint and holds none" if path.exists() else "does not exist"
         raise CheckpointError(
-            f"{path} {seen} (a whole one has a {MANIFEST}): session.save(path), strategy.save_ckpt(model, path) and "
-            "trainer.save(path) write one, each for its own load"
+            f"{path} {'holds no checkpoint' if path.exists() else 'does not exist'}: session.save(path), "
+            "strategy.save_ckpt(model, path) and trainer.save(path) write one, each for its own load"
         )
     return ([folder for folder, manifest in held if manifest["latest"]] or [held[-1][0]])[-1]
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """Compare every file with the manifest, and return it.
-
-    Raises:
-        CheckpointError: naming the first file that differs, and the checkpoint before it that is whole.
-    """
+    """Compare every file with the manifest, and return it; CheckpointError names the first file that differs."""
     manifest = manifest_of(folder)
     if manifest is None:
         raise CheckpointError(f"{folder} has no readable {MANIFEST}: it is no checkpoint of rlbench")
-    for name, entry in manifest["files"].items():
-        path = folder / name
-        size = path.stat().st_size if path.is_file() else None
-        wrong = (
-            "is missing"
-            if size is None
-            else f"has {size} bytes, was written with {entry['bytes']}"
-            if size != entry["bytes"]
-            else "does not have the content it was written with"
-            if _digest(path) != entry["sha256"]
-            else None
-        )
-        if wrong:
-            others = [p for p in checkpoints_in(folder.parent) if p != folder]
-            remedy = f"the one before it is {others[-1]}" if others else "there is no other one beside it"
-            raise CheckpointError(f"checkpoint {folder} is damaged: {name} {wrong}. Nothing was loaded; {remedy}")
+    if wrong := damage(folder, manifest):
+        others = [p for p in checkpoints_in(folder.parent) if p != folder]
+        remedy = f"the one before it is {others[-1]}" if others else "there is no other one beside it"
+        raise CheckpointError(f"checkpoint {folder} is damaged: {wrong}. Nothing was loaded; {remedy}")
     return manifest
 
 
-def rotate(root: Path, max_num: int | None, max_gb: float | None, kind: str | None = None) -> list[Path]:
-    """Remove the oldest checkpoints until at most `max_num` and `max_gb` gigabytes (10^9) are left; returns them.
+def damage(folder: Path, manifest: Mapping[str, Any]) -> str:
+    """Return what is wrong with the first file that differs from the manifest; empty where none does."""
+    for name, entry in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if (size := path.stat().st_size) != entry["bytes"]:
+            return f"{name} has {size} bytes, was written with {entry['bytes']}"
+        if _digest(path) != entry["sha256"]:
+            return f"{name} does not have the content it was written with"
+    return ""
 
-    The newest always stays.
-    """
+
+def rotate(root: Path, max_num: int | None, max_gb: float | None, kind: str | None = None) -> list[Path]:
+    """Remove (and return) the oldest checkpoints until at most `max_num` and `max_gb` (10^9 bytes) are left, or one."""
     left, removed = checkpoints_in(root, kind), []
-    while len(left) > 1 and (
-        (max_num is not None and len(left) > max_num)
-        or (max_gb is not None and sum(map(_bytes_of, left)) > max_gb * GB)
-    ):
+    most, room = (math.inf if limit is None else limit for limit in (max_num, max_gb))
+    sizes = {folder: sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) for folder in left}
+    while len(left) > 1 and (len(left) > most or sum(map(sizes.__getitem__, left)) > room * GB):
         removed.append(left.pop(0))
         _remove(removed[-1])
     return removed
@@ -205,14 +181,8 @@ def _partial(final: Path) -> Path:
 
 def _abandoned(partial: Path) -> bool:
     """Whether nobody writes there any more: its process, on this host, is gone, or is this one, which begins anew."""
-    owner = re.search(r"\.([^/]*)-(\d+)\.partial$", partial.name)
-    if owner is None or not partial.name.endswith(f".{socket.gethostname()}-{owner[2]}.partial"):
-        return False
-    return int(owner[2]) == os.getpid() or not Path(f"/proc/{owner[2]}").exists()
-
-
-def _bytes_of(folder: Path) -> int:
-    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+    owner = re.search(rf"\.{re.escape(socket.gethostname())}-(\d+)\.partial$", partial.name)
+    return owner is not None and (int(owner[1]) == os.getpid() or not Path(f"/proc/{owner[1]}").exists())
 
 
 def _digest(path: Path) -> str:

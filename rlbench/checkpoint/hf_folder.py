@@ -8,13 +8,13 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from rlbench.checkpoint.folder import writing
 from rlbench.errors import CheckpointError
@@ -27,14 +27,7 @@ WEIGHT_FILES = re.compile(r"(model|pytorch_model|adapter_model)[\w.-]*\.(safeten
 
 
 def write_folder(place: Path, fill: Callable[[Path], int]) -> ExportedModel:
-    """Write a model's folder; files of an earlier one are replaced, and none of its weights stay behind.
-
-    Args:
-        fill: writes all files into a folder and returns the bytes of the weights; `streamed` or `by_transformers`.
-
-    Raises:
-        CheckpointError: no room, or no right to write; what was there is as it was.
-    """
+    """Write a model's folder by `fill`, which returns the bytes of the weights; none of an earlier one stay."""
     aside = place.with_name(f".{place.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -47,48 +40,39 @@ def write_folder(place: Path, fill: Callable[[Path], int]) -> ExportedModel:
     return ExportedModel(str(place), nbytes, tuple(sorted(p.name for p in place.iterdir())))
 
 
-def streamed(module: Any, tensors: Iterable[tuple[str, Tensor]], source: Path | None) -> Callable[[Path], int]:
-    """Fill a folder from full tensors under checkpoint names, of which few are held at a time.
-
-    Args:
-        module: where it is a transformers model its config is written too.
-        source: the folder the model came from, for tokenizer, templates and generation settings; None: without.
-    """
-
-    def fill(aside: Path) -> int:
-        for path in source.iterdir() if source is not None else ():
-            if path.is_file() and path.suffix not in NOT_COPIED and not path.name.endswith(".index.json"):
-                shutil.copy(path, aside / path.name)
-        for settings in (getattr(module, "config", None), getattr(module, "generation_config", None)):
-            if settings is not None and hasattr(settings, "save_pretrained"):
-                settings.save_pretrained(aside)
-        return _write_shards(aside, tensors)
-
-    return fill
+def fill_streamed(folder: Path, module: Any, tensors: Iterable[tuple[str, Tensor]], source: Path | None) -> int:
+    """Fill a folder from full tensors under checkpoint names, the module's config, and the other files of `source`."""
+    for path in source.iterdir() if source is not None else ():
+        if path.is_file() and path.suffix not in NOT_COPIED and not path.name.endswith(".index.json"):
+            shutil.copy(path, folder / path.name)
+    for settings in (getattr(module, "config", None), getattr(module, "generation_config", None)):
+        if settings is not None and hasattr(settings, "save_pretrained"):
+            settings.save_pretrained(folder)
+    return _write_shards(folder, tensors)
 
 
-def by_transformers(
-    model: nn.Module, state: dict[str, Tensor], tokenizer: Any, options: dict[str, Any]
-) -> Callable[[Path], int]:
+def fill_adapter(folder: Path, config: Any, base: str, tensors: Iterable[tuple[str, Tensor]]) -> int:
+    """Fill a folder as peft does, from an adapter's full tensors and its `LoraConfig`, for the model called `base`."""
+    held = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
+    save_file(held, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    replace(config, base_model_name_or_path=base, inference_mode=True, task_type="CAUSAL_LM").save_pretrained(folder)
+    return sum(tensor.nbytes for tensor in held.values())
+
+
+def fill_by_transformers(
+    folder: Path, model: nn.Module, state: dict[str, Tensor], tokenizer: Any, options: dict[str, Any]
+) -> int:
     """Fill a folder by the model's own `save_pretrained`; `options` are its arguments."""
-
-    def fill(aside: Path) -> int:
-        saver: Any = model
-        saver.save_pretrained(aside, state_dict=state, **options)
-        _name_architecture(model, aside / "config.json")
-        if tokenizer is not None:
-            tokenizer.save_pretrained(aside)
-        return sum(tensor.nbytes for tensor in state.values())
-
-    return fill
+    saver: Any = model
+    saver.save_pretrained(folder, state_dict=state, **options)
+    _name_architecture(model, folder / "config.json")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return sum(tensor.nbytes for tensor in state.values())
 
 
 def transformers_model(model: nn.Module) -> nn.Module:
-    """Return the model to save: itself, or the one a wrapper holds as `model`.
-
-    Raises:
-        CheckpointError: neither can be saved for transformers.
-    """
+    """Return the model to save: itself, or the one a wrapper holds as `model`."""
     for candidate in (model, getattr(model, "model", None)):
         if isinstance(candidate, nn.Module) and hasattr(candidate, "save_pretrained"):
             return candidate
@@ -99,24 +83,20 @@ def transformers_model(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def gather_state(model: nn.Module, keep: bool) -> dict[str, Tensor]:
-    """Return the state dict whole in host memory where `keep` is set; collective, a tensor at a time.
-
-    Tied tensors are gathered once.
-    """
+def gather_state(model: nn.Module, keep: bool, gathered: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """Return the state dict whole, as `gathered` makes a tensor, in host memory where `keep` is set; collective, tied
+    ones once."""
+    state = model.state_dict(keep_vars=True)
     whole: dict[int, Tensor] = {}
-    for tensor in model.state_dict(keep_vars=True).values():
-        if id(tensor) not in whole:
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            whole[id(tensor)] = full.detach().to("cpu") if keep else full.new_empty(0)
-    if not keep:
-        return {}
-    return {name: whole[id(tensor)] for name, tensor in model.state_dict(keep_vars=True).items()}
+    for tensor in {id(tensor): tensor for tensor in state.values()}.values():
+        full = gathered(tensor)
+        whole[id(tensor)] = full.detach().to("cpu") if keep else full.new_empty(0)
+    return {name: whole[id(tensor)] for name, tensor in state.items()} if keep else {}
 
 
 def _move(aside: Path, place: Path) -> None:
     with contextlib.suppress(OSError):
-        place.rmdir()  # an empty one
+        place.rmdir()  # an empty one; not a link to one
     if not place.exists():
         os.rename(aside, place)
         return
@@ -131,12 +111,10 @@ def _move(aside: Path, place: Path) -> None:
 
 def _name_architecture(model: nn.Module, config: Path) -> None:
     """Name transformers' class, not the user's subclass of it, which nobody else could load."""
-    if not config.is_file():
-        return
-    own = next((c for c in type(model).__mro__ if c.__module__.startswith("transformers.")), None)
-    settings = json.loads(config.read_text())
-    if own is not None and settings.get("architectures") != [own.__name__] and not settings.get("auto_map"):
-        config.write_text(json.dumps(settings | {"architectures": [own.__name__]}, indent=2) + "\n")
+    own = next(([c.__name__] for c in type(model).__mro__ if c.__module__.startswith("transformers.")), None)
+    settings = json.loads(config.read_text()) if config.is_file() else {}
+    if settings and own and settings.get("architectures") != own and not settings.get("auto_map"):
+        config.write_text(json.dumps(settings | {"architectures": own}, indent=2) + "\n")
 
 
 def _write_shards(aside: Path, tensors: Iterable[tuple[str, Tensor]]) -> int:

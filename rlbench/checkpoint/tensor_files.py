@@ -1,16 +1,17 @@
-"""Tensors as raw files in a folder, one file each, and an index in JSON. Nothing is pickled.
+"""Tensors as raw files in a folder, and an index in JSON that says which part of a sharded one each is.
 
-A tensor whose bytes did not change since an earlier folder is a hard link to that folder's file: it takes no memory
-twice, and either folder may be removed without the other. Of a sharded tensor each rank writes its own part, and the
-index says which part that is, so that any number of ranks can read it.
+A file holds one tensor, or small ones of a kind (the first two parts of their names). Where its bytes did not change
+since an earlier folder, it is a hard link to that folder's file. Nothing is pickled.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,13 +19,15 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from rlbench.checkpoint.folder import sync, writing
 from rlbench.errors import CheckpointError
 
 INDEX = "index.json"
-COMPARED_BYTES = 1 << 20
+SMALL_BYTES, FILE_BYTES = 1 << 18, 1 << 22
+ALIGNED = 16  # where a tensor begins in its file
+FIRST_COMPARED_BYTES, COMPARED_BYTES = 1 << 12, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -48,67 +51,84 @@ def write_tensors(
     durable: bool = False,
     between: Callable[[int], None] = lambda nbytes: None,
     unchanged: Callable[[str], bool] = lambda name: False,
+    spare: Sequence[Path] = (),
 ) -> Written:
-    """Write the tensors, of sharded ones this rank's part, into a new folder.
+    """Write the tensors, of sharded ones this rank's part, into a new folder; share with `before` what did not change.
 
-    Args:
-        folder: must not exist; readable by the owner alone.
-        tensors: any dtype and device.
-        before: a folder written earlier, to share unchanged tensors with.
-        durable: return only when the disk has it.
-        between: called with the bytes of the next tensor before it is written; may raise to end the writing.
-        unchanged: whether a tensor of this name is known to be what `before` holds: it is shared without being read.
-
-    Raises:
-        CheckpointError: no room, or the folder cannot be written; nothing is left of it that looks whole.
+    `between` is called with the bytes of the next tensor, and may raise. What is known to be `unchanged` is not read.
+    Files are taken from folders that are `spare`, where they are nobody else's: memory written over is not asked of
+    the system again, which takes several times as long as the copy.
     """
     earlier = _index(before) if before is not None else {}
     index: dict[str, Any] = {}
     fresh = 0
     with writing(folder):
         folder.mkdir(mode=0o700, parents=True)
-        for number, (name, whole) in enumerate(tensors.items()):
-            tensor = local_part(whole)
-            between(tensor.numel() * tensor.element_size())
-            entry: dict[str, Any] = {
-                "file": f"{number}.bin",
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "shape": list(tensor.shape),
-                "shard": _shard_of(whole),
-            }
-            path, shared = folder / entry["file"], _alike(before, earlier.get(name), entry)
-            data = None if shared is not None and unchanged(name) else _bytes_of(tensor)
+        for number, names in enumerate(_files_of(tensors)):
+            entries, size = _entries(f"{number}.bin", {name: tensors[name] for name in names})
+            between(size)
+            path, shared = f"{folder}/{number}.bin", _alike(before, earlier, entries, size)
+            data = None if shared is not None and all(map(unchanged, names)) else _laid_out(tensors, entries)
             if shared is not None and (data is None or _equal(shared, data)):
                 os.link(shared, path)
             else:
                 assert data is not None
-                with new_file(path, durable) as file:
-                    file.write(data.data)
-                fresh += data.nbytes
-            index[name] = entry
+                with _taken_or_new(path, size, spare, durable) as file:
+                    for part in data:
+                        file.write(part.data)
+                fresh += sum(map(_nbytes, entries.values()))
+            index |= entries
         with new_file(folder / INDEX, durable) as file:
-            file.write(json.dumps(index).encode())
+            file.write(json.dumps({name: index[name] for name in tensors}).encode())
         if durable:
             sync(folder)
     return Written(sum(_nbytes(entry) for entry in index.values()), fresh)
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Map the tensors of a folder; nothing is copied until they are read. The result must not be written to.
+def _files_of(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """Return the names that one file each holds: small ones of a kind together, as a file costs more than they do."""
+    files: list[list[str]] = []
+    room: dict[str, tuple[int, list[str]]] = {}  # of the file that is open for a kind
+    for name, whole in tensors.items():
+        nbytes, kind = _size(local_part(whole)), "/".join(name.split("/")[:2])
+        left, names = room.get(kind, (-1, []))
+        if nbytes > SMALL_BYTES or nbytes > left:
+            left, names = FILE_BYTES, []
+            files.append(names)
+        names.append(name)
+        if nbytes <= SMALL_BYTES:
+            room[kind] = left - nbytes, names
+    return files
 
-    Raises:
-        CheckpointError: the folder is not there, not whole, or a file has another size than its index says.
-    """
+
+def _entries(file: str, tensors: Mapping[str, Tensor]) -> tuple[dict[str, dict[str, Any]], int]:
+    """Return what the index says of the tensors of one file, and the size of that."""
+    entries, at = {}, 0
+    for name, whole in tensors.items():
+        tensor = local_part(whole)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        entries[name] = {"file": file, "at": at, "dtype": dtype, "shape": list(tensor.shape), "shard": _shard_of(whole)}
+        at += _size(tensor) + -_size(tensor) % ALIGNED
+    return entries, at
+
+
+def _laid_out(tensors: Mapping[str, Tensor], entries: Mapping[str, Any]) -> list[np.ndarray]:
+    """Return the bytes of a file: each tensor's, filled up to where the next begins."""
+    parts = [bytes_of(local_part(tensors[name])) for name in entries]
+    return [part for data in parts for part in (data, np.zeros(-data.nbytes % ALIGNED, np.uint8)) if part.nbytes]
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Map the tensors of a folder; nothing is copied until they are read."""
     return {name: _mapped(folder, name, entry) for name, entry in _index(folder).items()}
 
 
 def read_resharded(folders: Sequence[Path], layout: Callable[[str], Tensor | None]) -> dict[str, Tensor]:
-    """Read this rank's part of all tensors that ranks wrote, however many they were; as `read_tensors` otherwise.
-
-    Args:
-        folders: of all ranks, this one's own first where there is one: its part of what is not sharded counts.
-        layout: gives a tensor sharded as the one of a name is to be; None, or one of another shape: not at all.
-    """
+    """Map this rank's part of all that ranks wrote, its own folder first, sharded as what `layout` gives."""
     indexes = [(folder, _index(folder)) for folder in folders]
     names = dict.fromkeys(name for _, index in indexes for name in index)
     return {
@@ -124,41 +144,57 @@ def _resharded(name: str, pieces: list[tuple[Path, dict[str, Any]]], like: Tenso
             piece = _mapped(folder, name, entry)
             break
     else:
-        by_place = {entry["shard"][1]: (folder, entry) for folder, entry in pieces}
-        folder, entry = pieces[0]
-        if len(by_place) != (wanted_parts := entry["shard"][2]):
+        by_place = {tuple(entry["shard"][1::3]): (folder, entry) for folder, entry in pieces}
+        dimensions, counts = entry["shard"][::3], entry["shard"][2::3]
+        if len(by_place) != math.prod(counts):
+            folder = folder.parent
             raise CheckpointError(
-                f"{folder.parent} has {len(by_place)} of {wanted_parts} parts of {name}: one is missing"
+                f"{folder} has {len(by_place)} of {math.prod(counts)} parts of {name}: some are missing"
             )
-        parts = [_mapped(folder, name, entry) for _, (folder, entry) in sorted(by_place.items())]
-        piece, entry = torch.cat(parts, dim=entry["shard"][0]), {"shard": None}
-    if entry["shard"] is None and isinstance(like, DTensor) and piece.shape == like.shape:
-        piece = distribute_tensor(piece, like.device_mesh, like.placements, src_data_rank=None).to_local()
-    return piece
+        parts = {place: _mapped(folder, name, entry) for place, (folder, entry) in sorted(by_place.items())}
+        for dimension in reversed(dimensions):  # what was split last is joined first
+            groups: dict[tuple[int, ...], list[Tensor]] = {}
+            for place, part in parts.items():
+                groups.setdefault(place[:-1], []).append(part)
+            parts = {place: torch.cat(group, dim=dimension) for place, group in groups.items()}
+        piece, entry = parts[()], {"shard": None}
+    return part_of(piece, like) if entry["shard"] is None and like is not None and piece.shape == like.shape else piece
+
+
+def _splits(tensor: DTensor) -> list[tuple[int, int, int]]:
+    """Return (dimension, this rank's place, number of parts) of each split, in the order in which they are made: FSDP
+    splits what tensor parallelism has split, though its mesh dimension comes first."""
+    mesh, place = tensor.device_mesh, tensor.device_mesh.get_coordinate() or ()
+    split: list[tuple[Any, int]] = [(p, axis) for axis, p in enumerate(tensor.placements) if not p.is_replicate()]
+    if not all(hasattr(placement, "dim") for placement, _ in split):
+        raise CheckpointError(
+            f"a tensor placed as {tensor.placements} cannot be kept: its ranks do not hold parts of it"
+        )
+    split.sort(
+        key=lambda one: not isinstance(one[0], Shard)
+    )  # FSDP has a placement of its own for what it splits again
+    return [(placement.dim, place[axis], mesh.size(axis)) for placement, axis in split]
 
 
 def _shard_of(tensor: Tensor) -> list[int] | None:
-    """Return [dimension, place, number of shards] of this rank's part; None for a tensor that is whole here."""
-    if not isinstance(tensor, DTensor):
-        return None
-    place = tensor.device_mesh.get_coordinate()
-    assert place is not None
-    axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    if not axes:
-        return None
-    placement = tensor.placements[axes[0]]
-    if len(axes) > 1 or not isinstance(placement, Shard):
-        raise CheckpointError(f"a tensor placed as {tensor.placements} cannot be kept: one dimension may be sharded")
-    return [placement.dim, place[axes[0]], tensor.device_mesh.size(axes[0])]
+    """Return `_splits` in a row, as an index holds them; None for a tensor that is whole here."""
+    return [number for split in _splits(tensor) for number in split] or None if isinstance(tensor, DTensor) else None
+
+
+def part_of(whole: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's part of a whole tensor that all ranks have, as `like` is sharded: a view. No collective."""
+    for dimension, place, count in _splits(like) if isinstance(like, DTensor) else ():
+        parts = whole.chunk(count, dimension)
+        whole = parts[place] if place < len(parts) else whole.narrow(dimension, 0, 0)
+    return whole
 
 
 def is_first_replica(tensor: Tensor) -> bool:
     """Whether no rank before this one holds the same part of a sharded tensor; what is not sharded is each rank's."""
     if not isinstance(tensor, DTensor):
         return True
-    place = tensor.device_mesh.get_coordinate()
-    assert place is not None
-    return not any(at for at, placement in zip(place, tensor.placements, strict=True) if placement.is_replicate())
+    axes = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
+    return not any(at for at, placement in axes if placement.is_replicate())
 
 
 def _index(folder: Path) -> dict[str, Any]:
@@ -169,46 +205,69 @@ def _index(folder: Path) -> dict[str, Any]:
 
 
 def _mapped(folder: Path, name: str, entry: dict[str, Any]) -> Tensor:
-    path, wanted = folder / entry["file"], _nbytes(entry)
-    size = path.stat().st_size if path.exists() else 0
-    if size != wanted or not path.exists():
+    path, nbytes = folder / entry["file"], _nbytes(entry)
+    if not path.exists():
+        raise CheckpointError(f"{path} ({name}) is missing, and its index names it")
+    if (size := path.stat().st_size) < (wanted := entry["at"] + nbytes):
         raise CheckpointError(f"{path} ({name}) has {size} bytes, its index says {wanted}: it is cut or was changed")
     dtype = getattr(torch, entry["dtype"])
-    if wanted == 0:
+    if nbytes == 0:
         return torch.empty(entry["shape"], dtype=dtype)
-    raw = np.memmap(path, np.uint8, mode="c")  # copy on write: torch wants writable memory, the file stays
+    raw = np.memmap(
+        path, np.uint8, "c", entry["at"], (nbytes,)
+    )  # copy on write: torch wants writable memory, the file stays
     return torch.from_numpy(raw).view(dtype).reshape(entry["shape"])
 
 
-def _alike(before: Path | None, old: dict[str, Any] | None, new: dict[str, Any]) -> Path | None:
-    """The file of the folder before that may hold the same bytes: of that dtype and shape, and whole."""
-    if before is None or old is None or any(old[key] != new[key] for key in ("dtype", "shape")):
+def _alike(before: Path | None, old: Mapping[str, Any], new: Mapping[str, dict[str, Any]], size: int) -> str | None:
+    """Return the file of the folder before that may hold the same bytes: of those tensors alone, and whole."""
+    first = old.get(next(iter(new)))
+    if before is None or first is None:
         return None
-    path = before / old["file"]
-    return path if path.stat().st_size == _nbytes(new) > 0 else None
+    there = {name: entry | {"file": first["file"]} for name, entry in new.items()}
+    path = f"{before}/{first['file']}"
+    return path if all(old.get(name) == there[name] for name in new) and os.stat(path).st_size == size > 0 else None
 
 
-def _equal(path: Path, data: np.ndarray) -> bool:
-    """Whether a file of that size holds the very same bytes."""
-    held = np.memmap(path, np.uint8, mode="r")
-    return all(  # in pieces: a trained tensor differs in the first
-        np.array_equal(held[at : at + COMPARED_BYTES], data[at : at + COMPARED_BYTES])
-        for at in range(0, data.nbytes, COMPARED_BYTES)
-    )
+def _equal(path: str, parts: Sequence[np.ndarray]) -> bool:
+    """Whether a file of that size holds the very same bytes; a trained tensor differs in the first."""
+    with open(path, "rb", buffering=0) as file:
+        size = FIRST_COMPARED_BYTES
+        for data in parts:
+            at = 0
+            while at < data.nbytes:
+                read = np.frombuffer(file.read(min(size, data.nbytes - at)), np.uint8)
+                if not read.size or not np.array_equal(read, data[at : at + read.size]):
+                    return False
+                at, size = at + read.size, COMPARED_BYTES
+    return True
 
 
-def _bytes_of(tensor: Tensor) -> np.ndarray:
+def bytes_of(tensor: Tensor) -> np.ndarray:
+    """Return the bytes of a tensor of any dtype and device, in order."""
     flat = tensor.detach().contiguous().cpu().reshape(-1)
     return flat.view(torch.uint8).numpy() if flat.numel() else np.zeros(0, np.uint8)
 
 
 def _nbytes(entry: Mapping[str, Any]) -> int:
-    return int(np.prod(entry["shape"], dtype=np.int64)) * int(getattr(torch, entry["dtype"]).itemsize)
+    return math.prod(entry["shape"]) * int(getattr(torch, entry["dtype"]).itemsize)
+
+
+def _taken_or_new(path: str, nbytes: int, spare: Sequence[Path], durable: bool) -> AbstractContextManager[BinaryIO]:
+    """Open for writing a file of that size that is spare, moved to `path`, or a new one."""
+    for folder in () if durable else spare:
+        taken = f"{folder}/{os.path.basename(path)}"
+        with contextlib.suppress(FileNotFoundError):
+            held = os.stat(taken)
+            if held.st_size == nbytes and held.st_nlink == 1:
+                os.rename(taken, path)
+                return open(path, "r+b", buffering=0)
+    return new_file(path, durable)
 
 
 @contextmanager
-def new_file(path: Path, durable: bool) -> Iterator[BinaryIO]:
-    """A new file for its owner alone; on disk when it is closed, if `durable`."""
+def new_file(path: str | Path, durable: bool) -> Iterator[BinaryIO]:
+    """Open a new file for its owner alone; the disk has it once it is closed, if `durable`."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         yield file
         if durable:

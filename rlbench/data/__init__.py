@@ -3,6 +3,7 @@
 from rlbench.data.base.ragged import Ragged
 from rlbench.data.batches.batch import TrainBatch
 from rlbench.data.joining import join
+from rlbench.data.prompts.images import EncodedImage
 from rlbench.data.prompts.loading import load
 from rlbench.data.prompts.mixing import Mixture, mix
 from rlbench.data.prompts.prompt import Prompt, as_prompts
@@ -10,9 +11,14 @@ from rlbench.data.prompts.set import PromptSet
 from rlbench.data.prompts.stream import PromptStream
 from rlbench.data.rollouts.jobs import FINISH_REASONS, GeneratedArrays, GenerateJob
 from rlbench.data.rollouts.rollouts import PromptGroup, Rollout, Rollouts
+from rlbench.data.texts.demonstrations import demonstrations
+from rlbench.data.texts.preferences import labelled, pairs
+from rlbench.data.texts.stream import TextStream
+from rlbench.data.texts.tokens import datum
 
 __all__ = [
     "FINISH_REASONS",
+    "EncodedImage",
     "GenerateJob",
     "GeneratedArrays",
     "Mixture",
@@ -23,9 +29,14 @@ __all__ = [
     "Ragged",
     "Rollout",
     "Rollouts",
+    "TextStream",
     "TrainBatch",
     "as_prompts",
+    "datum",
+    "demonstrations",
     "join",
+    "labelled",
     "load",
     "mix",
+    "pairs",
 ]

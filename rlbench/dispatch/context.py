@@ -1,7 +1,4 @@
-"""The call a worker is executing: its identity, its stop flag and its progress, reachable from anywhere below.
-
-The host sets it for the time of one call on the compute lane; the control lane sets the stop flag and reads progress.
-"""
+"""The call a worker is executing: its identity, its stop flag and its progress, reachable from anywhere below."""
 
 from __future__ import annotations
 
@@ -13,16 +10,11 @@ from typing import Any
 
 @dataclass
 class CallContext:
-    """One call on one worker. `claimer` hands out job indices shared between the replicas of an engine.
-
-    `worker`: the name of its actor, `rlbench/<session>/<engine>/<number>`, and `cluster`: the id of the cluster it runs
-    on, by which what runs here can drive the session in turn; both empty outside of a session.
-    `issued_before`: the worker's count of collectives when the call began.
-    """
+    """One call on one worker: its verb's `name`, the `worker`'s actor and `cluster` (empty outside of a session), what
+    hands out shared work, and how many collectives the worker had issued before."""
 
     call_id: str = "local"
     epoch: int = 0
-    seq: int = 0
     claimer: Callable[[int], list[int]] | None = None
     progress: dict[str, Any] = field(default_factory=dict)
     name: str = ""
@@ -32,7 +24,7 @@ class CallContext:
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def stop_requested(self) -> bool:
-        """True once somebody asked this call to stop."""
+        """Whether somebody asked this call to stop."""
         return self._stop.is_set()
 
     def request_stop(self) -> None:
@@ -65,14 +57,14 @@ def set_current(context: CallContext | None) -> None:
 
 
 def this_engine() -> str:
-    """The engine of the worker that asks, for a sentence to the user: a session has several."""
+    """Name the engine of the worker that asks, for a sentence to the user: a session has several."""
     name = current().worker.split("/")[2:3]
     return f"engine {name[0]!r}" if name else "the engine"
 
 
 def bringing_back(*parts: str) -> str:
-    """How the user makes parts of this worker's engine resident again; all of it, where none is named."""
-    name, said = current().worker.split("/")[2:3], ", ".join(map(repr, parts))
+    """Say how the user makes parts of this worker's engine resident again; all of it, where none is named."""
+    name, listed = current().worker.split("/")[2:3], ", ".join(map(repr, parts))
     if not name:
-        return f"cuda({said}) on the engine"
-    return f"session.onload({', '.join(map(repr, (*name, *parts)))}), or cuda({said}) on the engine itself,"
+        return f"cuda({listed}) on the engine"
+    return f"session.onload({', '.join(map(repr, (*name, *parts)))}), or cuda({listed}) on the engine itself,"

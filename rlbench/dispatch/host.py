@@ -1,19 +1,19 @@
-"""The actor around every worker: two lanes, one total order of calls, captured output, results kept until acknowledged.
-
-The *compute* lane runs one call at a time on one thread; the *control* lane answers while it is busy. What the worker
-does is a plain object, the target, which knows nothing of Ray.
-"""
+"""The actor around every worker: the *compute* lane runs one call at a time on one thread, the *control* lane answers
+while it is busy. What the worker does is a plain object, the target, which knows nothing of Ray."""
 
 from __future__ import annotations
 
-import importlib
+import collections
+import contextlib
 import io
+import itertools
 import os
+import pkgutil
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn, TextIO
 
 import ray
@@ -29,9 +29,9 @@ REGISTER_LIMIT_S = 5.0
 KEPT_OUTPUT = 1 << 20
 KEPT_MESSAGE = 4000
 KEPT_QUEUES = 8
+KEPT_CALLS = 64
 ORPHAN_CHECKS = 6
 ORPHAN_INTERVAL_S = 10.0
-WITHOUT_CUDA = "not compiled with CUDA"
 NO_GPU = ": there is no GPU here; name no device but the rank's own, `device` in a cell and `self.device` in a module"
 _end_process = os._exit
 
@@ -47,31 +47,26 @@ class Host:
         self._epoch = 0
         self._context: context.CallContext | None = None
         self._stopped_ids: set[str] = set()
-        self._kept: dict[str, Reply] = {}
-        self._queues: dict[str, _Queue] = {}
+        self._ended_ids: collections.deque[str] = collections.deque(maxlen=KEPT_CALLS)
+        self._queues: dict[str, Iterator[int]] = {}
         self._lock = threading.Lock()
         self._output = _Output(sys.stdout)
         sys.stdout = self._output
         sys.argv = [name]  # a parser in a user's code must not read Ray's
         _tell_who_exits()
-        module, _, attribute = target.partition(":")
-        self._target = getattr(importlib.import_module(module), attribute)(*args)
-        threading.Thread(target=self._end_when_orphaned, args=(monitor,), daemon=True).start()
+        self._target = pkgutil.resolve_name(target)(*args)
+        threading.Thread(target=self._end_when_orphaned, daemon=True).start()
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
     def call(self, ticket: Ticket, name: str, keywords: tuple[str, ...], *values: Any) -> Reply:
         """Run `target.name(*values)`, the last `len(keywords)` values by keyword; never raises for the target."""
-        self._forget(ticket.acknowledged)
+        split = len(values) - len(keywords)
         try:
             self._admit(ticket)
         except Exception as error:
             reply = Reply(failure=_failure(error))
-            self._tell_end(ticket, reply)
-            return reply
-        split = len(values) - len(keywords)
-        reply = self._run(ticket, name, values[:split], dict(zip(keywords, values[split:], strict=True)))
-        with self._lock:
-            self._kept[ticket.call_id] = reply
+        else:
+            reply = self._run(ticket, name, values[:split], dict(zip(keywords, values[split:], strict=True)))
         self._tell_end(ticket, reply)
         return reply
 
@@ -85,25 +80,22 @@ class Host:
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def poll(self, call_id: str, cursor: int) -> Progress:
-        """What call `call_id` printed from `cursor` on, and the progress it reports, while it runs."""
+        """Return what call `call_id` printed from `cursor` on, and the progress it reports, while it runs."""
         running = self._context
         if running is None or running.call_id != call_id:
-            return Progress(known=call_id in self._kept)
+            return Progress()
         text, end = self._output.since(cursor)
-        return Progress(True, text, end, dict(running.progress), self._issued() - running.issued_before)
+        return Progress(text, end, dict(running.progress), self._issued() - running.issued_before)
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def stop(self, call_id: str) -> bool:
-        """Ask call `call_id`, running or still queued, to stop; a late stop hits nothing. True if it was running."""
+    def stop(self, call_id: str) -> None:
+        """Ask call `call_id`, running or still queued, to stop; a late stop hits nothing."""
         with self._lock:
-            if call_id in self._kept:
-                return False
+            if call_id in self._ended_ids:
+                return
             self._stopped_ids.add(call_id)
-            running = self._context
-            if running is None or running.call_id != call_id:
-                return False
-            running.request_stop()
-            return True
+            if self._context is not None and self._context.call_id == call_id:
+                self._context.request_stop()
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def running(self) -> str | None:
@@ -115,21 +107,15 @@ class Host:
     def claim(self, call_id: str, total: int, count: int) -> list[int]:
         """Hand out the next indices of a call's shared work; the first worker of an engine serves all of them."""
         with self._lock:
-            queue = self._queues.setdefault(call_id, _Queue(total))
-            taken = queue.take(count)
+            claimed = list(itertools.islice(self._queues.setdefault(call_id, iter(range(total))), count))
             while len(self._queues) > KEPT_QUEUES:  # calls of two drivers may reach the replicas in different orders
                 del self._queues[next(iter(self._queues))]
-            return taken
+            return claimed
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def adopt(self, epoch: int) -> None:
         """Refuse every driver older than `epoch` from now on."""
         self._epoch = max(self._epoch, epoch)
-
-    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def result(self, call_id: str) -> Reply | None:
-        """The kept result of a finished call, for a driver that comes back; None while it runs or once superseded."""
-        return self._kept.get(call_id)
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def pid(self) -> int:
@@ -153,23 +139,14 @@ class Host:
             )
 
     def _run(self, ticket: Ticket, name: str, args: Iterable[Any], kwargs: dict[str, Any]) -> Reply:
-        mine = context.CallContext(
-            ticket.call_id,
-            ticket.epoch,
-            ticket.seq,
-            self._claimer(ticket),
-            name=name,
-            worker=self._name,
-            cluster=self._cluster,
-            issued_before=self._issued(),
-        )
+        mine = context.CallContext(ticket.call_id, ticket.epoch, self._claimer(ticket), name=name)
+        mine.worker, mine.cluster, mine.issued_before = self._name, self._cluster, self._issued()
         with self._lock:
             if ticket.call_id in self._stopped_ids:
                 mine.request_stop()
             self._context = mine
         self._output.begin()
         context.set_current(mine)
-        begin = time.perf_counter()
         value, failure, stopped = None, None, False
         begins = getattr(self._target, "begins", None)
         try:
@@ -186,8 +163,8 @@ class Host:
             with self._lock:
                 self._context = None
                 self._stopped_ids.discard(ticket.call_id)
-        issued = self._issued() - mine.issued_before
-        return Reply(value, failure, stopped, self._output.end(), time.perf_counter() - begin, issued)
+                self._ended_ids.append(ticket.call_id)
+        return Reply(value, failure, stopped, self._output.end(), self._issued() - mine.issued_before)
 
     def _issued(self) -> int:
         """Collectives the worker has issued so far, of targets that have peers."""
@@ -206,30 +183,19 @@ class Host:
         """The driver may be dead by now, so it is the worker that says that a call is over, and how."""
         if not ticket.tracked:
             return
-        failure = reply.failure
-        said = (
-            None
-            if failure is None or isinstance(failure.error, StaleEpoch)
-            else {"kind": failure.kind, "message": failure.message[:KEPT_MESSAGE]}
-        )
-        try:
-            ray.get_actor(self._monitor).end.remote(ticket.call_id, ticket.epoch, said)
-        except ValueError:
-            return  # no monitor: the session is ending, nobody shows its calls
+        cause = None
+        if reply.failure is not None and not isinstance(reply.failure.error, StaleEpoch):
+            cause = {"kind": reply.failure.kind, "message": reply.failure.message[:KEPT_MESSAGE]}
+        with contextlib.suppress(ValueError):  # no monitor: the session is ending, nobody shows its calls
+            ray.get_actor(self._monitor).end.remote(ticket.call_id, ticket.epoch, cause)
 
-    def _forget(self, acknowledged: str) -> None:
-        with self._lock:
-            self._kept.pop(acknowledged, None)
-            while len(self._kept) > 1:  # superseded: nobody will fetch more than the last
-                self._kept.pop(next(iter(self._kept)))
-
-    def _end_when_orphaned(self, monitor: str) -> None:
+    def _end_when_orphaned(self) -> None:
         """End this process once the cluster says, again and again, that the session's monitor is gone for good."""
         missing = 0
         while missing < ORPHAN_CHECKS:
             time.sleep(ORPHAN_INTERVAL_S)
             try:
-                ray.get_actor(monitor)
+                ray.get_actor(self._monitor)
                 missing = 0
             except ValueError:
                 missing += 1
@@ -239,15 +205,6 @@ class Host:
         _end_process(0)
 
 
-class _Queue:
-    def __init__(self, total: int) -> None:
-        self._next, self._total = 0, total
-
-    def take(self, count: int) -> list[int]:
-        first, self._next = self._next, min(self._next + count, self._total)
-        return list(range(first, self._next))
-
-
 class _Output(io.TextIOBase):
     """Standard output of the worker: what a call prints is kept for its cell, and goes to the log as well."""
 
@@ -255,6 +212,10 @@ class _Output(io.TextIOBase):
         self._log = log
         self._lock = threading.Lock()
         self._text: str | None = None
+
+    def isatty(self) -> bool:
+        """Return False, also where user code has closed it."""
+        return False
 
     def write(self, text: str) -> int:
         with self._lock:
@@ -269,16 +230,13 @@ class _Output(io.TextIOBase):
     def flush(self) -> None:
         self._log.flush()
 
-    def isatty(self) -> bool:
-        return False
-
     def begin(self) -> None:
         """Start keeping what is written."""
         with self._lock:
             self._text = ""
 
     def since(self, cursor: int) -> tuple[str, int]:
-        """What was written from `cursor` on, and the cursor behind it."""
+        """Return what was written from `cursor` on, and the cursor behind it."""
         with self._lock:
             text = self._text or ""
             return text[cursor:], len(text)
@@ -294,18 +252,17 @@ def _tell_who_exits() -> None:
     """Have `os._exit` say by its last words which line called it: nothing else tells how a process ended."""
     own = os.getpid()
 
-    def told(status: int) -> NoReturn:
+    def end(status: int) -> NoReturn:
         if os.getpid() == own:  # no child that was forked
             line = calling_line()
             where = "" if line is None else f" in {line.function} at {line.file}:{line.line}"
             print(f"os._exit({status}) was called{where}", file=sys.stderr, flush=True)
         _end_process(status)
 
-    os._exit = told
+    os._exit = end
 
 
 def _failure(error: BaseException) -> Failure:
-    text = "".join(traceback.format_exception(error))
     own = error if isinstance(error, RLBenchError) else None
-    message = str(error) + (NO_GPU if WITHOUT_CUDA in str(error) and own is None else "")
-    return Failure(type(error).__name__, message, text, own, user_line(error))
+    message = str(error) + (NO_GPU if own is None and "not compiled with CUDA" in str(error) else "")
+    return Failure(type(error).__name__, message, "".join(traceback.format_exception(error)), own, user_line(error))

@@ -1,31 +1,28 @@
-"""A driver's end of a session: its lease and epoch, tickets in order, actors by name.
-
-Everything above reaches the workers and the monitor through one `Link`, so there is one total order of calls.
-"""
+"""A driver's end of a session: its lease and epoch, one total order of calls, actors by name."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import os
 import pickle
+import pkgutil
 import re
 import secrets
 import shutil
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlbench.dispatch.chain import Steps
-from rlbench.dispatch.obituary import final_fate, obituary
+from rlbench.dispatch.failures import final_fate, obituary
 from rlbench.dispatch.pending import Observer, Pending, sigint_held
 from rlbench.dispatch.protocol import Ticket, actor_name
 from rlbench.errors import EngineError, SessionError
 from rlbench.runtime import cluster, processes, registry
 from rlbench.sendable import is_refusal, why_not
+from rlbench.traces import ipython
 
 MONITOR = "rlbench.monitor.actor:Monitor"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -35,11 +32,7 @@ Noting = Callable[[str, str, tuple[Any, ...], dict[str, Any]], contextlib.Abstra
 
 
 class Link:
-    """Drives session `name`. Made by `Link.create`, `Link.attach`, or for one control verb by `Link.operate`.
-
-    `drives`: it is the driver's own: the session's lease depends on its life, and it may end the session.
-    `noting`: set by a session that keeps a record of its verbs.
-    """
+    """Drives session `name`; the driver's own (`drives`) holds the session's lease, and may end it."""
 
     def __init__(self, name: str, monitor: Any, epoch: int, drives: bool = True) -> None:
         self.name = name
@@ -50,7 +43,6 @@ class Link:
         self.placing = threading.Lock()
         self._submitting = threading.Lock()  # all ranks see the calls of several threads in one order
         self._renewing = threading.Lock()
-        self._acknowledged = ""
         self._closed = threading.Event()
         self._drives = drives
         self.noting: Noting = lambda engine, name, args, kwargs: contextlib.nullcontext()
@@ -60,26 +52,22 @@ class Link:
 
     @classmethod
     def create(cls, name: str | None = None, lease_s: float | None = None) -> Link:
-        """Start a session's monitor and drive it.
+        """Start a session's monitor and drive it; `lease_s`: how long it outlives its driver (None: the default)."""
+        import ray
 
-        `lease_s`: how long the session outlives its driver; None: as `rlbench.monitor.lease` says.
-        Raises SessionError where the name is bad or taken.
-        """
         joined = cluster.current()
         name = name or f"anonymous-{secrets.token_hex(3)}"
         if not NAME.fullmatch(name):
             raise SessionError(f"session name {name!r}: use letters, digits, '.', '_' and '-', at most 64")
-        if _find(actor_name(name, "monitor")) is not None:
+        if _monitor_of(name) is not None:
             raise SessionError(f"session {name!r} is there already: rb.attach({name!r}) drives it")
         registry.journal_file(name).unlink(missing_ok=True)
         shutil.rmtree(registry.snapshot_folder(name), ignore_errors=True)  # of one whose machine went down
-        import ray
-
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
             ray.get_runtime_context().get_node_id(), soft=False
         )
         monitor = (
-            ray.remote(_load(MONITOR))
+            ray.remote(pkgutil.resolve_name(MONITOR))
             .options(
                 name=actor_name(name, "monitor"),
                 lifetime="detached",
@@ -101,40 +89,33 @@ class Link:
     @classmethod
     def attach(cls, name: str | None = None, take_over: bool = False) -> Link:
         """Drive a session that is there. Without a name: the only one. Raises SessionError saying which there are."""
-        joined = cluster.current()
-        known = [s["name"] for s in registry.live_sessions(joined.id)]
+        known = [session["name"] for session in registry.live_sessions(cluster.current().id)]
+        parked = [session["name"] for session in registry.parked_sessions()]
+        there = f"there are {known or 'none'}" + (f", and parked {parked}" if parked else "")
         if name is None:
             if len(known) != 1:
-                raise SessionError(f"which session? there are {known or 'none'}: rb.attach(name)")
+                raise SessionError(f"which session? {there}: rb.attach(name)")
             name = known[0]
-        monitor = _find(actor_name(name, "monitor"))
-        if monitor is None:
-            raise SessionError(f"no session {name!r} on this cluster; there are {known or 'none'}")
+        monitor = _need_monitor(name, f"; {there}")
         return cls(name, monitor, _drive(monitor, take_over))
 
     @classmethod
     def operate(cls, name: str, epoch: int) -> Link:
         """Drive a session for one control verb, under the epoch its monitor gave out for that; its driver stays."""
-        monitor = _find(actor_name(name, "monitor"))
-        if monitor is None:
-            raise SessionError(f"session {name!r} is gone: its monitor does not run any more")
-        return cls(name, monitor, epoch, drives=False)
+        return cls(name, _need_monitor(name), epoch, drives=False)
 
     @staticmethod
     def exists(name: str) -> bool:
         """Whether a session of this name runs on the cluster."""
         cluster.current()
-        return _find(actor_name(name, "monitor")) is not None
+        return _monitor_of(name) is not None
 
     @staticmethod
     def look(name: str, *keys: str) -> dict[str, Any]:
-        """Parts of the state of a session, without driving it. Raises SessionError where there is none."""
+        """Return parts of the state of a session, without driving it."""
         import ray
 
-        monitor = _find(actor_name(name, "monitor"))
-        if monitor is None:
-            raise SessionError(f"no session {name!r} on this cluster")
-        return dict(ray.get(monitor.state.remote(*keys), timeout=30))
+        return dict(ray.get(_need_monitor(name).state.remote(*keys), timeout=30))
 
     @property
     def closed(self) -> bool:
@@ -142,7 +123,7 @@ class Link:
         return self._closed.is_set()
 
     def state(self, *keys: str) -> dict[str, Any]:
-        """The session's state, or the parts of it that are named, from its owner."""
+        """Return the session's state, or the parts of it that are named, from its owner."""
         return dict(self._ask("state", *keys))
 
     def apply(self, *events: dict[str, Any]) -> None:
@@ -161,13 +142,18 @@ class Link:
         """Count one more rollout and return its number, which no other has, also from another thread."""
         return int(self._ask("next_rollout", self.epoch))
 
+    def steps(self, known: int) -> tuple[int | None, list[dict[str, Any]]]:
+        """Return the number of the step record at which the session stands, and those from number `known` on."""
+        tip, fresh = self._ask("steps", known)
+        return tip, list(fresh)
+
     def engine(self, name: str, fields: dict[str, Any] | None) -> None:
         """Set fields of an engine's record; None drops the engine."""
         self.apply({"do": "engine", "name": name, "fields": fields})
 
-    def samples(self, since: float = 0.0) -> list[dict[str, Any]]:
-        """Memory samples newer than `since`."""
-        return list(self._ask("samples", since))
+    def samples(self, since: float = 0.0, last: int | None = None) -> list[dict[str, Any]]:
+        """Return the memory samples newer than `since`, the `last` of them where not all are wanted."""
+        return list(self._ask("samples", since, last))
 
     def submit(
         self,
@@ -183,29 +169,18 @@ class Link:
         track: bool = False,
         collective: bool = True,
     ) -> Pending:
-        """Send one call to all actors of an engine: `calls[i]` = (args, kwargs) of rank i.
-
-        `queue_total` > 0 lets the first actor hand out that many shared work items. `track` shows the call at the
-        monitor as running (one more message; for calls that may take long).
-        """
+        """Send one call to all actors of an engine: `calls[i]` = (args, kwargs) of rank i. `queue_total` > 0 lets the
+        first actor hand out so many shared work items; `track` shows the call at the monitor as running."""
         if self.closed:
             raise SessionError(f"session {self.name!r} is closed")
         call_id, sent = secrets.token_hex(6), 0
         verb_id = getattr(self._verb, "id", "")
+        queue = actor_name(self.name, engine, 0) if queue_total else ""
 
         def send(ranks: Sequence[int]) -> list[Any]:
             nonlocal sent
             sent = self.epoch
-            ticket = Ticket(
-                sent,
-                next(self._seq),
-                call_id,
-                len(actors),
-                self._acknowledged,
-                actor_name(self.name, engine, 0) if queue_total else "",
-                queue_total,
-                track,
-            )
+            ticket = Ticket(sent, next(self._seq), call_id, len(actors), queue, queue_total, track)
             if track:
                 self.monitor.begin.remote(call_id, what or name, engine, sent, verb_id)
             return [
@@ -231,33 +206,23 @@ class Link:
                 actor.stop.remote(call_id)
             raise
 
-        def ended() -> None:
-            self._acknowledged = call_id
-
         def died(i: int, error: BaseException) -> BaseException:
             return self.died(engine, labels[i], actors[i], error)
 
         return Pending(
-            what or f"{engine}.{name}", labels, actors, refs, call_id, finish, observer, died, ended, collective, again
+            what or f"{engine}.{name}", labels, actors, refs, call_id, finish, observer, died, collective, again
         )
 
-    @contextlib.contextmanager
-    def verb(self, what: str) -> Iterator[None]:
-        """Show `what` as running also between its calls, so that no control verb comes in between, and a stop that
-        does reaches the next of them. All of it is on one thread."""
+    def held(self, what: str, steps: Steps) -> Steps:
+        """Show `what` as running also between its calls, on one thread: a stop in between reaches the next of them."""
         verb_id, around = secrets.token_hex(6), getattr(self._verb, "id", "")
         self.monitor.begin_verb.remote(verb_id, what, self.epoch)
         self._verb.id = verb_id
         try:
-            yield
+            return (yield from steps)
         finally:
             self._verb.id = around
             self.monitor.end_verb.remote(verb_id)
-
-    def held(self, what: str, steps: Steps) -> Steps:
-        """The steps of one verb, shown as running from the first to the last."""
-        with self.verb(what):
-            return (yield from steps)
 
     def pause(self, paused: bool) -> None:
         """Hold all generation where it is, or let it go on."""
@@ -268,32 +233,25 @@ class Link:
         return list(self._ask("stop_running"))
 
     def close(self) -> None:
-        """End the session and everything in it; of a session that somebody else drives now, only let go.
-
-        Safe to call twice.
-        """
+        """End the session and everything in it; of one that somebody else drives now, only let go. Safe to repeat."""
         if self.closed or not self._drives:
             self._closed.set()
             return
         import ray
 
-        try:
-            if not ray.get(self.monitor.close.remote(self.epoch), timeout=60):
-                self._closed.set()
-                return
-        except ray.exceptions.RayActorError:
-            pass  # it had gone already, and the workers end themselves when it is gone
+        ended = True
+        with contextlib.suppress(ray.exceptions.RayActorError):  # gone already: the workers end themselves then
+            ended = ray.get(self.monitor.close.remote(self.epoch), timeout=60)
         self._closed.set()
-        deadline = time.monotonic() + 10.0
-        while _find(actor_name(self.name, "monitor")) is not None and time.monotonic() < deadline:
-            time.sleep(0.02)
+        if ended:
+            await_end(self.name)
 
     def release(self) -> None:
         """Stop driving; the session lives on."""
         self._closed.set()
 
     def died(self, engine: str, label: str, worker: Any, error: BaseException) -> BaseException:
-        """What to raise for `error`, which Ray raised of a worker: a `WorkerDied`, unless it answers again."""
+        """Return what to raise for an `error` of Ray's: a `WorkerDied`, unless the worker answers again."""
         fate = final_fate(worker, error)
         if fate is None:
             return EngineError(
@@ -310,10 +268,7 @@ class Link:
         return obituary(label, engine, pid, error, samples, actor, in_session)
 
     def _renew(self, stale: int) -> bool:
-        """Have an epoch later than `stale`; False while a control verb runs, after which one is to be had.
-
-        Raises SessionError where another notebook took over.
-        """
+        """Have an epoch later than `stale`; False while a control verb runs, after which one is to be had."""
         with self._renewing:
             if self.epoch <= stale:
                 granted = self._ask("renew", self.epoch)
@@ -330,10 +285,12 @@ class Link:
         except ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, SessionError) else error from None
         except ray.exceptions.RayActorError:
+            if registry.parked(self.name) is not None:
+                said = f"is parked, its engines have ended: rb.attach({self.name!r}) brings it back"
+                raise SessionError(f"session {self.name!r} {said}") from None
             raise SessionError(f"session {self.name!r} is gone: its monitor does not run any more") from None
 
     def _beat(self) -> None:
-        """Tell the monitor that this driver lives, until the session is closed, gone, or driven by somebody else."""
         import ray
 
         while not self._closed.wait(BEAT_S):
@@ -349,26 +306,22 @@ class Link:
 
 
 def spawn_host(
-    link: Link,
-    engine: str,
-    rank: int,
-    target: str,
-    args: tuple[Any, ...],
-    env: dict[str, str],
-    options: dict[str, Any],
+    link: Link, engine: str, rank: int, target: str, args: tuple[Any, ...], env: dict[str, str], options: dict[str, Any]
 ) -> Any:
     """Start one worker actor of an engine, detached, with its two lanes. `options` are Ray's (placement)."""
     import ray
 
+    from rlbench.dispatch.host import Host
+
     name = actor_name(link.name, engine, rank)
-    host = ray.remote(concurrency_groups={"compute": 1, "control": 4})(_load("rlbench.dispatch.host:Host"))
+    host = ray.remote(concurrency_groups={"compute": 1, "control": 4})(Host)
     return host.options(name=name, lifetime="detached", max_restarts=0, **options).remote(
         name, actor_name(link.name, "monitor"), env, target, args, cluster.current().id
     )
 
 
 def shm_prefix(session: str) -> str:
-    """Start of the names of a session's shared-memory files; no session's is the start of another's."""
+    """Return how the names of a session's shared-memory files begin; no session's is the start of another's."""
     return f"{cluster.current().shm_prefix}{session}:"
 
 
@@ -388,23 +341,30 @@ def _drive(monitor: Any, take_over: bool, lease_s: float | None = None) -> int:
 
 def driver_mode() -> str:
     """`notebook` in an IPython kernel, else `script`: what decides how long a session outlives its driver."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return "notebook" if shell is not None and hasattr(shell, "kernel") else "script"
+    return "notebook" if hasattr(ipython(), "kernel") else "script"
 
 
-def _find(name: str) -> Any | None:
+def _monitor_of(name: str) -> Any | None:
     import ray
 
     try:
-        return ray.get_actor(name)
+        return ray.get_actor(actor_name(name, "monitor"))
     except ValueError:
         return None
 
 
-def _load(path: str) -> Any:
-    module, _, attribute = path.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+def await_end(name: str) -> None:
+    """Wait until the monitor of a session that was closed is gone, so that its name is free."""
+    deadline = time.monotonic() + 10.0
+    while _monitor_of(name) is not None and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _need_monitor(name: str, hint: str = "") -> Any:
+    monitor = _monitor_of(name)
+    if monitor is None:
+        raise SessionError(f"no session {name!r} on this cluster{hint}")
+    return monitor
 
 
 _DRIVER_ID = secrets.token_hex(8)

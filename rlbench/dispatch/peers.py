@@ -1,10 +1,6 @@
-"""The workers that go on when another one has failed in the same call: asked to stop, as nothing comes of the call any
-more, and ranks are released where they cannot.
-
-A rank that fails leaves its peers in the next collective they issue, which it never joins. Nothing but the end of a
-process releases them there. So the failed rank is ended, but only where a peer is seen to wait: it has issued more
-collectives than the failed one, and issues no further one.
-"""
+"""The workers that go on when another has failed in the same call: asked to stop, and ranks released. A rank that fails
+leaves its peers in a collective that only the end of its process releases; so it is ended, but only where a peer is
+seen to wait: it has issued more collectives than the failed one, and issues no further one."""
 
 from __future__ import annotations
 
@@ -25,16 +21,8 @@ FREED_S = 10.0
 
 
 class Peers:
-    """Of one call.
-
-    Args:
-        actors: all workers of the call.
-        call_id: of the call.
-
-    Attributes:
-        issued: collectives of each worker that runs, when last seen.
-        released: whether workers were ended for others.
-    """
+    """The `actors` of one call; `issued`: collectives of each, when last seen; `released`: whether workers were
+    ended."""
 
     def __init__(self, actors: Sequence[Any], call_id: str) -> None:
         self._actors, self._call_id = actors, call_id
@@ -46,12 +34,8 @@ class Peers:
         self._stuck: tuple[float, dict[int, int]] | None = None
 
     def go_on(self, failed: Sequence[int], level: int | None) -> bool:
-        """Do what is due for the others; True once, where the failure is to be shown before they have ended.
-
-        Args:
-            failed: indices of the workers that failed.
-            level: collectives that the one with the fewest had issued; None of workers that wait for no other.
-        """
+        """Do what is due for the others; True once, where the failure is to be shown before they have ended. `level`:
+        collectives that the failed with the fewest had issued; None of workers that wait for no other."""
         now = time.monotonic()
         self._failed_at = now if self._failed_at is None else self._failed_at
         running = [i for i in range(len(self._actors)) if i not in failed]
@@ -59,18 +43,16 @@ class Peers:
             for i in running:
                 self._actors[i].stop.remote(self._call_id)
         if level is not None and not self.released:
-            self.released = self._lost(now, any(self.issued.get(i, 0) > level for i in running))
+            ahead = any(self.issued.get(i, 0) > level for i in running)
+            self.released = self._is_stuck(now) if ahead else now - self._failed_at > FAILED_PEER_WAIT_S
+            self._stuck = self._stuck if ahead else None
             self._freed_at = now
         if self.released:  # who fails as another is gone is ended in turn: a third may wait for it
             self.end(failed if now - self._freed_at < FREED_S else range(len(self._actors)))
         return self._once("tell", now - self._failed_at > TELL_S)
 
-    def _lost(self, now: float, ahead: bool) -> bool:
-        """Whether nothing comes of waiting any more. `ahead`: some wait for a collective of a failed one."""
-        if not ahead:
-            self._stuck = None
-            assert self._failed_at is not None
-            return now - self._failed_at > FAILED_PEER_WAIT_S
+    def _is_stuck(self, now: float) -> bool:
+        """Whether no peer has issued a collective for so long."""
         if self._stuck is None or self._stuck[1] != self.issued:
             self._stuck = now, dict(self.issued)
         return now - self._stuck[0] > STUCK_S

@@ -1,8 +1,5 @@
-"""A call under way: wait for it, watch it, stop it.
-
-The waiting thread only polls: `ray.wait` with a short timeout, so that Ctrl-C is felt, output appears while the call
-runs, and a dead worker ends the wait instead of hanging it.
-"""
+"""A call under way: wait for it, watch it, stop it. The waiting thread only polls, so that Ctrl-C is felt, output
+appears while the call runs, and a dead worker ends the wait."""
 
 from __future__ import annotations
 
@@ -14,19 +11,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from rlbench.dispatch.chain import Outcome, Waiting
 from rlbench.dispatch.failures import remote_error
 from rlbench.dispatch.peers import Peers
 from rlbench.dispatch.protocol import Failure, Progress, Reply
-from rlbench.dispatch.waiting import Outcome, Waiting
-from rlbench.errors import (
-    CallDropped,
-    EngineError,
-    RLBenchError,
-    SessionError,
-    StaleEpoch,
-    Stopped,
-    WorkerDied,
-)
+from rlbench.errors import CallDropped, EngineError, RLBenchError, SessionError, StaleEpoch, Stopped
 from rlbench.traces import remember
 
 POLL_S = 0.2
@@ -39,11 +28,8 @@ Answer = Reply | BaseException
 
 
 class Pending(Waiting):
-    """A submitted call on all workers of one engine. `.result()`, `.stop()`, `.done`, and awaitable.
-
-    `finish` turns the workers' values (one per rank) into the result, and a stopped call's values into its partial.
-    `again` sends the call once more to workers that refused it because a control verb had raised the epoch.
-    """
+    """A submitted call on all workers of one engine. `finish` turns the workers' values into the result, and a stopped
+    call's into its partial; `again` sends the call once more to workers that refused it for a control verb's epoch."""
 
     def __init__(
         self,
@@ -53,60 +39,37 @@ class Pending(Waiting):
         refs: Sequence[Any],
         call_id: str,
         finish: Callable[[list[Any]], Any],
-        observer: Observer | None = None,
-        on_death: Callable[[int, BaseException], BaseException] | None = None,
-        on_end: Callable[[], None] | None = None,
-        collective: bool = True,
-        again: Again | None = None,
+        observer: Observer | None,
+        on_death: Callable[[int, BaseException], BaseException],
+        collective: bool,
+        again: Again,
     ) -> None:
         super().__init__(what)
-        self.call_id = call_id
+        self._call_id = call_id
         self._labels, self._actors, self._refs = list(labels), list(actors), list(refs)
-        self._finish, self._observer, self._on_death, self._on_end = finish, observer, on_death, on_end
+        self._finish, self._observer, self._on_death = finish, observer, on_death
         self._cursors = [0] * len(self._refs)
         self._collective = collective
         self._first_failed: list[int] | None = None
-        self._peers = Peers(self._actors, self.call_id)
-        self._again, self._stop_wanted = again, False
+        self._peers = Peers(self._actors, call_id)
+        self._again: Again | None = again
         self._lock = threading.RLock()  # whoever waits holds it
 
     @property
     def done(self) -> bool:
-        """True once every worker has answered (or died)."""
-        if self._outcome is not None:
-            return True
-        if not self._lock.acquire(blocking=False):
-            return self._outcome is not None  # another thread waits for it
+        if self._outcome is not None or not self._lock.acquire(blocking=False):  # another thread waits for it
+            return self._outcome is not None
         try:
             return self._settled(0.0) is not None
         finally:
             self._lock.release()
 
     def stop(self) -> None:
-        """Ask the call to stop; returns at once. `result()` then raises `Stopped` with what there is."""
         self._stop_wanted = True
         for actor in self._actors:
-            actor.stop.remote(self.call_id)
-
-    def result(self, timeout: float | None = None) -> Any:
-        """Wait and return the result.
-
-        Raises:
-            TimeoutError: not done after `timeout` seconds; the call goes on.
-            Stopped: it was stopped; `.partial` holds what there is.
-            RemoteError, EngineError: the user's code, or ours, raised on a worker.
-            WorkerDied: a worker process ended.
-        """
-        outcome = self._wait(timeout)
-        if outcome is None:
-            raise TimeoutError(f"{self.what} is still running after {timeout:g} s")
-        value, error = outcome
-        if error is not None:
-            raise error.with_traceback(None)
-        return value
+            actor.stop.remote(self._call_id)
 
     def _wait(self, timeout: float | None = None) -> Outcome | None:
-        """Value and error, one of them None; None after `timeout` seconds."""
         begin = time.monotonic()
         if not self._lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
             return self._outcome  # another thread waits for it
@@ -115,24 +78,19 @@ class Pending(Waiting):
                 answers = self._settled(None if timeout is None else timeout - (time.monotonic() - begin))
                 if answers is None:
                     return None
-                self._end(self._collect(answers))
+                self._end(*self._collect(answers))
             return self._outcome
         finally:
             self._lock.release()
 
-    def _end(self, outcome: Outcome) -> None:
+    def _end(self, value: Any, error: BaseException | None) -> None:
         self._again = None  # it held the arguments
-        if outcome[1] is not None:
-            self._close_view()
-        if self._on_end is not None:
-            self._on_end()
-        self._tell(outcome)
-
-    def _close_view(self) -> None:
-        """The call failed or was stopped: progress that stands still would look as if it went on."""
-        close = getattr(self._observer, "close", None)
-        if close is not None:
-            close(None)
+        if error is not None:
+            error = error.with_traceback(None)
+            close = getattr(self._observer, "close", None)
+            if close is not None:  # progress that stands still would look as if it went on
+                close(None)
+        self._tell((value, error))
 
     def _settled(self, timeout: float | None) -> list[Answer] | None:
         """All workers' answers; None after `timeout` seconds. Sends again what an epoch's end kept from running."""
@@ -147,7 +105,7 @@ class Pending(Waiting):
             except SessionError as error:
                 return [Reply(failure=Failure("SessionError", str(error), "", error))] * len(answers)
             if sent is not None:
-                self._first_failed, self._peers = None, Peers(self._actors, self.call_id)
+                self._first_failed, self._peers = None, Peers(self._actors, self._call_id)
                 for i, ref in zip(refused, sent, strict=True):
                     self._refs[i] = ref
                 continue
@@ -166,7 +124,6 @@ class Pending(Waiting):
         return [i for i, error in enumerate(errors) if isinstance(error, StaleEpoch | CallDropped)]
 
     def _waited(self, deadline: float | None) -> bool:
-        """Wait until all have answered; False at the deadline."""
         import ray
 
         while True:
@@ -174,7 +131,7 @@ class Pending(Waiting):
             ready, waiting = ray.wait(self._refs, num_returns=len(self._refs), timeout=left)
             if not waiting:
                 return True
-            early = [i for i, ref in enumerate(self._refs) if ref in ready and _failed(ref)]
+            early = [i for i, ref in enumerate(self._refs) if ref in ready and _failed(_answer(ref))]
             over = deadline is not None and time.monotonic() >= deadline
             if early or not over:
                 self._look(waiting)
@@ -189,7 +146,7 @@ class Pending(Waiting):
         import ray
 
         running = [i for i, ref in enumerate(self._refs) if ref in waiting]
-        polls = [self._actors[i].poll.remote(self.call_id, self._cursors[i]) for i in running]
+        polls = [self._actors[i].poll.remote(self._call_id, self._cursors[i]) for i in running]
         ready, _ = ray.wait(polls, num_returns=len(polls), timeout=1.0)
         seen: list[Progress] = []
         for i, poll in zip(running, polls, strict=True):
@@ -206,77 +163,60 @@ class Pending(Waiting):
             self._observer(seen)
 
     def _after_failure(self, failed: Sequence[int]) -> None:
-        """See to the others; where that takes long, show what failed meanwhile."""
         level = min(_issued(self._refs[i]) for i in failed) if self._collective else None
         if self._peers.go_on(failed, level):
             answer = _answer(self._refs[failed[0]])
             if isinstance(answer, Reply) and answer.failure is not None:
-                said = f"{answer.failure.kind}: {answer.failure.message}"
-                self._print(failed[0], f"{said}\n(it failed; the others were asked to stop, and are waited for)\n")
+                text = f"{answer.failure.kind}: {answer.failure.message}"
+                self._print(failed[0], f"{text}\n(it failed; the others were asked to stop, and are waited for)\n")
 
     def _collect(self, answers: Sequence[Answer]) -> Outcome:
-        replies: list[tuple[int, Reply]] = []
-        dead: list[tuple[int, BaseException]] = []
-        for i, reply in enumerate(answers):
-            if not isinstance(reply, Reply):
-                dead.append((i, reply))
-                continue
+        from ray.exceptions import ActorDiedError
+
+        replies = [(i, answer) for i, answer in enumerate(answers) if isinstance(answer, Reply)]
+        dead = [(i, answer) for i, answer in enumerate(answers) if not isinstance(answer, Reply)]
+        for i, reply in replies:
             if len(reply.output) > self._cursors[i]:
                 self._print(i, reply.output[self._cursors[i] :])
                 self._cursors[i] = len(reply.output)
-            replies.append((i, reply))
-        first = self._first_failed
-        died = [(i, cause) for i, cause in dead if first is None or i in first or self._by_itself(cause)]
+        first, ours = self._first_failed, self._peers.released  # whether we ended workers for the others
+        died = [(i, e) for i, e in dead if first is None or i in first or (isinstance(e, ActorDiedError) and not ours)]
         if died:  # peers that fail for want of a dead rank are not the cause, also where they are heard of sooner
-            return None, self._death(*died[0])
+            return None, self._on_death(*died[0])
         failed = [(i, r.failure) for i, r in replies if r.failure is not None]
         if failed:
-            causes = [f for f in failed if first is None or f[0] in first] or failed
-            found = self._remote_error([f for f in causes if not _secondary(f[1])] or causes)
-            apart = [i for i, failure in failed if getattr(failure.error, "ends_rank", False)]
-            if apart and not self._peers.released:
-                self._peers.end(apart)
-                return None, self._ended_error(found, apart[0], "ended, as it holds another state than the others")
-            return None, self._released_error(found) if self._peers.released else found
+            return None, self._failure(failed)
         if dead:
-            return None, self._death(*dead[0])
-        values = [r.value for _, r in replies]
-        stopped = any(r.stopped for _, r in replies)
+            return None, self._on_death(*dead[0])
+        values = [reply.value for _, reply in replies]
+        stopped = any(reply.stopped for _, reply in replies)
         if stopped and all(value is None for value in values):
             return None, Stopped(f"{self.what} stopped")
         try:
             value = self._finish(values)
         except (Exception, Stopped) as error:
             return None, error
-        if stopped:
-            return None, Stopped(f"{self.what} stopped", value)
-        return value, None
+        return (None, Stopped(f"{self.what} stopped", value)) if stopped else (value, None)
 
-    def _released_error(self, cause: BaseException) -> BaseException:
-        """The failed rank was ended, so the engine lost it: say both."""
-        first = self._first_failed[0] if self._first_failed else 0
-        return self._ended_error(cause, first, "ended to release the others from a collective that it never joins")
-
-    def _ended_error(self, cause: BaseException, rank: int, why: str) -> BaseException:
-        lost = self._death(rank, EngineError(why))
+    def _failure(self, failed: list[tuple[int, Failure]]) -> BaseException:
+        """Name the cause, not the peers that gave up for it, and the rank that was ended for it."""
+        first = self._first_failed or []
+        causes = [one for one in failed if not getattr(one[1].error, "secondary", False)] or failed
+        causes = [one for one in causes if one[0] in first] or causes
+        cause = remote_error([(self._labels[i], failure) for i, failure in causes])
+        apart = [i for i, failure in failed if getattr(failure.error, "ends_rank", False)]
+        if self._peers.released:
+            rank, why = (first or [0])[0], "ended to release the others from a collective that it never joins"
+        elif apart:
+            self._peers.end(apart)
+            rank, why = apart[0], "ended, as it holds another state than the others"
+        else:
+            return cause
+        lost = self._on_death(rank, EngineError(why))
         error = type(lost)(f"{cause}\n  {lost}")
         if isinstance(cause, RLBenchError) and isinstance(error, RLBenchError):
             error.user_line, error.full_traceback = cause.user_line, remember(cause.full_traceback)
         return error
-
-    def _by_itself(self, cause: BaseException) -> bool:
-        """Whether a worker died that we did not end for the others."""
-        from ray.exceptions import ActorDiedError
-
-        return isinstance(cause, ActorDiedError) and not self._peers.released
-
-    def _death(self, rank: int, cause: BaseException) -> BaseException:
-        if self._on_death is not None:
-            return self._on_death(rank, cause)
-        return WorkerDied(f"{self._labels[rank]} died: {cause}")
-
-    def _remote_error(self, failed: list[tuple[int, Failure]]) -> BaseException:
-        return remote_error([(self._labels[i], failure) for i, failure in failed])
 
     def _print(self, i: int, text: str) -> None:
         lines = text.splitlines(keepends=True)
@@ -306,40 +246,25 @@ def _answer(ref: Any) -> Answer:
     import ray
 
     try:
-        reply: Reply = ray.get(ref)
-        return reply
+        return ray.get(ref)
     except ray.exceptions.RayTaskError as error:  # the worker lives: its answer could not be sent
         return Reply(failure=Failure(type(error.cause).__name__, f"{error.cause}", str(error)))
     except ray.exceptions.RayError as error:
-        return error  # type: ignore[no-any-return]
+        return error
 
 
-def _failed(ref: Any) -> bool:
+def _failed(answer: Answer) -> bool:
     """Whether a worker failed in the call. One that refused it never began, so no peer waits for it in a collective."""
-    import ray
-
-    try:
-        failure = ray.get(ref).failure
-    except ray.exceptions.RayError:
+    if not isinstance(answer, Reply):
         return True
-    return failure is not None and not isinstance(failure.error, CallDropped | StaleEpoch)
+    return answer.failure is not None and not isinstance(answer.failure.error, CallDropped | StaleEpoch)
 
 
 def _issued(ref: Any) -> int:
-    """Collectives that a worker which failed had issued; 0 of one that died. One out of reach may live, and issue those
-    that its peers wait for: no number of theirs is more."""
+    """Collectives that a failed worker had issued; 0 of a dead one, all of one out of reach, which may live."""
+    from ray.exceptions import ActorUnavailableError
+
     answer = _answer(ref)
     if isinstance(answer, Reply):
         return answer.issued
-    return sys.maxsize if _out_of_reach(answer) else 0
-
-
-def _out_of_reach(answer: BaseException) -> bool:
-    from ray.exceptions import ActorUnavailableError
-
-    return isinstance(answer, ActorUnavailableError)
-
-
-def _secondary(failure: Failure) -> bool:
-    """True where a rank gave up only because a peer had failed."""
-    return bool(getattr(failure.error, "secondary", False))
+    return sys.maxsize if isinstance(answer, ActorUnavailableError) else 0

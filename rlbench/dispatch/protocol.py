@@ -10,18 +10,13 @@ from rlbench.traces import UserLine
 
 @dataclass(frozen=True)
 class Ticket:
-    """One call. (`epoch`, `seq`) is its place in the session's one total order; `world` the ranks it goes to.
-
-    `acknowledged`: the last call whose result the driver has, so that workers may forget it.
-    `tracked`: the monitor shows the call as running until the first worker ends it.
-    `queue`: name of the worker that hands out the shared work of this call, empty where there is none.
-    """
+    """One call. (`epoch`, `seq`) is its place in the session's total order; `world` the ranks it goes to; `queue` the
+    worker that hands out its shared work; `tracked` calls the monitor shows as running."""
 
     epoch: int
     seq: int
     call_id: str
     world: int = 1
-    acknowledged: str = ""
     queue: str = ""
     queue_total: int = 0
     tracked: bool = False
@@ -29,8 +24,7 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception on a worker. `error` is set for our own errors, which the driver raises as they are; `line` is
-    the user's own line that raised, where there is one."""
+    """An exception on a worker: `error` one of ours, raised as it is; `line` the user's own that raised."""
 
     kind: str
     message: str
@@ -41,23 +35,19 @@ class Failure:
 
 @dataclass(frozen=True)
 class Reply:
-    """The end of one call on one worker. `output`: all it printed; `stopped`: cut by an interrupt, `value` partial;
-    `issued`: collectives it took part in."""
+    """The end of one call on one worker; `stopped`: cut, `value` partial; `issued`: collectives it took part in."""
 
     value: Any = None
     failure: Failure | None = None
     stopped: bool = False
     output: str = ""
-    seconds: float = 0.0
     issued: int = 0
 
 
 @dataclass(frozen=True)
 class Progress:
-    """A look at a running call: what it printed since the cursor, the progress it reports, the collectives it is in or
-    has done."""
+    """What a running call printed since the cursor, the progress it reports, the collectives it has issued."""
 
-    known: bool
     output: str = ""
     cursor: int = 0
     values: dict[str, Any] = field(default_factory=dict)
@@ -65,5 +55,5 @@ class Progress:
 
 
 def actor_name(session: str, *parts: str | int) -> str:
-    """The name of a session's actor, e.g. `rlbench/demo/actor/0`."""
+    """Return the name of a session's actor, e.g. `rlbench/demo/actor/0`."""
     return "/".join(["rlbench", session, *map(str, parts)])

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from typing import Any, Protocol
 
 from rlbench.dispatch.protocol import Progress
 
 
 class View(Protocol):
-    """Called every poll with the progress of the running workers (`report` where none runs), and once at the end.
-
-    The end has the verb's result. None where it failed or was stopped, also after the end of what it had by then.
-    """
+    """Called every poll with the progress of the running workers, and once at the end with the verb's result (None
+    where it failed or was stopped)."""
 
     def __call__(self, progress: list[Progress]) -> None: ...
-
-    def report(self, done: int, total: int) -> None: ...
 
     def close(self, result: Any) -> None: ...
 
@@ -30,10 +26,7 @@ def register(kind: str, factory: str) -> None:
 
 
 def make(kind: str, **facts: Any) -> View | None:
-    """A view for one call; None where nobody registered."""
-    path = _factories.get(kind)
-    if path is None:
+    """Make a view for one call; None where nobody registered."""
+    if kind not in _factories:
         return None
-    module, _, attribute = path.partition(":")
-    view: View = getattr(importlib.import_module(module), attribute)(**facts)
-    return view
+    return pkgutil.resolve_name(_factories[kind])(**facts)

@@ -2,49 +2,58 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from rlbench.data import GenerateJob, Prompt, Rollouts, as_prompts
-from rlbench.data.prompts.sampling import reshaped_by, reshaped_notes, sampling_options
-from rlbench.data.prompts.seeds import request_seeds
-from rlbench.data.rollouts.length_stats import length_stats
+from rlbench.data import EncodedImage, GenerateJob, Prompt, Rollouts, as_prompts
+from rlbench.data.prompts.chat import split_chat
+from rlbench.data.prompts.prompt import is_chat
+from rlbench.data.prompts.sampling import request_seeds, reshaped_by, reshaped_notes, sampling_options
+from rlbench.data.record.origin import drawn_by
+from rlbench.data.rollouts.merging import length_stats
 from rlbench.dispatch import views
 from rlbench.dispatch.chain import Chain
 from rlbench.dispatch.link import Link
 from rlbench.dispatch.pending import Pending
-from rlbench.engines.base import Call, Engine, cores, executor_of
+from rlbench.engines.base import Engine, Start, cores, executor_of, replicas_for
 from rlbench.engines.moved import Moved
 from rlbench.engines.paths import check_model_path, model_name
-from rlbench.engines.placement import network_environment, visible_gpus
-from rlbench.engines.turns import failed_in_env, hook_env, split_options, tell_env_errors
-from rlbench.envs.hook import Hook
-from rlbench.errors import DataError, EngineError, Stopped
+from rlbench.engines.placement import Device, addresses, device_count, thread_environment, visible_gpus
+from rlbench.engines.turns import failed_in_env, split_options, tell_env_errors
+from rlbench.envs.hook import Hook, from_hook
+from rlbench.errors import DataError, SessionError, Stopped, nearest
+from rlbench.results import Done
 from rlbench.runtime import cluster
+from rlbench.runtime.starting import phase, starting
 from rlbench.traces import user_stacklevel
 from rlbench.weights.manifest import Manifest
 from rlbench.weights.sync import commit_steps
 
 BY_CALL = ("n", "seed")
 """Of the sampling options, those that say which samples a call draws, and how many."""
-TARGETS = {"vllm": "rlbench.workers.replica.vllm:VllmReplica"}
+TARGETS = {
+    "vllm": "rlbench.workers.replica.vllm:VllmReplica",
+    "sglang": "rlbench.workers.replica.sglang:SglangReplica",
+}
 
 
 class InferenceEngine(Engine):
-    """Inference replicas of one model.
+    """Inference replicas of one model, which balance the work between themselves.
 
     Args:
         path: folder or hub id of the model, or an object whose `get_checkpoint_path()` says it.
-        executor: `"vllm"`; RLite's names of it count.
+        executor: `"vllm"`, or `"sglang"` where that is installed; RLite's names of them count.
         name: its role in the session.
-        seed: session seed, from which request seeds derive.
+        seed: from which request seeds derive.
         config: fields of `ReplicaConfig`: dtype, kv_cache_bytes, max_model_len, max_num_seqs, …
     """
 
-    KIND = "inference"
+    KIND, LABEL = "inference", "replica"
     COLLECTIVE = False
     PARTS = ("weights", "kv_cache")
 
@@ -58,12 +67,11 @@ class InferenceEngine(Engine):
         link: Link | None = None,
         **config: Any,
     ) -> None:
-        super().__init__(name, link)
+        super().__init__(name, link, config)
         own = path.get_checkpoint_path() if hasattr(path, "get_checkpoint_path") else path
         self.path = model_name(own, "InferenceEngine")
         self.executor = executor_of(executor, TARGETS, "InferenceEngine")
         self.seed = seed
-        self._config = config
         self._told: set[str] = set()
 
     @classmethod
@@ -73,71 +81,74 @@ class InferenceEngine(Engine):
         engine._adopt(record)
         return engine
 
-    def build(
-        self,
-        *,
-        tensor_parallel_size: int = 1,
-        data_parallel_size: int = -1,
-        colocate_with: Engine | None = None,
-        not_colocate_with: Engine | None = None,
-        allow_colocate: bool = True,
-        pipeline_parallel_size: int = 1,
-        ignore_rebuild_error: bool = False,
-        **config: Any,
-    ) -> InferenceEngine:
-        """Start the replicas and load the model.
-
-        Args:
-            tensor_parallel_size: devices one replica is spread over.
-            data_parallel_size: number of replicas; -1: as many as there are GPUs for, and one on a host without
-                (replicas there would share the same cores).
-            colocate_with, not_colocate_with: engines whose devices to share, or to leave alone.
-            allow_colocate: False: devices that no engine of the session shares, now or later.
-            pipeline_parallel_size: 1, there is no other.
-            ignore_rebuild_error: True: where the engine is built already, nothing happens.
-            config: fields of `ReplicaConfig`, in place of the constructor's.
-
-        Raises:
-            BuildError: a wrong path, built already, more devices than there are, vLLM missing, …
-        """
+    def _prepared(
+        self, tensor_parallel_size: int, data_parallel_size: int, devices: int, options: dict[str, Any]
+    ) -> tuple[int, Start]:
         from rlbench.workers.replica.config import ReplicaConfig
 
-        if self._stays_built(pipeline_parallel_size, ignore_rebuild_error):
-            return self
         path = check_model_path(self.path)
-        joined = cluster.current()
-        replicas = data_parallel_size
-        if replicas == -1:
-            replicas = max(1, joined.gpus // max(1, tensor_parallel_size)) if joined.gpus else 1
-        given = {"threads": max(1, cores() // replicas), "seed": self.seed} | self._config | config
-        given |= {"path": path, "tensor_parallel_size": tensor_parallel_size}
-        chosen = ReplicaConfig(**given)
-        count = tensor_parallel_size * replicas
-        devices = self._allot(count, colocate_with, not_colocate_with, not allow_colocate)
-        with self._building():
-            groups = [devices[i : i + tensor_parallel_size] for i in range(0, len(devices), tensor_parallel_size)]
-            env = {"OMP_NUM_THREADS": str(chosen.threads), "OMP_WAIT_POLICY": "passive", **network_environment()}
-            self._spawn(
-                TARGETS[self.executor],
-                lambda i: (chosen,),
-                [group[0] for group in groups],
-                [env | visible_gpus(group) for group in groups],
-            )
-            infos = self.call_all("build", what=f"{self.name}.build", observer=self._say_phase).result()
-        self._info = infos[0] | {
-            "path": self.path,
-            "tokenizer": str(chosen.engine_kwargs.get("tokenizer") or path),
-            "executor": self.executor,
-            "tensor_parallel_size": tensor_parallel_size,
-        }
-        if self.link.state("paused")["paused"]:  # rebuilt in a session that is paused
-            self.control("pause")
-        self.link.engine(self.name, {"info": self._info, "methods": [], "state": self.status()})
-        return self
+        gpus = devices if cluster.current().gpus else 0
+        replicas = replicas_for(data_parallel_size, tensor_parallel_size, gpus)
+        options = {"threads": max(1, cores() // replicas), "seed": self.seed} | options
+        config = ReplicaConfig(**options | {"path": path, "tensor_parallel_size": tensor_parallel_size})
 
-    @property
-    def labels(self) -> list[str]:
-        return [f"replica {i}" for i in range(len(self._actors))]
+        def start(devices: list[Device]) -> dict[str, Any]:
+            first = self.world_size
+            groups = [devices[i : i + tensor_parallel_size] for i in range(0, len(devices), tensor_parallel_size)]
+            firsts = [group[0] for group in groups]
+            environments = [
+                thread_environment(config.threads or cores(), node) | visible_gpus(group)
+                for group, node in zip(groups, addresses(firsts), strict=True)
+            ]
+            self._spawn(TARGETS[self.executor], [(config,)] * len(groups), firsts, environments)
+            what, fresh = f"{self.name}.build", slice(first, None)
+            infos = self.link.submit(
+                self.name,
+                self.labels[fresh],
+                self._actors[fresh],
+                "build",
+                [((), {})] * len(groups),
+                list,
+                what,
+                self._say_phase,
+                collective=False,
+            ).result()
+            if self.link.state("paused")["paused"]:  # rebuilt in a session that is paused
+                self.control("pause")
+            return infos[0] | {
+                "path": self.path,
+                "tokenizer": str(config.engine_kwargs.get("tokenizer") or path),
+                "executor": self.executor,
+                "tensor_parallel_size": tensor_parallel_size,
+            }
+
+        return tensor_parallel_size * replicas, start
+
+    def resize(self, replicas: int, **config: Any) -> Done:
+        """Start more replicas, or end the last ones; those that stay go on, with their weights and caches.
+
+        A new one holds the weights of the model's path until the next sync: `session.resize` does that, too.
+
+        Args:
+            replicas: how many there are then.
+            config: fields of `ReplicaConfig`, in place of the constructor's.
+        """
+        self._need_built("resize")
+        size, have = int(self._info["tensor_parallel_size"]), self.world_size
+        wished = tuple(self.link.state("engines")["engines"][self.name]["wished"])
+        count, start = self._prepared(size, replicas, device_count(wished), self._config | config)
+        replicas = count // size
+        if replicas < have:
+            self._shrink(replicas, size)
+        elif replicas > have:
+            devices = self._allot_more(count - have * size, size)
+            with starting(f"engine {self.name}"), phase(self.name, "starting"):
+                try:
+                    start(devices)
+                except BaseException:
+                    self._shrink(have, size)
+                    raise
+        return Done(f"{replicas} replicas, of {have}")
 
     @property
     def tokenizer(self) -> str:
@@ -160,7 +171,7 @@ class InferenceEngine(Engine):
         """Generate completions; blocks, Ctrl-C raises `rb.Stopped` with the finished part.
 
         Args:
-            prompts: texts, chats or token ids (see `rlbench.data.as_prompts`).
+            prompts: texts, chats or token ids, with images where the model takes them (see `rlbench.data.as_prompts`).
             sampling: sampling options by vLLM's names (`temperature`, `top_p`, `max_tokens`, `stop`, `ignore_eos`, …)
                 or vLLM's `SamplingParams`; the same as keywords. `max_tokens` is 16 where not given, as in vLLM; None
                 lets a completion fill the model's length. With `seed` a call draws the same samples each time.
@@ -171,6 +182,8 @@ class InferenceEngine(Engine):
             env: an `rb.envs.Env` that each sample meets turn by turn: a class, an instance (copied for each sample) or
                 a function that makes one. Then `max_tokens` is per turn, and there are the options of
                 `rlbench.engines.turns.TURN_OPTIONS`: `max_turns`, `max_total_tokens`, `env_timeout_s`.
+            options: also `template={"enable_thinking": False}`, options of the chat template, and `tools=[…]`, which
+                it names to the model: functions (their signatures and docstrings), or tools in OpenAI's form.
 
         Returns:
             `Rollouts`, in prompt order.
@@ -179,10 +192,11 @@ class InferenceEngine(Engine):
             raise DataError("sampling and sampling_params are one option: give one of them")
         chosen = sampling_options(sampling if sampling_params is None else sampling_params) | options
         if post_generation_hook is not None:
-            env, chosen = hook_env(post_generation_hook, env, chosen)
+            if env is not None:
+                raise DataError("env and post_generation_hook both say what follows a turn: give one of them")
+            env, chosen = from_hook(post_generation_hook), {"max_turns": sys.maxsize} | chosen  # it ends its samples
         pending = self.submit_generate(prompts, chosen, n=n, progress=progress and use_tqdm, env=env)
-        result: Rollouts = pending.blocking_result()
-        return result
+        return pending.blocking_result()
 
     def submit_generate(
         self,
@@ -194,61 +208,61 @@ class InferenceEngine(Engine):
         number: int | None = None,
         env: Any = None,
         seeds: np.ndarray | None = None,
+        adapter: int | None = None,
     ) -> Pending:
-        """Submit a generate call and return its `Pending`.
-
-        `number` is the rollout's, from which its seeds derive where no `seeds` (prompts, n) int64 are given.
-        """
+        """Submit a generate call; `number` is the rollout's, from which its seeds derive where no `seeds` (prompts, n)
+        int64 are given; `adapter` as of `GenerateJob`."""
         self._need_built("generate")
         asked: list[Prompt] = as_prompts(prompts)
         samples = _samples(n, sampling)
-        seed = sampling.get("seed")
-        turns, rest = split_options(env, {k: v for k, v in sampling.items() if k not in BY_CALL})
+        chat, rest = split_chat({k: v for k, v in sampling.items() if k not in BY_CALL})
+        if chat and not any(is_chat(prompt.content) for prompt in asked):
+            raise DataError(f"{', '.join(chat)} would have no effect: no prompt is a chat (messages)")
+        turns, rest = split_options(env, rest)
         if number != 0:
             self._tell_reshaped(rest)
         if number is None:
             number = self.link.next_rollout()
-        replicas = len(self._actors)
         if seeds is None:
-            drawn_by = (self.seed, number) if seed is None else (_whole("seed", seed), 0)
-            seeds = request_seeds(*drawn_by, len(asked), samples)
+            seeds = self.seeds(sampling, number, len(asked), samples)
+        contents, kept = [p.content for p in asked], tuple(asked) if number or turns else ()
+        shared = len(self._actors) > 1
         job = GenerateJob(
-            [p.content for p in asked],
+            contents,
             samples,
             rest,
             seeds,
-            shared=replicas > 1,
+            shared=shared,
             number=number,
-            asked=tuple(asked) if number or turns else (),
+            asked=kept,
             env=turns,
+            adapter=adapter,
+            chat=chat,
+            images=tuple(p.images for p in asked) if any(p.images for p in asked) else (),
         )
         view = views.make("generate", total=len(asked) * samples) if progress else None
 
         def finish(parts: list[Any]) -> Rollouts:
-            merged = Rollouts.merge(asked, parts, rest, number, self.tokenizer)
+            merged = drawn_by(Rollouts.merge(asked, parts, rest, number, self.tokenizer), self)
             if view is not None:
                 view.close(merged)
             if number:
                 self.link.tell({"do": "lengths", "entry": length_stats(merged)})
-            cut = merged.aborted & ~failed_in_env(merged)
-            if merged.samples < len(asked) * samples or cut.any():
-                raise Stopped(
-                    f"rollout {number} stopped: {merged.samples - int(merged.aborted.sum())} of "
-                    f"{len(asked) * samples} completions are finished",
-                    merged,
-                )
+            total, cut = len(asked) * samples, merged.aborted & ~failed_in_env(merged)
+            if merged.samples < total or cut.any():
+                finished = merged.samples - int(merged.aborted.sum())
+                raise Stopped(f"rollout {number} stopped: {finished} of {total} completions are finished", merged)
             tell_env_errors(merged)
             return merged
 
-        return self.call_all(
-            "generate",
-            job,
-            finish=finish,
-            what=f"rollout {number}",
-            observer=view,
-            queue_total=len(asked) if replicas > 1 else 0,
-            track=True,
-        )
+        what, queued = f"rollout {number}", len(asked) if shared else 0
+        return self.call_all("generate", job, finish=finish, what=what, observer=view, queue_total=queued, track=True)
+
+    def seeds(self, sampling: dict[str, Any], number: int, prompts: int, samples: int) -> np.ndarray:
+        """Return the seeds (prompts, samples) int64 of rollout `number`; where `sampling` has a `seed`, of that one."""
+        seed = sampling.get("seed")
+        drawn_by = (self.seed, number) if seed is None else (_whole("seed", seed), 0)
+        return request_seeds(*drawn_by, prompts, samples)
 
     def _tell_reshaped(self, sampling: dict[str, Any]) -> None:
         """Say once of each option that it makes the sampler's log-probs those of another distribution."""
@@ -256,29 +270,64 @@ class InferenceEngine(Engine):
         if fresh and sampling.get("temperature") != 0:
             self._told.update(fresh)
             refused = "Losses that weigh by the sampler's log-probs refuse them"
-            warnings.warn(f"{reshaped_notes(tuple(fresh))[0]}. {refused}", UserWarning, stacklevel=user_stacklevel())
+            warnings.warn(f"{reshaped_notes(tuple(fresh))[0]}. {refused}", stacklevel=user_stacklevel())
 
     def last_rollout(self) -> Rollouts | None:
         """The last rollout the replicas served, whole or stopped, also of an earlier kernel; None before the first."""
-        found = [kept for kept in self.control("last_rollout") if kept is not None]
-        if not found:
+        served = [entry for entry in self.control("last_rollout") if entry is not None]
+        if not served:
             return None
-        number = max(job.number for job, _ in found)
-        job = next(job for job, _ in found if job.number == number)
-        parts = [arrays for other, arrays in found if other.number == number]
-        return Rollouts.merge(list(job.asked), parts, job.sampling, number, self.tokenizer)
+        job = max((job for job, _ in served), key=lambda job: job.number)
+        parts = [arrays for other, arrays in served if other.number == job.number]
+        return drawn_by(Rollouts.merge(list(job.asked), parts, job.sampling, job.number, self.tokenizer), self)
 
-    def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Log-probs of given tokens: for each sequence a float32 array (length - 1,), of token t given those before."""
-        found = self.call_all("prompt_logprobs", [list(map(int, row)) for row in token_ids]).result()
-        return list(found[0])
+    def continued(
+        self, prompts: Sequence[Prompt], n: int, sampling: dict[str, Any], number: int, under: str | None = None
+    ) -> Rollouts:
+        """Draw `n` completions behind each prompt, for `Rollouts.fork` and chats: no rollout of its own, so that those
+        that follow draw what they would have drawn. `number`: what the seeds derive from; `under`: which adapter."""
+        seeds, adapter = self.seeds(sampling, number, len(prompts), n), self.adapter_number(under)
+        drawn = self.submit_generate(prompts, sampling, n=n, number=0, seeds=seeds, adapter=adapter)
+        return drawn.blocking_result()
 
-    def p2p_weight_sync(self, to: Any, transport: str | None = None) -> NoReturn:
-        """Refuse: replicas hold weights as their kernels want them, which nobody else can read."""
-        raise EngineError(
-            f"{self.name} is an InferenceEngine: it takes weights and gives none. Sync from the TrainEngine that has "
-            f"them, train.p2p_weight_sync({getattr(to, 'name', 'engine')})"
-        )
+    def adapter_number(self, name: str | None) -> int | None:
+        """Return the number of an adapter by the name of its branch ("base": 0); SessionError where there is none."""
+        if name is None:
+            return None
+        if not self.info.get("adapters"):
+            raise SessionError(
+                f"no adapter {name!r}: the replicas hold one set of weights. rb.Session(…, train=rb.Train(lora=…), "
+                "inference=rb.Inference(adapters=2)) holds adapters beside each other"
+            )
+        known = {"base": 0} | adapter_numbers(self.link)
+        if name not in known:
+            raise SessionError(f"no adapter {name!r}{nearest(name, known)}; there are {', '.join(known)}")
+        return known[name]
+
+    def encoded(self, text: str) -> list[int]:
+        """Return the token ids of a text that stands in the middle of a sequence."""
+        return [int(token) for token in self._tokens(text, add_special_tokens=False)["input_ids"]]
+
+    def decoded(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, without special tokens."""
+        return str(self._tokens.decode([int(token) for token in ids], skip_special_tokens=True))
+
+    @cached_property
+    def _tokens(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.tokenizer)
+
+    def logprobs(self, token_ids: Sequence[Sequence[int]], images: Sequence[Sequence[Any]] = ()) -> list[np.ndarray]:
+        """Log-probs of given tokens: for each sequence a float32 array (length - 1,), of token t given those before.
+
+        `images`: those of each sequence, whose token ids are a rollout's, or have one place for each image.
+        """
+        rows = [list(map(int, row)) for row in token_ids]
+        if images and len(images) != len(rows):
+            raise DataError(f"logprobs: images for {len(images)} sequences of {len(rows)}: give () for one without")
+        pictures = [tuple(map(EncodedImage.from_any, own)) for own in images]
+        return list(self.call_all("prompt_logprobs", rows, pictures).result()[0])
 
     def reload(self) -> Moved:
         """Load the weights again from the model's path, as version 0."""
@@ -286,24 +335,21 @@ class InferenceEngine(Engine):
         self.link.engine(self.name, {"state": self.status(), "proof": None})
         return Moved.of(self.name, self.PARTS, measured)
 
-    def _after_state(self) -> None:
-        """Once the KV cache is back, prove the weights that were synced without it."""
+    def publish_state(self) -> None:
+        """Tell the monitor; once the KV cache is back, prove the weights that were synced without it."""
+        super().publish_state()
         record = self.link.state("engines")["engines"][self.name]
-        proof = record.get("proof")
-        status = self.status()
+        proof, status = record.get("proof"), self.status()
         if proof is not None and not status["pending"]:
             self.link.engine(self.name, {"proof": None})  # refused, torn, released or reloaded since: nothing to prove
-            return
-        if proof is None or status["weights"] != "cuda" or status["kv_cache"] != "cuda":
-            return
-        Chain("weight sync", commit_steps(self, proof)).result()
+        elif proof is not None and status["weights"] == status["kv_cache"] == "cuda":
+            Chain("weight sync", commit_steps(self, proof)).result()
 
     def apply_each(self, manifests: Sequence[Manifest]) -> Iterator[Pending]:
         """Submit `apply_weights` to one replica after the other, each a call of its own with a manifest of its own."""
+        name, what = "apply_weights", "weight sync: applying"
         for actor, label, manifest in zip(self._actors, self.labels, manifests, strict=True):
-            calls: list[Call] = [((manifest,), {})]
-            what = "weight sync: applying"
-            yield self.link.submit(self.name, [label], [actor], "apply_weights", calls, list, what, collective=False)
+            yield self.link.submit(self.name, [label], [actor], name, [((manifest,), {})], list, what, collective=False)
 
     def weight_versions(self) -> list[int]:
         """The version each replica holds."""
@@ -313,6 +359,11 @@ class InferenceEngine(Engine):
         return f"InferenceEngine({self.name!r}, {self.executor}, {self.path!r}, {self.described()})"
 
 
+def adapter_numbers(link: Link) -> dict[str, int]:
+    """Return the number that each branch's adapter has in the replicas, by branch."""
+    return {"main": 1} | link.state("adapters")["adapters"]
+
+
 def _whole(name: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise DataError(f"{name}={value!r}: wanted a whole number")
@@ -320,10 +371,11 @@ def _whole(name: str, value: Any) -> int:
 
 
 def _samples(n: int | None, sampling: dict[str, Any]) -> int:
-    inside = sampling.get("n")
-    if n is not None and inside is not None and n != inside:
-        raise DataError(f"n={n}, but sampling says n={inside}: give it once")
-    samples = n if n is not None else inside if inside is not None else 1
-    if not isinstance(samples, int) or isinstance(samples, bool) or samples < 1:
-        raise DataError(f"n={samples!r}: at least one completion per prompt is needed")
+    """Return how many completions of each prompt are drawn."""
+    counts = {count for count in (n, sampling.get("n")) if count is not None}
+    if len(counts) > 1:
+        raise DataError(f"n={n}, but sampling says n={sampling['n']}: give it once")
+    samples = _whole("n", counts.pop() if counts else 1)
+    if samples < 1:
+        raise DataError(f"n={samples}: at least one completion per prompt is needed")
     return samples

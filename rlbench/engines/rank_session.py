@@ -20,8 +20,7 @@ from rlbench.strategies.generation.engine import led
 from rlbench.strategies.generation.session_link import SESSION
 from rlbench.strategies.options.config import OptionError, StrategyConfig, default
 from rlbench.strategies.ranks.control import ControlGroup
-from rlbench.workers.session.reference import RankReference
-from rlbench.workers.session.replicas import RankReplicas
+from rlbench.workers.session.replicas import RankReference, RankReplicas
 from rlbench.workers.session.sync import compute_dtype
 
 GUESTS = "guests"
@@ -41,11 +40,7 @@ class RankSession:
     @classmethod
     def here(cls) -> RankSession:
         """Reach the session of the call that runs under the call's own epoch, so its driver stays the driver; outside
-        of any call the one that the environment names.
-
-        Raises:
-            EngineError: it names one that does not run.
-        """
+        of any call the one that the environment names."""
         call = context.current()
         if call.worker:
             _, name, engine, _ = call.worker.split("/")
@@ -54,11 +49,10 @@ class RankSession:
         name = os.environ[SESSION]
         if not cluster.is_joined():
             record = registry.read_cluster()
-            known = [] if record is None else [one["name"] for one in registry.live_sessions(record.id)]
-            if name not in known:
+            names = [] if record is None else [one["name"] for one in registry.live_sessions(record.id)]
+            if name not in names:
                 raise EngineError(
-                    f"{SESSION}={name}: no such session runs; there are {', '.join(known) or 'none'}. Make one "
-                    f"first, rb.Session(…, name={name!r}), and keep it while the script runs"
+                    f"{SESSION}={name}: no such session runs; there are {', '.join(names) or 'none'}. Make it first"
                 )
         cluster.current()
         guest = cls(name, GUESTS, Link.operate(name, 0))
@@ -73,22 +67,17 @@ class RankSession:
         self.link.epoch = max(self.link.epoch, int(now))
 
     def replicas(self, strategy: StrategyBase, config: StrategyConfig, actor: Any) -> RankReplicas:
-        """Take the session's inference engine, or build one on the devices of its ranks; collective.
-
-        Args:
-            strategy: the rank's.
-            config: how an engine is built, or what the one that is there must fit.
-            actor: a module whose path an engine may be built from; None: see `_path`.
-        """
+        """Take the session's inference engine, which `config` must fit, or build one by it on the devices of the ranks;
+        collective."""
 
         def find() -> tuple[str, Record]:
             records = self.link.state("engines")["engines"]
-            there = _inference_of(records)
-            if there is None:
+            built = _inference_of(records)
+            if built is None:
                 _build(self, records, strategy, config, actor)
                 return INFERENCE, self.link.state("engines")["engines"][INFERENCE]
-            _check_fits(config, *there)
-            return there
+            _check_fits(config, *built)
+            return built
 
         name, record = led(strategy.control, "setup_inference_engine", find)
         return RankReplicas(InferenceEngine.attach(self.link, name, record, strategy.seed), self, strategy)
@@ -103,10 +92,9 @@ class RankSession:
         record: Record | None = self.link.state("engines")["engines"].get(name)
         if record is None or "info" not in record:
             raise StateError(
-                f"the session's engine {name!r} is gone; call strategy.setup_inference_engine(args) again, or "
-                "session.heal() where a worker of it died"
+                f"the session's engine {name!r} is gone: session.heal(), or strategy.setup_inference_engine"
             )
-        return {field: record[field] for field in ("actors", "pids", "info", "methods")}
+        return {field: record[field] for field in ("actors", "pids", "nodes", "info", "methods")}
 
     def refresh(self, control: ControlGroup, engine: Any) -> None:
         """Hold the workers an engine has now (`session.heal()` builds others), all ranks the same; collective."""
@@ -120,43 +108,36 @@ class RankSession:
 
 
 def _inference_of(records: dict[str, Record]) -> tuple[str, Record] | None:
-    """The session's inference engine; None where it has none."""
-    found = {name: record for name, record in records.items() if record.get("kind") == "inference"}
-    if not found:
+    """Return the session's inference engine; None where it has none."""
+    engines = {name: record for name, record in records.items() if record.get("kind") == "inference"}
+    if not engines:
         return None
-    if len(found) > 1 and INFERENCE not in found:
-        raise OptionError(
-            f"the session has the inference engines {', '.join(found)}: call the one that ranks generate with "
-            f"{INFERENCE!r}."
-        )
-    name = INFERENCE if INFERENCE in found else next(iter(found))
-    if "info" not in found[name]:
+    if len(engines) > 1 and INFERENCE not in engines:
+        raise OptionError(f"the session has the engines {', '.join(engines)}: call the one for ranks {INFERENCE!r}.")
+    name = INFERENCE if INFERENCE in engines else next(iter(engines))
+    if "info" not in engines[name]:
         raise StateError(f"the inference engine {name!r} is not built yet; wait for it, then set it up again.")
-    return name, found[name]
+    return name, engines[name]
 
 
 def _check_fits(config: StrategyConfig, name: str, record: Record) -> None:
     """Refuse options that would have to act on an engine that is built already."""
     info = record["info"]
-    has = int(info.get("tensor_parallel_size", 1))
-    if config.engine_tp_size not in (has, default("engine_tp_size")):
-        raise OptionError(
-            f"engine_tp_size={config.engine_tp_size} cannot be honoured: the session's engine {name!r} is built with "
-            f"tensor_parallel_size={has}. Leave it out, or build the session with "
-            f"rb.Inference(tensor_parallel_size={config.engine_tp_size})."
-        )
-    if config.gpu_memory_utilization != default("gpu_memory_utilization"):
-        raise OptionError(
-            f"gpu_memory_utilization={config.gpu_memory_utilization} cannot be honoured: the session's engine {name!r} "
-            "is built already. Leave it out, or build the session with rb.Inference(gpu_memory_utilization="
-            f"{config.gpu_memory_utilization}) (kv_cache_bytes on a host without a GPU)."
-        )
-    wanted, limit = _longest(config), int(info["max_model_len"])
-    if wanted is not None and wanted > limit:
-        raise OptionError(
-            f"prompt_max_len + generate_max_len = {wanted} tokens, and the session's engine {name!r} holds {limit}: "
-            f"lower them, or build the session with rb.Inference(max_model_len={wanted})."
-        )
+    size, limit, longest = int(info.get("tensor_parallel_size", 1)), int(info["max_model_len"]), _longest(config) or 0
+    share = config.gpu_memory_utilization
+    misfits = {
+        f"engine_type={config.engine_type!r}": config.engine_type not in (info.get("executor"), default("engine_type")),
+        f"engine_tp_size={config.engine_tp_size}": config.engine_tp_size not in (size, default("engine_tp_size")),
+        f"gpu_memory_utilization={share}": share != default("gpu_memory_utilization"),
+        f"prompt_max_len + generate_max_len = {longest} tokens": longest > limit,
+    }
+    for option, misfit in misfits.items():
+        if misfit:
+            raise OptionError(
+                f"{option} cannot be honoured: the session's engine {name!r} is built already, with "
+                f"tensor_parallel_size={size} and max_model_len={limit}. Leave it out, or build the session with an "
+                "rb.Inference(…) that says so."
+            )
 
 
 def _longest(config: StrategyConfig) -> int | None:
@@ -166,18 +147,11 @@ def _longest(config: StrategyConfig) -> int | None:
 
 
 def _build(
-    session: RankSession,
-    records: dict[str, Record],
-    strategy: StrategyBase,
-    config: StrategyConfig,
-    actor: Any,
+    session: RankSession, records: dict[str, Record], strategy: StrategyBase, config: StrategyConfig, actor: Any
 ) -> InferenceEngine:
     """Build the session's engine on the devices of its ranks: on GPUs one replica for each group, else one for all."""
     if session.engine == GUESTS:
-        raise StateError(
-            f"session {session.name!r} has no inference engine for a script outside of it to use, and none is built "
-            "on devices that are not the session's: make one in the session first"
-        )
+        raise StateError(f"session {session.name!r} has no inference engine for a script to use: make one in it first")
     trainer = records[session.engine]
     options: dict[str, Any] = {
         "dtype": compute_dtype(actor, strategy) if actor is not None else str(trainer["info"]["dtype"])
@@ -189,14 +163,8 @@ def _build(
         options["gpu_memory_utilization"] = config.gpu_memory_utilization
     elif config.gpu_memory_utilization != default("gpu_memory_utilization"):
         options["kv_cache_bytes"] = int(config.gpu_memory_utilization * psutil.virtual_memory().available)
-    engine = InferenceEngine(
-        _path(config, actor, trainer),
-        config.engine_type,
-        name=INFERENCE,
-        seed=strategy.seed,
-        link=session.link,
-        **options,
-    )
+    path, seed = _path(config, actor, trainer), strategy.seed
+    engine = InferenceEngine(path, config.engine_type, name=INFERENCE, seed=seed, link=session.link, **options)
     return engine.build(
         tensor_parallel_size=config.engine_tp_size,
         data_parallel_size=strategy.world_size // config.engine_tp_size if gpus else 1,
@@ -205,17 +173,18 @@ def _build(
 
 
 def _path(config: StrategyConfig, actor: Any, trainer: Record) -> str:
-    """Of the model to generate with: the script's `pretrain`, else the actor's own, else that of the ranks' module."""
-    known = [config.extra_args.get("pretrain"), getattr(actor, "name_or_path", None)]
+    """Return where the model to generate with lies: the script's `pretrain`, else the actor's own path, else that of
+    the ranks' module."""
+    paths = [config.extra_args.get("pretrain"), getattr(actor, "name_or_path", None)]
     if hasattr(actor, "materialization_source"):
-        known.append(actor.materialization_source())
-    for path in known:
+        paths.append(actor.materialization_source())
+    for path in paths:
         if isinstance(path, str) and path:
             return path
     source = str(trainer["info"].get("source"))  # a folder, or words that say where the weights came from
     if actor is None and Path(source).is_dir():
         return source
     raise OptionError(
-        "an inference engine is to be built and nothing says from which model: give args with pretrain=<folder or hub "
-        "id>, or actor=<a module that knows its path>."
+        "nothing says from which model to build an inference engine: give args with pretrain=<folder or hub id>, or "
+        "actor=<a module that knows its path>."
     )

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from rlbench.data.batches.sequences import as_batch
+from rlbench.data.base.ragged import rows_in_order as rows_in_order
+from rlbench.data.batches.batch import as_batch
 from rlbench.dispatch import views
 from rlbench.dispatch.chain import Chain, Steps
 from rlbench.dispatch.link import shm_prefix
-from rlbench.errors import BuildError, StateError, WeightSyncError
+from rlbench.errors import BuildError, EngineError, StateError, WeightSyncError
 from rlbench.weights.manifest import Manifest, merged
-from rlbench.weights.proof import allowed_gap, largest_gap, probe_tokens
-from rlbench.weights.sync import asked, per_replica, send_while_applying, sync_steps
-from rlbench.weights.transport import Choice, Facts
+from rlbench.weights.probe import Probe
+from rlbench.weights.sync import (
+    allowed_gap,
+    asked,
+    largest_gap,
+    per_replica,
+    replica_logprobs,
+    send_while_applying,
+    sync_steps,
+    synced,
+)
+from rlbench.weights.transport import Choice, Facts, choose
 
 if TYPE_CHECKING:
     from rlbench.engines.inference import InferenceEngine
@@ -27,18 +36,17 @@ PROBE_OPTIONS = {"packing": False, "head": "plain"}
 
 
 def sync_weights(
-    train: TrainEngine, infer: InferenceEngine, version: int | None = None, transport: str | None = None
+    train: TrainEngine,
+    infer: InferenceEngine,
+    version: int | None = None,
+    transport: str | None = None,
+    adapter: int = 1,
 ) -> Chain:
-    """Start a sync; its result is a `Synced`.
-
-    Args:
-        train, infer: both sides.
-        version: what the replicas then hold; None: one more than they hold.
-        transport: "shm", "ipc", "broadcast", or None for the best that works (`rlbench.weights.transport.choose`).
-    """
+    """Start a sync, whose result is a `Synced`; `version`: what the replicas then hold, None: one more than now;
+    `adapter`: number in the replicas of the one that is sent, where it is sent alone."""
 
     def steps() -> Steps:
-        source = EngineSource(train, infer, version)
+        source = EngineSource(train, infer, version, adapter)
         done = yield from sync_steps(source, infer, transport)
         if source.view is not None:
             source.view.close(done)
@@ -48,23 +56,21 @@ def sync_weights(
 
 
 def agreement_steps(train: TrainEngine, infer: InferenceEngine) -> Steps:
-    """Refuse, as soon as both engines are built, a model whose weights could never be synced between them.
-
-    Compares names and shapes of what would be sent, and both sides' log-probs on the probe. Where the two were asked to
-    compute in different dtypes there is nothing to compare, and a sync says so.
-
-    Raises:
-        BuildError: with what differs.
-    """
+    """Refuse, as soon as both engines are built, a model whose weights could never be synced between them: compare
+    names and shapes of what would be sent, and both sides' log-probs on the probe. Where the two were asked to compute
+    in different dtypes there is nothing to compare, and a sync says so."""
     dtype = str(train.info["dtype"])
     if dtype != infer.info["dtype"]:
         return
-    tokens = probe_tokens(int(infer.info["vocab_size"]))
+    probe = Probe.of(infer.info)
     try:
-        layout = yield train.call_all("weight_layout", finish=lambda parts: parts[0], what="comparing names")
-        yield infer.call_all("check_weights", layout, what="comparing names")
-        expected = yield from probe_steps(train, tokens, "comparing log-probs")
-        got = yield infer.call_all("prompt_logprobs", tokens, what="comparing log-probs")
+        layouts = yield train.call_all("weight_layout", what="comparing names")
+        yield infer.call_all("check_weights", layouts[0], what="comparing names")
+        if train.info.get("quantised"):  # the replicas have the weights as they were before: they get the trainer's
+            yield sync_weights(train, infer, 0)
+            return
+        expected = yield from probe_steps(train, probe, "comparing log-probs")
+        got = yield from replica_logprobs(infer, probe, "comparing log-probs")
     except WeightSyncError as error:
         raise BuildError(
             f"the weights of {train.info['architecture']} cannot be brought from the trainer to the replica: {error}"
@@ -78,35 +84,34 @@ def agreement_steps(train: TrainEngine, infer: InferenceEngine) -> Steps:
         )
 
 
-def probe_steps(train: TrainEngine, tokens: list[list[int]], what: str) -> Steps:
+def probe_steps(train: TrainEngine, probe: Probe, what: str) -> Steps:
     """Return the log-probs of each sequence, from its second token on, under a training engine's weights."""
-    return (yield train.call_logprobs(as_batch(tokens), PROBE_OPTIONS, what))
+    return (yield train.call_logprobs(as_batch(probe.tokens, probe.images), PROBE_OPTIONS, what))
 
 
 class EngineSource:
     """Training ranks as their kernel calls them: a `WeightSource`."""
 
-    def __init__(self, train: TrainEngine, infer: InferenceEngine, version: int | None) -> None:
+    def __init__(self, train: TrainEngine, infer: InferenceEngine, version: int | None, adapter: int = 1) -> None:
         self._train, self._infer, self._version = train, infer, version
         need_weights(train)
-        self.dtype = str(train.info["dtype"])
+        self.dtype, self.adapter = str(train.info["dtype"]), adapter if train.info.get("adapted") else 0
         self.view = views.make("sync")
 
     def facts(self) -> list[Facts]:
         return asked(self._train, "sync_facts")
 
-    def logprobs(self, tokens: list[list[int]]) -> Steps:
-        return probe_steps(self._train, tokens, "weight sync")
+    def logprobs(self, probe: Probe) -> Steps:
+        return probe_steps(self._train, probe, "weight sync")
 
-    def stage(self, choice: Choice) -> Steps:
+    def stage(self, choice: Choice, adapter: int) -> Steps:
         prefix = f"{shm_prefix(self._train.link.name)}{self._train.name}"
-        options = {"transport": choice.transport, "prefix": prefix, "ranks": choice.senders}
+        options = {"transport": choice.transport, "prefix": prefix, "ranks": choice.senders, "adapter": adapter}
         what = "weight sync: staging"
-        return (yield self._train.call_all("stage_weights", options, finish=joined, what=what, observer=self.view))
+        return (yield self._train.call_all("stage_weights", options, finish=merged, what=what, observer=self.view))
 
     def announce(self, sender: int, options: dict[str, Any]) -> Steps:
-        what = "weight sync: announcing"
-        return (yield self._train.call_all("announce_weights", options, finish=lambda parts: parts[sender], what=what))
+        return (yield self._train.call_all("announce_weights", options, what="weight sync: announcing"))[sender]
 
     def broadcast(self, manifest: Manifest, workers: list[int]) -> Steps:
         yield Crossing(self._train, self._infer, manifest, workers)
@@ -119,7 +124,8 @@ class EngineSource:
         return max(held) + 1 if self._version is None else self._version
 
     def committed(self, version: int, manifest: Manifest) -> None:
-        if manifest.transport == "shm":  # these files outlive the ranks: what a rebuilt trainer may go on from
+        # these files outlive the ranks: what a rebuilt trainer may go on from, unless its adapters are merged in them
+        if manifest.transport == "shm" and not self.adapter:
             self._train.note_staged(version, asdict(manifest))
 
 
@@ -140,12 +146,8 @@ class Crossing:
         self._sending.stop()
 
     def result(self) -> None:
-        """Wait for both sides.
-
-        Raises:
-            Stopped: stopped before anything was sent; the replicas keep their weights.
-            WeightSyncError: a side failed or died; replicas that had begun refuse to generate until a sync succeeds.
-        """
+        """Wait for both sides. `Stopped` comes before anything was sent; after an error, replicas that had begun refuse
+        to generate until a sync succeeds."""
         error = send_while_applying(self._sending.result, self._applying, self._give_up, self._infer.name)
         if error is not None:
             raise error
@@ -165,21 +167,64 @@ def need_weights(train: TrainEngine) -> None:
         raise StateError(f"the weights of {train.name} are offloaded: {train.name}.cuda('weights') first")
 
 
-def joined(parts: Sequence[Manifest | None]) -> Manifest:
-    """Join what the ranks staged into one manifest; ranks that staged nothing gave None."""
-    return merged([part for part in parts if part is not None])
+def copy_weights(source: TrainEngine, target: TrainEngine, transport: str | None = None) -> Chain:
+    """Start a copy through shared memory; see `TrainEngine.p2p_weight_sync`."""
+    return Chain("weight copy", source.link.held("weight copy", _copy_steps(source, target, transport)))
 
 
-def logprob_rows(parts: list[dict[str, Any]]) -> list[np.ndarray]:
-    """Join the ranks' log-probs in the batch's order."""
-    return rows_in_order(parts)["logprobs"]
+def _copy_steps(source: TrainEngine, target: TrainEngine, transport: str | None) -> Steps:
+    _need_copyable(source, target, transport)
+    probe = Probe.of(source.info)
+    expected = yield from probe_steps(source, probe, "weight copy: proof")
+    begin = time.perf_counter()
+    manifest = yield from _loaded_steps(source, target, 0.0)
+    seconds = time.perf_counter() - begin
+    got = yield from probe_steps(target, probe, "weight copy: proof")
+    gap = largest_gap(expected, [got])
+    wider = max((str(engine.info["dtype"]) for engine in (source, target)), key=allowed_gap)
+    if not gap <= allowed_gap(wider):
+        raise WeightSyncError(
+            f"after the copy the log-probs of {target.name} differ from those of {source.name} by up to {gap:.2g} "
+            f"(allowed: {allowed_gap(wider):g}): both must be of one architecture and config; build {target.name} again"
+        )
+    return synced(None, manifest, "shm", gap, wider, seconds)
 
 
-def rows_in_order(parts: list[dict[str, Any]]) -> dict[str, list[np.ndarray]]:
-    """Join the ranks' per-row `channels` in the batch's order, each row once; by name."""
-    parts = [part for part in parts if len(part["rows"])]
-    rows = np.concatenate([part["rows"] for part in parts]).astype(np.int64)
-    _, first = np.unique(rows, return_index=True)  # a row that was repeated to fill a rank counts once
-    shared = [name for name in parts[0]["channels"] if all(name in part["channels"] for part in parts)]
-    by_name = {name: [values for part in parts for values in part["channels"][name]] for name in shared}
-    return {name: [np.asarray(values[i]) for i in first] for name, values in by_name.items()}
+def average_weights(source: TrainEngine, target: TrainEngine, keep: float) -> Chain:
+    """Start giving an engine without an optimizer the average of its weights, of which it keeps the share `keep`, and
+    the source's."""
+
+    def steps() -> Steps:
+        _need_copyable(source, target, None)
+        yield from _loaded_steps(source, target, keep)
+
+    return Chain("weight average", source.link.held("weight average", steps()))
+
+
+def _loaded_steps(source: TrainEngine, target: TrainEngine, keep: float) -> Steps:
+    """Stage weights in shared memory and have the target load them; returns their manifest."""
+    prefix = f"{shm_prefix(source.link.name)}{source.name}-copy"  # what replicas are given stays, for heal()
+    manifest: Manifest = yield source.call_all(
+        "stage_weights", {"transport": "shm", "prefix": prefix}, finish=merged, what="weight copy: staging"
+    )
+    yield target.call_all("load_staged", asdict(manifest), keep, what="weight copy: loading")
+    yield source.call_all("forget_weights", prefix, what="weight copy")
+    return manifest
+
+
+def _need_copyable(source: TrainEngine, target: TrainEngine, transport: str | None) -> None:
+    """Refuse what cannot be copied; nothing has moved."""
+    if target is source:
+        raise EngineError(f"p2p_weight_sync: {source.name} is itself the target; give another engine")
+    if target.link is not source.link:
+        raise EngineError(f"p2p_weight_sync: {source.name} and {target.name} are in different sessions")
+    if target.info["optimizer"]:
+        raise EngineError(
+            f"p2p_weight_sync: {target.name} trains ({', '.join(target.info['optimizer'])}), and an optimizer's state "
+            "belongs to its weights. Copy into an engine without one, as a reference is"
+        )
+    need_weights(source)
+    need_weights(target)
+    if transport not in (None, "shm"):
+        raise WeightSyncError(f"transport={transport!r}: between training engines there is 'shm'; leave transport out")
+    choose(asked(source, "sync_facts"), asked(target, "sync_facts"), "shm")

@@ -2,38 +2,44 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlbench.data import TrainBatch
 from rlbench.dispatch import by_value
 from rlbench.dispatch.link import Link
 from rlbench.dispatch.pending import Pending
-from rlbench.engines.base import Call, Engine, cores, executor_of
-from rlbench.engines.methods import proxy
-from rlbench.engines.parallel import estimated_bytes, split_call
+from rlbench.engines import redefine as redefining
+from rlbench.engines.base import Engine, Start, cores, executor_of, replicas_for
+from rlbench.engines.inference import InferenceEngine
+from rlbench.engines.parallel import Call, estimated_bytes, split_call
 from rlbench.engines.paths import new_folder
-from rlbench.engines.placement import network_environment
-from rlbench.engines.redefine import Redefining, forget, verbs
+from rlbench.engines.placement import Device, addresses, thread_environment
+from rlbench.engines.sync import copy_weights, rows_in_order, sync_weights
 from rlbench.errors import BuildError, EngineError, MethodError, nearest
 from rlbench.results import ExportedModel
 from rlbench.runtime import cluster
 from rlbench.traces import user_stacklevel
 from rlbench.units import format_bytes
+from rlbench.weights.facts import LOOPBACK
+from rlbench.weights.sync import Synced
 from rlbench.workers.train.namespace import Cell
 
 if TYPE_CHECKING:
-    from rlbench.engines.inference import InferenceEngine
-    from rlbench.weights.sync import Synced
+    from rlbench.workers.train.config import TrainConfig
 
+F = TypeVar("F", bound=Callable[..., Any])
 EXECUTORS = ("fsdp2",)
 WARN_BYTES = 4 << 20
 
 
-class TrainEngine(Redefining, Engine):
+class TrainEngine(Engine):
     """Training ranks around one module.
 
     Args:
@@ -43,7 +49,7 @@ class TrainEngine(Redefining, Engine):
         name: its role in the session.
     """
 
-    KIND = "train"
+    KIND, LABEL = "train", "rank"
     COLLECTIVE = True
     PARTS = ("weights", "optimizer")
 
@@ -51,9 +57,8 @@ class TrainEngine(Redefining, Engine):
         self, module: Any, executor: str = "fsdp2", *, name: str = "actor", link: Link | None = None, **config: Any
     ) -> None:
         executor_of(executor, EXECUTORS, "TrainEngine")
-        super().__init__(name, link)
+        super().__init__(name, link, config)
         self._module = module
-        self._config = config
         self._methods: dict[str, Any] = {}
         self._staged: dict[str, Any] | None = None
         if hasattr(module, "named_parameters"):
@@ -62,8 +67,8 @@ class TrainEngine(Redefining, Engine):
             check_module(module)
         elif module is not None and (not callable(module) or hasattr(module, "convert_tokens_to_ids")):
             raise BuildError(
-                f"TrainEngine wants a module on meta, or a callable that makes one, got {type(module).__name__}. For a "
-                "model by name, rb.Session(name) has a training engine"
+                f"TrainEngine wants a module on meta, or a callable that makes one, got {type(module).__name__}; "
+                "rb.Session takes a model by name"
             )
 
     @classmethod
@@ -74,68 +79,43 @@ class TrainEngine(Redefining, Engine):
         engine._make_methods(record["methods"])
         return engine
 
-    def build(
-        self,
-        *,
-        tensor_parallel_size: int = 1,
-        data_parallel_size: int = -1,
-        colocate_with: Engine | None = None,
-        not_colocate_with: Engine | None = None,
-        allow_colocate: bool = True,
-        pipeline_parallel_size: int = 1,
-        ignore_rebuild_error: bool = False,
-        **config: Any,
-    ) -> TrainEngine:
-        """Start the ranks, materialise the module on them and shard it.
-
-        Args:
-            tensor_parallel_size: ranks the parameters are sharded over (data is split over them as well).
-            data_parallel_size: replicas of that; -1: as many as the devices allow.
-            colocate_with: an engine whose devices to share; it may have another size.
-            not_colocate_with: an engine whose devices to leave alone.
-            allow_colocate: False: devices that no engine of the session shares, now or later.
-            pipeline_parallel_size: 1, there is no other.
-            ignore_rebuild_error: True: where the engine is built already, nothing happens.
-            config: fields of `TrainConfig`, in place of the constructor's.
-
-        Raises:
-            BuildError: built already, more ranks than devices, weights that do not fit the module, …
-        """
-        if self._stays_built(pipeline_parallel_size, ignore_rebuild_error):
-            return self
-        if self._module is None:
-            raise BuildError("TrainEngine has no module to build: TrainEngine(module) takes one on meta")
-        total = cluster.current().devices
-        replicas = max(1, total // max(1, tensor_parallel_size)) if data_parallel_size == -1 else data_parallel_size
-        world = tensor_parallel_size * replicas
+    def _prepared(
+        self, tensor_parallel_size: int, data_parallel_size: int, devices: int, options: dict[str, Any]
+    ) -> tuple[int, Start]:
+        from rlbench.strategies.options.config import ROW_SHARING, need_groups
         from rlbench.workers.train.config import TrainConfig
 
-        options = {"shard_size": tensor_parallel_size, **self._config, **config}
-        chosen = TrainConfig(**options)
+        if self._module is None:
+            raise BuildError("TrainEngine has no module to build: TrainEngine(module) takes one on meta")
+        config = TrainConfig(**{"shard_size": tensor_parallel_size, **options})
+        wide = tensor_parallel_size * config.tensor_parallel
+        world = wide * replicas_for(data_parallel_size, wide, devices)
+        need_groups(config, world)
+        if hasattr(self._module, "parameters"):
+            for parameter in self._module.parameters():  # accelerate notes there how it was made, and unpickling would
+                vars(parameter).pop("requires_grad", None)  # thaw with that what was frozen since
         blob = by_value.dumps(self._module, "module", refusal=BuildError)
-        threads = str(max(1, cores() // world))
-        env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"}
-        env |= network_environment()
-        devices = self._allot(world, colocate_with, not_colocate_with, not allow_colocate)
-        with self._building():
-            self._spawn(
-                "rlbench.workers.train.rank:TrainRank",
-                lambda rank: (rank, world, chosen),
-                devices,
-                [env] * world,
-            )
-            master = self.call("rendezvous", [((), {})] * world, what=f"{self.name}.build").result()[0]
-            infos = self.call_all("build", blob, master, what=f"{self.name}.build", observer=self._say_phase).result()
-        self._info = {k: v for k, v in infos[0].items() if k != "methods"} | {"shard_size": tensor_parallel_size}
-        self._make_methods(infos[0]["methods"])
-        self.link.engine(self.name, {"info": self._info, "methods": infos[0]["methods"], "state": self.status()})
-        self.define_again()
-        return self
+
+        def start(devices: list[Device]) -> dict[str, Any]:
+            what, nodes = f"{self.name}.build", addresses(devices)
+            here = config.local_ranks or max(Counter(nodes).values())
+            env = [thread_environment(max(1, cores() // here), node) for node in nodes]
+            workers = [(rank, world, _on_node(config, here, node, nodes)) for rank, node in enumerate(nodes)]
+            self._spawn("rlbench.workers.train.rank:TrainRank", workers, devices, env)
+            master = self.call_all("rendezvous", what=what).result()[0]
+            infos = self.call_all("build", blob, master, what=what, observer=self._say_phase).result()
+            methods = redefining.define_again(self, infos[0]["methods"])
+            self._make_methods(methods)
+            groups = {name: getattr(config, name) for name in ROW_SHARING}
+            sizes = {"shard_size": tensor_parallel_size, **groups}
+            return infos[0] | sizes | {"methods": methods}
+
+        return world, start
 
     def close(self) -> None:
         """End the ranks and free what they hold; what was redefined is forgotten. Safe to call twice."""
-        if self._actors and not self.link.closed:
-            forget(self)
+        if not self.link.closed:  # also where a redefinition is what kept it from being built
+            redefining.forget(self)
         super().close()
 
     def run(self, fn: Any, *args: Any, **kwargs: Any) -> list[Any]:
@@ -143,23 +123,24 @@ class TrainEngine(Redefining, Engine):
 
         Its globals on a rank are a namespace that stays: `module`, `strategy`, `rank`, `world_size`, and what earlier
         functions put there. `NeedParallel` arguments are split. `fn` may be the path of a script, `run("train.py",
-        args=["--lr", "1e-5"])`: see `run_script`.
+        args=["--lr", "1e-5"])`: see `run_script`; or the text of a cell: see `run_cell`.
         """
-        if is_script(fn):
+        if isinstance(fn, os.PathLike) or (isinstance(fn, str) and fn.endswith(".py") and "\n" not in fn):
             return self.run_script(fn, *args, **kwargs)
+        if isinstance(fn, str):
+            return self.run_cell(fn, *args, **kwargs)
         self._need_built("run")
         blob = by_value.dumps(fn, "run")
-        calls: list[Call] = [((blob, a, k), {}) for a, k in split_call(args, kwargs, self.world_size)]
+        calls = self._split(blob, args, kwargs)
         with self.link.noting(self.name, "run", (fn, *args), kwargs):
             return list(self.call("run", calls, what=f"{self.name}.run").blocking_result())
 
     def run_script(self, path: str | os.PathLike[str], args: Sequence[str] = (), rank: int | None = None) -> list[Any]:
         """Run a Python file on every rank, or on one, as `torchrun` would: what `%ranks train.py …` does.
 
-        It is `__main__` with its own `sys.argv` and `__file__`, can import what lies beside it, and has RANK,
-        LOCAL_RANK and WORLD_SIZE in its environment; the ranks' process group is joined already. `module`, `strategy`,
-        `rank` and `world_size` are among its names, and what it defines stays for the next cell or function. Ctrl-C
-        stops all ranks after the same collective.
+        It is `__main__` with its own `sys.argv` and `__file__`, can import what lies beside it, and has the variables
+        of `torchrun` in its environment; the process group is joined already. `module`, `strategy`, `rank` and
+        `world_size` are among its names, and what it defines stays for the next. Ctrl-C stops all ranks alike.
 
         Args:
             path: of the file, on this machine; modules beside it are read on the ranks' own.
@@ -167,11 +148,8 @@ class TrainEngine(Redefining, Engine):
             rank: of one; it must not ask the others for a collective.
 
         Returns:
-            Per rank the value of its last expression, None where it ends otherwise.
-
-        Raises:
-            RemoteError: with the line of the script; also where it exits with another code than 0. Stopped:
-                interrupted. EngineError: no such file, or rank.
+            Per rank the value of its last expression, None where it ends otherwise. A script that fails, or exits with
+            another code than 0, raises `RemoteError` with its line.
         """
         file = Path(path).expanduser().resolve()
         if not file.is_file():
@@ -186,27 +164,22 @@ class TrainEngine(Redefining, Engine):
 
         Args:
             source: the cell.
-            rank: of one; it must not ask the others for a collective.
-            args: what `sys.argv` holds behind its first entry.
+            rank, args: as of `run_script`.
 
         Returns:
             Per rank the `repr` of the cell's last expression, None where it has none.
-
-        Raises:
-            RemoteError: with the line of the cell. Stopped: interrupted. EngineError: no such rank.
         """
         return self._run_text("run_cell", Cell(source, tuple(map(str, args))), rank, "cell", source)
 
-    def _run_text(self, verb: str, cell: Cell, rank: int | None, what: str, given: str) -> list[Any]:
-        """Run a cell or a script; `given` is what the verb was called with, for the record."""
+    def _run_text(self, verb: str, cell: Cell, rank: int | None, what: str, text: str) -> list[Any]:
+        """Run a cell or a script; `text` is what the verb was called with, for the record."""
         self._need_built(verb)
         if rank is not None and not 0 <= rank < self.world_size:
             raise EngineError(f"{verb}: rank={rank}: {self.name} has ranks 0 to {self.world_size - 1}")
-        calls: list[Call] = [((cell, rank), {})] * self.world_size
         where = f"{self.name} {what}" if rank is None else f"{self.name} {what} on rank {rank}"
         options = ({} if rank is None else {"rank": rank}) | ({"args": list(cell.args)} if cell.args else {})
-        with self.link.noting(self.name, verb, (given,), options):
-            return list(self.call(verb, calls, what=where, track=True).blocking_result())
+        with self.link.noting(self.name, verb, (text,), options):
+            return list(self.call_all(verb, cell, rank, what=where, track=True).blocking_result())
 
     def complete_names(self, text: str) -> list[str]:
         """Names on rank 0 that continue `text`; answers also while a cell runs."""
@@ -219,42 +192,25 @@ class TrainEngine(Redefining, Engine):
             to: replicas; or a training engine without an optimizer, as a reference is, on this host.
             transport: `"shm"` (shared memory of one host), `"ipc"` (CUDA IPC, where every replica's GPU also holds a
                 training rank) or `"broadcast"` (NCCL between GPUs, gloo between CPUs); None: the best that works.
-
-        Returns:
-            `Synced`: `version` (of replicas), `bytes`, `tensors`, `transport`, and `gap`: the largest log-prob
-            difference found.
-
-        Raises:
-            EngineError: `to` is no engine that can take them.
-            WeightSyncError: names or shapes differ, weights could not be staged, sent or applied, the proof failed, or
-                the transport cannot work between these engines.
         """
-        from rlbench.engines.copying import copy_weights
-        from rlbench.engines.sync import sync_weights
-
-        if not isinstance(to, Engine):
+        if not isinstance(to, InferenceEngine | TrainEngine):
             raise EngineError(f"p2p_weight_sync wants an InferenceEngine or a TrainEngine, got {type(to).__name__}")
-        self._need_built("p2p_weight_sync")
-        to._need_built("p2p_weight_sync")
-        chain = (
-            copy_weights(self, to, transport)
-            if isinstance(to, TrainEngine)
-            else sync_weights(self, to, transport=transport)
-        )
-        done: Synced = chain.blocking_result()
-        return done
+        for engine in (self, to):
+            engine._need_built("p2p_weight_sync")
+        if isinstance(to, TrainEngine):
+            return copy_weights(self, to, transport).blocking_result()
+        return sync_weights(self, to, transport=transport).blocking_result()
 
     def call_logprobs(self, batch: TrainBatch, options: dict[str, Any], what: str) -> Pending:
-        """Submit a forward pass over a batch; its result is a row of log-probs for each response.
+        """Submit a forward pass with `PolicyOptions`; its result is a row of log-probs for each response."""
+        return self.call_all(
+            "policy_forward", batch, options, finish=lambda parts: list(rows_in_order(parts)["logprobs"]), what=what
+        )
 
-        Args:
-            batch: over all ranks.
-            options: of `PolicyOptions`.
-            what: for output and errors.
-        """
-        from rlbench.engines.sync import logprob_rows
-
-        return self.call_all("policy_forward", batch, options, finish=logprob_rows, what=what)
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks that rows are split over: those that compute layers together (`tensor_parallel`) are one."""
+        return self.world_size // int(self.info["tensor_parallel"])
 
     @property
     def training(self) -> bool:
@@ -263,15 +219,10 @@ class TrainEngine(Redefining, Engine):
 
     def state_dict(self) -> dict[str, Any]:
         """The module's whole state dict, by its own names, as tensors in this kernel's memory."""
-        parts = self.call_all("whole_state", what=f"{self.name}.state_dict()").result()
-        return dict(parts[0])
+        return dict(self.call_all("whole_state", what=f"{self.name}.state_dict()").result()[0])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Fill the parameters from a dict of whole tensors; the optimizer keeps its state, gradients are dropped.
-
-        Raises:
-            BuildError: missing, left over or mis-shaped tensors.
-        """
+        """Fill the parameters from a dict of whole tensors; the optimizer keeps its state, gradients are dropped."""
         self._load("load_state_dict", dict(state_dict), own_names=True)
 
     def save(self, path: str | Path, dtype: str | None = None) -> ExportedModel:
@@ -282,17 +233,9 @@ class TrainEngine(Redefining, Engine):
         Args:
             path: a folder, new or empty.
             dtype: of the tensors; None: the config's, or what the module is held in.
-
-        Returns:
-            `ExportedModel`: `path`, `bytes`, `files`.
-
-        Raises:
-            CheckpointError: something is there already, or there is no room.
         """
-        place = new_folder(path, f"{self.name}.save")
-        what = f"{self.name}.save()"
-        written: ExportedModel = self.call_all("save_weights", str(place), dtype, what=what, track=True).result()[0]
-        return written
+        place, what = str(new_folder(path, f"{self.name}.save")), f"{self.name}.save()"
+        return self.call_all("save_weights", place, dtype, what=what, track=True).result()[0]
 
     def load(self, path: str | Path) -> None:
         """Fill the parameters from a checkpoint, a folder or a file, through the module's hooks; else as
@@ -302,6 +245,29 @@ class TrainEngine(Redefining, Engine):
     def _load(self, verb: str, source: Any, own_names: bool) -> None:
         with self.link.noting(self.name, verb, (source,), {}):
             self.call_all("load_weights", source, own_names, what=f"{self.name}.{verb}()", track=True).result()
+
+    def redefine(self, cls: type, replace: str | None = None) -> redefining.Redefined:
+        """Put a class in the place of the live one of its name, on every rank; weights, optimizer and random states
+        are not touched, and no constructor or `on_weights_materialized` runs. An unchanged class changes nothing.
+
+        The class may be that of the module itself (its methods are callable at once) or of modules inside it. It
+        survives a `heal()`. Replicas know nothing of it: after a change of `forward` they compute something else. Where
+        it would not fit the module it is refused, and no rank is changed.
+
+        Args:
+            cls: with everything it uses of the notebook and of local modules, by value.
+            replace: name of the class it takes the place of, where that has another one.
+        """
+        return redefining.redefine(self, cls, replace)
+
+    def method(self, fn: F) -> F:
+        """Decorator: add a function to the live module as a method, or replace the method of its name.
+
+        It is callable as `engine.name(…)` at once, keeps being so when the class is redefined without such a method,
+        and gives the function back. `super()` without arguments does not work in it.
+        """
+        redefining.add_method(self, fn)
+        return fn
 
     def note_staged(self, version: int, manifest: dict[str, Any]) -> None:
         """Put on record what lies staged in shared memory; the layout only where it changed: it is journalled."""
@@ -322,12 +288,10 @@ class TrainEngine(Redefining, Engine):
         if name in methods:
             return methods[name]
         if not self.__dict__.get("_actors"):
-            raise MethodError(
-                f"{name!r}: the engine is not built; call build(…) first, its module's methods come with it"
-            )
+            raise MethodError(f"{name!r}: the engine is not built; its module's methods come with build(…)")
+        alike = nearest(name, [*methods, *redefining.verbs(self)])
         raise MethodError(
-            f"the module of engine {self.name!r} has no method {name!r}{nearest(name, [*methods, *verbs(self)])}; "
-            f"it has {', '.join(methods)}"
+            f"the module of engine {self.name!r} has no method {name!r}{alike}; it has {', '.join(methods)}"
         )
 
     def __dir__(self) -> list[str]:
@@ -343,27 +307,59 @@ class TrainEngine(Redefining, Engine):
                 "cannot be called by them; rename them",
                 stacklevel=user_stacklevel(),
             )
-        self._methods = {info["name"]: proxy(info, self._caller(info["name"])) for info in infos}
+        self._methods = {info["name"]: _proxy(info, self._caller(info["name"])) for info in infos}
 
-    def _caller(self, name: str) -> Any:
+    def _split(self, what: str | bytes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call]:
+        """Return the arguments with which each rank calls the method, or function, `what`."""
+        slices, together = self.info["sequence_parallel"], self.info["tensor_parallel"]
+        parts, tokens = split_call(args, kwargs, self.world_size, slices, together)
+        return [((what, a, k, tokens), {}) for a, k in parts]
+
+    def _caller(self, name: str) -> Callable[..., list[Any]]:
         def call(*args: Any, **kwargs: Any) -> list[Any]:
+            weight = estimated_bytes([args, kwargs])
+            if weight > WARN_BYTES:
+                warnings.warn(
+                    f"the arguments of {self.name}.{name} weigh about {format_bytes(weight)} and are copied to the "
+                    "ranks: send a path and read the data in a method of your module, or mark rows with NeedParallel",
+                    stacklevel=user_stacklevel(),
+                )
+            calls = self._split(name, args, kwargs)
             with self.link.noting(self.name, name, args, kwargs):
-                return list(self._user_call(name, args, kwargs).blocking_result())
+                return list(self.call("call_method", calls, what=f"{self.name}.{name}").blocking_result())
 
         return call
 
-    def _user_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending:
-        weight = estimated_bytes([args, kwargs])
-        if weight > WARN_BYTES:
-            warnings.warn(
-                f"the arguments of {self.name}.{name} weigh about {format_bytes(weight)} and are copied to the ranks: "
-                "send a path and read the data in a method of your module, or mark rows with NeedParallel",
-                stacklevel=4,
-            )
-        calls: list[Call] = [((name, a, k), {}) for a, k in split_call(args, kwargs, self.world_size)]
-        return self.call("call_method", calls, what=f"{self.name}.{name}")
+
+def _on_node(config: TrainConfig, local_ranks: int, node: str, nodes: Sequence[str]) -> TrainConfig:
+    """Return the options of a rank on `node`: where there are several `nodes`, loopback gives way to its address."""
+    if len(set(nodes)) == 1:
+        return config
+    apart = config.host == LOOPBACK and cluster.network_interface() is None
+    return replace(config, local_ranks=local_ranks, host=node if apart else config.host)
 
 
-def is_script(given: Any) -> bool:
-    """Whether what `run` is given is the path of a Python file; other text is a cell's."""
-    return isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".py") and "\n" not in given)
+def _proxy(info: dict[str, Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function that calls the method on the ranks and looks like it to `help()` and completion."""
+    signature = _signature(info["signature"])
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        if signature is not None:
+            signature.bind(*args, **kwargs)  # a wrong argument is an error here, not on the ranks
+        return call(*args, **kwargs)
+
+    method.__name__ = method.__qualname__ = info["name"]
+    method.__doc__ = info["doc"] or f"{info['name']}{info['signature']}, on every rank; returns one result per rank."
+    if signature is not None:
+        method.__signature__ = signature  # type: ignore[attr-defined]
+    return method
+
+
+def _signature(text: str) -> inspect.Signature | None:
+    """Parse a signature's text; None where a default cannot be written as source (any call is then let through)."""
+    namespace: dict[str, Any] = {}
+    try:
+        exec(f"from __future__ import annotations\ndef f{text}: ...", namespace)
+    except (SyntaxError, NameError):
+        return None
+    return inspect.signature(namespace["f"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from typing import Any
 
@@ -11,7 +10,6 @@ import numpy as np
 from rlbench.data import Rollouts
 from rlbench.data.rollouts.jobs import EnvJob
 from rlbench.dispatch import by_value
-from rlbench.envs.hook import Hook, from_hook
 from rlbench.envs.protocol import check_env
 from rlbench.errors import DataError
 from rlbench.traces import remember
@@ -22,58 +20,42 @@ what the model's length holds); seconds one `reset` or `step` may take (None: fo
 
 
 def split_options(env: Any, sampling: dict[str, Any]) -> tuple[EnvJob | None, dict[str, Any]]:
-    """The environment on its way to the replicas, and the sampling options alone.
-
-    Raises:
-        DataError: no environment, a wrong option, or an option without an environment.
-    """
-    given = {name: sampling[name] for name in TURN_OPTIONS if name in sampling}
-    rest = {name: value for name, value in sampling.items() if name not in given}
+    """Return the environment on its way to the replicas, and the sampling options alone."""
+    own = {name: sampling[name] for name in TURN_OPTIONS if name in sampling}
+    rest = {name: value for name, value in sampling.items() if name not in own}
     if env is None:
-        if given:
-            raise DataError(f"{', '.join(given)} would have no effect: turns need an environment, env=…")
+        if own:
+            raise DataError(f"{', '.join(own)} would have no effect: turns need an environment, env=…")
         return None, rest
     check_env(env)
-    options = TURN_OPTIONS | given
-    for name, kind in (("max_turns", int), ("max_total_tokens", int), ("env_timeout_s", (int, float))):
-        value = options[name]
-        if value is None and name != "max_turns":
-            continue
-        if not isinstance(value, kind) or isinstance(value, bool) or not value > 0:  # type: ignore[arg-type]
+    options: dict[str, Any] = TURN_OPTIONS | own
+    for name, value in options.items():
+        kind = int | float if name == "env_timeout_s" else int
+        wrong = not isinstance(value, kind) or isinstance(value, bool) or not value > 0
+        if wrong and (value is not None or name == "max_turns"):
             raise DataError(f"{name}={value!r}: wanted a number above 0")
-    blob = by_value.dumps(env, "env", "the replicas", DataError)
-    return EnvJob(blob, options["max_turns"], options["max_total_tokens"], options["env_timeout_s"]), rest  # type: ignore[arg-type]
-
-
-def hook_env(hook: Hook, env: Any, sampling: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A `post_generation_hook` as environment, and the options of the call: the hook alone ends its samples."""
-    if env is not None:
-        raise DataError("env and post_generation_hook both say what follows a turn: give one of them")
-    return from_hook(hook), {"max_turns": sys.maxsize} | sampling
+    return EnvJob(by_value.dumps(env, "env", "the replicas", DataError), *options.values()), rest
 
 
 def failed_in_env(rollouts: Rollouts) -> np.ndarray:
-    """(N,) bool: ended by an error in the environment."""
+    """Return (N,) bool: ended by an error in the environment."""
     failed = np.zeros(rollouts.samples, bool)
     failed[[error.sample for error in rollouts.env_errors if error.ended]] = True
     return failed
 
 
 def tell_env_errors(rollouts: Rollouts) -> None:
-    """Say in one line what the environment's code raised.
-
-    Raises:
-        DataError: it ended every sample; names the user's line of the first.
-    """
+    """Say in one line what the environment's code raised; where it ended every sample, raise that with the user's line
+    of the first."""
     errors = rollouts.env_errors
     if not errors:
         return
     ended = [error for error in errors if error.ended]
     if rollouts.samples and len({error.sample for error in ended}) == rollouts.samples:
         first = ended[0]
-        shown = DataError(f"the environment failed for all {rollouts.samples} completions: {first}")
-        shown.user_line, shown.full_traceback = first.line, remember(first.traceback)
-        raise shown
+        failure = DataError(f"the environment failed for all {rollouts.samples} completions: {first}")
+        failure.user_line, failure.full_traceback = first.line, remember(first.traceback)
+        raise failure
     remember((ended or errors)[0].traceback)
     counts = [f"{len(ended)} of {rollouts.samples} completions were ended by the environment's errors"] if ended else []
     if rest := len(errors) - len(ended):

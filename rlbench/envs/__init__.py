@@ -1,13 +1,17 @@
 """What a completion meets: environments and tools, turn by turn. See `rlbench.envs.protocol` for how to write one."""
 
 from rlbench.envs.hook import IndexedGenerationHistory, from_hook
+from rlbench.envs.mcp_tools import mcp
 from rlbench.envs.openenv import from_openenv
+from rlbench.envs.policy import Policy
 from rlbench.envs.protocol import Env, Step, Turn
+from rlbench.envs.sandbox import sandbox
 from rlbench.envs.tools import ToolCall, ToolEnv, find_calls, tools
 
 __all__ = [
     "Env",
     "IndexedGenerationHistory",
+    "Policy",
     "Step",
     "ToolCall",
     "ToolEnv",
@@ -15,5 +19,7 @@ __all__ = [
     "find_calls",
     "from_hook",
     "from_openenv",
+    "mcp",
+    "sandbox",
     "tools",
 ]

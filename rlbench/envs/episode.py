@@ -1,18 +1,16 @@
-"""One sample that meets an environment: its tokens turn by turn, what each was, and what the environment said.
-
-It has no engine, thread or clock: the replica feeds it sampled tokens and answers, and asks what comes next.
-"""
+"""One sample that meets an environment: its tokens turn by turn, what each was, and what the environment said."""
 
 from __future__ import annotations
 
 import json
+import math
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlbench.data.prompts.prompt import Prompt
-from rlbench.envs.bridge import bridged, is_chat, opened
+from rlbench.data.prompts.prompt import Prompt, is_chat
+from rlbench.envs.bridge import bridged, opened
 from rlbench.envs.protocol import Message, Observation, Step, Turn
 from rlbench.errors import DataError
 from rlbench.traces import user_line
@@ -20,22 +18,17 @@ from rlbench.traces import user_line
 
 @dataclass(frozen=True)
 class Limits:
-    """`model_len`: tokens of prompt and response together; `turns`; `total`: response tokens, or None."""
+    """How far a sample may go."""
 
-    model_len: int
+    model_len: int  # tokens of prompt and response together
     turns: int
-    total: int | None
+    total: int | None  # response tokens
     vocabulary: int
 
 
 @dataclass(eq=False)
 class Episode:
-    """A sample under way.
-
-    `tokens`, `logprobs`, `mask` and `turns` are flat over the response: sampled tokens (mask True, the sampler's
-    log-prob) and observed ones (mask False, 0.0), with the number of the turn each belongs to; an observation belongs
-    to the turn that it answers. `opening`: tokens of the first request.
-    """
+    """A sample under way; `tokens` to `turns` are flat over the response, of sampled tokens and observed ones (0.0)."""
 
     prompt: Prompt
     prompt_ids: list[int]
@@ -44,7 +37,7 @@ class Episode:
     tokenizer: Any
     decode: Callable[[list[int]], str]
     env: Any = None
-    opening: list[int] = field(default_factory=list)
+    opening: list[int] = field(default_factory=list)  # of the first request
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
@@ -60,24 +53,16 @@ class Episode:
     _said: bool = False
     _chat: list[Message] | None = None
 
-    # --- the environment's calls, on any thread ------------------------------------------
-
     def begin(self) -> Any:
-        """Make the environment and reset it; gives what `reset` gives."""
+        """Make the environment and reset it, on any thread; return what `reset` gives."""
         self.env = self.make()
         reset = getattr(self.env, "reset", None)
         return None if reset is None else reset(self.prompt)
 
-    def answer(self, turn: Turn) -> Any:
-        """The environment's step."""
-        return self.env.step(turn)
-
     def close(self) -> Any:
-        """The environment's close, where it has one."""
+        """Close the environment, where it can be; on any thread."""
         close = getattr(self.env, "close", None)
         return None if close is None else close()
-
-    # --- what follows from them ----------------------------------------------------------
 
     @property
     def context(self) -> list[int]:
@@ -92,42 +77,36 @@ class Episode:
 
     def opened(self, observation: Observation) -> bool:
         """Take what `reset` gave; False where it leaves no room to sample, which ends the sample."""
-        role = _role(self.env)
-        opening, said = opened(self.tokenizer, self.prompt, self.prompt_ids, observation, role)
-        self._check(opening)
+        opening, said = opened(self.tokenizer, self.prompt, self.prompt_ids, observation, _role(self.env))
         self.opening = self.prompt_ids
-        if not self._fits(len(opening) - len(self.opening), "reset"):
+        if not self._fits(opening, len(opening) - len(self.opening), "reset"):
             return False
         self.opening = opening
         self.messages += said
-        if is_chat(self.prompt):
-            self._chat = [*self.prompt.content, *said]  # type: ignore[list-item]
+        if is_chat(self.prompt.content):
+            self._chat = [*self.prompt.content, *said]
         return True
 
-    def sampled(self, ids: list[int], logprobs: list[float]) -> None:
-        """Take sampled tokens, in the parts they come in."""
+    def extend(self, ids: list[int], logprobs: list[float], sampled: bool = True) -> None:
+        """Take tokens, sampled ones in the parts they come in."""
         self.tokens += ids
         self.logprobs += logprobs
-        self.mask += [True] * len(ids)
+        self.mask += [sampled] * len(ids)
         self.turns += [self.number] * len(ids)
 
     def turn(self, finish: str) -> Turn:
         """Close the turn that was sampled: what the environment is asked."""
         ids, text = self._say()
-        whole = list(self.messages) if not is_chat(self.prompt) else [*self.prompt.content, *self.messages]
-        return Turn(
-            self.number, text, ids, finish, self.number + 1 >= self.limits.turns, self.prompt, whole, self.context
-        )  # type: ignore[arg-type]
+        before, last = self.prompt.content, self.number + 1 >= self.limits.turns
+        messages = [*(before if is_chat(before) else ()), *self.messages]
+        return Turn(self.number, text, ids, finish, last, self.prompt, messages, self.context)
 
     def stepped(self, step: Any, finish: str, ended: bool) -> bool:
-        """Take the answer to a turn that ended by `finish`; True where another turn is to be sampled.
-
-        `ended` says that the turn's last token was an end token.
-        """
+        """Take the answer to a turn that ended by `finish`, with an end token or not; whether another one follows."""
         step = _checked(step)
         self.rewards.append(float("nan") if step.reward is None else float(step.reward))
         info = dict(step.info)
-        self.errors += [{**found, "turn": self.number, "ended": False} for found in plain(info.pop("errors", []))]
+        self.errors += [{**facts, "turn": self.number, "ended": False} for facts in plain(info.pop("errors", []))]
         self.steps.append({str(name): plain(value) for name, value in info.items()})
         if step.done or self.number + 1 >= self.limits.turns:
             self.finish = finish
@@ -136,28 +115,19 @@ class Episode:
             if step.observation is not None:
                 self.notes["last_observation"] = plain(step.observation)
             return False
-        role = _role(self.env)
-        ids, said = bridged(self.tokenizer, self._chat, step.observation, role, ended, self.tokens[-1])
-        self._check(ids)
-        if not self._fits(len(ids), "step"):
+        ids, said = bridged(self.tokenizer, self._chat, step.observation, _role(self.env), ended, self.tokens[-1])
+        if not self._fits(ids, len(ids), "step"):
             return False
-        self.tokens += ids
-        self.logprobs += [0.0] * len(ids)
-        self.mask += [False] * len(ids)
-        self.turns += [self.number] * len(ids)
+        self.extend(ids, [0.0] * len(ids), sampled=False)
         self.number += 1
         self.messages += said
         self._start, self._said = len(self.tokens), False
         return True
 
     def failed(self, where: str, error: BaseException) -> None:
-        """End the sample for an error in the environment's code; its finished turns stay."""
-        self.errors.append({**error_facts(error, where), "turn": self.number, "ended": True})
-        self.finish = "abort"
-
-    def failed_to_close(self, error: BaseException) -> None:
-        """Note what the environment's `close` raised; the sample is as it was."""
-        self.errors.append({**error_facts(error, "close"), "turn": self.number, "ended": False})
+        """Note an error in the environment's code; but for one of `close` it ends the sample."""
+        self.errors.append({**error_facts(error, where), "turn": self.number, "ended": where != "close"})
+        self.finish = self.finish if where == "close" else "abort"
 
     def stopped(self) -> None:
         """End the sample for an interrupt: what it has, a turn half said too, stays."""
@@ -174,35 +144,30 @@ class Episode:
     @property
     def info(self) -> dict[str, Any]:
         """What `rollouts.infos` holds of the sample, as JSON types."""
-        found: dict[str, Any] = {"turns": len(self.turn_rewards), "messages": plain(self.messages), "steps": self.steps}
-        return found | self.notes | ({"errors": self.errors} if self.errors else {})
+        facts = {"turns": len(self.turn_rewards), "messages": plain(self.messages), "steps": self.steps, **self.notes}
+        return facts | ({"errors": self.errors} if self.errors else {})
 
     def _say(self) -> tuple[list[int], str]:
-        """Put the turn's sampled tokens among the messages; the tokens and their text."""
+        """Put the turn's sampled tokens among the messages; return them and their text."""
         ids = self.tokens[self._start :]
         text = self.decode(ids)
         self.messages.append({"role": "assistant", "content": text})
         self._said = True
         return ids, text
 
-    def _fits(self, more: int, where: str) -> bool:
+    def _fits(self, ids: list[int], more: int, where: str) -> bool:
+        wrong = [t for t in ids if not 0 <= t < self.limits.vocabulary]
+        if wrong:
+            raise DataError(f"observed token id {wrong[0]} is outside of the vocabulary of {self.limits.vocabulary}")
         if self.room > more:
             return True
         self.finish = "length"
         self.notes["no_room"] = {"after": where, "observation_tokens": more, "room": max(self.room, 0)}
         return False
 
-    def _check(self, ids: list[int]) -> None:
-        wrong = [t for t in ids if not 0 <= t < self.limits.vocabulary]
-        if wrong:
-            raise DataError(
-                f"the observation holds token id {wrong[0]}, outside of the model's vocabulary of "
-                f"{self.limits.vocabulary}"
-            )
-
 
 def error_facts(error: BaseException, where: str) -> dict[str, Any]:
-    """An error as JSON types: `where` (`"reset"`, `"step"`, `"tool NAME"`), kind, message, user's line, traceback."""
+    """Describe an error raised in `where` (`"reset"`, `"step"`, `"tool NAME"`) by JSON types."""
     line = user_line(error)
     return {
         "where": where,
@@ -214,7 +179,7 @@ def error_facts(error: BaseException, where: str) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """The same in JSON types; what JSON has no form for becomes its repr."""
+    """Return the same in JSON types; what JSON has no form for becomes its repr."""
     try:
         return json.loads(json.dumps(value, default=repr))
     except (TypeError, ValueError, RecursionError):  # keys that are no texts, cycles
@@ -235,13 +200,10 @@ def _checked(step: Any) -> Step:
         )
     if not isinstance(step.info, Mapping):
         raise DataError(f"step()'s info is {type(step.info).__name__}: wanted a dict")
-    if step.reward is not None and not _finite(step.reward):
+    try:
+        finite = step.reward is None or math.isfinite(step.reward)
+    except (TypeError, ValueError):
+        finite = False
+    if not finite:
         raise DataError(f"step() gave the reward {step.reward!r:.60}: wanted a finite number, or None for none")
     return step
-
-
-def _finite(value: Any) -> bool:
-    try:
-        return abs(float(value)) < float("inf")
-    except (TypeError, ValueError):
-        return False

@@ -1,11 +1,4 @@
-"""Environments of the OpenEnv library (`pip install openenv`), in this process or on a server.
-
-    env = rb.envs.from_openenv("http://localhost:8000", action=lambda turn: {"message": turn.text})
-    env = rb.envs.from_openenv(MyEnvironment, action=lambda turn: MyAction(message=turn.text))
-
-An OpenEnv environment is `reset()` and `step(action)` with an observation, a reward and `done`; what is left to say is
-how a completion becomes an action, and what of an observation the policy reads.
-"""
+"""Environments of the OpenEnv library (`pip install openenv`), in this process or on a server."""
 
 from __future__ import annotations
 
@@ -15,13 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlbench.data.base.optional import needed
+from rlbench.data.base.drawing import needed
 from rlbench.data.prompts.prompt import Prompt
 from rlbench.envs.protocol import Env, Observation, Step, Turn
 from rlbench.errors import DataError
 
-OWN = ("reward", "done", "metadata")
-"""Fields of an observation that are not for the policy."""
+OWN = ("reward", "done", "metadata")  # fields of an observation that are not for the policy
 
 
 def from_openenv(
@@ -32,16 +24,15 @@ def from_openenv(
     reset: Callable[[Prompt], Mapping[str, Any]] | None = None,
     role: str | None = "user",
 ) -> OpenEnvAdapter:
-    """An environment from one of OpenEnv.
+    """Make an environment of one of OpenEnv: `from_openenv("http://…", action=lambda turn: {"message": turn.text})`.
 
     Args:
         source: a server's address (each sample has a session of its own there), or a class or function that makes an
             `Environment` or an `EnvClient`.
-        action: a turn to what the environment's `step` takes; for an address, a dict. What it raises ends the sample.
-        observe: an observation (an object, for an address a dict) to what the policy reads; None: its one text field,
-            or all its fields as JSON, without reward, done and metadata.
-        reset: a prompt to the keyword arguments of the environment's `reset`; None: no arguments. What the environment
-            observes on `reset` is put behind the prompt.
+        action: turns a turn into what the environment's `step` takes; for an address, a dict.
+        observe: turns an observation (for an address a dict) into what the policy reads; None: its one text field, or
+            all its fields as JSON, without reward, done and metadata.
+        reset: turns a prompt into keyword arguments of the environment's `reset`; None: no arguments.
         role: of the messages that observations become in a chat.
     """
     if isinstance(source, str):
@@ -67,16 +58,16 @@ class OpenEnvAdapter(Env):
         return f"from_openenv({name!r})"
 
     def reset(self, prompt: Prompt) -> Any:
-        """Make the environment, or open a session; gives what it observes."""
+        """Make the environment, or open a session; return what it observes."""
         arguments = dict(self.arguments(prompt)) if self.arguments else {}
         if isinstance(self.source, str):
             self.inner = needed("openenv", "rb.envs.from_openenv(address)").GenericEnvClient(base_url=self.source)
         else:
             self.inner = self.source()
-        return self._called(lambda: self.inner.reset(**arguments), lambda result: self.observe(_observation(result)))
+        return self._called(lambda: self.inner.reset(**arguments), self._observed)
 
     def step(self, turn: Turn) -> Any:
-        """Act, and observe; gives a `Step`."""
+        """Act, and observe; return a `Step`."""
         action = self.action(turn)
         return self._called(lambda: self.inner.step(action), self._stepped)
 
@@ -85,15 +76,20 @@ class OpenEnvAdapter(Env):
         return None if self.inner is None else self._called(lambda: self.inner.close(), lambda result: None)
 
     def _called(self, call: Callable[[], Any], then: Callable[[Any], Any]) -> Any:
-        """A session is asked from the event loop; an environment in this process computes on the thread it is on."""
+        """Ask a session from the event loop; an environment in this process computes on the thread it is on."""
         if isinstance(self.source, str):
             return _awaited(call, then)
         value = call()
         return _awaited(lambda: value, then) if inspect.isawaitable(value) else then(value)
 
+    def _observed(self, result: Any) -> Observation:
+        """Read what a client gives (a result with an observation in it), or an environment (the observation itself)."""
+        within = hasattr(result, "observation") and hasattr(result, "done")
+        return self.observe(result.observation if within else result)
+
     def _stepped(self, result: Any) -> Step:
-        reward = result.reward
-        return Step(self.observe(_observation(result)), None if reward is None else float(reward), bool(result.done))
+        reward = None if result.reward is None else float(result.reward)
+        return Step(self._observed(result), reward, bool(result.done))
 
 
 async def _awaited(call: Callable[[], Any], then: Callable[[Any], Any]) -> Any:
@@ -102,20 +98,11 @@ async def _awaited(call: Callable[[], Any], then: Callable[[Any], Any]) -> Any:
 
 
 def observed(observation: Any) -> Observation:
-    """An observation as text: its one text field, else all fields as JSON, without reward, done and metadata.
-
-    None where nothing is left.
-    """
-    if isinstance(observation, Mapping):
-        fields = observation
-    else:
+    """Return an observation as text: its one text field, else all fields as JSON; None where there are none."""
+    fields = observation
+    if not isinstance(observation, Mapping):
         fields = observation.model_dump() if hasattr(observation, "model_dump") else vars(observation)
     shown = {name: value for name, value in fields.items() if name not in OWN}
     if len(shown) == 1 and isinstance(text := next(iter(shown.values())), str):
         return text or None
     return json.dumps(shown, ensure_ascii=False, default=str) if shown else None
-
-
-def _observation(result: Any) -> Any:
-    """A client gives a result with an observation in it, an environment the observation itself."""
-    return result.observation if hasattr(result, "observation") and hasattr(result, "done") else result

@@ -10,13 +10,12 @@
 
     rollouts = session.rollout(prompts, n=8, env=Guess(), max_turns=4, max_tokens=32)
 
-`reset` and `step` may be `async def`. They run on the replica beside the thread that generates, so other samples go on
-meanwhile: plain ones on threads, async ones on one event loop, which they must not block. Calls of one environment
-never overlap, but may come from different threads.
+`reset` and `step` may be `async def`, for one event loop that they must not block; plain ones run on threads.
 """
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import inspect
 from collections.abc import Callable, Mapping
@@ -35,33 +34,27 @@ Observation: TypeAlias = str | list[Message] | list[int] | None
 
 @dataclass(frozen=True)
 class Turn:
-    """What the policy said, and all there was before.
+    """What the policy said, and all there was before."""
 
-    `number`: of the turn, from 0. `text`: of the tokens sampled in it, `token_ids` those tokens, the end token
-    included. `finish_reason`: `"stop"` or `"length"`. `last`: no turn can follow (`max_turns`). `messages`: the
-    conversation so far, those of a chat prompt first, this turn's last. `context`: every token id so far: prompt,
-    sampled and observed ones.
-    """
-
-    number: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    last: bool
+    number: int  # from 0
+    text: str  # of the tokens sampled in it
+    token_ids: list[int]  # those tokens, the end token included
+    finish_reason: str  # "stop" or "length"
+    last: bool  # no turn can follow (`max_turns`)
     prompt: Prompt
-    messages: list[Message]
-    context: list[int]
+    messages: list[Message]  # the conversation so far, those of a chat prompt first, this turn's last
+    context: list[int]  # every token id so far: prompt, sampled and observed ones
 
 
 @dataclass(frozen=True)
 class Step:
     """An environment's answer to a turn.
 
-    `observation`: what the policy sees next. Text becomes a message of the environment's `role` in a chat, and stands
-    right behind the sampled tokens where the prompt is text or token ids or the role is None; messages need a chat;
-    token ids go in as they are; None lets the policy go on. It is never trained on. `reward`: of this turn, None for
-    none. `done`: the sample is over; a last observation then only shows in its info. `info`: JSON types, kept per turn
-    (what JSON has no form for, as its repr); a list `errors` in it, made by `error_facts`, is shown among the errors.
+    `observation`: what the policy sees next, never trained on. Text becomes a message of the environment's `role` in a
+    chat, and stands right behind the sampled tokens where the prompt is text or token ids or the role is None; messages
+    need a chat; token ids go in as they are; None lets the policy go on. `reward`: of this turn. `done`: the sample is
+    over; a last observation then only shows in its info. `info`: JSON types, kept per turn (else as their repr); a list
+    `errors` in it, made by `error_facts`, is shown among the errors.
     """
 
     observation: Observation = None
@@ -71,13 +64,9 @@ class Step:
 
 
 class Env:
-    """Base of environments; anything with a `step` will do.
+    """Base of environments; anything with a `step` will do."""
 
-    `role`: of the messages that text observations become in a chat; None puts the text right behind the sampled tokens,
-    inside the assistant's message.
-    """
-
-    role: str | None = "user"
+    role: str | None = "user"  # of the messages that texts become in a chat; None: they stand inside the assistant's
 
     def reset(self, prompt: Prompt) -> Any:
         """Begin a sample. What it returns, an observation as in `Step`, is put behind the prompt."""
@@ -92,9 +81,13 @@ class Env:
         return None
 
 
-async def awaited(value: Any) -> Any:
-    """What an awaitable gives."""
-    return await value
+def resolved(value: Any) -> Any:
+    """Return a value, or what it gives where it can be awaited; for threads without an event loop."""
+
+    async def awaited() -> Any:
+        return await value
+
+    return asyncio.run(awaited()) if inspect.isawaitable(value) else value
 
 
 def check_env(env: Any) -> None:
@@ -108,18 +101,19 @@ def check_env(env: Any) -> None:
 
 
 def unpacked(blob: bytes) -> Callable[[], Any]:
-    """Return what makes one environment per sample. Raises DataError where it cannot be loaded here."""
+    """Return what makes one environment per sample."""
     try:
         with user_code():
             env = cloudpickle.loads(blob)
     except Exception as error:
         raise DataError(f"env cannot be loaded on the replica: {type(error).__name__}: {error}") from error
-    if isinstance(env, type) or not hasattr(env, "step"):
-        return lambda: _with_step(env())
-    return lambda: copy.deepcopy(env)
 
+    def make() -> Any:
+        if not isinstance(env, type) and hasattr(env, "step"):
+            return copy.deepcopy(env)
+        made = env()
+        if not callable(getattr(made, "step", None)):
+            raise DataError(f"env() gave {type(made).__name__}, which has no step(turn)")
+        return made
 
-def _with_step(env: Any) -> Any:
-    if inspect.isawaitable(env) or not callable(getattr(env, "step", None)):
-        raise DataError(f"env() gave {type(env).__name__}, which has no step(turn)")
-    return env
+    return make

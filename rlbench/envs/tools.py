@@ -1,22 +1,11 @@
 """Tools as an environment: calls are found in what the policy says, executed, and answered.
 
-    def calculator(expression: str) -> float: ...
-
-    env = rb.envs.tools({"calculator": calculator}, reward=lambda turn: float(turn.text.strip() == turn.prompt.label))
-
-Two formats are understood, the second as Qwen and Hermes models write it:
-
-    <tool>calculator(1+2)</tool>
-    <tool_call>{"name": "calculator", "arguments": {"expression": "1+2"}}</tool_call>
-
-What the policy says is data: a call reaches only the functions given here, with texts and JSON values as arguments, and
-nothing of it is ever evaluated. What a function does with them is its own affair.
+What the policy says is data: a call reaches only these functions, with texts and JSON values; nothing is evaluated.
 """
 
 from __future__ import annotations
 
 import ast
-import asyncio
 import inspect
 import json
 import re
@@ -25,28 +14,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlbench.envs.episode import error_facts
-from rlbench.envs.protocol import Env, Step, Turn, awaited
+from rlbench.envs.protocol import Env, Step, Turn, resolved
 from rlbench.errors import DataError, nearest
 from rlbench.user_code import user_code
 
-TAG = re.compile(r"<tool>\s*([A-Za-z_]\w*)\s*\((.*?)\)\s*</tool>", re.DOTALL)
+NAME = re.compile(r"[A-Za-z_]\w*")
+TAG = re.compile(rf"<tool>\s*({NAME.pattern})\s*\((.*?)\)\s*</tool>", re.DOTALL)
 JSON = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-MOST_CALLS = 16
-"""Calls of one turn that are executed."""
-LONGEST_RESULT = 8000
-"""Characters of a result; what is beyond is cut, and said to be."""
+MOST_CALLS = 16  # of one turn
+LONGEST_RESULT = 8000  # characters
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call found in a completion. `arguments`: by name, or one text for a function of one parameter, or a list.
-
-    `problem`: why it cannot be executed, for the policy to read; empty where it can.
-    """
+    """A call found in a completion."""
 
     name: str
-    arguments: Mapping[str, Any] | list[Any] | str
-    problem: str = ""
+    arguments: Mapping[str, Any] | list[Any] | str  # by name, a list, or one text
+    problem: str = ""  # why it cannot be executed, for the policy to read
 
 
 Parser = Callable[[str], Iterable[ToolCall]]
@@ -59,33 +44,34 @@ def tools(
     reward: Callable[[Turn], float | None] | None = None,
     role: str | None = "tool",
 ) -> ToolEnv:
-    """An environment whose samples may call functions; a turn without a call ends the sample.
+    """Make an environment whose samples may call functions; a turn without a call ends the sample.
 
-    An unknown tool and arguments that do not fit are answered with a text that says so. So is an exception in a tool,
-    which is also kept: `rollouts.env_errors` lists it with its line.
+    An unknown tool, arguments that do not fit and an exception in a tool are answered with a text that says so; the
+    last is also among `rollouts.env_errors`.
 
     Args:
         functions: by name, or functions with names of their own; plain or async.
-        parser: finds the calls in a turn's text; None understands both formats of this module.
+        parser: finds the calls in a turn's text; None: `find_calls`.
         reward: of a sample's last turn; None leaves rewards to `rollouts.score`.
         role: of the messages with results in a chat; None puts results behind the call, inside the assistant's message
             (give the end of the call as a stop string: `stop=["</tool>"]`).
     """
     if not isinstance(functions, Mapping):
         functions = {getattr(fn, "__name__", ""): fn for fn in functions}
-    for name, fn in functions.items():
-        if not callable(fn) or not re.fullmatch(r"[A-Za-z_]\w*", name):
-            raise DataError(f"tools: {name!r} is {type(fn).__name__}: wanted functions by name, {{'name': function}}")
-    if not functions:
-        raise DataError("tools: no functions were given: {'calculator': fn}")
+    wrong = [repr(name) for name, fn in functions.items() if not callable(fn) or not NAME.fullmatch(name)]
+    if wrong or not functions:
+        raise DataError(f"tools: {', '.join(wrong) or 'nothing'} given: wanted functions by name, {{'calculator': fn}}")
     return ToolEnv(dict(functions), parser or find_calls, reward, role)
 
 
 def find_calls(text: str) -> list[ToolCall]:
-    """The calls of both formats, in order."""
-    found = [(m.start(), ToolCall(m[1], m[2].strip())) for m in TAG.finditer(text)]
-    found += [(m.start(), _json_call(m[1])) for m in JSON.finditer(text)]
-    return [call for _, call in sorted(found, key=lambda pair: pair[0])]
+    """Return the calls in a text, in order; of two formats, the second as Qwen and Hermes models write it.
+
+    `<tool>f(1+2)</tool>` and `<tool_call>{"name": "f", "arguments": {"expression": "1+2"}}</tool_call>`.
+    """
+    calls = {m.start(): ToolCall(m[1], m[2].strip()) for m in TAG.finditer(text)}
+    calls |= {m.start(): _json_call(m[1]) for m in JSON.finditer(text)}
+    return [calls[at] for at in sorted(calls)]
 
 
 @dataclass(eq=False, repr=False)
@@ -103,32 +89,26 @@ class ToolEnv(Env):
     def step(self, turn: Turn) -> Step:
         """Execute the turn's calls; none, or no turn left to read a result in: the sample is over."""
         calls = list(self.parser(turn.text))
+        executed = [(call, *self._executed(call)) for call in calls[:MOST_CALLS]]
+        reward = self.reward(turn) if self.reward is not None and (turn.last or not calls) else None
         if not calls:
-            return Step(reward=self._rewarded(turn), done=True)
-        results, errors = [], []
-        for call in calls[:MOST_CALLS]:
-            said, error = self._executed(call)
-            results.append(said)
-            errors += [error] if error is not None else []
+            return Step(reward=reward, done=True)
+        results = [result for _, result, _ in executed]
         if len(calls) > MOST_CALLS:
             results.append(f"error: {len(calls)} calls in one turn; only the first {MOST_CALLS} were executed")
-        made = [
-            {"name": call.name, "arguments": call.arguments, "result": said}
-            for call, said in zip(calls, results, strict=False)
-        ]
-        return Step(
-            "\n".join(results)
-            if self.role is None or len(results) == 1
-            else [{"role": self.role, "content": said} for said in results],
-            self._rewarded(turn) if turn.last else None,
-            info={"tool_calls": made, **({"errors": errors} if errors else {})},
-        )
-
-    def _rewarded(self, turn: Turn) -> float | None:
-        return None if self.reward is None else self.reward(turn)
+        info: dict[str, Any] = {
+            "tool_calls": [
+                {"name": call.name, "arguments": call.arguments, "result": result} for call, result, _ in executed
+            ]
+        }
+        if errors := [error for _, _, error in executed if error is not None]:
+            info["errors"] = errors
+        if self.role is None or len(results) == 1:
+            return Step("\n".join(results), reward, info=info)
+        return Step([{"role": self.role, "content": result} for result in results], reward, info=info)
 
     def _executed(self, call: ToolCall) -> tuple[str, dict[str, Any] | None]:
-        """What the policy reads, and the error where the tool itself raised one."""
+        """Return what the policy reads, and the error where the tool itself raised one."""
         fn = self.functions.get(call.name)
         if fn is None and call.name:
             known = ", ".join(self.functions)
@@ -141,29 +121,27 @@ class ToolEnv(Env):
             return f"error: {call.name}: {wrong}", None
         try:
             with user_code():
-                value = fn(*args, **kwargs)
-                if inspect.isawaitable(value):
-                    value = asyncio.run(awaited(value))
+                value = resolved(fn(*args, **kwargs))
         except Exception as error:  # the tool's own: for the policy to read, and for the user to see
             return f"error: {type(error).__name__}: {error}"[:LONGEST_RESULT], error_facts(error, f"tool {call.name}")
-        return _shortened(value if isinstance(value, str) else _as_text(value)), None
+        return _as_text(value), None
 
 
 def _json_call(text: str) -> ToolCall:
     try:
-        found = json.loads(text)
+        call = json.loads(text)
     except (ValueError, RecursionError) as error:
         return ToolCall("", {}, f"the call is no JSON: {error}")
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCall("", {}, 'a call is {"name": …, "arguments": {…}}')
-    arguments = found.get("arguments", {})
+    arguments = call.get("arguments", {})
     if not isinstance(arguments, dict):
-        return ToolCall(found["name"], {}, f"{found['name']}: arguments must be an object with names")
-    return ToolCall(found["name"], arguments)
+        return ToolCall(call["name"], {}, f"{call['name']}: arguments must be an object with names")
+    return ToolCall(call["name"], arguments)
 
 
 def _bound(fn: Callable[..., Any], arguments: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments as the function takes them. Raises TypeError, ValueError or SyntaxError where they do not fit."""
+    """Return arguments as the function takes them; TypeError, ValueError or SyntaxError where they do not fit."""
     try:
         signature = inspect.signature(fn)
     except ValueError:  # a builtin without one: it says itself what does not fit
@@ -181,7 +159,7 @@ def _bound(fn: Callable[..., Any], arguments: Any) -> tuple[tuple[Any, ...], dic
 
 
 def _literals(text: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`1, "a", unit="m"` as arguments: literals alone, nothing is evaluated."""
+    """Read `1, "a", unit="m"` as arguments: literals alone, nothing is evaluated."""
     try:
         call = ast.parse(f"f({text})", mode="eval").body
         if not isinstance(call, ast.Call):
@@ -197,12 +175,8 @@ def _literals(text: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _as_text(value: Any) -> str:
     try:
-        return json.dumps(value, ensure_ascii=False)
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
-        return str(value)
-
-
-def _shortened(text: str) -> str:
-    if len(text) <= LONGEST_RESULT:
-        return text
-    return f"{text[:LONGEST_RESULT]}… ({len(text) - LONGEST_RESULT} more characters were cut)"
+        text = str(value)
+    cut = len(text) - LONGEST_RESULT
+    return text if cut <= 0 else f"{text[:LONGEST_RESULT]}… ({cut} more characters were cut)"

@@ -1,8 +1,4 @@
-"""The Jupyter server extension: the sessions of this machine under `/rlbench/api/`, for the side panel.
-
-Loaded by the Jupyter server, so it imports neither ray nor torch: the state folder says which sessions there are, each
-session's monitor answers over its loopback endpoint (docs/monitor-api.md), and this passes it on to who is logged in.
-"""
+"""The Jupyter server extension: this machine's sessions under `/rlbench/api/`. It imports neither ray nor torch."""
 
 from __future__ import annotations
 

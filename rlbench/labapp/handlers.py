@@ -1,7 +1,4 @@
-"""The handlers below `/rlbench/api/`: who is logged in sees the sessions and commands them.
-
-Jupyter's own rules hold: authentication, the XSRF token for what is sent, no requests of other origins.
-"""
+"""The handlers below `/rlbench/api/`. Jupyter's own rules hold: login, XSRF token, no requests of other origins."""
 
 from __future__ import annotations
 
@@ -19,32 +16,26 @@ from rlbench.labapp import monitors
 from rlbench.labapp.monitors import SCHEMA, Trouble
 
 MAX_BODY = 64 << 10
-SESSION = r"(?P<name>[^/]+)"
+SESSION = r"sessions/(?P<name>[^/]+)"
 GPUS = monitors.Gpus()
 
 
 class Handler(APIHandler):
-    """Base: answers as JSON, also what goes wrong."""
+    """Base: answers as JSON, also what goes wrong; nothing of it is to be kept by a cache."""
 
     auth_resource = "rlbench"
     _track_activity = False  # a panel that polls must not keep an idle server alive
 
-    async def pass_on(self, name: str, path: str, body: dict[str, Any] | None = None) -> None:
-        """Answer with what the session's monitor answers."""
-        try:
-            status, value = await monitors.ask(name, path, body)
-        except Trouble as trouble:
-            status, value = trouble.status, trouble.answer
-        self.set_status(status)
-        self.finish(value)
-
-    def query(self, path: str, *names: str) -> str:
-        """`path` with those of our own query's arguments."""
-        given = {name: self.get_query_argument(name, None) for name in names}
-        return url_concat(path, {name: value for name, value in given.items() if value is not None})
+    def write_error(self, status_code: int, **kwargs: Any) -> None:
+        """Answer with what a Trouble has to say."""
+        error = kwargs.get("exc_info", (None, None))[1]
+        if isinstance(error, Trouble):
+            self.finish(error.answer)
+        else:
+            super().write_error(status_code, **kwargs)
 
     def finish(self, *args: Any, **kwargs: Any) -> Any:
-        """Nothing of this is to be kept by a cache."""
+        """Send the answer."""
         self.set_header("Cache-Control", "no-store")
         return super().finish(*args, **kwargs)
 
@@ -60,43 +51,33 @@ class Sessions(Handler):
         self.finish({"schema": SCHEMA, "time": time.time(), **listing})
 
 
-class State(Handler):
-    """`GET sessions/NAME/state?history=N&since=T`."""
+class Passed(Handler):
+    """`GET` of what the session's monitor has at `path`, with those of our own query's arguments that it knows.
 
-    @web.authenticated
-    @authorized
-    async def get(self, name: str) -> None:
-        """The session's state."""
-        await self.pass_on(name, self.query("/state", "history", "since"))
-
-
-class Look(Handler):
-    """`GET sessions/NAME/look?history=N&since=T`: the state, or why there is none, always with status 200.
-
-    For pages that ask again and again: a browser writes every other status to its console.
+    `looks`: status 200 always, with `state` and `error` where there is no answer, for pages that ask again and again: a
+    browser writes every other status to its console.
     """
 
+    def initialize(self, path: str, query: tuple[str, ...] = (), looks: bool = False) -> None:
+        """Take the route's own values."""
+        self._path, self._query, self._looks = path, query, looks
+
     @web.authenticated
     @authorized
-    async def get(self, name: str) -> None:
-        """The session's state, or `state` and `error`."""
+    async def get(self, name: str, id_: str = "") -> None:
+        """Ask the monitor."""
+        asked = {known: self.get_query_argument(known, None) for known in self._query}
+        path = url_concat(self._path + id_, {known: value for known, value in asked.items() if value is not None})
         try:
-            status, value = await monitors.ask(name, self.query("/state", "history", "since"))
+            status, value = await monitors.ask(name, path)
         except Trouble as trouble:
-            value = trouble.answer
-        else:
-            value = value if status == 200 else {**value, "state": "refused"}
+            if not self._looks:
+                raise
+            status, value = 200, trouble.answer
+        if self._looks and status != 200:
+            status, value = 200, {**value, "state": "refused"}
+        self.set_status(status)
         self.finish(value)
-
-
-class Samples(Handler):
-    """`GET sessions/NAME/samples?since=T`."""
-
-    @web.authenticated
-    @authorized
-    async def get(self, name: str) -> None:
-        """Memory samples."""
-        await self.pass_on(name, self.query("/samples", "since"))
 
 
 class Command(Handler):
@@ -106,23 +87,9 @@ class Command(Handler):
     @authorized(action="execute")
     async def post(self, name: str) -> None:
         """Begin a control verb."""
-        try:
-            body = command_of(self.request.body)
-        except Trouble as trouble:
-            self.set_status(trouble.status)
-            self.finish(trouble.answer)
-            return
-        await self.pass_on(name, "/command", body)
-
-
-class CommandState(Handler):
-    """`GET sessions/NAME/command/ID`."""
-
-    @web.authenticated
-    @authorized
-    async def get(self, name: str, id_: str) -> None:
-        """What became of a command."""
-        await self.pass_on(name, f"/command/{id_}")
+        status, value = await monitors.ask(name, "/command", command_of(self.request.body))
+        self.set_status(status)
+        self.finish(value)
 
 
 class Kill(Handler):
@@ -132,15 +99,11 @@ class Kill(Handler):
     @authorized(action="execute")
     async def post(self, name: str) -> None:
         """End it, and say what was done."""
-        try:
-            self.finish({"schema": SCHEMA, "message": await monitors.kill(name)})
-        except Trouble as trouble:
-            self.set_status(trouble.status)
-            self.finish(trouble.answer)
+        self.finish({"schema": SCHEMA, "message": await monitors.kill(name)})
 
 
 def command_of(body: bytes) -> dict[str, Any]:
-    """The command in a request's body, and nothing else of it. Raises Trouble."""
+    """The command in a request's body, and nothing else of it."""
     if len(body) > MAX_BODY:
         raise Trouble(413, "refused", f"the body has {len(body)} bytes, {MAX_BODY} are allowed")
     try:
@@ -152,15 +115,16 @@ def command_of(body: bytes) -> dict[str, Any]:
     return {"verb": value.get("verb"), "args": value.get("args") or {}}
 
 
-def routes(base_url: str) -> list[tuple[str, type[Handler]]]:
+def routes(base_url: str) -> list[tuple[Any, ...]]:
     """All handlers with their paths below the server's base url."""
-    table: list[tuple[str, type[Handler]]] = [
+    state = {"path": "/state", "query": ("history", "since")}
+    table: list[tuple[Any, ...]] = [
         (r"sessions", Sessions),
-        (rf"sessions/{SESSION}/state", State),
-        (rf"sessions/{SESSION}/look", Look),
-        (rf"sessions/{SESSION}/samples", Samples),
-        (rf"sessions/{SESSION}/command", Command),
-        (rf"sessions/{SESSION}/kill", Kill),
-        (rf"sessions/{SESSION}/command/(?P<id_>[0-9a-f]{{1,32}})", CommandState),
+        (rf"{SESSION}/state", Passed, state),
+        (rf"{SESSION}/look", Passed, state | {"looks": True}),
+        (rf"{SESSION}/samples", Passed, {"path": "/samples", "query": ("since",)}),
+        (rf"{SESSION}/command", Command),
+        (rf"{SESSION}/kill", Kill),
+        (rf"{SESSION}/command/(?P<id_>[0-9a-f]{{1,32}})", Passed, {"path": "/command/"}),
     ]
-    return [(url_path_join(base_url, "rlbench", "api", path), handler) for path, handler in table]
+    return [(url_path_join(base_url, "rlbench", "api", path), *handler) for path, *handler in table]

@@ -1,21 +1,19 @@
-"""The monitor: one detached actor per session that owns what must outlive the kernel.
+"""The monitor: one detached actor per session that owns what must outlive the kernel; widgets and panel read it.
 
-It holds config, engines, versions, step, history, the driver's lease and the latest memory samples; widgets and panel
-read it. It imports no torch, restarts by itself and finds its state in its journal.
-
-Epochs: a driver is granted one when it takes the session. A control verb without it raises the session's epoch for its
-operator; the driver, which stays the driver, has it raised once more (`renew`) at its next call. An epoch older than
-the driver's grant is another notebook's.
+It imports no torch, restarts by itself and finds its state in its journal. A driver is granted an epoch when it takes
+the session; a control verb raises it for its operator, and the driver has it raised once more (`renew`) at its next
+call. An epoch older than the driver's grant is another notebook's.
 """
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import os
 import secrets
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +34,8 @@ SAMPLE_INTERVAL_S = 0.5
 CONTROL_LIMIT_S = 5.0
 WATCHED_S = 5.0
 """How long after a look at the session its workers are asked for their memory and their calls' progress."""
-ONCE_KEPT = 256
+LINGER_S = 1.0
+"""How long after a control verb ended the session it still says what came of it."""
 
 
 class Monitor:
@@ -47,7 +46,7 @@ class Monitor:
         self._journal = states.Journal(registry.journal_file(name))
         self._state = self._journal.replay(states.initial(name))
         # an event whose answer was lost with a monitor's death is sent again by Ray
-        self._applied = collections.deque(self._journal.once[-ONCE_KEPT:], maxlen=ONCE_KEPT)
+        self._applied = self._journal.once
         self._lock = threading.RLock()
         self._last_beat = self._last_call = self._last_alive = time.monotonic()
         self._running, self._progress, self._looked = Running(), Progress(), -WATCHED_S
@@ -63,22 +62,26 @@ class Monitor:
         threading.Thread(target=self._keep, daemon=True).start()
 
     def state(self, *keys: str) -> states.State:
-        """The state, or the parts named; with what is not journalled: running calls, the age of the driver's sign."""
+        """Return the state, or the parts named; what is not journalled, such as the running calls, is a part too."""
         with self._lock:
-            if keys and "history" not in keys:
-                return {key: self._state[key] for key in keys}
-            kept = {key: value for key, value in self._state.items() if key != "records"}
-            return kept | {
-                "history": states.history(self._state),
-                "running": {call_id: call.what for call_id, call in self._running.calls.items()},
-                "driver_age_s": time.monotonic() - self._last_beat,
-                "idle_s": time.monotonic() - self._last_call,
-                "lease_s": lease.lease_of(self._state["driver"]),
-                "pid": os.getpid(),
+            beside: dict[str, Callable[[], Any]] = {
+                "history": lambda: states.history(self._state),
+                "running": lambda: {call_id: call.what for call_id, call in self._running.calls.items()},
+                "driver_age_s": lambda: time.monotonic() - self._last_beat,
+                "idle_s": lambda: time.monotonic() - self._last_call,
+                "lease_s": lambda: lease.lease_of(self._state["driver"]),
+                "pid": os.getpid,
             }
+            chosen = keys or (*(key for key in self._state if key != "records"), *beside)
+            return {key: beside[key]() if key in beside else self._state[key] for key in chosen}
+
+    def steps(self, known: int) -> tuple[int | None, list[dict[str, Any]]]:
+        """Return the number of the step record at which the session stands, and those from number `known` on."""
+        with self._lock:
+            return self._state["tip"], self._state["records"][known:]
 
     def report(self, records: int) -> dict[str, Any]:
-        """What the endpoint says of the session, with its last `records` step records."""
+        """Return what the endpoint says of the session, with its last `records` step records."""
         with self._lock:
             self._looked = now = time.monotonic()
             driver = self._state["driver"]
@@ -117,10 +120,7 @@ class Monitor:
                 self.apply(epoch, *events)
 
     def drive(self, driver: dict[str, Any], take_over: bool) -> int:
-        """Grant the driver's lease; returns its epoch.
-
-        Raises SessionError naming the present driver while that lives (`take_over=True` replaces it).
-        """
+        """Grant the driver's lease and return its epoch; refuse while another driver lives, but for `take_over`."""
         with self._lock:
             present = self._state["driver"]
             if present is not None and present["id"] != driver["id"] and not take_over and _alive(present):
@@ -136,16 +136,13 @@ class Monitor:
         return epoch
 
     def renew(self, epoch: int) -> int | None:
-        """A new epoch for the present driver, whose own is over since a control verb ran; None while one runs.
-
-        Raises SessionError where `epoch` is that of an earlier driver.
-        """
+        """Return a new epoch for the present driver, whose own ended as a control verb ran; None while one runs."""
         with self._lock:
             self._need_present(epoch)
             return None if self._operator_epoch is not None else self._raise_epoch()
 
     def beat(self, epoch: int) -> bool:
-        """The driver lives; False tells it that it no longer drives."""
+        """Note that the driver lives; False tells it that it no longer drives."""
         with self._lock:
             if epoch < self._granted():
                 return False
@@ -153,17 +150,16 @@ class Monitor:
             return True
 
     def begin(self, call_id: str, what: str, engine: str, epoch: int, verb_id: str = "") -> None:
-        """A call was submitted to `engine`: a running call is not idle. One of a verb that was asked to stop, between
-        two of its calls or as one ended, is stopped."""
+        """Note a call that was submitted to `engine`; stop it where its verb was asked to stop."""
         with self._lock:
             self._running.begin(call_id, Call(what, engine, epoch))
             self._last_beat = self._last_call = time.monotonic()
-            late = self._running.stopped(verb_id)
+            late = verb_id in self._running.stopped_verbs
         if late:
             self._stop_call(call_id, engine)
 
     def end(self, call_id: str, epoch: int, error: dict[str, str] | None = None) -> None:
-        """The call is over on its first worker; `error`: how it failed there."""
+        """Note that the call is over on its first worker; `error`: how it failed there."""
         with self._lock:
             call = self._running.end(call_id, epoch, error)
             if error is not None:
@@ -171,22 +167,21 @@ class Monitor:
             self._last_beat = self._last_call = time.monotonic()
 
     def begin_verb(self, verb_id: str, what: str, epoch: int) -> None:
-        """A driver began a verb of several calls: between them the session is not free either."""
+        """Note a verb of several calls: between them the session is not free either."""
         with self._lock:
             self._running.begin_verb(verb_id, Call(what, "", epoch))
             self._last_beat = self._last_call = time.monotonic()
 
     def end_verb(self, verb_id: str) -> None:
-        """The verb is over."""
+        """Note that the verb is over."""
         with self._lock:
             self._running.end_verb(verb_id)
 
     def stop_running(self) -> list[str]:
-        """Set the stop flag of every running call, and of those that the verbs under way will still make; returns what
-        was running."""
+        """Stop every running call and those that running verbs will still make; return what was running."""
         with self._lock:
             running, verbs = dict(self._running.calls), list(self._running.verbs.values())
-            self._running.stop_verbs()
+            self._running.stopped_verbs.update(self._running.verbs)
         for call_id, call in running.items():
             self._stop_call(call_id, call.engine)
         return [call.what for call in running.values() or verbs]
@@ -205,22 +200,20 @@ class Monitor:
         if told:
             ray.wait(told, num_returns=len(told), timeout=CONTROL_LIMIT_S)
 
-    def samples(self, since: float = 0.0) -> list[dict[str, Any]]:
-        """Memory samples newer than `since` (Unix seconds); see docs/monitor-api.md."""
-        return self._telemetry.since(since)
+    def samples(self, since: float = 0.0, last: int | None = None) -> list[dict[str, Any]]:
+        """Return the memory samples newer than `since` (Unix seconds), the `last` of them where not all are wanted; see
+        docs/monitor-api.md."""
+        found = self._telemetry.since(since)
+        return found if last is None else found[max(0, len(found) - last) :]
 
     def telemetry(self, since: float) -> dict[str, Any]:
-        """What the endpoint says of memory: `samples`, and the `marks` of what ended after `since` or still runs."""
+        """Return memory `samples`, and the `marks` of what ended after `since` (Unix seconds) or still runs."""
         with self._lock:
             self._looked = time.monotonic()
             return {"samples": self.samples(since), "marks": self._running.marks.since(since)}
 
-    def close(self, epoch: int | None = None) -> bool:
-        """End the session: its workers, its devices, its files, then this process.
-
-        `epoch`: of the driver that asks; False, and nothing ends, where a later one drives. Staged weights are swept
-        here, as a worker that was killed could not remove them.
-        """
+    def close(self, epoch: int | None = None, linger_s: float = 0.1) -> bool:
+        """End the session: workers, devices, files, staged weights, this process; False where a later driver drives."""
         if epoch is not None and epoch < self._granted():
             return False
         with self._lock:
@@ -235,7 +228,7 @@ class Monitor:
             shutil.rmtree(registry.snapshot_folder(self._name), ignore_errors=True)
             registry.session_file(self._name).unlink(missing_ok=True)
             self._journal.remove()
-        threading.Timer(0.1, _end, [actor_name(self._name, "monitor")]).start()
+        threading.Timer(linger_s, _end, [actor_name(self._name, "monitor")]).start()
         return True
 
     # -- control verbs without the kernel
@@ -254,7 +247,11 @@ class Monitor:
         with self._lock:
             epoch = self._operator_epoch = self._raise_epoch()
         try:
-            return operators.run(self._name, self._cluster, epoch, verb, args)
+            result = operators.run(self._name, self._cluster, epoch, verb, args)
+            if verb == "park" and not self.close(epoch, LINGER_S):
+                registry.forget_parked(self._name)
+                raise SessionError("a kernel took the session up while it was parked: it runs on")
+            return result
         except Exception as error:
             self._last_error = {"what": verb, "time": time.time(), "kind": type(error).__name__, "message": str(error)}
             raise
@@ -262,9 +259,10 @@ class Monitor:
             with self._lock:
                 self._running.forget_verbs([epoch])
                 self._operator_epoch = None
+                self._last_beat = time.monotonic()
 
     def _busy(self) -> list[str]:
-        """What runs now, in words; Refusal where the session is not yet made."""
+        """Return what runs now, in words; refuse a session that is not yet made."""
         with self._lock:
             if not self._state["config"]:
                 raise Refusal(409, f"session {self._name!r} consists of engines alone, which its notebook drives")
@@ -274,7 +272,7 @@ class Monitor:
         return names or operators.untracked(self._actors())
 
     def _granted(self) -> int:
-        """The epoch from which on the present driver, and what is done in its place, is heard."""
+        """Return the epoch from which on the present driver, and what is done in its place, is heard."""
         driver = self._state["driver"]
         return 0 if driver is None else int(driver["epoch"])
 
@@ -292,7 +290,7 @@ class Monitor:
         return epoch
 
     def _announce(self, epoch: int) -> None:
-        """Workers refuse what comes under an older epoch from now on."""
+        """Have workers refuse what comes under an older epoch."""
         for actor in self._actors():
             actor.adopt.remote(epoch)
         self._describe_on_disk()
@@ -314,6 +312,8 @@ class Monitor:
     def _actors(self, engine: str | None = None) -> list[Any]:
         return holdings.actors(self._state, engine)
 
+    # -- the watch
+
     def _keep(self) -> None:
         """Sample memory and watch the lease until the process ends."""
         while not self._closed:
@@ -324,14 +324,21 @@ class Monitor:
             alive = driver is not None and _alive(driver)
             if alive:
                 self._last_alive = time.monotonic()
-            else:
-                self._forget_its_verbs()
-            if lease.is_over(driver, alive, self._silent_s(), bool(self._running.calls)):
+            else:  # a dead driver ends no verb any more; an operator does
+                with self._lock:
+                    verbs = {verb.epoch for verb in self._running.verbs.values()} - {self._operator_epoch}
+                    self._running.forget_verbs(verbs)
+            if not lease.is_over(driver, alive, self._silent_s(), bool(self._running.calls)):
+                continue
+            if not lease.parks(self._state):
                 self.close()
-                return
+            else:  # what a dead script runs is stopped first; where it cannot be parked it stays for another lease
+                self.stop_running()
+                with contextlib.suppress(Refusal):
+                    self._commands.submit("park", {"drop_gradients": True})
 
     def _silent_s(self) -> float:
-        """Seconds since the last call, or since the driver was last seen alive."""
+        """Return the seconds since the last call, or since the driver was last seen alive."""
         return time.monotonic() - max(self._last_beat, self._last_alive)
 
     def _sample(self) -> None:
@@ -348,7 +355,7 @@ class Monitor:
         self._dead = dead
 
     def _watched(self) -> bool:
-        """Whether somebody looks at the session."""
+        """Tell whether somebody looks at the session."""
         return time.monotonic() - self._looked < WATCHED_S
 
     def _look_at_calls(self) -> None:
@@ -358,14 +365,8 @@ class Monitor:
                 calls = dict(self._running.calls)
             self._progress.look({call_id: self._actors(call.engine) for call_id, call in calls.items()})
 
-    def _forget_its_verbs(self) -> None:
-        """The driver died and ends no verb any more; an operator does."""
-        with self._lock:
-            mine = {verb.epoch for verb in self._running.verbs.values()} - {self._operator_epoch}
-            self._running.forget_verbs(mine)
-
     def _forget_dead_calls(self, dead: set[str]) -> None:
-        """No worker is left to say that these calls are over."""
+        """End the calls of which no worker is left to say that they are over."""
         with self._lock:
             for call_id, call in list(self._running.calls.items()):
                 workers = self._state["engines"].get(call.engine, {}).get("pids", {})
@@ -373,18 +374,16 @@ class Monitor:
                     self.end(call_id, call.epoch)
 
     def _note_dead(self, dead: set[str]) -> None:
-        """A worker that died outside a call is seen here first: its engine shows it."""
+        """Mark the engines of workers that died, outside a call too, as broken."""
         with self._lock:
-            if self._closed:
-                return
-            for name, record in self._state["engines"].items():
-                found = [actor for actor in record.get("actors", []) if actor in dead]
-                if found and "info" in record and not record.get("broken"):
-                    label = f"{'replica' if record['kind'] == 'inference' else 'rank'} {found[0].rpartition('/')[2]}"
+            for name, record in () if self._closed else self._state["engines"].items():
+                lost = [actor for actor in record.get("actors", []) if actor in dead]
+                if lost and "info" in record and not record.get("broken"):
+                    label = f"{'replica' if record['kind'] == 'inference' else 'rank'} {lost[0].rpartition('/')[2]}"
                     self._apply({"do": "engine", "name": name, "fields": {"broken": f"{label} died"}})
 
     def _describe_on_disk(self) -> None:
-        """What others need to reach the session, and to end it where this process cannot."""
+        """Write what others need to reach the session, and to end it where this process cannot."""
         record = holdings.session_record(self._name, self._cluster, self._shm_prefix, self._state)
         reached = {"url": self._endpoint.url, "token": self._token}
         registry.write_json(registry.session_file(self._name), record | reached)

@@ -32,11 +32,7 @@ class Refused(RLBenchError):
 def fetch(
     record: Mapping[str, Any], path: str, body: Mapping[str, Any] | None = None, limit_s: float = ASK_LIMIT_S
 ) -> tuple[int, dict[str, Any]]:
-    """Ask the monitor that `record` (a session's file) describes; a body makes it a POST.
-
-    Returns:
-        HTTP's status, and the answer. Raises MonitorGone.
-    """
+    """Ask the monitor that `record` (a session's file) describes; return HTTP's status and the answer."""
     target = urlsplit(str(record.get("url", "")))
     if target.hostname != "127.0.0.1" or target.port is None:
         raise MonitorGone(f"session {record.get('name')!r} has no endpoint on this machine")
@@ -66,10 +62,7 @@ def ask(
 def command(
     record: Mapping[str, Any], verb: str, args: Mapping[str, Any] | None = None, limit_s: float = 300.0
 ) -> dict[str, Any]:
-    """Run a control verb to its end; returns the command's record.
-
-    Raises Refused, MonitorGone, SessionError with what the verb failed of, or after `limit_s` seconds.
-    """
+    """Run a control verb to its end and return the command's record; raise SessionError with what it failed of."""
     given = ask(record, "/command", {"verb": verb, "args": dict(args or {})})["command"]
     deadline = time.monotonic() + limit_s
     while given["state"] == "running":
@@ -83,9 +76,11 @@ def command(
 
 
 def find(name: str) -> dict[str, Any]:
-    """What the file of session `name` says. Raises SessionError naming those there are."""
+    """Return what the file of session `name` says."""
     record = registry.read_json(registry.session_file(name)) if "/" not in name else None
     if record is None:
+        if "/" not in name and registry.parked(name) is not None:
+            raise SessionError(f"session {name!r} is parked: rb.attach({name!r}) brings it back")
         known = ", ".join(path.stem for path in registry.session_files()) or "none"
         raise SessionError(f"no session {name!r}; there are: {known}")
     return record

@@ -26,6 +26,7 @@ DRIVING: dict[str, dict[str, tuple[type, bool]]] = {
     "onload": {"engine": (str, True), "parts": (list, False)},
     "sync": {"transport": (str, False)},
     "snapshot": {"label": (str, False), "disk": (bool, False)},
+    "park": {"drop_gradients": (bool, False)},
 }
 VERBS = CONTROL | DRIVING
 
@@ -39,13 +40,7 @@ class Refusal(Exception):
 
 
 class Commands:
-    """What was asked for, and what became of it.
-
-    Args:
-        control: runs a verb of `CONTROL`, quickly.
-        drive: runs a verb of `DRIVING` to its end.
-        busy: what runs in the session now, in words.
-    """
+    """What was asked for, and what became of it: `control` and `drive` run verbs, `busy` says what runs now."""
 
     def __init__(self, control: Run, drive: Run, busy: Callable[[], list[str]]) -> None:
         self._control, self._drive, self._busy = control, drive, busy
@@ -57,16 +52,8 @@ class Commands:
         """Begin a verb; returns its record at once. Raises Refusal."""
         given = checked(verb, args)
         with self._claimed(verb):
-            record = {
-                "id": secrets.token_hex(8),
-                "verb": verb,
-                "args": given,
-                "state": "running",
-                "result": None,
-                "error": None,
-                "started": time.time(),
-                "ended": None,
-            }
+            record = {"id": secrets.token_hex(8), "verb": verb, "args": given, "state": "running"}
+            record |= {"result": None, "error": None, "started": time.time(), "ended": None}
             with self._lock:
                 self._records[record["id"]] = record
                 ended = [i for i, kept in self._records.items() if kept["ended"] is not None]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import time
 from collections.abc import Mapping
@@ -94,6 +93,4 @@ def _remove_traces(record: Mapping[str, Any]) -> None:
     name, prefix = record["name"], str(record.get("shm", ""))
     if prefix.startswith("rlb-") and prefix.endswith(f"-{name}:"):
         processes.sweep(Path("/dev/shm"), prefix)
-    shutil.rmtree(registry.snapshot_folder(name), ignore_errors=True)
-    registry.journal_file(name).unlink(missing_ok=True)
-    registry.session_file(name).unlink(missing_ok=True)
+    registry.forget_session(name)

@@ -29,13 +29,7 @@ Answer = tuple[int, dict[str, Any]]
 
 
 class Routes:
-    """What each path answers.
-
-    Args:
-        state: the session's report with its last N records.
-        telemetry: `samples` newer than a time, and the `marks` beside them.
-        commands: the control verbs.
-    """
+    """What each path answers: the report with the last N records, samples newer than a time, the control verbs."""
 
     def __init__(
         self, state: Callable[[int], dict[str, Any]], telemetry: Callable[[float], dict[str, Any]], commands: Commands
@@ -60,21 +54,9 @@ class Routes:
         return 200, state | self._telemetry(_number(query, "since", 0.0, None))
 
 
-class Endpoint:
+class Endpoint(ThreadingHTTPServer):
     """Serves `routes` on a free port of 127.0.0.1, from threads of its own, to who knows `token`."""
 
-    def __init__(self, routes: Routes, token: str) -> None:
-        self._server = _Server(routes, token)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, name="rlbench endpoint", daemon=True).start()
-
-    def close(self) -> None:
-        """Serve nobody any more."""
-        self._server.shutdown()
-        self._server.server_close()
-
-
-class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, routes: Routes, token: str) -> None:
@@ -83,6 +65,13 @@ class _Server(ThreadingHTTPServer):
         self.wanted = f"Bearer {token}".encode()
         self.hosts = {f"{host}:{self.server_port}" for host in ("127.0.0.1", "localhost")}
         self.free = threading.BoundedSemaphore(CONNECTIONS)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, name="rlbench endpoint", daemon=True).start()
+
+    def close(self) -> None:
+        """Serve nobody any more."""
+        self.shutdown()
+        self.server_close()
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """At most so many at a time; more wait for their turn."""
@@ -91,17 +80,9 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+    server: Endpoint
     timeout = READ_LIMIT_S
     server_version, sys_version = "rlbench", ""
-
-    def do_GET(self) -> None:
-        """Answer a question."""
-        self._serve("GET")
-
-    def do_POST(self) -> None:
-        """Take a command."""
-        self._serve("POST")
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """What the library refuses by itself (a method, a malformed request), as JSON too."""
@@ -111,12 +92,13 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """One line per question would fill the worker's log."""
 
-    def _serve(self, method: str) -> None:
+    def do_GET(self) -> None:
+        """Answer a question, or take a command."""
         try:
             self._check_sender()
-            body = self._body() if method == "POST" else {}
+            body = self._body() if self.command == "POST" else {}
             target = urlsplit(self.path)
-            status, value = self.server.routes.answer(method, target.path, dict(parse_qsl(target.query)), body)
+            status, value = self.server.routes.answer(self.command, target.path, dict(parse_qsl(target.query)), body)
         except Refusal as refusal:
             status, value = refusal.status, {"error": str(refusal), **refusal.more}
         except TimeoutError:
@@ -125,6 +107,8 @@ class _Handler(BaseHTTPRequestHandler):
             traceback.print_exc(file=sys.stderr)  # the monitor's log
             status, value = 500, {"error": f"{type(error).__name__}: {error}"}
         self._send(status, value)
+
+    do_POST = do_GET
 
     def _check_sender(self) -> None:
         """A page of another origin that reached us by a name of its own is refused before it can guess a token."""

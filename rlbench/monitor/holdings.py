@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -12,16 +13,13 @@ from rlbench.runtime import processes
 
 
 def actors(state: State, engine: str | None = None) -> list[Any]:
-    """The worker actors of an engine, or of all, that Ray knows."""
-    found = []
-    records = state["engines"]
+    """Return the worker actors of an engine, or of all, that Ray knows."""
+    handles, records = [], state["engines"]
     for record in records.values() if engine is None else [records.get(engine, {})]:
         for name in record.get("actors", []):
-            try:
-                found.append(ray.get_actor(name))
-            except ValueError:
-                continue  # died, or not born yet: nothing to tell it
-    return found
+            with contextlib.suppress(ValueError):  # died, or not born yet: nothing to tell it
+                handles.append(ray.get_actor(name))
+    return handles
 
 
 def pids(state: State) -> dict[str, int]:
@@ -31,7 +29,6 @@ def pids(state: State) -> dict[str, int]:
 
 def session_record(name: str, cluster: str, shm_prefix: str, state: State) -> dict[str, Any]:
     """What the session's file says of this process and its workers, for who has to end them without it."""
-    workers = {actor: pid for actor, pid in pids(state).items() if beside(pid)}
     return {
         "name": name,
         "cluster": cluster,
@@ -41,7 +38,7 @@ def session_record(name: str, cluster: str, shm_prefix: str, state: State) -> di
         "node": ray.get_runtime_context().get_node_id(),
         "epoch": state["epoch"],
         "shm": shm_prefix,
-        "workers": {actor: [pid, processes.start_time(pid)] for actor, pid in workers.items()},
+        "workers": {a: [pid, processes.start_time(pid)] for a, pid in pids(state).items() if beside(pid)},
     }
 
 
@@ -69,7 +66,5 @@ def placements(state: State) -> set[str]:
 
 def remove_placement(name: str) -> None:
     """Give its devices back; nothing happens where it is gone already."""
-    try:
+    with contextlib.suppress(ValueError):
         ray.util.remove_placement_group(ray.util.get_placement_group(name))
-    except ValueError:
-        return  # already gone

@@ -1,4 +1,4 @@
-"""When a session ends by itself: how long it outlives its driver."""
+"""When a session ends by itself, or is parked: how long it outlives its driver."""
 
 from __future__ import annotations
 
@@ -10,30 +10,24 @@ LEASE_S = {"script": 30.0, "notebook": 8 * 3600.0}
 
 
 def lease_of(driver: Mapping[str, Any] | None) -> float:
-    """The lease in force, seconds."""
+    """Return the lease in force, seconds."""
     return LEASE_S["script"] if driver is None else float(driver.get("lease_s", LEASE_S[driver["mode"]]))
 
 
 def is_held(driver: Mapping[str, Any] | None, alive: bool, busy: bool) -> bool:
-    """Whether the session lasts for as long as it is like this.
+    """Tell whether the session lasts for as long as its driver's process lives (`alive`) or a call runs (`busy`).
 
-    A process that lives keeps its session, however long it makes no call: somebody may come back to the notebook, and
-    what it trained is nowhere else. A notebook's kernel may be restarted, so what still runs keeps its session too; of
-    a script that died, nobody would fetch it.
-
-    Args:
-        driver: the driver's record; None before there was one.
-        alive: its process lives.
-        busy: a call runs.
+    A notebook's kernel may be restarted, so what still runs keeps its session; what a dead script runs nobody fetches.
     """
     return driver is not None and (alive or (driver["mode"] == "notebook" and busy))
 
 
 def is_over(driver: Mapping[str, Any] | None, alive: bool, silent_s: float, busy: bool) -> bool:
-    """True when nobody will come back to the session: nothing holds it, and its lease has run out.
-
-    Args:
-        driver, alive, busy: as of `is_held`.
-        silent_s: seconds since the last call, or since the driver was last seen alive.
-    """
+    """Tell whether nothing holds the session and its driver has been silent for longer than its lease."""
     return not is_held(driver, alive, busy) and silent_s > lease_of(driver)
+
+
+def parks(state: Mapping[str, Any]) -> bool:
+    """Tell whether the session then goes to disk, not away: one that asked for it, and has all its engines."""
+    built = bool(state["config"]) and all("info" in engine for engine in state["engines"].values())
+    return built and bool(state["park"])

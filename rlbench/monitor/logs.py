@@ -11,18 +11,14 @@ from rlbench.errors import SessionError, nearest
 from rlbench.runtime import registry
 
 
-def processes_of(record: Mapping[str, Any]) -> dict[str, int]:
-    """The session's processes by short name (`actor/0`, `inference/0`, `monitor`), from its file."""
+def chosen(record: Mapping[str, Any], worker: str | None) -> dict[str, int]:
+    """Pids by short name (`actor/0`, `inference/0`): of all workers, or of the one named (`inference`: all of that
+    engine; `monitor`). Raises SessionError naming those there are."""
     prefix = f"rlbench/{record['name']}/"
     workers = {name.removeprefix(prefix): int(pid) for name, (pid, _) in record.get("workers", {}).items()}
-    return workers | {"monitor": int(record["pid"])}
-
-
-def chosen(record: Mapping[str, Any], worker: str | None) -> dict[str, int]:
-    """All workers, or the one named (`inference`: all of that engine). Raises SessionError naming those there are."""
-    known = processes_of(record)
     if worker is None:
-        return {name: pid for name, pid in known.items() if name != "monitor"}
+        return workers
+    known = workers | {"monitor": int(record["pid"])}
     found = {name: pid for name, pid in known.items() if worker in (name, name.split("/")[0])}
     if not found:
         raise SessionError(f"no worker {worker!r}{nearest(worker, known)}; there are {', '.join(known)}")

@@ -1,7 +1,6 @@
-"""What happened when: a mark for each verb and call, for deaths and want of memory, and what a step's time went to.
+"""What happened when: a mark for each verb, call, death and want of memory, and what a step's time went to.
 
-Made from the begins and ends that the monitor hears of; nothing is guessed. Not locked: the monitor holds its lock
-around every use.
+Not locked: the monitor holds its lock around every use.
 """
 
 from __future__ import annotations
@@ -83,14 +82,9 @@ class Marks:
         self._ended.append(Mark(time.time(), 0.0, what, label, engine))
 
     def note(self, event: Mapping[str, Any], before: Mapping[str, Any]) -> None:
-        """Mark what an event of the session's state says: a step of the optimizer, its record, a worker's death.
-
-        Args:
-            event: as `rlbench.monitor.state.reduce` takes it.
-            before: the state it changed.
-        """
+        """Mark what an event of the session's state (`before`) says: a step, its record, a worker's death."""
         if event["do"] == "set" and event["key"] == "step" and "train" in self._kinds():
-            self.steps.stepped(event["value"])
+            self.steps.step = event["value"]
         if event["do"] == "record":
             self.steps.recorded(event["record"])
         broken = (event.get("fields") or {}).get("broken") if event["do"] == "engine" else None
@@ -113,7 +107,7 @@ class StepClock:
         self.splits: collections.deque[dict[str, Any]] = collections.deque(maxlen=SPLITS_KEPT)
         self._turned: float | None = None
         self._seconds = dict.fromkeys((*PHASES, "other", "idle"), 0.0)
-        self._step: int | None = None
+        self.step: int | None = None
         self._rates: dict[int, float] = {}
 
     def turn(self, kinds: Iterable[str]) -> None:
@@ -125,20 +119,16 @@ class StepClock:
             self._seconds[phase] += now - self._turned
         self._turned = now
 
-    def stepped(self, step: int) -> None:
-        """The optimizer made step `step`; what it belongs to is not over yet."""
-        self._step = step
-
     def recorded(self, record: dict[str, Any]) -> None:
-        """A step's record came."""
+        """Note the rate that a step's record tells."""
         if record.get("step") is not None and record.get("tokens_per_s") is not None:
             self._rates = {int(record["step"]): float(record["tokens_per_s"])}
 
     def close(self) -> None:
-        """Training ended just now: where the optimizer stepped, that was a step."""
-        if self._step is None:
+        """End the step that the optimizer made, as training has ended just now."""
+        if self.step is None:
             return
         spent = self._seconds
-        split = {"step": self._step, "seconds": sum(spent.values()), **spent}
-        self.splits.append(split | {"score": None, "tokens_per_s": self._rates.get(self._step)})
-        self._seconds, self._step = dict.fromkeys(spent, 0.0), None
+        split = {"step": self.step, "seconds": sum(spent.values()), **spent}
+        self.splits.append(split | {"score": None, "tokens_per_s": self._rates.get(self.step)})
+        self._seconds, self.step = dict.fromkeys(spent, 0.0), None

@@ -5,13 +5,14 @@ An operator is a Ray task that lives for its verb alone and is named, not import
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Sequence
 from typing import Any
 
 import ray
 
 from rlbench.errors import RLBenchError, SessionError
+from rlbench.monitor.running import answers
 
 OPERATOR = "rlbench.session.operator:operate"
 LOOK_LIMIT_S = 2.0
@@ -35,20 +36,10 @@ def run(session: str, cluster_id: str, epoch: int, verb: str, args: dict[str, An
 
 def by_name(path: str, *args: Any) -> Any:
     """Call `module:function`; what an operator's process executes."""
-    module, _, function = path.partition(":")
-    return getattr(importlib.import_module(module), function)(*args)
+    return pkgutil.resolve_name(path)(*args)
 
 
 def untracked(actors: Sequence[Any]) -> list[str]:
     """Methods that workers execute now, also of calls too short to be told to the monitor."""
-    refs = [actor.running.remote() for actor in actors]
-    ready, _ = ray.wait(refs, num_returns=len(refs), timeout=LOOK_LIMIT_S) if refs else ([], [])
-    return list(dict.fromkeys(name for ref in ready if (name := _name(ref)) is not None))
-
-
-def _name(ref: Any) -> str | None:
-    try:
-        found: str | None = ray.get(ref)
-        return found
-    except ray.exceptions.RayError:
-        return None  # a dead worker runs nothing
+    names = answers([actor.running.remote() for actor in actors], LOOK_LIMIT_S)
+    return list(dict.fromkeys(name for name in names if name is not None))

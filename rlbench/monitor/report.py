@@ -9,7 +9,7 @@ from typing import Any
 
 from rlbench.monitor import lease
 from rlbench.monitor.running import Progress, Running
-from rlbench.monitor.state import State, history
+from rlbench.monitor.state import State, history, history_length
 from rlbench.monitor.telemetry import Telemetry
 from rlbench.monitor.view import view_of
 
@@ -31,17 +31,10 @@ def session_report(
     last_error: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """The session as plain values with its `records` last step records, and the view of it."""
-    led_here, driver, config = history(state), state["driver"], state["config"]
+    driver, config = state["driver"], state["config"]
     report = {
-        "name": state["name"],
-        "model": config.get("model"),
-        "seed": config.get("seed"),
-        "epoch": state["epoch"],
-        "step": state["step"],
-        "version": state["version"],
-        "rollouts": state["rollouts"],
-        "branch": state["branch"],
-        "paused": state.get("paused", False),
+        **{key: state[key] for key in ("name", "epoch", "step", "version", "rollouts", "branch", "paused", "lengths")},
+        **{key: config.get(key) for key in ("model", "seed")},
         "engines": [engine_report(name, record, telemetry) for name, record in state["engines"].items()],
         "running": [
             {"id": i, "what": call.what, "engine": call.engine, "since": call.since, "progress": progress.of(i)}
@@ -49,13 +42,12 @@ def session_report(
         ],
         "verbs": [{"what": verb.what, "since": verb.since} for verb in running.verbs.values()],
         "driver": driver and {"pid": driver["pid"], "mode": driver["mode"], "alive": alive, "age_s": beat_age_s},
-        "lease": lease_report(driver, alive, silent_s, bool(running.calls)),
+        "lease": lease_report(driver, alive, silent_s, bool(running.calls)) | {"parks": lease.parks(state)},
         "snapshots": [
             {"id": i} | {key: fields.get(key) for key in SNAPSHOT_FIELDS} for i, fields in state["snapshots"].items()
         ],
-        "history": [step_report(record) for record in led_here[-records:]] if records else [],
-        "history_total": len(led_here),
-        "lengths": state["lengths"],
+        "history": [step_report(record) for record in history(state, records)],
+        "history_total": history_length(state),
         "splits": list(running.marks.steps.splits),
         "last_error": last_error,
     }

@@ -7,6 +7,7 @@ messages about them arrive.
 from __future__ import annotations
 
 import collections
+import contextlib
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -29,16 +30,14 @@ class Call:
 
 
 class Running:
-    """The calls and verbs under way, and the marks they leave.
-
-    Not locked: the monitor holds its lock around every use.
-    """
+    """The calls and verbs under way, and the marks they leave. Not locked: the monitor holds its lock."""
 
     def __init__(self) -> None:
         self.marks = Marks()
         self.calls: dict[str, Call] = {}
         self.verbs: dict[str, Call] = {}
-        self._stopped_verbs: set[str] = set()
+        self.stopped_verbs: set[str] = set()
+        """Verbs that were asked to stop: what they will still call is stopped as it begins."""
         self._ended: collections.deque[tuple[str, int]] = collections.deque(maxlen=64)
         self._ended_verbs: collections.deque[str] = collections.deque(maxlen=64)
 
@@ -79,15 +78,7 @@ class Running:
         self._ended_verbs.append(verb_id)
         self.marks.end(verb_id)
         self.verbs.pop(verb_id, None)
-        self._stopped_verbs.discard(verb_id)
-
-    def stop_verbs(self) -> None:
-        """Somebody asked to stop: what the verbs that run will call is to be stopped, too."""
-        self._stopped_verbs.update(self.verbs)
-
-    def stopped(self, verb_id: str) -> bool:
-        """Whether a call of this verb is to be stopped as it begins."""
-        return verb_id in self._stopped_verbs
+        self.stopped_verbs.discard(verb_id)
 
     def forget_verbs(self, epochs: Iterable[int] | None = None) -> None:
         """Nobody is left to end the verbs (of these epochs)."""
@@ -95,7 +86,7 @@ class Running:
         for verb_id in [i for i, verb in self.verbs.items() if chosen is None or verb.epoch in chosen]:
             self.marks.end(verb_id)
             del self.verbs[verb_id]
-            self._stopped_verbs.discard(verb_id)
+            self.stopped_verbs.discard(verb_id)
 
     def _part_of_a_verb(self, call: Call) -> bool:
         """Whether a verb that runs says the same already: its mark covers the call's."""
@@ -115,12 +106,8 @@ class Progress:
 
     def look(self, calls: dict[str, list[Any]]) -> None:
         """Read what was asked for at the last look, and ask the actors of each call anew."""
-        import ray
-
         for call_id, refs in self._asked.items():
-            ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
-            values = [value for ref in ready if (value := _values(ref)) is not None]
-            if values:
+            if values := [dict(told.values) for told in answers(refs, 0) if told.values]:
                 self._known[call_id] = values
         self._known = {call_id: values for call_id, values in self._known.items() if call_id in calls}
         self._asked = {
@@ -134,11 +121,13 @@ class Progress:
         return self._known.get(call_id, [])
 
 
-def _values(ref: Any) -> dict[str, Any] | None:
-    """What a worker reported; None from one that does not run the call, or died."""
+def answers(refs: list[Any], within_s: float) -> list[Any]:
+    """What workers answered in time; a dead one says nothing."""
     import ray
 
-    try:
-        return dict(ray.get(ref).values) or None
-    except ray.exceptions.RayError:
-        return None
+    ready, _ = ray.wait(refs, num_returns=len(refs), timeout=within_s) if refs else ([], [])
+    said = []
+    for ref in ready:
+        with contextlib.suppress(ray.exceptions.RayError):
+            said.append(ray.get(ref))
+    return said

@@ -7,6 +7,7 @@ answer, and none is asked twice at a time.
 from __future__ import annotations
 
 import collections
+import contextlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -81,18 +82,15 @@ class Questions:
     def __init__(self) -> None:
         self._asked: dict[str, tuple[int, Any]] = {}
         self._told: dict[str, tuple[int, Told]] = {}
-        self._handles: dict[str, tuple[int, Any]] = {}
         self._complained: set[tuple[str, int]] = set()
 
     def ask(self, pids: Mapping[str, int]) -> None:
         """Ask every worker that is not being asked already, then take the answers there are within `ANSWER_S`."""
         import ray
 
-        for name, pid in pids.items():
-            if name not in self._asked:
-                handle = self._handle(name, pid)
-                if handle is not None:
-                    self._asked[name] = pid, handle.control.remote("memory")
+        for name in pids.keys() - self._asked.keys():
+            with contextlib.suppress(ValueError):  # died, or not born yet
+                self._asked[name] = pids[name], ray.get_actor(name).control.remote("memory")
         refs = [ref for _, ref in self._asked.values()]
         if not refs:
             return
@@ -119,33 +117,17 @@ class Questions:
             self._told[name] = pid, dict(ray.get(ref))
         except ray.exceptions.RayActorError:  # it died: its engine shows that
             self._told.pop(name, None)
-            self._handles.pop(name, None)
         except ray.exceptions.RayError as error:  # it cannot tell: say so once, in the monitor's log
             self._told.pop(name, None)
             if (name, pid) not in self._complained:
                 self._complained.add((name, pid))
                 print(f"{name} does not tell its memory: {error}", file=sys.stderr)
 
-    def _handle(self, name: str, pid: int) -> Any | None:
-        import ray
-
-        known_pid, handle = self._handles.get(name, (NOBODY, None))
-        if handle is None or known_pid != pid:
-            try:
-                handle = ray.get_actor(name)
-            except ValueError:
-                return None  # died, or not born yet
-            self._handles[name] = pid, handle
-        return handle
-
 
 def owners_of(told: Told, resident: int) -> dict[str, int]:
-    """Bytes by owner of one worker; those its kind does not have are left out.
+    """Return the bytes of one worker by owner, of what it says of itself and the `resident` bytes of its process.
 
-    Args:
-        told: what it says of itself.
-        resident: bytes of its process now. On a host without a GPU they are what the owners add up to: "other" is the
-            rest. On a GPU, and for a replica of several processes, the worker itself says what the rest is.
+    On a host without a GPU "other" is what the owners leave of `resident`; elsewhere the worker says what the rest is.
     """
     owners = _picked(told, OWNERS)
     if told.get("device") == "host" and told.get("processes", 1) == 1:

@@ -30,22 +30,19 @@ PLACES: dict[str, tuple[str, Text]] = {
 }
 """Where a part of an engine can be: its sign, and always the word."""
 
+STATUS: dict[str, Text] = {"paused": text("paused"), "running": text("running"), "idle": text("idle")}
+
 Json = Mapping[str, Any]
 
 
 def view_of(report: Json, now: float) -> SessionView:
-    """The view of a session.
-
-    Args:
-        report: the rest of the answer of `GET /state`.
-        now: Unix seconds, for the time that is left.
-    """
-    condition = _condition(report)
-    blocked = _blocked(report)
+    """Return the view of a session; `report`: the rest of the answer of `GET /state`, `now`: Unix seconds."""
+    condition, blocked = _condition(report), _blocked(report)
+    gone = text("script ended") if (report.get("driver") or {}).get("mode") == "script" else text("kernel gone")
     return {
         "condition": condition,
-        "status": _status(condition, report),
-        "facts": _facts(report),
+        "status": gone if condition == "lost" else STATUS[condition],
+        "facts": _facts(report, condition),
         "phase": _phase(report, now),
         "engines": [_engine(engine, int(report["version"]), blocked) for engine in report["engines"]],
         "controls": _controls(report, blocked),
@@ -71,37 +68,27 @@ def _condition(report: Json) -> Condition:
     return "running" if report["running"] or report["verbs"] else "idle"
 
 
-def _status(condition: Condition, report: Json) -> Text:
-    if condition == "lost":
-        return text("script ended") if report["driver"]["mode"] == "script" else text("kernel gone")
-    return {"paused": text("paused"), "running": text("running"), "idle": text("idle")}[condition]
-
-
-def _facts(report: Json) -> list[Text]:
-    """Model, step, version; the branch where it is another, and how long a session nobody drives will last."""
+def _facts(report: Json, condition: Condition) -> list[Text]:
+    """Name model, step, version; the branch where it is another, and how long a session nobody drives will last."""
     facts: list[Text] = [shortened(report["model"])] if report.get("model") else []
     facts += [text("step %1", report["step"]), f"v{report['version']}"]
     if report["branch"] != "main":
         facts.append(shortened(report["branch"]))
-    left = (report.get("lease") or {}).get("left_s")
-    if left is not None and _condition(report) == "lost":
-        facts.append(text("ends in %1", format_age(left)))
+    lease = report.get("lease") or {}
+    if lease.get("left_s") is not None and condition == "lost":
+        left = format_age(lease["left_s"])
+        facts.append(text("parked in %1", left) if lease.get("parks") else text("ends in %1", left))
     return facts
 
 
 def _failure(last: Json | None) -> Failure | None:
     if not last:
         return None
-    said = f"{last.get('what') or 'a call'}: {last.get('kind')}: {last.get('message')}"
-    return {"time": last.get("time"), "text": shortened(said, ERROR_SHOWN)}
+    line = f"{last.get('what') or 'a call'}: {last.get('kind')}: {last.get('message')}"
+    return {"time": last.get("time"), "text": shortened(line, ERROR_SHOWN)}
 
 
 # -- what runs
-
-
-def _names(report: Json) -> list[str]:
-    """What runs, each once: verbs, then calls."""
-    return list(dict.fromkeys(shortened(one["what"]) for one in (*report["verbs"], *report["running"])))
 
 
 def _phase(report: Json, now: float) -> Phase:
@@ -138,7 +125,7 @@ def _progress(workers: Sequence[Json]) -> tuple[list[Text], float | None]:
 
 def _blocked(report: Json) -> Text:
     """Why nothing that drives the session can be done now; empty where it can."""
-    if names := _names(report):
+    if names := dict.fromkeys(shortened(one["what"]) for one in (*report["verbs"], *report["running"])):
         return text("%1 runs: stop it first, or wait for it", ", ".join(names))
     built = all(engine.get("ready", True) for engine in report["engines"])
     return "" if built else text("the engines are being built")
@@ -162,18 +149,8 @@ def _controls(report: Json, blocked: Text) -> list[Control]:
 
 def _control(verb: str, label: Text, title: Text, why_not: Text = "") -> Control:
     """Describe a button of the session; `why_not` disables it and is said in place of what it does."""
-    return {
-        "key": verb,
-        "verb": verb,
-        "args": {},
-        "label": label,
-        "name": label,
-        "command": label,
-        "title": why_not or title,
-        "enabled": not why_not,
-        "drives": False,
-        "pressed": None,
-    }
+    named: Any = {"key": verb, "verb": verb, "args": {}, "label": label, "name": label, "command": label}
+    return named | {"title": why_not or title, "enabled": not why_not, "drives": False, "pressed": None}
 
 
 # -- engines

@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from rlbench.errors import BuildError, EngineError, StateError
+from rlbench.nn.lora import Adapted
+from rlbench.nn.quantised import quantised_layers
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 Source = str | Mapping[str, Tensor] | Mapping[str, Callable[..., Any]]
 """A folder, a checkpoint file or a hub id; a state dict; or an initialiser for each parameter."""
+MAKE_ON_META = "make it inside `with rlbench.nn.device('meta'):` (the same as accelerate's init_empty_weights())"
+FRAMEWORKS = frozenset({"torch", "transformers", "transformers_modules", "rlbench", "peft", "accelerate"})
+HOOKS = frozenset(
+    {
+        "on_weights_materialized",
+        "materialization_source",
+        "non_split_modules",
+        "preprocess_input_named_parameters",
+        "postprocess_output_named_parameters",
+        "forward",  # FSDP2 gathers parameters around self(...), so forward itself cannot be called
+    }
+)
+ALWAYS = ("train", "eval")
 
 
 @dataclass(frozen=True)
@@ -33,13 +50,10 @@ class RankContext:
 class BaseTrainModule(nn.Module):
     """A torch module whose methods an engine runs on its ranks.
 
-    Inherit from it first and from the architecture second. There is no constructor of its own. All hooks are
-    optional but `materialization_source`, which the Hugging Face bases provide.
+    Inherit from it first and from the architecture second. All hooks are optional but `materialization_source`.
     """
 
     _rank_context: RankContext | None = None
-
-    # -- what a method can ask -------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
@@ -69,13 +83,12 @@ class BaseTrainModule(nn.Module):
         """True once somebody asked the running call to stop; a long method may look and return early."""
         return self._rank_context is not None and self._rank_context.stop_requested()
 
-    # -- hooks -----------------------------------------------------------------------------------------------
-
     def materialization_source(self) -> Source:
-        """Say where the weights come from; called on every rank.
+        """Say where the weights come from: a folder, a checkpoint file or a hub id; a dict of full tensors;
+        initialisers.
 
-        A folder, a checkpoint file (.safetensors, .bin, .pt) or a hub id; a dict of full tensors; or a dict of
-        initialisers: each is called with the full, empty tensor to fill (or with nothing, and returns it).
+        Called on every rank; an initialiser is called with the full, empty tensor to fill (or with nothing, and
+        returns it).
         """
         raise BuildError(
             f"{type(self).__name__} does not say where its weights come from: define "
@@ -83,16 +96,25 @@ class BaseTrainModule(nn.Module):
         )
 
     @property
+    def left_to_source(self) -> frozenset[str]:
+        """Names of parameters and buffers that snapshots and checkpoints leave out: of an adapted module the frozen
+        base, which its source has."""
+        if not Adapted.of(self):
+            return frozenset()
+        frozen = (name for name, parameter in self.named_parameters() if not parameter.requires_grad)
+        packed = (f"{path}.{name}" for path, layer in quantised_layers(self).items() for name in layer._buffers)
+        return frozenset((*frozen, *packed))
+
+    @property
     def non_split_modules(self) -> set[type[nn.Module]]:
-        """Types of the modules that are gathered and freed as one unit; their parameters are sharded
-        together."""
+        """Types of the modules that are gathered and freed as one unit; their parameters are sharded together."""
         return set()
 
     def on_weights_materialized(self) -> None:
         """Run on every rank once the weights are there and sharded: the place for optimizer and processor.
 
-        `self.optimizer` is what the policy verbs step: one, or a dict of several that are stepped together, as
-        `{"muon": …, "adamw": …}`. `self.lr_scheduler`, one or a dict, is stepped after it.
+        `self.optimizer` is what the policy verbs step: one, or a dict of several, as `{"muon": …, "adamw": …}`;
+        `self.lr_scheduler`, one or a dict, is stepped after it.
         """
 
     def preprocess_input_named_parameters(self, name: str, param: Tensor) -> tuple[str, Tensor] | None:
@@ -104,22 +126,17 @@ class BaseTrainModule(nn.Module):
     ) -> tuple[str, Tensor] | None:
         """Map one parameter to what a replica or a checkpoint receives; None drops it.
 
-        Runs on all ranks in the same order, so it may gather (`full_tensor()`) other entries of
-        `full_state_dict`.
+        Runs on all ranks in the same order, so it may gather (`full_tensor()`) other entries.
         """
         return name, param.full_tensor()
 
 
 class Fsdp2TrainModule(BaseTrainModule):
-    """Base of a custom architecture trained with FSDP2. Define `materialization_source` and
-    `non_split_modules`."""
+    """Base of a custom architecture trained with FSDP2: define `materialization_source` and `non_split_modules`."""
 
 
 def guard_forward(module: nn.Module) -> None:
-    """Make `self.forward(...)` on a sharded module say what to call instead.
-
-    FSDP2 gathers the parameters in hooks around `self(...)`; a direct `forward` would meet sharded ones.
-    """
+    """Make `self.forward(...)` on a sharded module say what to call instead: FSDP2 gathers in hooks of `self(...)`."""
     inside = [0]
 
     def enter(*_: Any) -> None:
@@ -147,3 +164,69 @@ def renew_forward(module: nn.Module) -> None:
     if getattr(guard.__wrapped__, "__self__", None) is module:  # the class's own, not one put on the instance
         cls: Any = type(module)
         functools.update_wrapper(guard, cls.forward.__get__(module))
+
+
+# -- modules without weights: parameters on meta, buffers real, as no checkpoint holds them
+
+
+def device(tag: str) -> AbstractContextManager[object]:
+    """Return a context in which modules are made on `tag`; "meta" keeps buffers real."""
+    if tag != "meta":
+        return torch.device(tag)
+    from accelerate import init_empty_weights
+
+    return init_empty_weights(include_buffers=False)
+
+
+def making_on_meta() -> bool:
+    """True inside `device("meta")` or accelerate's `init_empty_weights()`, which patch `register_parameter`."""
+    return "init_on_device" in getattr(nn.Module.register_parameter, "__qualname__", "")
+
+
+def check_module(module: object) -> None:
+    """Refuse what cannot be shipped to the ranks."""
+    if not isinstance(module, nn.Module):
+        raise BuildError(f"a train engine takes a torch module, and this is {type(module).__name__}.")
+    real = [name for name, parameter in module.named_parameters() if not parameter.is_meta]
+    if real:
+        raise BuildError(f"{type(module).__name__} is not on meta: {real[0]} holds memory here; {MAKE_ON_META}.")
+    filled = {id(buffer) for layer in quantised_layers(module).values() for buffer in layer.buffers(recurse=False)}
+    lost = [name for name, buffer in module.named_buffers() if buffer.is_meta and id(buffer) not in filled]
+    if lost:
+        raise BuildError(
+            f"{type(module).__name__} lost buffers ({lost[0]}): torch.device('meta') empties them too; {MAKE_ON_META}."
+        )
+
+
+# -- which methods of a user's module an engine may call
+
+
+class MethodInfo(TypedDict):
+    """One callable method: enough for tab completion and help without the class."""
+
+    name: str
+    signature: str
+    doc: str | None
+
+
+def callable_methods(cls: type[nn.Module]) -> list[MethodInfo]:
+    """Return the methods that the user's own classes define, in order of definition, then `train` and `eval`."""
+    found: dict[str, Any] = {}
+    for owner in cls.__mro__:
+        if owner.__module__.split(".")[0] in FRAMEWORKS or owner is object:
+            continue
+        for name, value in vars(owner).items():
+            function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+            if inspect.isfunction(function) and not name.startswith("_") and name not in HOOKS:
+                found.setdefault(name, value)
+    for name in ALWAYS:
+        found.setdefault(name, getattr(cls, name))
+    return [_describe(name, value) for name, value in found.items()]
+
+
+def _describe(name: str, value: Any) -> MethodInfo:
+    function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+    signature = inspect.signature(function)
+    bound = 0 if isinstance(value, staticmethod) else 1  # self or cls
+    signature = signature.replace(parameters=list(signature.parameters.values())[bound:])
+    return MethodInfo(name=name, signature=str(signature), doc=inspect.getdoc(function))

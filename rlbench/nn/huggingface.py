@@ -9,47 +9,31 @@ from typing import Any
 from torch import nn
 
 from rlbench.errors import BuildError
-from rlbench.nn.base import BaseTrainModule, Fsdp2TrainModule
-from rlbench.nn.meta import making_on_meta
+from rlbench.nn.base import BaseTrainModule, Fsdp2TrainModule, making_on_meta
 
 HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
-HUB_OPTIONS = (
-    "cache_dir",
-    "force_download",
-    "local_files_only",
-    "token",
-    "revision",
-    "subfolder",
-    "trust_remote_code",
-)
+HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "trust_remote_code")
 
 
 class BaseHuggingFaceTrainModule(BaseTrainModule):
-    """For a transformers class as the second base: `class Mine(HuggingFaceFsdp2TrainModule,
-    Qwen2ForCausalLM)`."""
+    """For a transformers class as the second base: `class Mine(HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM)`."""
 
     _source_revision: str | None = None
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' own; inside `rlbench.nn.device("meta")` no weight is read, only the config.
-
-        On meta it takes `config`, `dtype`, `attn_implementation`, the hub options, and config attributes to override.
-        """
+        """As transformers' own; inside `rlbench.nn.device("meta")` no weight is read, only the config."""
         if not making_on_meta():
             return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)  # type: ignore[misc]
         path = str(pretrained_model_name_or_path)
         hub = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
-        model_kwargs: dict[str, Any] = {
-            name: kwargs.pop(name) for name in ("dtype", "torch_dtype", "attn_implementation") if name in kwargs
-        }
-        if "torch_dtype" in model_kwargs:
-            model_kwargs.setdefault("dtype", model_kwargs.pop("torch_dtype"))
-        if model_kwargs.get("dtype") == "auto":
-            del model_kwargs["dtype"]
+        options = {name: kwargs.pop(name) for name in ("dtype", "attn_implementation") if name in kwargs}
+        if "torch_dtype" in kwargs:
+            options.setdefault("dtype", kwargs.pop("torch_dtype"))
+        if options.get("dtype") == "auto":
+            del options["dtype"]
         config = kwargs.pop("config", None) or _read_config(cls, path, hub, kwargs)
-        model_kwargs = attention_options(config) | model_kwargs
-        module = cls._from_config(config, **model_kwargs)  # type: ignore[attr-defined]
+        module = cls._from_config(config, **attention_options(config) | options)  # type: ignore[attr-defined]
         module.name_or_path = config._name_or_path = path
         module._source_revision = hub.get("revision")
         return module.eval()
@@ -58,10 +42,7 @@ class BaseHuggingFaceTrainModule(BaseTrainModule):
         """The folder or hub id the module was made from."""
         path = getattr(self, "name_or_path", "") or getattr(getattr(self, "config", None), "_name_or_path", "")
         if not path:
-            raise BuildError(
-                f"{type(self).__name__} was made from a config alone, so there are no weights to load: use "
-                "from_pretrained(path), or define materialization_source()."
-            )
+            raise BuildError(f"{type(self).__name__} was made from a config alone: use from_pretrained(path).")
         return str(path)
 
     @property
@@ -80,10 +61,7 @@ class HuggingFaceFsdp2TrainModule(BaseHuggingFaceTrainModule, Fsdp2TrainModule):
 
 
 def attention_options(config: Any) -> dict[str, str]:
-    """The attention to ask for where transformers' own choice computes something else than the architecture says.
-
-    Its SDPA leaves out the cap on attention scores (Gemma 2) without an error; vLLM applies it.
-    """
+    """The attention to ask for where transformers' SDPA leaves out the architecture's cap on scores (Gemma 2)."""
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     return {"attn_implementation": "eager"} if capped else {}
 

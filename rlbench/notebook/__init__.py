@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from rlbench.lazy import lazy_names
-from rlbench.notebook.charts.curves import Curves
+from rlbench.notebook.charts.chart import Curves
 from rlbench.notebook.formatters import install
 
 if TYPE_CHECKING:

@@ -1,8 +1,4 @@
-"""What runs in a process of its own: reads a job, then payloads, from its input; writes answers as JSON.
-
-Frames are a length of eight bytes, then the content. What comes in is pickled by the parent; what goes out is JSON, so
-that a reward gone wild can send the parent numbers and texts alone.
-"""
+"""What runs in a process of its own: reads pickled payloads from its input, writes answers as JSON, in frames."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ import signal
 import struct
 from typing import IO, Any
 
-from rlbench.rewards.board import Failure
+from rlbench.rewards.kinds import Failure
 
 PR_SET_PDEATHSIG = 1
 
@@ -67,8 +63,7 @@ def _frame(source: IO[bytes]) -> bytes | None:
     head = source.read(8)
     if len(head) < 8:
         return None
-    size = struct.unpack("<Q", head)[0]
-    return source.read(size)
+    return source.read(struct.unpack("<Q", head)[0])
 
 
 def _answer(sink: IO[bytes], value: Any) -> None:

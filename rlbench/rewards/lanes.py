@@ -1,7 +1,4 @@
-"""Processes that may be killed: a job runs over many payloads on a few of them; one that hangs or dies is replaced.
-
-Driven by the calling thread alone, with no helper of its own: when it is interrupted, nothing is left.
-"""
+"""Processes that may be killed: a job runs over many payloads on a few of them, driven by the calling thread alone."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import contextlib
 import json
 import math
 import os
-import selectors
 import signal
 import struct
 import subprocess
@@ -18,13 +14,15 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from typing import IO, Any
 
 import cloudpickle
 
 from rlbench.errors import DataError
-from rlbench.rewards.board import Failure
+from rlbench.rewards.kinds import Failure
 from rlbench.sendable import why_not
+from rlbench.units import format_seconds
 
 MOST = 4
 """Processes at a time, unless said; never more than cores."""
@@ -39,14 +37,11 @@ CODE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rlbench.re
 
 @dataclass(frozen=True)
 class Lost:
-    """No answer: `timeout`, or the process died, perhaps of `signal`. As text it goes on from "the reward …"."""
+    """No answer: `timeout`, or the process died, perhaps of `signal`; `said` goes on from "the reward …"."""
 
     said: str
     timeout: bool = False
     signal: int = 0
-
-    def __str__(self) -> str:
-        return self.said
 
 
 class Lane:
@@ -91,9 +86,14 @@ class Lane:
             self._read = self._read[8 + size :]
         return found
 
-    def end(self) -> str:
-        """Kill it with all it started, and wait until it is gone; says how it had ended, if it had."""
-        code = self.process.poll()
+    def end(self, died: bool = False) -> str:
+        """Kill it with all it started, and wait until it is gone; says how it had ended, if it had.
+
+        One that `died` by itself is given a moment to be reaped with its own exit code.
+        """
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(1.0 if died else 0.0)
+        code = self.process.returncode
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -122,15 +122,10 @@ def answers(
 ) -> Generator[tuple[int, Any, float], None, None]:
     """Run a job over `count` payloads in processes of its own; yield (number, answer or `Lost`, seconds) as they end.
 
-    Close the iterator to end all processes.
-
-    Args:
-        job: called with one payload in the process; goes there by cloudpickle, its answer comes back as JSON. A
-            `prepare()` of its own is called first and its time is not counted.
-        lanes: processes at a time; None: one per core, MOST at most.
-        timeout_s: seconds for one payload; the process is killed then, and replaced.
-        memory_gib: GiB a process may allocate beyond what it has at its start.
-        check: called several times a second; what it raises ends all processes.
+    Close the iterator to end all processes. `job` goes there by cloudpickle, its answer comes back as JSON; a
+    `prepare()` of its own is called first, untimed. `lanes` processes at a time, None: one per core, MOST at most;
+    one is killed after `timeout_s` on a payload, and replaced; `check` is called several times a second, what it
+    raises ends all.
     """
     opening = cloudpickle.dumps({"memory_gib": memory_gib, "job": _blob(job, "reward")})
     waiting = enumerate(payloads)
@@ -138,53 +133,42 @@ def answers(
     running: list[Lane] = []
     left = count
     try:
-        with selectors.DefaultSelector() as selector:
-
-            def start() -> None:
+        while left:
+            while len(running) < min(wanted, left):
                 running.append(Lane(opening))
-                selector.register(running[-1], selectors.EVENT_READ)
-
-            def end(lane: Lane) -> str:
-                selector.unregister(lane)
-                running.remove(lane)
-                return lane.end()
-
-            while left:
-                while len(running) < min(wanted, left):
-                    start()
-                if check is not None:
-                    check()
-                pause = min(math.inf if check is None else LOOK_S, *(_left(lane, timeout_s) for lane in running))
-                for key, _ in selector.select(None if pause == math.inf else max(0.0, pause)):
-                    lane: Lane = key.fileobj  # type: ignore[assignment]
-                    arrived = lane.receive()
-                    if arrived is None:
-                        unit, seconds, was_ready = lane.unit, time.perf_counter() - lane.since, lane.ready
-                        said = _ended(lane, end)
-                        if not was_ready:
-                            raise DataError(f"a process for the reward {said} before it was ready")
-                        if unit is not None:
-                            left -= 1
-                            died_of = max(0, -(lane.process.returncode or 0))
-                            yield unit, Lost(f"ended its process: it {said}", signal=died_of), seconds
-                        continue
-                    for answer in arrived:
-                        unit, seconds = lane.unit, time.perf_counter() - lane.since
-                        lane.unit = None
-                        if not lane.ready:
-                            _check_ready(answer)
-                            lane.ready = True
-                        _feed(lane, waiting)
-                        if unit is not None:
-                            left -= 1
-                            yield unit, answer, seconds
-                for lane in [lane for lane in running if _left(lane, timeout_s) <= 0]:
-                    unit, seconds = lane.unit, time.perf_counter() - lane.since
-                    said = end(lane)
-                    if unit is None:
-                        raise DataError(f"a process for the reward was not ready after {START_S:g} s: {said}")
-                    left -= 1
-                    yield unit, Lost(f"took longer than {timeout_s:g} s", timeout=True), seconds
+            if check is not None:
+                check()
+            pause = min(math.inf if check is None else LOOK_S, *(_left(lane, timeout_s) for lane in running))
+            ready = wait([lane.fileno() for lane in running], None if pause == math.inf else max(0.0, pause))
+            for lane in list(running):
+                overdue = _left(lane, timeout_s) <= 0
+                arrived = lane.receive() if lane.fileno() in ready else []
+                for answer in arrived or ():
+                    unit, seconds, overdue = lane.unit, time.perf_counter() - lane.since, False
+                    lane.unit = None
+                    if not lane.ready:
+                        _check_ready(answer)
+                        lane.ready = True
+                    _feed(lane, waiting)
+                    if unit is not None:
+                        left -= 1
+                        yield unit, answer, seconds
+                if arrived is None or overdue:
+                    seconds = time.perf_counter() - lane.since
+                    said = lane.end(died=arrived is None)
+                    running.remove(lane)
+                    if not lane.ready:
+                        raise DataError(
+                            f"a process for the reward {said} before it was ready ({format_seconds(seconds)})"
+                        )
+                    if lane.unit is not None:
+                        left -= 1
+                        if arrived is None:
+                            code = lane.process.returncode
+                            lost = Lost(f"ended its process: it {said}", signal=max(0, -code))
+                        else:
+                            lost = Lost(f"took longer than {timeout_s:g} s", timeout=True)
+                        yield lane.unit, lost, seconds
     finally:
         for lane in running:
             lane.end()
@@ -218,13 +202,6 @@ def _left(lane: Lane, timeout_s: float | None) -> float:
     """Return the seconds until the process is overdue."""
     allowed = START_S if not lane.ready else None if lane.unit is None else timeout_s
     return math.inf if allowed is None else allowed - (time.perf_counter() - lane.since)
-
-
-def _ended(lane: Lane, end: Callable[[Lane], str]) -> str:
-    """How a process that closed its answers ended; it is given a moment to be reaped with its own exit code."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        lane.process.wait(1.0)
-    return end(lane)
 
 
 def _exit(code: int | None) -> str:

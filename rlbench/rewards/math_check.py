@@ -1,7 +1,4 @@
-"""Mathematical answers, compared as mathematics (math-verify on sympy) in processes that can be killed.
-
-sympy computes what it reads: `10**10**10` in a completion takes for ever, in code that no signal and no thread can end.
-"""
+"""Mathematical answers, compared as mathematics (math-verify on sympy) in processes that can be killed."""
 
 from __future__ import annotations
 
@@ -16,9 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from rlbench.errors import DataError
-from rlbench.rewards.board import Board, Failure, Outcome, Reward
-from rlbench.rewards.fields import By, part, read, shown
-from rlbench.rewards.kinds import Scorer
+from rlbench.rewards.kinds import Board, By, Failure, Outcome, Reward, Scorer, part, read, shown
 from rlbench.rewards.lanes import Lost, answers
 from rlbench.user_code import user_code
 
@@ -26,6 +21,7 @@ if TYPE_CHECKING:
     from rlbench.data.rollouts.rollout import Rollout
 
 _BRACES = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 PARSED, TIMEOUT = "math/parsed", "math/timeout"
 WALL = 10
 """Wall clock a comparison may take, in its seconds of CPU: on a busy machine it does not get a core all the time."""
@@ -38,11 +34,10 @@ _TIMERS = {ON_LABEL: signal.ITIMER_VIRTUAL, ON_ANSWER: signal.ITIMER_PROF}
 class math(Scorer):
     r"""1.0 where the completion's answer equals the label as mathematics, 0.0 where not.
 
-    The answer is the last `\boxed{…}`, else what math-verify finds (LaTeX between dollars, a number). `0.5`, `1/2` and
-    `\frac{1}{2}` are equal. A label of GSM8K's form counts from its last `####` on.
-
-    Components: `math/parsed` 1.0 where an answer was found, `math/timeout` 1.0 where comparing it took too much time
-    or memory; the reward is 0.0 then.
+    The answer is the last `\boxed{…}`, else what math-verify finds (LaTeX between dollars, a number). A label of
+    GSM8K's form counts from its last `####` on. Components: `math/parsed` 1.0 where an answer was found, `math/timeout`
+    1.0 where comparing it took too much time or memory; the reward is 0.0 then. A completion has an error for what is
+    not its answer's fault: a label that is missing, no mathematics or too costly, a process that died.
 
     Args:
         label: None for the prompt's label, the name of a key of its `meta`, or a function of the rollout.
@@ -51,10 +46,6 @@ class math(Scorer):
         memory_gib: GiB each process may take for it.
         processes: at a time; None for one per core, four at most. They start anew with each scoring, in about a second.
         digits: decimal digits in which numbers have to agree.
-
-    A completion has an error, and no reward, for what is not its answer's fault: its prompt has no label, or one that
-    holds no mathematics or takes too much time or memory by itself; the process died, or got hardly any CPU time in
-    ten times `timeout_s`.
     """
 
     label: By = None
@@ -82,7 +73,7 @@ class math(Scorer):
                 board.put(i, Failure.of(error), 0.0)
                 continue
             if text is None:
-                board.put(i, _wrong(parsed=0.0), 0.0)
+                board.put(i, _wrong(), 0.0)
             else:
                 asked.append((i, (str(wanted), text)))
         pairs = (pair for _, pair in asked)
@@ -93,6 +84,18 @@ class math(Scorer):
                 i, (wanted, _) = asked[k]
                 board.put(i, _outcome(answer, wanted, self.timeout_s), seconds)
 
+    def answer(self, rollout: Rollout) -> str | None:
+        r"""Return what a scored completion answers, as `majority_at` counts votes; None for nothing.
+
+        Right ones answer the label, whatever their form; of a wrong one counts the text in its last `\boxed{…}`, else
+        its last number.
+        """
+        if rollout.reward == 1.0:
+            return _plain(_label(str(read(rollout, self.label))))
+        text = part(rollout.text, self.inside) or ""
+        said = last_boxed(text) or next(iter(_NUMBER.findall(text)[-1:]), None)
+        return None if said is None else _plain(said)
+
     def __repr__(self) -> str:
         changed = {k: v for k, v in vars(self).items() if v != getattr(type(self), k)}
         return shown("math", **changed)
@@ -102,8 +105,7 @@ class math(Scorer):
 class Comparison:
     """What runs in the processes: (label, completion) -> whether an answer was found, and equals the label.
 
-    The label comes first, with a limit of its own (`cpu_s` seconds, as for the answer): what it costs or raises is no
-    fault of the answer's.
+    The label comes first, with a limit of its own: what it costs or raises is no fault of the answer's.
     """
 
     digits: int
@@ -147,7 +149,9 @@ def _gold(wanted: str, digits: int) -> list[Any]:
     """The label as mathematics, compared once with something else: sympy computes only then."""
     from math_verify import parse, verify
 
-    gold = list(parse(_as_latex(wanted), parsing_timeout=None))
+    label = _label(wanted)
+    latex = label if "$" in label or "\\boxed" in label else f"\\boxed{{{label}}}"  # found for sure
+    gold = list(parse(latex, parsing_timeout=None))
     if _meant(gold):
         verify(gold, parse("$\\frac{1}{3}$", parsing_timeout=None), float_rounding=digits, timeout_seconds=None)
     return gold
@@ -161,6 +165,18 @@ def _cpu_limit(ending: signal.Signals, seconds: float) -> Iterator[None]:
         yield
     finally:
         signal.setitimer(_TIMERS[ending], 0.0)
+
+
+def _label(wanted: str) -> str:
+    """The answer in a label: of a worked one, what stands behind GSM8K's `####`, and of that MATH's last box."""
+    end = wanted.rpartition("####")[2].strip()
+    return last_boxed(end) or end
+
+
+def _plain(answer: str) -> str:
+    """An answer without its box, spaces, dollars and the commas of thousands."""
+    inner = answer.partition("{")[2].rpartition("}")[0] if answer.startswith("\\boxed") else answer
+    return re.sub(r"[\s$]|,(?=\d{3}\b)", "", inner)
 
 
 def last_boxed(text: str) -> str | None:
@@ -177,12 +193,6 @@ def last_boxed(text: str) -> str | None:
     return found
 
 
-def _as_latex(label: str) -> str:
-    """The label as math-verify finds it for sure."""
-    label = label.rpartition("####")[2].strip()
-    return label if "$" in label or "\\boxed" in label else f"\\boxed{{{label}}}"
-
-
 def _meant(gold: list[Any]) -> bool:
     """Whether there is anything to compare with; a text that sympy could not read is compared as text."""
     return bool(gold) and any(str(g).strip() for g in gold)
@@ -196,7 +206,7 @@ def _outcome(answer: Any, wanted: str, cpu_s: float) -> Outcome:
         if answer.signal == ON_LABEL:
             return Failure(f"{label} takes more than {cpu_s:g} s of CPU time by itself", "wanted one that is computed")
         hint = "the machine is busy: score again, or give fewer processes=" if answer.timeout else ""
-        return Failure(f"math: the comparison {answer}", hint)
+        return Failure(f"math: the comparison {answer.said}", hint)
     if "label" in answer:
         return Failure(f"{label} {answer['label']}", "wanted a number or LaTeX")
     if answer.get("memory"):
@@ -204,5 +214,5 @@ def _outcome(answer: Any, wanted: str, cpu_s: float) -> Outcome:
     return Reward(float(answer["equal"]), {PARSED: float(answer["parsed"]), TIMEOUT: 0.0})
 
 
-def _wrong(parsed: float = 0.0, timeout: float = 0.0) -> Reward:
-    return Reward(0.0, {PARSED: parsed, TIMEOUT: timeout})
+def _wrong(timeout: float = 0.0) -> Reward:
+    return Reward(0.0, {PARSED: 0.0, TIMEOUT: timeout})

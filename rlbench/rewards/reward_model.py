@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlbench.data.prompts.lengths import open_tokenizer
+from rlbench.data.texts.rendering import Renderer
+from rlbench.data.texts.rows import Reading
 from rlbench.errors import DataError
-from rlbench.rewards.board import Board, Failure, Reward
-from rlbench.rewards.fields import shown
-from rlbench.rewards.kinds import Scorer
+from rlbench.rewards.kinds import Board, Failure, Reward, Scorer, shown
 
 if TYPE_CHECKING:
     from rlbench.data.rollouts.rollout import Rollout
@@ -20,19 +21,18 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, repr=False)
 class model(Scorer):
-    """Rewards from a sequence-classification model, run in this process.
+    """Rewards from a sequence-classification model, run in this process; loaded when first needed, freed by `close()`.
 
-    It is loaded when first needed and kept; `close()` frees it. It pickles as its options, without weights.
     A completion too long for the model has an error; none is cut. Texts are tokenised by its own tokenizer.
 
     Args:
         path: folder or Hugging Face id of a model with a trained head of one output.
         batch_size: completions per forward.
-        device: of torch; None takes a GPU where there is one. The session's engines may need its memory: `close()`.
-        dtype: of the weights, a name of torch.
+        device: of torch; None takes a GPU where there is one. `dtype` of the weights is a name of torch.
         output: which number is the reward, of a model that gives several.
-        chat: put prompt and completion through the model's chat template, as user and assistant; None does where the
-            prompt is messages. A text is else read as it is, followed by the completion.
+        as_sampled: read the tokens that were sampled, end token too, where the model has the policy's tokenizer, else
+            the texts as `rb.data.pairs` encodes them: what a model that `rb.RewardModel` trained has seen.
+        chat: put prompt and completion through the model's chat template; None does where the prompt is messages.
     """
 
     path: str | Path
@@ -41,12 +41,15 @@ class model(Scorer):
     device: str | None = None
     dtype: str = "float32"
     output: int | None = None
+    as_sampled: bool = False
     chat: bool | None = None
     _loaded: tuple[Any, Any] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise DataError(f"model: batch_size is 1 or more, got {self.batch_size}")
+        if self.as_sampled and self.chat is not None:
+            raise DataError(f"model: chat={self.chat} has no effect with as_sampled=True, which says what is read")
         folder = Path(self.path).expanduser()
         self.path = str(folder if folder.is_dir() else self.path)
 
@@ -83,34 +86,35 @@ class model(Scorer):
 
     def token_ids(self, rollout: Rollout, tokenizer: Any) -> list[int]:
         """What the model reads of one completion: through its chat template, or prompt and completion in a row."""
+        if self.as_sampled:
+            return read_tokens(rollout, tokenizer)
         content = rollout.prompt
         chat = self.chat if self.chat is not None else not isinstance(content, str)
         if isinstance(content, list) and not isinstance(content[0], dict):
-            raise DataError(
-                "the prompt is token ids, and the reward model has a tokenizer of its own: give texts or messages"
-            )
+            raise DataError("the prompt is token ids, the reward model has its own tokenizer: give texts or messages")
         if not chat:
             return list(tokenizer(rollout.source.text + rollout.text)["input_ids"])
         asked = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
         said = [*asked, {"role": "assistant", "content": rollout.text}]
         return list(tokenizer.apply_chat_template(said, tokenize=True, return_dict=True)["input_ids"])
 
+    def shares_vocabulary(self, tokenizer: Any) -> bool:
+        """Whether the model was trained on tokens of the same numbers."""
+        return _same_vocabulary(str(self.path), tokenizer)
+
     def close(self) -> None:
         """Free the weights; the next scoring loads them again."""
         self._loaded = None
-        torch = importlib.import_module("torch")
+        import torch
+
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def _load(self) -> tuple[Any, Any]:
         if self._loaded is None:
-            try:
-                import torch
-                from transformers import AutoModelForSequenceClassification, AutoTokenizer
-            except ModuleNotFoundError as missing:
-                raise DataError(
-                    f"rb.rewards.model needs {missing.name}: `rlbench setup` installs what engines need"
-                ) from missing
+            import torch
+            from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
             device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
             try:
                 tokenizer = AutoTokenizer.from_pretrained(self.path)
@@ -126,12 +130,9 @@ class model(Scorer):
         return self._loaded
 
     def _check(self, model: Any, missing: list[str]) -> None:
-        """A classifier whose head was never trained scores at random: refuse it."""
+        """Refuse a classifier whose head was never trained, and an output that it does not have."""
         if missing:
-            raise DataError(
-                f"{self.path} has no weights for {', '.join(missing[:3])}: it is no reward model, but a language model "
-                "whose head would be random. Train one first, or give the id of one"
-            )
+            raise DataError(f"{self.path} has no weights for {', '.join(missing[:3])}: its head would be random")
         outputs = int(model.config.num_labels)
         if self.output is None and outputs != 1:
             raise DataError(f"{self.path} gives {outputs} numbers: say which is the reward by model(…, output=0)")
@@ -140,16 +141,16 @@ class model(Scorer):
 
     def _forward(self, model: Any, rows: Sequence[Sequence[int]]) -> list[float]:
         import torch
+        from torch.nn.utils.rnn import pad_sequence
 
         pad = model.config.pad_token_id
+        if self.as_sampled:  # transformers scores a row at its last token that is not padding: none may end with it
+            ends = {row[-1] for row in rows}
+            pad = model.config.pad_token_id = next(token for token in range(len(ends) + 1) if token not in ends)
         if pad is None and len(rows) > 1:  # without a padding token the last token is found in single rows alone
             return [value for row in rows for value in self._forward(model, [row])]
-        width = max(map(len, rows))
-        ids = torch.full((len(rows), width), pad or 0, dtype=torch.long)
-        mask = torch.zeros((len(rows), width), dtype=torch.long)
-        for k, row in enumerate(rows):
-            ids[k, : len(row)] = torch.as_tensor(row)
-            mask[k, : len(row)] = 1
+        ids = pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], True, pad or 0)
+        mask = pad_sequence([torch.ones(len(row), dtype=torch.long) for row in rows], True)
         device = next(model.parameters()).device
         logits = model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
         return [float(v) for v in logits[:, self.output or 0].float().cpu()]
@@ -160,3 +161,23 @@ class model(Scorer):
     def __repr__(self) -> str:
         changed = {f.name: v for f in fields(self)[1:-1] if (v := getattr(self, f.name)) != f.default}
         return shown("model", self.path, **changed)
+
+
+def read_tokens(rollout: Rollout, tokenizer: Any) -> list[int]:
+    """What a model trained on `rb.data.pairs` or `rollouts.pairs` reads of a completion: its tokens as they were
+    sampled, where the tokenizer is of the same vocabulary, else its texts as pairs are encoded, up to the end token."""
+    if len(rollout.prompt_token_ids) and _same_vocabulary(rollout.tokenizer, tokenizer):
+        return [*map(int, rollout.prompt_token_ids), *rollout.token_ids]
+    rendered = Reading().continued(Renderer.of(tokenizer), rollout.prompt, rollout.text, "completion", None)
+    return rendered.tokens[: int(rendered.trained.nonzero()[0][-1]) + 1].tolist()  # type: ignore[no-any-return]
+
+
+def _same_vocabulary(name: str, tokenizer: Any) -> bool:
+    """Whether the tokenizer called `name` (folder or hub id; "" where not known) gives tokens the same numbers."""
+    other = str(tokenizer.name_or_path)
+    return name in ("", other) or _vocabulary(name) == _vocabulary(other)
+
+
+@lru_cache(maxsize=8)
+def _vocabulary(name: str) -> dict[str, int]:
+    return dict(open_tokenizer(name).get_vocab())

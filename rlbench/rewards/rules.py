@@ -1,8 +1,4 @@
-"""Rules on the text of a completion: 1.0 where it is as wanted, 0.0 where not.
-
-Functions of one `Rollout` as any of yours: they may be called, given to `rollouts.score`, and be parts of `weighted`
-and `mixture`. All look at the completion alone, never at the prompt, which may hold an example of the wanted format.
-"""
+"""Rules on the text of a completion, never of the prompt: 1.0 where it is as wanted, 0.0 where not."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 from rlbench.errors import DataError
-from rlbench.rewards.fields import By, part, read, shown
+from rlbench.rewards.kinds import By, part, read, shown
 
 if TYPE_CHECKING:
     from rlbench.data.rollouts.rollout import Rollout
@@ -19,11 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class exact:
-    """1.0 where the completion is the label, white space around both aside.
+    """1.0 where the completion is the label, white space around both aside; compared as text.
 
-    `label` says what is wanted, compared as text: None for the prompt's label, the name of a key of its `meta`, or a
-    function of the rollout. `inside` compares the text inside the last `<inside>…</inside>` alone; without such tags
-    the reward is 0.0. `ignore_case` compares in lower case (`str.casefold`).
+    `label`: None for the prompt's label, a key of its `meta`, or a function of the rollout. `inside` compares the text
+    inside the last `<inside>…</inside>` alone. `ignore_case` compares by `str.casefold`.
     """
 
     label: By = None
@@ -44,10 +39,7 @@ class exact:
 
 @dataclass(frozen=True, repr=False)
 class contains(exact):
-    """1.0 where the label stands somewhere in the completion; arguments as in `exact`.
-
-    A policy learns to write every candidate: mind what else it contains.
-    """
+    """1.0 where the label stands somewhere in the completion; arguments as in `exact`."""
 
     def __call__(self, rollout: Rollout) -> float:
         wanted = self._folded(str(read(rollout, self.label)))
@@ -61,10 +53,8 @@ class contains(exact):
 class regex:
     r"""1.0 where the pattern is found in the completion; with `group`, where the last match's group is the label.
 
-    `pattern` is searched anywhere: `regex(r"#### (-?\d+)", 1)`; `group`, a number or name, is compared as text without
-    white space around it with `label`, as in `exact`; `flags` are `re`'s.
-
-    A pattern with nested repeats can take for ever on a completion made for it: `score(…, isolate=True, timeout_s=1)`.
+    As in `regex(r"#### (-?\d+)", 1)`; `flags` are `re`'s. A pattern with nested repeats can take for ever on a
+    completion made for it: `score(…, isolate=True, timeout_s=1)`.
     """
 
     pattern: str
@@ -125,7 +115,11 @@ class Tags:
 def tags(*names: str, opened: bool = False, outside: bool = False) -> Tags:
     """1.0 where each tag is opened and closed once, in this order, not nested, with nothing but white space outside.
 
-    `tags("think", "answer")` wants `<think>…</think> <answer>…</answer>`. `opened`: the prompt's end has opened the
-    first tag already; `outside`: other text may stand before, between and after them.
+    `opened`: the prompt's end has opened the first tag already; `outside`: other text may stand around them.
     """
     return Tags(tuple(names), opened, outside)
+
+
+def zero(rollout: Rollout) -> float:
+    """0 for every completion: of a trainer whose policy learns from a teacher alone."""
+    return 0.0

@@ -1,7 +1,4 @@
-"""Rewards from a service: completions go out as JSON over HTTP, numbers come back.
-
-Standard library alone. A few threads send; an interrupt closes their sockets, so that none is left waiting.
-"""
+"""Rewards from a service: completions go out as JSON over HTTP, numbers come back; standard library alone."""
 
 from __future__ import annotations
 
@@ -19,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from rlbench.errors import DataError
-from rlbench.rewards.board import Board, Failure, Outcome
-from rlbench.rewards.fields import shown
-from rlbench.rewards.kinds import Scorer, as_reward
+from rlbench.rewards.kinds import Board, Failure, Outcome, Scorer, as_reward, shown
+from rlbench.rewards.running import cut, run_threads
 from rlbench.units import format_bytes
 from rlbench.user_code import user_code
 
@@ -33,7 +29,6 @@ LARGEST = 64 << 20
 AGAIN = (408, 425, 429, 500, 502, 503, 504)
 """Statuses after which the same request may succeed."""
 LONGEST_WAIT_S = 30.0
-FAREWELL_S = 2.0
 
 
 class _Again(Exception):
@@ -44,8 +39,8 @@ class _Again(Exception):
         self.after = after
 
 
-class _Refused(Exception):
-    """The request failed for good."""
+class Refused(Exception):
+    """The request failed for good; the message goes on from the service's name."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,23 +48,16 @@ class remote(Scorer):
     """Rewards from an HTTP service, asked by POST with JSON.
 
     It is sent `{"prompts": […], "responses": […], "labels": […], "query": […]}`, one entry per completion: the prompt
-    as given (text, messages or token ids), the completion's text, the label (null without one), and the prompt's text
-    followed by the completion's. It answers `{"rewards": […]}`, each a number, `{"reward": 1.0, "format": 0.0}` with
-    components, or `{"error": "why"}` for a completion it cannot score.
+    as given, the completion's text, the label (null without one), and both texts in a row. It answers `{"rewards":
+    […]}`, each a number, `{"reward": 1.0, "format": 0.0}` with components, or `{"error": "why"}`. Redirects are not
+    followed.
 
-    Args:
-        url: http or https. Redirects are not followed.
-        batch_size: completions per request.
-        concurrency: requests at a time.
-        timeout_s: seconds for connecting, and for each silence of the service.
-        tries: how often a request is sent at most, where the connection fails, the service is silent, or it says that
-            it is busy or broken (408, 425, 429, 5xx). After that its completions have an error; others go on.
-        backoff_s: pause before the second try; it doubles with each, with chance in it, and obeys `Retry-After`.
-        key: where the answer holds the rewards.
-        headers: further ones.
-        token_env: name of the environment variable whose content is sent as `Authorization: Bearer …`. Read when
-            scoring, so that no token stands in a notebook or a pickle.
-        payload: makes another body: a function of a list of rollouts -> anything JSON can hold.
+    Args: batch_size: completions per request; `concurrency` requests at a time. timeout_s: seconds for connecting,
+    and for each silence of the service. tries: how often a request is sent at most, where the connection fails or the
+    service is silent, busy or broken (408, 425, 429, 5xx), with a pause that begins at `backoff_s`, doubles and obeys
+    `Retry-After`. key: where the answer holds the rewards. token_env: the environment variable whose content is sent
+    as `Authorization: Bearer …`, read when scoring. payload: makes another body: a function of a list of rollouts ->
+    anything JSON can hold.
     """
 
     url: str
@@ -86,55 +74,33 @@ class remote(Scorer):
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
+        if parts.username is not None:
+            raise DataError("remote: a password in a url would be shown with it: give headers= or token_env=")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise DataError(f"remote: wanted a url as 'http://judge.example:8000/score', got {self.url!r}")
-        if parts.username is not None:
-            raise DataError(
-                "remote: a password in the url is not sent: use headers={'Authorization': …} or token_env=…"
-            )
         if min(self.batch_size, self.concurrency, self.tries) < 1 or not self.timeout_s > 0 or self.backoff_s < 0:
             raise DataError("remote: batch_size, concurrency and tries are 1 or more, timeout_s is above 0")
 
     def score_all(self, rollouts: Sequence[Rollout], board: Board) -> None:
         """Send all of them; see `Scorer.score_all`."""
-        count, size = len(rollouts), self.batch_size
-        headers = self._headers()
-        units = iter([range(first, min(first + size, count)) for first in range(0, count, size)])
-        post = _Post(self, headers)
-        lock = threading.Lock()
-        trouble: list[BaseException] = []
+        units = cut(len(rollouts), self.batch_size)
+        post = Post(self, self.request_headers())
+        waiting, lock = iter(units), threading.Lock()
 
         def work() -> None:
-            try:
-                while (unit := _next(units, lock)) is not None and not post.stopped.is_set():
-                    started = time.perf_counter()
-                    found = self._outcomes(post, [rollouts[i] for i in unit])
-                    board.put_all(unit, found, time.perf_counter() - started)
-            except BaseException as error:  # for the caller, whose thread this is not
-                trouble.append(error)
+            while not post.stopped.is_set():
+                with lock:
+                    unit = next(waiting, None)
+                if unit is None:
+                    return
+                started = time.perf_counter()
+                found = self._outcomes(post, [rollouts[i] for i in unit])
+                board.put_all(unit, found, time.perf_counter() - started)
 
-        threads = [
-            threading.Thread(target=work, name=f"rlbench-remote-{k}", daemon=True)
-            for k in range(min(self.concurrency, -(-count // size)))
-        ]
-        try:
-            for thread in threads:
-                thread.start()
-            while any(thread.is_alive() for thread in threads):
-                board.check()
-                for thread in threads:
-                    thread.join(0.1)
-        except BaseException:
-            post.stop()
-            deadline = time.monotonic() + FAREWELL_S
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join(max(0.0, deadline - time.monotonic()))
-            raise
-        if trouble:
-            raise trouble[0]
+        run_threads(work, min(self.concurrency, len(units)), "remote", board, post.stop)
 
-    def _headers(self) -> dict[str, str]:
+    def request_headers(self) -> dict[str, str]:
+        """What is sent with each request, the token too. Raises DataError where the environment has none."""
         found = {"Content-Type": "application/json", "Accept": "application/json", **self.headers}
         if self.token_env is not None:
             token = os.environ.get(self.token_env)
@@ -143,7 +109,7 @@ class remote(Scorer):
             found["Authorization"] = f"Bearer {token}"
         return found
 
-    def _outcomes(self, post: _Post, rollouts: Sequence[Rollout]) -> list[Outcome]:
+    def _outcomes(self, post: Post, rollouts: Sequence[Rollout]) -> list[Outcome]:
         """One outcome for each completion of a batch, or the same failure for all of them."""
         try:
             with user_code():
@@ -153,7 +119,7 @@ class remote(Scorer):
             return [Failure.of(error)] * len(rollouts)
         try:
             answer = post(sent)
-        except _Refused as error:
+        except Refused as error:
             return [Failure(f"the service {self._place()} {error}")] * len(rollouts)
         values = answer.get(self.key) if isinstance(answer, dict) else None
         if not isinstance(values, list) or len(values) != len(rollouts):
@@ -163,11 +129,12 @@ class remote(Scorer):
         return [self._outcome(value) for value in values]
 
     def _outcome(self, value: Any) -> Outcome:
-        if isinstance(value, dict) and value.get("error") is not None:
+        if not isinstance(value, dict):
+            return as_reward(value)
+        if value.get("error") is not None:
             return Failure(f"the service {self._place()} says {str(value['error'])[:200]!r}")
-        if isinstance(value, dict):  # its components may be other things than numbers
-            value = {k: v for k, v in value.items() if k == "reward" or isinstance(v, int | float)}
-        return as_reward(value)
+        # its components may be other things than numbers
+        return as_reward({k: v for k, v in value.items() if k == "reward" or isinstance(v, int | float)})
 
     def _place(self) -> str:
         return urlsplit(self.url).netloc.rpartition("@")[2]
@@ -189,7 +156,7 @@ def as_payload(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
     }
 
 
-class _Post:
+class Post:
     """Sends requests, again where that may help; `stop` ends all that are under way, from another thread."""
 
     def __init__(self, how: remote, headers: Mapping[str, str]) -> None:
@@ -205,8 +172,8 @@ class _Post:
                 with contextlib.suppress(OSError):
                     connection.sock.shutdown(socket.SHUT_RDWR)
 
-    def __call__(self, body: bytes) -> Any:
-        """The answer, read as JSON. Raises _Refused where it failed for good."""
+    def __call__(self, body: bytes | None) -> Any:
+        """The answer to a POST of `body`, or to a GET, read as JSON. Raises Refused where it failed for good."""
         for number in range(1, self.how.tries + 1):
             try:
                 return self._once(body)
@@ -219,32 +186,32 @@ class _Post:
             if number < self.how.tries:
                 pause = self.how.backoff_s * 2 ** (number - 1) * random.uniform(0.75, 1.25)
                 self.stopped.wait(min(max(pause, after), LONGEST_WAIT_S))
-        raise _Refused(f"{said}, {self.how.tries} tries")
+        raise Refused(f"{said}, {self.how.tries} tries")
 
-    def _once(self, body: bytes) -> Any:
-        with self._connection() as connection:
-            parts = urlsplit(self.how.url)
+    def _once(self, body: bytes | None) -> Any:
+        parts = urlsplit(self.how.url)
+        with self._connection(parts.scheme, str(parts.hostname), parts.port) as connection:
             target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-            connection.request("POST", target, body, dict(self.headers))
+            connection.request("GET" if body is None else "POST", target, body, dict(self.headers))
             response = connection.getresponse()
             content = response.read(LARGEST + 1)
         if response.status in AGAIN:
-            raise _Again(f"answered {response.status} {response.reason}", _seconds(response.headers.get("Retry-After")))
+            after = response.headers.get("Retry-After", "")
+            raise _Again(f"answered {response.status} {response.reason}", _seconds(after))
         if response.status != 200:
             said = content[:200].decode(errors="replace")
-            raise _Refused(f"answered {response.status} {response.reason}: {said!r}")
+            raise Refused(f"answered {response.status} {response.reason}: {said!r}")
         if len(content) > LARGEST:
-            raise _Refused(f"answered more than {format_bytes(LARGEST)}")
+            raise Refused(f"answered more than {format_bytes(LARGEST)}")
         try:
             return json.loads(content)
         except ValueError:
-            raise _Refused(f"answered no JSON: {content[:60].decode(errors='replace')!r}") from None
+            raise Refused(f"answered no JSON: {content[:60].decode(errors='replace')!r}") from None
 
     @contextlib.contextmanager
-    def _connection(self) -> Iterator[http.client.HTTPConnection]:
-        parts = urlsplit(self.how.url)
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(str(parts.hostname), parts.port, timeout=self.how.timeout_s)
+    def _connection(self, scheme: str, host: str, port: int | None) -> Iterator[http.client.HTTPConnection]:
+        kind = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
+        connection = kind(host, port, timeout=self.how.timeout_s)
         self._open.add(connection)
         try:
             yield connection
@@ -253,21 +220,16 @@ class _Post:
             connection.close()
 
 
-def _next(units: Iterator[range], lock: threading.Lock) -> range | None:
-    with lock:
-        return next(units, None)
-
-
-def _seconds(header: str | None) -> float:
-    """What `Retry-After` asks for, where it is a number."""
-    try:
-        return max(0.0, float(header or 0))
-    except ValueError:
-        return 0.0
-
-
 def _json(value: Any) -> Any:
     """numpy's numbers and arrays in labels and messages."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a {type(value).__name__} is no JSON: give remote(payload=…), which makes what is sent")
+
+
+def _seconds(header: str) -> float:
+    """Return what a Retry-After header asks for; 0 where it is no plain number of seconds."""
+    try:
+        return max(0.0, float(header)) if header.isascii() else 0.0
+    except ValueError:
+        return 0.0

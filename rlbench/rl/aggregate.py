@@ -1,20 +1,21 @@
 """From a loss per token to one number: the only place where a policy loss is normalised.
 
-The normalisers cover the whole optimizer step (all micro-batches of all ranks). Each micro-batch contributes
-`sum(per_token * weights)`, and the contributions are *summed* over micro-batches and ranks: the gradient then
-does not depend on how the batch was split. Nothing may divide it again. Tokens are counted before any rejection
-or filter of a loss: those give a token weight 0, and change no normaliser.
+The normalisers cover the whole optimizer step (all micro-batches of all ranks); the contributions `sum(per_token *
+weights)` of micro-batches are *summed*, and nothing may divide again. Tokens are counted before any rejection or
+filter.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from rlbench.errors import LossError, nearest
+from rlbench.errors import LossError
+from rlbench.rl import checks
 
 MODES = (
     "token-mean",
@@ -28,10 +29,9 @@ MODES = (
 
 @dataclass(frozen=True)
 class BatchTotals:
-    """Size of a whole optimizer step, over all micro-batches and ranks.
+    """Size of a whole optimizer step: trained tokens, sequences and prompts with one, tokens of the longest response.
 
-    Trained tokens (mask True); sequences with a trained token; tokens of the longest response, trained or not; prompts
-    with a trained token and {group number: trained tokens}, 0 and empty where groups are not known.
+    `prompt_tokens` is {group number: trained tokens}, empty where groups are not known.
     """
 
     tokens: int
@@ -44,41 +44,37 @@ class BatchTotals:
     def of(cls, mask: Tensor, group: Tensor | None = None) -> BatchTotals:
         """Count one padded mask (S, T), whose width is `max_length`; `group` (S,) is needed by "prompt-mean" alone."""
         per_sequence = mask.sum(dim=1)
-        by_prompt: dict[int, int] = {}
+        by_prompt: Counter[int] = Counter()
         if group is not None:
-            _check_group(group, mask)
+            checks.shape("group", group, tuple(mask.shape[:1]))
             for number, tokens in zip(group.tolist(), per_sequence.tolist(), strict=True):
-                if tokens:
-                    by_prompt[int(number)] = by_prompt.get(int(number), 0) + int(tokens)
+                by_prompt[int(number)] += int(tokens)
+        by_prompt = +by_prompt  # prompts with a trained token
         return cls(
             tokens=int(per_sequence.sum()),
             sequences=int((per_sequence > 0).sum()),
             max_length=mask.shape[1],
             prompts=len(by_prompt),
-            prompt_tokens=by_prompt,
+            prompt_tokens=dict(by_prompt),
         )
 
     @classmethod
     def combine(cls, parts: Iterable[BatchTotals]) -> BatchTotals:
         """Put together micro-batches or ranks of one batch: other sequences, the same numbering of prompts."""
         held = list(parts)
-        by_prompt: dict[int, int] = {}
+        by_prompt: Counter[int] = Counter()
         for part in held:
-            for number, tokens in part.prompt_tokens.items():
-                by_prompt[number] = by_prompt.get(number, 0) + tokens
+            by_prompt.update(part.prompt_tokens)
         return cls(
             tokens=sum(part.tokens for part in held),
             sequences=sum(part.sequences for part in held),
             max_length=max((part.max_length for part in held), default=0),
             prompts=len(by_prompt),
-            prompt_tokens=by_prompt,
+            prompt_tokens=dict(by_prompt),
         )
 
     def then(self, batch: BatchTotals) -> BatchTotals:
-        """Extend a step by another batch, whose groups are other prompts whatever their numbers.
-
-        The result weighs that batch's sequences: `prompt_tokens` are its own.
-        """
+        """Extend a step by another batch, whose groups are other prompts; `prompt_tokens` are that batch's."""
         whole = self.combine([self, batch])
         return replace(whole, prompts=self.prompts + batch.prompts, prompt_tokens=batch.prompt_tokens)
 
@@ -105,43 +101,29 @@ class Aggregation:
     length: int | None = None
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise LossError(
-                f"unknown aggregation {self.mode!r}{nearest(self.mode, MODES)}. Use one of: {', '.join(MODES)}."
-            )
+        checks.choice("aggregation", "mode", self.mode, MODES)
         if self.length is not None and (self.mode != "seq-mean-token-sum-norm" or self.length < 1):
-            raise LossError(
-                f"aggregation length={self.length!r}: it is a number of tokens, at least 1, and acts in "
-                f'"seq-mean-token-sum-norm" alone; the mode is {self.mode!r}.'
-            )
+            raise LossError(f"{self}: length, in tokens, is at least 1 and acts in seq-mean-token-sum-norm alone.")
 
     @classmethod
-    def of(cls, given: str | Aggregation) -> Aggregation:
+    def of(cls, mode: str | Aggregation) -> Aggregation:
         """Return the value that a mode's name stands for; a value is returned as it is."""
-        return given if isinstance(given, Aggregation) else cls(given)
+        return mode if isinstance(mode, Aggregation) else cls(mode)
 
     def divisor(self, totals: BatchTotals) -> float:
         """Return what the whole step's sum is divided by: the part that is equal for all its tokens."""
-        if self.mode == "token-mean":
-            return float(totals.tokens)
-        if self.mode == "token-sum":
-            return 1.0
-        if self.mode == "prompt-mean":
-            return float(totals.prompts)
-        if self.mode == "seq-mean-token-sum-norm":
-            return float(totals.sequences) * (totals.max_length if self.length is None else self.length)
-        return float(totals.sequences)
+        length = totals.max_length if self.length is None else self.length
+        return {
+            "token-mean": float(totals.tokens),
+            "token-sum": 1.0,
+            "prompt-mean": float(totals.prompts),
+            "seq-mean-token-sum-norm": float(totals.sequences) * length,
+        }.get(self.mode, float(totals.sequences))
 
     def weights(self, mask: Tensor, totals: BatchTotals, group: Tensor | None = None) -> Tensor:
-        """Return the weight of each token (S, T), such that the step's loss is the sum of `per_token * weights`.
-
-        `mask` (S, T) is one micro-batch of whole sequences, `totals` the whole step; "prompt-mean" also needs `group`
-        (S,), the numbers of `totals.prompt_tokens`.
-        """
+        """Return (S, T) weights of one micro-batch: the step's loss is the sum of `per_token * weights`."""
         if totals.tokens < 1 or totals.sequences < 1:
-            raise LossError(
-                f"nothing to train on: the step has {totals}. Check the mask, and that responses are not empty."
-            )
+            raise LossError(f"nothing to train on: {totals}. Check the mask, and that responses are not empty.")
         weights = mask.float()
         if self.mode == "seq-mean-token-mean":  # a row without trained tokens stays zero
             weights = weights / weights.sum(dim=1, keepdim=True).clamp(min=1.0)
@@ -154,21 +136,10 @@ def _tokens_of_prompts(mask: Tensor, totals: BatchTotals, group: Tensor | None) 
     """Return the trained tokens of each sequence's prompt in the whole step, (S, 1) float32."""
     if group is None:
         raise LossError('aggregation "prompt-mean" needs group (S,): which sequences answer the same prompt.')
-    _check_group(group, mask)
-    trained = mask.any(dim=1).tolist()
+    checks.shape("group", group, tuple(mask.shape[:1]))
     numbers = [int(n) for n in group.tolist()]
-    unknown = sorted({n for n, own in zip(numbers, trained, strict=True) if own} - set(totals.prompt_tokens))
-    if unknown:
-        raise LossError(
-            f"group holds {unknown[:5]}, which the step's totals do not: they know {len(totals.prompt_tokens)} "
-            "groups. Count the totals with BatchTotals.of(mask, group) on the same numbers."
-        )
+    trained = {n for n, own in zip(numbers, mask.any(dim=1).tolist(), strict=True) if own}
+    if unknown := sorted(trained - set(totals.prompt_tokens)):
+        raise LossError(f"group holds {unknown[:5]}, not in the totals: BatchTotals.of(mask, group) counts the same.")
     counts = [float(totals.prompt_tokens.get(number, 1)) for number in numbers]
     return torch.tensor(counts, device=mask.device)[:, None]
-
-
-def _check_group(group: Tensor, mask: Tensor) -> None:
-    if tuple(group.shape) != tuple(mask.shape[:1]):
-        raise LossError(
-            f"group has shape {tuple(group.shape)}; wanted {tuple(mask.shape[:1])}, one number per sequence."
-        )

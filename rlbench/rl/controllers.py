@@ -1,8 +1,4 @@
-"""Coefficients that follow what was observed: immutable values, `new = controller.update(observed, …)`.
-
-Read `.coef` for the step, then update with what the step showed. Being plain values they can be saved with a
-checkpoint, compared and printed.
-"""
+"""Coefficients that follow what was observed: immutable values, `new = controller.update(observed, …)`."""
 
 from __future__ import annotations
 
@@ -11,7 +7,8 @@ import sys
 from dataclasses import dataclass, replace
 
 from rlbench.errors import LossError
-from rlbench.rl.reward_checks import Checked, check_number, within
+from rlbench.rl import checks
+from rlbench.rl.checks import Checked, within
 
 LARGEST = sys.float_info.max
 ADAPTIVE_CLIP = 0.2
@@ -31,12 +28,9 @@ class FixedKL(Checked):
 
 @dataclass(frozen=True)
 class AdaptiveKL(Checked):
-    """A KL coefficient steered towards a target KL (Ziegler et al., arXiv 1909.08593).
+    """A KL coefficient steered towards a target KL per response, in nats (Ziegler et al., arXiv 1909.08593).
 
-        error = clip(observed / target - 1, -0.2, 0.2)
-        coef <- coef * (1 + error * samples / horizon)
-
-    `target` is the KL per response to hold, in nats; over `horizon` responses a full correction builds up.
+    coef <- coef * (1 + clip(observed / target - 1, -0.2, 0.2) * samples / horizon)
     """
 
     target: float = within(6.0, 0.0, LARGEST, above=True)
@@ -46,7 +40,7 @@ class AdaptiveKL(Checked):
     def update(self, observed: float, samples: int) -> AdaptiveKL:
         """Return the controller after a step of `samples` responses (fewer than 5 horizons) with that mean KL."""
         _check_observed("AdaptiveKL", observed)
-        check_number("AdaptiveKL.update", "samples", samples, 0)
+        checks.number("AdaptiveKL.update", "samples", samples, 0)
         if ADAPTIVE_CLIP * samples >= self.horizon:
             raise LossError(
                 f"AdaptiveKL.update: samples={samples} with horizon={self.horizon:g} could make the coefficient "
@@ -60,9 +54,8 @@ class AdaptiveKL(Checked):
 class AdaptiveEntropy(Checked):
     """An entropy coefficient that holds a lower bound on the entropy (Skywork-OR1, arXiv 2505.22312).
 
-    Each update adds `delta` to `level` while the entropy is at or below the target, and takes it away above, within
-    [low, high]; the bonus acts only in steps that follow an entropy at or below the target. `target` is in nats per
-    token; TRL's default 0.2 reacts only to a near collapse, the entropy seen early in training is a better guide.
+    Each update adds `delta` to `level` at or below the target (nats per token), and takes it away above, in [low,
+    high].
     """
 
     target: float = within(0.2, 0.0)
@@ -74,8 +67,8 @@ class AdaptiveEntropy(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("AdaptiveEntropy", "high", self.high, self.low)
-        check_number("AdaptiveEntropy", "level", self.level, self.low, self.high)
+        checks.number("AdaptiveEntropy", "high", self.high, self.low)
+        checks.number("AdaptiveEntropy", "level", self.level, self.low, self.high)
 
     @property
     def coef(self) -> float:

@@ -1,11 +1,8 @@
-"""Policy losses that single out the few tokens which drive the entropy down: Clip-Cov and KL-Cov.
+"""Policy losses that single out the few tokens which drive the entropy down: Clip-Cov and KL-Cov (arXiv 2505.22617).
 
-Cui et al., "The Entropy Mechanism of RL for Reasoning Language Models" (arXiv 2505.22617). A token's covariance is
+    cov = (A - mean A) (log p - mean log p),   means over the trained tokens of the whole optimizer step, float64
 
-    cov = (A - mean A) (log p - mean log p),   means over the trained tokens of the whole optimizer step, float64.
-
-Which tokens are meant is decided once per step, in `plan`, from all its sequences: no micro-batch and no rank
-decides for itself, as they do in verl, and the result does not depend on how the step was split.
+Which tokens are meant is decided once per step, in `plan`, so that it does not depend on how the step was split.
 """
 
 from __future__ import annotations
@@ -18,9 +15,9 @@ import torch
 from torch import Tensor
 
 from rlbench.errors import LossError
+from rlbench.rl.checks import within
 from rlbench.rl.clipped import ppo
 from rlbench.rl.policy import Metrics, PolicyLoss, masked, ratio_metrics, ratio_of
-from rlbench.rl.reward_checks import within
 from rlbench.rl.types import LossInputs
 
 
@@ -28,41 +25,29 @@ from rlbench.rl.types import LossInputs
 class clip_cov(ppo):
     """PPO's clip, and no gradient for a few random tokens of high covariance: Clip-Cov (arXiv 2505.22617).
 
-    Among the tokens with low < cov < high that PPO's clip leaves alone, max(1, floor(fraction N)) get loss 0; N is
-    the step's trained tokens. They stay in the normaliser. Pairs with `rb.rl.group_normalized`.
-
-    Random, but a pure function of the step: each token's priority is a hash of `seed`, its position and the
-    sampler's log-probabilities of its response (which are never recomputed); the lowest priorities are taken. The
-    order of the sequences plays no part, and the choice changes from step to step with the data.
-
-    Attributes:
-        clip_low, clip_high: PPO's, as in verl's configuration; the authors' scripts set both to 1.
-        fraction: share of the step's trained tokens; in [0, 1]. 2e-4 in the authors' scripts and in verl.
-        low, high: bounds of the covariance; 1 and 5 in both.
-        seed: of the choice.
+    Of the tokens with low < cov < high that PPO's clip leaves alone, max(1, floor(fraction N)) get loss 0; N is the
+    step's trained tokens. Which ones is a hash of `seed`, the position and the sampler's log-probabilities of the
+    response.
     """
 
     paper: ClassVar[str] = "2505.22617"
-
     fraction: float = within(2e-4, 0.0, 1.0)
     low: float = within(1.0, -math.inf, above=True)
     high: float = within(5.0, -math.inf, above=True)
-    seed: int = 0
+    seed: int = within(0, -math.inf, whole=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.low < self.high:
             raise LossError(f"{self.name}: low={self.low!r} must be below high={self.high!r}.")
-        if not isinstance(self.seed, int):
-            raise LossError(f"{self.name}: seed={self.seed!r} must be an integer.")
 
     def surrogate_plan(self, whole: LossInputs) -> dict[str, Tensor]:
         _, metrics = super().surrogate(whole)
         free = torch.as_tensor(metrics["clip_fraction"]) == 0
         cov = covariance(whole)
         eligible = whole.mask & free & (cov > self.low) & (cov < self.high)
-        found = _flat(eligible, _priority(whole, self.seed))
-        return {f"{self.name}/dropped": _chosen(eligible, found[: _count(self.fraction, whole.mask)])}
+        places = _flat(eligible, _priority(whole, self.seed))[: _count(self.fraction, whole.mask)]
+        return {f"{self.name}/dropped": _chosen(eligible, places)}
 
     def surrogate(self, x: LossInputs) -> tuple[Tensor, Metrics]:
         loss, metrics = super().surrogate(x)
@@ -74,25 +59,17 @@ class clip_cov(ppo):
 class kl_cov(PolicyLoss):
     """Unclipped PPO with a KL pull on the tokens of highest covariance: KL-Cov (arXiv 2505.22617).
 
-    L = -A r, plus coef |log new - log old| on the max(1, floor(fraction N)) tokens with the largest covariance; N is
-    the step's trained tokens, equal covariances are taken in the order of a hash, not of the sequences.
-    Pairs with `rb.rl.group_normalized`.
-
-    Attributes:
-        fraction: in [0, 1]; the authors' scripts have 2e-3 for a 7B and 2e-4 for a 32B model, verl 2e-4,
-            SkyRL 0.2.
-        coef: weight of the pull, at least 0; 1 in the authors' scripts, 0.1 in verl's configuration.
+    L = -A r, plus coef |log new - log old| on the max(1, floor(fraction N)) tokens with the largest covariance.
     """
 
     paper: ClassVar[str] = "2505.22617"
-
     fraction: float = within(2e-4, 0.0, 1.0)
     coef: float = within(1.0, 0.0)
 
     def surrogate_plan(self, whole: LossInputs) -> dict[str, Tensor]:
-        found = _flat(whole.mask, _priority(whole, seed=0))
-        largest_first = covariance(whole).flatten()[found].argsort(descending=True, stable=True)
-        chosen = found[largest_first][: _count(self.fraction, whole.mask)]
+        places = _flat(whole.mask, _priority(whole, seed=0))
+        largest_first = covariance(whole).flatten()[places].argsort(descending=True, stable=True)
+        chosen = places[largest_first][: _count(self.fraction, whole.mask)]
         return {f"{self.name}/pulled": _chosen(whole.mask, chosen)}
 
     def surrogate(self, x: LossInputs) -> tuple[Tensor, Metrics]:
@@ -105,12 +82,11 @@ class kl_cov(PolicyLoss):
 
 def covariance(x: LossInputs) -> Tensor:
     """Return the covariance of each trained token (S, T) float64; the means are over all of `x`."""
-
-    def centred(values: Tensor) -> Tensor:
+    centred = []
+    for values in (x.advantages, x.logprobs):
         wide = masked(values.detach().double(), x.mask)
-        return wide - wide.sum() / x.mask.sum().clamp(min=1)
-
-    return masked(centred(x.advantages) * centred(x.logprobs), x.mask)
+        centred.append(wide - wide.sum() / x.mask.sum().clamp(min=1))
+    return masked(centred[0] * centred[1], x.mask)
 
 
 def _count(fraction: float, mask: Tensor) -> int:
@@ -118,9 +94,9 @@ def _count(fraction: float, mask: Tensor) -> int:
     return max(1, math.floor(fraction * int(mask.sum()) + 1e-9)) if fraction else 0
 
 
-def _flat(kept: Tensor, priority: Tensor) -> Tensor:
-    """Return the flat places of the tokens kept, lowest priority number first."""
-    places = kept.flatten().nonzero().squeeze(1)
+def _flat(eligible: Tensor, priority: Tensor) -> Tensor:
+    """Return the flat places of the eligible tokens, lowest priority number first."""
+    places = eligible.flatten().nonzero().squeeze(1)
     return places[priority.flatten()[places].argsort(stable=True)]
 
 

@@ -1,44 +1,36 @@
 """How far the sampler's probabilities are from the trainer's, in numbers that can be added up.
 
-`MismatchMoments` holds sums (and maxima) over tokens and sequences; those of micro-batches and ranks add up to
-those of the whole step, exactly, and `result()` makes the statistics of them. With x = old_logprobs -
-sampler_logprobs per trained token, w = exp(x), and X the sum of x over a sequence:
+With x = old_logprobs - sampler_logprobs per trained token, w = exp(x), and X the sum of x over a sequence (log-weights
+clamped to ± 20 where they are exponentiated):
 
-* `kl`: mean of -x, which estimates KL(sampler || trainer) in nats; `k3_kl`: mean of exp(x) - 1 - x, the same with
-  less variance and never negative.
-* `sampler_ppl`, `trainer_ppl`: mean over sequences of exp(-mean log-probability); `ppl_ratio`: mean over sequences of
-  exp(mean of -x), the trainer's perplexity over the sampler's.
-* `chi2_token`: mean of w² - 1; `chi2_seq`: mean over sequences of exp(2 X) - 1. How much variance the importance
-  weights add.
+* `kl`: mean of -x, which estimates KL(sampler || trainer) in nats; `k3_kl`: mean of exp(x) - 1 - x.
+* `sampler_ppl`, `trainer_ppl`: mean over sequences of exp(-mean log-probability); `ppl_ratio`: of exp(mean of -x).
+* `chi2_token`: mean of w² - 1; `chi2_seq`: mean over sequences of exp(2 X) - 1.
 * `ess`: (sum of w)² / (n * sum of w²), in (0, 1]: the share of the tokens that the weighted batch is worth.
 * `max_gap`: largest |x|; `prob_gap_mean`, `prob_gap_max`: mean and largest |p_trainer - p_sampler|.
-
-"When speed kills stability: demystifying RL collapse from the training-inference mismatch" (J. Liu, Y. Li et al., 2025)
-reads them; verl reports most of them under `rollout_corr/`. Log-weights are clamped to ± 20 where they are
-exponentiated.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rlbench.errors import LossError
+from rlbench.rl import checks
 from rlbench.rl.kl import LOG_RATIO_BOUND
 from rlbench.rl.policy import masked, sequence_mean
-from rlbench.rl.reward_checks import check_mask, check_shape
 
 MAXIMA = ("max_gap", "max_prob_gap")
 
 
 @dataclass(frozen=True)
 class MismatchMoments:
-    """Sums over trained tokens and over sequences that have one; see the top of this file for x, w and X.
+    """Sums over trained tokens and over sequences that have one; those of micro-batches and ranks add up.
 
-    `gap` sums -x, `k3` exp(x) - 1 - x, `weight` w, `weight_squared` w²; over sequences `sequence_weight_squared` sums
-    exp(2 X), `sampler_ppl` and `trainer_ppl` exp(-mean log-prob), `ppl_ratio` exp(mean of -x).
+    `gap` sums -x, `k3` exp(x) - 1 - x, `weight` w; `sequence_weight_squared` exp(2 X), and so on.
     """
 
     tokens: float = 0.0
@@ -58,13 +50,13 @@ class MismatchMoments:
     @classmethod
     def of(cls, old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> MismatchMoments:
         """Sum one micro-batch, in float64; reads the device once."""
-        check_mask(mask)
+        checks.mask(mask)
         for name, value in (("old_logprobs", old_logprobs), ("sampler_logprobs", sampler_logprobs)):
-            check_shape(name, value, tuple(mask.shape))
+            checks.shape(name, value, tuple(mask.shape))
         old = masked(old_logprobs.detach().double(), mask)
         sampler = masked(sampler_logprobs.detach().double(), mask)
         x = old - sampler
-        bounded = _bounded(x)
+        bounded, whole = (gap.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND) for gap in (x, x.sum(dim=1, keepdim=True)))
         rows = mask.any(dim=1, keepdim=True)
         prob_gap = (old.exp() - sampler.exp()).abs()
         sums = {
@@ -74,7 +66,7 @@ class MismatchMoments:
             "k3": torch.expm1(bounded) - bounded,
             "weight": masked(bounded.exp(), mask),
             "weight_squared": masked((2 * bounded).exp(), mask),
-            "sequence_weight_squared": masked((2 * _bounded(x.sum(dim=1, keepdim=True))).exp(), rows),
+            "sequence_weight_squared": masked((2 * whole).exp(), rows),
             "sampler_ppl": masked((-sequence_mean(sampler, mask)).exp(), rows),
             "trainer_ppl": masked((-sequence_mean(old, mask)).exp(), rows),
             "ppl_ratio": masked((-sequence_mean(x, mask)).exp(), rows),
@@ -86,7 +78,8 @@ class MismatchMoments:
     def __add__(self, other: MismatchMoments) -> MismatchMoments:
         """Return the moments of both parts together."""
         both = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
-        return MismatchMoments(**{name: max(two) if name in MAXIMA else sum(two) for name, two in both.items()})
+        # numpy's max, unlike Python's, does not pass over a NaN
+        return MismatchMoments(**{n: float(np.max(two)) if n in MAXIMA else sum(two) for n, two in both.items()})
 
     def result(self) -> dict[str, float]:
         """Return the statistics by name; see the top of this file."""
@@ -111,7 +104,3 @@ class MismatchMoments:
 def mismatch_diagnostics(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
     """Return the statistics of one whole batch by name; see the top of this file."""
     return MismatchMoments.of(old_logprobs, sampler_logprobs, mask).result()
-
-
-def _bounded(log_weights: Tensor) -> Tensor:
-    return log_weights.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)

@@ -1,97 +1,91 @@
-"""Learning from a teacher's full distributions: a divergence per token, not aggregated.
+"""Losses of a teacher: `train_step(teacher.score(batch), loss=rb.rl.sampled_kl())`, `loss=rb.rl.gkd(beta=0.5)`.
 
-For log-probabilities of the sampled tokens alone, use the teacher as reference in a policy loss, or the advantage
-made of teacher and student log-probabilities.
+They need no reward and no advantage. Which tokens they see says what is minimised: on the policy's own samples this is
+on-policy distillation, on a teacher's or a data set's answers the usual one; GKD draws at each step which it is.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import log_softmax
 
 from rlbench.errors import LossError
-from rlbench.rl.reward_checks import check_choice, check_mask, check_number, check_shape, output_dtype
+from rlbench.rl.checks import one_of, placed, within
+from rlbench.rl.kl import ESTIMATORS
+from rlbench.rl.policy import Metrics, PolicyLoss
+from rlbench.rl.supervised import generalized_jsd
+from rlbench.rl.types import LossInputs, TeacherTokens
 
-DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
+TAIL_FLOOR = 1e-6
+"""The least probability that the tokens outside of the teacher's have together: float32 knows 1 - sum no better."""
 
 
-def kd_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, temperature: float = 1.0) -> Tensor:
-    """Cross-entropy of the student under the teacher's distribution, per token (arXiv 1503.02531), (S, T).
+@dataclass(frozen=True, kw_only=True, repr=False)
+class DistillationLoss(PolicyLoss):
+    """Base of the losses of a teacher."""
 
-    L = -sum_v p_teacher(v) log p_student(v) = KL(teacher || student) + entropy of the teacher, on logits (S, T, V)
-    divided by `temperature`. The teacher gets no gradient. The KD loss of MiniLLM (arXiv 2306.08543) and of earlier
-    versions of OpenRLHF; no factor temperature² is applied.
+    needs: ClassVar[tuple[str, ...]] = ("teacher",)
+
+    def teacher(self, x: LossInputs) -> TeacherTokens:
+        """Return what the teacher said; LossError where nobody asked it."""
+        if x.teacher is None:
+            raise LossError(f"{self} needs a teacher's log-probs, and the batch has none: teacher.score(batch).")
+        return x.teacher
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class sampled_kl(DistillationLoss):
+    """KL(policy || teacher), estimated from the sampled tokens alone: on-policy distillation (MiniLLM, 2306.08543).
+
+    L = 1/2 (log p - log q)^2 ("k2"), whose gradient (log p - log q) grad log p is that of the KL where the policy drew
+    the tokens; other estimators as in `rb.rl.kl_estimator`. The same as a reward, as Thinking Machines' recipe has it:
+    `batch(advantage=rb.rl.on_policy_distillation())` with `importance_sampling`, which also holds off policy.
+    `teacher_kl`: the mean of log p - log q.
     """
-    student, teacher = _log_distributions(student_logits, teacher_logits, mask, temperature)
-    return _placed(-_expected(teacher, student), mask)
+
+    paper: ClassVar[str] = "2306.08543"
+    estimator: str = one_of("k2", ESTIMATORS)
+
+    def surrogate(self, x: LossInputs) -> tuple[Tensor, Metrics]:
+        of_teacher = torch.where(x.mask, self.teacher(x).logprobs.to(x.logprobs.dtype), 0.0)
+        gap = x.logprobs.detach() - of_teacher
+        return ESTIMATORS[self.estimator](x.logprobs, of_teacher), {"teacher_kl": gap}
 
 
-def distillation_loss(
-    student_logits: Tensor,
-    teacher_logits: Tensor,
-    mask: Tensor,
-    divergence: str = "reverse_kl",
-    mixture: float = 0.5,
-    temperature: float = 1.0,
-) -> Tensor:
-    """Divergence between the student's and the teacher's distribution at each token, (S, T) nats.
+@dataclass(frozen=True, kw_only=True, repr=False)
+class gkd(DistillationLoss):
+    """Generalised JSD of policy and teacher at each token, over the teacher's likeliest tokens: GKD (2306.13649).
 
-    On the student's own samples this is on-policy distillation (GKD, arXiv 2306.13649; MiniLLM, arXiv 2306.08543).
-    Logits are (S, T, V), divided by `temperature`; a token at -inf has no probability.
-
-    * `forward_kl`: KL(teacher || student), which covers all the teacher does.
-    * `reverse_kl`: KL(student || teacher), which seeks what the teacher does most; infinite where the student can
-      produce a token that the teacher holds at -inf.
-    * `jsd`: b KL(teacher || m) + (1 - b) KL(student || m) with m = b teacher + (1 - b) student, b = `mixture`.
+    L = beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p, of policy p and teacher q; beta = 0:
+    KL(q || p), 1: KL(p || q). Of the K tokens that `teacher.score(batch, top_k=K)` kept; `tail`: all others count as
+    one more token (exact where K is the vocabulary, a lower bound below), else they are left out. `teacher_mass`: the
+    teacher's probability of the K tokens, `teacher_kl` as of `sampled_kl`.
     """
-    check_choice("distillation_loss", "divergence", divergence, DIVERGENCES)
-    if not 0 < mixture < 1 or (divergence != "jsd" and mixture != 0.5):
-        raise LossError(
-            f"distillation_loss: mixture={mixture!r} must lie in (0, 1), and acts with divergence='jsd' alone; the "
-            f"divergence is {divergence!r}."
-        )
-    student, teacher = _log_distributions(student_logits, teacher_logits, mask, temperature)
-    if divergence == "forward_kl":
-        return _placed(_kl(teacher, student), mask)
-    if divergence == "reverse_kl":
-        return _placed(_kl(student, teacher), mask)
-    mixed = _mixed(teacher, student, mixture)
-    return _placed(mixture * _kl(teacher, mixed) + (1 - mixture) * _kl(student, mixed), mask)
+
+    paper: ClassVar[str] = "2306.13649"
+    beta: float = within(0.5, 0.0, 1.0)
+    tail: bool = True
+
+    def surrogate(self, x: LossInputs) -> tuple[Tensor, Metrics]:
+        found = self.teacher(x)
+        if found.top_logprobs is None or found.policy_logprobs is None:
+            raise LossError(f"{self} needs the teacher's likeliest tokens, not the sampled one alone: score(top_k=16).")
+        teacher, student = found.top_logprobs[x.mask], found.policy_logprobs[x.mask]
+        mass = teacher.exp().sum(-1)
+        if self.tail:
+            teacher, student = with_tail(teacher), with_tail(student)
+        gap = torch.where(x.mask, x.logprobs.detach() - found.logprobs, 0.0)
+        metrics: Metrics = {"teacher_kl": gap, "teacher_mass": placed(mass.to(gap.dtype), x.mask)}
+        return placed(generalized_jsd(student, teacher.to(student.dtype), self.beta), x.mask), metrics
 
 
-def _log_distributions(student: Tensor, teacher: Tensor, mask: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return both log-distributions of the trained tokens alone, (trained, V); the teacher's without gradient."""
-    check_mask(mask)
-    if student.dim() != 3 or student.shape[:2] != mask.shape:
-        raise LossError(f"student_logits has shape {tuple(student.shape)}; wanted {(*mask.shape, 'V')}.")
-    check_shape("teacher_logits", teacher, tuple(student.shape))
-    check_number("distillation", "temperature", temperature, 0.0, above=True)
-    wide = output_dtype(student)
-    return (
-        log_softmax(student[mask].to(wide) / temperature, dim=-1),
-        log_softmax(teacher.detach()[mask].to(wide) / temperature, dim=-1),
-    )
-
-
-def _kl(p: Tensor, q: Tensor) -> Tensor:
-    return _expected(p, p) - _expected(p, q)
-
-
-def _mixed(teacher: Tensor, student: Tensor, share: float) -> Tensor:
-    """Return the log of the mixture; what neither can produce is kept out of logaddexp, whose gradient is NaN there."""
-    never = (teacher == -math.inf) & (student == -math.inf)
-    alive_teacher, alive_student = torch.where(never, 0.0, teacher), torch.where(never, 0.0, student)
-    mixed = torch.logaddexp(alive_teacher + math.log(share), alive_student + math.log1p(-share))
-    return torch.where(never, -math.inf, mixed)
-
-
-def _expected(p: Tensor, values: Tensor) -> Tensor:
-    """Return sum_v exp(p) values over the tokens that p can produce: 0 times -inf is 0 there."""
-    return (p.exp() * torch.where(p > -math.inf, values, 0.0)).sum(dim=-1)
-
-
-def _placed(losses: Tensor, mask: Tensor) -> Tensor:
-    return torch.zeros(mask.shape, dtype=losses.dtype, device=losses.device).masked_scatter(mask, losses)
+def with_tail(logprobs: Tensor) -> Tensor:
+    """Put the log-probability of all other tokens, at least `TAIL_FLOOR`, behind those of K tokens; (n, K + 1)."""
+    log_mass = logprobs.logsumexp(-1)
+    is_rest = log_mass < math.log1p(-TAIL_FLOOR)
+    rest = torch.log(-torch.expm1(torch.where(is_rest, log_mass, -1.0)))  # finite also where it is not taken
+    return torch.cat([logprobs, torch.where(is_rest, rest, math.log(TAIL_FLOOR))[:, None]], dim=-1)

@@ -1,12 +1,9 @@
 """What a loss would do to each token, before any step: its coefficients, and how those of several losses compare.
 
-The gradient of a policy loss L with respect to the weights is a sum over tokens of c ∂log p/∂weights, with
-
-    c = ∂L/∂logprobs      (and, for a loss with an entropy bonus, ∂L/∂entropy beside it)
-
-So once the log-probs of a batch are known, c says all that a loss does, token by token, and no model is needed to get
-it: a step lowers L, a token with negative c becomes more likely, one with positive c less. Losses are evaluated as a
-training step does it: planned over the whole batch, weighted by their aggregation, checked for shape and NaN.
+The gradient of a policy loss L with respect to the weights is a sum over tokens of c ∂log p/∂weights, with c =
+∂L/∂logprobs (and, for a loss with an entropy bonus, ∂L/∂entropy beside it). So once the log-probs of a batch are known
+no model is needed: a step makes a token with negative c more likely, one with positive c less. Losses are evaluated as
+a training step does it: planned over the whole batch, weighted by their aggregation, checked for shape and NaN.
 """
 
 from __future__ import annotations
@@ -25,24 +22,18 @@ from torch import Tensor
 from rlbench.errors import LossError, nearest
 from rlbench.rl.aggregate import Aggregation, BatchTotals
 from rlbench.rl.policy import PolicyLoss, masked
-from rlbench.rl.types import Loss, LossInputs
+from rlbench.rl.types import Loss, LossInputs, TeacherTokens, needs_of
 from rlbench.traces import user_error
-from rlbench.user_code import user_code
+from rlbench.user_code import name_of, user_code
 
 
 @dataclass(frozen=True, eq=False)
 class Coefficients:
-    """What one loss says of a batch; the tensors are (S, T), exactly 0 where `mask` is False.
+    """What one loss says of a batch; tensors (S, T), exactly 0 where `mask` is False, metrics as means over the tokens.
 
-    Attributes:
-        value: the loss, aggregated.
-        logprobs: ∂L/∂logprobs.
-        entropy: ∂L/∂entropy; None where the loss does not depend on it.
-        per_token: the loss per token, not aggregated.
-        metrics: the loss's own; a (S, T) one is its mean over the trained tokens.
-        aggregation: the mode that `value` and the coefficients were aggregated by.
-        leaks: whether untrained tokens get a gradient, which a loss must not give them: a step would train on tool
-            output. They are 0 in `logprobs` all the same.
+    `value` is the loss aggregated by `aggregation`, `logprobs` ∂L/∂logprobs, `entropy` ∂L/∂entropy (None: does not
+    depend on it), `per_token` not aggregated. `leaks`: untrained tokens get a gradient, so that a step would train on
+    tool output; they are 0 in `logprobs` all the same.
     """
 
     value: float
@@ -67,9 +58,6 @@ class RatioCurve:
     coefficient: Tensor
 
 
-# -- one loss
-
-
 def coefficients(
     loss: Loss,
     inputs: LossInputs,
@@ -80,10 +68,9 @@ def coefficients(
 ) -> Coefficients:
     """Return value and per-token coefficients of `loss`, a value or any function, on a whole batch (S, T).
 
-    `aggregation` None: the loss's own, else "token-mean"; `totals` None: the step is `inputs`. A loss that fails, or
-    returns what a training step would refuse, raises LossError with the line of the user's code.
+    `aggregation` None: the loss's own, else "token-mean"; `totals` None: the step is `inputs`.
     """
-    called = name or str(getattr(loss, "__name__", "") or repr(loss))
+    called = name or name_of(loss)
     aggregation = Aggregation.of(aggregation or getattr(loss, "aggregation", None) or "token-mean")
     size = totals or BatchTotals.of(inputs.mask, inputs.group)
     weights = aggregation.weights(inputs.mask, size, inputs.group).to(inputs.logprobs.dtype)
@@ -108,14 +95,14 @@ def coefficients_of_all(
     losses: Mapping[str, Loss], inputs: LossInputs, aggregation: str | Aggregation | None = None
 ) -> tuple[dict[str, Coefficients], dict[str, LossError]]:
     """Return `coefficients` of every loss that could be evaluated, and the errors of the others; both by name."""
-    found: dict[str, Coefficients] = {}
+    good: dict[str, Coefficients] = {}
     failed: dict[str, LossError] = {}
     for name, loss in losses.items():
         try:
-            found[name] = coefficients(loss, inputs, aggregation, name=name)
+            good[name] = coefficients(loss, inputs, aggregation, name=name)
         except LossError as error:
             failed[name] = error
-    return found, failed
+    return good, failed
 
 
 def ratio_curve(
@@ -130,11 +117,20 @@ def ratio_curve(
     """Return what `loss` makes of one token as a function of its ratio new/old: "what if the ratio were r".
 
     The token is a sequence and a step of its own, of log-prob `old_logprob` (at most -log(max ratio)) and `entropy` in
-    nats; sampler and reference agree with the old policy, so that corrections weigh 1 and a KL penalty pulls back to
-    ratio 1. One curve over `ratios` (R,) for each of `advantages`.
+    nats; sampler and reference agree with the old policy. One curve over `ratios` (R,) for each of `advantages`.
     """
-    _check_ratios(ratios, old_logprob)
-    called = name or str(getattr(loss, "__name__", "") or repr(loss))
+    if needed := needs_of(loss):
+        raise LossError(f"`{name or name_of(loss)}` needs {', '.join(needed)}, which one token alone has not.")
+    if getattr(loss, "needs_pairs", False):
+        raise LossError(f"`{name or name_of(loss)}` compares two responses, and one token is one of one.")
+    if not ratios.numel() or not bool((ratios > 0).all()) or not math.isfinite(old_logprob):
+        raise LossError(f"old_logprob={old_logprob!r} with {ratios.numel()} ratios: wanted one or more, above 0.")
+    if old_logprob + math.log(float(ratios.max())) > 1e-6:
+        raise LossError(
+            f"old_logprob={old_logprob!r} with ratios from {float(ratios.min()):g} to {float(ratios.max()):g}: wanted "
+            "ratios above 0 that leave the token a probability of at most 1."
+        )
+    called = name or name_of(loss)
     signs = torch.tensor(list(advantages), dtype=ratios.dtype)[:, None, None].expand(-1, len(ratios), 1)
     old = torch.full((len(signs) * len(ratios), 1), old_logprob, dtype=ratios.dtype)
     x = LossInputs(
@@ -161,10 +157,7 @@ def ratio_curve(
 
 
 def variants(loss: Loss, field: str, values: Iterable[Any]) -> tuple[dict[str, Loss], dict[str, LossError]]:
-    """Return the loss with `field` set to each of `values`, and the errors of values it refuses; by `field=value`.
-
-    `field` is a dataclass field of a loss value, or a parameter of a loss function.
-    """
+    """Return the loss with `field` (or parameter) set to each of `values`, and the errors of values it refuses."""
     make = _maker(loss, field)
     made: dict[str, Loss] = {}
     failed: dict[str, LossError] = {}
@@ -182,9 +175,6 @@ def variants(loss: Loss, field: str, values: Iterable[Any]) -> tuple[dict[str, L
     return made, failed
 
 
-# -- several losses
-
-
 def cosines(vectors: Sequence[Tensor]) -> Tensor:
     """Return the cosine of every two coefficient vectors, (K, K) float64; NaN where one is 0 throughout."""
     flat = torch.stack([vector.double().flatten() for vector in vectors])
@@ -198,11 +188,6 @@ def norm_ratios(vectors: Sequence[Tensor]) -> Tensor:
     return norms[:, None] / norms
 
 
-def signs_differ(one: Tensor, other: Tensor) -> Tensor:
-    """Mark the tokens that one loss makes more likely and the other less; bool, False where either is 0."""
-    return one.sign() * other.sign() < 0
-
-
 def shares(coefficient: Tensor, labels: Tensor, mask: Tensor, count: int) -> Tensor:
     """Return each label's share of sum |c| over the trained tokens, (count,) float64; zeros if all are 0."""
     weight = coefficient[mask].abs().double()
@@ -211,59 +196,69 @@ def shares(coefficient: Tensor, labels: Tensor, mask: Tensor, count: int) -> Ten
 
 
 def turns_of(mask: Tensor) -> Tensor:
-    """Return the turn of each trained token, (S, T) int64 from 0: trained tokens in a row are one turn.
-
-    What lies between them (tool output, a user's message) is untrained, and has the number of the turn before it.
-    """
+    """Return the turn of each trained token, (S, T) int64 from 0: trained tokens in a row are one turn."""
     before = torch.nn.functional.pad(mask, (1, 0))[:, :-1]
     return ((mask & ~before).cumsum(1) - 1).clamp(min=0)
 
 
-# -- steps of these
-
-
 def _leaves(inputs: LossInputs) -> LossInputs:
-    """Copy the inputs, with a gradient on log-probs and entropy alone: a loss that writes into them harms no other."""
-    copied = {
-        field.name: value.detach().clone()
-        for field in dataclasses.fields(inputs)
-        if isinstance(value := getattr(inputs, field.name), Tensor)
-    }
-    copied["logprobs"].requires_grad_()
-    copied["entropy"].requires_grad_()
-    return dataclasses.replace(inputs, channels=dict(inputs.channels), **copied)
+    """Copy the inputs, with a gradient on what the model gave alone: a loss that writes into them harms no other."""
+    copied: dict[str, Any] = {name: value.detach().clone() for name, value in _tensors(inputs).items()}
+    if inputs.teacher is not None:
+        said = {name: value.detach().clone() for name, value in _tensors(inputs.teacher).items()}
+        copied["teacher"] = dataclasses.replace(inputs.teacher, **said)
+    fresh = dataclasses.replace(inputs, channels=dict(inputs.channels), **copied)
+    for leaf in sources_of_gradient(fresh):
+        leaf.requires_grad_()
+    return fresh
+
+
+def sources_of_gradient(x: LossInputs) -> list[Tensor]:
+    """Return what of a loss's inputs comes from the model, and carries the gradient; log-probs and entropy first. Of a
+    reward model the scores alone."""
+    if x.scores is not None:
+        return [x.scores]
+    of_teacher = None if x.teacher is None else x.teacher.policy_logprobs
+    given = (x.logprobs, x.entropy, x.hidden_states, x.logits, of_teacher)
+    return [one for one in given if one is not None]
+
+
+def _tensors(x: LossInputs | TeacherTokens) -> dict[str, Tensor]:
+    return {name: value for name, value in vars(x).items() if isinstance(value, Tensor)}
 
 
 def _called(loss: Loss, x: LossInputs, name: str) -> tuple[Tensor, dict[str, Any]]:
     """Plan and call the loss; check what it returns."""
     try:
-        if getattr(loss, "needs_plan", False) and not x.channels:
-            x = dataclasses.replace(x, channels=_planned(loss, x, name))
+        if getattr(loss, "needs_plan", False) and not x.planned:
+            x = dataclasses.replace(x, channels={**x.channels, **_planned(loss, x, name)})
         with user_code():
-            given = loss(x)
+            returned = loss(x)
     except LossError:
         raise
     except Exception as error:  # a user's code
         raise user_error(LossError, f"`{name}` raised {type(error).__name__}: {error}", error) from None
     shape = tuple(x.mask.shape)
-    if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], dict)):
-        raise LossError(
-            f"`{name}` gave {type(given).__name__}, wanted (per_token, metrics): a tensor {shape} and a dict."
-        )
-    per_token, metrics = given
+    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
+        raise LossError(f"`{name}` gave {_kind(returned)}, wanted (per_token, metrics): a tensor {shape} and a dict.")
+    per_token, metrics = returned
     if not isinstance(per_token, Tensor) or tuple(per_token.shape) != shape:
-        seen = tuple(per_token.shape) if isinstance(per_token, Tensor) else type(per_token).__name__
-        raise LossError(
-            f"`{name}` gave per-token shape {seen}, wanted {shape}, the shape of inputs.logprobs. Return one value "
-            "per token; aggregation is done for you."
-        )
-    bad = int((~torch.isfinite(per_token) & x.mask).sum())
+        raise LossError(f"`{name}` gave per-token shape {_kind(per_token)}, wanted {shape}: one value per token.")
+    _check_finite(f"`{name}`", per_token, x.mask)
+    return per_token, metrics
+
+
+def _kind(value: Any) -> str:
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+
+
+def _check_finite(what: str, values: Tensor, mask: Tensor) -> None:
+    bad = int((~torch.isfinite(values) & mask).sum())
     if bad:
         raise LossError(
-            f"`{name}` is not finite on {bad} of {int(x.mask.sum())} trained tokens; look for log or division of "
-            "zero, or exp of a large ratio."
+            f"{what} is not finite on {bad} of {int(mask.sum())} trained tokens; look for log or division of zero, or "
+            "exp of a large ratio."
         )
-    return per_token, metrics
 
 
 def _planned(loss: Any, x: LossInputs, name: str) -> dict[str, Tensor]:
@@ -271,67 +266,52 @@ def _planned(loss: Any, x: LossInputs, name: str) -> dict[str, Tensor]:
     with torch.no_grad():
         still = dataclasses.replace(x, logprobs=x.logprobs.detach(), entropy=x.entropy.detach())
         channels = loss.plan(still)
-    shape = tuple(x.mask.shape)
-    if not isinstance(channels, dict) or any(
-        not isinstance(value, Tensor) or tuple(value.shape) != shape for value in channels.values()
-    ):
-        raise LossError(f"the plan of `{name}` must be a dict of tensors of shape {shape}, (sequences, tokens).")
+    if not isinstance(channels, dict) or any(_kind(value) != str(tuple(x.mask.shape)) for value in channels.values()):
+        raise LossError(f"the plan of `{name}` must be a dict of tensors {tuple(x.mask.shape)}, (sequences, tokens).")
     return channels
 
 
 def _gradients(total: Tensor, x: LossInputs, name: str) -> tuple[Tensor, Tensor | None]:
     """Return the gradients by log-probs and entropy, checked on the trained tokens."""
-    on_logprobs = on_entropy = None
+    on_logprobs: Tensor | None = None
+    on_entropy: Tensor | None = None
+    others: list[Tensor | None] = []
     try:
         if total.requires_grad:
-            on_logprobs, on_entropy = torch.autograd.grad(total, [x.logprobs, x.entropy], allow_unused=True)
+            on_logprobs, on_entropy, *others = torch.autograd.grad(total, sources_of_gradient(x), allow_unused=True)
     except RuntimeError as error:  # what autograd refuses, as a tensor that was written over
         raise LossError(f"the gradient of `{name}` cannot be computed: {error}") from error
+    if on_logprobs is None and any(other is not None for other in others):
+        on_logprobs = torch.zeros_like(x.logprobs)  # the sampled token's alone: of the others, parameters tell
     if on_logprobs is None:
         raise LossError(f"`{name}` gives the log-probs no gradient (did it detach them, or use old_logprobs alone?).")
-    for gradient, of in ((on_logprobs, "log-probs"), (on_entropy, "entropy")):
-        bad = 0 if gradient is None else int((~torch.isfinite(gradient) & x.mask).sum())
-        if bad:
-            raise LossError(
-                f"the gradient of `{name}` with respect to the {of} is not finite on {bad} of "
-                f"{int(x.mask.sum())} trained tokens."
-            )
+    _check_finite(f"the gradient of `{name}` with respect to the log-probs", on_logprobs, x.mask)
+    if on_entropy is not None:
+        _check_finite(f"the gradient of `{name}` with respect to the entropy", on_entropy, x.mask)
     return on_logprobs, on_entropy
 
 
 def _measured(metrics: Mapping[str, Any], mask: Tensor, name: str) -> dict[str, float]:
     """Return a loss's metrics as numbers."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for key, value in metrics.items():
         if isinstance(value, Tensor) and value.shape == mask.shape:
-            found[key] = float(value.detach()[mask].double().mean())
+            numbers[key] = float(value.detach()[mask].double().mean())
+        elif isinstance(value, Tensor) and value.shape == (len(mask), 1):
+            numbers[key] = float(value.detach()[mask.any(dim=1)].double().nanmean())
         elif isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
-            found[key] = float(value)
+            numbers[key] = float(value)
         else:
-            seen = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise LossError(f"`{name}`: metric {key!r} is {seen}; wanted one number, or {tuple(mask.shape)}.")
-    return found
+            raise LossError(
+                f"`{name}`: metric {key!r} is {_kind(value)}; wanted one number, {tuple(mask.shape)} or "
+                f"{(len(mask), 1)}."
+            )
+    return numbers
 
 
 def _row(x: LossInputs, i: int) -> LossInputs:
     """Return one sequence alone."""
-    picked = {
-        field.name: value[i : i + 1]
-        for field in dataclasses.fields(x)
-        if isinstance(value := getattr(x, field.name), Tensor)
-    }
-    return dataclasses.replace(x, **picked)
-
-
-def _check_ratios(ratios: Tensor, old_logprob: float) -> None:
-    if ratios.dim() != 1 or not len(ratios) or not bool((torch.isfinite(ratios) & (ratios > 0)).all()):
-        raise LossError(f"ratios: wanted positive finite numbers (R,); got {tuple(ratios.shape)}, {ratios}")
-    highest = -math.log(float(ratios.max()))
-    if not -math.inf < old_logprob <= min(0.0, highest + 1e-6):
-        raise LossError(
-            f"old_logprob={old_logprob!r}: at a ratio of {float(ratios.max()):g} the token's probability would be "
-            f"above 1; give at most {min(0.0, highest):.3g}, or smaller ratios."
-        )
+    return dataclasses.replace(x, **{name: value[i : i + 1] for name, value in _tensors(x).items()})
 
 
 def _maker(loss: Loss, field: str) -> Callable[[Any], Loss]:
@@ -346,6 +326,5 @@ def _maker(loss: Loss, field: str) -> Callable[[Any], Loss]:
         if field in known:
             # keep what a loss may declare (`aggregation`, `needs_plan`, …)
             return lambda value: functools.update_wrapper(functools.partial(loss, **{field: value}), loss)
-    called = getattr(loss, "__name__", None) or repr(loss)
     have = ", ".join(known) or "none: give the function a parameter, as in def loss(inputs, beta=0.1)"
-    raise LossError(f"`{called}` has no {field!r} to sweep over{nearest(field, known)}. It has: {have}.")
+    raise LossError(f"`{name_of(loss)}` has no {field!r} to sweep over{nearest(field, known)}. It has: {have}.")

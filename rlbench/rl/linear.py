@@ -1,14 +1,12 @@
 """Log-probs and entropies of sampled tokens straight from hidden states and the output matrix.
 
-The logits `hidden @ weight.T + bias` exist one tile (some rows, some of the vocabulary) at a time, in the forward
-and again in the backward. The forward walks the vocabulary with a running maximum and keeps two numbers a row;
-the backward recomputes each tile: four matrix products where the plain way has three, and none of its passes over
-(R, V) in main memory. Torch alone.
+The logits `hidden @ weight.T + bias` exist one tile (some rows, some of the vocabulary) at a time, in the forward and
+again in the backward: four matrix products where the plain way has three, and no (R, V) in main memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +14,10 @@ import torch
 from torch import Tensor
 
 from rlbench.errors import LossError
+from rlbench.rl import checks
 
 TILES = 40
-LEAST_TILE, MOST_TILE, MOST_TILE_GPU = 1 << 16, 1 << 20, 1 << 25
+LEAST_TILE, MOST_TILE, MOST_TILE_GPU = 1 << 20, 1 << 20, 1 << 25  # smaller ones cost more than they hold
 TILE_ROWS, TILE_ROWS_GPU = 2048, 8192
 HALF = (torch.float16, torch.bfloat16)
 
@@ -35,25 +34,45 @@ def linear_token_stats(
 
     With z = (hidden @ weight.T + bias) / temperature and p = softmax(z), per row
         logprob = z_y - logsumexp(z),   H = logsumexp(z) - sum_v p_v z_v,
-        d logprob / dz = onehot(y) - p,   dH / dz = -p (log p + H).
-    The sum runs over tiles of the vocabulary with a running maximum (Milakov & Gimelshein, arXiv 1805.02867);
-    that the logits need not be held is the idea of Wijmans et al., arXiv 2411.09009.
-    Equal to the plain computation but for rounding; both outputs give gradients to hidden, weight and bias.
+        d logprob / dz = onehot(y) - p,   dH / dz = -p (log p + H),
+    by tiles of the vocabulary with a running maximum (arXiv 1805.02867; without the logits: arXiv 2411.09009).
 
     Args:
-        hidden: (R, D), any float dtype. Half precision is multiplied with float32 sums, and the logits stay
-            float32.
-        weight: (V, D), the output matrix.
-        targets: (R,) int64, each in [0, V).
-        temperature: divides the logits; > 0.
-        bias: (V,), or None.
+        hidden: (R, D), any float dtype; `weight` (V, D), the output matrix; `bias` (V,) or None.
+        targets: int64, each in [0, V); (R,), or (R, C), several tokens of each row.
         tile: logits held at once, in elements; None: a fortieth of R x V, within bounds that suit the device.
 
     Returns:
-        logprobs and entropy, both (R,), in nats; float32, or float64 for float64 input.
+        logprobs, in the shape of `targets`, and entropy (R,), in nats; float32, or float64 for float64 input.
     """
     _check(hidden, weight, targets, temperature, bias, tile)
-    return _LinearTokenStats.apply(hidden, weight, bias, targets, temperature, tile)  # type: ignore[no-any-return]
+    chosen = targets.view(len(targets), -1)
+    logprobs, entropy = _LinearTokenStats.apply(hidden, weight, bias, chosen, temperature, tile)
+    return logprobs.view(targets.shape), entropy
+
+
+@torch.no_grad()
+def linear_top_ids(
+    hidden: Tensor, weight: Tensor, count: int, bias: Tensor | None = None, tile: int | None = None
+) -> Tensor:
+    """Return the `count` tokens with the largest logits of each row, largest first, (R, count) int64, by tiles too."""
+    checks.number("linear_top_ids", "count", count, 1, len(weight), whole=True)
+    tiles = _Tiles.of(hidden, weight, tile)
+    ids = torch.empty(len(hidden), count, dtype=torch.int64, device=hidden.device)
+    with _own_dtypes(hidden):
+        held = tiles.buffer(hidden)
+        for rows in tiles.over_rows():
+            states = hidden[rows].to(tiles.operands)
+            best = torch.empty(len(states), 0, dtype=tiles.sums, device=hidden.device)
+            found = ids[rows][:, :0]
+            for columns in tiles.over_columns():
+                z = _logits(states, weight[columns], bias, columns, 1.0, tiles, held)
+                there = torch.arange(columns.start, columns.stop, device=ids.device).expand(len(states), -1)
+                best, found = torch.cat([best, z], 1), torch.cat([found, there], 1)
+                best, kept = best.topk(min(count, best.shape[1]), dim=1)
+                found = found.gather(1, kept)
+            ids[rows] = found
+    return ids
 
 
 @dataclass(frozen=True)
@@ -65,6 +84,8 @@ class _Tiles:
     shape: tuple[int, int]
     sums: torch.dtype
     operands: torch.dtype
+    alike: bool = False
+    """One tile stands for all: on meta, where only the memory is asked for."""
 
     @classmethod
     def of(cls, hidden: Tensor, weight: Tensor, tile: int | None) -> _Tiles:
@@ -79,13 +100,16 @@ class _Tiles:
         sums = torch.float32 if common in HALF else common
         # only CUDA multiplies half precision into float32
         operands = common if gpu else sums
-        return cls(rows, columns, (count, size), sums, operands)
+        return cls(rows, columns, (count, size), sums, operands, hidden.is_meta)
 
-    def over_rows(self) -> Iterator[slice]:
-        return _slices(self.shape[0], self.rows)
+    def over_rows(self) -> list[slice]:
+        return self._slices(self.shape[0], self.rows)
 
-    def over_columns(self) -> Iterator[slice]:
-        return _slices(self.shape[1], self.columns)
+    def over_columns(self) -> list[slice]:
+        return self._slices(self.shape[1], self.columns)
+
+    def _slices(self, size: int, step: int) -> list[slice]:
+        return [slice(at, min(at + step, size)) for at in range(0, step if self.alike else size, step)]
 
     def buffer(self, hidden: Tensor) -> Tensor:
         return torch.empty(self.rows * self.columns, dtype=self.sums, device=hidden.device)
@@ -105,8 +129,9 @@ class _LinearTokenStats(torch.autograd.Function):
         tile: int | None,
     ) -> tuple[Tensor, Tensor]:
         tiles = _Tiles.of(hidden, weight, tile)
-        logprobs, entropy, lse = torch.empty(3, len(hidden), dtype=tiles.sums, device=hidden.device)
-        with torch.autocast(hidden.device.type, enabled=False):
+        entropy, lse = torch.empty(2, len(hidden), dtype=tiles.sums, device=hidden.device)
+        logprobs = torch.empty(targets.shape, dtype=tiles.sums, device=hidden.device)
+        with _own_dtypes(hidden):
             held, spare = tiles.buffer(hidden), tiles.buffer(hidden)
             for rows in tiles.over_rows():
                 states = hidden[rows].to(tiles.operands)
@@ -117,7 +142,7 @@ class _LinearTokenStats(torch.autograd.Function):
                 logprobs[rows], entropy[rows], lse[rows] = running.result()
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
         ctx.temperature, ctx.tiles = temperature, tiles
-        return logprobs.clone(), entropy.clone()
+        return logprobs, entropy.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
@@ -125,13 +150,13 @@ class _LinearTokenStats(torch.autograd.Function):
         hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
         tiles: _Tiles = ctx.tiles
         by_logprob, by_entropy = (grad.to(tiles.sums) / ctx.temperature for grad in grads)
-        with_entropy = bool((by_entropy != 0).any())
+        with_entropy = not by_entropy.is_meta and bool((by_entropy != 0).any())
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
         like = {"dtype": tiles.sums, "device": hidden.device}
         grad_hidden = torch.zeros(hidden.shape, **like) if to_hidden else None
         grad_weight = torch.empty_like(weight) if to_weight else None
         grad_bias = torch.empty_like(bias) if to_bias else None
-        with torch.autocast(hidden.device.type, enabled=False):
+        with _own_dtypes(hidden):
             held, spare = tiles.buffer(hidden), tiles.buffer(hidden)
             states = hidden.to(tiles.operands)
             for columns in tiles.over_columns():
@@ -160,8 +185,13 @@ class _LinearTokenStats(torch.autograd.Function):
                     grad_weight[columns] = sum_weight
                 if grad_bias is not None:
                     grad_bias[columns] = sum_bias
-        given = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
-        return given, grad_weight, grad_bias, None, None, None
+        grad_hidden = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+def _own_dtypes(hidden: Tensor) -> AbstractContextManager[Any]:
+    """No autocast, which does not know meta; there the function runs for the memory it would take."""
+    return nullcontext() if hidden.is_meta else torch.autocast(hidden.device.type, enabled=False)
 
 
 class _Running:
@@ -169,16 +199,14 @@ class _Running:
 
     def __init__(self, targets: Tensor, dtype: torch.dtype) -> None:
         self.targets = targets
-        like = {"dtype": dtype, "device": targets.device}
-        self.top = torch.full((len(targets),), torch.finfo(dtype).min, **like)
-        self.total = torch.zeros(len(targets), **like)
-        self.weighted = torch.zeros(len(targets), **like)
-        self.chosen = torch.zeros(len(targets), **like)
+        self.top = torch.full((len(targets),), torch.finfo(dtype).min, dtype=dtype, device=targets.device)
+        self.total, self.weighted = torch.zeros(2, len(targets), dtype=dtype, device=targets.device)
+        self.chosen = torch.zeros(targets.shape, dtype=dtype, device=targets.device)
 
     def add(self, z: Tensor, columns: slice, spare: Tensor) -> None:
         """Take in the tile `z` of logits, which is overwritten."""
         index, inside = _place(self.targets, columns, z)
-        self.chosen = torch.where(inside, z.gather(1, index[:, None]).squeeze(1), self.chosen)
+        self.chosen = torch.where(inside, z.gather(1, index), self.chosen)
         top = torch.maximum(self.top, z.amax(1))
         shift = self.top - top
         z.sub_(top[:, None])
@@ -193,7 +221,7 @@ class _Running:
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
         log_total = self.total.log()
         lse = self.top + log_total
-        return self.chosen - lse, log_total - self.weighted / self.total, lse
+        return self.chosen - lse[:, None], log_total - self.weighted / self.total, lse
 
 
 def _logits(
@@ -228,13 +256,14 @@ def _slope(
 ) -> Tensor:
     """Gradient of one tile of logits; the gradients that come in are already over temperature."""
     p = torch.exp(logp, out=_shaped(spare, logp))
+    summed = by_logprob.sum(1)
     if by_entropy is None:
-        p.mul_(-by_logprob[:, None])
+        p.mul_(-summed[:, None])
     else:
-        # -p (g + h (log p + H)) = p (log p * -h + -(g + h H))
-        p.mul_(logp.mul_(-by_entropy[:, None]).sub_((by_logprob + by_entropy * entropy)[:, None]))
+        # -p (g + h (log p + H)) = p (log p * -h + -(g + h H)), with g the sum over a row's targets
+        p.mul_(logp.mul_(-by_entropy[:, None]).sub_((summed + by_entropy * entropy)[:, None]))
     index, inside = _place(targets, columns, p)
-    return p.scatter_add_(1, index[:, None], torch.where(inside, by_logprob, 0.0)[:, None])
+    return p.scatter_add_(1, index, torch.where(inside, by_logprob, 0.0))
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -255,34 +284,22 @@ def _shaped(buffer: Tensor, like: Tensor) -> Tensor:
     return buffer[: like.numel()].view(like.shape)
 
 
-def _slices(size: int, step: int) -> Iterator[slice]:
-    return (slice(start, min(start + step, size)) for start in range(0, size, step))
-
-
 def _check(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, bias: Tensor | None, tile: int | None
 ) -> None:
-    if hidden.dim() != 2 or not hidden.is_floating_point() or hidden.numel() == 0:
-        raise LossError(f"hidden: {hidden.dtype} of shape {tuple(hidden.shape)}; give floats of shape (R, D), none 0.")
-    if weight.dim() != 2 or not weight.is_floating_point() or weight.shape[1] != hidden.shape[1]:
-        raise LossError(
-            f"weight: {weight.dtype} of shape {tuple(weight.shape)}; give floats of shape "
-            f"(V, {hidden.shape[1]}), as wide as hidden."
-        )
-    if len(weight) == 0:
-        raise LossError("weight has no rows; a vocabulary has at least one token.")
-    if targets.shape != hidden.shape[:1] or targets.dtype is not torch.int64:
-        raise LossError(
-            f"targets: {targets.dtype} of shape {tuple(targets.shape)}; give int64 of shape "
-            f"({len(hidden)},), one for each row of hidden."
-        )
-    if not targets.is_cuda and (int(targets.min()) < 0 or int(targets.max()) >= len(weight)):
-        raise LossError(
-            f"targets: from {int(targets.min())} to {int(targets.max())}, the vocabulary has {len(weight)}."
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise LossError(f"bias: shape {tuple(bias.shape)}; give ({len(weight)},), one for each row of weight.")
-    if not temperature > 0:
-        raise LossError(f"temperature={temperature}: give one above 0.")
-    if tile is not None and tile < 1:
-        raise LossError(f"tile={tile}: a tile holds at least one logit; give None for a good size.")
+    for name, value, wanted, fits in (
+        ("hidden", hidden, "floats (R, D), none 0", hidden.dim() == 2 and hidden.numel() > 0),
+        ("hidden", hidden, "floats", hidden.is_floating_point()),
+        ("weight", weight, "floats (V, D), V >= 1", weight.is_floating_point() and len(weight) > 0),
+        ("weight", weight, "(V, D), as wide as hidden", weight.shape[1:] == hidden.shape[1:]),
+        ("targets", targets, "int64 (R,) or (R, C)", targets.shape[:1] == hidden.shape[:1] and targets.dim() < 3),
+        ("targets", targets, "int64, one a row or more", targets.dtype is torch.int64 and targets.numel() > 0),
+        ("bias", bias, "(V,)", bias is None or bias.shape == weight.shape[:1]),
+    ):
+        if value is not None and not fits:
+            raise LossError(f"{name}: {value.dtype} of shape {tuple(value.shape)}; wanted {wanted}.")
+    if targets.device.type == "cpu" and (int(targets.min()) < 0 or int(targets.max()) >= len(weight)):
+        raise LossError(f"targets: {int(targets.min())} to {int(targets.max())}; the vocabulary has {len(weight)}.")
+    checks.number("linear_token_stats", "temperature", temperature, 0.0, above=True)
+    if tile is not None:
+        checks.number("linear_token_stats", "tile", tile, 1)

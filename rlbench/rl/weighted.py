@@ -1,7 +1,6 @@
-"""Policy gradients with a weight in place of PPO's clip: from plain REINFORCE to CISPO, SAPO, CPGD and DRO.
+"""Policy gradients with a weight in place of PPO's clip: from plain REINFORCE to CISPO, SAPO, CPGD, DRO and DPPO.
 
-Each is called with `LossInputs`, tensors (S, T), and returns (S, T) and the metrics `ratio` and `ppo_kl`; those that
-clip also `clip_fraction`. r = exp(logprobs - old_logprobs), the log-ratio clamped to ±20; sg: without gradient.
+r = exp(logprobs - old_logprobs), the log-ratio clamped to ±20; sg: without gradient.
 """
 
 from __future__ import annotations
@@ -14,18 +13,17 @@ import torch
 from torch import Tensor
 
 from rlbench.errors import LossError
-from rlbench.rl.policy import Metrics, PolicyLoss, log_ratio_of, ratio_metrics, ratio_of
-from rlbench.rl.reward_checks import within
+from rlbench.rl.checks import within
+from rlbench.rl.policy import Metrics, PolicyLoss, clip_metrics, log_ratio_of, ratio_metrics, ratio_of
 from rlbench.rl.types import LossInputs
+
+SMALL = 1e-8
+"""Added inside the logarithm of DPPO's Bernoulli KL, as verl does, so that a probability of 1 stays finite."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class reinforce(PolicyLoss):
-    """Plain policy gradient, -A log p: no ratio, no clipping (Williams 1992).
-
-    Pairs with `rb.rl.rloo`, `rb.rl.reinforce_plus_plus` or any other estimator. Right for one update per batch; off
-    policy, `mismatch=` weights it by the ratio of old to sampler.
-    """
+    """Plain policy gradient, -A log p: no ratio, no clipping (Williams 1992); for one update per batch."""
 
     paper: ClassVar[str] = "Williams 1992"
 
@@ -34,27 +32,33 @@ class reinforce(PolicyLoss):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class gpg(reinforce):
-    """REINFORCE as Group Policy Gradient uses it, averaged over all tokens: GPG (arXiv 2504.02546).
+class sft(PolicyLoss):
+    """-log p, cross-entropy on texts: supervised fine-tuning, of `rb.data.demonstrations` (InstructGPT, 2203.02155).
 
-    -A log p; what is new in the paper is the advantage it pairs with, `rb.rl.gpg_advantage`: rewards minus
-    the group's mean, scaled up for the groups that carry no signal.
+    Every trained token weighs the same, whatever the advantages say; `reinforce` weighs them by these.
     """
+
+    paper: ClassVar[str] = "2203.02155"
+
+    def surrogate(self, x: LossInputs) -> tuple[Tensor, Metrics]:
+        return -x.logprobs, ratio_metrics(x, ratio_of(x))
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class gpg(reinforce):
+    """-A log p averaged over all tokens: GPG (arXiv 2504.02546), which pairs with `rb.rl.gpg_advantage`."""
 
     paper: ClassVar[str] = "2504.02546"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class importance_sampling(PolicyLoss):
-    """Policy gradient corrected for the policy that sampled, unclipped: -A r, the gradient through r.
+    """Policy gradient corrected for the policy that sampled, unclipped: -A r (Precup, Sutton and Singh 2000).
 
-    Unbiased off policy (Precup, Sutton and Singh 2000), with a variance that grows with the distance. The ratio is
-    against the sampler by default, as in Tinker's loss of that name, which sums over tokens ("token-sum"). Pairs
-    with `rb.rl.group_normalized(std="none")` (Tinker's) or any other estimator.
+    The ratio is against the sampler by default, as in Tinker's loss of that name, which sums over tokens ("token-sum").
     """
 
     paper: ClassVar[str] = "Precup 2000"
-
     anchor: str = "sampler"
 
     def surrogate(self, x: LossInputs) -> tuple[Tensor, Metrics]:
@@ -66,20 +70,11 @@ class importance_sampling(PolicyLoss):
 class cispo(PolicyLoss):
     """Policy gradient weighted by a clipped ratio, so that no token loses its gradient: CISPO (arXiv 2506.13585).
 
-    L = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log p. Pairs with `rb.rl.group_normalized`.
-
-    The bounds disagree among the peers. The paper clips from above alone; ScaleRL (arXiv 2510.13786) takes min(r, c)
-    with c of 4, 5 or 8; SkyRL's offsets 1.0/4.0 are [0, 5]; Tinker's [0, 4] is absolute; verl and slime take PPO's
-    0.8..1.2. TRL's `epsilon_high` is the absolute upper bound and falls back to 0.2, which clips even a ratio of 1.
-    Here the bounds are offsets from 1, so an on-policy ratio is never clipped.
-
-    Attributes:
-        clip_low: the weight is at least 1 - clip_low; in [0, 1]. 1.0: no lower bound, the paper's.
-        clip_high: the weight is at most 1 + clip_high; 4.0 is ScaleRL's c = 5.
+    L = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log p, by default from above alone at ScaleRL's c = 5 (arXiv
+    2510.13786). The bounds are offsets from 1; Tinker's [0, 4] and TRL's `epsilon_high` are absolute.
     """
 
     paper: ClassVar[str] = "2506.13585"
-
     clip_low: float = within(1.0, 0.0, 1.0)
     clip_high: float = within(4.0, 0.0)
 
@@ -87,27 +82,19 @@ class cispo(PolicyLoss):
         ratio = ratio_of(x).detach()
         weight = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         acts = x.advantages != 0
-        return -weight * x.advantages * x.logprobs, ratio_metrics(x, ratio) | {
-            "clip_fraction": (acts & (weight != ratio)).float(),
-            "clip_fraction_low": (acts & (weight > ratio)).float(),
-            "clip_fraction_high": (acts & (weight < ratio)).float(),
-        }
+        clipped = clip_metrics(acts & (weight > ratio), acts & (weight < ratio))
+        return -weight * x.advantages * x.logprobs, ratio_metrics(x, ratio) | clipped
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class sapo(PolicyLoss):
     """A smooth gate in place of the clip: SAPO (arXiv 2511.20347).
 
-    L = -A (4 / tau) sigmoid(tau (r - 1)); tau = tau_pos where A > 0, else tau_neg. The gate's slope is 1 at r = 1
-    and fades on both sides. Pairs with `rb.rl.group_normalized`.
-
-    Attributes:
-        tau_pos: temperature for positive advantages; > 0.
-        tau_neg: for the others; larger fades sooner. 1.05 in the paper, verl, TRL and SkyRL.
+    L = -A (4 / tau) sigmoid(tau (r - 1)); tau = tau_pos where A > 0, else tau_neg (larger fades sooner). The gate's
+    slope is 1 at r = 1 and fades on both sides.
     """
 
     paper: ClassVar[str] = "2511.20347"
-
     tau_pos: float = within(1.0, 0.0, above=True)
     tau_neg: float = within(1.05, 0.0, above=True)
     aggregation: str = "seq-mean-token-mean"
@@ -123,18 +110,10 @@ class cpgd(PolicyLoss):
     """Policy gradient whose log-ratio is clipped, with a penalty on drift: CPGD (arXiv 2505.12504).
 
     A > 0: L = -A min(log p, log p_old + log(1 + clip_high)); else L = -A max(log p, log p_old + log(1 - clip_low)).
-    No ratio multiplies the gradient. Pairs with `rb.rl.cpgd_advantage`.
-
-    Attributes:
-        clip_low: in [0, 1).
-        clip_high: at least 0.
-        drift_coef: weight of the policy drift KL(old || new), estimated per token as r - 1 - log r; the authors'
-            code has 0.01, switched on separately. The paper also bounds the ratio in the drift's gradient; that
-            is not done here.
+    `drift_coef` weighs the drift KL(old || new), per token r - 1 - log r. Pairs with `rb.rl.cpgd_advantage`.
     """
 
     paper: ClassVar[str] = "2505.12504"
-
     clip_low: float = within(0.2, 0.0)
     clip_high: float = within(0.2, 0.0)
     drift_coef: float = within(0.0, 0.0)
@@ -150,13 +129,8 @@ class cpgd(PolicyLoss):
         lowest = x.old_logprobs + math.log1p(-self.clip_low)
         too_high = (x.advantages > 0) & (x.logprobs > highest)
         too_low = (x.advantages < 0) & (x.logprobs < lowest)
-        held = torch.where(too_high, highest, torch.where(too_low, lowest, x.logprobs))
-        metrics = ratio_metrics(x, ratio_of(x)) | {
-            "clip_fraction": (too_high | too_low).float(),
-            "clip_fraction_low": too_low.float(),
-            "clip_fraction_high": too_high.float(),
-        }
-        loss = -x.advantages * held
+        loss = -x.advantages * torch.where(too_high, highest, torch.where(too_low, lowest, x.logprobs))
+        metrics = ratio_metrics(x, ratio_of(x)) | clip_metrics(too_low, too_high)
         if self.drift_coef != 0:
             drift = torch.expm1(log_ratio_of(x)) - log_ratio_of(x)
             loss = loss + self.drift_coef * drift
@@ -168,21 +142,63 @@ class cpgd(PolicyLoss):
 class dro(PolicyLoss):
     """Policy gradient with a quadratic pull back to the old policy: DRO (arXiv 2405.19107, Kimi 2501.12599).
 
-    L = -(A log p - beta / 2 (log p - log p_old)^2). The log-ratio is not clamped: the pull grows with the distance.
-    Pairs with rewards minus a value, or minus the group's mean: `rb.rl.group_normalized(std="none")`.
-
-    Attributes:
-        beta: > 0, the strength of the pull. verl requires one; Tinker's example has 0.05, the default here.
+    L = -(A log p - beta / 2 (log p - log p_old)^2), the log-ratio not clamped.
     """
 
     paper: ClassVar[str] = "2405.19107"
-
     beta: float = within(0.05, 0.0, above=True)
 
     def surrogate(self, x: LossInputs) -> tuple[Tensor, Metrics]:
         distance = x.logprobs - x.old_logprobs
         loss = -x.advantages * x.logprobs + 0.5 * self.beta * distance**2
         return loss, ratio_metrics(x, ratio_of(x))
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class dppo_tv(PolicyLoss):
+    """Trust region in probabilities instead of ratios, |p - p_old|: DPPO-Binary-TV (arXiv 2602.04879).
+
+    L = -A sg(min(r, cap)) log p, 0 for tokens that have moved too far and would move further: A > 0 with p - p_old >
+    delta_high, A < 0 with p - p_old < -delta_low. Anchored at the sampler, as the paper asks; verl takes the
+    trainer's old log-probs: anchor="old". The paper's large runs have 0.2 and a cap of 5. `cap_fraction`: ratios
+    capped.
+    """
+
+    paper: ClassVar[str] = "2602.04879"
+    delta_low: float = within(0.15, 0.0, 1.0)
+    delta_high: float = within(0.15, 0.0, 1.0)
+    cap: float = within(20.0, 0.0, above=True)
+    anchor: str = "sampler"
+
+    def moved(self, new: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which tokens' log-probs, both without gradient, have moved too far down, and too far up."""
+        change = new.exp() - old.exp()
+        return change < -self.delta_low, change > self.delta_high
+
+    def surrogate(self, x: LossInputs) -> tuple[Tensor, Metrics]:
+        too_low, too_high = self.moved(x.logprobs.detach(), x.old_logprobs)
+        too_low, too_high = too_low & (x.advantages < 0), too_high & (x.advantages > 0)
+        ratio = ratio_of(x).detach()
+        loss = torch.where(too_low | too_high, 0.0, -x.advantages * ratio.clamp(max=self.cap) * x.logprobs)
+        capped = {"cap_fraction": (ratio > self.cap).float()}
+        return loss, ratio_metrics(x, ratio) | clip_metrics(too_low, too_high) | capped
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class dppo_kl(dppo_tv):
+    """Trust region in the Bernoulli KL(p_old || p): DPPO-Binary-KL (arXiv 2602.04879).
+
+    As `dppo_tv`; the distance is KL = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)) in nats, and moving
+    back is always allowed. The bounds 0.05 are those of all runs of the paper.
+    """
+
+    delta_low: float = within(0.05, 0.0)
+    delta_high: float = within(0.05, 0.0)
+
+    def moved(self, new: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
+        other_new, other_old = (-torch.expm1(logprobs.clamp(max=0.0)) + SMALL for logprobs in (new, old))
+        kl = old.exp() * (old - new) + (1 - old.exp()) * (other_old.log() - other_new.log())
+        return (kl > self.delta_low) & (new < old), (kl > self.delta_high) & (new > old)
 
 
 def _gate(ratio: Tensor, tau: float) -> Tensor:

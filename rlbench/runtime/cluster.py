@@ -1,7 +1,6 @@
 """Start, find, join and leave the Ray cluster; the one place that calls `ray.init`.
 
-`init()` finds the cluster this user already runs, or starts one below a guard; it can be called again at any time.
-`init(address=…)` joins a cluster that others run, which we never stop.
+`init()` finds the cluster this user already runs, or starts one below a guard. One that others run is never stopped.
 """
 
 from __future__ import annotations
@@ -13,16 +12,13 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import psutil
 
 from rlbench.errors import ClusterError, nearest
-from rlbench.runtime import guard, processes, registry, starting
-from rlbench.runtime.devices import default_devices, gpu_count
-
-NAMESPACE = "rlbench"
+from rlbench.runtime import guard, head, processes, registry, starting
+from rlbench.runtime.devices import gpu_count
 
 
 @dataclass(frozen=True)
@@ -36,7 +32,7 @@ class Cluster:
 
     @property
     def ours(self) -> bool:
-        """True where our guard runs it."""
+        """Whether our guard runs it."""
         return bool(self.id)
 
     @property
@@ -47,7 +43,7 @@ class Cluster:
     def __enter__(self) -> Cluster:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         shutdown()
 
     def __repr__(self) -> str:
@@ -61,43 +57,45 @@ _interface: str | None = None
 
 
 def init(address: str | None = None, devices: int | None = None, network_interface: str | None = None) -> Cluster:
-    """Join the cluster: ours (started if need be), or the one at `address`.
+    """Join the cluster: ours (started if need be), or the one at `address`. The same `Cluster` when called again.
 
     Args:
         address: `host:port` of a Ray cluster that others run; None for our own.
         devices: device slots of our own cluster on a host without a GPU (default: the cores). Counts when a cluster
             is started; asking a running one for another number raises.
-        network_interface: by name (`"eth0"`), on every node: the ranks and replicas of engines built from now on talk
-            over it. Default: loopback on one machine, else the interface a packet would leave by. Ray itself stays on
-            loopback in a cluster of our own, and where others started it in theirs.
-
-    Returns:
-        The joined `Cluster`; the same one when called again.
-
-    Raises:
-        ClusterError: Ray was initialised some other way, nothing answers at `address`, Ray does not start, or this host
-            has no such interface.
+        network_interface: by name (`"eth0"`), on every node: what ranks and replicas of engines built from now on talk
+            over. Default: loopback on one machine, else the interface a packet would leave by.
     """
     global _joined, _interface
     if network_interface is not None:
         _interface = _known_interface(network_interface)
     if devices is not None and devices < 1:
         raise ClusterError(f"devices={devices}: at least one device slot is needed")
-    if _joined is not None and _still_joined():
+    if _joined is not None and is_joined():
         return _same(_joined, address, devices)
-    _refuse_foreign_ray()
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        raise ClusterError(
+            "Ray is already initialised in this process by something else. Call ray.shutdown() first, or "
+            "rb.init(address=…) before anything else initialises Ray, to share that cluster"
+        )
+    known = registry.read_cluster()
     with starting.starting("the cluster"):
-        if address is not None and not _is_our_address(address):
-            _joined = _join_other(address)
-        else:
+        if address is None or (known is not None and known.address == address and guard_alive(known)):
             with registry.locked():
                 record = _find_ours() or _start(devices)
             _joined = _same(_join_ours(record), None, devices)
+        elif guard.answers(address, 2.0):
+            _ray_init(address)
+            _joined = _seen(address)
+        else:
+            raise ClusterError(
+                f"nothing answers at {address}: check the address (host:port), or rb.init() for a cluster of your own"
+            )
     return _joined
 
 
 def network_interface() -> str | None:
-    """The interface that `init` was told, by name."""
+    """Return the interface that `init` was told, by name."""
     return _interface
 
 
@@ -111,34 +109,68 @@ def _known_interface(name: str) -> str:
     return name
 
 
-def _is_our_address(address: str) -> bool:
-    record = registry.read_cluster()
-    return record is not None and record.address == address and guard_alive(record)
-
-
 def current() -> Cluster:
-    """The joined cluster, joining our own first where none is."""
-    return _joined if _joined is not None and _still_joined() else init()
+    """Return the joined cluster, joining our own first where none is."""
+    return _joined if _joined is not None and is_joined() else init()
 
 
-def join_own_worker(cluster_id: str) -> Cluster:
-    """For code that runs in a worker process of the cluster: that cluster is joined already, as `cluster_id`."""
+def device_count() -> int:
+    """Return how many devices the cluster has now: nodes of one that others run come and go."""
+    joined = current()
+    return joined.devices if joined.ours else _seen(joined.address).devices
+
+
+def node_address() -> str:
+    """Return the address by which Ray knows the node of this process."""
+    import ray
+
+    own = ray.get_runtime_context().get_node_id()
+    return next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == own)
+
+
+def node_devices() -> dict[str, int]:
+    """Return by address how many devices each node has that lives."""
+    import ray
+
+    kind = "GPU" if current().gpus else "CPU"
+    alive = {str(node["NodeManagerAddress"]): node["Resources"] for node in ray.nodes() if node["Alive"]}
+    return {address: int(alive[address].get(kind, 0)) for address in sorted(alive)}
+
+
+def has_several_nodes() -> bool:
+    """Whether the cluster has more than one node now, with devices or without."""
+    return not current().ours and len(node_devices()) > 1
+
+
+def join_own_worker(cluster_id: str) -> None:
+    """Note, in a worker process of a cluster, which cluster that is: it is joined already."""
     global _joined
     import ray
 
-    record = registry.read_cluster()
-    if record is not None and record.id == cluster_id:
-        _joined = Cluster(record.address, record.devices, record.gpus, record.id)
-        return _joined
+    _joined = _seen(ray.get_runtime_context().gcs_address, cluster_id)
+
+
+def _seen(address: str, cluster_id: str = "") -> Cluster:
+    """Describe the cluster that this process is connected to, by what Ray says of it."""
+    import ray
+
     total = ray.cluster_resources()
     gpus = int(total.get("GPU", 0))
-    _joined = Cluster(ray.get_runtime_context().gcs_address, gpus or int(total.get("CPU", 1)), gpus, cluster_id)
-    return _joined
+    return Cluster(address, gpus or int(total.get("CPU", 1)), gpus, cluster_id)
 
 
 def is_joined() -> bool:
-    """True when this process is connected to a cluster."""
-    return _joined is not None and _still_joined()
+    """Whether this process is connected to a cluster; where ours went away below it, it is let go."""
+    if _joined is None:
+        return False
+    import ray
+
+    if not ray.is_initialized():
+        return False
+    if _joined.ours and not guard.answers(_joined.address, 2.0):
+        ray.shutdown()  # let init() start afresh
+        return False
+    return True
 
 
 def on_shutdown(action: Any) -> None:
@@ -153,19 +185,18 @@ def shutdown() -> None:
     """
     global _joined, _interface
     _interface = None
-    if _joined is None:
-        record = registry.read_cluster()
-        if record is not None and guard_alive(record) and not registry.live_sessions(record.id):
-            stop_cluster(record)
-        return
-    while _at_shutdown:
-        _at_shutdown.pop()()
-    leaving, _joined = _joined, None
-    import ray
+    leaving = _joined
+    if leaving is not None:
+        while _at_shutdown:
+            _at_shutdown.pop()()
+        _joined = None
+        import ray
 
-    ray.shutdown()
+        ray.shutdown()
     record = registry.read_cluster()
-    if leaving.ours and record is not None and record.id == leaving.id and not registry.live_sessions(leaving.id):
+    if record is None or registry.live_sessions(record.id):
+        return
+    if guard_alive(record) if leaving is None else record.id == leaving.id:
         stop_cluster(record)
 
 
@@ -182,76 +213,56 @@ def stop_cluster(record: registry.ClusterRecord) -> None:
 
 
 def guard_alive(record: registry.ClusterRecord) -> bool:
-    """True while the guard of this cluster runs."""
+    """Whether the guard of this cluster runs."""
     return processes.is_same(record.guard_pid, record.guard_start)
 
 
 def resources() -> dict[str, Any]:
-    """What the joined cluster has: address, devices, GPUs, nodes, and what Ray has free now."""
+    """Return what the joined cluster has: address, devices, GPUs, how many each node has by its address, what Ray has
+    free now, and the resident bytes of the warm process that workers are forks of, None where there is none."""
     import ray
 
-    cluster = current()
+    cluster, record = current(), registry.read_cluster()
+    pid_file = (
+        None if record is None or record.id != cluster.id else head.warm_socket(record.temp_dir).with_suffix(".pid")
+    )
+    warm = processes.memory_bytes(int(pid_file.read_text())) if pid_file is not None and pid_file.exists() else None
     return {
         "address": cluster.address,
         "ours": cluster.ours,
-        "devices": cluster.devices,
+        "devices": device_count(),
         "gpus": cluster.gpus,
-        "nodes": sum(node["Alive"] for node in ray.nodes()),
+        "nodes": node_devices(),
         "total": ray.cluster_resources(),
         "available": ray.available_resources(),
+        "warm_bytes": warm and warm[0],
         "sessions": [s["name"] for s in registry.live_sessions(cluster.id)],
     }
 
 
 def _same(cluster: Cluster, address: str | None, devices: int | None) -> Cluster:
-    if address is not None and address != cluster.address:
+    if address not in (None, cluster.address) or devices not in (None, cluster.devices):
         raise ClusterError(
-            f"this process is on the cluster at {cluster.address}; call rb.shutdown() before joining {address}"
-        )
-    if devices is not None and devices != cluster.devices:
-        raise ClusterError(
-            f"the running cluster has {cluster.devices} devices, not {devices}; end its sessions and call "
-            f"rb.shutdown(), then rb.init(devices={devices})"
+            f"this process is on the cluster at {cluster.address} with {cluster.devices} devices: end its sessions and "
+            f"call rb.shutdown() before rb.init(address={address!r}, devices={devices})"
         )
     return cluster
-
-
-def _still_joined() -> bool:
-    import ray
-
-    if not ray.is_initialized():
-        return False
-    if _joined is not None and _joined.ours and not guard.answers(_joined.address, 2.0):
-        ray.shutdown()  # the cluster went away below us: let init() start afresh
-        return False
-    return True
-
-
-def _refuse_foreign_ray() -> None:
-    ray = sys.modules.get("ray")
-    if ray is not None and ray.is_initialized():
-        raise ClusterError(
-            "Ray is already initialised in this process by something else. Call ray.shutdown() first, or "
-            "rb.init(address=…) before anything else initialises Ray, to share that cluster"
-        )
 
 
 def _find_ours() -> registry.ClusterRecord | None:
     record = registry.read_cluster()
     if record is None:
         return None
-    if guard_alive(record) and guard.answers(record.address):
-        return record
     deadline = time.monotonic() + 15.0
-    while guard_alive(record) and time.monotonic() < deadline:
-        if guard.answers(record.address, 2.0):  # only the machine was busy
+    while guard_alive(record):
+        if guard.answers(record.address, 2.0):
             return record
+        if time.monotonic() > deadline:  # more than a busy machine
+            raise ClusterError(
+                f"our cluster at {record.address} does not answer, though its guard (pid {record.guard_pid}) lives: "
+                "wait, or end it with `rlbench stop --all`"
+            )
         time.sleep(0.1)
-    if guard_alive(record):
-        raise ClusterError(
-            f"our cluster at {record.address} does not answer, though its guard (pid {record.guard_pid}) lives: wait, "
-            "or end it with `rlbench stop --all`"
-        )
     _clean_up_after(record)
     return None
 
@@ -264,45 +275,26 @@ def _clean_up_after(record: registry.ClusterRecord) -> None:
 
 
 def _start(devices: int | None) -> registry.ClusterRecord:
+    """Start a guard and return the record that it publishes once Ray answers."""
     cluster_id = secrets.token_hex(4)
     log = registry.state_dir() / "guard.log"
+    slots = devices or gpu_count() or len(os.sched_getaffinity(0))
+    command = [sys.executable, "-m", guard.__name__, cluster_id, str(slots), str(gpu_count())]
     with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
-        started = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "rlbench.runtime.guard",
-                cluster_id,
-                str(devices or default_devices()),
-                str(gpu_count()),
-            ],
-            start_new_session=True,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-        )
+        started = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
     try:
-        with starting.phase(starting.CLUSTER, "starting Ray"):
-            record = _awaited(cluster_id, started)
-    except BaseException:  # an interrupt: nothing of it stays
+        with starting.phase("cluster", "starting Ray"):
+            deadline = time.monotonic() + guard.ATTEMPTS * guard.START_LIMIT_S
+            while time.monotonic() < deadline and started.poll() is None:
+                record = registry.read_cluster()
+                if record is not None and record.id == cluster_id:
+                    return record
+                time.sleep(0.05)
+        said = log.read_text(errors="replace").strip().splitlines()[-5:]
+        raise ClusterError("Ray did not start; the last lines of " + str(log) + ":\n  " + "\n  ".join(said))
+    except BaseException:  # an interrupt, too: nothing of it stays
         started.terminate()
         raise
-    if record is not None:
-        return record
-    started.terminate()
-    said = log.read_text(errors="replace").strip().splitlines()[-5:]
-    raise ClusterError("Ray did not start; the last lines of " + str(log) + ":\n  " + "\n  ".join(said))
-
-
-def _awaited(cluster_id: str, started: subprocess.Popen[bytes]) -> registry.ClusterRecord | None:
-    """The record that the guard publishes once Ray answers; None where it ended, or the time is over."""
-    deadline = time.monotonic() + guard.ATTEMPTS * guard.START_LIMIT_S
-    while time.monotonic() < deadline and started.poll() is None:
-        record = registry.read_cluster()
-        if record is not None and record.id == cluster_id:
-            return record
-        time.sleep(0.05)
-    return None
 
 
 def _join_ours(record: registry.ClusterRecord) -> Cluster:
@@ -317,49 +309,30 @@ def _join_ours(record: registry.ClusterRecord) -> Cluster:
     return Cluster(record.address, record.devices, record.gpus, record.id)
 
 
-def _join_other(address: str) -> Cluster:
-    if not guard.answers(address, 2.0):
-        raise ClusterError(
-            f"nothing answers at {address}: check the address (host:port), or rb.init() for a cluster of your own"
-        )
-    _ray_init(address)
-    import ray
-
-    total = ray.cluster_resources()
-    gpus = int(total.get("GPU", 0))
-    return Cluster(address, gpus or int(total.get("CPU", 1)), gpus)
-
-
 def _ray_init(address: str) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns in the first cell
     # a remote call that comes after shutdown() must not start a cluster of its own
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     with starting.phase("joining", "joining Ray"):
-        _connect(address)
+        import ray
+        from ray._private import ray_constants
 
-
-def _connect(address: str) -> None:
-    import ray
-    from ray._private import ray_constants
-
-    ray_constants.ENABLE_RAY_CLUSTER = False  # as `head.ONE_MACHINE`, also where ray was imported before
-    try:
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+        ray_constants.ENABLE_RAY_CLUSTER = False  # as `head.ONE_MACHINE`, also where ray was imported before
+        try:
+            ray.init(address=address, namespace="rlbench", log_to_driver=False, logging_level=logging.ERROR)
+        except ConnectionError as error:
+            if "AuthenticationError" in str(error.__cause__):  # Ray wraps it as text
+                raise ClusterError(
+                    f"the Ray cluster at {address} wants its token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH "
+                    "(or RAY_AUTH_TOKEN) in this process's environment before it imports ray, then "
+                    "rb.init(address=…) again"
+                ) from error
+            raise ClusterError(f"the Ray cluster at {address} does not take us in: {error}") from error
         _say_nothing_of_deaths()
-    except ConnectionError as error:
-        if "AuthenticationError" in str(error.__cause__):  # Ray wraps it as text
-            raise ClusterError(
-                f"the Ray cluster at {address} wants its token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH (or "
-                "RAY_AUTH_TOKEN) in this process's environment before it imports ray, then rb.init(address=…) again"
-            ) from error
-        raise ClusterError(f"the Ray cluster at {address} does not take us in: {error}") from error
 
 
 def _say_nothing_of_deaths() -> None:
-    """End the thread that prints Ray's page about a dead worker into the cell, beside ours: no option does.
-
-    Does what Ray's own disconnect does to it, which is safe to do twice.
-    """
+    """End the thread that prints Ray's page about a dead worker into the cell, as Ray's own disconnect does."""
     from ray._private.worker import global_worker
 
     global_worker.threads_stopped.set()

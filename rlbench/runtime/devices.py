@@ -9,6 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from rlbench.errors import ClusterError
 
 PROC = Path("/proc/driver/nvidia/gpus")
@@ -16,7 +18,7 @@ PROC = Path("/proc/driver/nvidia/gpus")
 
 @lru_cache(maxsize=1)
 def gpu_count() -> int:
-    """NVIDIA GPUs the driver shows and CUDA_VISIBLE_DEVICES allows; 0 where there is no driver."""
+    """Return how many NVIDIA GPUs the driver shows and CUDA_VISIBLE_DEVICES allows; 0 where there is no driver."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([d for d in visible.split(",") if d.strip() not in ("", "-1")])
@@ -28,14 +30,18 @@ def gpu_count() -> int:
     try:
         listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30, check=False)
     except subprocess.TimeoutExpired:
-        raise ClusterError(
-            "nvidia-smi did not answer within 30 s: check the driver, or set CUDA_VISIBLE_DEVICES"
-        ) from None
+        raise ClusterError("nvidia-smi does not answer: check the driver, or set CUDA_VISIBLE_DEVICES") from None
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
+def room_in_memory() -> int:
+    """Return the bytes of host memory that are free now, and free for files in memory, of which a container may have
+    few."""
+    return min(int(psutil.virtual_memory().available), shutil.disk_usage("/dev/shm").free)
+
+
 def gpu_memory() -> list[dict[str, Any]]:
-    """`name`, `used` and `total` bytes of each GPU as NVML sees it, all processes together; empty without a GPU."""
+    """Return `name`, `used` and `total` bytes of each GPU, all processes together; empty without a GPU."""
     if not PROC.is_dir() and shutil.which("nvidia-smi") is None:
         return []  # not gpu_count(): Ray hides the GPUs from actors that hold none, and the monitor only looks
     import pynvml
@@ -43,16 +49,7 @@ def gpu_memory() -> list[dict[str, Any]]:
     pynvml.nvmlInit()
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        return [_gpu(pynvml.nvmlDeviceGetName(h), pynvml.nvmlDeviceGetMemoryInfo(h)) for h in handles]
+        memory = [(handle, pynvml.nvmlDeviceGetMemoryInfo(handle)) for handle in handles]
+        return [{"name": pynvml.nvmlDeviceGetName(h), "used": int(m.used), "total": int(m.total)} for h, m in memory]
     finally:
         pynvml.nvmlShutdown()
-
-
-def _gpu(name: str | bytes, memory: Any) -> dict[str, Any]:
-    said = name.decode(errors="replace") if isinstance(name, bytes) else name  # by the age of NVML's binding
-    return {"name": said, "used": int(memory.used), "total": int(memory.total)}
-
-
-def default_devices() -> int:
-    """Devices of this machine: its GPUs, else as many slots as cores this process may use."""
-    return gpu_count() or len(os.sched_getaffinity(0))

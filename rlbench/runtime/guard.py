@@ -1,16 +1,11 @@
 """The guard: a small process of its own that starts Ray, watches it, and leaves nothing behind.
 
-`ray.init()` clusters die with the kernel and a plain `ray start` with the kernel's process group; this process is in
-neither. It starts `ray start --head --block` in a process session of its own, publishes `cluster.json` when Ray
-answers, and ends the whole session (by session id: never `ray stop`, which ends every Ray of the machine) when it is
-told to (SIGTERM), when Ray breaks, or when no session has lived on the cluster for ten minutes.
-
-    python -m rlbench.runtime.guard CLUSTER_ID DEVICES GPUS
+It starts Ray in a process session of its own, which a kernel's end leaves alone, and ends all of it (not by `ray stop`,
+which ends every Ray of the machine) on SIGTERM, when Ray breaks, or when no session lived on it for ten minutes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
@@ -29,7 +24,7 @@ STARTED = "Ray runtime started"
 
 
 def main(argv: list[str]) -> int:
-    """Run one cluster from start to end; returns the exit status."""
+    """Run one cluster (its id, device slots and GPUs) from start to end; return the exit status."""
     cluster_id, devices, gpus = argv[0], int(argv[1]), int(argv[2])
     wanted_end: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: wanted_end.append(number))
@@ -38,24 +33,17 @@ def main(argv: list[str]) -> int:
         temp_dir = head.new_folder()
         port = free_port()
         said = Path(temp_dir) / "start.log"
+        command, environment = head.command(port, Path(temp_dir), devices, gpus), head.environment(Path(temp_dir))
         with said.open("w") as out:
             ray = subprocess.Popen(
-                head.command(port, Path(temp_dir), devices, gpus),
-                env=head.environment(Path(temp_dir)),
-                start_new_session=True,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
+                command, env=environment, start_new_session=True, stdin=subprocess.DEVNULL, stdout=out, stderr=out
             )
         try:
             if _wait_for_ray(said, ray, wanted_end):
                 _publish(cluster_id, port, ray.pid, temp_dir, devices, gpus)
                 print(f"guard: ending cluster {cluster_id}: {_watch(cluster_id, ray, wanted_end)}", flush=True)
                 return 0
-            print(
-                f"guard: start {attempt} of {ATTEMPTS} failed; Ray said:\n{said.read_text()[-2000:]}",
-                flush=True,
-            )
+            print(f"guard: start {attempt} of {ATTEMPTS} failed; Ray said:\n{said.read_text()[-2000:]}", flush=True)
         finally:
             clean_up(cluster_id, ray.pid, temp_dir)
         if wanted_end:
@@ -64,18 +52,14 @@ def main(argv: list[str]) -> int:
 
 
 def _publish(cluster_id: str, port: int, ray_session: int, temp_dir: str, devices: int, gpus: int) -> None:
-    started, ray_start = processes.start_time(os.getpid()), processes.start_time(ray_session)
-    assert started is not None
-    if ray_start is None:
-        return  # it ended just now: the watch sees that next
     registry.write_cluster(
         registry.ClusterRecord(
             id=cluster_id,
             address=f"127.0.0.1:{port}",
             guard_pid=os.getpid(),
-            guard_start=started,
+            guard_start=processes.start_time(os.getpid()) or 0.0,
             ray_session=ray_session,
-            ray_start=ray_start,
+            ray_start=processes.start_time(ray_session) or 0.0,  # ended just now: the watch sees that next
             boot=processes.boot_id(),
             temp_dir=temp_dir,
             token_path=str(registry.token_file()),
@@ -86,18 +70,20 @@ def _publish(cluster_id: str, port: int, ray_session: int, temp_dir: str, device
 
 
 def free_port() -> int:
-    """A TCP port free on loopback now."""
+    """Return a TCP port free on loopback now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def answers(address: str, timeout_s: float = 0.2) -> bool:
-    """True when something accepts connections at `host:port`; attaching to a dead Ray address would hang."""
+    """Whether something accepts connections at `host:port`; attaching to a dead Ray address would hang."""
     host, _, port = address.rpartition(":")
     try:
+        if not 0 < int(port) < 1 << 16:  # the library would connect to what is left of it
+            return False
         socket.create_connection((host, int(port)), timeout_s).close()
-    except (OSError, ValueError, OverflowError):  # nobody there, or no address
+    except (OSError, ValueError):  # nobody there, or no address
         return False
     return True
 
@@ -112,7 +98,7 @@ def clean_up(cluster_id: str, ray_session: int | None, temp_dir: str) -> None:
 
 
 def _wait_for_ray(said: Path, ray: subprocess.Popen[bytes], wanted_end: list[int]) -> bool:
-    """True once `ray start` says that the node is registered; its port answers some time before that."""
+    """Whether `ray start` says in time that the node is registered; its port answers some time before that."""
     deadline = time.monotonic() + START_LIMIT_S
     while time.monotonic() < deadline and not wanted_end:
         if STARTED in said.read_text(errors="replace"):
@@ -134,8 +120,7 @@ def _watch(cluster_id: str, ray: subprocess.Popen[bytes], wanted_end: list[int])
             idle_since = time.monotonic()
         if time.monotonic() - idle_since > IDLE_LIMIT_S:
             return "no session for ten minutes"
-        with contextlib.suppress(InterruptedError):
-            time.sleep(0.2)
+        time.sleep(0.2)
 
 
 if __name__ == "__main__":

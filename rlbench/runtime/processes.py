@@ -1,7 +1,4 @@
-"""Processes by identity: is this pid still the process we meant, and end all of one process session.
-
-Standard library alone, /proc based. Never matches command lines: some of Ray's agents hide theirs.
-"""
+"""Processes by identity (never by command line: some of Ray's agents hide theirs), and the end of a process session."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from pathlib import Path
 
 
 def start_time(pid: int) -> float | None:
-    """Clock ticks after boot at which `pid` started; None where there is no such process or it is a zombie."""
+    """Return the clock tick after boot at which `pid` started; None where it is gone, or a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -23,24 +20,23 @@ def start_time(pid: int) -> float | None:
 
 
 def boot_id() -> str:
-    """Identity of this boot of the machine: pids and start times of another one mean nothing."""
+    """Return the identity of this boot of the machine: pids and start times of another one mean nothing."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def is_same(pid: int, started: float) -> bool:
-    """True while the process that had `pid` at `started` lives; a later process with its number is another one."""
+    """Whether the process that had `pid` at `started` lives; a later process with its number is another one."""
     return start_time(pid) == started
 
 
 def session_members(session_id: int) -> list[int]:
-    """Pids of the live processes whose process session is `session_id`."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and start_time(int(entry)) is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                if os.getsid(int(entry)) == session_id:
-                    found.append(int(entry))
-    return found
+    """Return the pids of the live processes whose process session is `session_id`."""
+    pids = []
+    for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if start_time(pid) is not None and os.getsid(pid) == session_id:
+                pids.append(pid)
+    return pids
 
 
 def end_session(session_id: int, grace_s: float = 1.0) -> None:
@@ -59,7 +55,7 @@ def end_session(session_id: int, grace_s: float = 1.0) -> None:
 
 
 def oom_kills() -> int | None:
-    """How often the kernel killed a process of our memory group for want of memory; None where it does not say."""
+    """Return how often the kernel killed a process of our memory group; None where it does not say."""
     for path in (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control")):
         with contextlib.suppress(OSError, ValueError, IndexError):
             words = path.read_text().split()
@@ -68,23 +64,15 @@ def oom_kills() -> int | None:
 
 
 def sweep(folder: Path, prefix: str) -> None:
-    """Remove this user's files and folders in `folder` whose names start with `prefix`.
-
-    Where everybody may write, others can use such names too: what is theirs stays.
-    """
+    """Remove this user's files and folders in `folder` whose names start with `prefix`; those of others stay."""
     for entry in folder.iterdir():
-        if entry.name.startswith(prefix) and _is_own(entry):
+        with contextlib.suppress(FileNotFoundError):  # whose it was removed it
+            if not entry.name.startswith(prefix) or entry.lstat().st_uid != os.geteuid():
+                continue
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry, ignore_errors=True)
             else:
-                entry.unlink(missing_ok=True)
-
-
-def _is_own(path: Path) -> bool:
-    try:
-        return path.lstat().st_uid == os.geteuid()
-    except FileNotFoundError:  # whose it was removed it
-        return False
+                entry.unlink()
 
 
 def _signal_all(session_id: int, number: int) -> None:
@@ -93,20 +81,12 @@ def _signal_all(session_id: int, number: int) -> None:
             os.kill(pid, number)
 
 
-def resident_bytes(pid: int) -> int | None:
-    """Resident memory of `pid` in bytes; None where it is gone."""
-    found = memory_bytes(pid)
-    return None if found is None else found[0]
-
-
 def memory_bytes(pid: int) -> tuple[int, int] | None:
-    """Resident memory of `pid` in bytes, and how much of it is shared; None where it is gone.
-
-    Shared is what lies in files and shared memory that other processes may map too: libraries, object stores.
-    """
+    """Return resident memory of `pid`, and how much of it others may map too, in bytes; None where it is gone, or a
+    zombie, which holds nothing any more."""
     try:
         fields = Path(f"/proc/{pid}/statm").read_text().split()
     except (FileNotFoundError, ProcessLookupError):
         return None
     page = os.sysconf("SC_PAGE_SIZE")
-    return int(fields[1]) * page, int(fields[2]) * page
+    return (int(fields[1]) * page, int(fields[2]) * page) if int(fields[1]) else None

@@ -1,15 +1,10 @@
-"""The state folder: which cluster is ours, which sessions live on it, and the lock that serialises starting one.
+"""The state folder `$XDG_STATE_HOME/rlbench`: which cluster is ours, which sessions live on it, and the lock for both.
 
-Layout of `$XDG_STATE_HOME/rlbench` (folder 0700, files 0600):
-
-    lock              held while a cluster is started, found or stopped
-    cluster.json      address, guard pid, Ray's process session id, temp folder, token path, devices
-    token             the cluster's secret
-    guard.log         what the guard and `ray start` said
-    starts.json       what starts took, by what was started and by part
-    sessions/NAME.json      one per live session: where its monitor is, its endpoint's url and token, its processes
-    sessions/NAME.journal   the monitor's journal
-    snapshots/NAME/         its snapshots on disk, gone with the session
+    lock, cluster.json, token, guard.log    of the cluster: ClusterRecord, its secret, what guard and `ray start` said
+    sessions/NAME.json, NAME.journal        of a live session: its monitor, endpoint and processes; the journal
+    snapshots/NAME/                         its snapshots on disk, gone with the session
+    parked/NAME/                            a session that was parked, see `rlbench.session.state.parking`
+    starts.json                             what starts took
 
 Standard library alone: the Jupyter server extension reads this folder too.
 """
@@ -32,20 +27,21 @@ from rlbench.errors import ClusterError
 from rlbench.private import others_access
 from rlbench.runtime import processes
 
+ABOUT = "about.json"
+"""What a list says of a parked session."""
+
 
 @dataclass(frozen=True)
 class ClusterRecord:
-    """The cluster we started. `ray_session` is the process session id under which all its processes run, `ray_start`
-    the start time of its leader, `boot` the boot of the machine in which these numbers mean something.
-    """
+    """The cluster we started."""
 
     id: str
     address: str
     guard_pid: int
     guard_start: float
-    ray_session: int
-    ray_start: float
-    boot: str
+    ray_session: int  # the process session under which all its processes run
+    ray_start: float  # of that session's leader
+    boot: str  # of the machine, in which these numbers mean something
     temp_dir: str
     token_path: str
     devices: int
@@ -54,20 +50,11 @@ class ClusterRecord:
     @property
     def logs(self) -> Path:
         """Where Ray keeps the logs of its processes and of our workers."""
-        return ray_folder(Path(self.temp_dir)) / "session_latest" / "logs"
-
-
-def ray_folder(temp_dir: Path) -> Path:
-    """Ray's folder in that of a cluster: Ray opens its own to everybody, so it lies in one that is its owner's."""
-    return temp_dir / "ray"
+        return Path(self.temp_dir) / "ray" / "session_latest" / "logs"
 
 
 def state_dir() -> Path:
-    """Return our state folder, made 0700 if it was not there.
-
-    Raises:
-        ClusterError: another user may have put something into the one that is there.
-    """
+    """Return our state folder, 0700; ClusterError where another user may have put something into it."""
     base = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
     folder = Path(base) / "rlbench"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -84,7 +71,7 @@ def state_dir() -> Path:
 
 @contextlib.contextmanager
 def locked(timeout_s: float = 120.0) -> Iterator[None]:
-    """Hold the state folder's lock; raises ClusterError naming the holder when it cannot be had in time."""
+    """Hold the state folder's lock; ClusterError naming the holder where it cannot be had in time."""
     path = state_dir() / "lock"
     with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+") as file:
         deadline = time.monotonic() + timeout_s
@@ -94,16 +81,12 @@ def locked(timeout_s: float = 120.0) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    file.seek(0)
                     raise ClusterError(
                         f"another process (pid {file.read().strip() or '?'}) has held {path} for {timeout_s:g} s; "
                         "end it or wait for it, then call rb.init() again"
                     ) from None
                 time.sleep(0.05)
-        file.seek(0)
-        file.truncate()
-        file.write(str(os.getpid()))
-        file.flush()
+        os.pwrite(file.fileno(), f"{os.getpid():<10}".encode(), 0)
         yield
 
 
@@ -111,7 +94,9 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write `value` so that a reader sees the old file or the new one, never half of it; mode 0600."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(3)}")
     with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        json.dump(value, file)
+        file.write(
+            json.dumps(value)
+        )  # json.dump leaves cycles for the collector: 5 KiB each time, several times a step
     aside.rename(path)
 
 
@@ -125,10 +110,10 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def read_cluster() -> ClusterRecord | None:
-    """The cluster we started last, whether or not it still runs; None where there is none."""
-    found = read_json(state_dir() / "cluster.json")
+    """Return the cluster we started last, whether or not it still runs; None where there is none."""
+    fields = read_json(state_dir() / "cluster.json")
     try:
-        return None if found is None else ClusterRecord(**found)
+        return None if fields is None else ClusterRecord(**fields)
     except TypeError:  # written by another version of rlbench: its fields are not ours
         return None
 
@@ -144,20 +129,19 @@ def forget_cluster(cluster_id: str) -> None:
     if record is None or record.id == cluster_id:
         (state_dir() / "cluster.json").unlink(missing_ok=True)
     for path in session_files():
-        found = read_json(path)
-        if found is not None and found.get("cluster") == cluster_id:
+        if (read_json(path) or {}).get("cluster") == cluster_id:
             forget_session(path.stem)
 
 
 def forget_session(name: str) -> None:
     """Remove what the state folder holds of a session that is no more."""
-    session_file(name).unlink(missing_ok=True)
-    journal_file(name).unlink(missing_ok=True)
     shutil.rmtree(snapshot_folder(name), ignore_errors=True)
+    journal_file(name).unlink(missing_ok=True)
+    session_file(name).unlink(missing_ok=True)  # the last: who was interrupted can name the session again
 
 
 def token_file() -> Path:
-    """The cluster secret, made on first use."""
+    """Return the cluster's secret, made on first use."""
     path = state_dir() / "token"
     with contextlib.suppress(FileExistsError):
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -166,27 +150,62 @@ def token_file() -> Path:
 
 
 def session_files() -> list[Path]:
-    """The files of the live sessions."""
+    """Return the files of the sessions, those whose monitor is gone included."""
     return sorted((state_dir() / "sessions").glob("*.json"))
 
 
 def session_file(name: str) -> Path:
-    """Where the session of this name describes itself."""
+    """Return where the session of this name describes itself."""
     return state_dir() / "sessions" / f"{name}.json"
 
 
 def journal_file(name: str) -> Path:
-    """Where the monitor of this session keeps its journal."""
+    """Return where the monitor of this session keeps its journal."""
     return state_dir() / "sessions" / f"{name}.journal"
 
 
 def snapshot_folder(name: str) -> Path:
-    """Where the snapshots of this session that were asked to be on disk lie."""
+    """Return where the snapshots of this session lie that were asked to be on disk."""
     return state_dir() / "snapshots" / name
 
 
+def parked_root(name: str) -> Path:
+    """Return the folder in which the parked session of this name lies, or would."""
+    return state_dir() / "parked" / name
+
+
+def parked_folder(name: str) -> Path:
+    """Return where all that was kept of the parked session of this name lies."""
+    return parked_root(name) / "session"
+
+
+def parked(name: str) -> dict[str, Any] | None:
+    """Return what is said of a parked session; None where none of this name is. One that runs again is not parked."""
+    folder = parked_folder(name)
+    if session_file(name).exists() or not folder.is_dir():
+        return None
+    about = read_json(folder / ABOUT) or {}
+    return {**about, "name": name, "state": "parked", "path": str(folder)}
+
+
+def parked_sessions() -> list[dict[str, Any]]:
+    """Return what is said of the parked sessions, by name."""
+    there = [parked(path.name) for path in sorted((state_dir() / "parked").glob("[!.]*"))]
+    return [record for record in there if record is not None]
+
+
+def forget_parked(name: str) -> None:
+    """Remove a parked session; one that is removed half-way is not listed."""
+    root = parked_root(name)
+    doomed = root.with_name(f".{name}.{secrets.token_hex(3)}.dropped")
+    with contextlib.suppress(FileNotFoundError):
+        root.rename(doomed)
+    for left in root.parent.glob(".*.dropped"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
 def monitor_lives(record: Mapping[str, Any]) -> bool:
-    """True while the monitor that wrote this session's file runs; a later process with its number is another one."""
+    """Whether the monitor that wrote this session's file runs."""
     pid, started = record.get("pid"), record.get("started")
     if record.get("boot") != processes.boot_id() or not isinstance(pid, int) or started is None:
         return False
@@ -194,11 +213,11 @@ def monitor_lives(record: Mapping[str, Any]) -> bool:
 
 
 def shown(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a session's file may stand on a screen: not the token of its endpoint."""
+    """Return what of a session's file may stand on a screen: not the token of its endpoint."""
     return {key: record[key] for key in ("name", "cluster", "node", "pid", "epoch") if key in record}
 
 
 def live_sessions(cluster_id: str | None = None) -> list[dict[str, Any]]:
-    """What the live sessions say of themselves; `cluster_id` keeps those of one cluster."""
-    found = [record for record in map(read_json, session_files()) if record is not None]
-    return [r for r in found if cluster_id is None or r.get("cluster") == cluster_id]
+    """Return what the sessions (of one cluster, or all) say of themselves, those whose monitor is gone included."""
+    records = [record for record in map(read_json, session_files()) if record is not None]
+    return [record for record in records if cluster_id in (None, record.get("cluster"))]

@@ -1,32 +1,22 @@
-"""What goes on while a cluster, a session or an engine starts, and how long it usually takes on this machine.
-
-    with starting("session tiny"):                  # shown from here on; inside of another start a part of that
-        with phase("cluster", "starting Ray"):
-            ...
-
-What starts took is kept in the state folder, `starts.json`: by what was started, in all and by part. Who draws it
-registers with `draw_with`.
-"""
+"""What goes on while a cluster, a session or an engine starts, and how long that usually takes on this machine."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
+import pkgutil
 import statistics
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 from rlbench.runtime import registry
 
-CLUSTER, MODEL, ATTACH = "cluster", "model", "attach"
-"""Parts that are not in every start of one thing: Ray is started, the model is made, it runs already."""
-KEPT = 5
-"""Times kept of each kind of start; what it usually takes is their median."""
-KINDS = 100
 REDRAW_S = 0.5
+OPTIONAL = ("cluster", "model", "attach")  # parts: the times of starts with and without them are kept apart
+KEPT, KINDS = 5, 100
 
 
 @dataclass
@@ -45,41 +35,43 @@ class Start:
     what: str
     begin: float = field(default_factory=time.monotonic)
     parts: dict[str, Part] = field(default_factory=dict)
-    earlier: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def kind(self) -> str:
-        """Under what its times are kept."""
-        return " + ".join([self.what, *(part for part in (CLUSTER, MODEL, ATTACH) if part in self.parts)])
+    earlier: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
         """Since it began."""
         return time.monotonic() - self.begin
 
+    def kind(self) -> str:
+        """Return under what its times are kept."""
+        return " + ".join([self.what, *(part for part in OPTIONAL if part in self.parts)])
+
     def usual(self, part: str = "") -> float | None:
-        """Seconds that it, or a part of it, usually takes; None where none is known."""
-        found = self.earlier.get(self.kind, {}).get(part, [])
-        return statistics.median(found) if found else None
+        """Return the median seconds that it, or a part of it, took earlier; None where none is known."""
+        times = self.earlier.get(self.kind(), {}).get(part)
+        return statistics.median(times) if times else None
+
+    def remember(self) -> None:
+        """Keep what it took; the kinds that were not started for longest give way."""
+        kinds = registry.read_json(times_file()) or {}
+        known = kinds.pop(self.kind(), {})
+        took = {"": self.seconds} | {name: part.seconds for name, part in self.parts.items()}
+        times = {name: [*known.get(name, []), round(s, 3)][-KEPT:] for name, s in took.items() if s is not None}
+        registry.write_json(times_file(), dict([*kinds.items(), (self.kind(), times)][-KINDS:]))
 
 
-class Drawing(Protocol):
-    """Draws one start."""
-
-    def show(self, start: Start) -> None:
-        """It goes on."""
-
-    def end(self, start: Start, done: bool) -> None:
-        """It is over; `done`: without an error."""
+def times_file() -> Path:
+    """Return the file of the times that starts took, by what was started, in all ("") and by part."""
+    return registry.state_dir() / "starts.json"
 
 
-_drawing: str | None = None
+_drawing = ""
 _current: Start | None = None
 _lock = threading.Lock()
 
 
 def draw_with(factory: str) -> None:
-    """Let `factory` (`module:Class`, imported on first use) draw starts."""
+    """Let `factory` (`module:Class`, imported on first use) draw starts: `show(start)` and `end(start, done)`."""
     global _drawing
     _drawing = factory
 
@@ -91,14 +83,18 @@ def starting(what: str) -> Iterator[None]:
     with _lock:
         inside = _current is not None
         if not inside:
-            _current = start = Start(what, earlier=registry.read_json(_file()) or {})
+            _current = start = Start(what, earlier=registry.read_json(times_file()) or {})
     if inside:
         yield
         return
-    drawing = _drawn()
-    ended = threading.Event()
-    redrawing = threading.Thread(target=_redraw, args=(start, drawing, ended), name="rlbench start", daemon=True)
-    done = False
+    done, ended = False, threading.Event()
+    drawing: Any = pkgutil.resolve_name(_drawing)() if _drawing else None
+
+    def redraw() -> None:
+        while not ended.wait(REDRAW_S):
+            drawing.show(start)
+
+    redrawing = threading.Thread(target=redraw, name="rlbench start", daemon=True)
     try:
         if drawing is not None:
             drawing.show(start)  # at once, and from the thread whose cell this is
@@ -113,12 +109,12 @@ def starting(what: str) -> Iterator[None]:
             redrawing.join()
             drawing.end(start, done)
         if done:
-            _remember(start)
+            start.remember()
 
 
 @contextlib.contextmanager
 def phase(part: str, doing: str) -> Iterator[None]:
-    """A part of the start that goes on, if one does."""
+    """Show a part of the start that goes on, if one does."""
     say(part, doing)
     try:
         yield
@@ -129,36 +125,10 @@ def phase(part: str, doing: str) -> Iterator[None]:
 
 
 def say(part: str, doing: str) -> None:
-    """What a part of the start does now."""
+    """Tell what a part of the start does now."""
     start = _current
     if start is None:
         return
     with _lock:
         begun = start.parts.setdefault(part, Part(doing, time.monotonic()))
         begun.doing, begun.seconds = doing, None
-
-
-def _drawn() -> Drawing | None:
-    if _drawing is None:
-        return None
-    module, _, name = _drawing.partition(":")
-    drawing: Drawing = getattr(importlib.import_module(module), name)()
-    return drawing
-
-
-def _redraw(start: Start, drawing: Drawing, ended: threading.Event) -> None:
-    while not ended.wait(REDRAW_S):
-        drawing.show(start)
-
-
-def _file() -> Any:
-    return registry.state_dir() / "starts.json"
-
-
-def _remember(start: Start) -> None:
-    """Keep what it took beside what earlier starts of its kind took; the kinds that were not used longest give way."""
-    known = registry.read_json(_file()) or {}
-    took = {"": start.seconds} | {name: part.seconds for name, part in start.parts.items()}
-    kept = known.pop(start.kind, {})
-    times = {name: [*kept.get(name, []), round(s, 3)][-KEPT:] for name, s in took.items() if s is not None}
-    registry.write_json(_file(), dict([*known.items(), (start.kind, times)][-KINDS:]))

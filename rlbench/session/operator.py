@@ -1,7 +1,4 @@
-"""The control verbs of a session without its kernel: what an operator's process does with the session's own verbs.
-
-Spawned by the session's monitor, by name, for one verb; see `rlbench.monitor.operators`.
-"""
+"""The control verbs of a session without its kernel, in a process its monitor spawns (`rlbench.monitor.operators`)."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from rlbench.errors import SessionError, Stopped
 from rlbench.runtime import cluster
 from rlbench.session.core import SessionCore
 from rlbench.session.record.cells import OPERATOR_PLACE
-from rlbench.session.session import Session
+from rlbench.session.session import Session, handle_of
 
 
 def operate(name: str, cluster_id: str, epoch: int, verb: str, args: dict[str, Any]) -> dict[str, Any]:
@@ -23,7 +20,7 @@ def operate(name: str, cluster_id: str, epoch: int, verb: str, args: dict[str, A
     """
     cluster.join_own_worker(cluster_id)
     link = Link.operate(name, epoch)
-    session = Session._of(SessionCore.attach(link))
+    session = handle_of(SessionCore.attach(link))
     session.core.recorder.place = OPERATOR_PLACE
     try:
         return _run(session, verb, args)
@@ -41,4 +38,6 @@ def _run(session: Session, verb: str, args: dict[str, Any]) -> dict[str, Any]:
     if verb == "snapshot":
         kept = dataclasses.asdict(session.snapshot(args.get("label"), args.get("disk", False)))
         return {key: value for key, value in kept.items() if key != "folder"}
+    if verb == "park":
+        return dict(session.park(args.get("drop_gradients", False)))
     raise SessionError(f"an operator has no verb {verb!r}")

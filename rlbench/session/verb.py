@@ -1,7 +1,7 @@
 """The decorators that make verbs of a session from step functions.
 
     class Session:
-        train_step = verb(update.train_step)    # session.train_step(batch, loss, block=False)
+        train_step = verb(steps.train_step)    # session.train_step(batch, loss, block=False)
 
 A step function takes a `SessionCore` and returns a generator of steps, or a call under way. Its verb runs it, records
 it, and waits for it unless `block=False`; name, docstring and signature are the function's.
@@ -34,7 +34,6 @@ from rlbench.session.record.recording import arguments
 T = TypeVar("T")
 R = TypeVar("R", covariant=True)
 P = ParamSpec("P")
-ON_STOP = ("raise", "return")
 
 
 class Pending(Protocol[R]):
@@ -77,54 +76,44 @@ class Call(Generic[T, P]):
 
 def verb(steps: Callable[Concatenate[SessionCore, P], Generator[Step, Any, T]]) -> Verb[T, P]:
     """Make a verb of a step function: one that takes `block`, and `on_stop` where the function does."""
-    return cast("Verb[T, P]", _waiting(steps))
+
+    def call(self: Any, *args: Any, block: bool = True, **kwargs: Any) -> Any:
+        return run(self.core, steps, args, kwargs, block)
+
+    return cast("Verb[T, P]", _named(call, steps, block=True))
 
 
 def call_verb(start: Callable[Concatenate[SessionCore, P], Pending[T]]) -> Verb[T, P]:
     """Make such a verb of a function that starts one call and returns it."""
-    return cast("Verb[T, P]", _waiting(start))
+    return cast("Verb[T, P]", verb(cast(Any, start)))
 
 
-def _waiting(function: Callable[..., Any]) -> Any:
-    result = get_args(get_type_hints(function)["return"])[-1]
-
-    def call(self: Any, *args: Any, block: bool = True, **kwargs: Any) -> Any:
-        return run(self.core, function, args, kwargs, block)
-
-    return _named(call, function, result, block=True)
-
-
-def direct(function: Callable[Concatenate[SessionCore, P], T], record: bool = True) -> Call[T, P]:
-    """Make a verb of a function that is over when it returns; `record=False` leaves it out of the record."""
+def direct(function: Callable[Concatenate[SessionCore, P], T], record: bool = True, listed: bool = True) -> Call[T, P]:
+    """Make a verb of a function that is over when it returns; `record=False` leaves it out of the record. An iterator
+    of prompts is read to its end, as it can be read once; not where `listed=False`."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        core: SessionCore = self.core
-        bound = _bound(function, core, args, kwargs)
+        bound = _bound(function, self.core, args, kwargs, listed)
         if not record:
             return function(*bound.args, **bound.kwargs)
-        entry = core.recorder.begin(function.__name__, arguments(bound))
-        return core.recorder.during(entry, lambda: function(*bound.args, **bound.kwargs))
+        entry = self.core.recorder.begin(function.__name__, arguments(bound))
+        return self.core.recorder.during(entry, lambda: function(*bound.args, **bound.kwargs))
 
-    return cast("Call[T, P]", _named(call, function, get_type_hints(function)["return"]))
+    return cast("Call[T, P]", _named(call, function))
 
 
 def run(
-    core: SessionCore,
-    steps: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    block: bool = True,
+    core: SessionCore, steps: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], block: bool = True
 ) -> Any:
     """Run a step function as a verb does: on record, and waited for where `block`."""
     bound = _bound(steps, core, args, kwargs)
     on_stop = bound.arguments.get("on_stop", "raise")
-    if on_stop not in ON_STOP:
+    if on_stop not in ("raise", "return"):
         raise SessionError(f"on_stop={on_stop!r}: wanted 'raise' or 'return'")
     name = steps.__name__
 
     def call() -> Any:
-        started = steps(*bound.args, **bound.kwargs)
-        pending = core.run(name, started) if isinstance(started, Generator) else started
+        pending = core.begin(name, lambda: steps(*bound.args, **bound.kwargs))
         if not block:
             return pending
         try:
@@ -138,30 +127,30 @@ def run(
 
 
 def _bound(
-    function: Callable[..., Any], core: SessionCore, args: tuple[Any, ...], kwargs: dict[str, Any]
+    function: Callable[..., Any], core: SessionCore, args: tuple[Any, ...], kwargs: dict[str, Any], listed: bool = True
 ) -> inspect.BoundArguments:
     bound = inspect.signature(function).bind(core, *args, **kwargs)  # a TypeError here is the caller's
     prompts = bound.arguments.get("prompts")
-    if hasattr(prompts, "__next__"):  # it can be read once
+    if listed and hasattr(prompts, "__next__"):
         bound.arguments["prompts"] = list(prompts or ())
     return bound
 
 
-def _named(call: Any, function: Callable[..., Any], result: Any, block: bool = False) -> Any:
-    """Give a method the name, docstring and signature of the function it calls."""
+def _named(call: Any, function: Callable[..., Any], block: bool = False) -> Any:
+    """Give a method the name, docstring and signature of the function it calls; with `block`, its result's type."""
     functools.update_wrapper(call, function)
     del call.__wrapped__  # whose first argument and result are others
-    signature = inspect.signature(function)
-    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD), *signature.parameters.values()]
-    del parameters[1]  # the core
-    if block:
-        last = parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
-        parameters.insert(
-            len(parameters) - last, inspect.Parameter("block", inspect.Parameter.KEYWORD_ONLY, default=True)
-        )
-    call.__signature__ = signature.replace(parameters=parameters, return_annotation=result)
     hints = get_type_hints(function)
-    del hints[next(iter(signature.parameters))]
-    call.__annotations__ = {**hints, **({"block": bool} if block else {}), "return": result}
+    result = get_args(hints["return"])[-1] if block else hints["return"]
+    signature = inspect.signature(function)
+    core, *parameters = signature.parameters.values()
+    if block:
+        own = inspect.Parameter("block", inspect.Parameter.KEYWORD_ONLY, default=True)
+        at = len(parameters) - (parameters[-1:] != [] and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
+        parameters.insert(at, own)
+        hints["block"] = bool
+    me = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    call.__signature__ = signature.replace(parameters=[me, *parameters], return_annotation=result)
+    call.__annotations__ = {name: hint for name, hint in hints.items() if name != core.name} | {"return": result}
     call.__qualname__ = f"Session.{function.__name__}"
     return call

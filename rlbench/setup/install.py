@@ -40,7 +40,9 @@ def install(engine: str, checkout: Path | None = None, dry_run: bool = False) ->
             f"{other} is installed, whose files {ENGINES[engine]} would overwrite: uninstall it first "
             f"(`{sys.executable} -m pip uninstall {other}`; in a checkout: make distclean)"
         )
-    uv, variables = find_uv(), uv_variables(pip_options(), os.environ)
+    # empty where the environment has no pip
+    listing = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
+    uv, variables = find_uv(), uv_variables(parse_pip_config(listing), os.environ)
     command = [*uv, "pip", "install", "--python", sys.executable]
     if engine == "cpu":
         probe = [*command, "--quiet", "--dry-run", "--no-deps", f"torch=={pinned_versions(engine)['torch']}"]
@@ -71,12 +73,6 @@ def find_uv() -> list[str]:
     if subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "uv>=0.9,<1"]).returncode:
         raise SetupError("uv is not there and pip could not install it: install uv, and run again")
     return own
-
-
-def pip_options() -> dict[str, str]:
-    """Return the options of `pip install` as pip itself lists them; none where the environment has no pip."""
-    listing = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
-    return parse_pip_config(listing)
 
 
 def parse_pip_config(listing: str) -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,10 +62,8 @@ def has_nvidia_gpu(driver: Path = Path("/proc/driver/nvidia/gpus")) -> bool:
     """Tell whether the NVIDIA driver lists a GPU, through /proc or `nvidia-smi -L`."""
     if driver.is_dir() and any(driver.iterdir()):
         return True
-    if shutil.which("nvidia-smi") is None:
-        return False
     try:
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
-        return False  # a driver that does not answer cannot run an engine either
+        return False  # not there; or a driver that does not answer, which cannot run an engine either
     return listing.returncode == 0 and "GPU " in listing.stdout

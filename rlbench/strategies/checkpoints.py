@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,10 @@ from rlbench.checkpoint.rank_state import State, set_random_state
 from rlbench.checkpoint.writer import Opened
 from rlbench.errors import CheckpointError
 from rlbench.strategies.memory import owners as memory
+from rlbench.strategies.memory.offloading import HOST, holds_gradients, reshard
+from rlbench.strategies.optim.gradients import gathered
 from rlbench.strategies.sharding.materialize import allocate
-from rlbench.strategies.surface.memory_side import holds_gradients, reshard
+from rlbench.strategies.sharding.preparation import names_by_id, need_parameters
 
 if TYPE_CHECKING:
     from rlbench.strategies.base import StrategyBase
@@ -26,15 +29,6 @@ KIND, MODEL = "strategy", "model"
 TAG = re.compile(r"[\w][\w.@+=-]*")
 NUMBERED = re.compile(r"global_step(\d+)$")
 FLAGS = "load_module_strict=False, load_optimizer_states=False, load_lr_scheduler_states=False"
-
-
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, scheduler: Any = None) -> State:
-    """Return the state of a model with what is trained beside it; None: nothing is."""
-    return State(
-        model,
-        {} if optimizer is None else {"optimizer": optimizer},
-        {} if scheduler is None else {"scheduler": scheduler},
-    )
 
 
 class Checkpoints:
@@ -55,9 +49,8 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: Any = None,
     ) -> str:
-        """Write a checkpoint of a model, loadable with any number of ranks, and return its folder.
-
-        Gradients that wait for a step are not part of it. The random states of the ranks are.
+        """Write a checkpoint of a model, loadable with any number of ranks, and return its folder. The random states of
+        the ranks are part of it, gradients that wait for a step are not.
 
         Args:
             model: its parameters and buffers.
@@ -69,12 +62,8 @@ class Checkpoints:
             client_state: plain values (of rank 0) that `load_ckpt` gives back.
             save_latest: `load_ckpt(model, save_dir)` takes this one from now on.
             optimizer, scheduler: kept too, if given.
-
-        Raises:
-            CheckpointError: no room, no right to write, a bad tag, or values that could not be read again. What was
-                there before is as it was.
         """
-        states = {MODEL: state_of(model, optimizer, scheduler)}
+        states = {MODEL: self._strategy.state_of(model, optimizer, scheduler)}
         return self.save(save_dir, states, tag, client_state, latest=save_latest, max_num=max_num, max_mem=max_mem)
 
     def load_ckpt(
@@ -91,7 +80,7 @@ class Checkpoints:
 
         Gradients that wait for a step are dropped. With an optimizer to load, and as many ranks as wrote it, the
         random states come back too, so that training goes on as if it had not stopped. Of a trainer's checkpoint this
-        is the actor.
+        is the actor. What does not fit is found before anything is changed.
 
         Args:
             model: prepared or not; one without memory gets it.
@@ -103,13 +92,9 @@ class Checkpoints:
 
         Returns:
             The checkpoint's folder, and the `client_state` it was saved with.
-
-        Raises:
-            CheckpointError: none there, damaged, of another model, or without what was asked for; found before
-                anything is changed.
         """
-        wanted = optimizer if load_optimizer_states else None, scheduler if load_lr_scheduler_states else None
-        states = {MODEL: state_of(model, *wanted)}
+        trained = optimizer if load_optimizer_states else None, scheduler if load_lr_scheduler_states else None
+        states = {MODEL: self._strategy.state_of(model, *trained)}
         opened = self.open(load_dir, states, load_module_strict)
         self.load(opened, states)
         return str(opened.folder), dict(opened.client_state)
@@ -125,14 +110,16 @@ class Checkpoints:
         max_num: int | None = 3,
         max_mem: float | None = 1000,
     ) -> str:
-        """Write a checkpoint and return its folder; arguments and errors as of `save_ckpt`."""
+        """Write a checkpoint and return its folder; arguments as of `save_ckpt`."""
         strategy, root = self._strategy, Path(folder)
         if max_num is not None and max_num < 1:
             raise CheckpointError(f"max_num={max_num}: at least the new checkpoint is kept; give 1 or more, or None.")
         if tag is not None and not TAG.fullmatch(tag):
             raise CheckpointError(f"tag={tag!r} cannot name a folder; use letters, digits and any of _ . - + = @")
         for state in states.values():
-            _need_own_optimizer(state)
+            for which in state.optimizers:
+                stepped = [parameter for group in state.stepped(which) for parameter in group]
+                need_parameters(stepped, names_by_id(state.module), state.module)
             if holds_gradients(state.module):
                 strategy.print("save_ckpt: gradients wait for a step; they are not kept")
         saved = writer.save(
@@ -156,30 +143,24 @@ class Checkpoints:
         return all(self._strategy.control.gather(bool(folders.checkpoints_in(Path(folder), KIND))))
 
     def open(self, folder: str | Path, states: Mapping[str, State], strict: bool = True) -> Opened:
-        """Read a checkpoint and see that it fits; nothing is changed. Errors as of `load_ckpt`.
+        """Read a checkpoint (or the newest in a folder) and see that it fits `states`, by part; nothing is changed.
 
-        Args:
-            folder: a checkpoint, or one of several.
-            states: to be loaded, by part. What the checkpoint has beside them is left out.
-            strict: refuse parameters and buffers that only one of both has; else they are told.
+        `strict`: refuse parameters and buffers that only one of both has; else they are told.
         """
         control = self._strategy.control
         place = control.together("looking for a checkpoint", lambda: folders.find(Path(folder), KIND))
         for state in states.values():
             reshard(state.module)
         opened = writer.open_checkpoint(control, place, states)
-        told = control.together(
+        differences = control.together(
             "comparing a checkpoint", lambda: [_compare(opened, part, state, strict) for part, state in states.items()]
         )
-        for said in filter(None, told):
-            self._strategy.print(f"loading {place} in part: {said}")
+        for difference in filter(None, differences):
+            self._strategy.print(f"loading {place} in part: {difference}")
         return opened
 
     def load(self, opened: Opened, states: Mapping[str, State]) -> None:
-        """Bring states to what `open` read for them; gradients that wait for a step are dropped.
-
-        With an optimizer, and as many ranks as wrote it, the random states come back.
-        """
+        """Bring states to what `open` read for them; see `load_ckpt`."""
         strategy = self._strategy
         for part, state in states.items():
             strategy.forget_gradients(state.module)
@@ -187,7 +168,7 @@ class Checkpoints:
                 allocate(state.module, strategy.weights_device(state.module))
             state.load(*opened.part(part))
             for optimizer in filter(strategy.optimizer_away, state.optimizers.values()):
-                memory.move_optimizer(optimizer, torch.device("cpu"))
+                memory.move_optimizer(optimizer, HOST)
         if opened.random is not None and any(state.optimizers for state in states.values()):
             set_random_state(opened.random)
         strategy.sync_and_clear_cache()
@@ -202,25 +183,24 @@ class Checkpoints:
             tokenizer: saved beside it; None: not.
             output_dir: made if it is not there; files of an earlier save are replaced once the new ones are whole.
             kwargs: of `save_pretrained` (`max_shard_size`, …).
-
-        Raises:
-            CheckpointError: no transformers model, or no room.
         """
         strategy = self._strategy
         inner = hf_folder.transformers_model(strategy.unwrap_model(model))
         reshard(model)
-        state = hf_folder.gather_state(inner, strategy.is_rank_0())
+        state = hf_folder.gather_state(inner, strategy.is_rank_0(), gathered)
 
         def write() -> None:
             if strategy.is_rank_0():
-                hf_folder.write_folder(Path(output_dir), hf_folder.by_transformers(inner, state, tokenizer, kwargs))
+                save = hf_folder.fill_by_transformers
+                fill = partial(save, model=inner, state=state, tokenizer=tokenizer, options=kwargs)
+                hf_folder.write_folder(Path(output_dir), fill)
 
         strategy.control.together("saving the model", write)
         strategy.print(f"model saved to {output_dir}")
 
 
 def _compare(opened: Opened, part: str, state: State, strict: bool) -> str:
-    """Raise where a part does not fit; returns which names are not shared, in words."""
+    """Raise where a part does not fit; return which names are not shared, in words."""
     tensors, values = opened.part(part)
     owner = f"{opened.folder} does not fit {type(state.module).__name__}"
     for kind, wanted in (("optimizer", state.optimizers), ("scheduler", state.schedulers)):
@@ -230,23 +210,12 @@ def _compare(opened: Opened, part: str, state: State, strict: bool) -> str:
             )
     wanted_values = {**values, "optimizers": values["optimizers"] if state.optimizers else {}}
     try:
-        said = state.check(tensors, wanted_values, exact=False, partial=not strict)
+        difference = state.check(tensors, wanted_values, exact=False, partial=not strict)
     except CheckpointError as error:
         raise CheckpointError(f"{owner}: {error}. strategy.load_ckpt can leave parts as they are ({FLAGS}).") from error
-    if said and any(parameter.is_meta for parameter in state.module.parameters()):
-        raise CheckpointError(f"{owner}, which has no weights yet: {said}.")
-    return said
-
-
-def _need_own_optimizer(state: State) -> None:
-    held = {id(parameter) for parameter in state.module.parameters()}
-    for optimizer in state.optimizers.values():
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if id(parameter) not in held:
-                raise CheckpointError(
-                    f"the optimizer steps a parameter of shape {tuple(parameter.shape)} that "
-                    f"{type(state.module).__name__} does not have; give the one made over this model, prepared."
-                )
+    if difference and any(parameter.is_meta for parameter in state.module.parameters()):
+        raise CheckpointError(f"{owner}, which has no weights yet: {difference}.")
+    return difference
 
 
 def _next_tag(root: Path) -> str:

@@ -10,7 +10,7 @@ import random
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from rlbench.errors import DataError
 
@@ -21,16 +21,6 @@ DIGITS = (4, 8)
 EVAL_SHARE = 5
 """One number in so many belongs to the eval split."""
 PATTERN = re.compile(r"\s*sort ([0-9]+)\s*")
-
-
-class Answered(Protocol):
-    """What `reward` reads of a rollout; `prompt`: messages, a text, or a value with them as `.content`."""
-
-    @property
-    def prompt(self) -> Any: ...
-
-    @property
-    def text(self) -> str: ...
 
 
 def prompts(count: int, split: str = "train", seed: int = 0) -> list[Messages]:
@@ -67,22 +57,15 @@ def message(digits: str) -> Messages:
 
 def answer(prompt: str | Sequence[Mapping[str, Any]]) -> str:
     """Return the right answer to a prompt of this task, given as messages or as the last message's text."""
-    content = prompt if isinstance(prompt, str) else _last_content(prompt)
-    found = PATTERN.fullmatch(content)
-    if found is None:
-        raise DataError(f"not a prompt of the sorting task: {content!r}; it reads like 'sort 52143'.")
-    return "".join(sorted(found[1]))
+    last = prompt[-1] if prompt and not isinstance(prompt, str) else {"content": prompt}
+    content = last.get("content") if isinstance(last, Mapping) else last
+    question = PATTERN.fullmatch(str(content))
+    if question is None:
+        raise DataError(f"not a prompt of the sorting task: {content!r:.80}; it reads like 'sort 52143'.")
+    return "".join(sorted(question[1]))
 
 
-def reward(rollout: Answered) -> float:
-    """Return 1.0 if the whole text is the right answer to the rollout's prompt, else 0.0."""
+def reward(rollout: Any) -> float:
+    """Return 1.0 if the whole `.text` is the right answer to the rollout's `.prompt`, else 0.0."""
     prompt = getattr(rollout.prompt, "content", rollout.prompt)
     return float(rollout.text == answer(prompt))
-
-
-def _last_content(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return what the last message says; raise DataError if these are no messages."""
-    last = messages[-1] if len(messages) else None
-    if not isinstance(last, Mapping) or not isinstance(last.get("content"), str):
-        raise DataError(f"wanted chat messages or a text like 'sort 52143', got {messages!r:.80}")
-    return str(last["content"])

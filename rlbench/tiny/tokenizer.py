@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 PAD, END = "<|endoftext|>", "<|end|>"
 ROLES = ("system", "user", "assistant", "tool")
@@ -23,17 +24,12 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
-"""`<|user|>sort 52143<|end|><|assistant|>`; what the assistant says is marked for
-`return_assistant_tokens_mask`."""
+"""`<|user|>sort 52143<|end|><|assistant|>`; what the assistant says is marked for `return_assistant_tokens_mask`."""
 
 
 def build_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
-    """Return the tokenizer; any text is a sequence of its UTF-8 bytes, so nothing is ever unknown.
-
-    Args:
-        max_length: tokens of the model's context, stored as `model_max_length`.
-    """
-    vocab = {_printable(byte): byte for byte in range(256)}
+    """Return the tokenizer for a context of `max_length` tokens; any text is a sequence of its UTF-8 bytes."""
+    vocab = {letter: byte for byte, letter in sorted(bytes_to_unicode().items())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -48,11 +44,3 @@ def build_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast
-
-
-def _printable(byte: int) -> str:
-    """Return the character that byte-level BPE writes for a byte (the table of GPT-2)."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    if byte in shown:
-        return chr(byte)
-    return chr(256 + sum(1 for other in range(byte) if other not in shown))

@@ -19,11 +19,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, Qwen2ForCausalLM
+from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
 from rlbench.errors import BuildError
 from rlbench.tiny import tasks
-from rlbench.tiny.model import TinyShape, build_model
 from rlbench.tiny.tokenizer import build_tokenizer
 
 RIGHT_BY_FIRST_DIGIT = (0.95, 0.92, 0.88, 0.25, 0.2, 0.18, 0.15, 0.12, 0.1, 0.08)
@@ -32,6 +31,18 @@ WINDOW = (0.15, 0.40)
 """Greedy accuracy on unseen prompts that a warmed-up model must have."""
 META_FILE = "rlbench_tiny.json"
 IGNORED = -100
+
+
+@dataclass(frozen=True)
+class TinyShape:
+    """Size of the model; hidden / heads must be >= 32, which vLLM's CPU attention needs; `context` is in tokens."""
+
+    hidden: int = 128
+    intermediate: int = 256
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    context: int = 2048
 
 
 @dataclass(frozen=True)
@@ -49,10 +60,7 @@ class Warmup:
         return self.lr * min(1.0, rising, falling)
 
 
-SHAPES = {
-    "tiny": TinyShape(),
-    "bench-10m": TinyShape(hidden=320, intermediate=960, layers=8, heads=10, kv_heads=5),
-}
+SHAPES = {"tiny": TinyShape(), "bench-10m": TinyShape(hidden=320, intermediate=960, layers=8, heads=10, kv_heads=5)}
 WARMUPS = {"tiny": Warmup()}
 
 
@@ -75,6 +83,31 @@ def make(name: str, seed: int, folder: Path, on_progress: Callable[[int, int], N
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / META_FILE).write_text(json.dumps(facts, indent=1))
+
+
+def build_model(
+    shape: TinyShape, tokenizer: PreTrainedTokenizerBase, seed: int, vocabulary: int | None = None
+) -> Qwen2ForCausalLM:
+    """Return a randomly initialised float32 model, embeddings tied, of `vocabulary` tokens (None: the tokenizer's);
+    torch's generator is left as it was."""
+    config = Qwen2Config(
+        vocab_size=vocabulary or len(tokenizer),
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=shape.context,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    return model
 
 
 def warm_up(
@@ -148,12 +181,7 @@ def greedy_accuracy(
     return right / len(prompts)
 
 
-def main(arguments: list[str]) -> None:
-    """Run as a process: NAME SEED FOLDER."""
-    torch.set_num_threads(1)  # steps this small gain little from a second, and lose much where cores are busy
-    name, seed, folder = arguments
-    make(name, int(seed), Path(folder), lambda done, total: print(done, total, flush=True))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    torch.set_num_threads(1)  # steps this small gain little from a second, and lose much where cores are busy
+    _, _name, _seed, _folder = sys.argv
+    make(_name, int(_seed), Path(_folder), lambda done, total: print(done, total, flush=True))

@@ -1,11 +1,7 @@
 """A group for broadcasts between one training rank and all replica workers: NCCL on GPUs, gloo on CPUs.
 
-The members meet in a TCP store that the sender serves. Before each broadcast everybody says there that it is ready,
-so that a broadcast itself never waits for a member that will not come: whoever fails says so in the store, whoever
-waits looks for that, and a sender that dies takes the store with it. A group that saw a failure is never used again.
-
-It is built on torch alone, not on vLLM's helpers: those would have to be imported on the training rank too, and their
-groups wait without an end for a member that died.
+Before each broadcast everybody says in the sender's TCP store that it is ready, and whoever fails says so there: none
+waits for a member that will not come, as vLLM's own groups would. A group that saw a failure is never used again.
 """
 
 from __future__ import annotations
@@ -15,7 +11,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -23,26 +19,19 @@ import torch
 import torch.distributed as dist
 
 from rlbench.errors import WeightSyncError
-from rlbench.weights.manifest import ChannelInfo
+from rlbench.weights.manifest import Bucket, ChannelInfo, Manifest
+from rlbench.weights.staging import view
 from rlbench.weights.transport import PeerFailed
 
-PEER_LIMIT_S = 300.0
-"""How long to wait for a member that is alive and says nothing; a death shows at once."""
+PEER_LIMIT_S = 300.0  # for a member that is alive and says nothing; a death shows at once
 CONNECT_LIMIT_S = 60.0
 _REASON_LENGTH = 600
 
 
 class Channel:
-    """One member's end. The sender makes it with `listen`, a receiver with `join`; then both `form` it, once.
+    """One member's end: `listen` or `join`, `form`, and for each sync `begin` and one `broadcast` per bucket.
 
-    A sync is `begin`, one `broadcast` per bucket, in step on all members. Everything but `fail` belongs to one thread.
-
-    Args:
-        info: what the members know of each other.
-        rank: 0 is the sender.
-        device: of the buffers.
-        store: connected.
-        address: to bind to on this node.
+    Where a member failed, died or did not come in time, all raise PeerFailed. All but `fail` belongs to one thread.
     """
 
     def __init__(self, info: ChannelInfo, rank: int, device: torch.device, store: dist.TCPStore, address: str) -> None:
@@ -57,53 +46,26 @@ class Channel:
 
     @classmethod
     def listen(cls, host: str, world_size: int, backend: str, device: torch.device) -> Channel:
-        """The sender's end: serves the store on `host`, and only there.
-
-        Raises:
-            WeightSyncError: nothing can listen on `host`.
-        """
+        """Make the sender's end, which serves the store on `host` alone."""
         try:
             listener = socket.create_server((host, 0), backlog=max(16, world_size))
         except OSError as error:
             raise WeightSyncError(
                 f"the sending rank cannot listen on {host} ({error.strerror}): the node's address must be its own"
             ) from error
-        port = int(listener.getsockname()[1])
-        store = dist.TCPStore(
-            host,
-            port,
-            world_size,
-            is_master=True,
-            timeout=timedelta(seconds=CONNECT_LIMIT_S),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-        store.set("failed", "")
-        store.set("go", "0")
-        for rank in range(1, world_size):
-            store.set(f"ready/{rank}", "0")
-        info = ChannelInfo(secrets.token_hex(8), host, port, world_size, backend)
+        info = ChannelInfo(secrets.token_hex(8), host, int(listener.getsockname()[1]), world_size, backend)
+        store = _store(info, is_master=True, master_listen_fd=listener.detach())
+        for key, value in {"failed": "", "go": "0", **{f"ready/{rank}": "0" for rank in range(1, world_size)}}.items():
+            store.set(key, value)
         return cls(info, 0, device, store, host)
 
     @classmethod
     def join(cls, info: ChannelInfo, rank: int, device: torch.device, address: str) -> Channel:
-        """A receiver's end.
-
-        Raises:
-            PeerFailed: the sender's store does not answer.
-        """
+        """Make a receiver's end, bound to `address` on this node."""
         with _lost("connecting to it"):
             # the sender listens before anybody is asked to join: refused means gone (TCPStore would try on and on)
             socket.create_connection((info.host, info.port), CONNECT_LIMIT_S).close()
-            store = dist.TCPStore(
-                info.host,
-                info.port,
-                info.world_size,
-                is_master=False,
-                timeout=timedelta(seconds=CONNECT_LIMIT_S),
-                wait_for_workers=False,
-            )
-            return cls(info, rank, device, store, address)
+            return cls(info, rank, device, _store(info, is_master=False), address)
 
     @property
     def open(self) -> bool:
@@ -111,11 +73,7 @@ class Channel:
         return self._store is not None
 
     def form(self) -> None:
-        """Make the group, once all members are there; collective.
-
-        Raises:
-            PeerFailed: another member failed or did not come in time.
-        """
+        """Make the group, once all members are there; collective."""
         if self._group is not None:
             return
         self.begin()
@@ -126,11 +84,7 @@ class Channel:
         self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))  # NCCL connects in its first operation
 
     def begin(self) -> None:
-        """Meet before a step. The sender returns once all receivers are there; a receiver once the sender let it go.
-
-        Raises:
-            PeerFailed: another member failed, died, or did not come in time.
-        """
+        """Meet before a step. The sender returns once all receivers are there; a receiver once the sender let it go."""
         self._step += 1
         if self.rank == 0:
             receivers = [f"ready/{rank}" for rank in range(1, self.info.world_size)]
@@ -141,16 +95,12 @@ class Channel:
             self._wait_until(lambda: int(self._look(["go"])[0]) >= self._step)
 
     def release(self) -> None:
-        """The sender: let the receivers that wait in `begin` go. A receiver has nobody to let go."""
+        """Let the receivers that wait in `begin` go, where this is the sender."""
         if self.rank == 0:
             self._open_store().set("go", str(self._step))
 
     def broadcast(self, buffer: torch.Tensor) -> None:
-        """Send or receive one buffer; the same size on all members.
-
-        Raises:
-            PeerFailed: another member failed, died, or did not come in time; the group is of no use any more.
-        """
+        """Send or receive one buffer; the same size on all members."""
         if buffer.numel() == 0:
             return
         self.begin()
@@ -198,6 +148,41 @@ class Channel:
             pause = min(1.5 * pause, 0.02)
 
 
+def send(channel: Channel, manifest: Manifest, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Send what `manifest` announced, nothing else. Gathering the next bucket overlaps with loading the last one."""
+    gathered = iter(tensors)
+    largest = max((bucket.nbytes for bucket in manifest.buckets), default=0)
+    buffer = torch.empty(largest, dtype=torch.uint8, device=channel.device)
+    for bucket in manifest.buckets:
+        for entry in bucket.entries:
+            name, tensor = next(gathered, ("nothing", torch.empty(0)))
+            present = (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            announced = (entry.name, entry.dtype, entry.shape)
+            if present != announced:
+                raise WeightSyncError(
+                    f"the trainer announced {announced} and came with {present}: postprocess_output_named_parameters "
+                    "must give the same each time; sync again"
+                )
+            view(buffer, entry).copy_(tensor.detach())
+        if bucket is manifest.buckets[-1]:  # what is wrong at the very end must show before the replicas are complete
+            for name, _ in gathered:
+                raise WeightSyncError(f"the trainer came with {name!r}, which it had not announced; sync again")
+        channel.broadcast(buffer[: bucket.nbytes])
+
+
+def receive(channel: Channel, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of one bucket. The buffer is theirs: layers hold on to tensors until they are complete."""
+    buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=channel.device)
+    channel.broadcast(buffer)
+    for entry in bucket.entries:
+        yield entry.name, view(buffer, entry)
+
+
+def _store(info: ChannelInfo, **options: Any) -> dist.TCPStore:
+    limit = timedelta(seconds=CONNECT_LIMIT_S)
+    return dist.TCPStore(info.host, info.port, info.world_size, timeout=limit, wait_for_workers=False, **options)
+
+
 def _backend(info: ChannelInfo, store: dist.Store, rank: int, address: str) -> Any:
     """The one place where GPU and CPU differ."""
     limit = timedelta(seconds=PEER_LIMIT_S)
@@ -215,16 +200,14 @@ def _backend(info: ChannelInfo, store: dist.Store, rank: int, address: str) -> A
 
 @contextlib.contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
+    before = {name: os.environ[name] for name in values if name in os.environ}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in values:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 @contextlib.contextmanager

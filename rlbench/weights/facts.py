@@ -16,22 +16,29 @@ if TYPE_CHECKING:
     import torch
 
 LOOPBACK = "127.0.0.1"
-INTERFACE = "RLBENCH_NETWORK_INTERFACE"
-"""Of the environment: the network interface the user named for process groups."""
+INTERFACE = "RLBENCH_NETWORK_INTERFACE"  # of the environment: what the user named for process groups
+NODE_ADDRESS = "RLBENCH_NODE_ADDRESS"  # the same: by which Ray's nodes know this one
 
 
 def node() -> str:
-    """Equal for processes that see one /dev/shm: host name, boot, and the mount itself (containers share the rest)."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    booted = boot.read_text().strip() if boot.exists() else ""
-    return f"{socket.gethostname()}/{booted}/{os.stat('/dev/shm').st_dev}"
+    """Name what processes that see one /dev/shm share: host name, boot, and the mount itself (as containers differ)."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()}/{boot}/{os.stat('/dev/shm').st_dev}"
 
 
 def address() -> str:
-    """The address by which other nodes reach this one: that of the interface the user named, else of the one a packet
-    would leave by."""
-    if INTERFACE in os.environ:
-        return address_of(os.environ[INTERFACE])
+    """Return the address of the interface the user named, else the one by which other nodes know this one, else that of
+    the interface by which a packet to another node would leave."""
+    if (interface := os.environ.get(INTERFACE)) is not None:
+        for one in psutil.net_if_addrs().get(interface, ()):
+            if one.family == socket.AF_INET:
+                return str(one.address)
+        raise ClusterError(
+            f"network_interface={interface!r}: node {socket.gethostname()} has no such interface with an IPv4 address; "
+            f"it has {', '.join(psutil.net_if_addrs())}"
+        )
+    if (known := os.environ.get(NODE_ADDRESS)) is not None:
+        return known
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         with contextlib.suppress(OSError):  # no route to anywhere: a host by itself
             probe.connect(("192.0.2.1", 9))  # a reserved address; connecting a datagram socket sends nothing
@@ -40,35 +47,17 @@ def address() -> str:
 
 
 def keep_gloo_on(host: str) -> None:
-    """Bind this process's gloo to the interface of `host`, a loopback address, unless the environment says otherwise.
-
-    Gloo would take the address that the machine's name stands for, which is often the outer one.
-    """
-    if "GLOO_SOCKET_IFNAME" in os.environ or not host.startswith("127."):
+    """Bind this process's gloo to the interface that has address `host`, where one has, not to the machine's name,
+    unless the environment names one."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
         return
-    with contextlib.suppress(OSError):  # no list of interfaces: gloo chooses by the host's name
-        for interface, addresses in psutil.net_if_addrs().items():
-            if any(address.address == host for address in addresses):
-                os.environ["GLOO_SOCKET_IFNAME"] = interface
-
-
-def address_of(interface: str) -> str:
-    """The IPv4 address of a network interface of this node.
-
-    Raises:
-        ClusterError: it has none.
-    """
-    for one in psutil.net_if_addrs().get(interface, ()):
-        if one.family == socket.AF_INET:
-            return str(one.address)
-    raise ClusterError(
-        f"network_interface={interface!r}: node {socket.gethostname()} has no such interface with an IPv4 address; it "
-        f"has {', '.join(psutil.net_if_addrs())}"
-    )
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(address.address == host for address in addresses):
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """Identity of a GPU that does not depend on which GPUs a process sees; empty for a CPU."""
+    """Return an identity of a GPU that all processes share; empty for a CPU."""
     if device.type != "cuda":
         return ""
     import torch  # here, since a replica asks for its node before it may load torch

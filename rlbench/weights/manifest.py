@@ -13,9 +13,7 @@ ALIGNMENT = 64  # bytes; every tensor starts on a cache line, which any dtype ma
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor in a bucket: checkpoint `name`, torch dtype name (`float32`), `shape`, `offset` and
-    `nbytes`.
-    """
+    """One tensor in a bucket: its checkpoint name, torch's name of its dtype, and the bytes it takes from `offset`."""
 
     name: str
     dtype: str
@@ -26,49 +24,48 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Bucket:
-    """One contiguous buffer. `path`: its shared-memory file (transport "shm"). `handles`: for transport
-    "ipc", the pickled CUDA IPC handle of the buffer by the GPU's uuid. By "broadcast" it only exists while it is sent.
-    """
+    """One contiguous buffer, which by "broadcast" only exists while it is sent."""
 
-    path: str
+    path: str  # of its file, for transport "shm"
     nbytes: int
     entries: tuple[TensorEntry, ...]
-    handles: tuple[tuple[str, bytes], ...] = ()
+    handles: tuple[tuple[str, bytes], ...] = ()  # for "ipc": a GPU's uuid and the pickled CUDA IPC handle
 
 
 @dataclass(frozen=True)
 class ChannelInfo:
-    """A group for broadcasts and where it meets.
+    """A group for broadcasts and where it meets."""
 
-    Attributes:
-        token: its identity; a new one each time it is made.
-        host, port: of the sender's store, where the members find each other.
-        world_size: the sender (rank 0) and all replica workers.
-        backend: "nccl" or "gloo".
-        first_rank: of the first worker of the replica that reads this.
-    """
-
-    token: str
-    host: str
+    token: str  # its identity; a new one each time it is made
+    host: str  # of the sender's store, where the members find each other
     port: int
-    world_size: int
-    backend: str
-    first_rank: int = 1
+    world_size: int  # the sender (rank 0) and all replica workers
+    backend: str  # "nccl" or "gloo"
+    first_rank: int = 1  # of the first worker of the replica that reads this
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """What the tensors of a LoRA adapter do not say of it; `number`: of the adapter in a replica, from 1 on."""
+
+    number: int
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]  # ends of the names of the layers it is on
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """One complete set of weights, staged, or (by `channel`) about to be sent. `transport`: "shm" (any device, one
-    host), "ipc" (CUDA, one host) or "broadcast".
-    """
+    """One complete set of weights, or one `adapter` alone, staged, or (by `channel`) about to be sent."""
 
     transport: str
     buckets: tuple[Bucket, ...]
     channel: ChannelInfo | None = None
+    adapter: AdapterInfo | None = None
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Manifest:
-        """The manifest of shared memory that `dataclasses.asdict` and JSON made a dict of."""
+        """Read a manifest of shared memory that `dataclasses.asdict` and JSON made a dict of."""
         buckets = tuple(
             Bucket(b["path"], b["nbytes"], tuple(TensorEntry(**e | {"shape": tuple(e["shape"])}) for e in b["entries"]))
             for b in value["buckets"]
@@ -91,55 +88,53 @@ class Manifest:
         return {entry.name: entry.shape for entry in self.entries}
 
 
-def aligned(offset: int) -> int:
-    """The next offset a tensor may start at."""
-    return -(-offset // ALIGNMENT) * ALIGNMENT
+class Layout:
+    """Places tensors (meta tensors too) in buckets of at most `bucket_bytes`; a larger one gets a bucket of its own."""
+
+    def __init__(self, bucket_bytes: int, tensors: Iterable[tuple[str, Any]] = ()) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._names: set[str] = set()
+        self._buckets: list[list[TensorEntry]] = []
+        for name, tensor in tensors:
+            self.place(name, tensor)
+
+    def place(self, name: str, tensor: Any) -> tuple[int, TensorEntry]:
+        """Return in which bucket the next tensor lies, and where; WeightSyncError where a name comes twice."""
+        if name in self._names:
+            raise WeightSyncError(f"weight {name!r} was staged twice in one sync: send each checkpoint name once")
+        self._names.add(name)
+        offset = _end(self._buckets[-1]) if self._buckets else 0
+        if not self._buckets or offset + tensor.nbytes > self._bucket_bytes:
+            self._buckets.append([])
+            offset = 0
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        entry = TensorEntry(name, dtype, tuple(tensor.shape), offset, tensor.nbytes)
+        self._buckets[-1].append(entry)
+        return len(self._buckets) - 1, entry
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """What was placed so far."""
+        return tuple(Bucket("", _end(entries), tuple(entries)) for entries in self._buckets)
 
 
-def planned(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Lay tensors, given as (name, dtype, shape, bytes), out in buckets; a larger one gets a bucket of its own.
-
-    Raises:
-        WeightSyncError: a name comes twice.
-    """
-    buckets: list[Bucket] = []
-    entries: list[TensorEntry] = []
-    seen: set[str] = set()
-    cursor = 0
-    for name, dtype, shape, nbytes in tensors:
-        if name in seen:
-            raise sent_twice(name)
-        seen.add(name)
-        if entries and cursor + nbytes > bucket_bytes:
-            buckets.append(Bucket("", cursor, tuple(entries)))
-            entries, cursor = [], 0
-        entries.append(TensorEntry(name, dtype, shape, cursor, nbytes))
-        cursor = aligned(cursor + nbytes)
-    if entries:
-        buckets.append(Bucket("", cursor, tuple(entries)))
-    return tuple(buckets)
+def _end(entries: Sequence[TensorEntry]) -> int:
+    """Return the offset behind the last tensor at which another may start."""
+    return -(-(entries[-1].offset + entries[-1].nbytes) // ALIGNMENT) * ALIGNMENT
 
 
-def sent_twice(name: str) -> WeightSyncError:
-    """The error for a checkpoint name that comes twice in one sync."""
-    return WeightSyncError(f"weight {name!r} was staged twice in one sync: send each checkpoint name once")
-
-
-def merged(manifests: Sequence[Manifest]) -> Manifest:
-    """One manifest of what several ranks exported of the same weights, each on its own GPU.
-
-    Raises:
-        WeightSyncError: none was given, or their layouts differ.
-    """
+def merged(parts: Sequence[Manifest | None]) -> Manifest:
+    """Join what several ranks exported of the same weights, each on its own GPU, into one manifest; ranks that exported
+    nothing gave None."""
+    manifests = [part for part in parts if part is not None]
     if not manifests:
         raise WeightSyncError("no training rank exported its weights")
     first = manifests[0]
-    buckets = []
     if any([b.entries for b in m.buckets] != [b.entries for b in first.buckets] for m in manifests):
         raise WeightSyncError(
             "the training ranks exported different weights: postprocess_output_named_parameters must give the same "
             "names and shapes on all ranks"
         )
-    for copies in zip(*(m.buckets for m in manifests), strict=True):
-        buckets.append(replace(copies[0], handles=tuple(h for copy in copies for h in copy.handles)))
+    by_rank = zip(*(manifest.buckets for manifest in manifests), strict=True)
+    buckets = (replace(same[0], handles=tuple(handle for copy in same for handle in copy.handles)) for same in by_rank)
     return replace(first, buckets=tuple(buckets))

@@ -5,39 +5,29 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 
 import psutil
 import torch
 
 MADV_DONTNEED = 4  # <sys/mman.h>: drop the pages now; they come back zero-filled when touched
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # <malloc.h>
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
-@dataclass(frozen=True)
-class EmptiedParameter:
-    """A parameter whose storage was given back, and the layout to make it again."""
-
-    parameter: torch.nn.Parameter
-    size: torch.Size
-    stride: tuple[int, ...]
-
-    def restore(self) -> None:
-        """Give it storage again; the values are undefined."""
-        data = self.parameter.data
-        self.parameter.data = torch.empty_strided(self.size, self.stride, dtype=data.dtype, device=data.device)
-
-
-def empty_parameters(model: torch.nn.Module) -> list[EmptiedParameter]:
-    """Drop the storage of every parameter, a tied one once. The parameter objects (and so ties and loaders)
-    stay.
-    """
-    emptied = []
-    for parameter in dict.fromkeys(model.parameters()):
+def empty_parameters(model: torch.nn.Module) -> list[Callable[[], None]]:
+    """Drop the storage of every parameter; return what gives each storage again, with undefined values."""
+    restore: list[Callable[[], None]] = []
+    for parameter in model.parameters():
         if parameter.numel() > 0:
-            emptied.append(EmptiedParameter(parameter, parameter.size(), parameter.stride()))
+            restore.append(partial(_give_storage, parameter, parameter.size(), parameter.stride()))
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-    return emptied
+    return restore
+
+
+def _give_storage(parameter: torch.nn.Parameter, size: torch.Size, stride: tuple[int, ...]) -> None:
+    parameter.data = torch.empty_strided(size, stride, dtype=parameter.dtype, device=parameter.device)
 
 
 def drop_pages(storage: torch.UntypedStorage) -> None:
@@ -49,31 +39,20 @@ def drop_pages(storage: torch.UntypedStorage) -> None:
 
 
 def keep_freed_pages() -> None:
-    """Let the allocator keep what is freed, until `return_free_memory`.
-
-    Applying weights allocates and frees about the model's size, layer by layer. glibc maps each large block
-    afresh and unmaps it, so all of it would be page faults: 443 MB took 0.43 s to apply instead of 0.22 s.
-    """
+    """Let the allocator keep what is freed, until `return_free_memory`: or 443 MB take 0.43 s to apply, not 0.22."""
     if hasattr(_libc, "mallopt"):  # glibc
         for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_ARENA_MAX, 1)):
             _libc.mallopt(option, value)
 
 
 def return_free_memory() -> None:
-    """Ask the allocator for its free pages; freed blocks below its threshold would stay in the process
-    otherwise.
-    """
+    """Ask the allocator for its free pages; freed blocks below its threshold would stay in the process otherwise."""
     if hasattr(_libc, "malloc_trim"):  # glibc
         _libc.malloc_trim(0)
 
 
 def release_caches(cpu: bool, gpu: bool) -> dict[str, int]:
-    """Give back what the allocators of this process keep for later; returns the bytes freed, `cpu` and `gpu`.
-
-    Args:
-        cpu: pages of the C allocator.
-        gpu: torch's blocks on the GPU, where there is one.
-    """
+    """Give back what the C allocator (`cpu`) and torch's of the GPU keep for later; return the bytes freed of each."""
     gc.collect()
     freed = {"cpu": 0, "gpu": 0}
     if gpu and torch.cuda.is_available():
@@ -86,6 +65,3 @@ def release_caches(cpu: bool, gpu: bool) -> dict[str, int]:
         return_free_memory()
         freed["cpu"] = max(0, before - process.memory_info().rss)
     return freed
-
-
-_libc = ctypes.CDLL(None, use_errno=True)

@@ -1,22 +1,16 @@
 """Weight sync, whoever starts it: choose a transport, move the weights, prove them by log-probs, commit the version.
 
-    begin    replicas ready, transport chosen       nothing has changed
-    probe    the trainer's log-probs on the probe
-    stage    (or announce) the weights              can be interrupted
-    apply    (or broadcast) them                    as a whole, or the replicas are torn
-    prove    the replicas' log-probs on the probe   waits where the KV cache is released
-    commit   the version
-
-A kernel and the ranks themselves run the same steps: `WeightSource` is the trainer's end, `Replicas` the other, and
-`lead` says how the replicas are asked (at once; or by rank 0 for all ranks).
+Staging can be interrupted; weights are applied as a whole, or the replicas are torn.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,13 +18,14 @@ import numpy as np
 from rlbench.errors import StateError, Stopped, WeightSyncError, WorkerDied
 from rlbench.results import Result
 from rlbench.units import format_bytes
+from rlbench.weights.facts import LOOPBACK
 from rlbench.weights.manifest import Manifest
-from rlbench.weights.proof import allowed_gap, check_proof, probe_tokens
+from rlbench.weights.probe import Probe
 from rlbench.weights.transport import Choice, Facts, choose
 
-LOOPBACK = "127.0.0.1"
-Steps = Generator[Any, Any, Any]
-"""Yields what is to be waited for (`.result()`, `.stop()`), and is sent its value."""
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.05}
+"""Nats; in half precision seven times and more what the tiny model showed on a CPU (0.029 and 0.0072)."""
+Steps = Generator[Any, Any, Any]  # yields what is to be waited for (`.result()`, `.stop()`), and is sent its value
 
 
 class Replicas(Protocol):
@@ -43,11 +38,8 @@ class Replicas(Protocol):
 
     @property
     def link(self) -> Any: ...
-
     def control(self, name: str, *args: Any) -> list[Any]: ...
-
     def status(self) -> dict[str, Any]: ...
-
     def call_all(self, name: str, *args: Any, **options: Any) -> Any: ...
 
 
@@ -55,58 +47,50 @@ class WeightSource(Protocol):
     """The trainer's end of a sync: training ranks as their kernel calls them, or one rank among its peers."""
 
     dtype: str
+    adapter: int  # of a policy of adapters, its number in replicas that hold such, which get it alone; else 0
 
-    def facts(self) -> list[Facts]:
-        """Say where each rank is."""
-
-    def logprobs(self, tokens: list[list[int]]) -> Steps:
-        """Return a row of log-probs for each sequence."""
-
-    def stage(self, choice: Choice) -> Steps:
-        """Put all weights where the replicas can read them; return the `Manifest`."""
-
-    def announce(self, sender: int, options: dict[str, Any]) -> Steps:
-        """Say what will be broadcast and where the group meets; return the `Manifest`."""
-
-    def broadcast(self, manifest: Manifest, workers: list[int]) -> Steps:
-        """Send all weights while the replicas, of so many workers each, apply them."""
-
-    def release(self, choice: Choice) -> Steps:
-        """Free what was staged for this sync alone."""
-
-    def new_version(self, held: Sequence[int]) -> int:
-        """Choose the version of the weights, where the replicas hold `held`."""
-
-    def committed(self, version: int, manifest: Manifest) -> None:
-        """Note what the replicas have now."""
+    def facts(self) -> list[Facts]: ...
+    def logprobs(self, probe: Probe) -> Steps: ...  # of each sequence
+    def stage(self, choice: Choice, adapter: int) -> Steps: ...  # gives the `Manifest` the replicas can read now
+    def announce(self, sender: int, options: dict[str, Any]) -> Steps: ...  # gives the `Manifest` of a broadcast
+    def broadcast(self, manifest: Manifest, workers: list[int]) -> Steps: ...  # while replicas of so many workers apply
+    def release(self, choice: Choice) -> Steps: ...  # frees what was staged for this sync alone
+    def new_version(self, held: Sequence[int]) -> int: ...  # where the replicas hold `held`
+    def committed(self, version: int, manifest: Manifest) -> None: ...
 
 
 @dataclass(frozen=True)
 class Begun:
-    """What is known before anything moves: the replicas' states and places, the transport, the probe's tokens."""
+    """What is known before anything moves: the replicas' states and places, the transport, the probe."""
 
     held: list[dict[str, Any]]
     ranks: list[Facts]
     replicas: list[Facts]
     choice: Choice
-    probe: list[list[int]]
+    probe: Probe
 
 
 @dataclass(frozen=True)
 class Synced(Result):
-    """What a sync did. `gap`: largest log-prob difference on the probe; None where the proof waits for the KV cache.
-    `allowed`: the largest that passes. `version`: of the replicas; None where a training engine took the weights."""
+    """What a sync did."""
 
-    version: int | None
+    version: int | None  # of the replicas; None where a training engine took the weights
     bytes: int
     tensors: int
     transport: str
-    gap: float | None
-    allowed: float
+    gap: float | None  # largest log-prob difference on the probe; None where the proof waits for the KV cache
+    allowed: float  # the largest gap that passes
+    seconds: float = field(compare=False)  # that the weights travelled, without the proof, as its rank measured it
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Of weights, from the trainer's ranks into the replicas."""
+        return self.bytes / self.seconds
 
     def __repr__(self) -> str:
         gap = "proof waits for the KV cache" if self.gap is None else f"gap {self.gap:.1g} nats"
-        sent = f"{format_bytes(self.bytes)} in {self.tensors} tensors by {self.transport}"
+        speed = f"{format_bytes(self.bytes_per_s)}/s"
+        sent = f"{format_bytes(self.bytes)} in {self.tensors} tensors by {self.transport} at {speed}"
         version = "" if self.version is None else f"v{self.version} · "
         return f"Synced({version}{sent} · {gap})"
 
@@ -114,23 +98,17 @@ class Synced(Result):
 def sync_steps(
     source: WeightSource, infer: Replicas, transport: str | None, lead: Callable[[Steps], Steps] = lambda steps: steps
 ) -> Steps:
-    """Bring a trainer's weights to the replicas; return `Synced`.
-
-    Args:
-        source, infer: both ends.
-        transport: "shm", "ipc", "broadcast", or None for the best that works (`rlbench.weights.transport.choose`).
-        lead: runs steps that ask the replicas; on ranks, on the one that speaks for all.
-    """
+    """Bring a trainer's weights to the replicas; return `Synced`. `lead` runs steps on the rank that speaks for all."""
     begun: Begun = yield from lead(_begin(infer, source.dtype, source.facts(), transport))
     expected = yield from source.logprobs(begun.probe)
-    choice = begun.choice
-    broadcasts = choice.transport == "broadcast"
-    manifest: Manifest
+    choice, adapter = begun.choice, source.adapter if infer.info.get("adapters") else 0
+    broadcasts, begin = choice.transport == "broadcast", time.perf_counter()
     if broadcasts:
-        manifest = yield from source.announce(choice.senders[0], group_options(infer.name, begun))
+        group = _group_options(infer.name, begun) | {"adapter": adapter}
+        manifest = yield from source.announce(choice.senders[0], group)
         yield from lead(_call(infer, "check_weights", replace(manifest, channel=None)))
     else:
-        manifest = yield from source.stage(choice)
+        manifest = yield from source.stage(choice, adapter)
     proof = yield from lead(_owe(source, infer, begun, expected))
     try:
         if broadcasts:
@@ -138,22 +116,56 @@ def sync_steps(
         else:
             yield from lead(_call(infer, "apply_weights", manifest, what="weight sync: applying"))
     finally:
+        seconds = time.perf_counter() - begin
         yield from source.release(choice)
     gap = yield from lead(_prove(source, infer, begun, proof, manifest))
-    return synced(proof["version"], manifest, choice.transport, gap, source.dtype)
+    return synced(proof["version"], manifest, choice.transport, gap, source.dtype, seconds)
 
 
-def synced(version: int | None, manifest: Manifest, transport: str, gap: float | None, dtype: str) -> Synced:
+def synced(
+    version: int | None, manifest: Manifest, transport: str, gap: float | None, dtype: str, seconds: float
+) -> Synced:
     """Describe a sync of what the manifest lists, by a trainer that computes in `dtype`."""
-    return Synced(version, manifest.nbytes, len(list(manifest.entries)), transport, gap, allowed_gap(dtype))
+    return Synced(version, manifest.nbytes, len(list(manifest.entries)), transport, gap, allowed_gap(dtype), seconds)
 
 
 def commit_steps(infer: Replicas, proof: dict[str, Any]) -> Steps:
     """Prove what was put on record, commit its version, and return the gap."""
-    got = yield infer.call_all("prompt_logprobs", proof["tokens"], what="weight sync: proof")
+    probe = Probe.of_rows(proof["tokens"], proof.get("pictured", False))
+    got = yield from replica_logprobs(infer, probe, "weight sync: proof")
     gap = check_proof(proof, got)
-    yield infer.call_all("commit_version", proof["version"], what="weight sync")
-    infer.link.engine(infer.name, {"state": infer.status(), "proof": None})
+    states = yield infer.call_all("commit_version", proof["version"], what="weight sync")
+    infer.link.engine(infer.name, {"state": states[0], "proof": None})
+    return gap
+
+
+def replica_logprobs(infer: Replicas, probe: Probe, what: str) -> Steps:
+    """Return what each replica says of the probe."""
+    return (yield infer.call_all("prompt_logprobs", probe.tokens, *([probe.images] if probe.images else []), what=what))
+
+
+def allowed_gap(dtype: str) -> float:
+    """Return how far log-probs of two engines that compute in `dtype` may differ, in nats."""
+    return TOLERANCE.get(dtype, TOLERANCE["bfloat16"])
+
+
+def largest_gap(expected: Sequence[Any], replicas: Sequence[Sequence[Any]]) -> float:
+    """Return the largest difference between `expected` rows of log-probs and those of any replica; NaN where one is."""
+    flat = np.concatenate([np.asarray(row) for row in expected])
+    gaps = [np.abs(np.concatenate([np.asarray(row) for row in rows]) - flat).max() for rows in replicas]
+    return float(np.max(gaps))  # Python's max would pass over a NaN
+
+
+def check_proof(proof: dict[str, Any], replicas: Sequence[Sequence[np.ndarray]]) -> float:
+    """Return the largest gap between the trainer's and the replicas' log-probs; WeightSyncError above the tolerance."""
+    gap, allowed = largest_gap(proof["expected"], replicas), allowed_gap(proof["dtype"])
+    if not gap <= allowed:
+        raise WeightSyncError(
+            f"after the sync the replica's log-probs differ from the trainer's by up to {gap:.2g} (allowed in "
+            f"{proof['dtype']}: {allowed:g}). The replica refuses to generate until a sync succeeds: check "
+            "postprocess_output_named_parameters and that both engines hold the same architecture (a class of your own "
+            "in vLLM takes tensors by its parameters' weight_loader), then sync again"
+        )
     return gap
 
 
@@ -165,7 +177,7 @@ def asked(engine: Any, what: str) -> list[Any]:
         raise WeightSyncError(f"the weights cannot be synced: {error}") from error
 
 
-def group_options(to: str, begun: Begun) -> dict[str, Any]:
+def _group_options(to: str, begun: Begun) -> dict[str, Any]:
     """Say who sends a broadcast to engine `to`, where its group meets, and which one all replicas are in already."""
     sender = begun.choice.senders[0]
     one_node = all(facts.node == begun.ranks[sender].node for facts in begun.replicas)
@@ -183,25 +195,17 @@ def group_options(to: str, begun: Begun) -> dict[str, Any]:
 def per_replica(manifest: Manifest, workers: Iterable[int]) -> list[Manifest]:
     """Return the manifest of a broadcast as each replica reads it: its workers have ranks of their own in the group."""
     assert manifest.channel is not None
-    found, first = [], 1
-    for count in workers:
-        found.append(replace(manifest, channel=replace(manifest.channel, first_rank=first)))
-        first += count
-    return found
+    *firsts, _ = itertools.accumulate(workers, initial=1)
+    return [replace(manifest, channel=replace(manifest.channel, first_rank=first)) for first in firsts]
 
 
 def send_while_applying(
     send: Callable[[], Any], applying: Sequence[Any], give_up: Callable[[str], None], to: str
 ) -> BaseException | None:
-    """Run `send` while the replicas apply; each side waits for the other inside its call.
+    """Run `send` while the replicas apply; return the error to show: what went wrong first hand, if anything did.
 
-    Whichever fails first, the others are told to give up. The death of one replica must be seen while the others still
-    wait, so `applying` holds a call for each.
-
-    Returns:
-        The error to show: what went wrong first hand, not what others gave up for. None where nothing did.
+    Whichever fails first, the others are told to give up: `applying` holds a call for each replica, as one may die.
     """
-
     first = threading.Lock()
 
     def released(error: BaseException | None) -> None:
@@ -247,7 +251,7 @@ def _begin(infer: Replicas, dtype: str, ranks: list[Facts], transport: str | Non
     replicas: list[Facts] = asked(infer, "sync_facts")
     choice = choose(ranks, replicas, transport)
     yield infer.call_all("begin_sync", what="weight sync")
-    return Begun(held, ranks, replicas, choice, probe_tokens(int(infer.info["vocab_size"])))
+    return Begun(held, ranks, replicas, choice, Probe.of(infer.info))
 
 
 def _call(infer: Replicas, name: str, manifest: Manifest, what: str = "weight sync") -> Steps:
@@ -259,7 +263,9 @@ def _owe(source: WeightSource, infer: Replicas, begun: Begun, expected: Sequence
     yield from ()
     version = source.new_version([int(state["version"]) for state in begun.held])
     rows = [row.tolist() for row in expected]
-    proof = {"version": version, "tokens": begun.probe, "expected": rows, "dtype": source.dtype}
+    proof = {"version": version, "tokens": begun.probe.tokens, "expected": rows, "dtype": source.dtype}
+    if begun.probe.images:
+        proof["pictured"] = True
     infer.link.engine(infer.name, {"proof": proof})
     return proof
 

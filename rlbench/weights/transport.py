@@ -18,79 +18,53 @@ class PeerFailed(WeightSyncError):
 
 @dataclass(frozen=True)
 class Facts:
-    """Where one training rank, or one replica, is.
+    """Where one training rank, or one replica, is."""
 
-    Attributes:
-        node: what processes have in common that see one shared memory.
-        address: by which other nodes reach this one.
-        gpus: uuid of the GPU of each of its worker processes; empty on a host without a GPU.
-        workers: its worker processes that take part in a sync (a tensor parallel replica has several).
-        channels: broadcast groups it is in: the token by the other side's name (of a replica: by `""`).
-    """
-
-    node: str
-    address: str
-    gpus: tuple[str, ...] = ()
-    workers: int = 1
-    channels: tuple[tuple[str, str], ...] = ()
+    node: str  # what processes have in common that see one shared memory
+    address: str  # by which other nodes reach this one
+    gpus: tuple[str, ...] = ()  # uuid of the GPU of each of its worker processes
+    workers: int = 1  # processes that take part in a sync (a tensor parallel replica has several)
+    channels: tuple[tuple[str, str], ...] = ()  # broadcast groups: token by the other side's name (of a replica: "")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How weights travel. `senders`: the training ranks that write or send. `backend`: of a broadcast's group."""
+    """How weights travel."""
 
     transport: str
-    senders: tuple[int, ...] = (0,)
-    backend: str = ""
+    senders: tuple[int, ...] = (0,)  # the training ranks that write or send
+    backend: str = ""  # of a broadcast's group
 
 
 def choose(train: Sequence[Facts], infer: Sequence[Facts], asked: str | None = None) -> Choice:
-    """Choose the transport, or check the one that was asked for.
+    """Choose the transport between training ranks and replicas, or check the one that was asked for.
 
-    One node without GPUs: `shm`. Every replica worker's GPU also holds a training rank: `ipc`. Everything else:
-    `broadcast`; where that cannot be (NCCL takes a GPU once, and here every training rank's is a replica's too) and
-    both sides are on one node: `shm`.
-
-    Args:
-        train: of each training rank, by rank.
-        infer: of each replica.
-        asked: a transport by name; None: choose.
-
-    Raises:
-        WeightSyncError: the transport that was asked for cannot work, or none can; naming what would.
+    One node without GPUs: `shm`. Every replica worker's GPU also holds a training rank: `ipc`. Else `broadcast`, or
+    `shm` on one node where every training rank's GPU is a replica's too, as NCCL takes a GPU once.
     """
     if asked is not None and asked not in TRANSPORTS:
         raise WeightSyncError(
             f"transport={asked!r}{nearest(asked, TRANSPORTS)}; there are {', '.join(TRANSPORTS)}, and None chooses"
         )
-    found = {"shm": _shm(train, infer), "ipc": _ipc(train, infer), "broadcast": _broadcast(train, infer)}
-    works = {name: choice for name, choice in found.items() if isinstance(choice, Choice)}
-    if asked is not None:
-        if asked not in works:
-            instead = f", or leave transport out to take {_best(works, train, infer)!r}" if works else ""
-            raise WeightSyncError(f"transport={asked!r} cannot work here: {found[asked]}{instead}")
-        return works[asked]
-    if not works:
-        why = "; ".join(f"{name}: {reason}" for name, reason in found.items())
-        raise WeightSyncError(f"no transport reaches these replicas from this trainer. {why}")
-    return works[_best(works, train, infer)]
-
-
-def _best(works: dict[str, Choice], train: Sequence[Facts], infer: Sequence[Facts]) -> str:
-    """The fastest of those that work: on GPUs not through host memory, on CPUs not through sockets."""
-    on_gpus = all(side.gpus for side in (*train, *infer))
-    order = ("ipc", "broadcast", "shm") if on_gpus else ("shm", "broadcast")
-    return next(name for name in order if name in works)
-
-
-def _shm(train: Sequence[Facts], infer: Sequence[Facts]) -> Choice | str:
+    outcomes = {"shm": Choice("shm"), "ipc": _ipc(train, infer), "broadcast": _broadcast(train, infer)}
     if any(replica.node != train[0].node for replica in infer):
-        return 'trainer and replicas share no memory, they are on several nodes: use transport="broadcast"'
-    return Choice("shm")
+        outcomes["shm"] = 'trainer and replicas share no memory, they are on several nodes: use transport="broadcast"'
+    on_gpus = all(side.gpus for side in (*train, *infer))  # then not through host memory, else not through sockets
+    order = ("ipc", "broadcast", "shm") if on_gpus else ("shm", "broadcast")
+    works = [choice for name in order if isinstance(choice := outcomes[name], Choice)]
+    if asked is None:
+        if works:
+            return works[0]
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in outcomes.items())
+        raise WeightSyncError(f"no transport reaches these replicas from this trainer: {reasons}")
+    if isinstance(chosen := outcomes[asked], Choice):
+        return chosen
+    instead = f", or leave transport out to take {works[0].transport!r}" if works else ""
+    raise WeightSyncError(f"transport={asked!r} cannot work here: {chosen}{instead}")
 
 
 def _ipc(train: Sequence[Facts], infer: Sequence[Facts]) -> Choice | str:
-    """One exporting rank for each GPU that a replica worker computes on: a handle is good on its own GPU alone."""
+    """Find an exporting rank for each GPU that a replica worker computes on: a handle is good on its own GPU alone."""
     if not all(side.gpus for side in (*train, *infer)):
         return 'CUDA IPC needs trainer and replicas on GPUs: use transport="shm" on a host without'
     first = {facts.gpus[0]: rank for rank, facts in reversed(list(enumerate(train)))}

@@ -1,12 +1,9 @@
-"""vLLM's CPU worker with a sleep that is real.
-
-The stock CPU worker ignores `sleep` and `wake_up` with a warning. On a host without a GPU the device is host
-memory: discarding must give pages back to the system, and waking must make room again.
-"""
+"""vLLM's CPU worker with a sleep that gives host memory back: the stock one ignores `sleep` and `wake_up`."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,25 +11,17 @@ from vllm.v1.worker.cpu_worker import CPUWorker  # first: it replaces what torch
 
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod  # isort: skip
 
-from rlbench.weights.memory import (
-    EmptiedParameter,
-    drop_pages,
-    empty_parameters,
-    keep_freed_pages,
-    return_free_memory,
-)
+from rlbench.weights.memory import drop_pages, empty_parameters, keep_freed_pages, return_free_memory
 from rlbench.weights.vllm_plugin import ReplicaWorkerMixin, kv_storages
 
 
 class CpuReplicaWorker(ReplicaWorkerMixin, CPUWorker):
-    """A CPU worker that gives memory back: `discard(("kv_cache",))`, `discard(("weights",))`,
-    `wake_up(tags)`.
-    """
+    """A CPU worker that gives memory back."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         keep_freed_pages()
         super().__init__(*args, **kwargs)
-        self._emptied: list[EmptiedParameter] = []
+        self._restore: list[Callable[[], None]] = []
 
     def start_weight_update(self) -> None:
         """As vLLM's; the experts' kernels are made again from what comes."""
@@ -53,9 +42,9 @@ class CpuReplicaWorker(ReplicaWorkerMixin, CPUWorker):
         if "kv_cache" in tags:
             for storage in kv_storages(self.model_runner):
                 drop_pages(storage)
-        if "weights" in tags and not self._emptied:
+        if "weights" in tags and not self._restore:
             model = self.model_runner.model
-            self._emptied = empty_parameters(model)
+            self._restore = empty_parameters(model)
             for module in model.modules():
                 if hasattr(module, "cpu_linear"):  # holds the packed copy of the weight
                     module.cpu_linear = _discarded
@@ -65,16 +54,15 @@ class CpuReplicaWorker(ReplicaWorkerMixin, CPUWorker):
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Make room again. KV pages come back by themselves; weights are undefined until loaded or synced."""
         if tags is None or "weights" in tags:
-            for emptied in self._emptied:
-                emptied.restore()
-            self._emptied = []
+            for restore in self._restore:
+                restore()
+            self._restore = []
 
 
 def forget_expert_kernels(model: torch.nn.Module) -> None:
-    """Have the next weights of each mixture of experts packed as the first were.
+    """Have the next weights of each mixture of experts packed, as vLLM does only where it makes their kernel.
 
-    vLLM on CPU computes with packed experts. It packs them where it makes their kernel, which it does once, and an
-    update leaves them as the checkpoint has them: the kernel would read plain weights as packed ones, without an error.
+    The old kernel would read plain weights as packed ones, without an error.
     """
     for module in model.modules():
         if isinstance(module, UnquantizedFusedMoEMethod):

@@ -1,8 +1,7 @@
 """vLLM's side of a weight sync: a WeightTransferEngine of ours and the workers that register and use it.
 
-vLLM creates the engine by name inside each worker process, so the name must be registered there: the module
-that holds the worker class does it (`worker_cls` is imported in every worker). The order of calls is vLLM's
-own: `start_weight_update`, `update_weights` once per bucket, `finish_weight_update`.
+vLLM creates the engine by name inside each worker process, where this module is imported for `worker_cls`. It calls
+`start_weight_update`, `update_weights` once per bucket, and `finish_weight_update`.
 """
 
 from __future__ import annotations
@@ -11,29 +10,25 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.utils.nccl import unpinned_nccl_env
 from vllm.v1.worker.gpu_worker import Worker
 
 from rlbench.errors import WeightSyncError
 from rlbench.weights import facts
-from rlbench.weights.broadcast import receive
-from rlbench.weights.channel import Channel
-from rlbench.weights.cuda_ipc import IpcReader
-from rlbench.weights.facts import LOOPBACK
-from rlbench.weights.manifest import Bucket, ChannelInfo
+from rlbench.weights.channel import Channel, receive
+from rlbench.weights.manifest import AdapterInfo, Bucket, ChannelInfo
 from rlbench.weights.memory import release_caches
-from rlbench.weights.shm import ShmReader
+from rlbench.weights.staging import ShmReader, read_ipc
 
 BACKEND = "rlbench"
 
@@ -62,26 +57,22 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._shm = ShmReader()
-        self._ipc = IpcReader(self.device)
         self._channel: Channel | None = None
         self._packed_before: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """For a broadcast: join the group (once), and wait until the sender begins. Touches no weight.
-
-        Raises:
-            PeerFailed: the sender gave up, or is gone.
-        """
+        """For a broadcast: join the group (once), and wait until the sender begins. Touches no weight."""
         info = init_info.channel
         if info is None:
             return
         try:
             if self._channel is None or self._channel.info.token != info.token:
                 self._leave()
-                address = LOOPBACK if info.host == LOOPBACK else facts.address()
+                address = info.host if info.host == facts.LOOPBACK else facts.address()
                 rank = info.first_rank + self.parallel_config.rank
                 self._channel = Channel.join(info, rank, self.device, address)
-                with _as_outside_vllm(info.backend):
+                # vLLM pins NCCL settings in its processes; a communicator shared with others is made without them
+                with unpinned_nccl_env() if info.backend == "nccl" else contextlib.nullcontext():
                     self._channel.form()
             self._channel.begin()
         except BaseException as error:
@@ -94,28 +85,24 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load one bucket. A failure leaves the layers whole again, but with undefined weights: the caller
-        must not serve them (the replica is then `torn`).
-        """
+        """Load one bucket. A failure leaves whole layers with undefined weights, not to be served (`torn`)."""
         try:
-            self.model.load_weights(self._tensors(update_info))
+            self.model.load_weights(self.tensors(update_info))
         except BaseException as error:
             self._leave(error)
-            # Without this the half-loaded layers would keep their buffered tensors and mix them into the next
-            # sync.
-            self.finish_weight_update()
+            self.finish_weight_update()  # else half-loaded layers would mix what they hold into the next sync
             raise
 
     def finish_weight_update(self) -> None:
         """Pack what was loaded, the tied head included."""
         finalize_layerwise_reload(self.model, self.model_config)
         repack_stale(self.model, self._packed_before)
-        self._ipc.close()
+        if self.device.type == "cuda":
+            torch.cuda.ipc_collect()  # the sender has its memory back
 
     def shutdown(self) -> None:
         """Drop the mappings and leave the group."""
         self._shm.close()
-        self._ipc.close()
         self._leave()
 
     def _leave(self, reason: BaseException | None = None) -> None:
@@ -126,43 +113,27 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 channel.fail(reason)
             channel.close()
 
-    def _tensors(self, update: UpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, update: UpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
+        """Read a bucket by the transport it came by."""
         if update.transport == "shm":
             return self._shm.read(update.bucket)
         if update.transport == "ipc":
-            return self._ipc.read(update.bucket)
+            return read_ipc(update.bucket, self.device)
         if update.transport != "broadcast" or self._channel is None:
             raise WeightSyncError(f"no way for weights by {update.transport!r} is open here: sync again")
         return receive(self._channel, update.bucket)
 
 
-@contextlib.contextmanager
-def _as_outside_vllm(backend: str) -> Iterator[None]:
-    """vLLM pins NCCL settings in its processes; a communicator shared with others must be made without them."""
-    if backend != "nccl":
-        yield
-        return
-    from vllm.utils.nccl import unpinned_nccl_env
-
-    with unpinned_nccl_env():
-        yield
-
-
 def packed_copies(model: torch.nn.Module) -> weakref.WeakSet[Any]:
-    """The packed copies (`cpu_linear`) that modules compute with now; not kept alive, as they are as large as weights.
-
-    Not their ids: a new copy may lie where an old one was.
-    """
+    """Return the packed copies (`cpu_linear`) that modules compute with now; not their ids, which new ones may take."""
     return weakref.WeakSet(module.cpu_linear for module in model.modules() if hasattr(module, "cpu_linear"))
 
 
 def repack_stale(model: torch.nn.Module, packed_before: weakref.WeakSet[Any]) -> None:
     """Pack again what an update left packed from the old weights: the tied lm_head.
 
-    vLLM on CPU computes with a packed copy of each linear weight. Layer-wise reload renews it for layers that
-    were loaded by name; a tied lm_head never is, and would go on computing with the old weights, without an
-    error and invisible to checksums. Linear layers keep no weight beside the packed one, so a module that has
-    both is an embedding or a head; those whose packed copy is still the one of `packed_before` are stale.
+    vLLM on CPU renews packed copies of layers that were loaded by name; checksums do not show it. Linear layers keep no
+    weight beside the packed one: a module that has both, and still the copy of before, is stale.
     """
     for module in model.modules():
         weight = getattr(module, "weight", None)
@@ -186,7 +157,7 @@ class ReplicaWorkerMixin:
     def transfer(self, method: str, *args: Any) -> tuple[str, bool] | None:
         """Run a method of vLLM's weight transfer; a failure is a value: (what, whether it only follows another's).
 
-        Where one of several workers raises, vLLM leaves the others' answers in its queue, for the next call to read.
+        Where one of several workers raises, vLLM leaves the others' answers for the next call to read.
         """
         try:
             getattr(self, method)(*args)
@@ -196,8 +167,7 @@ class ReplicaWorkerMixin:
         return None
 
     def start_weight_update(self) -> None:
-        """As vLLM's; an update that is still open here, since it failed on another worker alone, is over: its
-        half-loaded layers would count what they hold to what comes."""
+        """As vLLM's; an update that is still open here, since it failed on another worker alone, is over."""
         if self._weight_update_active:
             self.weight_transfer_engine.finish_weight_update()  # type: ignore[attr-defined]
             self.weight_transfer_engine.reset_weight_update_target()  # type: ignore[attr-defined]
@@ -212,9 +182,49 @@ class ReplicaWorkerMixin:
             self._weight_update_active = False
             raise
 
+    def start_adapter(self) -> None:
+        """Begin to take an adapter; what is served stays until all of it is here."""
+        self._adapter: dict[str, torch.Tensor] = {}
+
+    def take_adapter(self, update: dict[str, Any]) -> None:
+        """Take one bucket of an adapter."""
+        engine = self.weight_transfer_engine  # type: ignore[attr-defined]
+        for name, tensor in engine.tensors(UpdateInfo(**update)):
+            self._adapter[name] = tensor.to("cpu", copy=True)  # vLLM copies into the buffers its kernels read
+
+    def finish_adapter(self, info: AdapterInfo) -> None:
+        """Put what came in the place of adapter `info.number`."""
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.peft_helper import PEFTHelper
+
+        manager = self.model_runner.lora_manager  # type: ignore[attr-defined]
+        held = manager._adapter_manager
+        names = getattr(held.model, "hf_to_vllm_mapper", None)
+        lora = LoRAModel.from_lora_tensors(
+            lora_model_id=info.number,
+            tensors=self._adapter,
+            peft_helper=PEFTHelper.from_dict(
+                {"r": info.rank, "lora_alpha": info.alpha, "target_modules": list(info.targets)}
+            ),
+            device="cpu",
+            dtype=manager.lora_config.lora_dtype,
+            weights_mapper=names.get_rename_mapper() if names is not None else None,  # vLLM stacks layers itself
+        )
+        self._adapter = {}
+        held.remove_adapter(info.number)
+        held.add_adapter(lora)
+        held.activate_adapter(info.number)
+
     def release_memory_cache(self, cpu: bool, gpu: bool) -> dict[str, int]:
         """Give back what this worker's allocators keep; see `rlbench.weights.memory.release_caches`."""
         return release_caches(cpu, gpu)
+
+    def unname_shared_memory(self) -> None:
+        """Take their names from the files that tensor parallel workers of a host share, which all have open by now: a
+        worker that is killed then leaves nothing behind."""
+        if "VLLM_DIST_IDENT" in os.environ:
+            for file in Path("/dev/shm").glob(f"{os.environ['VLLM_DIST_IDENT']}-*"):
+                file.unlink(missing_ok=True)  # each of the workers is asked
 
     def describe(self) -> dict[str, Any]:
         """Process id, GPU, bytes of the weights, and (address, bytes) of each KV buffer, of this worker."""
@@ -222,7 +232,7 @@ class ReplicaWorkerMixin:
         return {
             "pid": os.getpid(),
             "gpu": facts.gpu_uuid(self.device),  # type: ignore[attr-defined]
-            "weights": weight_bytes(runner.model),
+            "weights": _weight_bytes(runner.model),
             "kv_ranges": [(storage.data_ptr(), storage.nbytes()) for storage in kv_storages(runner)],
         }
 
@@ -231,44 +241,25 @@ class GpuReplicaWorker(ReplicaWorkerMixin, Worker):
     """vLLM's GPU worker; sleep and wake_up are vLLM's own (`enable_sleep_mode`)."""
 
 
-def weight_bytes(model: torch.nn.Module) -> int:
-    """Bytes the weights take: storages of parameters, plus packed copies, which PyTorch does not see."""
-    storages = {s._cdata: s.nbytes() for s in (p.untyped_storage() for p in model.parameters())}
-    packed = {id(value): nbytes for module in model.modules() for value, nbytes in _packed(module)}
-    return sum(storages.values()) + sum(packed.values())
+def _weight_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of the weights: storages of parameters, and packed copies, which closures hold."""
+    sizes = {storage._cdata: storage.nbytes() for storage in (p.untyped_storage() for p in model.parameters())}
+    for module in model.modules():
+        for cell in getattr(getattr(module, "cpu_linear", None), "__closure__", None) or ():
+            value = cell.cell_contents
+            if isinstance(value, torch.Tensor):
+                sizes[id(value)] = value.untyped_storage().nbytes()
+            elif getattr(value, "handler_tensor", None) is not None:  # of oneDNN
+                itemsize = getattr(module, "params_dtype", torch.get_default_dtype()).itemsize
+                sizes[id(value)] = value.n * value.k * itemsize
+    return sum(sizes.values())
 
 
 def kv_storages(runner: Any) -> list[torch.UntypedStorage]:
-    """The distinct storages behind all KV tensors (vLLM 0.32: one buffer, all layers are views of it)."""
-    found: dict[int, torch.UntypedStorage] = {}
-    for tensor in _tensors_in(runner.kv_caches):
-        storage = tensor.untyped_storage()
-        found[storage._cdata] = storage
-    return list(found.values())
-
-
-def _packed(module: torch.nn.Module) -> Iterable[tuple[object, int]]:
-    """What a module's `cpu_linear` closure holds: oneDNN handles (rows x columns of the weight's dtype) or
-    tensors.
-    """
-    for cell in getattr(getattr(module, "cpu_linear", None), "__closure__", None) or ():
-        held = cell.cell_contents
-        if isinstance(held, torch.Tensor):
-            yield held, held.untyped_storage().nbytes()
-        elif hasattr(held, "handler_tensor") and held.handler_tensor is not None:
-            itemsize = getattr(module, "params_dtype", torch.get_default_dtype()).itemsize
-            yield held, held.n * held.k * itemsize
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for inner in value.values():
-            yield from _tensors_in(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _tensors_in(inner)
+    """Return the distinct storages behind all KV tensors (vLLM 0.32: one buffer, all layers are views of it)."""
+    tensors = [leaf for leaf in tree_leaves(runner.kv_caches) if isinstance(leaf, torch.Tensor)]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return list({storage._cdata: storage for storage in storages}.values())
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

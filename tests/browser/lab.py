@@ -306,7 +306,10 @@ class Notebook:
     def _go(self, query: str) -> None:
         """Load the page, in a workspace of this notebook's own, until the notebook shows (and its kernel answers)."""
         self.page.goto(f"{self.lab.url}lab/workspaces/{self.name}/tree/{self.path.name}?{query}")
-        self.page.wait_for_function(f"() => {{ {PANEL} return cells.length > 0 || panel?.context?.isReady; }}")
+        self.page.wait_for_function(
+            f"() => {{ {PANEL} return (cells.length > 0 || panel?.context?.isReady)"
+            " && panel === window.jupyterapp.shell.currentWidget; }"
+        )
         if self._with_kernel:
             self.page.wait_for_function(
                 f"() => {{ {PANEL} return panel.sessionContext.session?.kernel?.connectionStatus === 'connected'; }}"

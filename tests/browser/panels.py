@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Locator
 
-from rlbench.setup import panel as building
+from scripts import panel as building
 from tests.browser.lab import Notebook
 from tests.browser.server import Lab
 from tests.scripted_monitor import Script, played

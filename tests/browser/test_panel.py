@@ -277,7 +277,7 @@ def test_the_commands_are_in_the_palette_and_its_settings_in_the_settings(panel,
         "[...window.jupyterapp.commands.listCommands()].filter(id => id.startsWith('rlbench:'))"
         ".map(id => window.jupyterapp.commands.label(id))"
     )
-    assert "Show RL Sessions" in labels and "New RL session" in labels and len(labels) == 13 and all(labels)
+    assert "Show RL Sessions" in labels and "New RL session" in labels and len(labels) == 14 and all(labels)
     panel.page.evaluate("window.jupyterapp.commands.execute('apputils:activate-command-palette')")
     panel.page.keyboard.type("RL Sessions")
     palette = panel.page.locator(".lm-CommandPalette-itemLabel", has_text="Show RL Sessions")
@@ -287,7 +287,7 @@ def test_the_commands_are_in_the_palette_and_its_settings_in_the_settings(panel,
     asked: list[str] = []
     panel.page.on("request", lambda request: asked.append(request.url) if "/look?" in request.url else None)
     panel.set(history=0.5)
-    panel.page.reload()
+    panel.notebook.reload()  # until JupyterLab has opened the page's notebook, which takes the front when it does
     panel.wait("shown", "28/64 samples")
     panel.until(lambda: any("since" in url for url in asked))
     since = next(float(parse_qs(urlsplit(url).query)["since"][0]) for url in asked if "since" in url)
@@ -301,6 +301,29 @@ def test_attach_inserts_the_cell_that_attaches(panel):
     notebook.add("1 + 1")
     panel.press("shown", "attach")
     panel.until(lambda: any('session = rb.attach("shown")' in source for source in sources(notebook)))
+
+
+def test_the_attached_cell_comes_to_the_front_once_and_takes_it_from_nobody_later(panel):
+    panel.page.route("**/api/contents/**", lambda route: (panel.page.wait_for_timeout(500), route.continue_()))
+    before = len(sources(panel.notebook))
+    panel.page.evaluate(
+        "() => { const shell = window.jupyterapp.shell, activate = shell.activateById.bind(shell); window.fronts = [];"
+        "shell.activateById = id => { window.fronts.push(`${id} ${new Error().stack}`); return activate(id); }; }"
+    )
+    panel.press("shown", "attach")
+    panel.until(lambda: len(sources(panel.notebook)) > before)
+    panel.page.evaluate("() => window.jupyterapp.commands.execute('launcher:create').then(() => {})")
+    launcher = panel.page.locator(".jp-Launcher")
+    try:
+        launcher.wait_for()  # on a busy machine it is drawn late
+        panel.page.wait_for_timeout(1500)
+        panel.page.unroute_all(behavior="wait")
+        fronts = panel.page.evaluate("() => window.fronts")
+        assert launcher.is_visible(), fronts
+        assert len(fronts) == 1, fronts
+    finally:
+        launchers = "[...window.jupyterapp.shell.widgets('main')].filter(w => w.id.startsWith('launcher'))"
+        panel.page.evaluate(f"() => {launchers}.forEach(w => w.close())")
 
 
 def test_the_launchers_card_opens_the_starter_notebook(panel, lab):

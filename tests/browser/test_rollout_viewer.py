@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from rlbench.notebook.base.routing import works_while_busy
+from rlbench.notebook.live.live_view import works_while_busy
 from tests.data.written import sorting, spelling, stepped, written
 
 START = """
@@ -222,29 +222,45 @@ def test_only_what_is_in_view_is_drawn_and_a_scroll_is_quick(open_viewer):
     assert cell.locator(".item").count() < 80
 
 
-def test_a_prompts_images_are_drawn_and_nothing_is_fetched(open_viewer):
+def test_a_prompts_images_are_drawn_with_their_tokens_and_larger_by_a_click(open_viewer):
     notebook = open_viewer("""
+from dataclasses import replace
 from PIL import Image
-pixels = Image.new("RGB", (640, 400), (200, 30, 30))
+from tempfile import mkdtemp
+from rlbench.data import Ragged
+from tests.data.written import spelling
+SEES = spelling(mkdtemp(), ["a", "b", "c", "d", "e"], "<|image_pad|>")
+pixels = [Image.new("RGB", size, (200, 30, 30)) for size in ((640, 400), (56, 56))]
 chat = [{"role": "user", "content": [
-    {"type": "image", "image": pixels}, {"type": "image_url", "image_url": {"url": "https://images.example/x.png"}},
-    {"type": "text", "text": "What colour is this?"}]}]
-written([Prompt(chat)], [["red", "blue"]], tokenizer=TINY)
+    {"type": "image", "image": pixels[0]}, {"type": "image", "image": pixels[1]},
+    {"type": "text", "text": "What colour is this?<script>window.hacked = 1</script>"}]}]
+shown = written([Prompt(chat), Prompt("no picture")], [["red", "blue"], ["a", "b"]], tokenizer=SEES)
+replace(shown, prompt_ids=Ragged.from_rows([[1, *[5] * 9, 2, *[5] * 4, 3], [4]], np.int32))
 """)
     fetched = []
     notebook.page.on("request", lambda request: fetched.append(request.url))
-    image = notebook.cell(1).locator(".head img")
-    image.wait_for()
-    assert image.count() == 1 and image.evaluate("i => [i.naturalWidth, i.naturalHeight]") == [160, 100]
-    notebook.cell(1).get_by_role("button", name="whole prompt").click()
-    whole = notebook.cell(1).locator(".whole")
-    whole.get_by_text("[image, not shown: https://images.example/x.png]").wait_for()
-    assert "user" in whole.inner_text() and whole.locator("img").evaluate("i => i.naturalWidth") == 320
+    cell = notebook.cell(1)
+    images = cell.locator(".head img")
+    images.first.wait_for()
+    assert images.count() == 2 and images.first.evaluate("i => [i.naturalWidth, i.naturalHeight]") == [160, 100]
+    assert cell.locator(".head .chip").all_inner_texts() == ["image ×9", "image ×4"]
+    images.first.click()  # opens the whole prompt
+    whole = cell.locator(".whole")
+    whole.get_by_text("What colour is this?").wait_for()
+    picture = whole.locator("img").first
+    assert "user" in whole.inner_text() and picture.evaluate("i => i.naturalWidth") == 640
+    small = picture.bounding_box()["width"]
+    picture.click()
+    notebook.page.wait_for_function("document.querySelector('.whole .large img').getBoundingClientRect().width > 330")
     notebook.page.wait_for_function(  # the rows below make room for it
         "document.querySelector('.whole').getBoundingClientRect().bottom"
         " <= document.querySelector('.rlbv .row').getBoundingClientRect().top"
     )
-    assert not [url for url in fetched if "images.example" in url]
+    picture.click()
+    notebook.page.wait_for_function("!document.querySelector('.whole .large')")
+    assert picture.bounding_box()["width"] == small <= 322
+    assert not [url for url in fetched if not url.startswith(("http://127.0.0.1", "http://localhost", "data:"))]
+    assert notebook.page.evaluate("window.hacked") is None
 
 
 def test_while_a_cell_runs_colours_change_and_where_there_are_subshells_it_scrolls_on(open_viewer):

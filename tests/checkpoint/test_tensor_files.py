@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 from rlbench.checkpoint.tensor_files import INDEX, read_resharded, read_tensors, write_tensors
 from rlbench.errors import CheckpointError
@@ -46,6 +46,40 @@ def test_unchanged_tensors_share_their_file_and_either_folder_may_go(tmp_path: P
         file.unlink()
     found = read_tensors(tmp_path / "b")
     assert all(torch.equal(found[name], second[name]) for name in second)
+
+
+def test_small_tensors_of_a_kind_share_a_file(tmp_path: Path) -> None:
+    first = {
+        f"policy/parameter/{i}.{n}": torch.full((n,), i % 2, dtype=torch.bool) for i in range(9) for n in (0, 1, 7)
+    }
+    first |= {"policy/buffer/x": torch.ones(3), "policy/parameter/large": torch.rand(1 << 17)}
+    first |= {f"policy/parameter/after.{i}": torch.full((5,), float(i)) for i in range(3)}
+    written = write_tensors(tmp_path / "a", first)
+    assert len(list((tmp_path / "a").glob("*.bin"))) == 3, "small parameters, buffers, the large one"
+    changed = first | {"policy/parameter/7.7": torch.zeros(7, dtype=torch.bool), "policy/buffer/x": torch.zeros(3)}
+    again = write_tensors(tmp_path / "b", changed, before=tmp_path / "a")
+    assert (again.nbytes, again.fresh) == (written.nbytes, written.nbytes - 4 * (1 << 17))
+    assert write_tensors(tmp_path / "c", changed, before=tmp_path / "b").fresh == 0
+    for folder, tensors in (("a", first), ("b", changed), ("c", changed)):
+        read = read_tensors(tmp_path / folder)
+        assert list(read) == list(tensors) and all(torch.equal(read[name], tensors[name]) for name in tensors)
+
+
+def test_a_file_of_other_tensors_is_not_shared(tmp_path: Path) -> None:
+    one, two = torch.ones(4), torch.zeros(4)
+    write_tensors(tmp_path / "a", {"p/x/1": one, "p/x/2": two})
+    for number, other in enumerate([{"p/x/2": one, "p/x/1": two}, {"p/x/1": one}, {"p/x/1": one, "p/x/3": two}]):
+        assert write_tensors(tmp_path / f"b{number}", other, before=tmp_path / "a").fresh
+        read = read_tensors(tmp_path / f"b{number}")
+        assert all(torch.equal(read[name], tensor) for name, tensor in other.items())
+
+
+def test_a_kind_fills_several_files(tmp_path: Path) -> None:
+    tensors = {f"p/x/{i}": torch.full((1 << 15,), float(i)) for i in range(70)}
+    write_tensors(tmp_path / "a", tensors)
+    sizes = sorted(file.stat().st_size for file in (tmp_path / "a").glob("*.bin"))
+    assert sizes == [6 << 17, 4 << 20, 4 << 20]
+    assert all(torch.equal(read, tensors[name]) for name, read in read_tensors(tmp_path / "a").items())
 
 
 def test_writing_to_what_was_read_leaves_the_file_as_it_is(tmp_path: Path) -> None:
@@ -89,13 +123,13 @@ def test_parts_of_a_tensor_are_joined_and_a_missing_one_is_refused(tmp_path: Pat
         read_resharded(folders[1:], lambda name: None)
 
 
-def test_a_tensor_sharded_over_two_dimensions_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_whose_ranks_hold_terms_of_a_sum_is_refused(tmp_path: Path) -> None:
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1, 1))
-        tensor = DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0), Shard(1)])
-        with pytest.raises(CheckpointError, match="sharded"):
+        tensor = DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0), Partial()])
+        with pytest.raises(CheckpointError, match="cannot be kept"):
             write_tensors(tmp_path / "out", {"weight": tensor})
     finally:
         torch.distributed.destroy_process_group()

@@ -140,7 +140,7 @@ def test_prompts_are_vllms_dicts(vllm_engine):
     ids = vllm_engine.generate(["sort 52143"], LONG)[0].prompt_token_ids
     by_ids = vllm_engine.generate([{"prompt_token_ids": ids}, {"prompt": "sort 52143"}], max_tokens=4, temperature=0.0)
     assert by_ids[0].prompt_token_ids == by_ids[1].prompt_token_ids == ids and by_ids.texts[0] == by_ids.texts[1]
-    with pytest.raises(DataError, match="multi_modal_data"):
+    with pytest.raises(DataError, match=r"cat\.png"):
         vllm_engine.generate([{"prompt": "what is it?", "multi_modal_data": {"image": "cat.png"}}])
 
 
@@ -167,7 +167,7 @@ def test_a_hook_makes_the_turns_and_ends_them(vllm_engine):
 def test_a_second_build_is_refused_or_does_nothing(vllm_engine, fsdp2_engine):
     for engine in (vllm_engine, fsdp2_engine):
         workers = engine.workers
-        with pytest.raises(BuildError, match="ignore_rebuild_error"):
+        with pytest.raises(BuildError, match="built already"):
             engine.build(tensor_parallel_size=1)
         assert engine.build(tensor_parallel_size=1, ignore_rebuild_error=True) is engine and engine.workers == workers
         with pytest.raises(BuildError, match="pipeline_parallel_size"):

@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlbench.errors import DataError
 from tests.data.values import rollouts
+from tests.modules import batch_of
 
 
 def make():
@@ -31,7 +32,6 @@ def rows_of(batch):
     ]
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 5), max_size=8))
 def test_rows_carry_everything_of_the_sequences_asked_for(chosen):
     batch = make()
@@ -106,3 +106,64 @@ def test_its_text_tells_size_and_reward():
     batch = make()
     assert repr(batch) == "TrainBatch(6 sequences, 21 response tokens, 21 trained, reward 2.5)"
     assert repr(batch.rows([])) == "TrainBatch(0 sequences, 0 response tokens, 0 trained)"
+
+
+# -- columns
+
+
+def with_all_columns(batch):
+    tokens, rows = batch.tokens, len(batch)
+    return batch.with_columns(
+        flat=np.arange(tokens),
+        per_row=np.arange(rows, dtype=np.float64),
+        ragged=[[float(i)] * n for i, n in enumerate(batch.response_lengths)],
+        wide=np.arange(tokens * 3, dtype=np.float32).reshape(tokens, 3),
+    )
+
+
+def test_columns_follow_their_tokens_through_rows_joins_and_files(tmp_path):
+    batch = batch_of([(2, 3), (1, 2), (4, 5)])
+    own = with_all_columns(batch)
+    assert own.columns["flat"].dtype == np.int64 and own.columns["per_row"].dtype == np.float32
+    np.testing.assert_array_equal(own.columns["per_row"], own.columns["ragged"])
+    np.testing.assert_array_equal(own.columns["per_row"], np.repeat([0, 1, 2], [3, 2, 5]))
+    taken = own.rows([2, 0])
+    np.testing.assert_array_equal(taken.columns["flat"], [5, 6, 7, 8, 9, 0, 1, 2])
+    np.testing.assert_array_equal(taken.columns["wide"][:, 0], 3 * taken.columns["flat"])
+    assert len(own.select(lambda row: row.per_row[0] > 0)) == 2
+    joined = own + taken
+    np.testing.assert_array_equal(joined.columns["wide"], np.concatenate([own.columns["wide"], taken.columns["wide"]]))
+    partly = own.with_columns(wide=None) + batch
+    assert np.isnan(partly.columns["flat"][-batch.tokens :]).all()
+    back = type(own).from_parquet(own.to_parquet(tmp_path / "batch.parquet"))
+    for name, values in own.columns.items():
+        np.testing.assert_array_equal(back.columns[name], values)
+        assert back.columns[name].dtype == values.dtype
+    assert own.key == batch.key and not batch.columns
+    assert "wide" not in own.with_columns(wide=None).columns
+
+
+def test_padded_columns_and_tensors_are_taken_and_others_refused():
+    import torch
+
+    batch = batch_of([(2, 3), (1, 2)])
+    padded = torch.tensor([[1, 2, 3], [4, 5, 9]], dtype=torch.bfloat16, requires_grad=True)
+    np.testing.assert_array_equal(batch.with_columns(x=padded).columns["x"], [1, 2, 3, 4, 5])
+    for wrong, said in (
+        ({"x": np.zeros(4)}, r"shape \(4,\)"),
+        ({"x": [[1.0], [1.0]]}, "not as long"),
+        ({"x": ["a", "b"]}, "numbers"),
+        ({"advantages": np.zeros(5)}, r"batch\.replace"),
+    ):
+        with pytest.raises(DataError, match=said):
+            batch.with_columns(**wrong)
+    with pytest.raises(DataError, match="not in all"):
+        with_all_columns(batch) + batch
+
+
+def test_sequences_are_rows_of_a_table_too():
+    batch = make()
+    frame = batch.to_pandas()
+    assert len(frame) == len(batch) == 6 and frame["reward"].tolist() == batch.rewards.tolist()
+    assert [row.tolist() for row in frame["response"]] == [row.tolist() for row in batch.responses]
+    assert batch.filter([1, 0]).key == batch[[1, 0]].key

@@ -9,7 +9,7 @@ import pytest
 
 from rlbench.data import Rollouts, TrainBatch, load
 from rlbench.errors import DataError
-from tests.data.test_joining import batch, centred, equal, full
+from tests.data.comparing import batch, centred, equal, full
 from tests.data.values import rollouts
 from tests.data.written import sorting, stepped
 
@@ -71,7 +71,7 @@ def test_other_files_are_refused(tmp_path):
     batch().to_parquet(tmp_path / "b.parquet")
     with pytest.raises(DataError, match=r"not written by rollouts.to_parquet"):
         Rollouts.from_parquet(tmp_path / "b.parquet")
-    with pytest.raises(DataError, match="holds TrainBatch"):
+    with pytest.raises(DataError, match="holds rollouts or a batch"):
         load(tmp_path / "b.parquet")
     with pytest.raises(DataError, match="no file"):
         TrainBatch.from_parquet(tmp_path / "none.parquet")
@@ -108,8 +108,7 @@ def shorter(column):
         ({"group": lambda c: pyarrow.array(["x"] * len(c))}, {}, "was changed since"),
         ({"token_ids": lambda c: pyarrow.array([None] * len(c), c.type)}, {}, "is missing"),
         ({}, {"dtypes": {"prompts": "<i4"}}, "was changed since"),
-        ({}, {"format": 99}, "format 99; this rlbench reads up to 1"),
-        ({}, {"others": {"temperature": 1.0, "novelty": 2}}, "the fields novelty: it is of a newer rlbench"),
+        ({}, {"format": 99}, "format 99"),
     ],
 )
 def test_a_changed_file_is_refused(columns, facts, said, tmp_path):

@@ -1,5 +1,7 @@
 """Numbers beside tokens: they follow the samples, come from a batch whatever its order, and from no other's."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from rlbench.data.record.metrics import Metrics
 from rlbench.data.rollouts.channels import KNOWN, all_channels, kind_of
 from rlbench.errors import DataError
 from rlbench.rl import k3
-from tests.data.test_rollouts import cut_short
+from tests.data.comparing import cut_short
 from tests.data.values import rollouts
 from tests.data.written import sorting, stepped, written
 
@@ -24,6 +26,19 @@ def rows(value: Rollouts, name: str):
 
 def scored():
     return rollouts().score(range(6))
+
+
+def test_columns_of_a_teacher_follow_the_samples_to_a_batch_a_join_and_a_file(tmp_path):
+    top = np.arange(42, dtype=np.float32).reshape(21, 2)
+    value = replace(scored(), columns={"teacher_top_logprobs": top}).with_channels(teacher_logprob=FLAT)
+    batch = value.select(value.group > 0).batch()
+    assert batch.columns["teacher_top_logprobs"].tolist() == top[3:].tolist()
+    assert batch.columns["teacher_logprobs"].tolist() == FLAT[3:].tolist()
+    assert (value + value).columns["teacher_top_logprobs"].tolist() == [*top.tolist(), *top.tolist()]
+    with pytest.raises(DataError, match="not in all"):
+        value + scored()
+    read = Rollouts.from_parquet(value.to_parquet(tmp_path / "r.parquet"))
+    np.testing.assert_array_equal(read.columns["teacher_top_logprobs"], top)
 
 
 # -- given by a user
@@ -40,7 +55,7 @@ def test_a_channel_may_come_flat_or_in_rows(given):
     assert not rollouts().channels  # a new value: the old one has none
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.booleans(), min_size=6, max_size=6))
 def test_channels_follow_the_completions_that_are_kept(kept):
     value = rollouts().with_channels(mine=FLAT)
@@ -82,7 +97,7 @@ def test_a_batch_gives_advantage_and_mask_at_the_tokens_they_are_of():
     assert seen.channels["ref_logprob"].tolist() == (-FLAT).tolist() and "old_logprob" not in seen.channels
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.permutations(range(6)), st.integers(1, 6))
 def test_a_batch_in_any_order_and_of_some_samples_is_found_again(order, count):
     value = scored()

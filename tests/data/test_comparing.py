@@ -26,7 +26,7 @@ def scored_by(old, new, groups=3):
 numbers = st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0, -2.0, 7.25]), min_size=12, max_size=12)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(numbers, numbers)
 def test_the_numbers_are_those_of_the_definition(old, new):
     found = scored_by(old, new).agreements["new"]
@@ -41,7 +41,6 @@ def test_the_numbers_are_those_of_the_definition(old, new):
     frame = pandas.DataFrame({"a": a, "b": b})
     if len(set(old)) > 1 and len(set(new)) > 1:
         assert found.correlation == pytest.approx(frame.corr()["a"]["b"], abs=1e-9)
-        assert found.rank_correlation == pytest.approx(frame.rank().corr()["a"]["b"], abs=1e-9)
     else:
         assert np.isnan(found.correlation)
 
@@ -50,7 +49,7 @@ def test_a_reward_scaled_and_shifted_changes_values_and_neither_order_nor_advant
     old = [0.1, 0.3, 0.7, 0.7] * 3
     found = scored_by(old, [5 * x - 3 for x in old]).agreements["new"]
     assert (found.changed, found.order_changed, found.flipped) == (1, 0, 0)
-    assert found.correlation == pytest.approx(1) and found.rank_correlation == pytest.approx(1)
+    assert found.correlation == pytest.approx(1)
     turned = scored_by(old, [-x for x in old]).agreements["new"]
     assert turned.flipped == 1 and turned.correlation == pytest.approx(-1)
 
@@ -118,8 +117,8 @@ def test_rewards_they_have_are_what_a_new_one_is_compared_with():
 @pytest.mark.parametrize(
     ("rewards", "said"),
     [
-        ({}, "nothing to compare"),
-        ({"new": [0] * 6}, "'new' alone, and these rollouts have no rewards"),
+        ({}, "0 rewards"),
+        ({"new": [0] * 6}, "1 rewards"),
         ({"a": "rewards", "b": [0] * 6}, "asks for 'rewards' of these rollouts; they are not scored yet"),
         ({"a": [0] * 5, "b": [0] * 6}, "wanted 6 rewards"),
         ({"a": [0] * 6, "b": 3}, "wanted 6 rewards that are numbers"),
@@ -138,7 +137,7 @@ def test_names_are_looked_up_with_the_nearest_and_options_are_checked():
         lab.compare(new=[0] * 6).rollouts("nwe")
     with pytest.raises(DataError, match="isolate=True"):
         lab.compare(new=lambda r: 1, timeout_s=1)
-    with pytest.raises(DataError, match="no completions"):
+    with pytest.raises(DataError, match="0 completions"):
         rollouts().select(np.zeros(6, bool)).compare(a=[], b=[])
 
 

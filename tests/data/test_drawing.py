@@ -37,11 +37,11 @@ def test_a_script_that_imported_the_values_alone_finds_the_notebook_room():
 
 
 def test_what_nobody_draws_is_refused_naming_what_is_drawn():
-    with pytest.raises(DataError, match=r"nothing draws 'a face'; there are .*history_plot.*register"):
+    with pytest.raises(DataError, match="history_plot"):
         drawing.drawn("a face")
 
 
 def test_a_missing_package_is_named_with_how_to_get_it():
     drawing.register("with it", "no_such_package_here.part:paint")
-    with pytest.raises(DataError, match=r"drawing 'with it' needs the package 'no_such_package_here'.*pip install"):
+    with pytest.raises(DataError, match="pip install no_such_package_here"):
         drawing.drawn("with it")

@@ -1,7 +1,7 @@
 """Rollouts leave and come back the same: tables, Parquet, trajectories; what cannot is refused."""
 
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pandas
@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from rlbench.data import Prompt, Ragged, Rollouts
+from rlbench.data import Prompt, Rollouts
 from rlbench.data.base.plain import MARK, dumps, loads
 from rlbench.errors import DataError
+from tests.data.comparing import same
 from tests.data.values import rollouts
 from tests.data.written import sorting, stepped, written
 
@@ -22,25 +23,6 @@ CHAT = [
     {"role": "system", "content": "be brief"},
     {"role": "user", "content": [{"type": "text", "text": "hi"}]},
 ]
-
-
-def same(a, b):
-    """Equal to the last bit, dtypes too."""
-    for f in fields(Rollouts):
-        x, y = getattr(a, f.name), getattr(b, f.name)
-        if isinstance(x, Ragged):
-            assert x.values.dtype == y.values.dtype and x.offsets.tolist() == y.offsets.tolist()
-            x, y = x.values, y.values
-        if f.name in ("channels", "components"):
-            assert list(x) == list(y)
-            for name in x:
-                np.testing.assert_array_equal(x[name], y[name])
-        elif isinstance(x, np.ndarray):
-            assert x.dtype == y.dtype, f.name
-            np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=f.name)
-        else:
-            assert x == y and type(x) is type(y), f.name
-    return True
 
 
 def partly_scored():
@@ -94,7 +76,7 @@ def test_a_file_gives_the_same_rollouts_back(value, tmp_path):
     assert same(value(), through(value(), tmp_path))
 
 
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     texts=st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1, max_size=4),
     label=st.recursive(
@@ -113,10 +95,24 @@ def test_arrays_and_images_of_a_prompt_come_back(tmp_path):
     chat = [{"role": "user", "content": [{"type": "image", "image": image}]}]
     value = written([Prompt(chat, np.array([1.5, 2], np.float32), {"n": np.int64(3)})], [["a"]])
     prompt = through(value, tmp_path).prompts[0]
-    back = prompt.content[0]["content"][0]["image"]
+    assert prompt.content[0]["content"] == [{"type": "image"}]
+    back = prompt.images[0].pil()
     assert back.size == (3, 2) and back.mode == "RGB" and back.getpixel((1, 1)) == (10, 20, 30)
     assert prompt.label.dtype == np.float32 and prompt.label.tolist() == [1.5, 2]
     assert prompt.meta["n"] == 3 and type(prompt.meta["n"]) is np.int64
+
+
+def test_images_are_written_once_for_each_prompt(tmp_path):
+    images = [np.full((4, 4, 3), i, np.uint8) for i in range(3)]
+    prompts = [Prompt("<image_pad> a", images=(images[0],)), Prompt("b"), Prompt("c", images=(images[1], images[2]))]
+    value = written(prompts, [["x", "y"], ["z", "w"], ["v", "u"]])
+    back = through(value, tmp_path)
+    assert [p.images for p in back.prompts] == [p.images for p in prompts]
+    assert [[i.data for i in p.images] for p in back.prompts] == [[i.data for i in p.images] for p in prompts]
+    column = pandas.read_parquet(value.to_parquet(tmp_path / "r.parquet"))["prompt_images"]
+    assert [0 if cell is None else len(cell) for cell in column] == [1, 0, 0, 0, 2, 0]
+    rows = [json.loads(line) for line in value.to_json(tmp_path / "r.jsonl").read_text().splitlines()]
+    assert [len(row.get("images", ())) for row in rows] == [1, 0, 0, 0, 2, 0]
 
 
 def test_other_tools_read_the_file(tmp_path):

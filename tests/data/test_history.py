@@ -50,10 +50,22 @@ def test_the_table_has_a_row_per_step_and_a_column_per_number():
     table = History(RECORDS).to_pandas()
     assert table.shape == (3, 9) and table["seconds/total"].tolist()[:2] == [1.5, 2.5]
     assert "seconds" not in table.columns and table["loss_name"].tolist()[:2] == ["grpo", "mine"]
-    assert History(RECORDS).table().equals(table)
 
 
 def test_without_pandas_the_table_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)  # as where it is not installed: importing it fails
     with pytest.raises(DataError, match=r"history.to_pandas\(\) needs pandas: pip install pandas"):
         History(RECORDS).to_pandas()
+
+
+def test_what_is_changed_in_a_record_that_was_lent_stays_in_that_history():
+    kept = [{"step": i, "seconds": {"total": float(i)}} for i in range(4)]
+    read, again = (History(kept, lent=True) for _ in range(2))
+    read[-1]["seconds"]["total"] = 9.0
+    for record in read[:2]:
+        record["step"] = "mine"
+    assert read[-1]["seconds"] == {"total": 9.0} and read[-1] is read[3], "one reader keeps what it changed"
+    assert again["step"] == [0, 1, 2, 3] and again[3]["seconds"] == {"total": 3.0}
+    assert kept == [{"step": i, "seconds": {"total": float(i)}} for i in range(4)]
+    with pytest.raises(IndexError):
+        read[4]

@@ -6,39 +6,11 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from rlbench.data import Prompt, PromptSet, Ragged, Rollouts, TrainBatch, join, load
-from rlbench.data.rollouts.scoring import RewardError, RewardErrors
+from rlbench.data import Prompt, PromptSet, Ragged, Rollouts, join, load
 from rlbench.errors import DataError
-from tests.data.test_export import same
+from tests.data.comparing import batch, centred, equal, full, same
 from tests.data.values import rollouts
 from tests.data.written import sorting, stepped
-
-
-def centred(rewards, group):
-    return rewards - rewards.mean()
-
-
-def full(made=None):
-    """Rollouts in which every field says something."""
-    made = rollouts() if made is None else made
-    tokens, samples = len(made.logprobs), made.samples
-    place = np.concatenate([np.arange(n) for n in made.lengths])
-    return replace(
-        made.score(np.arange(samples)).with_channels(entropy=np.arange(tokens)),
-        logprobs=np.where(place % 2 == 0, made.logprobs, np.float32(0)),  # an observed token has none
-        number=7,
-        stats={"tokens": 21.0, "seconds": 2.0, "peak_bytes": 5.0},
-        tokenizer="some/folder",
-        components={"format": np.arange(samples) / 2.0},
-        reward_seconds=np.arange(samples) / 4.0,
-        reward_errors=RewardErrors((RewardError(1, "p", "said", "line"),)),
-        mask=place % 2 == 0,
-        turns=((place + 1) // 2).astype(np.int32),
-        turn_rewards=Ragged.from_rows([[1.0, np.nan]] * samples, np.float64),
-        env_rewards=np.arange(samples) * 1.0,
-        infos=tuple({"turns": i} for i in range(samples)),
-        notes=("drawn by hand",),
-    )
 
 
 def test_the_rollouts_here_leave_no_field_at_its_default():
@@ -100,13 +72,101 @@ def test_joined_rollouts_can_be_saved_scored_and_trained_on(tmp_path):
     assert whole.batch(centred).group.tolist() == whole.group.tolist()
 
 
-def test_rewards_that_only_some_have_are_refused_or_left_out():
+def test_rewards_that_only_some_have_are_refused():
     a, b = full(), rollouts()
-    with pytest.raises(DataError, match="only some of the rollouts have rewards: score them all"):
+    with pytest.raises(DataError, match="rewards"):
         a + b
-    whole = join(a, b, drop_unknown=True)
-    assert whole.rewards is None and whole.components == {} and whole.reward_seconds is None
-    assert not whole.reward_errors and whole.env_rewards is not None and join(b, b).rewards is None
+    assert join(b, b).rewards is None
+
+
+def test_equal_prompts_stay_apart_and_those_nobody_started_stay_known():
+    a = rollouts()
+    some = replace(a.select(a.group < 1), not_started=(1, 2), prompt_ids=Ragged.from_rows([[10], [], []], np.int32))
+    assert len(a + a) == 6 and (a + some).not_started == (4, 5) and (some + some).not_started == (1, 2, 4, 5)
+
+
+def test_rollouts_of_different_distributions_or_tokenizers_are_refused():
+    a = rollouts()
+    with pytest.raises(DataError, match="temperature"):
+        a + rollouts(temperature=0.7)
+    with pytest.raises(DataError, match="top_k"):
+        a + rollouts(top_k=5)
+    with pytest.raises(DataError, match="tokenizers"):
+        replace(a, tokenizer="x") + replace(a, tokenizer="y")
+    whole = rollouts(max_tokens=3, top_p=1.0) + rollouts(max_tokens=4)
+    assert whole.sampling == {"temperature": 1.0, "top_p": 1.0}
+
+
+def test_channels_of_a_step_go_along():
+    whole = stepped(sorting()) + sorting(prompts=2)
+    assert np.isfinite(whole[:4].channels["advantage"]).all() and np.isnan(whole[4:].channels["advantage"]).all()
+
+
+# -- batches
+
+
+def test_batches_keep_their_rows_and_their_groups_stay_apart():
+    a, b = batch(), batch(stepped(sorting()))[::-1]
+    b = b.replace(group=b.group * 2)  # 0 and 2 are groups of the other one too
+    for whole in (a + b, join(a, b)):
+        assert len(whole) == len(a) + len(b)
+        assert equal(whole[: len(a)], a)
+        assert equal(whole[len(a) :].replace(group=b.group), b)
+        groups = whole.group[len(a) :]
+        assert groups.min() == 3 and groups.dtype == np.int32
+        assert len(np.unique(whole.group)) == 3 + len(np.unique(b.group))
+        assert (groups[:, None] == groups[None]).tolist() == (b.group[:, None] == b.group[None]).tolist()
+
+
+def test_columns_that_only_some_batches_have_are_named():
+    a = batch()
+    b = a.replace(old_logprobs=a.sampler_logprobs, rewards=None)
+    with pytest.raises(DataError, match="old_logprobs"):
+        a + b
+    assert (b + b).old_logprobs.tolist() == a.sampler_logprobs.tolist() * 2
+
+
+def test_batches_of_two_temperatures_are_refused():
+    with pytest.raises(DataError, match=r"temperatures 0\.7, 1\.0"):
+        batch() + batch().replace(temperature=0.7)
+
+
+def test_a_batch_is_selected_by_a_mask():
+    made = batch()
+    assert equal(made.select(made.rewards > 2), made.rows([3, 4, 5]))
+    with pytest.raises(DataError, match="wanted 6 booleans"):
+        made.select(np.ones(5, bool))
+
+
+# -- prompt sets
+
+
+def test_prompt_sets_follow_each_other():
+    a = load([[1], [2, 2, 2]], max_prompt_tokens=2, on_long="keep", name="a")
+    b = load([[3]], max_prompt_tokens=2, name="b")
+    whole = a + b
+    assert [p.content for p in whole] == [[1], [2, 2, 2], [3]] and whole.lengths.tolist() == [1, 3, 1]
+    assert whole.too_long == a.too_long and whole.max_prompt_tokens == 2 and whole.name == ""
+    assert (a + a).name == "a" and (a + load(["x"])).lengths is None and len(join(a, b, b)) == 4
+
+
+# -- refusals
+
+
+@pytest.mark.parametrize(
+    ("values", "seen"),
+    [([], "nothing"), ([rollouts(), 3], "int"), ([rollouts(), PromptSet((Prompt("a"),))], "Rollouts, PromptSet")],
+)
+def test_what_cannot_be_joined_is_refused(values, seen):
+    with pytest.raises(DataError, match=seen):
+        join(values)
+
+
+def test_plus_refuses_other_kinds():
+    for value in (rollouts(), batch(), PromptSet((Prompt("a"),))):
+        with pytest.raises(TypeError):
+            value + 3
+    assert isinstance(rollouts().channels, Mapping)
 
 
 def test_equal_prompts_stay_apart_or_become_one_group():
@@ -138,88 +198,10 @@ def test_prompts_that_differ_in_label_or_meta_are_not_the_same():
         join(a, tokens, same_prompts=True)
 
 
-def test_prompts_nobody_started_stay_known():
-    a = rollouts()
-    some = replace(a.select(a.group < 1), not_started=(1, 2), prompt_ids=Ragged.from_rows([[10], [], []], np.int32))
-    assert (a + some).not_started == (4, 5) and (some + some).not_started == (1, 2, 4, 5)
-    assert join(some, some, same_prompts=True).not_started == (1, 2)
-    whole = join(some, a, same_prompts=True)
-    assert whole.not_started == () and [row.tolist() for row in whole.prompt_ids] == [
-        row.tolist() for row in a.prompt_ids
-    ]
-
-
-def test_rollouts_of_different_distributions_or_tokenizers_are_refused():
-    a = rollouts()
-    with pytest.raises(DataError, match=r"temperature 1\.0 and 0\.7: .*different distributions"):
-        a + rollouts(temperature=0.7)
-    with pytest.raises(DataError, match="top_k 0 and 5"):
-        a + rollouts(top_k=5)
-    with pytest.raises(DataError, match="different tokenizers: x, y"):
-        replace(a, tokenizer="x") + replace(a, tokenizer="y")
-    whole = rollouts(max_tokens=3, top_p=1.0) + rollouts(max_tokens=4)
-    assert whole.sampling == {"temperature": 1.0, "top_p": 1.0}
-
-
-def test_channels_of_a_step_go_along():
-    whole = stepped(sorting()) + sorting(prompts=2)
-    assert np.isfinite(whole[:4].channels["advantage"]).all() and np.isnan(whole[4:].channels["advantage"]).all()
-
-
-# -- batches
-
-
-def batch(made=None):
-    return (rollouts().score(range(6)) if made is None else made).batch(centred)
-
-
-def equal(a, b):
-    """Every field of two batches, types too."""
-    for field in fields(TrainBatch):
-        x, y = getattr(a, field.name), getattr(b, field.name)
-        if isinstance(x, Ragged):
-            assert x.offsets.tolist() == y.offsets.tolist()
-            x, y = x.values, y.values
-        if isinstance(x, np.ndarray):
-            assert x.dtype == y.dtype, field.name
-            np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=field.name)
-        else:
-            assert x == y, field.name
-    return True
-
-
-def test_batches_keep_their_rows_and_their_groups_stay_apart():
-    a, b = batch(), batch(stepped(sorting()))[::-1]
-    b = b.replace(group=b.group * 2)  # 0 and 2 are groups of the other one too
-    for whole in (a + b, join(a, b), a.join(b)):
-        assert len(whole) == len(a) + len(b)
-        assert equal(whole[: len(a)], a)
-        assert equal(whole[len(a) :].replace(group=b.group), b)
-        groups = whole.group[len(a) :]
-        assert groups.min() == 3 and groups.dtype == np.int32
-        assert len(np.unique(whole.group)) == 3 + len(np.unique(b.group))
-        assert (groups[:, None] == groups[None]).tolist() == (b.group[:, None] == b.group[None]).tolist()
-
-
-def test_columns_that_only_some_batches_have_are_named():
-    a = batch()
-    b = a.replace(old_logprobs=a.sampler_logprobs, rewards=None)
-    with pytest.raises(DataError, match="only some of the batches have rewards, old_logprobs"):
-        a + b
-    whole = a.join(b, drop_unknown=True)
-    assert whole.rewards is None and whole.old_logprobs is None and len(whole) == 12
-    assert (b + b).old_logprobs.tolist() == a.sampler_logprobs.tolist() * 2
-
-
-def test_batches_of_two_temperatures_are_refused():
-    with pytest.raises(DataError, match=r"temperatures 0\.7, 1\.0"):
-        batch() + batch().replace(temperature=0.7)
-
-
 def test_a_batch_is_selected_by_a_function_of_its_rows():
     made = batch().replace(ref_logprobs=batch().sampler_logprobs * 2)
     seen = []
-    kept = made.select(lambda row: seen.append(row) or row.reward >= 4 or len(row) == 1)
+    kept = made.select(lambda row: seen.append(row) or row.reward >= 4 or len(row.response) == 1)
     assert kept.rewards.tolist() == [0, 4, 5] and equal(kept, made.rows([0, 4, 5]))
     assert equal(made.select(made.rewards > 2), made.rows([3, 4, 5]))
     row = seen[3]
@@ -233,38 +215,7 @@ def test_a_batch_is_selected_by_a_function_of_its_rows():
         made.select(np.ones(5, bool))
 
 
-# -- prompt sets
-
-
-def test_prompt_sets_follow_each_other():
-    a = load([[1], [2, 2, 2]], max_prompt_tokens=2, on_long="keep", name="a")
-    b = load([[3]], max_prompt_tokens=2, name="b")
-    whole = a + b
-    assert [p.content for p in whole] == [[1], [2, 2, 2], [3]] and whole.lengths.tolist() == [1, 3, 1]
-    assert whole.too_long == a.too_long and whole.max_prompt_tokens == 2 and whole.name == ""
-    assert (a + a).name == "a" and (a + load(["x"])).lengths is None and len(a.join(b, b)) == 4
-
-
-# -- refusals
-
-
-@pytest.mark.parametrize(
-    ("values", "options", "said"),
-    [
-        ([], {}, "nothing to join"),
-        ([rollouts(), 3], {}, "value 1 is a int"),
-        ([rollouts(), PromptSet((Prompt("a"),))], {}, "value 1 is a PromptSet, the first a Rollouts"),
-        ([PromptSet((Prompt("a"),))], {"same_prompts": True}, "same_prompts= is of rollouts"),
-        ([PromptSet((Prompt("a"),))], {"drop_unknown": True}, "drop_unknown= is of rollouts and batches"),
-    ],
-)
-def test_what_cannot_be_joined_is_refused(values, options, said):
-    with pytest.raises(DataError, match=said):
-        join(values, **options)
-
-
-def test_plus_refuses_other_kinds():
-    for value in (rollouts(), batch(), PromptSet((Prompt("a"),))):
-        with pytest.raises(TypeError):
-            value + 3
-    assert isinstance(rollouts().channels, Mapping)
+def test_prompts_nobody_started_in_one_of_them_are_known_by_the_other():
+    a = rollouts()
+    some = replace(a[:0], prompts=a.prompts, prompt_ids=a.prompt_ids.take([0, 0, 0]), not_started=(0, 1, 2))
+    assert join(some, some, same_prompts=True).not_started == (0, 1, 2)

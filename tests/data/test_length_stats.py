@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlbench.data.rollouts.length_stats import histogram_edges, length_stats
+from rlbench.data.rollouts.merging import histogram_edges, length_stats
 from tests.data.values import rollouts
 
 

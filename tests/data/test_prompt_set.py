@@ -2,19 +2,12 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlbench.data import Prompt, PromptSet, load
 from rlbench.errors import DataError
-
-
-def numbered(count, name="numbers"):
-    return PromptSet(tuple(Prompt(f"p{i}", i, {"even": i % 2 == 0}) for i in range(count)), name)
-
-
-def labels(prompts):
-    return [p.label for p in prompts]
+from tests.data.comparing import labels, numbered
 
 
 def test_an_integer_gives_a_prompt_and_everything_else_a_set():
@@ -27,14 +20,12 @@ def test_an_integer_gives_a_prompt_and_everything_else_a_set():
         made[6]
 
 
-def test_filter_head_and_membership():
+def test_filter_and_membership():
     made = numbered(6)
     assert labels(made.filter(lambda p: p.meta["even"])) == [0, 2, 4]
-    assert labels(made.head(2)) == [0, 1] and len(made.head(99)) == 6 and len(made.head(0)) == 0
-    assert made[3] in made and made.index(made[3]) == 3 and made.labels == [0, 1, 2, 3, 4, 5]
+    assert made[3] in made and made.index(made[3]) == 3
 
 
-@settings(deadline=None)
 @given(st.integers(0, 40), st.integers(0, 2**32 - 1))
 def test_a_shuffle_is_an_order_of_the_same_prompts_that_the_seed_fixes(count, seed):
     made = numbered(count)
@@ -51,7 +42,6 @@ def test_the_order_of_a_seed_is_the_same_for_ever():
 ORDER_OF_SEED_0 = [3, 7, 0, 1, 2, 4, 6, 5]
 
 
-@settings(deadline=None)
 @given(st.integers(2, 30), st.floats(0.01, 0.99), st.sampled_from([None, 0, 5]))
 def test_a_split_shares_out_every_prompt_once(count, share, seed):
     first, second = numbered(count).split(share, seed)
@@ -68,7 +58,7 @@ def test_a_share_outside_of_the_set_is_refused(share):
 
 
 def test_a_single_prompt_cannot_be_split():
-    with pytest.raises(DataError, match="1 prompts cannot be split"):
+    with pytest.raises(DataError, match="two prompts"):
         numbered(1).split(0.5)
 
 
@@ -88,13 +78,11 @@ def test_lengths_of_another_number_are_refused():
     ("made", "text"),
     [
         (lambda: numbered(3), "PromptSet('numbers': 3 prompts)"),
-        (lambda: load(["a", "b"]), "PromptSet(2 prompts · no labels)"),
-        (lambda: load([[1], "b"]), "PromptSet(2 prompts · texts and token ids · no labels)"),
+        (lambda: load(["a", "b"]), "PromptSet(2 prompts · 0 with a label)"),
         (lambda: load([Prompt("a", 1), "b"]), "PromptSet(2 prompts · 1 with a label)"),
         (
             lambda: load([[1], [1, 2], [1, 2, 3]], max_prompt_tokens=2, on_long="keep", label=None),
-            "PromptSet(3 prompts · token ids · no labels · 1 to 3 tokens, median 2 · 1 too long for 2 tokens: "
-            ".too_long)",
+            "PromptSet(3 prompts · 0 with a label · 1 to 3 tokens, median 2 · 1 too long for 2 tokens: .too_long)",
         ),
         (lambda: numbered(0), "PromptSet('numbers': 0 prompts)"),
     ],

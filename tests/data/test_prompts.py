@@ -4,9 +4,10 @@ import numpy as np
 import pandas
 import pytest
 
-from rlbench.data import Prompt, as_prompts
+from rlbench.data import EncodedImage, Prompt, as_prompts
 from rlbench.errors import DataError
 
+PIXELS = np.zeros((2, 3, 3), np.uint8)
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
 
 
@@ -91,8 +92,11 @@ def test_the_text_for_a_reader():
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ([{"type": "image", "image": b"x"}, {"type": "text", "text": "What is it?"}], "[image] What is it?"),
-        ([{"type": "image_url", "image_url": {"url": "data:…"}}, "plain"], "[image] plain"),
+        ([{"type": "image", "image": PIXELS}, {"type": "text", "text": "What is it?"}], "[image] What is it?"),
+        (
+            [{"type": "image_url", "image_url": {"url": EncodedImage.from_any(PIXELS).data_url}}, "plain"],
+            "[image] plain",
+        ),
         ([{"type": "input_audio"}], "[input_audio]"),
         (None, ""),
         ([], ""),
@@ -111,6 +115,6 @@ def test_vllms_dicts_are_prompts_and_what_is_no_text_in_them_is_refused():
     )
     assert (by_ids.content, by_ids.label, dict(by_ids.meta)) == ([1, 2], 3, {})
     assert (by_text.content, dict(by_text.meta)) == ("x", {"source": "a"})
-    for name in ("multi_modal_data", "prompt_embeds"):
+    for name, value in (("multi_modal_data", {"audio": [1]}), ("prompt_embeds", [1]), ("multi_modal_uuids", [1])):
         with pytest.raises(DataError, match=f"prompt 1 has {name}"):
-            as_prompts(["a", {"prompt": "x", name: [1]}])
+            as_prompts(["a", {"prompt": "x", name: value}])

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlbench.data import Ragged
@@ -15,7 +15,6 @@ def as_lists(ragged):
     return [row.tolist() for row in ragged]
 
 
-@settings(deadline=None)
 @given(ROWS)
 def test_rows_come_back_as_they_went_in(rows):
     ragged = Ragged.from_rows(rows, np.int32)
@@ -24,7 +23,6 @@ def test_rows_come_back_as_they_went_in(rows):
     assert ragged.lengths.tolist() == [len(row) for row in rows]
 
 
-@settings(deadline=None)
 @given(ROWS.filter(bool), st.data())
 def test_take_gives_the_rows_asked_for_in_that_order_also_twice(rows, data):
     chosen = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=8))

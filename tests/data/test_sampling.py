@@ -59,8 +59,6 @@ def test_notes_tell_the_default_length_and_what_reshaped(sampling, lengths, note
     assert len(told) == len(notes) and all(wanted in note for wanted, note in zip(notes, told, strict=True))
 
 
-def test_a_joined_batch_was_reshaped_by_what_reshaped_its_parts(tmp_path):
+def test_a_joined_batch_was_reshaped_by_what_reshaped_its_parts():
     whole = join(batch_of([(2, 3)]), batch_of([(2, 3)], reshaped_by=("top_p=0.9",)))
     assert whole.reshaped_by == ("top_p=0.9",)
-    whole.to_parquet(tmp_path / "b.parquet")
-    assert type(whole).from_parquet(tmp_path / "b.parquet").reshaped_by == ("top_p=0.9",)

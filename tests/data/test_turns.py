@@ -14,7 +14,7 @@ from rlbench.data.record.metrics import Metrics
 from rlbench.data.rollouts.channels import all_channels
 from rlbench.errors import DataError
 from rlbench.notebook.rollouts.static import rollouts_view
-from tests.data.test_export import same
+from tests.data.comparing import same
 from tests.data.values import generated
 
 ERROR = {

@@ -8,11 +8,12 @@ import time
 import numpy as np
 import pytest
 
-from rlbench.dispatch import peers, waiting
+from rlbench.dispatch import chain as chains
+from rlbench.dispatch import peers
 from rlbench.dispatch import pending as pending_calls
 from rlbench.dispatch.chain import Chain
 from rlbench.dispatch.link import Link, spawn_host
-from rlbench.errors import DataError, EngineError, RemoteError, SessionError, Stopped, WorkerDied
+from rlbench.errors import DataError, EngineError, RemoteError, SessionError, StateError, Stopped, WorkerDied
 
 pytestmark = pytest.mark.engine
 
@@ -181,16 +182,6 @@ def test_an_older_driver_is_refused_after_a_take_over(cluster, actors, link):
     taken.close()
 
 
-def test_results_are_kept_until_acknowledged(link, actors):
-    import ray
-
-    pending = submit(link, actors[:1], "shout", "kept")
-    pending.result()
-    assert ray.get(actors[0].result.remote(pending.call_id)).value == "KEPT"
-    submit(link, actors[:1], "shout", "next").result()
-    assert ray.get(actors[0].result.remote(pending.call_id)) is None
-
-
 def test_a_chain_runs_its_steps_in_order_and_returns_their_value(link, actors):
     def steps():
         first = yield submit(link, actors, "shout", "one")
@@ -233,7 +224,7 @@ def test_a_killed_worker_ends_the_wait_and_says_which_one(cluster, capfd):
 def test_a_worker_that_was_out_of_reach_and_answers_again_is_not_called_dead(link, actors):
     import ray
 
-    from rlbench.dispatch.obituary import final_fate
+    from rlbench.dispatch.failures import final_fate
 
     lost = ray.exceptions.ActorUnavailableError("the connection broke", actors[0]._actor_id.binary())
     assert final_fate(actors[0], lost) is None
@@ -281,6 +272,16 @@ def test_a_death_that_is_heard_of_after_a_peer_failed_for_it_is_the_one_named(cl
     made.close()
 
 
+@pytest.mark.parametrize("cause", [0, 1])
+def test_a_cause_that_is_heard_of_after_a_peer_gave_up_for_it_is_the_one_raised(cluster, cause):
+    made = Link.create(f"cause{cause}")
+    hosts = [spawn_host(made, "echo", i, "tests.targets:EchoTarget", (i,), {}, {"num_cpus": 0}) for i in range(2)]
+    pending = made.submit("echo", ["rank 0", "rank 1"], hosts, "gives_up_for", [((cause,), {})] * 2, list)
+    with pytest.raises(StateError, match="the cause"):
+        pending.result(timeout=30)
+    made.close()
+
+
 @pytest.fixture
 def meeting(cluster):
     import ray
@@ -312,7 +313,7 @@ def test_a_peer_that_computes_is_waited_for_and_the_failure_shows_meanwhile(meet
 
 
 def test_after_ctrl_c_a_peer_of_a_rank_that_failed_is_released_without_anybody_waiting(meeting, monkeypatch):
-    monkeypatch.setattr(waiting, "STOP_WAIT_S", 0.3)
+    monkeypatch.setattr(chains, "STOP_WAIT_S", 0.3)
     monkeypatch.setattr(peers, "STUCK_S", 1.5)
     monkeypatch.setattr(peers, "FREED_S", 0.5)
     made, hosts = meeting

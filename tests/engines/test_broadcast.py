@@ -6,7 +6,7 @@ How it ends when something fails: test_broadcast_trouble.py. On GPUs the same pa
 import pytest
 
 from tests.engines.broadcasting import build_ranks, build_replicas, tokens
-from tests.engines.test_sync import gap, perturb
+from tests.engines.syncing import gap, perturb
 from tests.workers.tiny_checkpoint import make_checkpoint
 
 pytestmark = pytest.mark.engine

@@ -8,7 +8,7 @@ import pytest
 from rlbench.engines.sync import sync_weights
 from rlbench.errors import RemoteError, StateError, Stopped, WeightSyncError, WorkerDied
 from tests.engines.broadcasting import ENDS_S, build_ranks, build_replicas, sabotage, states, tokens, until
-from tests.engines.test_sync import gap, perturb
+from tests.engines.syncing import gap, perturb
 from tests.workers.tiny_checkpoint import make_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]  # each failure rebuilds engines

@@ -21,7 +21,7 @@ def interrupted_once(value):
 
 
 def test_of_one_call(monkeypatch):
-    pending = Pending("step", ["rank 0"], [], [], "id", list)
+    pending = Pending("step", ["rank 0"], [], [], "id", list, None, lambda i, error: error, True, lambda ranks: None)
     monkeypatch.setattr(pending, "result", interrupted_once("all of it"))
     with pytest.raises(Stopped, match="step was done as it was stopped") as stopped:
         pending.blocking_result()

@@ -8,8 +8,8 @@ from rlbench.engines.parallel import NeedParallel, estimated_bytes, row_spans, s
 from rlbench.errors import DataError
 
 
-def rows_of(calls, i=0):
-    return [args[i] for args, _ in calls]
+def rows_of(split, i=0):
+    return [args[i] for args, _ in split[0]]
 
 
 def test_rows_are_split_in_order_with_the_remainder_to_the_first_ranks():
@@ -31,8 +31,8 @@ def test_tensors_and_arrays_are_split_along_their_first_dimension():
 
 
 def test_several_marked_arguments_are_split_alike_and_others_copied():
-    calls = split_call((NeedParallel(list("abcd")), 7), {"y": NeedParallel((1, 2, 3, 4))}, 2)
-    assert calls == [((["a", "b"], 7), {"y": (1, 2)}), ((["c", "d"], 7), {"y": (3, 4)})]
+    calls, tokens = split_call((NeedParallel(list("abcd")), 7), {"y": NeedParallel((1, 2, 3, 4))}, 2)
+    assert tokens is None and calls == [((["a", "b"], 7), {"y": (1, 2)}), ((["c", "d"], 7), {"y": (3, 4)})]
 
 
 def test_marked_arguments_of_different_lengths_are_refused():
@@ -55,16 +55,39 @@ def test_no_rows_are_refused():
         split_call((NeedParallel([]),), {}, 2)
 
 
+def test_ranks_that_compute_layers_together_get_the_same_rows():
+    assert rows_of(split_call((NeedParallel([1, 2]),), {}, 4, together=2)) == [[1], [1], [2], [2]]
+
+
 @pytest.mark.parametrize("alias", ["dp", "data parallel", "data_parallel", "data-parallel"])
 def test_names_of_data_parallel(alias):
     assert len(NeedParallel([1, 2], type=alias)) == 2
 
 
-def test_sequence_parallel_raises_until_it_computes_right():
-    with pytest.raises(DataError, match="computed wrong"):
-        NeedParallel([[1, 2]], type="seq")
+@pytest.mark.parametrize("rows", [[[1, 2, 3, 4], [5, 6, 7, 8]], np.arange(1, 9).reshape(2, 4)])
+def test_tokens_are_split_over_a_group_and_rows_over_the_groups(rows):
+    calls, tokens = split_call((NeedParallel(rows, type="seq"), NeedParallel(["a", "b"])), {}, 4, 2)
+    assert tokens == 4
+    assert [np.asarray(args[0]).tolist() for args, _ in calls] == [[[1, 2]], [[3, 4]], [[5, 6]], [[7, 8]]]
+    assert [args[1] for args, _ in calls] == [["a"], ["a"], ["b"], ["b"]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "said"),
+    [
+        ([[1, 2]], 1, "sequence_parallel=2"),
+        ([[1, 2, 3]], 2, "share evenly"),
+        ([[1, 2], [1, 2, 3, 4]], 2, "pad to one length"),
+    ],
+)
+def test_tokens_that_cannot_be_split_are_refused(rows, size, said):
+    with pytest.raises(DataError, match=said):
+        split_call((NeedParallel(rows, type="seq"),), {}, 2, size)
+
+
+def test_a_way_to_split_that_does_not_exist_is_refused():
     with pytest.raises(DataError, match="wanted"):
-        NeedParallel([[1, 2]], type="tensor")
+        NeedParallel([[1, 2]], type="expert")
 
 
 @pytest.mark.parametrize("data", ["text", {"a": [1]}, 3, None])

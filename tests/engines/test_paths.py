@@ -42,6 +42,10 @@ def test_a_training_engine_takes_a_module_or_what_makes_one():
     for given in (TOKENIZER, "tiny", 7):
         with pytest.raises(BuildError, match=type(given).__name__):
             rb.TrainEngine(given)
+
+
+@pytest.mark.engine
+def test_a_training_engine_without_a_module_builds_nothing(cluster):
     with pytest.raises(BuildError, match="no module"):
         rb.TrainEngine(None).build()
 

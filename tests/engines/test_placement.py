@@ -110,10 +110,10 @@ def test_a_closed_engine_gives_its_devices_and_its_name_back(link):
 
     for _ in range(2):  # all devices of the cluster each time, under the same name
         engine = rb.TrainEngine(on_meta, name="all", link=link)
-        engine._allot(ray_devices(), None, None)
+        engine._allot(placement.Wish(ray_devices()))
         assert len(reserved(link)) == 1
         with pytest.raises(BuildError, match="an engine 'all' already"):
-            engine._allot(1, None, None)
+            engine._allot(placement.Wish(1))
         engine._actors = [ray.remote(Idle).remote()]
         engine.close()
         assert_given_back(link)
@@ -124,9 +124,9 @@ def test_devices_that_another_engine_shares_stay_until_that_one_closes(link):
     import ray
 
     first, second = (rb.TrainEngine(on_meta, name=name, link=link) for name in ("first", "second"))
-    devices = first._allot(2, None, None)
+    devices = first._allot(placement.Wish(2))
     first._actors = [ray.remote(Idle).remote()]
-    assert second._allot(2, first, None) == devices
+    assert second._allot(placement.Wish(2, beside="first"), [first]) == devices
     second._actors = [ray.remote(Idle).remote()]
     first.close()
     assert list(link.state()["engines"]) == ["second"] and len(reserved(link)) == 1

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rlbench.data.prompts.seeds import request_seeds
+from rlbench.data.prompts.sampling import request_seeds
 
 
 def test_a_samples_seed_does_not_depend_on_how_many_are_drawn():

@@ -6,7 +6,7 @@ import torch
 import rlbench as rb
 from rlbench.trainers.models.policy_spec import PolicySpec
 from tests.engines.broadcasting import small_buckets, tokens
-from tests.engines.test_sync import gap, perturb
+from tests.engines.syncing import gap, perturb
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]

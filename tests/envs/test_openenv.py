@@ -1,7 +1,5 @@
 """OpenEnv's environments: their reset and step, in this process and on a real server of that library."""
 
-import asyncio
-import inspect
 import threading
 import time
 from dataclasses import dataclass, field
@@ -11,7 +9,7 @@ import pytest
 
 from rlbench.data import Prompt
 from rlbench.envs import Turn, from_openenv
-from rlbench.envs.protocol import awaited
+from rlbench.envs.protocol import resolved
 from rlbench.errors import DataError
 
 
@@ -48,7 +46,7 @@ def turn(text, number=0):
 
 def run(value):
     """As a replica does: what can be awaited runs on an event loop, the rest is there already."""
-    return asyncio.run(awaited(value)) if inspect.isawaitable(value) else value
+    return resolved(value)
 
 
 def test_reset_step_and_close_of_an_environment_in_this_process():

@@ -51,7 +51,7 @@ def episode(**limits):
 
 def test_what_a_step_says_is_kept_as_json_whatever_it_is():
     one = episode()
-    one.sampled([3], [-0.5])
+    one.extend([3], [-0.5])
     one.turn("stop")
     assert one.stepped(Step([7], info={"n": 1, "obj": {1, 2}, "odd": {(1, 2): 3}}), "stop", True)
     assert one.steps == [{"n": 1, "obj": "{1, 2}", "odd": "{(1, 2): 3}"}]
@@ -72,7 +72,7 @@ def test_what_a_step_says_is_kept_as_json_whatever_it_is():
 )
 def test_a_wrong_answer_is_refused(step, match):
     one = episode()
-    one.sampled([3], [-0.5])
+    one.extend([3], [-0.5])
     one.turn("stop")
     with pytest.raises(DataError, match=match):
         one.stepped(step, "stop", True)
@@ -81,11 +81,11 @@ def test_a_wrong_answer_is_refused(step, match):
 def test_turn_rewards_have_an_entry_for_every_turn_with_tokens():
     one = episode()
     for reward in (1.0, None):
-        one.sampled([3, 4], [-0.5, -0.5])
+        one.extend([3, 4], [-0.5, -0.5])
         one.turn("stop")
         one.stepped(Step([7], reward), "stop", True)
     assert one.turn_rewards[0] == 1.0 and len(one.turn_rewards) == 2
-    one.sampled([5], [-0.1])
+    one.extend([5], [-0.1])
     one.stopped()
     assert len(one.turn_rewards) == 3 and one.info["messages"][-1]["content"] == chr(5)
     assert one.mask == [True, True, False, True, True, False, True] and one.turns == [0, 0, 0, 1, 1, 1, 2]

@@ -10,7 +10,7 @@ import rlbench as rb
 from rlbench.envs import Env, Step, from_hook, tools
 from rlbench.errors import DataError, Stopped
 from rlbench.tiny import tasks
-from tests.envs.test_hook import post_generation_hook
+from tests.envs.making import post_generation_hook
 
 pytestmark = pytest.mark.engine
 

@@ -104,6 +104,6 @@ def test_results_inside_the_answer_and_a_parser_of_ones_own():
 
 
 def test_wrong_tools_are_refused():
-    for given, match in (({}, "no functions"), ({"f": 3}, "'f' is int"), ([lambda: 1], "'<lambda>' is")):
-        with pytest.raises(DataError, match=match):
-            tools(given)
+    for functions, token in (({}, "nothing"), ({"f": 3}, "'f'"), ([lambda: 1], "'<lambda>'")):
+        with pytest.raises(DataError, match=token):
+            tools(functions)

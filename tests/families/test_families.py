@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from rlbench.data.batches.sequences import as_batch
+from rlbench.data.batches.batch import as_batch
 from rlbench.engines.sync import PROBE_OPTIONS, rows_in_order
 from rlbench.trainers.models.policy_spec import PolicySpec
-from rlbench.weights.proof import largest_gap, probe_tokens
+from rlbench.weights.probe import probe_tokens
+from rlbench.weights.sync import largest_gap
 from rlbench.workers.replica.config import ReplicaConfig
 from tests.families.replica import ReplicaFailure, ReplicaProcess
 from tests.families.shapes import SMALL, small_config
@@ -137,7 +138,7 @@ class Pair:
         return largest_gap(self.logprobs(PROBE_OPTIONS), [self.replica.call("prompt_logprobs", self.tokens)])
 
     def logprobs(self, options: dict[str, Any]) -> list[np.ndarray]:
-        return rows_in_order(self.trainer.call("policy_forward", self.batch, options))["logprobs"]
+        return list(rows_in_order(self.trainer.call("policy_forward", self.batch, options))["logprobs"])
 
     def step(self) -> None:
         """One optimizer step, which moves every weight that has a gradient."""

@@ -73,6 +73,7 @@ def second_node(cluster: Any, tmp_path: Path) -> Iterator[tuple[str, int]]:
         raylet.wait(10)
 
 
+@pytest.mark.curve
 def test_a_worker_whose_node_is_lost_says_so_and_the_session_lives_on(cluster: Any, second_node: Any) -> None:
     import ray
 

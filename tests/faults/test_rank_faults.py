@@ -17,19 +17,11 @@ import pytest
 import rlbench as rb
 from rlbench.errors import RemoteError, SessionError, WeightSyncError, WorkerDied
 from rlbench.tiny import tasks
+from tests.session.session_trainers import OPTIONS
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]  # each death rebuilds an engine
 WAIT_S = 60.0
-OPTIONS = {
-    "rollout_batch_size": 8,
-    "n": 4,
-    "train_batch_size": 32,
-    "micro_train_batch_size": 8,
-    "micro_rollout_batch_size": 16,
-    "max_tokens": 8,
-    "packing": True,
-    "seed": 3,
-}
+FEW = {**OPTIONS, "max_tokens": 8}
 PROMPTS = ["sort 52143", "sort 9071", "sort 3321", "sort 86420"] * 4
 FREE = {"temperature": 1.0, "max_tokens": 8, "n": 2}
 
@@ -242,7 +234,7 @@ def test_a_death_in_the_middle_of_a_broadcast_is_named_and_after_healing_the_nex
 
 def trainer_of(session: Any) -> Any:
     stream = rb.data.PromptSet.of(tasks.prompts(64, seed=3)).stream(seed=3)
-    return session.trainer("grpo", stream, tasks.reward, **OPTIONS)
+    return session.trainer("grpo", stream, tasks.reward, **FEW)
 
 
 def curve(history: Any) -> list[tuple[float, float]]:
@@ -311,7 +303,7 @@ def test_where_asked_the_weights_that_the_ranks_synced_last_come_back(frail: Any
     assert healed.engines["trainer"].startswith("made again, from its beginning")
     assert frail.train.call_all("state_checksum").result() == weights
     assert frail.last_trainer.step().train_steps == 1
-    frail._trainer = None  # as in a kernel that attached, which has no description of it
+    frail.core.trainer = None  # as in a kernel that attached, which has no description of it
     os.kill(pids(frail, "actor")[0], signal.SIGKILL)
     assert frail.heal().engines["trainer"].startswith("lost with its ranks: session.trainer(…) makes one")
     with pytest.raises(SessionError, match="there is no trainer yet"):

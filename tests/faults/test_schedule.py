@@ -15,6 +15,7 @@ def check(tallies: list[faults.Tally]) -> None:
     assert all(tally.survived == tally.tries > 0 for tally in tallies)
 
 
+@pytest.mark.curve
 def test_interrupts_at_random_points_of_every_verb_are_survived(cluster, tiny_path) -> None:
     check(faults.run(interrupts=2, kills=0, others=1, seed=11, name="faults-short"))
 

@@ -112,6 +112,20 @@ async def test_sessions_are_listed_with_their_liveness_and_no_token(jp_fetch, se
     assert TOKEN not in json.dumps(value) and "token" not in json.dumps(value)
 
 
+async def test_a_parked_session_is_listed_says_so_and_is_forgotten(jp_fetch, served):
+    folder = registry.parked_folder("older")
+    folder.mkdir(parents=True)
+    registry.write_json(folder / registry.ABOUT, {"step": 3, "bytes": 7})
+    _, value = await get(jp_fetch, "sessions")
+    (row,) = [row for row in value["sessions"] if row["name"] == "older"]
+    assert (row["state"], row["step"], row["bytes"]) == ("parked", 3, 7)
+    status, value = await get(jp_fetch, "sessions", "older", "state")
+    assert (status, value["state"]) == (404, "parked") and "rb.attach('older')" in value["error"]
+    forgotten = jp_fetch("rlbench", "api", "sessions", "older", "kill", method="POST", body="{}")
+    assert await status_of(forgotten) == (200, {"schema": 1, "message": "older: forgotten"})
+    assert registry.parked("older") is None
+
+
 async def test_the_list_tells_the_servers_time_and_the_machines_memory(jp_fetch):
     before = time.time()
     _, value = await get(jp_fetch, "sessions")

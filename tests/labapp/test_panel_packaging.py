@@ -16,7 +16,7 @@ import pytest
 
 from rlbench._version import __version__
 from rlbench.notebook.base import palette
-from rlbench.setup import panel
+from scripts import panel
 
 ROOT = Path(__file__).parents[2]
 EXTENSION = ROOT / "extension"
@@ -167,7 +167,7 @@ def test_an_old_node_is_named(tmp_path, monkeypatch):
 
 def test_without_node_make_goes_on_after_one_line(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from rlbench.setup import panel;"
+        "import sys; from pathlib import Path; from scripts import panel;"
         "panel.is_built = lambda root: False; sys.exit(panel.main(sys.argv[1:]))"
     )
     for arguments in ([], ["lint"]):
@@ -196,6 +196,6 @@ def test_the_compiler_is_strict():
 def test_the_tests_beside_the_typescript_pass():
     if missing := panel.why_no_node():
         pytest.skip(f"TypeScript cannot be run: {missing}")
-    command = [sys.executable, "-m", "rlbench.setup.panel", "test"]
+    command = [sys.executable, "scripts/panel.py", "test"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

@@ -87,9 +87,12 @@ def test_samples_hold_the_resident_memory_of_the_workers_that_live(link):
     name = f"rlbench/{link.name}/echo/0"
     until(lambda: any(name in s["resident"] for s in link.samples()))
     sample = next(s for s in reversed(link.samples()) if name in s["resident"])
-    measured = processes.resident_bytes(pid)
+    measured = processes.memory_bytes(pid)[0]
     assert 0.5 < sample["resident"][name] / measured < 2
     assert link.samples(since=time.time() + 60) == []
+    until(lambda: len(link.samples()) > 2)
+    (newest,) = link.samples(last=1)
+    assert newest["time"] >= sample["time"] and link.samples(last=0) == []
     os.kill(pid, signal.SIGKILL)
     now = time.time()
     until(lambda: any(s["time"] > now + 0.5 and name not in s["resident"] for s in link.samples(now)))

@@ -275,9 +275,10 @@ def test_a_running_call_is_shown_with_its_progress_and_stopped(link):
     record = client.find(link.name)
     pending = submit(link, host, "slowly", 120.0, what="rollout 8", track=True)
     until(lambda: client.ask(record, "/state")["running"])
-    until(lambda: client.ask(record, "/state")["running"][0]["progress"])
+    progress = lambda: client.ask(record, "/state")["running"][0]["progress"]  # noqa: E731
+    until(lambda: progress() and progress()[0]["done"] > 0)
     shown = client.ask(record, "/state")["running"][0]
-    assert (shown["what"], shown["engine"]) == ("rollout 8", "echo") and shown["progress"][0]["done"] > 0
+    assert (shown["what"], shown["engine"]) == ("rollout 8", "echo")
     assert client.command(record, "stop")["result"] == {"stopped": ["rollout 8"]}
     with pytest.raises(Stopped):
         pending.result(timeout=60)

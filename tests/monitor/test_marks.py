@@ -260,7 +260,7 @@ def test_the_parts_add_up_to_the_time_there_was(events):
             clock.turn({kind_of(name) for name in open_})
             open_ ^= {what}
         total = ticks["now"] - begin
-        clock.stepped(1)
+        clock.step = 1
         clock.close()
     (split,) = clock.splits
     assert sum(split[p] for p in ("rollout", "train", "sync", "other", "idle")) == pytest.approx(split["seconds"])

@@ -65,7 +65,7 @@ def test_a_module_with_weights_is_refused_naming_the_mend(qwen: str) -> None:
 def test_plain_meta_device_is_recognised_by_its_lost_buffers(qwen: str) -> None:
     with torch.device("meta"):
         module = TrainedQwen(Qwen2Config.from_pretrained(qwen))
-    with pytest.raises(BuildError, match=r"lost \d+ buffers.*torch\.device\('meta'\) empties"):
+    with pytest.raises(BuildError, match=r"lost buffers.*torch\.device\('meta'\) empties"):
         rlbench.nn.check_module(module)
 
 

@@ -12,14 +12,12 @@ from rlbench import notebook, tiny
 from rlbench.data.record.gradients import Gradients
 from rlbench.data.record.history import History
 from rlbench.data.record.metrics import Metrics
-from rlbench.notebook.cards import views
+from rlbench.notebook.cards.session_views import session_card
 from rlbench.notebook.dashboard.dashboard import Dashboard
-from rlbench.notebook.live.progress import FitProgress
-from rlbench.notebook.live.progress_line import Line
-from rlbench.session.facts import card_facts
-from rlbench.session.lab.loss_lab import loss_lab
+from rlbench.notebook.live.progress import FitProgress, Line
 from tests.data.values import rollouts
 from tests.data.written import sorting, stepped
+from tests.labs import loss_lab
 from tests.notebook import values
 
 LONG = "a-policy-of-a-name-that-nobody-wanted-to-shorten"
@@ -42,7 +40,7 @@ def _session() -> Any:
     engines = {"actor": values.ACTOR, LONG: values.INFERENCE, "inference": broken}
     held = {name: 5 << 28 for one in engines.values() for name in one["actors"]}
     state = values.state(**engines) | {"name": SESSION, "branch": "warm"}
-    return views.session_card(card_facts(state, [{"resident": held}]))
+    return session_card(state, [{"resident": held}])
 
 
 def _steps(count: int = 60) -> History:
@@ -97,7 +95,7 @@ def _lab() -> Any:
     noise = np.random.default_rng(0).normal(size=batch.tokens).astype(np.float32)
     tokens = {"old_logprobs": old, "logprobs": old + 0.4 * noise, "entropy": np.abs(noise)}
     losses = {"grpo": "grpo", LONG: lambda x: (x.advantages * x.logprobs, {})}
-    return loss_lab(batch, tokens, losses, hashes={LONG: "8f3a77"})
+    return loss_lab(batch, tokens, losses)
 
 
 def _gradients() -> Gradients:

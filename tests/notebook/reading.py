@@ -81,7 +81,9 @@ def words(text):
 def both(card):
     """The card as text, once it is sure that its HTML is well-formed and says the same."""
     assert words(read(card.html()).text) == words(card.text())
-    assert card.bundle() == {"text/html": card.html(), "text/plain": card.text()}
+    assert all(
+        form.startswith(own) for form, own in zip(card.bundle().values(), (card.html(), card.text()), strict=True)
+    )
     return re.sub(r"[ ]+", " ", card.text())
 
 

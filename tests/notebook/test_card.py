@@ -4,19 +4,16 @@ import pytest
 
 from rlbench.data.record.history import History
 from rlbench.data.record.metrics import Metrics
-from rlbench.notebook.base.markup import table
-from rlbench.notebook.cards import kept_views, views
+from rlbench.notebook.cards import data_views, record_views, result_views, session_views
 from rlbench.notebook.cards.card import Card, Grid, Pair
-from rlbench.notebook.cards.engine_facts import engine_facts
-from rlbench.notebook.charts.curves import Curves
+from rlbench.notebook.charts.chart import Curves
 from rlbench.notebook.rollouts.static import rollouts_view
 from rlbench.results import Saved
-from rlbench.session.facts import card_facts
 from rlbench.session.state.healing import Healed
 from rlbench.session.state.snapshots import Snapshots
 from tests.data.values import generated
 from tests.notebook.reading import HOSTILE, both, inert, read
-from tests.notebook.values import ACTOR, INFERENCE, batch, snapshot, state
+from tests.notebook.values import ACTOR, INFERENCE, Held, batch, snapshot, state
 
 
 def hostile_rollouts():
@@ -28,27 +25,25 @@ def hostile_rollouts():
 
 
 HOSTILE_CARDS = {
-    "session": lambda: views.session_card(
-        card_facts(
-            state(**{HOSTILE: INFERENCE | {"broken": HOSTILE, "info": {"executor": HOSTILE}}})
-            | {"name": HOSTILE, "config": {"model": HOSTILE, "seed": 0}, "running": {"x": HOSTILE}, "branch": HOSTILE},
-            [],
-        )
+    "session": lambda: session_views.session_card(
+        state(**{HOSTILE: INFERENCE | {"broken": HOSTILE, "info": {"executor": HOSTILE}}})
+        | {"name": HOSTILE, "config": {"model": HOSTILE, "seed": 0}, "running": {"x": HOSTILE}, "branch": HOSTILE},
+        [],
     ),
-    "session's state": lambda: views.session_card(card_facts(state(a=ACTOR | {"state": {"weights": HOSTILE}}), [])),
-    "engine": lambda: views.engine_facts_card(
-        engine_facts(HOSTILE, INFERENCE | {"info": dict.fromkeys(("path", "device", "dtype"), HOSTILE)}, 1), [HOSTILE]
+    "session's state": lambda: session_views.session_card(state(a=ACTOR | {"state": {"weights": HOSTILE}}), []),
+    "engine": lambda: session_views.engine_card(
+        Held({"actor": INFERENCE | {"info": dict.fromkeys(("path", "dtype"), HOSTILE), "methods": [{"name": HOSTILE}]}})
     ),
-    "batch": lambda: views.batch_card(batch()),
-    "metrics": lambda: views.metrics_card(
+    "batch": lambda: data_views.batch_card(batch()),
+    "metrics": lambda: record_views.metrics_card(
         Metrics({"step": 1, "skipped": HOSTILE, "loss_name": HOSTILE, "seconds": {HOSTILE: 1.0}, HOSTILE: HOSTILE})
     ),
-    "history": lambda: views.history_card(History([{"step": 1, "loss": 1.0, "loss_name": HOSTILE}])),
-    "snapshot": lambda: kept_views.snapshot_card(snapshot(HOSTILE)),
-    "snapshots": lambda: kept_views.snapshots_card(Snapshots([snapshot(HOSTILE)])),
-    "checkpoint": lambda: kept_views.saved_card(Saved(HOSTILE, 1, ("x/y",))),
-    "healed": lambda: kept_views.healed_card(Healed({HOSTILE: HOSTILE}, 1, 1)),
-    "sessions": lambda: views.sessions_card([{"name": HOSTILE, "pid": 1}]),
+    "history": lambda: record_views.history_card(History([{"step": 1, "loss": 1.0, "loss_name": HOSTILE}])),
+    "snapshot": lambda: result_views.snapshot_card(snapshot(HOSTILE)),
+    "snapshots": lambda: result_views.snapshots_card(Snapshots([snapshot(HOSTILE)])),
+    "checkpoint": lambda: result_views.saved_card(Saved(HOSTILE, 1, ("x/y",))),
+    "healed": lambda: result_views.healed_card(Healed({HOSTILE: HOSTILE}, 1, 1)),
+    "sessions": lambda: session_views.sessions_card([{"name": HOSTILE, "pid": 1}]),
 }
 
 
@@ -107,5 +102,5 @@ def test_a_warning_is_a_sign_and_a_word_and_not_a_colour_alone():
 
 
 def test_a_table_without_names_has_no_head():
-    assert "<th" not in table(["", ""], [["a", "b"]])
-    assert "<th scope=col align=left>x</th>" in table(["x", ""], [["a", "b"]])
+    assert "scope=col" not in Grid([["a", "b"]], ("", "")).html()
+    assert "<th scope=col align=left>x</th>" in Grid([["a", "b"]], ("x", "")).html()

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from rlbench.notebook.charts.curves import Curves
+from rlbench.notebook.charts.chart import Curves
 from rlbench.notebook.charts.svg import BOTTOM, LEFT, RIGHT, TOP, WIDE_HEIGHT, WIDTH
 
 

@@ -46,8 +46,9 @@ def shown(script):
 
 def test_a_monitor_that_tells_nothing_leaves_the_panels_empty():
     found = view({})
-    assert found.lengths == () and found.split is None and found.memory.lanes == () and not found.buttons
-    assert [curve.points for curve in found.curves] == [()] * 5
+    assert found.lengths == [] and found.split is None and not found.buttons
+    assert memory([], (), {}).lanes == ()
+    assert [curve["points"] for curve in found.curves] == [[]] * 5
 
 
 def test_of_a_session_that_is_closed_nothing_can_be_pressed(script):
@@ -106,12 +107,12 @@ def test_the_legend_names_what_the_picture_shows_and_says_why_the_rest_is_not_se
     }
     shown = memory([told], (), blank("s"))
     assert seen_and_thin(shown) == (["kv_cache", "activations", "other"], ["weights", "optimizer"])
-    key = dashboard_html._key(shown)
+    key = dashboard_html._memory(shown)
     assert "■</span> activations" in key and "■</span> weights" not in key
     assert "too thin to see: weights, optimizer" in key and "grey at first" not in key
     unasked = told | {"time": NOW, "owners": {}}
     both = memory([unasked, told], (), blank("s"))
-    assert both.untold == NOW and "grey at first" in dashboard_html._key(both)
+    assert both.untold == NOW and "grey at first" in dashboard_html._memory(both)
     assert memory([unasked | {"gpus": [{"used": GIB, "total": 4 * GIB}]}], (), blank("s")).untold == NOW
 
 
@@ -124,8 +125,8 @@ def test_lengths_of_a_running_rollout_grow_over_all_replicas():
     ]
     state["running"] = [{"id": "a", "what": "rollout 2", "engine": "e", "since": NOW, "progress": told}]
     before, now = view(state).lengths
-    assert (before.rollout, now.rollout, now.samples) == ("rollout 1", "rollout 2 so far", 11)
-    assert now.edges == (0, 2, 4, 6) and now.counts == (5, 5, 1) and now.p50 is None
+    assert (before["rollout"], now["rollout"], now["samples"]) == ("rollout 1", "rollout 2 so far", 11)
+    assert now["edges"] == [0, 2, 4, 6] and now["counts"] == [5, 5, 1] and now["p50"] is None
     state["running"][0]["progress"] = [{"lengths": {"width": 1, "counts": []}}]
     assert len(view(state).lengths) == 1
 
@@ -145,7 +146,7 @@ def test_numbers_that_are_missing_or_not_finite_leave_a_gap():
         {"step": 3, "reward": float("nan")},
     ]
     reward, kl, *_ = view(blank("s") | {"history": history}).curves
-    assert reward.points == ((1, 0.5),) and kl.points == ()
+    assert reward["points"] == [[1, 0.5]] and kl["points"] == []
 
 
 # -- what a saved notebook keeps
@@ -162,7 +163,7 @@ def test_the_static_page_has_the_numbers_the_pictures_and_stays_small(script):
         "truncated 6.25 %",
     ):
         assert said in page, said
-    for said in ("p50 ", "reward 0.7", "step 1.9 s = rollout 0.9", "weights resident"):
+    for said in ("p50 ", "reward 0.7", "step 1.9 s = rollout 0.9", "weights ● resident"):
         assert said in text, said
     drawings = [base64.b64decode(data).decode() for data in re.findall(r"base64,([^\"]+)", page)]
     assert sum("polygon" in one for one in drawings) == 4 and sum("<rect" in one for one in drawings) == 1
@@ -344,12 +345,12 @@ def test_outside_a_notebook_it_prints_its_text(script, shown, capsys):
 def test_the_clock_knows_how_long_the_cell_runs_and_took(monkeypatch):
     from IPython.testing.globalipapp import get_ipython as testing_shell
 
-    from rlbench.notebook.live import cell_clock
+    from rlbench.notebook.dashboard import dashboard
 
     shell, now = testing_shell(), [100.0]
     monkeypatch.setattr("IPython.get_ipython", lambda: shell)
-    monkeypatch.setattr(cell_clock.time, "monotonic", lambda: now[0])
-    clock = cell_clock.CellClock()
+    monkeypatch.setattr(dashboard.time, "monotonic", lambda: now[0])
+    clock = dashboard.CellClock()
     now[0] = 112.0
     assert clock.text() == "cell 12 s"
     shell.events.trigger("post_run_cell", None)
@@ -379,7 +380,7 @@ def test_a_real_monitor_is_shown_stopped_and_followed_through_its_restart(cluste
     made.follow()
     pending = submit(link, host, "slowly", 120.0, what="rollout 8", track=True)
     until(lambda: made._view.phase.startswith("rollout 8"))
-    until(lambda: [lane.name for lane in made._view.memory.lanes] == ["echo 0"])
+    until(lambda: [lane["name"] for lane in made._charts.whole_memory()["lanes"]] == ["echo 0"])
     assert press(made, "stop")["command"]["result"] == {"stopped": ["rollout 8"]}
     with pytest.raises(Stopped):
         pending.result(timeout=60)
@@ -395,3 +396,9 @@ def test_a_real_monitor_is_shown_stopped_and_followed_through_its_restart(cluste
     until(lambda: made._feed.frame.ended)
     assert not any(c["enabled"] for c in (*made._view.buttons, *made._view.toggles))
     made.close()
+
+
+def test_evaluations_are_curves_behind_those_of_training():
+    history = [{"step": 1, "reward": 0.5, "eval/gsm8k/reward": 0.25, "eval/gsm8k/pass@8": 1.0}, {"step": 2}]
+    *training, last = view(blank("s") | {"history": history}).curves
+    assert len(training) == 5 and last == {"label": "eval/gsm8k", "unit": "", "points": [[1, 0.25]]}

@@ -8,12 +8,13 @@ from rlbench.data.record.history import History
 from rlbench.data.record.metrics import Metrics
 from rlbench.engines import InferenceEngine, TrainEngine
 from rlbench.errors import DataError, Stopped
-from rlbench.notebook.cards import kept_views, views
+from rlbench.notebook.cards import data_views, record_views, result_views, session_views
 from rlbench.results import Saved
-from rlbench.session.facts import Sessions
+from rlbench.session.record.evaluations import PastEvaluations
+from rlbench.session.session import Sessions
 from rlbench.session.state.healing import Healed
 from rlbench.session.state.snapshots import Snapshots
-from rlbench.session.training.evaluation import Evaluation
+from rlbench.session.training.evaluation import Evaluation, Evaluations
 from tests.data.values import rollouts
 
 
@@ -37,14 +38,19 @@ def test_rollouts_show_as_html_and_keep_their_text_for_other_readers(shell):
 
 
 CARDS = {
-    "batch": (batch, views.batch_card),
-    "metrics": (lambda: Metrics({"step": 1, "loss": 0.5}), views.metrics_card),
-    "history": (lambda: History([{"step": 1, "loss": 0.5}]), views.history_card),
-    "evaluation": (lambda: Evaluation(0.5, rollouts().score([1.0] * 6)), kept_views.evaluation_card),
-    "checkpoint": (lambda: Saved("/x", 1, ()), kept_views.saved_card),
-    "snapshots": (lambda: Snapshots([]), kept_views.snapshots_card),
-    "healed": (lambda: Healed({}, 1, 1), kept_views.healed_card),
-    "sessions": (lambda: Sessions([{"name": "a", "pid": 1}]), views.sessions_card),
+    "batch": (batch, data_views.batch_card),
+    "metrics": (lambda: Metrics({"step": 1, "loss": 0.5}), record_views.metrics_card),
+    "history": (lambda: History([{"step": 1, "loss": 0.5}]), record_views.history_card),
+    "evaluation": (lambda: Evaluation(0.5, rollouts().score([1.0] * 6)), result_views.evaluation_card),
+    "evaluations": (
+        lambda: Evaluations({"a": Evaluation(0.5, rollouts().score([1.0] * 6), "a")}),
+        result_views.evaluations_card,
+    ),
+    "past": (lambda: PastEvaluations([], {}), result_views.past_evaluations_card),
+    "checkpoint": (lambda: Saved("/x", 1, ()), result_views.saved_card),
+    "snapshots": (lambda: Snapshots([]), result_views.snapshots_card),
+    "healed": (lambda: Healed({}, 1, 1), result_views.healed_card),
+    "sessions": (lambda: Sessions([{"name": "a", "pid": 1}]), session_views.sessions_card),
 }
 
 
@@ -62,7 +68,7 @@ def test_in_a_list_a_value_shows_its_one_line(shell, make, card):
 
 def test_an_engine_of_either_kind_shows_a_card_and_is_asked_nothing(shell):
     data, _ = shell.display_formatter.format(InferenceEngine("/nowhere"))
-    assert data == views.engine_card(InferenceEngine("/nowhere")).bundle()
+    assert data == session_views.engine_card(InferenceEngine("/nowhere")).bundle()
     assert repr(InferenceEngine("/nowhere")) == "InferenceEngine('inference', vllm, '/nowhere', not built)"
     assert repr(TrainEngine(None)) == "TrainEngine('actor', fsdp2, not built)"
     assert "not built" in shell.display_formatter.format(TrainEngine(None))[0]["text/plain"]
@@ -83,22 +89,22 @@ def run(shell, capsys, cell):
 
 
 def test_our_error_is_one_block_with_the_users_line_and_none_of_our_frames(shell, capsys):
-    result, said = run(shell, capsys, "x = 1\nrollouts.batch(advantage=None)")
+    result, said = run(shell, capsys, "x = 1\nrollouts.batch(advantage=7)")
     assert isinstance(result.error_in_exec, DataError)
     assert said.splitlines() == [
         f"DataError: {result.error_in_exec}",
-        "  cell 1, line 2:   rollouts.batch(advantage=None)",
+        "  cell 1, line 2:   rollouts.batch(advantage=7)",
     ]
 
 
 def test_a_users_project_may_be_called_like_us(shell, capsys, tmp_path):
     module = tmp_path / "rlbench" / "mine.py"
     module.parent.mkdir()
-    module.write_text("def go(rollouts):\n    return rollouts.batch(advantage=None)\n")
+    module.write_text("def go(rollouts):\n    return rollouts.batch(advantage=7)\n")
     shell.user_ns["source"] = str(module)
     cell = "import runpy\ngo = runpy.run_path(source)['go']\ngo(rollouts)"
     _, said = run(shell, capsys, cell)
-    assert said.endswith("mine.py, line 2:   return rollouts.batch(advantage=None)")
+    assert said.endswith("mine.py, line 2:   return rollouts.batch(advantage=7)")
 
 
 def test_a_stopped_verb_is_one_line_that_points_at_what_was_finished(shell, capsys):

@@ -7,7 +7,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from rlbench import notebook
 from rlbench.data.record.gradients import Gradients, TokenGradients, layer_of, module_of
 from rlbench.errors import DataError
-from rlbench.notebook.cards.gradient_views import ROWS, gradients_card, gradients_chart, gradients_view
+from rlbench.notebook.cards.gradient_views import ROWS, gradients_card, gradients_chart
 from rlbench.notebook.charts.chart import PLOTLY
 from tests.notebook.reading import HOSTILE, both, inert, read
 
@@ -126,5 +126,5 @@ def test_in_a_notebook_it_shows_itself_and_nothing_in_a_name_acts():
     page = read(bundle["text/html"].replace('<img src="data:image/svg', '<b data="data:image/svg'))
     assert "script" not in page.tags and HOSTILE[:20] in page.text and PLOTLY not in bundle
     assert not [name for name, _ in page.attributes if name.startswith("on")]
-    assert "layers.1" in gradients_view(gradients(names)).bundle()["text/plain"]
+    assert "layers.1" in gradients_card(gradients(names)).bundle()["text/plain"]
     inert(read(gradients_card(gradients(names)).html()))

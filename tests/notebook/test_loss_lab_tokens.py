@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from rlbench.notebook.lab.tokens import LOSSES, SAMPLES, TOKENS_SHOWN, telling_samples, token_strips
-from rlbench.session.lab.loss_lab import loss_lab, make_lab
+from rlbench.session.lab.inputs import scored
+from rlbench.session.lab.loss_lab import make_lab
 from tests.data.values import rollouts
 from tests.notebook.reading import HOSTILE, inert, read
 
@@ -23,9 +24,9 @@ def lab_of(losses, mask=None, **fields):  # 6 responses, 21 tokens
     batch = rollouts().score(range(6)).batch(lambda rewards, group: rewards - 2.4)
     batch = batch.replace(**({} if mask is None else {"mask": mask}))
     random = np.random.default_rng(0)
-    tokens = {"logprobs": batch.sampler_logprobs, "entropy": random.random(batch.tokens).astype(np.float32)}
-    lab = loss_lab(batch, tokens, losses)
-    return make_lab(lab.scored, losses, None, {}, **fields)
+    entropy = random.random(batch.tokens).astype(np.float32)
+    forward = scored(batch, {"logprobs": batch.sampler_logprobs, "entropy": entropy})
+    return make_lab(forward, losses, **fields)
 
 
 def strips(html):

@@ -12,9 +12,10 @@ import pytest
 from rlbench.data.base.column import Column
 from rlbench.data.record.history import History
 from rlbench.errors import DataError
+from rlbench.notebook.base.palette import HUES
 from rlbench.notebook.charts import plots
-from rlbench.notebook.charts.chart import PLOTLY, Chart, Line, Panel, outlined, ticks
-from rlbench.notebook.charts.svg import HUES
+from rlbench.notebook.charts.chart import PLOTLY, Chart, Line, Panel
+from rlbench.notebook.charts.svg import ticks
 from tests.data.values import rollouts
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -261,7 +262,7 @@ def test_bins_of_whole_numbers_are_equally_wide_so_that_no_comb_appears():
         ({"compare": {"lengths": [1]}}, "'lengths' stands for these values already"),
         ({"compare": {"b": ["x"]}}, "'b' is list; wanted one number per completion"),
         ({"compare": {"b": [[1.0]]}}, "wanted one number"),
-        ({"compare": {"b": [float("nan")]}}, "value 0 is not finite"),
+        ({"compare": {"b": [float("inf")]}}, "value 0 is not finite"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(options, said):
@@ -362,5 +363,15 @@ def test_ticks_are_round_numbers_within_the_axis(low, high):
 
 def test_the_outline_of_a_histogram_stands_on_the_ground_at_both_ends():
     (bars,) = lengths((1, 2, 2)).plot().panels[0].bars
-    x, y = outlined(bars)
+    x, y = bars.outline()
     assert y[0] == y[-1] == 0 and len(x) == len(y) and y.max() == 2 and x[0] == 0.5 and x[-1] == 2.5
+
+
+def test_evaluations_are_drawn_at_their_steps_and_before_the_first():
+    records = [{"step": i, "reward": 0.1 * i, **({"eval/gsm8k/reward": 0.2 * i} if i == 2 else {})} for i in (1, 2, 3)]
+    run = History(records, begin={"eval/gsm8k/reward": 0.1})
+    chart = run.plot()
+    assert [panel.y for panel in chart.panels] == ["reward", "eval/gsm8k/reward"]
+    (line,) = chart.panels[1].lines
+    assert line.x.tolist() == [0, 2] and line.y.tolist() == [0.1, 0.4]
+    assert run[1:].plot("eval/gsm8k/reward").panels[0].lines[0].x.tolist() == [2]

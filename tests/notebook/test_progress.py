@@ -1,7 +1,6 @@
 """The progress line: redrawn in place, at most four times a second, and the cost line that stays."""
 
 import contextlib
-import io
 import re
 from html.parser import HTMLParser
 
@@ -10,20 +9,10 @@ import pytest
 from rlbench.dispatch import views as progress_views
 from rlbench.dispatch.protocol import Progress
 from rlbench.notebook import install
-from rlbench.notebook.live import progress, progress_line
-from rlbench.notebook.live.progress_line import Line
+from rlbench.notebook.live import progress
+from rlbench.notebook.live.progress import Line
 from tests.data.values import rollouts
-
-
-class Terminal(io.StringIO):
-    """Standard error of a terminal."""
-
-    def isatty(self):
-        return True
-
-    @property
-    def drawn(self):
-        return [line.rstrip() for line in self.getvalue().split("\r")[1:]]
+from tests.notebook.terminal import Terminal
 
 
 def test_progress_is_summed_over_replicas():
@@ -31,8 +20,8 @@ def test_progress_is_summed_over_replicas():
         view = progress.GenerateProgress(total=8)
         view(
             [
-                Progress(True, values={"finished": 1, "tokens": 600}),
-                Progress(True, values={"finished": 3, "tokens": 900}),
+                Progress(values={"finished": 1, "tokens": 600}),
+                Progress(values={"finished": 3, "tokens": 900}),
             ]
         )
         (line,) = terminal.drawn
@@ -76,7 +65,7 @@ def test_the_cost_line_says_what_a_rollout_cost():
 def test_a_rollout_that_failed_leaves_how_far_it_was_and_one_that_was_stopped_its_cost():
     with contextlib.redirect_stderr(Terminal()) as terminal:
         view = progress.GenerateProgress(8)
-        view([Progress(True, values={"finished": 3, "tokens": 9})])
+        view([Progress(values={"finished": 3, "tokens": 9})])
         view.close(None)
         assert re.fullmatch(r"rollout ended · 3/8 samples · [\d.e-]+ s", terminal.drawn[-1])
         view = progress.GenerateProgress(6)
@@ -112,10 +101,10 @@ def shown(monkeypatch):
         cell = 1
 
     made = Shown()
-    monkeypatch.setattr(progress_line, "in_notebook", lambda: True)
-    monkeypatch.setattr(progress_line, "_in_cells", {})
-    monkeypatch.setattr(progress_line, "_cell", lambda: made.cell)
-    monkeypatch.setattr(progress_line, "REDRAW_S", 0.0)
+    monkeypatch.setattr(progress, "in_notebook", lambda: True)
+    monkeypatch.setattr(progress, "_in_cells", {})
+    monkeypatch.setattr(progress, "_cell", lambda: made.cell)
+    monkeypatch.setattr(progress, "REDRAW_S", 0.0)
     monkeypatch.setattr("IPython.display.DisplayHandle", lambda: Handle(made))
     return made
 
@@ -168,7 +157,7 @@ class Tags(HTMLParser):
 @pytest.mark.parametrize("text", HOSTILE)
 def test_model_output_in_a_progress_is_inert_and_short(shown, text):
     view = progress.GenerateProgress(total=2)
-    view([Progress(True, values={"finished": 1, "tokens": 9, "first": [text + "\nsecond line"]})])
+    view([Progress(values={"finished": 1, "tokens": 9, "first": [text + "\nsecond line"]})])
     (_, _, data), *_ = shown
     html, plain = data["text/html"], data["text/plain"]
     assert Tags(html).seen == ["div", "progress", "div"]
@@ -181,7 +170,7 @@ def test_model_output_in_a_progress_is_inert_and_short(shown, text):
 def test_a_terminal_gets_no_model_output():
     with contextlib.redirect_stderr(Terminal()) as terminal:
         view = progress.GenerateProgress(total=2)
-        view([Progress(True, values={"finished": 1, "tokens": 9, "first": ["\x1b[2Jcleared"]})])
+        view([Progress(values={"finished": 1, "tokens": 9, "first": ["\x1b[2Jcleared"]})])
         assert "cleared" not in terminal.getvalue() and "1/2" in terminal.getvalue()
 
 
@@ -190,25 +179,25 @@ def test_while_it_generates_the_lengths_of_all_replicas_are_drawn_as_one(shown):
     told = [{"width": 1, "counts": [0, 1, 2, 3]}, {"width": 4, "counts": [0, 5, 0, 1]}]
     assert progress.joined_histograms(told) == (4, [6, 5, 0, 1])
     view = progress.GenerateProgress(total=20)
-    view([Progress(True, values={"finished": 11, "tokens": 40, "lengths": one}) for one in told])
+    view([Progress(values={"finished": 11, "tokens": 40, "lengths": one}) for one in told])
     assert "lengths 0–15 tok  █▇·▂" in shown[-1][2]["text/plain"]
 
 
 def test_what_a_replica_told_before_it_was_done_still_counts(shown):
     view = progress.GenerateProgress(total=8)
     one, two = ({"finished": 3, "tokens": 30, "lengths": {"width": 1, "counts": [0, 3]}, "first": ["a"]} for _ in "12")
-    view([Progress(True, values=one), Progress(True, values=two)])
-    view([Progress(True, values=two)])
+    view([Progress(values=one), Progress(values=two)])
+    view([Progress(values=two)])
     assert shown[-1][2]["text/plain"].startswith("6/8 samples · 60 tokens")
     assert shown[-1][2]["text/plain"].splitlines()[1:] == shown[0][2]["text/plain"].splitlines()[1:]
 
 
 def test_training_shows_the_micro_batch_all_ranks_reached_and_the_loss_so_far(shown):
     view = progress.TrainProgress("train_step", tokens=400, trained=100)
-    view([Progress(True, values={}), Progress(True, values={"phase": "forward", "done": 1, "total": 4})])
+    view([Progress(values={}), Progress(values={"phase": "forward", "done": 1, "total": 4})])
     assert shown[-1][2]["text/plain"] == "train_step · scoring 1/4"
     ranks = [{"phase": "backward", "done": d, "total": 4, "tokens": 50, "trained": 10, "loss": 0.25} for d in (2, 3)]
-    view([Progress(True, values=values) for values in ranks])
+    view([Progress(values=values) for values in ranks])
     said = shown[-1][2]["text/plain"]
     assert said.startswith("train_step · micro-batch 2/4 · ") and said.endswith("tok/s · loss ~2.5")
     assert 'value="0.500"' in shown[-1][2]["text/html"]
@@ -235,7 +224,7 @@ def test_the_cost_line_of_a_sync():
     assert progress.sync_cost_line(done | {"gap": None}, 0.03).endswith("shm · proof waits for the KV cache")
     with contextlib.redirect_stderr(Terminal()) as terminal:
         view = progress.SyncProgress()
-        view([Progress(True, values={"bytes": 3 << 20}), Progress(True, values={"bytes": 2 << 20})])
+        view([Progress(values={"bytes": 3 << 20}), Progress(values={"bytes": 2 << 20})])
         view.close(done)
         assert terminal.drawn[0].startswith("sync · 3 MiB gathered") and terminal.drawn[1].startswith("sync v42")
 

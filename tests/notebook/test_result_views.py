@@ -16,7 +16,7 @@ from rlbench.session.training.session_trainer import TrainerPlace
 from rlbench.weights.sync import Synced
 
 GIB = 2**30
-SYNCED = Synced(42, 48 << 20, 26, "shm", 1e-6, 1e-4)
+SYNCED = Synced(42, 48 << 20, 26, "shm", 1e-6, 1e-4, 0.02)
 MOVED = Moved.of(
     "inference",
     ("weights", "kv_cache"),
@@ -49,7 +49,7 @@ def shell():
     ("value", "words"),
     [
         (SYNCED, ["weights synced", "v42", "1e-06 nats", "48 MiB in 26 tensors by shm"]),
-        (Synced(42, 1, 1, "shm", None, 1e-4), ["waits for the KV cache", "session.onload('inference')"]),
+        (Synced(42, 1, 1, "shm", None, 1e-4, 0.1), ["waits for the KV cache", "session.onload('inference')"]),
         (MOVED, ["inference", "weights ● resident", "kv cache ◌ released", "freed 2 GiB", "v3"]),
         (RELEASED, ["optimizer ● resident", "freed 1 GiB", "⚠ lost: trained weights"]),
         (EXPORTED, ["/models/mine", "1 GiB", "config.json, model.safetensors"]),
@@ -71,6 +71,7 @@ def test_each_value_has_one_card_and_says_the_same_as_text(shell, value, words):
 
 
 def test_results_are_read_as_attributes_and_by_name():
+    assert SYNCED.bytes_per_s == (48 << 20) / 0.02 and "48 MiB in 26 tensors by shm at 2.34 GiB/s" in repr(SYNCED)
     assert SYNCED.gap == SYNCED["gap"] == 1e-6 and dict(SYNCED)["version"] == 42 and SYNCED == SYNCED
     assert MOVED["kv_cache"] == "meta" and MOVED.freed == MOVED["freed"] == 2 * GIB and "kv_cache" in MOVED
     with pytest.raises(KeyError, match="nearest: version"):
@@ -104,6 +105,8 @@ def test_no_verb_returns_a_raw_dict_or_nothing():
         "follow",
         "replicas_can_sync",
         "note_staged",
+        "note_info",
+        "encoded",
         "define_again",
         "weight_versions",
         "state_dict",

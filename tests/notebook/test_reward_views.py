@@ -10,7 +10,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from rlbench import notebook
-from rlbench.notebook.cards.reward_views import DISAGREEMENTS, DRAWN, comparison_card, comparison_view, errors_card
+from rlbench.notebook.cards.reward_views import DISAGREEMENTS, DRAWN, comparison_card, errors_card
 from rlbench.notebook.rollouts.order import Summary
 from rlbench.notebook.rollouts.page import page as rollout_page
 from rlbench.notebook.rollouts.static import rollouts_view
@@ -76,18 +76,18 @@ def test_a_reward_that_teaches_nothing_and_one_that_agrees_are_said():
 
 
 def test_the_view_is_the_card_with_the_distributions_below():
-    view = comparison_view(lab())
+    view = comparison_card(lab())
     bundle = view.bundle()
     assert bundle["text/html"].startswith(comparison_card(lab()).html()[:200])
     assert [bars.name for bars in view.chart.panels[0].bars] == ["old", "new"]
     assert "new: 5 values" in bundle["text/plain"]
     many = lab(**{f"r{i}": [i, 0, 0, 0, 0, 1] for i in range(DRAWN + 2)})
-    assert len(comparison_view(many).chart.panels[0].bars) == DRAWN
-    assert f"distributions of the first {DRAWN} of {DRAWN + 2}" in comparison_view(many).bundle()["text/plain"]
+    assert len(comparison_card(many).chart.panels[0].bars) == DRAWN
+    assert f"distributions of the first {DRAWN} of {DRAWN + 2}" in comparison_card(many).bundle()["text/plain"]
 
 
 def test_where_every_completion_failed_there_is_still_a_view():
-    bundle = comparison_view(lab(old=lambda r: 1 / 0, new=lambda r: 1 / 0)).bundle()
+    bundle = comparison_card(lab(old=lambda r: 1 / 0, new=lambda r: 1 / 0)).bundle()
     assert "ZeroDivisionError" in bundle["text/plain"] and "nan" not in bundle["text/plain"]
 
 
@@ -101,7 +101,7 @@ def test_hostile_prompts_responses_labels_names_and_errors_do_nothing():
 
     value = written([hostile], [[hostile, hostile]])
     made = value.compare(**{hostile: [0, 0], "new" + hostile: broken})
-    bundle = comparison_view(made).bundle()
+    bundle = comparison_card(made).bundle()
     page = read(bundle["text/html"])
     inert(read(comparison_card(made).html()))
     assert page.tags.count("img") == 1 and "script" not in page.tags
@@ -133,11 +133,18 @@ def test_reward_errors_show_as_a_table_with_the_line():
 def test_means_spreads_and_filters_leave_failed_completions_out():
     s = Summary(rollouts().score(failing, on_error="keep"))
     assert s.mean.tolist() == [0.5, 2, 4.5] and s.spread.tolist() == [0.5, 0, 0.5] and s.threshold == 2.5
-    assert s.right.tolist() == [False, False, False, False, True, True] and s.mixed.tolist() == [True, False, True]
-    named = {name: label for label, name in s.filters().items()}
+    assert s.right.tolist() == [False, False, False, False, True, True] and s.filters["mixed groups"].tolist() == [
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]
+    named = dict(zip(s.filters, s.labels(), strict=True))
     assert named["wrong"] == "wrong · 3" and named["scoring failed"] == "scoring failed · 1"
-    assert "scoring failed" not in Summary(rollouts().score(range(6))).filters().values()
-    for sort in s.sorts():
+    assert "scoring failed" not in Summary(rollouts().score(range(6))).filters
+    for sort in s.sorts:
         s.order(sort)
 
 
@@ -170,7 +177,7 @@ def shell():
 def test_at_the_end_of_a_cell_they_show_their_views_and_in_a_list_one_line(shell):
     made = lab()
     data, _ = shell.display_formatter.format(made)
-    assert data == comparison_view(made).bundle()
+    assert data == comparison_card(made).bundle()
     errors = made.errors("new")
     data, _ = shell.display_formatter.format(errors)
     assert data == errors_card(errors).bundle()

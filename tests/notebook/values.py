@@ -33,6 +33,26 @@ INFERENCE = {
 }
 
 
+SAMPLE = {"resident": {"a/0": 2**30, "a/1": 2**29, "i/0": 2**28}, "owners": {"a/0": {"weights": 2**20, "other": 0}}}
+
+
+class Held:
+    """An engine as `engine_card` sees it: what its monitor knows, and no worker to ask."""
+
+    name, built = "actor", True
+
+    def __init__(self, records, error=None):
+        self.link, self._records, self._error = self, records, error
+
+    def state(self, *keys):
+        if self._error:
+            raise self._error
+        return {"engines": self._records, "version": 42}
+
+    def samples(self, last=None):
+        return [SAMPLE]
+
+
 def batch(rewards=(0, 1, 2, 3, 4, 5), advantage=lambda rewards, group: rewards):
     return rollouts().score(rewards).batch(advantage)
 

@@ -8,7 +8,7 @@ import sys
 import nbformat
 import pytest
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.curve]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,6 @@ def curves(notebook):
     return {m[1].strip(): (float(m[2]), float(m[3])) for m in re.finditer(r"(?m)^(.+?)  +(\S+) [▁-█]+ (\S+)$", text)}
 
 
-@pytest.mark.curve
 def test_grpo_learns_the_task_and_the_controls_do_not(quickstart):
     found = curves(quickstart)
     assert 0.15 <= found["GRPO"][0] <= 0.40 and found["GRPO"][1] > 0.9
@@ -48,7 +47,6 @@ def test_grpo_learns_the_task_and_the_controls_do_not(quickstart):
     assert ruined[1] < 0.05
 
 
-@pytest.mark.curve
 def test_every_rich_output_also_reads_as_text_and_nothing_is_saved_of_widgets(quickstart):
     for cell in quickstart.cells:
         for output in cell.get("outputs", ()):
@@ -99,19 +97,63 @@ def test_every_view_of_the_tutorial_also_reads_as_text_and_html(repository, tiny
     assert sum(len(str(output.data)) for output in outputs) < 200_000 * len(made.cells)
 
 
-def test_committed_notebooks_hold_no_outputs(repository):
-    for path in (repository / "notebooks").glob("*.ipynb"):
-        for cell in nbformat.read(path, as_version=4).cells:
-            assert not cell.get("outputs") and cell.get("execution_count") is None, path.name
-
-
-@pytest.mark.curve
 def test_both_methods_solve_the_task_from_three_places_with_equal_curves(repository, tiny_path, tmp_path):
-    said = "".join(
-        output.get("text", "") + output.get("data", {}).get("text/plain", "")
-        for cell in run("05_ranks_and_trainers.ipynb", repository, tmp_path).cells
-        for output in cell.get("outputs", ())
-    )
+    said = printed(run("05_ranks_and_trainers.ipynb", repository, tmp_path))
     assert re.findall(r"(\w+) +equal: (\w+)", said) == [("grpo", "True"), ("ppo", "True")]
     greedy = [float(value) for value in re.findall(r"(?m)(?:^\[rank 0\] |eval/reward )(0\.\d+)", said)]
     assert len(greedy) >= 6 and min(greedy) > 0.88, "each way, both methods: greedy accuracy on unseen prompts"
+
+
+def printed(made):
+    """What the cells of an executed notebook said, as text."""
+    return "\n".join(
+        output.get("text", "") + output.get("data", {}).get("text/plain", "")
+        for cell in made.cells
+        for output in cell.get("outputs", ())
+    )
+
+
+def test_a_users_model_learns_by_adapters_in_branches_and_is_loaded_back(repository, tiny_path, tmp_path):
+    said = printed(run("06_your_model.ipynb", repository, tmp_path))
+    right = {m[1]: float(m[2]) for m in re.finditer(r"(?m)^(base|main|idea) +(0\.\d+) right", said)}
+    assert right["base"] < 0.4 and min(right["main"], right["idea"]) > right["base"] + 0.3
+    gaps = [float(gap) for gap in re.findall(r"(?:peft|transformers), .*: +gap (\S+)", said)]
+    assert len(gaps) == 2 and max(gaps) < 1e-4
+    last = re.findall(r"(?m)^reward +(0\.\d+) · 95 %", said)[-1]
+    assert float(last) == pytest.approx(right["idea"], abs=0.02), "the session that went on from the adapter"
+
+
+def test_the_loop_of_gsm8k_runs_without_a_gpu_on_a_sample(repository, tiny_path, tmp_path):
+    said = printed(run("07_gsm8k.ipynb", repository, tmp_path))
+    assert re.findall(r"(?m)^(\d)  .*(?:boxed|answer|know)", said) == ["1", "1", "0"], "the reward of known answers"
+    assert "put the final answer in \\boxed{}" in said and "8 problems that were never trained on" in said
+    assert "a paired test" in said and re.search(r"(?m)^evaluation +gsm8k test · 8 prompts", said)
+    assert re.findall(r"(?m)^iteration (\d): reward", said) == ["1", "2"], "the command line"
+
+
+def test_texts_become_a_policy_step_by_step(repository, tiny_path, tmp_path):
+    said = printed(run("08_from_texts.ipynb", repository, tmp_path))
+    right = {m[1]: float(m[2]) for m in re.finditer(r"(?m)^(before|after SFT|after DPO) +(0\.\d+) right", said)}
+    assert right["before"] < 0.4 and right["after SFT"] > right["before"] + 0.1
+    assert right["after DPO"] > right["after SFT"] + 0.1, right
+    assert "fit 4/4 iterations" in said and "reward_accuracy" in said and re.search(r"better +\d+ prompts", said)
+    accuracy, scores = re.search(r"(?m)^accuracy +(0\.\d+)", said), re.search(r"student +(0\.\d+) right", said)
+    assert accuracy and float(accuracy[1]) > 0.8 and scores and float(scores[1]) > right["before"] + 0.3
+    assert "UserWarning" not in re.sub(r"UserWarning: (pairs: \d+ of|'begin': the policy went back)", "", said)
+
+
+def test_an_agent_is_trained_forked_and_taken_back(repository, tiny_path, tmp_path):
+    said = printed(run("10_agents.ipynb", repository, tmp_path))
+    rewards = [float(reward) for reward in re.findall(r"(?m)^step \d: reward (0\.\d+)", said)]
+    assert len(rewards) == 3 and rewards[-1] > 0.3
+    assert "127.0.0.1:" in said and re.search(r"Traces\(128 runs, \d+ calls", said)
+    branches = [float(value) for value in re.findall(r"16 continuations, value (\S+) ±", said)]
+    right, nearly = branches[:3], branches[3:]  # of the places, by either reward
+    assert len(nearly) == 3 and all(share >= whole for whole, share in zip(right, nearly, strict=True))
+    assert "0 · policy v" in said and "'rejected':" in said and "grpo" in said
+
+
+def test_a_policy_that_sees_learns_from_the_pictures(repository, tmp_path):
+    found = curves(run("09_vision.ipynb", repository, tmp_path))
+    assert found["GRPO"][0] <= 0.65 and found["GRPO"][1] >= 0.9
+    assert found["shuffled"][1] < found["shuffled"][0] + 0.1

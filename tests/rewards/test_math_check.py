@@ -47,6 +47,15 @@ def test_answers_are_compared_as_mathematics():
     assert scored.components["math/timeout"].sum() == 0
 
 
+def test_votes_go_by_the_answer_right_ones_alike_however_written():
+    label = "We have \\boxed{9}, then $\\frac{1}{2}$, so \\boxed{\\frac{1}{2}}."
+    texts = [r"\boxed{0.5}", r"it is \boxed{\frac12}", r"\boxed{ 1{,}000 }", "about 1,000 or 2,000", "no idea"]
+    scored = written([Prompt("q", label)], [texts]).score(math())
+    assert scored.rewards.tolist() == [1, 1, 0, 0, 0]
+    said = [math().answer(rollout) for rollout in scored.flat]
+    assert said[0] == said[1] == r"\frac{1}{2}" and said[3:] == ["2000", None]
+
+
 def test_expressions_that_would_take_for_ever_are_wrong_in_bounded_time():
     hostile = [r"$10^{10^{10^{10}}}$", r"\boxed{9^{9^{9^{9^{9}}}}}", r"\boxed{(1000000)!!!}", "\\boxed{" * 2000]
     value = answers(r"\boxed{7}", *hostile, r"\boxed{7.0}")

@@ -140,3 +140,10 @@ def test_they_are_values_that_say_what_they_are():
     packed = mixture({"x": exact()}, by="source", default=weighted({"a": (tags("b"), 1)}))
     assert pickle.loads(pickle.dumps(packed)) == packed
     assert weighted({"a": (exact(), 2)})(one("7")) == rb.rewards.Reward(2.0, {"a": 1.0})
+
+
+def test_the_callers_parts_may_change_afterwards():
+    parts = {1: (lambda rollout: 1.0, 2)}
+    made = weighted(parts)
+    parts["y"] = "no reward"
+    assert list(made.parts) == ["1"] and made.parts["1"][1] == 2.0

@@ -14,6 +14,7 @@ import pytest
 from rlbench.data import Prompt
 from rlbench.errors import DataError, Stopped
 from rlbench.rewards import remote
+from rlbench.rewards.service import _seconds
 from tests.data.values import rollouts
 from tests.data.written import written
 from tests.rewards.values import answers, nothing_left
@@ -100,6 +101,11 @@ def test_a_busy_or_broken_service_is_asked_again(serve, status):
     service = serve(lambda number, body: (status, b"busy") if number < 3 else lengths(number, body))
     assert answers("x").score(remote(service.url, backoff_s=0.01)).rewards.tolist() == [1]
     assert len(service.requests) == 3
+
+
+@pytest.mark.parametrize(("header", "seconds"), [("1.5", 1.5), ("\u00b2", 0.0), ("Mon, 01 Jan", 0.0), ("-1", 0.0)])
+def test_what_retry_after_asks_for(header, seconds):
+    assert _seconds(header) == seconds
 
 
 def test_a_connection_that_breaks_and_a_silent_service_are_asked_again(serve):

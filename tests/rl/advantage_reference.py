@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 Rows = list[list[float]]
 
 
-EXAMPLES = settings(max_examples=60, derandomize=True, deadline=None)
+EXAMPLES = settings(max_examples=60, derandomize=True)
 
 
 def near(got: torch.Tensor, wanted, tolerance: float = 1e-6) -> None:

@@ -96,6 +96,10 @@ def reinforce(new: float, old: float, adv: float, f: PolicyLoss) -> float:
     return -adv * new
 
 
+def sft(new: float, old: float, adv: float, f: PolicyLoss) -> float:
+    return -new
+
+
 def importance_sampling(new: float, old: float, adv: float, f: PolicyLoss) -> float:
     return -adv * ratio(new, old)
 
@@ -143,6 +147,7 @@ BY_TOKEN = {
     "decoupled_ppo": ppo,
     "reinforce": reinforce,
     "gpg": reinforce,
+    "sft": sft,
     "importance_sampling": importance_sampling,
     "cispo": cispo,
     "sapo": sapo,

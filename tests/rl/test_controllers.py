@@ -39,7 +39,7 @@ def test_adaptive_kl_finds_the_coefficient_that_gives_the_target():
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30), st.floats(0, 4.9))
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=60, derandomize=True)
 def test_adaptive_kl_stays_positive_and_bounded(observed, share):
     controller = AdaptiveKL(target=1.0, horizon=100.0, coef=1.0)
     for own in observed:

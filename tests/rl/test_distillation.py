@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlbench.errors import LossError
-from rlbench.rl.distillation import DIVERGENCES, distillation_loss, kd_loss
+from rlbench.rl.supervised import DIVERGENCES, distillation_loss, kd_loss
 
 NAN, INF = float("nan"), float("inf")
 MASK = torch.tensor([[True, True, False], [True, False, False], [False, False, False]])

@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 
 from rlbench.errors import LossError
 from rlbench.rl.advantages import group_normalized, reinforce_plus_plus_baseline
-from rlbench.rl.group_advantages import gdpo, pass_at_k, pass_at_k_normalized, process_normalized
-from rlbench.rl.token_baseline import optimal_token_baseline
+from rlbench.rl.group_advantages import (
+    branch_values,
+    gdpo,
+    optimal_token_baseline,
+    pass_at_k,
+    pass_at_k_normalized,
+    process_normalized,
+)
 from tests.rl import advantage_reference as reference
 from tests.rl.advantage_reference import EXAMPLES, batches, near, tensors
 
@@ -73,6 +79,25 @@ def test_process_supervision_by_hand():
         torch.zeros(3), torch.zeros(3, dtype=torch.long), mask=mask, token_rewards=token_rewards, turns=turns
     )
     near(got, [[0.2, 0.2, 0.0, -0.4], [0.2, 0.0, 0.6, 0.0], [-0.4, 0.0, 0.0, 0.0]])
+
+
+def test_values_of_branches_by_hand():
+    """Rows 0 and 1 are of the root (1), row 0 goes through place 2, where rows 2 and 3 were forked, and row 2 goes on
+    through place 3, where row 4 was; row 5 stands behind a text of its own (4), and no value comes from it."""
+    nodes = torch.tensor([[1, 1, 2, 2], [1, 1, 1, 0], [0, 0, 2, 3], [0, 0, 2, 2], [0, 0, 0, 3], [0, 0, 4, 4]])
+    mask = nodes > 0
+    mask[0, 1] = False  # observed
+    rewards = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.5, 3.0])
+    got = branch_values()(rewards, torch.zeros(6, dtype=torch.long), nodes=nodes, mask=mask)
+    three = (1.0 + 0.5) / 2
+    two = (1.0 + three + 0.0) / 3
+    root = (two + 0.0) / 2
+    wanted = [[two - root, 0, 1 - two, 1 - two], [-root] * 3 + [0], [0, 0, three - two, 1 - three]]
+    near(got, [*wanted, [0, 0, -two, -two], [0, 0, 0, 0.5 - three], [0, 0, 0, 0]])
+    whole = torch.ones(6, 2, dtype=torch.bool)
+    plain = branch_values()(rewards, torch.zeros(6, dtype=torch.long), nodes=whole.long(), mask=whole)
+    near(plain[:, 0], (rewards - rewards.mean()).tolist())
+    near(plain[:, 1], (rewards - rewards.mean()).tolist())
 
 
 def test_the_token_baseline_by_hand():

@@ -122,7 +122,9 @@ def test_padding_and_the_order_of_rows_do_not_matter(name):
         return torch.cat([value.detach(), more], 1)[order]
 
     fields = {
-        f.name: wider(getattr(x, f.name)) for f in dataclasses.fields(x) if f.name not in ("mask", "group", "channels")
+        f.name: wider(getattr(x, f.name))
+        for f in dataclasses.fields(x)
+        if f.name not in ("mask", "group", "channels") and getattr(x, f.name) is not None
     }
     mask = torch.nn.functional.pad(x.mask, (0, 3))[order]
     other = dataclasses.replace(x, mask=mask, group=x.group[order], **fields)
@@ -213,7 +215,7 @@ def overwriting(x):
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
-        (lambda x: x.logprobs, "gave Tensor, wanted"),
+        (lambda x: x.logprobs, "wanted .per_token, metrics"),
         (lambda x: (x.logprobs.sum(-1), {}), r"per-token shape \(3,\), wanted \(3, 5\)"),
         (lambda x: (x.old_logprobs, {}), "gives the log-probs no gradient"),
         (lambda x: (x.entropy * 1.0, {}), "gives the log-probs no gradient"),
@@ -241,11 +243,6 @@ def test_cosine_and_norm_ratio_of_coefficients():
     assert bool(found[2].isnan().all()) and bool(found[:, 2].isnan().all())
     ratios = norm_ratios([one, other])
     torch.testing.assert_close(ratios, torch.tensor([[1.0, 2.5], [0.4, 1.0]], dtype=torch.float64))
-
-
-def test_signs_differ_where_one_loss_pulls_up_and_the_other_down():
-    one, other = torch.tensor([1.0, -1.0, 0.0, 1e-30, -2.0]), torch.tensor([-1.0, 1.0, -1.0, -1e-30, -2.0])
-    assert lab.signs_differ(one, other).tolist() == [True, True, False, True, False]
 
 
 def test_shares_are_of_the_size_of_trained_coefficients():
@@ -298,10 +295,16 @@ def test_every_loss_has_a_curve(name):
 
 
 def test_the_token_of_a_curve_is_one_that_can_exist():
-    with pytest.raises(LossError, match="probability would be above 1"):
+    with pytest.raises(LossError, match="old_logprob"):
         ratio_curve(rl.ppo(), RATIOS, old_logprob=-0.5)
-    with pytest.raises(LossError, match="positive"):
+    with pytest.raises(LossError, match="ratios"):
         ratio_curve(rl.ppo(), torch.tensor([0.0, 1.0]))
+
+
+@pytest.mark.parametrize("loss", [rl.dpo(), rl.simpo(), rl.bradley_terry()])
+def test_a_loss_of_pairs_has_no_curve_of_one_token_and_says_why(loss):
+    with pytest.raises(LossError, match="compares two responses"):
+        ratio_curve(loss, RATIOS)
 
 
 # -- one hyper-parameter

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlbench.errors import LossError
-from rlbench.rl.linear import linear_token_stats
+from rlbench.rl.linear import linear_token_stats, linear_top_ids
 
 
 def plain(
@@ -72,7 +72,7 @@ def test_both_outputs_equal_slow_loops_in_numpy() -> None:
         assert float(found[1][row].detach()) == pytest.approx(-sum(one * np.log(one) for one in p), abs=1e-12)
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(derandomize=True, max_examples=40)
 @given(
     rows=st.integers(1, 9),
     width=st.integers(1, 6),
@@ -180,13 +180,13 @@ def test_autocast_changes_nothing() -> None:
     [
         ({"hidden": torch.ones(2, 3, 4)}, r"hidden: .*\(2, 3, 4\)"),
         ({"hidden": torch.ones(0, 4)}, r"hidden: .*\(0, 4\)"),
-        ({"weight": torch.ones(9, 5)}, r"weight: .*\(9, 5\).*\(V, 4\)"),
-        ({"weight": torch.ones(0, 4)}, "weight has no rows"),
-        ({"targets": torch.zeros(3, dtype=torch.int64)}, r"targets: .*\(3,\).*\(5,\)"),
+        ({"weight": torch.ones(9, 5)}, r"weight: .*\(9, 5\)"),
+        ({"weight": torch.ones(0, 4)}, r"weight: .*\(0, 4\)"),
+        ({"targets": torch.zeros(3, dtype=torch.int64)}, r"targets: .*\(3,\)"),
         ({"targets": torch.zeros(5)}, "targets: torch.float32"),
-        ({"targets": torch.full((5,), 9)}, "targets: from 9 to 9, the vocabulary has 9"),
-        ({"targets": torch.full((5,), -100)}, "targets: from -100"),
-        ({"bias": torch.ones(8)}, r"bias: shape \(8,\); give \(9,\)"),
+        ({"targets": torch.full((5,), 9)}, "targets: 9"),
+        ({"targets": torch.full((5,), -100)}, "targets: -100"),
+        ({"bias": torch.ones(8)}, r"bias: .*\(8,\)"),
         ({"temperature": 0.0}, "temperature=0.0"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"tile": 0}, "tile=0"),
@@ -204,7 +204,7 @@ def test_what_does_not_fit_is_refused_by_name(changed: dict[str, Any], message: 
 
 MEMORY = """
 import torch
-from rlbench.rl.linear import linear_token_stats
+from rlbench.rl.linear import linear_token_stats, linear_top_ids
 torch.set_num_threads(1)
 R, V, D = 2048, 50_000, 32
 weight = torch.randn(V, D, requires_grad=True)
@@ -258,3 +258,43 @@ def test_on_a_gpu_values_gradients_and_memory_are_the_same(dtype: torch.dtype) -
     theirs = gradients(tuple(out.cpu() for out in wanted), wide)  # type: ignore[arg-type]
     for a, b in zip(mine, theirs, strict=True):
         assert float((a.double() - b).norm() / b.norm()) < (1e-3 if dtype is torch.float32 else 2e-2)
+
+
+# -- several tokens a row, and the likeliest ones
+
+
+@pytest.mark.parametrize("tile", [None, 1, 7, 40])
+def test_several_targets_of_a_row_are_each_as_one_alone(tile: int | None) -> None:
+    hidden, weight, _, bias = made(6, 4, 13)
+    targets = torch.randint(13, (6, 5), generator=torch.Generator().manual_seed(2))
+    targets[0] = targets[0, 0]  # the same token twice counts twice
+    logp = torch.log_softmax((hidden @ weight.t() + bias) / 0.8, -1)
+    plainly = logp.gather(1, targets), -(logp.exp() * logp).sum(-1)
+    found = linear_token_stats(hidden, weight, targets, 0.8, bias, tile)
+    for mine, theirs in zip(found, plainly, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    into = [hidden, weight, bias]
+    for mine, theirs in zip(gradients(found, into), gradients(plainly, into), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("tile", [None, 1, 7, 40])
+@pytest.mark.parametrize("count", [1, 4, 13])
+def test_the_likeliest_tokens_are_those_of_the_whole_logits(tile: int | None, count: int) -> None:
+    hidden, weight, _, bias = made(6, 4, 13)
+    wanted = (hidden @ weight.t() + bias).topk(count).indices
+    assert torch.equal(linear_top_ids(hidden, weight, count, bias, tile), wanted)
+    with pytest.raises(LossError, match="count=14"):
+        linear_top_ids(hidden, weight, 14, bias)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_several_targets_and_the_likeliest_are_the_plain_ones(dtype: torch.dtype) -> None:
+    hidden, weight, _, _ = (part.detach().to("cuda", part.dtype) for part in made(64, 32, 500, scale=0.1))
+    hidden, weight = hidden.to(dtype), weight.to(dtype)
+    logp = torch.log_softmax(hidden.double() @ weight.double().t(), -1)
+    ids = linear_top_ids(hidden, weight, 8)
+    assert float((ids == logp.topk(8).indices).double().mean()) > 0.95
+    found, _ = linear_token_stats(hidden, weight, ids)
+    torch.testing.assert_close(found.double(), logp.gather(1, ids), rtol=1e-3, atol=1e-3)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from rlbench.errors import LossError
+from rlbench.rl import dppo_kl, dppo_tv
 from rlbench.rl.clipped import decoupled_ppo, grpo, ppo
 from rlbench.rl.covariance import clip_cov, kl_cov
-from rlbench.rl.divergence import dppo_kl, dppo_tv
-from rlbench.rl.losses import CLASSES
+from rlbench.rl.losses import NAMED
 from rlbench.rl.sequence import gmpo, gspo, vespo
 from rlbench.rl.types import LossInputs
 from rlbench.rl.weighted import cispo, cpgd, dro, reinforce, sapo
@@ -56,7 +56,7 @@ class Undecided:
         return (x.entropy > above) & x.mask
 
 
-ALL = [kind(anchor="old") for kind in CLASSES if kind is not decoupled_ppo]
+ALL = [kind(anchor="old") for kind in NAMED.values() if kind is not decoupled_ppo]
 
 
 @pytest.mark.parametrize("loss", ALL, ids=repr)
@@ -100,7 +100,7 @@ def test_only_losses_with_a_plan_ask_for_one(loss):
     assert loss.needs_plan == isinstance(loss, clip_cov | kl_cov)
 
 
-@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", NAMED.values(), ids=lambda kind: kind.__name__)
 def test_the_anchor_is_what_the_ratio_is_taken_against(kind):
     if kind is decoupled_ppo:
         return
@@ -120,7 +120,7 @@ def test_decoupled_ppo_is_ppo_times_the_behaviour_weight():
     np.testing.assert_allclose(loss(far)[0].detach().numpy(), 5.0 * reference.surrogate(loss, x), atol=1e-12)
     with pytest.raises(LossError, match="use ppo"):
         decoupled_ppo(mismatch=None)
-    with pytest.raises(LossError, match="correct it twice"):
+    with pytest.raises(LossError, match="correct twice"):
         decoupled_ppo(anchor="sampler")
 
 
@@ -171,13 +171,13 @@ WRONG_FIELDS = [
     (lambda: ppo(clip_high="wide"), "clip_high='wide'"),
     (lambda: ppo(dual_clip=1.0), "dual_clip=1.0"),
     (lambda: ppo(delta=1.2), "delta=1.2"),
-    (lambda: ppo(dual_clip=3.0, delta=3.0), "Give one of the two"),
+    (lambda: ppo(dual_clip=3.0, delta=3.0), "dual_clip"),
     (lambda: grpo(kl_estimator="k4"), "nearest: k"),
     (lambda: grpo(kl_coef=-1.0), "kl_coef=-1.0"),
     (lambda: grpo(entropy_coef=float("nan")), "entropy_coef=nan must be a number"),
     (lambda: grpo(anchor="odl"), "nearest: old"),
     (lambda: grpo(aggregation="token_mean"), "nearest: token-mean"),
-    (lambda: grpo(anchor="sampler", mismatch=Weights()), "correct it twice"),
+    (lambda: grpo(anchor="sampler", mismatch=Weights()), "correct twice"),
     (lambda: gspo(level="tokens"), "nearest: token"),
     (lambda: gmpo(clip_low=-0.1), "clip_low=-0.1"),
     (lambda: vespo(k_neg=-1.0), "k_neg=-1.0"),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlbench.errors import LossError
-from rlbench.rl.reward_model import (
+from rlbench.rl.supervised import (
     LOG_SCALE_START,
     bradley_terry_loss,
     centering_penalty,
@@ -24,7 +24,7 @@ GOOD, BAD, STEP = 2, 4, 6  # token ids: the two labels, and the placeholder
 score = st.floats(-50, 50, allow_nan=False)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, max_examples=60)
 @given(rows=st.lists(st.tuples(score, score, st.floats(0, 3)), min_size=1, max_size=5))
 def test_pair_losses_equal_the_loop(rows):
     chosen, rejected, margin = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
@@ -176,7 +176,7 @@ def test_a_batch_without_steps_is_zero():
         (lambda: prm_loss(prm_logits(), TOKENS, LABELS[:2], STEP), "labels has shape"),
         (lambda: prm_loss(prm_logits()[:2], TOKENS, LABELS, STEP), "logits has shape"),
         (lambda: prm_loss(prm_logits(), TOKENS, LABELS, STEP, [GOOD, 0]), rf"labels hold \[{BAD}\]"),
-        (lambda: prm_loss(prm_logits(), TOKENS, LABELS + 700, STEP), "vocabulary"),
+        (lambda: prm_loss(prm_logits(), TOKENS, LABELS + 700, STEP), "labels hold"),
         (lambda: prm_loss(prm_logits(), TOKENS, LABELS, STEP, [GOOD]), "two or more"),
         (lambda: prm_loss(prm_logits(), TOKENS, LABELS, STEP, [GOOD, 99]), "99"),
         (lambda: prm_loss(prm_logits(), TOKENS, LABELS.double(), STEP, [GOOD, BAD]), "outside"),

@@ -18,12 +18,11 @@ from rlbench.rl.shaping import (
     groups_with_signal,
     groups_within,
     overlong_penalty,
-    rows_of_groups,
     stop_properly,
     without_truncated,
 )
 
-EXAMPLES = settings(max_examples=60, derandomize=True, deadline=None)
+EXAMPLES = settings(max_examples=60, derandomize=True)
 NUMBERS = st.lists(st.floats(-100, 100, width=32), min_size=0, max_size=8)
 MASK = torch.tensor([[1, 1, 0, 1, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0]]).bool()
 
@@ -110,18 +109,14 @@ def test_truncated_rows_leave_the_mask():
 # -- dynamic sampling -----------------------------------------------------------------------------------------
 
 
-def test_groups_with_signal_are_kept_whole_and_up_to_a_limit():
+def test_groups_with_signal_are_kept_whole():
     rewards = torch.tensor([1.0, 0.7, 0.0, 0.7, 1.0, 0.7, 0.0, 1.0])
     group = torch.tensor([5, 1, 5, 1, 9, 1, 3, 9])  # 5 differs; 1 and 9 are equal; 3 is alone
     signal = groups_with_signal(rewards, group)
     assert signal.tolist() == [True, False, True, False, False, False, False, False]
     rewards[7] = 0.0
     signal = groups_with_signal(rewards, group)
-    assert rows_of_groups(signal, group).tolist() == [0, 2, 4, 7]
-    assert rows_of_groups(signal, group, limit=1).tolist() == [0, 2]
-    assert rows_of_groups(signal, group, limit=5).tolist() == [0, 2, 4, 7]
-    signal[4] = False
-    assert rows_of_groups(signal, group).tolist() == [0, 2]
+    assert signal.nonzero()[:, 0].tolist() == [0, 2, 4, 7]
 
 
 def test_groups_within_bounds_leave_out_the_solved_and_the_hopeless():
@@ -137,8 +132,6 @@ def test_signal_equals_the_loop(pairs):
     rewards, group = torch.tensor([r for r, _ in pairs]), torch.tensor([g for _, g in pairs])
     wanted = [len({r for r, g in pairs if g == own}) > 1 for _, own in pairs]
     assert groups_with_signal(rewards, group).tolist() == wanted
-    kept = rows_of_groups(torch.tensor(wanted), group)
-    assert kept.tolist() == [i for i, own in enumerate(wanted) if own]
 
 
 # -- placing --------------------------------------------------------------------------------------------------
@@ -202,8 +195,8 @@ def test_no_reward_is_lost_in_silence():
     turns = torch.tensor([[0, 0, 1, 2, 2]]).expand(3, 5)
     for call, pattern in (
         # the only token of turn 1 is not trained
-        (lambda: at_turn_ends(torch.tensor([[0.0, 5.0, 0.0]] * 3), turns, MASK), r"turn_rewards\[0, 1\]=5"),
-        (lambda: at_turn_ends(torch.zeros(3, 2), turns, MASK), "from 0 to 1"),
+        (lambda: at_turn_ends(torch.tensor([[0.0, 5.0, 0.0]] * 3), turns, MASK), r"turn_rewards\[0, 1\]"),
+        (lambda: at_turn_ends(torch.zeros(3, 2), turns, MASK), "turns holds"),
         (lambda: at_turn_ends(torch.full((3, 3), math.nan), turns, MASK), "not finite"),
         (lambda: at_turn_ends(torch.zeros(2, 3), turns, MASK), r"wanted \(3, K\)"),
         (lambda: at_turn_ends(torch.zeros(3, 3), turns[:, :4], MASK), "turns has shape"),
@@ -248,18 +241,16 @@ def test_what_cannot_be_used_is_refused():
         (lambda: overlong_penalty(group, max_length=10, buffer=11), "buffer=11"),
         (lambda: overlong_penalty(group, max_length=10, buffer=0), "buffer=0"),
         (lambda: overlong_penalty(group, max_length=10, buffer=5, factor=-1.0), "factor"),
-        (lambda: overlong_penalty(group - 1, max_length=10, buffer=5), "at least 0"),
         (lambda: stop_properly(rewards, truncated), "exactly one"),
+        (lambda: overlong_penalty(group - 1, max_length=10, buffer=5), "at least 0"),
+        (lambda: stop_properly(rewards, truncated, value=math.nan), "not finite"),
+        (lambda: groups_within(rewards, group, 1.0, 0.0), "below high"),
         (lambda: stop_properly(rewards, truncated, scale=0.5, value=0.0), "exactly one"),
         (lambda: stop_properly(rewards, truncated, scale=1.5), "scale=1.5"),
-        (lambda: stop_properly(rewards, truncated, value=math.nan), "not finite"),
         (lambda: stop_properly(rewards, truncated[:2], scale=0.5), "truncated has shape"),
         (lambda: without_truncated(MASK, truncated[:2]), "truncated has shape"),
         (lambda: groups_with_signal(rewards, group[:2]), "group has shape"),
         (lambda: groups_with_signal(rewards[:0], group[:0]), "batch is empty"),
-        (lambda: groups_within(rewards, group, 1.0, 0.0), "below high"),
-        (lambda: rows_of_groups(truncated[:2], group), "kept has shape"),
-        (lambda: rows_of_groups(truncated, group, limit=0), "limit=0"),
         (lambda: kl_in_reward(rewards, zero, zero, MASK, -0.1), "coef=-0.1"),
         (lambda: kl_in_reward(rewards, zero, zero[:, :4], MASK, 0.1), "ref_logprobs has shape"),
         (lambda: kl_in_reward(rewards, zero * math.nan, zero, MASK, 0.1), "logprobs: 4 values"),

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlbench.errors import LossError
-from rlbench.rl.policy import PolicyLoss
-from rlbench.rl.token_filters import high_entropy
+from rlbench.rl.policy import PolicyLoss, high_entropy
 from rlbench.rl.types import LossInputs
 
 NAN = float("nan")
@@ -31,7 +30,7 @@ def slow_kept(entropy: list[float], fraction: float) -> list[bool]:
     return [value >= sorted(entropy, reverse=True)[k - 1] for value in entropy]
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, max_examples=60)
 @given(
     rows=st.lists(st.lists(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.3, 2.0]), max_size=7), min_size=1, max_size=5),
     fraction=st.sampled_from([0.01, 0.2, 0.29, 0.5, 1.0]),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlbench.errors import LossError
-from rlbench.rl.value import explained_variance, ptx_loss, value_loss
+from rlbench.rl.supervised import explained_variance, ptx_loss, value_loss
 
 NAN = float("nan")
 
@@ -24,7 +24,7 @@ def random_batch(seed: int, rows: int = 3, width: int = 4, scale: float = 1.0):
     return draw(), draw(), draw(), mask
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, max_examples=60)
 @given(
     seed=st.integers(0, 10_000),
     rows=st.integers(1, 4),

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,12 @@ class Refused(Exception):
 
 
 class Kernel:
-    """One process in a process session of its own, with its own state folder."""
+    """One process in a process session of its own, with its own state folder; `inside`: words before its command."""
 
-    def __init__(self, state: Path, **environ: str) -> None:
+    def __init__(self, state: Path, inside: Sequence[str] = (), **environ: str) -> None:
         kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
         self._process = subprocess.Popen(
-            [sys.executable, "-u", "-c", LOOP],
+            [*inside, sys.executable, "-u", "-c", LOOP],
             env=kept | {"XDG_STATE_HOME": str(state)} | environ,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

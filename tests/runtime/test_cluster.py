@@ -104,18 +104,22 @@ def test_what_it_writes_is_its_owners_alone(starter, state):
 
 
 def test_another_number_of_devices_is_refused_naming_the_mend(starter):
-    with pytest.raises(Refused, match=r"ClusterError: .*has 2 devices, not 3.*rb.shutdown\(\).*rb.init\(devices=3\)"):
+    with pytest.raises(Refused, match=r"ClusterError: .*2 devices.*rb.shutdown\(\).*devices=3"):
         starter.run("rb.init(devices=3)")
 
 
 def test_another_address_is_refused_while_joined(starter):
-    with pytest.raises(Refused, match=r"ClusterError: .*rb.shutdown\(\) before joining 10.0.0.1:6379"):
+    with pytest.raises(Refused, match=r"ClusterError: .*rb.shutdown\(\).*10.0.0.1:6379"):
         starter.run("rb.init(address='10.0.0.1:6379')")
 
 
 def test_resources_say_what_there_is(starter):
-    found = starter.run("found = rb.resources()\nout = {k: found[k] for k in ('devices', 'nodes', 'ours', 'total')}")
-    assert (found["devices"], found["nodes"], found["ours"]) == (2, 1, True) and found["total"]["CPU"] == 2.0
+    names = ("devices", "nodes", "ours", "total", "warm_bytes")
+    found = starter.run(f"found = rb.resources()\nout = {{k: found[k] for k in {names}}}")
+    assert (found["devices"], list(found["nodes"]), found["ours"]) == (2, ["127.0.0.1"], True) and found["total"][
+        "CPU"
+    ] == 2.0
+    assert found["warm_bytes"] > 10 << 20
 
 
 def test_a_second_kernel_joins_the_same_cluster(guest):

@@ -75,12 +75,13 @@ def test_a_zombie_does_not_live():
     while processes.start_time(process.pid) is not None:
         pass
     assert os.path.exists(f"/proc/{process.pid}")
+    assert processes.memory_bytes(process.pid) is None, "a killed worker did not hold 0 bytes when last seen"
     process.wait()
 
 
 def test_resident_memory_is_measured_and_none_where_the_process_is_gone(tree):
     leader, _ = tree
-    assert 1 << 20 < processes.resident_bytes(leader.pid) < 1 << 30
+    assert 1 << 20 < processes.memory_bytes(leader.pid)[0] < 1 << 30
     leader.kill()
     leader.wait()
-    assert processes.resident_bytes(leader.pid) is None
+    assert processes.memory_bytes(leader.pid) is None

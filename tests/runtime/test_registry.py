@@ -1,7 +1,9 @@
 """The state folder: private, written whole, and honest about files it cannot read."""
 
+import gc
 import json
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from rlbench.errors import ClusterError
-from rlbench.runtime import cluster, processes, registry
+from rlbench.runtime import cluster, guard, processes, registry
 from tests.runtime.kernels import Kernel, Refused
 
 
@@ -91,6 +93,17 @@ def test_a_cluster_is_found_as_it_was_written_and_forgotten_with_its_sessions(st
     assert sorted(p.name for p in (state / "sessions").iterdir()) == ["other.journal", "other.json"]
 
 
+def test_a_session_half_forgotten_can_still_be_named(state, monkeypatch):
+    def cut_off(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    registry.write_json(registry.session_file("large"), {"name": "large", "cluster": "abcd1234"})
+    monkeypatch.setattr(registry.shutil, "rmtree", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        registry.forget_session("large")
+    assert [s["name"] for s in registry.live_sessions()] == ["large"]
+
+
 def test_forgetting_an_older_cluster_leaves_the_present_one():
     registry.write_cluster(record())
     registry.forget_cluster("ffff0000")
@@ -113,6 +126,19 @@ def test_a_reader_sees_the_old_file_or_the_new_one(state):
     assert json.load(before) == {"n": 1} and registry.read_json(path) == {"n": 2}
     before.close()
     assert [p.name for p in state.glob("*value*")] == ["value.json"]
+
+
+def test_a_file_is_written_without_work_for_the_garbage_collector(tmp_path):
+    value = {"name": "demo", "workers": {f"rlbench/demo/actor/{i}": [i, 0.5] for i in range(4)}}
+    registry.write_json(tmp_path / "first.json", value)
+    gc.collect()
+    gc.disable()
+    try:
+        registry.write_json(tmp_path / "demo.json", value)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+    assert registry.read_json(tmp_path / "demo.json") == value
 
 
 def test_the_token_is_made_once_and_long():
@@ -161,7 +187,31 @@ def test_an_address_where_nobody_answers_is_one_sentence_before_ray_is_asked(add
     kernel.end()
 
 
+def test_a_port_beyond_the_last_one_is_nobodys():
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        port = listening.getsockname()[1]
+        assert guard.answers(f"127.0.0.1:{port}") and not guard.answers(f"127.0.0.1:{port + 65536}")
+
+
 def test_a_cluster_without_devices_is_refused_before_anything_starts(state):
     with pytest.raises(ClusterError, match="devices=0"):
         cluster.init(devices=0)
     assert not state.exists()
+
+
+def test_a_parked_session_is_listed_until_it_is_forgotten_and_not_while_it_runs(state):
+    folder = registry.parked_folder("older")
+    folder.mkdir(parents=True)
+    assert registry.parked("older") == {"name": "older", "state": "parked", "path": str(folder)}, "damaged, and there"
+    registry.write_json(folder / registry.ABOUT, {"step": 3, "name": "another"})
+    assert [(one["name"], one["step"]) for one in registry.parked_sessions()] == [("older", 3)]
+    registry.write_json(registry.session_file("older"), {})
+    assert registry.parked("older") is None and registry.parked_sessions() == []
+    registry.session_file("older").unlink()
+    half_gone = registry.parked_root(".older.abc.dropped")
+    half_gone.mkdir()
+    registry.forget_parked("older")
+    registry.forget_parked("older")
+    assert registry.parked_sessions() == [] and not half_gone.exists()

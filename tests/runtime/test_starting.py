@@ -34,7 +34,7 @@ class Drawn:
 @pytest.fixture
 def drawn(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(starting, "_drawn", Drawn)
+    monkeypatch.setattr(starting, "_drawing", f"{__name__}:Drawn")
     monkeypatch.setattr(starting, "REDRAW_S", 0.02)
     Drawn.seen = []
     return Drawn.seen
@@ -67,27 +67,27 @@ def test_the_next_start_knows_how_long_it_usually_takes(drawn):
     a_start("actor")
     assert drawn[0] == "starting session tiny · 0 s, usually 0 s"
     assert any("… actor  doing actor, usually 0 s" in line for line in drawn)
-    kept = registry.read_json(starting._file())
+    kept = registry.read_json(starting.times_file())
     assert len(kept["session tiny"][""]) == len(kept["session tiny"]["actor"]) == 2
     start = starting.Start("session tiny", earlier={"session tiny": {"": [1.0, 9.0, 2.0]}})
     assert start.usual() == 2.0 and start.usual("actor") is None
 
 
 def test_starts_that_did_more_are_kept_apart(drawn):
-    a_start(starting.CLUSTER, "actor")
+    a_start("cluster", "actor")
     a_start("actor")
     a_start("actor", what="session other")
-    assert set(registry.read_json(starting._file())) == {"session tiny + cluster", "session tiny", "session other"}
+    assert set(registry.read_json(starting.times_file())) == {"session tiny + cluster", "session tiny", "session other"}
     for _ in range(starting.KEPT + 2):
         a_start()
-    assert len(registry.read_json(starting._file())["session tiny"][""]) == starting.KEPT
+    assert len(registry.read_json(starting.times_file())["session tiny"][""]) == starting.KEPT
 
 
 def test_a_start_inside_of_another_is_a_part_of_it(drawn):
     with starting.starting("session tiny"):
         a_start("actor", what="engine actor")
     assert [line for line in drawn if line.startswith("end")] == [drawn[-1]] and "session tiny ready" in drawn[-1]
-    assert list(registry.read_json(starting._file())) == ["session tiny"]
+    assert list(registry.read_json(starting.times_file())) == ["session tiny"]
 
 
 def test_one_that_fails_says_where_and_is_not_kept(drawn):
@@ -99,7 +99,7 @@ def test_one_that_fails_says_where_and_is_not_kept(drawn):
     with pytest.raises(KeyboardInterrupt):
         fails()
     assert drawn[-1].startswith("end: session tiny did not start · ") and drawn[-1].endswith(": building vLLM")
-    assert registry.read_json(starting._file()) is None
+    assert registry.read_json(starting.times_file()) is None
     a_start()
     assert "ready" in drawn[-1]
 

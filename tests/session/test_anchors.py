@@ -9,8 +9,8 @@ import pytest
 
 from rlbench.data import Ragged, TrainBatch
 from rlbench.runtime import registry
-from rlbench.session import anchors
-from rlbench.session.anchors import Anchors
+from rlbench.session import beside
+from rlbench.session.beside import Anchors
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ def test_what_the_batch_brings_along_counts_more():
 def test_going_back_leaves_those_there_were_at_the_snapshot():
     kept = Anchors("s")
     kept.keep(batch(1), logprobs(1))
-    kept.mark("snap")
+    kept.note(["snap"])
     kept.keep(batch(2), logprobs(2))
     kept.go_back("snap")
     assert kept.applied(batch(1)).old_logprobs is not None and kept.applied(batch(2)).old_logprobs is None
@@ -74,18 +74,18 @@ def test_going_back_leaves_those_there_were_at_the_snapshot():
 def test_a_file_stays_while_a_state_or_a_snapshot_needs_it():
     kept = Anchors("s")
     kept.keep(batch(1), logprobs(1))
-    kept.mark("snap")
+    kept.note(["snap"])
     kept.go_back(None)
     assert files() == 1
-    kept.forget("snap")
+    kept.note([], dropped=["snap"])
     assert files() == 0
 
 
 def test_only_the_latest_batches_are_kept():
     kept = Anchors("s")
-    for seed in range(anchors.KEPT + 2):
+    for seed in range(beside.KEPT + 2):
         kept.keep(batch(seed), logprobs(seed))
-    assert files() == anchors.KEPT
+    assert files() == beside.KEPT
     assert kept.applied(batch(1)).old_logprobs is None and kept.applied(batch(2)).old_logprobs is not None
 
 

@@ -35,3 +35,11 @@ def test_the_last_reward_counts():
     batch = rollouts().score(length).score(lambda r: 1.0).batch(advantage=lambda rewards, group: rewards)
     assert of_batch(batch)["reward_name"] == "<lambda>"
     assert np.all(batch.rewards == 1)
+
+
+def test_what_a_reward_uses_may_be_edited_after_its_batch_was_seen():
+    bonus = {"of": 1.0}
+    batch = rollouts().score(lambda rollout: bonus["of"]).batch(advantage=centred)
+    first = of_batch(batch)
+    bonus["of"] = 2.0
+    assert of_batch(batch) == first

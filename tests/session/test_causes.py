@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from rlbench.data.prompts.sampling import reshaping
-from rlbench.session.checks import causes
-from rlbench.session.checks.causes import SideBySide, Tokens, Weights
+from rlbench.session.checks import diagnosis as causes
+from rlbench.session.checks.diagnosis import SideBySide, Weights
 
 SAME = Weights(4, (4, 4), (4,), "float32", "float32")
 POSITION = np.tile(np.arange(1, 21), 3)
@@ -50,20 +50,22 @@ def test_positions_need_a_first_prediction_that_agrees():
     assert "up to position 10, 0.16 beyond" in of_sides(np.where(POSITION == 1, 1e-5, grows + 0.005))
 
 
-def tokens(gap, special=None, entropy=10.0):
-    gap = np.asarray(gap, float)
-    index = np.arange(len(gap)) % 10
-    return Tokens(
-        gap, index, np.zeros(len(gap), bool) if special is None else special, np.full(len(gap), entropy), "'<end>'"
-    )
+def tokens(gap, special):
+    return np.asarray(gap, float), special, "'<end>'"
 
 
 def test_special_tokens_are_blamed_only_where_they_alone_are_off():
     special = np.arange(20) % 10 == 9
-    assert causes.of_tokens(tokens(np.where(special, -0.4, 1e-6), special), 1e-4).startswith("only special tokens")
-    assert causes.of_tokens(tokens(np.full(20, -0.4), special), 1e-4) is None
-    assert causes.of_tokens(tokens(np.full(20, -0.4), np.ones(20, bool)), 1e-4) is None, "there is nothing but them"
-    assert causes.of_tokens(tokens(np.zeros(20), special), 1e-4) is None
+    assert causes.of_tokens(*tokens(np.where(special, -0.4, 1e-6), special), 1e-4).startswith("only special tokens")
+    assert causes.of_tokens(*tokens(np.full(20, -0.4), special), 1e-4) is None
+    assert causes.of_tokens(*tokens(np.full(20, -0.4), np.ones(20, bool)), 1e-4) is None, "there is nothing but them"
+    assert causes.of_tokens(*tokens(np.zeros(20), special), 1e-4) is None
+
+
+def test_options_that_change_nothing_are_no_suspects():
+    neutral = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "min_p": 0, "repetition_penalty": 1.0, "max_tokens": 4}
+    assert reshaping(neutral) == []
+    assert reshaping(neutral | {"top_k": 5, "bad_words": ["x"]}) == ["top_k", "bad_words"]
 
 
 @pytest.mark.parametrize(
@@ -79,10 +81,4 @@ def test_special_tokens_are_blamed_only_where_they_alone_are_off():
     ids=["cut", "too much", "not one-sided", "few", "first token", "all tokens"],
 )
 def test_patterns(gap, entropy, said):
-    assert causes.of_pattern(tokens(gap, entropy=entropy), 1e-4).startswith(said)
-
-
-def test_options_that_change_nothing_are_no_suspects():
-    neutral = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "min_p": 0, "repetition_penalty": 1.0, "max_tokens": 4}
-    assert reshaping(neutral) == []
-    assert reshaping(neutral | {"top_k": 5, "bad_words": ["x"]}) == ["top_k", "bad_words"]
+    assert causes.of_pattern(gap, np.arange(len(gap)) % 10, np.full(len(gap), entropy), 1e-4).startswith(said)

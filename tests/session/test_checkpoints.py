@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -30,9 +31,13 @@ def weights(session):
 
 def test_a_loaded_session_goes_on_with_other_ranks_and_the_same_replica_output(session, batch, tmp_path):
     session.train_step(batch, lr=1e-3)
-    session.core.record({"loss": float("nan")})  # a run that had one is loaded like any other
+    broken = {"loss": float("nan")}  # a run that had one is loaded like any other
+    session.core.link.apply({"do": "record", "record": broken})
     saved = session.save(str(tmp_path))
     logprobs = session.logprobs(batch)
+    told = json.loads((Path(saved.path) / "session.json").read_text())
+    place = {"step", "version", "rollouts", "cursor"}
+    assert set(told) == place | {"config", "history", "setup", "evaluations"}, "no tracker's key, no process"
     with rb.Session.load(str(tmp_path), train={"shards": 1}, reference=None) as other:
         assert weights(other) == weights(session)
         assert (other.step, other.version) == (session.step, session.version)
@@ -69,7 +74,7 @@ def test_a_damaged_checkpoint_is_refused_before_engines_are_started(session, tmp
         rb.Session.load(str(tmp_path))
     shutil.rmtree(kept)
     shutil.rmtree(saved)
-    with pytest.raises(CheckpointError, match="holds none"):
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
         rb.Session.load(str(tmp_path))
 
 

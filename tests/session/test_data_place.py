@@ -46,7 +46,7 @@ def test_another_kernel_and_a_checkpoint_go_on_where_the_data_was(cluster, tmp_p
         session.save(str(tmp_path))
         again = rb.attach("placed", take_over=True)
         assert step(again, again.follow(stream())) == expected[1]
-        with pytest.raises(DataError, match="changed since the state was taken"):
+        with pytest.raises(DataError, match="other prompts"):
             again.follow(stream(TEXTS[1:]))
         again.close()
     loaded = rb.Session.load(str(tmp_path))

@@ -42,16 +42,15 @@ from rlbench.workers.replica.config import ReplicaOptions
 from rlbench.workers.train.config import RankOptions
 from tests.option_effects import EFFECTS
 from tests.option_reads import loaded_fields, reads
+from tests.trainers.command_lines import REFUSED_WHEN_SET, run, words
 from tests.trainers.making import TableEngine, asked, last_token, qwen_of
-from tests.trainers.test_ppo_trainer import OPTIONS as STRATEGY
-from tests.trainers.test_ppo_trainer import Synced, trainer_of
-from tests.trainers.test_run_config import REFUSED_WHEN_SET, run, words
-from tests.trainers.test_trainer_options import Saved
+from tests.trainers.small_trainer import OPTIONS as STRATEGY
+from tests.trainers.small_trainer import Saved, Synced, trainer_of
 
 pytestmark = pytest.mark.slow
 
 OF_STRATEGIES, OF_TRAINERS = list(options_in(StrategyConfig)), list(options_in(PPOConfig))
-REFUSAL = "cannot be honoured|no effect"
+REFUSAL = "cannot be honoured|no effect|it is one of"
 TEXT = {
     "kl_estimator": "k2",
     "advantage_estimator": "rloo",
@@ -93,6 +92,7 @@ def read_by_trainers(qwen: str, tmp_path_factory: pytest.TempPathFactory) -> set
         "head": "chunked",
         "overlong_buffer": True,
         "overlong_buffer_len": 2,
+        "use_fire": True,
         "dynamic_sampling": True,
         "reward_running_norm": True,
         "save_trajectories": True,
@@ -129,7 +129,7 @@ def read_by_trainers(qwen: str, tmp_path_factory: pytest.TempPathFactory) -> set
 def test_a_trainers_keyword_is_read_by_the_trainer_or_refused(qwen: str, read_by_trainers: set[str], name: str) -> None:
     config = get_fake_strategy(STRATEGY).config
     held = getattr(config, name) if name in OF_STRATEGIES else getattr(PPOConfig(), name)
-    assert not {"adam_offload", "bf16", "use_mp_opt", "seed"} & read_by_trainers  # they act in a strategy
+    assert not {"adam_offload", "bf16", "fp16", "use_mp_opt", "seed"} & read_by_trainers  # they act in a strategy
     if name not in read_by_trainers:
         with pytest.raises(OptionError, match=REFUSAL):
             trainer_of(qwen, **{name: other(name, held)})
@@ -138,7 +138,7 @@ def test_a_trainers_keyword_is_read_by_the_trainer_or_refused(qwen: str, read_by
 @pytest.mark.parametrize("name", sorted(SAMPLING))
 def test_a_trainers_keyword_of_sampling_reaches_the_engine(name: str) -> None:
     options = read_options(StrategyConfig(), {name: 0.5})
-    assert options.generate_kwargs[SAMPLING[name]] == 0.5
+    assert options.sampling[SAMPLING[name]] == 0.5
 
 
 @pytest.mark.parametrize(("name", "value"), [("packing_samples", True), ("cpu_offload", False)])
@@ -181,8 +181,7 @@ def used(config: StrategyConfig, qwen: str, monkeypatch: pytest.MonkeyPatch) -> 
         context.set_current(None)
     critic = make_critic(qwen)
     actor, _, _, _ = strategy.prepare_models_and_optimizers(qwen_of(qwen), critic, None, None, own, max_steps=4)
-    strategy.maybe_offload_optimizer(actor[1])
-    strategy.maybe_load_optimizer(actor[1])
+    strategy.maybe_load_optimizer(strategy.maybe_offload_optimizer(actor[1]))
     rank = SimpleNamespace(config=own, device=strategy.device)
     FSDPV2Strategy._offload(rank, True)  # type: ignore[arg-type]
     fsdp2_room.local_rank(own)
@@ -269,7 +268,7 @@ def read_when_built(tiny_path: Path) -> set[str]:
         with reads(StrategyConfig) as noted:
             actor = qwen_of(str(tiny_path))
             optimizer = get_fake_strategy({"bf16": False}).create_optimizer(actor, lr=1e-3)
-            trainer = build_trainer(actor, optimizer, spec, bf16=False)
+            trainer = build_trainer(actor, optimizer, spec, half=None)
             assert trainer.make_experience(asked(4))
             trainer.ppo_train()
             return set().union(*noted.values())
@@ -283,7 +282,7 @@ def test_an_option_of_a_sessions_trainer_is_read_or_refused(
 ) -> None:
     if name in OF_THE_VERB | read_by_trainers:
         return
-    held_by_the_session = {"fsdp", "bf16", "use_mp_opt", "fsdp_cpu_offload"}
+    held_by_the_session = {"fsdp", "bf16", "fp16", "use_mp_opt", "fsdp_cpu_offload"}
     if name in held_by_the_session or name not in read_when_built:
         monkeypatch.setattr(building, "FSDPV2Strategy", Built)
         value = other(name, {"fsdp": True, "bf16": False}.get(name, default(name)))
@@ -294,7 +293,7 @@ def test_an_option_of_a_sessions_trainer_is_read_or_refused(
 def built_with(path: str, options: dict[str, Any]) -> Any:
     actor = qwen_of(path)
     spec = TrainerSpec(path, method_options("grpo", options), reward=last_token)
-    return build_trainer(actor, FakeStrategy(bf16=False).create_optimizer(actor, lr=1.0), spec, bf16=False)
+    return build_trainer(actor, FakeStrategy(bf16=False).create_optimizer(actor, lr=1.0), spec, half=None)
 
 
 @pytest.mark.parametrize("value", [2, 3])
@@ -357,15 +356,20 @@ def test_an_option_of_the_run_alone_is_read(tmp_path: Path) -> None:
     mixed = {**given, "prompt_data": f"{tmp_path}/p.jsonl,tiny", "prompt_data_probs": (0.5, 0.5)}
     with reads(RunOptions) as noted:
         found: set[str] = set()
-        for one in (given, mixed, {"metrics_file": str(tmp_path / "m.jsonl")}):
+        for one in (given, mixed, {"metrics_file": str(tmp_path / "m.jsonl")}, {"lora_rank": 4}):
             config = RunConfig.load("grpo", None, one)
             prompts = run_data.prompts_of(config)
             train_command.session_options(config, on_gpu=False)
+            train_command.frozen(config)
             train_command.iterations(config, prompts)
             train_command.trainer_arguments(config, prompts, 1)
             trainer: Any = SimpleNamespace(where=lambda: {"iterations": 0}, step=lambda: {"reward": 1.0}, finish=int)
             train_command.run(trainer, config, 1)
             found |= noted[id(config.run)]
+        (tmp_path / "t.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 4)
+        texts = RunConfig.load("sft", None, {"data": str(tmp_path / "t.jsonl"), "max_length": 9})
+        train_command.trainer_arguments(texts, run_data.data_of(texts), 1)
+        found |= noted[id(texts.run)]
     assert set(options_in(RunOptions)) - found == set()
 
 

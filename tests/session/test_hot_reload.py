@@ -81,6 +81,7 @@ def edit(n, filler=""):
     return space["edited"]
 
 
+@pytest.mark.curve
 def test_a_loss_edited_twenty_times_shows_twenty_hashes_and_leaves_nothing_behind(session, batch, traced):
     big = "x" * (2 << 20)  # a leak of twenty of them would show
     for n in range(KEPT + 2):  # the ranks keep so many

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -12,20 +11,9 @@ import rlbench as rb
 from rlbench.errors import SessionError, StateError, Stopped
 from rlbench.monitor import client
 from rlbench.tiny import tasks
+from tests.session.looking import state, until
 
 pytestmark = pytest.mark.engine
-
-
-def until(true, seconds=120.0):
-    """Wait for something that other processes bring about."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
-
-
-def state(session):
-    return client.ask(client.find(session.name), "/state")
 
 
 def command(session, verb, **args):
@@ -69,6 +57,7 @@ def test_a_dead_kernels_session_is_offloaded_synced_and_kept_and_the_next_kernel
     os.kill(kernel.pid, signal.SIGKILL)
     kernel.wait()
     until(lambda: not client.ask(record, "/state")["driver"]["alive"])
+    until(lambda: not client.ask(record, "/state")["running"])  # a worker tells of a call's end without waiting
 
     def run(verb, **args):
         return client.command(client.find("orphan"), verb, args)["result"]

@@ -47,7 +47,7 @@ def test_how_the_policy_is_held_is_an_option_that_must_be_able_to_act(name: str,
         rb.Train(**{name: True, other: False})
 
 
-@pytest.mark.parametrize("architecture", ["Qwen2_5_VLForConditionalGeneration", "Qwen2ForSequenceClassification"])
+@pytest.mark.parametrize("architecture", ["LlavaForConditionalGeneration", "Qwen2ForSequenceClassification"])
 def test_a_folder_of_no_causal_language_model_is_refused_before_anything_starts(architecture, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen", "architectures": [architecture]}))
     with pytest.raises(BuildError, match=architecture):
@@ -56,7 +56,10 @@ def test_a_folder_of_no_causal_language_model_is_refused_before_anything_starts(
         rb.Session(str(tmp_path))
 
 
-@pytest.mark.parametrize("architectures", [["Qwen2ForCausalLM"], ["GPT2LMHeadModel"], ["MyQwenModel"], [], None])
+@pytest.mark.parametrize(
+    "architectures",
+    [["Qwen2ForCausalLM"], ["Qwen2_5_VLForConditionalGeneration"], ["GPT2LMHeadModel"], ["MyQwenModel"], [], None],
+)
 def test_a_causal_language_model_may_be_of_a_class_of_the_users_own(architectures, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "architectures": architectures}))
     check_models(str(tmp_path), "hub/id")

@@ -11,7 +11,7 @@ from rlbench.dispatch.context import CallContext
 from rlbench.errors import Stopped
 from rlbench.monitor import client
 from rlbench.tiny import tasks
-from rlbench.workers.replica.pause import Gate
+from rlbench.workers.replica.state import Gate
 
 
 def until(true, seconds=120.0):

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from rlbench.data import Mixture, PromptStream
+from rlbench.data import Mixture, PromptStream, TrainBatch
 from rlbench.engines import paths
 from rlbench.errors import BuildError, DataError
+from rlbench.session import options
 from rlbench.session.command import run_data
 from rlbench.strategies.options.config import OptionError
 from rlbench.tiny import tasks
@@ -209,10 +210,86 @@ def test_models_are_folders_hub_ids_or_the_embedded_one(tmp_path: Path, monkeypa
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
-    assert run_data.model_at("model") == str((tmp_path / "model").resolve())
+    assert options.model_at("model") == str((tmp_path / "model").resolve())
     asked: list[str] = []
     monkeypatch.setattr(paths, "_need_served", lambda hub_id, folder: asked.append(hub_id))  # in the place of the hub
-    assert run_data.model_at("an-org/a-model") == "an-org/a-model" and asked == ["an-org/a-model"]
-    assert (Path(run_data.model_at("tiny")) / "config.json").is_file()
+    assert options.model_at("an-org/a-model") == "an-org/a-model" and asked == ["an-org/a-model"]
+    assert (Path(options.model_at("tiny")) / "config.json").is_file()
     with pytest.raises(BuildError, match="no model folder"):
-        run_data.model_at("./nowhere")
+        options.model_at("./nowhere")
+
+
+def test_one_configuration_of_a_folder_is_read(tmp_path: Path) -> None:
+    for name, count in (("main", 4), ("other", 2)):
+        written(tmp_path / f"{name}.jsonl", ROWS[:count])
+    listed = [f"- config_name: {name}\n  data_files: {name}.jsonl" for name in ("main", "other")]
+    (tmp_path / "README.md").write_text("\n".join(["---", "configs:", *listed, "---"]))
+    assert len(run_data.prompts_of(config(prompt_data=f"{tmp_path}:other")).prompts) == 2
+    with pytest.raises(DataError, match="another"):
+        run_data.prompts_of(config(prompt_data=f"{tmp_path}:another"))
+
+
+# -- texts
+
+
+def on_texts(method: str, **given: Any) -> RunConfig:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return RunConfig.load(method, None, given)
+
+
+JUDGED = [
+    {"prompt": f"sort {i}{i + 1}", "completion": "1", "chosen": str(i), "rejected": "0", "label": i % 2 == 0}
+    for i in range(1, 6)
+]
+
+
+def test_a_file_of_texts_is_read_as_the_method_wants_it(tmp_path: Path) -> None:
+    place = written(tmp_path / "texts.jsonl", JUDGED)
+    for method, sequences in (("sft", 5), ("simpo", 10), ("kto", 10)):
+        batch = run_data.data_of(on_texts(method, data=place))
+        assert len(batch) == sequences and len(batch.stream()) == 5
+    assert len(run_data.data_of(on_texts("sft", data=place, max_samples=3))) == 3
+    held_out = run_data.eval_data_of(on_texts("sft", data=place, eval_data=place, max_eval_samples=2))
+    assert held_out is not None and len(held_out) == 2 and run_data.eval_data_of(on_texts("sft", data=place)) is None
+    with pytest.raises(DataError, match="5 of 5 rows would be cut: they have more than max_length=4"):
+        run_data.data_of(on_texts("sft", data=place, max_length=4))
+    chats = run_data.data_of(on_texts("sft", data=place, system_prompt="be brief"))
+    assert chats.prompts.lengths.min() > run_data.data_of(on_texts("sft", data=place)).prompts.lengths.max()
+    with pytest.raises(DataError, match="row 0: it has no column 'messages'"):
+        run_data.data_of(on_texts("sft", data=written(tmp_path / "p.jsonl", ROWS)))
+
+
+def test_the_built_in_task_has_texts_for_every_method() -> None:
+    for method in ("sft", "dpo", "kto"):
+        batch = run_data.data_of(on_texts(method, max_samples=20, seed=3))
+        assert len(batch.stream()) >= 10
+    judged = run_data.data_of(on_texts("kto", max_samples=20))
+    assert {1, -1, 0} == set(judged.preference.tolist())
+
+
+def test_a_loss_is_written_as_python_would_or_found_in_a_file(tmp_path: Path) -> None:
+    from rlbench.rl import dapo, dpo
+
+    def loss(named: str | None) -> Any:
+        return run_data.loss_of(on_texts("dpo", loss=named))
+
+    assert loss(None) is None
+    assert loss("dpo(beta=0.2, label_smoothing=0.1)") == dpo(beta=0.2, label_smoothing=0.1)
+    assert run_data.loss_of(config(loss="dapo")) == dapo()
+    (tmp_path / "my_loss.py").write_text("from rlbench import rl\nmine = rl.dpo(beta=0.3)\n")
+    assert loss(f"{tmp_path}/my_loss.py:mine") == dpo(beta=0.3)
+    sys.modules.pop("my_loss", None)
+    for wrong in ("dpoo", "dpo(0.2)", "dpo(gamma=1)", "dpo(beta=open('x'))", "__import__('os')"):
+        with pytest.raises(OptionError, match="a name with plain values"):
+            loss(wrong)
+
+
+def test_texts_beside_a_reward_are_demonstrations_where_the_rows_are_some(tmp_path: Path) -> None:
+    def texts(rows: Any) -> Any:
+        place = written(tmp_path / "t.jsonl", rows)
+        return run_data.texts_of(config(pretrain_data=place, ptx_coef=0.1))
+
+    batch = texts(JUDGED)
+    assert isinstance(batch, TrainBatch) and len(batch) == 5
+    assert [prompt.text for prompt in texts([{"input": "some text"}])] == ["some text"]

@@ -1,5 +1,6 @@
 """A session on the tiny model, two training ranks, a reference and one vLLM replica: what each verb promises."""
 
+import asyncio
 import os
 import re
 import signal
@@ -14,10 +15,12 @@ import torch
 import rlbench as rb
 from rlbench.engines.base import Engine
 from rlbench.errors import BuildError, DataError, EngineError, LossError, SessionError, StateError
-from rlbench.notebook.cards.views import engine_card, metrics_card
+from rlbench.notebook.cards.record_views import metrics_card
+from rlbench.notebook.cards.session_views import engine_card
 from rlbench.tiny import tasks
 
 pytestmark = pytest.mark.engine
+WITH_OPTIONS = ("rollout", "evaluate", "optimizer")
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +92,25 @@ def test_an_edited_loss_has_another_hash_in_the_record(session, batch):
     assert metrics.factor == 2.0
 
 
+def test_several_losses_in_one_step_are_each_in_the_record_and_equal_their_sum_by_hand(session, batch):
+    def drift(inputs):
+        return (inputs.logprobs - inputs.sampler_logprobs) ** 2, {"drift": 1.0}
+
+    def summed(inputs):
+        policy, metrics = rb.rl.grpo(aggregation="token-mean")(inputs)
+        return policy + 0.1 * rb.rl.sft()(inputs)[0] + 0.5 * drift(inputs)[0], metrics
+
+    parts = {"grpo": rb.rl.grpo(aggregation="token-mean"), "sft": ("sft", 0.1), "own": (drift, 0.5)}
+    session.train_step(batch, loss=summed)
+    wanted = session.train.call_all("training_checksums").result()
+    session.undo()
+    metrics = session.train_step(batch, loss=parts)
+    assert session.train.call_all("training_checksums").result() == wanted
+    assert metrics["own/drift"] == 1.0 and {"grpo/loss", "sft/loss", "own/loss", "clip_fraction"} <= metrics.keys()
+    assert {"loss[grpo]", "loss[own]"} <= session.history.verbs[-1]["hashes"].keys()
+    session.undo()
+
+
 def test_a_loss_prints_into_the_calling_cell_with_its_rank(session, batch, capsys):
     def talks(inputs):
         print("loss sees", inputs.logprobs.shape[0])
@@ -103,14 +125,14 @@ def test_a_loss_prints_into_the_calling_cell_with_its_rank(session, batch, capsy
 @pytest.mark.parametrize(
     ("loss", "match"),
     [
-        (lambda i: (-i.advantages * i.logprobs).sum(-1), "wanted \\(per_token, metrics\\)"),
-        (lambda i: ((-i.advantages * i.logprobs).sum(-1), {}), "one value per token"),
-        (lambda i: (i.logprobs * float("nan"), {}), "NaN"),
+        (lambda i: (-i.advantages * i.logprobs).sum(-1), "\\(per_token, metrics\\)"),
+        (lambda i: ((-i.advantages * i.logprobs).sum(-1), {}), "one number per token"),
+        (lambda i: (i.logprobs * float("nan"), {}), "not finite"),
         (lambda i: (-i.advantages * i.old_logprobs, {}), "no gradient"),
         (lambda i: i.no_such_field, "no_such_field"),
         (lambda i: (i.logprobs.sqrt() * 0 + i.logprobs, {}), "NaN|finite"),
         ("grop", "grpo"),
-        (3, "name or a function"),
+        (3, "name"),
     ],
     ids=["no-tuple", "shape", "nan", "no-gradient", "raises", "nan-gradient", "typo", "no-function"],
 )
@@ -189,13 +211,59 @@ def test_verbs_that_do_not_block_return_a_pending(session, batch):
     assert rollouts.result(timeout=60).samples == 1 and session.last is rollouts.result()
 
 
-def test_a_pending_can_be_awaited(session):
-    import asyncio
+def test_every_verb_can_be_awaited(session, batch, tmp_path):
+    """But `park`, `resize` and `rehearse`, which end what others use or are long: one decorator makes them all."""
+    calls = {
+        "rollout": (["sort 12"], {"max_tokens": 3}),
+        "evaluate": (["sort 12"], tasks.reward, {"max_tokens": 3}),
+        "snapshot": ("awaited",),
+        "train_step": (batch,),
+        "forward_backward": (batch,),
+        "gradients": (),
+        "optim_step": (),
+        "sync_weights": (),
+        "update_reference": (),
+        "logprobs": (batch,),
+        "loss_lab": (batch, {"grpo": "grpo", "mine": my_loss}),
+        "preflight": (["sort 12"], 2),
+        "optimizer": ("sgd", {"lr": 0.1}),
+        "schedule": (lambda step: 0.5,),
+        "freeze": ("model.layers.0",),
+        "unfreeze": (),
+        "undo": (),
+        "restore": ("awaited",),
+        "branch": ("aside",),
+        "drop": ("awaited",),
+        "heal": (),
+        "save": (str(tmp_path / "saved"),),
+        "export": (str(tmp_path / "exported"),),
+    }
+    left = {name for name in dir(rb.Session) if "block" in getattr(getattr(rb.Session, name), "__annotations__", ())}
+    assert left == {*calls, "park", "rehearse", "resize"}
 
-    async def roll():
-        return await session.rollout(["sort 12"], block=False, max_tokens=3)
+    async def all_of_them():
+        for name, args in calls.items():
+            options = args[-1] if args and isinstance(args[-1], dict) and name in WITH_OPTIONS else {}
+            given = args[: len(args) - bool(options)]
+            assert await getattr(session, name)(*given, **options, block=False) is not None, name
+        await session.branch("main", block=False)
 
-    assert asyncio.run(roll()).samples == 1
+    asyncio.run(all_of_them())
+    session.drop(session.branches["aside"])
+
+
+def test_verbs_that_exclude_each_other_say_so_and_one_that_was_stopped_is_waited_for(session, batch):
+    step = session.step
+    running = session.train_step(batch, block=False)
+    for verb in (session.undo, session.sync_weights, lambda: session.train_step(batch)):
+        with pytest.raises(StateError, match="cannot begin while train_step runs"):
+            verb()
+    beside = session.rollout(["sort 12"], max_tokens=3)
+    assert running.result().step == session.step == step + 1 and beside.samples == 1
+    running = session.train_step(batch, block=False)
+    session.stop()
+    session.undo()
+    assert running.done and session.step == step
 
 
 def interrupt_after(seconds):
@@ -236,6 +304,16 @@ def test_interrupting_a_train_step_leaves_weights_and_optimizer_untouched(sessio
     time.sleep(0.5)
     assert checksum(session) == before and session.step == step
     assert session.train_step(batch, loss=my_loss).grad_norm > 0
+
+
+def test_options_of_a_chat_template_are_refused_where_it_does_not_read_them(session):
+    with pytest.raises(DataError, match="does not read tools"):
+        session.rollout(tasks.prompts(1), tools=[{"name": "look"}])
+    with pytest.raises(DataError, match="does not read enable_thinking"):
+        session.evaluate(tasks.prompts(1), lambda r: 1.0, template={"enable_thinking": False})
+    with pytest.raises(DataError, match="no prompt is a chat"):
+        session.rollout(["sort 12"], template={"enable_thinking": False})
+    assert session.rollout(["sort 12"], max_tokens=3).samples == 1
 
 
 def test_evaluation_does_not_change_later_samples(session):
@@ -298,7 +376,25 @@ def test_history_has_one_record_per_step(session, batch):
     session.train_step(batch)
     assert len(session.history) == before + 1
     assert session.history["step"][-1] == session.step
-    assert list(session.history.table()["reward"])[-1] == pytest.approx(batch.rewards.mean())
+    assert list(session.history.to_pandas()["reward"])[-1] == pytest.approx(batch.rewards.mean())
+
+
+def test_numbers_of_ones_own_stand_beside_the_last_step_and_leave_with_it(session, batch):
+    session.train_step(batch)
+    session.log({"own/win_rate": 0.5}, other=2)
+    session.train_step(batch)
+    assert session.history[-2]["own/win_rate"] == 0.5 and session.history["other"][-2:] == [2.0, None]
+    session.log(other=3)
+    session.undo()
+    assert session.history["other"][-1] == 2.0, "what was logged beside an undone step is off the record"
+    for wrong in ({"reward": 1.0}, {"own": "text"}, {"own": float("nan")}):
+        with pytest.raises(DataError, match=r"session\.log"):
+            session.log(wrong)
+
+
+def test_names_of_other_libraries_say_where_it_is(session):
+    with pytest.raises(AttributeError, match=r"session\.rollout"):
+        session.generate  # noqa: B018
 
 
 def test_the_tokenizer_is_the_models(session):
@@ -321,7 +417,7 @@ def test_a_name_that_runs_is_no_second_session_and_one_that_differs_is_refused(s
     pids = session.core.link.state("engines")["engines"]["actor"]["pids"]
     with pytest.raises(SessionError, match=r"seed is 7, not 0.*rb.attach\('shared'\)"):
         rb.Session("tiny", name="shared")
-    again = rb.Session("tiny", name="shared", train={"lr": 1e-5, "shards": 2}, reference=True, seed=7)
+    again = rb.Session("tiny", name="shared", train={"lr": 1e-5, "shards": 2}, reference=True, seed=7, undo=1)
     assert again.core.link.state("engines")["engines"]["actor"]["pids"] == pids and again.step == session.step
     session.__dict__.update(again.__dict__)  # the fixture's handle drives again
     with pytest.raises(SessionError, match="letters"):

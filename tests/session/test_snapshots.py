@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +13,9 @@ import pytest
 import rlbench as rb
 from rlbench.dispatch.link import shm_prefix
 from rlbench.errors import CheckpointError, LossError, SessionError
+from rlbench.session.state import step_copies
 from rlbench.tiny import tasks
+from rlbench.workers.train.config import AroundStep
 
 pytestmark = pytest.mark.engine
 
@@ -45,8 +49,20 @@ def checksums(session):
     return session.train.call_all("training_checksums").result()
 
 
+def spare_of(session):
+    return session.core.link.state("spare")["spare"]
+
+
 def in_memory(session):
-    return [p for p in os.listdir("/dev/shm") if p.startswith(f"{shm_prefix(session.name)}snapshot-")]
+    """Folders of snapshots, but those whose memory waits for the next copy."""
+    spare = {os.path.basename(folder) for folder in spare_of(session)}
+    start = f"{shm_prefix(session.name)}snapshot-"
+    return [p for p in os.listdir("/dev/shm") if p.startswith(start) and p not in spare]
+
+
+def files_of(folder):
+    """The tensors' files of a snapshot of rank 0, each once: size by inode."""
+    return {(at := file.stat()).st_ino: at.st_size for file in Path(folder).glob("rank-0/*.bin")}
 
 
 def one_step(session, batch, lr=1e-4):
@@ -97,8 +113,48 @@ def test_only_as_many_steps_are_kept_as_asked_for(session, batch):
     assert len(in_memory(session)) == 2
 
 
+def test_a_step_asks_the_ranks_and_the_monitor_twice(session, batch, monkeypatch):
+    calls, link = [], type(session.core.link)
+
+    def counted(name):
+        own = getattr(link, name)
+        return lambda self, *args, **kwargs: calls.append(name) or own(self, *args, **kwargs)
+
+    for name in ("_ask", "submit"):
+        monkeypatch.setattr(link, name, counted(name))
+    step, version = session.core.step, session.core.version
+    calls.clear()
+    metrics = session.train_step(batch)
+    assert sorted(calls) == ["_ask", "_ask", "submit", "submit"]
+    assert (metrics.step, metrics.version) == (step + 1, version + 1) == (session.core.step, session.core.version)
+    assert session.history[-1]["seconds"]["copies"] > 0
+
+
+def test_a_step_that_fails_leaves_no_copy(session, batch):
+    session.train_step(batch)
+    before = sorted(os.listdir("/dev/shm"))
+    with pytest.raises(rb.errors.RLBenchError):
+        session.optim_step()
+    assert sorted(os.listdir("/dev/shm")) == before
+
+
+def test_a_copy_is_written_over_the_memory_of_one_that_nobody_goes_back_to(session, batch):
+    for _ in range(2):
+        session.train_step(batch)
+    gone, kept = spare_of(session), [snapshot.folder for snapshot in session.snapshots]
+    free = {ino for folder in gone for ino in files_of(folder)} - {ino for folder in kept for ino in files_of(folder)}
+    assert free and all(os.path.isdir(folder) for folder in gone)
+    before = checksums(session)
+    session.train_step(batch)
+    written = files_of(session.snapshots[-1].folder)
+    assert len(free & written.keys()) > 0.9 * len(free), "its tensors lie in those files"
+    assert not any(os.path.exists(folder) for folder in gone)
+    session.undo()
+    assert checksums(session) == before
+
+
 def test_several_steps_are_taken_back_one_by_one_and_no_more_than_asked_for(session, batch, monkeypatch):
-    monkeypatch.setattr(type(session.core), "undo_depth", 2)
+    monkeypatch.setattr(session.core, "undo_depth", 2)
     sums = [checksums(session)]
     for _ in range(3):
         session.train_step(batch)
@@ -116,7 +172,7 @@ def test_a_step_copies_the_state_once_and_reads_nothing_that_cannot_have_changed
     def count():
         from rlbench.checkpoint import tensor_files
 
-        tensor_files.seen, read, write = [], tensor_files._bytes_of, tensor_files.write_tensors
+        tensor_files.seen, read, write = [], tensor_files.bytes_of, tensor_files.write_tensors
 
         def reading(tensor):
             tensor_files.seen[-1] += 1
@@ -128,9 +184,9 @@ def test_a_step_copies_the_state_once_and_reads_nothing_that_cannot_have_changed
 
         from rlbench.workers.train import snapshots as train_snapshots
 
-        tensor_files._bytes_of, train_snapshots.write_tensors = reading, writing
+        tensor_files.bytes_of, train_snapshots.write_tensors = reading, writing
         train_snapshots._put_back = lambda: (
-            setattr(tensor_files, "_bytes_of", read),
+            setattr(tensor_files, "bytes_of", read),
             setattr(train_snapshots, "write_tensors", write),
         )
 
@@ -235,6 +291,67 @@ def test_a_step_that_cannot_be_kept_is_taken_all_the_same_and_says_so(session, b
         session.undo()  # not to before the step that could be kept
     session.train_step(batch)
     assert session.undo().step == session.step
+
+
+def test_spare_memory_is_given_back_before_a_copy_is_given_up(session, batch):
+    for _ in range(3):
+        session.train_step(batch)
+    assert spare_of(session)
+
+    def cramped():
+        from rlbench.workers.train import snapshots as train_snapshots
+
+        write = train_snapshots._kept = train_snapshots.write_tensors
+
+        def refuse(*args, spare=(), **kwargs):
+            if any(folder.parent.is_dir() for folder in spare):
+                raise train_snapshots.CheckpointError("no space left on device")
+            return write(*args, **kwargs)
+
+        train_snapshots.write_tensors = refuse
+
+    def again():
+        from rlbench.workers.train import snapshots as train_snapshots
+
+        train_snapshots.write_tensors = train_snapshots._kept
+
+    session.train.run(cramped)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            session.train_step(batch)
+    finally:
+        session.train.run(again)
+    assert session.undo().step == session.step
+
+
+def test_a_warning_that_is_an_error_comes_after_the_step_is_on_record(session, batch, monkeypatch):
+    before = session.step, len(session.history)
+    kept = step_copies.Kept.recorded_steps
+
+    def warned(self, done):
+        return kept(self, done | {"before": {"failed": "no room"}})
+
+    monkeypatch.setattr(step_copies.Kept, "recorded_steps", warned)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="no room"):
+            session.train_step(batch)
+    assert (session.step, len(session.history)) == (before[0] + 1, before[1] + 1)
+
+
+@pytest.mark.parametrize("failed", [(), ("before",), ("after",), ("before", "after")])
+def test_something_is_left_to_heal_from_whatever_could_not_be_kept(failed):
+    core = SimpleNamespace(undo_depth=2)
+    around = AroundStep("/s-0000000b", "/s-0000000a", None, [])
+    there = {
+        id_: {"automatic": id_ != "mine", "folder": id_, "bytes": 1} for id_ in ("mine", "first", "second", "last")
+    }
+    kept = step_copies.Kept(core, around, False, 3, ["first", "second"], there)
+    done = {name: {"failed": "no room"} if name in failed else {"bytes": 1, "fresh": 1} for name in ("before", "after")}
+    gone = {event["id"] for event in kept.after_events(done | {"stepped": True}) if event.get("fields", 0) is None}
+    without_before = {"first", "second"} if "after" in failed else {"first", "second", "last"}
+    assert gone == (without_before if "before" in failed else {"first", "last"})
 
 
 def test_a_second_snapshot_of_the_same_state_takes_no_memory(session):

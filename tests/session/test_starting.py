@@ -11,7 +11,7 @@ import rlbench as rb
 from rlbench.dispatch.link import Link
 from rlbench.errors import BuildError
 from rlbench.runtime import registry, starting
-from tests.notebook.test_progress import Terminal
+from tests.notebook.terminal import Terminal
 
 pytestmark = pytest.mark.engine
 
@@ -35,7 +35,7 @@ def test_an_engine_says_what_it_does_from_the_first_moment(cluster, tiny_path):
         assert terminal.drawn[0].startswith("starting engine shown · 0 s")
         assert any("shown: starting 1 process" in line for line in terminal.drawn)
         assert terminal.drawn[-1].startswith("engine shown ready · ")
-        assert "engine shown" in registry.read_json(starting._file())
+        assert "engine shown" in registry.read_json(starting.times_file())
     finally:
         engine.close()
 

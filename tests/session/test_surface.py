@@ -11,17 +11,20 @@ import pytest
 
 import rlbench as rb
 from rlbench.notebook.dashboard.dashboard import Dashboard
+from rlbench.session.core import ALONE
 
 SURFACE = """
-branch branches close core dashboard drop evaluate export export_script follow forward_backward gradients heal history
-inference last last_trainer load logprobs loss_lab lr method name offload onload optim_step options pause paused
-preflight redefine reference rehearse restore resume rollout save set_lr snapshot snapshots step stop sync_weights
-tokenizer track train train_step trainer undo untrack version zero_grad
+branch branches chat close collect core dashboard drop endpoint evaluate evaluations export export_script follow
+forward_backward freeze gradients heal history inference last last_trainer load log logprobs loss_lab lr method name
+offload onload optim_step optimizer options park pause paused pipeline policy preflight push_to_hub redefine reference
+rehearse resize restore resume rollout save schedule set_lr snapshot snapshots step stop sync_weights teacher tokenizer
+traces track train train_step trainer undo unfreeze untrack update_reference version zero_grad
 """.split()
 COMPLETED = {
     "rollout(prompts)": "score",
     "rollout(prompts).score(reward)": "batch",
     "train_step(batch)": "tokens",
+    "pipeline(batches)": "unfinished",
     "evaluate(prompts)": "counted",
     "sync_weights()": "gap",
     "loss_lab(batch, [])": "sweep",
@@ -29,6 +32,8 @@ COMPLETED = {
     "gradients()": "by_layer",
     "trainer('grpo').fit(3)": "plot",
     "history": "plot",
+    "evaluations": "at",
+    "evaluate({'a': prompts})": "compare",
 }
 
 
@@ -56,6 +61,15 @@ def test_every_verb_says_what_it_returns_and_has_a_docstring_and_a_signature():
         assert fn.__doc__ and "core" not in inspect.signature(fn).parameters and fn.__name__ == name
     assert inspect.signature(rb.Session.train_step).parameters["block"].default is True
     assert "block" not in inspect.signature(rb.Session.pause).parameters
+
+
+@pytest.mark.parametrize("cls", [rb.Session, rb.RewardModel])
+def test_each_verb_that_can_be_left_running_excludes_others_or_is_known_to_change_nothing(cls):
+    known = {**vars(cls.__base__), **vars(cls)}
+    left = {name for name, fn in known.items() if "block" in getattr(fn, "__annotations__", ())}
+    assert left - ALONE == (
+        {"rollout", "evaluate", "logprobs", "export"} if cls is rb.Session else {"evaluate", "scores"}
+    )
 
 
 @pytest.mark.parametrize(("call", "name"), COMPLETED.items())

@@ -5,13 +5,16 @@ from typing import Any
 
 import pytest
 
-from rlbench.session.verbs import placement
+from rlbench.session import core, verbs
 
 
-@pytest.mark.parametrize("asked", [None, "shm", "ipc", "broadcast"])
-def test_the_transport_is_passed_through(monkeypatch: pytest.MonkeyPatch, asked: str | None) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr(placement, "started_sync", lambda *given: seen.append(given))
-    core: Any = SimpleNamespace(train="trainer", inference="replicas", version=3)
-    placement.sync_weights(core, **({} if asked is None else {"transport": asked}))
-    assert seen == [("trainer", "replicas", 3, asked)]
+@pytest.mark.parametrize("transport", [None, "shm", "ipc", "broadcast"])
+def test_the_transport_is_passed_through(monkeypatch: pytest.MonkeyPatch, transport: str | None) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(core, "sync_weights", lambda *args: calls.append(args))
+    session: Any = object.__new__(core.SessionCore)
+    session.engines = {"actor": "trainer", "inference": "replicas"}
+    session.options = SimpleNamespace(kind="policy")
+    session.link = SimpleNamespace(state=lambda *keys: {"branch": "main", "version": 3, "adapters": {}})
+    verbs.sync_weights(session, **({} if transport is None else {"transport": transport}))
+    assert calls == [("trainer", "replicas", 3, transport, 1)]

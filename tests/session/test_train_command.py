@@ -26,6 +26,7 @@ from rlbench.session.session import Session
 from rlbench.strategies.options.config import OptionError
 from rlbench.tiny import tasks
 from rlbench.trainers.models import policy_module
+from rlbench.trainers.models.lora import Lora
 from rlbench.trainers.options.methods import method_options
 from rlbench.trainers.options.run_config import RunConfig
 
@@ -52,6 +53,7 @@ generate_max_len: 8
 packing_samples: true
 kv_cache_bytes: 67108864
 ckpt_path: kept
+freeze_prefix: model.embed_tokens
 save_path: saved
 seed: 0
 """
@@ -102,6 +104,14 @@ def test_a_mixture_has_no_end_of_its_own() -> None:
 # -- what session and trainer are made with
 
 
+def test_adapters_are_trained_where_a_rank_is_given() -> None:
+    given = {"prompt_data": "p.jsonl", "reward": "math"}
+    lora = {"lora_rank": 4, "lora_alpha": 6.0, "target_modules": "q_proj,v_proj", "lora_dropout": 0.1}
+    made = train_command.session_options(config(**given, **lora), on_gpu=False)
+    assert made["train"].lora == Lora(rank=4, alpha=6.0, targets=("q_proj", "v_proj"), dropout=0.1)
+    assert train_command.session_options(config(**given), on_gpu=False)["train"].lora is None
+
+
 def test_the_session_is_made_with_the_options_that_concern_it() -> None:
     made = train_command.session_options(
         config(
@@ -109,6 +119,7 @@ def test_the_session_is_made_with_the_options_that_concern_it() -> None:
             replicas=2,
             kv_cache_bytes=5_000_000,
             engine_tp_size=2,
+            engine_type="sglang",
             bf16=False,
             actor_learning_rate=1e-4,
             adam_betas=(0.8, 0.9),
@@ -126,8 +137,21 @@ def test_the_session_is_made_with_the_options_that_concern_it() -> None:
     assert (made["model"], made["seed"]) == ("a/model", 7)
     assert made["train"] == Train(lr=1e-4, betas=(0.8, 0.9), weight_decay=0.1, max_norm=0.5, bf16=False, shards=3)
     assert made["inference"] == Inference(
-        tensor_parallel_size=2, data_parallel_size=2, kv_cache_bytes=5_000_000, dtype="float32"
+        executor="sglang",
+        tensor_parallel_size=2,
+        data_parallel_size=2,
+        kv_cache_bytes=5_000_000,
+        dtype="float32",
     )
+
+
+def test_what_does_not_train_is_named_by_its_beginning() -> None:
+    assert train_command.frozen(config()) == []
+    assert train_command.frozen(config(freeze_prefix="model.embed_tokens, model.layers.0")) == [
+        "model.embed_tokens*",
+        "model.layers.0*",
+    ]
+    assert train_command.frozen(config(freeze_prefix=True)) == ["*visual"]
 
 
 def test_the_engine_takes_a_share_of_the_gpus_memory_or_of_the_hosts_free_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +178,15 @@ def test_how_the_actor_is_held_is_said_to_the_session_and_the_trainer_asks_for_n
 def test_half_precision_weights_are_not_asked_for_in_float32() -> None:
     with pytest.raises(OptionError, match="use_mp_opt has no effect with bf16=False"):
         config(use_mp_opt=True, bf16=False)
+
+
+def test_float16_is_the_sessions_and_its_engine_follows() -> None:
+    given = config(fp16=True)
+    made = train_command.session_options(given, on_gpu=False)
+    assert made["train"].fp16 and made["train"].bf16 is None and made["inference"].dtype == "auto"
+    assert "fp16" not in arguments(given)
+    with pytest.raises(OptionError, match="bf16=True and fp16=True cannot be honoured together"):
+        config(fp16=True, bf16=True)
 
 
 def test_what_is_not_said_is_left_to_the_session() -> None:
@@ -200,6 +233,26 @@ def test_a_schedule_lasts_for_the_optimizer_steps_of_the_run_or_there_is_none() 
     given["max_epochs"] = 3
     assert arguments(config(**given), wanted=5)["schedule_steps"] == 30  # 5 iterations of 3 · 64 sequences, 32 a step
     assert arguments(config(**given, lr_schedule="constant"), wanted=5)["schedule_steps"] is None
+
+
+def test_a_run_on_texts_is_as_long_as_its_passes_and_gives_the_trainer_what_acts(tmp_path: Path) -> None:
+    def made(**given: Any) -> tuple[int, dict[str, Any]]:
+        asked = config("dpo", max_samples=60, train_batch_size=8, logging_steps=3, **given)
+        texts = run_data.data_of(asked)
+        wanted = train_command.iterations(asked, texts)
+        found = train_command.trainer_arguments(asked, texts, wanted)
+        named = inspect.signature(Session.trainer).parameters
+        method_options("dpo", {name: value for name, value in found.items() if name not in named})
+        assert wanted == (given.get("max_steps") or given.get("num_episodes", 1) * len(texts.stream()) // 8)
+        return wanted, found
+
+    once, found = made(betas=(0.8, 0.9), lr=1e-4, seed=3, eval_steps=2, loss="ipo(beta=0.2)")
+    assert found["schedule_steps"] == once and len(found["eval_data"]) > 100 and found["loss"].beta == 0.2
+    assert not {"betas", "lr", "logging_steps", "prompts", "reward", "num_episodes"} & set(found)
+    assert made(num_episodes=3, lr_schedule="constant")[1]["schedule_steps"] is None
+    assert made(max_steps=4)[0] == 4
+    session = train_command.session_options(config("sft", lora_rank=2, lr=1e-3), on_gpu=False)
+    assert session["train"].lr == 1e-3 and session["train"].lora.rank == 2
 
 
 def test_places_are_those_of_the_command_wherever_the_ranks_run(
@@ -391,3 +444,22 @@ def test_a_run_is_stopped_by_ctrl_c_leaves_nothing_and_a_second_one_goes_on_to_i
     assert [one["iteration"] for one in records] == [*range(1, done + 2)]
     assert all(0 <= one["reward"] <= 1 for one in records)
     assert len({one["actor_lr"] for one in records}) == 1, "lr_schedule: constant"
+
+
+@pytest.mark.curve
+@pytest.mark.engine
+def test_a_run_distils_from_its_teacher_and_another_trains_a_reward_model(place: SimpleNamespace) -> None:
+    def done(*line: str) -> list[dict[str, Any]]:
+        asked = [sys.executable, "-m", "rlbench.cli", "train", *line, "--max_steps", "2", "--metrics_file", "m.jsonl"]
+        ran = subprocess.run(asked, cwd=place.folder, env=place.env, capture_output=True, text=True, timeout=240)
+        assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-3000:]
+        return [json.loads(one) for one in (place.folder / "m.jsonl").read_text().splitlines()][-2:]
+
+    sizes = ("--rollout_batch_size", "4", "--n", "2", "--train_batch_size", "8", "--max_tokens", "8")
+    distilled = done("distill", "--teacher", "tiny", "--kv_cache_bytes", "67108864", *sizes)
+    assert [one["iteration"] for one in distilled] == [1, 2] and distilled[0]["reward"] == 0
+    assert abs(distilled[0]["rollout_ref_kl"]) < 1e-4, "policy and teacher are one yet"
+    files = ("--save_steps", "-1", "--save_hf_ckpt", "--save_path", "saved", "--ckpt_path", "kept", "--shards", "2")
+    compared = done("reward", "--train_batch_size", "32", "--eval_steps", "2", "--loss", "log_exp()", *files)
+    assert 0 <= compared[1]["eval/reward_accuracy"] <= 1 and compared[0]["loss"] > 0
+    assert (place.folder / "saved" / "global_step2_hf" / "config.json").is_file()

@@ -10,40 +10,9 @@ import rlbench as rb
 from rlbench.errors import SessionError, StateError, Stopped
 from rlbench.strategies import OptionError
 from rlbench.tiny import tasks
+from tests.session.session_trainers import OPTIONS, checksum, grpo, prompts
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("put_back")]
-
-OPTIONS = {
-    "rollout_batch_size": 8,
-    "n": 4,
-    "train_batch_size": 32,
-    "micro_train_batch_size": 8,
-    "micro_rollout_batch_size": 16,
-    "max_tokens": 10,
-    "packing": True,
-    "seed": 3,
-}
-
-
-def prompts(count=64, seed=3):
-    return rb.data.PromptSet.of(tasks.prompts(count, seed=seed)).stream(seed=seed)
-
-
-def grpo(session, **given):
-    return session.trainer("grpo", given.pop("prompts", None) or prompts(), tasks.reward, **{**OPTIONS, **given})
-
-
-@pytest.fixture
-def put_back(session):
-    """The shared session goes back to where it was after each test: these ask for equal numbers."""
-    kept = session.snapshot()
-    session.sync_weights()
-    yield
-    session.zero_grad()
-    session.train.call_all("drop_trainer").result()  # no part of the snapshot, which is of before it
-    session.core.trainer = None
-    session.restore(kept)
-    session.drop(kept)
 
 
 def test_an_iteration_trains_syncs_and_is_on_record(session):
@@ -69,11 +38,6 @@ def test_undo_takes_an_iteration_of_the_policy_back(session):
     assert session.train.run(checksum)[0] != before
     session.undo()
     assert session.train.run(checksum)[0] == before
-
-
-def checksum():
-    whole = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in module.parameters())
-    return float(sum(p.detach().double().sum() for p in whole))
 
 
 def test_a_cell_on_the_ranks_gives_the_same_curve(session):
@@ -132,8 +96,8 @@ def iterate(step):
 
 def test_a_step_of_the_sessions_finds_an_optimizer_that_a_cell_left_in_host_memory(session):
     grpo(session, adam_offload=True)
-    scored = session.rollout(["sort 5 2 :"], n=4, max_tokens=6).score(lambda r: float(sum(r.token_ids) % 7))
-    batch = scored.select(scored.lengths > 0).batch(advantage=rb.rl.rloo())
+    scored = session.rollout(["sort 5 2 :"], n=4, max_tokens=6).score(lambda r: 1.0)
+    batch = scored.select(scored.lengths > 0).batch(advantage=lambda rewards, group: rewards)
     assert session.train.run(iterate_in_a_cell) == [True, True]
     asleep = r"of engine 'inference' (is|are) .*session\.onload\('inference', '"
     with pytest.raises(StateError, match=asleep):

@@ -6,10 +6,9 @@ import rlbench as rb
 from rlbench.errors import StateError, Stopped
 from rlbench.tiny import tasks
 from rlbench.trainers import SPMDPPOTrainer
-from tests.session.test_trainer import checksum, grpo, put_back
+from tests.session.session_trainers import checksum, grpo
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("put_back")]
-__all__ = ["put_back"]
 
 FOUR_STEPS = {"train_batch_size": 8, "micro_train_batch_size": 4}
 

@@ -8,7 +8,7 @@ import torch
 import rlbench as rb
 from rlbench.strategies import OptionError
 from rlbench.tiny import tasks
-from tests.session.test_trainer import OPTIONS, prompts
+from tests.session.session_trainers import OPTIONS, prompts
 
 pytestmark = pytest.mark.engine
 HELD = {"use_mp_opt": True, "fsdp_cpu_offload": True}

@@ -13,12 +13,10 @@ GROUP = """
 import torch
 import torch.distributed as dist
 from rlbench.strategies.ranks.control import ControlGroup, issued_collectives
-from rlbench.strategies.memory.device import RankDevice, current_accelerator_kwargs
+from rlbench.strategies.memory.device import RankDevice
 
 device = RankDevice.pick(0, {kind!r})
-dist.init_process_group(
-    device.backend, store=dist.HashStore(), rank=0, world_size=1, **current_accelerator_kwargs(device.device)
-)
+dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **device.group_arguments())
 control, counts = ControlGroup(), [issued_collectives()]
 for place in {places!r}:
     dist.all_reduce(torch.ones(1, device=place))

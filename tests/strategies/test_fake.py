@@ -163,3 +163,21 @@ def test_the_mixed_precision_optimizer_and_a_checkpoint(tmp_path: Path) -> None:
     assert not torch.equal(optimizer.state[layer.weight]["master"], kept)
     s.load_ckpt(layer, str(tmp_path), optimizer)
     assert layer.weight.dtype == torch.bfloat16 and torch.equal(optimizer.state[layer.weight]["master"], kept)
+
+
+def test_a_model_whose_weights_could_not_be_loaded_is_filled_by_the_next_call(qwen: str) -> None:
+    class Away(Qwen2ForCausalLM):
+        here = False
+
+        def materialization_source(self) -> str:
+            if not self.here:
+                raise OSError("the hub is away")
+            return qwen
+
+    strategy = get_fake_strategy({"bf16": False})
+    with strategy.init_model_context(meta_init=True):
+        model = Away(Qwen2ForCausalLM.config_class.from_pretrained(qwen))
+    with pytest.raises(OSError, match="away"):
+        strategy.prepare_model(model)
+    Away.here = True
+    assert not any(parameter.is_meta for parameter in strategy.prepare_model(model).parameters())

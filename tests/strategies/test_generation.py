@@ -15,8 +15,7 @@ from rlbench.dispatch import context
 from rlbench.errors import DataError, EngineError, StateError
 from rlbench.strategies import FakeStrategy, OptionError
 from rlbench.strategies.generation import session_link
-from rlbench.strategies.generation.call import own_prompts, sampling_of
-from rlbench.strategies.generation.engine import EngineStatus
+from rlbench.strategies.generation.engine import EngineStatus, own_prompts, sampling_of
 
 
 class Told:
@@ -86,8 +85,8 @@ def test_a_process_that_is_on_no_sessions_ranks_is_told_where_to_go() -> None:
 def test_ranks_that_cannot_share_engines_and_other_engines_are_refused(on_a_rank: Any) -> None:
     with pytest.raises(OptionError, match=r"world_size % engine_tp_size must be 0.*1 ranks.*engines of 3"):
         FakeStrategy().setup_inference_engine({"engine_tp_size": 3})
-    with pytest.raises(OptionError, match="engine_type='sglang' cannot be honoured"):
-        FakeStrategy().setup_inference_engine(engine_type="sglang")
+    with pytest.raises(OptionError, match="engine_type='hf'"):
+        FakeStrategy().setup_inference_engine(engine_type="hf")
 
 
 def test_setup_wakes_the_engine_and_brings_the_actors_weights(on_a_rank: Any) -> None:
@@ -143,8 +142,8 @@ def test_prompts_are_texts_chats_prompts_or_token_ids() -> None:
         (None, None, "was given neither"),
         (["a"], [[1]], "was given both"),
         (["a", ""], None, "prompt 1 is an empty text"),
-        (None, [[1], []], "prompt 1 of this rank is empty"),
-        (None, [[1.5]], "prompt 0 of this rank is no list of token ids"),
+        (None, [[1], []], "prompt 1 of this rank"),
+        (None, [[1.5]], "prompt 0 of this rank"),
         (None, ["sort 1"], "texts and chats go into all_prompts"),
         ([3.5], None, "prompt 0: wanted a text"),
     ],
@@ -154,11 +153,31 @@ def test_what_is_no_prompt_is_refused_with_its_place(texts: Any, ids: Any, said:
         own_prompts(texts, ids, None, None)
 
 
-def test_images_are_refused_as_not_here_yet() -> None:
-    with pytest.raises(NotImplementedError, match="vision-language models are not here yet"):
-        own_prompts(["a"], None, [object()], None)
-    with pytest.raises(EngineError, match="vision-language"):
-        own_prompts(["a"], None, None, [1])
+def test_images_come_for_each_prompt_or_flat_with_their_numbers() -> None:
+    red, blue = (np.full((2, 2, 3), shade, np.uint8) for shade in (9, 200))
+    chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "image"}]}]
+    asked = ["<pad>?", chat, "a"]
+    for images in ([red, [red, blue], None], [[red], [red, blue], []]):
+        prompts = own_prompts(asked, None, images, None)
+        assert [len(prompt.images) for prompt in prompts] == [1, 2, 0]
+    flat = own_prompts(asked, None, [red, red, blue], [1, 2, 0])
+    assert [prompt.images for prompt in flat] == [prompt.images for prompt in prompts]
+    assert own_prompts(None, [[1, 2]], [[red]], [1])[0].images == prompts[0].images
+    assert own_prompts(["a"], None, [None], [0]) == own_prompts(["a"], None, [], None) == [Prompt("a")]
+
+
+@pytest.mark.parametrize(
+    ("images", "numbers", "said"),
+    [
+        ([object()], None, "image 0 is a object"),
+        (None, [1], "images_num without all_images"),
+        ([b"x", b"y"], [1], "2 images of 1 prompts"),
+        ([b"x", b"y"], None, "for 1 prompts"),
+    ],
+)
+def test_images_that_fit_no_prompt_are_refused(images: Any, numbers: Any, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        own_prompts(["a"], None, images, numbers)
 
 
 class Struct:
@@ -192,11 +211,3 @@ def test_sampling_options_come_as_mapping_or_as_attributes() -> None:
     for wrong in (0, 1.5, True, "2"):
         with pytest.raises(DataError, match="at least one completion"):
             sampling_of({"n": wrong})
-
-
-def test_each_rank_gets_its_own_part_of_what_rank_0_holds(engine: Any) -> None:
-    def scattered() -> Any:
-        return strategy.control.scatter([["a"], {"b": 2}] if rank == 0 else None)  # type: ignore[name-defined]
-
-    assert engine.run(scattered) == [["a"], {"b": 2}]
-    assert FakeStrategy().control.scatter([7]) == 7

@@ -41,6 +41,12 @@ def full_state(engine: Ranks) -> dict[str, torch.Tensor]:
     return engine.run(gather)[0]
 
 
+def units() -> list[str]:
+    """The classes of what is gathered and freed as one, below the module itself and beside embeddings."""
+    parts = [type(part).__name__ for part in module.modules() if part is not module]  # type: ignore[name-defined]
+    return [name for name in parts if name.startswith("FSDP") and "Embedding" not in name and "Linear" not in name]
+
+
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert set(found) == set(expected)
     for name, tensor in expected.items():
@@ -67,6 +73,7 @@ def test_a_state_dict_fills_a_model_of_ones_own(tmp_path: Path, kind: str) -> No
         save_file(state, source) if kind == ".safetensors" else torch.save(state, source)
     with ranks(2, custom(source)) as engine:
         assert_same(full_state(engine), state)  # the persistent buffer `scale` too
+        assert engine.run(units)[0] == ["FSDPBlock", "FSDPBlock"], "what `non_split_modules` names"
 
 
 def test_initialisers_draw_the_same_weights_whatever_the_number_of_ranks() -> None:
@@ -130,7 +137,7 @@ class Mapping(RunningMeanModel):
 
 
 def test_the_hooks_map_drop_and_combine_tensors_on_the_way_in_and_out() -> None:
-    from rlbench.weights.shm import read_manifest
+    from tests.weights import read_manifest
 
     state = custom_state()
     source = {f"old.{name}": tensor for name, tensor in state.items()} | {"leftover": torch.zeros(1)}

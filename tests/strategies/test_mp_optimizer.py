@@ -12,7 +12,7 @@ from transformers import Qwen2ForCausalLM
 
 from rlbench.errors import EngineError
 from rlbench.strategies import FSDPadaptOptimizer, FSDPV2Strategy, is_mp_optimizer
-from rlbench.strategies.optim.loss_scale import GROWTH_INTERVAL
+from rlbench.strategies.optim.mp_optimizer import GROWTH_INTERVAL
 from tests.ranks import Ranks
 from tests.strategies.surface import assert_close, language_loss, rows, run_steps, share, state_of, whole
 

@@ -83,6 +83,7 @@ def test_lists_tuples_pairs_and_what_is_no_module_come_back_in_their_form(qwen: 
         optimizer = torch.optim.SGD(made[3].parameters(), lr=1.0)
         found = s.prepare_model([made[0], (made[1], None), "a remote reward", (made[3], optimizer, "scheduler")])
         again = s.prepare_model(made[0])
+        assert s.prepare(made[0]) is found[0] and s.prepare(made[0], found[3][:2], is_rlhf=True)[1] == found[3][:2]
         return (
             [type(part).__name__ for part in found],
             s.prepare_model(None),
@@ -128,7 +129,7 @@ def test_a_name_added_to_the_list_makes_units_of_its_class(qwen: str, engine: Ra
     assert "LlamaDecoderLayer" in manual_transformer_cls_names_to_wrap
 
     def units() -> Any:
-        from rlbench.strategies.sharding.wrapping import manual_transformer_cls_names_to_wrap as names
+        from rlbench.strategies.fsdp2 import manual_transformer_cls_names_to_wrap as names
 
         s, counts = FSDPV2Strategy(bf16=False), []
         for extra in ([], ["Mixer"]):
@@ -233,6 +234,26 @@ def test_fsdp_cpu_offload_keeps_trained_weights_on_the_host_and_switches_adam_of
     assert_close(parameters, train_by_hand(qwen, [[rows(4)], [rows(4, 1)]])["parameters"])
 
 
+def test_half_precision_weights_are_held_in_float32_only_where_they_train(qwen: str, engine: Ranks) -> None:
+    def dtypes() -> Any:
+        s = FSDPV2Strategy()
+        made = [Qwen2ForCausalLM.from_pretrained(qwen, dtype=torch.bfloat16) for _ in range(2)]
+        prepared = [s.prepare_model(made[0], True), s.prepare_model(made[1], False)]
+        return [str(next(model.parameters()).dtype) for model in prepared]
+
+    assert engine.run(dtypes)[0] == ["torch.float32", "torch.bfloat16"]
+
+
+def test_a_prepared_model_generates_what_it_did_before(qwen: str, engine: Ranks) -> None:
+    def generated(sharded: bool) -> Any:
+        model = Qwen2ForCausalLM.from_pretrained(qwen)
+        if sharded:
+            model = FSDPV2Strategy(bf16=False).prepare_model(model)
+        return model.generate(torch.tensor(rows(2)), max_new_tokens=4, do_sample=False, pad_token_id=0).tolist()
+
+    assert engine.run(generated, True) == engine.run(generated, False)
+
+
 def test_all_models_of_a_trainer_are_prepared_with_their_rates(qwen: str, engine: Ranks) -> None:
     def prepared(critic_pretrain: Any, remote: Any) -> Any:
         s = FSDPV2Strategy(
@@ -270,23 +291,3 @@ def test_all_models_of_a_trainer_are_prepared_with_their_rates(qwen: str, engine
     assert rates[:3] == pytest.approx([0.0, 2e-3, 4e-3]) and last == pytest.approx(4e-4)
     assert (tuple(betas), decays, critic, reward, initial) == ((0.8, 0.9), {0.5, 0.0}, 8e-3, True, True)
     assert engine.run(prepared, False, "a remote reward")[0][3:6] == (None, False, True)
-
-
-def test_half_precision_weights_are_held_in_float32_only_where_they_train(qwen: str, engine: Ranks) -> None:
-    def dtypes() -> Any:
-        s = FSDPV2Strategy()
-        made = [Qwen2ForCausalLM.from_pretrained(qwen, dtype=torch.bfloat16) for _ in range(2)]
-        prepared = [s.prepare_model(made[0], True), s.prepare_model(made[1], False)]
-        return [str(next(model.parameters()).dtype) for model in prepared]
-
-    assert engine.run(dtypes)[0] == ["torch.float32", "torch.bfloat16"]
-
-
-def test_a_prepared_model_generates_what_it_did_before(qwen: str, engine: Ranks) -> None:
-    def generated(sharded: bool) -> Any:
-        model = Qwen2ForCausalLM.from_pretrained(qwen)
-        if sharded:
-            model = FSDPV2Strategy(bf16=False).prepare_model(model)
-        return model.generate(torch.tensor(rows(2)), max_new_tokens=4, do_sample=False, pad_token_id=0).tolist()
-
-    assert engine.run(generated, True) == engine.run(generated, False)

@@ -15,11 +15,44 @@ import torch
 from torch import nn
 from transformers import Qwen2ForCausalLM
 
-from rlbench.errors import EngineError, StateError
-from rlbench.strategies import FSDPV2Strategy, StrategyConfig
+from rlbench.errors import DataError, EngineError, StateError
+from rlbench.strategies import FakeStrategy, FSDPV2Strategy, StrategyConfig
 from rlbench.strategies.fsdp2 import local_rank
 from tests.ranks import Ranks
 from tests.strategies.surface import assert_close, rows, run_steps, said_by, whole
+
+
+def test_each_rank_gets_its_own_part_of_what_rank_0_holds(engine: Ranks) -> None:
+    def scattered() -> Any:
+        return strategy.control.scatter([["a"], {"b": 2}] if rank == 0 else None)  # type: ignore[name-defined]
+
+    assert engine.run(scattered) == [["a"], {"b": 2}]
+    assert FakeStrategy().control.scatter([7]) == 7
+
+
+def test_a_loader_reads_each_item_once_on_one_rank_and_goes_on_where_it_was(engine: Ranks) -> None:
+    """Defect absent: items of the last batches were read twice, and counted twice by an evaluation."""
+
+    def read(options: Any, together: int = 1) -> Any:
+        s = FSDPV2Strategy(seed=3, args={"tensor_parallel": together})
+        loader = s.setup_dataloader(list(range(11)), 2, collate_fn=list, **options)
+        return list(loader), len(loader)
+
+    parts = [part for part, _ in engine.run(read, {})]
+    assert [len(part) for part in parts] == [2, 2], "as many on each"
+    seen = [item for part in parts for batch in part for item in batch]
+    assert len(set(seen)) == len(seen) == 8 and seen != sorted(seen)
+    assert engine.run(read, {"consumed_samples": 4})[0][0] == parts[0][1:], "those after the first two of each"
+    every = engine.run(read, {"shuffle": False, "drop_last": False})
+    assert every == [([[0, 2], [4, 6], [8, 10]], 3), ([[1, 3], [5, 7], [9]], 3)]
+    theirs, same = engine.run(read, {}, 2)
+    assert theirs == same and theirs[1] == 5, "ranks that compute layers together read the same"
+    loader = FakeStrategy().setup_dataloader(list(range(6)), 6, collate_fn=list)
+    first = next(iter(loader))
+    loader.sampler.set_epoch(1)  # type: ignore[attr-defined]
+    assert sorted(first) == list(range(6)) and next(iter(loader)) != first
+    with pytest.raises(DataError, match="consumed_samples=12"):
+        FakeStrategy().setup_dataloader(list(range(6)), 2, consumed_samples=12)
 
 
 def test_numbers_tensors_and_dicts_are_reduced_and_left_as_they_were(engine: Ranks) -> None:
@@ -119,7 +152,6 @@ def test_offload_and_load_come_in_pairs_and_return_the_optimizer(qwen: str, engi
         s.backward(model(torch.ones(1, 4)).sum(), model, optimizer)
         s.optimizer_step(optimizer, model, None)
         same += [s.maybe_offload_optimizer(optimizer) is optimizer, s.maybe_offload_optimizer(optimizer) is optimizer]
-        moved = s.last_moved
         s.backward(model(torch.ones(1, 4)).sum(), model, optimizer)
         try:
             s.optimizer_step(optimizer, model, None)
@@ -127,12 +159,11 @@ def test_offload_and_load_come_in_pairs_and_return_the_optimizer(qwen: str, engi
             refusal = str(error)
         s.need_optimizer(other)
         same.append(s.maybe_load_optimizer(optimizer, device="cpu") is optimizer)
-        return same, moved, refusal, s.optimizer_step(optimizer, model, None)["stepped"]
+        return same, refusal, s.optimizer_step(optimizer, model, None)["stepped"]
 
-    same, moved, refusal, stepped = engine.run(paired)[0]
+    same, refusal, stepped = engine.run(paired)[0]
     assert same == [True] * 4 and stepped
-    assert moved == 0  # measured: on a host without a GPU the state is in host memory already
-    assert "call strategy.maybe_load_optimizer(optimizer) before the step" in refusal
+    assert "maybe_load_optimizer" in refusal
 
 
 def test_without_adam_offload_nothing_is_offloaded(engine: Ranks) -> None:

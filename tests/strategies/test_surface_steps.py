@@ -14,7 +14,7 @@ from transformers import Qwen2ForCausalLM
 
 from rlbench.errors import EngineError
 from rlbench.strategies import FSDPV2Strategy
-from rlbench.strategies.optim.groups import decays, parameter_groups
+from rlbench.strategies.steps import decays, parameter_groups
 from tests.ranks import Ranks
 from tests.strategies.surface import (
     assert_close,

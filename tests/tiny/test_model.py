@@ -111,7 +111,7 @@ def test_a_failed_or_interrupted_build_leaves_no_folder(monkeypatch, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         tiny.ensure(cache_dir=tmp_path, on_progress=interrupt)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
-    monkeypatch.setattr(cache, "RECIPE_FILES", ())
+    monkeypatch.setattr(cache, "TEXT_RECIPE", ("warmup.py",))
     monkeypatch.setattr(cache, "NAMES", ("broken",))
     with pytest.raises(BuildError, match="KeyError"):
         tiny.ensure("broken", cache_dir=tmp_path)

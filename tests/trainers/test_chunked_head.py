@@ -45,7 +45,8 @@ def run(
     """Log-probs and entropies, and the gradients of a mix of both."""
     model.zero_grad()
     policy = PolicyModel(model, CPU, half=half)
-    with policy.stats(batch_of(RAGGED), 0.8, packed, head) as (logprobs, entropy, _):
+    with policy.stats(batch_of(RAGGED), 0.8, packed, head) as (found, _):
+        logprobs, entropy = found.logprobs, found.entropy
         weights = torch.linspace(-1, 1, len(logprobs))
         ((logprobs * weights).sum() + 0.3 * (entropy * weights.flip(0)).sum()).backward()
     values = torch.stack([logprobs, entropy]).detach().numpy()
@@ -116,7 +117,8 @@ def test_a_response_without_tokens_gives_gradients_of_zero(folders: dict[bool, s
     empty = as_batch([np.zeros(1, np.int32)])
     policy = PolicyModel(model, CPU, half=False)
     assert policy.prove(batch_of(RAGGED), True, "chunked") is not None
-    with policy.stats(empty, 1.0, True) as (logprobs, entropy, _):
+    with policy.stats(empty, 1.0, True) as (found, _):
+        logprobs, entropy = found.logprobs, found.entropy
         assert logprobs.shape == entropy.shape == (0,)
         (logprobs.sum() + entropy.sum()).backward()
     assert float(model.lm_head.weight.grad.abs().sum()) == 0.0
@@ -176,12 +178,12 @@ def test_a_model_that_does_more_than_its_head_runs_plain_and_says_why(
     torch.manual_seed(0)
     model = make(folders[False]).eval()
     policy, batch = PolicyModel(model, CPU, half=False), batch_of(RAGGED)
-    with pytest.warns(UserWarning, match=reason), policy.stats(batch, 1.0, False) as (found, _, _):
+    with pytest.warns(UserWarning, match=reason), policy.stats(batch, 1.0, False) as (found, _):
         pass
     assert reason in policy.head_used(False) and policy.head_used(False).startswith("plain")
-    with policy.stats(batch, 1.0, False, "plain") as (wanted, _, _):
+    with policy.stats(batch, 1.0, False, "plain") as (wanted, _):
         pass
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    torch.testing.assert_close(found.logprobs, wanted.logprobs, rtol=0, atol=0)
     with (
         pytest.raises(EngineError, match=f"head='chunked'.*{reason}"),
         policy.stats(batch, 1.0, False, "chunked"),
@@ -243,8 +245,9 @@ def passes(engine: Ranks, head: str, packed: bool = True, trained: bool = True) 
         given = batch_of(RAGGED[strategy.rank :], seed=strategy.rank)
         with (
             torch.set_grad_enabled(trained),
-            policy.stats(given, 0.8, packed, head) as (logprobs, entropy, _),
+            policy.stats(given, 0.8, packed, head) as (found, _),
         ):
+            logprobs, entropy = found.logprobs, found.entropy
             if trained:
                 weights = torch.linspace(-1, 1, len(logprobs))
                 total = (logprobs * weights).sum() + 0.3 * (entropy * weights.flip(0)).sum()
@@ -305,13 +308,13 @@ def test_a_frozen_module_is_scored_the_same_and_gets_no_gradient(folders: dict[b
 def test_a_loss_of_the_entropy_alone_or_of_the_log_probs_alone_reaches_every_weight(
     folders: dict[bool, str],
 ) -> None:
-    for column in (0, 1):
+    for column in ("logprobs", "entropy"):
         model = Qwen2ForCausalLM.from_pretrained(folders[True])
         grads = []
         for head in ("plain", "chunked"):
             model.zero_grad()
-            with PolicyModel(model, CPU, half=False).stats(batch_of(RAGGED), 1.0, True, head) as outputs:
-                outputs[column].sum().backward()
+            with PolicyModel(model, CPU, half=False).stats(batch_of(RAGGED), 1.0, True, head) as (found, _):
+                getattr(found, column).sum().backward()
             grads.append({n: p.grad.clone() for n, p in model.named_parameters()})
         assert_same(grads[1], grads[0])
 

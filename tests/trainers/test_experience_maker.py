@@ -118,18 +118,21 @@ def test_an_engine_with_another_tokenizer_is_found_out(fake: Fake, actor: Any) -
             return super()._drawn(Prompt([1, *prompt.content]), sample, most)
 
     fake.gather_and_generate = Other()
-    with pytest.raises(EngineError, match="encodes prompt 0 otherwise"):
+    with pytest.raises(EngineError, match="tokenizer"):
         maker_of(fake, actor).make_experience_list(asked(1))
 
 
 def test_options_of_sampling_reach_the_engine_under_its_names(fake: Fake, actor: Any) -> None:
-    maker = maker_of(fake, actor, config={"temperature": 0.7, "top_p": 0.9, "top_k": 5, "kl_coef": 0.0})
+    maker = maker_of(
+        fake, actor, config={"temperature": 0.7, "top_p": 0.9, "top_k": 5, "kl_coef": 0.0, "use_fire": True}
+    )
     maker.make_experience_list(asked(1), max_new_tokens=3, min_new_tokens=1, stop=["x"])
     call = fake.gather_and_generate.calls[0]
     assert call["sampling"] == {
         "temperature": 0.7,
         "top_p": 0.9,
         "top_k": 5,
+        "first_token_temperature": 10.0,
         "max_tokens": 3,
         "min_tokens": 1,
         "stop": ["x"],
@@ -232,7 +235,7 @@ def test_the_gap_between_sampler_and_trainer_is_reported(fake: Fake, actor: Any)
     maker = maker_of(fake, actor)
     made = joined(maker.make_experience_list(asked(3)))
     expected = mismatch_diagnostics(
-        made.padded(made.batch.old_logprobs), made.padded(made.batch.sampler_logprobs), made.action_mask
+        made.padded(made.batch.old_logprobs), made.padded(made.batch.sampler_logprobs), made.padded(made.batch.mask) > 0
     )
     found = {k.removeprefix("mismatch/"): v for k, v in maker.metrics.items() if k.startswith("mismatch/")}
     assert found == pytest.approx(expected)
@@ -250,7 +253,6 @@ def test_with_the_samplers_logprobs_the_actor_looks_at_one_micro_batch_alone(
     made = joined(maker.make_experience_list(asked(3)))
     assert seen == [3]
     assert made.batch.old_logprobs is None and made.entropy is None
-    np.testing.assert_array_equal(made.action_log_probs.numpy(), made.padded(made.batch.sampler_logprobs).numpy())
     some = made.rows([0, 1, 2])
     own = logprobs_by_hand(actor, some, 1.0)
     x = own.astype(np.float64) - some.batch.sampler_logprobs
@@ -535,7 +537,6 @@ def test_metrics_are_those_of_all_samples(fake: Fake, actor: Any, qwen: str) -> 
     assert {name: m[name] for name in expected} == pytest.approx(expected, abs=1e-5)
     assert 0 < m["advantage_clip_frac"] < 1 and "a/detail_mean" not in m
     assert {"returns_mean", "returns_std", "mismatch/kl"} <= set(m)
-    assert set(maker.seconds) == {"generate", "rewards", "models", "advantages"}
 
 
 # -- what ends a call -----------------------------------------------------------------------------------------------
@@ -650,7 +651,7 @@ def test_what_an_engine_must_not_give_is_refused(fake: Fake, actor: Any, change:
         ({"micro_rollout_batch_size": 0}, {}, "micro_rollout_batch_size=0"),
         ({"dynamic_sampling": True, "n": 1, "advantage_estimator": "reinforce"}, {}, "2 or more"),
         ({}, {"kl_coef": 0.1}, "needs a reference"),
-        ({"use_kl_loss": True}, {}, "needs a reference"),
+        ({"use_kl_loss": True}, {"kl_coef": 0.1}, "needs a reference"),
         ({"advantage_estimator": "groupnorm"}, {}, "nearest: group_norm"),
     ],
 )
@@ -661,9 +662,12 @@ def test_options_that_contradict_each_other_are_refused(
         maker_of(fake, actor, options=options, config=config)
 
 
-def test_images_and_processors_are_refused(fake: Fake, actor: Any) -> None:
-    with pytest.raises(OptionError, match="vision-language"):
-        maker_of(fake, actor, processor=object())
-    with pytest.raises(DataError, match="vision-language"):
-        maker_of(fake, actor).make_experience_list(asked(1), all_images=[object()])
-    maker_of(fake, actor).make_experience_list(asked(1), all_images=[None])
+def test_what_of_images_cannot_be_honoured_is_refused(fake: Fake, actor: Any) -> None:
+    maker = maker_of(fake, actor)
+    with pytest.raises(DataError, match="no videos"):
+        maker.make_experience_list(asked(1), all_videos=[object()])
+    with pytest.raises(DataError, match="wanted a PIL image"):
+        maker.make_experience_list(asked(1), all_images=[object()])
+    with pytest.raises(DataError, match="2 images for 1 prompts"):
+        maker.make_experience_list(asked(1), all_images=[None, None])
+    maker.make_experience_list(asked(1), all_images=[None])

@@ -173,11 +173,11 @@ def test_ranks_agree_on_what_is_sampled_again_and_share_what_one_has_too_many(en
 
 
 def test_a_model_on_the_ranks_scores_what_each_rank_has(engine: Ranks, qwen: str) -> None:
-    def make() -> Any:
+    def make(together: int) -> Any:
         from rlbench.strategies import FSDPV2Strategy
         from rlbench.trainers.models.reward_heads import make_reward_model, scores_of
 
-        s = FSDPV2Strategy(bf16=False)
+        s = FSDPV2Strategy(bf16=False, args={"tensor_parallel": together})
         reward = s.prepare_model(make_reward_model(qwen, seed=1))
         actor = s.prepare_model(qwen_of(qwen))
         made = joined(maker_of(s, actor, reward).make_experience_list(mine(asked(4), s.rank)))
@@ -186,8 +186,10 @@ def test_a_model_on_the_ranks_scores_what_each_rank_has(engine: Ranks, qwen: str
         again = scores_of(reward, [[*p.tolist(), *r.tolist()] for p, r in pairs], s, 1)
         return made.batch.rewards, again.numpy()
 
-    for found, again in engine.run(make):
-        np.testing.assert_allclose(found, again, atol=1e-5)
+    alone, shared = (engine.run(make, together) for together in (1, 2))
+    for (found, again), (theirs, anew) in zip(alone, shared, strict=True):
+        for scores in (again, theirs, anew):
+            np.testing.assert_allclose(found, scores, atol=1e-5)
     assert len(found) == 12
 
 

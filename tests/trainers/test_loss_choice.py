@@ -9,13 +9,16 @@ import pytest
 from rlbench.rl import Aggregation, cpgd, gspo, high_entropy, icepop, ppo, sequence_tis, token_tis
 from rlbench.strategies.options.config import OptionError, StrategyConfig
 from rlbench.trainers.options.ppo_config import PPOConfig
+from rlbench.trainers.options.trainer_options import check_together
 from rlbench.trainers.update.loss_choice import loss_of
 
 MODE = "seq-mean-token-mean"
 
 
 def chosen(options: dict[str, Any] | None = None, mode: str = MODE, use_gspo: bool = False, **config: Any) -> Any:
-    return loss_of(StrategyConfig(**options or {}), PPOConfig(aggregation=mode, use_gspo=use_gspo, **config))
+    strategy, own = StrategyConfig(**options or {}), PPOConfig(aggregation=mode, use_gspo=use_gspo, **config)
+    check_together(strategy, own, critic=strategy.advantage_estimator == "gae")
+    return loss_of(strategy, own)
 
 
 @pytest.mark.parametrize(
@@ -55,16 +58,18 @@ def test_the_options_mean_this_loss(given: dict[str, Any], expected: Any) -> Non
     ("given", "said"),
     [
         ({"mode": "token_mean"}, "nearest: token-mean"),
-        ({"use_gspo": True, "mode": "token-mean"}, "use 'seq-mean-token-mean'"),
-        ({"use_gspo": True, "mode": "seq-mean-token-sum"}, "use 'seq-mean-token-mean'"),
+        ({"use_gspo": True, "mode": "token-mean"}, "seq-mean-token-mean"),
+        ({"use_gspo": True, "mode": "seq-mean-token-sum"}, "seq-mean-token-mean"),
         ({"use_gspo": True, "use_cpg_loss": True}, "two losses"),
-        ({"use_gspo": True, "high_entropy_token_ratio": 0.2}, "one number for all tokens"),
-        ({"options": {"use_kl_loss": True}, "kl_coef": 0.0}, "no effect with kl_coef=0"),
+        ({"use_gspo": True, "high_entropy_token_ratio": 0.2}, "high_entropy_token_ratio"),
+        ({"options": {"use_kl_loss": True}, "kl_coef": 0.0}, "kl_coef=0"),
         ({"options": {"use_kl_loss": True, "kl_estimator": "k1"}}, "only add noise"),
         ({"options": {"use_kl_loss": True, "kl_estimator": "k4"}}, "k4"),
-        ({"old_logprobs": "sampler", "mismatch": "icepop"}, "nothing left to correct"),
+        ({"old_logprobs": "sampler", "mismatch": "icepop"}, "nothing to correct"),
         ({"old_logprobs": "sampler", "top_p": 0.9}, "top_p"),
         ({"mismatch": "icepop", "top_k": 20}, "top_k"),
+        ({"mismatch": "icepop", "use_fire": True}, "first_token_temperature"),
+        ({"use_fire": True, "first_token_temperature": 0.0}, "above 0"),
         ({"mismatch": "tis"}, "one of token_tis, sequence_tis, icepop"),
         ({"eps_clip": 1.5}, r"clip_low=1.5 must lie in \[0, 1\]"),
         ({"use_cpg_loss": True, "eps_clip": 1.0}, "must be < 1"),

@@ -48,7 +48,7 @@ def test_a_plan_balances_tokens_over_ranks() -> None:
 
 
 def test_no_rows_and_no_budget_are_refused() -> None:
-    with pytest.raises(DataError, match="no sequences"):
+    with pytest.raises(DataError, match="0 sequences"):
         plan_micro_batches(np.zeros(0, np.int64), 1, 10)
     with pytest.raises(DataError, match="token_budget=0"):
         plan_micro_batches(np.ones(2, np.int64), 1, 0)
@@ -84,8 +84,8 @@ def by_hand(model: Any, batch: Any) -> np.ndarray:
 
 
 def stats(model: Any, batch: Any, packed: bool) -> np.ndarray:
-    with torch.no_grad(), PolicyModel(model, CPU, half=False).stats(batch, 1.0, packed) as (logprobs, _, _):
-        return logprobs.numpy()
+    with torch.no_grad(), PolicyModel(model, CPU, half=False).stats(batch, 1.0, packed) as (found, _):
+        return found.logprobs.numpy()
 
 
 @pytest.mark.parametrize("packed", [True, False])

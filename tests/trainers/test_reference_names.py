@@ -75,7 +75,6 @@ SIGNATURES: dict[str, dict[str, Any]] = {
         "plot_every": 2,
         "percentiles": (50, 80),
         "plot_out_dir": None,
-        "engine_dp_group": None,
     },
 }
 

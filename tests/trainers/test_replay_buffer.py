@@ -1,8 +1,7 @@
-"""The buffer keeps sequences as they came, the newest where it has a limit, and whitens over all of them at once."""
+"""The buffer keeps sequences as they came, the newest where it has a limit."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -72,26 +71,6 @@ def test_iterating_goes_over_all_in_order() -> None:
     assert texts(parts) == texts(filled().items)
 
 
-def test_sampling_draws_different_sequences_and_goes_on_from_a_saved_place() -> None:
-    buffer = filled(seed=3)
-    buffer.sample()
-    state = json.loads(json.dumps(buffer.state()))
-    drawn = [buffer.sample().texts for _ in range(20)]
-    assert all(len(set(pair)) == 2 for pair in drawn) and len(set(texts_of(drawn))) == 9
-    other = filled(seed=99)
-    other.restore(state)
-    assert [other.sample().texts for _ in range(20)] == drawn
-
-
-def texts_of(drawn: list[tuple[str, ...]]) -> list[str]:
-    return [text for pair in drawn for text in pair]
-
-
-def test_sampling_from_too_few_is_refused() -> None:
-    with pytest.raises(StateError, match="holds 0 sequences, 2 are drawn"):
-        NaiveReplayBuffer(2).sample()
-
-
 def test_collating_joins_without_padding() -> None:
     parts = [experience(THREE, 0), experience([(5, 1)], 1)]
     joined = NaiveReplayBuffer.collate_fn(parts)
@@ -107,6 +86,17 @@ def test_a_component_that_some_lack_is_not_known_of_them() -> None:
     with_kl = replace(parts[1], kl=parts[1].token_rewards)
     with pytest.raises(DataError, match="part 0 has no kl"):
         NaiveReplayBuffer.collate_fn([parts[0], with_kl])
+
+
+@pytest.mark.parametrize("given", [{"cpu_offload": False}, {"sample_batch_size": 0}, {"limit": -1}])
+def test_options_that_cannot_be_honoured_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(OptionError):
+        NaiveReplayBuffer(**{"sample_batch_size": 1, **given})
+
+
+def test_sampling_from_too_few_is_refused() -> None:
+    with pytest.raises(StateError, match="drawn"):
+        NaiveReplayBuffer(2).sample()
 
 
 def test_normalize_whitens_over_the_trained_tokens_of_all_sequences() -> None:
@@ -145,13 +135,26 @@ def test_an_empty_buffer_and_equal_values_are_whitened_without_nan() -> None:
     assert (buffer.items[0].batch.advantages == 0).all()
 
 
-@pytest.mark.parametrize(("name", "said"), [("advantage", "nearest: advantages"), ("values", "has no values")])
-def test_what_is_not_there_cannot_be_whitened(name: str, said: str) -> None:
-    with pytest.raises(DataError, match=said):
+def test_sampling_draws_different_sequences_by_its_seed() -> None:
+    drawn, again = ([buffer.sample().texts for _ in range(20)] for buffer in (filled(seed=3), filled(seed=3)))
+    assert drawn == again and all(len(set(pair)) == 2 for pair in drawn)
+    assert len({text for pair in drawn for text in pair}) == 9
+
+
+@pytest.mark.parametrize("name", ["advantage", "values"])
+def test_what_is_not_there_cannot_be_whitened(name: str) -> None:
+    with pytest.raises(DataError, match=name):
         filled().normalize(name, get_fake_strategy({"bf16": False}))
 
 
-@pytest.mark.parametrize("given", [{"cpu_offload": False}, {"sample_batch_size": 0}, {"limit": -1}])
-def test_options_that_cannot_be_honoured_are_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(OptionError):
-        NaiveReplayBuffer(**{"sample_batch_size": 1, **given})
+def test_the_references_names_are_padded_views() -> None:
+    part = experience(THREE, 0)
+    batch = part.batch
+    width = int(batch.response_lengths.max())
+    assert part.sequences.shape == part.attention_mask.shape and part.action_mask.shape == (3, width)
+    for row, mask, prompt, response in zip(
+        part.sequences, part.attention_mask, batch.prompts, batch.responses, strict=True
+    ):
+        assert row[mask.bool()].tolist() == [*prompt.tolist(), *response.tolist()]
+    assert part.advantages[part.action_mask].tolist() == batch.advantages[batch.mask].tolist()
+    assert part.labels == [prompt.label for prompt in part.prompts]

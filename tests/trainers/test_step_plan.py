@@ -109,8 +109,9 @@ def test_the_whole_is_put_together_in_the_batchs_order_whoever_computed_a_row() 
     given = batch(lengths=RAGGED[:3]).replace(old_logprobs=None)
     rows = [np.full(n, float(i), np.float32) for i, n in enumerate(given.response_lengths)]
     parts = [
-        {"rows": np.array([2, 1]), "channels": {"logprobs": [rows[2], rows[1]], "entropy": [rows[2], rows[1]]}},
-        {"rows": np.array([0, 1]), "channels": {"logprobs": [rows[0], rows[1]], "entropy": [rows[0], rows[1]]}},
+        {"rows": np.array(order), "channels": dict.fromkeys(("logprobs", "entropy"), held)}
+        for order in ([2, 1], [0, 1])
+        for held in [Ragged.from_rows([rows[i] for i in order], np.float32)]
     ]
     whole = whole_inputs(given, parts, "current")
     for i, length in enumerate(given.response_lengths):

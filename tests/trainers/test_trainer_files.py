@@ -12,12 +12,10 @@ import torch
 from rlbench.checkpoint.rank_state import State
 from rlbench.errors import CheckpointError, StateError, Stopped
 from rlbench.strategies import get_fake_strategy
-from rlbench.strategies.optim.learning_rate import cosine_schedule
+from rlbench.strategies.optim.optimizer_set import cosine_schedule
 from rlbench.trainers import SPMDPPOTrainer
 from rlbench.trainers.ppo.building import go_on_from
-from tests.trainers.test_ppo_trainer import first_weight
-from tests.trainers.test_review_trainers import with_critic
-from tests.trainers.test_trainer_state import everything, whole_trainer
+from tests.trainers.small_trainer import everything, first_weight, whole_trainer, with_critic
 
 pytestmark = pytest.mark.slow
 
@@ -105,7 +103,7 @@ def test_a_schedule_goes_on_in_proportion_from_a_rate_that_is_set() -> None:
         return found
 
     (optimizer, schedule), (other, untouched) = made(), made()
-    with pytest.raises(StateError, match="before its first step"):
+    with pytest.raises(StateError, match="schedule_steps"):
         go_on_from(schedule, [5e-4])
     for one, its in ((optimizer, schedule), (other, untouched)):
         rates(one, its)

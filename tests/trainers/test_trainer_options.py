@@ -15,18 +15,9 @@ from transformers import Qwen2ForCausalLM
 from rlbench.strategies import OptionError, get_fake_strategy
 from rlbench.trainers import make_critic
 from tests.trainers.making import asked, last_token
-from tests.trainers.test_ppo_trainer import OPTIONS, Digits, first_weight, trainer_of
+from tests.trainers.small_trainer import OPTIONS, Saved, first_weight, trainer_of
 
 pytestmark = pytest.mark.slow
-
-
-class Saved(Digits):
-    """A tokenizer with a file of its own."""
-
-    all_special_ids: tuple[int, ...] = ()
-
-    def save_pretrained(self, folder: str) -> None:
-        (Path(folder) / "digits.txt").write_text("0123456789")
 
 
 def test_the_schedule_of_the_critic_moves_its_rate_and_no_other(qwen: str) -> None:

@@ -515,7 +515,7 @@ def test_what_cannot_be_trained_on_is_refused_before_anything_is_computed(qwen: 
     cases = [
         (policy(qwen, FULL), bare, LossError, "initial_model"),
         (policy(qwen, replace(PPO, anchor="sampler")), reshaped, LossError, "top_p"),
-        (policy(qwen, replace(PPO, mismatch=token_tis())), bare, LossError, "no old_logprobs to compare"),
+        (policy(qwen, replace(PPO, mismatch=token_tis())), bare, LossError, "no old_logprobs"),
         (policy(qwen, PPO), foreign, DataError, "vocabulary has 96"),
         (value(qwen), foreign, DataError, "vocabulary has 96"),
         (value(qwen), bare, DataError, "no returns"),

@@ -12,6 +12,7 @@ from transformers import Qwen2ForCausalLM
 
 from rlbench.data.prompts.prompt import Prompt
 from rlbench.strategies import FakeStrategy
+from rlbench.strategies.memory.device import RankDevice
 from rlbench.trainers.experience.values import Experience
 from tests.modules import batch_of
 
@@ -22,7 +23,7 @@ EPS = (0.1, 0.15)
 
 def fake(**own: Any) -> FakeStrategy:
     args = own.pop("args", None)
-    return FakeStrategy(**{"bf16": False, "max_norm": 0.0, "device": "cpu", **own}, args=args)
+    return FakeStrategy(**{"bf16": False, "max_norm": 0.0, "device": RankDevice.pick(0, "cpu"), **own}, args=args)
 
 
 def actor_of(path: str, strategy: Any) -> tuple[Any, Any]:

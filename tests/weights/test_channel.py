@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from rlbench.errors import WeightSyncError
-from rlbench.weights import broadcast, channel, facts
+from rlbench.weights import channel, facts
 from rlbench.weights.channel import Channel
 from rlbench.weights.facts import LOOPBACK
-from rlbench.weights.manifest import Manifest, planned
+from rlbench.weights.manifest import Layout, Manifest
 from rlbench.weights.transport import PeerFailed
 
 CPU = torch.device("cpu")
@@ -36,8 +36,7 @@ def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def announced(named: dict[str, torch.Tensor]) -> Manifest:
-    layout = ((n, str(t.dtype).removeprefix("torch."), tuple(t.shape), t.nbytes) for n, t in named.items())
-    return Manifest("broadcast", planned(layout, 1000))
+    return Manifest("broadcast", Layout(1000, named.items()).buckets)
 
 
 class Group:
@@ -59,7 +58,7 @@ class Group:
             self.sender.begin()
             self.sender.release()
             try:
-                broadcast.send(self.sender, manifest or announced(named), named.items())
+                channel.send(self.sender, manifest or announced(named), named.items())
             except WeightSyncError as error:
                 self.sender.fail(error)
                 raise
@@ -69,7 +68,7 @@ class Group:
     def receive(self, manifest: Manifest) -> list[Future[dict[str, torch.Tensor]]]:
         def receiving(member: Channel) -> dict[str, torch.Tensor]:
             member.begin()
-            return {n: t for bucket in manifest.buckets for n, t in broadcast.receive(member, bucket)}
+            return {n: t for bucket in manifest.buckets for n, t in channel.receive(member, bucket)}
 
         return [self.pool.submit(receiving, member) for member in self.receivers]
 
@@ -180,7 +179,7 @@ def test_an_address_that_is_not_this_nodes_is_refused() -> None:
 
 def test_two_tensors_of_one_name_are_refused() -> None:
     with pytest.raises(WeightSyncError, match="'w' was staged twice"):
-        planned([("w", "float32", (1,), 4), ("w", "float32", (1,), 4)], 1000)
+        Layout(1000, [("w", torch.ones(1)), ("w", torch.ones(1))])
 
 
 @pytest.mark.parametrize(

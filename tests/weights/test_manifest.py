@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from rlbench.errors import WeightSyncError
-from rlbench.weights.cuda_ipc import IpcReader
-from rlbench.weights.manifest import Manifest, merged, planned
+from rlbench.weights.manifest import Layout, Manifest, merged
+from rlbench.weights.staging import read_ipc
 
-LAYOUT = [("a", "float32", (10,), 40), ("b", "float32", (200,), 800), ("c", "bfloat16", (3, 4), 24)]
+TENSORS = [("a", torch.ones(10)), ("b", torch.ones(200)), ("c", torch.ones(3, 4, dtype=torch.bfloat16))]
 
 
 def exported(gpu: str) -> Manifest:
-    buckets = planned(LAYOUT, 900)
+    buckets = Layout(900, TENSORS).buckets
     return Manifest("ipc", tuple(replace(b, handles=((gpu, f"{gpu}-{i}".encode()),)) for i, b in enumerate(buckets)))
 
 
@@ -34,7 +34,7 @@ def test_what_one_rank_staged_stays_as_it_is() -> None:
 
 
 def test_ranks_that_exported_different_weights_are_refused() -> None:
-    other = Manifest("ipc", planned([*LAYOUT[:2], ("d", "bfloat16", (3, 4), 24)], 900))
+    other = Manifest("ipc", Layout(900, [*TENSORS[:2], ("d", TENSORS[2][1])]).buckets)
     for manifests in ([exported("gpu0"), other], [exported("gpu0"), Manifest("ipc", other.buckets[:1])]):
         with pytest.raises(WeightSyncError, match="same names and shapes on all ranks"):
             merged(manifests)
@@ -44,12 +44,12 @@ def test_ranks_that_exported_different_weights_are_refused() -> None:
 
 def test_a_worker_on_a_gpu_where_nobody_exported_says_so() -> None:
     with pytest.raises(WeightSyncError, match="no training rank exported on the GPU of this replica worker"):
-        list(IpcReader(torch.device("cpu")).read(exported("gpu0").buckets[0]))
+        list(read_ipc(exported("gpu0").buckets[0], torch.device("cpu")))
 
 
 def test_buckets_are_closed_before_they_outgrow_their_size_and_tensors_start_on_cache_lines() -> None:
-    first, second = planned(LAYOUT, 900)
+    first, second = Layout(900, TENSORS).buckets
     assert [(entry.name, entry.offset) for entry in first.entries] == [("a", 0), ("b", 64)]
     assert [(entry.name, entry.offset) for entry in second.entries] == [("c", 0)]
     assert (first.nbytes, second.nbytes) == (896, 64)
-    assert len(planned(LAYOUT, 10)) == 3  # a larger tensor has a bucket of its own
+    assert len(Layout(10, TENSORS).buckets) == 3  # a larger tensor has a bucket of its own

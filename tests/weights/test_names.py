@@ -15,6 +15,7 @@ from rlbench.weights.names import (
     checkpoint_shapes,
     to_checkpoint_names,
     unique_parameters,
+    weight_files,
 )
 from tests.families.shapes import small_config
 
@@ -85,3 +86,9 @@ def test_mismatches_are_named() -> None:
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightSyncError, match="no weights"):
         checkpoint_shapes(tmp_path)
+
+
+def test_a_stray_file_hides_no_weights(tmp_path: Path) -> None:
+    for name in ("pytorch_model.bin", "adapter_model.safetensors"):
+        (tmp_path / name).touch()
+    assert [path.name for path in weight_files(tmp_path)] == ["pytorch_model.bin"]

@@ -15,10 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlbench.errors import StateError, WeightSyncError
-from rlbench.weights import broadcast
-from rlbench.weights.channel import Channel
+from rlbench.weights.channel import Channel, send
 from rlbench.weights.facts import LOOPBACK
-from rlbench.weights.manifest import Manifest, planned
+from rlbench.weights.manifest import Layout, Manifest
 from rlbench.weights.names import to_checkpoint_names, unique_parameters
 from rlbench.weights.transport import PeerFailed
 from rlbench.workers.replica.config import ReplicaConfig
@@ -71,8 +70,7 @@ class Sender:
     def __init__(self, model: PreTrainedModel) -> None:
         self.tensors = dict(to_checkpoint_names(model, unique_parameters(model)))
         self.channel = Channel.listen(LOOPBACK, 3, "gloo", torch.device("cpu"))
-        layout = ((n, "float32", tuple(t.shape), t.nbytes) for n, t in self.tensors.items())
-        self.manifest = Manifest("broadcast", planned(layout, 100_000), self.channel.info)
+        self.manifest = Manifest("broadcast", Layout(100_000, self.tensors.items()).buckets, self.channel.info)
         self.pool = ThreadPoolExecutor(1)
 
     def send(self, tensors: dict[str, torch.Tensor] | None = None) -> Future[None]:
@@ -81,7 +79,7 @@ class Sender:
             self.channel.begin()
             self.channel.release()
             try:
-                broadcast.send(self.channel, self.manifest, (tensors or self.tensors).items())
+                send(self.channel, self.manifest, (tensors or self.tensors).items())
             except WeightSyncError as error:
                 self.channel.fail(error)
                 raise
@@ -149,14 +147,14 @@ def test_a_sender_that_fails_half_way_tears_the_replica_until_another_sync(
 def test_a_worker_that_cannot_load_ends_the_sender_and_the_other_worker(
     replica: VllmReplica, model: PreTrainedModel, sender: Sender
 ) -> None:
-    replica._built.collective_rpc(spoil)
+    replica.built.collective_rpc(spoil)
     sending = sender.send()
     with pytest.raises(WeightSyncError, match=r"mixture: OSError: worker 1 has no room.*Sync again") as error:
         replica.apply_weights(sender.manifest)
     assert not isinstance(error.value, PeerFailed)  # the cause, not its echo in the other worker
     with pytest.raises(PeerFailed, match="worker 1 has no room"):
         sending.result(ENDS_S)
-    replica._built.collective_rpc(repair)
+    replica.built.collective_rpc(repair)
     mend(replica, model)
 
 
@@ -164,7 +162,7 @@ def test_an_update_that_failed_on_one_worker_alone_is_over_on_the_other(
     replica: VllmReplica, model: PreTrainedModel
 ) -> None:
     """The other worker had taken its bucket when it was told; its open update then refused every later one."""
-    replica._built.collective_rpc("transfer", args=("start_weight_update",))
+    replica.built.collective_rpc("transfer", args=("start_weight_update",))
     mend(replica, model)
 
 

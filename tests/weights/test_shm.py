@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from rlbench.errors import WeightSyncError
-from rlbench.weights.shm import SHM_DIR, ShmReader, ShmStage, read_manifest
+from rlbench.weights.staging import SHM_DIR, ShmReader, ShmStage
+from tests.weights import read_manifest
 
 
 @pytest.fixture

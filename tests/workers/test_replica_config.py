@@ -1,16 +1,25 @@
-"""What a replica computes in where nobody says: the same as a trainer of its checkpoint."""
+"""How a replica is run where nobody says; what it computes in: `tests/strategies/test_precision.py`."""
 
-import json
+import os
 
 import pytest
 
-from rlbench.workers.replica.config import ReplicaConfig, compute_dtype
+from rlbench.options import OptionError
+from rlbench.workers.replica.config import ReplicaConfig, runs_eagerly
 
 
-@pytest.mark.parametrize("on_gpu", [True, False])
-@pytest.mark.parametrize("held", ["float32", "bfloat16", "float16", None])
-def test_a_replica_computes_in_what_a_trainer_of_its_checkpoint_does(held, on_gpu, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "dtype": held}))
-    expected = "bfloat16" if on_gpu or held == "bfloat16" else "float32"
-    assert compute_dtype(ReplicaConfig(str(tmp_path)), on_gpu) == expected
-    assert compute_dtype(ReplicaConfig(str(tmp_path), dtype="float16"), on_gpu) == "float16"
+def test_a_replica_compiles_on_a_gpu_unless_it_is_told_otherwise() -> None:
+    unsaid = ReplicaConfig("folder")
+    assert (runs_eagerly(unsaid, on_gpu=True), runs_eagerly(unsaid, on_gpu=False)) == (False, True)
+    assert runs_eagerly(ReplicaConfig("folder", enforce_eager=True), on_gpu=True)
+    assert not runs_eagerly(ReplicaConfig("folder", enforce_eager=False), on_gpu=False)
+
+
+def test_classes_of_ones_own_are_named_so_that_every_replica_finds_them() -> None:
+    """That a model trains and rolls out by one: tests/examples, `own_model`."""
+    places = ReplicaConfig("folder", models={"Mine": "mine.py:Mine", "Other": "package.other:Other"}).models
+    assert places == {"Mine": f"{os.path.abspath('mine.py')}:Mine", "Other": "package.other:Other"}
+    with pytest.raises(OptionError, match=r"file\.py:Class"):
+        ReplicaConfig("folder", models={"Mine": "mine.py"})
+    with pytest.raises(OptionError, match="tensor_parallel_size=2"):
+        ReplicaConfig("folder", models={"Mine": "mine.py:Mine"}, tensor_parallel_size=2)

@@ -39,8 +39,8 @@ def trainer(folder: str, pipe: Any) -> None:
     """Another process on the same GPU: stages perturbed weights, keeps them until told to end."""
     from transformers import AutoModelForCausalLM
 
-    from rlbench.weights.cuda_ipc import IpcStage
     from rlbench.weights.names import to_checkpoint_names, unique_parameters
+    from rlbench.weights.staging import IpcStage
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
     with torch.no_grad():

@@ -17,7 +17,7 @@ from rlbench.data.rollouts.jobs import GenerateJob
 from rlbench.errors import StateError, WeightSyncError
 from rlbench.weights.manifest import Manifest
 from rlbench.weights.names import to_checkpoint_names, unique_parameters
-from rlbench.weights.shm import ShmStage
+from rlbench.weights.staging import ShmStage
 from rlbench.workers.replica.config import ReplicaConfig
 from rlbench.workers.replica.vllm import VllmReplica
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,8 @@ def test_a_chats_bridge_is_what_the_template_puts_there(turn_replica, draw):
     cut = draw(job([CHAT], Echo(), max_turns=2, **UNCUT))
     tokens, mask = cut.of("token_ids"), cut.of("mask")
     assert mask == [True] * 4 + [False] * len(wanted) + [True] * 4 and tokens[4:-4] == wanted
+    unthinking = draw(replace(job([CHAT], Echo(), max_turns=2, **UNCUT), chat={"enable_thinking": False}))
+    assert unthinking.of("token_ids")[4:-4] == [*wanted, *tokenizer("<think></think>")["input_ids"]]
     ended = draw(job([CHAT], Echo(), max_turns=2, max_tokens=4, allowed_token_ids=[IM_END]))
     assert ended.of("token_ids") == [IM_END, *wanted[1:], IM_END]
     assert ended.of("mask") == [True, *[False] * (len(wanted) - 1), True] and ended.finish() == "stop"
@@ -170,13 +173,14 @@ def test_a_sample_depends_on_its_seed_alone_in_every_turn(draw):
     assert draw(alone).of("token_ids") == everything[1, 2]
 
 
-def test_a_turn_is_what_a_plain_request_draws_on_the_same_tokens_with_the_turns_seed(draw):
+@pytest.mark.parametrize("more", [{}, {"first_token_temperature": 9.0}], ids=["plain", "FIRE"])
+def test_a_turn_is_what_a_plain_request_draws_on_the_same_tokens_with_the_turns_seed(draw, more):
     from rlbench.workers.replica.turns import turn_seed
 
-    met = job([[1, 2, 3]], Echo([9]), **UNCUT)
+    met = job([[1, 2, 3]], Echo([9]), **UNCUT, **more)
     found = draw(met).of("token_ids")
     for turn in range(3):
-        plain = job([[1, 2, 3, *found[: 5 * turn]]], **UNCUT)
+        plain = job([[1, 2, 3, *found[: 5 * turn]]], **UNCUT, **more)
         plain.seeds[0, 0] = turn_seed(int(met.seeds[0, 0]), turn)
         assert draw(plain).of("token_ids") == found[5 * turn :][:4]
 

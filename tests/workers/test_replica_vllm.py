@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlbench.data import EncodedImage
 from rlbench.data.rollouts.jobs import FINISH_REASONS, GeneratedArrays, GenerateJob
 from rlbench.dispatch import context as dispatch_context
 from rlbench.dispatch.context import CallContext
-from rlbench.errors import DataError, StateError
+from rlbench.errors import BuildError, DataError, StateError
 from rlbench.workers.replica.config import ReplicaConfig
 from rlbench.workers.replica.vllm import VllmReplica
+from rlbench.workers.replica.vllm_setup import register_models
 
 from .tiny_checkpoint import hf_logprobs, make_checkpoint
 
@@ -116,6 +119,29 @@ def test_logprobs_belong_to_the_distribution_that_was_sampled(replica: VllmRepli
     np.testing.assert_allclose(single.logprobs, 0.0, atol=1e-6)  # one token is left, so its probability is 1
 
 
+def test_a_first_token_has_a_temperature_of_its_own_and_the_rest_follows_on_it(
+    replica: VllmReplica, lane: Lane, folder: Path
+) -> None:
+    """FIRE sampling, against transformers: the log-prob of each token at the temperature it was drawn at."""
+    hot = {"temperature": 0.5, "first_token_temperature": 8.0, "ignore_eos": True}
+    drawn = lane(replica.generate, job([[1, 2, 3], [60] * 30], n=4, **hot))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for i, sequence in enumerate(sequences(drawn)):
+        found = drawn.logprobs[drawn.offsets[i] : drawn.offsets[i + 1]]
+        first, rest = (hf_logprobs(model, sequence, temperature=t)[-len(found) :] for t in (8.0, 0.5))
+        np.testing.assert_allclose(found, [first[0], *rest[1:]], atol=1e-4)
+        assert len(found) == 12
+    assert len({tokens[0] for tokens in rows(drawn).values()}) > 4, "first tokens of eight samples, almost at random"
+    fewer = lane(replica.generate, job([[1, 2, 3]], n=2, **hot))
+    assert rows(fewer) == {key: rows(drawn)[key] for key in [(0, 0), (0, 1)]}, "a sample depends on its seed alone"
+    single = lane(replica.generate, job([[1, 2, 3]], n=4, max_tokens=1, **hot))
+    assert [len(tokens) for tokens in rows(single).values()] == [1] * 4
+    only = lane(replica.generate, job([[1, 2, 3]], stop_token_ids=[65], allowed_token_ids=[65], **hot))
+    assert (rows(only), FINISH_REASONS[only.finish[0]]) == ({(0, 0): [65]}, "stop")
+    full = lane(replica.generate, job([[5] * 510, [5] * 511], max_tokens=None, **hot))
+    assert [len(tokens) for tokens in rows(full).values()] == [2, 1]
+
+
 def test_a_sequence_that_fills_the_model_can_be_scored(replica: VllmReplica, lane: Lane, folder: Path) -> None:
     sequence = [(7 * i) % 250 for i in range(512)]
     (scored,) = lane(replica.prompt_logprobs, [sequence])
@@ -147,6 +173,16 @@ def test_sampling_options_act(replica: VllmReplica, lane: Lane) -> None:
     assert banned[0, 0][0] != greedy[0, 0][0]
 
 
+def test_a_chat_names_tools_and_takes_options_of_its_template(replica: VllmReplica, lane: Lane) -> None:
+    chat = {"tools": [{"type": "function", "function": {"name": "look"}}], "enable_thinking": False}
+    asked = replace(job([[{"role": "user", "content": "hi"}]]), chat=chat)
+    text = replica._tokenizer.decode(lane(replica.generate, asked).prompt_token_ids[0])
+    assert text.startswith("<|im_start|>system\n[{") and '"look"' in text
+    assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think></think>")
+    with pytest.raises(DataError, match="does not read mood"):
+        lane(replica.generate, replace(asked, chat={"mood": "good"}))
+
+
 def test_a_stop_string_ends_the_sample_and_is_not_in_its_text(replica: VllmReplica, lane: Lane) -> None:
     biased = {replica._tokenizer("a")["input_ids"][0]: 100, replica._tokenizer("b")["input_ids"][0]: 98}
     arrays = lane(replica.generate, job(["x"], n=3, logit_bias=biased, stop=["ab"], max_tokens=200))
@@ -156,10 +192,19 @@ def test_a_stop_string_ends_the_sample_and_is_not_in_its_text(replica: VllmRepli
     assert all(replica._tokenizer.decode(tokens).endswith("ab") for tokens in rows(arrays).values())
 
 
-def test_stopping_keeps_partial_samples_and_leaves_the_engine_usable(
-    replica: VllmReplica, lane: Lane, called: CallContext
+def test_stopping_keeps_every_token_drawn_and_leaves_the_engine_usable(
+    replica: VllmReplica, lane: Lane, called: CallContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reports: list[dict[str, Any]] = []
+    drawn: list[int] = []
+    processor = replica.built.output_processor
+    process = processor.process_outputs
+
+    def counting(outputs: list[Any], **options: Any) -> Any:
+        drawn.extend(len(output.new_token_ids) for output in outputs)
+        return process(outputs, **options)
+
+    monkeypatch.setattr(processor, "process_outputs", counting)
 
     def watch() -> None:
         while not called.progress.get("tokens"):
@@ -176,13 +221,21 @@ def test_stopping_keeps_partial_samples_and_leaves_the_engine_usable(
     assert aborted.any()
     assert (lengths > 0).all()
     assert (lengths[aborted] < 500).all()
+    assert len(arrays.token_ids) == len(arrays.logprobs) == sum(drawn)
     assert len(arrays.texts) == len(arrays.keys) < 64  # only 32 run at a time: the rest was not started
     assert reports[0]["total"] == 64
     assert reports[0]["running"] > 0
     assert replica.status()["running"] == 0
-    assert not replica._built.has_unfinished_requests()
+    assert not replica.built.has_unfinished_requests()
     called._stop.clear()
     assert len(lane(replica.generate, job([[1, 2]])).keys) == 1
+
+
+def test_a_model_of_text_refuses_images_before_it_samples(replica: VllmReplica, lane: Lane) -> None:
+    image = EncodedImage.from_any(np.zeros((4, 4, 3), np.uint8))
+    with pytest.raises(DataError, match=r"prompt 1 has 1 image, but Qwen2ForCausalLM .* takes text alone"):
+        lane(replica.generate, replace(job(["a", "b"]), images=((), (image,))))
+    assert replica.status()["running"] == 0 and lane(replica.generate, job(["a"])).texts
 
 
 def test_a_shared_job_serves_what_was_claimed(replica: VllmReplica, lane: Lane, called: CallContext) -> None:
@@ -209,12 +262,12 @@ def test_a_shared_job_serves_what_was_claimed(replica: VllmReplica, lane: Lane, 
         (job([[1], ""]), ["prompt 1", "empty"]),
         (job([[1], [2] * 512]), ["prompt 1", "512 tokens", "max_model_len"]),
         (job([[1, 100_000]]), ["prompt 0", "100000", "vocabulary"]),
-        (job([[1]], n=0), ["n=0"]),
-        (job([]), ["empty"]),
-        (job([[1]], max_tokens=0), ["max_tokens=0"]),
+        (job([[1]], max_tokens=0), ["max_tokens"]),
         (job([[1]], temprature=0.5), ["temprature", "temperature"]),
         (job([[1]], top_p=7.0), ["top_p"]),
         (job([[1]], allowed_token_ids=[100_000]), ["allowed_token_ids"]),
+        (job([[1]], first_token_temperature=0), ["first_token_temperature", "above 0"]),
+        (job([[1]], first_token_temperature=9, stop=["x"]), ["first_token_temperature", "stop"]),
         (GenerateJob([[1]], 1, {"seed": 3}, np.zeros((1, 1), np.int64)), ["seed"]),
     ],
     ids=lambda value: None if isinstance(value, list) else "job",
@@ -225,7 +278,7 @@ def test_bad_input_is_refused_in_one_sentence(
     with pytest.raises(DataError) as caught:
         lane(replica.generate, bad)
     assert all(word in str(caught.value) for word in words), str(caught.value)
-    assert not replica._built.has_unfinished_requests()
+    assert not replica.built.has_unfinished_requests()
     assert len(lane(replica.generate, job([[1, 2]])).keys) == 1
 
 
@@ -283,3 +336,13 @@ def test_an_unknown_state_or_tag_names_the_right_one(replica: VllmReplica, lane:
         lane(replica.to_state, "cuda", ["kv_cahe"])
     with pytest.raises(StateError, match="meta"):
         lane(replica.to_state, "met", None)
+
+
+def test_a_class_that_cannot_be_imported_fails_the_build_and_says_which(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("class Mine: ...")
+    (tmp_path / "leaving.py").write_text("raise SystemExit(2)")
+    for place, said in [("leaving.py", "SystemExit"), ("absent.py", "absent"), ("json.py", "rename it")]:
+        with pytest.raises(BuildError, match=f"{place}:Mine.*{said}"):
+            register_models({"Mine": f"{tmp_path / place}:Mine"})
+    with pytest.raises(BuildError, match="AttributeError"):
+        register_models({"Mine": "json:Mine"})

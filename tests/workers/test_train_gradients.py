@@ -13,7 +13,7 @@ from transformers import Qwen2ForCausalLM
 from rlbench.data.record.gradients import Gradients
 from rlbench.errors import LossError, StateError, Stopped
 from rlbench.rl import grpo
-from rlbench.session.lab.inspection import gradients_of
+from rlbench.session.lab.gradients import gradients_of
 from tests.modules import RAGGED, RunningMeanModel, batch_of, qwen_on_meta, save_qwen
 from tests.ranks import RankFailure, Ranks, ranks
 

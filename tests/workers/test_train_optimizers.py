@@ -104,7 +104,18 @@ def test_a_snapshot_of_another_optimizer_is_refused_before_anything_changes(
     with ranks(world_size, qwen_on_meta(qwen, Optimizers)) as engine:
         step(engine, 0)
         engine.call("write_snapshot", str(tmp_path / "a"))
-        for kind in ("groups", "sgd", "set"):
+        onward = step(engine, 3)["metrics"], engine.call("training_checksums")[0]["weights"]
+        engine.method("remake", "groups")
+        engine.call("read_snapshot", str(tmp_path / "a"))  # the same settings and state for each parameter
+        assert engine.method("rates")[0] == [1e-3, 1e-3]
+        assert (step(engine, 3)["metrics"], engine.call("training_checksums")[0]["weights"]) == onward
+        engine.method("remake", "groups")  # with rates of their own, which one group cannot have
+        step(engine, 1)
+        engine.call("write_snapshot", str(tmp_path / "b"))
+        engine.method("remake", "adamw")
+        with pytest.raises((CheckpointError, RankFailure), match=r"another optimizer"):
+            engine.call("read_snapshot", str(tmp_path / "b"))
+        for kind in ("sgd", "set"):
             engine.method("remake", kind)
             step(engine, 1)
             before = engine.call("training_checksums")

@@ -18,10 +18,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import rlbench.nn
 from rlbench.errors import BuildError, EngineError, MethodError, StateError, Stopped, WeightSyncError
 from rlbench.trainers.models.policy_spec import PolicySpec
-from rlbench.weights.shm import read_manifest
 from rlbench.workers.train.group import RankGroup
 from tests.modules import RAGGED, TrainedQwen, batch_of, qwen_on_meta, save_qwen
 from tests.ranks import RankFailure, ranks
+from tests.weights import read_manifest
 
 pytestmark = pytest.mark.slow
 

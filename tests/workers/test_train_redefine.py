@@ -251,7 +251,7 @@ class DeeperQwen(TrainedQwen):
         (OwnRank, "TrainedQwen", "defines rank"),
         (HidesLayers, "TrainedQwen", "defines lm_head"),
         (OtherBase, "TrainedQwen", "does not inherit from .*Qwen2ForCausalLM"),
-        (DeeperQwen, "TrainedQwen", "parameters of the new DeeperQwen do not fit.*'extra.weight'.*only in the new"),
+        (DeeperQwen, "TrainedQwen", "parameters of the new DeeperQwen do not fit.*'extra.weight'"),
         (int, None, "redefine takes a class of a torch module"),
         (nn.Linear, "Qwen2MLP", "does not inherit from Qwen2MLP"),
     ],

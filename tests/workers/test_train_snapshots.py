@@ -11,37 +11,15 @@ import torch
 
 import rlbench.nn
 from rlbench.errors import CheckpointError, StateError, Stopped
-from tests.modules import TrainedQwen, qwen_on_meta, save_qwen
-from tests.ranks import RankFailure, Ranks, ranks
+from tests.modules import qwen_on_meta, save_qwen
+from tests.ranks import RankFailure, ranks
 from tests.trainers.policy_reference import batch, forward_backward
-
-
-class NoisyQwen(TrainedQwen):
-    """Draws random numbers in its step, and has a scheduler and a frozen part."""
-
-    def on_weights_materialized(self) -> None:
-        self.model.embed_tokens.weight.requires_grad_(False)
-        super().on_weights_materialized()
-        self.lr_scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.5)
-
-    def noise(self) -> float:
-        import random
-
-        import numpy as np
-
-        return float(torch.rand(1)) + random.random() + float(np.random.rand())
+from tests.workers.noisy_qwen import NoisyQwen, step
 
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_qwen(tmp_path_factory.mktemp("qwen"), tied=False)
-
-
-def step(engine: Ranks, seed: int) -> tuple[Any, ...]:
-    """One training step; everything that could tell two runs apart."""
-    metrics = forward_backward(engine, batch(seed))[0]["metrics"]
-    done = engine.call("policy_optim_step", {})[0]["metrics"]
-    return metrics["loss"], done["grad_norm"], done["lr"], engine.method("noise"), engine.call("training_checksums")
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -121,7 +99,7 @@ def test_a_snapshot_that_is_gone_or_damaged_changes_nothing(qwen: str, tmp_path:
         engine.call("write_snapshot", str(tmp_path / "a"))
         step(engine, 0)
         before = engine.call("training_checksums")
-        with pytest.raises(CheckpointError, match="no part for rank 0 of 2"):
+        with pytest.raises(CheckpointError, match="not there for rank 0 of 2"):
             engine.call("read_snapshot", str(tmp_path / "missing"))
         largest = max((tmp_path / "a" / "rank-1").glob("*.bin"), key=lambda p: p.stat().st_size)
         os.truncate(largest, 8)
@@ -201,8 +179,11 @@ def test_the_only_rank_says_that_it_is_torn_and_a_restore_mends_it(qwen: str, tm
 
 def test_a_trainer_that_cannot_go_back_leaves_the_policy_whole(qwen: str, tmp_path: Path) -> None:
     def restore(folder: str) -> dict[str, str]:
+        from unittest.mock import MagicMock
+
         from rlbench.checkpoint import rank_state
-        from rlbench.workers.train.snapshots import RankSnapshots
+        from rlbench.workers.train.setup import TrainingSetup
+        from rlbench.workers.train.snapshots import Snapshots
 
         class Stubborn:
             id, optimizer_steps = "t", 0
@@ -221,12 +202,15 @@ def test_a_trainer_that_cannot_go_back_leaves_the_policy_whole(qwen: str, tmp_pa
                 pass
 
         me, trainer = module, Stubborn()  # type: ignore[name-defined]
-        snapshots: Any = RankSnapshots(me, strategy.control, lambda: False)  # type: ignore[name-defined]
-        snapshots.write(folder, None, False, trainer)
+        parts, holder = MagicMock(module=me, strategy=strategy), MagicMock()  # type: ignore[name-defined]
+        holder.trainer_state.return_value = trainer
+        setup = TrainingSetup(MagicMock(module=me, strategy=strategy), holder)  # type: ignore[name-defined]
+        snapshots = Snapshots(parts, holder, MagicMock(), setup, lambda: False)
+        snapshots.write_snapshot(folder)
         with torch.no_grad():
             next(me.parameters()).zero_()
         with pytest.raises(CheckpointError, match="went back whole, the session's trainer is torn"):
-            snapshots.put_back(snapshots.open(folder, trainer), trainer)
+            snapshots.read_snapshot(folder)
         return rank_state.checksums(me)
 
     with ranks(1, qwen_on_meta(qwen, NoisyQwen)) as engine:
@@ -259,10 +243,10 @@ def test_a_snapshot_shares_no_file_that_others_may_have_written(qwen: str, tmp_p
     with ranks(1, qwen_on_meta(qwen, NoisyQwen)) as engine:
         whole = engine.call("write_snapshot", str(tmp_path / "a"))[0]["bytes"]
         assert engine.call("write_snapshot", str(tmp_path / "b"), str(tmp_path / "a"))[0]["fresh"] < whole
-        (tmp_path / "a" / "rank-0" / "3.bin").chmod(0o602)
+        (tmp_path / "a" / "rank-0" / "0.bin").chmod(0o602)
         assert engine.call("write_snapshot", str(tmp_path / "c"), str(tmp_path / "a"))[0]["fresh"] == whole
         engine.call("read_snapshot", str(tmp_path / "c"))
-        with pytest.raises(CheckpointError, match=r"3.bin is not read"):
+        with pytest.raises(CheckpointError, match=r"0.bin is not read"):
             engine.call("read_snapshot", str(tmp_path / "b"))  # the same file, by its other link
 
 
@@ -278,7 +262,7 @@ def test_what_is_no_snapshot_of_the_session_any_more_is_swept(qwen: str, tmp_pat
 
 
 def test_the_verbs_that_leave_the_state_alone_are_verbs() -> None:
-    from rlbench.workers.train.keeping import LEAVES_THE_STATE, SENDS_WEIGHTS
     from rlbench.workers.train.rank import TrainRank
+    from rlbench.workers.train.snapshots import LEAVES_THE_STATE, SENDS_WEIGHTS
 
     assert set() == (LEAVES_THE_STATE | SENDS_WEIGHTS) - set(dir(TrainRank)) - TrainRank.VERBS.keys()

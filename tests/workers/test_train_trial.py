@@ -11,7 +11,7 @@ from torch import nn
 
 from rlbench.strategies.memory.owners import optimizer_tensors
 from rlbench.strategies.optim.mp_optimizer import FSDPadaptOptimizer
-from rlbench.workers.train.trial import missing_state, taken_by_step
+from rlbench.workers.train.probes import missing_state, taken_by_step
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 Make = Callable[[Any], torch.optim.Optimizer]

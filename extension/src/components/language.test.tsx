@@ -9,8 +9,9 @@ import { Trouble } from '../asks';
 import { addSessionCommands, press } from '../commands';
 import { Sessions } from '../sessions';
 import { starterNotebook } from '../starter';
-import { Answers, command, foreign, settled, state } from '../testing';
+import { Answers, command, foreign, PARKED, settled, state } from '../testing';
 import type { Report } from '../testing';
+import { actionsOf } from '../view/actions';
 import { nowOf } from '../view/condition';
 import { viewOf } from '../view/session';
 import { summaryOf } from '../view/summary';
@@ -79,6 +80,7 @@ const REPORTS: readonly Report[] = [
   'idle',
   'failed',
   'lost',
+  'leased',
   'script',
   'building',
   'broken',
@@ -93,7 +95,8 @@ async function all(): Promise<{ answers: Answers; sessions: Sessions }> {
     time: 1000,
     sessions: [
       ...names.map(name => ({ name, state: 'live' as const })),
-      { name: 'DATAgone', state: 'gone' }
+      { name: 'DATAgone', state: 'gone' },
+      { name: 'DATAparked', state: 'parked', parked: PARKED }
     ],
     memory: HOST,
     gpus: [{ ...HOST, name: 'DATA' }],
@@ -168,13 +171,18 @@ it('the commands, and what they ask', async () => {
 
   const entry = sessions.find('DATArunning');
   const actions = entry ? viewOf(entry, nowOf(sessions, 1, foreign), foreign).actions : [];
-  for (const action of actions.filter(one => ['close', 'kill'].includes(one.verb))) {
+  for (const action of actions.filter(one => ['park', 'close', 'kill'].includes(one.verb))) {
     await press('DATArunning', action, context);
+  }
+  const parked = sessions.find('DATAparked');
+  const forget = parked && actionsOf(parked, foreign).find(one => one.verb === 'kill');
+  if (forget) {
+    await press('DATAparked', forget, context);
   }
   for (const verb of ['stop', 'offload', 'onload']) {
     await commands.execute(`rlbench:${verb}`, verb === 'stop' ? {} : { name: 'DATArunning' });
   }
-  expect(said.length).toBeGreaterThanOrEqual(9);
+  expect(said.length).toBeGreaterThanOrEqual(15);
   expect(untranslated(said)).toEqual([]);
   await commands.execute('rlbench:offload', { name: 'DATAidle', engine: 'actor' });
   const { label = '' } = sessions.find('DATAidle')?.notice ?? {};

@@ -42,6 +42,12 @@ export function actionsOf(entry: Entry, trans: Trans): readonly Action[] {
       pending
     };
   };
+  if (entry.listed.state === 'parked') {
+    return [
+      own('attach', trans.__('attach'), trans.__('Insert the cell that brings it back')),
+      own('kill', trans.__('forget'), trans.__('Remove it from disk; asks first'))
+    ];
+  }
   return [
     ...(entry.state?.view.controls ?? []).map(control => actionOf(control, entry, trans)),
     own(
@@ -49,6 +55,12 @@ export function actionsOf(entry: Entry, trans: Trans): readonly Action[] {
       trans.__('attach'),
       trans.__('Insert the cell that attaches a notebook to it'),
       gone
+    ),
+    own(
+      'park',
+      trans.__('park'),
+      trans.__('Write all of it to disk and free its memory; asks first'),
+      muteOf(entry, trans)
     ),
     own(
       'close',

@@ -20,8 +20,8 @@ export function nowOf(sessions: Sessions, interval: number, trans: Trans): Now {
 }
 
 export function conditionOf({ listed, state }: Entry): Condition {
-  if (listed.state === 'gone') {
-    return 'gone';
+  if (listed.state !== 'live') {
+    return listed.state;
   }
   return state?.view.condition ?? 'waiting';
 }
@@ -39,6 +39,8 @@ export function statusOf(entry: Entry, trans: Trans): string {
   switch (conditionOf(entry)) {
     case 'gone':
       return trans.__('session gone');
+    case 'parked':
+      return trans.__('parked');
     case 'waiting':
       return trans.__('waiting for its monitor');
     default:

@@ -1,7 +1,7 @@
 import { describe, expect, it } from 'vitest';
 
 import { Trouble } from '../asks';
-import { entry, MIB, state, trans } from '../testing';
+import { entry, MIB, PARKED, state, trans } from '../testing';
 import type { Report } from '../testing';
 import { ordered, viewOf } from './session';
 import type { Action, View } from './shape';
@@ -47,14 +47,34 @@ describe('how a session is', () => {
     expect(view.actions.filter(one => one.enabled).map(one => one.verb)).toEqual(['kill']);
   });
 
-  it('comes first where nobody drives it', () => {
+  it('is parked where it lies on disk: what it said last is not of now', () => {
+    const listed = { name: 'demo', state: 'parked', parked: PARKED } as const;
+    const view = viewOf(entry({ listed, state: null }), NOW, trans);
+    expect([view.condition, view.status]).toEqual(['parked', 'parked']);
+    expect(view.facts).toBe(
+      'tiny · step 4 · v5 · 12 MiB on disk · parked 90 s ago · not kept: DATA'
+    );
+    expect(view.actions.map(one => [one.verb, one.label, one.enabled])).toEqual([
+      ['attach', 'attach', true],
+      ['kill', 'forget', true]
+    ]);
+    expect(summaryOf([entry({ listed, state: null })], NOW, trans)).toBe('');
+  });
+
+  it('will be parked, or end', () => {
+    expect(shown('leased').facts).toContain('parked in 60 s');
+    expect(shown('lost').facts).toContain('ends in 60 s');
+  });
+
+  it('comes first where nobody drives it, last where it is parked', () => {
     const names = ordered([
+      entry({ listed: { name: 'c', state: 'parked' } }, 'c'),
       entry({}, 'a'),
       entry({ state: state({}, 'lost') }, 'z'),
       entry({ state: state({}, 'running') }, 'b'),
       entry({ listed: { name: 'y', state: 'gone' } }, 'y')
     ]).map(one => one.listed.name);
-    expect(names).toEqual(['y', 'z', 'a', 'b']);
+    expect(names).toEqual(['y', 'z', 'a', 'b', 'c']);
   });
 });
 

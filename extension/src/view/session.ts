@@ -1,13 +1,14 @@
 /** What a block of the panel says about a session: a pure function of an entry and the time. */
-import { digits, duration, short } from '../format';
+import { digits, duration, gib, short } from '../format';
 import type { SessionView } from '../schema';
 import type { Entry } from '../sessions';
 import { say, sayAll } from '../text';
 import { actionsOf } from './actions';
 import { age, conditionOf, statusOf } from './condition';
 import { enginesOf } from './engines';
-import type { Curve, Now, Phase, View } from './shape';
+import type { Condition, Curve, Now, Phase, View } from './shape';
 import type { Trans } from '../text';
+import type { Parked } from '../wire';
 import { troubleSaid } from './trouble';
 
 /** So long it is said that something was done, in seconds; what failed is said until the next press. */
@@ -26,7 +27,9 @@ export function viewOf(entry: Entry, now: Now, trans: Trans): View {
     staleFor,
     stale: staleFor === null ? '' : trans.__('stale %1', duration(staleFor)),
     trouble: short(troubleOf(entry, now, trans), 200),
-    facts: sayAll(state?.view.facts ?? [], trans),
+    facts: listed.parked
+      ? parkedFacts(listed.parked, trans)
+      : sayAll(state?.view.facts ?? [], trans),
     phase: phaseOf(state?.view.phase, trans),
     engines: state ? enginesOf(entry, state, now.onGpu ?? false, trans) : [],
     curves: curvesOf(entry, trans),
@@ -37,10 +40,29 @@ export function viewOf(entry: Entry, now: Now, trans: Trans): View {
   };
 }
 
-/** Sessions that nobody drives come first, then all by name. */
+/** Sessions that nobody drives come first, parked ones last, else all by name. */
 export function ordered(entries: readonly Entry[]): readonly Entry[] {
-  const lost = (entry: Entry): number => (['lost', 'gone'].includes(conditionOf(entry)) ? 0 : 1);
+  const places = new Map<Condition, number>([
+    ['lost', 0],
+    ['gone', 0],
+    ['parked', 2]
+  ]);
+  const lost = (entry: Entry): number => places.get(conditionOf(entry)) ?? 1;
   return [...entries].sort((a, b) => lost(a) - lost(b) || (a.listed.name < b.listed.name ? -1 : 1));
+}
+
+/** Where a parked session stood, what it takes and for how long it has. */
+function parkedFacts(parked: Parked, trans: Trans): string {
+  const { model, step, version, bytes, age: since, lost } = parked;
+  const size = trans.__('%1 on disk', gib(bytes));
+  const said = [
+    model,
+    trans.__('step %1', step),
+    `v${version}`,
+    size,
+    trans.__('parked %1 ago', duration(since))
+  ];
+  return [...said, ...(lost.length ? [trans.__('not kept: %1', lost.join('; '))] : [])].join(' · ');
 }
 
 function phaseOf(phase: SessionView['phase'] | undefined, trans: Trans): Phase {

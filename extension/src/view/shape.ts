@@ -2,8 +2,8 @@
 import type { Timeline } from '../memory';
 import type { SessionView } from '../schema';
 
-/** Beside what a monitor says: its monitor ended; it was not heard yet. */
-export type Condition = SessionView['condition'] | 'gone' | 'waiting';
+/** Beside what a monitor says: its monitor ended; it is on disk; it was not heard yet. */
+export type Condition = SessionView['condition'] | 'gone' | 'parked' | 'waiting';
 
 export interface Phase {
   readonly text: string;

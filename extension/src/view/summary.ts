@@ -8,7 +8,8 @@ import type { Now } from './shape';
 import type { Trans } from '../text';
 
 /** What one line can say of all sessions: the busiest phase and the memory of all. */
-export function summaryOf(entries: readonly Entry[], now: Now, trans: Trans): string {
+export function summaryOf(all: readonly Entry[], now: Now, trans: Trans): string {
+  const entries = all.filter(entry => entry.listed.state !== 'parked');
   if (!entries.length) {
     return '';
   }

@@ -119,7 +119,7 @@ export class Cursor {
     this.goTo(at, i === undefined ? 0 : Math.max(0, item.samples.indexOf(i)));
     const pressed = target.closest('button')?.className;
     if (item.head !== null) {
-      if (pressed === 'spell') {
+      if (pressed === 'spell' || (pressed === 'picture' && !target.closest('.whole'))) {
         this.acts.spell(item.head);
       } else if (!target.closest('.whole')) {
         this.acts.toggleHead(item.head);

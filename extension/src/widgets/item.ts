@@ -1,6 +1,6 @@
 /** One line of the rollout viewer: a prompt, a completion, or completions side by side. */
 import { add } from './dom';
-import type { Head, Row, Rows } from './rows';
+import type { Head, Image, Row, Rows } from './rows';
 import { addToken, number } from './tokens';
 import type { Kind } from './tokens';
 
@@ -78,7 +78,7 @@ function fillHead(node: HTMLElement, p: number, rows: Rows, look: Look): void {
     fillPrompt(node, p, rows, look);
   } else if (head.images.length) {
     const strip = add(node, 'div', 'images');
-    head.images.forEach(({ src, alt }) => addPicture(strip, src, alt, look.sized));
+    head.images.forEach(image => addPicture(strip, image, 'the whole prompt', look.sized));
   }
 }
 
@@ -90,13 +90,18 @@ function fillPrompt(node: HTMLElement, p: number, rows: Rows, look: Look): void 
     return;
   }
   let before = '';
-  for (const { role, text, image } of messages) {
+  for (const { role, text, image, tokens } of messages) {
     if (role && role !== before) {
       add(whole, 'span', 'role', role);
     }
     before = role;
     if (image) {
-      addPicture(whole, image, text, look.sized);
+      const shown = { src: image, alt: text, tokens };
+      const picture = addPicture(whole, shown, 'larger, or small again', look.sized);
+      picture.addEventListener('click', () => {
+        picture.classList.toggle('large');
+        look.sized();
+      });
     } else {
       add(whole, 'span', 'said', text);
     }
@@ -193,15 +198,27 @@ function addButton(parent: Element, className: string, text: string, title: stri
   Object.assign(node, { title, type: 'button', tabIndex: -1 });
 }
 
-/** An image that Python encoded. */
-function addPicture(parent: Element, src: string, alt: string, sized: () => void): void {
-  const image = add(parent, 'img');
+/** An image that Python encoded, and a chip for its run of tokens; `pressed`: what a click shows. */
+function addPicture(
+  parent: Element,
+  picture: Image,
+  pressed: string,
+  sized: () => void
+): HTMLElement {
+  const { src, alt, tokens } = picture;
+  const button = add(parent, 'button', 'picture');
+  Object.assign(button, { title: `${alt}: click for ${pressed}`, type: 'button', tabIndex: -1 });
+  const image = add(button, 'img');
   image.addEventListener('load', sized);
   if (src.startsWith('data:image/png;') || src.startsWith('data:image/jpeg;')) {
     image.src = src;
   }
   image.alt = alt;
-  image.title = alt;
+  if (tokens) {
+    const title = `${tokens} tokens of the prompt stand for this image`;
+    add(button, 'span', 'chip', `image ×${tokens}`).title = title;
+  }
+  return button;
 }
 
 function signed(value: number): string {

@@ -4,6 +4,8 @@ import type { Scale } from './tokens';
 export interface Image {
   readonly src: string;
   readonly alt: string;
+  /** Of the prompt, that stand for it; 0: not known. */
+  readonly tokens: number;
 }
 
 /** The line of a prompt, as rlbench/notebook/rollouts/rows.py sends it. */
@@ -54,6 +56,7 @@ export interface Message {
   readonly role: string;
   readonly text: string;
   readonly image: string;
+  readonly tokens: number;
 }
 
 export interface Window {

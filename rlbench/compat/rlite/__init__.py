@@ -6,12 +6,5 @@ from rlbench import TrainEngine as RliteTrainEngine
 from rlbench.compat.rlite import nn
 from rlbench.envs.hook import IndexedGenerationHistory
 
-__all__ = [
-    "IndexedGenerationHistory",
-    "NeedParallel",
-    "RliteInferenceEngine",
-    "RliteTrainEngine",
-    "device",
-    "init",
-    "nn",
-]
+__all__ = ["IndexedGenerationHistory", "NeedParallel", "RliteInferenceEngine", "RliteTrainEngine"]
+__all__ += ["device", "init", "nn"]

@@ -5,22 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from rlbench.errors import BuildError
-from rlbench.nn import (
-    BaseHuggingFaceTrainModule,
-    BaseTrainModule,
-    Fsdp2TrainModule,
-    HuggingFaceFsdp2TrainModule,
-)
+from rlbench.nn import BaseHuggingFaceTrainModule, BaseTrainModule, Fsdp2TrainModule, HuggingFaceFsdp2TrainModule
 
-__all__ = [
-    "BaseHuggingFaceTrainModule",
-    "BaseInferenceModule",
-    "BaseTrainModule",
-    "Fsdp2TrainModule",
-    "FsdpTrainModule",
-    "HuggingFaceFsdp2TrainModule",
-    "HuggingFaceFsdpTrainModule",
-]
+__all__ = ["BaseHuggingFaceTrainModule", "BaseInferenceModule", "BaseTrainModule", "Fsdp2TrainModule"]
+__all__ += ["FsdpTrainModule", "HuggingFaceFsdp2TrainModule", "HuggingFaceFsdpTrainModule"]
 
 
 class BaseInferenceModule:

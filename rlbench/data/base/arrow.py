@@ -1,23 +1,28 @@
-"""Arrow tables of our own files: ragged columns in and out, and opening a file that must be one of ours."""
+"""Arrow tables: ragged columns in and out, and the Parquet files of rollouts and batches, which must be ours."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rlbench.data.base.drawing import needed
 from rlbench.data.base.files import written_aside
-from rlbench.data.base.optional import needed
 from rlbench.data.base.ragged import Ragged, offsets_of
 from rlbench.errors import DataError
 
+OWN_KEYS = {"rollouts": b"rlbench.rollouts", "batch": b"rlbench.batch"}
+"""Where a file of ours has its facts, in the schema's metadata, by what it holds."""
 
-def write_own(table: Any, path: str | Path, key: bytes, facts: dict[str, Any]) -> Path:
-    """Write a table to Parquet, whole or not at all, with what belongs to all of it as JSON under `key`."""
+
+def write_own(table: Any, path: str | Path, kind: str, facts: dict[str, Any]) -> Path:
+    """Write a table to Parquet, whole or not at all, with what belongs to all of it as JSON."""
     parquet = needed("pyarrow.parquet", "to_parquet()")
-    marked = table.replace_schema_metadata({key: json.dumps(facts).encode()})
+    marked = table.replace_schema_metadata({OWN_KEYS[kind]: json.dumps(facts).encode()})
     with written_aside(path) as aside:
         parquet.write_table(marked, aside, compression="zstd")
     return Path(path).expanduser()
@@ -34,15 +39,16 @@ def read_table(path: Path, call: str) -> Any:
         raise DataError(f"{path} is no Parquet file that can be read: {error}") from None
 
 
-def read_own(path: str | Path, key: bytes, newest: int, writer: str) -> tuple[Any, dict[str, Any]]:
-    """Return the table and the facts of a file that `write_own` wrote for `writer`, of format `newest` at most."""
+def read_own(path: str | Path, kind: str, newest: int) -> tuple[Any, dict[str, Any]]:
+    """Return the table and the facts of a file that `write_own` wrote, of format `newest` at most."""
     path = Path(path).expanduser()
     if not path.is_file():
         raise DataError(f"no file {path}")
     table = read_table(path, "from_parquet()")
-    about = (table.schema.metadata or {}).get(key)
+    about = (table.schema.metadata or {}).get(OWN_KEYS[kind])
     if about is None:
-        raise DataError(f"{path} was not written by {writer}: it holds the columns {', '.join(table.column_names[:8])}")
+        columns = ", ".join(table.column_names[:8])
+        raise DataError(f"{path} was not written by {kind}.to_parquet(): it holds the columns {columns}")
     facts = json.loads(about)
     if facts["format"] > newest:
         raise DataError(f"{path} has format {facts['format']}; this rlbench reads up to {newest}: update rlbench")
@@ -62,6 +68,27 @@ def list_column(rows: Ragged, nulls: int = 0, kind: Any = None) -> Any:
     return pa.LargeListArray.from_arrays(
         pa.array(offsets, pa.int64()), pa.array(rows.values, kind), mask=pa.array(absent) if nulls else None
     )
+
+
+def wide_columns(
+    columns: Mapping[str, np.ndarray], rows: Ragged, nulls: int = 0
+) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """Numbers (tokens, …) by name beside the values of `rows`, as list columns `column/NAME`, a token's one after
+    another, then so many nulls; and the facts by which `read_wide` takes them back."""
+    lists, facts = {}, {}
+    for name, value in columns.items():
+        shape = value.shape[1:]
+        facts[name] = [value.dtype.str, list(shape)]
+        lists[f"column/{name}"] = list_column(Ragged(value.reshape(-1), rows.offsets * math.prod(shape)), nulls)
+    return lists, facts
+
+
+def read_wide(table: Any, facts: Mapping[str, Sequence[Any]]) -> dict[str, np.ndarray]:
+    """Return the columns that `wide_columns` wrote. Raises KeyError or ValueError where one is not as it was."""
+    return {
+        name: ragged_column(table[f"column/{name}"], np.dtype(kind)).values.reshape(-1, *shape)
+        for name, (kind, shape) in facts.items()
+    }
 
 
 def ragged_column(column: Any, dtype: Any) -> Ragged:

@@ -16,11 +16,8 @@ PERCENTILES = (10, 50, 90)
 class Column(np.ndarray):
     """An array with a name and a unit, as `rollouts.lengths` and `rollouts.rewards` are.
 
-    A slice, a mask or a sorted copy is still such a column. What is computed from one (`lengths > 5`, `rewards - 1`) is
-    a plain array, as it is something else than what the name says.
-
-    `name`, `unit`: what the numbers are. `truncated`: which of them were cut by the length limit, where that is known
-    and the column is whole.
+    A slice, a mask or a sorted copy is still such a column; what is computed from one (`lengths > 5`) is a plain array.
+    `truncated`: which of the numbers were cut by the length limit, where that is known and the column is whole.
     """
 
     name: str
@@ -51,10 +48,8 @@ class Column(np.ndarray):
         return Column.of, (np.asarray(self), self.name, self.unit, self.truncated)
 
     def __repr__(self) -> str:
-        values = repr(np.asarray(self))
-        if self.ndim != 1 or not self.name:
-            return values
-        return f"{self.name}: {self.described()}\n{values}"
+        head = f"{self.name}: {self.described()}\n" if self.ndim == 1 and self.name else ""
+        return f"{head}{np.asarray(self)!r}"
 
     def summary(self) -> dict[str, float]:
         """`count`, `mean`, `std`, `min`, `p10`, `p50`, `p90`, `max`; of lengths also `truncated`, a share of 1.
@@ -66,31 +61,27 @@ class Column(np.ndarray):
         if not len(values):
             return {"count": 0}
         low, *between, high = np.percentile(values, [0, *PERCENTILES, 100])
-        found = {"count": len(values), "mean": float(values.mean()), "std": float(values.std()), "min": float(low)}
-        found |= {f"p{p}": float(value) for p, value in zip(PERCENTILES, between, strict=True)} | {"max": float(high)}
-        return found if self.truncated is None else found | {"truncated": float(self.truncated.mean())}
+        numbers = {"count": len(values), "mean": float(values.mean()), "std": float(values.std()), "min": float(low)}
+        numbers |= {f"p{p}": float(v) for p, v in zip(PERCENTILES, between, strict=True)} | {"max": float(high)}
+        return numbers if self.truncated is None else numbers | {"truncated": float(self.truncated.mean())}
 
     def described(self) -> str:
         """The summary in one line, for a reader."""
-        found = self.summary()
-        count = f"{format_number(int(found.pop('count')))} values"
-        if not found:
+        numbers = self.summary()
+        count, truncated = int(numbers.pop("count")), numbers.pop("truncated", None)
+        if not count:
             return "no values yet"
-        truncated = found.pop("truncated", None)
-        shown = [f"{name} {format_number(value)}" for name, value in found.items()]
+        shown = [f"{name} {format_number(value)}" for name, value in numbers.items()]
         cut = [] if truncated is None else [f"{format_number(100 * truncated)} % truncated"]
-        return " · ".join([f"{count}{f', {self.unit}' if self.unit else ''}", *shown, *cut])
+        return " · ".join([f"{format_number(count)} values{f', {self.unit}' if self.unit else ''}", *shown, *cut])
 
     def plot(self, compare: Mapping[str, Any] | None = None, bins: int | None = None, name: str | None = None) -> Any:
-        """The distribution as a histogram; with others on the same axis, each as shares of its own total.
+        """The distribution as a histogram, a `Chart`; with others on the same axis, each as shares of its own total.
 
         Args:
             compare: name -> other numbers of the same kind, as `{"step 1": earlier.lengths}`.
             bins: number of bins, the same for all; default: by their spread, one per whole number where those are few.
             name: what these are called beside the others; default: the column's name.
-
-        Returns:
-            A `Chart`: interactive in JupyterLab, a drawing where a notebook is only read, text in a terminal.
         """
         return drawn("column_plot", self, compare=compare, bins=bins, name=name)
 

@@ -1,4 +1,7 @@
-"""Who draws a value. `rollouts.to_html()` and `history.plot()` ask here: the room that draws lies above `data`."""
+"""What is imported when it is called for: packages that only some calls need, and who draws a value.
+
+`rollouts.to_html()` and `history.plot()` ask here: the room that draws lies above `data`, and registers its painters.
+"""
 
 from __future__ import annotations
 
@@ -10,34 +13,26 @@ from rlbench.errors import DataError
 _painters: dict[str, str] = {}
 
 
+def needed(package: str, call: str) -> Any:
+    """Import `package` for `call`; DataError naming what to install where it is missing."""
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as missing:
+        name = (missing.name or package).partition(".")[0]
+        raise DataError(f"{call} needs {name}: pip install {name}") from missing
+
+
 def register(what: str, painter: str) -> None:
     """Let `painter` (`module:function`, imported on first use) draw `what`."""
     _painters[what] = painter
 
 
 def drawn(what: str, *args: Any, **options: Any) -> Any:
-    """What the painter of `what` makes of these arguments.
-
-    Where nobody has registered yet, as in a script that imported `rlbench.data` alone, `rlbench.notebook` is imported:
-    it registers its painters.
-    """
+    """What the painter of `what` makes of these arguments."""
+    call = f"drawing {what!r}"
     if what not in _painters:
-        _import("rlbench.notebook", what)
-    path = _painters.get(what)
-    if path is None:
-        raise DataError(
-            f"nothing draws {what!r}; there are {', '.join(sorted(_painters)) or 'no painters'}: "
-            "rlbench.data.base.drawing.register(what, 'module:function') adds one"
-        )
-    module, _, function = path.partition(":")
-    return getattr(_import(module, what), function)(*args, **options)
-
-
-def _import(module: str, what: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as missing:
-        raise DataError(
-            f"drawing {what!r} needs the package {missing.name!r}, which is not installed here: "
-            f"pip install {(missing.name or '').partition('.')[0]}, or draw in the notebook instead of on a worker"
-        ) from missing
+        needed("rlbench.notebook", call)  # a script that imported `rlbench.data` alone: it registers its painters
+    if what not in _painters:
+        raise DataError(f"nothing draws {what!r}; there are {', '.join(sorted(_painters))}")
+    module, _, function = _painters[what].partition(":")
+    return getattr(needed(module, call), function)(*args, **options)

@@ -56,12 +56,28 @@ def from_plain(value: Any) -> Any:
         return [from_plain(v) for v in value]
     if not isinstance(value, dict):
         return value
-    kind = value.get(MARK)
-    if kind is None:
+    if MARK not in value:
         return {key: from_plain(v) for key, v in value.items()}
-    if kind not in _BACK:
+    kind, stored = value[MARK], value["value"]
+    if kind == "float":
+        return float(stored)
+    if kind == "tuple":
+        return tuple(from_plain(stored))
+    if kind == "dict":
+        return {from_plain(k): from_plain(v) for k, v in stored}
+    if kind not in ("bytes", "array", "scalar", "image"):
         raise DataError(f"a value of unknown kind {kind!r}: the file is of a newer rlbench; update rlbench to read it")
-    return _BACK[kind](value)
+    data = base64.b64decode(stored)
+    if kind == "bytes":
+        return data
+    if kind == "image":
+        from PIL import Image
+
+        image = Image.open(io.BytesIO(data), formats=["PNG"])
+        image.load()
+        return image
+    array = np.frombuffer(data, np.dtype(str(value["dtype"]))).reshape(value["shape"]).copy()
+    return array if kind == "array" else array[()]
 
 
 def dumps(value: Any, what: str) -> str:
@@ -72,27 +88,3 @@ def dumps(value: Any, what: str) -> str:
 def loads(text: str) -> Any:
     """What `dumps` was given."""
     return from_plain(json.loads(text))
-
-
-def _read_array(value: dict[str, Any]) -> np.ndarray:
-    dtype = np.dtype(str(value["dtype"]))
-    return np.frombuffer(base64.b64decode(value["value"]), dtype).reshape(value["shape"]).copy()
-
-
-def _read_image(value: dict[str, Any]) -> Any:
-    from PIL import Image
-
-    image = Image.open(io.BytesIO(base64.b64decode(value["value"])), formats=["PNG"])
-    image.load()
-    return image
-
-
-_BACK = {
-    "float": lambda v: float(v["value"]),
-    "tuple": lambda v: tuple(from_plain(x) for x in v["value"]),
-    "dict": lambda v: {from_plain(k): from_plain(x) for k, x in v["value"]},
-    "bytes": lambda v: base64.b64decode(v["value"]),
-    "array": _read_array,
-    "scalar": lambda v: _read_array(v)[()],
-    "image": _read_image,
-}

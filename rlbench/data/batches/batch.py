@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlbench.data.base.ragged import Ragged
-from rlbench.data.batches.row import BatchRow, rows_of
+from rlbench.data.base.drawing import needed
+from rlbench.data.base.ragged import Ragged, chosen_rows
+from rlbench.data.batches.columns import as_column
+from rlbench.data.prompts.images import EncodedImage
 from rlbench.data.record.origin import keeps_makers
 from rlbench.errors import DataError, Suggesting
 from rlbench.units import format_number
+
+if TYPE_CHECKING:
+    from rlbench.data.prompts.prompt import Prompt
+    from rlbench.data.texts.stream import TextStream
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,9 +31,14 @@ class TrainBatch(Suggesting):
 
     `prompts`, `responses`: token ids, int32. Over response tokens: `mask` bool (True where trained), `advantages`,
     `sampler_logprobs` and, where known, `old_logprobs`, `ref_logprobs`, all float32, flat in the order of
-    `responses.values`. Per sequence: `rewards` float64 or None, `group` int32, `weight_version` int64.
+    `responses.values`; `sampler_logprobs` are NaN where no policy sampled the token, as of texts. Per sequence:
+    `rewards` float64 or None, `group` int32, `weight_version` int64, -1 where no policy of the session sampled it.
+    Where responses were compared: `preference` int8, 1 the better one, -1 the other, 0 one that is judged neither way;
+    `pair` int32, one number for the two of a pair, which go through one micro-batch, -1 for none; `margin` float32.
     `temperature` is the sampler's: the trainer divides its logits by it, so that both speak of one distribution.
     `reshaped_by`: other sampling options, as `top_p=0.9`, that make `sampler_logprobs` those of another distribution.
+    `images`: of each sequence those of its prompt, in order, for which its tokens have placeholders; None: no image.
+    `columns`: more by name, (tokens, …) beside the response tokens, for losses that ask for them: `with_columns`.
     """
 
     prompts: Ragged
@@ -40,8 +52,13 @@ class TrainBatch(Suggesting):
     old_logprobs: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
     truncated: np.ndarray | None = None
+    preference: np.ndarray | None = None
+    pair: np.ndarray | None = None
+    margin: np.ndarray | None = None
     temperature: float = 1.0
     reshaped_by: tuple[str, ...] = ()
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    images: tuple[tuple[EncodedImage, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         if len(self.prompts) != len(self.responses):
@@ -50,6 +67,11 @@ class TrainBatch(Suggesting):
             for name in names:
                 if (value := getattr(self, name)) is not None and value.shape != (count,):
                     raise DataError(f"{name} has shape {value.shape} for {count} {what}")
+        if self.images is not None and len(self.images) != len(self):
+            raise DataError(f"images of {len(self.images)} prompts for {len(self)} sequences")
+        for name, value in self.columns.items():
+            if value.shape[:1] != (self.tokens,):
+                raise DataError(f"column {name!r} has shape {value.shape} for {self.tokens} response tokens")
 
     def __len__(self) -> int:
         return len(self.responses)
@@ -59,7 +81,8 @@ class TrainBatch(Suggesting):
         if self.rewards is not None and len(self):
             reward = f", reward {format_number(float(self.rewards.mean()))}"
         trained = int(self.mask.sum())
-        return f"TrainBatch({len(self)} sequences, {self.tokens} response tokens, {trained} trained{reward})"
+        pairs = "" if self.pair is None else f", {len(np.unique(self.pair[self.pair >= 0]))} pairs"
+        return f"TrainBatch({len(self)} sequences, {self.tokens} response tokens, {trained} trained{reward}{pairs})"
 
     @property
     def tokens(self) -> int:
@@ -76,14 +99,25 @@ class TrainBatch(Suggesting):
         """Prompt plus response, (B,) int64."""
         return self.prompts.lengths + self.responses.lengths
 
+    @property
+    def has_images(self) -> bool:
+        """Whether any prompt has an image."""
+        return self.images is not None and any(self.images)
+
+    @property
+    def sampled(self) -> bool:
+        """Whether all trained tokens have a sampler's log-prob."""
+        return not np.isnan(self.sampler_logprobs[self.mask]).any()
+
     @cached_property
     def key(self) -> str:
         """Identity of the sampled tokens: what old log-probs belong to, whatever the advantages or the mask."""
         digest = hashlib.sha256()
-        prompts, responses = self.prompts, self.responses
-        parts = (prompts.offsets, prompts.values, responses.offsets, responses.values, self.sampler_logprobs)
-        for part in parts:
+        rows = (self.prompts.offsets, self.prompts.values, self.responses.offsets, self.responses.values)
+        for part in (*rows, self.sampler_logprobs):
             digest.update(np.ascontiguousarray(part).tobytes())
+        for image in (image for one in self.images or () for image in one):
+            digest.update(image.digest.encode())
         return digest.hexdigest()[:16]
 
     @keeps_makers
@@ -92,19 +126,59 @@ class TrainBatch(Suggesting):
         rows = np.asarray(indices, np.int64)
         chosen: dict[str, Any] = {name: self.responses.pick(getattr(self, name), rows) for name in PER_TOKEN}
         chosen |= {name: value[rows] for name in PER_ROW if (value := getattr(self, name)) is not None}
+        chosen["images"] = None if self.images is None else tuple(self.images[row] for row in rows.tolist())
+        chosen["columns"] = {name: self.responses.pick(value, rows) for name, value in self.columns.items()}
         return replace(self, prompts=self.prompts.take(rows), responses=self.responses.take(rows), **chosen)
 
     def __getitem__(self, index: Any) -> TrainBatch:
         """A slice, a boolean mask or a list of rows gives a batch of those sequences."""
-        rows = np.arange(len(self))[index]
-        return self.rows(np.atleast_1d(rows))
+        return self.rows(np.atleast_1d(np.arange(len(self))[index]))
 
-    def select(self, keep: np.ndarray | Callable[[BatchRow], Any]) -> TrainBatch:
-        """The sequences for which `keep` (a (B,) bool array, or a function of a `BatchRow`) holds."""
-        mask = np.array([bool(keep(row)) for row in rows_of(self)], bool) if callable(keep) else np.asarray(keep, bool)
-        if mask.shape != (len(self),):
-            raise DataError(f"select: wanted {len(self)} booleans, got shape {mask.shape}")
-        return self.rows(np.flatnonzero(mask))
+    def select(self, keep: np.ndarray | Sequence[int] | Callable[[SimpleNamespace], Any]) -> TrainBatch:
+        """Return the sequences for which `keep` holds: (B,) booleans, a function of one sequence, or their numbers.
+
+        `lambda row: row.reward > 0 and len(row.response) < 512`: `index`, `prompt`, `response`, `group`,
+        `weight_version`, `reward`, `truncated`, `preference`, `pair`, `margin`, and the per-token fields and columns
+        over the response.
+        """
+        return self.rows(chosen_rows(keep, len(self), lambda: map(self._row, range(len(self)))))
+
+    filter = select
+
+    def to_pandas(self) -> Any:
+        """A DataFrame with one row per sequence; what is per token as one array per row."""
+        return needed("pandas", "batch.to_pandas()").DataFrame([vars(self._row(i)) for i in range(len(self))])
+
+    def _row(self, i: int) -> SimpleNamespace:
+        span = slice(*self.responses.offsets[i : i + 2].tolist())
+        fields: dict[str, Any] = {name: value[span] for name, value in self.columns.items()}
+        fields |= {name: None if (held := getattr(self, name)) is None else held[span] for name in PER_TOKEN}
+        fields |= {name: None if (held := getattr(self, name)) is None else held[i].item() for name in PER_ROW}
+        return SimpleNamespace(
+            index=i, prompt=self.prompts[i], response=self.responses[i], reward=fields.pop("rewards"), **fields
+        )
+
+    def stream(self, seed: int = 0, shuffle: bool = True, epochs: int | None = None) -> TextStream:
+        """Return a cursor over the sequences, as for demonstrations and pairs (which stay whole): `take(64)`.
+
+        `seed`: of the order of each epoch; `epochs`: it ends after so many; None: it goes on for ever.
+        """
+        from rlbench.data.texts.stream import TextStream
+
+        return TextStream(self, seed, shuffle, epochs)
+
+    def to_parquet(self, path: str | Path) -> Path:
+        """Write a Parquet file that any tool reads, and `from_parquet` to the last bit."""
+        from rlbench.data.batches.file import write_batch
+
+        return write_batch(self, path)
+
+    @classmethod
+    def from_parquet(cls, path: str | Path) -> TrainBatch:
+        """Read what `to_parquet` wrote."""
+        from rlbench.data.batches.file import read_batch
+
+        return read_batch(path)
 
     @keeps_makers
     def replace(self, **fields: Any) -> TrainBatch:
@@ -112,28 +186,75 @@ class TrainBatch(Suggesting):
         return replace(self, **fields)
 
     @keeps_makers
-    def join(self, *others: TrainBatch, drop_unknown: bool = False) -> TrainBatch:
-        """This batch's sequences, then the others'; groups stay apart. See `rlbench.data.join`."""
+    def with_columns(self, **columns: Any) -> TrainBatch:
+        """The same batch with numbers of your own, which a loss finds as `inputs.channels[name]`, (S, T).
+
+        By name: flat over all response tokens, one row per sequence, padded (sequences, longest), or one number per
+        sequence, given to each of its tokens; dimensions behind the tokens' stay. None takes one away.
+        """
+        known = [name for name in columns if name in (*PER_TOKEN, *PER_ROW)]
+        if known:
+            raise DataError(f"with_columns: every batch has {known[0]}: batch.replace({known[0]}=…)")
+        kept = {name: value for name, value in self.columns.items() if name not in columns}
+        new = {n: as_column(n, value, self.responses) for n, value in columns.items() if value is not None}
+        return replace(self, columns=kept | new)
+
+    @keeps_makers
+    def __add__(self, other: TrainBatch) -> TrainBatch:
+        """Both, groups apart; see `rlbench.data.join`."""
         from rlbench.data.joining import join
 
-        return join(self, *others, drop_unknown=drop_unknown)
+        return join(self, other) if isinstance(other, TrainBatch) else NotImplemented
 
-    def __add__(self, other: TrainBatch) -> TrainBatch:
-        return self.join(other) if isinstance(other, TrainBatch) else NotImplemented
 
-    def to_parquet(self, path: str | Path) -> Path:
-        """Write the batch to one Parquet file, one row per sequence; `from_parquet` gives an equal batch back."""
-        from rlbench.data.batches.file import write_batch
+def images_of(prompts: Sequence[Prompt], group: np.ndarray) -> tuple[tuple[EncodedImage, ...], ...] | None:
+    """Return the images of each sequence, whose prompt `group` (B,) names; None where no prompt has any."""
+    images = tuple(prompts[number].images for number in group.tolist())
+    return images if any(images) else None
 
-        return write_batch(self, path)
 
-    @classmethod
-    def from_parquet(cls, path: str | Path) -> TrainBatch:
-        """Read what `to_parquet` wrote. Raises DataError for any other file."""
-        from rlbench.data.batches.file import read_batch
+def as_batch(sequences: Sequence[Any], images: Sequence[Sequence[Any]] = ()) -> TrainBatch:
+    """Make a batch whose responses are all tokens after each sequence's first, to be scored; `images`: of each
+    sequence, as `EncodedImage.from_any` takes them."""
+    seen = tuple(tuple(map(EncodedImage.from_any, own)) for own in images)
+    batch = to_score([row[:1] for row in sequences], [row[1:] for row in sequences])
+    return replace(batch, images=seen) if any(seen) else batch
 
-        return read_batch(path)
+
+def of_texts(prompts: Sequence[Any], responses: Sequence[Any], masks: Sequence[Any], **fields: Any) -> TrainBatch:
+    """Make a batch of rows of token ids that no policy sampled, each a group of its own; masks beside responses.
+
+    Advantages are 1 unless `fields` says otherwise.
+    """
+    rows = Ragged.from_rows(responses, np.int32)
+    tokens = len(rows.values)
+    made: dict[str, Any] = {
+        "mask": Ragged.from_rows(masks, bool).values,
+        "advantages": np.ones(tokens, np.float32),
+        "sampler_logprobs": np.full(tokens, np.nan, np.float32),
+        "group": np.arange(len(rows), dtype=np.int32),
+        "weight_version": np.full(len(rows), NOT_SAMPLED, np.int64),
+    }
+    return TrainBatch(prompts=Ragged.from_rows(prompts, np.int32), responses=rows, **(made | fields))
+
+
+def to_score(prompts: Sequence[Any], responses: Sequence[Any], temperature: float = 1.0) -> TrainBatch:
+    """Make a batch of rows of token ids, of which the responses are to be scored."""
+    rows = Ragged.from_rows(responses, np.int32)
+    zeros = np.zeros(len(rows.values), np.float32)
+    return TrainBatch(
+        prompts=Ragged.from_rows(prompts, np.int32),
+        responses=rows,
+        mask=np.ones(len(zeros), bool),
+        advantages=zeros,
+        sampler_logprobs=zeros,
+        group=np.zeros(len(rows), np.int32),
+        weight_version=np.zeros(len(rows), np.int64),
+        temperature=temperature,
+    )
 
 
 PER_TOKEN = ("mask", "advantages", "sampler_logprobs", "old_logprobs", "ref_logprobs")
-PER_ROW = ("group", "weight_version", "rewards", "truncated")
+PER_ROW = ("group", "weight_version", "rewards", "truncated", "preference", "pair", "margin")
+NOT_SAMPLED = -1
+"""The weight version of what no policy of the session sampled."""

@@ -14,21 +14,23 @@ The file has one row per completion, readable with any tool:
     sampler_logprob              list<float32>, nats; likewise one column `channel.NAME` per further channel
     prompt_token_ids             list<int32>
     prompt_json, label_json, meta_json      the prompt as it was given (`rlbench.data.base.plain`)
+    prompt_images  list<binary>  files of its images, in the first row of each prompt; where any prompt has images
 
 What belongs to the whole (sampling options, number, statistics, tokenizer) stands in the schema's metadata.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlbench.data.base import plain
-from rlbench.data.base.arrow import list_column, ragged_column, read_own, write_own
-from rlbench.data.base.optional import needed
-from rlbench.data.files.export_turns import turn_columns, turn_fields
+from rlbench.data.base.arrow import list_column, ragged_column, read_own, read_wide, wide_columns, write_own
+from rlbench.data.base.drawing import needed
+from rlbench.data.prompts.images import EncodedImage
 from rlbench.data.prompts.prompt import Prompt
 from rlbench.data.rollouts.channels import SAMPLER, all_channels
 from rlbench.data.rollouts.jobs import FINISH_REASONS
@@ -39,29 +41,22 @@ if TYPE_CHECKING:
     from rlbench.data.rollouts.rollouts import Rollouts
 
 FORMAT = 1
-KEY = b"rlbench.rollouts"
 CHANNEL = "channel."
 COMPONENT = "component."
+IMAGES = "prompt_images"
 
 
 def frame(rollouts: Rollouts) -> Any:
-    """A pandas DataFrame, one row per completion in `.flat` order.
-
-    Columns: `prompt_index`, `sample_index`, `prompt` (for a reader), `label`, `text`, `reward` (NaN before scoring),
-    `length` (tokens), `finish_reason`, `weight_version`, `token_ids`, and each channel as one array per row
-    (`sampler_logprob`, `advantage`, …). Where the reward told: `component.NAME`, `reward_seconds`, `reward_error`.
-    Where there was an environment: `env_reward`, `turn_rewards`, `info`.
-    """
+    """A pandas DataFrame, one row per completion in `.flat` order, with each channel as one array per row."""
     pandas = needed("pandas", "to_pandas()")
     prompts = [rollouts.prompts[p] for p in rollouts.group]
-    unscored = np.full(rollouts.samples, np.nan)
     columns = {
         "prompt_index": rollouts.group,
         "sample_index": sample_index(rollouts),
         "prompt": [p.text for p in prompts],
         "label": [p.label for p in prompts],
         "text": list(rollouts.texts),
-        "reward": unscored if rollouts.rewards is None else rollouts.rewards,
+        "reward": np.full(rollouts.samples, np.nan) if rollouts.rewards is None else rollouts.rewards,
         "length": rollouts.lengths,
         "finish_reason": [FINISH_REASONS[f] for f in rollouts.finish],
         "weight_version": rollouts.versions,
@@ -80,12 +75,12 @@ def write_parquet(rollouts: Rollouts, path: str | Path) -> Path:
     """Write a Parquet file; see the top of this file."""
     needed("pyarrow", "to_parquet()")
     table, facts = _table(rollouts)
-    return write_own(table, path, KEY, facts)
+    return write_own(table, path, "rollouts", facts)
 
 
 def read_parquet(path: str | Path) -> Rollouts:
     """Read what `write_parquet` wrote."""
-    table, facts = read_own(path, KEY, FORMAT, "rollouts.to_parquet()")
+    table, facts = read_own(path, "rollouts", FORMAT)
     try:
         return _rollouts(table, facts)
     except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -105,21 +100,17 @@ def _table(rollouts: Rollouts) -> tuple[Any, dict[str, Any]]:
     bare = np.setdiff1d(np.arange(len(rollouts)), rollouts.group)
     none = [None] * len(bare)
     prompt_of = np.concatenate([rollouts.group, bare]).astype(np.int32)
-    contents = [
-        (
-            prompt.text,
-            plain.dumps(prompt.content, f"prompt {i}"),
-            plain.dumps(prompt.label, f"the label of prompt {i}"),
-            plain.dumps(dict(prompt.meta), f"the meta data of prompt {i}"),
-        )
-        for i, prompt in enumerate(rollouts.prompts)
-    ]
+    contents = {
+        "prompt_json": [plain.dumps(one.content, f"prompt {i}") for i, one in enumerate(rollouts.prompts)],
+        "label_json": [plain.dumps(one.label, f"the label of prompt {i}") for i, one in enumerate(rollouts.prompts)],
+        "meta_json": [plain.dumps(dict(one.meta), f"the meta of prompt {i}") for i, one in enumerate(rollouts.prompts)],
+    }
     rewards = [None] * rollouts.samples if rollouts.rewards is None else rollouts.rewards.tolist()
     columns = {
         "prompt_index": pa.array(prompt_of, pa.int32()),
         "sample_index": pa.array([*sample_index(rollouts).tolist(), *none], pa.int32()),
-        "prompt": _texts([contents[p][0] for p in prompt_of], "the text of prompt", lossy=True),
-        "text": _texts([*rollouts.texts, *none], "completion"),
+        "prompt": pa.array([_utf8(rollouts.prompts[p].text) for p in prompt_of], pa.large_string()),
+        "text": _texts(rollouts, len(bare)),
         "reward": pa.array([*rewards, *none], pa.float64()),
         "length": pa.array([*rollouts.lengths.tolist(), *none], pa.int64()),
         "finish_reason": pa.array([*(FINISH_REASONS[f] for f in rollouts.finish), *none], pa.string()),
@@ -130,13 +121,15 @@ def _table(rollouts: Rollouts) -> tuple[Any, dict[str, Any]]:
         if name == SAMPLER or name in rollouts.channels:
             column = SAMPLER if name == SAMPLER else CHANNEL + name
             columns[column] = list_column(rollouts.responses.with_values(values), len(bare), pa.float32())
-    columns |= turn_columns(rollouts, len(bare))
-    for name, told in _scoring_columns(rollouts).items():
-        kind = pa.large_string() if told.dtype == object else pa.float64()
-        columns[name] = pa.array([*told.tolist(), *none], kind)
+    wide, of_columns = wide_columns(rollouts.columns, rollouts.responses, len(bare))
+    columns |= wide | _turn_columns(rollouts, len(bare))
+    for name, values in _scoring_columns(rollouts).items():
+        kind = pa.large_string() if values.dtype == object else pa.float64()
+        columns[name] = pa.array([*values.tolist(), *none], kind)
     columns["prompt_token_ids"] = list_column(rollouts.prompt_ids.take(prompt_of), 0, pa.int32())
-    for k, name in enumerate(("prompt_json", "label_json", "meta_json"), start=1):
-        columns[name] = pa.array([contents[p][k] for p in prompt_of], pa.large_string())
+    for name, texts in contents.items():
+        columns[name] = pa.array([texts[p] for p in prompt_of], pa.large_string())
+    columns |= _image_columns(rollouts, prompt_of)
     facts = {
         "format": FORMAT,
         "number": rollouts.number,
@@ -147,6 +140,7 @@ def _table(rollouts: Rollouts) -> tuple[Any, dict[str, Any]]:
         "sampling": plain.to_plain(rollouts.sampling, "the sampling options"),
         "stats": plain.to_plain(rollouts.stats, "stats"),
         "channels": list(rollouts.channels),
+        "columns": of_columns,
         "tokenizer": rollouts.tokenizer,
         "components": list(rollouts.components),
         "reward_errors": [[e.index, e.prompt, e.error, e.line] for e in rollouts.reward_errors],
@@ -160,8 +154,7 @@ def _table(rollouts: Rollouts) -> tuple[Any, dict[str, Any]]:
 def _rollouts(table: Any, facts: dict[str, Any]) -> Rollouts:
     from rlbench.data.rollouts.rollouts import Rollouts
 
-    samples = facts["samples"]
-    rows = table.slice(0, samples)
+    rows = table.slice(0, facts["samples"])
     prompt_of = table["prompt_index"].to_numpy()
     first = np.full(facts["prompts"], -1)
     first[prompt_of[::-1]] = np.arange(len(prompt_of))[::-1]
@@ -169,9 +162,13 @@ def _rollouts(table: Any, facts: dict[str, Any]) -> Rollouts:
         raise ValueError(f"prompt {int(np.argmax(first < 0))} has no row")
     prompts_table = table.take(first)
     cells = [prompts_table[n].to_pylist() for n in ("prompt_json", "label_json", "meta_json")]
+    told = [map(plain.loads, row) for row in zip(*cells, strict=True)]
     finish = {name: i for i, name in enumerate(FINISH_REASONS)}
     return Rollouts(
-        prompts=tuple(Prompt(*map(plain.loads, row)) for row in zip(*cells, strict=True)),
+        prompts=tuple(
+            Prompt(content, label, meta, tuple(map(EncodedImage.from_any, images or ())))
+            for (content, label, meta), images in zip(told, _images_of(prompts_table), strict=True)
+        ),
         prompt_ids=ragged_column(prompts_table["prompt_token_ids"], np.int32),
         responses=ragged_column(rows["token_ids"], np.int32),
         group=rows["prompt_index"].to_numpy().astype(np.int32),
@@ -185,12 +182,65 @@ def _rollouts(table: Any, facts: dict[str, Any]) -> Rollouts:
         stats=plain.from_plain(facts["stats"]),
         notes=tuple(facts.get("notes", ())),
         channels={name: ragged_column(rows[CHANNEL + name], np.float32).values for name in facts["channels"]},
+        columns=read_wide(rows, facts.get("columns", {})),
         tokenizer=facts["tokenizer"],
         components={name: rows[COMPONENT + name].to_numpy().astype(np.float64) for name in facts.get("components", ())},
         reward_seconds=rows["reward_seconds"].to_numpy().astype(np.float64) if facts.get("timed") else None,
-        reward_errors=RewardErrors(RewardError(*error) for error in facts.get("reward_errors", ())),
-        **turn_fields(rows, ragged_column(rows[SAMPLER], np.float32).values, facts.get("turns", False)),
+        reward_errors=RewardErrors(tuple(RewardError(*error) for error in facts.get("reward_errors", ()))),
+        **_turn_fields(rows, ragged_column(rows[SAMPLER], np.float32).values, facts.get("turns", False)),
     )
+
+
+def _image_columns(rollouts: Rollouts, prompt_of: np.ndarray) -> dict[str, Any]:
+    """`prompt_images`, once for each prompt; nothing where none has any."""
+    import pyarrow as pa
+
+    if not any(prompt.images for prompt in rollouts.prompts):
+        return {}
+    first = np.zeros(len(prompt_of), bool)
+    first[np.unique(prompt_of, return_index=True)[1]] = True
+    held = [
+        [i.data for i in rollouts.prompts[p].images] if one else None for p, one in zip(prompt_of, first, strict=True)
+    ]
+    return {IMAGES: pa.array(held, pa.list_(pa.large_binary()))}
+
+
+def _images_of(prompts: Any) -> list[list[bytes] | None]:
+    """The files of each prompt's images."""
+    return list(prompts[IMAGES].to_pylist()) if IMAGES in prompts.column_names else [None] * len(prompts)
+
+
+def _turn_columns(rollouts: Rollouts, nulls: int) -> dict[str, Any]:
+    """`mask`, `turn`, `turn_reward`, `env_reward` and `info_json`, then so many nulls; empty without an environment."""
+    import pyarrow as pa
+
+    if rollouts.mask is None or rollouts.turns is None or rollouts.turn_rewards is None:
+        return {}
+    assert rollouts.env_rewards is not None
+    none = [None] * nulls
+    infos = [json.dumps(dict(info)) for info in rollouts.infos] or ["{}"] * rollouts.samples
+    return {
+        "mask": list_column(rollouts.responses.with_values(rollouts.mask), nulls, pa.bool_()),
+        "turn": list_column(rollouts.responses.with_values(rollouts.turns), nulls, pa.int32()),
+        "turn_reward": list_column(rollouts.turn_rewards, nulls, pa.float64()),
+        "env_reward": pa.array([*rollouts.env_rewards.tolist(), *none], pa.float64()),
+        "info_json": pa.array([*infos, *none], pa.large_string()),
+    }
+
+
+def _turn_fields(rows: Any, logprobs: np.ndarray, there: bool) -> dict[str, Any]:
+    """The fields of `Rollouts` from those columns, the log-probs among them: 0 where a token was observed."""
+    if not there:
+        return {"logprobs": logprobs}
+    mask = ragged_column(rows["mask"], bool).values
+    return {
+        "logprobs": np.where(mask, logprobs, np.float32(0.0)),
+        "mask": mask,
+        "turns": ragged_column(rows["turn"], np.int32).values,
+        "turn_rewards": ragged_column(rows["turn_reward"], np.float64),
+        "env_rewards": rows["env_reward"].to_numpy().astype(np.float64),
+        "infos": tuple(json.loads(text) for text in rows["info_json"].to_pylist()),
+    }
 
 
 def _scoring_columns(rollouts: Rollouts) -> dict[str, np.ndarray]:
@@ -201,22 +251,21 @@ def _scoring_columns(rollouts: Rollouts) -> dict[str, np.ndarray]:
     if rollouts.reward_errors:
         for name, what in (("reward_error", "error"), ("reward_error_line", "line")):
             columns[name] = np.full(rollouts.samples, None, object)
-            columns[name][[e.index for e in rollouts.reward_errors]] = [
-                getattr(e, what).encode("utf-8", "replace").decode() for e in rollouts.reward_errors
-            ]
+            for error in rollouts.reward_errors:
+                columns[name][error.index] = _utf8(getattr(error, what))
     return columns
 
 
-def _texts(values: list[str | None], what: str, lossy: bool = False) -> Any:
-    """A text column. Lone surrogates have no UTF-8: replaced if the exact text stands elsewhere, else refused."""
+def _texts(rollouts: Rollouts, nulls: int) -> Any:
+    """The completions' texts. A lone surrogate has no UTF-8, and no other column has the exact text."""
     import pyarrow as pa
 
-    if lossy:
-        values = [None if v is None else v.encode("utf-8", "replace").decode() for v in values]
-    try:
-        return pa.array(values, pa.large_string())
-    except UnicodeEncodeError:
-        bad = next(i for i, v in enumerate(values) if any("\ud800" <= c <= "\udfff" for c in v or ""))
-        raise DataError(
-            f"{what} {bad} holds a lone surrogate, which no file can hold as text: replace it first"
-        ) from None
+    for i, text in enumerate(rollouts.texts):
+        if _utf8(text) != text:
+            raise DataError(f"completion {i} holds a lone surrogate, which no file can hold as text: replace it first")
+    return pa.array([*rollouts.texts, *[None] * nulls], pa.large_string())
+
+
+def _utf8(text: str) -> str:
+    """The text without its lone surrogates, which have no UTF-8."""
+    return text.encode("utf-8", "replace").decode()

@@ -11,17 +11,17 @@
         "finish_reason": "stop", "weight_version": 41,          # "stop", "length" or "abort"
         "label": "123", "meta": {}}]}
 
-With an environment `messages` has all turns, and there are `mask` and `turns` (one number per token id; mask 0 where
-the environment said it), `turn_rewards` and `info` (`rlbench.data.rollouts.turns`). A prompt given as text is one user
-message; one given as token ids is a user message with `content` null. What JSON has no form for (bytes, arrays,
-images) is marked as in `data.files.plain`. A path that ends in `.jsonl` gets one object per line instead, without
-the frame around them.
+With an environment `messages` has all turns, and there are `mask`, `turns`, `turn_rewards` and `info`
+(`rlbench.data.rollouts.turns`). The first completion of a prompt with images has them as `images`, data URLs, for the
+messages' parts `{"type": "image"}`. A prompt given as token ids is a user message with `content` null. What JSON has no
+form for is marked as in `data.base.plain`. A path that ends in `.jsonl` gets one object per line, without the frame.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ import numpy as np
 from rlbench.data.base.files import written_aside
 from rlbench.data.base.plain import to_plain
 from rlbench.data.files.export import sample_index
-from rlbench.data.prompts.prompt import Prompt
+from rlbench.data.prompts.prompt import Prompt, is_chat
 from rlbench.data.rollouts.channels import all_channels
 from rlbench.data.rollouts.jobs import FINISH_REASONS
 
@@ -66,11 +66,11 @@ def trajectories(rollouts: Rollouts) -> Iterator[dict[str, Any]]:
     for i in range(rollouts.samples):
         p = int(rollouts.group[i])
         prompt = rollouts.prompts[p]
-        said = rollouts.infos[i].get("messages") if rollouts.infos else None  # of all turns
+        turns = rollouts.infos[i].get("messages") if rollouts.infos else None
         yield {
             "prompt_index": p,
             "sample_index": int(which[i]),
-            "messages": [*_messages(prompt, p), *(said or [{"role": "assistant", "content": rollouts.texts[i]}])],
+            "messages": [*_messages(prompt, p), *(turns or [{"role": "assistant", "content": rollouts.texts[i]}])],
             "prompt_token_ids": rollouts.prompt_ids[p].tolist(),
             "token_ids": rollouts.responses[i].tolist(),
             "channels": {name: _numbers(rows[i]) for name, rows in channels.items()},
@@ -80,16 +80,15 @@ def trajectories(rollouts: Rollouts) -> Iterator[dict[str, Any]]:
             "weight_version": int(rollouts.versions[i]),
             "label": to_plain(prompt.label, f"the label of prompt {p}"),
             "meta": to_plain(dict(prompt.meta), f"the meta data of prompt {p}"),
+            **({"images": [image.data_url for image in prompt.images]} if prompt.images and not which[i] else {}),
             **_turns(rollouts, i),
         }
 
 
 def _messages(prompt: Prompt, index: int) -> list[dict[str, Any]]:
-    if isinstance(prompt.content, str):
-        return [{"role": "user", "content": prompt.content}]
-    if prompt.content and isinstance(prompt.content[0], dict):
+    if is_chat(prompt.content):
         return list(to_plain(prompt.content, f"prompt {index}"))
-    return [{"role": "user", "content": None}]
+    return [{"role": "user", "content": prompt.content if isinstance(prompt.content, str) else None}]
 
 
 def _number(value: float) -> float | None:
@@ -117,5 +116,4 @@ def _numbers(values: np.ndarray) -> list[float | None]:
     return [v if ok else None for v, ok in zip(short, np.isfinite(values).tolist(), strict=True)]
 
 
-def _dumps(value: Any) -> str:
-    return json.dumps(value, allow_nan=False)
+_dumps = partial(json.dumps, allow_nan=False)

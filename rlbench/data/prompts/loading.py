@@ -6,15 +6,16 @@ import string
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from rlbench.data.prompts.lengths import described, open_tokenizer, token_counts, too_long
-from rlbench.data.prompts.messages import as_chat, ends_with_answer, plain_content
-from rlbench.data.prompts.prompt import Prompt, as_prompt
+from rlbench.data.prompts.lengths import LongPrompt, open_tokenizer, token_counts
+from rlbench.data.prompts.placing import IMAGE_COLUMNS, listed, placed
+from rlbench.data.prompts.prompt import Prompt, as_chat, as_prompt, is_chat, plain_content
 from rlbench.data.prompts.set import PromptSet
-from rlbench.data.prompts.sources import Row, Rows, open_source
+from rlbench.data.prompts.sources import Row, as_encoded, open_source
 from rlbench.data.prompts.stream import permutation
 from rlbench.errors import DataError, nearest
 from rlbench.traces import user_error
@@ -22,6 +23,10 @@ from rlbench.user_code import user_code
 
 FromRow: TypeAlias = str | Callable[[Row], Any]
 OnLong = Literal["report", "raise", "keep"]
+PROBLEMS = (("question", "answer"), ("problem", "answer"), ("problem", "solution"))
+"""Columns of a problem and its answer, in GSM8K, MATH-500 and MATH: of rows without a `prompt`, where none is named."""
+HEAD = 60
+"""Characters of a prompt in a message."""
 
 
 def load(
@@ -29,6 +34,8 @@ def load(
     *,
     prompt: FromRow = "prompt",
     label: FromRow | None = "label",
+    images: FromRow | None = "images",
+    fetch_images: bool = False,
     split: str | None = None,
     system: str | None = None,
     template: FromRow | None = None,
@@ -52,12 +59,17 @@ def load(
     Args:
         source: a dataset of the `datasets` library (one split, a dict of splits, or a stream), a hub id, a folder that
             `datasets` reads, a file (`.parquet`, `.jsonl`, `.json`, `.csv`, `.tsv`) or a pattern of files
-            ("data/*.csv"), a pandas frame, or a list of texts, chats, token ids, dicts or `Prompt`s. Values of a CSV
-            file are text.
+            ("data/*.csv"), a pandas frame, or a list of texts, chats, token ids, dicts or `Prompt`s.
         prompt: the column of the prompt (a text, chat messages or token ids), or a function of the row that gives it.
             Messages in ShareGPT's form are brought into the standard one.
-        label: likewise for the reference answer, which rewards get; None for no labels. Where the rows have no column
-            "label" and none is named, there are none.
+        label: likewise for the reference answer, which rewards get; None, or no column "label", for no labels. Where
+            neither is named and rows have no `prompt`, the columns of GSM8K (`question`, `answer`) and of MATH
+            (`problem` with `answer`, else `solution`) are read.
+        images: likewise for the images, one or a list (PIL, path, bytes, data URL, or an image column of `datasets`);
+            None, or no column "images" or "image", for those in the messages alone. They stand where the chat has
+            `{"type": "image"}` or `<image>`, else before the text of its first user message; a text needs chat=True,
+            or the model's own placeholders. A token count has one for each placeholder, as the template writes it.
+        fetch_images: read images at http addresses, which are refused otherwise.
         split: which split, where there are several: "test", or for a hub id or folder "train[:10%]" too.
         system: a system message put before each prompt; a text becomes a chat then.
         template: makes the prompt from the row's columns: "{question}\nAnswer:", or a function of the row.
@@ -72,149 +84,147 @@ def load(
         meta: the columns to keep in each prompt's `meta`; None keeps all that are neither prompt nor label.
         name: what the set is called in mixtures and messages; default: after the source.
         config, revision: of a hub id; `config` also of a folder.
-
-    Returns:
-        A `PromptSet`.
     """
-    _check(prompt, template, max_prompt_tokens, on_long, limit)
-    rows = open_source(source, split, config, revision)
-    if name is not None:
-        rows = replace(rows, name=name)
-    shape = _Shape(prompt, label, template, system, chat, None if meta is None else tuple(meta))
-    indices, prompts = _read(rows, shape, limit, shuffle_seed)
-    what = rows.name or "the source"
-    if not prompts:
-        raise DataError(f"{what} has no rows")
-    answered = sum(ends_with_answer(p.content) for p in prompts)
-    if answered:
-        warnings.warn(
-            f"{what}: {answered} of {len(prompts)} chats end with an assistant's message, which the policy would "
-            "see: if that is the answer, leave it out: prompt=lambda row: row['messages'][:-1]",
-            stacklevel=2,
-        )
-    whole = PromptSet(tuple(prompts), rows.name)
-    if tokenizer is None and max_prompt_tokens is None:
-        return whole
-    counts = token_counts(prompts, indices, None if tokenizer is None else open_tokenizer(tokenizer))
-    whole = replace(whole, lengths=counts, max_prompt_tokens=max_prompt_tokens)
-    return whole if max_prompt_tokens is None else _without_long(whole, indices, max_prompt_tokens, on_long)
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """How a row becomes a prompt; the fields are arguments of `load`."""
-
-    prompt: FromRow
-    label: FromRow | None
-    template: FromRow | None
-    system: str | None
-    chat: bool
-    meta: tuple[str, ...] | None
-
-    def __call__(self, row: Row, index: int) -> Prompt:
-        """The prompt of row `index`. Raises DataError naming the row."""
-        if not isinstance(row, Mapping):
-            raise DataError(f"row {index} is a {type(row).__name__}: wanted a dict of columns")
-        content = self._content(row, index)
-        try:
-            if isinstance(content, Prompt | Mapping):
-                raise DataError(f"its prompt is a {type(content).__name__}: wanted a text, a chat or token ids")
-            content = as_prompt(plain_content(content), index).content
-            if self.system is not None or self.chat:
-                content = as_chat(content, self.system)
-        except DataError as error:
-            raise DataError(f"row {index}: {str(error).replace(f'prompt {index}', 'its prompt', 1)}") from None
-        return Prompt(content, self._label(row, index), self._meta(row, index))
-
-    def _content(self, row: Row, index: int) -> Any:
-        if self.template is None:
-            return _value(row, self.prompt, "prompt", index)
-        if callable(self.template):
-            return _value(row, self.template, "template", index)
-        return _formatted(self.template, row, index)
-
-    def _label(self, row: Row, index: int) -> Any:
-        if self.label is None or (self.label == "label" and "label" not in row):
-            return None
-        return _value(row, self.label, "label", index)
-
-    def _meta(self, row: Row, index: int) -> dict[str, Any]:
-        if self.meta is not None:
-            return {column: _value(row, column, "meta", index) for column in self.meta}
-        used = {self.label, self.prompt if self.template is None else None}
-        return {column: value for column, value in row.items() if column not in used}
-
-
-def _read(rows: Rows, shape: _Shape, limit: int | None, shuffle_seed: int | None) -> tuple[list[int], list[Prompt]]:
-    """Indices of the rows that are read, in the order wanted, and their prompts."""
-    if not rows.counted:
-        if limit is None:
-            len(rows)  # says that a stream has no length
-        prompts = [shape(row, i) for i, row in enumerate(rows.first(limit or 0))]
-        order = range(len(prompts)) if shuffle_seed is None else permutation(len(prompts), shuffle_seed).tolist()
-        return list(order), [prompts[i] for i in order]
-    count = len(rows)
-    indices = list(range(count)) if shuffle_seed is None else permutation(count, shuffle_seed).tolist()
-    indices = indices[:limit]
-    chosen: Iterable[Row] = rows.picked(None if len(indices) == count and shuffle_seed is None else indices)
-    return indices, [shape(row, i) for i, row in zip(indices, chosen, strict=True)]
-
-
-def _without_long(whole: PromptSet, rows: Sequence[int], limit: int, on_long: OnLong) -> PromptSet:
-    counts = np.asarray(whole.lengths)
-    long = too_long(whole.prompts, rows, counts, limit, whole.name)
-    found = replace(whole, too_long=long)
-    if not long or on_long == "keep":
-        return found
-    said = f"{whole.name or 'the source'}: {described(long, len(whole), limit)}"
-    if on_long == "raise" or len(long) == len(whole):
-        raise DataError(f"{said}: raise max_prompt_tokens, or shorten them")
-    warnings.warn(f"{said}. Left out; .too_long lists them", stacklevel=3)
-    return found[counts <= limit]
-
-
-def _value(row: Row, wanted: FromRow, option: str, index: int) -> Any:
-    if callable(wanted):
-        try:
-            with user_code():
-                return wanted(row)
-        except Exception as error:
-            said = f"row {index}: {option}= raised {type(error).__name__}: {error}"
-            raise user_error(DataError, said, error) from error
-    if wanted not in row:
-        raise DataError(_no_column(wanted, row, option, index))
-    return row[wanted]
-
-
-def _formatted(template: str, row: Row, index: int) -> str:
-    fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
-    for field in fields:
-        column = field.partition(".")[0].partition("[")[0]
-        if column not in row:
-            raise DataError(_no_column(column, row, "template", index))
-    try:
-        return template.format_map(row)
-    except (ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
-        raise DataError(f"row {index}: template {template[:40]!r}: {type(error).__name__}: {error}") from error
-
-
-def _no_column(column: str, row: Row, option: str, index: int) -> str:
-    columns = ", ".join(str(name) for name in row) or "nothing"
-    return f"row {index} has no column {column!r} for {option}=; it has {columns}{nearest(column, map(str, row))}"
-
-
-def _check(
-    prompt: FromRow, template: FromRow | None, max_prompt_tokens: int | None, on_long: str, limit: int | None
-) -> None:
     if on_long not in ("report", "raise", "keep"):
         raise DataError(f"on_long={on_long!r}: wanted 'report', 'raise' or 'keep'")
     if template is not None and prompt != "prompt":
         raise DataError("give prompt= or template=, not both: a template makes the prompt from the whole row")
     for option, value in (("max_prompt_tokens", max_prompt_tokens), ("limit", limit)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if value is not None and (not isinstance(value, int) or value < 1):
             raise DataError(f"{option}={value!r}: wanted a whole number, at least one")
-    if template is not None and isinstance(template, str):
+    source_name, table = open_source(source, split, config, revision)
+    name = source_name if name is None else name
+    indices, rows = chosen_rows(
+        as_encoded(table, IMAGE_COLUMNS if images == "images" else (images,)), limit, shuffle_seed
+    )
+    as_asked = _PromptMaker(prompt, label, images, fetch_images, template, system, chat, meta)
+    whole = PromptSet(tuple(as_asked(row, i) for i, row in zip(indices, rows, strict=True)), name)
+    what = name or "the source"
+    if not len(whole):
+        raise DataError(f"{what} has no rows")
+    answered = sum(is_chat(p.content) and p.content[-1].get("role") == "assistant" for p in whole)
+    if answered:
+        warnings.warn(
+            f"{what}: {answered} of {len(whole)} chats end with an assistant's message, which the policy would "
+            "see: if that is the answer, leave it out: prompt=lambda row: row['messages'][:-1]",
+            stacklevel=2,
+        )
+    if tokenizer is None and max_prompt_tokens is None:
+        return whole
+    counts = token_counts(whole.prompts, indices, None if tokenizer is None else open_tokenizer(tokenizer))
+    whole = replace(whole, lengths=counts, max_prompt_tokens=max_prompt_tokens)
+    return whole if max_prompt_tokens is None else _without_long(whole, indices, counts, max_prompt_tokens, on_long)
+
+
+@dataclass(frozen=True)
+class _PromptMaker:
+    """How a row becomes a prompt; the fields are arguments of `load`."""
+
+    prompt: FromRow
+    label: FromRow | None
+    images: FromRow | None
+    fetch_images: bool
+    template: FromRow | None
+    system: str | None
+    chat: bool
+    meta: Sequence[str] | None
+
+    def __call__(self, row: Row, index: int) -> Prompt:
+        """The prompt of row `index`. Raises DataError naming the row."""
+        if not isinstance(row, Mapping):
+            raise DataError(f"row {index} is a {type(row).__name__}: wanted a dict of columns")
+        prompt, named = self._columns(row)
+        if self.template is None or callable(self.template):
+            content = _value(row, self.template or prompt, "template" if self.template else "prompt", index)
+        else:
+            content = _formatted(self.template, row, index)
+        column = self._image_column(row)
+        beside = () if column is None else listed(_value(row, column, "images", index))
         try:
-            list(string.Formatter().parse(template))
-        except ValueError as error:
-            raise DataError(f"template {template[:40]!r}: {error}; write {{{{ and }}}} for braces") from None
+            if isinstance(content, Prompt | Mapping):
+                raise DataError(f"its prompt is a {type(content).__name__}: wanted a text, a chat or token ids")
+            content = plain_content(content)
+            if self.system is not None or self.chat:
+                content = as_chat(content, self.system)
+            content, pictures = placed(content, beside, self.fetch_images) if is_chat(content) else (content, beside)
+            asked = as_prompt(content, index, pictures)
+        except DataError as error:
+            raise DataError(f"row {index}: {str(error).replace(f'prompt {index}', 'its prompt', 1)}") from None
+        unlabelled = named is None or (named == "label" and "label" not in row)
+        label = None if unlabelled else _value(row, named or "label", "label", index)
+        if self.meta is not None:
+            return replace(asked, label=label, meta={name: _value(row, name, "meta", index) for name in self.meta})
+        used = {named, prompt if self.template is None else None, column}
+        return replace(asked, label=label, meta={name: value for name, value in row.items() if name not in used})
+
+    def _image_column(self, row: Row) -> FromRow | None:
+        """What the images come from; None where the row has none beside its prompt."""
+        if self.images != "images":
+            return self.images
+        return next((name for name in IMAGE_COLUMNS if name in row), None)
+
+    def _columns(self, row: Row) -> tuple[FromRow, FromRow | None]:
+        """The columns of prompt and label; of a row of a known form, where none are named, those of that."""
+        if self.template is None and (self.prompt, self.label) == ("prompt", "label") and "prompt" not in row:
+            known = (columns for columns in PROBLEMS if row.keys() >= set(columns))
+            return next(known, ("prompt", "label"))
+        return self.prompt, self.label
+
+
+def chosen_rows(table: Any, limit: int | None, seed: int | None) -> tuple[list[int], Iterable[Row]]:
+    """Indices of the rows that are read, in the order wanted, and the rows; of a stream, of the first `limit` rows."""
+    if not hasattr(table, "__len__"):
+        if limit is None:
+            raise DataError("this is a stream without a length: give limit=, the number of rows to read")
+        table = list(islice(table, limit))
+    order = range(len(table)) if seed is None else permutation(len(table), seed).tolist()
+    indices = list(order[:limit])
+    if hasattr(table, "select"):  # a Dataset: one pass over Arrow instead of a read per row
+        return indices, table.select(indices)
+    return indices, (table[i] for i in indices)
+
+
+def _without_long(whole: PromptSet, rows: Sequence[int], counts: np.ndarray, limit: int, on_long: OnLong) -> PromptSet:
+    over = np.flatnonzero(counts > limit).tolist()
+    long = tuple(LongPrompt(whole.name, rows[i], int(counts[i]), whole.prompts[i].text[:HEAD]) for i in over)
+    listed = replace(whole, too_long=long)
+    if not long or on_long == "keep":
+        return listed
+    longest = max(long, key=lambda one: one.tokens)
+    report = (
+        f"{whole.name or 'the source'}: {len(long)} of {len(whole)} prompts {'has' if len(long) == 1 else 'have'} more "
+        f"than {limit} tokens; the longest has {longest.tokens} (row {longest.row}: {longest.text!r})"
+    )
+    if on_long == "raise" or len(long) == len(whole):
+        raise DataError(f"{report}: raise max_prompt_tokens, or shorten them")
+    warnings.warn(f"{report}. Left out; .too_long lists them", stacklevel=3)
+    return listed[counts <= limit]
+
+
+def _value(row: Row, wanted: FromRow, option: str, index: int) -> Any:
+    if not callable(wanted):
+        _check_column(wanted, row, option, index)
+        return row[wanted]
+    try:
+        with user_code():
+            return wanted(row)
+    except Exception as error:
+        raise user_error(DataError, f"row {index}: {option}= raised {type(error).__name__}: {error}", error) from error
+
+
+def _formatted(template: str, row: Row, index: int) -> str:
+    try:
+        for _, field, _, _ in string.Formatter().parse(template):
+            if field is not None:
+                _check_column(field.partition(".")[0].partition("[")[0], row, "template", index)
+        return template.format_map(row)
+    except (ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}; {{{{ and }}}} are braces"
+        raise DataError(f"row {index}: template {template[:40]!r}: {reason}") from error
+
+
+def _check_column(column: str, row: Row, option: str, index: int) -> None:
+    if column not in row:
+        columns = ", ".join(map(str, row)) or "nothing"
+        near = nearest(column, map(str, row))
+        raise DataError(f"row {index} has no column {column!r} for {option}=; it has {columns}{near}")

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias, TypeGuard
 
+from rlbench.data.prompts.images import EncodedImage
+from rlbench.data.prompts.placing import IMAGE_COLUMNS, listed, placed
 from rlbench.errors import DataError, Suggesting
 
-PromptContent: TypeAlias = str | list[dict[str, Any]] | list[int]
-OTHER_INPUTS = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids", "prompt_embeds")
-"""Inputs that vLLM's prompts may have beside text and tokens."""
+Message: TypeAlias = dict[str, Any]
+PromptContent: TypeAlias = str | list[Message] | list[int]
+OTHER_INPUTS = ("mm_processor_kwargs", "multi_modal_uuids", "prompt_embeds")
+"""Inputs that vLLM's prompts may have beside text, tokens and `multi_modal_data`."""
+SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
 @dataclass(frozen=True)
 class Prompt(Suggesting):
     """One prompt. `content`: text, chat messages (`[{"role": …, "content": …}]`) or token ids.
 
-    `label` is the reference answer, passed on untouched to rewards; `meta` holds anything else of its row.
+    `label` is the reference answer, passed on untouched to rewards; `meta` holds anything else of its row. `images`, in
+    the order in which they stand: whatever `EncodedImage.from_any` takes, given here or inside of the messages, which
+    keep a placeholder `{"type": "image"}` for each. A text or token ids hold the model's own placeholders.
     """
 
     content: PromptContent
     label: Any = None
     meta: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[EncodedImage, ...] = ()
+
+    def __post_init__(self) -> None:
+        content, images = placed(self.content, self.images)
+        if images:
+            object.__setattr__(self, "content", content)
+            object.__setattr__(self, "images", images)
 
     @property
     def text(self) -> str:
@@ -32,35 +45,34 @@ class Prompt(Suggesting):
         """
         if isinstance(self.content, str):
             return self.content
-        if self.content and isinstance(self.content[0], dict):
-            return message_text(self.content[-1])
-        return str(list(self.content))
+        return message_text(self.content[-1]) if is_chat(self.content) else str(list(self.content))
 
 
 def message_text(message: Mapping[str, Any]) -> str:
     """A message's text; its content may be a text, a list of parts (text, image, …) or missing."""
     content = message.get("content")
-    if content is None:
-        return ""
     if isinstance(content, list | tuple):
-        return " ".join(part_text(part) for part in content)
-    return str(content)
+        return " ".join(map(part_text, content))
+    return "" if content is None else str(content)
 
 
 def part_text(part: Any) -> str:
     """One part of a message: its text, or its kind in brackets (`[image]`)."""
-    if isinstance(part, Mapping):
-        kind = str(part.get("type", "part"))
-        if "text" in part and kind in ("text", "part"):
-            return str(part["text"])
-        return f"[{kind.removesuffix('_url')}]"
-    return str(part)
+    if not isinstance(part, Mapping):
+        return str(part)
+    kind = str(part.get("type", "part"))
+    return str(part["text"]) if "text" in part and kind in ("text", "part") else f"[{kind.removesuffix('_url')}]"
+
+
+def is_chat(content: Any) -> TypeGuard[list[Message]]:
+    """Whether a prompt's content is chat messages."""
+    return isinstance(content, list) and bool(content) and isinstance(content[0], Mapping)
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
     """Accept what people hold: one prompt or many; strings, messages, token ids, `Prompt`s, or rows (dicts, a data
-    frame's too) with a `prompt`, or vLLM's `prompt_token_ids`, and perhaps a `label`; a `PromptSet` of
-    `rlbench.data.load`.
+    frame's too) with a `prompt`, or vLLM's `prompt_token_ids`, and perhaps a `label`, and `images` (or `image`, or
+    vLLM's `multi_modal_data`); a `PromptSet`.
 
     Raises DataError for an empty list and for anything else, naming the index.
     """
@@ -68,21 +80,21 @@ def as_prompts(prompts: Any) -> list[Prompt]:
         prompts = prompts.to_dict("records")  # iterating a data frame would give the names of its columns
     elif hasattr(prompts, "tolist"):
         prompts = prompts.tolist()
-    if isinstance(prompts, str | Prompt | Mapping) or _is_token_ids(prompts) or _is_chat(prompts):
+    if isinstance(prompts, str | Prompt | Mapping) or is_chat_or_tokens(prompts):
         prompts = [prompts]
     if not isinstance(prompts, Iterable):
         mend = ": take some of it, .take(n)" if hasattr(prompts, "take") else ""
         raise DataError(f"prompts: wanted a list of texts, chats or token ids, got {type(prompts).__name__}{mend}")
-    found = [as_prompt(p, i) for i, p in enumerate(prompts)]
-    if not found:
+    listed = [as_prompt(value, i) for i, value in enumerate(prompts)]
+    if not listed:
         raise DataError("the prompt list is empty: give at least one prompt")
-    return found
+    return listed
 
 
-def as_prompt(value: Any, index: int) -> Prompt:
-    """One prompt of `as_prompts`; `index` names it where it is none (DataError)."""
+def as_prompt(value: Any, index: int, images: Sequence[Any] = ()) -> Prompt:
+    """One prompt of `as_prompts`, with images that came beside it; `index` names it where it is none (DataError)."""
     if isinstance(value, Prompt):
-        return value
+        return replace(value, images=tuple(images)) if images else value
     if isinstance(value, Mapping) and ("prompt" in value or "prompt_token_ids" in value):
         return _of_row(value, index)
     if hasattr(value, "tolist"):
@@ -90,11 +102,9 @@ def as_prompt(value: Any, index: int) -> Prompt:
     if isinstance(value, str):
         if not value:
             raise DataError(f"prompt {index} is an empty text")
-        return Prompt(value)
-    if _is_token_ids(value):
-        return Prompt(list(value))
-    if _is_chat(value):
-        return Prompt([dict(m) for m in value])
+        return _with_images(value, index, images)
+    if is_chat_or_tokens(value):
+        return _with_images([dict(one) if isinstance(one, Mapping) else one for one in value], index, images)
     shown = repr(value)
     raise DataError(
         f"prompt {index}: wanted a text, chat messages ([{{'role': …, 'content': …}}]), token ids or a row with "
@@ -104,29 +114,84 @@ def as_prompt(value: Any, index: int) -> Prompt:
 
 def _of_row(row: Mapping[str, Any], index: int) -> Prompt:
     """A dict with what is asked; of vLLM's, the token ids count before the text."""
-    for name in OTHER_INPUTS:
-        if row.get(name) is not None:
-            raise DataError(
-                f"prompt {index} has {name}: only text, chats and token ids are generated from, vision-language models "
-                "are not here yet; leave it out"
-            )
+    other = [name for name in OTHER_INPUTS if row.get(name) is not None]
+    if other:
+        raise DataError(f"prompt {index} has {other[0]}: only text, chats, token ids and images are generated from")
     asked = "prompt_token_ids" if row.get("prompt_token_ids") is not None else "prompt"
-    rest = {k: v for k, v in row.items() if k not in ("prompt", "prompt_token_ids", "label", *OTHER_INPUTS)}
-    inner = as_prompt(row[asked], index)
-    return Prompt(inner.content, row.get("label"), rest)
+    media = row.get("multi_modal_data") or {}
+    if not isinstance(media, Mapping) or set(media) - {"image"}:
+        raise DataError(f"prompt {index} has multi_modal_data of {', '.join(map(str, media))}: wanted {{'image': …}}")
+    column = next((name for name in IMAGE_COLUMNS if name in row), "")
+    used = ("prompt", "prompt_token_ids", "label", "multi_modal_data", column, *OTHER_INPUTS)
+    rest = {name: value for name, value in row.items() if name not in used}
+    images = listed(media.get("image")) + listed(row.get(column))
+    return replace(as_prompt(row[asked], index, images), label=row.get("label"), meta=rest)
+
+
+def _with_images(content: PromptContent, index: int, images: Sequence[Any]) -> Prompt:
+    try:
+        return Prompt(content, images=tuple(images))
+    except DataError as error:
+        raise DataError(f"prompt {index}: {error}") from error
 
 
 def is_chat_or_tokens(value: Any) -> bool:
     """Whether a value is chat messages or token ids, as they are or as an array."""
     value = value.tolist() if hasattr(value, "tolist") else value
-    return _is_token_ids(value) or _is_chat(value)
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    return is_token_ids(value) or all(isinstance(m, Mapping) and "role" in m and "prompt" not in m for m in value)
 
 
-def _is_token_ids(value: Any) -> bool:
+def is_token_ids(value: Any) -> bool:
+    """Whether a value is a list of token ids, and not an empty one."""
     some = isinstance(value, list | tuple) and len(value) > 0
     return some and all(isinstance(token, int) and not isinstance(token, bool) for token in value)
 
 
-def _is_chat(value: Any) -> bool:
-    some = isinstance(value, list | tuple) and len(value) > 0
-    return some and all(isinstance(one, Mapping) and "role" in one and "prompt" not in one for one in value)
+# -- a dataset's cells
+
+
+def plain_content(value: Any) -> Any:
+    """What a cell of a table holds, as a prompt's content.
+
+    Arrays become lists. Messages lose the keys that Arrow filled in with null because other rows have them; those
+    of ShareGPT (`{"from": "human", "value": …}`) get the standard names. Anything else comes back as it is.
+    """
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list | tuple) and value and all(isinstance(message, Mapping) for message in value):
+        return [_message(message) for message in value]
+    return value
+
+
+def as_chat(content: PromptContent, system: str | None = None) -> list[Message]:
+    """A text becomes a user message, a chat stays; with `system`, a system message comes before."""
+    if isinstance(content, str):
+        content = [{"role": "user", "content": content}]
+    if not is_chat(content):
+        raise DataError("it is token ids, which cannot become a chat: give its text, or leave out system= and chat=")
+    if system is None:
+        return list(content)
+    if content[0]["role"] == "system":
+        raise DataError(
+            f"its chat begins with a system message already ({str(content[0].get('content'))[:40]!r}): leave out "
+            "system=, or drop that message: prompt=lambda row: row['messages'][1:]"
+        )
+    return [{"role": "system", "content": system}, *content]
+
+
+def _message(message: Mapping[str, Any]) -> Message:
+    if "role" not in message and {"from", "value"} <= set(message):
+        sender = message["from"]
+        if sender not in SHAREGPT_ROLES:
+            known = ", ".join(SHAREGPT_ROLES)
+            raise DataError(f"a message is from {sender!r}; known: {known}. Give prompt= a function of the row")
+        message = {"role": SHAREGPT_ROLES[sender], "content": message["value"]}
+    plain = {key: value for key, value in message.items() if value is not None or key == "content"}
+    if isinstance(plain.get("content"), list | tuple):
+        plain["content"] = [
+            {k: v for k, v in part.items() if v is not None} if isinstance(part, Mapping) else part
+            for part in plain["content"]
+        ]
+    return plain

@@ -1,7 +1,6 @@
 """Where rows come from: datasets of Hugging Face, Parquet, JSON lines, JSON, CSV, data frames and plain lists.
 
-Each reader gives a `Rows`: rows as dicts, that can be counted and picked where the source allows it. Files are read by
-their suffix; what a CSV holds stays text.
+Files are read by their suffix; what a CSV holds stays text.
 """
 
 from __future__ import annotations
@@ -10,145 +9,113 @@ import csv
 import glob
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import islice
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlbench.data.base.arrow import read_table
-from rlbench.data.base.optional import needed
+from rlbench.data.base.arrow import OWN_KEYS, read_table
+from rlbench.data.base.drawing import needed
 from rlbench.data.prompts.prompt import Prompt, is_chat_or_tokens
 from rlbench.errors import DataError, nearest
 
 Row = Mapping[str, Any]
 
 
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """The rows of one source called `name` (or ""). `table`: the rows; an iterator where not `counted`."""
-
-    name: str
-    table: Any
-    counted: bool = True
-
-    def __len__(self) -> int:
-        if not self.counted:
-            what = self.name or "this"
-            raise DataError(f"{what} is a stream without a length: give limit=, the number of rows to read")
-        return len(self.table)
-
-    def picked(self, indices: Sequence[int] | None) -> Iterator[Row]:
-        """The rows of these indices, in this order; all of them for None."""
-        if indices is None:
-            return iter(self.table)
-        if hasattr(self.table, "select"):  # a Dataset: one pass over Arrow instead of a read per row
-            return iter(self.table.select(indices))
-        return (self.table[i] for i in indices)
-
-    def first(self, count: int) -> Iterator[Row]:
-        """The first rows, also of a stream."""
-        return islice(iter(self.table), count)
-
-
-def open_source(source: Any, split: str | None, config: str | None, revision: str | None) -> Rows:
-    """Find out what `source` is and open it; the arguments are those of `rlbench.data.load`."""
+def open_source(source: Any, split: str | None, config: str | None, revision: str | None) -> tuple[str, Any]:
+    """The name of a source (or "") and its rows, an iterable of dicts; the arguments are those of `load`."""
     if isinstance(source, str | Path):
         return _of_path(source, split, config, revision)
-    _refuse(f"a {type(source).__name__}", config=config, revision=revision)
-    if _is_a("DatasetDict", source) or _is_a("IterableDatasetDict", source):
-        return _of_dataset(_chosen_split(source, split), "")
-    if _is_a("Dataset", source) or _is_a("IterableDataset", source):
-        if split is not None and str(getattr(source, "split", None)) != split:
-            raise DataError(f"this dataset is the split {source.split}: leave out split={split!r}")
-        return _of_dataset(source, "")
-    _refuse(f"a {type(source).__name__}", split=split)
+    what = f"a {type(source).__name__}"
+    _refuse(what, config=config, revision=revision)
+    if type(source).__module__.split(".")[0] == "datasets":
+        if isinstance(source, Mapping):
+            return "", _chosen_split(source, split)
+        if hasattr(source, "split"):  # else one column of a dataset
+            if split is not None and str(source.split) != split:
+                raise DataError(f"this dataset is the split {source.split}: leave out split={split!r}")
+            return "", source
+    _refuse(what, split=split)
     if hasattr(source, "columns") and hasattr(source, "to_dict"):
-        return Rows("", source.to_dict("records"))
+        return "", source.to_dict("records")
     if hasattr(source, "tolist"):
         source = source.tolist()  # an array, or a data frame's column
     if isinstance(source, Mapping):
         raise DataError("load: one dict is one row: give a list of them, [{'prompt': …}, …]")
-    if isinstance(source, Sequence):
-        return Rows("", [_list_row(item, i) for i, item in enumerate(source)])
-    if isinstance(source, Iterable):
-        return Rows("", (_list_row(item, i) for i, item in enumerate(source)), counted=False)
-    raise DataError(
-        f"load: cannot read a {type(source).__name__}: give a dataset, a hub id, a path, a data frame or a list"
-    )
+    if not isinstance(source, Iterable):
+        raise DataError(f"load: cannot read {what}: give a dataset, a hub id, a path, a data frame or a list")
+    rows = (_list_row(item, i) for i, item in enumerate(source))
+    return "", list(rows) if isinstance(source, Sequence) else rows
 
 
-def _of_path(source: str | Path, split: str | None, config: str | None, revision: str | None) -> Rows:
-    path = Path(source).expanduser()
-    text = str(path)
-    if path.is_dir():
-        return _of_folder(path, split, config, revision)
+def as_encoded(table: Any, columns: Iterable[Any]) -> Any:
+    """Return a table whose image columns of these names give a file's bytes, where `datasets` would decode them."""
+    features = getattr(table, "features", None) or {}
+    for name in columns:
+        kind: Any = features.get(name) if isinstance(name, str) else None
+        many = type(kind).__name__ in ("List", "Sequence")
+        if type(kind.feature if many else kind).__name__ == "Image":
+            datasets = needed("datasets", "images of a dataset")
+            encoded = datasets.Image(decode=False)
+            table = table.cast_column(name, type(kind)(encoded) if many else encoded)
+    return table
+
+
+def _of_path(source: str | Path, split: str | None, config: str | None, revision: str | None) -> tuple[str, Any]:
+    text = str(Path(source).expanduser())
+    path = Path(text)
+    if path.exists():
+        _refuse(f"the path {path.name}", revision=revision)
+    if path.is_dir() and any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        _refuse(f"the saved dataset {path.name}", config=config)
+        saved = _by_datasets("load_from_disk", text)
+        if isinstance(saved, Mapping):
+            return path.name, _chosen_split(saved, split)
+        _refuse(f"the saved dataset {path.name}, which is one split,", split=split)
+        return path.name, saved
     if path.is_file():
-        _refuse(f"the file {path.name}", split=split, config=config, revision=revision)
-        return Rows(path.stem, _read(path))
+        _refuse(f"the file {path.name}", split=split, config=config)
+        return path.stem, _read(path)
     if any(c in text for c in "*?["):
         _refuse(f"the files {source}", split=split, config=config, revision=revision)
         paths = sorted(Path(p) for p in glob.glob(text, recursive=True) if Path(p).is_file())
         if not paths:
             raise DataError(f"no file matches {text}")
-        return Rows(path.parent.name or "files", [row for one in paths for row in _read(one)])
-    if isinstance(source, Path) or path.suffix in READERS or text.startswith(("/", ".")):
-        if not path.parent.is_dir():
-            raise DataError(f"no file {path}: there is no folder {path.parent}")
-        raise DataError(f"no file {path}{nearest(path.name, (p.name for p in path.parent.iterdir()))}")
-    return _of_hub(str(source), split, config, revision)
+        return path.parent.name or "files", [row for one in paths for row in _read(one)]
+    if not path.is_dir() and (isinstance(source, Path) or path.suffix in READERS or text.startswith(("/", "."))):
+        near = nearest(path.name, (p.name for p in path.parent.iterdir())) if path.parent.is_dir() else ""
+        raise DataError(f"no file {path}{near}")
+    place = text if path.is_dir() else str(source)
+    loaded = _by_datasets("load_dataset", place, config, split=split, revision=revision)
+    return path.name, _chosen_split(loaded, None) if isinstance(loaded, Mapping) else loaded
 
 
-def _of_folder(folder: Path, split: str | None, config: str | None, revision: str | None) -> Rows:
-    datasets = needed("datasets", f"load({folder.name!r})")
-    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():  # of save_to_disk
-        _refuse(f"the saved dataset {folder.name}", config=config, revision=revision)
-        found = _hf(f"{folder}", datasets.load_from_disk, str(folder))
-        if _is_a("Dataset", found):
-            _refuse(f"the saved dataset {folder.name}, which is one split,", split=split)
-        return _of_dataset(_chosen_split(found, split) if isinstance(found, Mapping) else found, folder.name)
-    _refuse(f"the folder {folder.name}", revision=revision)
-    return _of_hub(str(folder), split, config, None)
-
-
-def _of_hub(source: str, split: str | None, config: str | None, revision: str | None) -> Rows:
+def _by_datasets(function: str, source: str, *args: Any, **options: Any) -> Any:
+    """What a function of the datasets library, which raises anything, makes of a folder or a hub id."""
     datasets = needed("datasets", f"load({source!r})")
-    found = _hf(source, datasets.load_dataset, source, config, split=split, revision=revision)
-    name = source.rstrip("/").rpartition("/")[2]
-    return _of_dataset(_chosen_split(found, None) if isinstance(found, Mapping) else found, name)
-
-
-def _of_dataset(dataset: Any, name: str) -> Rows:
-    return Rows(name, dataset, counted=hasattr(dataset, "__len__"))
-
-
-def _hf(source: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
     try:
-        return call(*args, **options)
+        return getattr(datasets, function)(source, *args, **options)
     except Exception as error:
-        said = str(error).strip().split("\n")[0]
-        raise DataError(f"load: the datasets library cannot read {source!r}: {type(error).__name__}: {said}") from error
+        reason = str(error).strip().split("\n")[0]
+        raise DataError(f"load: datasets cannot read {source!r}: {type(error).__name__}: {reason}") from error
 
 
 def _chosen_split(splits: Mapping[str, Any], split: str | None) -> Any:
     names = ", ".join(splits)
-    if split is not None:
-        if split not in splits:
-            raise DataError(f"no split {split!r}: it has {names}{nearest(split, splits)}")
-        return splits[split]
-    if len(splits) != 1:
+    if split is None and len(splits) != 1:
         raise DataError(f"it has the splits {names}: give one, as split={next(iter(splits), 'train')!r}")
-    return next(iter(splits.values()))
+    chosen = next(iter(splits)) if split is None else split
+    if chosen not in splits:
+        raise DataError(f"no split {chosen!r}: it has {names}{nearest(chosen, splits)}")
+    return splits[chosen]
 
 
 def _list_row(item: Any, index: int) -> Row:
     """A list's item as a row: a dict is one; a text, chat, list of token ids or Prompt is a prompt."""
     if isinstance(item, Prompt):
-        taken = sorted({"prompt", "label"} & set(item.meta))
-        if taken:
-            raise DataError(f"item {index}: the prompt's meta has {taken[0]!r}, which is its own field: rename it")
-        return {**item.meta, "prompt": item.content, "label": item.label}
+        own = {"prompt": item.content, "label": item.label} | ({"images": item.images} if item.images else {})
+        for name in own.keys() & set(item.meta):
+            raise DataError(f"item {index}: the prompt's meta has {name!r}, which is its own field: rename it")
+        return {**item.meta, **own}
     if isinstance(item, Mapping):
         return item
     if isinstance(item, str) or is_chat_or_tokens(item):
@@ -171,30 +138,20 @@ def _read(path: Path) -> list[Row]:
 
 def _read_parquet(path: Path) -> list[Row]:
     table = read_table(path, f"load({path.name!r})")
-    for key, kind in OWN_FILES.items():
-        if key in (table.schema.metadata or {}):
-            raise DataError(f"{path} holds {kind}, not a table of prompts: {kind}.from_parquet(path) reads it")
+    if any(key in (table.schema.metadata or {}) for key in OWN_KEYS.values()):
+        raise DataError(f"{path} holds rollouts or a batch, not prompts: read it with its class's from_parquet(path)")
     return list(table.to_pylist())
 
 
-OWN_FILES = {b"rlbench.rollouts": "Rollouts", b"rlbench.batch": "TrainBatch"}
-
-
 def _read_lines(path: Path) -> list[Row]:
-    rows: list[Row] = []
     with open(path, encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                rows.append(_object(_parsed(line, f"{path} line {number}"), f"{path} line {number}"))
-    return rows
+        return [_parsed(line, f"{path} line {number}") for number, line in enumerate(file, start=1) if line.strip()]
 
 
 def _read_json(path: Path) -> list[Row]:
     """A list of objects, or one object per line under the wrong suffix, which is common."""
     text = path.read_text(encoding="utf-8-sig")
-    if not text.lstrip().startswith("["):
-        return _read_lines(path)
-    return [_object(item, f"{path} item {i}") for i, item in enumerate(_parsed(text, str(path)))]
+    return list(_parsed(text, str(path))) if text.lstrip().startswith("[") else _read_lines(path)
 
 
 def _parsed(text: str, where: str) -> Any:
@@ -204,19 +161,13 @@ def _parsed(text: str, where: str) -> Any:
         raise DataError(f"{where} is not JSON: {error}") from None
 
 
-def _object(value: Any, where: str) -> Row:
-    if not isinstance(value, dict):
-        raise DataError(f"{where} is a {type(value).__name__}; wanted an object, {{'prompt': …}}")
-    return value
-
-
-def _read_csv(path: Path, delimiter: str = ",") -> list[Row]:
+def _read_csv(path: Path) -> list[Row]:
     """Rows by the names in the first line; every value is text, as the file has it."""
-    before = csv.field_size_limit(sys.maxsize)  # a long prompt is no error; the limit is the process's, so put it back
+    limit = csv.field_size_limit(sys.maxsize)  # a long prompt is no error; the limit is the whole process's
+    rows: list[Row] = []
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, delimiter=delimiter, strict=True)
-            rows: list[Row] = []
+            reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
             for row in reader:
                 if None in row or None in row.values():
                     count = len(reader.fieldnames or ())
@@ -225,7 +176,7 @@ def _read_csv(path: Path, delimiter: str = ",") -> list[Row]:
     except csv.Error as error:
         raise DataError(f"{path} is not CSV: {error}") from None
     finally:
-        csv.field_size_limit(before)
+        csv.field_size_limit(limit)
     return rows
 
 
@@ -234,7 +185,7 @@ READERS: dict[str, Callable[[Path], list[Row]]] = {
     ".jsonl": _read_lines,
     ".json": _read_json,
     ".csv": _read_csv,
-    ".tsv": partial(_read_csv, delimiter="\t"),
+    ".tsv": _read_csv,
 }
 
 
@@ -242,8 +193,3 @@ def _refuse(what: str, **options: str | None) -> None:
     for name, value in options.items():
         if value is not None:
             raise DataError(f"load: {what} has no {name}: leave out {name}={value!r}")
-
-
-def _is_a(name: str, value: Any) -> bool:
-    """Whether `value` is of that class of the datasets library, without importing it."""
-    return any(c.__name__ == name and c.__module__.split(".")[0] == "datasets" for c in type(value).__mro__)

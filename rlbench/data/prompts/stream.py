@@ -6,8 +6,9 @@ that restores them goes on with exactly the prompt that would have come.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeGuard
+import copy
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
 
@@ -29,13 +30,19 @@ class PromptStream(Suggesting):
     `epoch`: passes completed. `position`: prompts taken in this one. `taken`: prompts taken in all.
     """
 
+    KIND: ClassVar[str] = "stream"
+
     def __init__(self, prompts: PromptSet, seed: int, shuffle: bool, on_end: OnEnd, epochs: int | None) -> None:
         if not len(prompts):
             raise DataError(f"{prompts.name or 'the set'} has no prompts to stream")
+        if on_end not in ("repeat", "stop"):
+            raise DataError(f"on_end={on_end!r}: wanted 'repeat' or 'stop'")
+        if epochs is not None and (on_end == "repeat" or not isinstance(epochs, int) or epochs < 1):
+            raise DataError(f"epochs={epochs!r}: wanted a whole number, at least one, and on_end='stop'")
         self.prompts = prompts
         self.seed = checked_seed(seed)
         self.shuffle = bool(shuffle)
-        self.epochs = epochs_of(on_end, epochs)
+        self.epochs = None if on_end == "repeat" else epochs or 1
         self.epoch = self.position = 0
         self._order = self._order_of(0)
 
@@ -51,26 +58,29 @@ class PromptStream(Suggesting):
 
     def take(self, n: int) -> list[Prompt]:
         """The next `n` prompts, over the end of an epoch where it repeats; fewer, or none, where it stops."""
-        checked_count(n)
-        found: list[Prompt] = []
-        while len(found) < n and not self.ended:
-            found.append(self.prompts.prompts[self._order[self.position]])
+        check_count(n)
+        taken: list[Prompt] = []
+        while len(taken) < n and not self.ended:
+            taken.append(self.prompts.prompts[self._order[self.position]])
             self.position += 1
             if self.position == len(self.prompts):
-                self.epoch, self.position = self.epoch + 1, 0
-                self._order = self._order_of(self.epoch)
-        return found
+                self.go_to((self.epoch + 1, 0))
+        return taken
 
     def batches(self, n: int) -> Iterator[list[Prompt]]:
-        """`take(n)` until it ends; the last one may be shorter."""
-        while found := self.take(n):
-            yield found
+        """Yield `take(n)` until it ends; the last one may be shorter."""
+        while prompts := self.take(n):
+            yield prompts
+
+    def copy(self) -> Self:
+        """Another stream of the same prompts, at the same place; each goes on by itself."""
+        return copy.copy(self)
 
     def state(self) -> dict[str, Any]:
         """Where it stands, as plain JSON of a fixed small size; `restore` takes it, in any process."""
         return {
             "format": FORMAT,
-            "kind": "stream",
+            "kind": self.KIND,
             "set": {"prompts": len(self.prompts), "fingerprint": self.prompts.fingerprint},
             "seed": self.seed,
             "shuffle": self.shuffle,
@@ -82,33 +92,20 @@ class PromptStream(Suggesting):
     def restore(self, state: Mapping[str, Any]) -> Self:
         """Go to where `state` was taken, and return the stream.
 
-        Raises:
-            DataError: the state is none of a stream, of other prompts or of other options; nothing has moved then.
+        DataError for what is no state of a stream, or of other prompts or options; nothing has moved then.
         """
         self.go_to(self.place_of(state))
         return self
 
     def place_of(self, state: Mapping[str, Any]) -> tuple[int, int]:
         """Epoch and position in a state that fits this stream; raises DataError for any other."""
-        whose = self.prompts.name or "this set"
-        checked_state(state, "stream", "set.stream(…).state()")
-        was, now = state.get("set"), self.state()["set"]
-        if was != now:
-            before, after = (
-                f"{one.get('prompts')} ({one.get('fingerprint')})" if isinstance(one, Mapping) else repr(one)
-                for one in (was, now)
-            )
-            raise DataError(
-                f"restore: the prompts of {whose} have changed since the state was taken: it knew {before}, now "
-                f"there are {after}. Load the same data as then, or start a new stream"
-            )
-        check_same_options(self, state, ("seed", "shuffle", "epochs"))
-        epoch, position = state.get("epoch"), state.get("position")
-        if not _is_count(epoch) or not _is_count(position) or position >= len(self.prompts):
+        check_state(state, self.state(), ("epoch", "position"), self.prompts.name)
+        epoch, position = place = state["epoch"], state["position"]
+        if type(epoch) is not int or type(position) is not int or epoch < 0 or not 0 <= position < len(self.prompts):
             raise DataError(
                 f"restore: epoch {epoch!r} and position {position!r} are no place among {len(self.prompts)} prompts"
             )
-        return epoch, position
+        return place
 
     def go_to(self, place: tuple[int, int]) -> None:
         """Move to an epoch and a position in it."""
@@ -134,49 +131,28 @@ def permutation(count: int, seed: int, *more: int) -> np.ndarray:
 
 def checked_seed(seed: int) -> int:
     """A seed that can be used. Raises DataError."""
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
+    if not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
         raise DataError(f"seed={seed!r}: wanted a whole number from 0 to 2**32 - 1")
     return int(seed)
 
 
-def checked_count(n: int) -> int:
-    """How many prompts to take. Raises DataError."""
-    if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
+def check_count(n: int) -> None:
+    """Refuse a number of prompts that cannot be taken."""
+    if not isinstance(n, int | np.integer) or n < 1:
         raise DataError(f"take({n!r}): wanted a whole number of prompts, at least one")
-    return int(n)
 
 
-def epochs_of(on_end: str, epochs: int | None) -> int | None:
-    """How many passes the two options mean, None for no end. Raises DataError where they contradict each other."""
-    if on_end not in ("repeat", "stop"):
-        raise DataError(f"on_end={on_end!r}: wanted 'repeat' or 'stop'")
-    if on_end == "repeat":
-        if epochs is not None:
-            raise DataError(f"epochs={epochs} needs on_end='stop': 'repeat' has no end")
-        return None
-    if epochs is not None and (isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1):
-        raise DataError(f"epochs={epochs!r}: wanted a whole number, at least one")
-    return 1 if epochs is None else epochs
-
-
-def checked_state(state: Any, kind: str, call: str) -> None:
-    """Refuse what is no state of this kind, or of a newer rlbench. Raises DataError."""
-    if not isinstance(state, Mapping) or state.get("kind") != kind:
-        raise DataError(f"restore: wanted what {call} gave, got {str(state)[:60]}")
-    if not _is_count(state.get("format")) or state["format"] > FORMAT:
-        raise DataError(f"restore: the state has format {state.get('format')!r}; this rlbench reads up to {FORMAT}")
-
-
-def check_same_options(stream: Any, state: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Refuse a state that was taken with other options."""
-    for name in names:
-        if state.get(name) != (now := getattr(stream, name)):
-            kind = state["kind"]
+def check_state(state: Any, own: Mapping[str, Any], place: Collection[str], name: str) -> None:
+    """Refuse a state that differs from one's own in more than its `place`. Raises DataError."""
+    if not isinstance(state, Mapping) or set(state) != set(own):
+        raise DataError(f"restore: wanted what .state() of a {own['kind']} gave, got {str(state)[:60]}")
+    for field, now in own.items():
+        if field not in place and state[field] != now:
+            why = f"has {field}={state[field]!r}, this {own['kind']} {field}={now!r}"
+            if field == "set":
+                things = "texts" if own["kind"] == "texts" else "prompts"
+                why = f"is of other {things} ({state[field]['prompts']}; there are {own[field]['prompts']} now)"
             raise DataError(
-                f"restore: the state is of a {kind} with {name}={state.get(name)!r}, this one has {name}={now!r}: make "
-                "it as it was, or start anew"
+                f"restore: the state{name and f' of {name}'} {why}: make it as it was then, of the same data, or start "
+                "anew"
             )
-
-
-def _is_count(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rlbench.data.base.optional import needed
+from rlbench.data.base.drawing import needed
 from rlbench.errors import DataError, Suggesting, nearest
 from rlbench.units import format_number
 
@@ -19,13 +19,10 @@ COLUMNS = ("squares", "largest", "zeros", "nonfinite", "sizes", "weight_squares"
 class TokenGradients(Suggesting):
     """What the backward of one batch gave each response token, flat float32 in the order of `batch.responses.values`.
 
-    Attributes:
-        coefficient: ∂L/∂log-prob; negative: a step makes the token more likely.
-        entropy_coefficient: ∂L/∂entropy; 0 for a loss without an entropy term.
-        hidden: 2-norm of ∂L/∂h, h the hidden state that predicts the token, as it enters the output layer: what the
-            token's own terms of the loss send into the network. Attention passes it on to earlier tokens; that share is
-            not in it. None where the model does not say which its output layer is.
-        offsets: (B + 1,) where each response begins.
+    `coefficient`: ∂L/∂log-prob; negative: a step makes the token more likely. `entropy_coefficient`: ∂L/∂entropy.
+    `hidden`: 2-norm of ∂L/∂h, h the hidden state that predicts the token, as it enters the output layer: what the
+    token's own terms of the loss send into the network; None where the model does not say which its output layer is.
+    `offsets`: (B + 1,) where each response begins.
     """
 
     coefficient: np.ndarray
@@ -37,8 +34,7 @@ class TokenGradients(Suggesting):
         """Mean of `hidden`, or where there is none of |`coefficient`|, over the responses, by place in the response."""
         values = np.abs(self.coefficient) if self.hidden is None else self.hidden
         place = np.arange(len(values)) - np.repeat(self.offsets[:-1], np.diff(self.offsets))
-        count = np.bincount(place)
-        return np.asarray(np.bincount(place, weights=values) / np.maximum(count, 1))
+        return np.asarray(np.bincount(place, weights=values) / np.maximum(np.bincount(place), 1))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -46,13 +42,9 @@ class Gradients(Suggesting):
     """Rows of numbers about gradients before clipping, of all ranks together; `session.gradients()` gives one row per
     trainable parameter, `by_layer()` and `by_module()` the same with fewer rows.
 
-    Attributes:
-        names: (R,) of the rows.
-        squares, weight_squares: (R,) sums of the squares of the gradient and of the weights.
-        largest: (R,) largest absolute value of a finite entry.
-        zeros, nonfinite: (R,) entries that are exactly 0, and that are NaN or infinite.
-        sizes: (R,) entries.
-        tokens: one for each batch whose gradients wait; none after a method of your own made them.
+    Each (R,): `squares`, `weight_squares`: sums of the squares of gradient and weights; `largest` absolute value of a
+    finite entry; `zeros`, `nonfinite`: entries that are exactly 0, that are NaN or infinite; `sizes`: entries.
+    `tokens`: one for each batch whose gradients wait; none after a method of your own made them.
     """
 
     names: tuple[str, ...]
@@ -91,12 +83,8 @@ class Gradients(Suggesting):
         return [name for name, count in zip(self.names, self.nonfinite, strict=True) if count]
 
     def by_module(self, depth: int | None = None) -> Gradients:
-        """One row per module.
-
-        Args:
-            depth: leading parts of the name that count: 1 is the top, None each parameter's own module.
-        """
-        if depth is not None and (not isinstance(depth, int) or depth < 1):
+        """One row per module; `depth`: leading parts of the name that count, None for each parameter's own module."""
+        if depth is not None and depth < 1:
             raise DataError(f"by_module({depth!r}): a depth of 1 or more, or None for each parameter's own module")
         return self._grouped(module_of(name, depth) for name in self.names)
 
@@ -105,9 +93,7 @@ class Gradients(Suggesting):
         return self._grouped(map(layer_of, self.names))
 
     def table(self) -> Any:
-        """A pandas DataFrame: `norm`, `relative` (to the weights' norm), `largest`, `zeros` (share), `nonfinite`,
-        `size`."""
-        pandas = needed("pandas", "gradients.table()")
+        """A DataFrame: `norm`, `relative` (to the weights' norm), `largest`, `zeros` (share), `nonfinite`, `size`."""
         columns = {
             "norm": self.norms,
             "relative": self.relative,
@@ -116,7 +102,7 @@ class Gradients(Suggesting):
             "nonfinite": self.nonfinite.astype(np.int64),
             "size": self.sizes.astype(np.int64),
         }
-        return pandas.DataFrame(columns, index=list(self.names))
+        return needed("pandas", "gradients.table()").DataFrame(columns, index=list(self.names))
 
     def channels(self, batch: int = -1) -> dict[str, np.ndarray]:
         """The tokens' numbers of one waiting batch (the last) as channels of the rollout viewer:
@@ -124,8 +110,8 @@ class Gradients(Suggesting):
         if not self.tokens:
             raise DataError("no batch's tokens are known: the gradients come from a method of the module's own")
         one = self.tokens[batch]
-        found = {"coefficient": one.coefficient, "hidden_gradient": one.hidden}
-        return {name: values for name, values in found.items() if values is not None}
+        hidden = {} if one.hidden is None else {"hidden_gradient": one.hidden}
+        return {"coefficient": one.coefficient, **hidden}
 
     def __len__(self) -> int:
         return len(self.names)

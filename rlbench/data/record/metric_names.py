@@ -39,12 +39,20 @@ METRICS = (
     Metric("clip_fraction_high", "share", "those above the upper bound", "", ("clip_ratio/high_mean",)),
     Metric("ratio", "", "mean over trained tokens of exp(logprobs − old_logprobs)", "", ("val/ratio",)),
     Metric("ppo_kl", "nats", "mean over trained tokens of old_logprobs − logprobs (k1), where the loss gives it"),
+    Metric("reward_margin", "", "mean over pairs of the reward of the chosen response − that of the rejected: the implicit one, or a reward model's score", "", ("rewards/margins",)),
+    Metric("reward_accuracy", "share", "pairs whose chosen response has the larger reward; a reward model's ties aside", "", ("rewards/accuracies",)),
+    Metric("reward_chosen", "", "mean reward of the chosen, or good, responses; reward_rejected: of the others", "", ("rewards/chosen",)),
+    Metric("teacher_kl", "nats", "mean over trained tokens of logprobs − the teacher's, of a loss of a teacher; on the policy's own samples an estimate of KL(policy, teacher)"),
+    Metric("teacher_mass", "share", "mean over trained tokens of the teacher's probability of the tokens it was asked for (gkd)"),
     Metric("logprob_gap", "nats", "mean over trained tokens of abs(logprobs − sampler_logprobs)", "", ("sampling/sampling_logp_difference/mean",)),
     Metric("logprob_gap_max", "nats", "the largest of them", "", ("sampling/sampling_logp_difference/max",)),
     Metric("mismatch/kl", "nats", "sampler against old policy: mean of sampler_logprobs − old_logprobs", "", ("rollout_corr/kl", "vllm_kl")),
     Metric("mismatch/k3_kl", "nats", "the same by k3, never negative", "", ("rollout_corr/k3_kl",)),
     Metric("mismatch/ess", "share", "(Σw)² / (n Σw²), w = exp(old_logprobs − sampler_logprobs): share of the tokens the weighted batch is worth"),
     Metric("grad_norm", "", "2-norm of the whole gradient, before clipping", "actor_grad_norm", ("actor/grad_norm",)),
+    Metric("eval/<set>/reward", "", "mean over completions of an evaluation of the step's weights, of the set of that name; `eval/reward` where it has none"),
+    Metric("eval/<set>/pass@k", "share", "of several completions of a prompt: chance that one of k is right, mean over prompts; maj@k: prompts whose most frequent answer is right"),
+    Metric("loss_scale", "", "by what the loss was multiplied for a backward in float16; the gradients are not", "actor_loss_scale"),
     Metric("lr", "", "learning rate of the optimizer's first group in this step", "actor_lr", ("actor/lr", "learning_rate")),
     Metric("lr_usual", "", "that rate, where the step had one of its own"),
     Metric("sequences", "count", "of the batch"),
@@ -59,13 +67,22 @@ METRICS = (
     Metric("seconds/total", "s", "the verb; its parts are the other seconds/…", "", ("timing_s/step", "step_time")),
     Metric("step", "count", "optimizer steps of the session; falls where one is undone"),
     Metric("version", "count", "of the trainer's weights; data_version: of those that sampled"),
+    Metric("staleness", "count", "mean over sequences of the trainer's version when it trained − the version that sampled: optimizer steps in between"),
+    Metric("staleness_max", "count", "of the oldest sequence"),
     Metric("ptx_loss", "nats", "mean of −log p over pretraining text"),
+    Metric("epoch", "", "passes over its texts that a trainer of texts has taken"),
+    Metric("eval/loss", "", "the loss on texts that are held out, without a step; eval/…: its other metrics there", "", ("eval_loss",)),
     Metric("critic_loss", "", "½ squared error of the values, weighed as the policy's loss", "critic_loss", ("critic/vf_loss", "loss/value_avg")),
     Metric("value_clip_fraction", "share", "tokens whose clipped value error was the larger", "", ("critic/vf_clipfrac",)),
     Metric("explained_variance", "", "1 − Var(returns − values) / Var(returns)", "", ("critic/vf_explained_var",)),
 )  # fmt: skip
 
 BY_NAME = {metric.name: metric for metric in METRICS}
+
+
+def is_evaluated_reward(name: str) -> bool:
+    """Whether it is the mean reward of an evaluation: `eval/reward`, or `eval/<set>/reward`."""
+    return name.startswith("eval/") and name.endswith("/reward")
 
 
 def of_trainer(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,9 +17,8 @@ LOSSES = ("loss", "policy_loss")
 class Metrics(Mapping[str, Any]):
     """Metrics of one verb, by name; also as attributes.
 
-    `tokens` holds per-token channels of the batch, flat float32 arrays in the order of `batch.responses.values`:
-    `logprobs`, `entropy`, `old_logprobs`, `ref_logprobs` where there is one, and what the loss's own metrics say per
-    token (`ratio`, `clip_fraction`, …, or anything a loss of yours returns). It is not part of the record.
+    `tokens`: per-token channels of the batch, flat float32 in the order of `batch.responses.values`: `logprobs`,
+    `entropy`, `old_logprobs`, `ref_logprobs` where there is one, and what the loss's own metrics say per token.
     """
 
     def __init__(self, values: Mapping[str, Any], tokens: Mapping[str, np.ndarray] | None = None) -> None:
@@ -48,12 +47,13 @@ class Metrics(Mapping[str, Any]):
         numbers = [k for k, v in self._values.items() if isinstance(v, int | float | np.number)]
         names = [k for k in SHOWN if self._values.get(k) is not None] or numbers[: len(SHOWN)]
         shown = [shown_metric(k, self._values) for k in names]
+        if self._values.get("staleness"):
+            shown.append(f"staleness {format_number(self._values['staleness'])}")
         if (usual := self._values.get("lr_usual")) is not None:
             shown.append(f"lr {format_number(self._values['lr'])} for this step (usually {format_number(usual)})")
         head = f"step {self._values['step']}" if "step" in self._values else "metrics"
-        if self._values.get("skipped"):
-            shown.append(f"step skipped: {self._values['skipped']}")
-        return f"{head}: " + " · ".join(shown)
+        skipped = [f"step skipped: {self._values['skipped']}"] if self._values.get("skipped") else []
+        return f"{head}: " + " · ".join([*shown, *skipped])
 
 
 def shown_metric(name: str, values: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The reward and the advantage that rollouts and batches were made with: kept beside the values, weakly."""
+"""What rollouts and batches were made with (sampler, reward, advantage): kept beside the values, weakly."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _makers: weakref.WeakKeyDictionary[Any, Mapping[str, Any]] = weakref.WeakKeyDictionary()
+_samplers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def makers(value: Any) -> dict[str, Any]:
@@ -21,7 +22,20 @@ def makers(value: Any) -> dict[str, Any]:
 def made_with(value: R, source: Any, **functions: Any) -> R:
     """Note what `value` was made with, beside what `source` was; None forgets a part. Returns the value."""
     _makers[value] = {part: fn for part, fn in (makers(source) | functions).items() if fn is not None}
+    if (sampler := _samplers.get(source)) is not None:
+        _samplers[value] = sampler
     return value
+
+
+def drawn_by(value: R, sampler: Any) -> R:
+    """Note what rollouts were drawn by, and can be continued by. Returns the value."""
+    _samplers[value] = sampler
+    return value
+
+
+def sampler_of(value: Any) -> Any:
+    """Return what rollouts were drawn by; None where that is not known."""
+    return _samplers.get(value)
 
 
 def keeps_makers(method: Callable[P, R]) -> Callable[P, R]:

@@ -1,10 +1,8 @@
 """How an advantage function is called: rewards and groups, and by name what else its signature asks for.
 
-    def mine(rewards, group): ...                     # (B,) float64, (B,) int64 -> (B,) or (B, T)
-    def mine(rewards, group, *, lengths, mask): ...   # the same, and what it names
+    def mine(rewards, group, *, lengths, mask): ...   # (B,) float64, (B,) int64, and what it names -> (B,) or (B, T)
 
-Some of it the rollouts know by themselves, of an environment also `turns` and `token_rewards`; the rest is given to
-`rollouts.batch(advantage=…, values=…)`.
+Some of it the rollouts know, of an environment also `turns` and `token_rewards`; the rest is given to `rollouts.batch`.
 """
 
 from __future__ import annotations
@@ -16,18 +14,31 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlbench.data.base.ragged import Ragged
+from rlbench.data.rollouts.branches import nodes
 from rlbench.data.rollouts.turns import env_columns
 from rlbench.errors import DataError, RLBenchError, nearest
 from rlbench.traces import user_error
-from rlbench.user_code import user_code
+from rlbench.user_code import name_of, user_code
 
 if TYPE_CHECKING:
     from rlbench.data.rollouts.rollouts import Rollouts
 
-OWN = ("mask", "lengths", "truncated", "logprobs")
-GIVEN_PER_TOKEN = ("token_rewards", "values", "old_values", "ref_logprobs", "teacher_logprobs", "turns")
-GIVEN_PER_ROW = ("baseline_rewards",)
-GIVEN = (*GIVEN_PER_TOKEN, *GIVEN_PER_ROW, "components")
+OWN = ("mask", "lengths", "truncated", "logprobs", "nodes", "versions", "labels", "meta", "rollouts")
+GIVEN_PER_TOKEN = ("token_rewards", "values", "old_values", "ref_logprobs", "teacher_logprobs", "turns", "entropy")
+GIVEN = (*GIVEN_PER_TOKEN, "baseline_rewards", "components")
+FOUND = {"ref_logprobs": "ref_logprob", "teacher_logprobs": "teacher_logprob", "entropy": "entropy"}
+"""What an advantage finds in a channel of the rollouts without being given it, and the channel."""
+
+
+def check_advantage(advantage: Any) -> None:
+    """Refuse what cannot be called with rewards and groups."""
+    if isinstance(advantage, type):
+        raise DataError(f"{advantage.__name__} is made by calling it: advantage={advantage.__name__}()")
+    if not callable(advantage):
+        raise DataError(
+            f"advantage={advantage!r}: wanted a value of rb.rl, as rb.rl.group_normalized() (GRPO's) or rb.rl.rloo(), "
+            "or a function of rewards and group"
+        )
 
 
 def given_columns(rollouts: Rollouts, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,8 +49,8 @@ def given_columns(rollouts: Rollouts, given: Mapping[str, Any]) -> dict[str, Any
     columns: dict[str, Any] = {}
     for name, value in given.items():
         if name in GIVEN_PER_TOKEN:
-            columns[name] = _per_token(name, value, rollouts)
-        elif name in GIVEN_PER_ROW:
+            columns[name] = rollouts.responses.with_values(rollouts.responses.flat(name, value))
+        elif name == "baseline_rewards":
             columns[name] = _per_row(name, value, rollouts.samples)
         elif name == "components":
             if not isinstance(value, Mapping):
@@ -50,16 +61,11 @@ def given_columns(rollouts: Rollouts, given: Mapping[str, Any]) -> dict[str, Any
     return columns
 
 
-def take_rows(columns: Mapping[str, Any], rows: np.ndarray) -> dict[str, Any]:
-    """Return the same columns for some of the samples."""
-    return {
-        name: {key: v[rows] for key, v in value.items()}
-        if isinstance(value, dict)
-        else value.take(rows)
-        if isinstance(value, Ragged)
-        else value[rows]
-        for name, value in columns.items()
-    }
+def take_rows(column: Any, rows: np.ndarray) -> Any:
+    """Return one of these columns for some of the samples."""
+    if isinstance(column, dict):
+        return {key: values[rows] for key, values in column.items()}
+    return column.take(rows) if isinstance(column, Ragged) else column[rows]
 
 
 def call_advantage(
@@ -71,29 +77,44 @@ def call_advantage(
     wanted = wanted_names(advantage)
     unused = sorted(set(columns) - set(wanted))
     if unused:
-        raise DataError(f"batch: {', '.join(unused)} would have no effect: {_name(advantage)} does not take it")
-    columns = {n: v for n, v in env_columns(rollouts).items() if n in wanted} | dict(columns)
+        raise DataError(f"batch: {', '.join(unused)} would have no effect: {name_of(advantage)} does not take it")
+    known = {name: v for name, channel in FOUND.items() if (v := rollouts.channels.get(channel)) is not None}
+    of_channels = {n: rollouts.responses.with_values(v) for n, v in known.items()}
+    columns = {n: v for n, v in (of_channels | env_columns(rollouts)).items() if n in wanted} | dict(columns)
     lacking = [n for n, optional in wanted.items() if n in GIVEN and n not in columns and not optional]
     if lacking:
-        raise DataError(f"{_name(advantage)} needs {', '.join(lacking)}: give it as batch(advantage=…, {lacking[0]}=…)")
-    own = {
-        "mask": lambda: _padded(rollouts.responses.with_values(mask)),
-        "lengths": lambda: torch.as_tensor(np.add.reduceat(mask, rollouts.responses.offsets[:-1], dtype=np.int64)),
-        "truncated": lambda: torch.as_tensor(rollouts.truncated),
-        "logprobs": lambda: _padded(rollouts.responses.with_values(rollouts.logprobs)),
+        raise DataError(
+            f"{name_of(advantage)} needs {', '.join(lacking)}: give it as batch(advantage=…, {lacking[0]}=…)"
+        )
+    own: dict[str, Any] = {
+        "mask": rollouts.responses.with_values(mask),
+        "lengths": np.add.reduceat(mask, rollouts.responses.offsets[:-1], dtype=np.int64),
+        "truncated": rollouts.truncated,
+        "logprobs": rollouts.responses.with_values(rollouts.logprobs),
+        "versions": rollouts.versions,
     }
-    asked: dict[str, Any] = {name: own[name]() for name in OWN if name in wanted}
-    asked |= {name: _tensor(value) for name, value in columns.items()}
+    if "nodes" in wanted:
+        own["nodes"] = rollouts.responses.with_values(nodes(rollouts))
+    columns |= {name: value for name, value in own.items() if name in wanted}
+    asked = {name: _tensor(value) for name, value in columns.items()}
+    about = [rollouts.prompts[number] for number in rollouts.group.tolist()] if {"labels", "meta"} & set(wanted) else []
+    plain = {"labels": [p.label for p in about], "meta": [p.meta for p in about], "rollouts": rollouts}
+    asked |= {name: value for name, value in plain.items() if name in wanted}
     group = torch.as_tensor(rollouts.group.astype(np.int64))
     try:
         with user_code():
-            result = advantage(torch.as_tensor(rollouts.rewards), group, **asked)
+            rewards = np.zeros(rollouts.samples) if rollouts.rewards is None else rollouts.rewards
+            result = advantage(torch.as_tensor(rewards), group, **asked)
     except RLBenchError:
         raise
     except Exception as error:  # a user's code: its own line is what to show
-        said = f"{_name(advantage)} raised {type(error).__name__}: {error}"
-        raise user_error(DataError, said, error) from error
+        raise user_error(DataError, f"{name_of(advantage)} raised {type(error).__name__}: {error}", error) from error
     return _flat(result, rollouts)
+
+
+def no_advantage(rewards: Any, group: Any) -> Any:
+    """Give each completion 0: the loss will not read it."""
+    return np.zeros(len(group))
 
 
 def wanted_names(advantage: Callable[..., Any]) -> dict[str, bool]:
@@ -107,7 +128,14 @@ def wanted_names(advantage: Callable[..., Any]) -> dict[str, bool]:
     named = [p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if sum(p.kind is not p.KEYWORD_ONLY for p in parameters) >= 2:
         named = [p for p in named if p not in parameters[:2]]
-    return {p.name: p.default is not p.empty for p in named if p.name in (*OWN, *GIVEN)}
+    known = (*OWN, *GIVEN)
+    unknown = [p.name for p in named if p.name not in known and p.default is p.empty]
+    if unknown:
+        raise DataError(
+            f"{name_of(advantage)} asks for {unknown[0]!r}{nearest(unknown[0], known)}; an advantage is given rewards "
+            f"and group, and by name {', '.join(known)}"
+        )
+    return {p.name: p.default is not p.empty for p in named if p.name in known}
 
 
 def _flat(result: Any, rollouts: Rollouts) -> np.ndarray:
@@ -122,28 +150,11 @@ def _flat(result: Any, rollouts: Rollouts) -> np.ndarray:
     elif values.shape == (rollouts.samples, width):
         values = values[np.arange(width)[None] < lengths[:, None]]
     if values.shape != (tokens,):
-        raise DataError(
-            f"the advantage gave shape {values.shape}; wanted ({rollouts.samples},), one per completion, "
-            f"({rollouts.samples}, {width}), one per token, or ({tokens},), one per response token in a row"
-        )
+        wanted = f"({rollouts.samples},), ({rollouts.samples}, {width}) or flat over response tokens ({tokens},)"
+        raise DataError(f"the advantage gave shape {values.shape}; wanted {wanted}")
     if not np.isfinite(values).all():
         raise DataError("the advantage gave values that are not finite")
     return values
-
-
-def _per_token(name: str, value: Any, rollouts: Rollouts) -> Ragged:
-    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype != object:
-        flat = value
-    else:
-        rows = Ragged.from_rows(value, np.float32)
-        if not np.array_equal(rows.lengths, rollouts.lengths):
-            raise DataError(f"{name}: row lengths differ from the completions'; wanted one value per response token")
-        flat = rows.values
-    if flat.shape != rollouts.responses.values.shape:
-        raise DataError(
-            f"{name} has shape {flat.shape}; wanted {rollouts.responses.values.shape}, one per response token"
-        )
-    return rollouts.responses.with_values(flat)
 
 
 def _per_row(name: str, value: Any, samples: int) -> np.ndarray:
@@ -158,19 +169,4 @@ def _tensor(value: Any) -> Any:
 
     if isinstance(value, dict):
         return {key: torch.as_tensor(v) for key, v in value.items()}
-    return _padded(value) if isinstance(value, Ragged) else torch.as_tensor(value)
-
-
-def _padded(rows: Ragged) -> Any:
-    """(B, longest) tensor of the rows' dtype, zeros behind each row."""
-    import torch
-
-    lengths = rows.lengths
-    width = int(lengths.max()) if len(lengths) else 0
-    out = np.zeros((len(rows), width), rows.values.dtype)
-    out[np.arange(width)[None] < lengths[:, None]] = rows.values
-    return torch.as_tensor(out)
-
-
-def _name(advantage: Any) -> str:
-    return getattr(advantage, "__name__", None) or repr(advantage)
+    return torch.as_tensor(value.padded() if isinstance(value, Ragged) else value)

@@ -1,8 +1,5 @@
 """Numbers beside every sampled token: what a channel is called, its unit, and how it comes from a batch and a step.
 
-    seen = rollouts.with_batch(batch, metrics)       # advantage, mask, trainer_logprob, difference, ratio, entropy, …
-    seen = seen.with_channels(surprise=-rollouts.logprobs)
-
 A channel is a flat float32 array in the order of `rollouts.responses.values`; NaN where it is not known, as for
 completions that an interrupt cut and the batch left out.
 """
@@ -15,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from rlbench.data.base.ragged import Ragged
 from rlbench.data.batches.batch import TrainBatch
+from rlbench.data.batches.columns import TEACHER
 from rlbench.errors import DataError
 
 if TYPE_CHECKING:
@@ -47,10 +44,12 @@ KNOWN: Mapping[str, ChannelKind] = {
     "turn": ChannelKind("turn", "", "size", "turn of the conversation, from 0; an observation's is that it answers"),
     "old_logprob": ChannelKind("old", "nats", "size", "log-prob under the old policy: that which saw the batch first"),
     "ref_logprob": ChannelKind("reference", "nats", "size", "log-prob under the reference policy"),
+    "teacher_logprob": ChannelKind("teacher", "nats", "size", "log-prob under a teacher: teacher.score(rollouts)"),
 }
 """The standard channels, in the order they are shown. Any other name may be given too."""
 
 SAMPLER = "sampler_logprob"
+TEACHER_CHANNEL = "teacher_logprob"
 FROM_STEP = {
     "logprobs": "trainer_logprob",
     "entropy": "entropy",
@@ -76,75 +75,43 @@ def all_channels(rollouts: Rollouts) -> dict[str, np.ndarray]:
 
     Of an environment's tokens there is no log-prob: NaN, as in `difference` and what else comes from it.
     """
-    there: dict[str, np.ndarray] = {SAMPLER: rollouts.logprobs}
+    channels: dict[str, np.ndarray] = {SAMPLER: rollouts.logprobs}
     if rollouts.mask is not None and rollouts.turns is not None:
-        there = {
-            SAMPLER: np.where(rollouts.mask, rollouts.logprobs, np.float32(np.nan)),
-            "mask": rollouts.mask.astype(np.float32),
-            "turn": rollouts.turns.astype(np.float32),
-        }
-    there |= rollouts.channels
-    return {name: there[name] for name in (*KNOWN, *there) if name in there}
+        channels[SAMPLER] = np.where(rollouts.mask, rollouts.logprobs, np.float32(np.nan))
+        channels |= {"mask": rollouts.mask.astype(np.float32), "turn": rollouts.turns.astype(np.float32)}
+    channels |= rollouts.channels
+    return {name: channels[name] for name in (*KNOWN, *channels) if name in channels}
 
 
 def as_channel(name: str, values: Any, rollouts: Rollouts) -> np.ndarray:
     """Bring what a user gave, flat over all response tokens or one row per completion, to a channel: flat float32."""
     if name == SAMPLER:
         raise DataError(f"{SAMPLER} is what the sampler said and cannot be replaced: give the channel another name")
-    try:
-        flat = _flat(values, rollouts)
-    except (TypeError, ValueError) as error:
-        raise DataError(f"channel {name}: wanted numbers, one per response token: {error}") from None
-    if flat.shape != rollouts.responses.values.shape:
-        raise DataError(
-            f"channel {name} has shape {flat.shape}; wanted {rollouts.responses.values.shape}, one per response token, "
-            f"or {rollouts.samples} rows as long as the completions"
-        )
-    return flat
+    return rollouts.responses.flat(f"channel {name}", values).astype(np.float32)
 
 
 def batch_channels(rollouts: Rollouts, batch: TrainBatch, metrics: Metrics | None = None) -> dict[str, np.ndarray]:
     """The channels a batch and a step on it add to the rollouts the batch was made from; see `Rollouts.with_batch`."""
     rows = _rows_of(rollouts, batch)
-    found: dict[str, np.ndarray] = {
-        "advantage": batch.advantages,
-        "mask": batch.mask,
-        **{
-            name: value
-            for name, value in (("old_logprob", batch.old_logprobs), ("ref_logprob", batch.ref_logprobs))
-            if value is not None
-        },
-    }
+    optional = {"old_logprob": batch.old_logprobs, "ref_logprob": batch.ref_logprobs}
+    own = {name: value for name, value in batch.columns.items() if value.ndim == 1}
+    channels = {TEACHER_CHANNEL if name == TEACHER else name: value for name, value in own.items()}
+    channels |= {"advantage": batch.advantages, "mask": batch.mask}
+    channels |= {name: value for name, value in optional.items() if value is not None}
     for name, value in ({} if metrics is None else metrics.tokens).items():
         if np.shape(value) != batch.responses.values.shape:
             raise DataError(
                 f"metrics.tokens[{name!r}] has shape {np.shape(value)} for {batch.tokens} response tokens: "
                 "these metrics are of another batch"
             )
-        found[FROM_STEP.get(name, name)] = np.asarray(value, np.float32)
-    found |= _derived(found, batch.sampler_logprobs)
-    spread = {name: _spread(value, rows, rollouts, batch) for name, value in found.items()}
-    if rollouts.mask is not None:
-        for name in {"difference"} | ({"ratio"} if "old_logprob" not in found else set()):
-            if name in spread:  # the sampler drew none of an environment's tokens
+        channels[FROM_STEP.get(name, name)] = np.asarray(value, np.float32)
+    channels |= _derived(channels, batch.sampler_logprobs)
+    spread = {name: _spread(value, rows, rollouts, batch) for name, value in channels.items()}
+    if rollouts.mask is not None:  # the sampler drew none of an environment's tokens
+        for name in ("difference", *(() if "old_logprob" in channels else ("ratio",))):
+            if name in spread:
                 spread[name][~rollouts.mask] = np.nan
     return spread
-
-
-def _flat(values: Any, rollouts: Rollouts) -> np.ndarray:
-    if hasattr(values, "detach"):
-        values = values.detach().cpu().float().numpy()
-    if isinstance(values, Ragged):
-        values = list(values)
-    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype != object:
-        return values.astype(np.float32)
-    values = list(values)
-    if values and not np.ndim(values[0]):
-        return np.asarray(values, np.float32)
-    rows = Ragged.from_rows(values, np.float32)
-    if not np.array_equal(rows.lengths, rollouts.lengths):
-        raise ValueError("its rows are not as long as the completions")
-    return rows.values
 
 
 def _derived(found: Mapping[str, np.ndarray], sampler: np.ndarray) -> dict[str, np.ndarray]:
@@ -153,10 +120,7 @@ def _derived(found: Mapping[str, np.ndarray], sampler: np.ndarray) -> dict[str, 
     if trainer is None:
         return {}
     old = found.get("old_logprob")
-    more = {
-        "difference": trainer - sampler,
-        "ratio": np.exp(trainer - (sampler if old is None else old)),
-    }
+    more = {"difference": trainer - sampler, "ratio": np.exp(trainer - (sampler if old is None else old))}
     if "ref_logprob" in found:
         log_ratio = np.clip(found["ref_logprob"] - trainer, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         more["ref_kl"] = np.expm1(log_ratio) - log_ratio

@@ -1,10 +1,4 @@
-"""Rewards side by side on the same completions: how far they agree, and where they do not.
-
-lab = rollouts.compare(old=exact_match, new=rb.rewards.math())
-lab                           # the view: one row per reward, distributions, disagreements first
-lab.disagreements(20)
-rollouts = lab.rollouts("new")
-"""
+"""Rewards side by side on the same completions: how far they agree, and where they do not."""
 
 from __future__ import annotations
 
@@ -17,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlbench.data.base.column import Column
-from rlbench.data.base.optional import needed
-from rlbench.data.rollouts.scoring import RewardErrors, with_rewards
+from rlbench.data.base.drawing import needed
+from rlbench.data.rollouts.scoring import RewardErrors, known, with_rewards
 from rlbench.errors import DataError, Stopped, Suggesting, nearest
 from rlbench.units import format_number
 
@@ -38,7 +32,7 @@ class Agreement:
     `mean`, `std`, `errors` are of this reward alone. Shares: `spread` of prompts whose completions do not all have the
     same reward (the others teach nothing); `changed` of rewards that differ; `order_changed` of pairs of one prompt's
     completions that the two order differently, a tie in one alone too; `flipped` of advantages against the group's mean
-    with the opposite sign. `correlation` is Pearson's, `rank_correlation` Spearman's, NaN where one is constant.
+    with the opposite sign. `correlation` is Pearson's, NaN where one is constant.
     """
 
     compared: int
@@ -47,7 +41,6 @@ class Agreement:
     errors: int
     spread: float
     correlation: float
-    rank_correlation: float
     changed: float
     order_changed: float
     flipped: float
@@ -75,7 +68,6 @@ class Timing:
     name: str
     index: int
     seconds: float
-    prompt: str
     response: str
 
 
@@ -95,15 +87,16 @@ class RewardComparison(Suggesting):
         """What the others are compared with."""
         return self.names[0]
 
-    def rollouts(self, name: str) -> Rollouts:
-        """The completions with that reward, its components, times and errors. Raises DataError for another name."""
+    def rollouts(self, name: str | None = None) -> Rollouts:
+        """The completions with that reward (the second one), its components, times and errors."""
+        name = self.names[1] if name is None else name
         if name not in self.scored:
             raise DataError(f"no reward {name!r}{nearest(name, self.names)}; there are {', '.join(self.names)}")
         return self.scored[name]
 
-    def rewards(self, name: str) -> Column:
-        """One reward, (N,) float64, NaN where it failed."""
-        return Column.of(self.rollouts(name).rewards, name)
+    def rewards(self, name: str | None = None) -> Column:
+        """One reward (the second), (N,) float64, NaN where it failed."""
+        return Column.of(self.rollouts(name).rewards, self.names[1] if name is None else name)
 
     def errors(self, name: str) -> RewardErrors:
         """What that reward failed on, by completion."""
@@ -115,138 +108,112 @@ class RewardComparison(Suggesting):
         return {name: self._agreement(name) for name in self.names}
 
     def table(self) -> Any:
-        """The agreements as a pandas DataFrame, one row per reward. Raises DataError where pandas is not installed."""
+        """The agreements as a pandas DataFrame, one row per reward."""
         pandas = needed("pandas", "comparison.table()")
         return pandas.DataFrame([vars(a) for a in self.agreements.values()], index=self.names)
 
     def counts(self, name: str | None = None) -> tuple[list[str], list[str], np.ndarray]:
-        """Count how often which value of the baseline meets which value of another reward, the second where none is
-        named.
-
-        Returns the baseline's values, the other's (ranges of them where there are many), and (old, new) int64 counts.
-        Failed completions have a value of their own.
+        """Return the baseline's values, another reward's (ranges where there are many), and how often which of them
+        meet, (old, new) int64. Failed completions have a value of their own.
         """
-        other = self._other(name)
         rows, row = _binned(np.asarray(self.rewards(self.baseline)))
-        columns, column = _binned(np.asarray(self.rewards(other)))
-        found = np.zeros((len(rows), len(columns)), np.int64)
-        np.add.at(found, (row, column), 1)
-        return rows, columns, found
+        columns, column = _binned(np.asarray(self.rewards(name)))
+        counts = np.zeros((len(rows), len(columns)), np.int64)
+        np.add.at(counts, (row, column), 1)
+        return rows, columns, counts
 
     def disagreements(self, n: int | None = 10, name: str | None = None) -> list[Disagreement]:
-        """The completions whose rewards differ, first where one failed and the other did not, then by how much.
+        """The `n` completions (None: all) whose rewards differ most from the baseline's, those where one failed first.
 
-        Args:
-            n: at most; None for all.
-            name: of the reward compared with the baseline; the second one where not given.
+        `name`: of the reward compared; the second one where not given.
         """
-        other = self._other(name)
-        old, new = np.asarray(self.rewards(self.baseline)), np.asarray(self.rewards(other))
+        old, new = np.asarray(self.rewards(self.baseline)), np.asarray(self.rewards(name))
         apart = np.nan_to_num(np.abs(new - old)) > _tolerance(old, new)
         rows = np.flatnonzero(apart | (np.isnan(old) != np.isnan(new)))
         order = rows[np.argsort(-np.nan_to_num(np.abs(new - old)[rows], nan=np.inf), kind="stable")]
         base = self.scored[self.baseline]
-        rows, places = order[:n].tolist(), base.group.tolist()
-        labels = [base.prompts[places[i]].label for i in rows]
-        return [
-            Disagreement(i, places[i], *self._texts(i), label, float(old[i]), float(new[i]), float(new[i] - old[i]))
-            for i, label in zip(rows, labels, strict=True)
-        ]
+        listed = []
+        for i in order[:n].tolist():
+            p, prompt = int(base.group[i]), base.prompts[base.group[i]]
+            values = float(old[i]), float(new[i]), float(new[i] - old[i])
+            listed.append(Disagreement(i, p, prompt.text, base.texts[i], prompt.label, *values))
+        return listed
 
     def slowest(self, n: int = 10) -> list[Timing]:
         """The completions whose scoring took longest, over all rewards that were run here."""
-        timed = {k: r.reward_seconds for k, r in self.scored.items() if r.reward_seconds is not None}
-        found = [(float(s), name, i) for name, seconds in timed.items() for i, s in enumerate(seconds)]
-        found.sort(key=lambda item: (-item[0], item[2]))
-        return [Timing(name, i, seconds, *self._texts(i)) for seconds, name, i in found[:n]]
+        timed = {name: one.reward_seconds for name, one in self.scored.items() if one.reward_seconds is not None}
+        texts = self.scored[self.baseline].texts
+        timings = [Timing(k, i, float(s), texts[i]) for k, seconds in timed.items() for i, s in enumerate(seconds)]
+        return sorted(timings, key=lambda timing: (-timing.seconds, timing.index))[:n]
 
     def plot(self, bins: int | None = None) -> Any:
         """The distributions of all rewards on one axis, as a `Chart`."""
         first, *others = self.names
-        compared = {name: np.asarray(self._known(name)) for name in others}
-        return Column.of(self._known(first), "rewards").plot(compared, bins=bins, name=first)
+        compared = {name: known(self.rewards(name)) for name in others}
+        return Column.of(known(self.rewards(first)), "rewards").plot(compared, bins=bins, name=first)
 
     def __repr__(self) -> str:
         parts = [f"{name} {format_number(self.agreements[name].mean)}" for name in self.names]
         return f"RewardComparison({len(self.rewards(self.baseline))} completions: {', '.join(parts)})"
 
-    def _known(self, name: str) -> np.ndarray:
-        values = np.asarray(self.rewards(name))
-        return values[~np.isnan(values)]
-
-    def _other(self, name: str | None) -> str:
-        chosen = self.names[1] if name is None else name
-        self.rollouts(chosen)
-        return chosen
-
     def _agreement(self, name: str) -> Agreement:
-        scored, known = self.scored[name], self._known(name)
+        scored, own = self.scored[name], known(self.rewards(name))
         old, new = np.asarray(self.rewards(self.baseline)), np.asarray(self.rewards(name))
         both = np.flatnonzero(~np.isnan(old) & ~np.isnan(new))
         a, b, group = old[both], new[both], scored.group[both]
         near = _tolerance(a, b)
-        signs = [np.sign(_rounded(x - _group_mean(x, group), near)) for x in (a, b)]
+        signs = [_signs(x - _group_mean(x, group), near) for x in (a, b)]
         seconds = scored.reward_seconds
         return Agreement(
             compared=len(both),
-            mean=float(known.mean()) if len(known) else np.nan,
-            std=float(known.std()) if len(known) else np.nan,
-            errors=scored.samples - len(known),
+            mean=float(own.mean()) if len(own) else np.nan,
+            std=float(own.std()) if len(own) else np.nan,
+            errors=scored.samples - len(own),
             spread=_spread(new, scored.group),
             correlation=_correlation(a, b),
-            rank_correlation=_correlation(_ranks(a), _ranks(b)),
             changed=_share(np.abs(b - a) > near),
             order_changed=_order_changed(a, b, group, near),
             flipped=_share(signs[0] * signs[1] < 0),
             seconds=float(np.nansum(seconds)) if seconds is not None else np.nan,
         )
 
-    def _texts(self, i: int) -> tuple[str, str]:
-        base = self.scored[self.baseline]
-        return base.prompts[base.group[i]].text, base.texts[i]
-
 
 def compare(rollouts: Rollouts, rewards: Mapping[str, Any], options: Mapping[str, Any]) -> RewardComparison:
     """See `Rollouts.compare`."""
-    given = dict(rewards)
-    if not given:
-        raise DataError("compare: nothing to compare: rollouts.compare(old=one_reward, new=another)")
-    if len(given) == 1:
-        if rollouts.rewards is None:
-            raise DataError(
-                f"compare: {next(iter(given))!r} alone, and these rollouts have no rewards to compare with: "
-                "rollouts.compare(old=one_reward, new=another)"
-            )
-        given = {"old" if "old" not in given else "before": "rewards", **given}
-    if not rollouts.samples:
-        raise DataError("compare: these rollouts have no completions")
+    chosen = dict(rewards)
+    if len(chosen) == 1 and rollouts.rewards is not None:
+        chosen = {"before" if "old" in chosen else "old": "rewards", **chosen}
+    if len(chosen) < 2 or not rollouts.samples:
+        raise DataError(
+            f"compare: {len(chosen)} rewards of {rollouts.samples} completions, and these rollouts have none of their "
+            "own to compare with: rollouts.compare(old=one_reward, new=another)"
+        )
     scored: dict[str, Rollouts] = {}
-    for name, reward in given.items():
+    for name, reward in chosen.items():
         try:
-            scored[name] = _scored(rollouts, name, reward, options)
+            scored[name] = scored_by(rollouts, f"compare: {name!r}", reward, options)
         except Stopped as stopped:
             done = RewardComparison(scored) if len(scored) > 1 else None
-            raise Stopped(f"{name!r}: {stopped}; {len(scored)} of {len(given)} rewards are whole", done) from None
+            raise Stopped(f"{name!r}: {stopped}; {len(scored)} of {len(chosen)} rewards are whole", done) from None
     return RewardComparison(scored)
 
 
-def _scored(rollouts: Rollouts, name: str, reward: Any, options: Mapping[str, Any]) -> Rollouts:
-    if isinstance(reward, str):
-        return _column(rollouts, name, reward)
+def scored_by(rollouts: Rollouts, who: str, reward: Any, options: Mapping[str, Any]) -> Rollouts:
+    """The rollouts with that reward: a function's, numbers, or one they have by name, as "rewards" or a component.
+
+    `who` asks, as a refusal says.
+    """
     if callable(reward):
         return rollouts.score(reward, on_error="keep", **{key: value for key, value in options.items() if value})
-    return rollouts.score(reward)
-
-
-def _column(rollouts: Rollouts, name: str, column: str) -> Rollouts:
-    """The rollouts with rewards they have, or one of their components as the reward."""
-    if column == "rewards" and rollouts.rewards is not None:
+    if not isinstance(reward, str):
+        return rollouts.score(reward)
+    if reward == "rewards" and rollouts.rewards is not None:
         return rollouts
-    if column in rollouts.components:
-        return with_rewards(rollouts, rollouts.components[column])
-    known = [*(["rewards"] if rollouts.rewards is not None else []), *rollouts.components]
-    there = f"there are {', '.join(known)}" if known else "they are not scored yet"
-    raise DataError(f"compare: {name!r} asks for {column!r} of these rollouts{nearest(column, known)}; {there}")
+    if reward in rollouts.components:
+        return with_rewards(rollouts, rollouts.components[reward])
+    there = [*(["rewards"] if rollouts.rewards is not None else []), *rollouts.components]
+    these = f"there are {', '.join(there)}" if there else "they are not scored yet"
+    raise DataError(f"{who} asks for {reward!r} of these rollouts{nearest(reward, there)}; {these}")
 
 
 # -- numbers
@@ -257,14 +224,12 @@ def _tolerance(a: np.ndarray, b: np.ndarray) -> float:
     return SAME * max(1.0, largest)
 
 
-def _rounded(values: np.ndarray, near: float) -> np.ndarray:
-    return np.where(np.abs(values) <= near, 0.0, values)
+def _signs(values: np.ndarray, near: float) -> np.ndarray:
+    return np.sign(np.where(np.abs(values) <= near, 0.0, values))
 
 
 def _group_mean(values: np.ndarray, group: np.ndarray) -> np.ndarray:
     """(N,) each completion's group mean."""
-    if not len(values):
-        return values
     counts = np.maximum(np.bincount(group), 1)
     return np.asarray((np.bincount(group, values) / counts)[group])
 
@@ -285,7 +250,7 @@ def _order_changed(a: np.ndarray, b: np.ndarray, group: np.ndarray, near: float)
     for g in np.unique(group):
         own = np.flatnonzero(group == g)
         i, j = np.triu_indices(len(own), 1)
-        signs = [np.sign(_rounded(x[own][i] - x[own][j], near)) for x in (a, b)]
+        signs = [_signs(x[own][i] - x[own][j], near) for x in (a, b)]
         pairs += len(i)
         wrong += int((signs[0] != signs[1]).sum())
     return wrong / pairs if pairs else float("nan")
@@ -296,13 +261,6 @@ def _correlation(a: np.ndarray, b: np.ndarray) -> float:
     if len(a) < 2 or np.ptp(a) <= SAME or np.ptp(b) <= SAME:
         return float("nan")
     return float(np.corrcoef(a, b)[0, 1])
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """Ranks from 0, equal values sharing their mean rank."""
-    _, index, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ends = np.cumsum(counts)
-    return np.asarray((ends - (counts + 1) / 2)[index])
 
 
 def _share(mask: np.ndarray) -> float:

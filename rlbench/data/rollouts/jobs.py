@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rlbench.data.prompts.images import EncodedImage
 from rlbench.data.prompts.prompt import Prompt
 
 FINISH_REASONS: tuple[str, ...] = ("stop", "length", "abort")
@@ -14,10 +15,9 @@ FINISH_REASONS: tuple[str, ...] = ("stop", "length", "abort")
 
 @dataclass(frozen=True)
 class EnvJob:
-    """The environment that the samples of a call meet (`rlbench.envs`).
+    """The environment that the samples of a call meet; `blob`: what makes one, by cloudpickle.
 
-    `blob`: what makes one, by cloudpickle. `max_turns`: at most. `max_total_tokens`: of a whole response, sampled and
-    observed; None for the model's length alone. `timeout_s`: for one `reset` or `step`; None for ever.
+    `max_total_tokens`: of a whole response, sampled and observed. `timeout_s`: for one `reset` or `step`.
     """
 
     blob: bytes
@@ -30,11 +30,12 @@ class EnvJob:
 class GenerateJob:
     """One generate call.
 
-    `prompts`: contents (text, chat messages or token ids). `n`: samples per prompt. `seeds`: (prompts, n) int64, one
-    per sample, so that a sample depends neither on `n` nor on the replica that draws it. `shared`: several replicas
-    serve this job and claim prompts as they have room. `number` of the rollout and `asked`, its prompts with labels:
-    kept with the result for a kernel that comes back; 0 and empty for what no one will ask for again. `env`: what each
-    sample meets turn by turn, `asked` then always given; None for plain completions.
+    `prompts`: contents (text, chat messages or token ids). `n`: samples per prompt. `seeds`: (prompts, n) int64.
+    `shared`: several replicas serve this job and claim prompts as they have room. `number` of the rollout and `asked`,
+    its prompts with labels: kept with the result for a kernel that comes back, 0 and empty where none will ask again.
+    `env`: what each sample meets turn by turn, `asked` then always given. `adapter`: number of the one that samples, 0
+    for the base alone; None: what was synced last. `chat`: what the chat template is called with besides messages.
+    `images`: of each prompt, empty where none has any.
     """
 
     prompts: list[Any]
@@ -45,6 +46,9 @@ class GenerateJob:
     number: int = 0
     asked: tuple[Prompt, ...] = ()
     env: EnvJob | None = None
+    adapter: int | None = None
+    chat: dict[str, Any] = field(default_factory=dict)
+    images: tuple[tuple[EncodedImage, ...], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

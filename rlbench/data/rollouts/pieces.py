@@ -7,7 +7,7 @@ BPE, sentencepiece with or without byte fallback, which is nearly all of them).
 from __future__ import annotations
 
 import codecs
-import json
+import re
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
@@ -34,59 +34,41 @@ class Piece(NamedTuple):
 
 
 class Pieces:
-    """Pieces of token ids, for one tokenizer.
+    """Pieces of token ids, for one tokenizer; `readable`: whether there is one, else every piece is its number.
 
-    Args:
-        raw: token id -> its bytes, and whether it is special; None where the id is none of the tokenizer's.
+    `raw`: token id -> its bytes, and whether it is special; None where the id is none of the tokenizer's.
     """
 
     def __init__(self, raw: Callable[[int], tuple[bytes, bool] | None] | None) -> None:
-        self._raw = raw
-        self._known: dict[int, tuple[bytes, bool] | None] = {}
-
-    @property
-    def readable(self) -> bool:
-        """Whether there is a tokenizer; without one every piece is its number."""
-        return self._raw is not None
+        self.readable = raw is not None
+        self._raw = lru_cache(maxsize=None)(raw or (lambda token: None))
 
     def __call__(self, ids: Iterable[int] | np.ndarray) -> list[Piece]:
         """One piece per id, in order. A character over several tokens stands with the last of them."""
-        found: list[Piece] = []
+        pieces: list[Piece] = []
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for token in ids.tolist() if isinstance(ids, np.ndarray) else ids:
-            known = self._of(token)
-            if known is None:
-                _close(found, decoder)
-                found.append(Piece("", NUMBER, str(token)))
-                continue
-            raw, special = known
-            if special or (raw and not 0x80 <= raw[0] < 0xC0):  # nothing that continues a character: end it here
-                _close(found, decoder)
-            if special:
-                found.append(Piece("", SPECIAL, raw.decode("utf-8", "replace")))
-                continue
-            text = decoder.decode(raw)
-            if text or not raw:
-                found.append(Piece(text, TEXT, text))
+            raw, special = self._raw(token) or (None, False)
+            if special or raw is None or (raw and not 0x80 <= raw[0] < 0xC0):  # it continues no character: end it here
+                _close(pieces, decoder)
+            if raw is None:
+                pieces.append(Piece("", NUMBER, str(token)))
+            elif special:
+                pieces.append(Piece("", SPECIAL, raw.decode("utf-8", "replace")))
+            elif (text := decoder.decode(raw)) or not raw:
+                pieces.append(Piece(text, TEXT, text))
             else:
-                found.append(Piece("", PART, raw.hex(" ").upper()))
-        _close(found, decoder)
-        return found
-
-    def _of(self, token: int) -> tuple[bytes, bool] | None:
-        if self._raw is None:
-            return None
-        if token not in self._known:
-            self._known[token] = self._raw(token)
-        return self._known[token]
+                pieces.append(Piece("", PART, raw.hex(" ").upper()))
+        _close(pieces, decoder)
+        return pieces
 
 
-def _close(found: list[Piece], decoder: codecs.IncrementalDecoder) -> None:
+def _close(pieces: list[Piece], decoder: codecs.IncrementalDecoder) -> None:
     """A character that was begun and will not be completed is U+FFFD, as in the decoded text."""
     rest = decoder.decode(b"", final=True)
     decoder.reset()
-    if rest and found:
-        found[-1] = Piece(found[-1].text + rest, TEXT, found[-1].text + rest)
+    if rest and pieces:
+        pieces[-1] = Piece(pieces[-1].text + rest, TEXT, pieces[-1].text + rest)
 
 
 UNREADABLE = Pieces(None)
@@ -94,11 +76,9 @@ UNREADABLE = Pieces(None)
 
 
 def pieces_of(tokenizer: str) -> Pieces:
-    """The pieces of a model's tokenizer.
+    """The pieces of a tokenizer: a folder with `tokenizer.json`, or the hub id of a model in the local cache.
 
-    Args:
-        tokenizer: a folder with `tokenizer.json`, or the hub id of a model in the local cache (nothing is
-            downloaded). `UNREADABLE` where there is none, or "" is given.
+    Nothing is downloaded; `UNREADABLE` where there is none.
     """
     file = tokenizer_file(tokenizer)
     return UNREADABLE if file is None else _loaded(str(file), file.stat().st_mtime_ns)
@@ -136,15 +116,11 @@ def _loaded(file: str, _changed: int) -> Pieces:
 
 def _bytes_of(tokenizer: Any) -> Callable[[int], tuple[bytes, bool] | None]:
     """A function from token id to its bytes, by what the tokenizer's decoder does to them."""
-    given = tokenizer.get_added_tokens_decoder()
-    added = {i: (token.content.encode("utf-8", "replace"), token.special) for i, token in given.items()}
-    steps = _decoder_steps(tokenizer)
-    if "ByteLevel" in steps:
-        own = _byte_level
-    elif steps & {"Metaspace", "ByteFallback"}:
-        own = _sentencepiece
-    else:
-        own = None
+    tokens = tokenizer.get_added_tokens_decoder()
+    added = {i: (token.content.encode("utf-8", "replace"), token.special) for i, token in tokens.items()}
+    decoder = b"" if tokenizer.decoder is None else tokenizer.decoder.__getstate__()
+    steps = set(re.findall(rb'"type":\s*"(\w+)"', decoder))
+    own = _byte_level if b"ByteLevel" in steps else _sentencepiece if steps & {b"Metaspace", b"ByteFallback"} else None
 
     def raw(token: int) -> tuple[bytes, bool] | None:
         if token in added:
@@ -156,18 +132,6 @@ def _bytes_of(tokenizer: Any) -> Callable[[int], tuple[bytes, bool] | None]:
         return text, False
 
     return raw
-
-
-def _decoder_steps(tokenizer: Any) -> set[str]:
-    """Names of what the tokenizer's decoder does."""
-    if tokenizer.decoder is None:
-        return set()
-    waiting, steps = [json.loads(tokenizer.decoder.__getstate__())], set()
-    while waiting:
-        step = waiting.pop()
-        steps.add(str(step.get("type")))
-        waiting.extend(step.get("decoders", ()))
-    return steps
 
 
 def _byte_level(stored: str) -> bytes:

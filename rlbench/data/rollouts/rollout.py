@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
+
+from rlbench.data.prompts.images import EncodedImage
 from rlbench.data.prompts.prompt import Prompt
 from rlbench.errors import Suggesting
 from rlbench.units import format_number
@@ -15,21 +18,10 @@ SHOWN = 60
 
 
 @dataclass(frozen=True, eq=False)
-class Rollout(Suggesting):
-    """One completion. `logprobs` are the sampler's, one float per token; `group` is its prompt's index; `info` is what
-    an environment left, its messages among it (`rlbench.data.rollouts.turns`).
-    """
+class Asked(Suggesting):
+    """What was asked, as completions of it hand it out."""
 
     source: Prompt
-    token_ids: list[int]
-    text: str
-    logprobs: list[float]
-    finish_reason: str
-    group: int
-    index: int
-    weight_version: int
-    reward: float | None
-    info: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def prompt(self) -> Any:
@@ -40,6 +32,31 @@ class Rollout(Suggesting):
     def label(self) -> Any:
         """The prompt's reference answer."""
         return self.source.label
+
+    @property
+    def images(self) -> tuple[EncodedImage, ...]:
+        """The prompt's images; `.pil()` of one decodes it."""
+        return self.source.images
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout(Asked):
+    """One completion. `logprobs` are the sampler's, one float per token; `group` is its prompt's index; `info` is what
+    an environment left, its messages among it (`rlbench.data.rollouts.turns`); `prompt_token_ids` what it followed;
+    `tokenizer`: the folder or hub id of whose tokens these are, "" where not known.
+    """
+
+    token_ids: list[int]
+    text: str
+    logprobs: list[float]
+    finish_reason: str
+    group: int
+    index: int
+    weight_version: int
+    reward: float | None
+    info: Mapping[str, Any] = field(default_factory=dict)
+    prompt_token_ids: np.ndarray | Sequence[int] = ()
+    tokenizer: str = ""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -51,8 +68,8 @@ class Rollout(Suggesting):
 
 
 @dataclass(frozen=True, eq=False)
-class PromptGroup(Suggesting):
-    """One prompt and its completions: `.outputs`, a `Rollout` each."""
+class PromptGroup(Asked):
+    """One prompt and its completions, a `Rollout` each: a sequence of them, which `.outputs` is as a list."""
 
     _ELSEWHERE: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("token_ids", "text", "logprobs", "finish_reason", "index", "weight_version", "reward", "info"),
@@ -60,20 +77,23 @@ class PromptGroup(Suggesting):
         "rollouts.flat",
     )
 
-    source: Prompt
     prompt_token_ids: list[int]
     outputs: list[Rollout]
     group: int
 
-    @property
-    def prompt(self) -> Any:
-        """The prompt as it was given: text, messages or token ids."""
-        return self.source.content
+    def __len__(self) -> int:
+        return len(self.outputs)
+
+    def __iter__(self) -> Iterator[Rollout]:
+        return iter(self.outputs)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return self.outputs[index]
 
     @property
-    def label(self) -> Any:
-        """The prompt's reference answer."""
-        return self.source.label
+    def rewards(self) -> np.ndarray:
+        """The completions' rewards, (n,) float64; NaN where there is none."""
+        return np.array([np.nan if one.reward is None else one.reward for one in self.outputs])
 
     def __repr__(self) -> str:
         count = len(self.outputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,14 +12,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from rlbench.data.base.column import Column
-from rlbench.data.base.ragged import Ragged
-from rlbench.data.batches.batch import TrainBatch
+from rlbench.data.base.ragged import Ragged, chosen_rows
+from rlbench.data.batches.batch import TrainBatch, images_of
+from rlbench.data.batches.columns import TEACHER
 from rlbench.data.prompts.prompt import Prompt
 from rlbench.data.prompts.sampling import notes_of, reshaped_by
-from rlbench.data.record.origin import keeps_makers, made_with
+from rlbench.data.record.origin import keeps_makers, made_with, sampler_of
 from rlbench.data.rollouts import channels as channel_values
 from rlbench.data.rollouts import scoring
-from rlbench.data.rollouts.advantage_call import call_advantage, given_columns, take_rows
+from rlbench.data.rollouts.advantage_call import call_advantage, check_advantage, given_columns, no_advantage, take_rows
+from rlbench.data.rollouts.branches import Branch, branches
+from rlbench.data.rollouts.channels import TEACHER_CHANNEL
 from rlbench.data.rollouts.jobs import FINISH_REASONS, GeneratedArrays
 from rlbench.data.rollouts.merging import merged
 from rlbench.data.rollouts.rollout import PromptGroup, Rollout
@@ -38,10 +42,10 @@ class Rollouts(Suggesting):
     `responses`: sampled token ids; `logprobs`: flat float32 beside them; `group` (N,) int32: the prompt of each
     sample; `finish` (N,) int8 into FINISH_REASONS; `versions` (N,) int64; `rewards` (N,) float64 once scored.
     `channels`: more numbers per token, flat float32 beside `logprobs`, NaN where not known (see `with_batch`).
-    `tokenizer`: folder or hub id of the tokenizer the tokens are of; "" where not known.
-    `components`: {name: (N,) float64} that the rewards were made of, NaN where one does not apply; `reward_seconds`
-    (N,): what scoring each took; `reward_errors`: why some have none (NaN), see `score(on_error="keep")`.
-    `mask`, `turns`, `turn_rewards`, `env_rewards` and `infos` where there was an environment: see `turns`.
+    `columns`: what a batch of them takes along beside, (tokens, K): a teacher's likeliest tokens.
+    `tokenizer`: its folder or hub id, "" where not known. `components`: {name: (N,) float64} that the rewards were made
+    of, NaN where one does not apply; `reward_seconds` (N,); `reward_errors`: why some have none (NaN).
+    `mask`, `turns`, `turn_rewards`, `env_rewards` and `infos` where there was an environment: see `rollouts.turns`.
     `notes`: what a reader has to know of how they were drawn, one sentence each.
     """
 
@@ -49,7 +53,15 @@ class Rollouts(Suggesting):
         ("token_ids", "text", "finish_reason", "outputs", "index", "info", "prompt", "label"),
         "rollouts are prompts in order (len counts them); .flat gives all completions one by one, rollouts[i].outputs "
         "those of one prompt, and .responses, .texts, .logprobs, .rewards are columns over all",
-    )
+    ) | {
+        "groups": "they are groups: for group in rollouts, rollouts[0]",
+        "head": "rollouts[:8] are the first prompts",
+        "reward": "rewards, one per completion, once scored",
+        "map": "one value per completion: [f(one) for one in rollouts.flat]",
+        "groupby": "they are grouped by prompt: for group in rollouts; by anything else: to_pandas().groupby(…)",
+        "advantages": "rollouts.batch(advantage=…) has them, and rollouts.with_batch(batch).channels",
+        "to_dataset": "to_parquet(path), which any tool reads, or to_pandas()",
+    }
 
     prompts: tuple[Prompt, ...]
     prompt_ids: Ragged
@@ -65,6 +77,7 @@ class Rollouts(Suggesting):
     not_started: tuple[int, ...] = ()
     stats: dict[str, float] = field(default_factory=dict)
     channels: Mapping[str, np.ndarray] = field(default_factory=dict)
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     tokenizer: str = ""
     components: Mapping[str, np.ndarray] = field(default_factory=dict)
     reward_seconds: np.ndarray | None = None
@@ -104,18 +117,24 @@ class Rollouts(Suggesting):
     def __iter__(self) -> Iterator[PromptGroup]:
         return (self._group(i) for i in range(len(self.prompts)))
 
-    def __getitem__(self, index: int | slice) -> Any:
-        """An integer gives a `PromptGroup`; a slice gives the `Rollouts` of those prompts."""
+    def __getitem__(self, index: int | slice | Sequence[int] | np.ndarray) -> Any:
+        """An integer gives a `PromptGroup`; a slice, several integers or a boolean for each prompt the `Rollouts` of
+        those prompts; a boolean for each completion those completions, as `select` does."""
         if isinstance(index, slice):
             return self._prompts(np.arange(len(self.prompts))[index])
+        if not isinstance(index, int | np.integer):
+            chosen = np.asarray(index, None if len(index) else np.int64)
+            if chosen.dtype == bool and chosen.shape != (len(self),):
+                return self.select(chosen)
+            return self._prompts(np.arange(len(self.prompts))[chosen])
         if not -len(self) <= index < len(self):
             raise IndexError(f"prompt {index} of {len(self)}")
-        return self._group(index % len(self))
+        return self._group(int(index) % len(self))
 
     @property
     def flat(self) -> Iterator[Rollout]:
         """All completions, prompt by prompt."""
-        return (self._sample(i) for i in range(self.samples))
+        return self._completions(0, self.samples)
 
     @property
     def lengths(self) -> Column:
@@ -143,12 +162,12 @@ class Rollouts(Suggesting):
         versions = np.unique(self.versions)
         return int(versions[0]) if len(versions) == 1 else None
 
-    def select(self, keep: np.ndarray | Callable[[Rollout], bool]) -> Rollouts:
-        """The samples for which `keep` (a (N,) bool array, or a function of a `Rollout`) holds; prompts stay."""
-        mask = np.array([bool(keep(r)) for r in self.flat]) if callable(keep) else np.asarray(keep, bool)
-        if mask.shape != (self.samples,):
-            raise DataError(f"select: wanted {self.samples} booleans, got shape {mask.shape}")
-        return self._take(np.flatnonzero(mask))
+    def select(self, keep: np.ndarray | Sequence[int] | Callable[[Rollout], bool]) -> Rollouts:
+        """The samples for which `keep` holds: (N,) booleans, a function of a `Rollout`, or their numbers; prompts
+        stay."""
+        return self._take(chosen_rows(keep, self.samples, lambda: self.flat))
+
+    filter = select
 
     def score(
         self,
@@ -170,10 +189,8 @@ class Rollouts(Suggesting):
             on_error: "raise": when all were tried, raise for those that failed. "keep": their reward is NaN, and
                 `reward_errors` says why; `batch` refuses them.
 
-        Raises:
-            DataError: a reward raised, took too long or was no finite number: names the first such completion and
-                counts the others; `.partial` holds those that have a reward.
-            Stopped: interrupted; `.partial` holds the completions that have a reward, None where none has.
+        `.partial` of the DataError (a reward raised, took too long or was no finite number) or of `Stopped` holds the
+        completions that have a reward.
         """
         options = {"concurrency": concurrency, "timeout_s": timeout_s, "isolate": isolate, "memory_gib": memory_gib}
         scored = scoring.score(self, fn, on_error, **options)
@@ -191,8 +208,8 @@ class Rollouts(Suggesting):
         """Score with several rewards and say where they disagree: `rollouts.compare(old=one, new=another)`.
 
         Args:
-            rewards: by name, the first is what the others are compared with. Each is what `score` takes, or the name of
-                one of `components`, or "rewards", which these rollouts have. Of one alone, those they have are "old".
+            rewards: by name, the first is the baseline. Each is what `score` takes, or the name of one of `components`,
+                or "rewards", which these rollouts have. Of one alone, those they have are "old".
             concurrency, timeout_s, isolate, memory_gib: as in `score`, for each that is a function.
         """
         from rlbench.data.rollouts import comparing
@@ -200,41 +217,113 @@ class Rollouts(Suggesting):
         options = {"concurrency": concurrency, "timeout_s": timeout_s, "isolate": isolate, "memory_gib": memory_gib}
         return comparing.compare(self, rewards, options)
 
-    def batch(self, advantage: Callable[..., Any], drop_aborted: bool = True, **columns: Any) -> TrainBatch:
+    def batch(
+        self, advantage: Callable[..., Any] | None = None, drop_aborted: bool = True, **columns: Any
+    ) -> TrainBatch:
         """Turn scored rollouts into a batch to train on.
 
         Args:
-            advantage: `(rewards (B,) float64 tensor, group (B,) int64 tensor) -> (B,)` advantages, or one per token
+            advantage: None: advantages of 0, and no reward is needed, for a loss that reads neither, as a teacher's
+                (one that does is refused such a batch);
+                else `(rewards (B,) float64 tensor, group (B,) int64 tensor) -> (B,)` advantages, or one per token
                 (B, T); e.g. `rb.rl.group_normalized()`. It may ask for more by name: `data.rollouts.advantage_call`.
             drop_aborted: leave out completions that an interrupt cut short.
-            columns: what it asks for and rollouts do not know: `components={name: rewards}` (else those of the
-                rewards, without details such as `answer/parsed`), `baseline_rewards`,
-                and per response token `token_rewards`, `values`, `ref_logprobs`, `teacher_logprobs`, `turns`, ….
+            columns: what it asks for and rollouts do not know: `components={name: rewards}`, `baseline_rewards`, and
+                per response token `token_rewards`, `values`, `ref_logprobs`, `teacher_logprobs`, `turns`, ….
         """
+        if advantage is not None:
+            check_advantage(advantage)
         kept = ~self.aborted if drop_aborted else np.ones(self.samples, bool)
         kept &= self.lengths > 0
         if not kept.any():
             raise DataError("no finished completion is left to train on: roll out again, or batch(drop_aborted=False)")
         rows = np.flatnonzero(kept)
-        scoring.check_known(self, rows)
-        columns = scoring.with_components(self, advantage, columns, rows)
+        if advantage is None and columns:
+            raise DataError(f"batch: {', '.join(columns)} would have no effect without an advantage")
+        needs_rewards = advantage is not None and getattr(advantage, "needs_rewards", True)
+        if needs_rewards or self.rewards is not None:
+            scoring.check_known(self, rows)
+        called = advantage or no_advantage
+        columns = scoring.with_components(self, called, columns, rows)
         chosen = self if kept.all() else self._take(rows)
-        given = take_rows(given_columns(self, columns), rows)
-        mask = sampled_mask(chosen)
+        given = {name: take_rows(column, rows) for name, column in given_columns(self, columns).items()}
+        mask, taught = sampled_mask(chosen), chosen.channels.get(TEACHER_CHANNEL)
         batch = TrainBatch(
             prompts=chosen.prompt_ids.take(chosen.group),
             responses=chosen.responses,
             mask=mask,
-            advantages=call_advantage(advantage, chosen, mask, given),
+            advantages=call_advantage(called, chosen, mask, given),
             sampler_logprobs=chosen.logprobs,
             group=chosen.group,
             weight_version=chosen.versions,
-            rewards=np.asarray(chosen.rewards),
+            rewards=None if chosen.rewards is None else np.asarray(chosen.rewards),
             truncated=chosen.truncated,
             temperature=float(self.sampling.get("temperature", 1.0)),
             reshaped_by=reshaped_by(self.sampling),
+            columns=({} if taught is None else {TEACHER: taught}) | dict(chosen.columns),
+            images=images_of(chosen.prompts, chosen.group),
         )
-        return made_with(batch, self, advantage=advantage)
+        return made_with(batch, self, advantage=called)
+
+    def fork(
+        self,
+        sample: int | Sequence[int],
+        at: int | Sequence[int],
+        n: int = 16,
+        text: str | Sequence[int] | None = None,
+        under: str | None = None,
+        **sampling: Any,
+    ) -> Rollouts:
+        """Continue completions from one of their tokens: these rollouts with `n` more for each such place, beside them.
+
+            tree = rollouts.fork(3, at=17)
+            batch = tree.batch(advantage=rb.rl.branch_values())
+
+        The engine that drew them continues them, with the weights it has now; an environment is not met again. What is
+        new is scored by the function that these were scored by; without one the result is not scored. `.branches` says
+        what came of each place. Numbers of completions of later prompts move.
+
+        Args:
+            sample: number of the completion in `.flat` order; several, with one `at` each or one for all.
+            at: response tokens that are kept; below 0: counted from the end.
+            text: written behind those (text or token ids), and never trained on.
+            under: `"base"`, or the name of a branch, whose adapter continues: of a session with
+                `rb.Inference(adapters=2)`; None: the policy as it is in the engine.
+            sampling: `max_tokens` (default: what those of these rollouts leave), `stop`, `ignore_eos`, `seed`, ….
+
+        `.partial` of `Stopped` holds what there is.
+        """
+        from rlbench.data import forking
+
+        if (sampler := sampler_of(self)) is None:
+            raise DataError("fork: no engine of this kernel drew these rollouts: roll out again, or take session.last")
+        return forking.fork(self, sample, at, n, text, under, sampling, sampler)
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """What came of each `fork`: its completions, their mean reward and its standard error."""
+        return branches(self)
+
+    def pairs(self, by: Any = "rewards") -> TrainBatch:
+        """Pair each prompt's best completion with its worst: `train_step(rollouts.pairs(), loss=rb.rl.dpo(beta=0.1))`.
+
+        `by`: "rewards", the name of one of `components`, what `score` takes, or one number per completion. Prompts with
+        equal scores throughout are left out, and counted in a warning.
+        """
+        from rlbench.data.rollouts import choosing
+
+        return choosing.best_and_worst(self, by)
+
+    def demonstrations(
+        self, best_of: int | None = None, by: Any = "rewards", at_least: float | None = None
+    ) -> TrainBatch:
+        """Keep the best of each `best_of` completions of a prompt (None: of all) to imitate: `loss="sft"`.
+
+        `by`: as for `pairs`. `at_least`: the lowest score that is worth imitating; None takes the best whatever it is.
+        """
+        from rlbench.data.rollouts import choosing
+
+        return choosing.best_of(self, by, best_of, at_least)
 
     @keeps_makers
     def __add__(self, other: Rollouts) -> Rollouts:
@@ -247,12 +336,10 @@ class Rollouts(Suggesting):
     def with_channels(self, **channels: Any) -> Rollouts:
         """The same rollouts with more numbers per token to look at; one of the same name is replaced.
 
-        Args:
-            channels: by name, flat over all response tokens or one row per completion (arrays, tensors, lists).
-                Standard names, units and colours: `rlbench.data.rollouts.channels.KNOWN`.
+        By name, flat over all response tokens or one row per completion; standard names: `channels.KNOWN`.
         """
-        given = {name: channel_values.as_channel(name, values, self) for name, values in channels.items()}
-        return replace(self, channels={**self.channels, **given})
+        more = {name: channel_values.as_channel(name, values, self) for name, values in channels.items()}
+        return replace(self, channels={**self.channels, **more})
 
     @keeps_makers
     def with_batch(self, batch: TrainBatch, metrics: Metrics | None = None) -> Rollouts:
@@ -266,13 +353,12 @@ class Rollouts(Suggesting):
                 the sampler where the old is not known), `ref_kl` (k3, nats) where there is a reference, `clipped`
                 where the loss says so, and what else the loss's metrics say per token.
 
-        Returns:
-            New rollouts. Completions that are not in the batch, as those an interrupt cut, have NaN.
+        Completions that are not in the batch, as those an interrupt cut, have NaN.
         """
         return replace(self, channels={**self.channels, **channel_values.batch_channels(self, batch, metrics)})
 
     def to_pandas(self) -> Any:
-        """One row per completion; see `rlbench.data.files.export.frame`."""
+        """A DataFrame with one row per completion in `.flat` order, each channel as one array per row."""
         from rlbench.data.files import export
 
         return export.frame(self)
@@ -299,13 +385,7 @@ class Rollouts(Suggesting):
     def to_html(self, path: str | Path, colour: str | None = None, samples: int = 200) -> Path:
         """Write a page that needs nothing but itself: groups, and tokens coloured by any channel.
 
-        Args:
-            path: of the file.
-            colour: the channel it opens with; None takes the one that tells most.
-            samples: completions at most, the most telling groups first; the page says how many are left out.
-
-        Returns:
-            The path.
+        `colour`: the channel it opens with, else the one that tells most. `samples`: at most, the most telling first.
         """
         from rlbench.data.base import drawing, files
 
@@ -325,44 +405,48 @@ class Rollouts(Suggesting):
             parts.append(f"{int(self.aborted.sum())} aborted, {len(self.not_started)} prompts not started")
         return "\n  ".join([f"Rollouts({' · '.join(parts)})", *self.notes])
 
-    def _sample(self, i: int) -> Rollout:
-        span = slice(int(self.responses.offsets[i]), int(self.responses.offsets[i + 1]))
-        return Rollout(
-            source=self.prompts[self.group[i]],
-            token_ids=self.responses.values[span].tolist(),
-            text=self.texts[i],
-            logprobs=self.logprobs[span].tolist(),
-            finish_reason=FINISH_REASONS[self.finish[i]],
-            group=int(self.group[i]),
-            index=i,
-            weight_version=int(self.versions[i]),
-            reward=scoring.known_or_none(self.rewards, i),
-            info=self.infos[i] if self.infos else {},
-        )
+    def _completions(self, first: int, last: int) -> Iterator[Rollout]:
+        """The completions from `first` to before `last`; columns become Python's numbers at once, tokens one by one."""
+        group, finish, versions = (getattr(self, name)[first:last].tolist() for name in ("group", "finish", "versions"))
+        rewards = [None] * (last - first) if self.rewards is None else np.asarray(self.rewards)[first:last].tolist()
+        offsets = self.responses.offsets[first : last + 1].tolist()
+        for k, i in enumerate(range(first, last)):
+            begin, end, reward = offsets[k], offsets[k + 1], rewards[k]
+            yield Rollout(
+                source=self.prompts[group[k]],
+                token_ids=self.responses.values[begin:end].tolist(),
+                text=self.texts[i],
+                logprobs=self.logprobs[begin:end].tolist(),
+                finish_reason=FINISH_REASONS[finish[k]],
+                group=group[k],
+                index=i,
+                weight_version=versions[k],
+                reward=None if reward is None or math.isnan(reward) else float(reward),
+                info=self.infos[i] if self.infos else {},
+                prompt_token_ids=self.prompt_ids[group[k]],
+                tokenizer=self.tokenizer,
+            )
 
     def _group(self, p: int) -> PromptGroup:
-        first, last = np.searchsorted(self.group, [p, p + 1])
-        outputs = [self._sample(i) for i in range(int(first), int(last))]
-        return PromptGroup(self.prompts[p], self.prompt_ids[p].tolist(), outputs, p)
+        first, last = np.searchsorted(self.group, [p, p + 1]).tolist()
+        return PromptGroup(self.prompts[p], self.prompt_ids[p].tolist(), list(self._completions(first, last)), p)
 
     @keeps_makers
     def _take(self, rows: np.ndarray) -> Rollouts:
-        pick = self.responses.pick
+        """Some of the samples, in this order; prompts stay."""
+        columns: dict[str, Any] = {name: self.responses.pick(getattr(self, name), rows) for name in PER_TOKEN}
+        columns |= {name: value[rows] for name in PER_SAMPLE if (value := getattr(self, name)) is not None}
         return replace(
             self,
             responses=self.responses.take(rows),
-            logprobs=pick(self.logprobs, rows),
-            group=self.group[rows],
-            finish=self.finish[rows],
-            versions=self.versions[rows],
             texts=tuple(self.texts[i] for i in rows),
-            mask=pick(self.mask, rows),
-            turns=pick(self.turns, rows),
             turn_rewards=None if self.turn_rewards is None else self.turn_rewards.take(rows),
-            env_rewards=None if self.env_rewards is None else self.env_rewards[rows],
             infos=tuple(self.infos[i] for i in rows) if self.infos else (),
-            channels={name: pick(values, rows) for name, values in self.channels.items()},
-            **scoring.rows_of(self, rows),
+            channels={name: self.responses.pick(values, rows) for name, values in self.channels.items()},
+            columns={name: self.responses.pick(values, rows) for name, values in self.columns.items()},
+            components={name: values[rows] for name, values in self.components.items()},
+            reward_errors=self.reward_errors.taken(rows),
+            **columns,
         )
 
     @keeps_makers
@@ -377,3 +461,7 @@ class Rollouts(Suggesting):
             group=np.array([where[int(g)] for g in taken.group], np.int32),
             not_started=tuple(where[p] for p in self.not_started if p in where),
         )
+
+
+PER_TOKEN = ("logprobs", "mask", "turns")
+PER_SAMPLE = ("group", "finish", "versions", "rewards", "reward_seconds", "env_rewards")

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, overload
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlbench.data.base.optional import needed
+from rlbench.data.base.drawing import needed
 from rlbench.data.rollouts.advantage_call import wanted_names
 from rlbench.errors import DataError, Stopped, nearest
 from rlbench.traces import remember
@@ -43,22 +43,14 @@ class RewardError:
     line: str = ""
 
 
-@dataclass(frozen=True, repr=False, init=False)
+@dataclass(frozen=True, repr=False)
 class RewardErrors(Sequence[RewardError]):
     """What failed when rollouts were scored with `on_error="keep"`, by completion."""
 
-    items: tuple[RewardError, ...]
-
-    def __init__(self, items: Iterable[RewardError] = ()) -> None:
-        object.__setattr__(self, "items", tuple(items))
+    items: tuple[RewardError, ...] = ()
 
     def __len__(self) -> int:
         return len(self.items)
-
-    @overload
-    def __getitem__(self, index: int) -> RewardError: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[RewardError, ...]: ...
 
     def __getitem__(self, index: Any) -> Any:
         return self.items[index]
@@ -68,16 +60,15 @@ class RewardErrors(Sequence[RewardError]):
         return f"RewardErrors({len(self)} failed{first})"
 
     def table(self) -> Any:
-        """A pandas DataFrame: `index`, `prompt`, `error`, `line`. Raises DataError where pandas is not installed."""
-        columns = ("index", "prompt", "error", "line")
-        rows = [[getattr(e, name) for name in columns] for e in self]
-        return needed("pandas", "reward_errors.table()").DataFrame(rows, columns=columns)
+        """A pandas DataFrame: `index`, `prompt`, `error`, `line`."""
+        columns = [field.name for field in fields(RewardError)]
+        return needed("pandas", "reward_errors.table()").DataFrame(list(map(vars, self)), columns=columns)
 
     def taken(self, rows: np.ndarray) -> RewardErrors:
         """Those of the completions `rows`, by their new positions."""
-        by_index = {e.index: e for e in self}
-        found = ((k, by_index.get(i)) for k, i in enumerate(rows.tolist())) if self else ()
-        return RewardErrors(replace(e, index=k) for k, e in found if e is not None)
+        by_index = {error.index: error for error in self}
+        places = enumerate(rows.tolist() if self else ())
+        return RewardErrors(tuple(replace(by_index[i], index=k) for k, i in places if i in by_index))
 
 
 def score(rollouts: Rollouts, fn: Any, on_error: str = "raise", board: Any = None, **options: Any) -> Rollouts:
@@ -85,9 +76,9 @@ def score(rollouts: Rollouts, fn: Any, on_error: str = "raise", board: Any = Non
     if on_error not in ON_ERROR:
         raise DataError(f"on_error={on_error!r}: wanted 'raise' or 'keep'{nearest(str(on_error), ON_ERROR)}")
     if not callable(fn):
-        given = [name for name, value in options.items() if value] + ([] if on_error == "raise" else ["on_error"])
-        if given:
-            raise DataError(f"score: {', '.join(given)} would have no effect on rewards that are numbers already")
+        useless = [name for name, value in options.items() if value] + ([] if on_error == "raise" else ["on_error"])
+        if useless:
+            raise DataError(f"score: {', '.join(useless)} would have no effect on rewards that are numbers already")
         return with_rewards(rollouts, _as_numbers(rollouts, fn))
     running = importlib.import_module("rlbench.rewards.running")
     board = running.Board() if board is None else board
@@ -130,33 +121,21 @@ def with_components(
 
     Components whose name has a `/` are details, and stay behind.
     """
-    found = {name: values for name, values in rollouts.components.items() if "/" not in name}
-    if not found or "components" in given or "components" not in wanted_names(advantage):
+    components = {name: values for name, values in rollouts.components.items() if "/" not in name}
+    if not components or "components" in given or "components" not in wanted_names(advantage):
         return dict(given)
-    holes = {name: int(np.isnan(values[rows]).sum()) for name, values in found.items()}
-    if any(holes.values()):
-        name = max(holes, key=lambda key: holes[key])
-        raise DataError(
-            f"the reward component {name!r} is not known for {holes[name]} of {len(rows)} completions, and the "
-            "advantage takes components: batch(advantage=…, components={name: values}) says what to use"
-        )
-    return {**given, "components": found}
+    for name, values in components.items():
+        if holes := int(np.isnan(values[rows]).sum()):
+            raise DataError(
+                f"the reward component {name!r} is not known for {holes} of {len(rows)} completions, and the "
+                "advantage takes components: batch(advantage=…, components={name: values}) says what to use"
+            )
+    return {**given, "components": components}
 
 
 def with_rewards(rollouts: Rollouts, rewards: np.ndarray) -> Rollouts:
     """These rewards, of which nothing else is known."""
     return replace(rollouts, rewards=rewards, components={}, reward_seconds=None, reward_errors=RewardErrors())
-
-
-def rows_of(rollouts: Rollouts, rows: np.ndarray) -> dict[str, Any]:
-    """What scoring knows of some of the completions, as fields of `Rollouts`."""
-    seconds = rollouts.reward_seconds
-    return {
-        "rewards": None if rollouts.rewards is None else rollouts.rewards[rows],
-        "components": {name: values[rows] for name, values in rollouts.components.items()},
-        "reward_seconds": None if seconds is None else seconds[rows],
-        "reward_errors": rollouts.reward_errors.taken(rows),
-    }
 
 
 def known(rewards: Any) -> np.ndarray:
@@ -165,19 +144,14 @@ def known(rewards: Any) -> np.ndarray:
     return values[~np.isnan(values)]
 
 
-def known_or_none(rewards: np.ndarray | None, i: int) -> float | None:
-    """One reward; None before scoring, and where it failed."""
-    return None if rewards is None or np.isnan(rewards[i]) else float(rewards[i])
-
-
 def described(rewards: Any) -> str:
     """`reward 0.42 ± 0.49`, and how many are not known; "" of none at all."""
     values = known(rewards)
     missing = len(rewards) - len(values)
-    parts = []
+    parts = [f"{missing} without a reward"] if missing else []
     if len(values):
-        parts.append(f"reward {format_number(float(values.mean()))} ± {format_number(float(values.std()))}")
-    return " · ".join([*parts, *([f"{missing} without a reward"] if missing else [])])
+        parts.insert(0, f"reward {format_number(float(values.mean()))} ± {format_number(float(values.std()))}")
+    return " · ".join(parts)
 
 
 def _as_numbers(rollouts: Rollouts, given: Iterable[Any]) -> np.ndarray:
@@ -210,40 +184,41 @@ def _scored(rollouts: Rollouts, board: Any, indices: Sequence[int]) -> Rollouts:
         seconds[k] = board.seconds[i]
         if i in board.failures:
             prompt = rollouts.prompts[rollouts.group[k]].text
-            errors.append(RewardError(k, prompt, *_told(board.failures[i])))
+            failure = board.failures[i]
+            errors.append(RewardError(k, prompt, "; ".join(_reasons(failure)), str(failure.line or "")))
             continue
         reward = board.rewards[i]
         rewards[k] = reward.value
         for name, value in reward.components.items():
             components.setdefault(name, np.full(len(indices), np.nan))[k] = value
     return replace(
-        rollouts, rewards=rewards, components=components, reward_seconds=seconds, reward_errors=RewardErrors(errors)
+        rollouts,
+        rewards=rewards,
+        components=components,
+        reward_seconds=seconds,
+        reward_errors=RewardErrors(tuple(errors)),
     )
 
 
-def _told(failure: Any) -> tuple[str, str]:
-    """What happened, and the line of code, as texts."""
-    return "; ".join(filter(None, [failure.said, failure.hint])), str(failure.line or "")
+def _reasons(failure: Any) -> list[str]:
+    return [text for text in (failure.said, failure.hint) if text]
 
 
 def _error(rollouts: Rollouts, board: Any) -> ScoringError:
     """The first failure, how many there are, and what there is all the same."""
     index = min(board.failures)
     failure = board.failures[index]
-    rollout = next(rollouts.select(np.arange(rollouts.samples) == index).flat)
-    asked, answered = rollout.source.text[:60], rollout.text[:60]
-    said = f"{failure.said} on completion {index}" + (f"; {failure.hint}" if failure.hint else "")
-    said += f" (prompt {rollout.group}: {asked!r}, answer {answered!r})"
-    line = str(failure.line or "")
-    said += f"\n  {line}" if line else ""
+    prompt, answer = rollouts.prompts[rollouts.group[index]].text[:60], rollouts.texts[index][:60]
+    what, *hints = _reasons(failure)
+    where = f"(prompt {rollouts.group[index]}: {prompt!r}, answer {answer!r})"
+    lines = ["; ".join([f"{what} on completion {index}", *hints]) + f" {where}", str(failure.line or "")]
     more, good = len(board.failures) - 1, len(board.rewards)
-    if more:
-        said += f"\n  {more} more of {rollouts.samples} failed"
+    lines.append(f"{more} more of {rollouts.samples} failed" if more else "")
     if good:
-        said += f"\n  {good} have a reward: .partial of this error; score(…, on_error='keep') leaves the others out"
-    error = ScoringError(said)
+        lines.append(f"{good} have a reward: .partial of this error; score(…, on_error='keep') leaves the others out")
+    error = ScoringError("\n  ".join(filter(None, lines)))
     error.partial = _with_reward(rollouts, board)
-    error.user_line = line
+    error.user_line = lines[1]
     error.full_traceback = remember(failure.trace) if failure.trace else ""
     error.__cause__ = failure.cause
     return error

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlbench.data.base.ragged import Ragged
-from rlbench.data.rollouts.jobs import GeneratedArrays
 from rlbench.errors import DataError
 from rlbench.traces import UserLine
 
@@ -57,46 +56,17 @@ def env_errors(infos: Sequence[Mapping[str, Any]]) -> list[EnvError]:
     return [
         EnvError(
             sample=i,
-            turn=int(found["turn"]),
-            where=found["where"],
-            kind=found["kind"],
-            message=found["message"],
-            line=str(UserLine(*found["line"])) if found.get("line") else "",
-            ended=bool(found["ended"]),
-            traceback=found.get("traceback", ""),
+            turn=int(error["turn"]),
+            where=error["where"],
+            kind=error["kind"],
+            message=error["message"],
+            line=str(UserLine(*error["line"])) if error.get("line") else "",
+            ended=bool(error["ended"]),
+            traceback=error.get("traceback", ""),
         )
         for i, info in enumerate(infos)
-        for found in info.get("errors", [])
+        for error in info.get("errors", [])
     ]
-
-
-def merged_turns(parts: Sequence[GeneratedArrays], offsets: np.ndarray, order: np.ndarray) -> dict[str, Any]:
-    """The fields of `Rollouts` that replicas' arrays give where there was an environment; empty where there was none.
-
-    Args:
-        parts: of the replicas.
-        offsets: of all their samples in a row.
-        order: of the samples in the rollouts.
-    """
-    if any(part.mask is None for part in parts):
-        return {}
-    rows = [row for part in parts for row in part.turn_rewards or []]
-    infos = [info for part in parts for info in part.infos or []]
-    rewards = Ragged.from_rows([rows[i] for i in order], np.float64)
-    sums = summed(rewards)
-    return {
-        "mask": Ragged(np.concatenate([p.mask for p in parts if p.mask is not None]), offsets).take(order).values,
-        "turns": Ragged(np.concatenate([p.turns for p in parts if p.turns is not None]), offsets).take(order).values,
-        "turn_rewards": rewards,
-        "env_rewards": sums,
-        "rewards": None if np.isnan(sums).all() else sums,
-        "infos": tuple(infos[i] for i in order),
-    }
-
-
-def summed(turn_rewards: Ragged) -> np.ndarray:
-    """(N,) float64: the sum of each sample's rewards; NaN where it has none."""
-    return np.array([np.nansum(row) if np.isfinite(row).any() else np.nan for row in turn_rewards], np.float64)
 
 
 def sampled_mask(rollouts: Rollouts) -> np.ndarray:

@@ -1,42 +1,31 @@
-"""Small pieces of HTML, escaped: tables, chips, bars. Theme through Jupyter's variables, each with a fallback."""
+"""The frame of every view, style sheets, escaping, and model output made visible: what would act on a page or a
+terminal, or hide itself, is drawn as what it is (ANSI codes, marks that turn the direction of writing, no width).
+"""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
+import re
+from pathlib import Path
 from typing import Any
 
-from rlbench.monitor.schema import english
-from rlbench.monitor.view import PLACES
-from rlbench.notebook.base.decimal_columns import aligned
-from rlbench.notebook.base.palette import DARK
+STATIC = Path(__file__).parents[1] / "static"
 
-STYLE = (
-    """<style>
-.rlb {font-family: var(--jp-ui-font-family, system-ui, sans-serif); font-size: 12px; color-scheme: light dark;
-  color: var(--jp-ui-font-color1, CanvasText); line-height: 1.5; container-type: inline-size}
-.rlb table {border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 12px; margin: 0}
-.rlb th, .rlb td {padding: 0 12px 0 0 !important; text-align: left !important; font-weight: 400; border: 0;
-  background: transparent !important; vertical-align: top; max-width: none}
-.rlb tr {background: transparent !important}
-.rlb th {color: var(--jp-ui-font-color2, GrayText); font-size: 11px}
-.rlb th[scope=row] {color: inherit; font-size: 12px; font-weight: 600; white-space: nowrap}
-@container (max-width: 640px) {
-  .rlb th[scope=row] {white-space: normal; overflow-wrap: anywhere; min-width: 96px}}
-.rlb table.labels th[scope=row] {color: var(--jp-ui-font-color2, GrayText); font-weight: 400}
-.rlb caption {caption-side: top; text-align: left; padding: 4px 0 0; font-size: 11px; white-space: nowrap;
-  color: var(--jp-ui-font-color2, GrayText)}
-.rlb .n {text-align: right !important}
-.rlb b {font-weight: 600} .rlb .k {white-space: nowrap}
-.rlb .q {color: var(--jp-ui-font-color2, GrayText)}
-.rlb .w {color: var(--rlb-warn)}
-.rlb code, .rlb .t {font-family: var(--jp-code-font-family, monospace); font-size: 12px;
-  background: transparent !important;
-  white-space: pre-wrap; word-break: break-word}
-.rlb .g {border: 1px solid var(--jp-border-color2, #ccc); border-radius: 4px; padding: 4px 8px; margin: 4px 0}
-"""
-    + f".rlb {{--rlb-warn: #a34e00}} {DARK.format('.rlb')} {{--rlb-warn: #f2a05c}}\n</style>"
+_PICTURES = {code: 0x2400 + code for code in range(0x20) if code not in (0x09, 0x0A)} | {0x7F: 0x2421}
+"""Control characters of ASCII as their pictures (␛); tab and line feed are white space."""
+_INVISIBLE = re.compile(
+    "[\u0080-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff"
+    "\U000e0000-\U000e007f]"
 )
+"""C1 controls, soft hyphen, direction marks and isolates, zero width, tags, lone surrogates."""
+
+
+def sheet(name: str) -> str:
+    """A style sheet of the package."""
+    return (STATIC / f"{name}.css").read_text(encoding="utf-8")
+
+
+STYLE = f"<style>\n{sheet('card')}</style>"
 
 
 def escape(value: Any) -> str:
@@ -49,47 +38,18 @@ def box(*parts: str) -> str:
     return STYLE + '<div class="rlb">' + "\n".join(parts) + "</div>"
 
 
-def table(
-    head: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    numeric: Iterable[int] = (),
-    caption: str = "",
-    named: bool = False,
-    look: str = "",
-) -> str:
-    """A table of escaped or ready-made cells; what attributes and white space say holds on a page without styles.
-
-    Args:
-        head: names of the columns; none where all are empty.
-        numeric: columns of numbers, aligned at their decimal points.
-        caption: what the table is of, escaped.
-        named: the first column names its row.
-        look: a CSS class; `labels` draws the names of rows like those of columns.
-    """
-    right = set(numeric)
-    drawn = [list(row) for row in rows]
-    for i in right:
-        having = [row for row in drawn if i < len(row)]
-        for row, text in zip(having, aligned([row[i] for row in having], html=True), strict=True):
-            row[i] = text
-
-    def cell(tag: str, i: int, text: str, scope: str = "") -> str:
-        look = (f" scope={scope}" if scope else "") + (" class=n align=right" if i in right else "")
-        look += " align=left" if tag == "th" and i not in right else ""
-        return f"<{tag}{look}>{text}</{tag}>"
-
-    def line(row: Sequence[str]) -> str:
-        return " ".join(
-            cell("th", i, text, "row") if named and i == 0 else cell("td", i, text) for i, text in enumerate(row)
-        )
-
-    top = ["<tr>" + " ".join(cell("th", i, t, "col") for i, t in enumerate(head)) + "</tr>"] if any(head) else []
-    over = [f"<caption>{caption}</caption>"] if caption else []
-    body = "\n".join([*over, *top, *(f"<tr>{line(row)}</tr>" for row in drawn)])
-    return f"<table cellpadding=4{f' class={look}' if look else ''}>{body}</table>"
+def visible(text: str) -> str:
+    """`text` with controls as pictures and invisible characters as their code points (‹U+202E›)."""
+    if text.isprintable():  # none of these is; most pieces are
+        return text
+    return _INVISIBLE.sub(lambda m: f"‹U+{ord(m[0]):04X}›", text.translate(_PICTURES))
 
 
-def chip_text(part: str, state: str) -> str:
-    """`weights ● resident`, as plain text."""
-    sign, word = PLACES.get(state, ("?", state))
-    return f"{part.replace('_', ' ')} {sign} {english(word)}"
+def one_line(value: object, most: int) -> str:
+    """Make a visible text of one line and at most `most` characters."""
+    return cut(visible(" ".join(str(value).split("\n"))), most)
+
+
+def cut(text: str, most: int) -> str:
+    """The first `most` characters, and how many are left out."""
+    return text if len(text) <= most else f"{text[:most]}… (+{len(text) - most:,} characters)"

@@ -1,8 +1,4 @@
-"""The colours of every view: Okabe–Ito hues that colour-blind readers tell apart, once for light and once for dark.
-
-Python writes them into a page as CSS variables (`css()`), drawings then use `var(--rlb-weights)`; whoever draws without
-a style sheet takes `Hue.light`, which is legible on both.
-"""
+"""The colours of every view: Okabe–Ito hues that colour-blind readers tell apart, once for light and once for dark."""
 
 from __future__ import annotations
 
@@ -51,6 +47,12 @@ MAGNITUDE = PURPLE
 """The one hue of values without a sign (entropy, KL, share of the loss)."""
 STRONGEST = 0.62
 """Opacity at the ends of both scales: the text on top stays legible."""
+
+
+def hue_of(i: int) -> str:
+    """The colour of category `i`, legible on both."""
+    return HUES[i % len(HUES)].light
+
 
 DARK = (
     'body[data-jp-theme-light="false"] {0}, body.vscode-dark {0}, body.vscode-high-contrast {0}, html[theme="dark"] {0}'

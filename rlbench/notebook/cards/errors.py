@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from rlbench.errors import NoSuchAttribute, RLBenchError, Stopped
-from rlbench.traces import is_library, line_of, remember
+from rlbench.traces import is_library, remember, user_line
 
 OURS = (RLBenchError, Stopped, NoSuchAttribute)
 FULL = "RLBENCH_TRACEBACK"
@@ -22,12 +22,18 @@ FULL = "RLBENCH_TRACEBACK"
 def install(shell: Any) -> None:
     """Have errors show so, wherever they are raised; `shell`: IPython's, None in a plain script. Safe to call twice."""
     if shell is None:
-        _install_hook()
+        if not _others:  # once: others, as Ray's, may put theirs around ours
+            _others.append(sys.excepthook)
+            sys.excepthook = _hook
         return
+    from IPython.core import autocall
+
     shell.set_custom_exc(OURS, _show)
     for kind in OURS:  # what IPython asks of an error that it shows by itself, as that of a file under %run
         kind._render_traceback_ = rendered  # type: ignore[union-attr]
-    _send_exit_by_name()
+    for exiting in (autocall.ExitAutocall, autocall.ZMQExitAutocall):
+        # `exit` in a cell is an object that holds the whole shell: a function that names it takes Python's own along
+        copyreg.pickle(exiting, lambda _: (getattr, (builtins, "exit")))  # type: ignore[arg-type]
 
 
 def rendered(error: BaseException) -> list[str]:
@@ -37,7 +43,7 @@ def rendered(error: BaseException) -> list[str]:
     if not getattr(error, "full_traceback", ""):
         remember("".join(traceback.format_exception(error)))
     lines = [f"{type(error).__name__}: {error}"]
-    line = getattr(error, "user_line", "") or str(line_of(error.__traceback__) or "")
+    line = getattr(error, "user_line", "") or str(user_line(error) or "")
     if line and line not in lines[0] and "get_ipython().run_" not in line:  # what IPython makes of a magic
         lines.append(f"  {line}")
     return lines
@@ -45,23 +51,11 @@ def rendered(error: BaseException) -> list[str]:
 
 def _show(shell: Any, kind: type[BaseException], error: BaseException, trace: Any, tb_offset: Any = None) -> list[str]:
     lines = rendered(error)
-    if hasattr(shell, "_showtraceback"):
-        shell._showtraceback(kind, error, ["\n".join(lines)])
-    else:
-        print("\n".join(lines), file=sys.stderr)
+    shell._showtraceback(kind, error, ["\n".join(lines)])
     return lines
 
 
-# -- in a plain script
-
 _others: list[Any] = []
-
-
-def _install_hook() -> None:
-    """Once: others, as Ray's, may put theirs around ours."""
-    if not _others:
-        _others.append(sys.excepthook)
-        sys.excepthook = _hook
 
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -78,12 +72,3 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
     if len(own) < len(frames) or getattr(error, "full_traceback", None):
         said.append(f"({FULL}=full shows every frame)\n")
     print("".join(said), end="", file=sys.stderr)
-
-
-def _send_exit_by_name() -> None:
-    """`exit` and `quit` in a cell are objects that hold the whole shell: a function that names one takes Python's own
-    along, whatever pickles it."""
-    from IPython.core import autocall
-
-    for kind in (autocall.ExitAutocall, autocall.ZMQExitAutocall):
-        copyreg.pickle(kind, lambda _: (getattr, (builtins, "exit")))  # type: ignore[arg-type]

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from rlbench.data.record.gradients import Gradients
-from rlbench.notebook.base.inert import one_line
-from rlbench.notebook.base.sparkline import blocks
+from rlbench.notebook.base.figures import blocks
+from rlbench.notebook.base.markup import one_line
 from rlbench.notebook.cards.card import WARNING, Card, Grid
-from rlbench.notebook.cards.card_view import CardView
 from rlbench.notebook.charts.chart import Bars, Chart, Line, Panel
 from rlbench.units import format_count, format_number, format_share
 
@@ -22,60 +21,40 @@ WIDTH, NAME = 12, 48
 LAYER = re.compile(r"^(?P<stack>.*?)\.?(?P<number>\d+)$")
 
 
-def gradients_view(gradients: Gradients) -> CardView:
-    """The card of gradients, and their norms by layer and by place in the response."""
-    return CardView(gradients_card(gradients), gradients_chart(gradients))
-
-
 def gradients_card(gradients: Gradients) -> Card:
-    """One row per layer and per module outside of the layers, the largest first where there are many."""
+    """One row per layer and per module outside of the layers, and the norms by layer and by place in the response."""
     rows = gradients.by_layer()
     facts = (f"norm {format_number(gradients.norm)}", f"{format_count(float(gradients.sizes.sum()))} parameters")
     order = sorted(np.argsort(-np.nan_to_num(rows.norms, nan=np.inf), kind="stable")[:ROWS].tolist())
     most = float(np.nan_to_num(rows.norms, posinf=0.0).max(initial=0.0))
-    cells = tuple(
-        (
-            one_line(rows.names[i], NAME),
-            _bar(float(rows.norms[i]), most),
-            format_number(float(rows.norms[i])),
-            "–" if np.isnan(rows.relative[i]) else format_number(float(rows.relative[i])),
-            format_number(float(rows.largest[i])),
-            format_share(float(rows.zero_share[i]), 1),
-        )
-        for i in order
-    )
+    cells = []
+    for i in order:
+        norm, relative, largest = (float(column[i]) for column in (rows.norms, rows.relative, rows.largest))
+        against = "–" if np.isnan(relative) else format_number(relative)
+        numbers = format_number(norm), against, format_number(largest), format_share(float(rows.zero_share[i]), 1)
+        cells.append((one_line(rows.names[i], NAME), _bar(norm, most), *numbers))
     head = ("", "", "|grad|", "|grad| / |weights|", "largest", "zero")
     caption = f"the {len(cells)} largest of {len(rows)}" if len(cells) < len(rows) else ""
     grid = Grid(cells, head, frozenset(range(2, 6)), caption)
     hint = "before clipping, all ranks together · by_layer() · by_module(depth) · table() · channels() for the rollouts"
-    return Card("gradients", facts, [grid], [*_warnings(gradients), *_token_notes(gradients), hint])
-
-
-def _warnings(gradients: Gradients) -> list[str]:
-    broken = gradients.broken
-    if not broken:
-        return []
-    count = int(gradients.nonfinite.sum())
-    shown = ", ".join(one_line(name, NAME) for name in broken[:3]) + (" …" if len(broken) > 3 else "")
-    return [f"{WARNING}{count} entries are NaN or infinite, in {shown}: a step with them is skipped"]
-
-
-def _token_notes(gradients: Gradients) -> list[str]:
-    """What the tokens' own numbers spread over."""
     notes = []
-    for i, tokens in enumerate(gradients.tokens):
+    if gradients.broken:
+        count = int(gradients.nonfinite.sum())
+        shown = ", ".join(one_line(name, NAME) for name in gradients.broken[:3])
+        shown += " …" if len(gradients.broken) > 3 else ""
+        notes.append(f"{WARNING}{count} entries are NaN or infinite, in {shown}: a step with them is skipped")
+    for i, tokens in enumerate(gradients.tokens):  # what their own numbers spread over
         lead = "tokens" if len(gradients.tokens) == 1 else f"tokens of batch {i}"
         said = [f"|∂L/∂log-prob| {_spread(np.abs(tokens.coefficient))}"]
         if tokens.hidden is not None:
             said.append(f"|∂L/∂hidden| {_spread(tokens.hidden)}")
         notes.append(f"{lead}: {' · '.join(said)}")
-    return notes
+    return Card("gradients", facts, [grid], [*notes, hint], gradients_chart(gradients))
 
 
 def _spread(values: np.ndarray) -> str:
-    if not len(values):
-        return "–"
-    return f"median {format_number(float(np.median(values)))}, largest {format_number(float(values.max()))}"
+    median, most = (format_number(float(v)) for v in (np.median(values), values.max())) if len(values) else ("–", "–")
+    return f"median {median}, largest {most}"
 
 
 def _bar(value: float, most: float) -> str:
@@ -84,9 +63,6 @@ def _bar(value: float, most: float) -> str:
         return "✕" if not np.isfinite(value) else ""
     halves = max(round(2 * WIDTH * value / most), 1 if value > 0 else 0)
     return "━" * (halves // 2) + "╸" * (halves % 2)
-
-
-# -- the chart
 
 
 def gradients_chart(gradients: Gradients) -> Chart:
@@ -103,9 +79,8 @@ def _stacks(gradients: Gradients) -> Iterator[Panel]:
     rows = gradients.by_layer()
     stacks: dict[str, dict[int, float]] = {}
     for name, norm in zip(rows.names, rows.norms, strict=True):
-        found = LAYER.match(name)
-        if found is not None:
-            stacks.setdefault(found["stack"], {})[int(found["number"])] = float(np.nan_to_num(norm, posinf=0.0))
+        if layer := LAYER.match(name):
+            stacks.setdefault(layer["stack"], {})[int(layer["number"])] = float(np.nan_to_num(norm, posinf=0.0))
     for stack, layers in list(stacks.items())[:STACKS]:
         if len(layers) < 2:
             continue

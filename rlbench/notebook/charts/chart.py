@@ -1,18 +1,17 @@
-"""A chart: what is drawn, as plain values, and its three forms: interactive, drawn, and as text.
-
-JupyterLab shows the plotly form; where a notebook is only read (GitHub, nbconvert, no extension) the drawing in
-`text/html` is shown; a terminal and a diff get the text. All three say the same numbers.
-"""
+"""A chart, as plain values, and its forms: interactive, drawn for where a notebook is only read, and text."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+
+from rlbench.notebook.base.figures import sparkline
 
 PLOTLY = "application/vnd.plotly.v1+json"
 
@@ -40,9 +39,18 @@ class Bars:
     name: str
     edges: np.ndarray
     heights: np.ndarray
-    summary: str
+    summary: str = ""
     cut: np.ndarray | None = None
     hue: int = 0
+
+    def outline(self) -> tuple[np.ndarray, np.ndarray]:
+        """x and y of its outline, from the ground up and down to it."""
+        return np.repeat(self.edges, 2), np.concatenate([[0.0], np.repeat(self.heights, 2), [0.0]])
+
+    def stacked(self) -> tuple[np.ndarray, np.ndarray]:
+        """Heights of what is whole and of what was truncated."""
+        cut = np.zeros_like(self.heights) if self.cut is None else self.cut
+        return self.heights - cut, cut
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,23 +66,10 @@ class Panel:
     bars: tuple[Bars, ...] = ()
     limits: tuple[float, float] | None = None
 
-    def bounds(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Lowest and highest of x and of y, with some room; never of no width."""
-        if self.bars:
-            across = np.concatenate([b.edges for b in self.bars])
-            high = max(float(b.heights.max()) for b in self.bars)
-            return (float(across.min()), float(across.max())), (0.0, 1.05 * high or 1.0)
-        across = np.concatenate([line.x for line in self.lines])
-        up = np.concatenate([line.y for line in self.lines])
-        return _widened(across, 0.0), self.limits or _widened(up, 0.05)
-
 
 @dataclass(frozen=True, eq=False)
 class Chart:
-    """Panels with a title and a caption. `.figure` is the plotly figure, to be changed or written elsewhere.
-
-    `text`: the same for a reader without pictures. `caption`: lines that say what was left out or computed.
-    """
+    """Panels with a title, and as `text` for a reader without pictures; `caption`: what was left out or computed."""
 
     title: str
     panels: tuple[Panel, ...]
@@ -104,7 +99,7 @@ class Chart:
     @property
     def truncated(self) -> bool:
         """Whether some bars have a truncated part, which the key then has to name."""
-        return any(b.cut is not None and bool(b.cut.any()) for panel in self.panels for b in panel.bars)
+        return any(bool(b.stacked()[1].any()) for panel in self.panels for b in panel.bars)
 
     def __repr__(self) -> str:
         return "\n".join(filter(None, [self.title, self.text, self.caption]))
@@ -119,25 +114,34 @@ class Chart:
         return bundle
 
 
-def outlined(bars: Bars) -> tuple[np.ndarray, np.ndarray]:
-    """The outline of a histogram as x and y, from the ground up and down to it."""
-    return np.repeat(bars.edges, 2), np.concatenate([[0.0], np.repeat(bars.heights, 2), [0.0]])
+class Curves(Chart):
+    """One line per name over a common horizontal axis.
+
+    Args:
+        series: name -> values, or name -> list of (x, value). None and NaN leave a gap.
+        y, x: what the axes show.
+        bounds: of the vertical axis; default: those of the values.
+    """
+
+    def __init__(
+        self,
+        series: Mapping[str, Sequence[float] | Sequence[tuple[float, float]]],
+        y: str = "",
+        x: str = "step",
+        bounds: tuple[float, float] | None = None,
+    ) -> None:
+        lines: list[Line] = []
+        for name, values in series.items():
+            pairs = [v if isinstance(v, tuple) else (i + 1, v) for i, v in enumerate(values)]
+            points = [(float(at), float(v)) for at, v in pairs if v is not None and math.isfinite(v)]
+            if points:
+                across, up = np.array(points).T
+                lines.append(Line(name, across, up, hue=len(lines)))
+        panels = (Panel(y, x, tuple(lines), limits=bounds),) if lines else ()
+        super().__init__(f"{y} over {x}" if y else "", panels, lines_text({line.name: line for line in lines}))
 
 
-def ticks(low: float, high: float, least: int = 3) -> list[float]:
-    """Round numbers from `low` to `high`, at least `least` of them, as far apart as possible (1, 2 or 5 times 10^n)."""
-    size = 10.0 ** math.ceil(math.log10(high - low))
-    while True:
-        for step in (size, size / 2, size / 5):
-            first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-            if last - first + 1 >= least:
-                return [k * step + 0.0 for k in range(first, last + 1)]
-        size /= 10
-
-
-def _widened(values: np.ndarray, room: float) -> tuple[float, float]:
-    low, high = float(values.min()), float(values.max())
-    if high <= low:
-        half = max(abs(low) * 0.1, 0.5)
-        return low - half, high + half
-    return low - room * (high - low), high + room * (high - low)
+def lines_text(lines: Mapping[str, Line]) -> str:
+    """Each line by name as blocks, with its first and last value."""
+    width = max(map(len, lines), default=0)
+    return "\n".join(f"{name:<{width}}  {sparkline(line.shown.tolist())}" for name, line in lines.items())

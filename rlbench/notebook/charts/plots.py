@@ -1,34 +1,32 @@
-"""What `history.plot()` and `rollouts.lengths.plot()` draw: metrics over steps, distributions, runs on one axis.
-
-Everything is bounded, so that a saved notebook stays small: long lines keep the extremes of each stretch, and the
-caption says so.
-"""
+"""What `history.plot()` and `rollouts.lengths.plot()` draw, bounded, so that a saved notebook stays small."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from rlbench.data.base.column import Column
 from rlbench.data.record.history import History, is_number
+from rlbench.data.record.metric_names import is_evaluated_reward
 from rlbench.errors import DataError
-from rlbench.notebook.base.inert import one_line
-from rlbench.notebook.base.sparkline import blocks, sparkline
-from rlbench.notebook.base.units import labelled
-from rlbench.notebook.charts.chart import Bars, Chart, Line, Panel
-from rlbench.notebook.charts.svg import INK, svg
+from rlbench.notebook.base.figures import blocks, labelled
+from rlbench.notebook.base.markup import one_line
+from rlbench.notebook.charts.chart import Bars, Chart, Line, Panel, lines_text
+from rlbench.notebook.charts.svg import svg
 from rlbench.units import format_number
 
 TELLING = ("reward", "loss", "kl", "entropy", "clip_fraction", "grad_norm")
-"""Drawn where no names are given, as far as a run has them."""
+"""Drawn where no names are given, as far as a run has them; behind them the rewards of evaluations."""
 SPENT = {"tokens": "tokens", "seconds": "seconds/total"}
 """What can be on the horizontal axis beside the step: the sum, so far, of a metric."""
-POINTS, LINES, BINS, SUMMARIES = 2400, 96, 60, 8
-"""Points of a whole chart, lines it may have, bins of a histogram, distributions described in figures."""
+EVALUATED, POINTS, LINES, BINS, SUMMARIES = 6, 2400, 96, 60, 8
+"""Evaluations among what is drawn where no names are given, points of a whole chart, lines it may have, bins of a
+histogram, distributions described in figures."""
 
 
 def history_plot(
@@ -70,7 +68,8 @@ def history_plot(
     if longest > most:
         notes.append(f"lines of up to {format_number(longest)} points show the extremes of {most // 2} stretches")
     title = f"{', '.join(map(_label, chosen))} over {x_name}"
-    return Chart(title, panels, _lines_text(panels, len(runs) > 1), "\n".join(notes))
+    shown = {f"{p.y} · {line.name}" if len(runs) > 1 else p.y: line for p in panels for line in p.lines}
+    return Chart(title, panels, lines_text(shown), "\n".join(notes))
 
 
 def column_plot(
@@ -80,48 +79,48 @@ def column_plot(
     own = name or column.name or "values"
     if own in (compare or {}):
         raise DataError(f"{own!r} stands for these values already: name= gives them another name")
-    columns = {_label(own): _valued(column)}
-    columns |= {_label(key): _column(key, given, column) for key, given in (compare or {}).items()}
+    columns = {_label(key): _column(key, one, column) for key, one in ({own: column} | dict(compare or {})).items()}
     if len(columns) > LINES:
         raise DataError(f"{len(columns)} distributions are more than {LINES}: compare fewer")
     if bins is not None and (not isinstance(bins, int) or isinstance(bins, bool) or not 1 <= bins <= BINS):
         raise DataError(f"bins={bins!r}: a whole number from 1 to {BINS}")
-    values = {key: _finite(key, one) for key, one in columns.items()}
-    filled = {key: one for key, one in values.items() if len(one)}
+    filled = [np.asarray(one, np.float64) for one in columns.values() if len(one)]
     if not filled:
         return Chart("", (), f"No {own} yet: session.rollout(prompts) gives some.")
-    edges = _edges(np.concatenate(list(filled.values())), bins)
+    edges = _edges(np.concatenate(filled), bins)
     alone = len(columns) == 1
-    drawn = tuple(
-        _bars(key, columns[key], one, edges, alone, i) for i, (key, one) in enumerate(values.items()) if len(one)
-    )
+    drawn = tuple(_bars(key, one, edges, alone, i) for i, (key, one) in enumerate(columns.items()) if len(one))
     named = column.name or own
     unit = f", {column.unit}" if column.unit else ""
     panel = Panel("rollouts" if alone else "share, %", named + unit, bars=drawn)
     lines = [f"{bars.name}: {blocks(bars.heights, floor=0)}" for bars in drawn]
     notes = [drawn[0].summary if alone else f"{bars.name}: {bars.summary}" for bars in drawn[:SUMMARIES]]
-    notes += [f"{key}: no values" for key in values if key not in filled]
+    notes += [f"{key}: no values" for key, one in columns.items() if not len(one)]
     return Chart(f"{named}{unit}", (panel,), "\n".join(lines), "\n".join(notes))
 
 
-def lengths_picture(steps: Mapping[int, np.ndarray], edges: np.ndarray, note: str) -> str:
-    """Response lengths of several steps as one SVG: the last of them as bars, those before it as outlines.
+def reliability_plot(evaluation: Any) -> Chart:
+    """Accuracy over confidence of a reward model's pairs, beside the diagonal; see `PairEvaluation.reliability`."""
+    bins = evaluation.reliability
+    at = np.array([b.confidence for b in bins])
+    seen = Line("accuracy", at, np.array([b.accuracy for b in bins]))
+    ideal = Line("calibrated", np.array([0.5, 1.0]), np.array([0.5, 1.0]), hue=1)
+    panel = Panel("accuracy", "confidence", (seen, ideal), limits=(0.0, 1.0))
+    lines = [
+        f"confidence {b.confidence:.2f}: accuracy {b.accuracy:.2f} of {format_number(b.pairs)} pairs" for b in bins
+    ]
+    return Chart("accuracy over confidence", (panel,), "\n".join(lines))
 
-    Args:
-        steps: step -> tokens of each of its responses.
-        edges: of the bins.
-        note: what is known of the last step, in words.
-    """
+
+def lengths_picture(steps: Mapping[int, np.ndarray], edges: np.ndarray, note: str) -> str:
+    """Response lengths of several steps, step -> tokens of each, as one SVG: the last as bars, others as outlines."""
     bars = tuple(
-        Bars(f"step {step}", edges - 0.5, 100 * np.histogram(tokens, edges)[0] / len(tokens), "", hue=i)
+        Bars(f"step {step}", edges - 0.5, 100 * np.histogram(tokens, edges)[0] / len(tokens), hue=i)
         for i, (step, tokens) in enumerate(reversed(list(steps.items())))
     )
     panel = Panel(f"share of responses, % · {note}", "tokens", bars=bars)
     text = "\n".join(f"{one.name}: {blocks(one.heights, floor=0)}" for one in bars)
-    return svg(Chart(f"response lengths at {bars[0].name}", (panel,), text), INK)
-
-
-# -- lines
+    return svg(Chart(f"response lengths at {bars[0].name}", (panel,), text))
 
 
 def _lines(runs: Mapping[str, History], metric: str, x: str, smooth: float | None) -> list[Line]:
@@ -131,12 +130,16 @@ def _lines(runs: Mapping[str, History], metric: str, x: str, smooth: float | Non
         if metric not in run.names:
             continue
         across, up = _across(name, run, x), run.values(metric)
-        kept = np.isfinite(up) & np.isfinite(across)
-        if kept.any():
-            across, up = across[kept], up[kept]
+        if metric in run.begin:
+            across, up = np.append(0.0, across), np.append(run.begin[metric], up)
+        finite = np.isfinite(up) & np.isfinite(across)
+        if finite.any():
+            across, up = across[finite], up[finite]
             lines.append(Line(name, across, up, None if smooth is None else moving_average(up, smooth), hue))
     if not lines:
-        _refuse(runs, metric)
+        for run in filter(len, runs.values()):
+            run.values(metric)  # names the nearest there is
+        raise DataError(f"no run has a finite {metric!r} in any step: see history.names")
     return lines
 
 
@@ -169,57 +172,28 @@ def _thinned(line: Line, most: int) -> Line:
         stretch = line.y[low:high]
         kept |= {int(low + stretch.argmin()), int(low + stretch.argmax())}
     rows = np.array(sorted(kept))
-    return Line(line.name, line.x[rows], line.y[rows], None if line.trend is None else line.trend[rows], line.hue)
+    return replace(line, x=line.x[rows], y=line.y[rows], trend=None if line.trend is None else line.trend[rows])
 
 
 def _telling(runs: Mapping[str, History]) -> tuple[str, ...]:
     there = {metric for run in runs.values() for metric in run.names}
-    found = tuple(metric for metric in TELLING if metric in there)
+    evaluated = sorted(metric for metric in there if is_evaluated_reward(metric))[:EVALUATED]
+    found = (*(metric for metric in TELLING if metric in there), *evaluated)
     return found or tuple(sorted(there - {"step", "version"}))[: len(TELLING)]
 
 
-def _refuse(runs: Mapping[str, History], metric: str) -> None:
-    """Say that no run has a metric to draw, with the nearest there is."""
-    for run in runs.values():
-        if len(run):
-            run.values(metric)
-    raise DataError(f"no run has a finite {metric!r} in any step: see history.names")
-
-
-def _lines_text(panels: Sequence[Panel], several: bool) -> str:
-    rows = [(f"{panel.y} · {line.name}" if several else panel.y, line) for panel in panels for line in panel.lines]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {sparkline(line.shown.tolist())}" for name, line in rows)
-
-
-# -- distributions
-
-
 def _column(name: str, given: Any, like: Column) -> Column:
-    if isinstance(given, Column):
-        return _valued(given)
+    """The column without NaN: completions whose scoring failed have no reward."""
     values = np.asarray(given)
     if values.ndim != 1 or values.dtype.kind not in "biuf":
-        raise DataError(
-            f"compare: {name!r} is {type(given).__name__}; wanted one number per completion, as in other.{like.name}"
-        )
-    return Column.of(values, like.name, like.unit)
-
-
-def _valued(column: Column) -> Column:
-    """The column without NaN: completions whose scoring failed have no reward."""
-    missing = np.isnan(column)
-    if not missing.any():
-        return column
-    cut = None if column.truncated is None else column.truncated[~missing]
-    return Column.of(np.asarray(column)[~missing], column.name, column.unit, cut)
-
-
-def _finite(name: str, column: Column) -> np.ndarray:
-    values = np.asarray(column, np.float64).ravel()
-    if not np.isfinite(values).all():
-        raise DataError(f"{name!r}: value {int(np.flatnonzero(~np.isfinite(values))[0])} is not finite")
-    return values
+        wanted = f"one number per completion, as in other.{like.name}"
+        raise DataError(f"compare: {name!r} is {type(given).__name__}; wanted {wanted}")
+    known = ~np.isnan(values)
+    if np.isinf(values).any():
+        raise DataError(f"{name!r}: value {int(np.flatnonzero(np.isinf(values))[0])} is not finite")
+    if not isinstance(given, Column):
+        return Column.of(values[known], like.name, like.unit)
+    return Column.of(values[known], given.name, given.unit, None if given.truncated is None else given.truncated[known])
 
 
 def _edges(values: np.ndarray, bins: int | None) -> np.ndarray:
@@ -237,13 +211,12 @@ def _edges(values: np.ndarray, bins: int | None) -> np.ndarray:
     return np.linspace(low, high, count + 1)
 
 
-def _bars(name: str, column: Column, values: np.ndarray, edges: np.ndarray, alone: bool, hue: int) -> Bars:
+def _bars(name: str, column: Column, edges: np.ndarray, alone: bool, hue: int) -> Bars:
+    values, cut = np.asarray(column), None
     heights = np.histogram(values, edges)[0].astype(float)
-    cut = None
     if alone and column.truncated is not None:
         cut = np.histogram(values[column.truncated], edges)[0].astype(float)
-    scaled = heights if alone else 100 * heights / len(values)
-    return Bars(name, edges, scaled, column.described(), cut, hue)
+    return Bars(name, edges, heights if alone else 100 * heights / len(values), column.described(), cut, hue)
 
 
 def _label(name: str) -> str:

@@ -1,14 +1,12 @@
 """`session.dashboard()`: live memory, lengths, metrics and time of a session, and the controls to act on it.
 
-Three parts in one frame: the head (what runs, and what became of a press), the controls (ipywidgets) and the charts.
-The feed's thread fills them, so they move while a cell runs. Presses are caught in the page
+The feed's thread fills its parts, so they move while a cell runs. Presses are caught in the page
 (extension/src/widgets/head.ts) and go to the Jupyter server where its extension knows the session, else to this kernel.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 import threading
 import time
 from collections.abc import Mapping
@@ -21,24 +19,19 @@ import traitlets
 from rlbench.errors import RLBenchError
 from rlbench.monitor import client
 from rlbench.monitor.schema import Control, EngineView, english
-from rlbench.notebook.base.markup import escape
+from rlbench.notebook.base.markup import STATIC, escape, sheet
 from rlbench.notebook.base.palette import css
-from rlbench.notebook.base.routing import route_by_front_end, works_while_busy
 from rlbench.notebook.dashboard import html as dashboard_html
 from rlbench.notebook.dashboard.data import View, view
 from rlbench.notebook.dashboard.feed import Feed, Frame
 from rlbench.notebook.dashboard.memory import memory
-from rlbench.notebook.live.cell_clock import CellClock
-from rlbench.notebook.live.live_view import display_both, framed
-from rlbench.notebook.live.progress_line import in_notebook
-from rlbench.units import format_bytes
+from rlbench.notebook.live.live_view import display_both, framed, route_by_front_end, works_while_busy
+from rlbench.notebook.live.progress import in_notebook
+from rlbench.traces import ipython
+from rlbench.units import format_age, format_bytes, format_seconds
 
-STATIC = pathlib.Path(__file__).parents[1] / "static"
-BEAT_S = 5.0
-"""The page hears at least so often from the kernel; it says so when it does not."""
-WHOLE_MOMENTS = 300
-"""Moments of memory for a page that comes late."""
-SNAPSHOT_S = 10.0
+BEAT_S, SNAPSHOT_S = 5.0, 10.0
+"""The page hears at least so often from the kernel; what a saved notebook shows is renewed at most so often."""
 ICONS = {"stop": "stop", "pause": "pause", "resume": "play", "sync": "refresh", "snapshot": "camera"}
 
 
@@ -46,7 +39,7 @@ class Head(anywidget.AnyWidget):
     """Name, phase and answers; catches presses of the controls around it."""
 
     _esm = STATIC / "dashboard_head.js"
-    _css = css(".rlb-dashboard") + "\n" + (STATIC / "dashboard.css").read_text()
+    _css = css(".rlb-dashboard") + "\n" + sheet("dashboard")
 
     name = traitlets.Unicode().tag(sync=True)
     head = traitlets.Dict().tag(sync=True)
@@ -74,7 +67,7 @@ class Charts(anywidget.AnyWidget):
     def whole_memory(self) -> dict[str, Any]:
         """All that is kept, thinned: made when a page asks for the widget's state, not sent otherwise."""
         frame = self._feed.frame
-        return dataclasses.asdict(memory(frame.samples, frame.marks, frame.state, most=WHOLE_MOMENTS))
+        return dataclasses.asdict(memory(frame.samples, frame.marks, frame.state))
 
 
 class Dashboard:
@@ -84,9 +77,7 @@ class Dashboard:
     """
 
     def __init__(self, name: str) -> None:
-        self._feed = Feed.of(name)
-        self._clock = CellClock()
-        self._view = self._view_of(self._feed.look())
+        self._feed, self._clock = Feed.of(name), CellClock()
         self._head = Head(name=name, hears_while_busy=in_notebook() and works_while_busy())
         self._charts = Charts(self._feed)
         self._buttons = _classed(ipywidgets.HBox(), "rlb-buttons")
@@ -101,7 +92,7 @@ class Dashboard:
         self._snapshot: Any = None
         self._snapshot_of: tuple[float, Any] = (0.0, None)
         self._head.on_msg(self._hear)
-        self._show(self._feed.frame)
+        self._hear_frame(self._feed.look())
 
     # -- how it is displayed
 
@@ -123,7 +114,9 @@ class Dashboard:
         self._feed.leave(self._hear_frame)
 
     def _repr_html_(self) -> str:
-        return dashboard_html.snapshot(self._view_with_memory(), self._feed.frame.asked or time.time())
+        frame = self._feed.frame
+        kept = memory(frame.samples, frame.marks, frame.state, most=dashboard_html.MOMENTS)
+        return dashboard_html.snapshot(self._view, kept, frame.asked or time.time())
 
     def __repr__(self) -> str:
         return dashboard_html.text(self._view)
@@ -138,22 +131,9 @@ class Dashboard:
     # -- what comes from the monitor
 
     def _hear_frame(self, frame: Frame) -> None:
-        self._view = self._view_of(frame)
-        self._show(frame)
-        self._update_snapshot(force=frame.ended)
-
-    def _view_of(self, frame: Frame) -> View:
-        """The view of the last moment; the memory of earlier ones is sent bit by bit."""
-        return view(frame.state, frame.samples[-1:], gone=frame.trouble if frame.ended else "")
-
-    def _view_with_memory(self) -> View:
-        frame = self._feed.frame
-        kept = memory(frame.samples, frame.marks, frame.state, most=dashboard_html.MOMENTS)
-        return dataclasses.replace(self._view, memory=kept)
-
-    def _show(self, frame: Frame) -> None:
         """Set what changed; what did not is not sent."""
-        shown = self._view
+        self._view = shown = view(frame.state, frame.trouble if frame.ended else "")
+        self._show_controls(shown)  # before the head: where that says closed, nothing can be pressed any more
         with self._head.hold_sync():
             self._head.head = _head_json(shown)
             self._head.controls = [_control_json(control) for control in (*shown.buttons, *shown.toggles)]
@@ -161,39 +141,32 @@ class Dashboard:
             self._head.trouble = {"text": frame.trouble, "since": since, "ended": frame.ended}
         with self._charts.hold_sync():
             self._charts.cell = self._clock.text()
-            self._charts.lengths = [dataclasses.asdict(lengths) for lengths in shown.lengths]
-            self._charts.curves = [dataclasses.asdict(curve) for curve in shown.curves]
-            self._charts.split = None if shown.split is None else dataclasses.asdict(shown.split)
-        self._show_controls(shown)
+            self._charts.lengths, self._charts.curves, self._charts.split = shown.lengths, shown.curves, shown.split
         self._send_memory(frame)
         if time.monotonic() - self._last_beat > BEAT_S:
             self._last_beat = time.monotonic()
             self._head.send({"beat": frame.asked})
+        self._update_snapshot(force=frame.ended)
 
     def _send_memory(self, frame: Frame) -> None:
         """Send the moments and marks since the last ones, once a number or a mark is another."""
         since, last = self._sent
         fresh = [sample for sample in frame.samples if sample["time"] > since]
-        marks = {
-            (mark["time"], mark["label"]): mark for mark in frame.marks
-        }  # one that ran is told again when it ended
-        changed = [mark for key, mark in marks.items() if self._sent_marks.get(key, -1.0) != mark["seconds"]]
+        marks = {(mark["time"], mark["label"]): mark["seconds"] for mark in frame.marks}
+        changed = [m for m in frame.marks if self._sent_marks.get((m["time"], m["label"]), -1.0) != m["seconds"]]
         if not fresh:
             return
         now = [lane.owners for lane in memory(fresh[-1:], (), frame.state).lanes]
-        if now == last and not changed:
-            return
-        self._sent = (fresh[-1]["time"], now)
-        self._sent_marks = {key: mark["seconds"] for key, mark in marks.items()}
-        self._charts.send({"memory": dataclasses.asdict(memory(fresh, changed, frame.state, most=WHOLE_MOMENTS))})
+        if now != last or changed:
+            self._sent, self._sent_marks = (fresh[-1]["time"], now), marks
+            self._charts.send({"memory": dataclasses.asdict(memory(fresh, changed, frame.state))})
 
     def _show_controls(self, shown: View) -> None:
         """The rows are made anew where engines or parts came or went, else only changed."""
-        buttons, toggles = shown.buttons, shown.toggles
-        shape = (len(buttons), [(row["name"], tuple(part["name"] for part in row["parts"])) for row in shown.engines])
+        shape = (len(shown.buttons), [(row["name"], [part["name"] for part in row["parts"]]) for row in shown.engines])
         if shape != self._shape:
             self._shape = shape
-            first = len(buttons)
+            first = len(shown.buttons)
             self._buttons.children = [_control(ipywidgets.Button(), i) for i in range(first)]
             rows = []
             for row in shown.engines:
@@ -201,18 +174,19 @@ class Dashboard:
                 first += len(row["parts"])
             self._rows.children = rows
             route_by_front_end(self.widget)
-        for button, control in zip(self._buttons.children, buttons, strict=True):
+        for button, control in zip(self._buttons.children, shown.buttons, strict=True):
             _set(button, control)
             button.icon = ICONS[control["key"]]
         boxes = [child for row in self._rows.children for child in row.children[1:-1]]
-        for toggle, control in zip(boxes, toggles, strict=True):
+        for toggle, control in zip(boxes, shown.toggles, strict=True):
             _set(toggle, control)
             toggle.value = control["pressed"]
         for box, row in zip(self._rows.children, shown.engines, strict=True):
-            name = escape(row["name"])
-            kind = f'<span class="rlb-q">{escape(row["kind"])}</span>'
-            box.children[0].value = f'<span title="{name}"><b>{name}</b> {kind}</span>'
-            box.children[-1].value = _engine_note(row)
+            name, memory_now = escape(row["name"]), "" if row["bytes"] is None else escape(format_bytes(row["bytes"]))
+            kind, said = escape(row["kind"]), escape(english(row["note"]))
+            note = f'<span class="rlb-w">⚠ {said}</span>' if row["warns"] else said
+            box.children[0].value = f'<span title="{name}"><b>{name}</b> <span class="rlb-q">{kind}</span></span>'
+            box.children[-1].value = f'<span title="{said}"><span class="rlb-n">{memory_now}</span> {note}</span>'
 
     def _update_snapshot(self, force: bool = False) -> None:
         """Renew what a saved notebook will show, where that changed, and not more often than need be."""
@@ -220,7 +194,7 @@ class Dashboard:
         essence = self._essence()
         if self._snapshot is None or (essence == of and not force):
             return
-        if force or (not self._view.busy and time.monotonic() - at > SNAPSHOT_S):
+        if force or (not self._view.said["phase"]["busy"] and time.monotonic() - at > SNAPSHOT_S):
             self._snapshot_of = (time.monotonic(), essence)
             self._snapshot.update(framed(self._bundle()), raw=True)
 
@@ -235,7 +209,7 @@ class Dashboard:
 
     def _hear(self, _: Any, message: Mapping[str, Any], __: Any) -> None:
         """A page shows the view, or does not any more; or a press that could not go to the Jupyter server."""
-        page, do = str(message.get("page", "")), message.get("do")
+        page = str(message.get("page", ""))
         if message.get("here"):
             self._pages.add(page)
             self.follow()
@@ -243,13 +217,13 @@ class Dashboard:
             self._pages.discard(page)
             if not self._pages:
                 self.rest()
-        elif do is not None:
-            wanted = next((one for one in (*self._view.buttons, *self._view.toggles) if one["key"] == do), None)
-            threading.Thread(target=self._act, args=(wanted, str(do), message.get("id")), daemon=True).start()
+        elif message.get("do") is not None:
+            threading.Thread(target=self._act, args=(str(message["do"]), message.get("id")), daemon=True).start()
 
-    def _act(self, control: Control | None, key: str, id_: Any) -> None:
+    def _act(self, key: str, id_: Any) -> None:
         """Run a control's verb at the monitor and say what became of it."""
         said: dict[str, Any] = {"id": id_, "key": key}
+        control = next((one for one in (*self._view.buttons, *self._view.toggles) if one["key"] == key), None)
         try:
             if control is None:
                 raise client.Refused(f"{key} is not offered any more", 409)
@@ -286,13 +260,6 @@ def _set(widget: Any, control: Control) -> None:
         widget.disabled = not control["enabled"]
 
 
-def _engine_note(row: EngineView) -> str:
-    memory_now = "" if row["bytes"] is None else escape(format_bytes(row["bytes"]))
-    said = escape(english(row["note"]))
-    note = f'<span class="rlb-w">⚠ {said}</span>' if row["warns"] else said
-    return f'<span title="{said}"><span class="rlb-n">{memory_now}</span> {note}</span>'
-
-
 def _control_json(control: Control) -> dict[str, Any]:
     """The control with its texts in English."""
     texts = {key: english(control[key]) for key in ("label", "name", "command", "title")}  # type: ignore[literal-required]
@@ -300,17 +267,41 @@ def _control_json(control: Control) -> dict[str, Any]:
 
 
 def _head_json(shown: View) -> dict[str, Any]:
-    fraction, left = shown.said["phase"]["fraction"], shown.said["phase"]["left"]
-    return {
-        "model": shown.model,
-        "step": shown.step,
-        "version": shown.version,
-        "branch": shown.branch,
-        "phase": {
-            "text": shown.phase,
-            "busy": shown.busy,
-            "fraction": None if fraction is None else round(fraction, 3),
-            "left": english(left),
-        },
-        "error": shown.error,
-    }
+    phase = shown.said["phase"]
+    fraction = None if phase["fraction"] is None else round(phase["fraction"], 3)
+    said = {"text": shown.phase, "busy": phase["busy"], "fraction": fraction, "left": english(phase["left"])}
+    facts = {name: getattr(shown, name) for name in ("model", "step", "version", "branch", "error")}
+    return {**facts, "phase": said}
+
+
+class CellClock:
+    """Follows IPython's cells from the one it is made in; outside IPython it has nothing to say."""
+
+    def __init__(self) -> None:
+        self._shell = ipython()
+        self._begin: float | None = None
+        self._total: float | None = None
+        if self._shell is not None:
+            self._before()
+            self._shell.events.register("pre_run_cell", self._before)
+            self._shell.events.register("post_run_cell", self._after)
+
+    def text(self) -> str:
+        """`cell 12 s` while it runs, `cell total 41 s` after it; empty where no cell is known."""
+        if self._begin is not None:
+            return f"cell {format_age(time.monotonic() - self._begin)}"
+        return "" if self._total is None else f"cell total {format_seconds(self._total)}"
+
+    def close(self) -> None:
+        """Follow the cells no more."""
+        if self._shell is not None:
+            self._shell.events.unregister("pre_run_cell", self._before)
+            self._shell.events.unregister("post_run_cell", self._after)
+            self._shell = None
+
+    def _before(self, *_: Any) -> None:
+        self._begin = time.monotonic()
+
+    def _after(self, *_: Any) -> None:
+        if self._begin is not None:
+            self._total, self._begin = time.monotonic() - self._begin, None

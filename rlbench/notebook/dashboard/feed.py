@@ -1,11 +1,8 @@
-"""One sampler per session, shared by all views of it: asks the monitor's endpoint and tells the views what it said.
-
-It runs in a thread of the kernel, so views move while a cell runs. It ends with the last view or with the session.
-"""
+"""One sampler per session, a thread of the kernel for all its views: it asks the monitor and tells them."""
 
 from __future__ import annotations
 
-import collections
+import dataclasses
 import logging
 import threading
 import time
@@ -15,11 +12,11 @@ from typing import Any
 
 from rlbench.errors import SessionError
 from rlbench.monitor import client
+from rlbench.runtime import registry
 
 BUSY_INTERVAL_S, IDLE_INTERVAL_S = 0.5, 1.0
 """The monitor samples twice a second; nobody needs to be asked more often than that."""
-SAMPLES_KEPT, MARKS_KEPT = 1200, 300
-HISTORY_ASKED = 100
+SAMPLES_KEPT, MARKS_KEPT, HISTORY_ASKED = 1200, 300, 100
 OVERLAP_S = 0.001
 
 log = logging.getLogger(__name__)
@@ -29,12 +26,9 @@ log = logging.getLogger(__name__)
 class Frame:
     """What is known of a session at one moment.
 
-    Attributes:
-        state: the last answer of `GET /state`, with the last step records in `history`.
-        samples, marks: all that are kept, oldest first.
-        asked: Unix seconds of the last answer.
-        trouble: why nothing newer is known; empty where the monitor answers.
-        ended: the session is closed; no frame follows.
+    `state`: the last answer of `GET /state`, with the last step records in `history`. `samples`, `marks`: all that are
+    kept, oldest first. `asked`: Unix seconds of the last answer. `trouble`: why nothing newer is known. `ended`: the
+    session is closed; no frame follows.
     """
 
     state: Mapping[str, Any]
@@ -53,33 +47,20 @@ class Feed:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._lock, self._asking = threading.Lock(), threading.Lock()
+        self._lock, self._asking, self._wake = threading.Lock(), threading.Lock(), threading.Event()
         self._listeners: list[Callable[[Frame], None]] = []
         self._thread: threading.Thread | None = None
-        self._wake = threading.Event()
-        self._state: dict[str, Any] = {}
         self._history: tuple[Any, list[Any]] = (None, [])
-        self._samples: collections.deque[dict[str, Any]] = collections.deque(maxlen=SAMPLES_KEPT)
-        self._marks: dict[tuple[float, str], dict[str, Any]] = {}
-        self._asked = 0.0
-        self._trouble = ""
-        self._ended = False
+        self.frame = Frame({}, (), (), 0.0)
 
     @classmethod
     def of(cls, name: str) -> Feed:
         """The feed of a session, the same for all its views; a new one where a session of that name had ended."""
         with cls._sharing:
             known = cls._shared.get(name)
-            if known is None or known._ended:
+            if known is None or known.frame.ended:
                 known = cls._shared[name] = cls(name)
             return known
-
-    @property
-    def frame(self) -> Frame:
-        """What is known now."""
-        return Frame(
-            self._state, tuple(self._samples), tuple(self._marks.values()), self._asked, self._trouble, self._ended
-        )
 
     @property
     def running(self) -> bool:
@@ -89,22 +70,22 @@ class Feed:
     def look(self) -> Frame:
         """Ask once, now: for a view that is about to be drawn. A monitor that does not answer is in the frame."""
         with self._asking:
-            self._ask()
-        return self.frame
+            self.frame = self._asked()
+            return self.frame
 
     def listen(self, listener: Callable[[Frame], None]) -> None:
         """Call `listener` with every frame, in the sampler's thread, until `leave`."""
         with self._lock:
             if listener not in self._listeners:
                 self._listeners.append(listener)
-            if not self.running and not self._ended:
+            if not self.running and not self.frame.ended:
                 self._thread = threading.Thread(target=self._run, name=f"rlbench feed {self.name}", daemon=True)
                 self._thread.start()
 
     def leave(self, listener: Callable[[Frame], None]) -> None:
         """Do not call it any more; the last one to leave ends the sampler."""
         with self._lock:
-            self._listeners = [one for one in self._listeners if one is not listener and one != listener]
+            self._listeners = [one for one in self._listeners if one != listener]
         self._wake.set()
 
     def hurry(self) -> None:
@@ -115,49 +96,37 @@ class Feed:
         while True:
             with self._lock:
                 listeners = list(self._listeners)
-                if not listeners or self._ended:
+                if not listeners or self.frame.ended:
                     self._thread = None
                     return
             frame = self.look()
             for listener in listeners:
-                self._tell(listener, frame)
+                try:
+                    listener(frame)
+                except Exception:  # a view that fails is told of and dropped; the others, and the sampler, go on
+                    log.exception("rlbench: a view of session %s failed and is not updated any more", self.name)
+                    self.leave(listener)
             busy = frame.state.get("running") or frame.state.get("verbs")
             self._wake.wait(BUSY_INTERVAL_S if busy else IDLE_INTERVAL_S)
             self._wake.clear()
 
-    def _tell(self, listener: Callable[[Frame], None], frame: Frame) -> None:
-        """One view that fails is told of and dropped; the others, and the sampler, go on."""
-        try:
-            listener(frame)
-        except Exception:
-            log.exception("rlbench: a view of session %s failed and is not updated any more", self.name)
-            self.leave(listener)
-
-    def _ask(self) -> None:
+    def _asked(self) -> Frame:
         """Fetch what is new, from where the session's file says: a restarted monitor has another url and token."""
+        last = self.frame
         try:
             record = client.find(self.name)
-        except SessionError:
-            self._trouble, self._ended = f"session {self.name} is closed", True
-            return
+        except SessionError as gone:
+            said = f"session {self.name} is closed" if registry.parked(self.name) is None else str(gone)
+            return dataclasses.replace(last, trouble=said, ended=True)
         try:
-            since = self._samples[-1]["time"] if self._samples else 0.0
-            state = client.ask(record, f"/state?history=0&since={since + OVERLAP_S if since else 0}")
+            since = last.samples[-1]["time"] + OVERLAP_S if last.samples else 0
+            state = client.ask(record, f"/state?history=0&since={since}")
             mark = (state.get("history_total"), state.get("step"), state.get("version"), state.get("branch"))
             if mark != self._history[0]:
-                full = client.ask(record, f"/state?history={HISTORY_ASKED}")
-                self._history = (mark, full["history"])
+                self._history = (mark, client.ask(record, f"/state?history={HISTORY_ASKED}")["history"])
         except (client.MonitorGone, client.Refused) as error:
-            self._trouble = str(error)
-            return
-        self._samples.extend(state.pop("samples"))
-        self._keep_marks(state.pop("marks", ()))
-        self._state = {**state, "history": self._history[1]}
-        self._asked, self._trouble = time.time(), ""
-
-    def _keep_marks(self, marks: Any) -> None:
-        """A mark is known by its start and label; one that ran is replaced once it has ended."""
-        for mark in marks:
-            self._marks[mark["time"], mark["label"]] = mark
-        for old in list(self._marks)[: max(0, len(self._marks) - MARKS_KEPT)]:
-            del self._marks[old]
+            return dataclasses.replace(last, trouble=str(error))
+        samples = (*last.samples, *state.pop("samples"))[-SAMPLES_KEPT:]
+        told = (*last.marks, *state.pop("marks", ()))  # of one that ran the later word counts: it has ended
+        marks = tuple({(mark["time"], mark["label"]): mark for mark in told}.values())[-MARKS_KEPT:]
+        return Frame(state | {"history": self._history[1]}, samples, marks, time.time())

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlbench.notebook.base.palette import OWNERS
-from rlbench.units import format_bytes
+import numpy as np
 
-MIB = 1 << 20
-MARKS_KEPT = 300
+from rlbench.notebook.base.palette import OWNERS
+from rlbench.units import MIB, format_bytes
+
+MOMENTS, MARKS_KEPT = 300, 300
 SEEN = 0.01
 """Part of the scale below which a band is no wider than a hair."""
 
@@ -26,6 +27,10 @@ class Lane:
     owners: tuple[tuple[int | None, ...], ...]
     total: int | None
     detail: str
+
+    def stack(self) -> np.ndarray:
+        """MiB, (owners, moments) float64; 0 where unknown."""
+        return np.nan_to_num(np.array(self.owners, np.float64))
 
 
 @dataclass(frozen=True)
@@ -42,39 +47,35 @@ class Memory:
 
 
 def memory(
-    samples: Sequence[Sample],
-    marks: Iterable[Mapping[str, Any]] = (),
-    state: Mapping[str, Any] | None = None,
-    most: int | None = None,
+    samples: Sequence[Sample], marks: Iterable[Mapping[str, Any]], state: Mapping[str, Any], most: int = MOMENTS
 ) -> Memory:
     """Memory over time, one lane per device, then one per process in the order of the engines.
 
-    `most`: at most so many moments; those where nothing changed go first.
+    `most`: moments at most; those where nothing changed go first.
     """
-    taken = [(float(sample["time"]), _moment(sample)) for sample in samples]
-    kept = thinned(taken, most) if most is not None else taken
-    order = [w["name"] for e in (state or {}).get("engines", ()) for w in e.get("workers", ())]
+    kept = thinned([(float(sample["time"]), _moment(sample)) for sample in samples], most)
+    order = [w["name"] for e in state.get("engines", ()) for w in e.get("workers", ())]
     found = list(dict.fromkeys(name for _, moment in kept for name in moment))
     names = sorted(found, key=lambda n: (not n.startswith("GPU "), order.index(n) if n in order else len(order), n))
     last = samples[-1] if samples else {}
-    lanes = tuple(
-        Lane(" ".join(n.split("/")[-2:]), _columns([m.get(n) for _, m in kept]), _capacity(n, last), _detail(n, last))
-        for n in names  # `rlbench/demo/actor/0` is known to a reader as `actor 0`
-    )
+    lanes = []
+    capacity = {f"GPU {i}": round(gpu["total"] / MIB) for i, gpu in enumerate(last.get("gpus", ()))}
+    for name in names:
+        rows = [moment.get(name) or (None,) * len(OWNERS) for _, moment in kept]
+        shown = " ".join(name.split("/")[-2:])  # `rlbench/demo/actor/0` is known to a reader as `actor 0`
+        lanes.append(Lane(shown, tuple(zip(*rows, strict=True)), capacity.get(name), _detail(name, last)))
     recent = sorted(marks, key=lambda mark: mark["time"])[-MARKS_KEPT:]
     untold = [round(s["time"], 2) for s in samples if s.get("resident", {}).keys() - s.get("owners", {}).keys()]
-    last_untold = untold[-1] if untold else None
-    return Memory(tuple(round(time, 2) for time, _ in kept), lanes, tuple(map(_mark, recent)), last_untold)
+    times = tuple(round(time, 2) for time, _ in kept)
+    ran = [(round(m["time"], 2), m["seconds"] and round(m["seconds"], 2), m["what"], m["label"]) for m in recent]
+    return Memory(times, tuple(lanes), tuple(ran), untold[-1] if untold else None)
 
 
 def seen_and_thin(shown: Memory) -> tuple[list[str], list[str]]:
     """What a legend names: owners whose band in the picture can be seen, and those that are there but too thin."""
-    sums = [sum(value or 0 for value in moment) for lane in shown.lanes for moment in zip(*lane.owners, strict=True)]
-    largest = dict.fromkeys(OWNERS, 0.0)
-    for lane in shown.lanes:
-        scale = lane.total or max(sums) or 1
-        for owner, values in zip(OWNERS, lane.owners, strict=True):
-            largest[owner] = max(largest[owner], *(value / scale for value in values if value is not None))
+    most = max((float(lane.stack().sum(0).max(initial=0)) for lane in shown.lanes), default=0) or 1.0
+    bands = [lane.stack().max(1, initial=0) / (lane.total or most) for lane in shown.lanes]
+    largest = dict(zip(OWNERS, np.max(bands, 0) if bands else np.zeros(len(OWNERS)), strict=True))
     seen = [owner for owner, share in largest.items() if share >= SEEN]
     return seen, [owner for owner, share in largest.items() if 0 < share < SEEN]
 
@@ -101,18 +102,6 @@ def _moment(sample: Sample) -> dict[str, tuple[int, ...]]:
     return {name: tuple(round(max(0, o.get(owner) or 0) / MIB) for owner in OWNERS) for name, o in told.items()}
 
 
-def _columns(rows: Sequence[tuple[int, ...] | None]) -> tuple[tuple[int | None, ...], ...]:
-    return tuple(tuple(None if row is None else row[i] for row in rows) for i in range(len(OWNERS)))
-
-
-def _capacity(name: str, sample: Sample) -> int | None:
-    if not name.startswith("GPU "):
-        return None
-    gpus = sample.get("gpus", ())
-    i = int(name.removeprefix("GPU "))
-    return round(gpus[i]["total"] / MIB) if i < len(gpus) else None
-
-
 def _detail(name: str, sample: Sample) -> str:
     """What the stack does not show: shared memory, and the allocator's own numbers on a GPU."""
     said = []
@@ -121,13 +110,3 @@ def _detail(name: str, sample: Sample) -> str:
     if torch := sample.get("torch", {}).get(name):
         said.append(f"torch {format_bytes(torch['allocated'])} of {format_bytes(torch['reserved'])}")
     return " · ".join(said)
-
-
-def _mark(mark: Mapping[str, Any]) -> tuple[float, float | None, str, str]:
-    seconds = mark.get("seconds")
-    return (
-        round(float(mark["time"]), 2),
-        None if seconds is None else round(float(seconds), 2),
-        str(mark.get("what") or "other"),
-        str(mark.get("label") or mark.get("what") or ""),
-    )

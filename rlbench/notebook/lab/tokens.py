@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from rlbench.data.rollouts.pieces import PART, SPECIAL, Piece, pieces_of
-from rlbench.notebook.base.inert import cut, one_line, visible
-from rlbench.notebook.base.markup import box, escape
+from rlbench.notebook.base.markup import box, cut, escape, one_line, sheet, visible
 from rlbench.notebook.base.palette import css
 from rlbench.notebook.rollouts.channel_scale import number, scale_of
 from rlbench.notebook.rollouts.static import STYLE as TOKENS
@@ -20,21 +19,7 @@ SAMPLES, TOKENS_SHOWN, LOSSES = 4, 96, 4
 """What a saved notebook holds: samples, tokens of each, losses side by side."""
 PIECE, NAME = 24, 40
 
-STYLE = (
-    TOKENS
-    + """
-.rlb-static .sides {display: grid; grid-template-columns: repeat(auto-fit, minmax(min(260px, 100%), 1fr));
-  gap: 8px 16px; padding: 4px 8px}
-.rlb-static summary {cursor: pointer; padding: 4px 8px; background: rgba(128, 128, 128, .08)}
-.rlb-static summary:focus-visible, .rlb-static .t > [tabindex]:focus {outline: 2px solid var(--rlb-hue-0)}
-.rlb-static .differ {text-decoration: underline 2px; text-underline-offset: 3px}
-.rlb-static .t > [tabindex] {position: relative}
-.rlb-static .t > [tabindex]:focus::after {content: attr(title); position: absolute; left: 0; top: 1.6em; z-index: 3;
-  padding: 4px 8px; width: max-content; max-width: 360px; white-space: normal; font-variant: normal; font-size: 11px;
-  border: 1px solid var(--jp-border-color2, #bdbdbd); border-radius: 4px;
-  background: var(--jp-layout-color1, Canvas); color: var(--jp-ui-font-color1, CanvasText)}
-"""
-)
+STYLE = TOKENS + sheet("loss_lab")
 
 
 def token_strips(lab: Any) -> str:
@@ -48,8 +33,7 @@ def token_strips(lab: Any) -> str:
         "blue: less; underlined: the other way than the first loss; struck: not trained; point at a token, or Tab to "
         "one, for its numbers"
     ]
-    left = len(lab.batch) - min(SAMPLES, len(lab.batch))
-    if left:
+    if (left := len(lab.batch) - SAMPLES) > 0:
         notes.append(f"{left:,} more samples: lab.on(rollouts) shows all")
     if len(lab) > LOSSES:
         notes.append(f"the first {LOSSES} of {len(lab)} losses")
@@ -81,11 +65,8 @@ def _sample(lab: Any, i: int, names: Sequence[str], first: bool) -> str:
         facts.append(f"reward {number(float(batch.rewards[i]))}")
     sides = "\n".join(_side(lab, name, names, slice(begin, end), span, pieces) for name in names)
     more = f"<div class=q>… {end - span.stop:,} more tokens</div>" if end > span.stop else ""
-    opened = " open" if first else ""
-    return (
-        f"<details class=g{opened}><summary>{escape(' · '.join(facts))}</summary>\n"
-        f"<div class=sides>{sides}</div>\n{more}</details>"
-    )
+    head = f"<details class=g{' open' if first else ''}><summary>{escape(' · '.join(facts))}</summary>"
+    return f"{head}\n<div class=sides>{sides}</div>\n{more}</details>"
 
 
 def _side(lab: Any, name: str, names: Sequence[str], whole: slice, span: slice, pieces: Sequence[Piece]) -> str:
@@ -93,13 +74,10 @@ def _side(lab: Any, name: str, names: Sequence[str], whole: slice, span: slice, 
     lead = name == names[0]
     coefficients, mask, differ = lab[name].coefficients[span], lab.batch.mask[span], lab.signs_differ(name)[span]
     scale = replace(scale_of(f"coef {name}", lab[name].coefficients[whole]), kind="signed")  # around 0, whatever signs
-    levels = scale.levels(coefficients)
     tokens = []
-    for t, piece in enumerate(pieces):
-        looks = [f"{'p' if levels[t] > 0 else 'n'}{abs(levels[t])}"] if levels[t] else []
-        looks += {SPECIAL: ["s"], PART: ["b"]}.get(piece.kind, [])
-        looks += ["differ"] if differ[t] else []
-        looks += [] if mask[t] else ["off"]
+    for t, (piece, look) in enumerate(zip(pieces, scale.looks(coefficients), strict=True)):
+        kind = {SPECIAL: "s", PART: "b"}.get(piece.kind, "")
+        looks = filter(None, (look, kind, "differ" if differ[t] else "", "" if mask[t] else "off"))
         said = _numbers(lab, span.start + t, t, names) if lead else number(float(coefficients[t]))
         reach = " tabindex=0" if lead else ""
         text = escape(visible(cut(piece.shown, PIECE)).replace("\n", "⏎\n"))
@@ -113,7 +91,6 @@ def _numbers(lab: Any, at: int, t: int, names: Sequence[str]) -> str:
     """`token 3 · id 21 · A −0.87 · ratio 1.01 · grpo −0.012 · mine 0.02`."""
     batch = lab.batch
     ratio = float(np.exp(np.float64(lab.scored.logprobs[at]) - batch.old_logprobs[at]))
-    facts = [f"token {t}", f"id {int(batch.responses.values[at])}"]
-    facts += [f"A {number(float(batch.advantages[at]))}", f"ratio {number(ratio)}"]
-    facts += [f"{one_line(name, NAME)} {number(float(lab[name].coefficients[at]))}" for name in names]
-    return " · ".join(facts)
+    facts = [f"token {t}", f"id {int(batch.responses.values[at])}", f"A {number(float(batch.advantages[at]))}"]
+    beside = [f"{one_line(name, NAME)} {number(float(lab[name].coefficients[at]))}" for name in names]
+    return " · ".join([*facts, f"ratio {number(ratio)}", *beside])

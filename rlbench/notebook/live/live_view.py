@@ -1,4 +1,4 @@
-"""A live view at the end of a cell, and beside it its static form, for whoever reads the notebook without the kernel.
+"""A live view at the end of a cell, which hears clicks while a cell runs, and beside it its static form.
 
 They are two outputs. In one output the front end would choose: JupyterLab takes the widget of whatever else there is,
 and where the kernel is gone says "model not found" in place of all of it.
@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rlbench.notebook.base.markup import sheet
+
 STILL = "rlb-still"
 """Class of the static form. What a drawing puts into the page itself has the class `rlb-live`."""
-STYLE = """<style>
-.jp-OutputArea-child:has(.rlb-live) + .jp-OutputArea-child:has(.rlb-still),
-.cell_container:has(.rlb-live) .rlb-still,
-.jp-OutputArea-child:not(:has(.jp-OutputArea-output > *)):has(+ .jp-OutputArea-child .rlb-still) {
-  display: none !important}
-</style>"""
+STYLE = f"<style>\n{sheet('still')}</style>"
 """Of the two one is seen: the live view once it is drawn; else the static form, without the front end's message."""
 
 
@@ -33,3 +30,23 @@ def display_both(live: Any, still: Mapping[str, str]) -> Any:
 def framed(still: Mapping[str, str]) -> dict[str, str]:
     """The bundle as `display_both` shows it, for an update of its output."""
     return {**still, "text/html": f'{STYLE}<div class="{STILL}">{still["text/html"]}</div>'}
+
+
+def route_by_front_end(widget: Any) -> None:
+    """Let the front end choose the thread that hears a click, for a widget of ours with its open comm and its children.
+
+    JupyterLab sends widget messages to a subshell (ipykernel 7), which a running cell does not block. ipykernel 7.4
+    sends them to the shell that last wrote to the widget instead: the main one, where they wait for the cell.
+    """
+    comm: Any = getattr(widget, "comm", None)
+    if hasattr(comm, "_reply_subshell_for"):  # a private name: ipykernel 7.4 has it, others need no mending
+        comm._reply_subshell_for = lambda data, default: default
+    for child in getattr(widget, "children", ()) or ():
+        route_by_front_end(child)
+
+
+def works_while_busy() -> bool:
+    """Whether clicks can be heard while a cell runs: ipykernel 7 or later (with a front end that uses subshells)."""
+    import ipykernel
+
+    return int(ipykernel.version_info[0]) >= 7

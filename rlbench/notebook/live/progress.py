@@ -1,27 +1,127 @@
 """Progress of a verb while a cell waits: a line redrawn in place, with what there is to see, then the cost line.
 
-Everything shown is what the workers report of themselves; what was not measured is left out.
+The line is an output that is updated in a notebook, carriage returns in a terminal. Everything shown is what the
+workers report of themselves; what was not measured is left out.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rlbench.data import Rollouts
 from rlbench.data.record.metrics import shown_metric
 from rlbench.dispatch.protocol import Progress
-from rlbench.notebook.base.inert import cut, visible
-from rlbench.notebook.base.sparkline import blocks
-from rlbench.notebook.live.progress_line import Line
-from rlbench.runtime.starting import Part, Start
+from rlbench.notebook.base.figures import blocks
+from rlbench.notebook.base.markup import cut, escape, visible
+from rlbench.runtime.starting import Start
+from rlbench.traces import ipython
 from rlbench.units import format_age, format_bytes, format_number, format_percent, format_rate, format_seconds
 
 SHOWN_CHARACTERS = 120
-FIT_SHOWN = ("reward", "loss", "critic_loss", "kl", "length")
+FIT_SHOWN = ("reward", "loss", "reward_accuracy", "critic_loss", "kl", "length")
 FIT_DRAWN = 60
 """Iterations in the drawing."""
+REDRAW_S = 0.25
+LOOK = "font-size:12px;color:var(--jp-ui-font-color2,gray);font-variant-numeric:tabular-nums"
+BELOW_LOOK = (
+    "font-family:var(--jp-code-font-family,monospace);white-space:pre;overflow:hidden;text-overflow:ellipsis;"
+    "unicode-bidi:isolate"
+)
+BAR = 16
+
+
+@dataclass
+class _InCell:
+    """What the ended lines of one kind take in a cell: one output, however often a loop runs the verb."""
+
+    cell: int
+    handle: Any = None
+    ended: int = 0
+    seconds: float = 0.0
+
+
+_in_cells: dict[str, _InCell] = {}
+
+
+class Line:
+    """One line of text; those of one `kind` that end in the same cell share an output, so a loop leaves one line."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._last = 0.0
+        self._width = 0
+        self._place: _InCell | None = None
+
+    def show(self, text: str, fraction: float | None = None, below: Sequence[str] = ()) -> None:
+        """Draw `text`, at most four times a second, with a bar (0 to 1), and in a notebook the lines `below`."""
+        now = time.monotonic()
+        if now - self._last < REDRAW_S:
+            return
+        self._last = now
+        if in_notebook():
+            self._notebook(text, fraction, below)
+        elif sys.stderr.isatty():
+            full = 0 if fraction is None else round(fraction * BAR)
+            bar = "" if fraction is None else "▓" * full + "░" * (BAR - full) + " "
+            self._terminal(bar + text, "")
+
+    def end(self, text: str, seconds: float) -> None:
+        """Draw `text` as what stays; `seconds`: what the verb took."""
+        if in_notebook():
+            place = self._in_cell()
+            place.ended, place.seconds = place.ended + 1, place.seconds + seconds
+            several = f" · {place.ended} in this cell, {format_seconds(place.seconds)}" if place.ended > 1 else ""
+            self._notebook(text + several, None, ())
+        elif sys.stderr.isatty():
+            self._terminal(text, "\n")
+
+    def _terminal(self, line: str, end: str) -> None:
+        sys.stderr.write("\r" + line.ljust(self._width) + end)
+        sys.stderr.flush()
+        self._width = len(line)
+
+    def _notebook(self, text: str, fraction: float | None, below: Sequence[str]) -> None:
+        data = {"text/plain": "\n".join([text, *below]), "text/html": _html(text, fraction, below)}
+        place = self._in_cell()
+        if place.handle is None:
+            from IPython.display import DisplayHandle
+
+            place.handle = DisplayHandle()
+            place.handle.display(data, raw=True)
+        else:
+            place.handle.update(data, raw=True)
+
+    def _in_cell(self) -> _InCell:
+        """Where lines of this kind go in the cell that runs; this line stays where it began."""
+        if self._place is None:
+            cell, known = _cell(), _in_cells.get(self._kind)
+            if known is None or known.cell != cell:
+                known = _in_cells[self._kind] = _InCell(cell)
+            self._place = known
+        return self._place
+
+
+def in_notebook() -> bool:
+    """True in an IPython kernel, where outputs can be redrawn."""
+    return hasattr(ipython(), "kernel")
+
+
+def _cell() -> int:
+    """Number of the cell that runs."""
+    return int(ipython().execution_count)
+
+
+def _html(text: str, fraction: float | None, below: Sequence[str]) -> str:
+    bar = ""
+    if fraction is not None:
+        look = 'style="width:12em;height:8px" aria-label="progress"'
+        bar = f'<progress max="1" value="{fraction:.3f}" {look}></progress> '
+    more = "".join(f'\n<div style="{BELOW_LOOK}">{escape(line)}</div>' for line in below)
+    return f'<div style="{LOOK}">{bar}{escape(text)}{more}</div>'
 
 
 class VerbProgress:
@@ -38,8 +138,7 @@ class VerbProgress:
 
     def end(self, *parts: str) -> None:
         """Leave a line of these parts."""
-        seconds = self.seconds
-        self._line.end(_joined(*parts), seconds)
+        self._line.end(_joined(*parts), self.seconds)
 
 
 class GenerateProgress(VerbProgress):
@@ -54,29 +153,17 @@ class GenerateProgress(VerbProgress):
         self._ended = False
 
     def __call__(self, progress: list[Progress]) -> None:
+        """Draw what runs now; a replica that is done is not asked any more, and what it told still counts."""
         values = [p.values for p in progress]
-        self._see(values)
-        rate = self._tokens / self.seconds
-        held = " · paused: session.resume() goes on" if any(v.get("paused") for v in values) else ""
-        self._line.show(
-            f"{self._finished}/{self._total} samples · {self._tokens:,} tokens · {format_rate(rate)}{held}",
-            self._finished / self._total,
-            [*_lengths_line(self._lengths), *map(_sample_line, self._first)],
-        )
-
-    def _see(self, values: Sequence[Mapping[str, Any]]) -> None:
-        """Take what runs now; a replica that is done is not asked any more, and what it told still counts."""
         self._finished = max(self._finished, sum(int(v.get("finished", 0)) for v in values))
         self._tokens = max(self._tokens, sum(int(v.get("tokens", 0)) for v in values))
         joined = joined_histograms([v["lengths"] for v in values if v.get("lengths")])
-        if sum(joined[1]) >= sum(self._lengths[1]):
-            self._lengths = joined
-        first = [text for v in values for text in v.get("first", ())][:2]
-        self._first = first if len(first) >= len(self._first) else self._first
-
-    def report(self, done: int, total: int) -> None:
-        """`done` of `total` samples are finished."""
-        self._line.show(f"{done}/{total} samples", done / max(1, total))
+        self._lengths = max(joined, self._lengths, key=lambda histogram: sum(histogram[1]))
+        self._first = max([text for v in values for text in v.get("first", ())][:2], self._first, key=len)
+        done, rate = f"{self._finished}/{self._total} samples", format_rate(self._tokens / self.seconds)
+        held = "paused: session.resume() goes on" if any(v.get("paused") for v in values) else ""
+        below = [*_lengths_line(self._lengths), *map(_sample_line, self._first)]
+        self._line.show(_joined(done, f"{self._tokens:,} tokens", rate, held), self._finished / self._total, below)
 
     def close(self, result: Any) -> None:
         """Leave the cost line; where it failed, how far it was."""
@@ -90,18 +177,14 @@ class GenerateProgress(VerbProgress):
 
 
 class TrainProgress(VerbProgress):
-    """Micro-batches, tokens/s and the loss so far of a training verb over all ranks.
+    """Micro-batches, tokens/s and the loss so far of verb `what` over all ranks.
 
-    Args:
-        what: the verb.
-        tokens: of the batch, prompts and responses.
-        trained: of those, the ones the loss is about.
+    `tokens`: of the batch, prompts and responses; `trained`: of those, the ones the loss is about.
     """
 
     def __init__(self, what: str, tokens: int, trained: int) -> None:
         super().__init__("train")
-        self._what, self._tokens, self._trained = what, tokens, trained
-        self._seen = ""
+        self._what, self._tokens, self._trained, self._seen = what, tokens, trained, ""
 
     def __call__(self, progress: list[Progress]) -> None:
         ranks = [p.values for p in progress if p.values.get("total")]
@@ -117,10 +200,6 @@ class TrainProgress(VerbProgress):
             loss = sum(float(v.get("loss", 0)) for v in ranks) * self._trained / trained
             parts.append(f"loss ~{format_number(loss)}")
         self._line.show(" · ".join(parts), done / total)
-
-    def report(self, done: int, total: int) -> None:
-        """`done` of `total` micro-batches are done."""
-        self._line.show(f"{self._what} · micro-batch {done}/{total}", done / max(1, total))
 
     def close(self, result: Any) -> None:
         """Leave the cost line; where it failed or was stopped, how far it was."""
@@ -141,10 +220,6 @@ class SyncProgress(VerbProgress):
         if gathered:
             self._line.show(f"sync · {format_bytes(gathered)} gathered · {format_seconds(self.seconds)}")
 
-    def report(self, done: int, total: int) -> None:
-        """`done` of `total` bytes are gathered."""
-        self._line.show(f"sync · {format_bytes(done)} of {format_bytes(total)} gathered", done / max(1, total))
-
     def close(self, result: Any) -> None:
         """Leave the cost line."""
         took = self.seconds
@@ -152,27 +227,20 @@ class SyncProgress(VerbProgress):
 
 
 class FitProgress(VerbProgress):
-    """Iterations of one `fit` of `total`; below the line the rewards so far."""
+    """Iterations of one `fit` of `total`; below the line the rewards so far, on texts the losses."""
 
     def __init__(self, total: int) -> None:
         super().__init__("fit")
         self._total = total
-        self._number = 0
         self._done: list[Mapping[str, Any]] = []
 
     def __call__(self, progress: list[Progress]) -> None:
         phases = [str(p.values["phase"]) for p in progress if p.values.get("phase")]
         self._draw(phases[0] if phases else "")
 
-    def report(self, done: int, total: int) -> None:
-        """`done` iterations are over."""
-        self._number = done
-        self._draw()
-
     def iterated(self, values: Mapping[str, Any]) -> None:
         """An iteration is over, with these metrics."""
         self._done.append(values)
-        self._number = len(self._done)
         self._draw()
 
     def close(self, result: Sequence[Mapping[str, Any]] | None) -> None:
@@ -180,10 +248,12 @@ class FitProgress(VerbProgress):
         self.end(f"fit {len(self._done)}/{self._total} iterations", format_seconds(self.seconds), *self._last())
 
     def _draw(self, phase: str = "") -> None:
-        at = f"iteration {min(self._number + 1, self._total)}/{self._total}"
-        rewards = [float(values["reward"]) for values in self._done if values.get("reward") is not None][-FIT_DRAWN:]
-        below = [f"reward  {blocks(rewards)}"] if len(rewards) > 1 else []
-        self._line.show(_joined(at, phase.replace("_", " "), *self._last()), self._number / self._total, below)
+        done = len(self._done)
+        at = f"iteration {min(done + 1, self._total)}/{self._total}"
+        drawn = "reward" if self._done and self._done[-1].get("reward") is not None else "loss"
+        curve = [float(values[drawn]) for values in self._done if values.get(drawn) is not None][-FIT_DRAWN:]
+        below = [f"{drawn}  {blocks(curve)}"] if len(curve) > 1 else []
+        self._line.show(_joined(at, phase.replace("_", " "), *self._last()), done / self._total, below)
 
     def _last(self) -> list[str]:
         last = self._done[-1] if self._done else {}
@@ -201,35 +271,27 @@ class StartProgress:
         usual, parts = start.usual(), list(start.parts.items())
         going = [f"{name}: {part.doing}" for name, part in parts if part.seconds is None]
         text = _joined(f"starting {start.what}", format_age(start.seconds) + _usually(usual), *going)
-        below = [_part_line(name, part, start.usual(name)) for name, part in parts]
+        below = []
+        for name, part in parts:
+            at = f"… {name}  {part.doing}" if part.seconds is None else f"✓ {name}  {format_seconds(part.seconds)}"
+            below.append(at + _usually(start.usual(name)))
         self._line.show(text, None if not usual else min(0.99, start.seconds / usual), below)
 
     def end(self, start: Start, done: bool) -> None:
         """Leave one line: what it took, by part; where it failed, what it was at."""
-        if done:
-            took = [f"{name} {format_seconds(part.seconds)}" for name, part in start.parts.items() if part.seconds]
-        else:
-            took = [f"{name}: {part.doing}" for name, part in start.parts.items() if part.seconds is None]
+        took = [f"{name} {format_seconds(part.seconds)}" for name, part in start.parts.items() if part.seconds]
+        at = [f"{name}: {part.doing}" for name, part in start.parts.items() if part.seconds is None]
         lead = f"{start.what} {'ready' if done else 'did not start'}"
-        self._line.end(_joined(lead, format_seconds(start.seconds), *took), start.seconds)
-
-
-# -- what they say
+        self._line.end(_joined(lead, format_seconds(start.seconds), *(took if done else at)), start.seconds)
 
 
 def cost_line(rollouts: Rollouts, seconds: float) -> str:
     """`rollout 64 × ≤512 · 2.1 s · 3.1k tok/s · peak 6.4 GiB · v41`"""
     lengths = rollouts.lengths
-    longest = int(lengths.max()) if len(lengths) else 0
+    what = f"rollout {rollouts.samples} × ≤{int(lengths.max()) if len(lengths) else 0}"
     versions = "/".join(f"v{v}" for v in sorted({int(v) for v in rollouts.versions}))
-    rate = int(lengths.sum()) / max(seconds, 1e-6)
-    return _joined(
-        f"rollout {rollouts.samples} × ≤{longest}",
-        format_seconds(seconds),
-        format_rate(rate),
-        _peak(rollouts.stats.get("peak_bytes")),
-        versions,
-    )
+    rate = format_rate(int(lengths.sum()) / max(seconds, 1e-6))
+    return _joined(what, format_seconds(seconds), rate, _peak(rollouts.stats.get("peak_bytes")), versions)
 
 
 def train_cost_line(what: str, values: Mapping[str, Any], tokens: int, seconds: float) -> str:
@@ -283,12 +345,6 @@ def _lengths_line(histogram: Histogram) -> list[str]:
 def _sample_line(text: str) -> str:
     """A finished sample on one line, inert."""
     return "“" + cut(visible(text).replace("\n", "⏎").replace("\t", "⇥"), SHOWN_CHARACTERS) + "”"
-
-
-def _part_line(name: str, part: Part, usual: float | None) -> str:
-    if part.seconds is not None:
-        return f"✓ {name}  {format_seconds(part.seconds)}{_usually(usual)}"
-    return f"… {name}  {part.doing}{_usually(usual)}"
 
 
 def _usually(seconds: float | None) -> str:

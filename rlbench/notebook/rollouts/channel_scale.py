@@ -21,8 +21,7 @@ class Scale:
     """A channel's scale.
 
     `kind`: "signed" (around 0), "ratio" (around 1, logarithmic), "size" (from 0) or "flag". `low`, `high`: the real
-    least and largest value (0, 0 where nothing is known). `bound`: distance from the middle that is drawn strongest:
-    the largest there is, or where few are far away, the 99th percentile.
+    ends (0, 0 where nothing is known). `bound`: distance from the middle that is drawn strongest.
     """
 
     name: str
@@ -38,9 +37,11 @@ class Scale:
         """Strength of the colour, −1 to 1 (0 to 1 for kinds without a sign), 0 where not known."""
         return np.nan_to_num(np.clip(_from_middle(values, self.kind) / (self.bound or 1.0), -1, 1))
 
-    def levels(self, values: np.ndarray) -> np.ndarray:
-        """`share` in whole steps of 1 / LEVELS."""
-        return np.rint(self.share(values) * LEVELS).astype(int)
+    def looks(self, values: np.ndarray) -> list[str]:
+        """CSS classes: `p3` above the middle, `n3` below, `q3` without a sign, each 1 to LEVELS; "" in the middle."""
+        above, below = ("q", "q") if self.kind in ("size", "flag") else ("p", "n")
+        levels = np.rint(self.share(values) * LEVELS).astype(int).tolist()
+        return ["" if not level else f"{above if level > 0 else below}{abs(level)}" for level in levels]
 
     @property
     def saturated(self) -> bool:
@@ -57,15 +58,16 @@ def scale_of(name: str, values: np.ndarray) -> Scale:
     """The scale of a channel's values, flat float32."""
     kind = kind_of(name, values)
     finite = values if np.isfinite(np.sum(values, dtype=np.float64)) else values[np.isfinite(values)]
+    named = (name, kind.label, kind.unit, kind.scale, kind.about)
     if not len(finite):
-        return Scale(name, kind.label, kind.unit, kind.scale, kind.about, 0.0, 0.0, 0.0)
+        return Scale(*named, 0.0, 0.0, 0.0)
     low, high = float(finite.min()), float(finite.max())
     step = max(1, len(finite) // LOOKED_AT)
     off = np.abs(_from_middle(np.append(finite[::step], [low, high]).astype(np.float64), kind.scale))
     off = off[np.isfinite(off)]  # a ratio of 0 is infinitely far from 1
     usual, most = (float(np.percentile(off, 99)), float(off.max())) if len(off) else (0.0, 0.0)
     bound = usual if kind.scale != "flag" and 0 < usual * OUTLIER < most else most
-    return Scale(name, kind.label, kind.unit, kind.scale, kind.about, low, high, bound)
+    return Scale(*named, low, high, bound)
 
 
 def telling(channels: Mapping[str, np.ndarray], offsets: np.ndarray) -> str:

@@ -1,107 +1,94 @@
-"""A prompt for a reader: its messages as text and images. Only images that cannot act are drawn.
-
-Drawn are raster images in the prompt itself: `data:` URLs of types a browser decodes and nothing more (no SVG), and
-PIL images, which are made small. Whatever would be fetched, from the network or a disk, is named instead.
+"""A prompt for a reader: its messages as text and images. An image is decoded and written again, small: nothing that
+came with it reaches a page, and nothing is fetched.
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import re
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rlbench.data.prompts.prompt import Prompt, message_text, part_text
+import numpy as np
 
-RASTER = re.compile(r"data:image/(png|jpeg|jpg|gif|webp);base64,([A-Za-z0-9+/=\s]*)", re.ASCII)
-MOST_BYTES = 64_000  # of an image as it is sent; larger ones are made small
-READ = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF")
-EDGE = 320  # pixels of the longer side of an image made small
-MOST_PIXELS = 40_000_000  # beyond, an image is not decoded: it may be a bomb
+from rlbench.data.prompts.images import EncodedImage
+from rlbench.data.prompts.placing import is_image_part
+from rlbench.data.prompts.prompt import Prompt, is_chat, message_text, part_text
+from rlbench.data.rollouts.pieces import SPECIAL, Pieces
+from rlbench.errors import DataError
+
+MOST_BYTES = 64_000  # of an image as it is sent; larger ones lose quality
+EDGE = 640  # pixels of the longer side of an image made small
+NAMED = re.compile("image|img", re.IGNORECASE)
 
 
 class Part(NamedTuple):
-    """One part of a message: `text`, or an image as a `data:` URL in `image`, with what it is in `text`."""
+    """One part of a message: `text`, or an image as a `data:` URL in `image`, with what it is in `text`, and how many
+    tokens of the prompt stand for it (0: not known)."""
 
     role: str
     text: str
     image: str = ""
+    tokens: int = 0
+
+    @property
+    def chip(self) -> str:
+        """The run of its tokens: `image ×16`."""
+        return f"image ×{self.tokens}" if self.tokens else ""
 
 
-def prompt_parts(prompt: Prompt, edge: int = EDGE) -> list[Part]:
-    """All parts in order; a text or token ids are one part without a role.
+def prompt_parts(prompt: Prompt, edge: int = EDGE, runs: Sequence[int] = ()) -> list[Part]:
+    """All parts in order, images at most `edge` pixels long; of a text or token ids, the images and then the text.
 
-    Args:
-        prompt: any.
-        edge: images whose longer side, in pixels, exceeds this are made smaller.
+    `runs`: how many tokens stand for each image, see `image_runs`.
     """
-    content = prompt.content
-    if isinstance(content, str) or not (content and isinstance(content[0], dict)):
-        return [Part("", prompt.text)]
-    return [part for message in content for part in _message_parts(message, edge)]
+    counts = runs or [0] * len(prompt.images)
+    drawn = (image_part(image, edge)._replace(tokens=n) for image, n in zip(prompt.images, counts, strict=True))
+    if not is_chat(prompt.content):
+        return [*drawn, Part("", prompt.text)]
+    parts = []
+    for message in prompt.content:
+        role, told = str(message.get("role", "")), message.get("content")
+        if not isinstance(told, list | tuple):
+            parts.append(Part(role, message_text(message)))
+            continue
+        for part in told:
+            parts.append(next(drawn)._replace(role=role) if is_image_part(part) else Part(role, part_text(part)))
+    return parts
 
 
-def images(prompt: Prompt, edge: int = EDGE) -> list[Part]:
+def images(prompt: Prompt, edge: int = EDGE, runs: Sequence[int] = ()) -> list[Part]:
     """Its images alone, as far as they can be drawn."""
-    content = prompt.content
-    if isinstance(content, str) or not (content and isinstance(content[0], dict)):
-        return []
-    return [part for part in prompt_parts(prompt, edge) if part.image]
+    return [part for part in prompt_parts(prompt, edge, runs) if part.image]
 
 
-def _message_parts(message: Mapping[str, Any], edge: int) -> list[Part]:
-    role, content = str(message.get("role", "")), message.get("content")
-    if not isinstance(content, list | tuple):
-        return [Part(role, message_text(message))]
-    return [_image_part(role, part, edge) or Part(role, part_text(part)) for part in content]
+def image_runs(ids: np.ndarray, pieces: Pieces, count: int) -> list[int]:
+    """Return how many of a prompt's token ids stand for each of its `count` images: the runs of one special token that
+    is named after images. Empty where no token has as many runs."""
+    starts = np.flatnonzero(np.diff(ids, prepend=-1))
+    lengths = np.diff([*starts, len(ids)])
+    best: list[int] = []
+    for token in np.unique(ids[starts]) if count else ():
+        (piece,) = pieces([int(token)])
+        runs = lengths[ids[starts] == token].tolist()
+        if piece.kind == SPECIAL and NAMED.search(piece.shown) and len(runs) == count and sum(runs) > sum(best):
+            best = runs
+    return best
 
 
-def _image_part(role: str, part: Any, edge: int) -> Part | None:
-    """An image part as one that can be drawn, or named where it cannot; None for a part that is no image."""
-    if not isinstance(part, Mapping) or not str(part.get("type", "")).startswith(("image", "input_image")):
-        return None
-    source = part.get("image_url", part.get("image", part.get("url")))
-    if isinstance(source, Mapping):
-        source = source.get("url")
-    raw: Any = None
-    if isinstance(source, str):
-        match = RASTER.fullmatch(source)
-        if match is None:
-            return Part(role, f"[image, not shown: {source[:80]}]")
-        try:
-            raw = base64.b64decode(match[2])
-        except (binascii.Error, ValueError):
-            return Part(role, "[image, not shown: its base64 is broken]")
-    elif isinstance(source, bytes | bytearray):
-        raw = bytes(source)
-    elif type(source).__module__.startswith("PIL."):
-        raw = source
-    if raw is None:
-        return Part(role, f"[image, not shown: a {type(source).__name__}]")
-    return _drawn(role, raw, edge)
-
-
-def _drawn(role: str, raw: Any, edge: int) -> Part:
-    """Decode and encode again, small: what a browser gets was written here."""
+def image_part(image: EncodedImage, edge: int) -> Part:
+    """Decode an image and encode it again, small. One that cannot be is named."""
     try:
-        from PIL import Image, UnidentifiedImageError
-    except ModuleNotFoundError:
-        return Part(role, "[image, not shown: pip install pillow]")
-    try:
-        image = Image.open(io.BytesIO(raw), formats=READ) if isinstance(raw, bytes) else raw
-        width, height = image.size
-        if width * height > MOST_PIXELS:
-            return Part(role, f"[image {width} × {height}, not shown: too large to decode here]")
-        small = image.convert("RGBA" if "A" in image.getbands() or "transparency" in image.info else "RGB")
-        small.thumbnail((edge, edge))
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        return Part(role, f"[image, not shown: {type(error).__name__}]")
+        small = image.pil()
+    except DataError as error:
+        return Part("", f"[image, not shown: {error}]")
+    small.thumbnail((edge, edge))
     kind, data = "png", _encoded(small, "PNG")
     if len(data) > MOST_BYTES:
-        kind, data = "jpeg", _encoded(small.convert("RGB"), "JPEG")
-    return Part(role, f"image {width} × {height}", f"data:image/{kind};base64,{base64.b64encode(data).decode()}")
+        kind, data = "jpeg", _encoded(small, "JPEG")
+    url = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    return Part("", f"image {image.width} × {image.height}", url)
 
 
 def _encoded(image: Any, kind: str) -> bytes:

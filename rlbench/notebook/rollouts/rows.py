@@ -14,10 +14,10 @@ from rlbench.data.files.export import sample_index
 from rlbench.data.rollouts.channels import all_channels
 from rlbench.data.rollouts.pieces import Pieces, pieces_of
 from rlbench.data.rollouts.scoring import described
-from rlbench.notebook.base.inert import cut, visible
+from rlbench.notebook.base.markup import cut, visible
 from rlbench.notebook.rollouts.channel_scale import Scale, scale_of
 from rlbench.notebook.rollouts.order import Summary
-from rlbench.notebook.rollouts.prompt_parts import images, prompt_parts
+from rlbench.notebook.rollouts.prompt_parts import Part, image_runs, images, prompt_parts
 from rlbench.units import format_percent
 
 PREVIEW_TOKENS, PREVIEW_CHARACTERS = 256, 480  # of a completion that is not opened: three lines
@@ -45,9 +45,9 @@ class Shown:
         return all_channels(self.rollouts)
 
     @cached_property
-    def scales(self) -> list[Scale]:
+    def scales(self) -> dict[str, Scale]:
         """How each channel is coloured."""
-        return [scale_of(name, values) for name, values in self.channels.items()]
+        return {name: scale_of(name, values) for name, values in self.channels.items()}
 
     @cached_property
     def pieces(self) -> Pieces:
@@ -65,78 +65,78 @@ class Shown:
         prompt = r.prompts[p]
         own = slice(*np.searchsorted(r.group, [p, p + 1]))
         lengths = s.lengths[own]
-        found: dict[str, Any] = {
+        head: dict[str, Any] = {
             "p": p,
             "text": visible(cut(prompt.text, PROMPT_CHARACTERS)),
             "more": len(prompt.text) > PROMPT_CHARACTERS or not isinstance(prompt.content, str),
             "n": len(lengths),
             "lengths": [int(lengths.min()), int(lengths.max())] if len(lengths) else None,
-            "images": [{"src": i.image, "alt": i.text} for i in images(prompt, THUMBNAIL)[:IMAGES_OF_A_PROMPT]],
+            "images": [{"src": i.image, "alt": i.text, "tokens": i.tokens} for i in self.thumbnails(p)],
         }
         if r.rewards is not None and not s.failed[own].all():
-            found |= {
-                "right": int(s.right[own].sum()),
-                "two": s.two_valued,
-                "mean": float(s.mean[p]),
-                "spread": float(s.spread[p]),
-            }
-        return found
+            head |= {"right": int(s.right[own].sum()), "two": s.two_valued}
+            head |= {"mean": float(s.mean[p]), "spread": float(s.spread[p])}
+        return head
+
+    def thumbnails(self, p: int, most: int = IMAGES_OF_A_PROMPT, edge: int = THUMBNAIL) -> list[Part]:
+        """The first images of a prompt, `edge` pixels on the longer side."""
+        return images(self.rollouts.prompts[p], edge, self.runs(p))[:most]
+
+    def runs(self, p: int) -> list[int]:
+        """How many tokens of a prompt stand for each of its images."""
+        held = self.rollouts.prompts[p].images
+        return image_runs(self.rollouts.prompt_ids[p], self.pieces, len(held)) if held else []
 
     def whole_prompt(self, p: int) -> dict[str, Any]:
         """All messages of a prompt, in order."""
         left, parts = WHOLE_PROMPT_CHARACTERS, []
-        for part in prompt_parts(self.rollouts.prompts[p]):
+        for part in prompt_parts(self.rollouts.prompts[p], runs=self.runs(p)):
             text = visible(cut(part.text, max(0, left)))
-            parts.append({"role": visible(part.role), "text": text, "image": part.image})
+            parts.append({"role": visible(part.role), "text": text, "image": part.image, "tokens": part.tokens})
             left -= len(part.text)
         return {"p": p, "parts": parts}
 
-    def row(self, i: int, start: int = 0, count: int | None = None) -> tuple[dict[str, Any], slice]:
-        """A completion's facts and pieces, and where its tokens lie in the flat arrays.
-
-        Args:
-            i: which completion.
-            start: its first token to send.
-            count: how many; None for a preview.
-        """
+    def row(
+        self, i: int, start: int = 0, count: int = PREVIEW_TOKENS, preview: bool = True
+    ) -> tuple[dict[str, Any], slice]:
+        """A completion's facts and pieces, for a `preview` three lines of text, and their place in the arrays."""
         r = self.rollouts
-        first, end = int(r.responses.offsets[i]), int(r.responses.offsets[i + 1])
-        first = min(first + start, end)
-        stop = min(first + (PREVIEW_TOKENS if count is None else count), end)
-        found = self.pieces(r.responses.values[first:stop])
-        if count is None:
-            found = found[: _fitting([len(p.shown) for p in found])]
+        begin, end = int(r.responses.offsets[i]), int(r.responses.offsets[i + 1])
+        first = min(begin + start, end)
+        pieces = self.pieces(r.responses.values[first : min(first + count, end)])
+        if preview:
+            begins = np.cumsum([0, *(len(piece.shown) for piece in pieces)])
+            pieces = pieces[: int(np.searchsorted(begins, PREVIEW_CHARACTERS))]
         row = {
             "i": i,
             "k": int(self.places[i]),
             "p": int(r.group[i]),
-            "n": end - int(r.responses.offsets[i]),
+            "n": end - begin,
             "from": start,
             "reward": None if r.rewards is None or self.summary.failed[i] else float(r.rewards[i]),
             "right": bool(self.summary.right[i]),
             "finish": FINISH_REASONS[r.finish[i]],
             "version": int(r.versions[i]),
-            "pieces": [visible(cut(p.shown, PIECE_CHARACTERS)) for p in found],
-            "kinds": "".join(KIND_CODES[p.kind] for p in found),
+            "pieces": [visible(cut(piece.shown, PIECE_CHARACTERS)) for piece in pieces],
+            "kinds": "".join(KIND_CODES[piece.kind] for piece in pieces),
         }
         if not self.pieces.readable and not start:
             row["text"] = visible(cut(r.texts[i], TEXT_CHARACTERS))
-        return row, slice(first, first + len(found))
+        return row, slice(first, first + len(pieces))
 
     def rows(self, wanted: Iterable[Sequence[Any]]) -> tuple[list[dict[str, Any]], list[bytes]]:
-        """Several rows and their numbers.
+        """Rows `(completion, start, count or None for a preview)`, at most OPEN_TOKENS of each, and their numbers.
 
-        Args:
-            wanted: `(completion, start, count or None)` each; at most OPEN_TOKENS of one completion are sent.
-
-        Returns:
-            The rows, and two buffers: token ids, int32, flat over the rows; values, float32, (channels, tokens).
+        These are two buffers: token ids, int32, flat over the rows; values, float32, (channels, tokens).
         """
-        made = [self.row(i, start, None if n is None else min(n, OPEN_TOKENS)) for i, start, n in wanted]
-        spans = [span for _, span in made]
-        ids = _joined(self.rollouts.responses.values, spans, np.int32)
-        values = [_joined(v, spans, np.float32).tobytes() for v in self.channels.values()]
-        return [row for row, _ in made], [ids.tobytes(), b"".join(values)]
+        made = [
+            self.row(i, start) if count is None else self.row(i, start, min(count, OPEN_TOKENS), preview=False)
+            for i, start, count in wanted
+        ]
+        arrays = (self.rollouts.responses.values, *self.channels.values())
+        ids, *values = (np.concatenate([a[:0], *(a[span] for _, span in made)]) for a in arrays)
+        flat = b"".join(value.astype(np.float32).tobytes() for value in values)
+        return [row for row, _ in made], [ids.astype(np.int32).tobytes(), flat]
 
 
 def headline(rollouts: Rollouts) -> str:
@@ -155,13 +155,3 @@ def headline(rollouts: Rollouts) -> str:
     if rollouts.not_started:
         parts.append(f"{len(rollouts.not_started):,} prompts not started")
     return " · ".join([*parts, *(f"⚠ {note}" for note in rollouts.notes)])
-
-
-def _fitting(lengths: Sequence[int]) -> int:
-    """How many pieces make a preview."""
-    return int(np.searchsorted(np.cumsum([0, *lengths]), PREVIEW_CHARACTERS)) if lengths else 0
-
-
-def _joined(values: np.ndarray, spans: Sequence[slice], dtype: type) -> np.ndarray:
-    parts = [values[span] for span in spans]
-    return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)

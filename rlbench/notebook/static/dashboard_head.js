@@ -23,12 +23,10 @@ async function followed(api, name, verb, args, wait) {
 // src/wire.ts
 function readListing(value) {
   const found = object(value);
+  const time = number(found["time"]) ?? 0;
   return {
-    time: number(found["time"]) ?? 0,
-    sessions: list(found["sessions"]).map((row) => ({
-      name: text(row["name"]),
-      state: row["state"] === "live" ? "live" : "gone"
-    })),
+    time,
+    sessions: list(found["sessions"]).map((row) => listed(row, time)),
     memory: machine(found["memory"]),
     gpus: list(found["gpus"]).map((gpu) => ({
       ...machine(gpu) ?? { used: 0, total: 0 },
@@ -36,6 +34,21 @@ function readListing(value) {
     })),
     gpusError: text(found["gpus_error"])
   };
+}
+function listed(row, now) {
+  const name = text(row["name"]);
+  if (row["state"] !== "parked") {
+    return { name, state: row["state"] === "live" ? "live" : "gone" };
+  }
+  const parked = {
+    model: text(row["model"]),
+    step: number(row["step"]) ?? 0,
+    version: number(row["version"]) ?? 0,
+    bytes: number(row["bytes"]) ?? 0,
+    age: Math.max(0, now - (number(row["time"]) ?? now)),
+    lost: Array.isArray(row["lost"]) ? row["lost"].map(text) : []
+  };
+  return { name, state: "parked", parked };
 }
 function readState(value) {
   const found = object(value);

@@ -195,7 +195,7 @@ function fillHead(node, p, rows, look) {
     fillPrompt(node, p, rows, look);
   } else if (head.images.length) {
     const strip = add(node, "div", "images");
-    head.images.forEach(({ src, alt }) => addPicture(strip, src, alt, look.sized));
+    head.images.forEach((image) => addPicture(strip, image, "the whole prompt", look.sized));
   }
 }
 function fillPrompt(node, p, rows, look) {
@@ -206,13 +206,18 @@ function fillPrompt(node, p, rows, look) {
     return;
   }
   let before = "";
-  for (const { role, text, image } of messages) {
+  for (const { role, text, image, tokens } of messages) {
     if (role && role !== before) {
       add(whole, "span", "role", role);
     }
     before = role;
     if (image) {
-      addPicture(whole, image, text, look.sized);
+      const shown = { src: image, alt: text, tokens };
+      const picture = addPicture(whole, shown, "larger, or small again", look.sized);
+      picture.addEventListener("click", () => {
+        picture.classList.toggle("large");
+        look.sized();
+      });
     } else {
       add(whole, "span", "said", text);
     }
@@ -298,14 +303,21 @@ function addButton(parent, className, text, title) {
   const node = add(parent, "button", className, text);
   Object.assign(node, { title, type: "button", tabIndex: -1 });
 }
-function addPicture(parent, src, alt, sized) {
-  const image = add(parent, "img");
+function addPicture(parent, picture, pressed, sized) {
+  const { src, alt, tokens } = picture;
+  const button = add(parent, "button", "picture");
+  Object.assign(button, { title: `${alt}: click for ${pressed}`, type: "button", tabIndex: -1 });
+  const image = add(button, "img");
   image.addEventListener("load", sized);
   if (src.startsWith("data:image/png;") || src.startsWith("data:image/jpeg;")) {
     image.src = src;
   }
   image.alt = alt;
-  image.title = alt;
+  if (tokens) {
+    const title = `${tokens} tokens of the prompt stand for this image`;
+    add(button, "span", "chip", `image ×${tokens}`).title = title;
+  }
+  return button;
 }
 function signed(value) {
   return value > 0 ? `+${value.toFixed(2)}` : value < 0 ? `−${(-value).toFixed(2)}` : "0.00";
@@ -406,7 +418,7 @@ var Cursor = class {
     this.goTo(at, i === void 0 ? 0 : Math.max(0, item.samples.indexOf(i)));
     const pressed = target.closest("button")?.className;
     if (item.head !== null) {
-      if (pressed === "spell") {
+      if (pressed === "spell" || pressed === "picture" && !target.closest(".whole")) {
         this.acts.spell(item.head);
       } else if (!target.closest(".whole")) {
         this.acts.toggleHead(item.head);

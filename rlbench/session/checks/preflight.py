@@ -1,42 +1,28 @@
 """Preflight: do the sampler and the trainer hold the same weights and compute the same probabilities?
 
-A few completions are drawn, scored by the trainer and compared token by token; the probe that proves a weight sync is
-compared on both sides; a loss goes forward and backward on policy, where its ratios must be 1. Nothing is kept: no
-gradient, no random state, no rollout number. Where something is off, more is measured until its cause shows
-(`rlbench.session.checks.diagnosis`).
+Where something is off, more is measured until its cause shows (`rlbench.session.checks.diagnosis`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from rlbench.data import Rollouts, TrainBatch
-from rlbench.data.base.ragged import Ragged
-from rlbench.dispatch.chain import Steps
+from rlbench.dispatch.chain import Step, Steps
 from rlbench.engines.sync import rows_in_order
 from rlbench.errors import CheckFailed, DataError, Suggesting
-from rlbench.session.checks import causes
-from rlbench.session.checks.diagnosis import (
-    SAMPLES,
-    Drawn,
-    as_trained,
-    both_sides_steps,
-    cause_steps,
-    drawing,
-    score_steps,
-    tolerance,
-)
+from rlbench.session.checks.diagnosis import Weights, as_trained, both_sides_steps, cause_steps, score_steps
+from rlbench.session.core import SessionCore
 from rlbench.session.training.loss_check import ship
 from rlbench.units import format_number
-from rlbench.weights.proof import probe_tokens
+from rlbench.weights.probe import Probe
+from rlbench.weights.sync import allowed_gap
 
-if TYPE_CHECKING:
-    from rlbench.session.core import SessionCore
-
-TOKENS, ROWS, WORST = 48, 64, 10
+SAMPLES, TOKENS, ROWS, WORST = 4, 48, 64, 10
 QUESTIONS = (
     "Write one sentence about the sea.",
     "Count from one to ten.",
@@ -123,44 +109,60 @@ class Preflight(Suggesting):
         return "\n".join(lines)
 
 
-def preflight_steps(session: SessionCore, prompts: Any, n: int, sampling: dict[str, Any], strict: bool) -> Steps:
-    """Measure, check, look for the cause; returns a `Preflight`, or raises `CheckFailed` where `strict`."""
-    drawn = yield from _drawn(session, prompts, n, sampling)
-    batch = drawn.batch
-    scored = yield from score_steps(session, batch)
-    trainer = scored.logprobs
-    onward, metrics = yield from _on_policy(session, batch, trainer)
-    sides = yield from both_sides_steps(session, probe_tokens(int(session.inference.info["vocab_size"])))
-    weights = _weights(session, batch)
-    allowed = tolerance(weights.trainer_dtype)
-    gaps = trainer - batch.sampler_logprobs
-    repeat = float(np.abs(onward - trainer)[batch.mask].max())
+def preflight(
+    core: SessionCore,
+    prompts: Any = None,
+    n: int = SAMPLES,
+    sampling: dict[str, Any] | None = None,
+    *,
+    strict: bool = False,
+    **options: Any,
+) -> Generator[Step, Any, Preflight]:
+    """Check, before the first step, that the sampler and the trainer agree; nothing is changed.
+
+    Their log-probs on a few samples, the ratio (1) and the KL (0) of a loss on policy, and the weights and their
+    versions on both sides. Where it did not pass, `worst` has ten tokens and `cause` why.
+
+    Args:
+        prompts: what to draw from (default: a few neutral questions); or `Rollouts` or a `TrainBatch`, to check
+            those very tokens as they are about to be trained on.
+        n: completions per prompt.
+        sampling: options by vLLM's names, those you will train with; also as keywords.
+        strict: raise `CheckFailed` where it does not pass.
+    """
+    batch = yield from _drawn(core, prompts, n, {**(sampling or {}), **options})
+    train, infer = core.train.info, core.inference.info
+    trainer = yield from score_steps(core, batch)
+    onward, metrics = yield from _on_policy(core, batch, trainer)
+    sides = yield from both_sides_steps(core, Probe.of(infer))
+    versions, drawn = tuple(core.inference.weight_versions()), tuple(np.unique(batch.weight_version).tolist())
+    weights = Weights(core.version, versions, drawn, str(train["dtype"]), str(infer["dtype"]))
+    allowed = allowed_gap(weights.trainer_dtype)
     colder = allowed / min(1.0, batch.temperature)  # logits are divided by it, and with them their rounding
-    diagnostics = mismatch(trainer, batch)
+    gap, drift = np.abs(trainer - batch.sampler_logprobs)[batch.mask].max(), (onward - trainer)[batch.mask]
+    diagnostics = _mismatch(trainer, batch)
+    held = "replicas " + ", ".join(f"v{v}" for v in versions)
+    in_step = set(versions) == {weights.trainer_version}
+    numbers = (
+        ("same weights: log-probs of the probe", sides.gap.max(), allowed),
+        ("sampled log-probs, largest difference", gap, colder),
+        ("KL of sampler and trainer", diagnostics["k3_kl"], colder**2),
+        ("ratio on policy, distance from 1", np.abs(np.expm1(drift)).max(), REPEAT * colder),
+        ("KL on policy", abs(metrics["kl"]), (REPEAT * colder) ** 2),
+    )
     checks = (
-        Check(
-            "weight versions",
-            set(weights.replica_versions) == {weights.trainer_version},
-            "replicas " + ", ".join(f"v{v}" for v in weights.replica_versions),
-            f"v{weights.trainer_version}",
+        Check("weight versions", in_step, held, f"v{weights.trainer_version}"),
+        *(
+            Check(name, bool(seen <= most), format_number(float(seen)), f"≤ {format_number(most)}")
+            for name, seen, most in numbers
         ),
-        _within("same weights: log-probs of the probe", float(sides.gap.max()), allowed),
-        _within("sampled log-probs, largest difference", float(np.abs(gaps[batch.mask]).max()), colder),
-        _within("KL of sampler and trainer", diagnostics["k3_kl"], colder**2),
-        _within(
-            "ratio on policy, distance from 1",
-            float(np.abs(np.expm1(onward - trainer))[batch.mask].max()),
-            REPEAT * colder,
-        ),
-        _within("KL on policy", abs(float(metrics["kl"])), (REPEAT * colder) ** 2),
     )
     cause = None
     if not all(check.passed for check in checks):
-        cause = yield from cause_steps(session, drawn, weights, scored, 0.0 if repeat <= REPEAT * colder else repeat)
-    worst = worst_tokens(batch, trainer, session.tokenizer)
-    result = Preflight(
-        checks, worst, cause, len(batch), int(batch.mask.sum()), str(session.train.info["dtype"]), diagnostics
-    )
+        repeat = float(np.abs(drift).max())
+        cause = yield from cause_steps(core, batch, weights, trainer, repeat if repeat > REPEAT * colder else 0.0)
+    worst = _worst_tokens(batch, trainer, core.tokenizer)
+    result = Preflight(checks, worst, cause, len(batch), int(batch.mask.sum()), weights.trainer_dtype, diagnostics)
     if strict and not result.passed:
         raise CheckFailed(repr(result), result)
     return result
@@ -169,93 +171,60 @@ def preflight_steps(session: SessionCore, prompts: Any, n: int, sampling: dict[s
 # -- what is compared
 
 
-def _drawn(session: SessionCore, prompts: Any, n: int, sampling: dict[str, Any]) -> Steps:
-    """The tokens to compare: drawn now, or those of the rollouts or the batch that were given."""
+def _drawn(core: SessionCore, prompts: Any, n: int, sampling: dict[str, Any]) -> Steps:
+    """Return the tokens to compare: drawn now, or those of the rollouts or the batch that were given."""
     if isinstance(prompts, TrainBatch | Rollouts):
         if sampling or n != SAMPLES:
-            raise DataError(
-                f"preflight of a {type(prompts).__name__} draws nothing: leave out n and the sampling options"
-            )
+            kind = type(prompts).__name__
+            raise DataError(f"preflight of a {kind} draws nothing: leave out n and the sampling options")
         batch = prompts if isinstance(prompts, TrainBatch) else as_trained(prompts)
         if not batch.mask.any():
             raise DataError("preflight: the batch has no token to train on, its mask is all False")
-        chosen = batch.rows(np.arange(min(len(batch), ROWS)))
-        return Drawn(chosen, prompts.sampling if isinstance(prompts, Rollouts) else None)
+        return batch.rows(np.arange(min(len(batch), ROWS)))
     if sampling.get("temperature", 1.0) == 0:
         raise DataError("preflight: greedy samples are not trained on; give the temperature you train with")
-    contents = default_prompts(session.tokenizer) if prompts is None else prompts
-    limit = int(session.inference.info["max_model_len"])
+    if prompts is None:
+        chat = getattr(core.tokenizer, "chat_template", None) is not None
+        prompts = [[{"role": "user", "content": text}] for text in QUESTIONS] if chat else list(QUESTIONS)
+    limit = int(core.inference.info["max_model_len"])
     options = {"max_tokens": max(1, min(TOKENS, limit // 2))} | sampling
-    rollouts = yield drawing(session, contents, n, options)
-    return Drawn(as_trained(rollouts), options, contents)
+    # rollout 0 does not count, so that no later sample changes
+    return as_trained((yield core.inference.submit_generate(prompts, options, n=n, progress=False, number=0)))
 
 
-def default_prompts(tokenizer: Any) -> list[Any]:
-    """Neutral questions, through the tokenizer's own chat template where it has one."""
-    if getattr(tokenizer, "chat_template", None) is None:
-        return list(QUESTIONS)
-    return [[{"role": "user", "content": question}] for question in QUESTIONS]
-
-
-def _on_policy(session: SessionCore, batch: TrainBatch, trainer: np.ndarray) -> Steps:
-    """Log-probs and metrics of a forward and backward whose old policy is the trainer's own, just scored."""
-    shipped = ship("grpo", batch)
+def _on_policy(core: SessionCore, batch: TrainBatch, trainer: np.ndarray) -> Steps:
+    """Go forward and backward where the old policy is the trainer's own, just scored; returns log-probs and metrics."""
 
     def finish(parts: list[dict[str, Any]]) -> tuple[np.ndarray, dict[str, Any]]:
-        return Ragged.from_rows(rows_in_order(parts)["logprobs"], np.float32).values, dict(parts[0]["metrics"])
+        return rows_in_order(parts)["logprobs"].values, dict(parts[0]["metrics"])
 
-    own = batch.replace(old_logprobs=trainer, ref_logprobs=None)
-    return (yield session.train.call_all("policy_trial", own, {}, shipped.blob, finish=finish, what="preflight"))
-
-
-def _weights(session: SessionCore, batch: TrainBatch) -> causes.Weights:
-    return causes.Weights(
-        session.version,
-        tuple(session.inference.weight_versions()),
-        tuple(np.unique(batch.weight_version).tolist()),
-        str(session.train.info["dtype"]),
-        str(session.inference.info["dtype"]),
-    )
+    own, loss = batch.replace(old_logprobs=trainer, ref_logprobs=None), ship("grpo", batch).blob
+    return (yield core.train.call_all("policy_trial", own, {}, loss, finish=finish, what="preflight"))
 
 
-def mismatch(trainer: np.ndarray, batch: TrainBatch) -> dict[str, float]:
-    """`rb.rl.mismatch_diagnostics` of a batch."""
-    import torch
-
+def _mismatch(trainer: np.ndarray, batch: TrainBatch) -> dict[str, float]:
     from rlbench.rl import mismatch_diagnostics
+    from rlbench.trainers.passes.step_plan import pad_rows
 
-    width = int(batch.response_lengths.max())
-
-    def padded(values: np.ndarray) -> torch.Tensor:
-        out = torch.zeros(len(batch), width, dtype=torch.float64)
-        for i, row in enumerate(batch.responses.with_values(values)):
-            out[i, : len(row)] = torch.as_tensor(np.array(row, np.float64))
-        return out
-
-    mask = padded(batch.mask.astype(np.float64)) > 0
-    return mismatch_diagnostics(padded(trainer), padded(batch.sampler_logprobs), mask)
+    channels = (trainer, batch.sampler_logprobs, batch.mask)
+    padded = [pad_rows(batch.responses.with_values(values)).double() for values in channels]
+    return mismatch_diagnostics(padded[0], padded[1], padded[2] > 0)
 
 
-def worst_tokens(batch: TrainBatch, trainer: np.ndarray, tokenizer: Any) -> tuple[TokenGap, ...]:
-    """The trained tokens whose log-probs differ most, the largest difference first."""
+def _worst_tokens(batch: TrainBatch, trainer: np.ndarray, tokenizer: Any) -> tuple[TokenGap, ...]:
+    """Return the trained tokens whose log-probs differ most, the largest difference first."""
     gap = np.where(batch.mask, np.abs(trainer - batch.sampler_logprobs), -1.0)
-    found = []
-    for token in np.argsort(-gap, kind="stable")[: min(WORST, int(batch.mask.sum()))]:
-        row = int(np.searchsorted(batch.responses.offsets, token, side="right")) - 1
-        token_id = int(batch.responses.values[token])
-        found.append(
-            TokenGap(
-                tokenizer.decode([token_id]),
-                token_id,
-                int(token - batch.responses.offsets[row]),
-                int(batch.group[row]),
-                row,
-                float(batch.sampler_logprobs[token]),
-                float(trainer[token]),
-            )
+    order = np.argsort(-gap, kind="stable")[: min(WORST, int(batch.mask.sum()))]
+    rows = np.searchsorted(batch.responses.offsets, order, side="right") - 1
+    return tuple(
+        TokenGap(
+            tokenizer.decode([int(batch.responses.values[token])]),
+            int(batch.responses.values[token]),
+            int(token - batch.responses.offsets[row]),
+            int(batch.group[row]),
+            int(row),
+            float(batch.sampler_logprobs[token]),
+            float(trainer[token]),
         )
-    return tuple(found)
-
-
-def _within(name: str, seen: float, allowed: float) -> Check:
-    return Check(name, bool(seen <= allowed), format_number(seen), f"≤ {format_number(allowed)}")
+        for token, row in zip(order, rows, strict=True)
+    )

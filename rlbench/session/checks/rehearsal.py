@@ -1,34 +1,33 @@
 """Rehearsal: the worst case of a run before it starts, so that memory fails now and not at step 120.
 
-First the replicas hold as many longest requests at once as they can. Then the training ranks take a micro-batch of
-longest sequences, with gradients there already, as from the second micro-batch of a step on. Two smaller ones come
-first: memory grows in a line with the tokens, and where the line says that the whole would not fit, it is refused
-unrun. Weights, optimizer, gradients, random states and rollout numbers stay as they are.
+The training ranks take two smaller micro-batches before the whole one: memory grows in a line with the tokens, and
+where the line says that the whole would not fit, it is refused unrun.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from rlbench.data import Ragged, TrainBatch
-from rlbench.dispatch.chain import Steps
+from rlbench.data.batches.columns import TEACHER, TEACHER_IDS, TEACHER_TOP
+from rlbench.dispatch.chain import Step, Steps
 from rlbench.engines import TrainEngine
-from rlbench.errors import CheckFailed, DataError, RemoteError, Suggesting
+from rlbench.errors import CheckFailed, DataError, LossError, RemoteError, Suggesting
+from rlbench.session.core import SessionCore
 from rlbench.session.training.loss_check import ship
 from rlbench.units import format_bytes, format_percent
-
-if TYPE_CHECKING:
-    from rlbench.session.core import SessionCore
 
 RESERVE = 0.05
 """Share of the limit that the largest safe budget leaves free: what a line does not foretell."""
 OUT_OF_MEMORY = "OutOfMemoryError"
 WARM_UP_TOKENS = 32
 SHORTEST = 16
+MORE_RANKS = "spread the model over more ranks"
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class Rehearsal(Suggesting):
 
 
 @dataclass(frozen=True)
-class _Line:
+class Line:
     """Bytes as a line of tokens."""
 
     at_zero: float
@@ -98,59 +97,88 @@ class _Line:
         return round(self.at_zero + self.per_token * tokens)
 
     def tokens(self, nbytes: float) -> int | None:
-        """The most tokens within `nbytes`; None where memory does not grow with them."""
+        """Return the most tokens within `nbytes`; None where memory does not grow with them."""
         return None if self.per_token <= 0 else max(0, math.floor((nbytes - self.at_zero) / self.per_token))
 
 
-def through(smaller: tuple[int, int], larger: tuple[int, int]) -> _Line:
-    """The line through two measurements (tokens, bytes); flat where the larger did not take more."""
+def through(smaller: tuple[int, int], larger: tuple[int, int]) -> Line:
+    """Return the line through two measurements (tokens, bytes); flat where the larger did not take more."""
     (few, low), (many, high) = smaller, larger
     slope = max(0.0, (high - low) / (many - few))
-    return _Line(high - slope * many, slope)
+    return Line(high - slope * many, slope)
 
 
 @dataclass(frozen=True)
-class _Trainer:
-    """What one training engine is rehearsed with. `missing`: bytes of optimizer state that the first step makes;
-    `step`: those that a step takes beside it while it runs, when no activations are there any more."""
+class _Worst:
+    """The worst case of training engines: micro-batches of `budget` tokens in rows of `length`."""
 
-    engine: TrainEngine
-    facts: list[dict[str, Any]]
-    limit: int
-    missing: int
-    step: int
-    loss_blob: bytes | None
+    budget: int
+    length: int
+    vocabulary: int
+    warm_up: TrainBatch
+    memory_limit: int | None
+    top_k: int | None
 
 
-def rehearse_steps(
-    session: SessionCore,
-    max_length: int | None,
-    token_budget: int | None,
-    loss: Any,
-    memory_limit: int | None,
-    seconds: float,
-) -> Steps:
-    """Run the worst case on every engine; returns a `Rehearsal`, raises `CheckFailed` where it does not fit."""
-    longest = int(session.inference.info["max_model_len"])
-    length = _checked_length(max_length, longest)
-    vocabulary = int(session.inference.info["vocab_size"])
-    warm_up = worst_batch(WARM_UP_TOKENS, WARM_UP_TOKENS, session.train.world_size, vocabulary)
-    facts = yield session.train.call_all("trial_facts", warm_up, {}, what="rehearsal")  # refuses what would be lost
-    filled = yield session.inference.call_all("fill_kv", length, float(seconds), what="rehearsal", track=True)
-    facts = yield session.train.call_all("trial_facts", warm_up, {}, what="rehearsal")  # with the cache full
+def rehearse(
+    core: SessionCore,
+    max_length: int | None = None,
+    token_budget: int | None = None,
+    *,
+    loss: Any = "grpo",
+    top_k: int = 0,
+    memory_limit: int | None = None,
+    seconds: float = 60.0,
+) -> Generator[Step, Any, Rehearsal]:
+    """Run the worst case of memory once: a full KV cache, and a micro-batch of longest sequences; changes nothing.
+
+    Returns per engine peak, limit and head-room, and the largest safe `token_budget`.
+
+    Args:
+        max_length: prompt and response together; default: the replica's max_model_len.
+        token_budget: tokens of one micro-batch on one rank; default: the one `train_step` takes.
+        loss: as for `train_step`.
+        top_k: of a loss that needs a teacher: so many of the teacher's likeliest tokens at each place.
+        memory_limit: bytes a training rank may use; default: what its GPU, or its share of the host, has.
+        seconds: how long the KV cache is filled at most.
+
+    Raises:
+        CheckFailed: it does not fit; says what to lower.
+    """
+    longest, vocabulary = (int(core.inference.info[name]) for name in ("max_model_len", "vocab_size"))
+    length = longest if max_length is None else max_length
+    if not SHORTEST <= length <= longest:
+        raise DataError(
+            f"max_length={length}: prompt and response together, from {SHORTEST} to the replica's max_model_len, "
+            f"{longest}"
+        )
+    from rlbench.rl.losses import resolve
+    from rlbench.rl.types import needs_of
+
+    taught = top_k if "teacher" in needs_of(resolve(loss)) else None
+    if top_k and taught is None:
+        raise LossError(f"top_k={top_k} is of a loss that needs a teacher, and this one does not")
+    warm_up = worst_batch(WARM_UP_TOKENS, WARM_UP_TOKENS, core.train.data_ranks, vocabulary, taught)
+    shipped = ship(loss, warm_up, widths=core.train.info)
+    yield core.train.call_all("trial_facts", warm_up, {}, what="rehearsal")  # refuses what would be lost
+    filled = yield core.inference.call_all("fill_kv", length, float(seconds), what="rehearsal", track=True)
+    facts = yield core.train.call_all("trial_facts", warm_up, {}, what="rehearsal")  # with the cache full
     budget = max(token_budget or int(facts[0]["token_budget"]), length)
-    shipped = ship(loss, warm_up)
-    trainer = _of(session.train, facts, memory_limit, shipped.blob)
-    own, line = yield from _train_steps(trainer, budget, length, vocabulary, warm_up)
+    worst = _Worst(budget, length, vocabulary, warm_up, memory_limit, taught)
+    own, per_token, safe = yield from _train_steps(core.train, facts, worst, shipped.blob)
     engines = [own]
-    if session.reference is not None:
-        facts = yield session.reference.call_all("trial_facts", warm_up, {}, what="rehearsal")
-        frozen = _of(session.reference, facts, memory_limit, None)
-        engines.append((yield from _train_steps(frozen, budget, length, vocabulary, warm_up))[0])
-    engines.append(_of_replicas(session.inference.name, filled))
-    result = Rehearsal(tuple(engines), budget, length, _safe(line, trainer), line.per_token, _notes(facts, filled))
+    if core.reference is not None:
+        of_reference = yield core.reference.call_all("trial_facts", warm_up, {}, what="rehearsal")
+        engines.append((yield from _train_steps(core.reference, of_reference, worst, None))[0])
+    full = _of_replicas(core.inference.name, filled)
+    notes = [f"measured by {filled[0].how}; a limit is what the worker uses and what was left beside it"]
+    if facts[0]["device"] == "cpu":
+        notes.append(
+            "all engines share this host's memory: ranks count an equal part of what is left each, and the KV cache "
+            "was full while the ranks were measured"
+        )
+    result = Rehearsal((*engines, full), budget, length, safe, per_token, tuple(notes))
     if not result.passed:  # the training engines passed, or said so themselves
-        full = engines[-1]
         raise CheckFailed(
             f"{full.name} at its fullest took {format_bytes(full.peak)} and has {format_bytes(full.limit)}. Lower its "
             "kv_cache_bytes, max_num_seqs or max_model_len",
@@ -159,119 +187,89 @@ def rehearse_steps(
     return result
 
 
-def worst_batch(tokens: int, length: int, ranks: int, vocabulary: int) -> TrainBatch:
-    """A batch of random tokens of which every rank gets `tokens`, in rows of `length` at most, nearly all response.
+def worst_batch(tokens: int, length: int, ranks: int, vocabulary: int, top_k: int | None = None) -> TrainBatch:
+    """Return random tokens of which every rank gets `tokens`, in rows of `length` at most, nearly all response.
 
-    A response token costs more than a prompt's: its log-prob is computed, and the loss sees it.
+    With `top_k` also what a teacher says of each, and of so many others. A response token costs more than a prompt's:
+    its log-prob is computed, and the loss sees it.
     """
     sizes = [length] * (tokens // length)
     rest = tokens - sum(sizes)
     if rest > 1:  # a row has a prompt and a response
         sizes.append(rest)
     lengths = [size for size in sizes for _ in range(ranks)]
-    random = np.random.default_rng(0)
+    random, rows = np.random.default_rng(0), len(lengths)
     responses = Ragged.from_rows([random.integers(0, vocabulary, n - 1) for n in lengths], np.int32)
-    count, likely = len(responses.values), np.float32(-math.log(vocabulary))
-    rows = len(lengths)
-    sampled = np.full(count, likely, np.float32)
+    sampled = np.full(len(responses.values), -math.log(vocabulary), np.float32)
+    columns = {} if top_k is None else {TEACHER: sampled}
+    if top_k:
+        ids = random.integers(0, vocabulary, (len(sampled), top_k), np.int32)
+        columns |= {TEACHER_IDS: ids, TEACHER_TOP: np.repeat(sampled[:, None], top_k, axis=1)}
     return TrainBatch(
         prompts=Ragged.from_rows([random.integers(0, vocabulary, 1) for _ in lengths], np.int32),
         responses=responses,
-        mask=np.ones(count, bool),
+        mask=np.ones(len(sampled), bool),
         advantages=np.repeat(np.where(np.arange(rows) % 2 == 0, 1.0, -1.0), responses.lengths).astype(np.float32),
         sampler_logprobs=sampled,
         ref_logprobs=sampled,
         group=np.arange(rows, dtype=np.int32) // 2,
         weight_version=np.zeros(rows, np.int64),
+        columns=columns,
     )
 
 
-# -- training engines
-
-
-def _of(engine: TrainEngine, facts: list[dict[str, Any]], memory_limit: int | None, blob: bytes | None) -> _Trainer:
-    limit = min(int(f["limit"]) for f in facts) if memory_limit is None else int(memory_limit)
-    missing, step = (max(int(f[name]) for f in facts) for name in ("optimizer_missing", "optimizer_step"))
-    return _Trainer(engine, facts, limit, missing, step, blob)
-
-
-def _train_steps(trainer: _Trainer, budget: int, length: int, vocabulary: int, warm_up: TrainBatch) -> Steps:
-    """A quarter, a half, and where these say that it fits the whole; returns what was found and the line."""
-    name, ranks = trainer.engine.name, trainer.engine.world_size
+def _train_steps(engine: TrainEngine, facts: list[dict[str, Any]], worst: _Worst, loss: bytes | None) -> Steps:
+    """Run a quarter, a half, and where these say that it fits the whole; returns what was found, bytes per token, and
+    the largest budget that leaves the reserve free: None where memory does not grow, 0 where none fits."""
+    budget, ranks = worst.budget, engine.data_ranks
+    limit = worst.memory_limit or min(int(f["limit"]) for f in facts)
+    missing, stepping = (max(int(f[name]) for f in facts) for name in ("optimizer_missing", "optimizer_step"))
+    free = limit * (1 - RESERVE) - missing
     points: list[tuple[int, int]] = []
     measured: list[dict[str, Any]] = []
     for tokens in (budget // 4, budget // 2, budget):
         if len(points) == 2:
             line = through(*points)
-            expected = line.at(budget) + trainer.missing
-            if expected > trainer.limit:
-                foretold = EngineRehearsal(name, "foretold by a quarter and a half of it", expected, trainer.limit)
-                said = _refusal(foretold, line, trainer, budget, length)
-                raise CheckFailed(said, _only(foretold, line, budget, length))
-        batch = worst_batch(tokens, min(length, tokens), ranks, vocabulary)
-        options = {"token_budget": tokens}
+            what, expected = "foretold by a quarter and a half of it", line.at(budget) + missing
+            _need_room(EngineRehearsal(engine.name, what, expected, limit), line, line.tokens(free), worst)
+        batch = worst_batch(tokens, min(worst.length, tokens), ranks, worst.vocabulary, worst.top_k)
         try:
-            measured = yield trainer.engine.call_all(
-                "rehearse", warm_up, batch, options, trainer.loss_blob, what="rehearsal", track=True
+            measured = yield engine.call_all(
+                "rehearse", worst.warm_up, batch, {"token_budget": tokens}, loss, what="rehearsal", track=True
             )
         except RemoteError as error:
             if OUT_OF_MEMORY not in str(error):
                 raise
-            raise CheckFailed(_out_of_memory(name, tokens, points)) from error
+            fitted = f"{points[-1][0]:,} tokens fitted: lower token_budget to that" if points else "lower max_model_len"
+            said = f"{engine.name} ran out of memory on a micro-batch of {tokens:,} tokens; {fitted}"
+            raise CheckFailed(f"{said}, or {MORE_RANKS}") from error
         points.append((tokens, max(int(m["peak"]) for m in measured)))
     line = through(points[1], points[2])
-    peaks = [max(int(m["peak"]), int(m["before"]) + trainer.step) + trainer.missing for m in measured]
-    doing = "forward and backward, gradients there" if trainer.loss_blob is not None else "forward"
-    found = EngineRehearsal(
-        name,
-        f"{budget:,} tokens in rows of {length:,} on each of {ranks} ranks: {doing}",
-        max(peaks),
-        trainer.limit,
-        f"~{format_bytes(trainer.missing)} of it optimizer state, which the first step makes"
-        if trainer.missing
-        else "",
-        tuple(peaks),
-    )
-    if found.headroom < 0:
-        raise CheckFailed(_refusal(found, line, trainer, budget, length), _only(found, line, budget, length))
-    return found, line
+    # when an optimizer steps, the activations are gone
+    peaks = [max(int(m["peak"]), int(m["before"]) + stepping) + missing for m in measured]
+    doing = "forward" if loss is None else "forward and backward, gradients there"
+    what = f"{budget:,} tokens in rows of {worst.length:,} on each of {ranks} ranks: {doing}"
+    note = f"~{format_bytes(missing)} of it optimizer state, which the first step makes" if missing else ""
+    found = EngineRehearsal(engine.name, what, max(peaks), limit, note, tuple(peaks))
+    _need_room(found, line, line.tokens(free), worst)
+    return found, line.per_token, line.tokens(free)
 
 
-def _safe(line: _Line, trainer: _Trainer) -> int | None:
-    """The largest budget that leaves the reserve free; None where memory does not grow, 0 where no token fits."""
-    return line.tokens(trainer.limit * (1 - RESERVE) - trainer.missing)
-
-
-def _only(found: EngineRehearsal, line: _Line, budget: int, length: int) -> Rehearsal:
-    """What there is to tell where the first engine does not fit."""
-    return Rehearsal((found,), budget, length, None, line.per_token)
-
-
-def _refusal(found: EngineRehearsal, line: _Line, trainer: _Trainer, budget: int, length: int) -> str:
-    """What does not fit, and what to lower."""
+def _need_room(found: EngineRehearsal, line: Line, most: int | None, worst: _Worst) -> None:
+    """Refuse what does not fit, saying what to lower; `most` tokens would."""
+    if found.headroom >= 0:
+        return
+    if not most or most >= worst.budget:  # then it is the optimizer's step that does not fit
+        mend = f"Weights, gradients and optimizer state alone fill it: {MORE_RANKS} (shards), or offload other engines"
+    elif most < worst.length:
+        mend = (
+            f"A sequence of {worst.length:,} tokens does not fit by itself: lower the replica's max_model_len to "
+            f"about {most:,}, or {MORE_RANKS}"
+        )
+    else:
+        mend = f"Lower token_budget from {worst.budget:,} to {most:,} or less (train_step(…, token_budget={most}))"
     said = f"the worst case of {found.name} needs {format_bytes(found.peak)} and has {format_bytes(found.limit)}."
-    most = _safe(line, trainer)
-    if not most or most >= budget:  # then it is the optimizer's step that does not fit
-        return (
-            f"{said} Weights, gradients and optimizer state alone fill it: spread the model over more ranks "
-            "(shards), or offload other engines"
-        )
-    if most < length:
-        return (
-            f"{said} A sequence of {length:,} tokens does not fit by itself: lower the replica's max_model_len to "
-            f"about {most:,}, or spread the model over more ranks"
-        )
-    return f"{said} Lower token_budget from {budget:,} to {most:,} or less (train_step(…, token_budget={most}))"
-
-
-def _out_of_memory(name: str, tokens: int, points: list[tuple[int, int]]) -> str:
-    """Where the device itself refused; `points` are those that still fitted."""
-    fitted = f"{points[-1][0]:,} tokens fitted: lower token_budget to that" if points else "lower max_model_len"
-    said = f"{name} ran out of memory on a micro-batch of {tokens:,} tokens"
-    return f"{said}; {fitted}, or spread the model over more ranks"
-
-
-# -- replicas
+    raise CheckFailed(f"{said} {mend}", Rehearsal((found,), worst.budget, worst.length, None, line.per_token))
 
 
 def _of_replicas(name: str, filled: list[Any]) -> EngineRehearsal:
@@ -284,25 +282,3 @@ def _of_replicas(name: str, filled: list[Any]) -> EngineRehearsal:
     elif worst.claimed > worst.asked:
         note = f"the cache would hold {worst.claimed}; max_num_seqs lets {worst.asked} run"
     return EngineRehearsal(name, what, worst.peak, worst.limit, note, tuple(f.peak for f in filled))
-
-
-def _notes(facts: list[dict[str, Any]], filled: list[Any]) -> tuple[str, ...]:
-    """How it was measured."""
-    notes = [f"measured by {filled[0].how}; a limit is what the worker uses and what was left beside it"]
-    if facts[0]["device"] == "cpu":
-        notes.append(
-            "all engines share this host's memory: ranks count an equal part of what is left each, and the KV cache "
-            "was full while the ranks were measured"
-        )
-    return tuple(notes)
-
-
-def _checked_length(max_length: int | None, longest: int) -> int:
-    if max_length is None:
-        return longest
-    if not SHORTEST <= max_length <= longest:
-        raise DataError(
-            f"max_length={max_length}: prompt and response together, from {SHORTEST} to the replica's max_model_len, "
-            f"{longest}"
-        )
-    return max_length

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from rlbench.options import markdown
 from rlbench.session.options import Inference, Train
+from rlbench.session.setup_options import EMA
 from rlbench.strategies.options.config import StrategyConfig
+from rlbench.trainers.models.lora import Lora
 from rlbench.trainers.options.ppo_config import PPOConfig
 from rlbench.trainers.options.run_options import RunOptions
+from rlbench.trainers.options.text_config import TextConfig
 
 INTRODUCTION = """# Options
 
@@ -18,6 +21,8 @@ that in `TrainEngine.build` alone, as in RLite; of an inference engine it is vLL
 """
 PARTS = (
     ("`rb.Train`", "`rb.Session(model, train=rb.Train(lr=1e-5, shards=2))`", Train),
+    ("`rb.Lora`", "`rb.Session(model, train=rb.Train(lora=rb.Lora(rank=32)))`", Lora),
+    ("`rb.EMA`", "`rb.Train(reference=rb.EMA(0.99))`; `rb.every(50)` is `rb.EMA(0.0, every=50)`", EMA),
     ("`rb.Inference`", "`rb.Session(model, inference=rb.Inference(max_model_len=2048))`", Inference),
     (
         "Strategies and trainers",
@@ -25,6 +30,13 @@ PARTS = (
         StrategyConfig,
     ),
     ("Trainers", "`session.trainer(method, …, clip_low=0.2)`, a trainer's keywords, `rlbench train`.", PPOConfig),
+    (
+        "Trainers of texts",
+        '`session.trainer("sft", data=…, token_budget=4096)`, `rlbench train sft`. Beside it those above of files, '
+        "memory and evaluation, and of strategies train_batch_size (texts, or pairs), max_norm, seed, packing, head, "
+        "lr, lr_warmup_ratio and adam_offload; the others are refused.",
+        TextConfig,
+    ),
     ("Runs", "`rlbench train METHOD [FILE.yaml] [--option value …]` alone.", RunOptions),
 )
 

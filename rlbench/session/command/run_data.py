@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import sys
@@ -10,16 +11,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlbench.data import Mixture, PromptSet, PromptStream, load, mix
-from rlbench.engines.paths import check_model_path
-from rlbench.session.options import resolve_model
-from rlbench.session.training.trainer_places import folder_here
+from rlbench import rewards
+from rlbench.data import Mixture, PromptSet, PromptStream, TrainBatch, as_prompts, demonstrations, load, mix
+from rlbench.data.prompts.sources import open_source
+from rlbench.data.texts.demonstrations import is_demonstration
+from rlbench.errors import nearest
+from rlbench.session.options import model_at
+from rlbench.session.training.text_data import as_texts
+from rlbench.session.training.trainer_places import scorer_here
 from rlbench.strategies.options.config import OptionError
-from rlbench.tiny import tasks
+from rlbench.tiny import tasks, vision
 from rlbench.trainers.experience.samples import REFERENCE
+from rlbench.trainers.options.methods import DISTILL, TEXTS
 from rlbench.trainers.options.run_config import RunConfig
 
-TINY = "tiny"
+TINY, VISION = "tiny", "tiny-vision"
+"""The built-in tasks."""
 TINY_PROMPTS = 8192
 """Prompts of the built-in task that a run draws from."""
 TINY_SPLITS = {"train": "train", "test": "eval", "eval": "eval"}
@@ -27,11 +34,7 @@ TINY_SPLITS = {"train": "train", "test": "eval", "eval": "eval"}
 
 
 def prompts_of(config: RunConfig) -> PromptStream | Mixture:
-    """The prompts a run trains on, with their place; several sources are mixed.
-
-    Raises:
-        OptionError: none are named. DataError: a source that cannot be read.
-    """
+    """Return the prompts a run trains on, with their place; several sources are mixed."""
     run = config.run
     if not run.sources:
         raise OptionError("prompt_data: which prompts? name a file, a folder, a hub id, or tiny.")
@@ -44,85 +47,134 @@ def prompts_of(config: RunConfig) -> PromptStream | Mixture:
 
 
 def eval_prompts_of(config: RunConfig) -> PromptSet | None:
-    """The prompts a run is evaluated on; None where none are named."""
+    """Return the prompts a run is evaluated on; None where none are named."""
     run = config.run
     if run.eval_data is None:
         return None
     return _read(config, run.eval_data, run.eval_split, run.max_eval_samples)
 
 
-def texts_of(config: RunConfig) -> PromptSet | None:
-    """The texts of the language loss (`ptx_coef`), by `input_key`; None where none are named."""
+def data_of(config: RunConfig) -> TrainBatch:
+    """Return the texts that a run trains on."""
+    return _texts(config, str(config.run.data), config.run.prompt_split, config.run.max_samples)
+
+
+def eval_data_of(config: RunConfig) -> TrainBatch | None:
+    """Return the texts that a run is evaluated on; None where none are named."""
+    run = config.run
+    return None if run.eval_data is None else _texts(config, run.eval_data, run.eval_split, run.max_eval_samples)
+
+
+def _texts(config: RunConfig, source: str, split: str, limit: int) -> TrainBatch:
+    run = config.run
+    options: dict[str, Any] = {"chat": run.apply_chat_template, "system": run.system_prompt}
+    options |= {"limit": limit, "max_length": run.max_length}
+    if source == TINY:
+        rows = _tiny_rows(_tiny(config, split, limit), judged=TEXTS[config.method] == "labelled")
+        return as_texts(config.method, rows, model_at(run.pretrain), **options)
+    place, configuration = _place_of(source)
+    options |= {"config": configuration, "split": _split_in(place, split)}
+    return as_texts(config.method, place, model_at(run.pretrain), **options)
+
+
+def _tiny_rows(prompts: list[Any], judged: bool) -> list[dict[str, Any]]:
+    """The built-in task with its right answers, and with them read backwards; as rows of their own where `judged`."""
+    asked = [(prompt, tasks.answer(prompt)) for prompt in prompts]
+    rows = [{"prompt": p, "completion": a, "chosen": a, "rejected": a[::-1]} for p, a in asked if a != a[::-1]]
+    if not judged:
+        return rows
+    answers = [(row["prompt"], row[kind], kind == "chosen") for row in rows for kind in ("chosen", "rejected")]
+    return [{"prompt": prompt, "completion": said, "label": good} for prompt, said, good in answers]
+
+
+def loss_of(config: RunConfig) -> Any:
+    """Return the loss that a run names; None: the method's own."""
+    named = config.run.loss
+    if named is None or ":" not in named:
+        return None if named is None else loss_value(named)
+    return imported(named, "loss")
+
+
+def texts_of(config: RunConfig) -> PromptSet | TrainBatch | None:
+    """Return the texts of the language loss (`ptx_coef`), None where none are named: demonstrations where the rows are
+    some, else whole texts, by `input_key`."""
     source = config.strategy.pretrain_data
     if source is None:
         return None
-    return load(source, prompt=config.run.input_key, label=None, split=_split_in(source, "train"))
+    split = _split_in(source, "train")
+    if is_demonstration(next(iter(open_source(source, split, None, None)[1]), None)):
+        return demonstrations(source, model_at(config.run.pretrain), split=split)
+    return load(source, prompt=config.run.input_key, label=None, split=split)
 
 
 def _read(config: RunConfig, source: str, split: str, limit: int) -> PromptSet:
     run = config.run
-    if source == TINY:
-        if split not in TINY_SPLITS:
-            raise OptionError(f"the built-in task has no split {split!r}: it has {', '.join(TINY_SPLITS)}.")
-        count = min(limit, TINY_PROMPTS)
-        return PromptSet.of(tasks.prompts(count, split=TINY_SPLITS[split], seed=config.strategy.seed), TINY)
+    if source in (TINY, VISION):
+        return PromptSet.of(_tiny(config, split, limit, source), source)
     if run.input_template is not None and "input_key" in config.given and config.strategy.pretrain_data is None:
         raise OptionError(
             "input_key has no effect with input_template, which makes the prompt of a row: give one of them."
         )
+    place, configuration = _place_of(source)
     found = load(
-        source,
+        place,
+        config=configuration,
         prompt="prompt" if run.input_template is not None else run.input_key,
         label=run.label_key,
-        split=_split_in(source, split),
+        split=_split_in(place, split),
         system=run.system_prompt,
         template=run.input_template,
         chat=run.apply_chat_template,
         limit=limit,
         max_prompt_tokens=config.ppo.prompt_max_len,
-        tokenizer=model_at(config.run.pretrain),
+        tokenizer=model_at(run.pretrain),
     )
-    return _with_references(found, config, source)
-
-
-def _with_references(prompts: PromptSet, config: RunConfig, source: str) -> PromptSet:
-    """The reference answers where `reward_fn` finds them: without them it is given the labels."""
-    key = config.run.reference_key
-    if key in (REFERENCE, config.run.label_key):
-        return prompts
-    if not any(key in prompt.meta for prompt in prompts):
+    key = run.reference_key
+    if key in (REFERENCE, run.label_key):
+        return found
+    if not any(key in prompt.meta for prompt in found):
         raise OptionError(f"reference_key={key!r}: {source} has no such column.")
-    moved = [replace(p, meta={**p.meta, REFERENCE: p.meta[key]}) if key in p.meta else p for p in prompts]
-    return replace(prompts, prompts=tuple(moved))
+    # where `reward_fn` finds them: without them it is given the labels
+    moved = [replace(p, meta={**p.meta, REFERENCE: p.meta[key]}) if key in p.meta else p for p in found]
+    return replace(found, prompts=tuple(moved))
+
+
+def _tiny(config: RunConfig, split: str, limit: int, task: str = TINY) -> list[Any]:
+    """Prompts of a built-in task."""
+    if split not in TINY_SPLITS:
+        raise OptionError(f"the built-in task has no split {split!r}: it has {', '.join(TINY_SPLITS)}.")
+    if task == VISION:
+        most = vision.pictures(TINY_SPLITS[split])
+        return as_prompts(vision.vision_prompts(min(limit, most), TINY_SPLITS[split], config.strategy.seed))
+    return tasks.prompts(min(limit, TINY_PROMPTS), split=TINY_SPLITS[split], seed=config.strategy.seed)
+
+
+def _place_of(source: str) -> tuple[str, str | None]:
+    """Return a source without the configuration that may stand after a colon, and that."""
+    place, _, configuration = source.partition(":")
+    return (source, None) if not configuration or Path(source).expanduser().exists() else (place, configuration)
 
 
 def _split_in(source: str, split: str) -> str | None:
-    """Files are one split, and so is one that was saved alone."""
+    """Return the split to read; files are one, and so is one that was saved alone."""
     place = Path(source).expanduser()
     alone = place.is_file() or any(mark in source for mark in "*?[") or (place / "state.json").is_file()
     return None if alone else split
 
 
-def model_at(named: str) -> str:
-    """The folder or hub id of a model, found from here: the ranks may run in another folder.
-
-    Raises:
-        BuildError: it can be neither.
-    """
-    return check_model_path(resolve_model(named))
-
-
 def reward_of(config: RunConfig) -> Any:
-    """What scores: a function, the folders of reward models, or several.
-
-    Raises:
-        OptionError: nothing is named, or what is named is not there.
-    """
+    """Return what scores: a function, the folders of reward models, or several; None: a service, or a teacher."""
     run = config.run
-    found: list[Any] = [folder_here("reward_pretrain", named) for named in run.reward_pretrain]
-    if run.reward is not None:
-        found.append(_reward(run.reward))
-    if not found and not config.strategy.remote_rm_url:
+    found: list[Any] = scorer_here("reward_pretrain", list(run.reward_pretrain))
+    if run.reward == TINY:
+        found.append(tasks.reward)
+    elif run.reward == VISION:
+        found.append(vision.vision_reward)
+    elif run.reward == "math":
+        found.append(rewards.math())
+    elif run.reward is not None:
+        found.append(imported(run.reward, "reward"))
+    if not found and not config.strategy.remote_rm_url and config.method != DISTILL:
         raise OptionError(
             "reward: what scores a response? module:function, file.py:function, math, or tiny; or reward_pretrain, or "
             "remote_rm_url."
@@ -130,22 +182,24 @@ def reward_of(config: RunConfig) -> Any:
     return found[0] if len(found) == 1 else found or None
 
 
-def _reward(named: str) -> Any:
-    if named == TINY:
-        return tasks.reward
-    if named == "math":
-        from rlbench import rewards
+def loss_value(written: str) -> Any:
+    """Return the loss that a text writes down as Python would, with plain values: `grpo`, `dpo(beta=0.2)`."""
+    from rlbench.rl.losses import KNOWN
 
-        return rewards.math()
-    return imported(named, "reward")
+    try:
+        call = ast.parse(written, mode="eval").body
+        name, given = (call.func, call.keywords) if isinstance(call, ast.Call) and not call.args else (call, [])
+        kind = KNOWN[name.id]  # type: ignore[attr-defined]
+        return kind(**{str(one.arg): ast.literal_eval(one.value) for one in given})
+    except (SyntaxError, AttributeError, KeyError, ValueError, TypeError) as error:
+        raise OptionError(
+            f"loss={written!r} is none ({error}){nearest(written.partition('(')[0], KNOWN)}: a name with plain values, "
+            "dpo(beta=0.2), or module:name or file.py:name of one of your own."
+        ) from error
 
 
 def imported(named: str, option: str) -> Callable[..., Any]:
-    """The function that `module:function` or `file.py:function` names.
-
-    Raises:
-        OptionError: there is none.
-    """
+    """Return the function that `module:function` or `file.py:function` names."""
     place, _, name = named.rpartition(":")
     if not place or not name:
         raise OptionError(f"{option}={named!r}: wanted module:function or file.py:function.")

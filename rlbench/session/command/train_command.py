@@ -9,46 +9,56 @@ from typing import Any
 
 import psutil
 
-from rlbench.data import Mixture, PromptStream
+from rlbench.data import Mixture, PromptStream, TrainBatch
 from rlbench.errors import Stopped
 from rlbench.options import OptionError
 from rlbench.runtime import cluster
 from rlbench.session.command import run_data
 from rlbench.session.options import Inference, Train
+from rlbench.session.reward_model import RewardModel
 from rlbench.session.session import Session
 from rlbench.session.training import trainer_places
-from rlbench.session.training.session_trainer import SessionTrainer
+from rlbench.session.training.session_trainer import SessionTrainer, iterations_of
+from rlbench.strategies.options.config import ROW_SHARING
+from rlbench.trainers.models.lora import Lora
+from rlbench.trainers.options.methods import REWARD
 from rlbench.trainers.options.run_config import RunConfig, parse
 from rlbench.trainers.ppo.building import OF_THE_CRITIC
 
 STOPPED = 130
-OF_THE_SESSION = ("bf16", "fsdp", "gpu_memory_utilization", "engine_tp_size", "lr")
+OF_THE_SESSION = ("bf16", "fp16", "fsdp", "gpu_memory_utilization", "engine_tp_size", "lr")
 """Options of the strategy that the session is made with."""
 
 
 def train(arguments: Sequence[str]) -> int:
-    """Run to the end, or until it is stopped; returns the exit status.
-
-    Raises:
-        OptionError: an option that means nothing or cannot be honoured; nothing is left running.
-    """
+    """Run to the end, or until it is stopped; returns the exit status."""
     config = parse(arguments)
     print(config.summary(), flush=True)
     try:
-        prompts = run_data.prompts_of(config)
-        wanted = iterations(config, prompts)
-        given = trainer_arguments(config, prompts, wanted)
-        with cluster.init(devices=config.run.shards or None) as joined:
-            with Session(**session_options(config, on_gpu=joined.gpus > 0)) as session:
+        data = run_data.data_of(config) if config.on_texts else run_data.prompts_of(config)
+        wanted = iterations(config, data)
+        given = trainer_arguments(config, data, wanted)
+        wide = (config.run.shards or 1) * config.strategy.tensor_parallel
+        with cluster.init(devices=wide if config.run.shards or wide > 1 else None) as joined:
+            with _opened(config, session_options(config, on_gpu=joined.gpus > 0)) as session:
                 config.check_batches(session.train.world_size)
+                if patterns := frozen(config):
+                    session.freeze(*patterns)
                 return run(session.trainer(**given), config, wanted)
     except (Stopped, KeyboardInterrupt):
         print("stopped before the first iteration", flush=True)
         return STOPPED
 
 
+def _opened(config: RunConfig, options: dict[str, Any]) -> Session | RewardModel:
+    """Start the session of a run, or the reward model it trains."""
+    if config.method != REWARD:
+        return Session(**options)
+    return RewardModel(**{name: given for name, given in options.items() if name != "inference"})
+
+
 def run(trainer: SessionTrainer, config: RunConfig, wanted: int) -> int:
-    """Iterations up to `wanted`, counted from the first of the run, each with its line; returns the exit status."""
+    """Iterate up to `wanted`, counted from the first of the run, each with its line; returns the exit status."""
     from rlbench.trainers.reports.trainer_log import line_of
 
     at = int(trainer.where()["iterations"])
@@ -59,7 +69,10 @@ def run(trainer: SessionTrainer, config: RunConfig, wanted: int) -> int:
             metrics = trainer.step()
             at += 1
             if config.run.metrics_file is not None:
-                _append(Path(trainer_places.here(config.run.metrics_file)), {"iteration": at, **metrics})
+                file = Path(trainer_places.here(config.run.metrics_file))
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with file.open("a", encoding="utf-8") as lines:
+                    lines.write(json.dumps({"iteration": at, **metrics}, default=float) + "\n")
             if at % config.ppo.logging_steps == 0:
                 print(line_of(metrics, at), flush=True)
         trainer.finish()
@@ -69,36 +82,33 @@ def run(trainer: SessionTrainer, config: RunConfig, wanted: int) -> int:
     return 0
 
 
-def _append(file: Path, record: dict[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps(record, default=float) + "\n")
-
-
-def iterations(config: RunConfig, prompts: PromptStream | Mixture) -> int:
-    """How many iterations the run has: `max_steps`, or as many as the episodes have; of both the fewer.
-
-    Raises:
-        OptionError: a mixture, whose episode has no end, without `max_steps`, or with `num_episodes`.
-    """
+def iterations(config: RunConfig, prompts: PromptStream | Mixture | TrainBatch) -> int:
+    """Return how many iterations the run has: `max_steps`, or as many as the episodes have; of both the fewer."""
     run = config.run
     if isinstance(prompts, Mixture):
         if run.max_steps is None or "num_episodes" in config.given:
             raise OptionError("max_steps: how many iterations? a mixture of prompts has no episode.")
         return run.max_steps
-    episodes = max(1, run.num_episodes * len(prompts.prompts) // config.ppo.rollout_batch_size)
+    if isinstance(prompts, TrainBatch):
+        episodes = iterations_of(run.num_episodes, len(prompts.stream()), config.strategy.train_batch_size)
+    else:
+        episodes = max(1, run.num_episodes * len(prompts.prompts) // config.ppo.rollout_batch_size)
     if run.max_steps is None:
         return episodes
     return min(run.max_steps, episodes) if "num_episodes" in config.given else run.max_steps
 
 
 def session_options(config: RunConfig, on_gpu: bool) -> dict[str, Any]:
-    """Return the arguments of the run's `Session`; its engine has a share of the GPU's memory, or of the host's free
-    one."""
+    """Return the arguments of the run's `Session`; its engine has a share of the GPU's memory, or the host's free."""
     options, run = config.strategy, config.run
-    same = ("lr", "betas", "weight_decay", "max_norm", "use_mp_opt", "fsdp_cpu_offload")
+    same = ("lr", "betas", "weight_decay", "max_norm", "use_mp_opt", "fsdp_cpu_offload", *ROW_SHARING)
     policy: dict[str, Any] = {"shards": run.shards, **{name: getattr(options, name) for name in same}}
+    if run.lora_rank:
+        policy["lora"] = Lora(
+            rank=run.lora_rank, alpha=run.lora_alpha, targets=run.lora_targets, dropout=run.lora_dropout
+        )
     engine: dict[str, Any] = {"tensor_parallel_size": options.engine_tp_size, "data_parallel_size": run.replicas}
+    engine["executor"] = options.engine_type
     share = options.gpu_memory_utilization
     if run.kv_cache_bytes is not None:
         engine["kv_cache_bytes"] = run.kv_cache_bytes
@@ -106,23 +116,40 @@ def session_options(config: RunConfig, on_gpu: bool) -> dict[str, Any]:
         engine["kv_cache_bytes"] = int(share * psutil.virtual_memory().available / run.replicas)
     elif "gpu_memory_utilization" in config.given:
         engine["gpu_memory_utilization"] = share
-    if "bf16" in config.given:
+    if options.fp16:
+        policy["fp16"] = True  # the engine follows
+    elif "bf16" in config.given:
         policy["bf16"] = options.bf16
         engine["dtype"] = "bfloat16" if options.bf16 else "float32"
     return {"model": run.pretrain, "train": Train(**policy), "inference": Inference(**engine), "seed": options.seed}
 
 
-def trainer_arguments(config: RunConfig, prompts: PromptStream | Mixture, wanted: int) -> dict[str, Any]:
-    """The arguments of `session.trainer` for a run of `wanted` iterations.
+def frozen(config: RunConfig) -> list[str]:
+    """Return the patterns of `session.freeze` that the run begins with."""
+    given = config.run.freeze_prefix
+    if isinstance(given, bool):
+        return ["*visual"] if given else []
+    return [f"{one.strip()}*" for one in given.split(",") if one.strip()]
 
-    Raises:
-        OptionError, BuildError, DataError: what the options name is not there.
-    """
+
+def trainer_arguments(config: RunConfig, prompts: PromptStream | Mixture | TrainBatch, wanted: int) -> dict[str, Any]:
+    """Return the arguments of `session.trainer` for a run of `wanted` iterations on prompts, or texts."""
     options, ppo, run = config.strategy, config.ppo, config.run
-    given = {name: value for name, value in config.trainer_options.items() if name not in OF_THE_SESSION}
-    if options.advantage_estimator != "gae":  # they act on the session's optimizer; a critic has its own
-        given = {name: value for name, value in given.items() if name not in OF_THE_CRITIC}
-    given = trainer_places.options_here(given)
+    falls = run.lr_schedule == "cosine"
+    if config.on_texts:
+        idle = {*OF_THE_SESSION, *OF_THE_CRITIC, "logging_steps"}
+        return {
+            "method": config.method,
+            "data": prompts,
+            "eval_data": run_data.eval_data_of(config),
+            "loss": run_data.loss_of(config),
+            "schedule_steps": wanted if falls else None,
+            **{name: value for name, value in config.trainer_options.items() if name not in idle},
+        }
+    # without a critic, which has its own, those of the optimizer act on the session's
+    elsewhere = (*OF_THE_SESSION, *(OF_THE_CRITIC if options.advantage_estimator != "gae" else ()))
+    chosen = {name: value for name, value in config.trainer_options.items() if name not in elsewhere}
+    given = trainer_places.options_here(chosen)
     if isinstance(given.get("critic_pretrain"), str):
         given["critic_pretrain"] = trainer_places.model_here("critic_pretrain", given["critic_pretrain"])
     arguments: dict[str, Any] = {}
@@ -140,9 +167,11 @@ def trainer_arguments(config: RunConfig, prompts: PromptStream | Mixture, wanted
         "method": config.method,
         "prompts": prompts,
         "reward": run_data.reward_of(config),
+        **({} if run.teacher is None else {"teacher": run.teacher}),
         "eval_prompts": run_data.eval_prompts_of(config),
         "ema": run.enable_ema,
-        "schedule_steps": steps if run.lr_schedule == "cosine" else None,
+        "schedule_steps": steps if falls else None,
+        "loss": run_data.loss_of(config),
         "arguments": arguments,
         **given,
     }

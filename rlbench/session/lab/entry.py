@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlbench.errors import StateError, Suggesting
+from rlbench.session.core import SessionCore
+from rlbench.session.training.steps import train_step
 from rlbench.session.verb import run
-from rlbench.session.verbs.update import train_step
 from rlbench.units import format_number, format_percent
 
 if TYPE_CHECKING:
     from rlbench.data import TrainBatch
     from rlbench.rl.types import Loss
-    from rlbench.session.core import SessionCore
     from rlbench.trainers.update.options import PolicyOptions
 
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Bound:
     """Where a lab's losses can be stepped with: its session, the batch as it was given, the weights' version then."""
 
-    session: SessionCore
+    core: SessionCore
     batch: TrainBatch
     version: int
     options: PolicyOptions
@@ -37,7 +37,8 @@ class LabEntry(Suggesting):
     Attributes:
         name: as the lab was given it.
         loss: the loss itself.
-        hash: what identifies it in the records; empty where not known.
+        given: the loss as the lab was given it, a name among them.
+        hash: what identifies it in the records.
         aggregation: how the per-token losses became one.
         value: the loss on the whole batch.
         coefficients: ∂L/∂log-prob of each token; negative: a step makes the token more likely.
@@ -47,11 +48,11 @@ class LabEntry(Suggesting):
         shares: by "advantage", "length" and "turn": the part of sum |coefficients| that each bucket has.
         zeros: share of the trained tokens whose coefficient is exactly 0.
         leaks: whether untrained tokens get a gradient, too, which a loss must not give them.
-        given: the loss as the lab was given it, a name among them.
     """
 
     name: str
     loss: Loss
+    given: Any
     hash: str
     aggregation: str
     value: float
@@ -62,13 +63,7 @@ class LabEntry(Suggesting):
     shares: Mapping[str, np.ndarray]
     zeros: float
     leaks: bool
-    given: Any = None
     bound: Bound | None = field(default=None, repr=False)
-
-    @property
-    def as_given(self) -> Any:
-        """The loss as a training verb is to be given it, so that the record calls it by the same name."""
-        return self.loss if self.given is None else self.given
 
     @property
     def norm(self) -> float:
@@ -83,28 +78,19 @@ class LabEntry(Suggesting):
     def step(self, *, anyway: bool = False, lr: float | None = None, block: bool = True) -> Any:
         """Take the step: `session.train_step` on the lab's batch with this loss and the lab's options.
 
-        Args:
-            anyway: also when the weights have moved since the lab's forward. Its numbers are not those of this step
-                then: log-probs and ratios are other ones.
-            lr, block: as of `train_step`.
-
-        Raises:
-            StateError: the lab has no session (it was made from arrays, or unpickled), or the weights have moved.
+        `anyway`: also when the weights have moved since the lab's forward, whose numbers are not this step's then.
         """
         bound = self.bound
         if bound is None:
-            raise StateError(
-                "this lab has no session to step: session.loss_lab(batch, losses) makes one that has; or "
-                "session.train_step(batch, loss=lab[name].loss)"
-            )
-        version = bound.session.version
+            raise StateError("this lab has no session to step: session.loss_lab(batch, losses) makes one that has")
+        version = bound.core.version
         if version != bound.version and not anyway:
             raise StateError(
                 f"the weights have moved since the lab's forward (v{bound.version}, now v{version}), so its numbers "
                 "are not those of this step: make the lab again, or step(anyway=True)"
             )
         options = {"lr": lr, **bound.options.of_verbs}
-        return run(bound.session, train_step, (bound.batch, self.as_given), options, block)
+        return run(bound.core, train_step, (bound.batch, self.given), options, block)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"bound": None}  # a session stays where it is
@@ -113,12 +99,3 @@ class LabEntry(Suggesting):
         clip = "" if self.clip_fraction is None else f", clip {format_percent(self.clip_fraction)}"
         loss, norm = format_number(self.value), format_number(self.norm)
         return f"{self.name}: loss {loss}, |coef| {norm}{clip}, {self.aggregation}"
-
-
-@dataclass(frozen=True, eq=False)
-class Curve:
-    """`loss` and `coefficient` (2, R) of one token at `ratios` (R,), for an advantage of +1 and of −1."""
-
-    ratios: np.ndarray
-    loss: np.ndarray
-    coefficient: np.ndarray

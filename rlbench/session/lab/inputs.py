@@ -1,12 +1,8 @@
-"""What a loss lab works on: a batch with the log-probs of one forward, and its tokens sorted into buckets.
-
-The seam to the engines: whoever ran the forward (the ranks of a session, a step's `metrics.tokens`) hands its per-token
-arrays to `scored`, and everything after it is arithmetic in the kernel.
-"""
+"""What a loss lab works on: a batch with the log-probs of one forward, and its tokens sorted into buckets."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlbench.data import TrainBatch
-from rlbench.errors import DataError
+from rlbench.errors import DataError, LossError
+from rlbench.units import format_bytes
 
 if TYPE_CHECKING:
     from rlbench.rl.types import LossInputs
 
 LENGTH_BUCKETS = 4
+MOST_BYTES = 1 << 30
+WIDE = (("hidden_states", "hidden_size"), ("logits", "vocab_size"))
 ON_POLICY = 1e-5
 """Log-ratios below this are a batch's first step: every ratio is 1."""
 
@@ -38,14 +37,23 @@ class Buckets:
 class Scored:
     """A batch with what one forward said of it: what every loss of a lab is evaluated on.
 
-    `batch` knows old log-probs and, where there is a reference, its; `logprobs`, `entropy` are flat in the order of
-    `batch.responses.values`.
+    `batch` knows old log-probs and, where there is a reference, its; `tokens` are `logprobs`, `entropy` and what losses
+    asked for beside them, by name, flat in the order of `batch.responses.values`.
     """
 
     batch: TrainBatch
-    logprobs: np.ndarray
-    entropy: np.ndarray
+    tokens: Mapping[str, np.ndarray]
     buckets: Mapping[str, Buckets]
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """Of the trainer, flat float32."""
+        return self.tokens["logprobs"]
+
+    @property
+    def entropy(self) -> np.ndarray:
+        """Of the trainer's distributions, flat float32."""
+        return self.tokens["entropy"]
 
     @property
     def on_policy(self) -> bool:
@@ -60,54 +68,49 @@ class Scored:
         from rlbench.trainers.passes.step_plan import whole_inputs
 
         rows = self.batch.responses
-        channels = {name: list(rows.with_values(getattr(self, name))) for name in ("logprobs", "entropy")}
+        channels = {name: rows.with_values(values) for name, values in self.tokens.items()}
         return whole_inputs(self.batch, [{"rows": np.arange(len(self.batch)), "channels": channels}], "current")
 
-    def flat(self, padded: Any) -> np.ndarray:
-        """A (sequences, longest) tensor in the batch's order, flat."""
-        return flat(padded, self.batch)
 
-
-def scored(batch: TrainBatch, tokens: Mapping[str, np.ndarray], turns: np.ndarray | None = None) -> Scored:
-    """Put a batch and what a forward said of its tokens together; see `loss_lab`."""
-    if not len(batch) or not batch.mask.any():
-        raise DataError(f"{batch!r} has no trained token: nothing to compare losses on")
-    logprobs, entropy = (_channel(batch, tokens, name) for name in ("logprobs", "entropy"))
-    if logprobs is None or entropy is None:
-        there = ", ".join(tokens) or "nothing"
-        raise DataError(f"tokens has {there}; a loss needs 'logprobs' and 'entropy' of each token")
-    old = _channel(batch, tokens, "old_logprobs")
-    filled = batch.replace(
-        old_logprobs=logprobs if old is None else old, ref_logprobs=_channel(batch, tokens, "ref_logprobs")
-    )
-    return Scored(filled, logprobs, entropy, _all_buckets(batch, turns))
-
-
-def _channel(batch: TrainBatch, tokens: Mapping[str, np.ndarray], name: str) -> np.ndarray | None:
-    """A per-token array, of the forward or else of the batch; checked."""
-    given = tokens[name] if name in tokens else getattr(batch, name, None)
-    if given is None:
-        return None
-    values = np.asarray(given, np.float32)
-    if values.shape != batch.responses.values.shape:
-        raise DataError(
-            f"tokens[{name!r}] has shape {values.shape} for {batch.tokens} response tokens: is it of another batch?"
+def need_room_for(batch: TrainBatch, needs: Sequence[str], widths: Mapping[str, Any]) -> None:
+    """Refuse to bring more hidden states or logits to the kernel than `MOST_BYTES`."""
+    width = sum(int(widths[size]) for need, size in WIDE if need in needs)
+    if (nbytes := 4 * width * batch.tokens) > MOST_BYTES:
+        raise LossError(
+            f"the lab would bring {format_bytes(nbytes)} of hidden states or logits here, for {batch.tokens} response "
+            f"tokens, and takes {format_bytes(MOST_BYTES)}: give it some rows, batch[:{max(1, len(batch) // 16)}]"
         )
-    bad = int((~np.isfinite(values[batch.mask])).sum())
-    if bad:
-        raise DataError(f"tokens[{name!r}] is not finite on {bad} of {int(batch.mask.sum())} trained tokens")
-    return values
+
+
+def scored(batch: TrainBatch, tokens: Mapping[str, np.ndarray]) -> Scored:
+    """Put a batch and what a forward said of its tokens together; without old log-probs it is its first step."""
+    logprobs, entropy = tokens["logprobs"], tokens["entropy"]
+    if batch.old_logprobs is None:
+        batch = batch.replace(old_logprobs=logprobs)
+    of_batch = {name: getattr(batch, name) for name in ("old_logprobs", "ref_logprobs")}
+    for name, values in {"logprobs": logprobs, "entropy": entropy, **of_batch}.items():
+        bad = 0 if values is None else int((~np.isfinite(values[batch.mask])).sum())
+        if bad:
+            raise DataError(f"{name} is not finite on {bad} of {int(batch.mask.sum())} trained tokens")
+    return Scored(batch, tokens, _all_buckets(batch))
+
+
+def flat(padded: Any, batch: TrainBatch) -> np.ndarray:
+    """Return a (sequences, longest) tensor in the order of `batch.responses.values`."""
+    values = padded.detach().cpu().numpy()
+    return np.asarray(values[np.arange(values.shape[1])[None] < batch.response_lengths[:, None]])
 
 
 # -- buckets
 
 
-def _all_buckets(batch: TrainBatch, turns: np.ndarray | None) -> dict[str, Buckets]:
+def _all_buckets(batch: TrainBatch) -> dict[str, Buckets]:
     sign = np.where(batch.advantages > 0, 0, np.where(batch.advantages < 0, 1, 2))
+    turn = np.where(batch.mask, _turns(batch), 0)
     return {
         "advantage": _bucketed(("+", "−", "0"), sign, batch.mask),
         "length": _by_length(batch),
-        "turn": _by_turn(batch, turns),
+        "turn": _bucketed(tuple(f"turn {i}" for i in range(int(turn.max()) + 1)), turn, batch.mask),
     }
 
 
@@ -117,7 +120,7 @@ def _bucketed(labels: tuple[str, ...], of_token: np.ndarray, mask: np.ndarray) -
 
 
 def _by_length(batch: TrainBatch) -> Buckets:
-    """Responses by their length in tokens, in up to four groups of about equally many."""
+    """Sort responses by their length in tokens, in up to four groups of about equally many."""
     lengths = batch.response_lengths
     inner = np.quantile(lengths, np.arange(1, LENGTH_BUCKETS) / LENGTH_BUCKETS, method="lower")
     edges = np.unique([*inner, lengths.max()])  # a bucket ends with its edge
@@ -126,28 +129,9 @@ def _by_length(batch: TrainBatch) -> Buckets:
     return _bucketed(labels, np.repeat(np.searchsorted(edges, lengths), lengths), batch.mask)
 
 
-def _by_turn(batch: TrainBatch, turns: np.ndarray | None) -> Buckets:
-    if turns is None:
-        given = _runs(batch)
-    else:
-        given = np.asarray(turns)
-        if given.shape != batch.mask.shape or given.dtype.kind not in "iu":
-            raise DataError(f"turns: wanted {batch.mask.shape} whole numbers; got {given.dtype} {given.shape}")
-        if int(given[batch.mask].min()) < 0:
-            raise DataError(f"turns: trained tokens have turns from 0; seen {int(given[batch.mask].min())}")
-    of_token = np.where(batch.mask, given, 0)
-    return _bucketed(tuple(f"turn {i}" for i in range(int(of_token.max()) + 1)), of_token, batch.mask)
-
-
-def _runs(batch: TrainBatch) -> np.ndarray:
-    """The turn of each token, flat: trained tokens in a row are one."""
+def _turns(batch: TrainBatch) -> np.ndarray:
+    """Return the turn of each token, flat: trained tokens in a row are one."""
     from rlbench.rl.lab import turns_of
     from rlbench.trainers.passes.step_plan import pad_rows
 
     return flat(turns_of(pad_rows(batch.responses.with_values(batch.mask)) > 0), batch)
-
-
-def flat(padded: Any, batch: TrainBatch) -> np.ndarray:
-    """A (sequences, longest) tensor in the order of `batch.responses.values`."""
-    values = padded.detach().cpu().numpy()
-    return np.asarray(values[np.arange(values.shape[1])[None] < batch.response_lengths[:, None]])

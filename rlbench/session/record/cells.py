@@ -5,14 +5,14 @@ from __future__ import annotations
 import secrets
 import sys
 import time
+import traceback
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType, TracebackType
 from typing import Any
 
 from rlbench.errors import Stopped
-from rlbench.traces import calling_line, place
+from rlbench.traces import ipython
 
 OPERATOR_PLACE = "the side panel"
 
@@ -49,15 +49,17 @@ class Kernel:
         shell.events.register("pre_run_cell", self._begin)
         shell.events.register("post_run_cell", self._end)
 
-    def current_line(self) -> int:
-        """Return the line of the running cell that is being executed."""
+    def running_so_far(self) -> Cell | None:
+        """Return the running cell, as one that ends before the statement that is being executed."""
         frame = self._frame()
-        return frame.f_lineno if frame is not None else 0
+        if self.running is None:
+            return None
+        return replace(self.running, outcome="running", line=0 if frame is None else frame.f_lineno)
 
     def holder_of(self, core: Any) -> str | None:
         """Return the variable of the notebook that holds the session of this core."""
-        found = [name for name, one in self.shell.user_ns.items() if getattr(one, "__dict__", {}).get("core") is core]
-        return min((name for name in found if not name.startswith("_")), key=len, default=None)
+        holders = [name for name, one in self.shell.user_ns.items() if getattr(one, "__dict__", {}).get("core") is core]
+        return min((name for name in holders if not name.startswith("_")), key=len, default=None)
 
     def _cell(self, number: int, text: str) -> Cell:
         while text.lstrip(" \t").startswith("\n"):  # IPython's line numbers begin behind empty lines
@@ -74,8 +76,7 @@ class Kernel:
             return
         error = result.error_before_exec or result.error_in_exec
         if error is not None:
-            cell.outcome = "stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed"
-            cell.said = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            cell.outcome, cell.said = outcome_of(error)
             cell.line = self._line_in(error.__traceback__) if result.error_before_exec is None else 0
         self.cells.append(cell)
         for listener in list(self.listeners):
@@ -83,17 +84,13 @@ class Kernel:
 
     def _frame(self) -> FrameType | None:
         """The outermost frame of the notebook's own code on this thread's stack."""
-        found, frame = None, sys._getframe()
-        names = self.shell.user_ns
-        while frame is not None:
-            found = frame if frame.f_globals is names else found
-            frame = frame.f_back  # type: ignore[assignment]
-        return found
+        stack = traceback.walk_stack(sys._getframe())
+        own = [frame for frame, _ in stack if frame.f_globals is self.shell.user_ns]
+        return own[-1] if own else None
 
     def _line_in(self, trace: TracebackType | None) -> int:
-        while trace is not None and trace.tb_frame.f_globals is not self.shell.user_ns:
-            trace = trace.tb_next
-        return trace.tb_lineno if trace is not None else 0
+        lines = (line for frame, line in traceback.walk_tb(trace) if frame.f_globals is self.shell.user_ns)
+        return next(lines, 0)
 
 
 _kernel: Kernel | None = None
@@ -102,8 +99,7 @@ _kernel: Kernel | None = None
 def kernel() -> Kernel | None:
     """Return this process's notebook kernel; None in a plain script."""
     global _kernel
-    module = sys.modules.get("IPython")
-    shell: Any = module.get_ipython() if module is not None else None
+    shell = ipython()
     if shell is None or getattr(shell, "history_manager", None) is None:
         return None
     if _kernel is None or _kernel.shell is not shell:
@@ -111,7 +107,7 @@ def kernel() -> Kernel | None:
     return _kernel
 
 
-def caller(find: Callable[[], Any] = calling_line) -> str:
-    """Say where the running call stands: `cell 7, line 2`, or `run.py, line 12`."""
-    line = find()
-    return "" if line is None else f"{place(line.file)}, line {line.line}"
+def outcome_of(error: BaseException) -> tuple[str, str]:
+    """Return how what raised this ended, and what it said in one line."""
+    outcome = "stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed"
+    return outcome, f"{type(error).__name__}: {error}".splitlines()[0][:300]

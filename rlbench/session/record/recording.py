@@ -1,45 +1,41 @@
-"""The record of a session: one line per verb with its cell, arguments, hashes, metrics, seed and time.
-
-It lies in the session's folder (`script/verbs.jsonl`, `script/cells.jsonl`, each text once in `script/sources`): it
-outlives the kernel and has the side panel's verbs in it.
-"""
+"""The record of a session: one line per verb, in the session's folder (`script/verbs.jsonl`, `script/cells.jsonl`, each
+text once in `script/sources`). It outlives the kernel and has the side panel's verbs in it."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import inspect
+import itertools
 import json
 import os
 import re
 import secrets
 import threading
 import time
-import types
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
 from rlbench.data import Rollouts, TrainBatch
+from rlbench.data.record.history import History, is_number
 from rlbench.data.record.metrics import Metrics
 from rlbench.data.record.origin import makers
-from rlbench.dispatch.by_value import is_own
 from rlbench.dispatch.chain import Chain
 from rlbench.dispatch.link import Link
 from rlbench.dispatch.pending import Pending
-from rlbench.errors import Stopped
 from rlbench.runtime import registry
 from rlbench.session.record import cells
-from rlbench.session.record.sources import described
+from rlbench.session.record.sources import described, is_own_code
+from rlbench.traces import calling_line, place
 
 R = TypeVar("R")
 
 NOT_WRITTEN = ("core", "progress", "on_stop")
-"""Arguments that say how a cell waits, not what is done."""
 CODE = ("loss", "reward", "env")
 METRICS = ("loss", "reward", "kl", "entropy", "grad_norm", "lr")
 SHOWN = 60
@@ -49,12 +45,8 @@ ROLES = {"actor": "train", "inference": "inference", "trainer": "last_trainer"}
 
 @dataclass
 class Entry:
-    """One verb.
-
-    `args`: how each argument reads; `hashes`: of the code, arrays, rollouts and batches among them; `sources`: the keys
-    of that code's text. `cell`: id of the cell that called it; `where`: the line that did. `seed`, `number`, `digest`:
-    the session's seed, the number of a rollout and the checksum of its tokens.
-    """
+    """One verb. `args`: how each argument reads; `hashes`: of the code, arrays, rollouts and batches among them;
+    `sources`: the keys of that code's text; `cell`: id of the cell that called it; `where`: the line that did."""
 
     verb: str
     id: str = field(default_factory=lambda: secrets.token_hex(6))
@@ -76,20 +68,13 @@ class Entry:
 
 
 class Recorder:
-    """Writes and reads the record of a session.
-
-    Args:
-        link: the session's.
-        seed: of its sampling.
-        ended: told each verb that ended, and its value.
-    """
+    """Writes and reads the record of a session; `ended` is called with each verb that ended, and its value."""
 
     def __init__(self, link: Link, seed: int, ended: Callable[[Entry, Any], None]) -> None:
         self.folder = registry.snapshot_folder(link.name) / "script"
         self.place = ""  # where verbs come from, if not from this process's code
         self._link, self._seed, self._ended = link, seed, ended
         self._lock = threading.RLock()
-        self._read: tuple[int, list[Entry]] = (0, [])
         self._cells_written: set[str] = set()
         self._warned = False
 
@@ -97,13 +82,8 @@ class Recorder:
 
     def entries(self) -> list[Entry]:
         """Return all verbs, in the order they began."""
-        with self._lock:
-            file = self.folder / "verbs.jsonl"
-            size = file.stat().st_size if file.exists() else 0
-            if size != self._read[0]:
-                last = {line["id"]: Entry(**line) for line in self._lines("verbs")}  # one not waited for has two lines
-                self._read = (size, sorted(last.values(), key=lambda entry: entry.time))
-            return list(self._read[1])
+        last = {line["id"]: Entry(**line) for line in self._lines("verbs")}  # one not waited for has two lines
+        return sorted(last.values(), key=lambda entry: entry.time)
 
     def cells(self) -> list[cells.Cell]:
         """Return the cells of all kernels that ended, in order."""
@@ -138,7 +118,8 @@ class Recorder:
             if kernel is not None:
                 kernel.listeners.add(self)
                 entry.cell = kernel.running.id if kernel.running is not None else ""
-            entry.where = self.place or cells.caller()
+            line = calling_line()
+            entry.where = self.place or ("" if line is None else f"{place(line.file)}, line {line.line}")
             for name, value in args.items():
                 self._argument(entry, name, value)
         return entry
@@ -190,10 +171,10 @@ class Recorder:
         kernel = cells.kernel()
         if kernel is None or not self.folder.parent.exists():  # the session is closed
             return
-        for cell in kernel.cells:
-            if cell.id not in self._cells_written:
-                self._cells_written.add(cell.id)
-                self._append("cells", asdict(cell) | {"text": self._keep(cell.text)})
+        fresh = list(itertools.takewhile(lambda cell: cell.id not in self._cells_written, reversed(kernel.cells)))
+        for cell in reversed(fresh):
+            self._cells_written.add(cell.id)
+            self._append("cells", asdict(cell) | {"text": self._keep(cell.text)})
 
     def _argument(self, entry: Entry, name: str, value: Any) -> None:
         entry.args[name] = shown(value, name)
@@ -205,8 +186,11 @@ class Recorder:
             entry.hashes[name] = f"{_digest(value):08x}"
         elif isinstance(value, np.ndarray):
             entry.hashes[name] = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()[:12]
-        elif callable(value) and (name in CODE or (isinstance(value, types.FunctionType | type) and is_own(value))):
+        elif is_own_code(value) or (name in CODE and callable(value)):
             code = {name: value}
+        elif name in CODE and isinstance(value, Mapping):  # a reward of each set, a loss of parts with their weights
+            parts = {key: one[0] if isinstance(one, tuple) and one else one for key, one in value.items()}
+            code = {f"{name}[{key}]": fn for key, fn in parts.items() if callable(fn)}
         for part, fn in code.items():
             about = described(fn)
             entry.hashes[part] = about["hash"]
@@ -216,31 +200,22 @@ class Recorder:
     def _add_outcome(self, entry: Entry, value: Any, error: BaseException | None) -> None:
         entry.seconds = time.time() - entry.time
         if error is not None:
-            entry.outcome = "stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed"
-            entry.said = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            entry.outcome, entry.said = cells.outcome_of(error)
             value = getattr(error, "partial", None)
             entry.outcome = "done" if isinstance(value, Metrics) else entry.outcome  # stopped too late: it was done
-        if not self._link.closed:
-            state = self._link.state("step", "version")
-            entry.step, entry.version = state["step"], state["version"]
         if isinstance(value, Rollouts):
             entry.number, entry.digest = value.number, _digest(value)
             if value.not_started or (value.aborted.any() and not value.env_errors):
                 entry.outcome = "stopped"  # also where `on_stop="return"` gave it: it is not to be had again
-        self._add_metrics(entry, value)
-
-    def _add_metrics(self, entry: Entry, value: Any) -> None:
-        if (
-            isinstance(value, Sequence) and not isinstance(value, str) and len(value) and isinstance(value[-1], Mapping)
-        ):  # a trainer's iterations
+        if isinstance(value, History) and len(value):  # a trainer's iterations
             value = value[-1]
-        values = value if isinstance(value, Mapping) else {}
-        for name in METRICS:
-            number = values.get(name)
-            if isinstance(number, int | float) and not isinstance(number, bool):
-                entry.metrics[name] = float(number)
-        if entry.verb == "evaluate" and hasattr(value, "reward"):
-            entry.metrics["reward"] = float(value.reward)
+        evaluated = entry.verb == "evaluate" and value is not None and not isinstance(value, Rollouts)
+        values = value.metrics() if evaluated else value if isinstance(value, Mapping) else {}
+        if not self._link.closed:
+            state = values if {"step", "version"} <= values.keys() else self._link.state("step", "version")
+            entry.step, entry.version = state["step"], state["version"]
+        told = values if evaluated else METRICS
+        entry.metrics = {name: float(values[name]) for name in told if is_number(values.get(name))}
         if values.get("loss_hash"):
             entry.hashes["loss"] = str(values["loss_hash"])
 

@@ -1,8 +1,7 @@
 """The way out: the cells of a session as a script that does it again and compares its numbers with those seen.
 
-The cells stand in order, each under its number; of one that failed or was stopped, the statements before that. What is
-no plain Python (magics, `await`) runs in an IPython shell of the script. At its end the script compares seed, tokens,
-metrics and evaluations, verb by verb, and fails where they differ.
+What is no plain Python (magics, `await`) runs in an IPython shell of the script. At its end the script compares seed,
+tokens, metrics and evaluations, verb by verb, and fails where they differ.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from rlbench._version import __version__
 from rlbench.data.base import files
@@ -46,14 +47,14 @@ class Exported(Suggesting):
 
 
 def write_script(core: SessionCore, path: str | Path) -> Exported:
-    """Write the script; see `records.export_script`."""
+    """Write the script; SessionError where no cell is known: a plain script is its own."""
     target = Path(path).expanduser().resolve()
     if target.suffix != ".py":
         raise SessionError(f"export_script({str(path)!r}): the name of a script ends in .py")
     entries, kernel = core.recorder.entries(), cells.kernel()
     done = core.recorder.cells()
-    if kernel is not None and kernel.running is not None:  # what stands before this call
-        done.append(_cut(kernel.running, "running", "", kernel.current_line()))
+    if kernel is not None and (running := kernel.running_so_far()) is not None:
+        done.append(running)
     if not done:
         where = ", ".join(dict.fromkeys(entry.where for entry in entries if entry.where))
         raise SessionError(
@@ -61,10 +62,13 @@ def write_script(core: SessionCore, path: str | Path) -> Exported:
             f"{where or 'a plain script'}, which is its own script"
         )
     variable = (kernel.holder_of(core) if kernel is not None else None) or "session"
-    body = _Body(variable, {cell.id for cell in done})
-    parts: list[cells.Cell | Entry] = [*done, *entries]
+    body, known = _Body(variable), {cell.id for cell in done}
+    parts: list[cells.Cell | Entry] = [*done, *(entry for entry in entries if entry.cell not in known)]
     for part in sorted(parts, key=lambda one: one.time):
-        body.add(part)
+        if isinstance(part, cells.Cell):
+            body.add_cell(part)
+        else:
+            body.add_verb(part)
     text = _text(core, body, [line for entry in entries if (line := _seen(entry))])
     files.write_text(target, text)
     target.chmod(0o600)  # code of a private folder
@@ -74,18 +78,11 @@ def write_script(core: SessionCore, path: str | Path) -> Exported:
 class _Body:
     """The lines of the script between its head and its check."""
 
-    def __init__(self, variable: str, known: set[str]) -> None:
+    def __init__(self, variable: str) -> None:
         self.variable, self.lines, self.left_out, self.count = variable, list[str](), list[str](), 0
-        self._known = known
 
-    def add(self, part: cells.Cell | Entry) -> None:
-        """Add a cell, or a verb that no cell called."""
-        if isinstance(part, cells.Cell):
-            self._cell(part)
-        elif part.cell not in self._known:
-            self._verb(part)
-
-    def _cell(self, cell: cells.Cell) -> None:
+    def add_cell(self, cell: cells.Cell) -> None:
+        """Add a cell, or what stands in it before the statement at which it ended."""
         text = cell.text if cell.outcome == "done" else before_line(cell.text, cell.line)
         rest = "" if cell.outcome == "done" else one_line(f"cell {cell.number} {cell.outcome}: {cell.said}")
         if text.strip():
@@ -95,7 +92,8 @@ class _Body:
             self.left_out.append(rest)
             self.lines += ["" if not text.strip() else "# …", f"# left out: {rest}"]
 
-    def _verb(self, entry: Entry) -> None:
+    def add_verb(self, entry: Entry) -> None:
+        """Add a verb that no cell called: the call where the side panel made it, else that it is left out."""
         numbered = any(name.isdigit() for name in entry.args)
         given = ", ".join(text if numbered else f"{name}={text}" for name, text in entry.args.items())
         call = f"{self.variable}.{entry.verb}({given})"
@@ -134,18 +132,16 @@ def in_shell(text: str) -> list[str]:
 
 def one_line(text: str) -> str:
     """Return a text for a comment."""
-    return " ".join(str(text).split())[:200]
-
-
-def _cut(cell: cells.Cell, outcome: str, said: str, line: int) -> cells.Cell:
-    return cells.Cell(cell.id, cell.number, cell.text, cell.time, outcome, said, line)
+    return " ".join(text.split())[:200]
 
 
 def _seen(entry: Entry) -> dict[str, Any]:
     """Return the numbers of a verb that a script compares; empty where it has none."""
     if entry.outcome != "done":
         return {}
-    numbers: dict[str, Any] = {name: entry.metrics[name] for name in COMPARED if name in entry.metrics}
+    numbers: dict[str, Any] = {
+        name: value for name, value in entry.metrics.items() if name in COMPARED or name.startswith("eval/")
+    }
     if entry.digest is not None:
         numbers |= {"seed": entry.seed, "number": entry.number, "tokens": entry.digest}
     return {"verb": entry.verb, **numbers} if numbers else {}
@@ -156,7 +152,7 @@ def _text(core: SessionCore, body: _Body, seen: Sequence[Mapping[str, Any]]) -> 
     model, name = Path(core.options.model).name, core.name
     title = f"What was done in session {one_line(name)} on {one_line(model)}, {time.strftime('%Y-%m-%d')}"
     display = ["from IPython.display import display"] if "display(" in text else []
-    numbers = [f"        {_literal(one)}," for one in seen]
+    literals = [json.dumps(one).replace("NaN", 'float("nan")').replace("Infinity", 'float("inf")') for one in seen]
     return "\n".join(
         [
             f'"""{title}, by rlbench {__version__}: its cells, in order."""',
@@ -168,15 +164,11 @@ def _text(core: SessionCore, body: _Body, seen: Sequence[Mapping[str, Any]]) -> 
             "",
             "# %% The numbers seen then beside those of now",
             f"_script.compare(\n    {body.variable},\n    [",
-            *numbers,
+            *(f"        {one}," for one in literals),
             "    ],\n)",
             "",
         ]
     )
-
-
-def _literal(numbers: Mapping[str, Any]) -> str:
-    return json.dumps(numbers).replace("NaN", 'float("nan")').replace("Infinity", 'float("inf")')
 
 
 # -- what a script calls
@@ -206,7 +198,8 @@ def compare(session: Session, seen: Sequence[Mapping[str, Any]]) -> None:
     session.close()
     differences = []
     for what, value, then in _pairs(now, seen):
-        same = value == then or (isinstance(value, float) and isinstance(then, float) and _near(value, then))
+        floats = isinstance(value, float) and isinstance(then, float)
+        same = value == then or (floats and np.isclose(value, then, RELATIVE, ABSOLUTE, equal_nan=True))
         print(f"{what}: {value} (seen {then})" + ("" if same else "   DIFFERS"))
         differences += [] if same else [what]
     sys.exit(f"{len(differences)} numbers differ from those seen: {differences[:5]}" if differences else 0)
@@ -220,7 +213,3 @@ def _pairs(now: Sequence[Mapping[str, Any]], seen: Sequence[Mapping[str, Any]]) 
             continue
         for name in [name for name in then if name != "verb"]:
             yield f"{i + 1} {then['verb']} {name}", here.get(name), then[name]
-
-
-def _near(value: float, then: float) -> bool:
-    return (value != value and then != then) or abs(value - then) <= ABSOLUTE + RELATIVE * abs(then)

@@ -10,58 +10,45 @@ import re
 import types
 import weakref
 from collections.abc import Iterator
-from typing import Any, TypedDict
+from typing import Any
 
 from rlbench.data import TrainBatch
 from rlbench.data.record.origin import makers
 from rlbench.dispatch.by_value import identity, is_local, is_own
+from rlbench.sendable import names_in
 
 MOST = 16_000
 """Characters of text in one record; the rest is counted."""
 
 
-class Described(TypedDict):
-    """A piece of a user's code in a record. `source` is empty where nobody has the text."""
-
-    name: str
-    hash: str
-    source: str
-
-
-def described(fn: Any) -> Described:
-    """Name, hash and source of a function, a class, a loss value or the name of a standard one.
-
-    Args:
-        fn: what a user gave as loss, reward or advantage.
-
-    Returns:
-        `name`; `hash`, 12 hexadecimal digits that change with its code and whatever it refers to (see
-        `rlbench.dispatch.by_value.identity`; empty where it cannot be pickled); `source`: its text as it was typed,
-        then the text of the notebook's and local modules' functions and classes it uses. Of a value, its `repr`.
-    """
+def described(fn: Any) -> dict[str, str]:
+    """Return `name`, `hash` and `source` ("" where nobody has the text) of a user's function, class or value."""
     name = fn if isinstance(fn, str) else getattr(fn, "__name__", None) or _cut(repr(fn), 200)
+    return {"name": str(name), "hash": hash_of(fn), "source": source(fn)}
+
+
+def hash_of(fn: Any) -> str:
+    """Return 12 hexadecimal digits that change with its code and whatever it refers to; "" where it has no pickle."""
     try:
-        hash = identity(fn)
+        return identity(fn)
     except Exception:  # whatever the objects it refers to raise: a record is not the place to fail
-        hash = ""
-    return Described(name=str(name), hash=hash, source=source(fn))
+        return ""
 
 
 def of_batch(batch: TrainBatch) -> dict[str, str]:
-    """`reward_name`, `reward_hash`, `reward_source` and the same of `advantage`, where they are known; each as it was
-    when first asked for."""
-    if batch not in _described:
-        _described[batch] = {
-            f"{part}_{key}": str(value) for part, fn in makers(batch).items() for key, value in described(fn).items()
-        }
-    return dict(_described[batch])
+    """Return `reward_name`, `reward_hash`, `reward_source` and the same of `advantage`, where they are known; each as
+    it was when first asked for: what it uses may be edited since, and did not make this batch."""
+    if batch not in _of_batches:
+        parts = {part: described(fn) for part, fn in makers(batch).items()}
+        _of_batches[batch] = {f"{part}_{key}": value for part, told in parts.items() for key, value in told.items()}
+    return dict(_of_batches[batch])
 
 
-_described: weakref.WeakKeyDictionary[TrainBatch, dict[str, str]] = weakref.WeakKeyDictionary()
+_of_batches: weakref.WeakKeyDictionary[TrainBatch, dict[str, str]] = weakref.WeakKeyDictionary()
 
 
 def source(fn: Any) -> str:
-    """The text of `fn` and of the helpers it uses, each once, helpers behind; see `described`."""
+    """Return the text of `fn` as it was typed (of a value, its `repr`), then of the user's own helpers it uses."""
     if isinstance(fn, str):
         return fn
     code = list(_reached(fn))
@@ -88,14 +75,14 @@ def _reached(fn: Any) -> Iterator[Any]:
     waiting, seen = [first], set()
     while waiting:
         one = waiting.pop(0)
-        if id(one) in seen or not _own(one):
+        if id(one) in seen or not is_own_code(one):
             continue
         seen.add(id(one))
         yield one
         waiting += [_bare(value) for value in _referred(one)]
 
 
-def _own(value: Any) -> bool:
+def is_own_code(value: Any) -> bool:
     """Whether it is a function or a class of the notebook or of a local module."""
     return isinstance(value, types.FunctionType | type) and is_own(value)
 
@@ -109,7 +96,7 @@ def _referred(value: Any) -> Iterator[Any]:
                 yield from _referred(member)
         yield from (base for base in value.__bases__ if base is not object)
         return
-    names = list(_names(value.__code__))
+    names = list(names_in(value.__code__))
     for name in names:
         found = value.__globals__.get(name)
         if isinstance(found, types.ModuleType) and is_local(found):
@@ -121,13 +108,6 @@ def _referred(value: Any) -> Iterator[Any]:
             yield cell.cell_contents
         except ValueError:  # not assigned yet
             continue
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
 
 
 def _text(value: Any) -> str:

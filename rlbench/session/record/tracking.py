@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
 
-from rlbench.data import Rollouts
-from rlbench.data.base.optional import needed
+from rlbench.data import Rollouts, TrainBatch
+from rlbench.data.base.drawing import needed
 from rlbench.data.record.history import is_number
 from rlbench.data.record.metric_names import with_aliases
 from rlbench.data.record.metrics import Metrics
@@ -20,9 +21,12 @@ from rlbench.dispatch.link import Link
 from rlbench.errors import SessionError, nearest
 from rlbench.session.options import SessionOptions
 from rlbench.session.record.recording import Entry
+from rlbench.session.record.samples import Decode, Samples, sender
 from rlbench.user_code import user_code
 
 STEPS = ("train_step", "optim_step")
+SAMPLES_EVERY = 10
+"""Steps from one table of samples to the next; the first step that is tracked has one."""
 
 
 class Tracker(Protocol):
@@ -34,41 +38,75 @@ class Tracker(Protocol):
     def log(self, values: dict[str, Any], step: int | None = None) -> None: ...
 
 
+@dataclass
+class Turn:
+    """When a tracker gets samples: of a step once `every` so many are over, of an evaluation each time; 0: never."""
+
+    every: int
+    next: int = 0
+
+    @classmethod
+    def of(cls, every: int | None) -> Turn:
+        """From what a user gave; None is the default."""
+        if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 0):
+            raise SessionError(f"samples_every={every!r}: wanted a number of steps; 0 sends no samples")
+        return cls(SAMPLES_EVERY if every is None else every)
+
+    def comes(self, at: int, stepped: bool) -> bool:
+        """Whether it is its turn at step `at`; the next one of a step is so many later."""
+        if not (self.due(at) if stepped else self.every):
+            return False
+        if stepped:
+            self.next = at + self.every
+        return True
+
+    def due(self, at: int) -> bool:
+        """Whether it is the turn of a step."""
+        return bool(self.every) and at >= self.next
+
+
 class Trackers:
     """The trackers of a session in this kernel, by name.
 
     What they were made with is kept at the monitor, so that a kernel that attaches goes on with them.
     """
 
-    def __init__(self, link: Link, options: SessionOptions, entries: Callable[[], list[Entry]]) -> None:
-        self._link, self._options, self._entries = link, options, entries
+    def __init__(self, link: Link, options: SessionOptions, entries: Callable[[], list[Entry]], decode: Decode) -> None:
+        self._link, self._options, self._entries, self._decode = link, options, entries, decode
         self._running: dict[str, Any] | None = None
         self._steps: int | None = None
+        self._turns: dict[str, Turn] = {}
+        self._trained: TrainBatch | None = None
 
-    def __repr__(self) -> str:
-        running = self._running if self._running is not None else [spec["tracker"] for spec in self._specs()]
-        return f"Trackers({', '.join(running) or 'none: session.track(name)'})"
-
-    def start(self, tracker: Any, run: str | None, folder: str, options: dict[str, Any]) -> Tracker:
+    def start(
+        self, tracker: Any, run: str | None, folder: str, samples_every: int | None, options: dict[str, Any]
+    ) -> Tracker:
         """Start one; returns accelerate's tracker, whose `.tracker` is the library's own run."""
-        running = self._all()
+        turn = Turn.of(samples_every)
+        running, specs = self._all(), self._specs()
         if isinstance(tracker, str):
-            spec = {"tracker": tracker, "run": run or self._link.name, "folder": folder, "options": options}
+            spec: dict[str, Any] = {"tracker": tracker, "run": run or self._link.name, "folder": folder}
+            spec |= {"options": options, "samples_every": samples_every}
             name, made = tracker, _made(spec)
+            specs.append(spec)
         else:
-            given = [key for key, value in (("run", run), ("options", options)) if value]
-            if given:
-                kind = type(tracker).__name__
-                raise SessionError(f"track({kind}(…), {given[0]}=…): a tracker of your own has its own")
-            spec, name, made = None, str(getattr(tracker, "name", type(tracker).__name__)), _checked(tracker)
+            name, made = str(getattr(tracker, "name", type(tracker).__name__)), tracker
+            if not isinstance(tracker, _tracking().GeneralTracker) or run or options:
+                raise SessionError(
+                    "track takes a name, or an accelerate.tracking.GeneralTracker of your own without run= and options"
+                    f", got {type(tracker).__name__}"
+                )
         if name in running:
             raise SessionError(f"the session is tracked by {name} already: session.untrack({name!r}) ends that")
+        if samples_every and sender(made) is None:
+            raise SessionError(
+                f"samples_every={samples_every}: {name} has no tables; leave it out, and it gets numbers"
+            )
         made.start()
         made.store_init_configuration(flat(self._options.to_json()))
-        running[name] = made
-        if spec is not None:
-            self._keep([*self._specs(), spec])
-        return made
+        running[name], self._turns[name] = made, turn
+        self._link.set(trackers=specs)
+        return cast("Tracker", made)
 
     def finish(self, name: str | None) -> list[str]:
         """End one, or all; returns their names."""
@@ -79,68 +117,98 @@ class Trackers:
         for one in ended:
             running.pop(one).finish()
         if not self._link.closed:
-            self._keep([spec for spec in self._specs() if spec["tracker"] not in ended])
+            self._link.set(trackers=[spec for spec in self._specs() if spec["tracker"] not in ended])
         return ended
+
+    def training_on(self, batch: TrainBatch) -> None:
+        """Note the batch of the step that is under way: samples of it go along with its numbers."""
+        self._trained = batch
 
     def log(self, entry: Entry, value: Any) -> None:
         """Log what a verb gave. A tracker that fails is said each time, and training goes on."""
-        values = logged(entry, value)
-        running = self._all() if values else {}
-        if not running:
-            return
-        at = self._count(entry.verb in STEPS)
-        for name, tracker in running.items():
-            with _told(name, f"log {entry.verb}"):
-                tracker.log(values, step=at)
+        values = _logged(entry, value)
+        self._log(values, entry.verb in STEPS, entry.verb)
+        if entry.verb in STEPS:
+            batch, self._trained = self._trained, None
+            if isinstance(value, Metrics):
+                self.trained(batch)
+        elif entry.verb == "evaluate" and values:
+            named = value.samples()
+            self._send(lambda: [Samples.of_rollouts(*one) for one in named.items()], stepped=False)
+
+    def log_values(self, values: Mapping[str, Any]) -> None:
+        """Log a user's own numbers, at the step that was last."""
+        self._log(dict(values), False, "log")
 
     def iterated(self, values: Mapping[str, Any]) -> None:
         """Log an iteration of a trainer, by the names of a session's steps."""
-        if not (running := self._all()):
-            return
-        at = self._count(True)
-        for name, tracker in running.items():
-            with _told(name, "log an iteration"):
-                tracker.log(with_aliases(flat(values, numbers=True)), step=at)
+        self._log(with_aliases(flat(values, numbers=True)), True, "an iteration")
+
+    @property
+    def samples_due(self) -> bool:
+        """Whether a tracker is to get samples of the step that was logged last."""
+        running = self._all()
+        at = self._count(False) if running else 0
+        return any(self._turns[name].due(at) and sender(tracker) is not None for name, tracker in running.items())
+
+    def trained(self, batch: TrainBatch | None) -> None:
+        """Send samples of what a step was trained on, where it is their turn."""
+        if batch is not None:
+            self._send(lambda: [Samples.of_batch(batch, self._decode)], stepped=True)
 
     def close(self) -> None:
         """End what runs here; the session is over."""
         for name, tracker in (self._running or {}).items():
-            with _told(name, "end"):
+            with _warned(name, "end"):
                 tracker.finish()
         self._running = {}
 
+    def _log(self, values: dict[str, float], stepped: bool, what: str) -> None:
+        running = self._all() if values else {}
+        at = self._count(stepped) if running else 0
+        for name, tracker in running.items():
+            with _warned(name, f"log {what}"):
+                tracker.log(values, step=at)
+
+    def _send(self, make: Callable[[], list[Samples]], stepped: bool) -> None:
+        """Send tables to the trackers that have some; those of a step where it is their turn."""
+        running = self._all()
+        at = self._count(False) if running else 0
+        for name, tracker in running.items():
+            with _warned(name, "log samples"):
+                send = sender(tracker) if self._turns[name].comes(at, stepped) else None
+                if send is not None:
+                    for samples in make():
+                        send(samples, at)
+
     def _all(self) -> dict[str, Any]:
-        """Those that run; in a kernel that attached, those that the session had are started again."""
+        """Return those that run; in a kernel that attached, those that the session had are started again."""
         if self._running is None:
             self._running = {}
             for spec in self._specs():
-                with _told(spec["tracker"], "go on in this kernel"):
+                with _warned(spec["tracker"], "go on in this kernel"):
                     made = _made(spec)
                     made.start()
                     self._running[spec["tracker"]] = made
+                    self._turns[spec["tracker"]] = Turn.of(spec.get("samples_every"))
         return self._running
 
     def _specs(self) -> list[dict[str, Any]]:
         return list(self._link.state("trackers")["trackers"])
 
-    def _keep(self, specs: list[dict[str, Any]]) -> None:
-        self._link.set(trackers=specs)
-
     def _count(self, stepped: bool) -> int:
-        """Steps and iterations so far, this one included: those on record, and the steps of `optim_step`, which has no
-        record."""
+        """Count steps and iterations, this one included: those on record, and those of `optim_step`, which has none."""
         if self._steps is None:
-            entries = self._entries()
-            alone = sum(one.verb == "optim_step" and one.outcome == "done" for one in entries)
-            self._steps = alone + len(self._link.state("records")["records"])
+            alone = sum(one.verb == "optim_step" and one.outcome == "done" for one in self._entries())
+            self._steps = alone + len(self._link.steps(0)[1])
         elif stepped:
             self._steps += 1
         return self._steps
 
 
 @contextlib.contextmanager
-def _told(name: str, what: str) -> Iterator[None]:
-    """A tracker in trouble is told of: a service that is away must not end a step that is done, or keep a session."""
+def _warned(name: str, what: str) -> Iterator[None]:
+    """Warn of a tracker in trouble: a service that is away must not end a step that is done, or keep a session."""
     try:
         with user_code():
             yield
@@ -148,12 +216,12 @@ def _told(name: str, what: str) -> Iterator[None]:
         warnings.warn(f"tracker {name} could not {what}: {type(error).__name__}: {error}", stacklevel=5)
 
 
-def logged(entry: Entry, value: Any) -> dict[str, float]:
-    """The numbers of a verb that a tracker gets."""
+def _logged(entry: Entry, value: Any) -> dict[str, float]:
+    """Return the numbers of a verb that a tracker gets."""
     if entry.verb in STEPS and isinstance(value, Metrics):
         return with_aliases(flat(value, numbers=True))
     if entry.verb == "evaluate" and value is not None:
-        return {"evaluation/reward": value.reward}
+        return dict(value.metrics())
     if entry.verb == "rollout" and isinstance(value, Rollouts) and value.samples:
         seconds = value.stats.get("seconds")
         rate = {"rollout/tokens_per_s": value.stats["tokens"] / seconds} if seconds else {}
@@ -176,30 +244,20 @@ def flat(values: Mapping[str, Any], prefix: str = "", numbers: bool = False) -> 
 
 
 def _made(spec: Mapping[str, Any]) -> Any:
-    tracking = needed("accelerate.tracking", "session.track()")
-    _single_process()
-    known = {str(kind): cls for kind, cls in tracking.LOGGER_TYPE_TO_CLASS.items()}
-    kind = str(spec["tracker"])
+    tracking, kind = _tracking(), str(spec["tracker"])
+    known = {str(one): cls for one, cls in tracking.LOGGER_TYPE_TO_CLASS.items()}
     if kind not in known:
         raise SessionError(f"no tracker {kind!r}{nearest(kind, known)}; there are {', '.join(sorted(known))}")
     there = [str(one) for one in tracking.get_available_trackers()]
     if kind not in there:
-        installed = f"installed here: {', '.join(there)}" if there else "none is installed here"
+        installed = f"installed here: {', '.join(there) or 'none'}"
         raise SessionError(f"tracker {kind!r} needs its package: pip install {kind.replace('_', '-')} ({installed})")
     place = {"logging_dir": spec["folder"]} if known[kind].requires_logging_directory else {}
     return known[kind](spec["run"], **place, **spec["options"])
 
 
-def _checked(tracker: Any) -> Any:
+def _tracking() -> Any:
+    """Return accelerate's trackers; they ask whether this is the main process: a kernel is, and takes no GPU for it."""
     tracking = needed("accelerate.tracking", "session.track()")
-    _single_process()
-    if not isinstance(tracker, tracking.GeneralTracker):
-        raise SessionError(
-            f"track takes a name or an accelerate.tracking.GeneralTracker of your own, got {type(tracker).__name__}"
-        )
-    return tracker
-
-
-def _single_process() -> None:
-    """accelerate's trackers ask whether this is the main process: a kernel is, and it must not take a GPU for that."""
     needed("accelerate", "session.track()").PartialState(cpu=True)
+    return tracking

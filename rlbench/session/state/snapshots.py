@@ -1,32 +1,28 @@
 """Going back: snapshots of a session, and branches. For those around a step, see `rlbench.session.state.step_copies`.
 
-A snapshot is the whole training state (weights, optimizer, schedulers, random states, and what a `session.trainer` on
-the ranks holds beside them) in files outside the ranks, and in the monitor's record where the session stood: step,
-rollout number, history. Restoring one moves all of that back and
-gives the weights a version of their own, so that no replica is taken for current that is not; the replicas then get
-them by a sync. What came later stays on record and can be branched from.
-
-The monitor has the snapshots in the order in which the session stood at them last: the last of them is what `heal` goes
-back to.
+A snapshot is the whole training state in files outside the ranks, and in the monitor's record where the session stood:
+step, rollout number, history. Restored weights get a version of their own, so that no replica is taken for current that
+is not. The monitor has the snapshots in the order in which the session stood at them last; `heal` takes the last.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rlbench.dispatch.chain import Steps
+from rlbench.dispatch.chain import Step, Steps
 from rlbench.dispatch.link import shm_prefix
-from rlbench.engines.sync import sync_weights
 from rlbench.errors import SessionError, Suggesting, nearest
+from rlbench.results import Names
 from rlbench.runtime import registry
+from rlbench.session.core import SessionCore
+from rlbench.session.state.reference import reference_steps
+from rlbench.session.state.setup import note_setup
 from rlbench.units import format_bytes
-
-if TYPE_CHECKING:
-    from rlbench.session.core import SessionCore
+from rlbench.workers.train.config import ID_LENGTH
 
 
 @dataclass(frozen=True)
@@ -61,8 +57,7 @@ class Snapshots(Suggesting):
     """
 
     def __init__(self, kept: list[Snapshot], undo_to: str | None = None) -> None:
-        self._kept = kept
-        self.undo_to = undo_to
+        self._kept, self.undo_to = kept, undo_to
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -74,13 +69,12 @@ class Snapshots(Suggesting):
         if isinstance(which, int):
             return self._kept[which]
         wanted = which.id if isinstance(which, Snapshot) else which
-        found = [s for s in self._kept if wanted in (s.id, s.label)]
-        if not found:
+        matching = [s for s in self._kept if wanted in (s.id, s.label)]
+        if not matching:
             labels = [s.label for s in self._kept]
-            raise SessionError(
-                f"no snapshot {wanted!r}{nearest(str(wanted), labels)}; there are {', '.join(labels) or 'none'}"
-            )
-        return found[-1]
+            there = ", ".join(labels) or "none"
+            raise SessionError(f"no snapshot {wanted!r}{nearest(str(wanted), labels)}; there are {there}")
+        return matching[-1]
 
     def __repr__(self) -> str:
         if not self._kept:
@@ -90,131 +84,181 @@ class Snapshots(Suggesting):
         return "\n".join([*lines, *(f"  {snapshot!r}" for snapshot in self._kept)])
 
 
-def listed(session: SessionCore) -> Snapshots:
-    """The session's snapshots by age, those kept around its steps included."""
-    undo = session.link.state("undo")["undo"]
-    return Snapshots(sorted(as_stood_at(session), key=lambda s: s.time), undo[-1] if undo else None)
+def snapshot(core: SessionCore, label: str | None = None, disk: bool = False) -> Generator[Step, Any, Snapshot]:
+    """Keep the whole training state: weights, optimizer, schedulers, random states, step, rollout number, history.
 
-
-def as_stood_at(session: SessionCore) -> list[Snapshot]:
-    """The same, that at which the session stood last as the last."""
-    names = Snapshot.__dataclass_fields__
-    return [
-        Snapshot(id=i, **{k: v for k, v in fields.items() if k in names and k != "id"})
-        for i, fields in session.link.state("snapshots")["snapshots"].items()
-    ]
-
-
-def snapshot_steps(session: SessionCore, label: str | None, disk: bool) -> Steps:
-    """Write a snapshot; returns it. It counts from the moment the monitor knows it."""
-    if label is not None and label in {s.label for s in as_stood_at(session)}:
-        raise SessionError(f"there is a snapshot {label!r} already: session.drop({label!r}) first, or another label")
-    return (yield from write_steps(session, label, disk))
-
-
-def restore_steps(session: SessionCore, which: Any, sync: bool, healing: bool = False) -> Steps:
-    """Bring the ranks, step, history and rollout number back, then the replicas; returns the snapshot.
+    Of a `session.trainer`, too: critic, average, schedules, place in the prompts, what waits to be trained on. Tensors
+    that did not change since the last one are kept once.
 
     Args:
-        healing: the session did not leave that state by itself: where no step has ended since, it stays at the rollout,
-            and at the place in its data, that it has come to.
+        label: to find it by; default: made up of the step.
+        disk: on disk in the state folder, instead of host memory; so are all on a cluster of several nodes, which
+            must see that folder. Either is gone when the session closes; for what must stay, use `save(path)`.
     """
-    snapshot = listed(session)[which]
-    stays = healing and _no_step_since(session, snapshot)
-    found = yield session.train.call_all(
-        "read_snapshot", snapshot.folder, what="restore", track=True, finish=lambda parts: parts[0]
-    )
-    session.link.apply({"do": "restore", "id": snapshot.id, "stays": stays})
-    session.anchors.go_back(snapshot.id)
-    if not stays:
-        session.followed.move_place()
-    session.train.publish_state()
-    session.trainer_went_back(snapshot.label, found["trainer"])
-    if sync and session.can_sync():
-        yield sync_weights(session.train, session.inference, session.version)
-    return snapshot
+    if label is not None and label in {s.label for s in as_stood_at(core)}:
+        raise SessionError(f"there is a snapshot {label!r} already: session.drop({label!r}) first, or another label")
+    return (yield from write_steps(core, label, disk))
 
 
-def drop_steps(session: SessionCore, which: list[Any]) -> Steps:
-    """Forget snapshots, and branches that end at one, then free what they hold."""
-    chosen = [listed(session)[one] for one in which]
+def restore(core: SessionCore, snapshot: Snapshot | str | int, sync: bool = True) -> Generator[Step, Any, Snapshot]:
+    """Go back to a snapshot, bit for bit; the replicas follow (`sync=False`: when `sync_weights()` is called).
+
+    The weights get a new version number, since those in between were other weights. Gradients that wait for a
+    step are dropped; later steps leave the history and stay on record. A trainer on the ranks goes back, too; where
+    the snapshot is of before it was made, or of another one, the policy alone does, and a warning says so.
+    """
+    return (yield from restore_steps(core, snapshot, sync))
+
+
+def drop(core: SessionCore, *which: Snapshot | str | int) -> Generator[Step, Any, Names]:
+    """Forget snapshots and free what they hold. A branch that was left at one is forgotten with it."""
+    chosen = [listed(core)[one] for one in which]
     gone = {snapshot.id for snapshot in chosen}
-    branches = session.link.state("branches")["branches"]
+    branches = core.link.state("branches")["branches"]
     if gone & set(branches.values()):
-        session.link.set(branches={name: end for name, end in branches.items() if end not in gone})
-    yield from free_steps(session, chosen)
-    return [s.label for s in chosen]
+        stay = {name: end for name, end in branches.items() if end not in gone}
+        held = {name: number for name, number in core.adapters.items() if name in stay or name not in branches}
+        core.link.set(branches=stay, adapters=held)
+    yield from free_steps(core, chosen)
+    return Names("dropped", [s.label for s in chosen])
 
 
-# -- branches
+def branch(core: SessionCore, name: str, sync: bool = True) -> Generator[Step, Any, Snapshot]:
+    """Start a branch here, or go on with one that was left: its weights, step and history come back.
 
-
-def branch_steps(session: SessionCore, name: str, sync: bool) -> Steps:
-    """Start branch `name` where the session stands, or go on with it where it was left; returns its snapshot.
-
-    The branch that is left keeps its own end as a snapshot of its name.
+    The branch that is left is kept as a snapshot. Every session starts on "main". Where the replicas hold adapters
+    (`rb.Inference(adapters=2)`), that of the branch that is left stays in them: `session.rollout(…, adapter="main")`.
     """
-    state = session.link.state("branch", "branches")
+    state = core.link.state("branch", "branches")
     if name == state["branch"]:
         raise SessionError(f"the session is on branch {name!r} already")
-    known = as_stood_at(session)
-    left = yield from write_steps(session, f"branch {state['branch']}")
-    branches = dict(state["branches"])
-    old, target = branches.get(state["branch"]), branches.get(name)
-    session.link.set(branches=branches | {state["branch"]: left.id}, branch=name, undo=[])
-    if old is not None:
-        yield from free_steps(session, [s for s in known if s.id == old])
-    if target is None:
-        return left
-    return (yield from restore_steps(session, target, sync))
+    number = _place_of(core, name) if core.inference.info.get("adapters") else None
+    known = as_stood_at(core)
+    if number is not None and sync and core.can_sync():
+        yield core.synced()  # what is left stays in the replicas, to be sampled from by the branch's name
+    left = yield from write_steps(core, f"branch {state['branch']}")
+    ends = dict(state["branches"])
+    old, target = ends.get(state["branch"]), ends.get(name)
+    core.link.set(branches=ends | {state["branch"]: left.id}, branch=name, undo=[])
+    if number is not None:
+        core.link.set(adapters=core.adapters | {name: number})
+    yield from free_steps(core, [s for s in known if s.id == old])
+    if target is None and number is not None and sync and core.can_sync():
+        yield core.synced()
+    return left if target is None else (yield from restore_steps(core, target, sync))
+
+
+def _place_of(core: SessionCore, name: str) -> int:
+    """Return the number that a branch's adapter has, or gets, in the replicas; SessionError where all are taken."""
+    held, most = core.adapters, int(core.inference.info["adapters"])
+    free = [number for number in range(1, most + 1) if number not in held.values()]
+    if name in held or free:
+        return held.get(name) or free[0]
+    raise SessionError(
+        f"the replicas hold {most} adapters, of {', '.join(held)}: session.drop the snapshot of a branch that is done, "
+        f"or make the session with rb.Inference(adapters={most + 1})"
+    )
+
+
+def branches(core: SessionCore) -> dict[str, Snapshot | None]:
+    """Return the branches by name, each with the snapshot of its end; None for the one the session is on."""
+    state, kept = core.link.state("branch", "branches"), listed(core)
+    left = {name: kept[id_] for name, id_ in state["branches"].items() if name != state["branch"]}
+    return {state["branch"]: None} | left
 
 
 # -- parts
 
 
-def folder_start(session: SessionCore, disk: bool) -> str:
-    """How the paths of the session's snapshots begin; an id follows."""
-    return f"{registry.snapshot_folder(session.name)}/" if disk else f"/dev/shm/{shm_prefix(session.name)}snapshot-"
+def listed(core: SessionCore) -> Snapshots:
+    """Return the session's snapshots by age, those kept around its steps included."""
+    undo = core.link.state("undo")["undo"]
+    return Snapshots(sorted(as_stood_at(core), key=lambda s: s.time), undo[-1] if undo else None)
 
 
-def write_steps(session: SessionCore, label: str | None, disk: bool = False, automatic: bool = False) -> Steps:
+def as_stood_at(core: SessionCore) -> list[Snapshot]:
+    """Return the same, that at which the session stood last as the last."""
+    names = Snapshot.__dataclass_fields__
+    return [
+        Snapshot(id=i, **{k: v for k, v in fields.items() if k in names and k != "id"})
+        for i, fields in core.link.state("snapshots")["snapshots"].items()
+    ]
+
+
+def folder_start(core: SessionCore, disk: bool) -> str:
+    """Return how the paths of the session's snapshots begin; an id follows."""
+    return f"{registry.snapshot_folder(core.name)}/" if disk else f"/dev/shm/{shm_prefix(core.name)}snapshot-"
+
+
+def new_folder(core: SessionCore, disk: bool) -> str:
+    """Return a path for a new snapshot; see `id_of`."""
+    return f"{folder_start(core, disk)}{secrets.token_hex(ID_LENGTH // 2)}"
+
+
+def id_of(folder: str) -> str:
+    """Return the id of the snapshot in `folder`."""
+    return folder[-ID_LENGTH:]
+
+
+def write_steps(core: SessionCore, label: str | None, disk: bool = False, automatic: bool = False) -> Steps:
     """Write, then put on record; returns the snapshot. A folder that no record names is swept with the session.
 
-    Args:
-        label: None: made up.
-        automatic: it is of the session's own. Nobody waits for it, so it does not show as running, and no stop ends it.
+    `automatic`: nobody waits for it, so it does not show as running, and no stop ends it.
     """
-    id_ = secrets.token_hex(4)
-    folder = f"{folder_start(session, disk)}{id_}"
-    before = next((s.folder for s in reversed(as_stood_at(session)) if s.disk == disk), None)
-    parts = yield session.train.call_all(
-        "write_snapshot", folder, before, disk, not automatic, what="snapshot", track=not automatic
+    durable, disk = disk, disk or core.keeps_on_disk
+    folder = new_folder(core, disk)
+    id_ = id_of(folder)
+    before = next((s.folder for s in reversed(as_stood_at(core)) if s.disk == disk), None)
+    parts = yield core.train.call_all(
+        "write_snapshot", folder, before, durable, not automatic, what="snapshot", track=not automatic
     )
-    session.followed.note_place()
-    fields = {
-        "label": label or f"step {session.step}, {id_}",
-        "folder": folder,
-        "disk": disk,
-        "time": time.time(),
-        "automatic": automatic,
-        **{key: sum(int(part[key]) for part in parts) for key in ("bytes", "fresh")},
-    }
-    session.link.apply({"do": "snapshot", "id": id_, "fields": fields})
-    session.anchors.mark(id_)
-    return next(snapshot for snapshot in as_stood_at(session) if snapshot.id == id_)
+    event = snapshot_event(label or f"step {core.step}, {id_}", folder, disk, parts, automatic)
+    core.link.apply(*core.followed.place_events(), event)
+    core.anchors.note([id_])
+    return listed(core)[id_]
 
 
-def free_steps(session: SessionCore, chosen: list[Snapshot]) -> Steps:
+def snapshot_event(
+    label: str, folder: str, disk: bool, parts: Sequence[Mapping[str, int]], automatic: bool
+) -> dict[str, Any]:
+    """Return what puts on record a snapshot that the ranks have written; `parts`: what they say of its size."""
+    sizes = {key: sum(int(part[key]) for part in parts) for key in ("bytes", "fresh")}
+    fields = {"label": label, "folder": folder, "disk": disk, "time": time.time(), "automatic": automatic, **sizes}
+    return {"do": "snapshot", "id": id_of(folder), "fields": fields}
+
+
+def forgotten(ids: Sequence[str]) -> list[dict[str, Any]]:
+    """Return what takes these snapshots off the record."""
+    return [{"do": "snapshot", "id": id_, "fields": None} for id_ in ids]
+
+
+def restore_steps(core: SessionCore, which: Any, sync: bool, healing: bool = False) -> Steps:
+    """Bring the ranks, step, history and rollout number back, then the replicas; returns the snapshot.
+
+    `healing`: where no step has ended since, the session stays at the rollout and the place in its data it has come to.
+    """
+    snapshot = listed(core)[which]
+    state = core.link.state("step", "tip", "snapshots")
+    at = state["snapshots"][snapshot.id]
+    stays = healing and all(state[key] == at[key] for key in ("step", "tip"))
+    found = yield core.ask_ranks("read_snapshot", snapshot.folder, at["setup"], what="restore", track=True)
+    yield from reference_steps(core, at["reference"])
+    core.link.apply({"do": "restore", "id": snapshot.id, "stays": stays})
+    core.anchors.go_back(snapshot.id)
+    if not stays:
+        core.followed.move_place()
+    core.train.publish_state()
+    note_setup(core, found["setup"])
+    core.trainer_went_back(snapshot.label, found["trainer"])
+    if sync and core.can_sync():
+        yield core.synced()
+    return snapshot
+
+
+def free_steps(core: SessionCore, chosen: list[Snapshot]) -> Steps:
     """Forget these snapshots, then free what they hold."""
-    for snapshot in chosen:
-        session.anchors.forget(snapshot.id)
     if chosen:
-        session.link.apply(*({"do": "snapshot", "id": s.id, "fields": None} for s in chosen))
-        yield session.train.call_all("drop_snapshots", [s.folder for s in chosen], what="drop")
-
-
-def _no_step_since(session: SessionCore, snapshot: Snapshot) -> bool:
-    """Whether the session is at the very step and record that it was at then."""
-    state = session.link.state("step", "tip", "snapshots")
-    then = state["snapshots"][snapshot.id]
-    return all(state[key] == then[key] for key in ("step", "tip"))
+        ids = [s.id for s in chosen]
+        core.link.apply(*forgotten(ids))
+        core.anchors.note([], dropped=ids)
+        yield core.train.call_all("drop_snapshots", [s.folder for s in chosen], what="drop")

@@ -1,8 +1,5 @@
 """Where what a trainer's options name lies: found from where the user stands, as the ranks may run in another folder.
-
-Relative names and `~` are the kernel's (of `rlbench train`: the command's, not the config file's). What is missing is
-said before a rank hears of it.
-"""
+What is missing is refused, with the place that was looked for, before a rank hears of it."""
 
 from __future__ import annotations
 
@@ -11,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlbench.engines.paths import check_model_path
 from rlbench.errors import BuildError
 from rlbench.options import OptionError
-from rlbench.session.options import resolve_model
+from rlbench.session.core import SessionCore
+from rlbench.session.options import model_at
 from rlbench.trainers.options.run_config import DEFAULTS
 
 if TYPE_CHECKING:
@@ -26,88 +23,52 @@ SERVICE = ("http://", "https://")
 
 
 def here(place: str | Path) -> str:
-    """The absolute path of what is named relative to this process's folder, or to the user's (`~`)."""
+    """Return the absolute path of what is named relative to this process's folder, or to the user's (`~`)."""
     return str(Path(place).expanduser().absolute())
 
 
 def model_here(option: str, named: str | Path) -> str:
-    """The folder (absolute) or hub id of the model that an option names.
-
-    Raises:
-        OptionError: there is neither; names the folder that was looked for.
-    """
+    """Return the folder (absolute) or hub id of the model that an option names."""
     from rlbench.trainers.models.policy_module import config_of
 
-    folder, asked = Path(here(named)), resolve_model(str(named))
     try:
-        found = check_model_path(asked)
+        found = model_at(str(named))
         if not Path(found).is_dir():
             config_of(found)  # the hub has it, or its cache
     except BuildError as error:
-        raise OptionError(f"{option}={str(named)!r}: there is no folder {folder} of a model ({error}).") from error
+        raise OptionError(f"{option}={str(named)!r}: there is no folder {here(named)} of a model ({error}).") from error
     return found
 
 
-def folder_here(option: str, named: str | Path) -> str:
-    """The absolute folder of a reward model.
-
-    Raises:
-        OptionError: there is none; names the folder that was looked for.
-    """
-    if not Path(here(named)).is_dir():
-        raise OptionError(f"{option}={str(named)!r}: there is no folder {here(named)}.")
-    return model_here(option, named)
-
-
-def service_here(option: str, named: str) -> str:
-    """The address of a service as it is, a file `*.py` by its absolute path.
-
-    Raises:
-        OptionError: there is no such file.
-    """
-    if not named.endswith(".py") or named.startswith(SERVICE):
-        return named
-    if not Path(here(named)).is_file():
-        raise OptionError(f"{option}={named!r}: there is no file {here(named)}.")
-    return here(named)
-
-
-def reward_here(reward: Any) -> Any:
-    """What scores, as `session.trainer` takes it, with its folders and files found.
-
-    Raises:
-        OptionError: one of them is not there.
-    """
-    if isinstance(reward, list | tuple):
-        return [reward_here(one) for one in reward]
-    if isinstance(reward, Path) or (isinstance(reward, str) and not reward.startswith(SERVICE)):
-        named = str(reward)
-        return service_here("reward", named) if named.endswith(".py") else folder_here("reward", named)
-    return reward
-
-
-def services_here(option: str, named: Any) -> Any:
-    """One service or several."""
+def scorer_here(option: str, named: Any, models: bool = True) -> Any:
+    """Return what scores, one or several: a file `*.py` or (where `models`) a reward model's folder by its absolute
+    path, a function or the address of a service as it is."""
     if isinstance(named, list | tuple):
-        return [service_here(option, one) for one in named]
-    return service_here(option, named) if isinstance(named, str) else named
+        return [scorer_here(option, one, models) for one in named]
+    if not isinstance(named, str | Path) or str(named).startswith(SERVICE):
+        return named
+    place, is_file = Path(here(named)), str(named).endswith(".py")
+    if not is_file and not models:
+        return named
+    if not (place.is_file() if is_file else place.is_dir()):
+        kind = "file" if is_file else "folder"
+        raise OptionError(f"{option}={str(named)!r}: there is no {kind} {place}.")
+    return str(place) if is_file else model_here(option, named)
 
 
 def options_here(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a trainer, the folders it writes to (given or not) and the services among them found."""
-    found = dict(options)
-    for name in FOLDERS:
-        if place := found.get(name, DEFAULTS[name]):
-            found[name] = here(place)
-    return _with_services(found)
+    """Return options of a trainer, the folders it writes to (given or not) and the services among them found."""
+    return _with_services(folders_here(options, *FOLDERS))
+
+
+def folders_here(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Return options of a trainer, those that name folders (given or not) found."""
+    folders = {name: here(place) for name in names if (place := options.get(name, DEFAULTS[name]))}
+    return {**options, **folders}
 
 
 def from_here(spec: TrainerSpec) -> TrainerSpec:
-    """The description of a trainer as the ranks need it: whatever it names found from here.
-
-    Raises:
-        OptionError: what is named is not there.
-    """
+    """Return the description of a trainer as the ranks need it: whatever it names found from here."""
     models: dict[str, Any] = {
         name: model_here(name, given)
         for name in ("critic", "reference")
@@ -116,7 +77,7 @@ def from_here(spec: TrainerSpec) -> TrainerSpec:
     return replace(
         spec,
         **models,
-        reward=reward_here(spec.reward),
+        reward=scorer_here("reward", spec.reward),
         options=options_here(spec.options),
         arguments=_with_services(spec.arguments),
     )
@@ -124,4 +85,15 @@ def from_here(spec: TrainerSpec) -> TrainerSpec:
 
 def _with_services(given: Mapping[str, Any]) -> dict[str, Any]:
     name = "remote_rm_url"
-    return {**given, name: services_here(name, given[name])} if given.get(name) else dict(given)
+    return {**given, name: scorer_here(name, given[name], models=False)} if given.get(name) else dict(given)
+
+
+def reference_here(core: SessionCore, wanted: str | bool, any_model: bool) -> Any:
+    """Return the reference policy of a trainer: the session's own, where it is of the model that is `wanted` (True: the
+    session's model), or will do whatever it is of."""
+    from rlbench.trainers.ppo.building import SessionEngine
+
+    if not wanted or core.reference is None or not core.reference.built:
+        return wanted
+    path = core.options.path if wanted is True else model_here("reference", wanted)
+    return SessionEngine("reference") if any_model or path == core.options.reference else wanted

@@ -1,27 +1,26 @@
 """Generating on the ranks: the inference engine of their session, as a strategy has it.
 
 Every rank calls with its own prompts; they are gathered to rank 0, which asks the replicas for all of them in one call,
-and each rank gets the completions of its own. One call for all, not one for each group of `engine_tp_size` ranks, since
-replicas share the prompts of a call between themselves: none idles while another has work, and fewer replicas than
-groups serve all.
-
-The engine is a session's, so what is generated here shows at its monitor, and its kernel may use the same replicas
-between two calls.
+and each rank gets the completions of its own: replicas share the prompts of a call between themselves. The engine is a
+session's, so its monitor shows what is generated here, and its kernel may use the replicas between two calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import itertools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 from torch import nn
 
-from rlbench.data.prompts.prompt import Prompt
-from rlbench.errors import StateError, Stopped
-from rlbench.strategies.generation.call import own_prompts, sampling_of
+from rlbench.data.prompts.placing import listed
+from rlbench.data.prompts.prompt import Prompt, as_prompt, as_prompts
+from rlbench.data.prompts.sampling import sampling_options
+from rlbench.errors import DataError, StateError, Stopped
 from rlbench.strategies.generation.length_analysis import GenLenAnalyser
 from rlbench.strategies.generation.session_link import session_of_ranks
 from rlbench.strategies.options.config import OptionError, StrategyConfig
@@ -42,17 +41,9 @@ class EngineStatus(Enum):
 
 @dataclass(frozen=True, eq=False)
 class GenerateOutput:
-    """One completion.
-
-    Attributes:
-        prompt_token_ids: of its prompt.
-        output_token_ids: sampled.
-        logprobs: (tokens,) float32: of each sampled token under the distribution it was drawn from (at temperature 0:
-            the model's at temperature 1).
-        finish_reason: "stop", "length" or "abort".
-        text: the tokens, decoded.
-        weight_version: of the weights it was drawn under.
-    """
+    """One completion. `logprobs`: (tokens,) float32, of each sampled token under the distribution it was drawn from (at
+    temperature 0: the model's at temperature 1). `finish_reason`: "stop", "length" or "abort". `weight_version`: of the
+    weights it was drawn under."""
 
     prompt_token_ids: list[int]
     output_token_ids: list[int]
@@ -67,37 +58,29 @@ class Replicas(Protocol):
 
     engine: Any
 
-    def awake(self) -> bool:
-        """Say whether all replicas can generate now."""
+    def awake(self) -> bool: ...
 
-    def wake(self) -> None:
-        """Make them able to; no-op where they are."""
+    def wake(self) -> None: ...
 
-    def sleep(self) -> None:
-        """Have them give their memory back; no-op where they have."""
+    def sleep(self) -> None: ...
 
-    def generate(self, mine: list[Prompt], sampling: dict[str, Any], samples: int, number: int) -> list[GenerateOutput]:
-        """Return this rank's completions, prompt by prompt."""
+    def generate(
+        self, mine: list[Prompt], sampling: dict[str, Any], samples: int, number: int
+    ) -> list[GenerateOutput]: ...
 
-    def update(self, actor: nn.Module, transport: str | None) -> Mapping[str, Any]:
-        """Bring a module's weights to the replicas."""
+    def update(self, actor: nn.Module, transport: str | None) -> Mapping[str, Any]: ...
 
 
 class Generation:
     """The inference engine of a strategy: its sleep, its weights, and generating with it.
 
-    Attributes:
-        calls: how many calls of `gather_and_generate` were completed. The next one's seeds derive from it, so a run
-            that goes on from a checkpoint sets it to what it was.
-        collects_lengths: whether `gather_and_generate` writes response lengths to `log_dir`, every `plot_every` calls.
-            A trainer on the strategy counts its iterations instead.
+    `collects_lengths`: whether `gather_and_generate` writes response lengths to `log_dir`, every `plot_every` calls. A
+    trainer on the strategy counts its iterations instead.
     """
 
     def __init__(self, strategy: StrategyBase) -> None:
         self._strategy = strategy
-        self.calls = 0
-        self.collects_lengths = True
-        self.sleeps = True
+        self.collects_lengths = self.sleeps = True
         self.replicas: Replicas | None = None
         self._lengths: GenLenAnalyser | None = None
 
@@ -110,23 +93,17 @@ class Generation:
             args: options as of `StrategyConfig.of`; None: the strategy's own. `engine_tp_size`,
                 `gpu_memory_utilization` and, beside them in a script's namespace, `pretrain` (the model's path),
                 `prompt_max_len` and `generate_max_len` (their sum: the longest sequence) say how one is built. Of a
-                session that has an engine already they must fit it. `log_dir` and `plot_every`: see `collects_lengths`.
-            engine_type: "vllm".
+                session that has an engine already they must fit it. With `log_dir`, response lengths are written there.
+            engine_type: "vllm", or "sglang" where that is installed; "vllm" leaves it to `args`.
             actor: a module whose weights the engine then gets, see `update_engine_weights`; None: it keeps its own.
 
         Returns:
             The `rlbench.InferenceEngine`.
-
-        Raises:
-            OptionError: ranks that engines cannot share, an option that the session's engine does not fit, or an engine
-                must be built and nothing says from which path.
-            EngineError: this process is on no session's ranks and no session is named.
-            BuildError: the engine could not be built.
         """
         strategy = self._strategy
         config = strategy.config if args is None else StrategyConfig.of(args)
-        if engine_type != config.engine_type:
-            raise OptionError(f"engine_type={engine_type!r} cannot be honoured: the engine on the ranks is 'vllm'.")
+        if engine_type != "vllm":
+            config = replace(config, engine_type=engine_type)  # refuses what is not here
         if config.engine_tp_size < 1 or strategy.world_size % config.engine_tp_size:
             raise OptionError(
                 f"world_size % engine_tp_size must be 0, and engine_tp_size at least 1: {strategy.world_size} ranks "
@@ -135,23 +112,16 @@ class Generation:
         session = strategy.control.together("setup_inference_engine", session_of_ranks)
         if config.log_dir is not None:
             self._lengths = GenLenAnalyser(plot_every=config.plot_every, plot_out_dir=config.log_dir, strategy=strategy)
-        self.replicas = made = session.replicas(strategy, config, actor)
+        self.replicas = replicas = session.replicas(strategy, config, actor)
         self.sleeps = config.enable_engine_sleep
-        made.wake()
+        replicas.wake()
         if actor is not None:
-            made.update(actor, None)
-        return made.engine
+            replicas.update(actor, None)
+        return replicas.engine
 
-    @property
-    def inference_engine(self) -> Any:
-        """The `rlbench.InferenceEngine` of `setup_inference_engine`; None before."""
-        return None if self.replicas is None else self.replicas.engine
-
-    @property
-    def inference_engine_status(self) -> EngineStatus:
-        """Whether the engine can generate now, asked of the replicas themselves: others may move them as well."""
-        awake = self._need("inference_engine_status").awake()
-        return EngineStatus.WAKEUP if awake else EngineStatus.SLEEPED
+    def status(self) -> EngineStatus:
+        """Ask the replicas whether they can generate now."""
+        return EngineStatus.WAKEUP if self._need("inference_engine_status").awake() else EngineStatus.SLEEPED
 
     def gather_and_generate(
         self,
@@ -172,40 +142,37 @@ class Generation:
                 completions per prompt: a mapping, or an object that has them as attributes; alike on all ranks.
             all_prompt_token_ids: this rank's prompts as token ids, without padding.
             all_prompts: instead: texts, chats or `rlbench.data.Prompt`s. Ranks may have different numbers, also none.
-            all_images, images_num: refused; vision-language models are not here yet.
+            all_images: images of each of these prompts, a list or one for each (None for none), or flat with
+                `images_num`; a text holds the model's own placeholders, a chat `{"type": "image"}` parts.
+            images_num: how many of a flat `all_images` belong to each prompt.
             sleep_engine: have the engine sleep afterwards, if `enable_engine_sleep` is set. It is woken in any case.
 
         Returns:
-            This rank's completions, prompt by prompt, `n` of each.
-
-        Raises:
-            StateError: before `setup_inference_engine`, or the replicas hold no weights.
-            DataError: a prompt or an option that cannot be served; on all ranks.
-            Stopped: somebody asked to stop; on all ranks, and nothing of the call counts.
+            This rank's completions, prompt by prompt, `n` of each. Errors and `Stopped` come on all ranks, and nothing
+            of such a call counts.
         """
-        replicas = self._need("gather_and_generate")
-
-        def given() -> tuple[list[Prompt], dict[str, Any], int]:
-            return (
+        replicas, strategy = self._need("gather_and_generate"), self._strategy
+        prompts, sampling, samples = strategy.control.together(
+            "gather_and_generate",
+            lambda: (
                 own_prompts(all_prompts, all_prompt_token_ids, all_images, images_num),
                 *sampling_of(sampling_params),
-            )
-
-        prompts, sampling, samples = self._strategy.control.together("gather_and_generate", given)
-        outputs = replicas.generate(prompts, sampling, samples, self.calls + 1)
-        self.calls += 1
+            ),
+        )
+        outputs = replicas.generate(prompts, sampling, samples, strategy.generate_calls + 1)
+        strategy.generate_calls += 1
         if sleep_engine:
             self.maybe_sleep_inference_engine()
         if self._lengths is not None and self.collects_lengths:
-            with self._strategy.control.ended_together("writing response lengths"):
-                self._lengths.collect(outputs, self.calls - 1)
+            with strategy.control.ended_together("writing response lengths"):
+                self._lengths.collect(outputs, strategy.generate_calls - 1)
         return outputs
 
     def update_engine_weights(self, actor: Any, transport: str | None = None) -> Mapping[str, Any]:
         """Bring an actor's weights to the replicas and prove it by log-probs; collective.
 
         Of an engine that sleeps the weights are woken, and the proof follows when the rest is: with the next
-        generation, or `wakeup_inference_engine`. Until then it is not told which version it holds.
+        generation, or `wakeup_inference_engine`.
 
         Args:
             actor: a module of the ranks, plain or sharded, with the hooks of `rlbench.nn` or without. If it is the
@@ -213,33 +180,20 @@ class Generation:
             transport: "shm", "ipc" or "broadcast"; None: the best that works (`rlbench.weights.transport.choose`).
 
         Returns:
-            `version` (one that no weights of the session had before), `bytes`, `tensors`, `transport`, and `gap`: the
-            largest log-prob difference found, None where the proof is still to come.
-
-        Raises:
-            StateError: before `setup_inference_engine`; the actor is offloaded; both sides compute in different dtypes.
-            WeightSyncError: names or shapes differ, the weights did not arrive, or the proof failed: the engine then
-                refuses to generate until an update succeeds.
-            Stopped: while the weights were gathered; the replicas keep theirs.
+            `version` (new in the session), `bytes`, `tensors`, `transport`, and `gap`: the largest log-prob difference,
+            None where the proof is still to come. Where that fails, the engine generates no more until an update.
         """
         return self._need("update_engine_weights").update(self._strategy.unwrap_model(actor), transport)
 
     def maybe_sleep_inference_engine(self) -> None:
-        """Have the engine give its memory back, if `enable_engine_sleep` is set; no-op where it sleeps. Collective.
-
-        Its weights are kept in host memory; the KV cache is dropped.
-        """
+        """Have the engine keep its weights in host memory and drop its KV cache, if `enable_engine_sleep` is set; no-op
+        where it sleeps. Collective."""
         replicas = self._need("maybe_sleep_inference_engine")
         if self.sleeps:
             replicas.sleep()
 
     def wakeup_inference_engine(self) -> None:
-        """Make the engine able to generate; no-op where it is. Collective.
-
-        Raises:
-            StateError: its weights were discarded: `update_engine_weights` brings them.
-            WeightSyncError: the proof of weights that came while it slept failed.
-        """
+        """Make the engine able to generate; no-op where it is. Collective."""
         self._need("wakeup_inference_engine").wake()
 
     def _need(self, name: str) -> Replicas:
@@ -248,11 +202,71 @@ class Generation:
         return self.replicas
 
 
+def own_prompts(all_prompts: Any, all_prompt_token_ids: Any, all_images: Any, images_num: Any) -> list[Prompt]:
+    """Return this rank's prompts, of which there may be none; an error names a prompt's place on this rank."""
+    if (all_prompts is None) == (all_prompt_token_ids is None):
+        count = "neither" if all_prompts is None else "both"
+        raise DataError(
+            f"gather_and_generate wants all_prompts (texts, chats) or all_prompt_token_ids, and was given {count}; a "
+            "rank that has no prompts gives an empty list."
+        )
+    asked: list[Any]
+    if all_prompt_token_ids is not None:
+        asked = [_token_ids(row, place) for place, row in enumerate(all_prompt_token_ids)]
+    elif isinstance(all_prompts, Sequence) and not isinstance(all_prompts, str):
+        asked = list(all_prompts)
+    else:
+        asked = list(as_prompts(all_prompts))
+    images = images_of_each(all_images, images_num, len(asked))
+    return [as_prompt(prompt, place, own) for place, (prompt, own) in enumerate(zip(asked, images, strict=True))]
+
+
+def images_of_each(all_images: Any, images_num: Any, prompts: int) -> list[tuple[Any, ...]]:
+    """Return the images of each prompt: of a nested list, or of a flat one with `images_num`."""
+    if all(one is None for one in all_images or ()):
+        if any(images_num or ()):
+            raise DataError("gather_and_generate: images_num without all_images.")
+        return [()] * prompts
+    flat = images_num is not None and not any(isinstance(own, list | tuple) for own in all_images)
+    counts = [int(count or 0) for count in images_num] if flat else [1] * len(all_images)
+    if len(counts) != prompts or sum(counts) != len(all_images):
+        raise DataError(
+            f"gather_and_generate: {len(all_images)} images of {len(counts)} prompts, by images_num {sum(counts)}, "
+            f"for {prompts} prompts: give a list for each prompt, or a flat one with images_num."
+        )
+    if not flat:
+        return [listed(own) for own in all_images]
+    ends = list(itertools.accumulate(counts))
+    return [tuple(all_images[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+
+
+def sampling_of(sampling: Any) -> tuple[dict[str, Any], int]:
+    """Return sampling options by vLLM's names, and how many samples of each prompt (`n`, default 1)."""
+    options = sampling_options(sampling)
+    samples = options.pop("n", 1)
+    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+        raise DataError(f"sampling_params: n={samples!r}; at least one completion per prompt is needed.")
+    return options, samples
+
+
+def _token_ids(row: Any, place: int) -> list[int]:
+    values = row.tolist() if hasattr(row, "tolist") else row
+    try:
+        ids = [operator.index(token) for token in values]
+    except TypeError:
+        ids = []
+    if not ids:
+        raise DataError(
+            f"all_prompt_token_ids: prompt {place} of this rank is {str(row)[:60]!r}, wanted token ids; texts and "
+            "chats go into all_prompts."
+        )
+    return ids
+
+
 def led(control: ControlGroup, doing: str, work: Callable[[], T]) -> T:
     """Do `work`, which holds no collective, on rank 0; what it returns (a plain value) all ranks return. Collective.
 
-    Raises:
-        Whatever `work` raised on rank 0; `Stopped` on all where it was that; EngineError on the others.
+    Where it fails, rank 0 raises that; the others `Stopped` if it was that, else EngineError.
     """
     value: T | None = None
     failure: Exception | Stopped | None = None

@@ -37,9 +37,6 @@ class GenLenAnalyser:
         strategy: whose ranks take part (`StrategyBase`); None, and no group: this process alone.
         tensorboard: what has `add_histogram(tag, values, step, bins=…)`, such as torch's `SummaryWriter`; of the rank
             that writes.
-
-    Raises:
-        DataError: contradictory or senseless arguments.
     """
 
     def __init__(
@@ -54,14 +51,11 @@ class GenLenAnalyser:
     ) -> None:
         if engine_dp_group is not None and strategy is not None:
             raise DataError("engine_dp_group and strategy both say whose lengths are put together: give one")
-        for p in percentiles:
-            if not 0 <= p <= 100:
-                raise DataError(f"percentiles={list(percentiles)}: {p!r} does not lie between 0 and 100")
+        self._group = engine_dp_group
         self.plot_every = plot_every
         self.percentiles = list(percentiles)
         self.folder = None if plot_out_dir is None else Path(plot_out_dir).expanduser()
         self.tensorboard = tensorboard
-        self._group = engine_dp_group
         self._strategy = strategy
         self._drawn: deque[tuple[int, np.ndarray]] = deque(maxlen=PAST_STEPS + 1)
 
@@ -71,49 +65,45 @@ class GenLenAnalyser:
         """Put the lengths of all ranks together and write them down; collective.
 
         Args:
-            outputs_or_lengths: this rank's, as many as it has: token counts, `GenerateOutput`s, vLLM's request
-                outputs (each of their completions counts), or mappings with `output_token_ids`.
+            outputs_or_lengths: this rank's, as many as it has: token counts, `GenerateOutput`s, or vLLM's request
+                outputs (each of their completions counts).
             step: of the run; the same on all ranks.
             is_rank_0: whether this rank writes; None: the first one does.
 
         Returns:
             On every rank `total_samples`, `min_length`, `max_length`, `mean_length`, `median_length` (tokens; None
             without a response) and `percentiles` {p: whole tokens}; None where this step is not one of `plot_every`.
-
-        Raises:
-            DataError: an entry without a length, on any rank.
-            OSError: the folder cannot be written to; only on the rank that writes.
         """
         if self.plot_every > 0 and step % self.plot_every:
             return None
-        rank, gathered = self._gathered(outputs_or_lengths)
-        lengths = np.concatenate([np.asarray(part, np.int64) for part in gathered])
+        first = True
+        if self._strategy is not None:
+            control, first = self._strategy.control, self._strategy.is_rank_0()
+            own = control.together("counting response lengths", lambda: lengths_of(outputs_or_lengths))
+            gathered = control.gather(own)
+        elif self._group is not None:
+            first, gathered = self._over_group(outputs_or_lengths)
+        else:
+            gathered = [lengths_of(outputs_or_lengths)]
+        lengths = np.concatenate(gathered)
         stats = self._stats(lengths)
-        if rank == 0 if is_rank_0 is None else is_rank_0:
+        if first if is_rank_0 is None else is_rank_0:
             self._write(step, lengths, stats)
         return stats
 
-    def _gathered(self, given: Iterable[Any]) -> tuple[int, list[np.ndarray]]:
-        """This rank's number, and the lengths of each rank."""
-        if self._strategy is not None:
-            own = self._strategy.control.together("counting response lengths", lambda: lengths_of(given))
-            return self._strategy.rank, self._strategy.control.gather(own)
-        if self._group is None:
-            return 0, [lengths_of(given)]
+    def _over_group(self, outputs: Iterable[Any]) -> tuple[bool, list[np.ndarray]]:
+        """Return whether this is the group's first rank, and the lengths of each; a failure of one is all ranks'."""
         import torch.distributed as dist
 
         try:
-            own, failure = lengths_of(given), None
+            own: Any = lengths_of(outputs)
         except DataError as error:  # the peers must hear of it: they wait in the gather
-            own, failure = np.zeros(0, np.int64), error
+            own = error
         gathered: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(gathered, (own, None if failure is None else str(failure)), group=self._group)
-        if failure is not None:
-            raise failure
-        for place, (_, said) in enumerate(gathered):
-            if said is not None:
-                raise DataError(f"counting response lengths failed on rank {place} of the group ({said})")
-        return dist.get_rank(self._group), [lengths for lengths, _ in gathered]
+        dist.all_gather_object(gathered, own, group=self._group)
+        if failures := [one for one in gathered if isinstance(one, DataError)]:
+            raise failures[0]
+        return dist.get_rank(self._group) == 0, gathered
 
     def _stats(self, lengths: np.ndarray) -> dict[str, Any]:
         none = len(lengths) == 0
@@ -145,30 +135,24 @@ class GenLenAnalyser:
     def _draw(self, path: Path, stats: Mapping[str, Any]) -> None:
         """Draw the last step as bars, those before it as outlines."""
         steps = dict(self._drawn)
-        known = {"mean": stats["mean_length"], **{f"p{p:g}": tokens for p, tokens in stats["percentiles"].items()}}
-        note = " · ".join(
-            [f"{stats['total_samples']} responses", *(f"{name} {tokens:.4g}" for name, tokens in known.items())]
-        )
-        picture = drawing.drawn("lengths_picture", steps, edges_of(np.concatenate(list(steps.values()))), note)
+        numbers = {"mean": stats["mean_length"], **{f"p{p:g}": tokens for p, tokens in stats["percentiles"].items()}}
+        texts = [f"{stats['total_samples']} responses", *(f"{name} {n:.4g}" for name, n in numbers.items())]
+        edges = edges_of(np.concatenate(list(steps.values())))
+        picture = drawing.drawn("lengths_picture", steps, edges, " · ".join(texts))
         with written_aside(path) as aside:
             aside.write_text(picture, encoding="utf-8")
 
 
 def edges_of(lengths: np.ndarray) -> np.ndarray:
-    """Edges of at most 50 bins of one whole width that hold these token counts, int64."""
+    """Return the edges of at most 50 bins of one whole width that hold these token counts, int64."""
     shortest, longest = int(lengths.min()), int(lengths.max())
     width = -(-(longest - shortest + 1) // BINS)
     return np.arange(shortest, longest + 1 + width, width)
 
 
 def lengths_of(outputs: Iterable[Any]) -> np.ndarray:
-    """The number of tokens of each response, (n,) int64.
-
-    Raises:
-        DataError: an entry that has none, or a negative one.
-    """
-    lengths = [length for i, one in enumerate(outputs) for length in _counted(one, i)]
-    return np.asarray(lengths, np.int64)
+    """Return the number of tokens of each response, (n,) int64."""
+    return np.asarray([length for i, one in enumerate(outputs) for length in _counted(one, i)], np.int64)
 
 
 def _counted(one: Any, place: int) -> list[int]:
@@ -181,7 +165,4 @@ def _counted(one: Any, place: int) -> list[int]:
     completions = getattr(one, "outputs", None)
     if isinstance(completions, list) and all(hasattr(completion, "token_ids") for completion in completions):
         return [len(completion.token_ids) for completion in completions]
-    raise DataError(
-        f"output {place} has no length: {type(one).__name__} {str(one)[:60]!r}; give token counts or what has "
-        "output_token_ids"
-    )
+    raise DataError(f"output {place} has no length: {type(one).__name__} {str(one)[:60]!r}; give token counts")

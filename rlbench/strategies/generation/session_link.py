@@ -24,23 +24,13 @@ def connect(home: str) -> None:
     _home = home
 
 
-def on_a_session() -> bool:
-    """Whether this process is on a session's ranks, or names a session."""
-    return bool(context.current().worker or os.environ.get(SESSION))
-
-
 def session_of_ranks() -> Any:
-    """Return the session of the call that runs, or the one that the environment names.
-
-    Raises:
-        EngineError: neither; or the one that is named does not run.
-    """
-    if not on_a_session():
+    """Return the session of the call that runs, or the one that the environment names."""
+    if not (context.current().worker or os.environ.get(SESSION)):
         raise EngineError(
-            "setup_inference_engine: this process is on no session's ranks, so there are no devices to build an "
-            "engine on. Run the script there, by session.train.run('train.py', args=[…]) or %ranks train.py …; or "
-            f"make a session, rb.Session(…, name='demo'), and start the script with {SESSION}=demo in its "
-            "environment, to use that session's replicas."
+            "setup_inference_engine: this process is on no session's ranks. Run the script there, by "
+            "session.train.run('train.py', args=[…]) or %ranks train.py …; or make a session, "
+            f"rb.Session(…, name='demo'), and start the script with {SESSION}=demo in its environment."
         )
     module, _, attribute = _home.partition(":")
     return getattr(importlib.import_module(module), attribute).here()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 
 
@@ -16,10 +17,8 @@ class RankDevice:
 
     @classmethod
     def pick(cls, local_rank: int, kind: str = "auto") -> RankDevice:
-        """Choose by what is there (`kind="auto"`), or "cpu" / "cuda"; the rank's GPU becomes the current one.
-
-        Ray hides the GPUs of other actors, so a rank may see one GPU whatever its local rank is.
-        """
+        """Choose by what is there (`kind="auto"`), or "cpu" / "cuda"; the rank's GPU becomes the current one. Ray hides
+        those of other actors, so a rank may see one GPU whatever its local rank is."""
         if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
             return cls(torch.device("cpu"))
         index = local_rank % torch.cuda.device_count()
@@ -32,9 +31,9 @@ class RankDevice:
         return self.device.type == "cuda"
 
     @property
-    def backend(self) -> str:
-        """The process group's; on a GPU with one for host memory beside it, where `fsdp_cpu_offload` keeps shards."""
-        return "cpu:gloo,cuda:nccl" if self.is_gpu else "gloo"
+    def capability(self) -> tuple[int, int] | None:
+        """Compute capability of the GPU; None: the device is host memory."""
+        return torch.cuda.get_device_capability(self.device) if self.is_gpu else None
 
     def release_cache(self) -> None:
         """Give unused memory of the allocator back."""
@@ -45,10 +44,10 @@ class RankDevice:
         """Let `torch.cuda.synchronize()`, which scripts call before they read the clock, return where there is no GPU:
         nothing is under way there that it could wait for, and torch would raise."""
         if not self.is_gpu and not torch.cuda.is_available():
-            torch.cuda.synchronize = _nothing_to_wait_for
+            torch.cuda.synchronize = lambda device=None: None
 
     def rng_state(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The random state of host and device."""
+        """Return the random state of host and device."""
         return torch.get_rng_state(), torch.cuda.get_rng_state(self.device) if self.is_gpu else None
 
     def set_rng_state(self, state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
@@ -58,19 +57,13 @@ class RankDevice:
             torch.cuda.set_rng_state(state[1], self.device)
 
     def allocated(self) -> dict[str, int]:
-        """Bytes in use by this process: `rss` of the host, and `cuda` on a GPU."""
-        import psutil
-
-        found = {"rss": int(psutil.Process().memory_info().rss)}
+        """Return the bytes in use by this process: `rss` of the host, and `cuda` on a GPU."""
+        used = {"rss": int(psutil.Process().memory_info().rss)}
         if self.is_gpu:
-            found["cuda"] = int(torch.cuda.memory_allocated(self.device))
-        return found
+            used["cuda"] = int(torch.cuda.memory_allocated(self.device))
+        return used
 
-
-def _nothing_to_wait_for(device: Any = None) -> None:
-    """In the place of `torch.cuda.synchronize` on a host."""
-
-
-def current_accelerator_kwargs(device: torch.device) -> dict[str, Any]:
-    """Arguments of `init_process_group` that only a GPU rank needs."""
-    return {"device_id": device} if device.type == "cuda" else {}
+    def group_arguments(self) -> dict[str, Any]:
+        """Return the arguments of `init_process_group` that depend on it; on a GPU a group for host memory is beside
+        that of the device: there `fsdp_cpu_offload` keeps shards."""
+        return {"backend": "cpu:gloo,cuda:nccl", "device_id": self.device} if self.is_gpu else {"backend": "gloo"}

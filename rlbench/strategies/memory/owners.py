@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from rlbench.nn.quantised import quantised_layers
 from rlbench.strategies.optim.gradients import local
 
 
 def weight_tensors(module: nn.Module) -> list[Tensor]:
-    """Local parts of the parameters."""
-    return [local(parameter.data) for parameter in module.parameters()]
+    """Return local parts of the parameters, and the numbers of quantised weights."""
+    packed = [buffer for layer in quantised_layers(module).values() for buffer in layer.buffers(recurse=False)]
+    return [local(parameter.data) for parameter in module.parameters()] + packed
 
 
 def gradient_tensors(module: nn.Module) -> list[Tensor]:
-    """Local parts of the gradients there are."""
+    """Return local parts of the gradients there are."""
     return [local(parameter.grad) for parameter in module.parameters() if parameter.grad is not None]
 
 
 def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
-    """Local parts of the optimizers' state."""
+    """Return local parts of the optimizers' state."""
     return [
         local(value)
         for optimizer in optimizers
@@ -34,22 +37,20 @@ def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tenso
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind the tensors, each counted once; a released storage has none."""
+    """Return bytes of the storages behind the tensors, each counted once; a released storage has none."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
 
 def on_device(tensors: Iterable[Tensor], device: torch.device) -> list[Tensor]:
-    """Those that take memory of this kind of device; on a host without a GPU all tensors are in host memory."""
+    """Return those that take memory of this kind of device; on a host without a GPU all tensors are in host memory."""
     return [tensor for tensor in tensors if tensor.device.type == device.type]
 
 
 def beyond(parts: Mapping[str, int], device: torch.device) -> dict[str, int]:
-    """What torch's allocator holds on a GPU beside `parts` (bytes by owner); empty on a host, which has none to ask.
+    """Return what torch's allocator holds on a GPU beside `parts` (bytes by owner); empty on a host, which has none.
 
-    Returns:
-        `allocated` and `reserved` bytes; `activations`: allocated to nothing that is known, so to what a pass computes;
-        `other`: reserved and not in use.
+    `activations`: allocated to nothing that is known, so to what a pass computes; `other`: reserved and not in use.
     """
     if device.type != "cuda":
         return {}
@@ -61,15 +62,6 @@ def beyond(parts: Mapping[str, int], device: torch.device) -> dict[str, int]:
         "activations": max(0, allocated - sum(parts.values())),
         "other": reserved - allocated,
     }
-
-
-def place(tensors: list[Tensor]) -> str:
-    """ "meta" where the memory is released, else "cpu" or "cuda" by where it is; "cuda" where there is
-    nothing."""
-    filled = [tensor for tensor in tensors if tensor.numel()]
-    if filled and nbytes(filled) == 0:
-        return "meta"
-    return "cpu" if any(tensor.device.type == "cpu" for tensor in filled) else "cuda"
 
 
 Released = list[tuple[torch.UntypedStorage, int]]
@@ -85,29 +77,29 @@ def release(tensors: Iterable[Tensor]) -> Released:
     return released
 
 
+def fsdp_groups(module: nn.Module) -> list[Any]:
+    """Return FSDP's groups of parameters in a module."""
+    parts = (part for part in module.modules() if isinstance(part, FSDPModule))
+    return [group for part in parts for group in part._get_fsdp_state()._fsdp_param_groups]
+
+
 @torch.no_grad()
 def own_storages(module: nn.Module) -> None:
-    """Move weights whose storage cannot be resized (somebody made a numpy view of it) into storages that
-    can."""
+    """Move weights whose storage cannot be resized (somebody made a numpy view of it) into storages that can."""
     moved = False
     for parameter in module.parameters():
         tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
         if tensor.numel() and not tensor.untyped_storage().resizable():
             tensor.set_(tensor.clone())
             moved = True
-    for part in module.modules() if moved else ():
-        if isinstance(part, FSDPModule):
-            for group in part._get_fsdp_state()._fsdp_param_groups:
-                for sharded in group.fsdp_params:
-                    sharded.reset_sharded_param()  # FSDP keeps a view of the storage, as after module.to()
+    for group in fsdp_groups(module) if moved else ():
+        for sharded in group.fsdp_params:
+            sharded.reset_sharded_param()  # FSDP keeps a view of the storage, as after module.to()
 
 
 def regain(released: Released) -> int:
-    """Take the same memory again, zeroed; return bytes.
-
-    Its size is remembered, not computed from the tensors: FSDP pads a shard that does not divide evenly, and gathers
-    the padding too.
-    """
+    """Take the same memory again, zeroed, and return its bytes: as remembered, since FSDP pads a shard that does not
+    divide evenly, and gathers the padding too."""
     for storage, size in released:
         storage.resize_(size)
         torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage).zero_()
@@ -115,8 +107,7 @@ def regain(released: Released) -> int:
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
-    """Move the optimizer's state to `device`; return the bytes that moved. Step counters stay where they
-    are."""
+    """Move the optimizer's state to `device`; return the bytes that moved. Step counters stay where they are."""
     moved = 0
     for state in optimizer.state.values():
         for key, value in state.items():

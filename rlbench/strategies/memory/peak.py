@@ -1,8 +1,7 @@
 """The highest memory while a block runs, and how much there may be: of a GPU, or of processes on the host.
 
-On a GPU: what torch's allocator handed out at most. On a host: the kernel's own high-water mark of resident memory,
-set back when the block begins; where that is not allowed, the largest of samples taken every few milliseconds, which
-may miss a short spike. Resident memory counts what a process shares with others, too.
+On a GPU: what torch's allocator handed out at most. On a host: the kernel's high-water mark of resident memory (shared
+with others, too), set back when the block begins.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 import torch
@@ -29,7 +27,8 @@ CGROUPS = (
 
 
 class PeakMemory:
-    """Measures a `with` block: `before`, `peak` in bytes, and `how` it was measured.
+    """Measures a `with` block: `before`, `peak` in bytes, and `how`: where the kernel keeps no mark, by samples every
+    few milliseconds, which may miss a short spike.
 
     Args:
         device: the GPU of this process; None or a CPU device: host memory.
@@ -53,19 +52,15 @@ class PeakMemory:
             return self
         return_free_memory()  # what was freed before would hide the next rise
         self.before = self._resident()
-        try:
-            for pid in self._pids:
-                Path(f"/proc/{pid}/clear_refs").write_text(RESET_PEAK)
+        if _reset_high_water(self._pids):
             self.how = "the kernel's high-water mark of resident memory"
-        except OSError:  # not Linux, or not allowed in this container
+        else:
             self.how = f"resident memory sampled every {SAMPLE_S * 1000:.0f} ms"
             self._sampler = threading.Thread(target=self._sample, daemon=True)
             self._sampler.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._gpu is not None:
             self.peak = int(torch.cuda.max_memory_allocated(self._gpu))
         elif self._sampler is not None:
@@ -73,7 +68,7 @@ class PeakMemory:
             self._sampler.join()
             self.peak = max(self._sampled, self._resident())
         else:
-            self.peak = sum(high_water(pid) for pid in self._pids)
+            self.peak = _high_water(self._pids)
 
     def _resident(self) -> int:
         return sum(int(psutil.Process(pid).memory_info().rss) for pid in self._pids)
@@ -92,41 +87,38 @@ class PassPeak:
 
 @contextlib.contextmanager
 def pass_peak(device: torch.device | None = None, pids: Sequence[int] = ()) -> Iterator[PassPeak]:
-    """Measure a pass that must not be slowed: as `PeakMemory`, but nothing is trimmed and nothing sampled.
-
-    Args:
-        device: the GPU of this process; None or a CPU device: host memory.
-        pids: the processes whose resident memory counts, added up; default: this one.
-    """
-    measured, gpu, own = PassPeak(), device is not None and device.type == "cuda", list(pids) or [os.getpid()]
-    known = True
-    if gpu:
+    """Measure a pass that must not be slowed: as `PeakMemory`, but nothing is trimmed and nothing sampled."""
+    measured, own = PassPeak(), list(pids) or [os.getpid()]
+    if device is not None and device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+        yield measured
+        measured.bytes = int(torch.cuda.max_memory_allocated(device))
+    elif _reset_high_water(own):
+        yield measured
+        measured.bytes = _high_water(own)
     else:
-        try:
-            for pid in own:
-                Path(f"/proc/{pid}/clear_refs").write_text(RESET_PEAK)
-        except OSError:  # not Linux, or not allowed in this container: then the figure is left out
-            known = False
-    yield measured
-    if known:
-        measured.bytes = int(torch.cuda.max_memory_allocated(device)) if gpu else sum(map(high_water, own))
+        yield measured
 
 
-def high_water(pid: int) -> int:
-    """Peak resident bytes of a process since its mark was set back."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) << 10
-    raise OSError(f"/proc/{pid}/status has no VmHWM")
+def _reset_high_water(pids: Sequence[int]) -> bool:
+    """Set the marks back; False where that cannot be: not on Linux, or not allowed in this container."""
+    try:
+        for pid in pids:
+            Path(f"/proc/{pid}/clear_refs").write_text(RESET_PEAK)
+    except OSError:
+        return False
+    return True
+
+
+def _high_water(pids: Sequence[int]) -> int:
+    """Return the peak resident bytes of processes since their marks were set back, added up."""
+    lines = (line.split() for pid in pids for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return sum(int(words[1]) << 10 for words in lines if words[0] == "VmHWM:")
 
 
 def room(device: torch.device | None, sharing: int = 1) -> int:
-    """Bytes that may still be taken: of the GPU, or this process's share of what the host (its cgroup) has left.
-
-    Args:
-        sharing: processes on the host that grow at the same time.
-    """
+    """Return the bytes that may still be taken: of the GPU, or this process's share of what the host (its cgroup) has
+    left, where `sharing` processes grow at the same time."""
     if device is not None and device.type == "cuda":
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(device)[0])

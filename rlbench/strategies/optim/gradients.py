@@ -1,45 +1,81 @@
-"""Global gradient norm and clipping over sharded parameters."""
+"""Numbers over sharded parameters: this rank's part of a tensor, the global gradient norm, sums of all shards."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+KEEPER = "_keeps_gradients"
+
+
+def keeper_of(model: nn.Module) -> Any:
+    """Return what keeps a model's gradients between a backward and a step in the place of its parameters, and says
+    whether any are `waiting`; None where the parameters do."""
+    return vars(model).get(KEEPER)
+
+
+def is_split(tensor: Tensor) -> bool:
+    """Whether DeepSpeed's ZeRO 3 has split a parameter over the ranks: it is empty between two uses."""
+    return hasattr(tensor, "ds_id")
+
+
+def full_shape(tensor: Any) -> tuple[int, ...]:
+    """Return the shape of the whole of a tensor that is split, or not."""
+    return tuple(tensor.ds_shape if is_split(tensor) else tensor.shape)
+
+
+@torch.no_grad()
+def gathered(tensor: Tensor) -> Tensor:
+    """Return the whole of a tensor that FSDP2 or DeepSpeed has split over the ranks, else itself; collective."""
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor()
+    if not is_split(tensor):
+        return tensor
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([tensor]):
+        return tensor.detach().clone()
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, or the tensor itself."""
+    """Return this rank's part of a sharded tensor, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    """Return mesh and placements, by which tensors can be reduced together; () where it is not sharded."""
+    return (tensor.device_mesh, tuple(tensor.placements)) if isinstance(tensor, DTensor) else ()
+
+
+def _reduce(values: Tensor, layout: tuple[Any, ...], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+    """Reduce over the ranks that hold the shards of a layout, in place; replicas count once."""
+    mesh, placements = layout
+    for dimension, placement in enumerate(placements):
+        if not placement.is_replicate() and mesh.size(dimension) > 1:
+            dist.all_reduce(values, op=op, group=mesh.get_group(dimension))
 
 
 @torch.no_grad()
 def global_norm(parameters: Iterable[Tensor]) -> float:
-    """Return the 2-norm of all gradients over all shards; collective where parameters are sharded.
-
-    Gradients are grouped by mesh, since parameters of different meshes cannot be reduced together; replicated
-    dimensions are counted once. Accumulated in float64 across tensors.
-    """
+    """Return the 2-norm of all gradients over all shards, accumulated in float64 across tensors; collective where
+    parameters are sharded."""
     groups: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
-            gradient = parameter.grad
-            key = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else ()
-            groups[key].append(local(gradient))
+            groups[_layout(parameter.grad)].append(local(parameter.grad))
     total = 0.0
-    for key, gradients in groups.items():
+    for layout, gradients in groups.items():
         norms = torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32))
         square = norms.double().square().sum()
-        if key:
-            mesh, placements = key
-            square = square.to(mesh.device_type)  # FSDP may keep gradients in host memory (fsdp_cpu_offload)
-            for dimension, placement in enumerate(placements):
-                if isinstance(placement, Shard) and mesh.size(dimension) > 1:
-                    dist.all_reduce(square, group=mesh.get_group(dimension))
+        if layout:
+            square = square.to(layout[0].device_type)  # FSDP may keep gradients in host memory (fsdp_cpu_offload)
+            _reduce(square, layout)
         total += float(square)
     return float(total**0.5)
 
@@ -50,3 +86,28 @@ def scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if gradients and factor != 1.0:
         torch._foreach_mul_(gradients, factor)
+
+
+def scale_waiting(model: nn.Module, factor: float) -> None:
+    """Multiply the gradients of a model that wait for a step by `factor`."""
+    if (keeper := keeper_of(model)) is not None:
+        keeper.scale(factor)
+    else:
+        scale_gradients(model.parameters(), factor)
+
+
+@torch.no_grad()
+def over_shards(parameters: Sequence[Tensor], values: Tensor, highest: bool = False) -> Tensor:
+    """Add up (or take the `highest` of) what each rank measured on its shards of P parameters, in the same order on all
+    ranks: `values` (P, …), on the parameters' device. Return (P, …) of the whole parameters, equal on all ranks;
+    collective where they are sharded."""
+    groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for i, parameter in enumerate(parameters):
+        if layout := _layout(parameter):
+            groups[layout].append(i)
+    whole = values.clone()
+    for layout, rows in groups.items():
+        part = whole[rows]
+        _reduce(part, layout, dist.ReduceOp.MAX if highest else dist.ReduceOp.SUM)
+        whole[rows] = part
+    return whole

@@ -1,27 +1,27 @@
-"""Dynamic loss scale for float16 gradients: plain numbers in the optimizer's groups, so every checkpoint has it."""
+"""The factor on the loss of a model that computes in float16, so that small gradients do not vanish in it."""
 
 from __future__ import annotations
 
-from typing import Any
-
-INITIAL, LEAST, MOST = 2.0**16, 1.0, 2.0**24
-GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 1000
+from rlbench.strategies.optim.mp_optimizer import BACKOFF, GROWTH, GROWTH_INTERVAL, INITIAL, LEAST, MOST
 
 
-def start(group: dict[str, Any], dynamic: bool) -> None:
-    """Begin with a scale that float16 gradients need (`dynamic`), or with 1, which stays."""
-    group.setdefault("loss_scale", INITIAL if dynamic else 1.0)
-    group.setdefault("good_steps", 0)
-    group.setdefault("dynamic_scale", dynamic)
+class LossScale:
+    """Of one model. Halved after gradients that were not finite, doubled after 1000 steps without such, between 1 and
+    2**24 (Micikevicius et al., 2018, §3.2).
 
+    It is a power of two, by which numbers are multiplied and divided exactly: gradients are the same whatever it is,
+    unless one overflows or vanishes. So `undo`, snapshots and checkpoints do not keep it; it is found again.
+    """
 
-def update(groups: list[dict[str, Any]], overflow: bool) -> None:
-    """Halve the scale after an overflow; double it after 1000 steps without one (Micikevicius et al., 2018, §3.2)."""
-    for group in groups:
-        if not group["dynamic_scale"]:
-            continue
-        group["good_steps"] = 0 if overflow else group["good_steps"] + 1
-        if overflow:
-            group["loss_scale"] = max(LEAST, group["loss_scale"] * BACKOFF)
-        elif group["good_steps"] == GROWTH_INTERVAL:
-            group["loss_scale"], group["good_steps"] = min(MOST, group["loss_scale"] * GROWTH), 0
+    def __init__(self) -> None:
+        self.value = INITIAL
+        self._good_steps = 0
+
+    def update(self, finite: bool) -> None:
+        """Take note of a step, whose gradients were finite or not."""
+        if not finite:
+            self.value, self._good_steps = max(LEAST, self.value * BACKOFF), 0
+            return
+        self._good_steps += 1
+        if self._good_steps == GROWTH_INTERVAL:
+            self.value, self._good_steps = min(MOST, self.value * GROWTH), 0

@@ -1,8 +1,7 @@
 """Mixed-precision optimizer: half-precision parameters in the model, float32 copies of them in the optimizer.
 
 The copy of a parameter is one more tensor of its state, `state[p]["master"]`, so whatever moves, counts or saves
-optimizer state takes it along. It costs 2 + 12 bytes a parameter with AdamW, where float32 parameters cost 12 and
-are gathered in half precision all the same; gradients take 2 bytes instead of 4.
+optimizer state takes it along. With AdamW 2 + 12 bytes a parameter, where float32 ones cost 12; gradients 2, not 4.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from rlbench.errors import EngineError
-from rlbench.strategies.optim import loss_scale
 from rlbench.strategies.optim.gradients import global_norm, local
 
+INITIAL, LEAST, MOST = 2.0**16, 1.0, 2.0**24
+GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 1000
 MASTER = "master"
 OWN_KEYS = ("params", "loss_scale", "good_steps", "dynamic_scale")
 
@@ -34,11 +34,6 @@ class FSDPadaptOptimizer(Optimizer):
             over them.
         max_norm: global norm of the unscaled gradients above which they are scaled down; 0: no clipping.
         kwargs: AdamW's, where parameters are given.
-
-    Example:
-        optimizer = FSDPadaptOptimizer(model.parameters(), lr=0.01)
-        optimizer.backward(loss)
-        if not optimizer.step(): print("overflow, skipped")
     """
 
     def __init__(self, optimizer: Optimizer | Iterable[Any], *, max_norm: float = 0.0, **kwargs: Any) -> None:
@@ -46,7 +41,7 @@ class FSDPadaptOptimizer(Optimizer):
             optimizer = torch.optim.AdamW(optimizer, **kwargs)
         elif kwargs:
             raise EngineError(f"{next(iter(kwargs))!r} belongs to the optimizer that was given; set it there.")
-        self._inner = optimizer
+        self.inner = optimizer
         self.max_norm = max_norm
         self.grad_norm = math.nan  # of the last step, unscaled, before clipping
         groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
@@ -59,13 +54,10 @@ class FSDPadaptOptimizer(Optimizer):
             group["params"] = []  # it sees the copies, during a step
         self._scaled = False
         dynamic = any(p.dtype == torch.float16 for p in self._parameters())
-        for group in self.param_groups:
-            loss_scale.start(group, dynamic)
-
-    @property
-    def inner(self) -> Optimizer:
-        """The optimizer that steps the copies."""
-        return self._inner
+        for group in self.param_groups:  # plain numbers there, so that every checkpoint has them
+            group.setdefault("loss_scale", INITIAL if dynamic else 1.0)
+            group.setdefault("good_steps", 0)
+            group.setdefault("dynamic_scale", dynamic)
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -82,11 +74,8 @@ class FSDPadaptOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> bool:  # type: ignore[override]
-        """Clip, step the copies, round them into the parameters; collective where these are sharded.
-
-        Returns:
-            False where the gradients were not finite: they are cleared, nothing else changed but the loss scale.
-        """
+        """Clip, step the copies, round them into the parameters; collective where these are sharded. Return False where
+        the gradients were not finite: they are cleared, and nothing else changed but the loss scale."""
         if closure is not None:
             raise EngineError("the mixed-precision optimizer takes no closure; call backward(loss), then step().")
         scale = self.loss_scale
@@ -98,7 +87,7 @@ class FSDPadaptOptimizer(Optimizer):
         self._scaled = False
         self.grad_norm = global_norm(self._parameters()) / scale
         overflow = not math.isfinite(self.grad_norm)
-        loss_scale.update(self.param_groups, overflow)
+        self._update_scale(overflow)
         if overflow:
             self.zero_grad()
             return False
@@ -107,10 +96,21 @@ class FSDPadaptOptimizer(Optimizer):
         self.zero_grad()
         return True
 
+    def _update_scale(self, overflow: bool) -> None:
+        """Halve the scale after an overflow; double it after 1000 steps without (Micikevicius et al., 2018, §3.2)."""
+        for group in self.param_groups:
+            if not group["dynamic_scale"]:
+                continue
+            group["good_steps"] = 0 if overflow else group["good_steps"] + 1
+            if overflow:
+                group["loss_scale"] = max(LEAST, group["loss_scale"] * BACKOFF)
+            elif group["good_steps"] == GROWTH_INTERVAL:
+                group["loss_scale"], group["good_steps"] = min(MOST, group["loss_scale"] * GROWTH), 0
+
     def _step_masters(self, factor: float) -> None:
         """Let the wrapped optimizer step float32 stand-ins; its state lives in ours between two steps."""
         stand_ins: list[tuple[Tensor, Tensor]] = []
-        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({key: value for key, value in group.items() if key not in OWN_KEYS})
             inner["params"] = []
             for parameter in group["params"]:
@@ -121,16 +121,16 @@ class FSDPadaptOptimizer(Optimizer):
                 parameter.grad = None
                 inner["params"].append(master)
                 stand_ins.append((parameter, master))
-        self._inner.state.clear()
+        self.inner.state.clear()
         for parameter, master in stand_ins:
-            self._inner.state[master] = {k: v for k, v in self.state[parameter].items() if k != MASTER}
-        self._inner.step()
+            self.inner.state[master] = {k: v for k, v in self.state[parameter].items() if k != MASTER}
+        self.inner.step()
         for parameter, master in stand_ins:
             master.grad = None
-            self.state[parameter] = {MASTER: master, **self._inner.state[master]}
+            self.state[parameter] = {MASTER: master, **self.inner.state[master]}
             local(parameter).copy_(local(master))
-        self._inner.state.clear()
-        for inner in self._inner.param_groups:
+        self.inner.state.clear()
+        for inner in self.inner.param_groups:
             inner["params"] = []
 
     def _master(self, parameter: Tensor) -> Tensor:
@@ -138,8 +138,8 @@ class FSDPadaptOptimizer(Optimizer):
         state = self.state[parameter]
         if MASTER not in state:
             state[MASTER] = parameter.detach().to(torch.float32, copy=True)
-        held, copy = local(parameter.detach()), local(state[MASTER])
-        copy.copy_(torch.where(copy.to(held.dtype) == held, copy, held.float()))
+        rounded, copy = local(parameter.detach()), local(state[MASTER])
+        copy.copy_(torch.where(copy.to(rounded.dtype) == rounded, copy, rounded.float()))
         return state[MASTER]  # type: ignore[no-any-return]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,8 +1,10 @@
-"""Several optimizers over one model that are stepped as one: a dict of them as `module.optimizer`."""
+"""Several optimizers over one model that are stepped as one (a dict of them as `module.optimizer`), and their rates."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -10,15 +12,14 @@ import torch
 from rlbench.errors import EngineError
 from rlbench.strategies.optim.mp_optimizer import is_mp_optimizer
 
+LEAST_RATE = 0.1  # of the peak, where the cosine ends
+
 
 class OptimizerSet:
     """The optimizers of one policy, as Muon for its matrices and AdamW for the rest.
 
     Their groups in a row are this one's, so that a gradient norm is taken over all of them. Each keeps its own state,
     which snapshots and checkpoints hold under its name.
-
-    Raises:
-        EngineError: a value is no optimizer, two step the same parameter, or one has its own backward (`use_mp_opt`).
     """
 
     def __init__(self, parts: Mapping[str, Any]) -> None:
@@ -56,5 +57,47 @@ Stepped: TypeAlias = "torch.optim.Optimizer | OptimizerSet"
 
 
 def parts_of(optimizer: Stepped) -> list[torch.optim.Optimizer]:
-    """The optimizers that a step with `optimizer` steps."""
+    """Return the optimizers that a step with `optimizer` steps."""
     return list(optimizer.parts.values()) if isinstance(optimizer, OptimizerSet) else [optimizer]
+
+
+def scaled_rates(optimizer: Stepped, lr: float) -> list[float]:
+    """Return a rate for each group: the first gets `lr`, and the others keep their ratio to it."""
+    if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 <= lr < float("inf"):
+        raise EngineError(f"lr={lr!r}: a learning rate is a number from 0 on.")
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    if len(set(rates)) == 1:
+        return [float(lr)] * len(rates)
+    if rates[0] == 0.0:
+        raise EngineError(
+            f"lr={lr:g}: the first of the optimizer's {len(rates)} groups has rate 0 and others do not, so there is "
+            "no ratio to keep; set group['lr'] of each on the ranks."
+        )
+    return [rate * (lr / rates[0]) for rate in rates]
+
+
+@contextmanager
+def at_rates(optimizer: Stepped, rates: Sequence[float] | None) -> Iterator[None]:
+    """Give the groups these rates for a while; None: leave them as they are."""
+    groups = optimizer.param_groups if rates is not None else []
+    usual = [group["lr"] for group in groups]
+    try:
+        for group, rate in zip(groups, rates or [], strict=True):
+            group["lr"] = rate
+        yield
+    finally:
+        for group, rate in zip(groups, usual, strict=True):
+            group["lr"] = rate
+
+
+def cosine_schedule(optimizer: torch.optim.Optimizer, max_steps: int, warmup_ratio: float) -> Any:
+    """Raise the rate to the optimizer's own over a share of the steps, then lower it to a tenth by a cosine."""
+    from transformers import get_scheduler
+
+    return get_scheduler(
+        "cosine_with_min_lr",
+        optimizer,
+        num_warmup_steps=math.ceil(max_steps * warmup_ratio),
+        num_training_steps=max_steps,
+        scheduler_specific_kwargs={"min_lr_rate": LEAST_RATE},  # min_lr is set against the rate of the constructor
+    )

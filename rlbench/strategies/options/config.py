@@ -1,26 +1,31 @@
 """Options of a strategy and of what is built on it: one class, from keywords, a mapping, YAML, a namespace or flags.
 
-Defaults are the reference system's; where its documents and its code disagree the documents count
-(`enable_engine_sleep` is on, `plot_every` is 10). Its class says advantage_estimator "group_norm", with which a critic
-has no effect, and its command line "gae": None, the default here, follows from whether there is a critic.
-Importable without torch.
+Defaults are the reference system's; where its documents and its code disagree the documents count. Importable without
+torch.
 """
 
 from __future__ import annotations
 
+import argparse
 import difflib
 from collections.abc import Mapping
 from dataclasses import field
 from typing import Any, ClassVar, Self
 
 from rlbench import options
-from rlbench.options import ALIASES, LIGHTRFT, Options, defaults, options_in, section
+from rlbench.flags import add_flags
+from rlbench.options import ALIASES, LIGHTRFT, Options, defaults, options_in, refuse, section
 from rlbench.options import OptionError as OptionError
 
 TYPO = 0.9  # so alike are a misspelt name and the one that was meant; a script's own options are less
 
 steps, training, sharding, engine = map(section, ("Steps", "Training", "Sharding", "Inference engine"))
 rewards, experience, lengths = map(section, ("Rewards and advantages", "Experience", "Lengths"))
+OVERLONG, DYNAMIC = {"overlong_buffer": False}, {"dynamic_sampling": False}
+LOGS = {"log_dir": None, "use_tensorboard": None}
+ESTIMATORS = ("gae", "reinforce", "rloo", "reinforce_baseline", "reinforce++", "group_norm", "grpo", "cpgd")
+ROW_SHARING = ("tensor_parallel", "sequence_parallel")
+"""Options by which neighbouring ranks see the same rows."""
 PER_TRAINER = ("Steps", "Rewards and advantages", "Experience", "Lengths")
 """Sections whose options a trainer may have otherwise than its strategy; all others acted when that was made."""
 
@@ -30,10 +35,45 @@ class HeldOptions(Options):
 
     use_mp_opt: bool = sharding(False, "half-precision weights with float32 copies in the optimizer")
     fsdp_cpu_offload: bool = sharding(
-        False,
-        "trained weights, gradients and optimizer live in host memory, a layer's weights come to the device when "
-        "it computes; overrides adam_offload",
+        False, "weights, gradients and optimizer live in host memory while they train; overrides adam_offload"
     )
+    tensor_parallel: int = sharding(
+        1,
+        "ranks that compute each layer together, on the same rows: its heads and inner width are split over them, as "
+        "the model's tp_plan says; beside the sharding",
+        least=1,
+    )
+    sequence_parallel: int = sharding(
+        1, "ranks that split the tokens of each sequence between them; a divisor of the ranks", least=1
+    )
+    fp16: bool = training(
+        False,
+        "compute in float16 over float32 weights, the loss scaled; in the place of bf16. A session on a GPU without "
+        "bfloat16 (compute capability below 8.0) does so by itself",
+    )
+
+    @classmethod
+    def check_given(cls, given: Mapping[str, Any]) -> None:
+        """Refuse another half precision beside float16, and two ways to share rows."""
+        refuse(
+            (
+                all(isinstance(size := given.get(name), int) and size > 1 for name in ROW_SHARING),
+                "tensor_parallel and sequence_parallel cannot be honoured together: a rank's slice of the tokens would "
+                "be attended with the heads of other ranks; leave one of them out",
+            ),
+        )
+        if given.get("fp16") is True:
+            refuse(
+                (
+                    given.get("bf16") is True,
+                    "bf16=True and fp16=True cannot be honoured together: a model computes in one; leave the other out",
+                ),
+                (
+                    given.get("use_mp_opt") is True,
+                    "use_mp_opt=True holds the weights in bfloat16, which fp16=True would not compute in (and a "
+                    "float16 checkpoint's scale their loss themselves): leave one of them out",
+                ),
+            )
 
 
 class StrategyConfig(HeldOptions):
@@ -43,14 +83,18 @@ class StrategyConfig(HeldOptions):
     """
 
     NEUTRAL: ClassVar[Mapping[str, Any]] = {
-        "zero_stage": 2,
         "zpg": 1,
         "grad_accum_dtype": None,
         "overlap_comm": False,
-        "sp_size": 1,
         "mixed_mm_data": False,
         "rm_use_engine": False,
         "rm_engine_cudagraph": False,
+    }
+    IN_ANY_CASE: ClassVar[tuple[str, ...]] = ("mixed_mm_data",)  # batches with images and without mix
+
+    REASONS: ClassVar[Mapping[str, str]] = {
+        "zpg": "it is ZeRO++'s second copy of the weights on each node; FSDP2 shards within a node and replicates over "
+        "nodes by prepare_model(shard_size=…), in a session by rb.Train(shards=…, data_parallel_size=…)",
     }
 
     max_norm: float = steps(1.0, "global gradient norm to clip to; 0: no clipping")
@@ -64,84 +108,79 @@ class StrategyConfig(HeldOptions):
     weight_decay: float = training(0.0, "of AdamW")
     lr_warmup_ratio: float = training(0.03, "share of the steps over which the rates rise")
     critic_pretrain: str | bool = training(False, "a critic is trained; the path it came from, or true")
-    fsdp: bool = sharding(False, "train with FSDP2; the reference's other choice, DeepSpeed, is not here")
+    fsdp: bool = sharding(False, "train with FSDP2; without it with DeepSpeed, as the reference; a session: FSDP2")
+    zero_stage: int = sharding(
+        2,
+        "of DeepSpeed: the ranks split the optimizer (1), gradients too (2), parameters too (3)",
+        least=1,
+        most=3,
+        needs={"fsdp": True},
+    )
     adam_offload: bool = sharding(False, "maybe_offload_optimizer moves optimizer state to the host")
     local_rank: int = sharding(-1, "which GPU of its node a rank takes; -1: LOCAL_RANK, else the rank")
-    engine_type: str = engine("vllm", "the engine that generates")
+    engine_type: str = engine("vllm", "what generates; sglang where installed", choices=("vllm", "sglang"))
     engine_tp_size: int = engine(1, "ranks that share one engine", least=1)
     gpu_memory_utilization: float = engine(
-        0.5,
-        "share of the GPU's memory the engine may take; on a host without one, of the free memory for its KV "
-        "cache, which has 1 GiB there where this is not set",
+        0.5, "share of the GPU's memory for the engine; without one, of free memory for its KV cache (default: 1 GiB)"
     )
     enable_engine_sleep: bool = engine(True, "the engine gives its memory back while ranks train")
     remote_rm_url: str | list[str] | None = rewards(None, "reward services instead of reward models")
     reward_running_norm: bool = rewards(False, "divide rewards by their running deviation")
     reward_running_norm_minus_mean: bool = rewards(False, "subtract their running mean too")
-    reward_clip: float = rewards(0.0, "clamp rewards to this magnitude; 0: not")
+    reward_clip: float = rewards(0.0, "clamp rewards to this magnitude; 0: not", least=0)
     advantages_norm: bool = rewards(False, "whiten advantages")
-    advantage_clip: float = rewards(0.0, "clamp advantages to this magnitude; 0: not")
+    advantage_clip: float = rewards(0.0, "clamp advantages to this magnitude; 0: not", least=0)
     advantage_estimator: str | None = rewards(
-        None, "how advantages come from rewards; None: gae with a critic, else group_norm"
+        None, "of advantages; None: gae with a critic, else group_norm", choices=ESTIMATORS
     )
     use_kl_loss: bool = rewards(False, "KL to the reference as a loss, not in the reward")
-    kl_estimator: str = rewards("k3", "k1, k2 or k3")
+    kl_estimator: str = rewards("k3", "of the KL to the reference", choices=("k1", "k2", "k3"))
     pretrain_data: str | None = rewards(None, "text for a language loss beside the policy's")
-    micro_rollout_batch_size: int = experience(2, "prompts of one forward while experience is made")
-    n: int = experience(8, "completions of one prompt")
+    micro_rollout_batch_size: int = experience(2, "prompts of one forward while experience is made", least=1)
+    n: int = experience(8, "completions of one prompt", least=1)
     overlong_buffer: bool = experience(False, "penalise completions that near the limit")
-    overlong_buffer_len: int = experience(
-        1024, "tokens before the limit where that begins", needs={"overlong_buffer": False}
-    )
-    overlong_buffer_penalty_factor: float = experience(1.0, "penalty at the limit", needs={"overlong_buffer": False})
+    overlong_buffer_len: int = experience(1024, "tokens before the limit where it begins", needs=OVERLONG)
+    overlong_buffer_penalty_factor: float = experience(1.0, "penalty at the limit", least=0, needs=OVERLONG)
     dynamic_sampling: bool = experience(False, "replace groups whose rewards are all equal")
-    dynamic_sampling_metric: str = experience(
-        "reward", "what is compared in a group: reward or acc", needs={"dynamic_sampling": False}
-    )
+    dynamic_sampling_metric: str = experience("reward", "what is compared in a group: reward or acc", needs=DYNAMIC)
     max_num_gen_batches: int = experience(
-        10, "generations after which dynamic sampling gives up; 0: never", needs={"dynamic_sampling": False}
+        10, "generations until dynamic sampling gives up; 0: never", least=0, needs=DYNAMIC
     )
     packing: bool = experience(False, "pack sequences without padding")
     head: str = experience(
-        "plain", "log-probs from the logits, or straight from the output layer", choices=("plain", "chunked")
+        "plain",
+        "log-probs from the logits, straight from the output layer, or auto: from that where the model allows it",
+        choices=("plain", "chunked", "auto"),
     )
-    chunk_size: int = experience(4096, "rows that head='chunked' computes at once", needs={"head": "plain"})
+    chunk_size: int = experience(4096, "rows that head='chunked' computes at once", least=1, needs={"head": "plain"})
     log_dir: str | None = lengths(None, "folder of length plots and logs")
-    plot_every: int = lengths(
-        10, "steps between two plots of generated lengths", needs={"log_dir": None, "use_tensorboard": None}
-    )
+    plot_every: int = lengths(10, "steps between two plots of generated lengths", needs=LOGS)
     use_tensorboard: str | None = lengths(None, "folder of a TensorBoard log")
     extra_args: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.engine_type != "vllm":
-            raise OptionError(
-                f"engine_type={self.engine_type!r} cannot be honoured: the engine on the ranks is 'vllm'."
-            )
+        beside = f"zero_stage={self.zero_stage} cannot be honoured with fsdp=True: it is DeepSpeed's; leave one out"
+        refuse((self.fsdp and self.zero_stage != default("zero_stage"), beside))
+        if self.fp16:
+            object.__setattr__(self, "bf16", False)
         if self.fsdp_cpu_offload:  # the optimizer lives beside the weights then; there is nothing to move
             object.__setattr__(self, "adam_offload", False)
 
     @classmethod
     def of(cls, given: Any) -> Self:
-        """Read None, a config, a mapping, the path of a YAML file, or a namespace.
-
-        Raises:
-            OptionError: an unknown name. A namespace may hold options of its script (they become `extra_args`), but
-                none that looks like a misspelt one of ours; where it has the reference's name of an option and ours,
-                ours is the script's.
-        """
+        """Read None, a config, a mapping, the path of a YAML file, or a namespace: that may hold options of its script
+        (they become `extra_args`), but none that looks like a misspelt one of ours; where it has the reference's name
+        of an option and ours, ours is the script's."""
         if given is None or isinstance(given, Options | Mapping | str) or not hasattr(given, "__dict__"):
             return super().of(given)
-        held = vars(given)
-        known = {
-            *options_in(cls),
-            *cls.NEUTRAL,
-            *(name for name, meant in LIGHTRFT.items() if meant in options_in(cls)),
-        }
-        elsewhere = {ALIASES[name] for name in held if name in LIGHTRFT and name in known}
-        own = {name: value for name, value in held.items() if name in known and name not in elsewhere}
-        extra = {name: value for name, value in held.items() if name not in own}
+        values, options = vars(given), options_in(cls)
+        known = {*options, *cls.NEUTRAL, *(name for name, meant in LIGHTRFT.items() if meant in options)}
+        elsewhere = {ALIASES[name] for name in values if name in LIGHTRFT and name in known}
+        own = {name: value for name, value in values.items() if name in known and name not in elsewhere}
+        if own.get("fp16") is True:  # a namespace has defaults too, so nobody need have asked for the other one
+            own.pop("bf16", None)
+        extra = {name: value for name, value in values.items() if name not in own}
         for name in extra:
             if name not in known and (meant := difflib.get_close_matches(name, known, n=1, cutoff=TYPO)):
                 raise OptionError(f"there is no option {name!r}; nearest: {meant[0]}.")
@@ -161,29 +200,37 @@ def default(name: str) -> Any:
 
 
 def need_fsdp(config: StrategyConfig) -> None:
-    """Refuse what the reference system trains with DeepSpeed.
-
-    Raises:
-        OptionError: `fsdp` is not set.
-    """
+    """Refuse DeepSpeed for the ranks of a session, whose engine is FSDP2's."""
     if not config.fsdp:
         raise OptionError(
-            "fsdp=False cannot be honoured: it asks for DeepSpeed, which is not here; set --fsdp (fsdp=True)."
+            "fsdp=False cannot be honoured: a session's ranks train with FSDP2. DeepSpeed trains where a script makes "
+            "its strategy itself (get_strategy); leave it out, or set fsdp=True."
         )
+
+
+def need_groups(options: HeldOptions, ranks: int) -> None:
+    """Refuse ranks that cannot be grouped by as many as are to see the same rows."""
+    for name in ROW_SHARING:
+        if ranks % (size := getattr(options, name)):
+            raise OptionError(
+                f"{name}={size} does not divide {ranks} ranks, and so many are to see the same rows. Build more ranks "
+                "(rb.Train(shards=…)), or choose a divisor."
+            )
 
 
 def accumulation_steps(train_batch_size: int, micro_train_batch_size: int, world_size: int) -> int:
-    """Return backward calls per optimizer step and rank.
-
-    Raises:
-        OptionError: the sequences of a step cannot be shared out evenly.
-    """
+    """Return backward calls per optimizer step and rank; refuse sequences that cannot be shared out evenly."""
     if train_batch_size % (micro_train_batch_size * world_size):
         raise OptionError(
-            "train_batch_size must be divisible by (micro_train_batch_size * world_size), and is not a multiple:\n"
-            f"  train_batch_size:        {train_batch_size}\n"
-            f"  micro_train_batch_size:  {micro_train_batch_size}\n"
-            f"  world_size:              {world_size}\n"
-            f"  Required: {train_batch_size} % ({micro_train_batch_size} * {world_size}) == 0; change one of them."
+            "train_batch_size must be divisible by (micro_train_batch_size * world_size). Required: "
+            f"{train_batch_size} % ({micro_train_batch_size} * {world_size}) == 0; change one of them."
         )
     return train_batch_size // (micro_train_batch_size * world_size)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for every option of `StrategyConfig`, by LightRFT's names and ours, with its default; a script may
+    define some of them itself, before or after: its definition counts."""
+    add_flags(parser, StrategyConfig, reference=True)
+    for container in (parser, parser._optionals):
+        container.conflict_handler = "resolve"  # a flag that the script defines later replaces ours

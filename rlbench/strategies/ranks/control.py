@@ -1,20 +1,21 @@
-"""How ranks agree without touching the model: votes, sums and small objects over a gloo group of their
-own."""
+"""How ranks agree and reduce: votes and small objects over a gloo group of their own, tensors over their device's."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from rlbench.errors import EngineError
 from rlbench.user_code import user_code
+
+OPS = {"mean": "SUM", "sum": "SUM", "max": "MAX", "min": "MIN"}
 
 
 class Verdict(IntEnum):
@@ -28,7 +29,7 @@ class Verdict(IntEnum):
 _issued_by_left_groups = 0
 
 
-def _leave(group: Any) -> None:
+def leave(group: Any) -> None:
     global _issued_by_left_groups
     with contextlib.suppress(ValueError, AssertionError):  # the ranks have parted already
         issued = _issued_in([group])
@@ -37,8 +38,8 @@ def _leave(group: Any) -> None:
 
 
 def issued_collectives() -> int:
-    """Collectives that this process has issued, over all groups it has, and those of `ControlGroup` that it had; 0
-    without any. It does not fall where a trainer leaves its group: peers are compared by it."""
+    """Count the collectives that this process has issued, over all groups it has, and those of `ControlGroup` that it
+    had: it does not fall where a trainer leaves its group, as peers are compared by it."""
     if not dist.is_initialized():
         return 0
     return _issued_by_left_groups + _issued_in(list(dist.distributed_c10d._world.pg_map))
@@ -50,16 +51,14 @@ def _issued_in(groups: Sequence[Any]) -> int:
 
 
 def peer_failed(message: str) -> EngineError:
-    """An error for a rank that gave up because another one failed; `secondary` says so to whoever collects
-    them."""
+    """Make an error for a rank that gave up because another failed; `secondary` says so to whoever collects them."""
     error = EngineError(message)
     error.__dict__["secondary"] = True
     return error
 
 
 def ranks_apart(message: str) -> EngineError:
-    """An error of a rank whose state is not that of the others any more; `ends_rank` tells whoever collects them that
-    it must not go on."""
+    """Make an error of a rank whose state is not that of the others any more; by `ends_rank` it must not go on."""
     error = EngineError(message)
     error.__dict__["ends_rank"] = True
     return error
@@ -73,13 +72,13 @@ def on_all_ranks(error: Exception) -> bool:
 class ControlGroup:
     """A gloo group beside the model's own, on CPU and GPU hosts alike; its connections end with it."""
 
-    def __init__(self, timeout: timedelta | None = None) -> None:
+    def __init__(self) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self.group = dist.new_group(backend="gloo", timeout=timeout)
+        self.group = dist.new_group(backend="gloo")
         if self.world_size > 1:  # a rank that drops it at once would cut off one that is still connecting
             dist.barrier(group=self.group)
-        weakref.finalize(self, _leave, self.group).atexit = False
+        weakref.finalize(self, leave, self.group).atexit = False
 
     def vote(self, own: Verdict) -> Verdict:
         """Return the greatest vote of all ranks; collective."""
@@ -93,9 +92,9 @@ class ControlGroup:
         """Return every rank's small picklable value, in rank order; collective."""
         if self.world_size == 1:
             return [value]
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, value, group=self.group)
-        return found
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def scatter(self, parts: Sequence[Any] | None) -> Any:
         """Give each rank its part of what rank 0 holds, one per rank; the others pass None; collective."""
@@ -107,25 +106,16 @@ class ControlGroup:
         return mine[0]
 
     def together(self, doing: str, work: Callable[[], Any]) -> Any:
-        """Run `work`, which holds no collective, on every rank; if it fails on one, it fails on all.
-
-        Raises:
-            Whatever `work` raised here; EngineError where only other ranks failed.
-        """
-        failure: Exception | None = None
+        """Run `work`, which holds no collective, on every rank; if it fails on one, it fails on all."""
         result = None
-        try:
-            with user_code():
-                result = work()
-        except Exception as error:  # whatever it is, the peers must hear of it
-            failure = error
-        self.raise_together(doing, failure)
+        with self.ended_together(doing), user_code():
+            result = work()
         return result
 
     @contextlib.contextmanager
     def ended_together(self, doing: str) -> Iterator[None]:
-        """What fails in the block on one rank, after its last collective (a file that rank 0 writes), ends the call on
-        all: they would wait for it in the next."""
+        """End the call on all ranks where the block, after its last collective, fails on one: they would wait for it in
+        the next."""
         failure: Exception | None = None
         try:
             yield
@@ -133,11 +123,17 @@ class ControlGroup:
             failure = error
         self.raise_together(doing, failure)
 
+    def stops(self, doing: str, failure: Exception | None, asked: bool) -> bool:
+        """Return whether a rank was `asked` to stop; where `doing` failed on one, raise on all; collective."""
+        verdict = self.vote(Verdict.FAILED if failure is not None else Verdict.STOP if asked else Verdict.GO)
+        if verdict is Verdict.FAILED:
+            self.raise_together(doing, failure)
+        return verdict is Verdict.STOP
+
     def raise_together(self, doing: str, failure: Exception | None) -> None:
-        """Share the failures of `doing`; collective. Raises the rank's own failure, else one that names
-        another rank's."""
-        said = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
-        failed = [(rank, text) for rank, text in enumerate(said) if text is not None]
+        """Share the failures of `doing`; collective. Raise the rank's own failure, else one that names another's."""
+        texts = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
+        failed = [(rank, text) for rank, text in enumerate(texts) if text is not None]
         if not failed:
             return
         rank, text = failed[0]
@@ -147,3 +143,55 @@ class ControlGroup:
             )
         failure.__dict__["on_all_ranks"] = True
         raise failure
+
+
+class Collectives:
+    """Of a strategy: joins what its ranks have, over the group of their device; every method is collective."""
+
+    def __init__(self, control: ControlGroup, device: torch.device) -> None:
+        self._control, self._device = control, device
+
+    def all_reduce(self, data: Any, op: str = "mean") -> Any:
+        """Reduce over all ranks, and leave the argument as it is.
+
+        Args:
+            data: a number, a tensor, or a dict of such with the same keys in the same order on all ranks.
+            op: "mean", "sum", "max" or "min".
+
+        Returns:
+            The like of `data`, on its device. A mean of whole numbers is a float.
+        """
+        if op not in OPS:
+            raise EngineError(f"op={op!r}: all_reduce knows mean, max, sum and min.")
+        if isinstance(data, Mapping):
+            return {key: self.all_reduce(value, op) for key, value in data.items()}
+        tensor = data.detach().clone() if isinstance(data, Tensor) else torch.tensor(data, dtype=torch.float64)
+        tensor = tensor.to(self._device)
+        if self._control.world_size > 1:
+            dist.all_reduce(tensor, op=getattr(dist.ReduceOp, OPS[op]))
+        if op == "mean":
+            tensor = tensor / self._control.world_size
+        if isinstance(data, Tensor):
+            return tensor.to(data.device)
+        return int(tensor) if isinstance(data, int) and op != "mean" else float(tensor)
+
+    def all_gather(self, data: Any) -> Any:
+        """Join what the ranks have, in their order: a tensor along its first dimension, whose lengths may differ (a
+        single value becomes a row of them), a number to a list, a dict to a dict of such."""
+        if isinstance(data, Mapping):
+            return {key: self.all_gather(value) for key, value in data.items()}
+        if not isinstance(data, Tensor):
+            return [type(data)(value) for value in self._control.gather(data)]
+        tensor = data.detach().reshape(1) if data.dim() == 0 else data.detach()
+        if self._control.world_size == 1:
+            return tensor.clone()
+        lengths = self._control.gather(len(tensor))
+        padded = tensor.new_zeros((max(lengths), *tensor.shape[1:]), device=self._device)
+        padded[: len(tensor)] = tensor
+        parts = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(parts, padded)
+        return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)]).to(data.device)
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        self._control.gather(None)

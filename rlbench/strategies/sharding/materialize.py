@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from rlbench.errors import BuildError, nearest
+from rlbench.checkpoint.tensor_files import part_of
+from rlbench.errors import BuildError, nearest, some
 from rlbench.nn import BaseTrainModule
+from rlbench.nn.lora import Adapted, initial, plain_name
+from rlbench.nn.quantised import QuantisedLinear, quantised_layers
+from rlbench.strategies.optim.gradients import local
 from rlbench.strategies.sharding.sources import TensorSource, open_source, through_transformers
-
-SHOWN = 4
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:
-    """Give every parameter on meta uninitialised memory on `device`; ties stay, buffers keep their values and
-    move there."""
-    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    """Give every parameter on meta uninitialised memory; ties stay, buffers keep their values and move there."""
+    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers() if not buffer.is_meta}
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -28,110 +30,114 @@ def allocate(module: nn.Module, device: torch.device) -> None:
             owner, _, attribute = other.rpartition(".")
             setattr(module.get_submodule(owner), attribute, module.get_parameter(first))
     for name, buffer in module.named_buffers():
-        buffer.copy_(buffers[name])
+        if name in buffers:
+            buffer.copy_(buffers[name])
 
 
 def full_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Full shape of each parameter and persistent buffer, by every name it has (tied ones have several)."""
-    return {name: tuple(tensor.shape) for name, tensor in targets(module).items()}
+    """Return the full shape of each of `targets`, and of quantised weights."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in targets(module).items()}
+    return shapes | {name: layer.shape for name, layer in quantised_weights(module).items()}
+
+
+def quantised_weights(module: nn.Module) -> dict[str, QuantisedLinear]:
+    """Return the quantised layers by the name that a checkpoint has for their weight."""
+    return {plain_name(f"{path}.weight"): layer for path, layer in quantised_layers(module).items()}
 
 
 def targets(module: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint may fill: parameters under all their names, and persistent buffers."""
-    found: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    """Return what a checkpoint may fill: parameters under all their names, and persistent buffers; those of an adapted
+    layer's base also under the names they have without adapters."""
+    tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    if Adapted.of(module):
+        tensors |= {plain_name(name): tensor for name, tensor in tensors.items()}
     for prefix, child in module.named_modules():
         for name, buffer in child.named_buffers(recurse=False):
             if name not in child._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
+                tensors[f"{prefix}.{name}" if prefix else name] = buffer
+    return tensors
 
 
 @torch.no_grad()
 def materialize(module: nn.Module, source: Any, seed: int, own_names: bool = False) -> str:
-    """Fill the local shards of `module` from `source` and return where the weights came from. No collective.
+    """Fill the local shards of an allocated module and return where the weights came from. No collective.
 
-    Args:
-        module: sharded (or not) and allocated; names of the source go through its
-            `preprocess_input_named_parameters`, if it has that.
-        source: what `materialization_source()` gave, or a checkpoint that replaces it.
-        seed: of initialisers.
-        own_names: the source has the module's own names, as its state dict does: no hook maps them.
-
-    Raises:
-        BuildError: missing, left over or mis-shaped tensors; the sentence names some, and the nearest names.
+    `source`: what `materialization_source()` gave, or a checkpoint that replaces it. Its names go through the module's
+    `preprocess_input_named_parameters`, if it has that, unless they are its `own_names`, as in its state dict.
     """
     opened = open_source(source, full_shapes(module), getattr(module, "_source_revision", None), seed)
-    if _needs_transformers(module, opened, source):
+    own, quantised = targets(module), quantised_weights(module)
+    if not isinstance(source, dict) and _needs_transformers(module, opened, own):
         opened = through_transformers(module, opened)
-    held = targets(module)
     hook = None if own_names else getattr(module, "preprocess_input_named_parameters", None)
-    mapping = hook or (lambda name, tensor: (name, tensor))
     filled: set[int] = set()
     unknown: list[str] = []
     misshaped: list[str] = []
     for source_name in opened.names:
-        mapped = mapping(source_name, opened.read(source_name))
-        if mapped is None:
+        mapped = source_name, opened.read(source_name)
+        if hook is not None and (mapped := hook(*mapped)) is None:
             continue
         name, tensor = mapped
-        target = held.get(name)
-        if target is None:
+        target = own.get(name)
+        if (layer := quantised.get(name)) is not None and tuple(tensor.shape) == layer.shape:
+            layer.fill(tensor)
+            filled.add(id(layer))
+        elif target is None:
             unknown.append(name)
         elif tuple(tensor.shape) != tuple(target.shape):
             misshaped.append(f"{name} is {tuple(tensor.shape)}, the module wants {tuple(target.shape)}")
         else:
-            _fill(target, tensor)
+            local(target).copy_(part_of(tensor, target))
             filled.add(id(target))
-    missing = [name for name, parameter in module.named_parameters() if id(parameter) not in filled]
-    _refuse(type(module).__name__, opened, missing, unknown, misshaped, list(held))
+    adapters = Adapted.of(module).adapter_names()
+    missing = [name for name, layer in quantised.items() if id(layer) not in filled]
+    for name, parameter in module.named_parameters():
+        if id(parameter) not in filled and name in adapters:  # no checkpoint of the base has them
+            local(parameter).copy_(part_of(initial(name, tuple(parameter.shape), seed), parameter))
+        elif id(parameter) not in filled:
+            missing.append(name)
+    problems = {
+        "parameters are missing": (missing, unknown),
+        "tensors have no parameter": (unknown, list(own)),
+        "have another shape": (misshaped, []),
+    }
+    misfits = [
+        f"{len(names)} {problem} ({some(names)}{nearest(names[0], near)})"
+        for problem, (names, near) in problems.items()
+        if names
+    ]
+    if misfits:
+        raise BuildError(
+            f"the weights of {opened.label} do not fit {type(module).__name__}: {'; '.join(misfits)}. Give the right "
+            "checkpoint, or map names in preprocess_input_named_parameters(name, param) (None drops a tensor)."
+        )
     return opened.label
 
 
-def _needs_transformers(module: nn.Module, opened: TensorSource, source: Any) -> bool:
-    """True for a transformers checkpoint whose names are not the module's, unless the user's own hook maps
-    them."""
-    if not hasattr(module, "_keys_to_ignore_on_load_unexpected") or isinstance(source, dict):
-        return False
+@torch.no_grad()
+def load_adapter(module: nn.Module, folder: Path) -> None:
+    """Fill the local shards of a module's adapter from a folder of peft's. No collective."""
+    file = folder / "adapter_model.safetensors"
+    if not file.is_file():
+        raise BuildError(f"{folder} holds no {file.name}: save the adapter again, by peft or session.export")
+    held, own = load_file(file), dict(Adapted.of(module).peft_parameters())
+    other = [name for name, tensor in own.items() if name not in held or held[name].shape != tensor.shape]
+    if other or len(held) != len(own):
+        raise BuildError(
+            f"the adapter in {folder} is of another base: it has {len(held)} tensors, {type(module).__name__} wants "
+            f"{len(own)} ({some(other) or some(sorted(set(held) - set(own)))} differ in name or shape)"
+        )
+    for name, parameter in own.items():
+        local(parameter).copy_(part_of(held[name], parameter))
+
+
+def _needs_transformers(module: nn.Module, opened: TensorSource, own: dict[str, Tensor]) -> bool:
+    """Whether a transformers checkpoint has other names than the module, which the user's own hook does not map."""
     plain = BaseTrainModule.preprocess_input_named_parameters
     if getattr(type(module), "preprocess_input_named_parameters", plain) is not plain:
         return False
-    held = targets(module)
-    ids = {id(held[name]) for name in opened.names if name in held}
-    direct = all(name in held for name in opened.names) and all(id(p) in ids for p in module.parameters())
-    return not direct
-
-
-def _fill(target: Tensor, tensor: Tensor) -> None:
-    if isinstance(target, DTensor):
-        local = distribute_tensor(tensor, target.device_mesh, target.placements, src_data_rank=None).to_local()
-        target.to_local().copy_(local)
-    else:
-        target.copy_(tensor)
-
-
-def _refuse(
-    owner: str,
-    opened: TensorSource,
-    missing: list[str],
-    unknown: list[str],
-    misshaped: list[str],
-    held: list[str],
-) -> None:
-    """Say in one sentence what does not fit."""
-    said = []
-    if missing:
-        said.append(f"{len(missing)} parameters are missing ({_some(missing)}{nearest(missing[0], unknown)})")
-    if unknown:
-        said.append(f"{len(unknown)} tensors have no parameter ({_some(unknown)}{nearest(unknown[0], held)})")
-    if misshaped:
-        said.append(f"{len(misshaped)} have another shape ({_some(misshaped)})")
-    if said:
-        raise BuildError(
-            f"the weights of {opened.label} do not fit {owner}: {'; '.join(said)}. Give the right "
-            "checkpoint, or map names in preprocess_input_named_parameters(name, param) (None drops a "
-            "tensor)."
-        )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
+    ids, quantised = {id(own[name]) for name in opened.names if name in own}, quantised_weights(module)
+    adapters = Adapted.of(module).adapter_names()
+    needed = (id(parameter) in ids for name, parameter in module.named_parameters() if name not in adapters)
+    direct = all(name in own or name in quantised for name in opened.names) and all(needed)
+    return hasattr(module, "_keys_to_ignore_on_load_unexpected") and not direct

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from rlbench.errors import BuildError
 from rlbench.nn.huggingface import check_path
+from rlbench.weights.names import weight_files
 
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth")
 
@@ -31,39 +31,38 @@ class TensorSource:
 
 
 def open_source(source: Any, shapes: Mapping[str, tuple[int, ...]], revision: str | None, seed: int) -> TensorSource:
-    """Open what a module's `materialization_source()` returned.
-
-    Args:
-        source: path, hub id, dict of tensors, dict of initialisers, or one that is open already.
-        shapes: full shape of each parameter, for the initialisers.
-        revision: of a hub id.
-        seed: of the initialisers; the same full tensor is drawn on every rank.
-
-    Raises:
-        BuildError: nothing there, or something that is no source.
-    """
+    """Open what a module's `materialization_source()` returned: path, hub id (of `revision`), dict of tensors, dict of
+    initialisers (by full `shapes` and `seed`; the same tensor is drawn on every rank), or a source that is open."""
     if isinstance(source, TensorSource):
         return source
     if isinstance(source, Mapping):
-        return _from_mapping(source, shapes, seed)
+
+        def value(name: str) -> Tensor:
+            if isinstance(source[name], Tensor):
+                return source[name]
+            return initialised(name, source[name], shapes.get(name), seed)
+
+        return TensorSource("the dict of materialization_source()", tuple(source), value)
     if not isinstance(source, str | Path):
         raise BuildError(
             f"materialization_source() returned {type(source).__name__}; it must be a path, a dict of "
             "tensors or a dict of initialisers."
         )
     path = locate(str(source), revision)
-    if path.is_dir():
-        return _from_folder(path)
-    return _from_files(str(path), [path])
+    files = weight_files(path) if path.is_dir() else [path]
+    if not files:
+        raise BuildError(f"{path} holds no weights (*.safetensors or pytorch_model*.bin); check the path.")
+    if absent := [file.name for file in files if not file.exists()]:
+        raise BuildError(f"{path} is incomplete: its index names {', '.join(absent)}, not there; copy it again.")
+    readers: dict[str, Callable[[str], Tensor]] = {}
+    for file in files:
+        names, read = _open_file(file)
+        readers.update(dict.fromkeys(names, read))
+    return TensorSource(str(path), tuple(readers), lambda name: readers[name](name))
 
 
 def locate(source: str, revision: str | None = None) -> Path:
-    """Return the local folder or file of a path or hub id, downloading a model of the hub when it is not
-    cached.
-
-    Raises:
-        BuildError: no such path, or the hub could not serve it.
-    """
+    """Return the local folder or file of a path or hub id, downloading a model of the hub when it is not cached."""
     path = Path(source).expanduser()
     if path.exists():
         return path
@@ -73,7 +72,7 @@ def locate(source: str, revision: str | None = None) -> Path:
     patterns = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py"]
     try:
         folder = Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
-        if not _weight_files(folder):
+        if not weight_files(folder):
             folder = Path(snapshot_download(source, revision=revision, allow_patterns=["pytorch_model*.bin*"]))
     except Exception as error:  # the hub's client raises many kinds; all mean that the weights are not here
         raise BuildError(
@@ -81,35 +80,6 @@ def locate(source: str, revision: str | None = None) -> Path:
             f"serve now ({type(error).__name__}); give a folder, or download it while the network is there."
         ) from error
     return folder
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
-        if (folder / index).exists():
-            held = json.loads((folder / index).read_text())["weight_map"]
-            return [folder / name for name in sorted(set(held.values()))]
-    for single in ("model.safetensors", "pytorch_model.bin"):
-        if (folder / single).exists():
-            return [folder / single]
-    return sorted(folder.glob("*.safetensors"))
-
-
-def _from_folder(folder: Path) -> TensorSource:
-    files = _weight_files(folder)
-    if not files:
-        raise BuildError(f"{folder} holds no weights (*.safetensors or pytorch_model*.bin); check the path.")
-    absent = [file.name for file in files if not file.exists()]
-    if absent:
-        raise BuildError(f"{folder} is incomplete: its index names {', '.join(absent)}, not there; copy it again.")
-    return _from_files(str(folder), files)
-
-
-def _from_files(label: str, files: list[Path]) -> TensorSource:
-    readers: dict[str, Callable[[str], Tensor]] = {}
-    for file in files:
-        names, read = _open_file(file)
-        readers.update(dict.fromkeys(names, read))
-    return TensorSource(label, tuple(readers), lambda name: readers[name](name))
 
 
 def _open_file(file: Path) -> tuple[list[str], Callable[[str], Tensor]]:
@@ -129,35 +99,17 @@ def _open_file(file: Path) -> tuple[list[str], Callable[[str], Tensor]]:
     return list(state), lambda name: state[name]
 
 
-def _from_mapping(source: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], seed: int) -> TensorSource:
-    if all(isinstance(value, Tensor) for value in source.values()):
-        return TensorSource("the dict of materialization_source()", tuple(source), lambda name: source[name])
-
-    def read(name: str) -> Tensor:
-        value = source[name]
-        if isinstance(value, Tensor):
-            return value
-        if not callable(value):
-            raise BuildError(f"materialization_source()[{name!r}] is neither a tensor nor an initialiser.")
-        return initialised(name, value, shapes.get(name), seed)
-
-    return TensorSource("the initialisers of materialization_source()", tuple(source), read)
-
-
 def initialised(name: str, fill: Callable[..., Any], shape: tuple[int, ...] | None, seed: int) -> Tensor:
-    """Return a full float32 tensor that `fill` filled or returned; the same on every rank.
-
-    Args:
-        fill: called with the tensor to fill if it takes an argument (as `torch.nn.init.normal_` does), else
-            without.
-        shape: of the parameter; None where the module has none of that name.
-    """
+    """Return a full float32 tensor that `fill` filled, if it takes an argument (as `torch.nn.init.normal_` does), or
+    returned; the same on every rank. `shape` is None where the module has no parameter of that name."""
+    if not callable(fill):
+        raise BuildError(f"materialization_source()[{name!r}] is neither a tensor nor an initialiser.")
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7], "big"))
         if not inspect.signature(fill).parameters:
             tensor = fill()
         else:
-            empty = torch.zeros(shape if shape is not None else ())
+            empty = torch.zeros(shape or ())
             returned = fill(empty)
             tensor = returned if isinstance(returned, Tensor) else empty
     if not isinstance(tensor, Tensor):
@@ -165,16 +117,23 @@ def initialised(name: str, fill: Callable[..., Any], shape: tuple[int, ...] | No
     return tensor
 
 
-def through_transformers(module: nn.Module, source: TensorSource) -> TensorSource:
-    """Read a checkpoint whose names differ from the module's as transformers does: renamed, merged, split.
-
-    Holds the full model in host memory while it is read.
-
-    Raises:
-        BuildError: transformers finds weights missing, left over or of another shape.
-    """
-    from transformers import PreTrainedModel
+def loaded_silently(kind: Any, *args: Any, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """Return a model that a class of transformers loads, without progress bars, and its report of the names."""
     from transformers.utils import logging
+
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        return kind.from_pretrained(*args, output_loading_info=True, **options)
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+
+
+def through_transformers(module: nn.Module, source: TensorSource) -> TensorSource:
+    """Read a checkpoint whose names differ from the module's as transformers does: renamed, merged, split. The full
+    model is in host memory while it is read."""
+    from transformers import PreTrainedModel
 
     from rlbench.nn import BaseTrainModule
 
@@ -187,18 +146,10 @@ def through_transformers(module: nn.Module, source: TensorSource) -> TensorSourc
     if source.in_memory:
         state = {name: source.read(name) for name in source.names}
         place = {"pretrained_model_name_or_path": None, "state_dict": state, "dtype": next(iter(state.values())).dtype}
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        model, report = plain.from_pretrained(
-            **place, config=module.config, output_loading_info=True, ignore_mismatched_sizes=True
-        )
-    finally:
-        if bars:
-            logging.enable_progress_bar()
+    model, report = loaded_silently(plain, **place, config=module.config, ignore_mismatched_sizes=True)
     wrong = {kind: sorted(map(str, report[kind])) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     if any(wrong.values()):
-        said = "; ".join(f"{kind.split('_')[0]}: {', '.join(names[:5])}" for kind, names in wrong.items() if names)
-        raise BuildError(f"the weights of {source.label} do not fit {plain.__name__}: {said}.")
+        listed = "; ".join(f"{kind.split('_')[0]}: {', '.join(names[:5])}" for kind, names in wrong.items() if names)
+        raise BuildError(f"the weights of {source.label} do not fit {plain.__name__}: {listed}.")
     tensors = dict(model.state_dict())
     return TensorSource(source.label, tuple(tensors), tensors.__getitem__)

@@ -1,14 +1,12 @@
 """Dynamic sampling (DAPO, arXiv 2503.14476): groups whose samples are all worth the same are replaced by further ones.
 
-Every rank ends with as many groups as it began with. Which prompts are asked next, and whether it goes on, all ranks
-decide alike; groups that one rank has too many go to those that lack some.
+All ranks decide alike what is asked next, and each ends with as many groups as it began with.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,35 +28,12 @@ Draw = Callable[[list[Prompt]], Rollouts]
 MorePrompts = Callable[[int], Sequence[Any]]
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """What dynamic sampling gave a rank (`rollouts`: scored, whole groups with a signal, as many as it was to have),
-    and what it took on all ranks: calls of the engine, groups drawn, and those of them whose samples differ.
-    """
-
-    rollouts: Rollouts
-    generations: int
-    groups: int
-    with_signal: int
-
-    def numbers(self, trained: int) -> dict[str, float]:
-        """Return metrics; `trained`: groups that are trained on, over all ranks."""
-        return {
-            "dynamic_sampling/generations": float(self.generations),
-            "dynamic_sampling/groups": float(self.groups),
-            "dynamic_sampling/with_signal": float(self.with_signal),
-            "dynamic_sampling/signal_frac": self.with_signal / self.groups,
-            "dynamic_sampling/spare": float(self.with_signal - trained),
-        }
-
-
 def with_signal(
     draw: Draw, prompts: list[Prompt], more_prompts: MorePrompts, options: StrategyConfig, control: ControlGroup
-) -> Drawn:
+) -> tuple[Rollouts, dict[str, float]]:
     """Draw until all ranks together have a group with a signal for each of their prompts; collective.
 
-    `draw` samples and scores prompts of this rank; `more_prompts` gives so many further ones, called on all ranks at
-    once.
+    Gives this rank's scored groups, and metrics: calls of the engine, groups drawn, those whose samples differ, ….
     """
     shares = control.gather(len(prompts))
     wanted = sum(shares)
@@ -74,13 +49,15 @@ def with_signal(
             break
         if generations == options.max_num_gen_batches:
             raise DataError(
-                f"dynamic sampling: after {generations} generations (max_num_gen_batches) {found} of {groups} groups "
-                f"have samples that differ in {options.dynamic_sampling_metric!r}, and {wanted} are wanted: give "
-                "prompts that are neither too easy nor too hard, or raise max_num_gen_batches (0: never gives up)"
+                f"dynamic sampling: after {generations} generations {found} of {groups} groups have samples that "
+                f"differ in {options.dynamic_sampling_metric!r}, and {wanted} are wanted: give prompts neither too "
+                "easy nor too hard, or raise max_num_gen_batches"
             )
         asked = _further(more_prompts, _count(wanted - found, found / groups, shares), control)
     mine = _shared_out(join(*kept) if len(kept) > 1 else kept[0], shares, control)
-    return Drawn(mine, generations, groups, found)
+    counts_of_all = {"generations": generations, "groups": groups, "with_signal": found, "spare": found - wanted}
+    numbers = {**counts_of_all, "signal_frac": found / groups}
+    return mine, {f"dynamic_sampling/{name}": float(number) for name, number in numbers.items()}
 
 
 def _count(lacking: int, share: float, shares: Sequence[int]) -> int:
@@ -90,22 +67,11 @@ def _count(lacking: int, share: float, shares: Sequence[int]) -> int:
 
 
 def _further(more_prompts: MorePrompts, count: int, control: ControlGroup) -> list[Prompt]:
-    given: list[Any] = []
-    failure: Exception | None = None
-    try:
-        with user_code():
-            given = list(more_prompts(count))
-    except Exception as error:  # a caller's code: the peers must hear of it
-        failure = error
-
-    def checked() -> list[Prompt]:
-        if failure is not None:
-            raise failure
+    with control.ended_together("dynamic sampling"), user_code():
+        given = list(more_prompts(count))
         if len(given) != count:
             raise DataError(f"dynamic sampling: {count} further prompts were wanted, more_prompts gave {len(given)}")
         return prompts_of(given, None, None)
-
-    return agreed(control, "dynamic sampling", checked)
 
 
 def _kept(drawn: Rollouts, options: StrategyConfig) -> Rollouts:
@@ -113,17 +79,14 @@ def _kept(drawn: Rollouts, options: StrategyConfig) -> Rollouts:
     rows = counted(drawn)
     if not rows.any():  # all cut: nothing was scored, so there are no components either
         return drawn.select(rows)
-    metric = options.dynamic_sampling_metric
-    if metric == REWARD:
-        values = np.asarray(drawn.rewards, np.float64)
-    elif metric in drawn.components:
-        values = np.asarray(drawn.components[metric], np.float64)
-    else:
-        known = [REWARD, *drawn.components]
+    metric, others = options.dynamic_sampling_metric, {n: c for n, c in drawn.components.items() if n != REWARD}
+    columns = {REWARD: drawn.rewards, **others}  # the shaped reward, whatever a component is called
+    if metric not in columns:
         raise DataError(
-            f"dynamic_sampling_metric={metric!r}: the rewards have no component of that name"
-            f"{nearest(metric, known)}; there are {', '.join(known)}"
+            f"dynamic_sampling_metric={metric!r} is no component of the rewards{nearest(metric, columns)}; there are "
+            f"{', '.join(columns)}"
         )
+    values = np.asarray(columns[metric], np.float64)
     group = drawn.group[rows].astype(np.int64)
     differ = groups_with_signal(torch.from_numpy(values[rows]), torch.from_numpy(group)).numpy()
     return drawn.select(np.isin(drawn.group, group[differ]))

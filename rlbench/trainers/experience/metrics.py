@@ -13,10 +13,9 @@ from rlbench.data.rollouts.rollouts import Rollouts
 from rlbench.rl import MismatchMoments
 from rlbench.strategies.options.config import StrategyConfig
 from rlbench.strategies.ranks.control import ControlGroup
-from rlbench.trainers.experience.advantage_stage import Estimated, Samples
+from rlbench.trainers.experience.advantage_stage import Estimated, Samples, Shaped
 from rlbench.trainers.experience.over_ranks import Spread, spreads_over_ranks
 from rlbench.trainers.experience.samples import counted
-from rlbench.trainers.experience.shaping_stage import Shaped
 from rlbench.trainers.experience.values import Experience
 
 PARTS: Mapping[str, tuple[str, ...]] = {
@@ -28,27 +27,22 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "advantages": ("mean", "std", "max", "min"),
     "returns": ("mean", "std"),
 }
-COMPONENT = ("mean", "std")
 
 
 def over_ranks(
     columns: Mapping[str, Any], components: Mapping[str, np.ndarray], mismatch: MismatchMoments, control: ControlGroup
 ) -> dict[str, float]:
-    """Return the metrics of all ranks; collective.
+    """Return the metrics of all ranks from this rank's numbers by name; collective.
 
-    `columns` are this rank's numbers by name: `PARTS` says which parts of a spread are told, else the mean. Of
-    `components`, what rewards were made of, details (with a `/`) are left out. `mismatch` is summed over this rank's
-    tokens.
+    `PARTS` says which parts of a spread are told, else the mean; details of components (with a `/`) are left out.
     """
     own = {f"c/{name}": Spread.of(values) for name, values in components.items() if "/" not in name}
     whole = spreads_over_ranks({name: Spread.of(values) for name, values in columns.items()} | own, control)
     numbers: dict[str, float] = {}
     for name, spread in whole.items():
-        parts = COMPONENT if name.startswith("c/") else PARTS.get(name, ("",))
+        parts = ("mean", "std") if name.startswith("c/") else PARTS.get(name, ("",))
         numbers |= spread.numbers(name.removeprefix("c/"), parts)
-    total = MismatchMoments()
-    for part in control.gather(mismatch):
-        total = total + part
+    total = sum(control.gather(mismatch), MismatchMoments())
     return numbers | {f"mismatch/{name}": value for name, value in (total.result() if total.tokens else {}).items()}
 
 
@@ -61,43 +55,37 @@ def evaluation(scored: Rollouts, control: ControlGroup) -> dict[str, float]:
     return numbers | spread.numbers("reward", ("std",)) | {"samples": float(spread.moments.count)}
 
 
-def columns(
-    made: Experience, rollouts: Rollouts, given: Shaped, found: Estimated, options: StrategyConfig
-) -> dict[str, Any]:
+def columns(made: Experience, rollouts: Rollouts, found: Estimated, options: StrategyConfig) -> dict[str, Any]:
     """Return the numbers of this rank's samples that `over_ranks` makes metrics of."""
     mask, rows = made.batch.mask, counted(rollouts)
+    info = {name: values[rows] for name, values in made.info.items()}
     assert made.batch.rewards is not None
     numbers: dict[str, Any] = {
-        "reward": given.rewards[rows],
+        "reward": info["reward"],
         "step_reward": made.batch.rewards[rows],
-        "return": made.info["return"][rows],
-        "response_length": made.batch.response_lengths[rows],
-        "total_length": made.batch.lengths[rows],
+        "return": info["return"],
+        "response_length": info["response_length"],
+        "total_length": info["total_length"],
         "advantages": found.advantages[mask],
         "returns": found.returns[mask],
         "truncated": rollouts.truncated[rows],
         "aborted": rollouts.aborted,
     }
     if made.kl is not None:
-        numbers |= {"rollout_ref_kl": made.kl[mask], "rollout_ref_kl_per_sequence": made.info["kl_sum"][rows]}
+        numbers |= {"rollout_ref_kl": made.kl[mask], "rollout_ref_kl_per_sequence": info["kl_sum"]}
     if made.entropy is not None:
         numbers["entropy"] = made.entropy[mask]
     if options.overlong_buffer:
-        numbers["overlong"] = given.overlong[rows]
+        numbers["overlong"] = info["overlong"]
     if options.reward_clip:
-        numbers["reward_clip_frac"] = given.clipped[rows]
+        numbers["reward_clip_frac"] = info["reward_clip_frac"]
     if options.advantage_clip:
         numbers["advantage_clip_frac"] = found.clipped[mask]
     return numbers
 
 
 def of_sequences(
-    samples: Samples,
-    found: Estimated,
-    given: Shaped,
-    batch: TrainBatch,
-    entropy: np.ndarray | None,
-    gap: np.ndarray | None,
+    samples: Samples, found: Estimated, given: Shaped, batch: TrainBatch, entropy: np.ndarray | None
 ) -> dict[str, np.ndarray]:
     """Return numbers (B,) of each sequence by name; means are over its trained tokens, 0 where it has none."""
     trained = samples.padded(batch.mask)
@@ -118,7 +106,5 @@ def of_sequences(
     if found.kl is not None:
         info |= {"kl": mean(found.kl), "kl_sum": samples.padded(found.kl).sum(1).numpy()}
     if entropy is not None:
-        info["entropy"] = mean(entropy)
-    if gap is not None:
-        info["logprob_gap"] = mean(gap)
+        info |= {"entropy": mean(entropy), "logprob_gap": mean(np.abs(samples.logprobs - batch.sampler_logprobs))}
     return info

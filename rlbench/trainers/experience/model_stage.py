@@ -1,112 +1,86 @@
-"""What models say of samples, without gradient: log-probs of actor and reference, values, scores of reward models.
-
-Sharded models meet in collectives, so every rank runs as many forwards as the one with the most samples; where its own
-have ended it computes a fill that nobody reads.
-"""
+"""What models say of samples, without gradient: log-probs of actor and reference, values, scores of reward models."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from rlbench.data.base.ragged import flat_index
 from rlbench.data.batches.batch import TrainBatch
 from rlbench.errors import EngineError
+from rlbench.nn.lora import adapters_off
 from rlbench.strategies.base import StrategyBase
-from rlbench.strategies.surface.memory_side import reshard
+from rlbench.strategies.memory.offloading import reshard
 from rlbench.trainers.experience.over_ranks import agreed, check_stop
+from rlbench.trainers.models.policy_module import BasePolicy
 from rlbench.trainers.models.reward_heads import scores_of
 from rlbench.trainers.models.value_model import check_critic, values_of
 from rlbench.trainers.passes.forward import DUMMY, PolicyModel, evaluating
 
-NO_ROWS = np.zeros(0, np.int64)
-
-
-@dataclass(frozen=True)
-class Stats:
-    """Flat float32 beside the response tokens of a batch: log-probs, and entropies in nats."""
-
-    logprobs: np.ndarray
-    entropy: np.ndarray
-
 
 class ModelStage:
-    """Runs models over this rank's samples, `micro_batch` sequences in one forward.
+    """Runs models over this rank's samples, `micro_batch` sequences in one forward; every method is collective.
 
     `packed` lays sequences one behind the other, without padding; `chunk_rows` takes log-probs straight from the output
-    layer, so many rows of logits at once, None: from the logits.
+    layer, so many rows of logits at once, None: from the logits. `head`: see `PolicyOptions`; None: as `chunk_rows`.
     """
 
-    def __init__(self, strategy: StrategyBase, micro_batch: int, packed: bool, chunk_rows: int | None) -> None:
-        self._strategy = strategy
-        self._micro_batch = micro_batch
-        self._packed = packed
-        self._chunk_rows = chunk_rows
+    def __init__(
+        self, strategy: StrategyBase, micro_batch: int, packed: bool, chunk_rows: int | None, head: str | None = None
+    ) -> None:
+        self._strategy, self._device = strategy, strategy.device.device
+        self._micro_batch, self._packed, self._chunk_rows = micro_batch, packed, chunk_rows
+        self._head = head or ("plain" if chunk_rows is None else "chunked")
         self._policies: dict[int, PolicyModel] = {}  # by module, which the PolicyModel holds
 
-    def policy_stats(self, model: nn.Module, batch: TrainBatch, doing: str) -> Stats:
-        """Return log-probs and entropies of the response tokens under a prepared policy; collective."""
+    def policy_stats(self, model: nn.Module, batch: TrainBatch, doing: str) -> np.ndarray:
+        """Return log-probs and entropies of the response tokens under a prepared policy, (2, tokens) float32."""
         if id(model) not in self._policies:
-            self._policies[id(model)] = PolicyModel(model, self._strategy.device.device, self._strategy.bf16)
+            half, ranks = self._strategy.half is not None, self._strategy.sequence
+            self._policies[id(model)] = PolicyModel(model, self._device, half, ranks, self._strategy.control)
         policy = self._policies[id(model)]
         agreed(self._strategy.control, doing, lambda: policy.check_tokens(batch))
-        head = "plain" if self._chunk_rows is None else "chunked"
-        found = np.full((2, batch.tokens), np.nan, np.float32)
-        with self._computing(model):
 
-            def compute(rows: np.ndarray) -> None:
-                part = batch.rows(rows) if len(rows) else DUMMY
-                with policy.stats(part, batch.temperature, self._packed, head, chunk_rows=self._chunk_rows) as stats:
-                    if len(rows):
-                        at = flat_index(batch.responses.offsets, rows)
-                        found[:, at] = torch.stack(stats[:2]).float().cpu().numpy()
+        def stats(part: TrainBatch) -> Tensor:
+            given = batch.temperature, self._packed, self._head
+            with policy.stats(part, *given, chunk_rows=self._chunk_rows) as (found, _):
+                return torch.stack([found.logprobs, found.entropy])
 
-            self._each(batch.lengths, doing, compute)
-        self._check_finite(doing, batch, found)
-        return Stats(*found)
+        return self._each(model, batch, 2, doing, stats)
 
     def reference_logprobs(self, reference: Any, batch: TrainBatch) -> np.ndarray:
-        """Return log-probs of the response tokens under the reference, flat float32; collective.
+        """Return log-probs of the response tokens under the reference, flat float32.
 
-        `reference` is a module, or a policy that the session holds (`rlbench.workers.session.reference`).
+        `reference` is a module, an adapted policy's base, or a policy that the session holds
+        (`rlbench.workers.session.reference`).
         """
         doing = "the reference's log-probs"
+        if isinstance(reference, BasePolicy):
+            with adapters_off(reference.module):
+                return self.policy_stats(reference.module, batch, doing)[0]
         if isinstance(reference, nn.Module):
-            return self.policy_stats(reference, batch, doing).logprobs
-        head = "plain" if self._chunk_rows is None else "chunked"
-        logprobs: np.ndarray = reference.logprobs(batch, self._packed, head)
-        self._check_finite(doing, batch, logprobs[None])
-        return logprobs
-
-    def check_critic(self, critic: nn.Module) -> None:
-        """Refuse a module that gives no values; collective."""
-        with self._computing(critic):
-            check_critic(critic, self._strategy.device.device)
-
-    def values(self, critic: nn.Module, batch: TrainBatch) -> np.ndarray:
-        """Return the critic's value of the state before each response token, flat float32; collective."""
-        doing, found = "the critic's values", np.full(batch.tokens, np.nan, np.float32)
-        device = self._strategy.device.device
-        with self._computing(critic):
-
-            def compute(rows: np.ndarray) -> None:
-                part = batch.rows(rows) if len(rows) else DUMMY
-                values = values_of(critic, part, device, self._packed)
-                if len(rows):
-                    found[flat_index(batch.responses.offsets, rows)] = values.float().cpu().numpy()
-
-            self._each(batch.lengths, doing, compute)
+            return self.policy_stats(reference, batch, doing)[0]
+        found = reference.logprobs(batch, self._packed, self._head)
         self._check_finite(doing, batch, found[None])
         return found
 
+    def check_critic(self, critic: nn.Module) -> None:
+        """Refuse a module that gives no values."""
+        with self._computing(critic):
+            check_critic(critic, self._device)
+
+    def values(self, critic: nn.Module, batch: TrainBatch) -> np.ndarray:
+        """Return the critic's value of the state before each response token, flat float32."""
+        ranks = self._strategy.sequence
+        values = lambda part: values_of(critic, part, self._device, self._packed, ranks)[None]  # noqa: E731
+        return self._each(critic, batch, 1, "the critic's values", values)[0]
+
     def scores(self, model: nn.Module, sequences: Sequence[Sequence[int]], doing: str) -> np.ndarray:
-        """Return a local reward model's score of each sequence of token ids, (B,) float64; collective.
+        """Return a local reward model's score of each sequence of token ids, (B,) float64.
 
         The model goes back to the host afterwards, so that only one is on the device.
         """
@@ -115,10 +89,30 @@ class ModelStage:
         check_stop(self._strategy.control, doing)
         return found.double().numpy()
 
-    # -- parts -------------------------------------------------------------------------------------------------
+    def _each(
+        self, model: nn.Module, batch: TrainBatch, width: int, doing: str, compute: Callable[[TrainBatch], Tensor]
+    ) -> np.ndarray:
+        """Return (width, tokens) of what `compute` gives of each micro-batch, short sequences first.
+
+        Sharded models meet in collectives: a rank whose own samples have ended computes a fill that nobody reads. Ranks
+        that see the same rows compute those of each other with their own.
+        """
+        control, found = self._strategy.control, np.full((width, batch.tokens), np.nan, np.float32)
+        order, beside = np.argsort(batch.lengths, kind="stable"), np.arange(batch.tokens)
+        own = [order[i : i + self._micro_batch] for i in range(0, len(order), self._micro_batch)]
+        parts, first = self._strategy.rows.shared([batch.rows(rows) for rows in own])
+        with self._computing(model):
+            for k in range(max(control.gather(len(parts)))):
+                check_stop(control, doing)
+                numbers = compute(parts[k] if k < len(parts) else DUMMY)
+                if first <= k < first + len(own):
+                    found[:, batch.responses.pick(beside, own[k - first])] = numbers.float().cpu().numpy()
+            check_stop(control, doing)
+        self._check_finite(doing, batch, found)
+        return found
 
     def _check_finite(self, doing: str, batch: TrainBatch, found: np.ndarray) -> None:
-        """Refuse numbers (k, tokens) of which one is not finite, on all ranks; collective."""
+        """Refuse numbers (k, tokens) of which one is not finite, on all ranks."""
 
         def check() -> None:
             wrong = np.flatnonzero(~np.isfinite(found).all(0))
@@ -143,13 +137,3 @@ class ModelStage:
             reshard(model)  # a forward that ended early leaves gathered parameters behind
             if send_away:
                 self._strategy.offload_model(model)
-
-    def _each(self, lengths: np.ndarray, doing: str, compute: Callable[[np.ndarray], None]) -> None:
-        """`compute` the rows of each forward, short sequences first, as many forwards on every rank."""
-        control = self._strategy.control
-        order = np.argsort(lengths, kind="stable")
-        own = [order[i : i + self._micro_batch] for i in range(0, len(order), self._micro_batch)]
-        for k in range(max(control.gather(len(own)))):
-            check_stop(control, doing)
-            compute(own[k] if k < len(own) else NO_ROWS)
-        check_stop(control, doing)

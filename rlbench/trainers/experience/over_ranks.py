@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -12,19 +13,15 @@ import torch
 from rlbench.dispatch import context
 from rlbench.errors import Stopped
 from rlbench.rl import RunningMoments
-from rlbench.rl.whitening import WHITEN_EPS
-from rlbench.strategies.ranks.control import ControlGroup, Verdict
+from rlbench.rl.groups import WHITEN_EPS
+from rlbench.strategies.ranks.control import ControlGroup
 from rlbench.user_code import user_code
 
 T = TypeVar("T")
 
 
 def agreed(control: ControlGroup, doing: str, work: Callable[[], T]) -> T:
-    """Run `work`, which holds no collective, on every rank; a failure or a stop on one ends it on all.
-
-    What `work` raised here is raised, EngineError where only another rank failed, Stopped where one was asked to stop;
-    `doing` says what the work is.
-    """
+    """Run `work`, which holds no collective, on every rank; a failure or a stop on one ends it on all."""
     failure: Exception | None = None
     stop: KeyboardInterrupt | None = None
     result: Any = None
@@ -36,12 +33,9 @@ def agreed(control: ControlGroup, doing: str, work: Callable[[], T]) -> T:
     except Exception as error:  # whatever it is, the peers must hear of it
         failure = error
     asked = stop is not None or context.current().stop_requested()
-    verdict = control.vote(Verdict.FAILED if failure else Verdict.STOP if asked else Verdict.GO)
-    if verdict is Verdict.FAILED:
-        control.raise_together(doing, failure)
-    if verdict is Verdict.STOP:
+    if control.stops(doing, failure, asked):
         raise Stopped(f"{doing} stopped: no experience was made, models and optimizers are untouched") from stop
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 def check_stop(control: ControlGroup, doing: str) -> None:
@@ -87,18 +81,12 @@ def spreads_over_ranks(own: Mapping[str, Spread], control: ControlGroup) -> dict
 
 def moments_over_ranks(values: torch.Tensor, control: ControlGroup) -> RunningMoments:
     """Return count, mean and squares of the values of all ranks; collective."""
-    whole = RunningMoments()
-    for part in control.gather(RunningMoments().update(values)):
-        whole = whole.merge(part)
-    return whole
+    return functools.reduce(RunningMoments.merge, control.gather(RunningMoments().update(values)), RunningMoments())
 
 
 def whitened(values: torch.Tensor, control: ControlGroup) -> torch.Tensor:
-    """Shift and scale (N,) values to mean 0 and unbiased variance 1 over all ranks, float64; 0 where all are equal.
-    Collective.
-
-    What `rlbench.rl.whiten` does to one batch, here with the statistics of all ranks.
-    """
+    """Shift and scale (N,) values to mean 0 and unbiased variance 1 over all ranks, float64; 0 where all are equal;
+    collective."""
     moments = moments_over_ranks(values, control)
     wide = values.double()
     if moments.std == 0.0:

@@ -1,27 +1,43 @@
-"""From samples to one score each: one reward as it is, or several made into one by a function or a recipe by label."""
+"""From samples to one score each: models on the ranks, services and Python rewards, made into one by a function or a
+recipe by label."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import importlib.util
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
+from rlbench import rewards
+from rlbench.data.rollouts import scoring
+from rlbench.data.rollouts.rollout import Rollout
 from rlbench.data.rollouts.rollouts import Rollouts
+from rlbench.dispatch import context
 from rlbench.errors import DataError, RLBenchError, nearest
-from rlbench.strategies.options.config import OptionError
+from rlbench.options import OptionError, refuse
+from rlbench.rewards.reward_model import model as ClassifierReward
+from rlbench.rewards.service import as_payload, remote
 from rlbench.strategies.ranks.control import ControlGroup
 from rlbench.traces import user_error
 from rlbench.trainers.experience.model_stage import ModelStage
 from rlbench.trainers.experience.over_ranks import agreed
-from rlbench.trainers.experience.reward_sources import MODEL, RULE, sources_of
 from rlbench.trainers.experience.samples import counted, reference_of
 from rlbench.user_code import user_code
 
 RewardFn = Callable[..., Any]
 Recipe = Mapping[Any, Sequence[tuple[str, str | None, float]]]
+POLL_S = 0.2
+MODEL, RULE = "model", "rule"
+FILE_FUNCTION = "reward_func"
+FILE_TAKES = ("queries", "prompts", "labels", "references")
 
 
 class RewardStage:
@@ -50,17 +66,15 @@ class RewardStage:
         reward_recipe: Recipe | None,
         label_map: Mapping[str, int] | None,
     ) -> None:
-        self._fn, self._recipe, self._label_map = reward_fn, reward_recipe, dict(label_map or {})
+        self._fn, self._label_map = reward_fn, dict(label_map or {})
         names = {number: key for key, number in self._label_map.items()}
         found = sources_of(reward_model, remote_rm_url)
         self.sources = [replace(source, name=names.get(i, source.name)) for i, source in enumerate(found)]
-        self._check()
+        self._check(reward_recipe is not None)
+        self._recipe = None if reward_recipe is None else self._weights(reward_recipe)
 
     def score(self, rollouts: Rollouts, models: ModelStage, tokenizer: Any, control: ControlGroup) -> Rollouts:
-        """Give each sample of this rank, which may have none, its reward; collective.
-
-        What does not count (`samples.counted`) is shown to no reward: its reward and components are NaN.
-        """
+        """Give each sample of this rank its reward, NaN where it does not count and is shown to none; collective."""
         rows = counted(rollouts)
         if rows.all():
             return self._scored(rollouts, models, tokenizer, control)
@@ -72,15 +86,16 @@ class RewardStage:
         """`score` of samples that count."""
         columns: dict[str, np.ndarray] = {}
         scores: list[np.ndarray] = []
+        weights = agreed(control, "the reward recipe", lambda: self._weights_of(rollouts))
         for i, source in enumerate(self.sources):
-            rows = agreed(control, "the reward recipe", lambda i=i: self._rows_of(i, rollouts))  # type: ignore[misc]
+            rows = weights[:, i] != 0
             part = rollouts if rows.all() else rollouts.select(rows)
             found, components = source.scored(part, models, tokenizer, control)
             scores.append(_spread(found, rows))
             for name, values in components.items():  # under the source's name too where another source has one
                 own = f"{source.name}_{name}" if name in columns else name
                 columns[own] = _spread(np.asarray(values, np.float64), rows)
-        values, metrics = agreed(control, "the reward function", lambda: self._combined(rollouts, scores))
+        values, metrics = agreed(control, "the reward function", lambda: self._combined(rollouts, scores, weights))
         several = {source.name: score for source, score in zip(self.sources, scores, strict=True)}
         kinds = {f"{kind}_reward": self._mean_of(kind, scores) for kind in (MODEL, RULE)}
         if not self.sources:
@@ -93,44 +108,30 @@ class RewardStage:
         }
         return replace(rollouts, rewards=values, components=components)
 
-    def _rows_of(self, number: int, rollouts: Rollouts) -> np.ndarray:
-        """Tell which samples a source scores, (N,) bool."""
+    def _weights_of(self, rollouts: Rollouts) -> np.ndarray:
+        """The weight of each source in each sample's reward, and last of `reward_fn`, (N, sources + 1)."""
         if self._recipe is None:
-            return np.ones(rollouts.samples, bool)
-        used = {label: self._weights(entries)[number] != 0 for label, entries in self._recipe.items()}
-        return np.array([used[self._label(rollouts, int(group))] for group in rollouts.group], bool)
+            return np.ones((rollouts.samples, len(self.sources) + 1))
+        for number, prompt in enumerate(rollouts.prompts):
+            if prompt.label not in self._recipe:
+                known = [str(one) for one in self._recipe]
+                raise DataError(
+                    f"prompt {number} has the label {prompt.label!r}, which reward_recipe does not have"
+                    f"{nearest(str(prompt.label), known)}; it has {', '.join(known)}"
+                )
+        own = [self._recipe[rollouts.prompts[int(group)].label] for group in rollouts.group]
+        return np.reshape(own, (rollouts.samples, len(self.sources) + 1))
 
-    def _label(self, rollouts: Rollouts, group: int) -> Any:
-        label = rollouts.prompts[group].label
-        assert self._recipe is not None
-        if label not in self._recipe:
-            known = [str(one) for one in self._recipe]
-            raise DataError(
-                f"prompt {group} has the label {label!r}, which reward_recipe does not have"
-                f"{nearest(str(label), known)}; it has {', '.join(known)}"
-            )
-        return label
-
-    def _weights(self, entries: Sequence[tuple[str, str | None, float]]) -> np.ndarray:
-        """Return the weight of each source; last, of `reward_fn`."""
-        weights = np.zeros(len(self.sources) + 1)
-        for _, key, weight in entries:
-            weights[len(self.sources) if key is None else self._label_map[key]] += weight
-        return weights
-
-    def _combined(self, rollouts: Rollouts, scores: list[np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    def _combined(
+        self, rollouts: Rollouts, scores: list[np.ndarray], weights: np.ndarray
+    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Return one reward for each sample, and what `reward_fn` said of them."""
-        if self._fn is None and self._recipe is None:
-            return scores[0], {}
         made, metrics = (None, {}) if self._fn is None else self._called(rollouts, scores)
         if self._recipe is None:
-            assert made is not None
-            return made, metrics
+            return (scores[0] if made is None else made), metrics
         columns = np.stack([*scores, np.zeros(rollouts.samples) if made is None else made])
-        weights = {label: self._weights(entries) for label, entries in self._recipe.items()}
-        own = np.array([weights[self._label(rollouts, int(group))] for group in rollouts.group])
-        terms = np.where(own.T != 0, columns * own.T, 0.0) if rollouts.samples else columns
-        return terms.sum(0), {RULE + "_reward": made, **metrics} if made is not None else metrics
+        rewards = np.where(weights.T != 0, columns * weights.T, 0.0).sum(0)
+        return rewards, metrics if made is None else {RULE + "_reward": made, **metrics}
 
     def _called(self, rollouts: Rollouts, scores: list[np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Return what `reward_fn` makes of the sources' scores."""
@@ -166,50 +167,44 @@ class RewardStage:
         known = np.isfinite(np.stack(found))
         return np.where(known.any(0), np.where(known, found, 0.0).sum(0) / np.maximum(known.sum(0), 1), np.nan)
 
-    def _check(self) -> None:
-        if not self.sources and self._fn is None:
-            raise OptionError("nothing scores the samples: give reward_model, remote_rm_url or reward_fn.")
-        for key, number in self._label_map.items():
-            if not 0 <= number < len(self.sources):
-                raise OptionError(
-                    f"reward_fn_label_map: {key!r} is source {number}, and there are {len(self.sources)}, from 0 on."
-                )
-        if self._recipe is None:
-            if len(self.sources) > 1 and self._fn is None:
-                raise OptionError(
-                    f"{len(self.sources)} rewards: say what one reward is made of by reward_fn, or by reward_recipe "
-                    "with reward_fn_label_map."
-                )
-            if self._label_map and self._fn is None:
-                raise OptionError("reward_fn_label_map has no effect without reward_fn or reward_recipe.")
-        else:
-            self._check_recipe(self._recipe)
+    def _check(self, recipe: bool) -> None:
+        count, keys, combines = len(self.sources), self._label_map, recipe or self._fn is not None
+        outside = [f"{key!r} is source {number}" for key, number in keys.items() if not 0 <= number < count]
+        refuse(
+            (
+                not count and self._fn is None,
+                "nothing scores the samples: reward_model, remote_rm_url or reward_fn does",
+            ),
+            (outside, f"reward_fn_label_map: {', '.join(outside)}, and there are {count}, from 0 on"),
+            (count > 1 and not combines, f"{count} rewards: reward_fn or reward_recipe say what one is made of"),
+            (keys and not combines, "reward_fn_label_map has no effect without reward_fn or reward_recipe"),
+        )
 
-    def _check_recipe(self, recipe: Recipe) -> None:
+    def _weights(self, recipe: Recipe) -> dict[Any, np.ndarray]:
+        """The weight of each source by label; last, of `reward_fn`."""
+        count, found = len(self.sources), {}
         used: set[int] = set()
         for label, entries in recipe.items():
-            for kind, key, _ in entries:
-                if kind not in (MODEL, RULE):
-                    raise OptionError(f"reward_recipe[{label!r}]: {kind!r} is neither 'model' nor 'rule'.")
-                if not key and (kind == MODEL or self._fn is None):
-                    raise OptionError(f"reward_recipe[{label!r}]: a {kind!r} without a key needs reward_fn.")
-                if key and key not in self._label_map:
-                    raise OptionError(
-                        f"reward_recipe[{label!r}] names {key!r}, which reward_fn_label_map does not have"
-                        f"{nearest(key, self._label_map)}."
-                    )
-                if key and self.sources[self._label_map[key]].kind != kind:
-                    raise OptionError(
-                        f"reward_recipe[{label!r}]: {key!r} is a {self.sources[self._label_map[key]].kind!r}, not a "
-                        f"{kind!r}."
-                    )
-                used.add(self._label_map[key] if key else len(self.sources))
-        self._recipe = {label: [(t, k or None, w) for t, k, w in entries] for label, entries in recipe.items()}
-        spare = [source.name for i, source in enumerate(self.sources) if i not in used]
-        if self._fn is not None and len(self.sources) not in used:
-            spare.append("reward_fn")
-        if spare:
-            raise OptionError(f"{spare[0]} would have no effect: reward_recipe does not name it.")
+            found[label] = np.zeros(count + 1)
+            for kind, key, weight in entries:
+                place = self._label_map.get(key) if key else count
+                of = self.sources[place].kind if key and place is not None else kind
+                for wrong, why in (
+                    (kind not in (MODEL, RULE), f"{kind!r} is neither 'model' nor 'rule'"),
+                    (not key and (kind == MODEL or self._fn is None), f"a {kind!r} without a key needs reward_fn"),
+                    (place is None, f"{key!r} is not in reward_fn_label_map{nearest(key or '', self._label_map)}"),
+                    (of != kind, f"{key!r} is a {of!r}, not a {kind!r}"),
+                ):
+                    if wrong:
+                        raise OptionError(f"reward_recipe[{label!r}]: {why}.")
+                assert place is not None
+                found[label][place] += weight
+                used.add(place)
+        names = [*(source.name for source in self.sources), *(["reward_fn"] if self._fn is not None else [])]
+        for place, name in enumerate(names):
+            if place not in used:
+                raise OptionError(f"{name} would have no effect: reward_recipe does not name it.")
+        return found
 
 
 def _spread(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -231,3 +226,137 @@ def _numbers(what: str, given: Any, count: int) -> np.ndarray:
     if what == "rewards" and not np.isfinite(values).all():
         raise DataError(f"reward_fn: the reward of sample {int(np.flatnonzero(~np.isfinite(values))[0])} is not finite")
     return np.array(values)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One reward. `kind`: "model" (on the ranks, or a service) or "rule" (code); `reward`: a module with a scalar head,
+    or what `Rollouts.score` takes.
+    """
+
+    name: str
+    kind: str
+    reward: Any
+
+    def scored(
+        self, rollouts: Rollouts, models: ModelStage, tokenizer: Any, control: ControlGroup
+    ) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
+        """Return scores (N,) float64 of this rank's samples, and what they are made of by name; collective."""
+        doing = f"the reward {self.name!r}"
+        if isinstance(self.reward, nn.Module):
+            sequences = agreed(control, doing, lambda: _sequences(self.reward, rollouts, tokenizer))
+            found = models.scores(self.reward, sequences, doing)
+            agreed(control, doing, lambda: _check_finite(doing, found))
+            return found, {}
+        if not any(control.gather(rollouts.samples)):
+            return np.zeros(0), {}
+        scored = agreed(control, doing, lambda: _scored(self.reward, rollouts))
+        return np.asarray(scored.rewards, np.float64), scored.components
+
+
+def sources_of(reward_model: Any, remote_rm_url: str | Sequence[str] | None) -> list[Source]:
+    """Return all rewards in order: of `reward_model`, one or several, then of `remote_rm_url`."""
+    given = list(reward_model) if isinstance(reward_model, list | tuple) else [reward_model]
+    urls = [remote_rm_url] if isinstance(remote_rm_url, str) else list(remote_rm_url or [])
+    found = [one for one in (*given, *urls) if one is not None]
+    return [_source(one, i) for i, one in enumerate(found)]
+
+
+def _source(given: Any, index: int) -> Source:
+    if isinstance(given, str) and given.endswith(".py"):
+        return Source(f"{RULE}_{index}", RULE, from_file(given))
+    if isinstance(given, str) and given.startswith(("http://", "https://")):
+        given = rewards.remote(given, payload=with_references)
+    kind = MODEL if isinstance(given, nn.Module | remote | ClassifierReward) else RULE
+    if kind == MODEL or callable(given):
+        return Source(f"{kind}_{index}", kind, given)
+    raise OptionError(
+        "a reward is a module with a scalar head, a function of a Rollout, one of rb.rewards, the address of a "
+        f"service or a file *.py; got {type(given).__name__} {str(given)[:40]!r}."
+    )
+
+
+def from_file(path: str) -> rewards.Scorer:
+    """Return the `reward_func` of a Python file, which is given all samples of a call at once.
+
+    It takes by name what it wants of `FILE_TAKES` (queries are the completions' texts), and returns a number each.
+    """
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = None if spec is None else importlib.util.module_from_spec(spec)
+    try:
+        assert spec is not None and spec.loader is not None and module is not None
+        with user_code():
+            spec.loader.exec_module(module)
+    except Exception as error:  # a user's code
+        raise OptionError(f"{path} cannot be run ({type(error).__name__}: {error}).") from error
+    fn = getattr(module, FILE_FUNCTION, None)
+    if not callable(fn):
+        raise OptionError(f"{path} has no function {FILE_FUNCTION}(queries, prompts, labels).")
+    wanted = list(inspect.signature(fn).parameters)
+    if strange := [name for name in wanted if name not in FILE_TAKES]:
+        raise OptionError(f"{path}: {FILE_FUNCTION} wants {strange[0]!r}; there are {', '.join(FILE_TAKES)}.")
+
+    def called(rollouts: Sequence[Rollout]) -> Any:
+        given = {
+            "queries": [r.text for r in rollouts],
+            "prompts": [r.source.text for r in rollouts],
+            "labels": [r.label for r in rollouts],
+            "references": [reference_of(r.source) for r in rollouts],
+        }
+        answer = fn(**{name: given[name] for name in wanted})
+        if isinstance(answer, Mapping):  # {"rewards": [...]}, as a service answers
+            answer = answer.get("rewards")
+        return answer.tolist() if hasattr(answer, "tolist") else answer
+
+    called.__name__ = FILE_FUNCTION
+    return rewards.batched(called)
+
+
+def with_references(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
+    """Return what a service is sent: as of `rb.rewards.remote`, and `references`."""
+    return {**as_payload(rollouts), "references": [reference_of(r.source) for r in rollouts]}
+
+
+def _scored(reward: Any, rollouts: Rollouts) -> Rollouts:
+    if not rollouts.samples:
+        return replace(rollouts, rewards=np.zeros(0))
+    board = rewards.Board()
+    with _stopping(board):
+        return scoring.score(rollouts, reward, board=board)
+
+
+@contextmanager
+def _stopping(board: rewards.Board) -> Iterator[None]:
+    """Pass a stop of the call this rank executes on to the scoring, while it lasts."""
+    call, ended = context.current(), threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(POLL_S):
+            if call.stop_requested():
+                board.stop()
+
+    thread = threading.Thread(target=watch, name="rlbench-reward-stop", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _sequences(model: nn.Module, rollouts: Rollouts, tokenizer: Any) -> list[list[int]]:
+    """Return what a model on the ranks reads of each sample: the tokens, or the texts in a tokenizer of its own."""
+    own = getattr(model, "tokenizer", None)
+    if own is None or own is tokenizer:
+        return [
+            [*rollouts.prompt_ids[int(group)].tolist(), *response.tolist()]
+            for group, response in zip(rollouts.group, rollouts.responses, strict=True)
+        ]
+    reader = ClassifierReward("", chat=None)
+    return [reader.token_ids(rollout, own) for rollout in rollouts.flat]
+
+
+def _check_finite(doing: str, scores: np.ndarray) -> None:
+    wrong = np.flatnonzero(~np.isfinite(scores))
+    if len(wrong):
+        raise DataError(f"{doing} is {scores[wrong[0]]} for sample {wrong[0]} (and {len(wrong) - 1} more): not finite")

@@ -10,6 +10,7 @@ import numpy as np
 
 from rlbench.data.base.ragged import Ragged
 from rlbench.data.prompts import lengths as prompt_lengths
+from rlbench.data.prompts.placing import listed
 from rlbench.data.prompts.prompt import Prompt, as_prompt
 from rlbench.data.rollouts.jobs import FINISH_REASONS
 from rlbench.data.rollouts.rollouts import Rollouts
@@ -23,15 +24,26 @@ ENGINE_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 HEAD = 60
 
 
-def prompts_of(given: Sequence[Any], labels: Sequence[Any] | None, references: Sequence[Any] | None) -> list[Prompt]:
-    """Return what a rank was asked, with the labels and reference answers given beside the prompts, one each.
+def tokenizer_of(tokenizer: Any, processor: Any) -> Any:
+    """Return the tokenizer, where none is given that of the processor."""
+    return getattr(processor, "tokenizer", processor) if tokenizer is None else tokenizer
 
-    A label replaces the prompt's own; a reference answer is kept as `meta["reference"]`.
-    """
+
+def prompts_of(
+    given: Sequence[Any],
+    labels: Sequence[Any] | None,
+    references: Sequence[Any] | None,
+    images: Sequence[Any] | None = None,
+) -> list[Prompt]:
+    """Return what a rank was asked; a label replaces the prompt's own, a reference is kept as `meta["reference"]`, and
+    images are placed in the prompts."""
+    for name, values in (("labels", labels), ("references", references), ("images", images)):
+        if values is not None and len(values) != len(given):
+            raise DataError(f"{len(values)} {name} for {len(given)} prompts: give one each")
     prompts = [as_prompt(one, i) for i, one in enumerate(given)]
-    for name, values in (("labels", labels), ("references", references)):
-        if values is not None and len(values) != len(prompts):
-            raise DataError(f"{len(values)} {name} for {len(prompts)} prompts: give one each")
+    if images is not None:
+        beside = zip(prompts, map(listed, images), strict=True)
+        prompts = [replace(prompt, images=prompt.images + own) if own else prompt for prompt, own in beside]
     if labels is not None:
         prompts = [replace(prompt, label=label) for prompt, label in zip(prompts, labels, strict=True)]
     if references is not None:
@@ -41,10 +53,7 @@ def prompts_of(given: Sequence[Any], labels: Sequence[Any] | None, references: S
 
 
 def counted(rollouts: Rollouts) -> np.ndarray:
-    """Tell which samples are scored, compared and trained on, (N,) bool: those with a token, not cut by an interrupt.
-
-    The others keep their place, as an update counts sequences, and say nothing.
-    """
+    """Tell which samples are scored and trained on, (N,) bool: those with a token that no interrupt cut."""
     return np.asarray(~rollouts.aborted & (np.asarray(rollouts.lengths) > 0))
 
 
@@ -60,22 +69,18 @@ def encoded(prompts: Sequence[Prompt], tokenizer: Any, limit: int) -> list[list[
         if not ids:
             raise DataError(f"prompt {i} is empty: give at least one token")
         if len(ids) > limit:
-            raise DataError(
-                f"prompt {i} has {len(ids)} tokens, prompt_max_len is {limit}: {prompt.text[:HEAD]!r}. Leave it out "
-                "(rb.data.load(…, max_prompt_tokens=…)), or raise prompt_max_len"
-            )
+            seen = f"prompt {i} has {len(ids)} tokens, prompt_max_len is {limit}: {prompt.text[:HEAD]!r}"
+            raise DataError(f"{seen}. Leave it out (rb.data.load(…, max_prompt_tokens=…)), or raise prompt_max_len")
     return found
 
 
 def sampling_of(config: PPOConfig, n: int, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return options of the engine: the trainer's, those given for this call, and `n`, samples of each prompt."""
-    sampling: dict[str, Any] = {
-        "temperature": config.temperature,
-        "top_p": config.top_p,
-        "max_tokens": config.max_tokens,
-    }
+    sampling: dict[str, Any] = {name: getattr(config, name) for name in ("temperature", "top_p", "max_tokens")}
     if config.top_k != -1:
         sampling["top_k"] = config.top_k
+    if config.use_fire:
+        sampling["first_token_temperature"] = config.first_token_temperature
     for written, value in given.items():
         name = ENGINE_NAMES.get(written, written)
         if name != written and name in given:
@@ -85,30 +90,26 @@ def sampling_of(config: PPOConfig, n: int, given: Mapping[str, Any]) -> dict[str
 
 
 def rollouts_of(
-    prompts: Sequence[Prompt], ids: Sequence[list[int]], outputs: Sequence[Any], sampling: Mapping[str, Any]
+    prompts: Sequence[Prompt], ids: list[list[int]], outputs: Sequence[Any], sampling: Mapping[str, Any]
 ) -> Rollouts:
-    """Return what was drawn for this rank's prompts, token for token as the engine gave it.
-
-    `outputs` are those of `strategy.gather_and_generate`, prompt-major, `sampling["n"]` for each; `ids` the prompts'
-    tokens.
-    """
+    """Return what was drawn for this rank's prompts, of tokens `ids`; `outputs` are the engine's, prompt-major, whose
+    tokens those of a prompt with images become: a run of them stands for each."""
     n = int(sampling["n"])
     if len(outputs) != len(prompts) * n:
         raise EngineError(f"the engine gave {len(outputs)} outputs for {len(prompts)} prompts of {n} samples each.")
     for i, output in enumerate(outputs):
-        if len(output.logprobs) != len(output.output_token_ids):
-            raise EngineError(
-                f"output {i} has {len(output.output_token_ids)} tokens and {len(output.logprobs)} log-probs."
-            )
-        if not np.isfinite(output.logprobs).all():
-            raise EngineError(f"output {i} has log-probs that are not finite; look at the engine's weights.")
-        if list(output.prompt_token_ids) != ids[i // n]:
-            raise EngineError(
-                f"the engine encodes prompt {i // n} otherwise than the trainer ({list(output.prompt_token_ids)[:8]}… "
-                f"and {ids[i // n][:8]}…); give the trainer the tokenizer of the engine's model."
-            )
-        if output.finish_reason not in FINISH_REASONS:
-            raise EngineError(f"output {i} ended for {output.finish_reason!r}; known: {', '.join(FINISH_REASONS)}.")
+        tokens, logprobs, prompt = output.output_token_ids, output.logprobs, ids[i // n]
+        drawn = list(output.prompt_token_ids)
+        if prompts[i // n].images:
+            prompt = ids[i // n] = drawn
+        for wrong, why in (
+            (len(logprobs) != len(tokens), f"has {len(tokens)} tokens and {len(logprobs)} log-probs"),
+            (not np.isfinite(logprobs).all(), "has log-probs that are not finite; look at the engine's weights"),
+            (drawn != prompt, "is of another tokenizer than the trainer's"),
+            (output.finish_reason not in FINISH_REASONS, f"ended for {output.finish_reason!r}"),
+        ):
+            if wrong:
+                raise EngineError(f"the engine's output {i} {why}.")
     return Rollouts(
         prompts=tuple(prompts),
         prompt_ids=Ragged.from_rows(ids, np.int32),

@@ -1,8 +1,4 @@
-"""What a rank learnt from its samples: the value that goes from the experience maker to the update.
-
-Ragged and on the host, as everything that is kept; the padded tensors under the reference system's names
-(`sequences`, `action_mask`, `advantages`, …) are views made when they are asked for.
-"""
+"""What a rank learnt from its samples: the value that goes from the experience maker to the update, on the host."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from rlbench.data.batches.batch import TrainBatch
 from rlbench.data.joining import join_batches
 from rlbench.data.prompts.prompt import Prompt
 from rlbench.errors import DataError
-from rlbench.trainers.passes.step_plan import pad_rows
+from rlbench.trainers.passes.packing import pad_rows
 
 PER_TOKEN = ("token_rewards", "kl", "values", "returns", "entropy")
 PER_ROW = ("prompts", "texts")
@@ -32,13 +28,11 @@ class Experience:
 
     Attributes:
         batch: tokens, mask, final advantages, sampler, old and reference log-probs, group (a number that no other
-            prompt of the run has, on any rank), the score of each sequence (`rewards`, before shaping; NaN where it
-            trains nothing), and which were cut at the length limit.
-        prompts, texts: of each sequence, with its label; the decoded responses.
+            prompt of the run has), and each sequence's score (`rewards`, before shaping; NaN where it trains nothing).
         token_rewards: flat; the shaped reward with its KL penalty, from which the returns were taken.
-        kl: flat; the estimate between actor and reference; None without a reference.
-        values, returns: flat; the critic's when the experience was made, and what it is to predict; None without one.
-        entropy: flat; the actor's, in nats; None where it was not computed.
+        kl: flat; the estimate between actor and reference.
+        values, returns: flat; the critic's when the experience was made, and what it is to predict.
+        entropy: flat; the actor's, in nats.
         info: (B,) float64 numbers by name: `reward` (after shaping; NaN where it trains nothing), `return`, `kl`, …
         components: (B,) float64: what the scores were made of, by name; NaN where one does not apply.
     """
@@ -85,10 +79,9 @@ class Experience:
 
     @classmethod
     def joined(cls, parts: Sequence[Experience]) -> Experience:
-        """Return the sequences of all parts, one after the other; group numbers stay as they are, so that a group is
-        whole again.
+        """Return the sequences of all parts, one after the other; group numbers stay as they are.
 
-        A component that a part lacks is NaN there: its samples were all cut, or its rewards told of others.
+        A number that a part lacks is NaN there: its samples were all cut, or its rewards told of others.
         """
         if not parts:
             raise DataError("there is no experience to join")
@@ -97,20 +90,21 @@ class Experience:
         flat: dict[str, Any] = {}
         for name in PER_TOKEN:
             columns = [getattr(part, name) for part in parts]
-            flat[name] = None if all(column is None for column in columns) else _concatenated(name, columns)
+            absent = [i for i, column in enumerate(columns) if column is None]
+            if 0 < len(absent) < len(parts):
+                raise DataError(f"joining experience: part {absent[0]} has no {name}, others have")
+            flat[name] = None if absent else np.concatenate(columns)
+        for mapping in ("info", "components"):
+            names = dict.fromkeys(name for part in parts for name in getattr(part, mapping))
+            flat[mapping] = {
+                name: np.concatenate([getattr(part, mapping).get(name, np.full(len(part), np.nan)) for part in parts])
+                for name in names
+            }
         return cls(
             batch=join_batches([part.batch for part in parts], renumber=False),
-            **flat,
             prompts=tuple(prompt for part in parts for prompt in part.prompts),
             texts=tuple(text for part in parts for text in part.texts),
-            info={
-                name: _concatenated(name, [part.info.get(name) for part in parts])
-                for name in dict.fromkeys(name for part in parts for name in part.info)
-            },
-            components={
-                name: np.concatenate([part.components.get(name, np.full(len(part), np.nan)) for part in parts])
-                for name in dict.fromkeys(name for part in parts for name in part.components)
-            },
+            **flat,
         )
 
     @property
@@ -118,7 +112,11 @@ class Experience:
         """(B,) bool: which sequences have a trained token; one that an interrupt cut has none."""
         return np.diff(offsets_of(self.batch.mask)[self.batch.responses.offsets]) > 0
 
-    # -- padded views, by the reference system's names ----------------------------------------------------------
+    def padded(self, flat: np.ndarray) -> Tensor:
+        """Return flat numbers beside the response tokens as (B, T) float32, 0 behind each response."""
+        return pad_rows(self.batch.responses.with_values(flat))
+
+    # -- padded views, by the reference system's names
 
     @property
     def action_mask(self) -> Tensor:
@@ -149,8 +147,7 @@ class Experience:
     @property
     def attention_mask(self) -> Tensor:
         """(B, P + T) int64: 1 for tokens, 0 for padding."""
-        prompts, responses = self.batch.prompts, self.batch.responses
-        ones = [rows.with_values(np.ones(len(rows.values), np.float32)) for rows in (prompts, responses)]
+        ones = [rows.with_values(np.ones(len(rows.values))) for rows in (self.batch.prompts, self.batch.responses)]
         return torch.cat([_left_padded(ones[0]), pad_rows(ones[1]).long()], dim=1)
 
     @property
@@ -158,21 +155,10 @@ class Experience:
         """The reference answer of each sequence's prompt."""
         return [prompt.label for prompt in self.prompts]
 
-    def padded(self, flat: np.ndarray) -> Tensor:
-        """Return flat numbers beside the response tokens as (B, T) float32, 0 behind each response."""
-        return pad_rows(self.batch.responses.with_values(flat))
-
 
 def _left_padded(rows: Ragged) -> Tensor:
-    width = max(1, int(rows.lengths.max()))
-    out = torch.zeros(len(rows), width, dtype=torch.int64)
-    held = torch.arange(width)[None] >= width - torch.from_numpy(rows.lengths)[:, None]
-    out[held] = torch.from_numpy(np.asarray(rows.values, np.int64))
-    return out
-
-
-def _concatenated(name: str, found: Sequence[Any]) -> np.ndarray:
-    absent = [i for i, value in enumerate(found) if value is None]
-    if absent:
-        raise DataError(f"joining experience: part {absent[0]} has no {name}, others have")
-    return np.concatenate([value for value in found if value is not None])
+    padded = torch.zeros(len(rows), max(1, int(rows.lengths.max())), dtype=torch.int64)
+    padded[torch.arange(padded.shape[1])[None] >= padded.shape[1] - torch.from_numpy(rows.lengths)[:, None]] = (
+        torch.from_numpy(np.asarray(rows.values, np.int64))
+    )
+    return padded

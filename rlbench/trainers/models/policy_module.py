@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from rlbench.errors import BuildError, nearest
-from rlbench.nn import HuggingFaceFsdp2TrainModule, device
+from rlbench.nn import HuggingFaceFsdp2TrainModule, device, lora
 from rlbench.nn.huggingface import check_path
-from rlbench.trainers.models.policy_spec import PolicySpec, check_causal
+from rlbench.nn.quantised import quantise
+from rlbench.options import OptionError
+from rlbench.trainers.models.policy_spec import PolicySpec, check_causal, check_unquantised
 
 
 class FrozenPolicy(HuggingFaceFsdp2TrainModule):
@@ -25,11 +29,7 @@ class TrainedPolicy(HuggingFaceFsdp2TrainModule):
     optimizer: torch.optim.Optimizer
 
     def on_weights_materialized(self) -> None:
-        """Make the optimizer the spec asks for.
-
-        Raises:
-            BuildError: float16 weights with `use_mp_opt`: their gradients wait scaled, and the session shows them.
-        """
+        """Make the optimizer the spec asks for; not over float16 with `use_mp_opt`, whose gradients wait scaled."""
         spec = self.spec
         if self.strategy.config.use_mp_opt and any(p.dtype == torch.float16 for p in self.parameters()):
             raise BuildError("use_mp_opt holds a session's weights in bfloat16, these are float16: dtype='bfloat16'.")
@@ -39,34 +39,56 @@ class TrainedPolicy(HuggingFaceFsdp2TrainModule):
         self.strategy.max_norm = spec.max_norm
 
 
-def make_policy(spec: PolicySpec) -> FrozenPolicy | TrainedPolicy:
-    """Make the module of `spec` on meta.
+@dataclass(frozen=True)
+class BasePolicy:
+    """A policy as it is with its adapters off: a reference that takes no memory."""
 
-    Raises:
-        BuildError: no such model, not a causal language model, or an unknown dtype.
-    """
+    module: nn.Module
+
+
+def make_policy(spec: PolicySpec) -> FrozenPolicy | TrainedPolicy:
+    """Make the module of `spec` on meta."""
     architecture = causal_class(spec.path, spec.revision)
     base = TrainedPolicy if spec.trainable else FrozenPolicy
     cls: Any = type(f"{base.__name__}{architecture.__name__}", (base, architecture), {"__module__": __name__})
-    options: dict[str, Any] = {} if spec.dtype is None else {"dtype": floating_dtype(spec.dtype)}
-    if spec.revision is not None:
-        options["revision"] = spec.revision
-    with device("meta"):
-        module = cls.from_pretrained(spec.path, **options)
+    module = on_meta(cls, spec.path, spec.dtype, revision=spec.revision)
     module.spec = spec
     module.requires_grad_(spec.trainable)
-    if spec.gradient_checkpointing:
-        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        module.train()
+    as_trained(module, spec)
     return module  # type: ignore[no-any-return]
 
 
-def causal_class(path: str, revision: str | None = None) -> type[Any]:
-    """The transformers class that generates text for the checkpoint at `path`.
+def as_trained(module: Any, spec: PolicySpec, whole: tuple[str, ...] = ()) -> None:
+    """Put the adapters of `spec` into a module on meta, and have it recompute activations where that is asked for.
 
-    Raises:
-        BuildError: no config there, or no causal language model of its type.
+    `whole`: layers that are trained as they are, without an adapter.
     """
+    if spec.lora is not None and spec.trainable:
+        lora.inject(module, spec.lora.rank, spec.lora.scale, spec.lora.targets, spec.lora.dropout, whole)
+        if spec.lora.base is not None:
+            quantise(module, spec.lora.base)
+    if spec.gradient_checkpointing:
+        recompute_activations(module)
+        module.train()
+
+
+def recompute_activations(model: nn.Module) -> None:
+    """Have a model compute its activations again in the backward instead of holding them."""
+    enable: Any = getattr(model, "gradient_checkpointing_enable", None)
+    if enable is None:
+        raise OptionError(f"gradient_checkpointing: {type(model).__name__} does not offer it.")
+    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def on_meta(cls: Any, path: str, dtype: str | torch.dtype | None, **options: Any) -> Any:
+    """Make a module of a checkpoint without memory; options that are None are not given."""
+    options["dtype"] = None if dtype is None else floating_dtype(dtype)
+    with device("meta"):
+        return cls.from_pretrained(path, **{name: value for name, value in options.items() if value is not None})
+
+
+def causal_class(path: str, revision: str | None = None) -> type[Any]:
+    """The transformers class that generates text for the checkpoint at `path`."""
     import transformers
     from transformers import AutoModelForCausalLM
 
@@ -82,25 +104,23 @@ def causal_class(path: str, revision: str | None = None) -> type[Any]:
 
 
 def config_of(path: str, revision: str | None = None) -> Any:
-    """The config of the checkpoint at `path`.
-
-    Raises:
-        BuildError: there is none, or of no known type.
-    """
+    """The config of the checkpoint at `path`."""
     from transformers import AutoConfig
 
     check_path(path)
     try:
-        return AutoConfig.from_pretrained(path, revision=revision)
+        config = AutoConfig.from_pretrained(path, revision=revision)
     except (OSError, ValueError) as error:
         raise BuildError(
             f"{path!r} cannot be opened as a model: it is neither a folder with a config.json of a known "
             f"type nor a model that the hub or its local cache can serve now ({str(error).splitlines()[0]})"
         ) from error
+    check_unquantised(path, getattr(config, "quantization_config", None))
+    return config
 
 
 def floating_dtype(given: str | torch.dtype) -> torch.dtype:
-    """The floating dtype of that name. Raises BuildError for any other."""
+    """The floating dtype of that name."""
     found = given if isinstance(given, torch.dtype) else getattr(torch, given, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         known = ("float32", "bfloat16", "float16")

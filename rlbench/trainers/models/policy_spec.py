@@ -8,11 +8,12 @@ from typing import Any
 
 from rlbench.errors import BuildError
 from rlbench.options import Options, section
+from rlbench.trainers.models.lora import Lora
 
 TASK = re.compile(r"For[A-Z]\w*$")
 """What transformers' classes say they are for; a class of the user's own need not."""
-
-
+VISION_LANGUAGE = ("Qwen2VLForCond", "Qwen2_5_VLForCond", "Qwen3VLForCond")
+"""How classes begin of vision-language models that train here: causal models that take images besides."""
 policy = section("Policy")
 
 
@@ -29,16 +30,14 @@ class OptimizerOptions(Options):
         "of the parameters, as torch names it (float32); None: the checkpoint's. What trains in half precision is held "
         "in float32 all the same",
     )
+    lora: Lora | None = policy(None, "train adapters and freeze the weights: rb.Lora(rank=32); None: train all weights")
     gradient_checkpointing: bool = policy(False, "recompute activations in the backward")
 
 
 class PolicySpec(OptimizerOptions, kw_only=False):
     """A causal language model from a folder or hub id; shipped to the ranks, where calling it makes the module.
 
-    Args:
-        path: folder or hub id.
-        trainable: with an optimizer; False gives a frozen model (a reference) without one.
-        revision: of a hub id.
+    One that is not `trainable` is frozen (a reference), without an optimizer.
     """
 
     path: str
@@ -52,16 +51,44 @@ class PolicySpec(OptimizerOptions, kw_only=False):
         return make_policy(self)
 
 
-def check_causal(path: str, architectures: Sequence[str], model_type: str) -> None:
-    """Refuse a checkpoint of something else than a causal language model, by the names its config gives.
+class RewardSpec(PolicySpec, kw_only=False):
+    """A reward model from a causal language model, or from one with a scalar head; `head_seed` draws a head that the
+    checkpoint lacks."""
 
-    Raises:
-        BuildError: it is a vision-language model, a classifier, an encoder, …
-    """
-    tasks = [found[0] for name in architectures if (found := TASK.search(name))]
-    if tasks and "ForCausalLM" not in tasks:
+    head_seed: int = 0
+
+    def __call__(self) -> Any:
+        """Make the module, on meta."""
+        from rlbench.trainers.models.reward_heads import make_trained_reward
+
+        return make_trained_reward(self)
+
+
+def check_unquantised(path: str, quantization: Any) -> None:
+    """Refuse a checkpoint whose weights are quantised: there are no weights in it that could be trained, or sent."""
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         raise BuildError(
-            f"{path!r} is a {model_type!r} model ({', '.join(architectures)}), which is no causal language model: a "
-            "session trains and samples those alone. A module of your own class trains on rb.TrainEngine; rewards and "
-            "critics take classifiers (rb.rewards, make_critic)"
+            f"{path!r} holds quantised weights ({method or 'quantization_config'}), which cannot be trained: give the "
+            "checkpoint it was made of, with rb.Train(lora=rb.Lora(base='nf4')) to hold it in 4 bits"
+        )
+
+
+def check_causal(path: str, architectures: Sequence[str], model_type: str, classifiers: bool = False) -> None:
+    """Refuse a checkpoint of something else than a causal language model (or where `classifiers`, one with a scalar
+    head), by the names its config gives."""
+    tasks = [found[0] for name in architectures if (found := TASK.search(name))]
+    if not classifiers and any(name.startswith(VISION_LANGUAGE) for name in architectures):
+        return
+    known = {"ForCausalLM", *(["ForSequenceClassification"] if classifiers else [])}
+    if tasks and not known.intersection(tasks):
+        if classifiers:
+            raise BuildError(
+                f"{path!r} is a {model_type!r} model ({', '.join(architectures)}): a reward model is made of a causal "
+                "language model, or of one with a scalar head (…ForSequenceClassification)"
+            )
+        raise BuildError(
+            f"{path!r} is a {model_type!r} model ({', '.join(architectures)}), no causal language model: a session "
+            "trains and samples those alone. rb.TrainEngine trains a module of your own; rewards and critics take "
+            "classifiers (rb.rewards, make_critic)"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,9 +12,13 @@ from torch import Tensor, nn
 
 from rlbench.errors import DataError, EngineError
 from rlbench.strategies.base import StrategyBase
+from rlbench.strategies.sharding.tensor_parallel import split_over
+from rlbench.trainers.models.policy_module import TrainedPolicy, as_trained
+from rlbench.trainers.models.policy_spec import RewardSpec
 from rlbench.trainers.models.scalar_model import HEAD, ScalarHeadModel, make_scalar
-from rlbench.trainers.passes.forward import evaluating
+from rlbench.trainers.passes.forward import check_token_ids, evaluating
 from rlbench.user_code import user_code
+from rlbench.weights.names import transformers_class
 
 
 class RewardModel(ScalarHeadModel):
@@ -31,58 +36,66 @@ def make_reward_model(
     """Make a frozen reward model on meta; `strategy.prepare_model(model)` shards it and loads its weights.
 
     `path` is a folder or hub id of a sequence classification model with one label, or of any causal checkpoint with
-    such a head, called `value_head_prefix` there. `seed` draws a head that the checkpoint lacks, to train it; None
-    refuses that.
+    such a head, called `value_head_prefix` there. `seed` draws a head that the checkpoint lacks, to train it.
     """
-    model = make_scalar(RewardModel, path, dtype, value_head_prefix, seed, revision)
-    model.requires_grad_(False)
-    return model
+    return make_scalar(RewardModel, path, dtype, value_head_prefix, seed, revision).requires_grad_(False)
+
+
+class TrainedReward(RewardModel, TrainedPolicy):
+    """A reward model with an optimizer; of LoRA its head is trained whole."""
+
+
+def make_trained_reward(spec: RewardSpec) -> Any:
+    """Make the module of `spec` on meta; it is saved as the sequence classifier of transformers that it is."""
+    module = make_scalar(TrainedReward, spec.path, spec.dtype, HEAD, spec.head_seed, spec.revision)
+    module.spec = spec
+    module.config.architectures = [transformers_class(module).__name__]  # type: ignore[union-attr]
+    _choose_padding(module.config, spec)
+    as_trained(module, spec, whole=(HEAD,))
+    return module
+
+
+def _choose_padding(config: Any, spec: RewardSpec) -> None:
+    """Name a padding token that ends no text: transformers reads the score at the last token that is none of it.
+
+    Where there is none apart from the end token none is named, and transformers takes one sequence at a time.
+    """
+    from transformers import AutoTokenizer
+
+    padding, end = config.pad_token_id, config.eos_token_id
+    if not Path(spec.path).is_dir() or any(Path(spec.path).glob("tokenizer*")):
+        tokenizer = AutoTokenizer.from_pretrained(spec.path, revision=spec.revision)
+        padding, end = tokenizer.pad_token_id, tokenizer.eos_token_id
+    config.pad_token_id = None if padding in (end if isinstance(end, list) else [end]) else padding
 
 
 @torch.no_grad()
 def scores_of(
     model: nn.Module, sequences: Sequence[Sequence[int]], strategy: StrategyBase, batch_size: int = 8
 ) -> Tensor:
-    """The score of each sequence at its last token; collective, whatever number of sequences each rank has.
+    """The score (B,) float32, on the host, of each of this rank's sequences at its last token; collective.
 
-    Args:
-        model: a `RewardModel`, a sequence classification model of transformers (whatever its padding token), or any
-            module with `model(input_ids, attention_mask=…)` for rows padded on the right, which gives (B,), (B, 1), or
-            something with `.logits` of that shape; prepared by the strategy.
-        sequences: token ids of prompt and response, of this rank.
-        strategy: the rank's.
-        batch_size: sequences of one forward.
-
-    Returns:
-        (B,) float32 on the host, in the order of `sequences`.
+    `model` is a `RewardModel`, a sequence classification model of transformers (whatever its padding token), or any
+    module that gives (B,), (B, 1), or `.logits` of that shape for ids and an attention mask padded on the right.
     """
     control = strategy.control
-    control.together("checking the sequences to score", lambda: _check(model, sequences, batch_size))
-    by_length = sorted(range(len(sequences)), key=lambda row: (-len(sequences[row]), row))
+
+    def check() -> None:
+        if batch_size < 1 or any(len(ids) == 0 for ids in sequences):
+            raise DataError(f"batch_size={batch_size} of sequences without a token: both are 1 at least.")
+        check_token_ids(model, "the reward model", *sequences)
+
+    control.together("checking the sequences to score", check)
+    together, first = strategy.rows.shared(sequences) if split_over(model) > 1 else (sequences, 0)
+    by_length = sorted(range(len(together)), key=lambda row: (-len(together[row]), row))
     batches = [by_length[start : start + batch_size] for start in range(0, len(by_length), batch_size)]
-    scores = torch.zeros(len(sequences))
+    scores = torch.zeros(len(together))
     with evaluating(model), user_code():
         for step in range(max(control.gather(len(batches)))):
             rows = batches[step] if step < len(batches) else []
-            found = _scored(model, [sequences[row] for row in rows] or [[0]], strategy.device.device)
+            found = _scored(model, [together[row] for row in rows] or [[0]], strategy.device.device)
             scores[rows] = found[: len(rows)]
-    return scores
-
-
-def _check(model: nn.Module, sequences: Sequence[Sequence[int]], batch_size: int) -> None:
-    if batch_size < 1:
-        raise DataError(f"batch_size={batch_size}: it is a number of sequences, at least 1.")
-    empty = [row for row, ids in enumerate(sequences) if len(ids) == 0]
-    if empty:
-        raise DataError(f"sequence {empty[0]} has no token; a score is that of the last one.")
-    config: Any = getattr(model, "config", None)
-    size = getattr(config.get_text_config() if hasattr(config, "get_text_config") else config, "vocab_size", None)
-    for row, ids in enumerate(sequences):
-        if size is not None and not (0 <= min(ids) and max(ids) < size):
-            raise DataError(
-                f"sequence {row} holds token ids from {min(ids)} to {max(ids)}, the reward model's vocabulary has "
-                f"{size}; decode the text and tokenise it with the reward model's own tokenizer."
-            )
+    return scores[first : first + len(sequences)]
 
 
 def _scored(model: nn.Module, sequences: list[Sequence[int]], device: torch.device) -> Tensor:
@@ -104,10 +117,7 @@ def _scored(model: nn.Module, sequences: list[Sequence[int]], device: torch.devi
     found = getattr(given, "logits", given)
     if not isinstance(found, Tensor) or found.shape not in ((len(ids),), (len(ids), 1)):
         seen = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise EngineError(
-            f"{type(model).__name__} gave {seen} for {len(ids)} sequences; a reward model gives one number for each: "
-            f"({len(ids)},), ({len(ids)}, 1), or an output with .logits of that shape."
-        )
+        raise EngineError(f"{type(model).__name__} gave {seen} for {len(ids)} sequences; wanted one number for each.")
     return found.reshape(-1).float().cpu()
 
 

@@ -1,12 +1,10 @@
 """A checkpoint's backbone under a head that gives one number per token: what critics and reward models share.
 
-The module is transformers' own sequence classification architecture of the checkpoint's type with one label, so that
-what a strategy saves of it is a folder that transformers loads; its forward gives the numbers of chosen tokens.
+It is transformers' own sequence classification architecture with one label, so that transformers loads what is saved.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,11 +14,13 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from rlbench.errors import BuildError
-from rlbench.nn import HuggingFaceFsdp2TrainModule, device
-from rlbench.strategies.sharding.materialize import full_shapes, targets
-from rlbench.strategies.sharding.sources import TensorSource, initialised, open_source
-from rlbench.strategies.surface.memory_side import HALF
-from rlbench.trainers.models.policy_module import config_of, floating_dtype
+from rlbench.nn import HuggingFaceFsdp2TrainModule
+from rlbench.nn.lora import Adapted, plain_name
+from rlbench.strategies.memory.offloading import HALF
+from rlbench.strategies.sharding.materialize import full_shapes
+from rlbench.strategies.sharding.sources import TensorSource, initialised, loaded_silently, open_source
+from rlbench.trainers.models.policy_module import config_of, on_meta
+from rlbench.trainers.passes.forward import taken_by
 
 HEAD = "score"
 OUTPUT_LAYERS = ("lm_head.", "embed_out.")
@@ -30,11 +30,8 @@ OUTPUT_LAYERS = ("lm_head.", "embed_out.")
 class ScalarHeadModel(HuggingFaceFsdp2TrainModule):
     """`module(input_ids, …)` gives float32 numbers; mixed with an architecture of transformers by `make_scalar`.
 
-    Attributes:
-        checkpoint_head: what the head is called in the checkpoint; `score` is understood too.
-        head_seed: of a head that the checkpoint lacks; None: that is refused.
-        packing_proved: packed and padded rows were seen to give the same.
-        in_half: the last forward computed in half precision.
+    `checkpoint_head` is what the head is called in the checkpoint; `score` is understood too. `head_seed` is that of a
+    head that the checkpoint lacks; None: that is refused. `in_half`: the last forward computed in half precision.
     """
 
     checkpoint_head: str = HEAD
@@ -54,8 +51,7 @@ class ScalarHeadModel(HuggingFaceFsdp2TrainModule):
         """Return the head's numbers (P,) float32, at `positions` (P,) of the flattened `input_ids`; None: at all."""
         backbone = getattr(self, self.base_model_prefix)
         offered = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
-        taken = inspect.signature(backbone.forward).parameters
-        found = backbone(input_ids=input_ids, **{name: value for name, value in offered.items() if name in taken})
+        found = backbone(input_ids=input_ids, **taken_by(backbone.forward, offered))
         states = found.last_hidden_state.flatten(0, 1)
         states = states if positions is None else states[positions]
         self.in_half = states.dtype in HALF or torch.is_autocast_enabled(states.device.type)
@@ -69,11 +65,12 @@ class ScalarHeadModel(HuggingFaceFsdp2TrainModule):
         head, found = self._sorted(source)
         if head is None and self.head_seed is None:
             raise BuildError(
-                f"{path} holds no {self.checkpoint_head}.weight, so it is no reward model: give the checkpoint of one, "
-                f"or the head's name there (value_head_prefix), or seed=… for a head drawn at random."
+                f"{path} holds no {self.checkpoint_head}.weight: give a reward model's checkpoint, the head's name "
+                "there (value_head_prefix), or seed=… for a head drawn at random."
             )
-        missing = set(full_shapes(self)) - {f"{HEAD}.weight"} - found.keys()
-        if missing or found.keys() - targets(self).keys():
+        held = full_shapes(self)
+        wanted = {plain_name(name) for name in held} - {f"{HEAD}.weight"} - Adapted.of(self).adapter_names()
+        if wanted - found.keys() or found.keys() - held.keys():
             found = _through_transformers(source, self.base_model_prefix, (*OUTPUT_LAYERS, *([head] if head else [])))
         read_head = self._drawn_head if head is None else partial(source.read, head)
         return {name: read for name, read in found.items() if name != f"{HEAD}.weight"} | {f"{HEAD}.weight": read_head}
@@ -81,7 +78,7 @@ class ScalarHeadModel(HuggingFaceFsdp2TrainModule):
     def _sorted(self, source: TensorSource) -> tuple[str | None, dict[str, Callable[[], Tensor]]]:
         """Return the head's name in the source, and the rest by the module's own names."""
         heads = [name for name in (f"{self.checkpoint_head}.weight", f"{HEAD}.weight") if name in source.names]
-        held, prefix = targets(self), f"{self.base_model_prefix}."
+        held, prefix = full_shapes(self), f"{self.base_model_prefix}."
         found: dict[str, Callable[[], Tensor]] = {}
         for name in source.names:
             if name not in heads and not name.startswith(OUTPUT_LAYERS):
@@ -105,49 +102,31 @@ def make_scalar(
     revision: str | None,
 ) -> Any:
     """Make a module of `kind` on meta; `strategy.prepare_model` or `strategy.load_ckpt` gives it its weights."""
-    architecture = _sequence_class(path, revision)
-    cls: Any = type(f"{kind.__name__}{architecture.__name__}", (kind, architecture), {"__module__": __name__})
-    options: dict[str, Any] = {"num_labels": 1, "revision": revision}
-    options |= {} if dtype is None else {"dtype": floating_dtype(dtype)}
-    options = {name: value for name, value in options.items() if value is not None}
-    with device("meta"):
-        module = cls.from_pretrained(path, **options)
-    head_layer = getattr(module, HEAD, None)
-    if not isinstance(head_layer, nn.Linear) or head_layer.bias is not None:
-        raise _headless(path, module.config.model_type)
-    module.checkpoint_head, module.head_seed = head, seed
-    return module
-
-
-def _sequence_class(path: str, revision: str | None) -> type[Any]:
     from transformers import AutoModelForSequenceClassification
 
     config = config_of(path, revision)
     mapping = AutoModelForSequenceClassification._model_mapping
-    if type(config) not in mapping:
-        raise _headless(path, config.model_type)
-    return mapping[type(config)]  # type: ignore[no-any-return]
-
-
-def _headless(path: str, model_type: str) -> BuildError:
-    return BuildError(
-        f"{path!r} is a {model_type!r} model, for which transformers has no scalar head over a causal model; write the "
-        "module yourself (rlbench.nn), or take another checkpoint."
+    architecture = mapping[type(config)] if type(config) in mapping else None
+    headless = BuildError(
+        f"{path!r} is a {config.model_type!r} model, for which transformers has no scalar head over a causal model; "
+        "write the module yourself (rlbench.nn), or take another checkpoint."
     )
+    if architecture is None:
+        raise headless
+    cls: Any = type(f"{kind.__name__}{architecture.__name__}", (kind, architecture), {"__module__": __name__})
+    module = on_meta(cls, path, dtype, num_labels=1, revision=revision)
+    head_layer = getattr(module, HEAD, None)
+    if not isinstance(head_layer, nn.Linear) or head_layer.bias is not None:
+        raise headless
+    module.checkpoint_head, module.head_seed = head, seed
+    return module
 
 
 def _through_transformers(source: TensorSource, prefix: str, apart: tuple[str, ...]) -> dict[str, Callable[[], Tensor]]:
     """Read a backbone with other names on disk by transformers, whole in host memory; `apart` is no part of it."""
     from transformers import AutoModel
-    from transformers.utils import logging
 
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        model, report = AutoModel.from_pretrained(source.label, output_loading_info=True)
-    finally:
-        if bars:
-            logging.enable_progress_bar()
+    model, report = loaded_silently(AutoModel, source.label)
     missing = sorted(map(str, report["missing_keys"]))
     unknown = sorted(name for name in map(str, report["unexpected_keys"]) if not name.startswith(apart))
     if missing or unknown:

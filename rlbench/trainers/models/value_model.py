@@ -1,12 +1,21 @@
 """The critic: the value of the state before each response token, from a causal checkpoint's backbone and a head.
 
-A critic of the user's own is read as `own_critic` says.
+| a critic of the user's own | values |
+|---|---|
+| a sequence classifier of transformers with one label | its `score` at each token; what it pools needs a pad token |
+| a module that gives (B, T) or (B, T, 1) | of the token before |
+| a module that gives (B,) or (B, 1) | it sees prompts alone, and its value stands at each token of the response |
+
+One number of a sequence that held the response would know what it judges, and bias the policy's gradient.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -15,12 +24,18 @@ from torch import Tensor, nn
 
 from rlbench.data.batches.batch import TrainBatch
 from rlbench.errors import EngineError
-from rlbench.trainers.models.own_critic import gives_each_token, is_classifier, own_values, reading_each_token
+from rlbench.strategies.ranks.sequence import ALONE, SequenceGroup
 from rlbench.trainers.models.scalar_model import HEAD, ScalarHeadModel, make_scalar
-from rlbench.trainers.passes.attention import packed_attention
-from rlbench.trainers.passes.forward import CHECK_TOKENS, CHECK_TOLERANCE, HALF_TOLERANCE, as_batch, evaluating
+from rlbench.trainers.passes.forward import as_batch, differs, evaluating, probe_of, taken_by, vocabulary_of
 from rlbench.trainers.passes.packing import ModelInputs, model_inputs
+from rlbench.trainers.passes.sharing import shared
 from rlbench.user_code import user_code
+
+PROBE = ([0, 1, 0, 1, 1, 0, 1], [1, 0, 0, 1])
+"""Token ids that every vocabulary has."""
+WANTED = "(sequences, tokens), (sequences, tokens, 1) or, one value for a whole sequence, (sequences,)"
+
+_per_token: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
 class CriticModel(ScalarHeadModel):
@@ -36,18 +51,12 @@ def make_critic(
     seed: int = 42,
     revision: str | None = None,
 ) -> Any:
-    """Make a critic on meta, with or without `strategy.init_model_context`; `strategy.prepare_model(critic,
-    is_training=True)` shards it and loads its weights, `strategy.load_ckpt` those of a checkpoint.
+    """Make a critic on meta from a causal language model, a critic or a reward model, a folder or hub id.
 
-    The head is the checkpoint's, where it holds one (of a critic or a reward model), else drawn N(0, 1/(h + 1)), the
-    deviation; h is the width of the hidden states.
-
-    Args:
-        path: folder or hub id of a causal language model, a critic or a reward model.
-        dtype: of the weights; None: the checkpoint's. Half precision is trained in float32 unless `use_mp_opt` is set.
-        value_head_prefix: what the head is called in the checkpoint.
-        gradient_checkpointing: recompute activations in the backward.
-        seed: of a drawn head; the same on any number of ranks.
+    `strategy.prepare_model(critic, is_training=True)` shards it and loads its weights, `strategy.load_ckpt` those of a
+    checkpoint. The head, called `value_head_prefix` there, is the checkpoint's where it holds one, else drawn from
+    N(0, 1/(h + 1)), the deviation; h is the width of the hidden states. Half precision is trained in float32 unless
+    `use_mp_opt` is set; None: the checkpoint's.
     """
     critic = make_scalar(CriticModel, path, dtype, value_head_prefix, seed, revision)
     if gradient_checkpointing:
@@ -56,39 +65,54 @@ def make_critic(
     return critic
 
 
-def values_of(critic: nn.Module, batch: TrainBatch, device: torch.device, packed: bool) -> Tensor:
-    """Return the value of the state before each response token, (R,) float32, with gradient where gradients are on;
-    collective.
+def values_of(
+    critic: nn.Module, batch: TrainBatch, device: torch.device, packed: bool, ranks: SequenceGroup = ALONE
+) -> Tensor:
+    """Return the value of the state before each response token, (R,) float32; collective.
 
     Packed or padded the values are equal; a module that is not transformers' is given padded rows in any case.
     """
     checkpointing = getattr(critic, "is_gradient_checkpointing", False) and critic.training
     if packed and checkpointing and torch.is_grad_enabled():
-        raise EngineError(
-            "a packed critic with gradient checkpointing runs its layers again in the backward: run it inside "
-            "`with valued(critic, batch, device, packed=True) as (values, inputs):`."
-        )
-    with valued(critic, batch, device, packed) as (values, _):
+        raise EngineError("a packed critic with gradient checkpointing runs its backward inside `with valued(…)`.")
+    with valued(critic, batch, device, packed, ranks=ranks) as (values, _):
         return values
 
 
 @contextmanager
 def valued(
-    critic: nn.Module, batch: TrainBatch, device: torch.device, packed: bool
+    critic: nn.Module,
+    batch: TrainBatch,
+    device: torch.device,
+    packed: bool,
+    after: int = 0,
+    ranks: SequenceGroup = ALONE,
 ) -> Iterator[tuple[Tensor, ModelInputs]]:
-    """Give `values_of` with the layout they came from; run the backward inside the context."""
-    scalar = isinstance(critic, CriticModel) or is_classifier(critic)
+    """Give `values_of` with the layout they came from; run the backward inside the context.
+
+    `after=1`: of the state after each response token, which knows it, as a reward model's scores do; `ranks`: that
+    split the sequences, and are given the same ones.
+    """
+    scalar = isinstance(critic, ScalarHeadModel) or is_classifier(critic)
     packed = packed and scalar
     if not scalar:
+        if ranks.size > 1:
+            raise EngineError(
+                f"{type(critic).__name__} cannot be split over ranks, being no classifier of transformers: make_critic "
+                "makes a critic that can; or pass sequence_parallel=1."
+            )
         check_critic(critic, device)
-    if packed:
-        prove_packing(critic, device)
+    if packed or ranks.size > 1:
+        prove_packing(critic, device, ranks)
     with ExitStack() as within:
         with user_code():
             inputs = model_inputs(batch, device, packed)
-            if packed:
-                within.enter_context(packed_attention(critic, inputs.lengths))
-            values = _values(critic, inputs) if scalar else own_values(critic, batch, inputs, device)
+            if scalar:
+                asked = replace(inputs, predictors=inputs.predictors + after)
+                share = within.enter_context(shared(critic, asked, packed, ranks))
+                values = share.joined(_values(critic, share.inputs))
+            else:
+                values = own_values(critic, batch, inputs, device)
         yield values, inputs
 
 
@@ -100,32 +124,109 @@ def check_critic(critic: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def prove_packing(critic: Any, device: torch.device) -> None:
-    """Compare packed and padded values once, on two short sequences, the same on all ranks; collective."""
+def prove_packing(critic: Any, device: torch.device, ranks: SequenceGroup = ALONE) -> None:
+    """Compare packed and padded values once, on two short sequences, the same on all ranks; where these split them,
+    with those of one rank; collective."""
     if getattr(critic, "packing_proved", False):
         return
-    tokens = np.arange(2 * CHECK_TOKENS) % int(critic.config.get_text_config().vocab_size)
-    probe = as_batch([tokens[:CHECK_TOKENS], tokens[CHECK_TOKENS // 2 : 2 * CHECK_TOKENS - 5]])
+    probe = probe_of(np.arange(int(vocabulary_of(critic) or 1)))
     found = []
     with evaluating(critic):
-        for packed in (True, False):
-            inputs = model_inputs(probe, device, packed)
-            with packed_attention(critic, inputs.lengths) if packed else nullcontext():
-                found.append(_values(critic, inputs))
+        for packed, those in ((True, ranks), (False, ALONE)):
+            with shared(critic, model_inputs(probe, device, packed), packed, those) as share:
+                found.append(share.joined(_values(critic, share.inputs)))
     gap = float((found[0] - found[1]).abs().mean() / found[1].abs().mean().clamp(min=1e-12))
-    if not gap <= (HALF_TOLERANCE if critic.in_half else CHECK_TOLERANCE):
-        raise EngineError(
-            f"{type(critic).__name__} computes something else when sequences are packed (values differ by {gap:.2g} of "
-            "their size): its layers look across sequences; pass packed=False."
-        )
+    if differs(gap, critic.in_half):
+        how, mend = ("packed", "packed=False") if ranks.size == 1 else ("split over ranks", "sequence_parallel=1")
+        said = f"{type(critic).__name__} computes something else when sequences are {how} (values differ by {gap:.2g})"
+        raise EngineError(f"{said}: its layers look across sequences; pass {mend}.")
     critic.packing_proved = True
 
 
 def _values(critic: nn.Module, inputs: ModelInputs) -> Tensor:
-    with nullcontext() if isinstance(critic, CriticModel) else reading_each_token(critic):
+    with nullcontext() if isinstance(critic, ScalarHeadModel) else reading_each_token(critic):
         return critic(  # type: ignore[no-any-return]
             inputs.input_ids,
             attention_mask=inputs.attention_mask,
             position_ids=inputs.position_ids,
             positions=inputs.predictors,
         )
+
+
+def is_classifier(critic: nn.Module) -> bool:
+    """Tell whether it is transformers' sequence classifier of one label over a causal model, read at each token."""
+    from transformers import PreTrainedModel
+
+    head = getattr(critic, HEAD, None)
+    if not isinstance(critic, PreTrainedModel) or not isinstance(head, nn.Linear):
+        return False
+    if head.out_features != 1 or head.bias is not None:
+        raise EngineError(f"{type(critic).__name__} has {head.out_features} labels: make it with num_labels=1.")
+    return True
+
+
+@contextmanager
+def reading_each_token(critic: Any) -> Iterator[None]:
+    """Have a sequence classifier give the numbers of chosen tokens, as `ScalarHeadModel` does."""
+    own = vars(critic).get("forward")
+    critic.forward = MethodType(ScalarHeadModel.forward, critic)
+    try:
+        yield
+    finally:
+        del critic.forward
+        if own is not None:
+            critic.forward = own
+
+
+def own_values(critic: nn.Module, batch: TrainBatch, inputs: ModelInputs, device: torch.device) -> Tensor:
+    """Return (R,) float32 beside the response tokens of `batch`, whose padded layout is `inputs`; collective."""
+    if gives_each_token(critic, device):
+        values = _asked(critic, inputs)
+        _check_shape(critic, inputs, values)
+        return values.reshape(-1)[inputs.predictors].float()
+    prompts = model_inputs(as_batch(list(batch.prompts)), device, packed=False)
+    values = _asked(critic, prompts)
+    if values.numel() != len(batch):
+        raise _unfit(critic, prompts, values)
+    return values.reshape(-1)[inputs.grid.rows].float()
+
+
+@torch.no_grad()
+def gives_each_token(critic: nn.Module, device: torch.device) -> bool:
+    """Tell whether a module gives a value of each token or one of each sequence; asked once, collective."""
+    if critic not in _per_token:
+        inputs = model_inputs(as_batch([np.array(row) for row in PROBE]), device, packed=False)
+        with evaluating(critic):
+            values = _asked(critic, inputs)
+        if values.shape in ((len(PROBE),), (len(PROBE), 1)):
+            if not taken_by(critic.forward, {"attention_mask": True}):
+                name = type(critic).__name__
+                raise EngineError(f"the critic {name} values a whole sequence: let its forward take attention_mask.")
+            _per_token[critic] = False
+        else:
+            _check_shape(critic, inputs, values)
+            _per_token[critic] = True
+    return _per_token[critic]
+
+
+def _asked(critic: nn.Module, inputs: ModelInputs) -> Tensor:
+    offered = {"attention_mask": inputs.attention_mask, "position_ids": inputs.position_ids, "use_cache": False}
+    found = critic(inputs.input_ids, **taken_by(critic.forward, offered))
+    values = getattr(found, "logits", found)
+    if not isinstance(values, Tensor):
+        raise EngineError(f"the critic {type(critic).__name__} returned {type(found).__name__}; wanted {WANTED}.")
+    return values
+
+
+def _check_shape(critic: nn.Module, inputs: ModelInputs, values: Tensor) -> None:
+    """Raise unless there is one value of each token."""
+    rows = tuple(inputs.input_ids.shape)
+    if values.shape not in (rows, (*rows, 1)):
+        raise _unfit(critic, inputs, values)
+
+
+def _unfit(critic: nn.Module, inputs: ModelInputs, values: Tensor) -> EngineError:
+    return EngineError(
+        f"the critic {type(critic).__name__} returned values of shape {tuple(values.shape)} for input ids of shape "
+        f"{tuple(inputs.input_ids.shape)}; wanted {WANTED}. make_critic(path) makes one from a checkpoint."
+    )

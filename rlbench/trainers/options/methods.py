@@ -1,18 +1,4 @@
-"""Methods of a run by name: each a set of options, over which those that are given count.
-
-| method | advantage | loss |
-|---|---|---|
-| grpo | group_norm | PPO's, mean over responses; no KL unless `kl_coef` says so |
-| ppo | gae, with a critic; KL (k1) in the reward; whitened | PPO's |
-| dapo | group_norm, groups without signal drawn again, overlong penalty | clipped to 0.8 … 1.28, mean over tokens |
-| gspo | group_norm | ratios of whole responses |
-| rloo | rloo | PPO's |
-| reinforce++ | reinforce++ | PPO's |
-| reinforce_baseline | reinforce_baseline | PPO's |
-| cpgd | cpgd | CPGD's |
-
-DAPO's overlong penalty begins a fifth of `max_tokens` before the limit unless `overlong_buffer_len` is given.
-"""
+"""Methods of a run by name: each a set of options, over which those that are given count."""
 
 from __future__ import annotations
 
@@ -25,7 +11,8 @@ from rlbench.options import OptionError, canonical, defaults, options_in
 from rlbench.strategies.options.config import StrategyConfig
 from rlbench.trainers.options.ppo_config import PPOConfig
 from rlbench.trainers.options.run_options import RunOptions
-from rlbench.trainers.options.trainer_options import NOT_OF_TRAINERS, TrainerOptions, doubts
+from rlbench.trainers.options.text_config import TextConfig, check_of_texts
+from rlbench.trainers.options.trainer_options import NOT_OF_TRAINERS, doubts
 
 METHODS: dict[str, dict[str, Any]] = {
     "grpo": {"advantage_estimator": "group_norm", "kl_coef": 0.0},
@@ -37,33 +24,52 @@ METHODS: dict[str, dict[str, Any]] = {
         "clip_high": 0.28,
         "aggregation": "token-mean",
         "dynamic_sampling": True,
-        "overlong_buffer": True,
+        "overlong_buffer": True,  # from a fifth of max_tokens before the limit on, unless overlong_buffer_len is given
     },
     "gspo": {"advantage_estimator": "group_norm", "kl_coef": 0.0, "use_gspo": True},
     "rloo": {"advantage_estimator": "rloo", "kl_coef": 0.0},
     "reinforce++": {"advantage_estimator": "reinforce++", "kl_coef": 0.0},
     "reinforce_baseline": {"advantage_estimator": "reinforce_baseline", "kl_coef": 0.0},
     "cpgd": {"advantage_estimator": "cpgd", "kl_coef": 0.0, "use_cpg_loss": True},
+    # each token's advantage is log q - log p, of the teacher in the reference's place: rb.rl.on_policy_distillation
+    "distill": {"advantage_estimator": "reinforce", "kl_coef": 1.0, "kl_estimator": "k1", "gamma": 0.0},
 }
+DISTILL, REWARD = "distill", "reward"
+TEXTS = {
+    "sft": "demonstrations",
+    "dpo": "pairs",
+    "ipo": "pairs",
+    "simpo": "pairs",
+    "orpo": "pairs",
+    "kto": "labelled",
+    REWARD: "pairs",
+}
+"""Methods that train on texts, each with the loss of its name, and what makes a batch of their rows: `rb.data.…`."""
+LOSSES = {REWARD: "bradley_terry"}
+"""The loss of those that have another."""
+METHODS |= {name: {"packing": True, "head": "auto"} for name in TEXTS}  # as `session.train_step`
+METHODS[REWARD] = {"packing": True}  # there is no vocabulary
 OVERLONG_SHARE = 5
+OF_TEXT_RUNS = ("data", "max_length")
+"""Options of `rlbench train` that have an effect with methods on texts alone."""
+OF_ALL_RUNS = (
+    *("pretrain", "lora_rank", "lora_alpha", "lora_targets", "lora_dropout", "shards", "replicas", "kv_cache_bytes"),
+    *("eval_data", "eval_split", "max_eval_samples", "prompt_split", "max_samples", "apply_chat_template"),
+    *("system_prompt", "num_episodes", "max_steps", "lr_schedule", "loss", "metrics_file", "logging_steps"),
+    *("betas", "weight_decay", "gpu_memory_utilization", "engine_tp_size"),
+)
+"""And those that have one with every method."""
+OF_REPLICAS = ("head", "replicas", "kv_cache_bytes", "gpu_memory_utilization", "engine_tp_size")
+"""Options of a vocabulary and of replicas, of which a reward model has none."""
 OF_OTHER_RANKS = ("zero_stage", "local_rank")
 """Options that ranks of a session refuse whatever their value is: zero_stage=2, the default, asks for DeepSpeed."""
 
 
-def preset(method: str) -> dict[str, Any]:
-    """Return the options of a method.
-
-    Raises:
-        OptionError: there is no such method.
-    """
+def with_method(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a method, then those given by our names, which count."""
     if method not in METHODS:
         raise OptionError(f"there is no method {method!r}{nearest(method, METHODS)}. Methods: {', '.join(METHODS)}.")
-    return dict(METHODS[method])
-
-
-def with_method(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a method, then those given, which count; by our names already."""
-    chosen = preset(method) | dict(given)
+    chosen = METHODS[method] | dict(given)
     if method == "dapo" and chosen["overlong_buffer"] and "overlong_buffer_len" not in given:
         longest = chosen.get("max_tokens", defaults(PPOConfig)["max_tokens"])
         chosen["overlong_buffer_len"] = max(1, int(longest) // OVERLONG_SHARE)
@@ -71,40 +77,41 @@ def with_method(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def method_options(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a trainer of a session is made with: the method's options, then those given.
-
-    Args:
-        method: one of `METHODS`.
-        given: options of `StrategyConfig`, `PPOConfig` and of sampling, by name or alias.
-
-    Raises:
-        OptionError: an unknown method or name, or one that cannot be honoured; options of a run alone are none of a
-            trainer.
-    """
+    """Return what a trainer of a session is made with: the method's options, then those given by name or alias."""
     ours = our_names(given, also=NOT_OF_TRAINERS)
     for name in ours:
         if name in options_in(RunOptions):
             raise OptionError(f"{name} is an option of `rlbench train`, not of a trainer. Leave it out.")
-    return with_method(method, ours)
+    chosen = with_method(method, ours)
+    check_of_method(method, ours)
+    return chosen
+
+
+def check_of_method(method: str, given: Mapping[str, Any], run: bool = False) -> None:
+    """Refuse options, by our names, that have no effect with a method; of a `run` those of `rlbench train` have one."""
+    if "teacher" in given and method != DISTILL:
+        raise OptionError(f"teacher has no effect with {method}: it is of {DISTILL}.")
+    if method == DISTILL and not given.get("kl_coef", 1.0):
+        raise OptionError("kl_coef=0 leaves nothing of the teacher: it weighs what the policy learns from it.")
+    if method == REWARD and (idle := [name for name in given if name in OF_REPLICAS]):
+        raise OptionError(f"{idle[0]} has no effect with {REWARD}: a reward model has no vocabulary and no replicas.")
+    if method in TEXTS:
+        check_of_texts(given, also=(*OF_ALL_RUNS, *OF_TEXT_RUNS) if run else ())
+    elif idle := [name for name in given if name in {*options_in(TextConfig), *OF_TEXT_RUNS}]:
+        raise OptionError(f"{idle[0]} has no effect with {method}: it is of methods on texts ({', '.join(TEXTS)}).")
 
 
 def our_names(given: Mapping[str, Any], also: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return options of a run by our names; see `canonical`.
-
-    Raises:
-        OptionError: also one that acts on ranks that are not a session's.
-    """
+    """Return options of a run by our names; refuse those that act on ranks that are not a session's."""
     for name in OF_OTHER_RANKS:
         if given.get(name) is not None:
-            raise OptionError(
-                f"{name}={given[name]} cannot be honoured: a session's ranks are made by it. Leave it out."
-            )
-    return canonical(given, RunOptions, PPOConfig, StrategyConfig, also=also)
+            raise OptionError(f"{name}={given[name]} cannot be honoured by a session's ranks. Leave it out.")
+    return canonical(given, RunOptions, TextConfig, PPOConfig, StrategyConfig, also=also)
 
 
 def warn_of(chosen: Mapping[str, Any], critic: bool, ema: bool) -> None:
     """Warn in the kernel of a trainer's options that have no effect; the ranks' own warnings are in their logs."""
     ppo = PPOConfig(**{name: value for name, value in chosen.items() if name in options_in(PPOConfig)})
     own = {name: value for name, value in chosen.items() if name in options_in(StrategyConfig)}
-    for text in doubts(TrainerOptions(StrategyConfig(**own), ppo, given=chosen), critic, ema):
+    for text in doubts(StrategyConfig(**own), ppo, chosen, critic, ema):
         warnings.warn(text, stacklevel=4)

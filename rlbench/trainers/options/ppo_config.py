@@ -6,8 +6,12 @@ Importable without torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 from rlbench.data.prompts.sampling import reshaped_by
-from rlbench.options import OptionError, Options, section
+from rlbench.options import refuse, section
+from rlbench.trainers.options.loop_options import LoopOptions
 
 rollout, loss, kl, critic, files = map(
     section, ("Rollout", "Policy loss", "KL to the reference", "Critic and returns", "Files")
@@ -16,8 +20,10 @@ NO_CRITIC = {"critic_pretrain": False}
 NO_TRAJECTORIES = {"save_trajectories": False}
 
 
-class PPOConfig(Options):
+class PPOConfig(LoopOptions):
     """How experience is made and trained on."""
+
+    NEUTRAL: ClassVar[Mapping[str, Any]] = {"buffer_cpu_offload": True}  # experience lies on the host
 
     rollout_batch_size: int = rollout(32, "prompts of one iteration, over all ranks", least=1)
     prompt_max_len: int = rollout(128, "tokens of a prompt at most; longer ones are refused", least=1)
@@ -25,8 +31,9 @@ class PPOConfig(Options):
     temperature: float = rollout(1.0, "of sampling")
     top_p: float = rollout(1.0, "sample from the likeliest tokens that make up this share", least=0, most=1)
     top_k: int = rollout(-1, "sample from so many likeliest tokens; -1: all")
+    use_fire: bool = rollout(False, "draw a response's first token at a temperature of its own (arXiv 2410.21236)")
+    first_token_temperature: float = rollout(10.0, "that temperature", needs={"use_fire": False})
     buffer_limit: int = rollout(0, "newest sequences the replay buffer keeps; 0: all", least=0)
-    buffer_cpu_offload: bool = rollout(True, "experience lies on the host")
     max_epochs: int = loss(1, "passes over the experience of an iteration", least=1)
     aggregation: str = loss("seq-mean-token-mean", "how the losses of tokens become one, see rlbench.rl.Aggregation")
     clip_low: float = loss(0.2, "the ratio is clipped to [1 - clip_low, 1 + clip_high]", least=0)
@@ -42,9 +49,10 @@ class PPOConfig(Options):
         "what the ratio is against: the actor's before the first update, or the engine's",
         choices=("recompute", "sampler"),
     )
-    mismatch: str | None = loss(None, "correction for the sampler's other log-probs: token_tis, sequence_tis or icepop")
+    mismatch: str | None = loss(
+        None, "correction for the sampler's other log-probs", choices=("token_tis", "sequence_tis", "icepop")
+    )
     ptx_coef: float = loss(0.0, "weight of a language loss on pretrain_data; 0: none", least=0)
-    gradient_checkpointing: bool = loss(False, "recompute activations in the backward")
     kl_coef: float = kl(0.001, "weight, in the reward or with use_kl_loss in the loss; 0: no reference", least=0)
     kl_target: float | None = kl(None, "the weight adapts to this KL", needs={"kl_coef": 0.0})
     kl_horizon: int = kl(10000, "over so many sequences", needs={"kl_target": None})
@@ -55,14 +63,6 @@ class PPOConfig(Options):
     ema_beta: float = critic(
         0.992, "share of the old in each update of the moving average", least=0, most=1, needs={"enable_ema": False}
     )
-    save_path: str = files("./ckpt", "folder of the saved model and of trajectories")
-    save_steps: int = files(0, "iterations between checkpoints; -1: at the end alone, 0: none")
-    ckpt_path: str = files("./ckpt/checkpoints_ppo", "folder of checkpoints")
-    max_ckpt_num: int = files(3, "checkpoints kept")
-    max_ckpt_mem: float = files(1000.0, "gigabytes of checkpoints kept")
-    load_checkpoint: bool = files(False, "go on from the newest checkpoint")
-    save_hf_ckpt: bool = files(False, "save the model for transformers beside each checkpoint")
-    eval_steps: int = files(-1, "iterations between evaluations; -1: none")
     logging_steps: int = files(1, "iterations between printed lines", least=1)
     save_trajectories: bool = files(False, "write samples of each iteration as JSON")
     num_trajectories_to_save: int = files(10, "how many", least=0, needs=NO_TRAJECTORIES)
@@ -70,19 +70,25 @@ class PPOConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.temperature <= 0:
-            raise OptionError(f"temperature={self.temperature!r}: a policy is sampled at a temperature above 0.")
-        if self.mark_high_entropy_tokens and self.old_logprobs == "sampler":
-            raise OptionError(
-                "mark_high_entropy_tokens needs the actor's entropies, which old_logprobs='sampler' does not compute: "
-                "leave one of them out."
-            )
-        reshaped = reshaped_by({"top_p": self.top_p, "top_k": self.top_k})
-        if reshaped and (self.old_logprobs == "sampler" or self.mismatch is not None):
-            weighs = "old_logprobs='sampler'" if self.old_logprobs == "sampler" else f"mismatch={self.mismatch!r}"
-            raise OptionError(  # see rlbench.rl.losses.check_sampled_as_trained
-                f"{weighs} weighs by the sampler's log-probs, which {', '.join(reshaped)} makes those of another "
-                "distribution: leave one of them out."
-            )
-        if not self.buffer_cpu_offload:
-            raise OptionError("buffer_cpu_offload=False cannot be honoured: experience lies on the host. Leave it out.")
+        sampler, mismatch, ratio = self.old_logprobs == "sampler", self.mismatch, self.high_entropy_token_ratio
+        by_response = self.aggregation == "seq-mean-token-mean"
+        heat = self.first_token_temperature if self.use_fire else None
+        options = {"top_p": self.top_p, "top_k": self.top_k, "first_token_temperature": heat}
+        reshaped = " and ".join(reshaped_by(options))
+        weighs = "old_logprobs='sampler'" if sampler else mismatch and f"mismatch={mismatch!r}"
+        refuse(
+            (
+                self.first_token_temperature <= 0,
+                f"first_token_temperature={self.first_token_temperature!r}: it lies above 0",
+            ),
+            (self.temperature <= 0, f"temperature={self.temperature!r}: a policy is sampled at a temperature above 0"),
+            (
+                self.mark_high_entropy_tokens and sampler,
+                "mark_high_entropy_tokens needs the actor's entropies: leave old_logprobs='sampler' out",
+            ),  # see rlbench.rl.losses.check_sampled_as_trained
+            (reshaped and weighs, f"{weighs} weighs by the sampler's log-probs, which {reshaped} changes: use one"),
+            (sampler and mismatch, f"mismatch={mismatch!r} with old_logprobs='sampler': there is nothing to correct"),
+            (self.use_gspo and self.use_cpg_loss, "use_gspo and use_cpg_loss name two losses: choose one"),
+            (self.use_gspo and not by_response, "use_gspo averages over responses: aggregation='seq-mean-token-mean'"),
+            (self.use_gspo and 0 < ratio < 1, "use_gspo has one ratio for a response: no high_entropy_token_ratio"),
+        )

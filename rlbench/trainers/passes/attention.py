@@ -1,14 +1,15 @@
 """Attention over a packed row: each sequence attends to itself alone, without ever building a mask.
 
-Registered with transformers under a name of its own and switched on only around packed passes, so that a
-user's padded calls keep the implementation they chose.
+Where ranks split the row's tokens, each computes some heads of all tokens (Ulysses, arXiv 2309.14509), with two
+exchanges per layer; where heads do not divide by ranks, all heads of its own tokens, for which it is sent the keys and
+values of the others (as Llama 3's context parallelism does).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import torch
@@ -16,23 +17,31 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from rlbench.errors import EngineError
+from rlbench.strategies.ranks.sequence import ALONE, SequenceGroup
 
 NAME = "rlbench_packed"
 _lengths: list[int] = []
+_ranks = [ALONE]
+FLASH_SINCE, MOST_WIDTH = (8, 0), 256
+"""Compute capability, and width of a head, that the flash kernel needs."""
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 @contextmanager
-def packed_attention(module: nn.Module, lengths: list[int]) -> Iterator[None]:
-    """Make `module` attend within sequences of these lengths; keep it on until the backward is done.
+def packed_attention(module: nn.Module, lengths: list[int], ranks: SequenceGroup = ALONE) -> Iterator[None]:
+    """Make a transformers model attend within sequences of these lengths, of which a row is made; keep it on until the
+    backward is done.
 
-    Args:
-        module: a transformers model that reads its attention from `AttentionInterface`.
-        lengths: of the sequences in the packed row, in order.
+    `ranks`: that hold a slice each of the row's tokens, all of one length.
     """
-    _register()
-    configs = {id(m.config): m.config for m in module.modules() if hasattr(m, "config")}
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, lambda *_, **__: None)
+    tower = getattr(getattr(module, "config", None), "vision_config", None)  # attends within each image by itself
+    configs = {id(m.config): m.config for m in module.modules() if hasattr(m, "config") and m.config is not tower}
     chosen = [(c, c._attn_implementation) for c in configs.values() if hasattr(c, "_attn_implementation")]
-    _lengths[:] = lengths
+    _lengths[:], _ranks[:] = lengths, [ranks]
     try:
         for config, _ in chosen:
             config._attn_implementation_internal = NAME
@@ -41,62 +50,130 @@ def packed_attention(module: nn.Module, lengths: list[int]) -> Iterator[None]:
         for config, before in chosen:
             config._attn_implementation_internal = before
         _lengths.clear()
-
-
-def _register() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, lambda *_, **__: None)
+        _ranks[:] = [ALONE]
 
 
 def _attend(
-    module: nn.Module,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """transformers' attention signature; query (rows, heads, tokens, width) → (rows, tokens, heads, width)."""
+    causal = options.pop("is_causal", None)
+    if not (getattr(module, "is_causal", True) if causal is None else causal) or attention_mask is not None:
+        raise EngineError(f"{type(module).__name__} cannot run packed (it is not causal attention): packing=False.")
+    ranks = _ranks[0]
+    if query.shape[2] * ranks.size != sum(_lengths):
+        seen = query.shape[2] * ranks.size
+        raise EngineError(f"packed attention got {seen} positions for {sum(_lengths)}: packing=False.")
+    known = ("dropout", "scaling", "sliding_window", "softcap", "s_aux")
+    options = {name: value for name, value in options.items() if name in known}
+    if ranks.size == 1:
+        return _attend_row(query, key, value, **options), None
+    if query.shape[1] % ranks.size:
+        return _attend_slice(query, ranks.whole(key), ranks.whole(value), ranks, **options), None
+    copies = ranks.copies(key.shape[1])
+    if copies > 1:
+        key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
+    if options.get("s_aux") is not None:
+        options["s_aux"] = ranks.own_heads(options["s_aux"])
+    return ranks.to_tokens(_attend_row(*ranks.to_heads(query, key, value), **options)), None
+
+
+def _attend_row(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    is_causal: bool | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """transformers' attention signature; query (1, heads, total, width) → (1, total, heads, width).
+) -> Tensor:
+    """Attend over whole rows; query (rows, heads, total, width) → (rows, total, heads, width).
 
-    Neighbouring sequences of one length go through one call. Raises EngineError for what it does not compute.
+    Neighbouring sequences of one length go through one call.
     """
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    if not causal or attention_mask is not None:
-        raise EngineError(f"{type(module).__name__} cannot run packed (it is not causal attention): packing=False.")
-    if query.shape[2] != sum(_lengths):
-        raise EngineError(
-            f"packed attention got {query.shape[2]} positions for sequences of {sum(_lengths)}: packing=False."
-        )
-    outputs, start = [], 0
-    for length, run in groupby(_lengths):
-        count = len(list(run))
-        span = slice(start, start + count * length)
-        q, k, v = (_batched(t[:, :, span], count, length) for t in (query, key, value))
+    if softcap is None and s_aux is None and not dropout and len(query) == 1 and fits_one_kernel(query, value):
+        return _in_one_kernel(query, key, value, scaling, sliding_window)
+    runs = [(length, len(list(run))) for length, run in groupby(_lengths)]
+    spans = [count * length for length, count in runs]
+    # split, not sliced: the gradient of each slice would be as large as the whole row, and summed to the others'
+    parts = zip(*(t.split(spans, dim=2) for t in (query, key, value)), strict=True)
+    outputs = []
+    for (length, count), part in zip(runs, parts, strict=True):
+        q, k, v = (t.unflatten(2, (count, length)).transpose(1, 2).flatten(0, 1) for t in part)
         mask = _window(length, sliding_window, q.device)
-        if softcap is not None or s_aux is not None:
-            attended = _with_scores(q, k, v, mask, dropout, scaling, softcap, s_aux)
-        else:
-            attended = scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                dropout_p=dropout,
-                is_causal=mask is None,
-                scale=scaling,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-        outputs.append(attended.transpose(1, 2).reshape(1, count * length, q.shape[1], v.shape[-1]))
-        start += count * length
-    return torch.cat(outputs, dim=1), None
+        attended = _within(q, k, v, mask, dropout, scaling, softcap, s_aux)
+        outputs.append(attended.transpose(1, 2).reshape(len(query), count * length, q.shape[1], v.shape[-1]))
+    return torch.cat(outputs, dim=1)
+
+
+def _attend_slice(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ranks: SequenceGroup,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+) -> Tensor:
+    """Attend from this rank's tokens alone; query (rows, heads, n, width), key and value those of whole rows →
+    (rows, n, heads, width).
+
+    A sequence that began on another rank takes a mask: its tokens here by all up to them.
+    """
+    outputs, first = [], ranks.index * query.shape[2]
+    for start, end in pairwise([0, *accumulate(_lengths)]):
+        begin, stop = max(start, first), min(end, first + query.shape[2])
+        if begin >= stop:
+            continue
+        q, k, v = query[:, :, begin - first : stop - first], key[:, :, start:stop], value[:, :, start:stop]
+        mask = _window(stop - start, sliding_window, q.device, stop - begin)
+        outputs.append(_within(q, k, v, mask, dropout, scaling, softcap, s_aux).transpose(1, 2))
+    return torch.cat(outputs, dim=1)
+
+
+def _within(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """Attend within sequences of one length; (count, heads, length, width). `mask` None: causal."""
+    if softcap is not None or s_aux is not None:
+        return _with_scores(q, k, v, mask, dropout, scaling, softcap, s_aux)
+    if q.is_meta:  # where torch would take the way that keeps all scores, as no kernel of a device does
+        found: Tensor = _flash(q, k, v, dropout, mask is None, attn_mask=mask, scale=scaling)[0]
+        return found
+    shared = {"is_causal": mask is None, "scale": scaling, "enable_gqa": q.shape[1] != k.shape[1]}
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, **shared)
+
+
+def fits_one_kernel(query: Tensor, value: Tensor) -> bool:
+    """Say whether torch's flash kernel takes a row of sequences in one call: half precision, on a GPU that has it."""
+    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    alike = query.shape[-1] == value.shape[-1] <= MOST_WIDTH
+    return alike and torch.cuda.get_device_capability(query.device) >= FLASH_SINCE
+
+
+def _in_one_kernel(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    """Attend in one call, whatever the lengths; (1, heads, total, width) → (1, total, heads, width)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    ends = torch.tensor([0, *accumulate(_lengths)], dtype=torch.int32, device=query.device)
+    longest = max(_lengths)
+    back = -1 if window is None else window - 1
+    q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
+    attended = varlen_attn(
+        q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(back, 0), enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return attended[None]  # type: ignore[index]
 
 
 def _with_scores(
@@ -124,16 +201,12 @@ def _with_scores(
     return torch.nn.functional.dropout(shares, dropout) @ value
 
 
-def _batched(tensor: Tensor, count: int, length: int) -> Tensor:
-    """(1, heads, count * length, width) → (count, heads, length, width)."""
-    heads, width = tensor.shape[1], tensor.shape[3]
-    return tensor.reshape(heads, count, length, width).transpose(0, 1)
-
-
-def _window(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Mask of a sliding window where one cuts into the sequence; else None (plain causal)."""
-    if window is None or length <= window:
+def _window(length: int, window: int | None, device: torch.device, queries: int | None = None) -> Tensor | None:
+    """Mask (queries, length) of the last `queries` tokens (None: of all) where a sliding window cuts into the sequence,
+    or where they are not all; else None (plain causal)."""
+    queries = length if queries is None else queries
+    if queries == length and (window is None or length <= window):
         return None
     position = torch.arange(length, device=device)
-    distance = position[:, None] - position[None, :]
-    return (distance >= 0) & (distance < window)
+    distance = position[length - queries :, None] - position[None, :]
+    return (distance >= 0) & (distance < (length if window is None else window))

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,13 +19,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from rlbench.data.batches.batch import TrainBatch
-from rlbench.data.batches.sequences import as_batch as as_batch
+from rlbench.data.batches.batch import as_batch as as_batch
 from rlbench.errors import DataError, EngineError
-from rlbench.trainers.passes.attention import packed_attention
+from rlbench.strategies.ranks.control import ControlGroup
+from rlbench.strategies.ranks.sequence import ALONE, SequenceGroup
 from rlbench.trainers.passes.chunked_head import Head, UnfitHead, token_bytes, watched_head
+from rlbench.trainers.passes.images import ImageReader
+from rlbench.trainers.passes.outputs import NO_MORE, Request, TokenOutputs, of_logits
 from rlbench.trainers.passes.packing import ModelInputs, model_inputs
+from rlbench.trainers.passes.sharing import Share, shared
 from rlbench.trainers.passes.token_keeper import TokenGradients
-from rlbench.trainers.passes.token_stats import token_stats
 from rlbench.user_code import user_code
 
 CHECK_TOKENS = 24
@@ -33,39 +37,48 @@ CHECK_TEMPERATURE = 0.7
 
 
 class PolicyModel:
-    """One module as a policy. `module(input_ids, …)` gives logits, or something that has `.logits`.
+    """One sharded module as a policy. `module(input_ids, …)` gives logits, or something that has `.logits`.
 
-    Args:
-        module: sharded.
-        device: of its inputs.
-        half: it computes in half precision, whatever its parameters are.
+    `device` is that of its inputs; `half`: it computes in half precision, whatever its parameters are; `ranks`: that
+    split its sequences, and are given the same ones. `CHANNELS`: what `stats` gives of each token; `holds_logits`:
+    unless its output layer gives log-probs itself. `control`: of the ranks that run the model together; None: one does.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, half: bool) -> None:
+    CHANNELS: ClassVar[tuple[str, ...]] = ("logprobs", "entropy")
+    holds_logits: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        half: bool,
+        ranks: SequenceGroup = ALONE,
+        control: ControlGroup | None = None,
+    ) -> None:
         self.module = module
+        self._images, self._control = ImageReader.of(module), control
         self.device = device
+        self.ranks = ranks
         self._half = half or next(module.parameters()).dtype in (torch.float16, torch.bfloat16)
-        self._parameters = inspect.signature(module.forward).parameters
         self._packing_proved = False
         self._heads: dict[bool, Head | str] = {}  # by packing: proved, or why not
 
     @property
     def vocab_size(self) -> int:
         """Rows of the output layer; the widest parameter stands in where the model does not say."""
-        config = getattr(self.module, "config", None)
-        size = getattr(config, "vocab_size", None) or getattr(getattr(config, "text_config", None), "vocab_size", None)
-        return int(size or max((max(p.shape, default=1) for p in self.module.parameters()), default=1))
+        widths = (max(p.shape, default=1) for p in self.module.parameters())
+        return vocabulary_of(self.module) or int(max(widths, default=1))
 
-    def check_tokens(self, batch: TrainBatch) -> None:
+    def check_tokens(self, batch: TrainBatch, *more: np.ndarray) -> None:
         """Refuse token ids the model has no embedding for, before any rank enters a collective."""
-        if getattr(getattr(self.module, "config", None), "vocab_size", None) is None:
+        check_token_ids(self.module, "the model", batch.prompts.values, batch.responses.values, *more)
+        if not batch.has_images:
             return
-        for name, ids in (("prompts", batch.prompts.values), ("responses", batch.responses.values)):
-            if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self.vocab_size):
-                raise DataError(
-                    f"the {name} hold token ids from {ids.min()} to {ids.max()}, the model's vocabulary has "
-                    f"{self.vocab_size}; tokenise with the model's own tokenizer."
-                )
+        if self._images is None:
+            raise DataError(f"prompts have images, and {type(self.module).__name__} sees none: take a model that does.")
+        if self.ranks.size > 1:
+            raise DataError("prompts have images, which are not split over ranks: pass sequence_parallel=1.")
+        self._images.check(batch)
 
     @property
     def token_bytes(self) -> int:
@@ -86,81 +99,99 @@ class PolicyModel:
         head: str = "auto",
         watch: TokenGradients | None = None,
         chunk_rows: int | None = None,
-    ) -> Iterator[tuple[Tensor, Tensor, ModelInputs]]:
-        """Log-probs and entropies (R,) of the response tokens of `rows`; run the backward inside the
-        context. `head` is `PolicyOptions.head`; `watch` takes each token's gradients; `chunk_rows` as of `Head.run`."""
-        chunked = self.prove(rows, packed, head)
+        request: Request = NO_MORE,
+    ) -> Iterator[tuple[TokenOutputs, ModelInputs]]:
+        """Give log-probs and entropies of the R response tokens of `rows`; run the backward inside the context.
+
+        `head` is `PolicyOptions.head`; `watch` takes each token's gradients; `chunk_rows` as of `Head.run`; `request`:
+        what else to give.
+        """
+        chunked = self.prove(rows, packed, "plain" if request.logits else head)
         with ExitStack() as within:
             with user_code():
-                inputs = model_inputs(rows, self.device, packed)
-                if packed:
-                    within.enter_context(packed_attention(self.module, inputs.lengths))
-                logprobs, entropy = self._stats(inputs, temperature, packed, chunked, watch, chunk_rows)
+                inputs = self._inputs(rows, packed)
+                share = within.enter_context(shared(self.module, inputs, packed, self.ranks))
+                found = self._stats(share, temperature, chunked, watch, chunk_rows, request)
                 if watch is not None:
-                    watch.watch(logprobs, entropy)
-            yield logprobs, entropy, inputs
+                    watch.watch(found.logprobs, found.entropy, share.joined)
+            yield found, inputs
+
+    def _inputs(self, rows: TrainBatch, packed: bool) -> ModelInputs:
+        """Lay out a micro-batch, with images where any rank's has some; collective for models that see."""
+        inputs = model_inputs(rows, self.device, packed)
+        if self._images is None:
+            return inputs
+        seen = rows.has_images if self._control is None else any(self._control.gather(rows.has_images))
+        return self._images.placed(inputs, rows, packed) if seen else inputs
 
     def _stats(
         self,
-        inputs: ModelInputs,
+        share: Share,
         temperature: float,
-        packed: bool,
         head: Head | None,
         watch: TokenGradients | None = None,
         chunk_rows: int | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        if head is None:
-            with watched_head(self.module, watch, None if packed else inputs.predictors):
-                logits = self._packed_logits(inputs) if packed else self._padded_logits(inputs)
-            return token_stats(logits, inputs.targets, temperature)
-        run = self._run_packed if packed else self._run_padded
+        request: Request = NO_MORE,
+    ) -> TokenOutputs:
+        return share.outputs(self._stats_here(share, temperature, head, watch, chunk_rows, share.asked(request)))
+
+    def _stats_here(
+        self,
+        share: Share,
+        temperature: float,
+        head: Head | None,
+        watch: TokenGradients | None,
+        chunk_rows: int | None,
+        request: Request,
+    ) -> TokenOutputs:
+        """Of the tokens that are predicted on this rank."""
+        inputs, packed = share.inputs, share.packed
         positions = None if packed else inputs.predictors
-        return head.run(lambda: _logits(run(inputs)), positions, inputs.targets, temperature, watch, chunk_rows)
-
-    def _run_packed(self, inputs: ModelInputs) -> Any:
-        return self.module(
-            input_ids=inputs.input_ids,
-            position_ids=inputs.position_ids,
-            attention_mask=None,
-            use_cache=False,
-            logits_to_keep=inputs.predictors,
-        )
-
-    def _packed_logits(self, inputs: ModelInputs) -> Tensor:
-        return _logits(self._run_packed(inputs))[0]
-
-    def _run_padded(self, inputs: ModelInputs) -> Any:
-        """Right-padded: causal attention never looks at the padding, whatever of the mask the model takes."""
-        offered = {
-            "attention_mask": inputs.attention_mask,
-            "position_ids": inputs.position_ids,
-            "use_cache": False,
-        }
-        taken = {name: value for name, value in offered.items() if name in self._parameters}
-        return self.module(inputs.input_ids, **taken)
-
-    def _padded_logits(self, inputs: ModelInputs) -> Tensor:
-        logits = _logits(self._run_padded(inputs))
+        if head is not None:
+            run = lambda: self._run(inputs, packed)  # noqa: E731
+            return head.run(run, positions, inputs.targets, temperature, watch, chunk_rows, request)
+        with watched_head(self.module, watch, positions, request.hidden_states) as kept:
+            logits = self._run(inputs, packed)
+        if request.hidden_states and len(kept) != 1:
+            name = type(self.module).__name__
+            raise EngineError(f"{name} has no hidden states to give: its output layer ran {len(kept)} times")
+        if packed:
+            return self._of_logits(logits[0], inputs, temperature, request, kept)
         if logits.dim() != 3 or logits.shape[:2] != inputs.input_ids.shape:
             raise EngineError(
-                f"{type(self.module).__name__} returned logits of shape {tuple(logits.shape)} for input ids "
-                f"of shape {tuple(inputs.input_ids.shape)}; a policy returns (sequences, tokens, "
-                "vocabulary), or an output with .logits of that shape."
+                f"{type(self.module).__name__} returned logits of shape {tuple(logits.shape)} for input ids of shape "
+                f"{tuple(inputs.input_ids.shape)}; a policy returns (sequences, tokens, vocabulary)."
             )
-        return logits.flatten(0, 1)[inputs.predictors]
+        return self._of_logits(logits.flatten(0, 1)[inputs.predictors], inputs, temperature, request, kept)
+
+    def _of_logits(
+        self, logits: Tensor, inputs: ModelInputs, temperature: float, request: Request, kept: list[Tensor]
+    ) -> TokenOutputs:
+        found = of_logits(logits, inputs.targets, temperature, request)
+        if not kept:
+            return found
+        # by way of the model's output too, so that FSDP's hook on it fires before a gradient comes past it
+        through = (found.entropy.nan_to_num(0.0, 0.0, 0.0) * 0.0)[:, None]
+        return replace(found, hidden_states=kept[0].to(through.dtype) + through)
+
+    def _run(self, inputs: ModelInputs, packed: bool) -> Tensor:
+        """Run the model for its logits; padded on the right: causal attention never looks there, whatever the mask."""
+        given = {"attention_mask": inputs.attention_mask, "position_ids": inputs.position_ids, "use_cache": False}
+        with nullcontext() if self._images is None else self._images.placing(inputs):
+            if packed:
+                more = {"logits_to_keep": inputs.predictors, **given, **inputs.images}
+                output = self.module(input_ids=inputs.input_ids, **more)
+            else:
+                output = self.module(inputs.input_ids, **taken_by(self.module.forward, given), **inputs.images)
+        logits = getattr(output, "logits", output)
+        if not isinstance(logits, Tensor):
+            raise EngineError(f"the module returned {type(output).__name__}; a policy returns logits or has .logits.")
+        return logits
 
     def prove(self, batch: TrainBatch, packed: bool, head: str = "auto") -> Head | None:
-        """Prove once, on two short sequences, that the model computes the same packed and by its output layer alone.
-
-        Collective: the ranks go through the same collectives whatever each of them finds.
-
-        Returns:
-            The output layer that gives log-probs itself, or None where the logits are needed.
-
-        Raises:
-            EngineError: it cannot run packed, or head="chunked" is not possible.
-        """
-        if packed and not self._packing_proved:
+        """Prove once, on two short sequences, that the model computes the same packed and by its output layer alone;
+        collective. Gives the output layer that gives log-probs itself, or None where the logits are needed."""
+        if (packed or self.ranks.size > 1) and not self._packing_proved:
             self._prove_packing(batch)
         if head == "plain":
             return None
@@ -176,23 +207,21 @@ class PolicyModel:
         return None
 
     def _prove_packing(self, batch: TrainBatch) -> None:
-        """Refuse a model whose layers look from one sequence into the next (recurrence, attention of its own)."""
+        """Refuse a model whose layers look from one sequence into the next (recurrence, attention of its own), or not
+        into the next slice of one."""
         from transformers import PreTrainedModel
 
-        name = type(self.module).__name__
-        lacking = [n for n in ("position_ids", "logits_to_keep", "use_cache") if n not in self._parameters]
-        if not isinstance(self.module, PreTrainedModel) or lacking:
-            raise EngineError(
-                f"{name} cannot run packed: packing needs a transformers causal model whose forward takes "
-                "position_ids, use_cache and logits_to_keep; pass packing=False."
-            )
-        packed, padded = (self._probed(batch, packed, 1.0, None)[0] for packed in (True, False))
-        gap = float((packed - padded).abs().mean())
-        if not gap <= (HALF_TOLERANCE if self._half else CHECK_TOLERANCE):
-            raise EngineError(
-                f"{name} computes something else when sequences are packed (mean log-prob difference "
-                f"{gap:.2g}): its layers look across sequences; pass packing=False."
-            )
+        name, needed = type(self.module).__name__, dict.fromkeys(("position_ids", "logits_to_keep", "use_cache"))
+        split = self.ranks.size > 1
+        how, mend = ("split over ranks", "sequence_parallel=1") if split else ("packed", "packing=False")
+        if not isinstance(self.module, PreTrainedModel) or taken_by(self.module.forward, needed) != needed:
+            raise EngineError(f"{name} cannot run {how}, being no causal model of transformers: pass {mend}.")
+        run = self._probed(batch, True, 1.0, None).logprobs
+        padded = self._probed(batch, False, 1.0, None, ALONE).logprobs
+        gap = float((run - padded).abs().mean())
+        if differs(gap, self._half):
+            said = f"{name} computes something else when sequences are {how} (log-probs differ by {gap:.2g})"
+            raise EngineError(f"{said}: its layers look across sequences; pass {mend}.")
         self._packing_proved = True
 
     def _try_head(self, batch: TrainBatch, packed: bool) -> Head | str:
@@ -210,18 +239,27 @@ class PolicyModel:
                 if isinstance(part, FSDPModule):
                     part.reshard()
             return f"plain: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        gap = max(float((a - b).abs().mean()) for a, b in zip(plain, chunked, strict=True))
-        if not gap <= (HALF_TOLERANCE if self._half else CHECK_TOLERANCE):
+        both = ((plain.logprobs, chunked.logprobs), (plain.entropy, chunked.entropy))
+        gap = max(float((a - b).abs().mean()) for a, b in both)
+        if differs(gap, self._half):
             return f"plain: the output layer's own log-probs differ from those of the logits by {gap:.2g}"
         return head
 
     @torch.no_grad()
-    def _probed(self, batch: TrainBatch, packed: bool, temperature: float, head: Head | None) -> tuple[Tensor, Tensor]:
+    def _probed(
+        self, batch: TrainBatch, packed: bool, temperature: float, head: Head | None, ranks: SequenceGroup | None = None
+    ) -> TokenOutputs:
         """Log-probs and entropies of two short sequences made of the batch's tokens."""
-        inputs = model_inputs(_probe(batch), self.device, packed)
-        attention = packed_attention(self.module, inputs.lengths) if packed else nullcontext()
-        with user_code(), evaluating(self.module), attention:
-            return self._stats(inputs, temperature, packed, head)
+        tokens = np.concatenate([batch.prompts.values, batch.responses.values])
+        inputs = model_inputs(probe_of(tokens), self.device, packed)
+        attention = shared(self.module, inputs, packed, ranks or self.ranks)
+        with user_code(), evaluating(self.module), attention as share:
+            return self._stats(share, temperature, head)
+
+
+def differs(gap: float, half: bool) -> bool:
+    """Whether two ways of computing one number are further apart than precision explains; NaN is."""
+    return not gap <= (HALF_TOLERANCE if half else CHECK_TOLERANCE)
 
 
 @contextmanager
@@ -236,16 +274,30 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             part.training = True
 
 
-def _logits(output: Any) -> Tensor:
-    logits = getattr(output, "logits", output)
-    if not isinstance(logits, Tensor):
-        raise EngineError(f"the module returned {type(output).__name__}; a policy returns logits or has .logits.")
-    return logits
+def taken_by(forward: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
+    """Return those of the offered arguments that a forward takes."""
+    parameters = inspect.signature(forward).parameters
+    return {name: value for name, value in offered.items() if name in parameters}
 
 
-def _probe(batch: TrainBatch) -> TrainBatch:
-    """Two sequences of different length from the first rows' own tokens, the second behind the first."""
-    tokens = np.concatenate([batch.prompts.values, batch.responses.values])
+def vocabulary_of(module: nn.Module) -> int | None:
+    """The tokens a model has an embedding for; None where its config does not say."""
+    config: Any = getattr(module, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text, "vocab_size", None)
+
+
+def check_token_ids(module: nn.Module, whose: str, *rows: Any) -> None:
+    """Refuse rows of token ids that a model has no embedding for."""
+    size = vocabulary_of(module)
+    for ids in rows:
+        if size is not None and len(ids) and not (0 <= np.min(ids) and np.max(ids) < size):
+            seen = f"there are token ids from {np.min(ids)} to {np.max(ids)}"
+            raise DataError(f"{seen}, {whose}'s vocabulary has {size}: tokenise the text with its own tokenizer.")
+
+
+def probe_of(tokens: np.ndarray) -> TrainBatch:
+    """Two sequences of different length from these tokens, the second behind the first."""
     tokens = np.resize(tokens, 2 * CHECK_TOKENS)
     return as_batch([tokens[:CHECK_TOKENS], tokens[CHECK_TOKENS // 2 : 2 * CHECK_TOKENS - 5]])
 

@@ -10,7 +10,7 @@ import cloudpickle
 import torch
 from torch import Tensor
 
-from rlbench.dispatch.own_state import Watch, changes_itself
+from rlbench.dispatch.by_value import Watch, changes_itself
 from rlbench.errors import LossError
 from rlbench.rl import Loss, LossInputs, resolve
 from rlbench.user_code import user_code
@@ -25,11 +25,7 @@ class LossCache:
         self._held: OrderedDict[str, tuple[Loss, Watch]] = OrderedDict()
 
     def load(self, blob: bytes) -> Loss:
-        """Return the loss (or the standard loss a pickled name stands for).
-
-        Raises:
-            LossError: it cannot be rebuilt here, or is no loss.
-        """
+        """Return the loss, or the standard loss a pickled name stands for."""
         key = hashlib.sha256(blob).hexdigest()
         if key not in self._held:
             try:
@@ -47,11 +43,7 @@ class LossCache:
         return self._held[key][0]
 
     def need_unchanged(self, blob: bytes) -> None:
-        """Refuse a loss that its calls have changed since it was loaded, and forget this copy of it.
-
-        Raises:
-            LossError: naming what changed.
-        """
+        """Refuse a loss that its calls have changed since it was loaded, and forget this copy of it."""
         key = hashlib.sha256(blob).hexdigest()
         loss, watch = self._held[key]
         if changed := watch.changed():
@@ -60,35 +52,34 @@ class LossCache:
             raise LossError(f"`{name}` {changes_itself(changed)} Gradients were cleared.")
 
 
-def evaluate(loss: Loss, inputs: LossInputs, weights: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """Return the loss's sum over trained tokens, times `weights` (S, T), and its metrics.
-
-    Raises:
-        LossError: not (per_token, metrics), another shape, no gradient, or not finite; whatever the loss
-            raises.
-    """
+def evaluate(loss: Loss, inputs: LossInputs, weights: Tensor, name: str = "the loss") -> tuple[Tensor, dict[str, Any]]:
+    """Return the loss's sum over trained tokens, times `weights` (S, T), and its metrics."""
     with user_code():
         given = loss(inputs)
     shape = tuple(inputs.mask.shape)
     if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], dict)):
-        raise LossError(
-            f"the loss returned {_kind(given)}; it must return (per_token, metrics): a tensor {shape} and a dict."
-        )
+        raise LossError(f"{name} returned {_kind(given)}; it must return (per_token, metrics): a tensor and a dict.")
     per_token, metrics = given
     if not isinstance(per_token, Tensor) or tuple(per_token.shape) != shape:
-        raise LossError(
-            f"the loss returned {_kind(per_token)}; it must be {shape}: one number per token, not aggregated."
-        )
+        raise LossError(f"{name} returned {_kind(per_token)}; it must be {shape}: one number per token.")
     if not per_token.requires_grad:
-        raise LossError("the loss has no gradient: it must depend on inputs.logprobs (or inputs.entropy), undetached.")
-    total = (torch.where(inputs.mask, per_token.float(), 0.0) * weights).sum()
-    if not torch.isfinite(total):
-        bad = int((~torch.isfinite(per_token) & inputs.mask).sum())
         raise LossError(
-            f"the loss is {float(total.detach())}: {bad} of {int(inputs.mask.sum())} trained tokens are not "
-            "finite; look for log or division of zero, or exp of a large ratio. No step was taken."
+            f"{name} has no gradient: it must depend on inputs.logprobs (or inputs.entropy), undetached; of a "
+            "reward model on inputs.scores."
         )
+    total = (torch.where(inputs.mask, per_token.float(), 0.0) * weights).sum()
+    need_finite(name, total, per_token, inputs.mask, "log or division of zero, or exp of a large ratio")
     return total, metrics
+
+
+def need_finite(what: str, total: Tensor, per_token: Tensor, mask: Tensor, look_for: str) -> None:
+    """Refuse a loss that is not finite, before a backward."""
+    if not torch.isfinite(total):
+        bad = int((~torch.isfinite(per_token) & mask).sum())
+        raise LossError(
+            f"{what} is {float(total.detach())}: {bad} of {int(mask.sum())} trained tokens are not finite; look for "
+            f"{look_for}. No step was taken."
+        )
 
 
 def _kind(value: Any) -> str:

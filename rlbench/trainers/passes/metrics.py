@@ -27,10 +27,6 @@ class MetricSums:
         self.sums[name] = self.sums.get(name, 0.0) + value
         self.weights[name] = self.weights.get(name, 0.0) + weight
 
-    def so_far(self, share: float) -> dict[str, float]:
-        """The tokens trained on, and their part of the loss, for whoever watches; `share` as of `Pending`."""
-        return {"trained": self.totals.get("tokens", 0.0), "loss": self.totals.get("loss", 0.0) / share}
-
     def scale(self, factor: float) -> None:
         """Scale the loss, as the gradients were that it belongs to."""
         if "loss" in self.totals:
@@ -38,21 +34,17 @@ class MetricSums:
 
     @classmethod
     def joined(cls, parts: Iterable[MetricSums]) -> MetricSums:
-        """All parts together."""
+        """Add up what several micro-batches or ranks counted."""
         whole = cls()
         for part in parts:
-            whole.merge(part)
+            for name in part.sums:
+                whole.mean(name, part.sums[name], part.weights[name])
+            for name, value in part.totals.items():
+                whole.totals[name] = whole.totals.get(name, 0.0) + value
+            for name, value in part.peaks.items():
+                whole.peaks[name] = max(whole.peaks.get(name, 0.0), value)
+            whole.mismatch = whole.mismatch + part.mismatch
         return whole
-
-    def merge(self, other: MetricSums) -> None:
-        """Take in what another rank counted."""
-        for name in other.sums:
-            self.mean(name, other.sums[name], other.weights[name])
-        for name, value in other.totals.items():
-            self.totals[name] = self.totals.get(name, 0.0) + value
-        for name, value in other.peaks.items():
-            self.peaks[name] = max(self.peaks.get(name, 0.0), value)
-        self.mismatch = self.mismatch + other.mismatch
 
     def result(self) -> dict[str, float]:
         """The numbers by name."""
@@ -62,18 +54,7 @@ class MetricSums:
 
 
 TAKEN = frozenset(
-    {
-        "loss",
-        "tokens",
-        "entropy",
-        "kl",
-        "ref_kl",
-        "logprob_gap",
-        "logprob_gap_max",
-        "logprobs",
-        "old_logprobs",
-        "ref_logprobs",
-    }
+    "loss tokens entropy kl ref_kl logprob_gap logprob_gap_max logprobs old_logprobs ref_logprobs".split()
 )
 """Names of the standard metrics and per-token channels."""
 
@@ -82,56 +63,55 @@ TAKEN = frozenset(
 def measure(
     sums: MetricSums, inputs: LossInputs, own: dict[str, Tensor | float], loss: float, with_sampler: bool = True
 ) -> None:
-    """Count one micro-batch: the standard numbers, then the loss's own (prefixed `loss/` where a name is
-    taken).
+    """Count one micro-batch: the standard numbers (docs/metrics.md), then the loss's own.
 
-    `with_sampler`: compare the old policy with the sampler; not where the sampler stands in for it.
-
-    Standard: `loss` (this rank's terms of the whole), `entropy`, `kl` (k3 of old to current policy),
-    `ref_kl` (to the reference), `logprob_gap` and `logprob_gap_max` (sampler against trainer now), `tokens`, and
-    `mismatch/…` (sampler against the trainer's old policy, see `rlbench.rl.diagnostics`).
-
-    Raises:
-        LossError: a metric that is neither a number nor (sequences, tokens).
+    `loss`: this rank's terms of the whole; `with_sampler`: compare the old policy with the sampler, which may stand in
+    for it.
     """
     mask = inputs.mask
     tokens = float(mask.sum())
     sums.totals["loss"] = sums.totals.get("loss", 0.0) + loss
     sums.totals["tokens"] = sums.totals.get("tokens", 0.0) + tokens
-    if with_sampler:
-        sums.mismatch = sums.mismatch + MismatchMoments.of(inputs.old_logprobs, inputs.sampler_logprobs, mask)
-    gap = (inputs.logprobs - inputs.sampler_logprobs).abs()
-    standard = {
-        "entropy": inputs.entropy,
-        "kl": k3(inputs.logprobs, inputs.old_logprobs),
-        "logprob_gap": gap,
-    }
+    if inputs.scores is None:
+        _measure_policy(sums, inputs, tokens, with_sampler)
+    for name, value in own.items():
+        if isinstance(value, Tensor) and value.shape == mask.shape:
+            sums.mean(own_name(name), float(torch.where(mask, value.float(), 0.0).sum()), tokens)
+        elif isinstance(value, Tensor) and value.shape == (len(mask), 1):
+            rows = mask.any(dim=1) & ~value.isnan()[:, 0]
+            sums.mean(own_name(name), float(value[rows].float().sum()), float(rows.sum()))
+        elif isinstance(value, Tensor) and value.numel() != 1:
+            raise LossError(
+                f"the loss's metric {name!r} has shape {tuple(value.shape)}; one number, {tuple(mask.shape)} or "
+                f"{(len(mask), 1)}."
+            )
+        else:
+            sums.mean(own_name(name), float(value) * tokens, tokens)
+
+
+def _measure_policy(sums: MetricSums, inputs: LossInputs, tokens: float, with_sampler: bool) -> None:
+    """Count what a policy says of its `tokens` trained tokens."""
+    mask = inputs.mask
+    sampled = mask & ~inputs.sampler_logprobs.isnan()  # tokens of a text have no sampler
+    if with_sampler and sampled.any():
+        sums.mismatch = sums.mismatch + MismatchMoments.of(inputs.old_logprobs, inputs.sampler_logprobs, sampled)
+    standard = {"entropy": inputs.entropy, "kl": k3(inputs.logprobs, inputs.old_logprobs)}
     if inputs.ref_logprobs is not None:
         standard["ref_kl"] = k3(inputs.logprobs, inputs.ref_logprobs)
     for name, value in standard.items():
         sums.mean(name, float(torch.where(mask, value, 0.0).sum()), tokens)
+    _measure_gap(sums, inputs, sampled)
+
+
+def _measure_gap(sums: MetricSums, inputs: LossInputs, sampled: Tensor) -> None:
+    """Count how far the policy is from the sampler, on the trained tokens (S, T) that one sampled."""
+    tokens = float(sampled.sum())
     if tokens:
-        sums.peaks["logprob_gap_max"] = max(sums.peaks.get("logprob_gap_max", 0.0), float(gap[mask].max()))
-    for name, given in own.items():
-        _own_metric(sums, own_name(name), given, mask, tokens)
+        gap = (inputs.logprobs - inputs.sampler_logprobs).abs()
+        sums.mean("logprob_gap", float(torch.where(sampled, gap, 0.0).sum()), tokens)
+        sums.peaks["logprob_gap_max"] = max(sums.peaks.get("logprob_gap_max", 0.0), float(gap[sampled].max()))
 
 
 def own_name(name: str) -> str:
     """What a loss's own metric is called beside the standard ones."""
     return f"loss/{name}" if name in TAKEN else name
-
-
-def _own_metric(sums: MetricSums, name: str, value: Tensor | float, mask: Tensor, tokens: float) -> None:
-    if isinstance(value, Tensor) and value.shape == mask.shape:
-        sums.mean(name, float(torch.where(mask, value.float(), 0.0).sum()), tokens)
-    elif isinstance(value, Tensor) and value.numel() != 1:
-        raise LossError(
-            f"the loss's metric {name!r} has shape {tuple(value.shape)}; it must be one number or {tuple(mask.shape)}."
-        )
-    else:
-        sums.mean(name, float(value) * tokens, tokens)
-
-
-def merged(parts: Iterable[MetricSums]) -> dict[str, float]:
-    """The numbers of all ranks together."""
-    return MetricSums.joined(parts).result()

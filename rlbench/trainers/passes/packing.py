@@ -1,56 +1,57 @@
-"""From ragged sequences to micro-batches: which rows go together on which rank, and one row without padding.
-
-The plan is a pure function of the lengths, so that every rank makes the same one without talking.
-"""
+"""From ragged sequences to micro-batches: which rows go together on which rank, how a model and a loss see them."""
 
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlbench.data.base.ragged import flat_index, offsets_of
+from rlbench.data.base.ragged import Ragged, flat_index, offsets_of
 from rlbench.data.batches.batch import TrainBatch
 from rlbench.errors import DataError
 
-Plan = list[list[np.ndarray]]
-"""`plan[rank][step]`: row indices, int64, ordered by length; empty where the rank has nothing in that
-step."""
+CPU = torch.device("cpu")
 
 
-def plan_micro_batches(lengths: np.ndarray, world_size: int, token_budget: int) -> Plan:
-    """Split rows into micro-batches of at most `token_budget` tokens, balanced over ranks and steps.
+def plan_micro_batches(
+    lengths: np.ndarray, world_size: int, token_budget: int, together: np.ndarray | None = None
+) -> list[list[np.ndarray]]:
+    """Split rows of these lengths (B,) into micro-batches of at most `token_budget` tokens, balanced over the ranks.
 
-    The fewest steps whose longest-first packing stays in the budget are taken. A row longer than the budget
-    is a micro-batch of its own.
-
-    Args:
-        lengths: (B,) tokens of each row, prompt and response.
-        world_size: ranks; all get the same number of steps.
-        token_budget: tokens of one micro-batch on one rank.
-
-    Raises:
-        DataError: no rows, or a budget below one token.
+    A pure function, so that every rank makes the same plan. The fewest steps whose longest-first packing stays in the
+    budget are taken; a row longer than the budget is a micro-batch of its own. `plan[rank][step]` are row indices,
+    int64, ordered by length: neighbours of equal length share one attention call. Rows with one number in `together`
+    (B,) int64, of at least 0, go into one micro-batch, also where they are longer than the budget.
     """
-    if len(lengths) == 0:
-        raise DataError("the batch has no sequences; nothing can be computed.")
-    if token_budget < 1:
-        raise DataError(f"token_budget={token_budget}: a micro-batch must hold at least one token.")
-    limit = max(token_budget, int(lengths.max()))
-    steps = max(1, -(-int(lengths.sum()) // (limit * world_size)))
+    if len(lengths) == 0 or token_budget < 1:
+        raise DataError(f"token_budget={token_budget} for {len(lengths)} sequences: both are 1 at least.")
+    sizes, units = _units(lengths, together)
+    limit = max(token_budget, int(sizes.max()))
+    steps = max(1, -(-int(sizes.sum()) // (limit * world_size)))
     while True:
-        bins, loads = _longest_first(lengths, steps * world_size)
-        if max(loads) <= limit or steps * world_size >= len(lengths):
+        bins, loads = _longest_first(sizes, steps * world_size)
+        if max(loads) <= limit or steps * world_size >= len(sizes):
             break
         steps += 1
     by_load = sorted(range(len(bins)), key=lambda i: (-loads[i], i))
-    return [
-        [_by_length(bins[by_load[step * world_size + rank]], lengths) for step in range(steps)]
-        for rank in range(world_size)
-    ]
+    rows = [bins[i] if units is None else [row for unit in bins[i] for row in units[unit]] for i in by_load]
+    ordered = [np.asarray(sorted(held, key=lambda row: (int(lengths[row]), row)), np.int64) for held in rows]
+    return [ordered[rank::world_size] for rank in range(world_size)]
+
+
+def _units(lengths: np.ndarray, together: np.ndarray | None) -> tuple[np.ndarray, list[list[int]] | None]:
+    """Tokens of what stays together, (U,) int64, and the rows of each, in the order of the first; None: each row."""
+    if together is None:
+        return lengths, None
+    numbers = np.where(together < 0, -1 - np.arange(len(lengths)), together)
+    units: dict[int, list[int]] = {}
+    for row, number in enumerate(numbers.tolist()):
+        units.setdefault(number, []).append(row)
+    return np.array([int(lengths[rows].sum()) for rows in units.values()], np.int64), list(units.values())
 
 
 def _longest_first(lengths: np.ndarray, count: int) -> tuple[list[list[int]], list[int]]:
@@ -61,45 +62,51 @@ def _longest_first(lengths: np.ndarray, count: int) -> tuple[list[list[int]], li
         load, i = heapq.heappop(heap)
         bins[i].append(int(row))
         heapq.heappush(heap, (load + int(lengths[row]), i))
-    loads = [0] * count
-    for load, i in heap:
-        loads[i] = load
-    return bins, loads
-
-
-def _by_length(rows: list[int], lengths: np.ndarray) -> np.ndarray:
-    """Order rows by length: neighbours of equal length share one attention call."""
-    return np.asarray(sorted(rows, key=lambda row: (int(lengths[row]), row)), np.int64)
+    return bins, [load for load, _ in sorted(heap, key=lambda entry: entry[1])]
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Where each response token of a micro-batch sits in the padded (sequences, tokens) view of a loss."""
+    """Where flat values (R, …) beside ragged rows sit in a padded (rows, longest) view."""
 
     rows: Tensor
     columns: Tensor
     shape: tuple[int, int]
 
-    def pad(self, flat: Tensor, fill: float = 0.0) -> Tensor:
-        """Flat (R,) values to (S, T); differentiable."""
-        return flat.new_full(self.shape, fill).index_put((self.rows, self.columns), flat)
+    @classmethod
+    def of(cls, ragged: Ragged, device: torch.device = CPU) -> Grid:
+        """Lay out ragged rows."""
+        lengths = ragged.lengths
+        rows, columns = np.repeat(np.arange(len(lengths)), lengths), _spread(np.zeros_like(lengths), lengths)
+        shape = len(lengths), max(1, int(lengths.max(initial=0)))
+        return cls(_to(rows, device), _to(columns, device), shape)
+
+    def pad(self, flat: Tensor) -> Tensor:
+        """Pad flat values (R, …) with 0; differentiable."""
+        return flat.new_zeros((*self.shape, *flat.shape[1:])).index_put((self.rows, self.columns), flat)
+
+    def pad_numbers(self, flat: np.ndarray) -> Tensor:
+        """Pad flat numbers of the host with 0; float32, on the grid's device."""
+        return self.pad(torch.from_numpy(np.array(flat, np.float32)).to(self.rows.device))
 
     def flat(self, padded: Tensor) -> Tensor:
-        """(S, T) back to the flat (R,) values."""
+        """Take padded values back to flat ones."""
         return padded[self.rows, self.columns]
+
+
+def pad_rows(rows: Ragged) -> Tensor:
+    """Pad ragged rows to (rows, longest) float32, zeros behind each."""
+    return Grid.of(rows).pad_numbers(rows.values)
 
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """One micro-batch for the model.
+    """One micro-batch for the model, laid out as (1, total) packed, or (S, longest) padded.
 
-    Attributes:
-        input_ids, position_ids: (1, total) packed, or (S, longest) padded; int64.
-        attention_mask: None packed; (S, longest) padded.
-        lengths: tokens of each row.
-        predictors: flat positions, in `input_ids`, whose logits predict the response tokens; (R,).
-        targets: those response tokens; (R,).
-        grid: their place in the loss's view.
+    `lengths`: tokens of each row; `predictors` (R,): flat positions in `input_ids` whose logits predict the response
+    tokens, which are `targets` (R,); `grid`: their place in a loss's view. `attention_mask` is None where packed.
+    `images`: what else a vision-language model takes, whose `position_ids` then have three dimensions in front;
+    `placeholders`: bool as `input_ids`, which of its image tokens are images, None: all.
     """
 
     input_ids: Tensor
@@ -109,14 +116,12 @@ class ModelInputs:
     predictors: Tensor
     targets: Tensor
     grid: Grid
+    images: Mapping[str, Tensor] = field(default_factory=dict)
+    placeholders: Tensor | None = None
 
 
 def model_inputs(batch: TrainBatch, device: torch.device, packed: bool) -> ModelInputs:
-    """Lay out the rows of `batch` as one row without padding, or as padded rows.
-
-    Raises:
-        DataError: a row without a prompt (its first response token would have nothing to be predicted from).
-    """
+    """Lay out the rows of `batch` as one row without padding, or as padded rows."""
     prompt, response = batch.prompts.lengths, batch.responses.lengths
     if (prompt < 1).any():
         raise DataError(f"sequence {int((prompt < 1).argmax())} has an empty prompt; give it at least one token.")
@@ -125,29 +130,20 @@ def model_inputs(batch: TrainBatch, device: torch.device, packed: bool) -> Model
     starts = offsets_of(lengths)[:-1] if packed else np.arange(len(lengths), dtype=np.int64) * width
     size = int(lengths.sum()) if packed else width * len(lengths)
     ids = np.zeros(size, np.int64)
-    positions = np.zeros(size, np.int64) if packed else np.tile(np.arange(width), len(lengths))
+    positions = _spread(np.zeros_like(lengths), lengths) if packed else np.tile(np.arange(width), len(lengths))
     ids[_spread(starts, prompt)] = batch.prompts.values
     response_at = _spread(starts + prompt, response)
     ids[response_at] = batch.responses.values
-    mask = None
-    if packed:
-        positions[_spread(starts, lengths)] = _spread(np.zeros_like(lengths), lengths)
-    else:
-        held = np.zeros(size, np.int64)
-        held[_spread(starts, lengths)] = 1
-        mask = torch.from_numpy(held.reshape(-1, width)).to(device)
+    held = (np.arange(width)[None] < lengths[:, None]).astype(np.int64)
     shape = (1, size) if packed else (len(lengths), width)
-    columns = _spread(np.zeros_like(response), response)
-    rows = np.repeat(np.arange(len(response)), response)
-    grid = Grid(_to(rows, device), _to(columns, device), (len(response), max(1, int(response.max()))))
     return ModelInputs(
         input_ids=_to(ids.reshape(shape), device),
         position_ids=_to(positions.reshape(shape), device),
-        attention_mask=mask,
+        attention_mask=None if packed else _to(held, device),
         lengths=lengths.tolist(),
         predictors=_to(response_at - 1, device),
         targets=_to(ids[response_at], device),
-        grid=grid,
+        grid=Grid.of(batch.responses, device),
     )
 
 

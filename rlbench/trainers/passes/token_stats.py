@@ -24,7 +24,7 @@ class _TokenStats(torch.autograd.Function):
             entropy[rows] = -(logp[rows].exp() * logp[rows]).sum(-1)
         ctx.save_for_backward(logp, targets, entropy)
         ctx.temperature, ctx.dtype = temperature, logits.dtype
-        return logp.gather(-1, targets[:, None]).squeeze(-1), entropy
+        return logp.gather(-1, targets), entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -34,23 +34,23 @@ class _TokenStats(torch.autograd.Function):
         for rows in _chunks(logp):
             p = logp[rows].exp()
             # d log p_y / dz = onehot(y) - p;  dH / dz = -p (log p + H)
-            slope = (logp[rows] + entropy[rows, None]).mul_(by_entropy[rows, None]).add_(by_logprob[rows, None])
+            summed = by_logprob[rows].sum(-1, keepdim=True)
+            slope = (logp[rows] + entropy[rows, None]).mul_(by_entropy[rows, None]).add_(summed)
             part = p.mul_(slope).neg_()
-            part.scatter_add_(-1, targets[rows, None], by_logprob[rows, None])
+            part.scatter_add_(-1, targets[rows], by_logprob[rows])
             gradient[rows] = part.div_(ctx.temperature)
         return gradient, None, None
 
 
 def token_stats(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return log-probability of each target and entropy of each distribution; both (R,) float32,
-    differentiable.
+    """Return log-probability of each target and entropy (R,) of each distribution, float32, differentiable.
 
-    Args:
-        logits: (R, V), any float dtype; divided by `temperature` in float32.
-        targets: (R,) int64.
-        temperature: the sampler's, so that both sides speak of one distribution.
+    `targets`: (R,), or (R, C), several tokens of each row; log-probs have their shape. `logits` (R, V) of any float
+    dtype are divided by `temperature`, the sampler's, in float32.
     """
-    return _TokenStats.apply(logits, targets, temperature)  # type: ignore[no-any-return]
+    chosen = targets.view(len(targets), -1) if len(targets) else targets.view(0, 1)
+    logprobs, entropy = _TokenStats.apply(logits, chosen, temperature)
+    return logprobs.view(targets.shape), entropy
 
 
 def _chunks(matrix: Tensor) -> list[slice]:

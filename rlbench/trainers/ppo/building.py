@@ -1,7 +1,6 @@
 """A trainer from a description: what `session.trainer` and the command line send to every rank.
 
-The actor is the session's own module; critic, reference, average and reward models are made here, from checkpoints, and
-prepared by a strategy with the trainer's options.
+The actor is the session's own module; the other models are made here, from checkpoints.
 """
 
 from __future__ import annotations
@@ -17,15 +16,19 @@ from torch import nn
 
 from rlbench.checkpoint import rank_state
 from rlbench.errors import BuildError, StateError
+from rlbench.nn.lora import Adapted
 from rlbench.options import OptionError, options_in
+from rlbench.rewards.reward_model import model as ClassifierReward
+from rlbench.strategies.base import ARGUMENTS
 from rlbench.strategies.fsdp2 import FSDPV2Strategy
 from rlbench.strategies.generation.session_link import session_of_ranks
 from rlbench.strategies.memory import owners as memory
-from rlbench.strategies.optim.learning_rate import cosine_schedule
+from rlbench.strategies.memory.offloading import kept_on_host
 from rlbench.strategies.optim.mp_optimizer import is_mp_optimizer
+from rlbench.strategies.optim.optimizer_set import cosine_schedule
 from rlbench.strategies.options.config import StrategyConfig, need_fsdp
-from rlbench.strategies.surface.memory_side import kept_on_host
-from rlbench.trainers.models.policy_module import make_policy
+from rlbench.strategies.sharding.tensor_parallel import split_over
+from rlbench.trainers.models.policy_module import BasePolicy, make_policy
 from rlbench.trainers.models.policy_spec import PolicySpec
 from rlbench.trainers.models.reward_heads import make_reward_model
 from rlbench.trainers.models.value_model import make_critic
@@ -49,17 +52,12 @@ class TrainerSpec:
     Attributes:
         path: folder of the actor's checkpoint, with its tokenizer; where critic and reference come from unless said.
         options: of `StrategyConfig` and `PPOConfig`, by name.
-        trainer: the class, `SPMDPPOTrainer` or a subclass of it; None: that.
-        critic: folder of the critic's checkpoint; True: `path`; None: no critic.
-        reference: folder of the reference policy's; True: `path`; the session's own; None: none.
-        ema: keep a moving average of the actor.
+        trainer: the class, a subclass of `SPMDPPOTrainer`; None: that.
+        critic, reference: folder of the checkpoint; True: `path`; None: none. A reference may be the session's own.
         reward: see `PPOTrainer.reward_model`; a folder is that of a reward model.
         lr: learning rate; None: the actor's stays as it is.
         schedule_steps: optimizer steps over which the rates warm up and fall by a cosine; None: they stay.
         prompts, eval_prompts, loss, arguments: of the trainer.
-
-    Raises:
-        OptionError: an option that would have no effect.
     """
 
     path: str
@@ -77,47 +75,35 @@ class TrainerSpec:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        unread: dict[str, str] = {}
-        if not self.critic:
-            unread |= {name: "there is no critic" for name in self.options if name in OF_THE_CRITIC}
-        if self.schedule_steps is None and "lr_warmup_ratio" in self.options:
-            unread["lr_warmup_ratio"] = "the rates stay: give schedule_steps, too"
-        for name, why in unread.items():
-            raise OptionError(f"{name}={self.options[name]!r} would have no effect: {why}.")
+        for name in self.options:
+            if name in OF_THE_CRITIC and not self.critic:
+                raise OptionError(f"{name}={self.options[name]!r} would have no effect: there is no critic.")
+            if name == "lr_warmup_ratio" and self.schedule_steps is None:
+                raise OptionError("lr_warmup_ratio would have no effect: the rates stay. Give schedule_steps, too.")
 
 
 def build_trainer(
-    module: nn.Module, optimizer: Any, spec: TrainerSpec, bf16: bool, left_loaded: Callable[[], None] = lambda: None
+    module: nn.Module,
+    optimizer: Any,
+    spec: TrainerSpec,
+    half: torch.dtype | None,
+    left_loaded: Callable[[], None] = lambda: None,
 ) -> Any:
-    """The trainer of `spec` around a session's module, which is as it was where that is refused; collective.
+    """The trainer of `spec` around a session's sharded module, which is as it was where that is refused; collective.
 
-    Args:
-        module: sharded.
-        optimizer: its own.
-        bf16: what the ranks compute in.
-        left_loaded: called where a checkpoint was (partly) loaded into the module, and the trainer then refused after
-            all: by a stop, or a file that could not be read.
-
-    Raises:
-        OptionError, BuildError: what cannot be honoured or made; alike on all ranks.
+    `half`: what the ranks compute in, None: as the weights are held. `left_loaded` is called where a checkpoint was
+    (partly) loaded into the module, and the trainer then refused after all: by a stop, or a file that could not be
+    read.
     """
     from transformers import AutoTokenizer
 
-    strategys = {name: value for name, value in spec.options.items() if name in options_in(StrategyConfig)}
-    config = StrategyConfig(**{"fsdp": True, **strategys, **_as_held(module, optimizer, bf16, strategys)})
-    need_fsdp(config)
-    strategy = FSDPV2Strategy(
-        seed=config.seed,
-        max_norm=config.max_norm,
-        micro_train_batch_size=config.micro_train_batch_size,
-        train_batch_size=config.train_batch_size,
-        bf16=bf16,
-        args=config,
-    )
-    trainer_class = spec.trainer or SPMDPPOTrainer
+    strategy = strategy_of(module, optimizer, spec.options, half)
+    config = strategy.config
+    steps, trainer_class = spec.schedule_steps, spec.trainer or SPMDPPOTrainer
     if not issubclass(trainer_class, SPMDPPOTrainer):
         raise BuildError(f"{trainer_class.__name__} is no SPMDPPOTrainer: inherit from it")
-    with _actor_kept_on_failure(module, optimizer):
+    tokenizer = AutoTokenizer.from_pretrained(spec.path)
+    with actor_kept_on_failure(module, optimizer):
         critic, critic_optim = _critic(strategy, spec)
         if spec.lr is not None:
             set_rate(optimizer, spec.lr)
@@ -125,19 +111,21 @@ def build_trainer(
             strategy,
             module,
             critic,
-            _reward_models(strategy, spec.reward),
-            _reference(strategy, spec),
+            _reward_models(strategy, spec.reward, tokenizer),
+            reference_of(strategy, module, spec.path, spec.reference),
             _average(strategy, module, spec),
             optimizer,
             critic_optim,
-            _schedule(optimizer, spec, config),
-            None if critic_optim is None else _schedule(critic_optim, spec, config),
-            tokenizer=AutoTokenizer.from_pretrained(spec.path),
+            *(
+                cosine_schedule(one, steps, config.lr_warmup_ratio) if one is not None and steps is not None else None
+                for one in (optimizer, critic_optim)
+            ),
+            tokenizer=tokenizer,
             prompts=spec.prompts,
             eval_prompts=spec.eval_prompts,
             loss=spec.loss,
             **spec.arguments,
-            **{name: value for name, value in spec.options.items() if name not in strategys},
+            **{name: value for name, value in spec.options.items() if name not in options_in(StrategyConfig)},
         )
         strategy.setup_inference_engine(config, config.engine_type, actor=module)
         if trainer.options.ppo.load_checkpoint:
@@ -149,15 +137,26 @@ def build_trainer(
     return trainer
 
 
-def _as_held(module: nn.Module, optimizer: Any, bf16: bool, given: Mapping[str, Any]) -> dict[str, Any]:
+def strategy_of(
+    module: nn.Module, optimizer: Any, given: Mapping[str, Any], half: torch.dtype | None
+) -> FSDPV2Strategy:
+    """Make the strategy of a trainer around a session's module, of those of the given options that are a strategy's."""
+    own = {name: value for name, value in given.items() if name in options_in(StrategyConfig)}
+    config = StrategyConfig(**{"fsdp": True, **own, **_as_held(module, optimizer, half, own)})
+    need_fsdp(config)
+    return FSDPV2Strategy(args=config, **{name: getattr(config, name) for name in ARGUMENTS})
+
+
+def _as_held(module: nn.Module, optimizer: Any, half: torch.dtype | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return how the session's actor is held and computes, as options; refuse others."""
-    held = {"use_mp_opt": is_mp_optimizer(optimizer), "fsdp_cpu_offload": kept_on_host(module), "bf16": bf16}
+    held: dict[str, Any] = {"use_mp_opt": is_mp_optimizer(optimizer), "fsdp_cpu_offload": kept_on_host(module)}
+    held["tensor_parallel"] = split_over(module)
+    held |= {"bf16": half == torch.bfloat16, "fp16": half == torch.float16}
     for name, so in held.items():
         if given.get(name, so) != so:
             raise OptionError(
-                f"{name}={given[name]} cannot be honoured: how the actor is held and computes is said when the session "
-                f"is made, and this one was made with {name}={so}. Make it by rb.Session(…, "
-                f"train=rb.Train({name}={given[name]})), or leave it out."
+                f"{name}={given[name]} cannot be honoured: the session was made with {name}={so}. Leave it out, or "
+                f"make one by rb.Session(…, train=rb.Train({name}={given[name]}))."
             )
     return held
 
@@ -184,7 +183,7 @@ def put_aside(trainer: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _actor_kept_on_failure(module: nn.Module, optimizer: Any) -> Iterator[None]:
+def actor_kept_on_failure(module: nn.Module, optimizer: Any) -> Iterator[None]:
     """Bring back learning rates, recomputation of activations and random states where a trainer is refused."""
     names = ("lr", "initial_lr")
     held = [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
@@ -209,31 +208,19 @@ def set_rate(optimizer: Any, lr: float) -> None:
         group.pop("initial_lr", None)
 
 
-def _schedule(optimizer: Any, spec: TrainerSpec, config: StrategyConfig) -> Any:
-    if spec.schedule_steps is None:
-        return None
-    return cosine_schedule(optimizer, spec.schedule_steps, config.lr_warmup_ratio)
-
-
 def go_on_from(schedule: Any, rates: Sequence[float]) -> None:
     """Make `rates` (one per group) a schedule's rates now; it goes on from there in proportion. The optimizer's own are
-    the caller's.
-
-    Raises:
-        StateError: the schedule is at 0 here whatever its rate is, or of a kind that multiplies none. Nothing changed.
-    """
+    the caller's."""
     if not isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):
         raise StateError(
             f"the trainer's schedule is a {type(schedule).__name__}, which would write its own rate over "
-            f"lr={rates[0]:g} after the next step: change trainer.actor_scheduler on the ranks, or make a trainer "
-            "without it"
+            f"lr={rates[0]:g}: change trainer.actor_scheduler on the ranks, or make a trainer without it"
         )
     shares = [float(share(schedule.last_epoch)) for share in schedule.lr_lambdas]
     if not all(shares):
         raise StateError(
-            f"lr={rates[0]:g}: the trainer's schedule_steps begin at rate 0, so there is nothing to go on from before "
-            "its first step: set lr after that, or make the trainer with the rate it is to rise to: "
-            "session.trainer(…, lr=)"
+            f"lr={rates[0]:g}: the trainer's schedule_steps begin at rate 0: set lr after its first step, or make the "
+            "trainer with the rate it is to rise to: session.trainer(…, lr=)"
         )
     schedule.base_lrs = [rate / share for rate, share in zip(rates, shares, strict=True)]
 
@@ -241,26 +228,35 @@ def go_on_from(schedule: Any, rates: Sequence[float]) -> None:
 def _critic(strategy: FSDPV2Strategy, spec: TrainerSpec) -> tuple[nn.Module | None, Any]:
     if not spec.critic:
         return None, None
+    config = strategy.config
     path = spec.path if spec.critic is True else str(spec.critic)
     critic = strategy.prepare_model(make_critic(path), is_training=True)
-    return critic, strategy.create_optimizer(
-        critic, lr=strategy.config.critic_lr, betas=strategy.config.betas, weight_decay=strategy.config.weight_decay
-    )
+    given = {"lr": config.critic_lr, "betas": config.betas, "weight_decay": config.weight_decay}
+    return critic, strategy.create_optimizer(critic, **given)
 
 
-def _reference(strategy: FSDPV2Strategy, spec: TrainerSpec) -> Any:
-    if not spec.reference:
+def reference_of(
+    strategy: FSDPV2Strategy, actor: nn.Module, path: str, wanted: str | bool | SessionEngine | None
+) -> Any:
+    """Return the reference policy that is `wanted` (True: of the actor's checkpoint, `path`), or None."""
+    if not wanted:
         return None
-    if isinstance(spec.reference, SessionEngine):
-        return session_of_ranks().reference(strategy, spec.reference.name)
-    path = spec.path if spec.reference is True else str(spec.reference)
-    return strategy.prepare_model(make_policy(PolicySpec(path, trainable=False)))
+    if wanted in (True, path) and Adapted.of(actor):
+        return BasePolicy(actor)
+    if isinstance(wanted, SessionEngine):
+        return session_of_ranks().reference(strategy, wanted.name)
+    place = path if wanted is True else str(wanted)
+    return strategy.prepare_model(make_policy(PolicySpec(place, trainable=False)))
 
 
 def _average(strategy: FSDPV2Strategy, actor: nn.Module, spec: TrainerSpec) -> nn.Module | None:
     """Copy the actor as it is now, in float32."""
     if not spec.ema:
         return None
+    if Adapted.of(actor):
+        raise OptionError(
+            "ema=True averages all weights, and this policy trains adapters alone: leave one of them out."
+        )
     average = make_policy(PolicySpec(spec.path, trainable=False, dtype="float32")).requires_grad_(True)
     in_float32 = not strategy.config.use_mp_opt  # what trains would be held in half precision
     prepared: nn.Module = strategy.prepare_model(average, is_training=in_float32)
@@ -268,10 +264,12 @@ def _average(strategy: FSDPV2Strategy, actor: nn.Module, spec: TrainerSpec) -> n
     return prepared.requires_grad_(False)
 
 
-def _reward_models(strategy: FSDPV2Strategy, reward: Any) -> Any:
-    """Folders of reward models as models on the ranks; the rest as it is."""
+def _reward_models(strategy: FSDPV2Strategy, reward: Any, tokenizer: Any) -> Any:
+    """Folders of reward models as models on the ranks, and so those that read what was sampled; the rest as it is."""
     if isinstance(reward, list | tuple):
-        return [_reward_models(strategy, one) for one in reward]
+        return [_reward_models(strategy, one, tokenizer) for one in reward]
+    if isinstance(reward, ClassifierReward) and reward.as_sampled and reward.shares_vocabulary(tokenizer):
+        return strategy.prepare_model(make_reward_model(str(reward.path)))
     if isinstance(reward, str | Path) and Path(reward).is_dir():
         return strategy.prepare_model(make_reward_model(str(reward)))
     return reward

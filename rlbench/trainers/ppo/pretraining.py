@@ -3,58 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlbench.data import Mixture, PromptSet, PromptStream
+from rlbench.data import Mixture, PromptSet, PromptStream, TextStream, TrainBatch, demonstrations
+from rlbench.data.texts.demonstrations import is_demonstration
 from rlbench.strategies.options.config import OptionError
 
 if TYPE_CHECKING:
     from rlbench.trainers.ppo.trainer import PPOTrainer
+    from rlbench.trainers.update.experience_update import Text
 
 
-@dataclass(frozen=True)
 class Pretraining:
     """Gives each optimizer step as many texts as it has sequences; none where there is no weight.
 
-    Attributes:
-        stream: of the texts; the same on all ranks, each takes its part.
-        rank, world_size: of this rank.
-        size: texts of one micro-batch.
-        limit: tokens kept of a text.
-        tokenizer: the policy's.
+    `texts`: demonstrations (a batch, a stream of one, or rows), of which the assistant's tokens are trained; or plain
+    texts, of which all are.
     """
 
-    stream: PromptStream | Mixture | None
-    rank: int = 0
-    world_size: int = 1
-    size: int = 1
-    limit: int = 0
-    tokenizer: Any = None
-
-    @classmethod
-    def of(cls, trainer: PPOTrainer, coef: float) -> Pretraining:
-        """Of a trainer's `pretrain_prompts`.
-
-        Raises:
-            OptionError: texts without a weight, or a weight without texts.
-        """
-        given = trainer.pretrain_prompts
-        if (coef > 0) != (given is not None):
+    def __init__(self, trainer: PPOTrainer, texts: Any) -> None:
+        coef = trainer.options.ppo.ptx_coef
+        if (coef > 0) != (texts is not None):
             missing = "pretrain_prompts" if coef > 0 else "ptx_coef above 0"
             raise OptionError(f"ptx_coef={coef:g} and pretrain_prompts belong together: give {missing} too.")
-        if given is None:
-            return cls(None)
-        ppo, strategy = trainer.options.ppo, trainer.strategy
-        stream = given if isinstance(given, PromptStream | Mixture) else PromptSet.of(given).stream(strategy.seed)
-        return cls(
-            stream,
-            strategy.rank,
-            strategy.world_size,
-            trainer.options.strategy.micro_train_batch_size,
-            ppo.prompt_max_len + ppo.max_tokens,
-            trainer.tokenizer,
-        )
+        self._trainer = trainer
+        self.stream: PromptStream | Mixture | TextStream | None = None
+        if isinstance(texts, list | tuple) and texts and is_demonstration(texts[0]):
+            texts = demonstrations(texts, trainer.tokenizer)
+        if isinstance(texts, TrainBatch):
+            if texts.preference is not None:
+                raise OptionError("pretrain_prompts are demonstrations or texts, and these were compared or judged.")
+            texts = texts.stream(seed=trainer.strategy.seed)
+        if texts is not None:
+            self.stream = texts if isinstance(texts, TextStream) else stream_of(texts, trainer.strategy.seed)
 
     def state(self) -> dict[str, Any] | None:
         """The place in the texts, as plain values; None without any."""
@@ -65,10 +46,20 @@ class Pretraining:
         if state is not None and self.stream is not None:
             self.stream.restore(state)
 
-    def texts(self, count: int) -> list[list[list[int]]]:
-        """Micro-batches of the next `count` texts of this rank, as token ids."""
+    def texts(self, count: int) -> list[Text]:
+        """Micro-batches of the next `count` texts of this rank; the stream is the same on all ranks."""
         if self.stream is None:
             return []
-        taken = self.stream.take(count * self.world_size)[self.rank * count : (self.rank + 1) * count]
-        rows = [self.tokenizer(prompt.text)["input_ids"][: self.limit] for prompt in taken]
-        return [rows[i : i + self.size] for i in range(0, len(rows), self.size)]
+        options, strategy = self._trainer.options, self._trainer.strategy
+        taken = self.stream.take(count * strategy.world_size)[strategy.rank * count : (strategy.rank + 1) * count]
+        size = options.strategy.micro_train_batch_size
+        if isinstance(taken, TrainBatch):
+            return [taken[i : i + size] for i in range(0, len(taken), size)]
+        limit = options.ppo.prompt_max_len + options.ppo.max_tokens
+        rows = [self._trainer.tokenizer(prompt.text)["input_ids"][:limit] for prompt in taken]
+        return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+
+def stream_of(prompts: Any, seed: int) -> PromptStream | Mixture:
+    """Prompts as something with a place: a stream stays what it is."""
+    return prompts if isinstance(prompts, PromptStream | Mixture) else PromptSet.of(prompts).stream(seed=seed)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from rlbench.data.joining import spread
 from rlbench.dispatch import context
 from rlbench.errors import StateError
 from rlbench.options import OptionError, defaults
@@ -21,7 +22,8 @@ from rlbench.rl import AdaptiveKL, Aggregation, Loss, PolicyLoss, resolve
 from rlbench.strategies.options.config import accumulation_steps
 from rlbench.trainers.experience.values import Experience
 from rlbench.trainers.options.ppo_config import PPOConfig
-from rlbench.trainers.ppo.trainer import Metrics, PPOTrainer, mean_of
+from rlbench.trainers.passes.images import ImageReader
+from rlbench.trainers.ppo.trainer import Metrics, PPOTrainer
 from rlbench.trainers.update.experience_update import PolicyUpdate
 from rlbench.trainers.update.loss_choice import loss_of
 from rlbench.trainers.update.value_update import ValueUpdate
@@ -35,28 +37,19 @@ OF_OUR_LOSS = ("entropy_coef", "high_entropy_token_ratio", "mismatch")
 class SPMDPPOTrainerBase(PPOTrainer):
     """A `PPOTrainer` with its update.
 
-    Args:
-        args, kwargs: of `PPOTrainer`. A `micro_train_batch_size` beyond a rank's share of `train_batch_size` is that.
-            `aggregation`: a `loss` of your own that says how it is meant has its own way where this is at its default.
-        VLM: vision-language models, which are not here yet.
-
-    Raises:
-        AssertionError: `engine_tp_size` of the strategy is not above 0.
-        OptionError: an option that cannot be honoured, or a batch the ranks cannot share.
+    A `micro_train_batch_size` beyond a rank's share of `train_batch_size` is that. A `loss` of your own that says how
+    it is aggregated has its own way where `aggregation` is at its default. `VLM=True` says that the actor sees images,
+    and is refused of one that does not; prompts bring theirs in any case. An `engine_tp_size` of the strategy that is
+    not above 0 is an AssertionError.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        VLM: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        if VLM:
-            raise OptionError("VLM=True: vision-language models are not here yet. Leave it out.")
+    def __init__(self, *args: Any, VLM: bool = False, **kwargs: Any) -> None:
         strategy = kwargs["strategy"] if "strategy" in kwargs else args[0]
         size = strategy.config.engine_tp_size
         assert size > 0, f"engine_tp_size={size}: the trainer needs an inference engine of at least one rank"
         super().__init__(*args, **kwargs)
+        if VLM and ImageReader.of(self.strategy.unwrap_model(self.actor)) is None:
+            raise OptionError(f"VLM=True: the actor {type(self.actor).__name__} sees no images. Leave it out.")
         options, ppo = self.options.strategy, self.options.ppo
         whole, ranks = options.train_batch_size, self.strategy.world_size
         if whole % ranks or options.micro_train_batch_size < whole // ranks:  # else one backward takes a rank's share
@@ -91,23 +84,19 @@ class SPMDPPOTrainerBase(PPOTrainer):
                 self.critic_optim,
                 self.critic_scheduler,
                 self.strategy,
-                ppo.value_clip or None,
+                ppo.value_clip,
                 self.aggregation,
                 packed=options.packing,
                 stop_requested=self._may_stop,
             )
         if ppo.freezing_actor_steps > 0 and self.value_update is None:
-            raise OptionError(
-                f"freezing_actor_steps={ppo.freezing_actor_steps}: without a critic nothing would train meanwhile. "
-                "Give a critic, or leave it out."
-            )
+            raise OptionError("freezing_actor_steps has no effect without a critic, which trains meanwhile: give one.")
         self._waiting = 0  # sequences of this rank whose gradients wait for their step
         self._place = 0  # sequences of this rank trained on in a call that was stopped
         self._began = 0  # the place at which the step that waits began, in this experience
         self._committed = False  # the actor has stepped: the critic does too, whoever asks to stop
         self._texts_began: Any = None  # and its place in the pretraining texts
         self._done: list[Metrics] = []  # of the optimizer steps on this experience
-        self._said = False
 
     def ppo_train(self, global_steps: int = 0) -> Metrics:
         """Train on the experience in the buffer, then give the inference engine the new weights.
@@ -118,19 +107,13 @@ class SPMDPPOTrainerBase(PPOTrainer):
             global_steps: of the run; `freezing_actor_steps` and the files of logs count by it.
 
         Returns:
-            Metrics averaged over all optimizer steps on this experience (those of a call that was stopped, too), equal
-            on all ranks: `policy_loss`, `kl`, `actor_lr`, …, those of the rollout, and `train_steps`, their number;
-            with a critic `critic_loss`. Where no step fell due, those of the sequences that wait for one. A loss that
-            was not computed is NaN: of a frozen actor, or one that waits for the whole step (`Loss.plan`).
-
-        Raises:
-            StateError: the buffer is empty. Stopped: gradients are cleared, no optimizer is half stepped; where the
-            steps were done and the engine does not have them yet, the next call sends them.
+            Metrics averaged over all optimizer steps on this experience, equal on all ranks: `policy_loss`, `kl`,
+            `actor_lr`, …, those of the rollout, and `train_steps`, their number; with a critic `critic_loss`. Where no
+            step fell due, those of the sequences that wait for one. A loss that was not computed is NaN.
         """
         if not len(self.replay_buffer):
             raise StateError("there is no experience to train on: call make_experience() first")
         begin = time.perf_counter()
-        self._say_mode()
         frozen = global_steps < self.options.ppo.freezing_actor_steps
         optimizers = [one for one in (self.actor_optim, self.critic_optim) if one is not None]
         for optimizer in optimizers:
@@ -140,30 +123,27 @@ class SPMDPPOTrainerBase(PPOTrainer):
         finally:
             for optimizer in optimizers:
                 self.strategy.maybe_offload_optimizer(optimizer)
-        metrics = self._losses() | self.rollout_metrics
+        losses = ("policy_loss",) if self.value_update is None else ("policy_loss", "critic_loss")
+        found = self._done or [update.so_far() for update in self.updates if update.waiting]
+        metrics = dict.fromkeys(losses, math.nan) | mean_of(found) | self.rollout_metrics
         metrics |= {"train_steps": float(len(self._done)), "optimizer_steps": float(self.optimizer_steps)}
         metrics["perf/ppo_train_s"] = time.perf_counter() - begin
         if self.unsent:
             metrics |= self.send_weights()
         self._adapt()
         trained_on = self.replay_buffer.items
+        self.shown = spread([part.batch for part in trained_on])
         self._experience_is_done()
         self.log.trained(trained_on, global_steps)
         return metrics
-
-    def _losses(self) -> Metrics:
-        """Of the steps on this experience, else of what waits; collective."""
-        losses = ("policy_loss",) if self.value_update is None else ("policy_loss", "critic_loss")
-        found = self._done or [update.so_far() for update in self.updates if update.waiting]
-        return dict.fromkeys(losses, math.nan) | mean_of(found)
-
-    # -- steps --------------------------------------------------------------------------------------------------
 
     def _train(self, frozen: bool) -> None:
         self.actor.train()
         if self.critic is not None:
             self.critic.train()
-        self._drop_lost()
+        if any(self.strategy.control.gather(any(update.lost_gradients for update in self.updates))):
+            self.strategy.print("gradients that waited for their step are gone; the step begins anew")
+            self.drop_gradients()
         for part, span in self._parts():
             metrics = self._one_part(part, span, frozen)
             if metrics is not None:
@@ -204,7 +184,9 @@ class SPMDPPOTrainerBase(PPOTrainer):
             if whole and self.value_update is not None:
                 metrics |= self.value_update.finish()
         except BaseException:
-            self._forget()
+            self.drop_gradients()  # the step's share of this experience is trained on again
+            self._place = self._began
+            self.pretraining.restore(self._texts_began)
             raise
         finally:
             self._committed = False
@@ -213,37 +195,22 @@ class SPMDPPOTrainerBase(PPOTrainer):
             return None
         self.optimizer_steps += 1
         if self.ema_model is not None and not frozen:
-            self.strategy.moving_average(
-                self.actor, self.ema_model, self.options.ppo.ema_beta, self.strategy.device.device
-            )
+            beta, device = self.options.ppo.ema_beta, self.strategy.device.device
+            self.strategy.moving_average(self.actor, self.ema_model, beta, device)
         return metrics
 
     def _may_stop(self) -> bool:
         return not self._committed and context.current().stop_requested()
 
-    def _forget(self) -> None:
-        """Drop the gradients of a step that failed or was stopped; its share of this experience is trained on again."""
-        self.drop_gradients()
-        self._place = self._began
-        self.pretraining.restore(self._texts_began)
-
-    def _drop_lost(self) -> None:
-        """Begin the step anew on all ranks where somebody cleared gradients that waited for it."""
-        if any(self.strategy.control.gather(any(update.lost_gradients for update in self.updates))):
-            self.strategy.print("gradients that waited for their step are gone; the step begins anew")
-            self.drop_gradients()
-
     def drop_gradients(self) -> None:
         """Forget the gradients that wait for a step, and the count of the sequences they came from."""
-        self.policy_update.clear()
-        if self.value_update is not None:
-            self.value_update.clear()
+        for update in self.updates:
+            update.clear()
         self._waiting = 0
 
     def _experience_is_done(self) -> None:
         self.replay_buffer.clear()
-        self._place = self._began = 0
-        self._done = []
+        self._place, self._began, self._done = 0, 0, []
 
     def went_elsewhere(self) -> None:
         """A checkpoint was loaded: experience and gradients that wait are of other weights, and forgotten."""
@@ -262,7 +229,7 @@ class SPMDPPOTrainerBase(PPOTrainer):
         updates = {update.name: update.waiting_state() for update in self.updates}
         return {
             "experience": list(self.replay_buffer.items),
-            "draws": self.replay_buffer.state(),
+            "draws": self.replay_buffer.random.bit_generator.state,
             "updates": updates,
             **{name: getattr(self, name) for name in OF_EXPERIENCE},
         }
@@ -270,7 +237,7 @@ class SPMDPPOTrainerBase(PPOTrainer):
     def restore_waiting(self, state: dict[str, Any]) -> None:
         """Go on with what `waiting_state` gave; the gradients are the caller's to put back."""
         self.replay_buffer.items = list(state["experience"])
-        self.replay_buffer.restore(state["draws"])
+        self.replay_buffer.random.bit_generator.state = state["draws"]
         for name in OF_EXPERIENCE:
             setattr(self, name, state[name])
         for update in self.updates:
@@ -281,8 +248,6 @@ class SPMDPPOTrainerBase(PPOTrainer):
     def updates(self) -> list[PolicyUpdate | ValueUpdate]:
         """The policy's, and the critic's where there is one."""
         return [self.policy_update, *([] if self.value_update is None else [self.value_update])]
-
-    # -- around them --------------------------------------------------------------------------------------------
 
     def _adapt(self) -> None:
         """Let the weight of the KL follow the KL that was seen, and with `use_kl_loss` the loss follow the weight."""
@@ -307,22 +272,9 @@ class SPMDPPOTrainerBase(PPOTrainer):
         if self.options.strategy.use_kl_loss and not getattr(loss, "needs_reference", False):
             raise OptionError("use_kl_loss would have no effect with a loss of your own that has no KL: build it in.")
 
-    def _say_mode(self) -> None:
-        held = sum(self.strategy.control.gather(len(self.replay_buffer)))
-        whole = self.options.strategy.train_batch_size
-        if self._said or held == whole:
-            return
-        self._said = True
-        kind = "HIGH FREQUENCY UPDATE MODE" if whole < held else "ACCUMULATION MODE"
-        steps = f"{held / whole:g} steps per ppo_train" if whole < held else f"a step every {whole / held:g} ppo_train"
-        self.strategy.print(f"{kind}: train_batch_size {whole}, {held} sequences of experience: {steps}")
-
 
 class SPMDPPOTrainer(SPMDPPOTrainerBase):
-    """PPO and its relatives for language models on the ranks of a session.
-
-    Args:
-        args, kwargs: of `SPMDPPOTrainerBase` and `PPOTrainer`.
+    """PPO and its relatives for language models on the ranks of a session; arguments are `PPOTrainer`'s.
 
     Example:
         trainer = SPMDPPOTrainer(
@@ -336,7 +288,16 @@ class SPMDPPOTrainer(SPMDPPOTrainerBase):
 
 
 class SPMDPPOTrainerVL(SPMDPPOTrainer):
-    """The reference system's trainer of vision-language models: a name to import; making one is refused."""
+    """`SPMDPPOTrainer` of an actor that sees images, under the reference system's name: `VLM=True`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "VLM": True})
+
+
+def mean_of(steps: Iterable[Mapping[str, float]]) -> Metrics:
+    """Each metric's mean over the steps that have it."""
+    found: dict[str, list[float]] = {}
+    for step in steps:
+        for name, value in step.items():
+            found.setdefault(name, []).append(float(value))
+    return {name: sum(values) / len(values) for name, values in found.items()}

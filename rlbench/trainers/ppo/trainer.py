@@ -1,30 +1,30 @@
 """`PPOTrainer`: what the trainers of a policy on the ranks share: models, prompts, experience, evaluation, a whole run.
 
-Every method is collective: all ranks call it, with the same arguments, and get the same numbers back. The update itself
-is in `spmd_ppo_trainer`.
+Every method is collective: all ranks call it, with the same arguments, and get the same numbers back.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from torch import nn
 
-from rlbench.data import Mixture, Prompt, PromptSet, PromptStream
+from rlbench.data import Prompt, PromptSet, PromptStream, TrainBatch
 from rlbench.errors import DataError, StateError
+from rlbench.options import OptionError, refuse
 from rlbench.rl import AdaptiveKL, Aggregation, FixedKL
 from rlbench.strategies.base import StrategyBase
-from rlbench.strategies.options.config import OptionError
 from rlbench.trainers.experience.maker import FastExperienceMaker
 from rlbench.trainers.experience.replay_buffer import NaiveReplayBuffer
-from rlbench.trainers.experience.samples import ENGINE_NAMES
+from rlbench.trainers.experience.samples import ENGINE_NAMES, tokenizer_of
+from rlbench.trainers.models.policy_module import recompute_activations
 from rlbench.trainers.options.trainer_options import TrainerOptions, doubts, read_options
-from rlbench.trainers.ppo.files import Checkpoints
-from rlbench.trainers.ppo.pretraining import Pretraining
+from rlbench.trainers.ppo.pretraining import Pretraining, stream_of
+from rlbench.trainers.ppo.state import Checkpoints
 from rlbench.trainers.reports.trainer_log import TrainerLog
 
 Metrics = dict[str, float]
@@ -36,31 +36,27 @@ class PPOTrainer:
     Args:
         strategy: of the rank, with its inference engine set up.
         actor: the policy, prepared by the strategy (or the session's own module).
-        critic: prepared; of `make_critic`, or one of the user's own, see `own_critic`. Advantages come from GAE then
-            unless an estimator is named; None: they come from groups of samples.
+        critic: prepared; of `make_critic`, or one of the user's own. Advantages come from GAE then unless an estimator
+            is named; None: they come from groups of samples.
         reward_model: what scores: a module with a scalar head on the ranks, a Python reward (as of `rollouts.score`),
             the address of a service, or a list of such.
         initial_model: the frozen reference policy; None where no KL is asked for.
-        ema_model: follows the actor by a moving average; None: there is none.
-        actor_optim, critic_optim, actor_scheduler, critic_scheduler: of the two; no scheduler: None.
+        ema_model: follows the actor by a moving average.
         tokenizer: of the actor.
-        prompts: where `make_experience` takes its prompts from: a `PromptSet`, a stream or mixture of `rlbench.data`,
-            or anything `as_prompts` takes. The trainer owns its place in them.
+        prompts: where `make_experience` takes its prompts from: a `PromptSet`, a stream or mixture, or anything
+            `as_prompts` takes. The trainer owns its place in them.
         eval_prompts: of `evaluate`.
-        reward_fn: makes one reward of several models': `(model_rewards, labels, queries, refs, label_map)`.
-        reward_fn_label_map, reward_recipe: see `FastExperienceMaker`.
-        remote_rm_url: a reward service, or several.
+        reward_fn, reward_fn_label_map, reward_recipe, remote_rm_url: see `RewardStage`.
         pretrain_prompts: texts of the language loss of `ptx_coef`.
-        processor: of vision-language models, which are not here yet.
+        processor: of a vision-language model; see `FastExperienceMaker`.
         loss: a loss of your own (a name, a value of `rlbench.rl` or a function) in place of the options'.
         options: of `PPOConfig` and of `StrategyConfig`, by name; of the latter the strategy's own where not given.
-
-    Raises:
-        OptionError: an option that means nothing, or contradicts another one.
     """
 
     aggregation: Aggregation
     """How the losses of tokens become one, which the class that updates says."""
+    samples = True
+    """Whether it draws from the session's replicas, and brings them its weights."""
 
     def __init__(
         self,
@@ -90,25 +86,25 @@ class PPOTrainer:
         self.strategy = strategy
         self.options: TrainerOptions = read_options(strategy.config, options, critic is not None)
         if strategy.is_rank_0():
-            for text in doubts(self.options, critic is not None, ema_model is not None):
+            read, models = self.options, (critic is not None, ema_model is not None)
+            for text in doubts(read.strategy, read.ppo, read.given, *models):
                 warnings.warn(text, stacklevel=2)
         self.actor, self.critic, self.reward_model = actor, critic, reward_model
         self.initial_model, self.ema_model = initial_model, ema_model
         self.actor_optim, self.critic_optim = actor_optim, critic_optim
         self.actor_scheduler, self.critic_scheduler = actor_scheduler, critic_scheduler
-        self.tokenizer = tokenizer
+        self.tokenizer = tokenizer = tokenizer_of(tokenizer, processor)
         self.loss = loss
-        self.pretrain_prompts = pretrain_prompts
-        self._check(processor)
+        self._check(pretrain_prompts)
         if "max_norm" in self.options.given:
             strategy.max_norm = self.options.strategy.max_norm
         ppo = self.options.ppo
         self.kl_ctl: FixedKL | AdaptiveKL = FixedKL(ppo.kl_coef)
         if ppo.kl_target is not None:
             self.kl_ctl = AdaptiveKL(coef=ppo.kl_coef, target=ppo.kl_target, horizon=float(ppo.kl_horizon))
-        self.prompts = None if prompts is None else _stream(prompts, strategy.seed)
+        self.prompts = None if prompts is None else stream_of(prompts, strategy.seed)
         self.eval_prompts = eval_prompts
-        self.pretraining = Pretraining.of(self, ppo.ptx_coef)
+        self.pretraining = Pretraining(self, pretrain_prompts)
         self.experience_maker = FastExperienceMaker(
             actor,
             critic,
@@ -123,34 +119,25 @@ class PPOTrainer:
             reward_fn_label_map,
             reward_recipe,
             self.options.strategy.packing,
-            processor,
             options=self.options.strategy,
             config=ppo,
         )
-        self.replay_buffer = NaiveReplayBuffer(
-            self.options.strategy.micro_train_batch_size, ppo.buffer_limit, ppo.buffer_cpu_offload
-        )
+        self.replay_buffer = NaiveReplayBuffer(self.options.strategy.micro_train_batch_size, ppo.buffer_limit)
         self.log = TrainerLog(self.options, strategy, tokenizer)
         self.files = Checkpoints(self)
         self.iterations = self.optimizer_steps = 0
         self.unsent = False  # the actor has changed since the engine got its weights
         self.rollout_metrics: Metrics = {}
+        self.shown: TrainBatch | None = None  # some of what this rank trained on last
         if ppo.gradient_checkpointing:
-            _checkpoint_gradients(actor, critic)
-
-    # -- experience ---------------------------------------------------------------------------------------------
+            for model in [actor] if critic is None else [actor, critic]:
+                recompute_activations(model)
 
     def make_experience(self, prompts: Any = None) -> Metrics:
-        """Sample, score and weigh the next `rollout_batch_size` prompts; what comes of it waits in the replay buffer.
+        """Sample, score and weigh the next `rollout_batch_size` prompts, or those given, all of them on every rank.
 
-        Args:
-            prompts: these instead of the trainer's own next ones; all of them, on every rank.
-
-        Returns:
-            Metrics of the rollout, over all ranks.
-
-        Raises:
-            Stopped: stopped; the next call draws the same again. StateError: there are no prompts.
+        What comes of it waits in the replay buffer. Returns metrics of the rollout, over all ranks. After a stop the
+        next call draws the same again.
         """
         begin = time.perf_counter()
         if self.unsent:
@@ -158,11 +145,11 @@ class PPOTrainer:
         place = None if prompts is not None or self.prompts is None else self.prompts.state()
         calls = self.strategy.generate_calls
         try:
-            mine = self._share(self._next_prompts(prompts))
+            mine = self._next_prompts(prompts)
             self.actor.eval()
             self.experience_maker.kl_ctl = self.kl_ctl
             made = self.experience_maker.make_experience_list(
-                mine, more_prompts=self._more_prompts if prompts is None else None, **self.options.generate_kwargs
+                mine, more_prompts=self._more_prompts if prompts is None else None, **self.options.sampling
             )
         except BaseException:
             if place is not None and self.prompts is not None:
@@ -179,54 +166,47 @@ class PPOTrainer:
     def evaluate(self, prompts: Any = None, n: int = 1, **sampling: Any) -> Metrics:
         """Mean reward of the policy as the engine has it, greedy unless told otherwise; training does not feel it.
 
-        Args:
-            prompts: all of them, on every rank; None: the trainer's `eval_prompts`.
-            n: samples of each.
+        `prompts`: all of them, on every rank, instead of the trainer's `eval_prompts`; `n` samples of each.
         """
         chosen = self.eval_prompts if prompts is None else prompts
         if chosen is None:
             raise StateError("there is nothing to evaluate on: evaluate(prompts), or eval_prompts= of the trainer")
         own = {ENGINE_NAMES.get(name, name): value for name, value in sampling.items()}
-        wanted = {**self.options.generate_kwargs, "temperature": 0.0, **own, "n": n}
         calls = self.strategy.generate_calls
         try:
-            found = self.experience_maker.evaluate(_share_of(list(PromptSet.of(chosen)), self.strategy), **wanted)
+            mine = self._share_of(list(PromptSet.of(chosen)))
+            found = self.experience_maker.evaluate(mine, n=n, **{**self.options.sampling, "temperature": 0.0, **own})
         finally:
             self.strategy.generate_calls = calls  # what training draws next does not depend on evaluations
         return {f"eval/{name}": value for name, value in found.items()}
 
     def _next_prompts(self, given: Any) -> list[Prompt]:
-        if given is not None:
-            return list(PromptSet.of(given))
-        if self.prompts is None:
-            raise StateError("the trainer has no prompts: prompts= of the trainer, or make_experience(prompts)")
-        return self._taken(self.options.ppo.rollout_batch_size)
+        """This rank's part of the prompts, in order; equal for all ranks, as an update counts sequences by rank."""
+        prompts = self._taken(self.options.ppo.rollout_batch_size) if given is None else list(PromptSet.of(given))
+        if len(prompts) % (world := self.strategy.world_size):
+            raise OptionError(
+                f"rollout_batch_size: {len(prompts)} prompts cannot be shared out evenly over {world} ranks."
+            )
+        return self._share_of(prompts)
+
+    def _share_of(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Neighbouring prompts go to one rank, so that all ranks' shares in a row are the prompts in their order."""
+        rank, cuts = self.strategy.rank, np.linspace(0, len(prompts), self.strategy.world_size + 1).round().astype(int)
+        return list(prompts[cuts[rank] : cuts[rank + 1]])
 
     def _taken(self, count: int) -> list[Prompt]:
-        assert self.prompts is not None
+        if self.prompts is None:
+            raise StateError("the trainer has no prompts: prompts= of the trainer, or make_experience(prompts)")
         found = self.prompts.take(count) if count else []
         if len(found) < count:
             raise DataError(f"the prompts have ended: {count} were wanted, {len(found)} are left")
         return found
 
-    def _share(self, prompts: list[Prompt]) -> list[Prompt]:
-        """This rank's part, in order; equal for all ranks, as an update counts sequences by rank."""
-        world = self.strategy.world_size
-        if len(prompts) % world:
-            raise OptionError(
-                f"{len(prompts)} prompts (rollout_batch_size) cannot be shared out evenly over {world} ranks; make it "
-                f"a multiple of {world}."
-            )
-        return _share_of(prompts, self.strategy)
-
     def _more_prompts(self, count: int) -> list[Prompt]:
         """Further prompts for this rank, where groups of its own were dropped; collective."""
         counts = self.strategy.control.gather(count)
-        found = self._taken(sum(counts))
         start = sum(counts[: self.strategy.rank])
-        return found[start : start + count]
-
-    # -- what a subclass keeps ------------------------------------------------------------------------------------
+        return self._taken(sum(counts))[start : start + count]
 
     def get_extra_state(self) -> Any:
         """What a class of your own keeps in attributes and wants back where the run goes back; None: nothing.
@@ -244,8 +224,6 @@ class PPOTrainer:
     def takes_extra_state(self) -> bool:
         """Whether the class defines `set_extra_state`."""
         return type(self).set_extra_state is not PPOTrainer.set_extra_state
-
-    # -- the long run -------------------------------------------------------------------------------------------
 
     def ppo_train(self, global_steps: int = 0) -> Metrics:
         """Train on what waits in the replay buffer; see `SPMDPPOTrainerBase.ppo_train`."""
@@ -274,19 +252,20 @@ class PPOTrainer:
             num_update_steps_per_episodes: iterations of an episode; None: as many as the prompts give.
             max_steps: iterations at most, counted from the trainer's first.
             num_episodes: passes over the prompts; None: one.
-
-        Returns:
-            The metrics of each iteration.
         """
         if prompts_dataloader is not None:
-            self.prompts = _stream(prompts_dataloader, self.strategy.seed)
+            self.prompts = stream_of(prompts_dataloader, self.strategy.seed)
         if pretrain_dataloader is not None:
-            self.pretrain_prompts = pretrain_dataloader
-            self.pretraining = Pretraining.of(self, self.options.ppo.ptx_coef)
+            self.pretraining = Pretraining(self, pretrain_dataloader)
         self.eval_prompts = self.eval_prompts if eval_dataloader is None else eval_dataloader
         episodes = num_episodes or getattr(args, "num_episodes", None) or 1
         wanted = max_steps if max_steps is not None else getattr(args, "max_steps", None)
-        last = wanted or episodes * (num_update_steps_per_episodes or self._iterations_of_an_episode())
+        count = num_update_steps_per_episodes or 0
+        if not wanted and not count:
+            if not isinstance(self.prompts, PromptStream):
+                raise StateError("how long is an episode of a mixture? give max_steps or num_update_steps_per_episodes")
+            count = max(1, len(self.prompts.prompts) // self.options.ppo.rollout_batch_size)
+        last = wanted or episodes * count
         if self.options.ppo.load_checkpoint and self.iterations == 0:
             self.files.load_newest()
         if consumed_samples and self.iterations == 0 and self.prompts is not None:
@@ -300,7 +279,7 @@ class PPOTrainer:
 
     def finish(self) -> None:
         """The run is over: what is kept at its end is written."""
-        self.files.save_at_the_end()
+        self.files.save_if_due(at_the_end=True)
         self.log.close()
 
     def iterate(self) -> Metrics:
@@ -321,6 +300,11 @@ class PPOTrainer:
         self.iterations += 1
         return metrics
 
+    @property
+    def experience_waits(self) -> bool:
+        """Whether some is left to train on."""
+        return len(self.replay_buffer) > 0
+
     def send_weights(self) -> Metrics:
         """Give the inference engine the actor's weights; says how long that took, and what the engine proved."""
         begin = time.perf_counter()
@@ -336,67 +320,12 @@ class PPOTrainer:
         self.replay_buffer.clear()
         self.unsent = True
 
-    def _iterations_of_an_episode(self) -> int:
-        if not isinstance(self.prompts, PromptStream):
-            raise StateError("how long is an episode of a mixture? give max_steps or num_update_steps_per_episodes")
-        return max(1, len(self.prompts.prompts) // self.options.ppo.rollout_batch_size)
-
-    # -- checks -------------------------------------------------------------------------------------------------
-
-    def _check(self, processor: Any) -> None:
-        options = self.options.strategy
-        if processor is not None:
-            raise OptionError("processor: vision-language models are not here yet. Leave it out.")
-        if type(self).get_extra_state is not PPOTrainer.get_extra_state and not self.takes_extra_state:
-            raise OptionError(
-                f"{type(self).__name__} defines get_extra_state and no set_extra_state(state): what it keeps could not "
-                "go back. Define both, or neither."
-            )
-        if options.pretrain_data is not None and self.pretrain_prompts is None:
-            raise OptionError(
-                f"pretrain_data={options.pretrain_data!r} cannot be honoured by a trainer: `rlbench train` reads it. "
-                "Give the texts themselves, as pretrain_prompts."
-            )
-        if self.critic is None and options.advantage_estimator == "gae":
-            raise OptionError("advantage_estimator='gae' needs a critic; give one, or 'group_norm' for GRPO.")
-        needs = self.options.ppo.kl_coef > 0
-        if needs and self.initial_model is None:
-            raise OptionError(
-                f"kl_coef={self.options.ppo.kl_coef:g} needs a reference: give initial_model, or kl_coef=0."
-            )
-        if self.initial_model is not None and not needs:
-            raise OptionError("initial_model would have no effect with kl_coef=0: give a weight, or no reference.")
-        if options.use_kl_loss and not needs:
-            raise OptionError("use_kl_loss would have no effect with kl_coef=0: give a weight above 0.")
-
-
-def _stream(prompts: Any, seed: int) -> PromptStream | Mixture:
-    """Prompts as something with a place: a stream stays what it is."""
-    if isinstance(prompts, PromptStream | Mixture):
-        return prompts
-    return PromptSet.of(prompts).stream(seed=seed)
-
-
-def _share_of(prompts: Sequence[Prompt], strategy: StrategyBase) -> list[Prompt]:
-    """Neighbouring prompts go to one rank, so that all ranks' shares in a row are the prompts in their order."""
-    cuts = np.linspace(0, len(prompts), strategy.world_size + 1).round().astype(int)
-    return list(prompts[cuts[strategy.rank] : cuts[strategy.rank + 1]])
-
-
-def _checkpoint_gradients(*models: nn.Module | None) -> None:
-    for model in models:
-        if model is None:
-            continue
-        enable = getattr(model, "gradient_checkpointing_enable", None)
-        if not callable(enable):
-            raise OptionError(f"gradient_checkpointing: {type(model).__name__} does not offer it. Leave it out.")
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
-def mean_of(steps: Iterable[Mapping[str, float]]) -> Metrics:
-    """Each metric's mean over the steps that have it."""
-    found: dict[str, list[float]] = {}
-    for step in steps:
-        for name, value in step.items():
-            found.setdefault(name, []).append(float(value))
-    return {name: sum(values) / len(values) for name, values in found.items()}
+    def _check(self, pretrain_prompts: Any) -> None:
+        name, texts = type(self).__name__, self.options.strategy.pretrain_data
+        one_way = type(self).get_extra_state is not PPOTrainer.get_extra_state and not self.takes_extra_state
+        idle = self.initial_model is not None and self.options.ppo.kl_coef == 0
+        refuse(
+            (one_way, f"{name} defines get_extra_state and no set_extra_state(state): define both, or neither"),
+            (texts and pretrain_prompts is None, f"pretrain_data={texts!r} cannot be honoured: give pretrain_prompts"),
+            (idle, "initial_model would have no effect with kl_coef=0: give a weight, or no reference"),
+        )

@@ -14,7 +14,11 @@ from rlbench.trainers.experience.values import Experience
 from rlbench.trainers.options.trainer_options import TrainerOptions
 from rlbench.trainers.reports.trajectory_saver import MARKED, TrajectorySaver
 
-SHOWN = ("reward", "policy_loss", "critic_loss", "kl", "ref_kl", "response_length", "actor_grad_norm", "eval/reward")
+SHOWN = (
+    *("reward", "policy_loss", "critic_loss", "kl", "ref_kl", "teacher_kl", "response_length", "actor_grad_norm"),
+    "eval/reward",
+)
+OF_TEXTS = ("loss", "reward_accuracy", "reward_margin", "lr", "grad_norm", "eval/loss", "eval/reward_accuracy")
 ROLLOUT = ("reward", "return", "response_length", "advantages", "returns", "step_reward", "rollout")
 
 
@@ -34,27 +38,23 @@ class TrainerLog:
             )
         self._saver = None
         if ppo.save_trajectories:
-            self._saver = TrajectorySaver(
-                ppo.save_path,
-                ppo.num_trajectories_to_save,
-                ppo.mark_high_entropy_tokens,
-                ppo.high_entropy_token_ratio or MARKED,
-            )
+            count, marks = ppo.num_trajectories_to_save, ppo.mark_high_entropy_tokens
+            self._saver = TrajectorySaver(ppo.save_path, count, marks, ppo.high_entropy_token_ratio or MARKED)
 
     def made(self, experiences: Sequence[Experience], iteration: int) -> None:
-        """Experience was made: its lengths."""
+        """Write the lengths of experience that was made."""
         if self._lengths is not None:
             lengths = [int(n) for made in experiences for n in made.batch.response_lengths[made.trained]]
             with self._strategy.control.ended_together("writing response lengths"):
                 self._lengths.collect(lengths, iteration)
 
     def trained(self, experiences: Sequence[Experience], iteration: int) -> None:
-        """Experience was trained on: its most telling samples."""
+        """Write the most telling samples of experience that was trained on."""
         if self._saver is not None:
             self._saver.save(experiences, iteration, self._strategy, self._tokenizer)
 
     def iterated(self, metrics: Mapping[str, float], iteration: int) -> None:
-        """An iteration is over: its metrics by namespace."""
+        """Write an iteration's metrics by namespace."""
         if not self._options.strategy.use_tensorboard or iteration % self._options.ppo.logging_steps:
             return
         with self._strategy.control.ended_together("writing to TensorBoard"):
@@ -69,15 +69,15 @@ class TrainerLog:
             self._strategy.print(line_of(metrics, iteration))
 
     def close(self) -> None:
-        """Nothing more will be told for now."""
+        """Write what is left."""
         if self._board is not None:
             self._board.flush()
 
 
 def line_of(metrics: Mapping[str, Any], iteration: int) -> str:
     """An iteration for a reader."""
-    shown = [shown_metric(name, metrics) for name in SHOWN if name in metrics]
-    return f"iteration {iteration}: " + " · ".join(shown)
+    shown = SHOWN if "policy_loss" in metrics or "loss" not in metrics else OF_TEXTS
+    return f"iteration {iteration}: " + " · ".join(shown_metric(name, metrics) for name in shown if name in metrics)
 
 
 def namespaced(name: str) -> str:

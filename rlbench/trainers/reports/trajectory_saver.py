@@ -1,25 +1,10 @@
 """Some samples of a step as JSON for a reader: text, scores, and what the policy knew of each token.
 
-`<save_path>/trajectories/trajectories_step_<N>.json` is a list of objects, the most telling sample first
-(`trainers/reports/telling.py` says which those are), with the reference system's keys, so that its viewer opens them:
-
-    {"global_step": 40, "rank": 1, "experience_index": 0, "sample_in_exp": 3, "chosen_for": "lowest reward",
-     "full_sequence": "…",                 # prompt and response with their special tokens
-     "generated_text": "…",                # the response with them; "pure_generated_text": without
-     "label": "123", "reference": "123",   # of the prompt: its label; its reference answer (`samples.reference_of`)
-     "repeat_score": 0.02, "reflection_pattern_score": 1, "reflection_pattern_details": {"wait": 1},
-     "policy_entropy": 0.31, "policy_entropy_is": "entropy",   # mean over trained tokens, in nats
-     "response_token_count": 57, "truncated": false, "group": 12,
-     "advantages": 0.87, "return": 0.87,   # means over trained tokens; null: there are none
-     "action_log_probs": [ … ], "values": [ … ], "token_advantages": [ … ],   # one number per response token
-     "info": {"reward": 1.0, "response_length": 57.0, …, "reward_metrics": {"format": 1.0}}}
-
-Where the actor's entropies were not computed, `policy_entropy` is the mean negative log-prob of the sampled tokens, an
-unbiased estimate of it, and `policy_entropy_is` says "mean negative log-prob".
-
-With `mark_high_entropy_tokens` also `generated_tokens` (their texts joined are `generated_text`, where the tokenizer
-says which bytes a token stands for) and `pure_generated_tokens` (without special ones): `{"text", "high_entropy",
-"entropy_score"}` of each token. A number that is not finite is null.
+`<save_path>/trajectories/trajectories_step_<N>.json` is a list of objects, the most telling sample first, with the
+reference system's keys, so that its viewer opens them. `advantages`, `return` and `policy_entropy` are means over
+trained tokens; `action_log_probs`, `values` and `token_advantages` hold one number per response token; a number that is
+not finite is null. Where the actor's entropies were not computed, `policy_entropy` is the mean negative log-prob of the
+sampled tokens, an unbiased estimate of it, as `policy_entropy_is` says.
 """
 
 from __future__ import annotations
@@ -33,13 +18,11 @@ import numpy as np
 
 from rlbench.data.base.files import written_aside
 from rlbench.data.base.plain import to_plain
-from rlbench.data.batches.batch import TrainBatch
 from rlbench.data.rollouts.pieces import PART, SPECIAL, pieces_of
 from rlbench.errors import DataError
 from rlbench.trainers.experience.samples import reference_of
 from rlbench.trainers.experience.values import Experience
-from rlbench.trainers.reports.telling import Traits, most_telling
-from rlbench.trainers.reports.text_scores import reflection_counts, repeat_score
+from rlbench.trainers.reports.telling import Traits, most_telling, reflection_counts, repeat_score
 
 MARKED = 0.2
 """Share of a response's tokens that is marked where nothing else is said."""
@@ -51,11 +34,9 @@ class TrajectorySaver:
     Args:
         save_path: its folder `trajectories` takes the files; made when first written to.
         num_trajectories_to_save: samples of one file, of all ranks together; 0: no file.
-        mark_high_entropy_tokens: write each token's text and entropy, and mark the highest.
+        mark_high_entropy_tokens: write each token's text and entropy (`generated_tokens`, without special ones
+            `pure_generated_tokens`), and mark the highest.
         high_entropy_token_ratio: share of a response's trained tokens that is marked, in (0, 1].
-
-    Raises:
-        DataError: a negative number, or a share outside (0, 1].
     """
 
     def __init__(
@@ -77,57 +58,64 @@ class TrajectorySaver:
     def save(self, experiences: Sequence[Experience], step: int, strategy: Any, tokenizer: Any) -> Path | None:
         """Choose among the samples of all ranks, and write them on rank 0; collective.
 
-        Args:
-            experiences: this rank's, as made, with their final advantages.
-            step: of the run.
-            strategy: whose ranks take part.
-            tokenizer: of the actor; a transformers one.
-
-        Returns:
-            The file, on rank 0; None on the others, and where there is nothing to write.
-
-        Raises:
-            DataError: tokens are to be marked and there are no entropies; a label without a JSON form. On the other
-                ranks EngineError.
-            OSError: the file cannot be written.
+        `experiences` are this rank's, with their final advantages. Returns the file, on rank 0, where one was written.
         """
         control = strategy.control
         own = control.together("reading samples", lambda: self._traits(experiences))
         everybody: list[Traits] = control.gather(own)
-        chosen = most_telling(Traits.joined(everybody), self.count)
-        first = sum(len(part) for part in everybody[: strategy.rank])
-        places = _places(experiences)
+        chosen = most_telling({name: np.concatenate([one[name] for one in everybody]) for name in own}, self.count)
+        first = sum(len(one["group"]) for one in everybody[: strategy.rank])
+        places = [(which, row) for which, experience in enumerate(experiences) for row in range(len(experience))]
 
-        def told() -> dict[int, dict[str, Any]]:
+        def described() -> dict[int, dict[str, Any]]:
             return {
                 i: self._trajectory(experiences, places[i - first], tokenizer)
                 | {"global_step": step, "rank": strategy.rank, "chosen_for": reason}
                 for i, reason in chosen
-                if first <= i < first + len(own)
+                if first <= i < first + len(places)
             }
 
-        told_by_all = control.gather(control.together("describing samples", told))
-        found = {i: one for part in told_by_all for i, one in part.items()}
+        found: dict[int, dict[str, Any]] = {}
+        for part in control.gather(control.together("describing samples", described)):
+            found |= part
         path = self.folder / f"trajectories_step_{step}.json"
-        ordered = [found[i] for i, _ in chosen]
-        control.together("writing trajectories", lambda: self._write(path, ordered, strategy.rank))
+
+        def write() -> None:
+            if strategy.rank or not chosen:
+                return
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lines = [json.dumps(found[i], allow_nan=False) for i, _ in chosen]
+            with written_aside(path) as aside:
+                aside.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="ascii", newline="\n")
+
+        control.together("writing trajectories", write)
         return path if strategy.rank == 0 and chosen else None
 
     def _traits(self, experiences: Sequence[Experience]) -> Traits:
         """What this rank's samples are chosen by."""
-        parts = [_traits_of(experience) for experience in experiences]
         if self.mark and self.count and any(experience.entropy is None for experience in experiences):
-            raise DataError(
-                "mark_high_entropy_tokens needs the entropies of the actor, and the experience has none: have them "
-                "computed, or leave the option out"
-            )
-        return Traits.joined([_NOBODY, *parts])
+            raise DataError("mark_high_entropy_tokens needs the entropies of the actor, and the experience has none")
+        kinds = {"group": np.int64, "length": np.int64, "truncated": bool}
+        names = ("group", "reward", "advantage", "length", "truncated", "entropy")
+        columns: dict[str, list[np.ndarray]] = {name: [np.zeros(0, kinds.get(name, float))] for name in names}
+        for experience in experiences:
+            batch, unknown = experience.batch, np.full(len(experience), np.nan)
+            own = {
+                "group": batch.group.astype(np.int64),
+                "reward": unknown if batch.rewards is None else batch.rewards.astype(float),
+                "advantage": _row_means(experience, batch.advantages),
+                "length": batch.response_lengths,
+                "truncated": np.zeros(len(batch), bool) if batch.truncated is None else batch.truncated,
+                "entropy": unknown if experience.entropy is None else _row_means(experience, experience.entropy),
+            }
+            for name, values in own.items():
+                columns[name].append(values)
+        return {name: np.concatenate(parts) for name, parts in columns.items()}
 
     def _trajectory(self, experiences: Sequence[Experience], place: tuple[int, int], tokenizer: Any) -> dict[str, Any]:
         which, row = place
         one = experiences[which].rows([row])
-        batch, prompt = one.batch, one.prompts[0]
-        response, trained = batch.responses.values, batch.mask
+        batch, prompt, response = one.batch, one.prompts[0], one.batch.responses.values
         pure = tokenizer.decode(response.tolist(), skip_special_tokens=True)
         reflections = reflection_counts(pure)
         logprobs = batch.sampler_logprobs if batch.old_logprobs is None else batch.old_logprobs
@@ -142,12 +130,13 @@ class TrajectorySaver:
             "repeat_score": repeat_score(pure),
             "reflection_pattern_score": sum(reflections.values()),
             "reflection_pattern_details": reflections,
-            **_entropy(one, logprobs),
+            "policy_entropy": _number(_row_means(one, -logprobs if one.entropy is None else one.entropy)[0]),
+            "policy_entropy_is": "mean negative log-prob" if one.entropy is None else "entropy",
             "response_token_count": len(response),
             "truncated": None if batch.truncated is None else bool(batch.truncated[0]),
             "group": int(batch.group[0]),
-            "advantages": _mean(batch.advantages, trained),
-            "return": None if one.returns is None else _mean(one.returns, trained),
+            "advantages": _number(_row_means(one, batch.advantages)[0]),
+            "return": None if one.returns is None else _number(_row_means(one, one.returns)[0]),
             "action_log_probs": _numbers(logprobs),
             "values": None if one.values is None else _numbers(one.values),
             "token_advantages": _numbers(batch.advantages),
@@ -167,46 +156,12 @@ class TrajectorySaver:
         pure = [token for token, (_, special) in zip(tokens, texts, strict=True) if not special]
         return {"generated_tokens": tokens, "pure_generated_tokens": pure}
 
-    def _write(self, path: Path, trajectories: Sequence[Mapping[str, Any]], rank: int) -> None:
-        if rank or not trajectories:
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        lines = [json.dumps(one, allow_nan=False) for one in trajectories]
-        with written_aside(path) as aside:
-            aside.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="ascii", newline="\n")
 
-
-def _traits_of(experience: Experience) -> Traits:
-    batch = experience.batch
-    nothing = np.full(len(batch), np.nan)
-    return Traits(
-        group=batch.group.astype(np.int64),
-        reward=nothing if batch.rewards is None else batch.rewards.astype(float),
-        advantage=_row_means(batch, batch.advantages),
-        length=batch.response_lengths,
-        truncated=np.zeros(len(batch), bool) if batch.truncated is None else batch.truncated,
-        entropy=nothing if experience.entropy is None else _row_means(batch, experience.entropy),
-    )
-
-
-_NOBODY = Traits(*(np.zeros(0, kind) for kind in (np.int64, float, float, np.int64, bool, float)))
-
-
-def _places(experiences: Sequence[Experience]) -> list[tuple[int, int]]:
-    """Experience and row of each of a rank's samples."""
-    return [(which, row) for which, experience in enumerate(experiences) for row in range(len(experience))]
-
-
-def _row_means(batch: TrainBatch, flat: np.ndarray) -> np.ndarray:
+def _row_means(experience: Experience, flat: np.ndarray) -> np.ndarray:
     """The mean of each response over its trained tokens; NaN where there is none."""
-    rows = zip(batch.responses.with_values(flat), batch.responses.with_values(batch.mask), strict=True)
+    responses = experience.batch.responses
+    rows = zip(responses.with_values(flat), responses.with_values(experience.batch.mask), strict=True)
     return np.array([row[mask].astype(float).mean() if mask.any() else np.nan for row, mask in rows], float)
-
-
-def _entropy(one: Experience, logprobs: np.ndarray) -> dict[str, Any]:
-    known = one.entropy is not None
-    found = _mean(-logprobs if one.entropy is None else one.entropy, one.batch.mask)
-    return {"policy_entropy": found, "policy_entropy_is": "entropy" if known else "mean negative log-prob"}
 
 
 def high_entropy(entropy: np.ndarray, trained: np.ndarray, ratio: float) -> np.ndarray:
@@ -216,8 +171,7 @@ def high_entropy(entropy: np.ndarray, trained: np.ndarray, ratio: float) -> np.n
     if not len(among):
         return np.zeros(len(entropy), bool)
     count = max(1, int(len(among) * ratio + 1e-9))
-    marked: np.ndarray = (entropy >= np.sort(among)[-count]) & trained
-    return marked
+    return (entropy >= np.sort(among)[-count]) & trained
 
 
 def token_texts(ids: np.ndarray, tokenizer: Any) -> list[tuple[str, bool]]:
@@ -234,10 +188,6 @@ def token_texts(ids: np.ndarray, tokenizer: Any) -> list[tuple[str, bool]]:
 
 def _decoded(tokenizer: Any, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=False))
-
-
-def _mean(values: np.ndarray, trained: np.ndarray) -> float | None:
-    return _number(values[trained].astype(float).mean()) if trained.any() else None
 
 
 def _row(columns: Mapping[str, np.ndarray]) -> dict[str, float | None]:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,22 +14,23 @@ from torch import Tensor, nn
 
 from rlbench.data.batches.batch import TrainBatch
 from rlbench.data.joining import join_batches
-from rlbench.errors import DataError, EngineError, LossError
+from rlbench.errors import DataError, EngineError
 from rlbench.rl import Aggregation, Loss, resolve
 from rlbench.strategies.base import StrategyBase
-from rlbench.strategies.surface.memory_side import holds_gradients
+from rlbench.strategies.memory.offloading import holds_gradients
+from rlbench.strategies.steps import StepResult
 from rlbench.trainers.experience.values import Experience
 from rlbench.trainers.passes.forward import DUMMY, as_batch
-from rlbench.trainers.passes.metrics import MetricSums, merged
-from rlbench.trainers.passes.micro_batch import Slice
-from rlbench.trainers.passes.step_plan import NO_PLAN
+from rlbench.trainers.passes.loss_value import need_finite
+from rlbench.trainers.passes.metrics import MetricSums
 from rlbench.trainers.update.gradient_step import GradientStep, Pass, Pending
 from rlbench.trainers.update.options import PolicyOptions
 from rlbench.trainers.update.policy_pass import PolicyPass, slices
 
+T = TypeVar("T")
 Metrics = dict[str, float]
-Text = Sequence[Sequence[int]]
-"""A micro-batch of pretraining text: token ids of its sequences."""
+Text = TrainBatch | Sequence[Sequence[int]]
+"""A micro-batch of pretraining text: demonstrations, of which the mask is trained, or token ids of whole sequences."""
 
 
 class Update(ABC):
@@ -39,12 +40,11 @@ class Update(ABC):
         model: trained; prepared by the strategy.
         optimizer: over its parameters, made by the strategy.
         scheduler: stepped with the optimizer; None: the rate stays.
-        strategy: the rank's.
-        aggregation: how tokens become one number, by name or as a value.
         stop_requested: asked before each backward, and before the step.
     """
 
     name: str
+    loss_name: str
 
     def __init__(
         self,
@@ -60,8 +60,6 @@ class Update(ABC):
         self.gradients = GradientStep(model, strategy, stop_requested, lambda: self.optimizer)
         self._doing = f"the {self.name}'s update"
 
-    # -- verbs -------------------------------------------------------------------------------------------------------
-
     def step(self, micro_batches: Sequence[Experience], *texts: Any) -> Metrics:
         """Take one optimizer step on these sequences of all ranks: `accumulate`, then `finish`; collective."""
         self.strategy.need_optimizer(self.optimizer)
@@ -69,16 +67,10 @@ class Update(ABC):
         return self.finish()
 
     def accumulate(self, micro_batches: Sequence[Experience], *texts: Any) -> None:
-        """Add the gradients of these sequences to those that wait for the step; collective.
+        """Add the gradients of this rank's micro-batches, any number, to those that wait for the step; collective.
 
-        Args:
-            micro_batches: of this rank, each taken through one backward; any number, none too.
-
-        Raises:
-            DataError, LossError: a micro-batch that cannot be trained on, or a loss that fails or is not finite, on
-                some rank. Stopped: somebody asked to stop. After a refusal of the micro-batches themselves all is as
-                before; after anything later gradients are gone, parameters and optimizer untouched, and the random
-                state is that of before the call.
+        After a refusal of the micro-batches themselves all is as before. After a failing loss or a stop gradients are
+        gone, parameters and optimizer untouched, and the random state is that of before the call.
         """
         self._check_all(micro_batches)
         self._add(micro_batches)
@@ -87,15 +79,8 @@ class Update(ABC):
         """Clip and step with the gradients that wait; collective.
 
         A gradient norm that is not finite, or a step without a single trained token, leaves parameters, optimizer and
-        scheduler as they are, on all ranks alike; `<name>_skipped` is 1 then.
-
-        Returns:
-            Metrics over all ranks and all calls of the step, equal on each rank, and `<name>_lr`, `<name>_grad_norm`
-            (before clipping), `<name>_skipped`.
-
-        Raises:
-            EngineError: nothing waits. StateError: the optimizer is offloaded (the gradients wait on). Stopped:
-                gradients are cleared, nothing was stepped.
+        scheduler as they are, on all ranks alike; `<name>_skipped` is 1 then. Returns metrics over all ranks and all
+        calls of the step, and `<name>_lr`, `<name>_grad_norm` (before clipping), in float16 `<name>_loss_scale`.
         """
         if not self.waiting:
             raise EngineError(f"there is no gradient of the {self.name} to step with; call accumulate(…) first.")
@@ -105,15 +90,18 @@ class Update(ABC):
             self._complete()
             metrics = self.so_far()
             self.gradients.vote("the optimizer step")
-            norm, stepped = self._stepped()
+            done = self._stepped()
         self.gradients.forget()
-        own = {"lr": rate, "grad_norm": norm, "skipped": float(not stepped)}
+        assert done["grad_norm"] is not None
+        own = {"lr": rate, "grad_norm": done["grad_norm"], "skipped": float(not done["stepped"])}
+        if "loss_scale" in done:
+            own["loss_scale"] = done["loss_scale"]
         return metrics | {f"{self.name}_{name}": value for name, value in own.items()}
 
     def so_far(self) -> Metrics:
         """Metrics of what waits for its step, over all ranks; the loss is that of its sequences alone; collective."""
         own = MetricSums.joined(one for one in self.gradients.beside if isinstance(one, MetricSums))
-        return self._named(merged(self.strategy.control.gather(own)))
+        return self._named(MetricSums.joined(self._of_each(own)).result())
 
     def clear(self) -> None:
         """Drop the gradients that wait, and what is known of them."""
@@ -142,8 +130,6 @@ class Update(ABC):
         """Go on with what `waiting_state` gave; the gradients are the caller's to put back."""
         self.gradients.pending, self.gradients.beside = state["pending"], list(state["beside"])
 
-    # -- what a subclass says --------------------------------------------------------------------------------------
-
     @abstractmethod
     def _check(self, part: Experience) -> None:
         """Raise what keeps a micro-batch from being trained on."""
@@ -152,14 +138,12 @@ class Update(ABC):
     def _passes(self, parts: Sequence[Experience], pending: Pending, count: int) -> Callable[[int], Pass]:
         """What `GradientStep.run` takes; collective. Metrics are counted in what lies beside the gradients."""
 
-    @abstractmethod
     def _named(self, found: Metrics) -> Metrics:
         """The metrics of all ranks under the trainer's names; collective."""
+        return {self.loss_name if name == "loss" else name: value for name, value in found.items()}
 
     def _complete(self) -> None:  # noqa: B027
         """Add what belongs to the step and is computed at its end; collective. Nothing, for most."""
-
-    # -- parts -----------------------------------------------------------------------------------------------------
 
     def _check_all(self, micro_batches: Sequence[Experience]) -> None:
         def check() -> None:
@@ -170,7 +154,12 @@ class Update(ABC):
 
         self.strategy.control.together(f"checking the {self.name}'s micro-batches", check)
 
-    def _add(self, parts: Sequence[Experience]) -> None:
+    def _of_each(self, own: T) -> Sequence[T]:
+        """Gather what ranks that see the same rows have in common, once of each such group; collective."""
+        return self.strategy.rows.of_each(self.strategy.control.gather(own))
+
+    def _add(self, own: Sequence[Experience]) -> None:
+        parts, _ = self.strategy.rows.shared(own)
         if self.gradients.pending is None and self.strategy.forget_gradients(self.model):
             self.strategy.print(f"the {self.name} had gradients that are not of this step; they were dropped")
         with self.gradients.adding([part.batch for part in parts], self.aggregation) as pending:
@@ -178,17 +167,14 @@ class Update(ABC):
                 count = max(self.strategy.control.gather(len(parts)))
                 self.gradients.run(count, self._passes(parts, pending, count), self._doing)
 
-    def _stepped(self) -> tuple[float, bool]:
-        """Step, unless nothing was trained on; the norm, and whether it stepped."""
+    def _stepped(self) -> StepResult:
+        """Step, unless nothing was trained on."""
         assert self.gradients.pending is not None
         if not self.gradients.pending.totals.tokens:
             self.strategy.print(f"the {self.name}'s step skipped: it has no trained token (the mask is False for all)")
             self.strategy.forget_gradients(self.model)
-            return 0.0, False
-        result = self.strategy.step_now(self.optimizer, self.model, self.scheduler)
-        norm = result["grad_norm"]
-        assert norm is not None
-        return norm, result["stepped"]
+            return StepResult(stepped=False, grad_norm=0.0, skipped="no trained token")
+        return self.strategy.step_now(self.optimizer, self.model, self.scheduler)
 
 
 @dataclass
@@ -203,25 +189,18 @@ class _Deferred:
 
 
 class PolicyUpdate(Update):
-    """Optimizer steps of a policy; see `Update` for `step`, `accumulate` and `finish`.
-
-    Where the experience has no old log-probs (`old_logprobs="sampler"`), the sampler's stand in.
-
-    Metrics: `policy_loss`, `ptx_loss`, those of a session's step (docs/metrics.md), those of the loss (`ratio`,
-    `clip_fraction`, …), `actor_lr`, `actor_grad_norm`, `actor_skipped`.
+    """Optimizer steps of a policy. Where the experience has no old log-probs, the sampler's stand in.
 
     Args:
-        actor: gives logits; prepared by the strategy.
-        optimizer, scheduler, strategy, aggregation, stop_requested: see `Update`.
         loss: by name or as a value; may be replaced between steps. One with a plan (`high_entropy`, `clip_cov`, …)
             sees the whole step, so its passes all run in `finish`.
         packed: rows without padding; or padded ones. The result is the same.
-        head, tile: see `PolicyOptions`.
-        temperature: divides the logits; None: that of each batch.
+        head, tile, temperature: see `PolicyOptions`.
         ptx_coef: weight of the language loss on pretraining text.
     """
 
     name = "actor"
+    loss_name = "policy_loss"
 
     def __init__(
         self,
@@ -242,20 +221,14 @@ class PolicyUpdate(Update):
         super().__init__(actor, optimizer, scheduler, strategy, aggregation, stop_requested)
         self.loss: Loss = resolve(loss)
         self.ptx_coef = ptx_coef
-        self.options = PolicyOptions(
-            packing=packed, head=head, tile=tile, temperature=temperature, old_logprobs="sampler"
-        )
+        given: dict[str, Any] = {"packing": packed, "head": head, "tile": tile, "temperature": temperature}
+        self.options = PolicyOptions(**given, old_logprobs="sampler")
         self._policy = PolicyPass(self.gradients)
 
-    # -- verbs -------------------------------------------------------------------------------------------------------
-
     def accumulate(self, micro_batches: Sequence[Experience], pretraining: Sequence[Text] = ()) -> None:
-        """See `Update.accumulate`.
-
-        Args:
-            pretraining: of this rank, any number of micro-batches. `ptx_coef` times the mean of -log p over all their
-                tokens, the first of each sequence aside, over all ranks, joins the policy's loss when the step ends.
-        """
+        """See `Update.accumulate`. When the step ends, `ptx_coef` times the mean of -log p over all trained tokens of
+        `pretraining`, of this rank (all but the first of each sequence of ids), over all ranks, joins the policy's
+        loss."""
         self.strategy.control.together("checking the texts", lambda: self._check_texts(pretraining))
         self._check_all(micro_batches)
         planned = getattr(self.loss, "needs_plan", False)
@@ -273,8 +246,6 @@ class PolicyUpdate(Update):
         """Whether something was accumulated since the last step."""
         return super().waiting or bool(self._deferred)
 
-    # -- what an update asks -------------------------------------------------------------------------------------------
-
     @property
     def _deferred(self) -> list[_Deferred]:
         return [one for one in self.gradients.beside if isinstance(one, _Deferred)]
@@ -283,19 +254,18 @@ class PolicyUpdate(Update):
         self._policy.check(part.batch, self.options, self.loss)
 
     def _passes(self, parts: Sequence[Experience], pending: Pending, count: int) -> Callable[[int], Pass]:
-        control = self.strategy.control
-        batches, plan = [part.batch for part in parts], NO_PLAN
+        batches, plan = [part.batch for part in parts], {}
         mine = slices(batches)
         if getattr(self.loss, "needs_plan", False):
-            joined = control.gather(join_batches(batches, renumber=False) if batches else None)
-            before = sum(len(batch) for batch in joined[: self.strategy.rank] if batch is not None)
+            joined = self._of_each(join_batches(batches, renumber=False) if batches else None)
+            before = sum(len(batch) for batch in joined[: self.strategy.rows.number] if batch is not None)
             mine = slices(batches, before)
             whole = join_batches([batch for batch in joined if batch is not None], renumber=False)
             plan = self._policy.plan(self.loss, mine, count, whole, self.options)
         sums = MetricSums()
         self.gradients.beside.append(sums)
-        part: Callable[[int], Slice | None] = lambda index: mine[index] if index < len(mine) else None  # noqa: E731
-        return lambda index: self._policy.loss(part(index), self.loss, pending, self.options, sums, plan)
+        padded = [*mine, *[None] * (count - len(mine))]
+        return lambda index: self._policy.loss(padded[index], self.loss, pending, self.options, sums, plan)
 
     def _complete(self) -> None:
         texts = [text for one in self._deferred for text in one.texts]
@@ -306,22 +276,19 @@ class PolicyUpdate(Update):
         if self.gradients.pending.totals.tokens:
             self._train_on_texts([_as_rows(text) for text in texts])
 
-    def _named(self, found: Metrics) -> Metrics:
-        return {"policy_loss" if name == "loss" else name: value for name, value in found.items()}
-
-    # -- pretraining text ---------------------------------------------------------------------------------------------
-
     def _check_texts(self, texts: Sequence[Text]) -> None:
         if texts and self.ptx_coef == 0:
             raise DataError("pretraining text has no effect with ptx_coef=0; give a weight, or no text.")
         for text in texts:
-            short = [row for row, ids in enumerate(text) if len(ids) < 2]
-            if short or not len(text):
+            if not len(text) or (not isinstance(text, TrainBatch) and min(map(len, text)) < 2):
                 raise DataError("a pretraining sequence has fewer than two tokens, so there is nothing to predict.")
-            self._policy.model.check_tokens(_as_rows(text))
+            if not (batch := _as_rows(text)).mask.any():
+                raise DataError("a micro-batch of pretraining text has no trained token: its mask is all False.")
+            self._policy.model.check_tokens(batch)
 
-    def _train_on_texts(self, batches: list[TrainBatch]) -> None:
-        counted = self.strategy.control.gather((len(batches), sum(batch.tokens for batch in batches)))
+    def _train_on_texts(self, own: Sequence[TrainBatch]) -> None:
+        batches, _ = self.strategy.rows.shared(own)
+        counted = self._of_each((len(batches), sum(int(batch.mask.sum()) for batch in batches)))
         tokens, sums = sum(count for _, count in counted), MetricSums()
         self.gradients.beside.append(sums)
         options = replace(self.options, temperature=1.0)
@@ -329,18 +296,15 @@ class PolicyUpdate(Update):
         @contextmanager
         def one(index: int) -> Iterator[tuple[Tensor, Callable[[], Tensor] | None]]:
             mine = batches[index] if index < len(batches) else None
-            with self._policy.stats(DUMMY if mine is None else mine, options) as (
-                logprobs,
-                _,
-                _,
-            ):
+            with self._policy.stats(mine or DUMMY, options) as (found, _):
+                logprobs = found.logprobs
 
                 def compute() -> Tensor:
                     assert mine is not None
-                    total = -logprobs.sum()
-                    if not torch.isfinite(total):
-                        raise LossError(f"the language loss is {float(total.detach())}.")
-                    sums.mean("ptx_loss", float(total.detach()), mine.tokens)
+                    mask = torch.from_numpy(mine.mask).to(logprobs.device)
+                    total = -torch.where(mask, logprobs, 0.0).sum()
+                    need_finite("the language loss", total, logprobs, mask, "the weights")
+                    sums.mean("ptx_loss", float(total.detach()), float(mask.sum()))
                     return total * (self.ptx_coef / tokens)
 
                 yield logprobs, None if mine is None else compute
@@ -349,4 +313,4 @@ class PolicyUpdate(Update):
 
 
 def _as_rows(text: Text) -> TrainBatch:
-    return as_batch([np.asarray(ids, np.int32) for ids in text])
+    return text if isinstance(text, TrainBatch) else as_batch([np.asarray(ids, np.int32) for ids in text])

@@ -1,10 +1,8 @@
 """The gradients of one model that wait for an optimizer step: who adds to them, what normalises them, how a step ends.
 
-The normaliser covers everything a step sees: all micro-batches, all ranks, all calls since the last step. So the
-gradient does not depend on how the sequences were split. A rank that has fewer micro-batches computes dummy ones, whose
-gradient is 0. The ranks vote before every backward and before the optimizer's step: a loss that fails, or a stop, on
-one ends the call on all with nothing half done. What fails inside a forward or a backward is not voted on: the peers
-are in its collectives, and whoever drives the ranks ends the one that failed.
+The normaliser covers all that a step sees, so the gradient does not depend on how its sequences were split. The ranks
+vote before every backward and before the step, so that a failing loss or a stop ends the call on all with nothing half
+done. What fails inside a forward or a backward is not voted on: whoever drives the ranks ends the one that failed.
 """
 
 from __future__ import annotations
@@ -20,10 +18,9 @@ from rlbench.data.batches.batch import TrainBatch
 from rlbench.errors import LossError, Stopped
 from rlbench.rl import Aggregation, BatchTotals
 from rlbench.strategies.base import StrategyBase
-from rlbench.strategies.optim.gradients import scale_gradients
-from rlbench.strategies.ranks.control import Verdict
-from rlbench.strategies.surface.memory_side import holds_gradients, reshard
-from rlbench.trainers.passes.micro_batch import prompts_of, totals_of
+from rlbench.strategies.memory.offloading import holds_gradients, reshard
+from rlbench.strategies.optim.gradients import scale_waiting
+from rlbench.trainers.passes.step_plan import prompts_of, totals_of
 from rlbench.user_code import user_code
 
 Pass = AbstractContextManager[tuple[Tensor, Callable[[], Tensor] | None]]
@@ -41,12 +38,8 @@ class Scaled(Protocol):
 class Pending:
     """How the tokens of a step are weighed whose gradients wait.
 
-    Attributes:
-        totals: of all its sequences.
-        aggregation: how its tokens become one number.
-        whole_step: the optimizer's step follows at once; where its driver went away instead, the next pass drops it.
-        prompts: its prompts, where the aggregation weighs by prompt.
-        share: of the whole that the last call's sequences are.
+    `whole_step`: the optimizer's step follows at once; where its driver went away instead, the next pass drops it.
+    `prompts`: where the aggregation weighs by prompt. `share`: of the whole that the last call's sequences are.
     """
 
     totals: BatchTotals
@@ -61,14 +54,7 @@ class Pending:
 
 
 class GradientStep:
-    """Of one model on one rank.
-
-    Args:
-        model: prepared by the strategy.
-        strategy: the rank's.
-        stop_requested: asked before each backward, and before the step.
-        optimizer: gives the one whose loss scale applies to a backward (`use_mp_opt`), or None.
-    """
+    """Of one model on one rank; `optimizer` gives the one whose loss scale applies to a backward, or None."""
 
     def __init__(
         self,
@@ -82,8 +68,6 @@ class GradientStep:
         self.pending: Pending | None = None
         self.beside: list[Scaled] = []  # of the calls of the step; forgotten with the gradients
 
-    # -- adding to them --------------------------------------------------------------------------------------
-
     @contextmanager
     def adding(
         self, batches: Sequence[TrainBatch], aggregation: Aggregation, *, whole_step: bool = False, shared: bool = False
@@ -91,14 +75,9 @@ class GradientStep:
         """Around the passes over these sequences, whose gradients join those that wait; collective.
 
         Gradients that wait are scaled to the larger normaliser, so that calls in a row equal one call with everything.
-
-        Args:
-            batches: of this rank, with a number of its own for each group of the run; with `shared` they are the whole
-                call's, the same on all ranks, and number their groups as they like.
-
-        Raises:
-            LossError: they cannot be weighed together with those that wait, which wait on. After anything later
-                gradients are gone, parameters and optimizer untouched, and the random state is that of before.
+        `batches` are this rank's, with a number of its own for each group of the run; `shared` ones are the whole
+        call's, the same on all ranks, and number their groups as they like. After a failure gradients are gone,
+        parameters and optimizer untouched, and the random state is that of before.
         """
         self.drop_stale()
         totals = BatchTotals.combine(map(totals_of, batches))
@@ -106,9 +85,16 @@ class GradientStep:
         if aggregation.mode == "prompt-mean":
             prompts = prompts.union(*(prompts_of(batch, numbered_anew=shared) for batch in batches))
         if not shared:
-            counted = self.strategy.control.gather((totals, prompts))
+            counted = self.strategy.rows.of_each(self.strategy.control.gather((totals, prompts)))
             totals, prompts = BatchTotals.combine(t for t, _ in counted), prompts.union(*(p for _, p in counted))
-        self._refuse(aggregation, prompts)
+        if self.pending is not None and self.pending.aggregation != aggregation:
+            raise LossError(
+                f"gradients of aggregation={self.pending.aggregation.mode!r} wait for a step, and cannot be joined by "
+                f"{aggregation.mode!r}: optim_step or zero_grad first."
+            )
+        if self.pending is not None and (split := self.pending.prompts & prompts):
+            said = f"aggregation 'prompt-mean' and {len(split)} prompts with sequences in two calls of one step"
+            raise LossError(f"{said}: give all sequences of a prompt to one call.")
         with self.cleared_on_failure():
             pending = self._joined(totals, aggregation, whole_step, prompts)
             yield pending
@@ -131,20 +117,10 @@ class GradientStep:
             after(index)
 
     def vote(self, doing: str, failure: Exception | None = None, cleared: bool = True) -> None:
-        """Go on only if all ranks do; collective.
-
-        Args:
-            cleared: whether a stop leaves no gradient, as its message then says.
-        """
-        own = Verdict.FAILED if failure else Verdict.STOP if self._stop_requested() else Verdict.GO
-        verdict = self.strategy.control.vote(own)
-        if verdict is Verdict.FAILED:
-            self.strategy.control.raise_together(doing, failure)
-        if verdict is Verdict.STOP:
+        """Go on only if all ranks do; collective. `cleared`: a stop leaves no gradient, as its message then says."""
+        if self.strategy.control.stops(doing, failure, self._stop_requested()):
             left = ": gradients were cleared, parameters and optimizer are untouched" if cleared else ""
             raise Stopped(f"{doing} stopped{left}")
-
-    # -- their end -------------------------------------------------------------------------------------------
 
     @contextmanager
     def cleared_on_failure(self) -> Iterator[None]:
@@ -193,23 +169,6 @@ class GradientStep:
                 parameter.grad = gradient
             self.pending, self.beside = pending, beside
 
-    # -- parts -----------------------------------------------------------------------------------------------
-
-    def _refuse(self, aggregation: Aggregation, prompts: frozenset[tuple[int, int]]) -> None:
-        """Raise where sequences cannot be weighed together with those that wait; alike on all ranks."""
-        if self.pending is None:
-            return
-        if self.pending.aggregation != aggregation:
-            raise LossError(
-                f"gradients of aggregation={self.pending.aggregation.mode!r} wait for a step; they cannot be joined by "
-                f"{aggregation.mode!r}: step with them, or clear them (optim_step or zero_grad first)."
-            )
-        if split := self.pending.prompts & prompts:
-            raise LossError(
-                f"aggregation 'prompt-mean' and {len(split)} prompts with sequences in two calls of one step: "
-                "give all sequences of a prompt to one call."
-            )
-
     def _joined(
         self, own: BatchTotals, aggregation: Aggregation, whole_step: bool, prompts: frozenset[tuple[int, int]]
     ) -> Pending:
@@ -221,7 +180,7 @@ class GradientStep:
         divisor = aggregation.divisor(whole)
         if before.tokens:
             factor = aggregation.divisor(before) / divisor
-            scale_gradients(self.model.parameters(), factor)
+            scale_waiting(self.model, factor)
             for one in self.beside:
                 one.scale(factor)
         share = aggregation.divisor(own) / divisor if own.tokens else 1.0

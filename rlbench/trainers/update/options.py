@@ -19,35 +19,32 @@ LEAST_BUDGET, MOST_BUDGET = 1024, 16384
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """How `policy_forward` and `policy_forward_backward` run.
-
-    Attributes:
-        token_budget: tokens of one micro-batch on one rank; None: what keeps its logits near 2 GiB or, where
-            there are none (`head`), its activations near 4 GiB, between 1024 and 16384.
-        packing: without padding (transformers' causal attention models), or padded rows (any causal model).
-        aggregation: how per-token losses become one, see `rlbench.rl.Aggregation`, by name or as a value; None:
-            the one the loss is meant for.
-        temperature: divides the logits; None: the batch's own, the sampler's.
-        old_logprobs: what stands in where the batch has none: "current" (this pass's own, without gradient:
-            ratio 1) or "sampler".
-        keep_tokens: return each row's log-probs and entropy as well as the metrics.
-        head: "chunked": log-probs and entropies straight from the output layer, never holding the logits;
-            "plain": from the logits; "auto": chunked where the model allows it (it has one nn.Linear as its
-            output layer and does nothing to the logits), else plain.
-        tile: rows of the output layer that are computed at once, where it is chunked; None: what suits the device.
-        whole_step: the optimizer's step follows at once. Where it does not, because the driver went away in between,
-            the next pass drops these gradients instead of adding to them.
-    """
+    """How `policy_forward` and `policy_forward_backward` run."""
 
     token_budget: int | None = None
+    """Tokens of one micro-batch on one rank; None: what keeps logits near 2 GiB, or without them activations near 4."""
     packing: bool = True
+    """Without padding (transformers' causal attention models), or padded rows (any causal model)."""
     aggregation: str | Aggregation | None = None
+    """How per-token losses become one; None: as the loss is meant."""
     temperature: float | None = None
+    """Divides the logits; None: the batch's own, the sampler's."""
     old_logprobs: str = "current"
+    """What stands in where the batch has none: this pass's own, without gradient (ratio 1), or "sampler"."""
     keep_tokens: bool = True
+    """Return each row's log-probs and entropy as well as the metrics."""
     head: str = "auto"
+    """Log-probs "chunked", straight from the output layer, "plain", from the logits, or as the model allows."""
     tile: int | None = None
+    """Rows of the output layer that are computed at once, where it is chunked; None: what suits the device."""
+    adapters: bool = True
+    """Compute with the adapters on; off, in a forward alone, gives the base's log-probs: the reference of LoRA."""
+    top_k: int = 0
+    """A forward also gives so many of the likeliest tokens at each place, with their log-probs: a teacher's."""
+    needs: tuple[str, ...] = ()
+    """A forward also gives what a loss with these `needs` sees."""
     whole_step: bool = False
+    """The optimizer's step follows at once; where its driver went away instead, the next pass drops the gradients."""
 
     def __post_init__(self) -> None:
         if self.old_logprobs not in ("current", "sampler"):
@@ -78,13 +75,8 @@ class PolicyOptions:
         return {name: getattr(self, name) for name in ("aggregation", "token_budget", "packing", "head")}
 
     def budget(self, vocab_size: int, token_bytes: int | None = None) -> int:
-        """The token budget; where not given, chosen by what the pass holds.
-
-        Args:
-            vocab_size: width of the logits (float32; three such matrices live at once).
-            token_bytes: what a token holds where there are no logits (`PolicyModel.token_bytes`); None: there
-                are.
-        """
+        """The token budget; where not given, by what the pass holds: logits (three float32 matrices of that width live
+        at once), or `token_bytes` of a token where there are none."""
         if self.token_budget is not None:
             return self.token_budget
         held = LOGITS_BYTES // (12 * max(1, vocab_size))

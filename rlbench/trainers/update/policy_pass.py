@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -12,21 +13,27 @@ import torch
 from torch import Tensor
 
 from rlbench.data.batches.batch import TrainBatch
+from rlbench.data.batches.columns import TEACHER_IDS
+from rlbench.data.batches.pairing import check_pairs
 from rlbench.errors import DataError, LossError
 from rlbench.rl import Loss, LossInputs
 from rlbench.rl.losses import check_sampled_as_trained
-from rlbench.strategies.surface.memory_side import reshard
+from rlbench.rl.types import needs_of
+from rlbench.strategies.memory.offloading import reshard
+from rlbench.trainers.models.scalar_model import ScalarHeadModel
+from rlbench.trainers.models.score_model import ScoreModel
+from rlbench.trainers.passes.chunked_head import hidden_size
 from rlbench.trainers.passes.forward import DUMMY, PolicyModel
 from rlbench.trainers.passes.loss_value import evaluate
 from rlbench.trainers.passes.metrics import MetricSums, measure
-from rlbench.trainers.passes.micro_batch import Slice, loss_inputs
+from rlbench.trainers.passes.outputs import Request, TokenOutputs
 from rlbench.trainers.passes.packing import ModelInputs
-from rlbench.trainers.passes.step_plan import NO_PLAN, StepPlan, plan_step
+from rlbench.trainers.passes.step_plan import Slice, loss_inputs, plan_step
 from rlbench.trainers.passes.token_keeper import TokenGradients, TokenKeeper
 from rlbench.trainers.update.gradient_step import GradientStep, Pending
 from rlbench.trainers.update.options import PolicyOptions
 
-Stats = tuple[Tensor, Tensor, ModelInputs]
+Stats = tuple[TokenOutputs, ModelInputs]
 
 
 class PolicyPass:
@@ -34,7 +41,9 @@ class PolicyPass:
 
     def __init__(self, step: GradientStep) -> None:
         self._step, self.strategy = step, step.strategy
-        self.model = PolicyModel(step.model, self.strategy.device.device, self.strategy.bf16)
+        kind = ScoreModel if isinstance(step.model, ScalarHeadModel) else PolicyModel
+        half = self.strategy.half is not None
+        self.model = kind(step.model, self.strategy.device.device, half, self.strategy.sequence, self.strategy.control)
 
     def head_used(self, options: PolicyOptions) -> str:
         """How log-probs come about: "chunked", or "plain" with the reason; "unknown" before the first pass."""
@@ -42,34 +51,47 @@ class PolicyPass:
 
     def check(self, batch: TrainBatch, options: PolicyOptions, loss: Loss | None = None) -> None:
         """Refuse sequences that cannot be scored, or not be trained on with `loss`."""
-        if len(batch) == 0:
-            raise DataError("the batch has no sequences; nothing can be computed.")
-        if (batch.prompts.lengths < 1).any():
-            raise DataError("a sequence has an empty prompt; its first token would be predicted from nothing.")
+        if len(batch) == 0 or (batch.prompts.lengths < 1).any():
+            raise DataError("the batch has no sequences, or one with an empty prompt; nothing can be computed.")
         self.model.check_tokens(batch)
         if (batch.temperature if options.temperature is None else options.temperature) <= 0:
             raise DataError("the batch was sampled greedily (temperature 0); pass temperature=1.0 to score it.")
+        needs = options.needs if loss is None else needs_of(loss)
+        if "teacher" in needs and TEACHER_IDS in batch.columns:
+            self.model.check_tokens(batch, batch.columns[TEACHER_IDS])
+        whose = "a loss" if loss is None else repr(loss)
+        if "hidden_states" in needs and hidden_size(self.model.module) is None:
+            raise LossError(f"{whose} needs hidden states, and the model does not say which is its output layer.")
+        if "logits" in needs and options.head == "chunked":
+            raise LossError(f"{whose} needs the logits, which head='chunked' never makes: head='auto' or 'plain'.")
+        if options.top_k > self.model.vocab_size:
+            raise DataError(f"top_k={options.top_k}: the model has {self.model.vocab_size} tokens")
         if loss is None:
             return
         if getattr(loss, "needs_reference", False) and batch.ref_logprobs is None:
-            raise LossError(
-                f"{loss!r} needs ref_logprobs and the batch has none: a reference engine gives them, of a trainer its "
-                "initial_model."
-            )
-        check_sampled_as_trained(loss, repr(loss), batch.reshaped_by)
+            raise LossError(f"{loss!r} needs ref_logprobs, and the batch has none: give a reference (initial_model).")
+        if getattr(loss, "needs_pairs", False):
+            check_pairs(batch)
+        check_sampled_as_trained(loss, repr(loss), batch.reshaped_by, sampled=batch.sampled)
         stood_in = options.old_logprobs == "sampler" and batch.old_logprobs is None
         if stood_in and getattr(loss, "mismatch", None) is not None:
             raise LossError(
-                f"{loss!r} corrects for the sampler, and there are no old_logprobs to compare its own with: use "
-                "old_logprobs='recompute'."
+                f"{loss!r} corrects for the sampler, and there are no old_logprobs: old_logprobs='recompute'."
             )
 
     def stats(
-        self, batch: TrainBatch, options: PolicyOptions, watch: TokenGradients | None = None
+        self,
+        batch: TrainBatch,
+        options: PolicyOptions,
+        watch: TokenGradients | None = None,
+        needs: Sequence[str] = (),
+        top_k: int = 0,
     ) -> AbstractContextManager[Stats]:
-        """Log-probs and entropies (R,) of the response tokens; the backward runs inside the context."""
+        """Log-probs and entropies (R,) of the response tokens, and what `needs` and `top_k` ask for; the backward runs
+        inside the context."""
         temperature = batch.temperature if options.temperature is None else options.temperature
-        return self.model.stats(batch, temperature, options.packing, options.head, watch, options.tile)
+        request = Request.of(needs, batch, self.model.device, top_k)
+        return self.model.stats(batch, temperature, options.packing, options.head, watch, options.tile, request)
 
     @torch.no_grad()
     def score(
@@ -82,17 +104,16 @@ class PolicyPass:
     ) -> dict[str, Any]:
         """Log-probs and entropies without gradient, in `count` passes on every rank; collective.
 
-        Returns:
-            `rows` (n,) int64, and `channels`: `logprobs` and `entropy`, each a list of (length,) float32 arrays in the
-            same order.
+        Gives `rows` (n,) int64, and `channels`: each ragged float32 in the same order, also what the options ask for.
         """
-        keeper = TokenKeeper("logprobs", "entropy")
+        keeper = TokenKeeper(*self.model.CHANNELS)
         try:
             for index in range(count):
                 part = parts[index] if index < len(parts) else None
-                with self.stats(DUMMY if part is None else part.batch, options) as (logprobs, entropy, _):
+                given = DUMMY if part is None else part.batch
+                with self.stats(given, options, needs=options.needs, top_k=options.top_k) as (found, _):
                     if part is not None:
-                        keeper.add(part.rows, part.batch, {"logprobs": logprobs, "entropy": entropy})
+                        keeper.add(part.rows, part.batch, found.channels())
                 self._step.vote(doing, cleared=False)
                 progress(index + 1)
         finally:
@@ -101,16 +122,13 @@ class PolicyPass:
 
     def plan(
         self, loss: Loss, parts: Sequence[Slice], count: int, whole: TrainBatch, options: PolicyOptions
-    ) -> StepPlan:
+    ) -> dict[str, Tensor]:
         """What the loss says of the whole call, where it wants to see that first; collective."""
         if not getattr(loss, "needs_plan", False):
-            return NO_PLAN
+            return {}
         control = self.strategy.control
         scored = control.gather(self.score(parts, count, options, "the pass before the loss's plan"))
-        plan: StepPlan = control.together(
-            "the loss's plan", lambda: plan_step(loss, whole, scored, options.old_logprobs)
-        )
-        return plan
+        return control.together("the loss's plan", lambda: plan_step(loss, whole, scored, options.old_logprobs))
 
     @contextmanager
     def loss(
@@ -120,30 +138,30 @@ class PolicyPass:
         pending: Pending,
         options: PolicyOptions,
         sums: MetricSums,
-        plan: StepPlan = NO_PLAN,
+        plan: Mapping[str, Tensor] = MappingProxyType({}),
         keep: Callable[[LossInputs, dict[str, Any], Stats], None] = lambda *_: None,
         watch: TokenGradients | None = None,
     ) -> Iterator[tuple[Tensor, Callable[[], Tensor] | None]]:
-        """A pass of `GradientStep.run`: the micro-batch's term of the step's loss, counted in `sums`.
+        """A pass of `GradientStep.run`: a micro-batch's (None: a dummy's) term of the step's loss, counted in `sums`.
 
-        Args:
-            part: None: a dummy batch.
-            keep: called with what the loss saw and said.
-            watch: takes each token's gradients.
+        `keep` is called with what the loss saw and said; `watch` takes each token's gradients.
         """
-        with self.stats(DUMMY if part is None else part.batch, options, watch) as stats:
+        given = DUMMY if part is None else part.batch
+        with self.stats(given, options, watch, () if part is None else needs_of(loss)) as (found, inputs):
 
             def compute() -> Tensor:
                 assert part is not None
-                view = loss_inputs(part.batch, *stats, options.old_logprobs)
-                view = replace(view, channels=plan.of(part.rows, view.mask))
+                view = loss_inputs(part.batch, found, inputs.grid, options.old_logprobs)
+                rows, width, device = torch.from_numpy(part.rows), view.mask.shape[1], view.mask.device
+                planned = {name: whole[rows, :width].to(device) for name, whole in plan.items()}
+                view = replace(view, channels={**view.channels, **planned})
                 total, own = evaluate(loss, view, pending.weights(view.mask, view.group))
                 with_sampler = part.batch.old_logprobs is not None or options.old_logprobs != "sampler"
                 measure(sums, view, own, float(total.detach()), with_sampler)
-                keep(view, own, stats)
+                keep(view, own, (found, inputs))
                 return total
 
-            yield stats[0], None if part is None else compute
+            yield found.trained, None if part is None else compute
 
 
 def slices(batches: Sequence[TrainBatch], first: int = 0) -> list[Slice]:

@@ -6,24 +6,31 @@ Every rank holds the whole batch and makes the same plan of micro-batches; each 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from rlbench.data.batches.batch import TrainBatch
+from rlbench.data.batches.batch import TrainBatch, as_batch
 from rlbench.errors import EngineError
-from rlbench.rl import Aggregation, LossInputs
+from rlbench.nn.lora import adapters_off
+from rlbench.rl import Aggregation, Loss, LossInputs
+from rlbench.rl.types import needs_of
 from rlbench.strategies.fsdp2 import FSDPV2Strategy
+from rlbench.strategies.memory.offloading import holds_gradients, reshard
 from rlbench.strategies.optim.optimizer_set import Stepped
-from rlbench.strategies.surface.memory_side import holds_gradients, reshard
 from rlbench.trainers.passes.loss_value import LossCache
-from rlbench.trainers.passes.metrics import MetricSums, merged
-from rlbench.trainers.passes.micro_batch import Slice, tokens_of_loss
+from rlbench.trainers.passes.metrics import MetricSums
 from rlbench.trainers.passes.packing import plan_micro_batches
+from rlbench.trainers.passes.sharing import own_slices
+from rlbench.trainers.passes.step_plan import Slice, tokens_of_loss
 from rlbench.trainers.passes.token_keeper import TokenGradients, TokenKeeper
 from rlbench.trainers.update.gradient_step import GradientStep, Pass
+from rlbench.trainers.update.loss_state import Due, LossStates, has_state
 from rlbench.trainers.update.options import PolicyOptions
 from rlbench.trainers.update.policy_pass import PolicyPass, Stats
 
@@ -33,13 +40,8 @@ Report = Callable[..., None]
 class PolicyStep:
     """Policy verbs over one sharded module.
 
-    Args:
-        module: sharded, with its weights.
-        strategy: the rank's.
-        stop_requested: asked before each backward.
-        report: called with progress (`done`, `total` micro-batches of this rank, `phase`; in the backward phase also
-            its `tokens` so far and, of those that are trained on, `trained` and their part of the `loss`).
-        optimizer: gives the one that has a say in the backward (`use_mp_opt`), or None.
+    `report` is called with progress: `done`, `total` micro-batches of this rank, `phase`; in the backward phase also
+    its `tokens` so far and, of those that are trained on, `trained` and their part of the `loss`.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class PolicyStep:
         self.module, self.strategy = module, strategy
         self.gradients = GradientStep(module, strategy, stop_requested, optimizer)
         self._report = report
-        self._losses = LossCache()
+        self._losses, self.loss_states = LossCache(), LossStates(module, strategy.control, strategy.device.device)
         self.renew()
 
     def renew(self) -> None:
@@ -65,65 +67,92 @@ class PolicyStep:
         """Of the model."""
         return self._passes.model.vocab_size
 
-    # -- verbs -----------------------------------------------------------------------------------------------
-
     def forward(self, batch: TrainBatch, options: PolicyOptions) -> dict[str, Any]:
         """What `PolicyPass.score` gives of this rank's rows; collective."""
         self._passes.check(batch, options)
+        if "logits" in options.needs:
+            options = replace(options, head="plain")
         parts, count = self._split(batch, options)
-        return self._passes.score(
-            parts, count, options, "forward", lambda done: self._report(phase="forward", done=done, total=count)
-        )
+        report = lambda done: self._report(phase="forward", done=done, total=count)  # noqa: E731
+        with nullcontext() if options.adapters else adapters_off(self.module):
+            return self._passes.score(parts, count, options, "forward", report)
 
     def forward_backward(self, batch: TrainBatch, loss_blob: bytes, options: PolicyOptions) -> dict[str, Any]:
-        """Add the gradients of `batch` to those that wait for the next step; collective.
+        """Add the gradients of `batch`, the whole one, to those that wait for the next step; collective.
 
-        Args:
-            batch: the whole batch, on every rank.
-            loss_blob: a loss, or the name of one, by cloudpickle.
-
-        Returns:
-            `metrics` (of all ranks; equal on each), `aggregation`, `head`, `micro_batches`, `computed` (tokens the rank
-            ran through the model) and `padding` (how many of them belong to no row), and as `forward` returns them the
-            `rows` of this rank and their `channels`: also `old_logprobs`, `ref_logprobs` where there are any, and what
-            the loss's metrics say per token.
-
-        Raises:
-            LossError: the loss gave something that cannot be trained on (gradients are cleared).
-            Stopped: somebody asked to stop (gradients are cleared, random state is as before the call).
+        `loss_blob`: a loss, or the name of one, by cloudpickle. Gives `metrics` (of all ranks), `aggregation`, `head`,
+        `micro_batches`, `computed` (tokens the rank ran through the model), `padding` (those of them that belong to no
+        row), and as `forward` the `rows` and their `channels`: also `old_logprobs`, `ref_logprobs` where there are any,
+        and what the loss's metrics say per token. After a failure or a stop gradients are cleared.
         """
+        loss = self.strategy.control.together("loading the loss", lambda: self._losses.load(loss_blob))
+        with self.loss_states.lent(loss) as take_back:
+
+            def over() -> None:
+                take_back()
+                self._losses.need_unchanged(loss_blob)
+
+            return self._forward_backward(batch, loss, over, options)
+
+    def _forward_backward(
+        self, batch: TrainBatch, loss: Loss, over: Callable[[], None], options: PolicyOptions
+    ) -> dict[str, Any]:
+        """The same with the loss itself; `over` is called after its last call."""
         control, passes = self.strategy.control, self._passes
-        loss = control.together("loading the loss", lambda: self._losses.load(loss_blob))
         passes.check(batch, options, loss)
+        if "logits" in needs_of(loss):
+            options = replace(options, head="plain")
         parts, count = self._split(batch, options)
         plan = passes.plan(loss, parts, count, batch, options)
-        record = _Record(options, self.strategy.backward_scale(self.module))
+        meant = getattr(loss, "aggregation", None)
+        aggregation = Aggregation.of(options.aggregation or meant or "token-mean")
+        sums, keeper, computed = MetricSums(), TokenKeeper(*passes.model.CHANNELS), [0, 0]
+        gradients = TokenKeeper(*TokenGradients.NAMES)
+        scale = self.strategy.backward_scale(self.module) * self.strategy.loss_scale(self.module)
+        watches: dict[int, TokenGradients] = {}  # nothing where nobody could ask for them
 
         def one(index: int) -> Pass:
-            part = parts[index] if index < len(parts) else None
-            keep, watch = record.begin(part)
-            return passes.loss(part, loss, pending, options, record.sums, plan, keep, watch)
+            if index >= len(parts):
+                return passes.loss(None, loss, pending, options, sums, plan)
+            part = parts[index]
+            if not options.whole_step:
+                watches[index] = TokenGradients(scale)
+
+            def keep(view: LossInputs, own: dict[str, Any], stats: Stats) -> None:
+                found, inputs = stats
+                if self.strategy.rows.index == 0:  # of all ranks that see the same
+                    computed[0] += inputs.input_ids.numel()
+                    computed[1] += sum(inputs.lengths)
+                if options.keep_tokens:
+                    channels = found.channels(passes.model.CHANNELS) | tokens_of_loss(view, own, inputs.grid)
+                    keeper.add(part.rows, part.batch, channels)
+
+            return passes.loss(part, loss, pending, options, sums, plan, keep, watches.get(index))
 
         def after(index: int) -> None:
-            record.end()
-            so_far = record.sums.so_far(pending.share)
-            self._report(phase="backward", done=index + 1, total=count, tokens=record.tokens, **so_far)
+            if index in watches:
+                gradients.add(parts[index].rows, parts[index].batch, watches.pop(index).channels())
+            trained, so_far = sums.totals.get("tokens", 0.0), sums.totals.get("loss", 0.0) / pending.share
+            given = {"tokens": computed[1], "trained": trained, "loss": so_far}
+            self._report(phase="backward", done=index + 1, total=count, **given)
 
-        aggregation = aggregation_of(loss, options.aggregation)
         with self.gradients.adding([batch], aggregation, whole_step=options.whole_step, shared=True) as pending:
             self.gradients.run(count, one, "forward_backward", after)
-            control.together("the loss's calls", lambda: self._losses.need_unchanged(loss_blob))
+            control.together("the loss's calls", over)
         if not options.whole_step:
-            self.gradients.beside.append(record.token_gradients)
-        record.sums.scale(1 / pending.share)  # of these sequences alone
+            self.gradients.beside.append(gradients)
+        sums.scale(1 / pending.share)  # of these sequences alone
+        whole = MetricSums.joined(self.strategy.rows.of_each(control.gather(sums)))
+        if has_state(loss):
+            self.gradients.beside.append(Due(loss, whole))
         return {
-            "metrics": merged(control.gather(record.sums)),
+            "metrics": whole.result(),
             "aggregation": aggregation.mode,
-            "head": "plain" if options.head == "plain" else passes.head_used(options),
+            "head": passes.head_used(options),
             "micro_batches": count,
-            "computed": record.computed,
-            "padding": record.computed - record.tokens,
-            **record.keeper.result(),
+            "computed": computed[0],
+            "padding": computed[0] - computed[1],
+            **keeper.result(),
         }
 
     def optim_step(
@@ -136,17 +165,10 @@ class PolicyStep:
     ) -> dict[str, Any]:
         """Clip and step; collective. Once the last vote is passed the step completes.
 
-        Args:
-            scheduler: stepped afterwards: one, several by name, or None.
-            whole_step: the second half of a `train_step`; otherwise gradients of half a one are not stepped with.
-            rates: learning rates of the optimizer's groups for this step alone; None: those they have.
-
-        Returns:
-            `metrics` (`grad_norm` before clipping, `lr` of the first group in this step,
-            and with `rates` `lr_usual`), `stepped`, `skipped` (the reason, or None), and `seconds`.
-
-        Raises:
-            EngineError: no gradient waits. Stopped: gradients are cleared and nothing was stepped.
+        `scheduler`: stepped afterwards, one or several by name; `whole_step`: the second half of a `train_step`,
+        otherwise gradients of half a one are not stepped with; `rates`: learning rates of the groups for this step
+        alone. Gives `metrics` (`grad_norm` before clipping, `lr`, with `rates` `lr_usual`, in float16 `loss_scale`),
+        `stepped`, `skipped` (the reason, or None), and `seconds`.
         """
         if not whole_step:
             self.gradients.drop_stale()
@@ -155,15 +177,27 @@ class PolicyStep:
         usual = float(optimizer.param_groups[0]["lr"])
         with self.gradients.cleared_on_failure():
             self.gradients.vote("optim_step")
+            states = self.loss_states.updated([one for one in self.gradients.beside if isinstance(one, Due)])
             begin = time.perf_counter()
             result = self.strategy.step_now(optimizer, self.module, scheduler, max_norm=max_norm, rates=rates)
             seconds = time.perf_counter() - begin
+        if result["stepped"]:
+            self.loss_states.keep(states)
         self.gradients.forget()
         metrics = {"grad_norm": result["grad_norm"], "lr": usual if rates is None else rates[0]}
+        if "loss_scale" in result:
+            metrics["loss_scale"] = result["loss_scale"]
         if rates is not None:
             metrics["lr_usual"] = usual
         done = {"stepped": result["stepped"], "skipped": result["skipped"], "seconds": {"step": seconds}}
         return {"metrics": metrics, **done}
+
+    @contextmanager
+    def slices(self, tokens: int) -> Iterator[None]:
+        """See `own_slices`, once the model is proved to compute the same split; collective."""
+        self._passes.model.prove(as_batch([np.arange(min(self.vocab_size, tokens))]), packed=False, head="plain")
+        with own_slices(self.module, tokens, self.strategy.sequence, self.strategy.control):
+            yield
 
     @property
     def waiting(self) -> bool:
@@ -188,8 +222,6 @@ class PolicyStep:
         """Tokens of one micro-batch on one rank, with or without logits to hold."""
         return options.budget(self.vocab_size, self._passes.model.token_bytes if chunked else None)
 
-    # -- parts -----------------------------------------------------------------------------------------------
-
     def _split(self, batch: TrainBatch, options: PolicyOptions) -> tuple[list[Slice], int]:
         """This rank's micro-batches, and how many passes every rank makes; collective."""
         try:
@@ -197,51 +229,12 @@ class PolicyStep:
         except BaseException:
             reshard(self.module)
             raise
-        chunked = all(self.strategy.control.gather(head is not None))
-        plan = plan_micro_batches(batch.lengths, self.strategy.world_size, self.budget(options, chunked))
+        chunked = all(self.strategy.control.gather(head is not None or not self._passes.model.holds_logits))
+        rows = self.strategy.rows
+        budget = self.budget(options, chunked) * self.strategy.sequence.size
+        plan = plan_micro_batches(batch.lengths, rows.count, budget, batch.pair)
         seen = self.strategy.control.gather((batch.key, len(plan[0])))
         if any(other != seen[0] for other in seen):
             raise EngineError(f"the ranks were given different batches ({seen}); give each the whole batch.")
-        mine = plan[self.strategy.rank]
+        mine = plan[rows.number]
         return [Slice(batch.rows(rows), rows) for rows in mine if len(rows)], len(mine)
-
-
-class _Record:
-    """What one `forward_backward` keeps of its passes beside the gradients."""
-
-    def __init__(self, options: PolicyOptions, scale: int) -> None:
-        self._options, self._scale = options, scale
-        self.sums, self.keeper = MetricSums(), TokenKeeper("logprobs", "entropy")
-        self.token_gradients = TokenKeeper(*TokenGradients.NAMES)
-        self.computed = self.tokens = 0
-        self._running: tuple[Slice | None, TokenGradients | None] = None, None
-
-    def begin(self, part: Slice | None) -> tuple[Callable[..., None], TokenGradients | None]:
-        """What keeps of a pass, and what takes its tokens' gradients: nothing where nobody could ask for them."""
-        watch = None if part is None or self._options.whole_step else TokenGradients(self._scale)
-        self._running = part, watch
-        return self._keep, watch
-
-    def _keep(self, view: LossInputs, own: dict[str, Any], stats: Stats) -> None:
-        logprobs, entropy, inputs = stats
-        part = self._running[0]
-        assert part is not None
-        self.computed += inputs.input_ids.numel()
-        self.tokens += sum(inputs.lengths)
-        if self._options.keep_tokens:
-            channels: dict[str, Tensor] = {"logprobs": logprobs, "entropy": entropy}
-            self.keeper.add(part.rows, part.batch, channels | tokens_of_loss(view, own, inputs.grid))
-
-    def end(self) -> None:
-        """The backward is done."""
-        part, watch = self._running
-        if part is not None and watch is not None:
-            self.token_gradients.add(part.rows, part.batch, watch.channels())
-
-
-def aggregation_of(loss: Any, chosen: str | Aggregation | None) -> Aggregation:
-    """How the tokens of a step become one number: as the caller chose, else as the loss is meant, else "token-mean".
-
-    A function of the user's own says nothing of it; then every token counts the same, as in most losses of today.
-    """
-    return Aggregation.of(chosen or getattr(loss, "aggregation", None) or "token-mean")

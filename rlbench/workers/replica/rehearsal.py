@@ -1,8 +1,5 @@
-"""A replica at its fullest: as many longest requests at once as it says it holds, measured while it holds them.
-
-The requests are random tokens, so that nothing is shared between them, and each is as long as the longest prompt and
-response together. They run until all of them are in the KV cache with a token drawn, and are then aborted.
-"""
+"""A replica at its fullest: as many longest requests at once as it says it holds, measured while it holds them. Each is
+random tokens, which share nothing, and runs until all are in the KV cache with a token drawn."""
 
 from __future__ import annotations
 
@@ -21,8 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Filled:
-    """What was reached. `claimed`: requests the cache holds by its own count; `asked`: those that were sent; `held`: at
-    once; `usage`: share of the cache they took; `preempted`: pushed out again; bytes as `PeakMemory` measures."""
+    """What was reached: requests `claimed` by the cache's own count, `asked`, `held` at once and `preempted`; `usage`:
+    share of the cache; bytes as `PeakMemory` measures."""
 
     claimed: int
     asked: int
@@ -69,8 +66,7 @@ def fill(
     deadline = time.monotonic() + seconds
     with PeakMemory(device, pids) as memory:
         for number in range(count):
-            prompt = random.integers(0, vocabulary, max(1, length - answer)).tolist()
-            requests.add(number, prompt, params)
+            requests.add(number, random.integers(0, vocabulary, max(1, length - answer)).tolist(), params)
         ended = "all drew a token"
         while requests.running and len(started) < count:
             if context.stop_requested() or time.monotonic() > deadline:

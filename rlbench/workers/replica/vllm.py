@@ -1,20 +1,17 @@
-"""One vLLM replica: an in-process `LLMEngine` that the compute lane's thread steps itself.
-
-So an abort takes effect within one step with every partial token in hand, weights are applied between steps,
-and on a CPU host the replica is one process. Weights arrive through vLLM's own weight-transfer interface
-(`rlbench.weights`).
-"""
+"""One vLLM replica: an in-process `LLMEngine` that the compute lane's thread steps itself, so an abort takes effect
+within one step with every partial token in hand, and weights are applied between steps."""
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlbench.data.prompts.chat import Templated
 from rlbench.data.rollouts.jobs import GeneratedArrays, GenerateJob
 from rlbench.dispatch.context import current
 from rlbench.errors import BuildError, EngineError, RLBenchError, StateError, WeightSyncError
@@ -22,57 +19,29 @@ from rlbench.weights import facts
 from rlbench.weights.manifest import Manifest
 from rlbench.weights.transport import Facts
 from rlbench.workers.replica import vllm_setup
-from rlbench.workers.replica.config import ReplicaConfig
-from rlbench.workers.replica.job import (
-    check_job,
-    check_token_ids,
-    collect,
-    decode_texts,
-    encode_prompts,
-)
-from rlbench.workers.replica.memory import own_process, peak_stats, vllm_memory
-from rlbench.workers.replica.pause import Gate
-from rlbench.workers.replica.state import ReplicaState, check_tags, moved
+from rlbench.workers.replica.config import ReplicaConfig, checkpoint_folder, defaults
+from rlbench.workers.replica.drawing import draw
+from rlbench.workers.replica.endpoint import ReplicaEndpoint
+from rlbench.workers.replica.guests import EngineTurn, Guests, alone
+from rlbench.workers.replica.job import check_job, check_token_ids, collect, decode_texts, decoder, encode_prompts
+from rlbench.workers.replica.media import PromptMedia, probe_row
+from rlbench.workers.replica.serving.options import ServeOptions
+from rlbench.workers.replica.state import Gate, ReplicaState, check_tags, own_process, peak_stats, vllm_memory
 
 if TYPE_CHECKING:
+    from vllm import SamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from rlbench.workers.replica.rehearsal import Filled
     from rlbench.workers.replica.vllm_requests import EngineRequests
     from rlbench.workers.replica.weights import WeightReceiver
 
-SAMPLING_OPTIONS = [
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "max_tokens",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "bad_words",
-    "allowed_token_ids",
-    "logit_bias",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
-    "structured_outputs",
-]
-
 
 class VllmReplica:
-    """A copy of the model that generates.
+    """A copy of the model that generates. Log-probs of sampled tokens are those of the distribution they were drawn
+    from, after temperature, penalties, top-k, top-p and min-p; at temperature 0 the model's at temperature 1."""
 
-    Log-probs of sampled tokens are those of the distribution the token was drawn from: after temperature,
-    penalties, top-k, top-p and min-p. A trainer that divides its logits by the same temperature computes the
-    same numbers as long as nothing else reshapes the distribution. At temperature 0 (greedy) there is no
-    distribution: the log-prob is the model's at temperature 1.
-    """
-
-    CONTROL = frozenset({"status", "memory", "sync_facts", "pause", "resume", "last_rollout"})
+    CONTROL = frozenset({"status", "memory", "sync_facts", "pause", "resume", "last_rollout", "endpoint"})
 
     def __init__(self, config: ReplicaConfig) -> None:
         self.config = config
@@ -85,18 +54,14 @@ class VllmReplica:
         self._on_cpu = True
         self._running: dict[str, Any] = {}
         self._serial = 0
+        self._adapters: dict[int, int] = {}  # version of each adapter held, by number; the base's, which has 0, is 0
+        self.adapter = 0  # the one synced last, which samples unless a call says otherwise
         self._receiver: WeightReceiver
+        self.turn, self.guests = EngineTurn(), Guests()
+        self._endpoint = ReplicaEndpoint(self)
 
     def build(self) -> dict[str, Any]:
-        """Start the engine and load the checkpoint.
-
-        Returns:
-            pid, pids (all processes of the replica), max_model_len, vocab_size, dtype, kv_cache_bytes,
-            device, threads.
-
-        Raises:
-            BuildError: built already, or vLLM could not start (its own words follow).
-        """
+        """Start the engine and load the checkpoint; return what the driver is to know of it."""
         if self._engine is not None:
             raise BuildError("this replica is built already; close the engine before building another one")
         vllm_setup.prepare_environment(self.config)
@@ -111,6 +76,7 @@ class VllmReplica:
         threads = vllm_setup.thread_count(self.config)
         vllm_setup.use_threads(threads)
         self._on_cpu = current_platform.is_cpu()
+        vllm_setup.register_models(self.config.models)
         report(phase="building vLLM: weights, KV cache")
         try:
             self._engine = LLMEngine.from_engine_args(EngineArgs(**vllm_setup.engine_args(self.config)))
@@ -120,13 +86,14 @@ class VllmReplica:
             raise BuildError(f"vLLM could not start on {self.config.path!r}: {error}") from error
         self._tokenizer = self._engine.renderer.tokenizer
         self._engine.collective_rpc("init_weight_transfer_engine", args=({},))
+        self._engine.collective_rpc("unname_shared_memory")
         self._engine.set_weight_version("0")
         self._measure()
         self._try_pass()
         model = self._model_config
         tied = getattr(model.hf_config.get_text_config(), "tie_word_embeddings", False)
         self._receiver = WeightReceiver(
-            self._engine.collective_rpc, vllm_setup.checkpoint_folder(self.config), tied, model.architectures
+            self._engine.collective_rpc, checkpoint_folder(self.config), tied, model.architectures
         )
         return {
             "pid": os.getpid(),
@@ -137,14 +104,13 @@ class VllmReplica:
             "kv_cache_bytes": sum(nbytes for _, nbytes in self._workers[0]["kv_ranges"]),
             "device": current_platform.device_type,
             "threads": threads,
+            "adapters": self.config.adapters,
+            "defaults": defaults(self.config, on_gpu=not current_platform.is_cpu()),
+            "picture_tokens": probe_row(self._engine, model.max_model_len),
         }
 
     def _try_pass(self) -> None:
-        """Compute two tokens: vLLM starts architectures whose layers have no kernel for this device.
-
-        Raises:
-            BuildError: in vLLM's words.
-        """
+        """Compute two tokens: vLLM starts architectures whose layers have no kernel for this device."""
         try:
             self.prompt_logprobs([[0, 1]])
         except Exception as error:
@@ -154,134 +120,147 @@ class VllmReplica:
             ) from error
         self._reset_caches()
 
-    # --- generating ----------------------------------------------------------------------
-
+    @alone
     def generate(self, job: GenerateJob) -> GeneratedArrays:
-        """Draw `job.n` samples of every prompt, each a request of its own with its own seed.
-
-        A shared job is served together with other replicas: prompts are claimed as there is room for them.
-        When the call is asked to stop, running samples end with finish reason `abort` and keep their tokens;
-        samples without a token are left out.
-
-        Raises:
-            StateError: weights or KV cache are not there; the message names the call that mends it.
-            DataError: a prompt or a sampling option cannot be served.
-        """
+        """Draw `job.n` samples of every prompt, each with its own seed; of a shared job the prompts claimed as there is
+        room. On a stop running samples end with finish reason `abort`; those without a token are left out."""
         from rlbench.workers.replica import vllm_requests
 
         self.state.require_ready("generate")
-        check_job(job, SAMPLING_OPTIONS)
+        check_job(job)
         model = self._model_config
-        prompts = encode_prompts(job.prompts, self._tokenizer, model.max_model_len, model.get_vocab_size())
-        params = vllm_requests.sampling_params(job.sampling)
+        tokenizer = Templated(self._tokenizer, job.chat) if job.chat else self._tokenizer
+        prompts = encode_prompts(job.prompts, tokenizer, model.max_model_len, model.get_vocab_size())
+        images = PromptMedia(self.built, job.images, prompts, model.max_model_len - 1)
+        params, first = vllm_requests.sampling_params(job.sampling), vllm_requests.first_token_params(job.sampling)
         highest: dict[str, float] = {}
-        own = own_process(self._workers)
-        samples: Sequence[Any]
-        collected: Callable[..., GeneratedArrays] = collect
-        with self._requests() as requests, peak_stats(highest, self._pids, self._on_cpu, own):
+        samples: Any
+        decode = decoder(self._tokenizer, params.skip_special_tokens)
+        measured = peak_stats(highest, self._pids, self._on_cpu, own_process(self._workers))
+        adapter = self.adapter if job.adapter is None else job.adapter
+        version = self.version_of(adapter)
+        with self.requests(adapter, self.adapter, first) as requests, measured:
             if job.env is None:
-                samples, stats = vllm_requests.draw(
-                    requests, job, prompts, params, self.config.max_num_seqs, self.gate, self._shown
-                )
+                most = self.config.max_num_seqs
+                samples, stats = draw(requests, job, prompts, params, most, self.gate, decode, images)
             else:
-                from rlbench.workers.replica.turns import TurnDrawer, collect_turns
+                from rlbench.workers.replica.turns import TurnDrawer, with_turns
 
-                drawer = TurnDrawer(requests, job, prompts, params, self._tokenizer, model)
+                drawer = TurnDrawer(requests, job, prompts, params, tokenizer, decode, model, images)
                 samples, stats = drawer.draw(self.config.max_num_seqs, self.gate)
-                collected = collect_turns
-        texts = decode_texts(samples, self._tokenizer, params.skip_special_tokens)
-        arrays = collected(samples, texts, dict(enumerate(prompts)), self.state.version, stats | highest)
+        texts = decode_texts(samples, decode)
+        arrays = collect(samples, texts, dict(enumerate(prompts)), version, stats | highest)
+        if job.env is not None:
+            arrays = with_turns(samples, arrays)
         if job.number:
             self._last = job, arrays
         return arrays
-
-    def _shown(self, ids: list[int]) -> str:
-        """Text of a sample while others still run."""
-        return "" if self._tokenizer is None else str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def last_rollout(self) -> tuple[GenerateJob, GeneratedArrays] | None:
         """The last rollout served, whole or stopped, with what was asked; never blocks."""
         return self._last
 
-    def prompt_logprobs(self, token_ids: list[list[int]]) -> list[np.ndarray]:
-        """Log p(token t | tokens < t) at temperature 1, t >= 1, float32 (len - 1,) for each sequence."""
+    @alone
+    def prompt_logprobs(self, token_ids: list[list[int]], images: Sequence[Sequence[Any]] = ()) -> list[np.ndarray]:
+        """Log p(token t | tokens < t) at temperature 1, t >= 1, float32 (len - 1,) for each sequence; of those with
+        images, as `EncodedImage.from_any` takes them, whose token ids are the expanded ones, too."""
         from rlbench.workers.replica import vllm_requests
 
         self.state.require_ready("prompt_logprobs", committed=False)
         limit, vocabulary = self._model_config.max_model_len, self._model_config.get_vocab_size()
         for index, ids in enumerate(token_ids):
             check_token_ids(ids, f"sequence {index}", limit, limit, vocabulary)
-        with self._requests() as requests:
-            return vllm_requests.score(requests, token_ids, limit)
+        media = PromptMedia(self.built, images, token_ids, limit, "sequence")
+        with self.requests() as requests:
+            return vllm_requests.score(requests, token_ids, limit, media)
 
+    @alone
     def fill_kv(self, length: int, seconds: float) -> Filled:
-        """Hold as many requests of `length` tokens as the KV cache says it can; see `replica_rehearsal`."""
+        """Hold as many requests of `length` tokens as the KV cache says it can; see `rehearsal`."""
         from rlbench.workers.replica.rehearsal import fill
 
         self.state.require_ready("rehearse")
+        self._endpoint.end_guests()
         try:
-            with self._requests() as requests:
+            with self.requests() as requests:
                 return fill(requests, length, seconds, self.config.max_num_seqs, self._pids, not self._on_cpu)
         finally:
             self._reset_caches()
 
-    @contextmanager
-    def _requests(self) -> Iterator[EngineRequests]:
-        """The requests of one call, visible to the control lane while it runs."""
+    def version_of(self, adapter: int) -> int:
+        """Return the version of the weights as an adapter makes them; StateError where it is not here."""
+        if adapter and adapter not in self._adapters:
+            raise StateError(
+                f"adapter {adapter} is not in this replica, which was built after it was synced: session.branch(…) to "
+                "its branch brings it"
+            )
+        return self.state.version if adapter == self.adapter else self._adapters.get(adapter, 0)
+
+    def requests(
+        self, adapter: int | None = None, admit: int | None = None, first: SamplingParams | None = None
+    ) -> EngineRequests:
+        """Begin a call's requests; see `EngineRequests`. `adapter`: None for the one synced last."""
         from rlbench.workers.replica.vllm_requests import EngineRequests
 
         self._serial += 1
-        with EngineRequests(self._built, self._serial) as requests:
-            self._running = requests.running
-            try:
-                yield requests
-            finally:
-                self._running = {}
+        adapter = self.adapter if adapter is None else adapter
+        requests = EngineRequests(self.built, self._serial, adapter, self.guests, admit, first)
+        self._running = requests.running
+        return requests
 
-    # --- device states -------------------------------------------------------------------
+    def serve(self, options: ServeOptions) -> int:
+        """Answer clients over HTTP from now on, between and beside calls; return the port."""
+        return self._endpoint.serve(options)
 
+    def unserve(self) -> None:
+        """Answer nobody any more."""
+        self._endpoint.close()
+
+    def endpoint(self) -> dict[str, Any] | None:
+        """Counts of what is served, None where nothing is. Thread-safe, never waits."""
+        return self._endpoint.counts()
+
+    @alone
     def to_state(self, state: str, tags: list[str] | None = None) -> dict[str, Any]:
-        """Move weights and KV cache to a device state: `cuda` resident, `cpu` kept in host memory, `meta`
-        discarded.
-
-        On a host without a GPU the device is host memory: `cpu` releases the KV cache and keeps the weights
-        where they are. `cuda` of all tags after the weights were discarded reloads the checkpoint (version 0)
-        and says so; `cuda(["weights"])` only makes room, for a sync to fill.
-
-        Returns:
-            States, version, memory by owner, `freed_bytes` (measured), and `reloaded_from` where that
-            happened.
-        """
+        """Move weights and KV cache to a device state: `cuda` resident, `cpu` kept in host memory, `meta` discarded. On
+        a host `cpu` releases the KV cache alone. `cuda` of all tags reloads discarded weights from the checkpoint
+        (version 0); of some it only makes room, for a sync to fill."""
         wanted = check_tags(state, tags)
+        self._endpoint.end_guests()
         before = self.memory()
-        reloaded = None
         self._reset_caches()
         if state != "cuda":
             self._release(state, wanted)
-        else:
-            self._wake(wanted)
-            if tags is None and self.state.weights == "empty":
-                self._load_checkpoint()
-                reloaded = self.config.path
-        self._measure()
-        return moved(before, self.memory(), self.state, reloaded_from=reloaded)
+            return self._moved(before)
+        self._wake(wanted)
+        return self._moved(before, reload=tags is None and self.state.weights == "empty")
 
+    @alone
     def release_memory_cache(self, cpu: bool, gpu: bool) -> dict[str, int]:
         """Give back what the allocators of all its processes keep; see `rlbench.weights.memory.release_caches`."""
-        parts = self._built.collective_rpc("release_memory_cache", args=(cpu, gpu))
+        parts = self.built.collective_rpc("release_memory_cache", args=(cpu, gpu))
         self._measure()
         return {name: sum(part[name] for part in parts) for name in parts[0]}
 
+    @alone
     def reload(self) -> dict[str, Any]:
         """Load the weights from the checkpoint again: version 0, whatever state they were in."""
+        self._endpoint.end_guests()
         before = self.memory()
         self._wake({"weights"})
-        self._load_checkpoint()
+        return self._moved(before, reload=True)
+
+    def _moved(self, before: dict[str, Any], reload: bool = False) -> dict[str, Any]:
+        """Tell what a state change did: states by tag, bytes by owner and bytes freed (negative: taken), measured."""
+        if reload:
+            self._load_checkpoint()
         self._measure()
-        return moved(before, self.memory(), self.state, reloaded_from=self.config.path)
+        after, states = self.memory(), {n: v for n, v in asdict(self.state).items() if n != "pending"}
+        reloaded = self.config.path if reload else None
+        return {**states, "memory": after, "freed_bytes": before["rss"] - after["rss"], "reloaded_from": reloaded}
 
     def _release(self, state: str, tags: set[str]) -> None:
-        executor = self._built.model_executor
+        executor = self.built.model_executor
         if "weights" in tags and not self._on_cpu:
             if tags != {"weights", "kv_cache"}:
                 raise StateError("vLLM on a GPU releases weights only together with the KV cache: leave the tags out")
@@ -299,7 +278,7 @@ class VllmReplica:
             self.state.weights = state
 
     def _wake(self, tags: set[str]) -> None:
-        executor = self._built.model_executor
+        executor = self.built.model_executor
         if asleep := sorted(tags & executor.sleeping_tags):
             executor.wake_up(asleep)
         if "kv_cache" in tags:
@@ -310,40 +289,36 @@ class VllmReplica:
     def _load_checkpoint(self) -> None:
         self.state.weights = "torn"
         try:
-            self._built.collective_rpc("reload_from_disk")
+            self.built.collective_rpc("reload_from_disk")
         except Exception as error:
             raise WeightSyncError(f"the checkpoint {self.config.path!r} could not be loaded again: {error}") from error
         self.state.weights = "cuda"
+        self.adapter, self._adapters = 0, {}
         self._reset_caches()
         self.commit_version(0)
-
-    # --- weights -------------------------------------------------------------------------
 
     def begin_sync(self) -> None:
         """Refuse a sync that cannot be applied, before the trainer gathers anything. Changes nothing."""
         self.state.require_room("p2p_weight_sync")
 
     def check_weights(self, manifest: Manifest) -> None:
-        """Refuse weights that do not fit, before any is sent. Changes nothing. Raises as `apply_weights`."""
+        """Refuse weights that do not fit, before any is sent. Changes nothing."""
         self.state.require_room("p2p_weight_sync")
         self._receiver.check(manifest)
 
+    @alone
     def apply_weights(self, manifest: Manifest) -> None:
-        """Load staged weights, or receive them. Names and shapes are compared first; from then on it happens as a
-        whole.
-
-        Afterwards prompt log-probs can be asked for, but generating is refused until `commit_version`.
-
-        Raises:
-            WeightSyncError: the names do not match or the sender did not begin (the old weights stay), or loading
-                failed (the replica is torn).
-            StateError: there is no room for the weights.
-        """
+        """Load staged weights, or receive them: as a whole, or the replica is torn; generating waits for
+        `commit_version`."""
         self.check_weights(manifest)
+        self._endpoint.end_guests()
         if manifest.channel is not None:
             self._receiver.meet(manifest.channel)
+        if manifest.adapter is not None and self.state.weights != "cuda":
+            self._load_checkpoint()  # of which an adapter is a part alone
         self.state.weights = "torn"
         self._receiver.load(manifest)
+        self.adapter = 0 if manifest.adapter is None else manifest.adapter.number
         self.state.weights = "cuda"
         self.state.pending = True
         self._reset_caches()
@@ -355,24 +330,25 @@ class VllmReplica:
         token = self._receiver.channel
         return Facts(facts.node(), facts.address(), gpus, len(self._workers), channels=(("", token),) if token else ())
 
-    def commit_version(self, version: int) -> None:
-        """Declare the weights the replica holds to be `version`; it may generate from now on."""
+    @alone
+    def commit_version(self, version: int) -> dict[str, Any]:
+        """Declare the weights the replica holds to be `version`; it may generate from now on. Return its status."""
         if self.state.weights != "cuda":
             raise StateError(f"commit_version({version}): the replica's weights are {self.state.weights}; sync first")
-        self._built.set_weight_version(str(version))
+        self.built.set_weight_version(str(version))
         self.state.version = version
+        if self.adapter:
+            self._adapters[self.adapter] = version
         self.state.pending = False
+        return self.status()
 
     def _reset_caches(self) -> None:
         """Forget everything computed with the weights or kept in the KV cache so far."""
-        engine = self._built
+        engine = self.built
         if not engine.reset_prefix_cache():
             raise EngineError("the prefix cache could not be reset: requests are still running in this replica")
-        if engine.renderer.mm_processor_cache is not None:
-            engine.reset_mm_cache()
-            engine.reset_encoder_cache()
-
-    # --- control -------------------------------------------------------------------------
+        if self._model_config.is_multimodal_model:
+            engine.reset_encoder_cache()  # of what the tower made of images, by their digests
 
     def pause(self) -> None:
         """Hold generation after the step in flight; also of calls still to come. Thread-safe, never waits."""
@@ -384,23 +360,17 @@ class VllmReplica:
 
     def status(self) -> dict[str, Any]:
         """Device states, version and the number of running samples. Thread-safe, never waits."""
-        state = self.state
-        return {
-            "weights": state.weights,
-            "kv_cache": state.kv_cache,
-            "version": state.version,
-            "pending": state.pending,
-            "running": len(self._running),
-            "paused": self.gate.closed,
-        }
+        return {**asdict(self.state), "running": len(self._running), "paused": self.gate.closed}
 
     def memory(self) -> dict[str, Any]:
-        """Resident bytes by owner, as `memory_by_owner` has them. Thread-safe, never waits."""
+        """Resident bytes by owner, see `vllm_memory`. Thread-safe, never waits."""
         return vllm_memory(self._workers, self.state, self._pids, self._on_cpu)
 
     def close(self) -> None:
         """Stop the engine, its worker processes included, and free everything."""
-        engine, self._engine = self._engine, None
+        self._endpoint.close()
+        with self.turn.of_call():
+            engine, self._engine = self._engine, None
         self._workers = []
         if engine is not None:
             from vllm.distributed import cleanup_dist_env_and_memory
@@ -419,14 +389,15 @@ class VllmReplica:
         return sorted({os.getpid(), *(worker["pid"] for worker in self._workers)})
 
     def _measure(self) -> None:
-        self._workers = self._built.collective_rpc("describe")
+        self._workers = self.built.collective_rpc("describe")
 
     @property
-    def _built(self) -> LLMEngine:
+    def built(self) -> LLMEngine:
+        """The engine; StateError where there is none."""
         if self._engine is None:
             raise StateError("the replica is not built (or was closed); call build() first")
         return self._engine
 
     @property
     def _model_config(self) -> Any:
-        return self._built.model_config
+        return self.built.model_config

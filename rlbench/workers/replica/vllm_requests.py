@@ -1,12 +1,11 @@
-"""Requests in an in-process vLLM engine: drawing samples and scoring sequences, step by step.
-
-Whatever ends a call, no request of it stays in the engine.
-"""
+"""Requests in an in-process vLLM engine: drawing samples and scoring sequences. Whatever ends a call, none of its
+requests stays in the engine."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sized
+import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,124 +13,174 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.v1.engine import FinishReason
 
-from rlbench.data.prompts.sampling import DEFAULT_MAX_TOKENS
-from rlbench.data.rollouts.jobs import GenerateJob
-from rlbench.dispatch.context import current
+from rlbench.data.prompts.sampling import DEFAULT_MAX_TOKENS, NEUTRAL, turn_seed
 from rlbench.errors import DataError
-from rlbench.workers.replica.job import Progress, Sample
-from rlbench.workers.replica.pause import Gate
+from rlbench.workers.replica.guests import Guests, lora
+from rlbench.workers.replica.media import PromptMedia
 
 if TYPE_CHECKING:
+    from vllm.inputs.engine import MultiModalInput
     from vllm.v1.engine.llm_engine import LLMEngine
 
+TOKENS_AT_A_TIME = 8
+"""Of a sample that the engine gives out: an output per token costs a seventh of a small model's rollout."""
+FIRST = "first_token_temperature"
+OVER_TOKENS = ("stop", "bad_words", "structured_outputs", "presence_penalty", "frequency_penalty")
+"""Options that look at all tokens of a response, of which a request for what follows the first has one less."""
+AFTER_FIRST = 2**31  # no number of a turn
 
-def sampling_params(sampling: dict[str, Any]) -> SamplingParams:
-    """vLLM's parameters for checked sampling options; `max_tokens=None` lets a sample fill the model's length.
 
-    Raises:
-        DataError: a value vLLM does not accept, in its words.
-    """
+class Heated(SamplingParams):
+    """Parameters without vLLM's bound of 2 on the temperature: of a first token 10 is usual."""
+
+    def _verify_args(self) -> None:
+        heat = self.temperature  # type: ignore[has-type]
+        self.temperature = min(heat, 2.0)
+        super()._verify_args()
+        self.temperature = heat
+
+
+def sampling_params(sampling: dict[str, Any], kind: type[SamplingParams] = SamplingParams) -> SamplingParams:
+    """Return vLLM's parameters for checked sampling options; `max_tokens=None` lets a sample fill the model."""
     options = {"max_tokens": DEFAULT_MAX_TOKENS, **sampling}
+    options.pop(FIRST, None)
     try:
         if options.get("structured_outputs") is not None:
             options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
         if options.get("logit_bias") is not None:  # vLLM compares the keys with token ids
             options["logit_bias"] = {int(token): float(bias) for token, bias in options["logit_bias"].items()}
-        return SamplingParams(
+        return kind(
             **options,
             logprobs=0,  # no alternatives: only the sampled token's
             flat_logprobs=True,
             detokenize=bool(options.get("stop")),  # decoding while generating costs a third of the tokens/s
             output_kind=RequestOutputKind.DELTA,
+            stream_interval=TOKENS_AT_A_TIME,
         )
     except (VLLMValidationError, ValueError, TypeError) as error:
         raise DataError(f"sampling options {sampling}: {error}") from error
 
 
-class EngineRequests:
-    """The requests of one call. `running` maps the engine's request name to what the caller knows it by."""
+def first_token_params(sampling: dict[str, Any]) -> SamplingParams | None:
+    """Return the parameters of a response's first token where it is drawn at a temperature of its own; FIRE sampling,
+    arXiv 2410.21236."""
+    if (heat := sampling.get(FIRST)) is None:
+        return None
+    if not (isinstance(heat, int | float) and 0 < heat < math.inf):
+        raise DataError(f"{FIRST}={heat!r}: give a number above 0")
+    if over := [name for name in OVER_TOKENS if sampling.get(name) not in (*NEUTRAL.get(name, (None,)), [], "")]:
+        raise DataError(f"{FIRST} and {over[0]} cannot be honoured together: that looks at the first token again")
+    shortest = min(1, sampling.get("min_tokens") or 0)
+    return sampling_params({**sampling, "temperature": float(heat), "max_tokens": 1, "min_tokens": shortest}, Heated)
 
-    def __init__(self, engine: LLMEngine, serial: int) -> None:
+
+class EngineRequests:
+    """The requests of one call, computed with the `adapter` of that number (0: with none). `running` maps the engine's
+    request name to what the caller knows it by. `guests`: requests of the endpoint, whose turn comes with each step;
+    `admit`: also that of new ones, with the adapter of that number unless they name another. `first`: how the first
+    token of each is drawn, where otherwise than the rest: by a request of its own, which the caller does not see."""
+
+    def __init__(
+        self,
+        engine: LLMEngine,
+        serial: int,
+        adapter: int = 0,
+        guests: Guests | None = None,
+        admit: int | None = None,
+        first: SamplingParams | None = None,
+    ) -> None:
+        self._adapter = lora(adapter)
+        self._guests, self._admit = guests, admit
         self.engine = engine
         self.running: dict[str, Any] = {}
         self._serial = serial
         self._count = 0
+        self._first = first
+        self._rest: dict[str, tuple[list[int], SamplingParams, MultiModalInput | None]] = {}
 
     def __enter__(self) -> EngineRequests:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.running:
-            self.engine.abort_request(list(self.running))
+        unfinished = list(self.running)
+        self.running.clear()
+        if unfinished:
+            self.engine.abort_request(unfinished)
 
-    def add(self, known_as: Any, prompt: list[int], params: SamplingParams) -> None:
-        """Queue one request. Raises DataError where vLLM refuses it."""
+    def add(
+        self, known_as: Any, prompt: list[int], params: SamplingParams, media: MultiModalInput | None = None
+    ) -> None:
+        """Queue one request; `media`: of the prompt that its token ids begin with."""
+        if self._first is None:
+            self._queue(known_as, prompt, params, media)
+            return
+        first = copy.copy(self._first)
+        first.seed = params.seed
+        self._rest[self._queue(known_as, prompt, first, media)] = prompt, params, media
+
+    def _queue(self, known_as: Any, prompt: list[int], params: SamplingParams, media: MultiModalInput | None) -> str:
         self._count += 1
         name = f"{self._serial}-{self._count}"
         try:
-            self.engine.add_request(name, tokens_input(prompt), params)
+            told = tokens_input(prompt) if media is None else {**media, "prompt_token_ids": prompt}
+            self.engine.add_request(name, told, params, lora_request=self._adapter)
         except VLLMValidationError as error:
             raise DataError(f"vLLM refuses this request: {error}") from error
         self.running[name] = known_as
+        return name
+
+    @property
+    def busy(self) -> bool:
+        """Whether the engine has something to compute, also where it is the endpoint's alone."""
+        return bool(self.running) or bool(self._guests)
 
     def step(self) -> Iterator[tuple[Any, Any]]:
         """One engine step: (what the caller knows the request by, its output); forgets finished ones."""
+        if self._guests is not None and self._admit is not None:
+            self._guests.admit(self.engine, self._admit)
         for output in self.engine.step():
+            if self._guests is not None and self._guests.takes(output):
+                continue
             known_as = self.running[output.request_id]
             if output.finished:
                 del self.running[output.request_id]
+                if output.request_id in self._rest:
+                    self._go_on(known_as, output)
             yield known_as, output
 
+    def _go_on(self, known_as: Any, output: Any) -> None:
+        """Queue what follows a first token, unless the sample ends with it."""
+        prompt, params, media = self._rest.pop(output.request_id)
+        (part,) = output.outputs
+        begun = [*prompt, *part.token_ids]
+        full = len(begun) >= self.engine.vllm_config.model_config.max_model_len
+        if part.finish_reason != "length" or params.max_tokens == 1 or full:
+            return
+        rest = copy.copy(params)
+        rest.seed = turn_seed(params.seed or 0, AFTER_FIRST)
+        rest.max_tokens = params.max_tokens and params.max_tokens - 1
+        rest.min_tokens = max(0, params.min_tokens - 1)
+        self._queue(known_as, begun, rest, media)
+        output.finished = False
 
-def draw(
-    requests: EngineRequests,
-    job: GenerateJob,
-    prompts: list[list[int]],
-    params: SamplingParams,
-    max_num_seqs: int,
-    gate: Gate,
-    decode: Callable[[list[int]], str] | None = None,
-) -> tuple[list[Sample], dict[str, float]]:
-    """Step until every claimed sample is finished, or the call is asked to stop; wait while the gate is closed.
-
-    `decode`: for the first finished texts in the progress.
-
-    Returns:
-        The samples that have tokens (running ones end with finish reason `abort` on a stop), and tokens and
-        seconds.
-    """
-    context = current()
-    progress = Progress(context, decode)
-    samples: list[Sample] = []
-    running = requests.running
-    claims = feed(job, running, max_num_seqs)
-    while gate.passes(context):
-        for index in next(claims, ()):
-            for number in range(job.n):
-                sample = Sample(index, number)
-                one = copy.copy(params)
-                one.seed = int(job.seeds[index, number]) & 0x7FFF_FFFF_FFFF_FFFF
-                requests.add(sample, prompts[index], one)
-                samples.append(sample)
-        if not running:
-            break
-        for sample, output in requests.step():
-            progress.tokens += extend(sample, output)
-            if output.finished:
-                progress.finish(sample)
-        progress.tick(len(samples) - len(running), len(running), len(samples))
-    for sample in running.values():
-        sample.finish = "abort"
-    kept = [sample for sample in samples if sample.tokens]
-    progress.tick(len(kept), 0, len(samples), force=True)
-    return kept, progress.stats
+    def held_back(self) -> Iterator[tuple[Any, Any]]:
+        """The tokens of running requests that the engine has drawn and not given out yet, each as an aborted output."""
+        processor = self.engine.output_processor
+        for name, known_as in self.running.items():
+            (state,) = (processor.request_states[own] for own in processor.external_req_ids[name])
+            yield known_as, state.make_request_output([], None, FinishReason.ABORT, None)
 
 
-def score(requests: EngineRequests, token_ids: list[list[int]], max_model_len: int) -> list[np.ndarray]:
+def score(
+    requests: EngineRequests, token_ids: list[list[int]], max_model_len: int, images: PromptMedia
+) -> list[np.ndarray]:
     """Log p(token t | tokens < t) at temperature 1, t >= 1, float32 (len - 1,) for each sequence."""
-    found: list[np.ndarray] = [np.zeros(0, np.float32)] * len(token_ids)
-    for index, ids in enumerate(token_ids):
+    scores: list[np.ndarray] = [np.zeros(0, np.float32)] * len(token_ids)
+    for index in range(len(token_ids)):
+        media = images[index]
+        ids = token_ids[index]
         # A sequence that fills the model leaves no room to generate, and vLLM always generates: the last
         # token's log-prob is then asked for at the generated position instead.
         full = len(ids) == max_model_len
@@ -143,50 +192,13 @@ def score(requests: EngineRequests, token_ids: list[list[int]], max_model_len: i
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        requests.add(index, ids[:-1] if full else ids, params)
+        requests.add(index, ids[:-1] if full else ids, params, media)
     while requests.running:
         for index, output in requests.step():
-            found[index] = _scores(output, token_ids[index])
-    return found
-
-
-def feed(job: GenerateJob, running: Sized, max_num_seqs: int) -> Iterator[list[int]]:
-    """Prompts to start before each step. A job of our own starts whole (vLLM queues it). A shared one is claimed in
-    small shares that grow with what runs here (`running`), so that replicas that start together split a small job
-    evenly and a large one still fills up within a few steps."""
-    if not job.shared:
-        yield list(range(len(job.prompts)))
-        return
-    claim = current().claim
-    while True:
-        room = (max_num_seqs - len(running)) // job.n
-        if room < 1 and running:
-            yield []
-            continue
-        claimed = claim(min(max(room, 1), 1 + len(running) // (4 * job.n)))
-        if not claimed:
-            return
-        yield claimed
-
-
-def extend(sample: Sample, output: Any) -> int:
-    """Append what one step brought to a sample; return the number of new tokens."""
-    (part,) = output.outputs
-    sample.tokens.extend(part.token_ids)
-    if part.logprobs is not None:
-        sample.logprobs.extend(part.logprobs.logprobs)
-    if part.text:
-        sample.text.append(part.text)
-    if output.finished:
-        sample.finish = part.finish_reason
-    return len(part.token_ids)
-
-
-def _scores(output: Any, ids: list[int]) -> np.ndarray:
-    """Log-probs of the tokens 1… of a scored sequence."""
-    flat = output.prompt_logprobs
-    values = [flat.logprobs[start] for start in flat.start_indices[1:]]
-    if len(values) < len(ids) - 1:
-        generated = output.outputs[0].logprobs
-        values.append(generated.logprobs[generated.token_ids.index(ids[-1])])
-    return np.array(values, dtype=np.float32)
+            flat = output.prompt_logprobs
+            values = [flat.logprobs[start] for start in flat.start_indices[1:]]
+            if len(values) < len(token_ids[index]) - 1:
+                generated = output.outputs[0].logprobs
+                values.append(generated.logprobs[generated.token_ids.index(token_ids[index][-1])])
+            scores[index] = np.array(values, dtype=np.float32)
+    return scores

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
+import typing
 import warnings
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
+from rlbench.defaults import KV_BYTES
 from rlbench.errors import BuildError, nearest
+from rlbench.user_code import user_code
 from rlbench.weights import facts
-from rlbench.workers.replica.config import DEFAULT_KV_BYTES, ReplicaConfig, compute_dtype
+from rlbench.workers.replica.config import ReplicaConfig, compute_dtype, runs_eagerly
 
 GPU_WORKER = "rlbench.weights.vllm_plugin.GpuReplicaWorker"
 CPU_WORKER = "rlbench.weights.vllm_cpu.CpuReplicaWorker"
@@ -22,30 +28,10 @@ def thread_count(config: ReplicaConfig) -> int:
     return config.threads or max(1, len(os.sched_getaffinity(0)) // config.tensor_parallel_size)
 
 
-def prepare_threads(config: ReplicaConfig) -> None:
-    """Set what OpenMP reads when torch is loaded (so call it before): how many threads, and that they do not
-    spin.
-
-    Ray sets OMP_NUM_THREADS=1 in actors, and vLLM falls back to one thread when nobody set it. Threads that
-    wait by spinning cost nothing alone, but next to another busy process they take the cores it needs: 64
-    requests of 64 tokens on two loaded cores fell from 14k to 2k tokens/s with GNU OpenMP's default, and
-    stayed above 5k with `passive`; with `active` an idle replica burns a whole core.
-    """
-    os.environ["OMP_NUM_THREADS"] = str(thread_count(config))
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
-
 def prepare_environment(config: ReplicaConfig) -> None:
-    """Set what vLLM and OpenMP read from the environment; must run before vllm is imported in this process.
-
-    - The engine core runs in this process: the caller's thread steps it, and one replica is one process (with
-      tensor parallelism: plus one worker process per rank, which ends when this process does).
-    - torch.compile: with enforce_eager vLLM still compiles a few helpers of the sampler at the first request,
-      which costs 20 s on two cores and needs a C++ compiler; eager they run as fast.
-    - Addresses: all processes of a replica are on one machine, and meet on its loopback interface.
-    - Logging: warnings about missing preload libraries and the like would show in the user's cell at each
-      start.
-    """
+    """Set what vLLM and OpenMP read from the environment, before vllm is imported: the engine core in this process, on
+    the loopback interface, with errors alone in the user's cell; no compiling where it runs eagerly (20 s at the first
+    request)."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # what it says before it reads that
@@ -54,9 +40,13 @@ def prepare_environment(config: ReplicaConfig) -> None:
     facts.keep_gloo_on(facts.LOOPBACK)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*reduce_op")
-    prepare_threads(config)
+    os.environ["OMP_NUM_THREADS"] = str(thread_count(config))  # torch reads it when it is loaded; Ray sets one
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _thread_binding(config))
-    if config.enforce_eager:
+    if "torch._inductor.config" in sys.modules:  # as vLLM sets it where it is imported before torch
+        sys.modules["torch._inductor.config"].compile_threads = 1  # type: ignore[attr-defined]
+    import torch
+
+    if runs_eagerly(config, on_gpu=torch.cuda.device_count() > 0):
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
         if "torch._dynamo.config" in sys.modules:
             sys.modules["torch._dynamo.config"].disable = True  # type: ignore[attr-defined]
@@ -69,20 +59,50 @@ def use_threads(count: int) -> None:
     torch._C.set_num_threads(count)  # vLLM replaces torch.set_num_threads by a function that only warns
 
 
+def register_models(models: Mapping[str, str]) -> None:
+    """Let vLLM know the user's classes by the architectures that they are of."""
+    from vllm import ModelRegistry
+
+    for architecture, place in models.items():
+        module, _, kind = place.rpartition(":")
+        try:
+            with user_code():
+                found = getattr(_imported(module), kind)
+        except Exception as error:
+            raise BuildError(
+                f"models={{{architecture!r}: {place!r}}} cannot be imported ({type(error).__name__}: {error}); a file "
+                "must be there, and a module importable, where the replica runs"
+            ) from error
+        ModelRegistry.register_model(architecture, found)
+
+
+def _imported(place: str) -> Any:
+    """Import a module, or a file, beside which others are found as beside a script."""
+    if not place.endswith(".py"):
+        return importlib.import_module(place)
+    folder, name = os.path.split(place)
+    if folder not in sys.path:
+        sys.path.append(folder)  # last: a file of the user's hides no module of another's
+    found = importlib.import_module(name.removesuffix(".py"))
+    if (file := str(found.__file__)) != place and os.path.realpath(file) != os.path.realpath(place):
+        raise ImportError(f"{file} has its name already: rename it")
+    return found
+
+
 def engine_args(config: ReplicaConfig) -> dict[str, Any]:
-    """Arguments of vLLM's `EngineArgs`. One place decides what differs between CPU and GPU."""
+    """Return the arguments of vLLM's `EngineArgs`. One place decides what differs between CPU and GPU."""
     from vllm.config import WeightTransferConfig
     from vllm.platforms import current_platform
 
     on_cpu = current_platform.is_cpu()
     arguments: dict[str, Any] = {
         "model": config.path,
-        "dtype": compute_dtype(config, on_gpu=not on_cpu),
+        "dtype": compute_dtype(config, None if on_cpu else _capability()),
         "tensor_parallel_size": config.tensor_parallel_size,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "seed": config.seed,
-        "enforce_eager": config.enforce_eager,
+        "enforce_eager": runs_eagerly(config, on_gpu=not on_cpu),
         "trust_remote_code": config.trust_remote_code,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
@@ -91,8 +111,13 @@ def engine_args(config: ReplicaConfig) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": WeightTransferConfig(backend=TRANSFER_BACKEND),
         "worker_cls": CPU_WORKER if on_cpu else GPU_WORKER,
-        "kv_cache_memory_bytes": config.kv_cache_bytes or (DEFAULT_KV_BYTES if on_cpu else None),
+        "kv_cache_memory_bytes": config.kv_cache_bytes or (KV_BYTES if on_cpu else None),
+        # A cache of processed images takes what was processed for sent to the engine, and its two ends drift apart
+        # where a request is refused in between, or caches are reset. Samples of a prompt share what is processed once.
+        "mm_processor_cache_gb": 0,
     }
+    if config.adapters:
+        arguments |= {"enable_lora": True, "max_loras": config.adapters, "max_lora_rank": _kernel_rank(config)}
     if config.tensor_parallel_size > 1:  # inside an actor vLLM would ask Ray for its workers; they are our children
         arguments["distributed_executor_backend"] = "mp"
     if on_cpu:
@@ -106,9 +131,31 @@ def engine_args(config: ReplicaConfig) -> dict[str, Any]:
     return {**arguments, **config.engine_kwargs}
 
 
+def _capability() -> tuple[int, int]:
+    """Return the compute capability of this process's GPU, by vLLM, which does not start CUDA for it."""
+    from vllm.platforms import current_platform
+
+    found = current_platform.get_device_capability()
+    if found is None:
+        raise BuildError("vLLM cannot tell the GPU's compute capability; say what to compute in: rb.Inference(dtype=…)")
+    return found.major, found.minor
+
+
+def _kernel_rank(config: ReplicaConfig) -> int:
+    """Return the least rank that vLLM has kernels for and that holds an adapter of `adapter_rank`."""
+    from vllm.config.lora import MaxLoRARanks
+
+    ranks = typing.get_args(MaxLoRARanks)
+    if config.adapter_rank > ranks[-1]:
+        raise BuildError(
+            f"adapter_rank={config.adapter_rank}: vLLM computes adapters up to rank {ranks[-1]}. Leave adapters= out, "
+            "and they are sent merged into the weights"
+        )
+    return int(next(rank for rank in ranks if rank >= config.adapter_rank))
+
+
 def _thread_binding(config: ReplicaConfig) -> str:
-    """Cores for each tensor parallel worker: "0,2|1,3". vLLM's own "auto" needs one NUMA node per worker. A single
-    process is not bound: it shares its cores with trainers."""
+    """Cores of each tensor parallel worker, "0,2|1,3": vLLM's "auto" needs a NUMA node for each."""
     cores = sorted(os.sched_getaffinity(0))
     ranks = config.tensor_parallel_size
     if ranks == 1 or ranks > len(cores):
@@ -116,23 +163,12 @@ def _thread_binding(config: ReplicaConfig) -> str:
     return "|".join(",".join(str(core) for core in cores[rank::ranks]) for rank in range(ranks))
 
 
-def _check_engine_kwargs(given: dict[str, Any], ours: dict[str, Any]) -> None:
-    from dataclasses import fields
-
+def _check_engine_kwargs(kwargs: dict[str, Any], ours: dict[str, Any]) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     known = {field.name for field in fields(EngineArgs)}
-    for name in given:
+    for name in kwargs:
         if name not in known:
             raise BuildError(f"engine_kwargs: vLLM has no engine argument {name!r}{nearest(name, known)}")
         if name in ours:
             raise BuildError(f"engine_kwargs: {name!r} is set by the replica; use the replica's own option for it")
-
-
-def checkpoint_folder(config: ReplicaConfig) -> str:
-    """The folder the engine loaded from: the path itself, or the hub's local copy of it."""
-    if os.path.isdir(config.path):
-        return config.path
-    from huggingface_hub import snapshot_download
-
-    return snapshot_download(config.path, local_files_only=True)

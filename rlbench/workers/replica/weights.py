@@ -8,7 +8,7 @@ from typing import Any
 from rlbench.dispatch.context import this_engine
 from rlbench.errors import WeightSyncError
 from rlbench.weights.manifest import ChannelInfo, Manifest
-from rlbench.weights.names import check_names, checkpoint_shapes
+from rlbench.weights.names import check_adapter, check_names, checkpoint_shapes
 from rlbench.weights.transport import PeerFailed
 
 NOT_UPDATED = {
@@ -17,16 +17,14 @@ NOT_UPDATED = {
 }
 """Architectures that vLLM loads once and cannot take another set of weights for."""
 
+OF_WEIGHTS = ("start_weight_update", "update_weights", "finish_weight_update")
+OF_ADAPTERS = ("start_adapter", "take_adapter", "finish_adapter")
+"""Methods of a worker by which weights, or an adapter alone, come."""
+
 
 class WeightReceiver:
-    """The receiving side of one replica.
-
-    Args:
-        rpc: calls a worker method on all workers, as vLLM's `collective_rpc`.
-        folder: of the checkpoint whose names and shapes are expected.
-        tied: whether the output head is the embedding.
-        architectures: by vLLM's names.
-    """
+    """The receiving side of one replica: `rpc` calls all workers, `folder` is the checkpoint whose names and shapes are
+    expected, with an output head that is the embedding where `tied`."""
 
     def __init__(self, rpc: Callable[..., list[Any]], folder: str, tied: bool, architectures: Sequence[str]) -> None:
         self._rpc = rpc
@@ -37,22 +35,17 @@ class WeightReceiver:
         """Token of the broadcast group that all workers are in; empty: none."""
 
     def check(self, manifest: Manifest) -> None:
-        """Refuse what vLLM cannot update, and names and shapes that are not those of the replica's checkpoint.
-
-        Raises:
-            WeightSyncError: naming them; nothing was touched.
-        """
+        """Refuse what vLLM cannot update, and names and shapes that are not those of the replica's checkpoint."""
         for name in self._architectures:
             if name in NOT_UPDATED:
                 raise WeightSyncError(f"{name} cannot be synced: {NOT_UPDATED[name]}")
-        check_names(manifest.shapes, self._expected, self._optional)
+        if manifest.adapter is not None:
+            check_adapter(manifest.shapes, self._expected)
+        else:
+            check_names(manifest.shapes, self._expected, self._optional)
 
     def meet(self, channel: ChannelInfo) -> None:
-        """Join the sender's group and wait until it begins; the weights are not touched yet.
-
-        Raises:
-            WeightSyncError: the sender gave up, or is gone.
-        """
+        """Join the sender's group and wait until it begins; the weights are not touched yet."""
         self.channel = ""
         try:
             self._transfer("init_weight_transfer_engine", {"channel": channel})
@@ -61,16 +54,14 @@ class WeightReceiver:
         self.channel = channel.token
 
     def load(self, manifest: Manifest) -> None:
-        """Load all buckets, on all workers.
-
-        Raises:
-            WeightSyncError: from the first bucket on the replica holds a mixture.
-        """
+        """Load all buckets, on all workers; where it fails from the first on, the replica holds a mixture."""
+        adapter = () if manifest.adapter is None else (manifest.adapter,)
+        start, take, finish = OF_ADAPTERS if adapter else OF_WEIGHTS
         try:
-            self._transfer("start_weight_update")
+            self._transfer(start)
             for bucket in manifest.buckets:
-                self._transfer("update_weights", {"transport": manifest.transport, "bucket": bucket})
-            self._transfer("finish_weight_update")
+                self._transfer(take, {"transport": manifest.transport, "bucket": bucket})
+            self._transfer(finish, *adapter)
         except Exception as error:
             self.channel = ""
             kind = type(error) if isinstance(error, WeightSyncError) else WeightSyncError
@@ -80,7 +71,7 @@ class WeightReceiver:
             ) from error
 
     def _transfer(self, method: str, *args: Any) -> None:
-        failures = [found for found in self._rpc("transfer", args=(method, *args)) if found is not None]
+        failures = [failure for failure in self._rpc("transfer", args=(method, *args)) if failure is not None]
         causes = [text for text, secondary in failures if not secondary]
         if causes:
             raise WeightSyncError(causes[0])

@@ -1,7 +1,8 @@
-"""The session's inference engine as its training ranks use it: woken, put to sleep, asked, given weights.
+"""The session's other engines as its training ranks use them: replicas that are woken, put to sleep, asked and given
+weights; a reference that is asked for log-probs.
 
-Rank 0 talks to the replicas while the others wait for what comes of it; while something long runs, all ranks ask each
-other several times a second whether one of them was asked to stop.
+Rank 0 talks to them while the others wait for what comes of it; while something long runs, all ranks ask each other
+several times a second whether one of them was asked to stop.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import numpy as np
 from torch import nn
 
 from rlbench.data import Rollouts
+from rlbench.data.batches.batch import TrainBatch, to_score
 from rlbench.data.prompts.prompt import Prompt
-from rlbench.data.prompts.seeds import request_seeds
+from rlbench.data.prompts.sampling import request_seeds
 from rlbench.data.rollouts.jobs import FINISH_REASONS
 from rlbench.dispatch import context
 from rlbench.dispatch.pending import Pending
@@ -33,20 +35,12 @@ POLL_S = 0.2
 
 
 class RankReplicas:
-    """One rank's hold on the replicas of its session: `rlbench.strategies.generation.engine.Replicas`.
-
-    Args:
-        engine: the session's inference engine.
-        session: as the rank reaches it.
-        strategy: the rank's.
-    """
+    """One rank's hold on the inference `engine` of its `session`: `rlbench.strategies.generation.engine.Replicas`."""
 
     def __init__(self, engine: Any, session: Any, strategy: StrategyBase) -> None:
         self.engine, self._session = engine, session
         self._strategy, self._control = strategy, strategy.control
         self._sync = RankSync(engine, session, strategy)
-
-    # -- sleep -----------------------------------------------------------------------------------------------
 
     def awake(self) -> bool:
         """Whether all replicas can generate now."""
@@ -56,7 +50,7 @@ class RankReplicas:
 
     def wake(self) -> None:
         """Make the replicas able to generate; what was synced while they slept is proved first. Collective."""
-        self._refresh()
+        self._session.refresh(self._control, self.engine)
         self._strategy.device.release_cache()  # on a GPU they share, the replicas need what this rank only keeps
 
         def work() -> None:
@@ -75,7 +69,7 @@ class RankReplicas:
 
     def sleep(self) -> None:
         """Keep the replicas' weights in host memory and drop their KV cache; collective."""
-        self._refresh()
+        self._session.refresh(self._control, self.engine)
 
         def work() -> None:
             if any(map(_awake, self.engine.control("status"))):
@@ -84,17 +78,20 @@ class RankReplicas:
 
         led(self._control, "maybe_sleep_inference_engine", work)
 
-    # -- generating ------------------------------------------------------------------------------------------
-
     def generate(self, mine: list[Prompt], sampling: dict[str, Any], samples: int, number: int) -> list[GenerateOutput]:
         """This rank's completions; the seeds derive from `number` and each prompt's place among all. Collective."""
-        self._refresh()
-        self._control.together("gather_and_generate", lambda: self._check_lengths(mine))
+        self._session.refresh(self._control, self.engine)
         gathered = self._control.gather((mine, sampling, samples))
-        _refuse_unlike([(options, count) for _, options, count in gathered])
+        for rank, (_, options, count) in enumerate(gathered):  # one call asks for the prompts of all
+            if (options, count) != gathered[0][1:]:
+                raise DataError(
+                    f"gather_and_generate: sampling_params differ between ranks: rank 0 gave {gathered[0][1]} with "
+                    f"n={gathered[0][2]}, rank {rank} gave {options} with n={count}; give the same on all."
+                )
         prompts = [prompt for own, _, _ in gathered for prompt in own]
         if not prompts:
             return []
+        self._control.together("gather_and_generate", lambda: self._check_ids(prompts))
         self.wake()
         seeds = request_seeds(self._strategy.seed, number, len(prompts), samples)
         rollouts: Rollouts | None = watched(
@@ -103,44 +100,58 @@ class RankReplicas:
             lambda: self.engine.submit_generate(prompts, sampling, n=samples, progress=False, seeds=seeds),
         )
 
-        def shared_out() -> list[list[GenerateOutput]] | None:
+        def shares() -> list[list[GenerateOutput]] | None:
             if rollouts is None:
                 return None
             outputs = iter(_outputs(rollouts))
             return [list(itertools.islice(outputs, len(own) * samples)) for own, _, _ in gathered]
 
-        parts = self._control.together("gather_and_generate", shared_out)
-        outputs: list[GenerateOutput] = self._control.scatter(parts)
-        return outputs
+        return self._control.scatter(self._control.together("gather_and_generate", shares))
 
-    def _check_lengths(self, mine: list[Prompt]) -> None:
-        """Refuse token ids that cannot be served where they are given: the replica would only know their place among
-        all ranks'."""
+    def _check_ids(self, prompts: list[Prompt]) -> None:
+        """Refuse token ids that cannot be served before the replicas are woken for them."""
         limit, vocabulary = int(self.engine.info["max_model_len"]), int(self.engine.info["vocab_size"])
-        for place, prompt in enumerate(mine):
+        for place, prompt in enumerate(prompts):
             content = prompt.content
             if isinstance(content, list) and content and isinstance(content[0], int):
-                what = f"prompt {place} of rank {self._control.rank}"
-                check_token_ids(content, what, limit - 1, limit, vocabulary)
-
-    # -- weights ---------------------------------------------------------------------------------------------
+                check_token_ids(content, f"prompt {place}", limit - 1, limit, vocabulary)
 
     def update(self, actor: nn.Module, transport: str | None) -> Synced:
         """Bring a module's weights to the replicas; collective. See `RankSync.update`."""
-        self._refresh()
+        self._session.refresh(self._control, self.engine)
         return self._sync.update(actor, transport)
 
-    def _refresh(self) -> None:
-        """Hold the workers the engine has now (`session.heal()` builds others), all ranks the same; collective."""
+
+class RankReference:
+    """One rank's hold on a frozen policy of its session, whose weights are there once: rank 0 asks that training
+    `engine` for the samples of all ranks."""
+
+    def __init__(self, engine: Any, session: Any, strategy: StrategyBase) -> None:
+        self.engine, self._session, self._control = engine, session, strategy.control
+
+    def logprobs(self, batch: TrainBatch, packing: bool, head: str) -> np.ndarray:
+        """Return the log-probs of this rank's response tokens, (tokens,) float32; collective."""
         self._session.refresh(self._control, self.engine)
+        gathered = self._control.gather((list(batch.prompts), list(batch.responses)))
+        prompts, responses = ([row for parts in gathered for row in parts[i]] for i in range(2))
+        if not responses:
+            return np.zeros(0, np.float32)
+
+        doing = "the reference's log-probs"
+
+        def submit() -> Any:
+            whole = to_score(prompts, responses, batch.temperature)
+            return self.engine.call_logprobs(whole, {"packing": packing, "head": head}, doing)
+
+        rows = watched(self._control, doing, submit)
+        begins = np.cumsum([0, *(len(parts[1]) for parts in gathered)])
+        shares = None if rows is None else [rows[a:b] for a, b in itertools.pairwise(begins)]
+        mine = self._control.scatter(shares)
+        return np.concatenate(mine).astype(np.float32) if mine else np.zeros(0, np.float32)
 
 
 def watched(control: ControlGroup, doing: str, submit: Callable[[], Pending]) -> Any:
-    """Have rank 0 submit a call and return its result, None on the others; a stop or a failure reaches all. Collective.
-
-    Raises:
-        Stopped: this call or the one that was submitted was asked to stop; it has ended on all.
-    """
+    """Have rank 0 submit a call; it returns the result, None the others; a stop or failure reaches all. Collective."""
     pending: Pending | None = None
     value: Any = None
     failure: Exception | None = None
@@ -177,16 +188,6 @@ def _awake(held: dict[str, Any]) -> bool:
     return held["weights"] not in ("cpu", "meta") and held["kv_cache"] == "cuda"
 
 
-def _refuse_unlike(given: list[tuple[dict[str, Any], int]]) -> None:
-    """All ranks sample alike: one call asks for the prompts of all."""
-    for rank, own in enumerate(given):
-        if own != given[0]:
-            raise DataError(
-                f"gather_and_generate: sampling_params differ between ranks: rank 0 gave {given[0][0]} with "
-                f"n={given[0][1]}, rank {rank} gave {own[0]} with n={own[1]}; give the same on all."
-            )
-
-
 def _placed(error: DataError, ranks: int) -> DataError:
     """The replica knows a prompt by its place among those of all ranks: say so."""
     if ranks == 1 or not str(error).startswith("prompt "):
@@ -195,7 +196,6 @@ def _placed(error: DataError, ranks: int) -> DataError:
 
 
 def _outputs(rollouts: Rollouts) -> list[GenerateOutput]:
-    """All completions, prompt by prompt."""
     prompts = [ids.tolist() for ids in rollouts.prompt_ids]
     bounds = rollouts.responses.offsets
     return [

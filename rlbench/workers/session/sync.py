@@ -5,9 +5,10 @@ Gathering is a collective of the ranks themselves; rank 0 asks the replicas for 
 
 from __future__ import annotations
 
+import functools
 import secrets
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,18 +17,20 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from rlbench.data.batches.sequences import as_batch
+from rlbench.data.batches.batch import as_batch
 from rlbench.dispatch import context
 from rlbench.dispatch.chain import Steps, run
 from rlbench.dispatch.link import shm_prefix
 from rlbench.errors import StateError, Stopped
+from rlbench.nn.lora import Adapted
 from rlbench.strategies.base import StrategyBase
 from rlbench.strategies.generation.engine import led
+from rlbench.strategies.memory.offloading import kept_on_host, reshard
 from rlbench.strategies.memory.owners import weight_tensors
-from rlbench.strategies.surface.memory_side import kept_on_host, reshard
 from rlbench.trainers.passes.forward import PolicyModel, evaluating
 from rlbench.weights import facts
 from rlbench.weights.manifest import Manifest, merged
+from rlbench.weights.probe import Probe
 from rlbench.weights.sync import Synced, per_replica, send_while_applying, sync_steps
 from rlbench.weights.transport import Choice, Facts
 from rlbench.workers.train.stage import WeightSender
@@ -41,7 +44,7 @@ class RankSync:
     """One rank's part in bringing weights to the replicas. What it holds for that is reused from sync to sync."""
 
     def __init__(self, engine: Any, session: Any, strategy: StrategyBase) -> None:
-        self._engine, self._session, self._strategy = engine, session, strategy
+        self.engine, self._session, self.strategy = engine, session, strategy
         self._sender: WeightSender | None = None
         self._noted: dict[str, Any] | None = None
         uuid = facts.gpu_uuid(strategy.device.device)
@@ -51,21 +54,22 @@ class RankSync:
         self.prefix = f"{shm_prefix(session.name)}{session.engine}-ranks-{token}"
 
     def update(self, module: nn.Module, transport: str | None) -> Synced:
-        """Bring `module`'s weights to the replicas, prove them, commit their version; collective.
+        """Bring `module`'s weights to the replicas, prove them, commit their version; collective."""
+        control = self.strategy.control
+        control.together(DOING, lambda: _need_here(module, self.strategy))
 
-        Raises as `strategy.update_engine_weights`.
-        """
-        control = self._strategy.control
-        control.together(DOING, lambda: _need_here(module, self._strategy))
-        led(control, DOING, self._make_room)
+        def make_room() -> None:
+            if any(state["weights"] in ("cpu", "meta") for state in self.engine.control("status")):
+                self.engine.cuda("weights")
+
+        led(control, DOING, make_room)
 
         def lead(steps: Steps) -> Steps:
             yield from ()
             return led(control, DOING, lambda: run(steps))
 
-        source = ModuleSource(module, self._sender_of(module), self._strategy, self._engine, self)
-        done: Synced = run(sync_steps(source, self._engine, transport, lead))
-        return done
+        source = ModuleSource(module, self._sender_of(module), self)
+        return run(sync_steps(source, self.engine, transport, lead))
 
     def new_version(self, held: Sequence[int]) -> int:
         """Take a version that no weights of the session had before."""
@@ -75,81 +79,83 @@ class RankSync:
         self._session.link.apply(*({"do": "set", "key": "version", "value": value} for value in values))
         return version
 
-    def committed(self, version: int, manifest: Manifest) -> None:
-        """Make the version the session's, and note what `session.heal()` may go on from beside the kernel's syncs."""
+    def adapter(self, module: nn.Module) -> int:
+        """Return the number that the module's adapter has in the replicas, the session's branch's; 0 without one."""
+        if not Adapted.of(module):
+            return 0
+
+        def number() -> int:
+            state = self._session.link.state("branch", "adapters")
+            return int(state["adapters"].get(state["branch"], 1))
+
+        return led(self.strategy.control, DOING, number)
+
+    def committed(self, module: nn.Module, version: int, manifest: Manifest) -> None:
+        """Of the session's own policy, make the version the session's; note what `session.heal()` may go on from."""
+        if getattr(module, "_rank_context", None) is None or self._session.engine != OWN_ENGINE:
+            return
         self._session.link.set(version=version)
-        if manifest.transport == "shm":
+        if manifest.transport == "shm" and not Adapted.of(module):
             fields: dict[str, Any] = {"rank_staged_version": version}
             if (layout := asdict(manifest)) != self._noted:
                 fields["rank_staged"] = self._noted = layout
             self._session.link.engine(self._session.engine, fields)
 
-    def is_own(self, module: nn.Module) -> bool:
-        """Whether this is the session's own policy."""
-        return getattr(module, "_rank_context", None) is not None and self._session.engine == OWN_ENGINE
-
-    def _make_room(self) -> None:
-        if any(state["weights"] in ("cpu", "meta") for state in self._engine.control("status")):
-            self._engine.cuda("weights")
-
     def _sender_of(self, module: nn.Module) -> WeightSender:
-        """What gathers this module; one at a time, since what it staged last lies in memory."""
         if self._sender is None or not self._sender.gives(module):
             if self._sender is not None:
                 self._sender.close()
-            stop_requested = lambda: context.current().stop_requested()  # noqa: E731
-            self._sender = sender = WeightSender(module, self._strategy.control, stop_requested)
+            sender = WeightSender(module, self.strategy.control, lambda: context.current().stop_requested())
+            self._sender = sender
             weakref.finalize(self, sender.close)  # what is staged goes with the strategy …
-            weakref.finalize(module, _call, weakref.WeakMethod(sender.close))  # … or with the module, which outlives it
+            weakref.finalize(module, _closed, weakref.ref(sender))  # … or with the module, which outlives it
         return self._sender
+
+
+def _closed(sender: weakref.ref[WeightSender]) -> None:
+    if (alive := sender()) is not None:
+        alive.close()
 
 
 class ModuleSource:
     """A module of the ranks as the trainer's end of a sync, on each of them: a `WeightSource`; all is collective."""
 
-    def __init__(
-        self, module: nn.Module, sender: WeightSender, strategy: StrategyBase, engine: Any, sync: RankSync
-    ) -> None:
-        self._module, self._sender, self._strategy, self._engine, self._sync = module, sender, strategy, engine, sync
-        self._control = strategy.control
+    def __init__(self, module: nn.Module, sender: WeightSender, sync: RankSync) -> None:
+        self._module, self._sender, self._sync = module, sender, sync
+        self._engine, self._strategy, self._control = sync.engine, sync.strategy, sync.strategy.control
         self._sends = False
-        self.dtype = compute_dtype(module, strategy)
+        self.dtype, self.adapter = compute_dtype(module, sync.strategy), sync.adapter(module)
         self.new_version = sync.new_version
+        self.committed = functools.partial(sync.committed, module)
 
     def facts(self) -> list[Facts]:
         return self._control.gather(self._sync.facts)
 
-    def logprobs(self, tokens: list[list[int]]) -> Steps:
+    def logprobs(self, probe: Probe) -> Steps:
         """The module's log-probs; every rank computes all of them, as there are few."""
         yield from ()
-        batch = as_batch(tokens)
-        model = PolicyModel(self._module, self._strategy.device.device, self._strategy.bf16)
+        batch = as_batch(probe.tokens, probe.images)
+        model = PolicyModel(self._module, self._strategy.device.device, self._strategy.half is not None)
         try:
             with torch.no_grad(), evaluating(self._module):
-                with model.stats(batch, 1.0, packed=False, head="plain") as (logprobs, _, _):
-                    flat = logprobs.float().cpu().numpy()
+                with model.stats(batch, 1.0, packed=False, head="plain") as (found, _):
+                    flat = found.logprobs.float().cpu().numpy()
         finally:
             reshard(self._module)
         return [np.asarray(row) for row in np.split(flat, batch.responses.offsets[1:-1])]
 
-    def stage(self, choice: Choice) -> Steps:
+    def stage(self, choice: Choice, adapter: int) -> Steps:
         yield from ()
-        own = self._sender.stage(choice.transport, self._sync.prefix, ranks=choice.senders)
-        return merged([manifest for manifest in self._control.gather(own) if manifest is not None])
+        own = self._sender.stage(choice.transport, self._sync.prefix, ranks=choice.senders, adapter=adapter)
+        return merged(self._control.gather(own))
 
     def announce(self, sender: int, options: dict[str, Any]) -> Steps:
         yield from ()
         self._sends = self._control.rank == sender
-        manifest: Manifest = self._control.gather(self._sender.announce(**options))[sender]
-        return manifest
+        return self._control.gather(self._sender.announce(**options))[sender]
 
     def broadcast(self, manifest: Manifest, workers: list[int]) -> Steps:
-        """Gather all weights and send them; the rank that sends asks the replicas to receive, and watches them.
-
-        Raises:
-            Stopped: before anything was sent; the replicas keep their weights.
-            WeightSyncError: a side failed or died; replicas that had begun refuse to generate until a sync succeeds.
-        """
+        """Gather all weights and send them; the rank that sends asks the replicas to receive, and watches them."""
         yield from ()
         to = self._engine.name
 
@@ -172,23 +178,14 @@ class ModuleSource:
         yield from ()
         self._sender.release_staged()
 
-    def committed(self, version: int, manifest: Manifest) -> None:
-        if self._sync.is_own(self._module):
-            self._sync.committed(version, manifest)
-
 
 def compute_dtype(module: nn.Module, strategy: StrategyBase) -> str:
     """Return what a module computes in, by torch's name: as it was sharded, else as the strategy says."""
     held = next(module.parameters()).dtype
-    found = torch.bfloat16 if strategy.bf16 else held
+    dtype = strategy.half or held
     if isinstance(module, FSDPModule):
-        found = module._get_fsdp_state()._mp_policy.param_dtype or held
-    return str(found).removeprefix("torch.")
-
-
-def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    if (found := method()) is not None:
-        found()
+        dtype = module._get_fsdp_state()._mp_policy.param_dtype or held
+    return str(dtype).removeprefix("torch.")
 
 
 def _need_here(module: nn.Module, strategy: StrategyBase) -> None:

@@ -1,11 +1,7 @@
-"""Where ranks that run the same cell can be stopped: at a statement, all after the same collective.
-
-A rank that stops by itself leaves its peers in a collective that never completes. So a rank that is asked to stop holds
-at its next statement, says how many collectives it has issued, and waits. Who has issued fewer than another goes on
-until it is level; once all hold with the same number, nobody can move any more, and all stop. A rank that has ended its
-cell issues no more, so nobody waits for it. Ranks meet in the engine's TCP store: the process group itself is what must
-not be waited in.
-"""
+"""Where ranks that run the same cell can be stopped: at a statement, all after the same collective. A rank that is
+asked to stop holds at its next statement, says how many collectives it has issued, and waits; who has issued fewer goes
+on until it is level. Once all hold with the same number, all stop. Ranks meet in the engine's TCP store, as the process
+group itself must not be waited in."""
 
 from __future__ import annotations
 
@@ -14,47 +10,27 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from rlbench.errors import Stopped
 
-GATE = "__rlbench_statement__"
-"""What each statement of a cell calls first."""
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+GATE = "__rlbench_statement__"  # what each statement of a cell calls first
 POLL_S = 0.02
 TELL_S = 0.1
 LOST_S = 60.0
 """How long a rank holds, or goes on to be level, before it stops wherever the others are."""
 
 
-class Board(Protocol):
-    """What the ranks write to: a TCP store."""
-
-    def set(self, key: str, value: str) -> None:
-        """Write."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all are there."""
-
-    def get(self, key: str) -> bytes:
-        """Read."""
-
-    def delete_key(self, key: str) -> bool:
-        """Remove."""
-
-
 class Cut:
-    """One rank's part in stopping one cell.
-
-    Args:
-        board: of all ranks that run it, with this cell's own prefix; None for one rank alone.
-        rank, ranks: this one, and all that run the cell.
-        stop_requested: asked at each statement.
-        issued: collectives this rank has issued so far, of all its groups.
-    """
+    """One rank's part in stopping one cell; `board`: the store that all `ranks` that run it write to, None for one
+    alone; `issued`: collectives this rank has issued so far."""
 
     def __init__(
         self,
-        board: Board | None,
+        board: Store | None,
         rank: int,
         ranks: list[int],
         stop_requested: Callable[[], bool],
@@ -95,13 +71,13 @@ class Cut:
         self._holding = True
         self._tell("held")
         while True:
-            said = self._said()
-            highest = max((count for _, count in said.values()), default=mine)
+            others = self._others()
+            highest = max((count for _, count in others), default=mine)
             if highest > mine:  # somebody waits in a collective for this rank
                 self._until, self._holding = highest, False
                 self._tell("runs")
                 return
-            level = [state == "done" or (state == "held" and count == mine) for state, count in said.values()]
+            level = [state == "done" or (state == "held" and count == mine) for state, count in others]
             if len(level) == len(self._ranks) - 1 and all(level):
                 self._end()
             self._check_lost()
@@ -125,15 +101,11 @@ class Cut:
         if self._board is not None:
             self._board.set(str(self._rank), json.dumps([state, self._issued()]))
 
-    def _said(self) -> dict[int, tuple[str, int]]:
-        """What the other ranks said last."""
+    def _others(self) -> list[tuple[str, int]]:
+        """What each other rank that has spoken said last: its state, its count of collectives."""
         assert self._board is not None
-        found = {}
-        for rank in self._ranks:
-            if rank != self._rank and self._board.check([str(rank)]):
-                state, count = json.loads(self._board.get(str(rank)))
-                found[rank] = (str(state), int(count))
-        return found
+        keys = [str(rank) for rank in self._ranks if rank != self._rank]
+        return [tuple(json.loads(self._board.get(key))) for key in keys if self._board.check([key])]
 
 
 def with_statements(tree: ast.Module) -> ast.Module:
@@ -156,15 +128,12 @@ class _Gates(ast.NodeTransformer):
 
 
 def _gated(body: list[ast.stmt]) -> list[ast.stmt]:
-    found: list[ast.stmt] = []
+    gated: list[ast.stmt] = []
     for i, statement in enumerate(body):
+        is_future = isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
         first_text = i == 0 and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-        if not first_text and not isinstance(statement, ast.Global | ast.Nonlocal) and not _is_future(statement):
+        if not first_text and not isinstance(statement, ast.Global | ast.Nonlocal) and not is_future:
             call = ast.Call(ast.Name(GATE, ast.Load()), [], [])
-            found.append(ast.copy_location(ast.Expr(ast.copy_location(call, statement)), statement))
-        found.append(statement)
-    return found
-
-
-def _is_future(statement: Any) -> bool:
-    return isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
+            gated.append(ast.copy_location(ast.Expr(ast.copy_location(call, statement)), statement))
+        gated.append(statement)
+    return gated

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from rlbench.options import section
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlbench.options import refuse, section
 from rlbench.strategies.options.config import HeldOptions
 
 ranks = section("Ranks")
+OPTIMIZER, SCHEDULE, FROZEN = "optimizer", "schedule", "frozen"  # the parts of a setup, see `TrainingSetup`
+ID_LENGTH = 8  # of a snapshot: hexadecimal digits at the end of its folder's name
 
 
 class RankOptions(HeldOptions):
@@ -13,11 +19,11 @@ class RankOptions(HeldOptions):
 
     device: str = ranks("auto", "auto (a GPU where there is one), cpu or cuda")
     bf16: bool | None = ranks(
-        None, "compute in bfloat16, reduce gradients in float32; None: on a GPU, and for a module in bfloat16"
+        None,
+        "compute in bfloat16, reduce gradients in float32; None: on a GPU that has it, and without one for a module in "
+        "bfloat16; False: as the weights are held",
     )
-    masters: bool | None = ranks(
-        None, "hold half-precision parameters in float32; None: where the module trains (`on_weights_materialized`)"
-    )
+    masters: bool | None = ranks(None, "hold half-precision parameters in float32; None: where the module trains")
     reshard_after_forward: bool = ranks(True, "free gathered layers after their forward; False trades memory for time")
     local_ranks: int | None = ranks(None, "ranks that share this host's cores; None: all")
     threads: int | None = ranks(None, "compute threads of a rank; None: cores / local_ranks")
@@ -25,6 +31,18 @@ class RankOptions(HeldOptions):
         "127.0.0.1", "address rank 0 listens on for its peers; loopback gives way to rb.init(network_interface=…)"
     )
     timeout_s: float = ranks(1800.0, "seconds after which a collective that waits for a peer fails")
+
+    @classmethod
+    def check_given(cls, given: Mapping[str, Any]) -> None:
+        """Refuse float16 over weights that are not float32, too."""
+        super().check_given(given)
+        refuse(
+            (
+                given.get("fp16") is True and given.get("masters") is False,
+                "fp16=True and masters=False cannot be honoured together: small gradients would vanish in weights "
+                "of half precision; leave masters out",
+            ),
+        )
 
 
 class TrainConfig(RankOptions):
@@ -36,3 +54,14 @@ class TrainConfig(RankOptions):
     micro_train_batch_size: int = ranks(1, "sequences of one backward, for `strategy.optimizer_step`")
     train_batch_size: int = ranks(1, "sequences of one step over all ranks")
     adam_offload: bool = ranks(False, "`strategy.maybe_offload_optimizer` moves optimizer state to the host")
+
+
+@dataclass(frozen=True)
+class AroundStep:
+    """The folders of the snapshots `before` and `after` an optimizer step, of the one `earlier` to share with, and of
+    those that no record names any more, whose memory is `spare`."""
+
+    before: str
+    after: str
+    earlier: str | None
+    spare: list[str]

@@ -6,25 +6,19 @@ import socket
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from rlbench.strategies.memory.device import RankDevice, current_accelerator_kwargs
+from rlbench.strategies.memory.device import RankDevice
 from rlbench.weights import facts
 
 KEPT_MARKS = 32
 
 
 class RankGroup:
-    """One rank's connection to the others.
-
-    Args:
-        rank, world_size: of this rank.
-        host: address rank 0 listens on; only there, not on all interfaces.
-        timeout_s: of collectives and of joining.
-    """
+    """One rank's connection to the others; `host`: the address rank 0 listens on, only there, not on all interfaces."""
 
     def __init__(self, rank: int, world_size: int, host: str, timeout_s: float) -> None:
-        self.rank = rank
-        self.world_size = world_size
+        self.rank, self.world_size = rank, world_size
         self._host = host
         self._timeout = timedelta(seconds=timeout_s)
         self._server: dist.TCPStore | None = None
@@ -41,10 +35,9 @@ class RankGroup:
             return None
         if self._server is None:
             listener = socket.create_server((self._host, 0), backlog=128)
-            port = int(listener.getsockname()[1])
             self._server = dist.TCPStore(
                 self._host,
-                port,
+                int(listener.getsockname()[1]),
                 self.world_size,
                 is_master=True,
                 timeout=self._timeout,
@@ -55,17 +48,16 @@ class RankGroup:
 
     def join(self, master: tuple[str, int], device: RankDevice) -> None:
         """Connect to the store at `master` and form the process group; collective."""
-        facts.keep_gloo_on(master[0])
+        facts.keep_gloo_on(self._host)  # of this rank's own node
         store = self._server or dist.TCPStore(*master, self.world_size, is_master=False, timeout=self._timeout)
         self._marks = dist.PrefixStore("calls", store.clone())  # its own connection: a wait must not block collectives
         self._words = store.clone()  # and a third: words are left from a thread of their own
         dist.init_process_group(
-            device.backend,
             store=dist.PrefixStore("group", store),
             rank=self.rank,
             world_size=self.world_size,
             timeout=self._timeout,
-            **current_accelerator_kwargs(device.device),
+            **device.group_arguments(),
         )
         self._joined = True
 
@@ -83,12 +75,9 @@ class RankGroup:
             board.delete_key(str(self.rank))
 
     def register(self, epoch: int, seq: int, timeout_s: float) -> bool:
-        """Mark call (epoch, seq) and wait for all ranks' marks; all ranks get the same answer.
-
-        The first rank to decide, by seeing all marks or by running out of time, decides for all. Before the
-        ranks have joined there is nothing to order, and the answer is True. A mark says whether the rank failed in the
-        call before (`take_failure`).
-        """
+        """Mark call (epoch, seq) and wait for all ranks' marks, which say whether the rank failed in the call before.
+        The first rank to decide, by seeing all or running out of time, decides for all; True before the ranks have
+        joined."""
         if self._marks is None or self.world_size == 1:
             return True
         call = f"{epoch}/{seq}"
@@ -101,28 +90,24 @@ class RankGroup:
         except dist.DistStoreError:
             own = "drop"
         verdict = bytes(self._marks.compare_set(f"{call}/verdict", "", own))
-        self._forget_old(call)
+        self._marked.append(call)
+        while len(self._marked) > KEPT_MARKS:  # marks of calls long past are of no use
+            old = self._marked.pop(0)
+            self._marks.delete_key(f"{old}/{self.rank}")
+            if self.rank == 0:
+                self._marks.delete_key(f"{old}/verdict")
         self.failed &= verdict != b"go"  # a call that was dropped ran nowhere
         return verdict == b"go"
 
     def take_failure(self) -> bool:
         """Whether some rank failed in the call before this one; said once."""
-        found, self._some_failed = self._some_failed, False
-        return found
-
-    def _forget_old(self, call: str) -> None:
-        """Keep the store small: marks of calls long past are of no use."""
-        assert self._marks is not None
-        self._marked.append(call)
-        while len(self._marked) > KEPT_MARKS:
-            old = self._marked.pop(0)
-            self._marks.delete_key(f"{old}/{self.rank}")
-            if self.rank == 0:
-                self._marks.delete_key(f"{old}/verdict")
+        failed, self._some_failed = self._some_failed, False
+        return failed
 
     def close(self) -> None:
         """Leave the group."""
         if self._joined:
             dist.destroy_process_group()
+            _clear_sharding_prop_cache()  # it knows groups by names that the next ones will have again
             self._joined = False
         self._marks = self._server = None

@@ -1,5 +1,5 @@
-"""The namespace of `train.run` and of cells that run on a rank: globals that stay from call to call; and scripts, which
-run as a program of their own and leave their names in it."""
+"""The namespace of `train.run` and of cells on a rank: globals that stay from call to call; scripts run as a program of
+their own and leave their names in it."""
 
 from __future__ import annotations
 
@@ -31,21 +31,17 @@ class Cell:
 
 
 class Namespace:
-    """Globals of the functions and cells a user runs on a rank. `given` names always mean what the rank
-    says."""
+    """`names`: globals of the functions and cells a user runs on a rank, where `fixed` ones mean what the rank says."""
 
-    def __init__(self, **given: Any) -> None:
-        self._given = given
+    def __init__(self, **fixed: Any) -> None:
+        self._fixed = fixed
         self._cells = 0
-        self._globals: dict[str, Any] = {"__name__": "__rank__", "__builtins__": __builtins__, **given}
+        self.names: dict[str, Any] = {"__name__": "__rank__", "__builtins__": __builtins__, **fixed}
         self._imported: set[str] = set()  # by scripts, from their own folders
 
     def run(self, work: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function with this namespace as its globals, or run a cell (a string) and return its last
-        value.
-
-        What the function itself refers to is put into the namespace; what it assigns by `global` stays there.
-        """
+        """Call a function with this namespace as its globals, which takes what it refers to; or run a cell (a
+        string)."""
         if isinstance(work, str):
             return self.run_cell(Cell(work), lambda: None)
         if not callable(work):
@@ -53,47 +49,36 @@ class Namespace:
         with _program([getattr(work, "__name__", type(work).__name__)]):
             if not isinstance(work, types.FunctionType):
                 return work(*args, **kwargs)
-            skipped = {"__name__", "__builtins__", *self._given}
-            self._globals.update({name: value for name, value in work.__globals__.items() if name not in skipped})
-            bound = types.FunctionType(work.__code__, self._globals, work.__name__, work.__defaults__, work.__closure__)
+            skipped = {"__name__", "__builtins__", *self._fixed}
+            self.names.update({name: value for name, value in work.__globals__.items() if name not in skipped})
+            bound = types.FunctionType(work.__code__, self.names, work.__name__, work.__defaults__, work.__closure__)
             bound.__kwdefaults__ = work.__kwdefaults__
             return bound(*args, **kwargs)
 
-    @property
-    def names(self) -> dict[str, Any]:
-        """What the next function or cell finds."""
-        return self._globals
-
     def run_cell(self, cell: Cell, statement: Callable[[], None]) -> Any:
-        """Run a cell and return the value of its last expression; `statement` is called before each statement.
-
-        A function that an earlier cell defined calls this cell's.
-        """
+        """Run a cell and return the value of its last expression; `statement` is called before each statement."""
         self._cells += 1
         with _program(["cell", *cell.args]):
-            return _executed(cell.source, f"<rank cell {self._cells}>", self._globals, statement)
+            return _executed(cell.source, f"<rank cell {self._cells}>", self.names, statement)
 
     def run_script(self, cell: Cell, statement: Callable[[], None]) -> Any:
-        """Run a file as Python runs one: `__main__`, with names of its own, beside modules it can import.
-
-        What it defines stays in the namespace, as with IPython's `%run`; a `sys.exit(0)` is its end, not an error.
-
-        Returns:
-            The value of its last expression, None where it ends otherwise.
-        """
+        """Run a file as Python runs one, `__main__` beside modules it can import; return its last expression's value.
+        What it defines stays in the namespace, as with IPython's `%run`; a `sys.exit(0)` is its end, not an error."""
         main = types.ModuleType("__main__")
-        main.__dict__.update(self._given, __file__=cell.file, __builtins__=__builtins__)
+        main.__dict__.update(self._fixed, __file__=cell.file, __builtins__=__builtins__)
+        rank, size = str(self._fixed["rank"]), str(self._fixed["world_size"])  # as `torchrun` tells a script
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
         try:
-            with self._beside(Path(cell.file).parent), _program([cell.file, *cell.args], _as_torchrun(self._given)):
-                with contextlib.redirect_stderr(sys.stdout), _entry("__main__", main):
+            with self._beside(Path(cell.file).parent), _program([cell.file, *cell.args], place, main):
+                with contextlib.redirect_stderr(sys.stdout):
                     return _executed(cell.source, cell.file, main.__dict__, statement)
         except SystemExit as end:
             if end.code in (None, 0):
                 return None
             raise
         finally:
-            left = {name: value for name, value in vars(main).items() if name not in (*OF_A_MODULE, *self._given)}
-            self._globals.update(left)
+            left = {name: value for name, value in vars(main).items() if name not in (*OF_A_MODULE, *self._fixed)}
+            self.names.update(left)
 
     @contextlib.contextmanager
     def _beside(self, folder: Path) -> Iterator[None]:
@@ -112,7 +97,6 @@ class Namespace:
 
 
 def _executed(source: str, name: str, names: dict[str, Any], statement: Callable[[], None]) -> Any:
-    """Run the text and return the value of its last expression."""
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)  # for its errors
     tree = ast.parse(source, name)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -124,35 +108,17 @@ def _executed(source: str, name: str, names: dict[str, Any], statement: Callable
     return eval(compile(ast.Expression(last.value), name, "eval"), names)
 
 
-# -- what a program has of its process
-
-
 @contextlib.contextmanager
-def _program(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Give the code a command line of its own, and variables of its environment."""
-    before, variables = sys.argv, {name: os.environ.get(name) for name in environment or {}}
-    sys.argv = list(argv)
+def _program(
+    argv: Sequence[str], environment: Mapping[str, str] | None = None, main: types.ModuleType | None = None
+) -> Iterator[None]:
+    before, main_before = sys.argv, sys.modules["__main__"]
+    variables = {name: os.environ.get(name) for name in environment or {}}
+    sys.argv, sys.modules["__main__"] = list(argv), main or main_before
     os.environ.update(environment or {})
     try:
         yield
     finally:
-        sys.argv = before
+        sys.argv, sys.modules["__main__"] = before, main_before
         for name, value in variables.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
-def _as_torchrun(given: Mapping[str, Any]) -> dict[str, str]:
-    """What `torchrun` tells a script of its place; the group of the ranks is joined already."""
-    rank, world_size = str(given["rank"]), str(given["world_size"])
-    return {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-
-
-@contextlib.contextmanager
-def _entry(name: str, module: types.ModuleType) -> Iterator[None]:
-    """Put a module under a name for a while."""
-    before = sys.modules[name]
-    sys.modules[name] = module
-    try:
-        yield
-    finally:
-        sys.modules[name] = before

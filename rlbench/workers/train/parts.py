@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from rlbench.nn import BaseTrainModule
 from rlbench.strategies.fsdp2 import FSDPV2Strategy
+from rlbench.strategies.memory.offloading import reshard
 from rlbench.trainers.update.policy_step import PolicyStep
 from rlbench.workers.train.config import TrainConfig
+from rlbench.workers.train.group import RankGroup
+from rlbench.workers.train.namespace import Namespace
 from rlbench.workers.train.stage import WeightSender
 from rlbench.workers.train.states import Residency
 
@@ -20,9 +24,22 @@ class RankParts:
     config: TrainConfig
     module: BaseTrainModule
     strategy: FSDPV2Strategy
+    group: RankGroup
     residency: Residency
     policy: PolicyStep
     sender: WeightSender
+    namespace: Namespace
+
+    def of_the_user(self, work: Callable[[], Any]) -> Any:
+        """Do what a user wrote: whatever ends it early, no gathered parameter is left behind, on any rank."""
+        try:
+            return work()
+        except BaseException:
+            reshard(self.module)
+            self.group.failed = True
+            raise
+        finally:
+            self.residency.measure()
 
 
 def verbs_of(components: Iterable[type]) -> dict[str, type]:

@@ -1,8 +1,8 @@
-"""The verbs of a rank that give the live module another class: new code, the same weights, optimizer and random state.
+"""The component of a rank that gives the live module another class: new code, the same weights, optimizer and random
+state.
 
 FSDP2 gives a module it shards a class of its own, `FSDP<Name>(FSDPModule, Name)`; what a user redefines is the `Name`
-below it. Methods added one by one lie in a layer between the two, made anew each time, so that a hundred edits leave
-one class, not a hundred.
+below it. Methods added one by one lie in a layer between the two, made anew each time:
 
     FSDPMine(FSDPModule, layer)  ->  layer(Mine) with the added methods  ->  Mine, the user's class  ->  bases
 """
@@ -12,9 +12,9 @@ from __future__ import annotations
 import inspect
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 from torch import nn
@@ -23,93 +23,67 @@ from torch.distributed.fsdp import FSDPModule
 from rlbench.checkpoint.rank_state import random_state, set_random_state
 from rlbench.errors import EngineError, nearest
 from rlbench.nn import BaseTrainModule, callable_methods, device
-from rlbench.nn.base import renew_forward
-from rlbench.nn.methods import FRAMEWORKS, HOOKS
+from rlbench.nn.base import FRAMEWORKS, HOOKS, renew_forward
 from rlbench.user_code import user_code
-
-if TYPE_CHECKING:
-    from rlbench.strategies.fsdp2 import FSDPV2Strategy
-    from rlbench.trainers.update.policy_step import PolicyStep
+from rlbench.workers.train.parts import RankParts
 
 LAYER = "_rlbench_layer"
 """Where a class of ours keeps its `Layer`."""
+NOT_RUN_AGAIN = {
+    "__init__": "layers, parameters and attributes stay as they were built",
+    "on_weights_materialized": "optimizer and attributes stay as they are",
+}
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 OWN = ("device", "rank", "world_size", "strategy", "stop_requested")
 """What a module is told of its rank by these names."""
 
 
-class RedefineVerbs:
-    """What `TrainRank` inherits; all verbs are collective, and change all ranks or none."""
+class Redefining:
+    """Verbs of a built rank; all are collective, and change all ranks or none."""
 
-    _policy: PolicyStep
-    _strategy: FSDPV2Strategy
-    _methods: frozenset[str]
-
-    def _built(self) -> BaseTrainModule:
-        raise NotImplementedError
+    def __init__(self, parts: RankParts) -> None:
+        self._parts = parts
 
     def redefine(self, blob: bytes, identity: str, replaced: str | None, reserved: Sequence[str]) -> dict[str, Any]:
-        """Put a class in the place of the one of its name, in the module itself or in the modules inside it.
-
-        Args:
-            blob: the class, by value.
-            identity: of its code; the same as that of the class in place changes nothing.
-            replaced: name of the class in place, where it has another one.
-            reserved: names of the engine's verbs, which no method may take.
-
-        Returns:
-            `changed`, `modules` (how many have it now), `methods` of the module, `notes` for the user.
-
-        Raises:
-            EngineError: it cannot take that place; no rank is changed.
-        """
-        module = self._built()
-        found = self._strategy.control.together(
-            "redefining a class", lambda: _unpickled_change(module, blob, identity, replaced, reserved)
-        )
-        return self._changed(found)
+        """Put a class (`blob`, of code `identity`) in the place of the one of its name, or of `replaced`, in the module
+        or its parts; no method may take a name that is `reserved`."""
+        return self._change("redefining a class", _class_change, blob, identity, replaced, reserved)
 
     def add_method(self, blob: bytes, identity: str, reserved: Sequence[str]) -> dict[str, Any]:
         """Add one method to the module's class, or replace it; returns and raises as `redefine`."""
-        module = self._built()
-        found = self._strategy.control.together(
-            "adding a method", lambda: _unpickled_method(module, blob, identity, reserved)
-        )
-        return self._changed(found)
+        return self._change("adding a method", _method_change, blob, identity, reserved)
 
-    def _changed(self, found: Change) -> dict[str, Any]:
-        module = self._built()
-        for part, cls in found.classes:
+    def _change(self, doing: str, plan: Callable[..., Change], *asked: Any) -> dict[str, Any]:
+        module = self._parts.module
+        change: Change = self._parts.strategy.control.together(doing, lambda: plan(module, *asked))
+        for part, cls in change.classes:
             part.__class__ = cls
-        if found.classes:
+        if change.classes:
             renew_forward(module)
-            self._policy.renew()
-        methods = callable_methods(type(module))
-        self._methods = frozenset(info["name"] for info in methods)
+            self._parts.policy.renew()
         return {
-            "changed": bool(found.classes),
-            "modules": found.modules,
-            "methods": methods,
-            "notes": found.notes,
+            "changed": bool(change.classes),
+            "modules": change.modules,
+            "methods": callable_methods(type(module)),
+            "notes": change.notes,
         }
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What lies on a user's class. `identity`: of that class, empty for the one it was built with. `added`: methods by
-    name, each with its identity."""
+    """What lies on a user's class: its `identity` (empty as built), and `added` methods by name with theirs."""
 
     identity: str = ""
     added: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
 
 
+@dataclass
 class Change:
-    """What is to be done on this rank: `classes`, the new class of each module, made and tried. None: all is as
-    wanted."""
+    """What is to be done on this rank: the new class of each module, made and tried; none: all is as wanted."""
 
-    def __init__(self, modules: int, notes: Sequence[str] = ()) -> None:
-        self.modules = modules
-        self.notes = list(notes)
-        self.classes: list[tuple[nn.Module, type]] = []
+    modules: int
+    notes: list[str] = field(default_factory=list)
+    classes: list[tuple[nn.Module, type]] = field(default_factory=list)
 
     def give(self, module: nn.Module, user_class: type, layer: Layer) -> None:
         """Plan a class for one module; raises EngineError where Python does not allow it."""
@@ -123,7 +97,7 @@ class Change:
         self.classes.append((module, live))
 
 
-def _unpickled_change(
+def _class_change(
     module: BaseTrainModule, blob: bytes, identity: str, replaced: str | None, reserved: Sequence[str]
 ) -> Change:
     cls = _loaded(blob, "the class")
@@ -144,25 +118,29 @@ def _unpickled_change(
         _check_bases(cls, old)
     if module in places:
         _check_names(cls, module, reserved)
-    before = random_state()
-    try:
-        notes = _check_structure(cls, places)
-    finally:
-        set_random_state(before)
-    change = Change(len(places), notes)
+    pairs = [(old, name) for old in olds for name in NOT_RUN_AGAIN]
+    changed = [n for old, n in pairs if not _same_function(getattr(old, n, None), getattr(cls, n, None))]
+    if "__init__" in changed:
+        before = random_state()
+        try:
+            for old in olds:
+                _check_parameters(cls, next(part for part in places if _user_class(part) is old))
+        finally:
+            set_random_state(before)
+    change = Change(len(places), [_not_run(cls, name) for name in dict.fromkeys(changed)])
     for part in places:
         added = {name: own for name, own in _layer(part).added.items() if not _defines(cls, name)}
         change.give(part, cls, Layer(identity, added))
     return change
 
 
-def _unpickled_method(module: BaseTrainModule, blob: bytes, identity: str, reserved: Sequence[str]) -> Change:
-    given = _loaded(blob, "the method")
-    function = given.__func__ if isinstance(given, staticmethod | classmethod) else given
+def _method_change(module: BaseTrainModule, blob: bytes, identity: str, reserved: Sequence[str]) -> Change:
+    method = _loaded(blob, "the method")
+    function = method.__func__ if isinstance(method, staticmethod | classmethod) else method
     if not isinstance(function, types.FunctionType) or function.__name__ == "<lambda>":
-        raise EngineError(f"a method is made of a function with a name, not of {given!r}: def name(self, …): …")
+        raise EngineError(f"a method is made of a function with a name, not of {method!r}: def name(self, …): …")
     name = function.__name__
-    if not isinstance(given, staticmethod) and not inspect.signature(function).parameters:
+    if not isinstance(method, staticmethod) and not inspect.signature(function).parameters:
         raise EngineError(f"{name}() takes no argument; a method's first one is the module: def {name}(self, …).")
     owner = next((c for c in _user_class(module).__mro__ if name in vars(c)), None)
     if name in reserved or (owner is not None and _framework(owner) and name not in HOOKS):
@@ -173,8 +151,8 @@ def _unpickled_method(module: BaseTrainModule, blob: bytes, identity: str, reser
     layer = _layer(module)
     if layer.added.get(name, (None, ""))[1] == identity:
         return Change(1)
-    change = Change(1, _not_run(name))
-    change.give(module, _user_class(module), replace(layer, added={**layer.added, name: (given, identity)}))
+    change = Change(1, [_not_run(_user_class(module), name)] if name in NOT_RUN_AGAIN else [])
+    change.give(module, _user_class(module), replace(layer, added={**layer.added, name: (method, identity)}))
     return change
 
 
@@ -189,21 +167,17 @@ def _loaded(blob: bytes, what: str) -> Any:
         ) from error
 
 
-# -- the classes of a live module
-
-
 def _live_class(module: nn.Module, user_class: type, layer: Layer) -> type:
     """The user's class with our layer on it and, where the module is sharded, FSDP's as fully_shard makes it."""
     names = {"__module__": "__main__", "__qualname__": user_class.__qualname__, "__doc__": user_class.__doc__}
-    methods = {name: given for name, (given, _) in layer.added.items()}
+    methods = {name: method for name, (method, _) in layer.added.items()}
     kind: Any = type(user_class)
     ours: type = kind(user_class.__name__, (user_class,), {**names, LAYER: layer, **methods})
     if not isinstance(module, FSDPModule):
         return ours
-    kept = {"__deepcopy__": vars(type(module))["__deepcopy__"], "__module__": type(module).__module__}
+    of_fsdp = {"__deepcopy__": vars(type(module))["__deepcopy__"], "__module__": type(module).__module__}
     kind = type(type(module))
-    live: type = kind(f"FSDP{user_class.__name__}", (FSDPModule, ours), kept)
-    return live
+    return kind(f"FSDP{user_class.__name__}", (FSDPModule, ours), of_fsdp)
 
 
 def _below_fsdp(module: nn.Module) -> type:
@@ -217,8 +191,7 @@ def _user_class(module: nn.Module) -> type:
 
 
 def _layer(module: nn.Module) -> Layer:
-    found: Layer = vars(_below_fsdp(module)).get(LAYER) or Layer()
-    return found
+    return vars(_below_fsdp(module)).get(LAYER) or Layer()
 
 
 def _name(cls: type) -> str:
@@ -232,9 +205,6 @@ def _framework(cls: type) -> bool:
 
 def _defines(cls: type, name: str) -> bool:
     return any(name in vars(owner) for owner in cls.__mro__ if not _framework(owner))
-
-
-# -- whether a class can take a place
 
 
 def _check_bases(cls: type, old: type) -> None:
@@ -270,82 +240,47 @@ def _check_names(cls: type, module: nn.Module, reserved: Sequence[str]) -> None:
         )
 
 
-def _check_structure(cls: type, places: Sequence[nn.Module]) -> list[str]:
-    """Refuse a constructor that would make other parameters; what is to be said of those that are not run."""
-    notes = []
-    for old in dict.fromkeys(_user_class(part) for part in places):
-        if not _same_function(old.__init__, cls.__init__):  # type: ignore[misc]
-            part = next(part for part in places if _user_class(part) is old)
-            _check_parameters(cls, part)
-            notes += _not_run("__init__", cls.__name__)
-        if not _same_function(_hook(old), _hook(cls)):
-            notes += _not_run("on_weights_materialized", cls.__name__)
-    return notes
-
-
-def _not_run(name: str, owner: str = "") -> list[str]:
-    told = {
-        "__init__": "layers, parameters and attributes stay as they were built",
-        "on_weights_materialized": "optimizer and attributes stay as they are",
-    }
-    shown = f"{owner}.{name}" if owner else name
-    return [f"{shown} changed and is not run again: {told[name]}"] if name in told else []
-
-
-def _hook(cls: type) -> Any:
-    return getattr(cls, "on_weights_materialized", None)
-
-
 def _check_parameters(cls: type, part: nn.Module) -> None:
-    old = _user_class(part)
+    """Refuse a constructor that would make other parameters than the live ones."""
     live = {name: tuple(p.shape) for name, p in part.named_parameters(remove_duplicate=False)}
-    if not hasattr(cls, "_from_config") and _made(old, part) != live:
+    if not hasattr(cls, "_from_config") and _shapes_made(_user_class(part), part) != live:
         return  # it was built with arguments that nobody knows now: its shapes say nothing
-    made = _made(cls, part)
-    if made is None or made == live:
-        return
-    differ = [name for name in {**live, **made} if live.get(name) != made.get(name)]
-    name = differ[0]
-    seen = {True: f"{made.get(name)}, not {live.get(name)}"}.get(name in made and name in live)
-    raise EngineError(
-        f"the parameters of the new {cls.__name__} do not fit the live ones: {len(differ)} differ, first {name!r} "
-        f"({seen or ('only in the new class' if name in made else 'missing in the new class')}). A class is redefined "
-        "around the weights there are; build another engine for other parameters."
-    )
+    made = _shapes_made(cls, part)
+    differ = [] if made is None else [name for name in {**live, **made} if live.get(name) != made.get(name)]
+    if made is not None and differ:
+        name = differ[0]
+        seen = f"{made.get(name, 'missing')} in the new class, {live.get(name, 'missing')} in the live module"
+        raise EngineError(
+            f"the parameters of the new {cls.__name__} do not fit the live ones: {len(differ)} differ, first {name!r} "
+            f"({seen}). A class is redefined around the weights there are; build another engine for other parameters."
+        )
 
 
-def _made(cls: type, part: nn.Module) -> dict[str, tuple[int, ...]] | None:
-    """Shapes of the parameters the class makes, on meta; None where it needs arguments that are not known."""
-    config = getattr(part, "config", None)
-    make: Any = getattr(cls, "_from_config", None)
-    needed = [
-        p
-        for p in list(inspect.signature(cls.__init__).parameters.values())[1:]  # type: ignore[misc]
-        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
-    if (make is None or config is None) and needed:
+def _shapes_made(cls: type, part: nn.Module) -> dict[str, tuple[int, ...]] | None:
+    """Return the shapes of the parameters a class makes, on meta; None where it needs arguments nobody knows."""
+    config, make = getattr(part, "config", None), getattr(cls, "_from_config", None)
+    from_config = make is not None and config is not None
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]  # type: ignore[misc]
+    if not from_config and any(p.default is p.empty and p.kind not in VARIADIC for p in parameters):
         return None
     with device("meta"):
-        made = cls() if make is None or config is None else make(config)
+        made = make(config) if from_config else cls()  # type: ignore[misc]
     return {name: tuple(p.shape) for name, p in made.named_parameters(remove_duplicate=False)}
 
 
+def _not_run(owner: type, name: str) -> str:
+    return f"{owner.__name__}.{name} changed and is not run again: {NOT_RUN_AGAIN[name]}"
+
+
 def _same_function(one: Any, other: Any) -> bool:
-    """Whether two functions do the same, wherever they were typed."""
-    first, second = (getattr(f, "__code__", None) for f in (one, other))
-    if one is other or first is None or second is None:
+    if one is other or not (hasattr(one, "__code__") and hasattr(other, "__code__")):
         return one is other
-    defaults = [(f.__defaults__, f.__kwdefaults__) for f in (one, other)]
-    return _same_code(first, second) and bool(defaults[0] == defaults[1])
+    first, second = ((_plain(f.__code__), f.__defaults__, f.__kwdefaults__) for f in (one, other))
+    return bool(first == second)
 
 
-def _same_code(one: types.CodeType, other: types.CodeType) -> bool:
-    if (one.co_code, one.co_names, len(one.co_consts)) != (other.co_code, other.co_names, len(other.co_consts)):
-        return False
-    return all(map(_same_constant, one.co_consts, other.co_consts))
-
-
-def _same_constant(one: Any, other: Any) -> bool:
-    if isinstance(one, types.CodeType) and isinstance(other, types.CodeType):
-        return _same_code(one, other)
-    return type(one) is type(other) and bool(one == other)
+def _plain(value: Any) -> Any:
+    """A code object without its place in a file; a constant with its type, as 1 and True are equal."""
+    if isinstance(value, types.CodeType):
+        return value.co_code, value.co_names, [_plain(constant) for constant in value.co_consts]
+    return type(value), value

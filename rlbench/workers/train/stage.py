@@ -1,7 +1,5 @@
-"""Gathering full weights for a sync or a checksum: collective, one parameter at a time.
-
-Staging is interruptible; sending, which replicas load at the same time, only until it starts.
-"""
+"""Gathering full weights for a sync or a checksum: collective, one parameter at a time. Staging is interruptible;
+sending, which replicas load at the same time, only until it starts."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ import contextlib
 import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import Any, TypeVar, cast
@@ -20,26 +19,25 @@ from torch.distributed.tensor import DTensor
 from rlbench.dispatch.context import current
 from rlbench.errors import EngineError, Stopped, WeightSyncError, nearest
 from rlbench.nn import BaseTrainModule
-from rlbench.strategies.ranks.control import ControlGroup, Verdict
+from rlbench.nn.lora import NAME, PEFT_PREFIX, Adapted, plain_name
+from rlbench.nn.quantised import QuantisedLinear, quantised_layers
+from rlbench.strategies.optim.gradients import full_shape, gathered, is_split
+from rlbench.strategies.ranks.control import ControlGroup
 from rlbench.user_code import user_code
-from rlbench.weights import broadcast
-from rlbench.weights.channel import Channel
-from rlbench.weights.cuda_ipc import IpcStage
-from rlbench.weights.manifest import Bucket, Manifest, planned
+from rlbench.weights.channel import Channel, send
+from rlbench.weights.manifest import AdapterInfo, Layout, Manifest
 from rlbench.weights.names import to_checkpoint_names, unique_parameters
-from rlbench.weights.shm import DEFAULT_BUCKET_BYTES, ShmStage
+from rlbench.weights.staging import DEFAULT_BUCKET_BYTES, IpcStage, ShmStage
 
 STAGED = ("shm", "ipc")
+ADAPTER = "-adapter"
 T = TypeVar("T")
 VOTE_BYTES = 64 << 20
 Named = Iterator[tuple[str, Tensor]]
 
 
 class WeightSender:
-    """Gives a rank's module to replicas. What it holds for that (buffers, groups) is reused from sync to sync.
-
-    `module`: with the hooks of `rlbench.nn`, or without (a model of transformers). It is not kept alive.
-    """
+    """Gives a rank's module, which it does not keep alive, to replicas; buffers and groups are reused."""
 
     def __init__(self, module: torch.nn.Module, control: ControlGroup, stop_requested: Callable[[], bool]) -> None:
         self._held = weakref.ref(module)
@@ -62,37 +60,36 @@ class WeightSender:
 
     @torch.no_grad()
     def stage(
-        self, transport: str, prefix: str, bucket_bytes: int = DEFAULT_BUCKET_BYTES, ranks: Sequence[int] = (0,)
+        self,
+        transport: str,
+        prefix: str,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        ranks: Sequence[int] = (0,),
+        adapter: int = 0,
     ) -> Manifest | None:
-        """Gather all weights under their checkpoint names into `transport`; collective. Only `ranks` write and return.
-
-        Raises:
-            Stopped: between two parameters; what was staged is not to be used.
-            WeightSyncError: no room in shared memory.
-        """
+        """Gather all weights by their checkpoint names into `transport`, or the adapter alone, where it has a number
+        there; collective. Only `ranks` write and return."""
         if transport not in STAGED:
             raise EngineError(
                 f"transport {transport!r} is not staged{nearest(transport, STAGED)}; {' and '.join(STAGED)} are."
             )
-        tensors = self._checkpoint_tensors(_gathered)
-        if self._control.rank not in ranks:
-            self._consume("staging weights", tensors, lambda: None)
-            return None
-        return self._consume(
-            "staging weights", tensors, lambda: self._stage_of(transport, prefix, bucket_bytes).write(tensors)
-        )
+        prefix += ADAPTER if adapter else ""
+        key, about = (transport, prefix, bucket_bytes), adapter_info(self._module, adapter) if adapter else None
+
+        def write(tensors: Named) -> Manifest:
+            if key not in self._stages:
+                self._stages[key] = ShmStage(prefix, bucket_bytes) if transport == "shm" else IpcStage(bucket_bytes)
+            return replace(self._stages[key].write(tensors), adapter=about)
+
+        work = write if self._control.rank in ranks else None
+        return self._consume("staging weights", _gathered, work, adapter=adapter > 0)
 
     @torch.no_grad()
-    def give(self, doing: str, take: Callable[[Named], T]) -> T | None:
-        """Gather all weights under their checkpoint names and let rank 0 `take` them; collective, interruptible.
-
-        Only rank 0 returns what `take` gave.
-        """
-        tensors = self._checkpoint_tensors(_gathered)
-        if self._control.rank != 0:
-            self._consume(doing, tensors, lambda: None)
-            return None
-        return self._consume(doing, tensors, lambda: take(tensors))
+    def give(self, doing: str, take: Callable[[Named], T], adapter: bool = False) -> T | None:
+        """Gather all weights by their checkpoint names, or the `adapter` as peft saves it; rank 0 returns what `take`
+        gives. Collective."""
+        tensors = self._own_adapter(_gathered) if adapter else None
+        return self._consume(doing, _gathered, take if self._control.rank == 0 else None, tensors=tensors)
 
     @property
     def is_hooked(self) -> bool:
@@ -113,58 +110,40 @@ class WeightSender:
     # -- broadcast: announced first, so that replicas can refuse before any of their weights is touched
 
     @torch.no_grad()
-    def layout(self) -> Manifest:
-        """Names, types and shapes of all weights as a sync sends them; collective. Raises as `announce`."""
-        tensors = self._checkpoint_tensors(_shape_only)
-
-        def plan() -> tuple[Bucket, ...]:
-            layout = ((n, str(t.dtype).removeprefix("torch."), tuple(t.shape), t.nbytes) for n, t in tensors)
-            return planned(layout, DEFAULT_BUCKET_BYTES)
-
-        return Manifest("layout", self._consume("announcing weights", tensors, plan))
+    def layout(self, adapter: int = 0) -> Manifest:
+        """Names, types and shapes of all weights (of the adapter, where it has a number) as a sync sends them;
+        collective. Raises as `announce`."""
+        plan = partial(Layout, DEFAULT_BUCKET_BYTES)
+        placed = cast(Layout, self._consume("announcing weights", _shape_only, plan, adapter=adapter > 0))
+        return Manifest("layout", placed.buckets, adapter=adapter_info(self._module, adapter) if adapter else None)
 
     @torch.no_grad()
-    def announce(self, to: str, sender: int, host: str, world_size: int, backend: str, held: str) -> Manifest | None:
-        """Say what `send` will send, and where the group meets; collective. Nothing is gathered for it but what a
-        `postprocess_output_named_parameters` of the user's own gathers.
-
-        Args:
-            to: name of the inference engine; the sender keeps one group for each.
-            sender: the rank that sends, and returns.
-            host: this node's address for the replicas.
-            world_size: the sender and all replica workers.
-            backend: "nccl" or "gloo".
-            held: token of the group that all the replicas are in, to be used again if it is ours; empty: none.
-
-        Raises:
-            Stopped: it was asked to; nothing has happened yet.
-            WeightSyncError: the architecture's weights must be looked at to be named, or a name comes twice.
-        """
-        buckets = self.layout().buckets
+    def announce(
+        self, to: str, sender: int, host: str, world_size: int, backend: str, held: str, adapter: int = 0
+    ) -> Manifest | None:
+        """Say what `send` will send to engine `to`, and where its group of `world_size` meets; collective; the `sender`
+        returns. `held`: token of the group that all the replicas are in, to be used again if it is ours."""
+        layout = self.layout(adapter)
         mine = self._control.rank == sender
         device = next(self._module.parameters()).device
 
         def meeting_place() -> Manifest | None:
             known = self._channels.pop(to, None)
-            if known is not None and not (mine and known.open and known.info.token == held):
+            same = known is not None and (known.info.token, known.info.world_size) == (held, world_size)
+            if known is not None and not (mine and known.open and same):
                 known.close()
                 known = None
             if not mine:
                 return None
             channel = self._channels[to] = known or Channel.listen(host, world_size, backend, device)
-            return Manifest("broadcast", buckets, channel.info)
+            return replace(layout, transport="broadcast", channel=channel.info)
 
-        manifest: Manifest | None = self._control.together("opening a group", meeting_place)
-        return manifest
+        return self._control.together("opening a group", meeting_place)
 
     @torch.no_grad()
     def send(self, to: str, manifest: Manifest) -> None:
-        """Gather all weights and broadcast them to the replicas, which load them meanwhile; collective.
-
-        Raises:
-            Stopped: before anything was sent. From then on a stop is not heard: replicas have all weights, or none.
-            WeightSyncError: a replica failed or is gone; the group is given up, the next sync makes another.
-        """
+        """Gather all weights and broadcast them to the replicas, which load them meanwhile; collective. From the first
+        on a stop is not heard; where a replica failed the group is given up, and the next sync makes another."""
         channel = self._channels.get(to)
 
         def meet() -> None:
@@ -178,9 +157,8 @@ class WeightSender:
             if channel is not None:
                 channel.release()
             self._stoppable = False
-            tensors = self._checkpoint_tensors(_gathered)
-            transmit = partial(broadcast.send, channel, manifest, tensors) if channel is not None else lambda: None
-            self._consume("sending weights", tensors, transmit, channel)
+            transmit = None if channel is None else partial(send, channel, manifest)
+            self._consume("sending weights", _gathered, transmit, channel, manifest.adapter is not None)
         except BaseException as error:
             if channel is not None:
                 channel.fail(error)
@@ -200,33 +178,35 @@ class WeightSender:
         """The groups this rank sends to: engine and token."""
         return tuple((to, channel.info.token) for to, channel in list(self._channels.items()) if channel.open)
 
-    # -- gathering
-
-    def _consume(self, doing: str, tensors: Named, work: Callable[[], T], channel: Channel | None = None) -> T:
-        """Run `work`, which takes from `tensors`, and take the rest; where it fails on one rank it fails on all."""
-        failure: Exception | None = None
+    def _consume(
+        self,
+        doing: str,
+        full: Callable[[Tensor], Tensor],
+        work: Callable[[Named], T] | None,
+        channel: Channel | None = None,
+        adapter: bool = False,
+        tensors: Named | None = None,
+    ) -> T | None:
+        """Give all `tensors` (None: all weights, or the `adapter`, as a replica takes them), made `full`, to `work`
+        (None: to nobody); where it fails on one rank it fails on all."""
+        if tensors is None:
+            tensors = self._adapter_tensors(full) if adapter else self._checkpoint_tensors(full)
         result: T | None = None
         try:
-            result = work()
+            if work is not None:
+                result = work(tensors)
             for _ in tensors:
                 pass
         except Exception as error:  # a user's hook, a full /dev/shm, a replica that is gone: the peers must hear of it
-            failure = self._failure = error
+            self._failure = error
             if channel is not None:
                 channel.fail(error)  # at once: the replicas wait
-        if failure is not None:  # the peers still gather: take part until the next vote tells them
             with contextlib.suppress(EngineError):  # a peer's failure, told below as well
-                for _ in tensors:
+                for _ in tensors:  # the peers still gather: take part until the next vote tells them
                     pass
-        self._failure = None
+        failure, self._failure = self._failure, None
         self._control.raise_together(doing, failure)
-        return cast(T, result)
-
-    def _stage_of(self, transport: str, prefix: str, bucket_bytes: int) -> ShmStage | IpcStage:
-        key = (transport, prefix, bucket_bytes)
-        if key not in self._stages:
-            self._stages[key] = ShmStage(prefix, bucket_bytes) if transport == "shm" else IpcStage(bucket_bytes)
-        return self._stages[key]
+        return result
 
     def close(self) -> None:
         """Free the buffers and leave the groups."""
@@ -255,31 +235,62 @@ class WeightSender:
                 renamed[name] = next(iter(to_checkpoint_names(self._module, {name: tensor})))
             yield renamed[name], tensor
 
+    def _adapter_tensors(self, full: Callable[[Tensor], Tensor]) -> Named:
+        """The adapter's tensors, on layers called as a checkpoint calls them."""
+        renamed = _renames(self._module)
+        if renamed is None:
+            raise WeightSyncError(
+                f"{type(self._module).__name__} merges or splits the layers of its checkpoint, so vLLM has none that "
+                "its adapters are on: leave Inference(adapters=…) out, and they are sent merged into the weights"
+            )
+        for name, tensor in self._own_adapter(full):
+            path, _, end = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")
+            yield f"{PEFT_PREFIX}{renamed[f'{path}.weight'].removesuffix('.weight')}.lora_{end}", tensor
+
+    def _own_adapter(self, full: Callable[[Tensor], Tensor]) -> Named:
+        """The adapter's tensors as peft saves them."""
+        self._vote(None)
+        for name, tensor in Adapted.of(self._module).peft_parameters():
+            yield name, full(tensor.detach())
+        self._vote(None)
+
     def _full_tensors(self, full: Callable[[Tensor], Tensor]) -> Named:
         """Full tensors under the names the module's hook gives them; each tied storage once."""
-        state = unique_parameters(self._module)
+        state, adapted = unique_parameters(self._module), Adapted.of(self._module)
+        own, adapters = self.is_hooked, adapted.adapter_names()
         parameters = {name: tensor for name, tensor in state.items() if isinstance(tensor, DTensor)}
         hook = self._own_hook()
         interval = 0 if hook else VOTE_BYTES  # a user's hook may fail: then no rank may enter the next gather
         failure: Exception | None = None
         since_vote, moved = VOTE_BYTES, 0
         for name, tensor in state.items():
+            if name in adapters and not own:  # they come merged into the base
+                continue
             if since_vote >= interval:
                 self._vote(failure)
                 since_vote = 0
             since_vote += tensor.numel() * tensor.element_size()
-            mapped: tuple[str, Tensor] | None = (name, tensor.detach())
+            mapped: tuple[str, Tensor] | None = (name, tensor if is_split(tensor) else tensor.detach())
             if hook and isinstance(tensor, DTensor):  # the plain one only gathers, which `full` does, or need not
                 try:
                     with user_code():
                         mapped = hook(name, tensor, parameters)
                 except Exception as error:  # a user's hook: the next vote ends the sync
                     failure, mapped = error, None
-            if mapped is not None:
+            if mapped is not None and mapped[0] not in adapters:  # a hook may pass on what no checkpoint has
                 whole = full(mapped[1])
+                if adapters and not own:
+                    mapped, whole = (plain_name(name), whole), adapted.merged(name, whole, full)
                 moved += whole.nbytes
                 current().report(bytes=moved)
                 yield mapped[0], whole
+        for path, layer in quantised_layers(self._module).items():
+            if since_vote >= VOTE_BYTES:
+                self._vote(failure)
+                since_vote = 0
+            name, whole = f"{path}.weight", _weight_of(layer, full)
+            since_vote += whole.nbytes
+            yield plain_name(name), adapted.merged(name, whole, full)
         self._vote(failure)
 
     def _own_hook(self) -> Callable[..., tuple[str, Tensor] | None] | None:
@@ -291,41 +302,51 @@ class WeightSender:
         return None if getattr(hook, "__func__", None) is plain else hook
 
     def _vote(self, failure: Exception | None) -> None:
-        failure = failure or self._failure
-        stop = self._stoppable and self._stop_requested()
-        own = Verdict.FAILED if failure else Verdict.STOP if stop else Verdict.GO
-        verdict = self._control.vote(own)
-        if verdict is Verdict.FAILED:
-            self._control.raise_together("gathering weights", failure)
-        if verdict is Verdict.STOP:
+        asked = self._stoppable and self._stop_requested()
+        if self._control.stops("gathering weights", self._failure if failure is None else failure, asked):
             raise Stopped("weight sync stopped while weights were gathered; the replicas keep theirs")
 
 
 def _gathered(tensor: Tensor) -> Tensor:
     """The whole of a sharded tensor, on the ranks' device even where its shards live in host memory; collective."""
     if not isinstance(tensor, DTensor):
-        return tensor
-    if tensor.to_local().device.type != tensor.device_mesh.device_type:  # fsdp_cpu_offload, on a GPU
-        tensor = tensor.to(tensor.device_mesh.device_type)
-    return tensor.full_tensor()
+        return gathered(tensor)
+    own, device_type = tensor.to_local(), tensor.device_mesh.device_type
+    if own.device.type != device_type:  # fsdp_cpu_offload, on a GPU
+        own, tensor = own.to(device_type), tensor.to(device_type)
+    return own if tensor.device_mesh.size() == 1 else tensor.full_tensor()
+
+
+def adapter_info(module: torch.nn.Module, number: int) -> AdapterInfo:
+    """Describe the adapter of a module that has one, and that has `number` in the replicas."""
+    layers = Adapted.of(module).layers
+    first = next(iter(layers.values()))
+    targets = tuple(sorted({path.rpartition(".")[2] for path in layers}))
+    return AdapterInfo(number, int(first.r[NAME]), float(first.lora_alpha[NAME]), targets)
 
 
 def _shape_only(tensor: Tensor) -> Tensor:
-    """A tensor of that shape and type without contents."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return torch.empty(full_shape(tensor), dtype=tensor.dtype, device="meta")
+
+
+def _weight_of(layer: QuantisedLinear, full: Callable[[Tensor], Tensor]) -> Tensor:
+    """The whole weight of a quantised layer, or, where shapes alone are wanted, that."""
+    return layer.whole() if full is _gathered else torch.empty(layer.shape, dtype=layer.dtype, device="meta")
 
 
 def _renames(module: torch.nn.Module) -> dict[str, str] | None:
     """Checkpoint name of each parameter where the architecture only renames; None where it merges or splits."""
-    names = list(unique_parameters(module))
+    adapters = Adapted.of(module).adapter_names()
+    held = [*unique_parameters(module), *(f"{path}.weight" for path in quantised_layers(module))]
+    names = [plain_name(name) for name in held if name not in adapters]
     probes = {name: torch.empty(2, 2, device="meta") for name in names}
     by_id = {id(probe): name for name, probe in probes.items()}
     try:
         converted = to_checkpoint_names(module, dict(probes))
     except Exception:  # a conversion looked into the tensors, which probes do not have
         return None
-    found = {by_id.get(id(tensor)): name for name, tensor in converted.items()}
-    return None if None in found or len(found) != len(names) else {old: new for old, new in found.items() if old}
+    renamed = {by_id.get(id(tensor)): name for name, tensor in converted.items()}
+    return None if None in renamed or len(renamed) != len(names) else {old: new for old, new in renamed.items() if old}
 
 
 @torch.no_grad()

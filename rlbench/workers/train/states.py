@@ -1,14 +1,8 @@
-"""Where a rank's weights and optimizer state are, and moving them: on the device, in host memory, released.
-
-On a host without a GPU the device is host memory: "cuda" and "cpu" hold the same bytes there, and "cpu"
-only bars training; "meta" gives the memory back. What is reported is measured from the tensors' storages
-and the process.
-"""
+"""Where a rank's weights and optimizer state are, and moving them: on the device, in host memory, released. On a host
+without a GPU "cuda" and "cpu" hold the same bytes, and "cpu" only bars training."""
 
 from __future__ import annotations
 
-import ctypes
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +15,8 @@ from rlbench.dispatch.context import bringing_back, this_engine
 from rlbench.errors import EngineError, StateError, nearest
 from rlbench.strategies.memory import owners as memory
 from rlbench.strategies.memory.device import RankDevice
-from rlbench.strategies.surface.memory_side import kept_on_host
+from rlbench.strategies.memory.offloading import kept_on_host
+from rlbench.weights.memory import return_free_memory
 
 PARTS = ("weights", "optimizer")
 STATES = ("cuda", "cpu", "meta")
@@ -31,15 +26,8 @@ Beside = tuple[list[nn.Module], list[torch.optim.Optimizer]]
 
 
 class Residency:
-    """The states of one rank's parts.
-
-    Args:
-        module: sharded, with its weights.
-        device: of the rank.
-        optimizers: gives the optimizers there are now.
-        materialize: fills the weights again after they were released; returns where they came from.
-        beside: gives the models and optimizers that the rank holds beside them, which are counted, but not moved.
-    """
+    """The states of one rank's parts. `materialize` fills released weights again; models and optimizers `beside` the
+    module's are counted, but not moved."""
 
     def __init__(
         self,
@@ -63,29 +51,22 @@ class Residency:
         module.register_forward_pre_hook(lambda *_: self._measure_if_due(), prepend=True)  # before FSDP gathers
 
     def need(self, *parts: str, whole: bool = True) -> None:
-        """Refuse a call that needs `parts` on the device.
+        """Refuse a call that needs `parts` on the device, naming the call that brings them back.
 
-        Args:
-            whole: False for a call that replaces all of them, as what is torn does not matter then.
-
-        Raises:
-            StateError: naming the call that brings them back, or makes them whole.
+        `whole`: False for a call that replaces all of them, as what is torn does not matter then.
         """
         if whole and self.torn is not None:
             raise StateError(self.torn)
         for part in parts:
             if self.state[part] != "cuda":
+                where = "released (meta)" if self.state[part] == "meta" else "offloaded (cpu)"
                 raise StateError(
-                    f"the {part} of {this_engine()} are not resident but {self._said(part)}: {bringing_back(part)} "
-                    "then call again."
+                    f"the {part} of {this_engine()} are not resident but {where}: {bringing_back(part)} then "
+                    "call again."
                 )
 
     def need_kept(self, *parts: str, whole: bool = True) -> None:
-        """Refuse a call that reads `parts` wherever they are, when they were released; `whole` as of `need`.
-
-        Raises:
-            StateError: naming the call that brings them back, or makes them whole.
-        """
+        """Refuse a call that reads `parts` wherever they are, when they were released; `whole` as of `need`."""
         self.need(*(part for part in parts if self.state[part] == "meta"), whole=whole)
 
     @contextmanager
@@ -102,20 +83,9 @@ class Residency:
             raise
         self.torn = None
 
-    def _said(self, part: str) -> str:
-        return "released (meta)" if self.state[part] == "meta" else "offloaded (cpu)"
-
     def move(self, state: str, tags: list[str] | str | None) -> dict[str, Any]:
-        """Bring parts into a state; no collective.
-
-        Args:
-            state: "cuda", "cpu" or "meta".
-            tags: parts to move; None for all.
-
-        Returns:
-            The states, `freed` and `taken` bytes, `rss` of the process, `lost` (what cannot come back) and
-            `materialized_from` (where weights came from, if they were read again).
-        """
+        """Bring parts (`tags`; None: all) into a state; return the states, bytes `freed` and `taken`, what is `lost`
+        and where weights were `materialized_from`."""
         parts = [tags] if isinstance(tags, str) else list(PARTS if tags is None else tags)
         for part in parts:
             if part not in PARTS:
@@ -123,6 +93,7 @@ class Residency:
         if state not in STATES:
             raise EngineError(f"unknown state {state!r}{nearest(state, STATES)}; it is one of {', '.join(STATES)}.")
         done: dict[str, Any] = {"freed": 0, "taken": 0, "lost": [], "materialized_from": None}
+        movers = {"weights": self._move_weights, "optimizer": self._move_optimizer}
         for part in parts:
             if state == "cpu" and self.state[part] == "meta":
                 raise StateError(
@@ -130,58 +101,53 @@ class Residency:
                     f"{bringing_back(part)} first."
                 )
             if state != self.state[part]:
-                getattr(self, f"_{part}_to_{state}")(done)
+                movers[part](state, done)
                 self.state[part] = state
         self._device.release_cache()
-        trim_heap()
+        return_free_memory()
         return {**self.state, **done, **self._device.allocated()}
 
-    def _weights_to_meta(self, done: dict[str, Any]) -> None:
-        if memory.gradient_tensors(self._module):
-            done["lost"].append("gradients waiting for a step")
-        self._module.zero_grad(set_to_none=True)
-        memory.own_storages(self._module)
-        self._released = memory.release(memory.weight_tensors(self._module))
-        done["freed"] += sum(size for _, size in self._released)
-        done["lost"].append("trained weights that no checkpoint holds")
-
-    def _weights_to_cpu(self, done: dict[str, Any]) -> None:
-        if self._device.is_gpu and not kept_on_host(self._module):
-            before = memory.nbytes(memory.weight_tensors(self._module))
+    def _move_weights(self, state: str, done: dict[str, Any]) -> None:
+        on_gpu = self._device.is_gpu and not kept_on_host(self._module)
+        if state == "meta":
+            if memory.gradient_tensors(self._module):
+                done["lost"].append("gradients waiting for a step")
+            self._module.zero_grad(set_to_none=True)
+            memory.own_storages(self._module)
+            self._released = memory.release(memory.weight_tensors(self._module))
+            done["freed"] += sum(size for _, size in self._released)
+            done["lost"].append("trained weights that no checkpoint holds")
+        elif state == "cpu" and on_gpu:
+            done["freed"] += memory.nbytes(memory.weight_tensors(self._module))
             self._module.to("cpu")
-            done["freed"] += before
-
-    def _weights_to_cuda(self, done: dict[str, Any]) -> None:
-        was_released = self.state["weights"] == "meta"
-        if was_released:
+        elif state == "cuda":
             done["taken"] += memory.regain(self._released)
             self._released = []
-        if self._device.is_gpu and not kept_on_host(self._module):
-            self._module.to(self._device.device)
-        if was_released:
-            done["materialized_from"] = self._materialize()
+            if on_gpu:
+                self._module.to(self._device.device)
+            if self.state["weights"] == "meta":
+                done["materialized_from"] = self._materialize()
 
-    def _optimizer_to_meta(self, done: dict[str, Any]) -> None:
-        freed = memory.nbytes(memory.optimizer_tensors(self._optimizers()))
-        for optimizer in self._optimizers():
-            optimizer.state.clear()
-        done["freed"] += freed
-        if freed:
-            done["lost"].append("optimizer state; it starts anew")
+    def _move_optimizer(self, state: str, done: dict[str, Any]) -> None:
+        optimizers = self._optimizers()
+        if state == "meta":
+            freed = memory.nbytes(memory.optimizer_tensors(optimizers))
+            for optimizer in optimizers:
+                optimizer.state.clear()
+            done["freed"] += freed
+            if freed:
+                done["lost"].append("optimizer state; it starts anew")
+        elif self._device.is_gpu and not kept_on_host(self._module):
+            device = torch.device("cpu") if state == "cpu" else self._device.device
+            done["freed" if state == "cpu" else "taken"] += sum(memory.move_optimizer(o, device) for o in optimizers)
 
-    def _optimizer_to_cpu(self, done: dict[str, Any]) -> None:
-        if self._device.is_gpu and not kept_on_host(self._module):
-            done["freed"] += sum(memory.move_optimizer(o, torch.device("cpu")) for o in self._optimizers())
-
-    def _optimizer_to_cuda(self, done: dict[str, Any]) -> None:
-        if self._device.is_gpu and not kept_on_host(self._module):
-            done["taken"] += sum(memory.move_optimizer(o, self._device.device) for o in self._optimizers())
-
+    @torch.no_grad()  # in which a sharded tensor gives its part at once
     def measure(self) -> None:
         """Count the bytes of every tensor on the device, by owner: after what may have changed them."""
-        models, optimizers = self._beside()
-        self._own = self._bytes_of([self._module], self._optimizers())
-        self._held = self._bytes_of([self._module, *models], [*self._optimizers(), *optimizers])
+        (models, others), own = self._beside(), self._optimizers()
+        self._own = self._held = self._bytes_of([self._module], own)
+        if models or others:
+            self._held = self._bytes_of([self._module, *models], [*own, *others])
         self._measured = time.monotonic()
 
     def _bytes_of(self, models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> dict[str, int]:
@@ -199,10 +165,7 @@ class Residency:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """While a batch is computed, what the process grows beyond what is counted is activations.
-
-        That is all a host can tell, which has no allocator to ask: it holds whatever else the pass takes, too.
-        """
+        """Count as activations what the process grows while a batch is computed: a host has no allocator to ask."""
         self._resting = self._device.allocated()["rss"] - sum(self._held.values())
         try:
             yield
@@ -210,24 +173,13 @@ class Residency:
             self._resting = None
 
     def memory(self) -> dict[str, Any]:
-        """Bytes by owner on the `device` ("host" or "gpu") as they were last counted, and what the process holds beside
-        them now; `frees`: what `cpu` of each part would free. For any thread; walks no tensors.
-        """
+        """Bytes by owner as they were last counted, what the process holds beside them now, and what `cpu` of each part
+        would free. For any thread; walks no tensors."""
         held, own, process, resting = self._held, self._own, self._device.allocated(), self._resting
-        frees = {part: own[part] if self._device.is_gpu else 0 for part in PARTS}
         if self._device.is_gpu:
-            beyond = memory.beyond(held, self._device.device)
-        else:
-            grown = 0 if resting is None else process["rss"] - resting - sum(held.values())
-            activations = max(0, grown)
-            beyond = {"activations": activations, "other": max(0, process["rss"] - sum(held.values()) - activations)}
-        device = "gpu" if self._device.is_gpu else "host"
-        return {"device": device, **held, **beyond, **process, "frees": frees}
-
-
-def trim_heap() -> None:
-    """Hand freed small blocks back to the system; glibc keeps them otherwise."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+            frees = {part: own[part] for part in PARTS}
+            return {"device": "gpu", **held, **memory.beyond(held, self._device.device), **process, "frees": frees}
+        rest = process["rss"] - sum(held.values())
+        activations = 0 if resting is None else max(0, rest - resting)
+        beyond = {"activations": activations, "other": max(0, rest - activations)}
+        return {"device": "host", **held, **beyond, **process, "frees": dict.fromkeys(PARTS, 0)}

@@ -1,5 +1,5 @@
-"""LightRFT's `strategy.deepspeed.deepspeed`: a strategy that is refused when it is built."""
+"""LightRFT's `strategy.deepspeed.deepspeed`: `rlbench.strategies.deepspeed`."""
 
-from rlbench.strategies.factory import DeepspeedStrategy
+from rlbench.strategies.deepspeed import DeepspeedStrategy
 
 __all__ = ["DeepspeedStrategy"]

@@ -1,6 +1,6 @@
 """LightRFT's `strategy.fsdp.fsdpv2`: `rlbench.strategies.fsdp2`."""
 
-from rlbench.strategies.fsdp2 import (
+from rlbench.strategies import (
     FSDPadaptOptimizer,
     FSDPV2Strategy,
     ModelOptimPair,
@@ -9,11 +9,5 @@ from rlbench.strategies.fsdp2 import (
     manual_transformer_cls_names_to_wrap,
 )
 
-__all__ = [
-    "FSDPV2Strategy",
-    "FSDPadaptOptimizer",
-    "ModelOptimPair",
-    "ModelOrModelOptimPair",
-    "is_mp_optimizer",
-    "manual_transformer_cls_names_to_wrap",
-]
+__all__ = ["FSDPV2Strategy", "FSDPadaptOptimizer", "ModelOptimPair", "ModelOrModelOptimPair"]
+__all__ += ["is_mp_optimizer", "manual_transformer_cls_names_to_wrap"]

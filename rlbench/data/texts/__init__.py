@@ -1,0 +1,1 @@
+"""Texts that become batches: demonstrations, preferences, tokens of one's own."""

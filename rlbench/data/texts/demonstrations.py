@@ -1,0 +1,56 @@
+"""Texts to imitate, as a batch: `rb.data.demonstrations`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlbench.data.batches.batch import TrainBatch, of_texts
+from rlbench.data.prompts.prompt import is_chat
+from rlbench.data.prompts.sources import Row
+from rlbench.data.texts.rendering import Rendered, Renderer, as_messages
+from rlbench.data.texts.rows import Reading, column, shows_options, split_at_response
+
+
+@shows_options
+def demonstrations(rows: Any, tokenizer: Any = None, **options: Any) -> TrainBatch:
+    """Read demonstrations as a batch: `session.train_step(batch[i : i + 64], loss="sft")`.
+
+    A row has `messages`, or `prompt` and `completion` (texts or messages each); perhaps `tools`, for the template. The
+    loss is on the assistant's tokens alone, in all turns of `messages`, and in the completion where there is a prompt:
+    by the marks of the chat template (`{% generation %}`), else exactly between the borders of turns. A text after a
+    text is encoded by itself, as a sampler's tokens follow a prompt's, and ends with the end token.
+
+    Args:
+        rows: a list of rows or of chats, a file (JSON lines, Parquet, JSON, CSV), a dataset or its hub id, a data
+            frame; all that `rb.data.load` reads.
+        tokenizer: the session, or a tokenizer, its folder or hub id.
+        options: `split`, `config`, `revision`, `limit`, `shuffle_seed`, `chat`, `system`, `template`, `max_length`,
+            `on_long`: see `rlbench.data.texts.rows.Reading`.
+
+    Returns:
+        One sequence per row, in order. A row that is no demonstration, and what would be cut, raises DataError with
+        its number.
+    """
+    reading = Reading.of(options, "demonstrations")
+    renderer = Renderer.of(tokenizer, reading.template)
+    indices, rendered = reading.made(rows, lambda row: _demonstration(row, reading, renderer))
+    kept = reading.fitting([len(one.tokens) for one in rendered], indices, renderer)
+    return of_texts(*split_at_response([rendered[i] for i in kept]))
+
+
+def is_demonstration(row: Any) -> bool:
+    """Whether a row has what `demonstrations` reads: messages, or a completion after its prompt."""
+    return isinstance(row, Mapping) and (row.get("messages") is not None or row.get("completion") is not None)
+
+
+def _demonstration(row: Row, reading: Reading, renderer: Renderer) -> Rendered:
+    tools = row.get("tools") or None
+    if row.get("messages") is None and row.get("completion") is None and is_chat(row.get("prompt")):
+        row = {"messages": row["prompt"]}  # a list of chats
+    if row.get("messages") is None and ("prompt" in row or "completion" in row):
+        return reading.continued(renderer, reading.prompt_of(row), column(row, "completion"), "completion", tools)
+    messages = as_messages(column(row, "messages"), "user", "messages")
+    if reading.system is not None:
+        messages = [{"role": "system", "content": reading.system}, *messages]
+    return renderer.chat(messages, tools=tools)

@@ -1,0 +1,155 @@
+"""Responses that were compared or judged, as a batch: `rb.data.pairs`, `rb.data.labelled`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rlbench.data.batches.batch import TrainBatch, of_texts
+from rlbench.data.prompts.prompt import is_chat, plain_content
+from rlbench.data.prompts.sources import Row
+from rlbench.data.texts.rendering import Rendered, Renderer
+from rlbench.data.texts.rows import Reading, column, shows_options, split_at_response
+from rlbench.errors import DataError
+
+Pair = tuple[Rendered, Rendered, float | None]
+
+
+@shows_options
+def pairs(rows: Any, tokenizer: Any = None, **options: Any) -> TrainBatch:
+    """Read pairs of a better and a worse response: `session.train_step(batch[:64], loss=rb.rl.dpo(beta=0.1))`.
+
+    A row has `prompt`, `chosen` and `rejected`, texts or messages; where `chosen` and `rejected` are whole chats, what
+    they begin with alike is the prompt, and none needs to be given. `margin`, a number, says how much better the chosen
+    one is: all rows have one, or none. The arguments are those of `rb.data.demonstrations`.
+
+    Returns:
+        Two sequences per row, chosen, rejected, chosen, …: cut it between pairs. Both go through one micro-batch.
+    """
+    reading = Reading.of(options, "pairs")
+    renderer = Renderer.of(tokenizer, reading.template)
+    indices, made = reading.made(rows, lambda row: _pair(row, reading, renderer))
+    kept = reading.fitting([max(len(c.tokens), len(r.tokens)) for c, r, _ in made], indices, renderer)
+    margins = [made[i][2] for i in kept]
+    if any(m is None for m in margins) and any(m is not None for m in margins):
+        lacking = indices[kept[[m is None for m in margins].index(True)]]
+        raise DataError(f"row {lacking}: it has no margin, and others have: give all one, or none")
+    texts = split_at_response([one for i in kept for one in made[i][:2]])
+    return of_pairs(*texts, margins=None if margins[0] is None else margins)  # type: ignore[arg-type]
+
+
+def of_pairs(
+    prompts: Sequence[Any],
+    responses: Sequence[Any],
+    masks: Sequence[Any],
+    margins: Sequence[float] | None = None,
+    **fields: Any,
+) -> TrainBatch:
+    """Make a batch of pairs from rows that are chosen, rejected, chosen, …; advantages are 1 and -1."""
+    numbers = np.repeat(np.arange(len(responses) // 2, dtype=np.int32), 2)
+    preference = np.tile(np.array([1, -1], np.int8), len(responses) // 2)
+    made: dict[str, Any] = {
+        "advantages": np.repeat(preference, [len(row) for row in responses]).astype(np.float32),
+        "group": numbers,
+        "pair": numbers,
+        "preference": preference,
+        "margin": None if margins is None else np.repeat(np.asarray(margins, np.float32), 2),
+    }
+    return of_texts(prompts, responses, masks, **(made | fields))
+
+
+@shows_options
+def labelled(rows: Any, tokenizer: Any = None, reference_point: bool = True, **options: Any) -> TrainBatch:
+    """Read responses that are good or bad, each by itself: `session.train_step(batch[:64], loss="kto")`.
+
+    A row has `prompt`, `completion` and `label`, a truth value. The arguments are those of `rb.data.demonstrations`.
+
+    Args:
+        reference_point: behind each sequence stands its response after the next row's prompt, of which nothing is
+            trained (preference 0): KTO measures there how far the policy is from the reference.
+    """
+    reading = Reading.of(options, "labelled")
+    renderer = Renderer.of(tokenizer, reading.template)
+    indices, made = reading.made(rows, lambda row: _judged(row, reading, renderer))
+    kept = reading.fitting([len(one.tokens) for one, _ in made], indices, renderer)
+    prompts, responses, masks = split_at_response([made[i][0] for i in kept])
+    preference = [1 if made[i][1] else -1 for i in kept]
+    group = list(range(len(kept)))
+    if reference_point:
+        others = _other_prompts(prompts)
+        ends = [int((~mask).argmax()) or len(mask) for mask in masks]  # an answer's first turn alone
+        firsts = [response[:end] for response, end in zip(responses, ends, strict=True)]
+        limit = reading.max_length or renderer.context
+        if limit is not None:  # nothing of it is trained, so its end may go
+            firsts = [row[: max(1, limit - len(asked))] for row, asked in zip(firsts, others, strict=True)]
+        prompts, responses = _alternating(prompts, others), _alternating(responses, firsts)
+        masks = _alternating(masks, [np.zeros(len(row), bool) for row in firsts])
+        preference = _alternating(preference, [0] * len(kept))
+        group = _alternating(group, group)
+    judged = np.asarray(preference, np.int8)
+    advantages = np.repeat(judged, [len(row) for row in responses]).astype(np.float32)
+    columns: dict[str, Any] = {"preference": judged, "advantages": advantages, "group": np.asarray(group, np.int32)}
+    return of_texts(prompts, responses, masks, **columns)
+
+
+def _pair(row: Row, reading: Reading, renderer: Renderer) -> Pair:
+    tools, chosen, rejected = row.get("tools") or None, *(plain_content(column(row, n)) for n in ("chosen", "rejected"))
+    if row.get("prompt") is not None:
+        prompt = reading.prompt_of(row)
+    elif is_chat(chosen) and is_chat(rejected):
+        alike = _alike(chosen, rejected)
+        prompt, chosen, rejected = chosen[:alike], chosen[alike:], rejected[alike:]
+    else:
+        prompt = column(row, "prompt")
+    if not prompt:
+        raise DataError("its prompt is empty, or its chosen and rejected chats begin differently")
+    one = reading.continued(renderer, prompt, chosen, "chosen", tools)
+    other = reading.continued(renderer, prompt, rejected, "rejected", tools)
+    if np.array_equal(one.tokens, other.tokens):
+        raise DataError("its chosen and rejected responses are the same")
+    return one, other, _margin(row)
+
+
+def _alike(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many messages both chats begin with; the last of each is its answer."""
+    most = min(len(one), len(other)) - 1
+    return next((k for k in range(most) if one[k] != other[k]), most)
+
+
+def _margin(row: Row) -> float | None:
+    if (margin := row.get("margin")) is None:
+        return None
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise DataError(f"its margin is {margin!r}: wanted a finite number")
+    return float(margin)
+
+
+def _judged(row: Row, reading: Reading, renderer: Renderer) -> tuple[Rendered, bool]:
+    label = column(row, "label")
+    label = label.item() if hasattr(label, "item") else label
+    if label not in (True, False):
+        raise DataError(f"its label is {label!r}: wanted True (good) or False")
+    tools = row.get("tools") or None
+    completion = column(row, "completion")
+    return reading.continued(renderer, reading.prompt_of(row), completion, "completion", tools), bool(label)
+
+
+def _other_prompts(prompts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return for each row the next prompt that is another one; the last rows look on from the first."""
+    keys = [prompt.tobytes() for prompt in prompts]
+    count = len(prompts)
+    if len(set(keys)) < 2:
+        raise DataError("all rows have the same prompt, and KTO's reference point needs another: reference_point=False")
+    found, following = list(range(count)), 0
+    for i in range(2 * count - 1, -1, -1):
+        if keys[i % count] != keys[(i + 1) % count]:
+            following = (i + 1) % count
+        found[i % count] = following
+    return [prompts[i] for i in found]
+
+
+def _alternating(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
+    return [one for both in zip(first, second, strict=True) for one in both]

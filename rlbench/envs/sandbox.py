@@ -1,0 +1,124 @@
+"""Programs that the policy writes, run apart: a tool `python` whose calls are processes that can be killed."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlbench.envs.protocol import Turn
+from rlbench.envs.tools import LONGEST_RESULT, Parser, ToolEnv, find_calls
+from rlbench.errors import DataError
+
+NAMESPACES = ("unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
+LIMITS = """
+import os, resource, sys
+memory, seconds, size = map(int, sys.argv[1:])
+for what, most in (("DATA", memory), ("CPU", seconds), ("FSIZE", size), ("CORE", 0)):
+    resource.setrlimit(getattr(resource, f"RLIMIT_{what}"), (most, most))
+os.execv(sys.executable, [sys.executable, "-I", "main.py"])
+"""
+FILE_BYTES = 16 << 20
+
+
+def sandbox(
+    kind: str = "process",
+    *,
+    timeout_s: float = 10.0,
+    memory_gib: float = 1.0,
+    network: bool = False,
+    parser: Parser | None = None,
+    reward: Callable[[Turn], float | None] | None = None,
+    role: str | None = "tool",
+) -> SandboxEnv:
+    """Make an environment with a tool `python`, which runs a program and answers with what it printed.
+
+        rollouts = session.rollout(chats, n=8, env=rb.envs.sandbox("process"), stop=["</tool>"], max_tokens=256)
+
+    Each call is a process of its own, by Linux's namespaces: without a network, with an empty environment (no keys), in
+    an empty folder that is removed, with bounded memory, processor time and files, and killed with all it started when
+    it is over or takes too long. It is **not** kept from reading what your user may read on the machine, nor from
+    writing there: the policy's programs are mistakes to survive, not attackers. For those run rlbench in a container.
+
+    Args:
+        kind: `"process"`, the one there is.
+        timeout_s: seconds a program may take.
+        memory_gib: GiB of memory each of its processes may allocate.
+        network: True leaves namespaces out, for hosts that refuse them: a program then reaches the network, and what
+            it detaches from itself outlives it.
+        parser, reward, role: as of `rb.envs.tools`.
+    """
+    if kind != "process":
+        raise DataError(f"sandbox({kind!r}): there is 'process' alone; for a server of your own see rb.envs.mcp")
+    if not timeout_s > 0 or not memory_gib > 0:
+        raise DataError(f"sandbox(timeout_s={timeout_s}, memory_gib={memory_gib}): wanted numbers above 0")
+    runs = Program(timeout_s, memory_gib, network)
+    try:
+        said = runs("print(6 * 7)")
+    except OSError as error:  # there is no `unshare`
+        said = str(error)
+    if said != "42":
+        raise DataError(
+            f"sandbox: this host lets no process be set apart ({said[:200]}); network=True goes without that"
+        )
+    return SandboxEnv({"python": runs}, parser or find_calls, reward, role)
+
+
+class SandboxEnv(ToolEnv):
+    """See `sandbox`. `tools`: its tool in OpenAI's form, for `tools=` of a rollout."""
+
+    def __repr__(self) -> str:
+        return f"sandbox({self.functions['python']})"
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """The tool `python`, in OpenAI's form."""
+        code = {"type": "string", "description": "The program."}
+        parameters = {"type": "object", "properties": {"code": code}, "required": ["code"]}
+        told = "Run a Python program. Returns what it prints."
+        return [{"type": "function", "function": {"name": "python", "description": told, "parameters": parameters}}]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What runs a program apart; see `sandbox` for what that keeps from it."""
+
+    timeout_s: float
+    memory_gib: float
+    network: bool
+
+    def __call__(self, code: str) -> str:
+        """Return what the program printed, to both streams, and how it ended where that was not well."""
+        limits = [int(self.memory_gib * 2**30), math.ceil(self.timeout_s) + 1, FILE_BYTES]
+        command = [*(() if self.network else NAMESPACES), sys.executable, "-I", "-c", LIMITS, *map(str, limits)]
+        with tempfile.TemporaryDirectory(prefix="rlb-sandbox-") as folder, tempfile.TemporaryFile() as printed:
+            (Path(folder) / "main.py").write_text(code, encoding="utf-8", errors="replace")
+            process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env={"PATH": os.defpath, "HOME": folder, "LANG": "C.UTF-8"},
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=printed,
+                start_new_session=True,
+            )
+            try:
+                status = process.wait(self.timeout_s)
+                ended = f"(it ended with status {status})" if status else ""
+            except subprocess.TimeoutExpired:
+                ended = f"(it was not over within {self.timeout_s:g} s and was killed)"
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            printed.seek(0)
+            text = printed.read(LONGEST_RESULT).decode("utf-8", "replace").rstrip("\n")
+        return "\n".join(filter(None, (text, ended)))

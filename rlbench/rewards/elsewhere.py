@@ -1,0 +1,154 @@
+"""Reward functions written for other systems, run as they are: TRL's and verl's, recognised by their parameters.
+
+TRL:  f(prompts, completions, **columns) -> list of numbers; a chat's completion is a list of messages, images Pillow's
+verl: compute_score(data_source, solution_str, ground_truth, extra_info=None) -> number, or a mapping with "score"
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rlbench.errors import DataError, some
+from rlbench.user_code import name_of
+
+if TYPE_CHECKING:
+    from rlbench.data.rollouts.rollout import Rollout
+
+TRL, VERL = "completions", frozenset({"solution_str", "ground_truth"})
+"""A parameter that only functions of the one have, and those that only functions of the other have."""
+IMAGES = frozenset({"images", "image"})
+"""Parameters of TRL's that get a prompt's images, decoded by Pillow."""
+LABELS = ("label", "labels", "answer", "solution", "ground_truth", "target")
+"""Parameters that stand for the prompt's label, where its row kept no column of that name."""
+
+
+def parameters_of(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return a function's parameters by name; none of one that does not say."""
+    try:
+        return inspect.signature(fn).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def adapted(fn: Any, is_async: bool) -> Any:
+    """Return a function of another system as one of ours, of a rollout or of several; any other as it is."""
+    if not callable(fn) or isinstance(fn, _Elsewhere):
+        return fn
+    names = parameters_of(fn).keys()
+    if TRL in names:
+        return _AsyncTrl(fn) if is_async else _Trl(fn)
+    if names >= VERL:
+        return _AsyncVerl(fn) if is_async else _Verl(fn)
+    return fn
+
+
+@dataclass(frozen=True)
+class _Elsewhere(ABC):
+    fn: Callable[..., Any]
+
+    @property
+    def __name__(self) -> str:
+        return name_of(self.fn)
+
+    @abstractmethod
+    def arguments(self, rollouts: Any) -> dict[str, Any]:
+        """Return what the function is called with, for a rollout or a list of them."""
+
+    def result(self, value: Any, rollouts: Any) -> Any:
+        """Return what it returned, as ours do."""
+        return value
+
+    def __call__(self, rollouts: Any) -> Any:
+        return self.result(self.fn(**self.arguments(rollouts)), rollouts)
+
+
+class _Trl(_Elsewhere):
+    def arguments(self, rollouts: Rollout | list[Rollout]) -> dict[str, Any]:
+        """Give prompts, completions and every column of the rows that the function takes, a list each."""
+        given = rollouts if isinstance(rollouts, list) else [rollouts]
+        rows = [dict(rollout.source.meta) for rollout in given]
+        columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(n for row in rows for n in row)}
+        labels = [rollout.label for rollout in given]
+        known = {
+            **(dict.fromkeys(LABELS, labels) if any(label is not None for label in labels) else {}),
+            **columns,
+            "prompts": [rollout.prompt for rollout in given],
+            "completions": [_completion(rollout) for rollout in given],
+            "completion_ids": [list(rollout.token_ids) for rollout in given],
+        }
+        if IMAGES & parameters_of(self.fn).keys():  # by name alone: decoding takes time
+            decoded = {image: image.pil() for rollout in given for image in rollout.images}
+            known["images"] = [[decoded[image] for image in rollout.images] for rollout in given]
+            known["image"] = [own[0] if own else None for own in known["images"]]
+        return _taken(self, known, {*columns, "completion_ids", "label"})
+
+    def result(self, value: Any, rollouts: Any) -> Any:
+        """Return a list as it is, of one rollout its number."""
+        return value if isinstance(rollouts, list) else next(iter(value))
+
+
+class _Verl(_Elsewhere):
+    def arguments(self, rollouts: Rollout | list[Rollout]) -> dict[str, Any]:
+        """Give the text, and what the row says it is compared with, as verl's data sets have it."""
+        if isinstance(rollouts, list):
+            raise DataError(f"{self.__name__} is of one completion: give it as it is, without rb.rewards.batched")
+        meta = rollouts.source.meta
+        known = {
+            "data_source": meta.get("data_source"),
+            "solution_str": rollouts.text,
+            "ground_truth": dict(meta.get("reward_model") or {}).get("ground_truth", rollouts.label),
+            "extra_info": meta.get("extra_info"),
+        }
+        return _taken(self, known, set())
+
+    def result(self, value: Any, rollouts: Any) -> Any:
+        """Turn a mapping's "score" into its reward; of the rest numbers stay, as components."""
+        if not isinstance(value, Mapping) or "score" not in value:
+            return value
+        numbers = {str(key): number for key, number in value.items() if isinstance(number, int | float)}
+        return {"reward": value["score"], **{key: float(number) for key, number in numbers.items() if key != "score"}}
+
+
+class _AsyncTrl(_Trl):
+    async def __call__(self, rollouts: Any) -> Any:
+        return self.result(await self.fn(**self.arguments(rollouts)), rollouts)
+
+
+class _AsyncVerl(_Verl):
+    async def __call__(self, rollouts: Any) -> Any:
+        return self.result(await self.fn(**self.arguments(rollouts)), rollouts)
+
+
+def takes_many(fn: Any) -> bool:
+    """Whether a function that was `adapted` is best called for a batch."""
+    return isinstance(fn, _Trl)
+
+
+def _completion(rollout: Rollout) -> Any:
+    if isinstance(rollout.prompt, str) or not all(isinstance(message, Mapping) for message in rollout.prompt):
+        return rollout.text
+    return [{"role": "assistant", "content": rollout.text}]
+
+
+def _taken(reward: _Elsewhere, known: Mapping[str, Any], others: set[str]) -> dict[str, Any]:
+    """Choose by the function's own parameters; `others`: what it also gets by **kwargs. DataError where one lacks."""
+    own = parameters_of(reward.fn)
+    taken = {name: known[name] for name in own if name in known}
+    needed = {
+        name
+        for name, parameter in own.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    }
+    if absent := sorted(needed - taken.keys()):
+        raise DataError(
+            f"{reward.__name__} takes {some(absent)}, and the prompts' rows have no such column; they have "
+            f"{some(sorted(known), 12) or 'none'}: rb.data.load(…, meta=[…]) keeps more, or give it a default"
+        )
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in own.values()):
+        taken |= {name: known[name] for name in sorted(others) if name in known}
+    return taken

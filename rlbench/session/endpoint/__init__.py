@@ -1,0 +1,1 @@
+"""A session's live policy behind a URL, and what agents did there."""

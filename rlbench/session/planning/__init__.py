@@ -1,0 +1,1 @@
+"""Whether a session fits, before anything is built: memory by role, owner and phase, and what makes it fit."""

@@ -1,0 +1,247 @@
+"""`rb.plan`: the memory of a session before anything is built, by role, owner and phase, and whether it fits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from rlbench.engines.paths import model_name
+from rlbench.errors import Suggesting
+from rlbench.session.options import Inference, Train, model_at, reference_at
+from rlbench.session.planning.devices import Devices
+from rlbench.session.planning.request import Request
+from rlbench.session.planning.uses import (
+    PHASES,
+    RANK,
+    REPLICA,
+    SYNC,
+    Use,
+    device_processes,
+    frozen_uses,
+    kv_bytes,
+    longest,
+    pass_plan,
+    rank_uses,
+    replica_uses,
+    session_uses,
+)
+from rlbench.trainers.models.lora import Lora
+from rlbench.units import format_bytes, format_number
+
+MARGIN = 0.15
+"""How far what is measured then may be from the plan."""
+
+
+@dataclass(frozen=True)
+class Plan(Suggesting):
+    """The memory of a session that is not there yet.
+
+    Attributes:
+        request: what was asked.
+        parameters: of the policy; `trained` of them have a gradient.
+        device: what lies on the fullest device, by role and owner; on a host without a GPU all there is.
+        host: what lies in host memory beside GPUs.
+        rows: lengths of the sequences in the fullest micro-batch of a rank.
+        notes: what the numbers stand on.
+        problems: what would fail whatever the memory; empty where nothing would.
+    """
+
+    request: Request
+    parameters: int
+    trained: int
+    device: tuple[Use, ...]
+    host: tuple[Use, ...]
+    rows: tuple[int, ...]
+    notes: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    def total(self, phase: str, host: bool = False) -> int:
+        """Bytes that a phase takes on the fullest device, or on the host beside GPUs."""
+        return sum(use.phases.get(phase, 0) for use in (self.host if host else self.device))
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the fullest device in the phase that takes most."""
+        return max(self.total(phase) for phase in PHASES)
+
+    @property
+    def limit(self) -> int:
+        """Bytes that a device has."""
+        return self.request.devices.nbytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether every phase fits; on a machine that is known, its host too."""
+        host = self.request.devices.host
+        beside = self.request.devices.gpus > 0 and host is not None
+        full = beside and max(self.total(phase, host=True) for phase in PHASES) > (host or 0)
+        return self.peak <= self.limit and not full and not self.problems
+
+    def __bool__(self) -> bool:
+        return self.fits
+
+    @property
+    def least(self) -> int:
+        """Bytes of the fullest device that the options alone decide: what is there once the engines are built, or what
+        a step needs with everything else sent away; no activations, no copies."""
+        built = sum(use.most for use in self.device if use.sure and not use.step)
+        stepping = sum(use.most for use in self.device if use.sure and use.role == RANK)
+        return max(built, stepping)
+
+    def of(self, role: str, owner: str) -> int:
+        """Bytes of one owner, on whichever side, in the phase that takes most."""
+        return sum(use.most for use in (*self.device, *self.host) if (use.role, use.owner) == (role, owner))
+
+    @cached_property
+    def change(self) -> Any:
+        """The smallest change that makes it fit, with the plan that proves it; None where it fits, or none does."""
+        from rlbench.session.planning.changes import smallest_change
+
+        return None if self.fits else smallest_change(self)
+
+    @property
+    def headline(self) -> str:
+        """The verdict in one line."""
+        has = f"{format_bytes(self.peak)} of {format_bytes(self.limit)}"
+        if self.problems or not self.fits:
+            return f"does NOT fit: {has}"
+        return f"fits{', barely' if self.peak * (1 + MARGIN) > self.limit else ''}: {has}"
+
+    def __repr__(self) -> str:
+        from rlbench.notebook.cards.plan_views import plan_card
+
+        return plan_card(self).text()
+
+
+def plan(
+    model: str,
+    *,
+    train: Train | dict[str, Any] | None = None,
+    inference: Inference | dict[str, Any] | None = None,
+    lora: Lora | None = None,
+    reference: bool | str | None = None,
+    undo: int = 1,
+    gpus: str | None = None,
+    lengths: int | Sequence[int] | None = None,
+    token_budget: int | None = None,
+    offload: Sequence[str] = (),
+    teachers: Sequence[str] = (),
+) -> Plan:
+    """Say what a session would take, by role, owner and phase, and the smallest change that makes it fit.
+
+        rb.plan("Qwen/Qwen3-4B", lora=rb.Lora(rank=32), gpus="1x24GiB", lengths=2048)
+
+    Reads the model's config, not its weights. What passes take is found by running one on the meta device.
+
+    Args:
+        model: as of `rb.Session`, and so `train`, `inference`, `reference` and `undo`.
+        lora: `rb.Lora(rank=32)`; default: that of `train`, or full training.
+        gpus: `"2x80GiB"`; `"0x24GiB"`: a host without a GPU; default: this machine.
+        lengths: tokens of the longest sequence, or of each sequence of a step; default: as long as a replica lets them
+            be, and a micro-batch at most.
+        token_budget: tokens of one micro-batch on one rank; default: the one `train_step` takes.
+        offload: what the loop sends to host memory while it is not needed: "inference" (`session.offload("inference")`
+            before a step), "optimizer" (`session.offload("train", "optimizer")` after it).
+        teachers: models of `session.teacher`, held at the same time; those behind a URL take nothing here.
+    """
+    options, path = Train.of(train), model_at(model_name(model, "rb.plan"))
+    options = options if lora is None else replace(options, lora=lora)
+    if options.lora is not None and options.lora.path is not None:
+        options = replace(options, lora=options.lora.opened(path))
+    wanted = lengths if lengths is None or isinstance(lengths, int) else tuple(int(n) for n in lengths)
+    return planned(
+        Request(
+            path,
+            Devices.of(gpus),
+            options,
+            Inference.of(inference),
+            reference_at(reference, path),
+            undo,
+            wanted,
+            token_budget,
+            tuple(offload),
+            tuple(model_at(model_name(one, "teachers=")) for one in teachers),
+        )
+    )
+
+
+def planned(request: Request) -> Plan:
+    """Answer a request; makes the model on meta the first time."""
+    from rlbench.session.planning.model import frozen_of, policy_of
+
+    policy = policy_of(request)
+    rows = policy.micro_batch(request)
+    roles = {RANK: rank_uses(policy, request, rows), REPLICA: replica_uses(policy, request)}
+    workers = {RANK: request.ranks, REPLICA: request.replica_workers}
+    for role, frozen in frozen_of(request).items():
+        roles[role], workers[role] = frozen_uses(role, frozen, request, rows), request.ranks
+    there = fullest(workers, request.devices.gpus)
+    kept = session_uses(policy, request, workers)
+    beside = [use for role, uses in roles.items() for use in times(uses, workers[role]) if use.host]
+    device = [use for role, uses in roles.items() for use in times(uses, there[role]) if not use.host]
+    if request.devices.gpus:
+        device += device_processes(request, sum(there.values()))
+        host = [*beside, *kept]
+    else:
+        device, host = [*device, *beside, *kept], []
+    drop = lambda uses: tuple(use for use in uses if use.most)  # noqa: E731
+    notes, problems = _remarks(request, policy, rows)
+    return Plan(request, policy.parameters, policy.trained, drop(device), drop(host), rows, notes, problems)
+
+
+def times(uses: Iterable[Use], count: int) -> list[Use]:
+    """The same of so many workers."""
+    return [replace(use, phases={phase: count * n for phase, n in use.phases.items()}) for use in uses]
+
+
+def fullest(workers: dict[str, int], gpus: int) -> Counter[str]:
+    """Count the workers of each role on the GPU that holds most of them; all of them on a host without one. As sessions
+    place them: an engine takes unused devices first, then the least shared."""
+    if not gpus:
+        return Counter(workers)
+    devices = [Counter[str]() for _ in range(gpus)]
+    for role, count in workers.items():
+        for device in sorted(devices, key=lambda device: sum(device.values()))[:count]:
+            device[role] += 1
+    return max(devices, key=lambda device: (sum(device.values()), device[RANK]))
+
+
+def _remarks(request: Request, policy: Any, rows: tuple[int, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What the numbers stand on, and what would fail whatever the memory."""
+    tokens = format_number(sum(rows))
+    notes = [
+        f"micro-batches of {tokens} tokens, the longest sequence {max(rows):,}; as it stands from the second step on"
+    ]
+    if why := policy.cost(pass_plan(policy, request, rows, backward=True)).estimated:
+        notes.append(f"activations are an estimate: {why}")
+    problems = _cache_remarks(request, policy, notes) if request.replica_workers else []
+    notes.append(
+        "tensors are exact to a few percent; CUDA contexts, what vLLM computes in, processes and the allocator's slack "
+        "are estimates"
+    )
+    return tuple(notes), tuple(problems)
+
+
+def _cache_remarks(request: Request, policy: Any, notes: list[str]) -> list[str]:
+    """Note what a replica's KV cache holds; return what vLLM would refuse."""
+    gpu = request.devices.gpus > 0
+    cache = sum(use.phases.get(SYNC, 0) for use in replica_uses(policy, request) if use.owner == "KV cache")
+    most = longest(policy, request)
+    length = request.longest or most
+    if one := kv_bytes(policy, request, length):
+        held = f"{format_number(cache / one)} sequences of {length:,} tokens"
+        notes.append(f"the KV cache of a replica's worker holds {held}, {format_bytes(one)} each")
+    problems = []
+    if kv_bytes(policy, request, most) > cache:
+        shorter = most
+        while shorter > 16 and kv_bytes(policy, request, shorter) > cache:
+            shorter //= 2
+        problems.append(
+            f"vLLM refuses a KV cache of {format_bytes(cache)} that cannot hold one sequence of {most:,} tokens: "
+            f"inference=rb.Inference(max_model_len={shorter}) or less, or a larger "
+            f"{'gpu_memory_utilization' if gpu else 'kv_cache_bytes'}"
+        )
+    return problems

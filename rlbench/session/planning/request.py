@@ -1,0 +1,81 @@
+"""What is planned: a session's options, with the lengths it will see, on devices that need not be here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rlbench.errors import BuildError
+from rlbench.session.options import POLICY, Inference, Train
+from rlbench.session.planning.devices import Devices
+
+REFERENCE, TEACHER = "reference", "teacher"
+OFFLOADED = ("inference", "optimizer")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One plan's question; `path`: a folder or a hub id. `lengths`: of a step's sequences, or of the longest;
+    `offload`: what the loop sends to host memory while it is not needed; `teachers`: the models of frozen policies that
+    score; `kind`: what trains, as of `SessionOptions`."""
+
+    path: str
+    devices: Devices
+    train: Train = field(default_factory=Train)
+    inference: Inference = field(default_factory=Inference)
+    reference: str | None = None
+    undo: int = 1
+    lengths: int | Sequence[int] | None = None
+    token_budget: int | None = None
+    offload: tuple[str, ...] = ()
+    teachers: tuple[str, ...] = ()
+    kind: str = POLICY
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.offload if name not in OFFLOADED]:
+            raise BuildError(f"offload={unknown[0]!r}: a loop sends {' or '.join(OFFLOADED)} away while it is not used")
+        several = [self.lengths] if isinstance(self.lengths, int) else [int(n) for n in self.lengths or [2]]
+        if min(several) < 2:
+            raise BuildError(f"lengths={min(several)}: a sequence has a prompt and a response, 2 tokens at least")
+
+    @property
+    def frozen(self) -> dict[str, str]:
+        """The model of each frozen policy that has weights of its own, by role; the base of a LoRA is one without, and
+        a teacher of the reference's model is the reference."""
+        base = self.path if self.train.lora is not None else None
+        reference = {REFERENCE: self.reference} if self.reference not in (None, base) else {}
+        known = (base, self.reference)
+        apart = [path for path in self.teachers if path not in known]
+        return reference | {f"{TEACHER} {i + 1}" if i else TEACHER: path for i, path in enumerate(apart)}
+
+    @property
+    def shards(self) -> int:
+        """Ranks the parameters are split over; as a session chooses them."""
+        alone = self.train.shards is None and self.train.data_parallel_size == 1
+        return max(1, self.devices.gpus // self.train.tensor_parallel) if alone else self.train.shards or 1
+
+    @property
+    def ranks(self) -> int:
+        """All training ranks."""
+        copies, wide = self.train.data_parallel_size, self.shards * self.train.tensor_parallel
+        return wide * (copies if copies > 0 else max(1, self.devices.gpus // wide))
+
+    @property
+    def data_ranks(self) -> int:
+        """Those that rows are split over."""
+        return self.ranks // self.train.tensor_parallel
+
+    @property
+    def replica_workers(self) -> int:
+        """Processes that generate: all replicas', each over so many devices."""
+        if self.kind != POLICY:
+            return 0
+        copies, wide = self.inference.data_parallel_size, self.inference.tensor_parallel_size
+        return wide * (copies if copies > 0 else max(1, self.devices.gpus // wide))
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest sequence, where that is said."""
+        if self.lengths is None:
+            return self.inference.max_model_len
+        return self.lengths if isinstance(self.lengths, int) else max(int(n) for n in self.lengths)

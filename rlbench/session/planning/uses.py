@@ -1,0 +1,218 @@
+"""Who holds how many bytes, where and in which phase: ranks, replicas, references, and what a session keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlbench.defaults import KV_BYTES
+from rlbench.session.planning.model import Held, Model
+from rlbench.session.planning.request import Request
+from rlbench.session.state.step_copies import SPARE_BYTES
+from rlbench.trainers.passes.cost import LOGITS, PassPlan
+from rlbench.units import MIB
+from rlbench.weights.staging import DEFAULT_BUCKET_BYTES, file_bytes
+
+PHASES = ROLLOUT, SCORE, STEP, SYNC = ("rollout", "log-probs", "train step", "sync")
+RANK, REPLICA, SESSION = "train rank", "replica", "session"
+HOST_RANK, HOST_REPLICA, HOST_SESSION = 250 * MIB, 350 * MIB, 750 * MIB
+"""Private memory of processes that hold nothing yet; of a session: kernel, monitor, Ray and the warm process."""
+CONTEXT = 500 * MIB
+"""What CUDA and its libraries take of a GPU for each process."""
+HOST_SLACK = 0.65
+"""What the C allocator holds beside tensors while a pass makes and frees them, as a share of them."""
+MOMENTS = 2
+BATCHED_TOKENS = 2048
+SAMPLED_COPIES = 3
+"""Float32 matrices (requests, vocabulary) that vLLM's sampler has at a time."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """Bytes of one owner in each phase. `sure`: nothing but the options decides them, so a refusal may count on them;
+    `step`: they are there for a step alone, not from the start."""
+
+    role: str
+    owner: str
+    phases: Mapping[str, int]
+    host: bool = False
+    sure: bool = False
+    step: bool = False
+
+    @property
+    def most(self) -> int:
+        """In the phase that takes most."""
+        return max(self.phases.values(), default=0)
+
+
+def always(nbytes: float) -> dict[str, int]:
+    """The same in every phase."""
+    return dict.fromkeys(PHASES, round(nbytes))
+
+
+def only(nbytes: float, *phases: str) -> dict[str, int]:
+    """In some phases alone."""
+    return dict.fromkeys(phases, round(nbytes))
+
+
+def rank_uses(model: Model, request: Request, rows: tuple[int, ...]) -> list[Use]:
+    """One training rank."""
+    gpu, shards = request.devices.gpus > 0, request.shards
+    away = gpu and request.train.fsdp_cpu_offload
+    mixed = request.train.use_mp_opt
+    weights = _bytes(model, shards, lambda held: held.item)
+    gradients = _bytes(model, shards, lambda held: held.item * held.trains)
+    moment = _bytes(model, shards, lambda held: (4 if mixed else held.item) * held.trains)
+    optimizer = moment * (MOMENTS + mixed)
+    state = dict.fromkeys(PHASES, optimizer)
+    sent: list[Use] = []
+    if gpu and not away and "optimizer" in request.offload:
+        state = only(optimizer, STEP)
+        sent = [Use(RANK, "optimizer, offloaded", only(optimizer, ROLLOUT, SCORE, SYNC), host=True)]
+    uses = [
+        Use(RANK, "weights", always(weights), host=away, sure=True),
+        Use(RANK, "gradients", only(gradients, STEP), host=away, sure=True, step=True),
+        Use(RANK, "optimizer", state, host=away, sure=True, step=True),
+        *sent,
+        *_passes(RANK, model, request, rows, trains=True),
+    ]
+    if gpu:
+        uses.append(Use(RANK, "sync buffers", only(_staged(model, request), SYNC)))
+    return uses
+
+
+def frozen_uses(role: str, model: Model, request: Request, rows: tuple[int, ...]) -> list[Use]:
+    """One rank of a frozen policy: the reference, or a teacher."""
+    weights = _bytes(model, request.shards, lambda held: held.item)
+    passes = _passes(role, model, request, rows, trains=False)
+    return [Use(role, "weights", always(weights), sure=True), *passes]
+
+
+def replica_uses(model: Model, request: Request) -> list[Use]:
+    """One worker of a replica. vLLM takes its share of a GPU whole: what weights and activations leave is KV cache."""
+    options, config, gpu = request.inference, model.config, request.devices.gpus > 0
+    wide = options.tensor_parallel_size
+    dtype = {"float32": 4, "bfloat16": 2, "float16": 2}.get(options.dtype, model.compute_item)
+    weights = (model.parameters - model.adapters) * dtype / wide  # adapters come merged, or lie in slots of their own
+    slots = options.adapters * dtype * model.adapters / (request.train.lora.rank if request.train.lora else 1)
+    slots *= options.adapter_rank / wide
+    sure = not options.engine_kwargs  # vLLM may be told there to hold its weights otherwise
+    tokens = int(
+        options.engine_kwargs.get("max_num_batched_tokens", max(BATCHED_TOKENS, 0 if gpu else longest(model, request)))
+    )
+    hidden, inner = int(config.hidden_size), int(getattr(config, "intermediate_size", 0) or 4 * config.hidden_size)
+    states = tokens * (4 * hidden + 3 * inner / wide) * dtype
+    logits = SAMPLED_COPIES * 4 * options.max_num_seqs * int(config.vocab_size)
+    kv = float(options.kv_cache_bytes or KV_BYTES)
+    if gpu and options.kv_cache_bytes is None:
+        kv = max(
+            0.0, options.gpu_memory_utilization * request.devices.nbytes - weights - slots - states - logits - CONTEXT
+        )
+    here = (ROLLOUT, SYNC) if "inference" in request.offload else PHASES
+    gone = [phase for phase in PHASES if phase not in here]
+    uses = [
+        Use(REPLICA, "weights", only(weights, *(here if gpu else PHASES)), sure=sure),
+        Use(REPLICA, "adapters", only(slots, *(here if gpu else PHASES))),
+        Use(REPLICA, "KV cache", only(kv, *here), sure=sure),
+        Use(REPLICA, "activations", only(states, *(here if gpu else PHASES))),
+        Use(REPLICA, LOGITS, only(logits, *(here if gpu else PHASES))),
+    ]
+    if gpu and gone:
+        uses.append(Use(REPLICA, "weights, offloaded", only(weights, *gone), host=True))
+    return uses
+
+
+def longest(model: Model, request: Request) -> int:
+    """Tokens of the longest sequence a replica has to hold."""
+    return request.inference.max_model_len or int(getattr(model.config, "max_position_embeddings", 0) or 0)
+
+
+def kv_bytes(model: Model, request: Request, tokens: int) -> int:
+    """Bytes that one sequence takes of a worker's KV cache, over all layers: those with a window hold that at most,
+    those without attention nothing."""
+    config, options = model.config, request.inference
+    item = {"float32": 4, "bfloat16": 2, "float16": 2}.get(options.dtype, model.compute_item)
+    kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * int(config.num_hidden_layers))
+    window = int(getattr(config, "sliding_window", None) or tokens)
+    full, windowed = (sum(word in kind for kind in kinds) for word in ("full", "sliding"))
+    held = full * tokens + windowed * min(tokens, window)
+    if latent := getattr(config, "kv_lora_rank", None):
+        return held * (int(latent) + int(getattr(config, "qk_rope_head_dim", 0))) * item
+    heads = int(getattr(config, "num_attention_heads", 1))
+    width = int(getattr(config, "head_dim", 0) or config.hidden_size // heads)
+    kept = int(getattr(config, "num_key_value_heads", None) or heads)
+    return 2 * held * width * item * max(1, kept // options.tensor_parallel_size)
+
+
+def device_processes(request: Request, processes: int) -> list[Use]:
+    """What CUDA takes of a GPU for the processes on it."""
+    return [Use(SESSION, "CUDA contexts", always(CONTEXT * processes))] if request.devices.gpus else []
+
+
+def session_uses(model: Model, request: Request, workers: Mapping[str, int]) -> list[Use]:
+    """What a session keeps in host memory, once: copies of its steps, weights on their way, and its processes."""
+    mixed = request.train.use_mp_opt
+    trained = _bytes(model, 1, lambda held: held.item * (held.trains or not model.adapters))
+    copy = trained + (MOMENTS + mixed) * _bytes(model, 1, lambda held: (4 if mixed else held.item) * held.trains)
+    kept = request.undo + 1 + (copy <= SPARE_BYTES) if request.undo else 0
+    replicas = workers[REPLICA]
+    processes = HOST_SESSION + replicas * HOST_REPLICA + (sum(workers.values()) - replicas) * HOST_RANK
+    files = 0 if request.devices.gpus or not replicas else _files(_sent(model, request))
+    uses = {f"undo, {kept} copies": kept * copy, "sync buffers": files, "processes": processes}
+    return [Use(SESSION, owner, always(nbytes), host=True) for owner, nbytes in uses.items()]
+
+
+def pass_plan(model: Model, request: Request, rows: tuple[int, ...], backward: bool) -> PassPlan:
+    """How a rank runs such a micro-batch."""
+    gpu, reshard = request.devices.gpus > 0, request.train.reshard_after_forward
+    whole = request.shards == 1 and not (gpu and request.train.fsdp_cpu_offload)
+    cast = frozenset(held.trains for held in model.held if held.split and held.item != model.compute_item)
+    return PassPlan(rows, backward, request.shards, gpu, reshard, cast if whole else frozenset({True, False}))
+
+
+def _passes(role: str, model: Model, request: Request, rows: tuple[int, ...], trains: bool) -> list[Use]:
+    """What passes take at their highest; on a host their memory stays with the process, whose allocator keeps it."""
+    costs = {SCORE: model.cost(pass_plan(model, request, rows, backward=False)).owners}
+    if trains:
+        costs[STEP] = model.cost(pass_plan(model, request, rows, backward=True)).owners
+    if not request.devices.gpus:
+        largest = max(costs.values(), key=lambda owners: sum(owners.values()))
+        slack = {"allocator": round(HOST_SLACK * sum(largest.values()))}
+        costs = {phase: {**largest, **slack} for phase in PHASES}
+    owners = sorted({owner for found in costs.values() for owner in found})
+    return [Use(role, owner, {phase: found.get(owner, 0) for phase, found in costs.items()}) for owner in owners]
+
+
+def _sent(model: Model, request: Request) -> list[float]:
+    """Bytes of each tensor of a sync: of the adapters alone where the replicas hold such, else of the whole policy."""
+    if model.adapters and request.inference.adapters:
+        return [held.local(1) * held.item for held in model.held if held.trains]
+    whole = [held.local(1) * held.item for held in model.held if held.split and not (model.adapters and held.trains)]
+    return [*whole, *(size * model.compute_item for size in model.quantised)]
+
+
+def _staged(model: Model, request: Request) -> float:
+    """What a GPU holds while its weights are sent: all of them where its rank exports them to a replica beside it,
+    until that has applied them; else two buckets."""
+    sizes = _sent(model, request)
+    gathered = max(sizes) if request.shards > 1 else 0
+    beside = request.ranks >= min(request.devices.gpus, request.replica_workers)
+    return gathered + (sum(sizes) if beside else min(sum(sizes), 2 * DEFAULT_BUCKET_BYTES))
+
+
+def _files(sizes: list[float]) -> int:
+    """Bytes of the files that `ShmStage` writes tensors of these sizes to."""
+    total = size = filled = 0
+    for nbytes in map(int, sizes):
+        if filled and filled + nbytes > DEFAULT_BUCKET_BYTES:
+            total, size, filled = total + size, 0, 0
+        filled += nbytes
+        if filled > size:
+            size = file_bytes(filled, DEFAULT_BUCKET_BYTES)
+    return total + size
+
+
+def _bytes(model: Model, shards: int, item: Any) -> int:
+    each: list[Held] = list(model.held)
+    return round(sum(held.part(shards) * item(held) for held in each))

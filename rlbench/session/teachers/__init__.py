@@ -1,0 +1,1 @@
+"""Teachers: frozen policies that say how likely they find what was sampled."""

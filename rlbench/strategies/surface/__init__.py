@@ -1,1 +1,0 @@
-"""What a strategy does by itself: ranks, memory, steps."""

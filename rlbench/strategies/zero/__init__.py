@@ -1,0 +1,1 @@
+"""DeepSpeed's ZeRO: a model it trains, with float32 weights and optimizer state split over the ranks."""

@@ -1,0 +1,42 @@
+"""A reward model as a pass computes it: the score after each response token, where a policy has its log-probs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+
+from rlbench.data.batches.batch import TrainBatch
+from rlbench.trainers.models.value_model import prove_packing, valued
+from rlbench.trainers.passes.forward import PolicyModel
+from rlbench.trainers.passes.outputs import TokenOutputs
+from rlbench.trainers.passes.packing import ModelInputs
+
+SCALAR = "scores: a reward model has no vocabulary to predict"
+
+
+class ScoreModel(PolicyModel):
+    """One sharded `ScalarHeadModel`; what a policy's passes ask of a `PolicyModel`, of scores."""
+
+    CHANNELS: ClassVar[tuple[str, ...]] = ("scores",)
+    holds_logits: ClassVar[bool] = False
+
+    def head_used(self, packed: bool) -> str:
+        """Say that there is no vocabulary."""
+        return SCALAR
+
+    def prove(self, batch: TrainBatch, packed: bool, head: str = "auto") -> None:
+        """Prove once that scores are the same packed; collective."""
+        if packed or self.ranks.size > 1:
+            prove_packing(self.module, self.device, self.ranks)
+
+    @contextmanager
+    def stats(
+        self, rows: TrainBatch, temperature: float, packed: bool, *given: Any, **unused: Any
+    ) -> Iterator[tuple[TokenOutputs, ModelInputs]]:
+        """Give the scores (R,) after the response tokens of `rows`; run the backward inside the context."""
+        with valued(self.module, rows, self.device, packed, after=1, ranks=self.ranks) as (scores, inputs):
+            unknown = torch.full_like(scores.detach(), torch.nan)
+            yield TokenOutputs(unknown, unknown, scores=scores), inputs

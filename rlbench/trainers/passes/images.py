@@ -1,0 +1,164 @@
+"""Images of a micro-batch, as the forward of a vision-language model takes them.
+
+The families of Qwen-VL: `pixel_values` and `image_grid_thw` by the checkpoint's own processor, positions in three
+dimensions by the model's own `get_rope_index`, computed for each sequence apart, so that packing changes nothing.
+A sequence's images stand, in order, at its first placeholder tokens; one that a policy sampled is a token as others.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rlbench.data.base.ragged import offsets_of
+from rlbench.data.batches.batch import TrainBatch
+from rlbench.data.prompts.images import EncodedImage
+from rlbench.errors import DataError
+from rlbench.trainers.passes.packing import ModelInputs
+
+MOST_CACHED = 256 * 2**20
+"""Bytes of pixels that a rank keeps between passes."""
+
+
+class ImageReader:
+    """Of one model. `processor` is loaded when an image first arrives."""
+
+    def __init__(self, module: Any) -> None:
+        self._module, self._vision = module, module.config.vision_config
+        self._merge = int(self._vision.spatial_merge_size)
+        self._token = int(module.config.image_token_id)
+        self._processor: Any = None
+        self._read: OrderedDict[str, tuple[Tensor, Tensor]] = OrderedDict()
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ImageReader | None:
+        """Return that of a vision-language model, None of another."""
+        config = getattr(module, "config", None)
+        placed = hasattr(getattr(module, "model", None), "get_rope_index") and hasattr(config, "image_token_id")
+        return cls(module) if placed and hasattr(config, "vision_config") else None
+
+    def check(self, batch: TrainBatch) -> None:
+        """Refuse rows whose placeholder tokens are fewer than their images have, by the images' sizes."""
+        for row, images in enumerate(batch.images or ()):
+            wanted = sum(map(self.tokens, images))
+            held = int((batch.prompts[row] == self._token).sum() + (batch.responses[row] == self._token).sum())
+            if held < wanted:
+                raise DataError(
+                    f"sequence {row} has {held} image tokens, its {len(images)} images {wanted}: give the prompt's "
+                    "tokens as the sampler used them, each image's placeholder expanded"
+                )
+
+    def tokens(self, image: EncodedImage) -> int:
+        """Return how many tokens an image takes."""
+        patches = self._images.get_number_of_image_patches(image.height, image.width, {})
+        return int(patches) // self._merge**2
+
+    def placed(self, inputs: ModelInputs, rows: TrainBatch, packed: bool) -> ModelInputs:
+        """Return the layout with the rows' images; where there are none with a blank one behind all rows, which no
+        row sees: the tower runs as it does on other ranks, and its gradient is zero."""
+        read = [[self._pixels(image) for image in images] for images in rows.images or ()]
+        if not any(read):
+            blank = torch.zeros(self._merge**2, self._patch), torch.tensor([1, self._merge, self._merge])
+            inputs, read = _with_one_more(inputs, self._token, packed), [[] for _ in inputs.lengths] + [[blank]]
+        device, ids = inputs.input_ids.device, inputs.input_ids.cpu()
+        spans = _spans(inputs, packed)
+        places = inputs.position_ids.cpu().expand(3, *ids.shape).clone()
+        held = torch.zeros_like(ids, dtype=torch.bool)
+        for (row, span), pixels in zip(spans, read, strict=True):
+            if pixels:
+                own, grids = ids[row, span], torch.stack([grid for _, grid in pixels])
+                count = int(grids.prod(-1).sum()) // self._merge**2
+                here = own == self._token
+                here &= here.cumsum(0) <= count
+                held[row, span] = here
+                found, _ = self._module.model.get_rope_index(own[None], here[None].int(), image_grid_thw=grids)
+                places[:, row, span] = found[:, 0]
+        flat = [one for pixels in read for one in pixels]
+        images = {"pixel_values": torch.cat([patches for patches, _ in flat]).to(device)}
+        images["image_grid_thw"] = torch.stack([grid for _, grid in flat]).to(device)
+        sampled = not torch.equal(held, ids == self._token)
+        return replace(
+            inputs, position_ids=places.to(device), images=images, placeholders=held.to(device) if sampled else None
+        )
+
+    @contextmanager
+    def placing(self, inputs: ModelInputs) -> Iterator[None]:
+        """Have the model take as placeholders those of the images alone, where a policy sampled the token too."""
+        base = self._module.model
+        if inputs.placeholders is None:
+            yield
+            return
+
+        def chosen(input_ids: Tensor, inputs_embeds: Tensor, **features: Any) -> tuple[Tensor, Tensor]:
+            mask = inputs.placeholders[..., None].expand_as(inputs_embeds)  # type: ignore[index]
+            return mask, torch.zeros_like(mask)
+
+        base.get_placeholder_mask = chosen
+        try:
+            yield
+        finally:
+            del base.get_placeholder_mask
+
+    @property
+    def _patch(self) -> int:
+        """Numbers in a patch."""
+        vision = self._vision
+        return int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
+
+    def _pixels(self, image: EncodedImage) -> tuple[Tensor, Tensor]:
+        """Return an image's patches (n, numbers) float32 and its grid (3,) int64; kept for the passes that follow."""
+        if image.digest not in self._read:
+            found = self._images(images=[image.pil()], return_tensors="pt")
+            self._read[image.digest] = found["pixel_values"], found["image_grid_thw"][0]
+            while len(self._read) > 1 and sum(patches.nbytes for patches, _ in self._read.values()) > MOST_CACHED:
+                self._read.popitem(last=False)
+        self._read.move_to_end(image.digest)
+        return self._read[image.digest]
+
+    @property
+    def _images(self) -> Any:
+        """The checkpoint's own processor of images."""
+        if self._processor is None:
+            from transformers import AutoImageProcessor
+
+            module = self._module
+            self._processor = AutoImageProcessor.from_pretrained(
+                module.materialization_source(), revision=module._source_revision
+            )
+        return self._processor
+
+
+def _spans(inputs: ModelInputs, packed: bool) -> list[tuple[int, slice]]:
+    """Where each sequence lies in the layout: its row, and the columns there."""
+    if not packed:
+        return [(row, slice(0, length)) for row, length in enumerate(inputs.lengths)]
+    ends = offsets_of(np.asarray(inputs.lengths, np.int64)).tolist()
+    return [(0, slice(start, end)) for start, end in itertools.pairwise(ends)]
+
+
+def _with_one_more(inputs: ModelInputs, token: int, packed: bool) -> ModelInputs:
+    """Return the layout with a sequence of one token behind the others."""
+    shape = (1, 1) if packed else (1, inputs.input_ids.shape[1])
+    more, zeros = inputs.input_ids.new_zeros(shape), inputs.input_ids.new_zeros(shape)
+    more[0, 0] = token
+    side = 1 if packed else 0
+    mask = inputs.attention_mask
+    if mask is not None:
+        last = mask.new_zeros(shape)
+        last[0, 0] = 1
+        mask = torch.cat([mask, last])
+    return replace(
+        inputs,
+        input_ids=torch.cat([inputs.input_ids, more], side),
+        position_ids=torch.cat([inputs.position_ids, zeros], side),
+        attention_mask=mask,
+        lengths=[*inputs.lengths, 1],
+    )

@@ -1,0 +1,1 @@
+"""Trainers of texts: demonstrations, pairs and judged responses through the one policy update."""

@@ -1,0 +1,228 @@
+"""The HTTP side of an endpoint: vLLM's routes and serving classes behind a gate that checks the key, bounds the body
+and reads which run a request belongs to."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import re
+import socket
+import threading
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+from vllm.entrypoints.anthropic import api_router as anthropic_routes
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.openai.chat_completion import api_router as chat_routes
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion import api_router as completion_routes
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.models import api_router as model_routes
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve import create_error_response
+from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+from vllm.reasoning import ReasoningParserManager
+from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.tool_parsers import ToolParserManager
+
+from rlbench.envs.policy import UNKEPT
+from rlbench.errors import DataError, StateError, nearest
+from rlbench.units import format_bytes
+from rlbench.workers.replica.serving.client import SENDER, EngineClient, Sender
+from rlbench.workers.replica.serving.images import checked, media_parts
+from rlbench.workers.replica.serving.options import ServeOptions
+from rlbench.workers.replica.serving.refusal import Refusal
+
+MAX_BODY = 8 << 20
+READ_LIMIT_S = 30.0
+CONNECTIONS = 1024
+RUN_HEADER = b"x-rlbench-run"
+RUN_PATH = re.compile(r"/run/([^/]*)(/v1/.*)")
+RUN_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/messages", "/v1/messages/count_tokens")
+
+
+def make_app(client: Any, options: ServeOptions, model: str) -> FastAPI:
+    """Return vLLM's routes for chats, completions, models and Anthropic's messages over a client; `model`: its path."""
+    parsers = {"enable_auto_tools": options.tool_parser is not None, "tool_parser": options.tool_parser}
+    parsers["reasoning_parser"] = options.reasoning_parser or ""
+    template = {"chat_template": None, "chat_template_content_format": "auto", "request_logger": None}
+    defaults = {"default_chat_template_kwargs": dict(options.template)}
+    models = OpenAIServingModels(client, [BaseModelPath(name, model) for name in options.models])
+    renderer = OnlineRenderer(client.model_config, client.renderer, **template, **parsers, **defaults)
+    chat = {"online_renderer": renderer, **template, **parsers, **defaults}
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    app.state.args = Namespace(log_error_stack=False, sse_keep_alive_interval=0)  # what routes read of vLLM's own
+    app.state.openai_serving_models = models
+    app.state.openai_serving_chat = OpenAIServingChat(client, models, "assistant", **chat)
+    app.state.openai_serving_completion = OpenAIServingCompletion(
+        client, models, online_renderer=renderer, request_logger=None
+    )
+    app.state.anthropic_serving_messages = AnthropicServingMessages(client, models, "assistant", **chat)
+    for routes in (chat_routes, completion_routes, model_routes, anthropic_routes):
+        app.include_router(routes.router)
+    init_exception_handler(app)
+    return app
+
+
+def check_parsers(options: ServeOptions) -> None:
+    """Refuse parsers that vLLM does not have."""
+    tools, reasoning = ToolParserManager.list_registered(), ReasoningParserManager.list_registered()
+    for what, name, known in (
+        ("tool_parser", options.tool_parser, tools),
+        ("reasoning_parser", options.reasoning_parser, reasoning),
+    ):
+        if name is not None and name not in known:
+            raise DataError(f"{what}={name!r}: vLLM has none of this name{nearest(name, known)}; {', '.join(known)}")
+
+
+class Gate:
+    """ASGI: lets in who knows `key`, and hands on what it read: the body, with its images checked, and which run the
+    request belongs to. `images`: how many a request may have; `fetch`: whether addresses of such are read."""
+
+    def __init__(self, app: Any, key: str, images: int, fetch: bool) -> None:
+        self._app, self._key, self._images, self._fetch = app, key.encode(), images, fetch
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":  # the server's own start and end
+            await self._app(scope, receive, send)
+            return
+        try:
+            path, run = self._sender(scope)
+            body = await asyncio.wait_for(_read(receive), READ_LIMIT_S)
+            asked = _object(body)
+            images: tuple[str, ...] = ()
+            if parts := media_parts(asked, self._images):
+                images = await asyncio.to_thread(checked, parts, self._fetch)
+                body = json.dumps(asked).encode()
+        except Refusal as refusal:
+            await _refused(refusal)(scope, receive, send)
+            return
+        except TimeoutError:
+            late = Refusal(408, "RequestTimeout", f"the body did not arrive within {READ_LIMIT_S:g} s")
+            await _refused(late)(scope, receive, send)
+            return
+        SENDER.set(Sender(run, asked, images))
+        sent = False
+
+        async def replay() -> Any:
+            nonlocal sent
+            if sent:
+                return await receive()
+            sent = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self._app({**scope, "path": path, "raw_path": path.encode()}, replay, send)
+
+    def _sender(self, scope: Any) -> tuple[str, str]:
+        """Return the path without the run, and the run: of the path, the header or the key; Refusal."""
+        headers = dict(scope["headers"])
+        given = headers.get(b"authorization", b"").partition(b" ")[2] or headers.get(b"x-api-key", b"")
+        key, _, of_key = given.partition(b":")
+        if not hmac.compare_digest(key, self._key):
+            raise Refusal(401, "AuthenticationError", "wrong API key: session.endpoint().key is the one wanted")
+        path, run = scope["path"], headers.get(RUN_HEADER, of_key).decode("latin-1")
+        if (named := RUN_PATH.fullmatch(path)) is not None:
+            run, path = named.groups()
+        if run == UNKEPT:
+            return path, run
+        if (run or named is not None) and not RUN_NAME.fullmatch(run):
+            raise Refusal(400, "BadRequestError", f"a run's name has 1 to 128 of A-Z a-z 0-9 . _ -, got {run[:40]!r}")
+        if path not in ROUTES:
+            raise Refusal(404, "NotFoundError", f"no {path!r} here; there are {', '.join(ROUTES)}")
+        wanted = "GET" if path == "/v1/models" else "POST"
+        if scope["method"] != wanted:
+            raise Refusal(405, "MethodNotAllowed", f"{path} wants {wanted}, got {scope['method']}")
+        return path, run
+
+
+async def _read(receive: Any) -> bytes:
+    """Return a request's body; Refusal where it is too large."""
+    parts, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Refusal(400, "BadRequestError", "the client went away")
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > MAX_BODY:
+            raise Refusal(413, "PayloadTooLarge", f"the body is larger than the {format_bytes(MAX_BODY)} allowed")
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    """Return a body that is a JSON object, or none: what is wrong with it, vLLM's routes say. Refusal of what they
+    would choke on."""
+    try:
+        value = json.loads(body)
+    except RecursionError:
+        raise Refusal(400, "BadRequestError", "the body is nested too deeply") from None
+    except ValueError:
+        value = None
+    if isinstance(value, dict) and value.get("use_beam_search"):
+        raise Refusal(400, "BadRequestError", "use_beam_search: this endpoint samples, as a policy does")
+    return value if isinstance(value, dict) else {}
+
+
+def _refused(refusal: Refusal) -> JSONResponse:
+    error = create_error_response(str(refusal), refusal.kind).error.model_dump() | {"code": refusal.status}
+    return JSONResponse({"error": error}, refusal.status, {"Connection": "close"})
+
+
+class Server:
+    """Serves on a thread of its own. `step`: what the thread beside it does again and again, see `ReplicaEndpoint`, and
+    `begin` once before."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        options: ServeOptions,
+        model: str,
+        begin: Callable[[], None],
+        step: Callable[[], None],
+    ) -> None:
+        self.client, self.options = client, options
+        app = Gate(make_app(client, options, model), options.key, client.images, options.fetch_images)
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((options.host, options.port))
+        except OSError as error:
+            self._socket.close()
+            raise StateError(f"the endpoint cannot listen on {options.host}:{options.port}: {error}") from error
+        self.port = int(self._socket.getsockname()[1])
+        self._server = uvicorn.Server(
+            uvicorn.Config(app, log_config=None, access_log=False, limit_concurrency=CONNECTIONS, lifespan="off")
+        )
+        self._begin, self._step, self._closing = begin, step, threading.Event()
+        self._threads = [
+            threading.Thread(target=target, name=name, daemon=True)
+            for name, target in (("endpoint http", self._listen), ("endpoint step", self._drive))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Serve nobody any more; open calls end."""
+        self._closing.set()
+        self._threads[1].join()  # first: it hands outputs to the other
+        self._server.should_exit = self._server.force_exit = True
+        self._threads[0].join()
+        self._socket.close()
+        self.client.close()
+
+    def _listen(self) -> None:
+        self._server.run(sockets=[self._socket])
+
+    def _drive(self) -> None:
+        self._begin()
+        while not self._closing.is_set():
+            self._step()

@@ -1,0 +1,24 @@
+"""Weights that are changed, and how far a replica is from them."""
+
+import numpy as np
+import torch
+
+from rlbench.weights.probe import probe_tokens
+
+
+def perturb(scale=0.05):
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in module.parameters():
+            local = p.to_local() if hasattr(p, "to_local") else p
+            local.add_(scale * torch.randn(local.shape, generator=generator))
+
+
+def gap(train, infer):
+    """Largest difference of log-probs on the same tokens, trainer against replica."""
+    from rlbench.data.batches.batch import as_batch
+    from rlbench.engines.sync import rows_in_order
+
+    tokens = probe_tokens(infer.info["vocab_size"])
+    mine = train.call_all("policy_forward", as_batch(tokens), {}, finish=rows_in_order).result()["logprobs"]
+    return max(float(np.abs(np.asarray(a) - b).max()) for a, b in zip(mine, infer.logprobs(tokens), strict=True))

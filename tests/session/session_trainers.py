@@ -1,0 +1,28 @@
+"""Trainers of a session."""
+
+import rlbench as rb
+from rlbench.tiny import tasks
+
+OPTIONS = {
+    "rollout_batch_size": 8,
+    "n": 4,
+    "train_batch_size": 32,
+    "micro_train_batch_size": 8,
+    "micro_rollout_batch_size": 16,
+    "max_tokens": 10,
+    "packing": True,
+    "seed": 3,
+}
+
+
+def prompts(count=64, seed=3):
+    return rb.data.PromptSet.of(tasks.prompts(count, seed=seed)).stream(seed=seed)
+
+
+def grpo(session, **given):
+    return session.trainer("grpo", given.pop("prompts", None) or prompts(), tasks.reward, **{**OPTIONS, **given})
+
+
+def checksum():
+    whole = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in module.parameters())
+    return float(sum(p.detach().double().sum() for p in whole))

@@ -1,0 +1,139 @@
+"""A session that sees: steps, syncs with proof of the tower, undo, freezing, export; and the task is learned."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import rlbench as rb
+from rlbench.data.batches.batch import as_batch
+from rlbench.engines.sync import rows_in_order
+from rlbench.tiny import recipe
+from rlbench.trainers.ppo.spmd_trainer import SPMDPPOTrainerVL
+from rlbench.weights.probe import Probe
+from tests.session.session_trainers import OPTIONS
+
+pytestmark = [pytest.mark.engine, pytest.mark.curve]  # the model takes a minute or two to make
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def seeing(cluster: Any) -> Iterator[Any]:
+    train = rb.Train(lr=4 * recipe.lr, betas=recipe.betas, max_norm=recipe.grad_clip, shards=2)
+    with rb.Session("tiny-vision", train=train, seed=3) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def batch(seeing: Any) -> Any:
+    """Half of the prompts have a picture."""
+    asked = [*rb.tiny.vision_prompts(4), *({"prompt": "what?", "label": "r"} for _ in range(4))]
+    rollouts = seeing.rollout(asked, n=4, max_tokens=6, seed=1)
+    return rollouts.score(lambda rollout: float(len(rollout.text) % 2)).batch(rb.rl.group_normalized())
+
+
+def probed(session: Any) -> list[float]:
+    """The gap of each sequence of the probe, the last with the picture."""
+    probe = Probe.of(session.inference.info)
+    given = as_batch(probe.tokens, probe.images)
+    ours = session.train.call_all("policy_forward", given, {}, finish=rows_in_order).result()["logprobs"]
+    return [
+        float(np.abs(np.asarray(a) - b).max())
+        for a, b in zip(ours, session.inference.logprobs(probe.tokens, probe.images), strict=True)
+    ]
+
+
+def perturb_tower() -> None:
+    for name, parameter in module.named_parameters():
+        if ".visual." in name:
+            parameter.to_local().data.mul_(1.5)
+
+
+def test_both_sides_agree_on_pictures_and_images_stay_with_their_rows(seeing: Any, batch: Any) -> None:
+    assert [len(images) for images in batch.images] == [1] * 16 + [0] * 16
+    assert len({id(images[0]) for images in batch.images if images}) == 4
+    assert seeing.preflight(batch, strict=True).passed
+
+
+def test_the_proof_of_a_sync_covers_the_tower(seeing: Any) -> None:
+    seeing.sync_weights()
+    assert max(probed(seeing)) < 1e-4
+    kept = seeing.snapshot()
+    seeing.train.run(perturb_tower)
+    apart = probed(seeing)
+    assert max(apart[:-1]) < 1e-4 and apart[-1] > 1e-3
+    assert seeing.sync_weights().gap < 1e-4
+    assert max(probed(seeing)) < 1e-4
+    seeing.restore(kept)
+    assert max(probed(seeing)) < 1e-4
+
+
+def test_a_step_is_undone_and_exported_as_transformers_loads_it(seeing: Any, batch: Any, tmp_path: Any) -> None:
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    before = seeing.logprobs(batch)
+    assert seeing.train_step(batch, lr=1e-3).reward == pytest.approx(batch.rewards.mean())
+    moved = seeing.logprobs(batch)
+    saved = seeing.train.save(tmp_path / "model")
+    seeing.undo()
+    np.testing.assert_array_equal(seeing.logprobs(batch), before)
+
+    model = AutoModelForImageTextToText.from_pretrained(saved.path)
+    processor = AutoProcessor.from_pretrained(saved.path)
+    pixels = processor.image_processor(images=[batch.images[0][0].pil()], return_tensors="pt")
+    ids = torch.from_numpy(np.concatenate([batch.prompts[0], batch.responses[0]]).astype(np.int64))[None]
+    kinds = (ids == processor.image_token_id).int()
+    with torch.no_grad():
+        logits = model(input_ids=ids, mm_token_type_ids=kinds, **pixels).logits[0].log_softmax(-1)
+    start = len(batch.prompts[0])
+    expected = logits[torch.arange(start - 1, ids.shape[1] - 1), ids[0, start:]]
+    np.testing.assert_allclose(moved[: len(expected)], expected.numpy(), atol=1e-4)
+
+
+def test_a_frozen_tower_stays_as_it_is(seeing: Any, batch: Any) -> None:
+    kept, held = seeing.snapshot(), seeing.train.state_dict()
+    frozen = seeing.freeze("model.visual")
+    assert frozen and all(".visual." in name for name in frozen)
+    seeing.train_step(batch, lr=1e-3)
+    for name, tensor in seeing.train.state_dict().items():
+        assert torch.equal(tensor, held[name]) == (".visual." in name), name
+    seeing.unfreeze()
+    seeing.restore(kept)
+    seeing.sync_weights()
+
+
+def test_a_trainer_on_the_ranks_makes_experience_of_pictures_and_trains_on_it(seeing: Any) -> None:
+    kept, mixed = seeing.snapshot(), [*rb.tiny.vision_prompts(28), *[{"prompt": "what?", "label": "rgby"}] * 4]
+    stream = rb.data.PromptSet.of(rb.data.as_prompts(mixed)).stream(seed=3)
+    trainer = seeing.trainer("grpo", stream, rb.tiny.vision_reward, trainer_class=SPMDPPOTrainerVL, **OPTIONS)
+    last = trainer.fit(2)[-1]
+    assert np.isfinite(last["policy_loss"]) and last["mismatch/kl"] < 1e-6 and 0 < last["reward"] < 1
+    assert max(probed(seeing)) < 1e-4
+    seeing.restore(kept)
+
+
+def learned(session: Any, rows: list[dict[str, Any]], steps: int) -> float:
+    """Greedy accuracy on unseen pictures behind so many steps on rows."""
+    for step in range(steps):
+        part = [rows[(recipe.prompts_per_step * step + i) % len(rows)] for i in range(recipe.prompts_per_step)]
+        rollouts = session.rollout(part, n=recipe.n, max_tokens=8, seed=step, progress=False)
+        session.train_step(rollouts.score(rb.tiny.vision_reward).batch(rb.rl.group_normalized()))
+        session.sync_weights()
+    unseen = rb.tiny.vision_prompts(200, "eval")
+    return float(session.evaluate(unseen, rb.tiny.vision_reward, max_tokens=8, progress=False).reward)
+
+
+def test_the_task_is_learned_and_with_shuffled_pictures_it_is_not(seeing: Any) -> None:
+    start, rows = seeing.snapshot(), rb.tiny.vision_prompts(960)
+    pictures = [row["prompt"] for row in rows]
+    random.Random(0).shuffle(pictures)
+    shuffled = [{"prompt": prompt, "label": row["label"]} for prompt, row in zip(pictures, rows, strict=True)]
+    assert learned(seeing, shuffled, STEPS // 2) < 0.7
+    seeing.restore(start)
+    seeing.sync_weights()
+    assert learned(seeing, rows, STEPS) >= 0.9

@@ -1,0 +1,115 @@
+"""A step on images equals the same step by transformers in one process, however it is split over ranks and packed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlbench.errors import DataError
+from rlbench.trainers.models.lora import Lora
+from rlbench.trainers.models.policy_spec import PolicySpec
+from rlbench.weights.names import checkpoint_shapes
+from tests.ranks import ranks
+from tests.trainers.policy_reference import GRPO, assert_gradients, by_hand, forward_backward
+from tests.trainers.seeing import Plain, on_meta, pictures, save_eyes, with_pictures
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def eyes(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_eyes(tmp_path_factory.mktemp("eyes"))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [(1, {}), (1, {"packing": False, "head": "plain"}), (2, {"token_budget": 40}), (2, {"packing": False})],
+)
+def test_gradient_and_metrics_are_those_of_one_plain_process(
+    eyes: str, world_size: int, options: dict[str, Any]
+) -> None:
+    a, b, c = pictures(3)
+    given = with_pictures(eyes, [[a], [], [a, b], [c], [], [b]])
+    plain = Plain(eyes, given)
+    total, expected = by_hand(plain, given, GRPO, "token-mean")
+    total.backward()
+    assert plain.model.model.visual.patch_embed.proj.weight.grad.abs().max() > 1e-5
+    with ranks(world_size, on_meta(eyes)) as engine:
+        results = forward_backward(engine, given, **options)
+        assert_gradients(engine, plain.model, atol=1e-5)
+    for name, value in expected.items():
+        assert results[0]["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_rank_without_images_runs_the_tower_with_the_other_and_adds_nothing(eyes: str, packing: bool) -> None:
+    given = with_pictures(eyes, [[pictures(1)[0]], []])
+    plain = Plain(eyes, given)
+    by_hand(plain, given, GRPO, "token-mean")[0].backward()
+    with ranks(2, on_meta(eyes)) as engine:
+        results = forward_backward(engine, given, packing=packing)
+        assert_gradients(engine, plain.model, atol=1e-5)
+        forward_backward(engine, given.rows([1]), packing=packing)  # neither has one, one has no row
+    assert sorted(len(result["rows"]) for result in results) == [1, 1]
+
+
+def test_an_image_token_that_a_policy_sampled_is_a_token_as_others(eyes: str) -> None:
+    given = with_pictures(eyes, [[pictures(1)[0]], []])
+    token, rows = given.prompts[0][2], given.responses.values.copy()
+    assert (given.prompts[0] == token).sum() == 4
+    with ranks(1, on_meta(eyes)) as engine:
+        before = engine.call("policy_forward", given, {})[0]["channels"]["logprobs"].values
+        rows[[2, 3]] = token
+        given = given.replace(responses=given.responses.with_values(rows))
+        after = engine.call("policy_forward", given, {})[0]["channels"]["logprobs"].values
+    assert np.array_equal(before[:2], after[:2]) and np.isfinite(after).all() and not np.array_equal(before, after)
+
+
+def test_adapters_train_in_tower_and_language_model_and_leave_by_the_checkpoints_names(eyes: str) -> None:
+    given = with_pictures(eyes, [[pictures(1)[0]], []])
+    spec = PolicySpec(eyes, lr=1e-2, lora=Lora(rank=4))
+    with ranks(2, spec) as engine:
+        layout = {entry.name for entry in engine.call("weight_layout")[0].entries}
+        assert layout == set(checkpoint_shapes(eyes))
+        forward_backward(engine, given)
+        engine.call("policy_optim_step", {})
+        forward_backward(engine, given)
+        seen = engine.run(adapters_with_gradients)[0]
+    assert any(".visual." in name for name in seen) and any(".language_model." in name for name in seen)
+
+
+def adapters_with_gradients() -> list[str]:
+    held = [(n, p.grad) for n, p in module.named_parameters() if "lora_A" in n]
+    return [name for name, gradient in held if gradient is not None and float(gradient.full_tensor().abs().max()) > 0]
+
+
+def test_what_cannot_be_seen_is_refused_before_any_pass(eyes: str, qwen: str) -> None:
+    from tests.modules import qwen_on_meta
+
+    given = with_pictures(eyes, [[pictures(1)[0]], []])
+    with ranks(1, qwen_on_meta(qwen)) as engine, pytest.raises(DataError, match="vocabulary"):
+        forward_backward(engine, given)
+    short = given.replace(images=(given.images[0] * 2, ()))
+    with ranks(1, on_meta(eyes)) as engine:
+        with pytest.raises(DataError, match="4 image tokens, its 2 images 8"):
+            forward_backward(engine, short)
+        forward_backward(engine, given)
+
+
+def test_images_stay_with_their_rows(eyes: str, tmp_path: Any) -> None:
+    import rlbench as rb
+
+    a, b = pictures(2)
+    given = with_pictures(eyes, [[a], [], [a, b]])
+    assert given.rows([2, 0]).images == ((a, b), (a,))
+    assert given.rows([1]).has_images is False
+    text = given.rows([1]).replace(images=None)
+    joined = rb.data.join(text, given)
+    assert joined.images == ((), (a,), (), (a, b))
+    again = type(given).from_parquet(given.to_parquet(tmp_path / "batch.parquet"))
+    assert again.images == given.images and again.key == given.key != given.replace(images=None).key
+    assert again.images[0][0] is again.images[2][0]
+    with pytest.raises(DataError, match="images of 1 prompts for 3"):
+        given.replace(images=((a,),))

@@ -1,0 +1,320 @@
+"""A vLLM replica of a vision-language model: what it draws behind pictures, by transformers' own numbers."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from rlbench import tiny
+from rlbench.data import EncodedImage, Prompt, as_prompts
+from rlbench.data.rollouts.jobs import GenerateJob
+from rlbench.data.runs.journal import read
+from rlbench.data.runs.traces import Traces
+from rlbench.envs import Env, Step
+from rlbench.errors import DataError
+from rlbench.tiny.vision_model import build_model, build_processor
+from rlbench.workers.replica.config import ReplicaConfig
+from rlbench.workers.replica.serving.options import ServeOptions
+from rlbench.workers.replica.vllm import VllmReplica
+
+from .turns import Rows
+from .turns import job as turns_job
+
+pytestmark = pytest.mark.engine
+
+Lane = Callable[..., Any]
+PLACE = {"type": "image"}
+WIDER = 4
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def lane() -> Iterator[Lane]:
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute") as pool:
+        yield lambda function, *args: pool.submit(function, *args).result()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model that sees before its warm-up, which takes a minute; weights so wide that pictures tell."""
+    processor = build_processor()
+    model = build_model(processor, seed=0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(WIDER if weight.ndim > 1 else 1)
+        words = model.get_input_embeddings().weight
+        words[:33], words[127:] = 0, 0  # the likeliest tokens are printable: what clients get encodes to the same
+    folder = tmp_path_factory.mktemp("sees")
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def replica(folder: Path, lane: Lane) -> Iterator[VllmReplica]:
+    limit = {"limit_mm_per_prompt": {"image": 2}}
+    config = ReplicaConfig(str(folder), dtype="float32", kv_cache_bytes=64 << 20, max_num_seqs=8, engine_kwargs=limit)
+    made = VllmReplica(config)
+    lane(made.build)
+    yield made
+    lane(made.close)
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> tuple[Any, Any]:
+    """The model and processor of transformers, which share nothing with vLLM's."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    return model, AutoProcessor.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[Prompt]:
+    """Two pictures, a text, a chat of two pictures, and a text with the model's own places."""
+    one, two, three = as_prompts(tiny.vision_prompts(3, seed=1))
+    both = [{"role": "user", "content": [PLACE, {"type": "text", "text": "or"}, PLACE]}]
+    written = Prompt("<|vision_start|><|image_pad|><|vision_end|>colours?", images=three.images)
+    return [one, two, Prompt(HELLO), Prompt(both, images=(one.images[0], larger(three))), written]
+
+
+def larger(prompt: Prompt) -> EncodedImage:
+    return EncodedImage.from_any(prompt.images[0].pil().resize((112, 84)))
+
+
+def job(prompts: list[Prompt], n: int = 2, **sampling: Any) -> GenerateJob:
+    empty = turns_job([[1]] * len(prompts), n=n, **sampling)
+    return replace(empty, prompts=[p.content for p in prompts], asked=(), images=tuple(p.images for p in prompts))
+
+
+def expected(reference: tuple[Any, Any], prompt: Prompt, response: list[int]) -> tuple[list[int], np.ndarray]:
+    """The prompt's token ids and the response's log-probs, by transformers."""
+    model, processor = reference
+    text = prompt.content
+    if not isinstance(text, str):
+        text = processor.apply_chat_template(text, add_generation_prompt=True, tokenize=False)
+    pictures = [image.pil() for image in prompt.images] or None
+    inputs = processor(text=[text], images=pictures, return_tensors="pt")
+    ids = inputs.pop("input_ids")
+    whole = torch.cat([ids, torch.tensor([response], dtype=ids.dtype)], 1)
+    kinds = inputs.pop("mm_token_type_ids", torch.zeros_like(ids))
+    kinds = torch.cat([kinds, torch.zeros(1, len(response), dtype=kinds.dtype)], 1)
+    inputs.pop("attention_mask")
+    with torch.no_grad():
+        logprobs = model(input_ids=whole, mm_token_type_ids=kinds, **inputs).logits.log_softmax(-1)[0]
+    drawn = logprobs[ids.shape[1] - 1 : -1].gather(1, whole[0, ids.shape[1] :, None])
+    return ids[0].tolist(), drawn[:, 0].numpy()
+
+
+def test_log_probs_and_token_ids_are_those_of_transformers_in_a_mixed_batch(replica, lane, reference, prompts):
+    arrays = lane(replica.generate, job(prompts, n=3, temperature=1.0))
+    rows = Rows(arrays)
+    assert sorted(rows.keys) == [(p, s) for p in range(5) for s in range(3)]
+    for key in rows.keys:
+        ids, logprobs = expected(reference, prompts[key[0]], rows.of("token_ids", key))
+        assert arrays.prompt_token_ids[key[0]] == ids
+        assert rows.of("logprobs", key) == pytest.approx(logprobs.tolist(), abs=1e-4)
+    assert len(arrays.prompt_token_ids[0]) == len(arrays.prompt_token_ids[1]) > 10
+    again = Rows(lane(replica.generate, job(prompts, n=3, temperature=1.0)))
+    assert all(again.of("token_ids", key) == rows.of("token_ids", key) for key in rows.keys)
+
+
+def test_given_tokens_are_scored_with_their_images_and_a_begun_answer_is_continued(replica, lane, prompts):
+    arrays = lane(replica.generate, job(prompts[:3], n=1, temperature=1.0, max_tokens=3))
+    rows = Rows(arrays)
+    wholes = [arrays.prompt_token_ids[p] + rows.of("token_ids", (p, 0)) for p in range(3)]
+    scored = lane(replica.prompt_logprobs, list(wholes), tuple(p.images for p in prompts[:3]))
+    for p, row in enumerate(scored):
+        assert row[-3:].tolist()[: len(rows.of("logprobs", (p, 0)))] == pytest.approx(
+            rows.of("logprobs", (p, 0)), abs=1e-4
+        )
+    (other,) = lane(replica.prompt_logprobs, [wholes[0]], (prompts[1].images,))
+    assert np.abs(other - scored[0]).max() > 0.1  # of another picture
+    begun = Prompt(wholes[0], images=prompts[0].images)
+    went_on = lane(replica.generate, job([begun], n=1, temperature=0, max_tokens=2))
+    assert went_on.prompt_token_ids[0] == wholes[0] and len(went_on.token_ids)
+
+
+@pytest.mark.parametrize("broken", range(7))
+def test_what_cannot_be_served_names_the_prompt_and_leaves_the_replica_usable(replica, lane, prompts, broken):
+    image = EncodedImage.from_any(np.full((56, 56, 3), 40 * broken, np.uint8))  # that was not seen before
+    noise = np.random.default_rng(0).integers(0, 255, (300, 300, 3), np.uint8)
+    jpeg = io.BytesIO()
+    EncodedImage.from_any(noise).pil().save(jpeg, "JPEG")
+    places = [PLACE] * 3
+    bad, token = [
+        (Prompt([{"role": "user", "content": places}], images=(image,) * 3), "takes 2 here.*limit_mm_per_prompt"),
+        (Prompt("no place", images=(image,)), "0 places for its 1 images"),
+        (Prompt([{"role": "user", "content": [PLACE]}], images=(np.zeros((2, 900, 3), np.uint8),)), "aspect ratio"),
+        (Prompt([{"role": "user", "content": [PLACE]}], images=(jpeg.getvalue()[:-9000],)), "cannot be decoded"),
+        (Prompt("a" * 2044 + "<|image_pad|>", images=(image,)), "room for 2047"),
+        (Prompt("<|image_pad|>?"), "has none"),
+        (Prompt([259, 262, *[264] * 9, 263, 257], images=(image,)), "images of other sizes"),
+    ][broken]
+    with pytest.raises(DataError, match=rf"(?s)prompt 1\b.*{token}"):
+        lane(replica.generate, job([prompts[0], bad, prompts[1]]))
+    fresh = Prompt([{"role": "user", "content": [PLACE]}], images=(image,))
+    assert len(lane(replica.generate, job([prompts[0], fresh], n=1, max_tokens=1)).texts) == 2
+    assert replica.status()["running"] == 0
+
+
+class Asks(Env):
+    """Asks once more; `first`: what it says before anything is sampled."""
+
+    def __init__(self, first: Any = None, then: Any = "sure?") -> None:
+        self.first, self.then = first, then
+
+    def reset(self, prompt):
+        return self.first
+
+    def step(self, turn):
+        return Step(self.then, reward=1.0)
+
+
+@pytest.mark.parametrize("first", [None, "look well"])
+def test_turns_go_on_behind_the_picture(replica, lane, reference, prompts, first):
+    asked = job(prompts[:1] + prompts[2:4], n=2, temperature=1.0)
+    env = turns_job([], env=lambda: Asks(first), max_turns=2).env
+    rows = Rows(lane(replica.generate, replace(asked, env=env, asked=(prompts[0], *prompts[2:4]))))
+    for key in rows.keys:
+        prompt = prompts[(0, 2, 3)[key[0]]]
+        whole = rows.arrays.prompt_token_ids[key[0]] + rows.of("token_ids", key)
+        chat = [*prompt.content, *([{"role": "user", "content": first}] if first else [])]
+        plain, _ = expected(reference, Prompt(chat, images=prompt.images), [])
+        assert whole[: len(plain)] == plain
+        _, logprobs = expected(reference, Prompt(chat, images=prompt.images), whole[len(plain) :])
+        mask = np.array(rows.of("mask", key))[-len(logprobs) :]
+        sampled = np.array(rows.of("logprobs", key))[-len(logprobs) :]
+        assert np.abs(logprobs - sampled)[mask].max() < 1e-4
+        assert set(rows.of("turns", key)) == {0, 1} and not rows.info(key).get("errors")
+
+
+def test_observed_images_are_refused_in_words(replica, lane, prompts):
+    seen = [{"role": "user", "content": [{"type": "image", "image": prompts[0].images[0]}]}]
+    env = turns_job([], env=lambda: Asks(None, seen), max_turns=2).env
+    rows = Rows(lane(replica.generate, replace(job(prompts[:1], n=1), env=env, asked=tuple(prompts[:1]))))
+    (error,) = rows.info()["errors"]
+    assert "images" in error["message"] and rows.finish() == "abort"
+
+
+def test_a_job_holds_an_image_once_for_all_its_prompts(prompts):
+    noise = EncodedImage.from_any(np.random.default_rng(0).integers(0, 255, (128, 128, 3), np.uint8))
+    asked = [Prompt([{"role": "user", "content": [PLACE]}], images=(noise,))] * 50
+    assert len(pickle.dumps(replace(job(asked), asked=tuple(asked)))) < len(noise.data) + 30_000
+
+
+# -- behind a URL
+
+
+def pictured(*images: str, text: str = "colours?") -> list[dict[str, Any]]:
+    parts = [{"type": "image_url", "image_url": {"url": url}, "uuid": "mine", "detail": "low"} for url in images]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+
+@pytest.fixture(scope="module")
+def serve(replica, lane, tmp_path_factory) -> Iterator[Callable[..., Any]]:
+    """Serves with these options; gives what posts to it."""
+    journal = tmp_path_factory.mktemp("endpoint") / "0.jsonl"
+
+    def serving(**options: Any) -> Callable[..., httpx.Response]:
+        port = lane(replica.serve, ServeOptions(str(journal), {"policy": None}, "key", **options))
+        client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, headers={"Authorization": "Bearer key"})
+
+        def post(messages: Any, run: str = "a", path: str = "/v1/chat/completions", **body: Any) -> httpx.Response:
+            asked = {"model": "policy", "messages": messages, "max_tokens": 4, **body}
+            return client.post(path, json=asked, headers={"X-Rlbench-Run": run})
+
+        post.journal = journal
+        return post
+
+    yield serving
+    lane(replica.unserve)
+
+
+def test_clients_show_pictures_and_traces_keep_them(serve, prompts, replica, lane):
+    post = serve()
+    url, other = (p.images[0].data_url for p in prompts[:2])
+    answer = post(pictured(url), temperature=0).json()["choices"][0]["message"]["content"]
+    drawn = lane(replica.generate, job(prompts[:1], n=1, temperature=0, max_tokens=4))
+    assert answer == drawn.texts[0]
+    assert post(pictured(other), temperature=0).json()["choices"][0]["message"]["content"] != answer
+    said = [*pictured(url), {"role": "assistant", "content": f" {answer}\n"}, {"role": "user", "content": "sure?"}]
+    assert post(said, temperature=0).status_code == 200
+    source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+    shown = [{"role": "user", "content": [{"type": "image", "source": source}, {"type": "text", "text": "colours?"}]}]
+    assert post(shown, run="b", path="/v1/messages", temperature=0).json()["content"][0]["text"] == answer
+    lane(replica.reload)  # which forgets what was processed
+    assert post(pictured(url), run="c", temperature=0).json()["choices"][0]["message"]["content"] == answer
+    calls = list(read(post.journal))[:4]
+    first, second, third, fourth = calls
+    assert first.prompt == drawn.prompt_token_ids[0] == fourth.prompt
+    assert second.parent is None and third.parent == (first.number, 0)  # pictures of one size have the same tokens
+    assert third.prompt[: third.ahead] == first.whole(0) and third.differs is not None
+    traces = Traces.of(calls, lambda ids: "", "", None)
+    rollouts = traces.rollouts
+    assert sorted(p.images[0].digest for p in rollouts.prompts) == sorted(p.images[0].digest for p in prompts[:2])
+    assert all(p.content[0]["content"][0] == PLACE for p in rollouts.prompts)
+
+
+def test_what_clients_may_not_show_is_refused_and_nothing_is_read(serve, prompts, tmp_path):
+    post = serve()
+    url = prompts[0].images[0].data_url
+    (tmp_path / "x.png").write_bytes(prompts[0].images[0].data)
+    refused = {
+        "fetch_images": pictured("http://127.0.0.1:9/x.png"),
+        "wanted a data URL": pictured((tmp_path / "x.png").as_uri()),
+        "SVG": pictured("data:image/svg+xml;base64,PHN2Zz48L3N2Zz4="),
+        "no base64": pictured("data:image/png;base64,!!!"),
+        "the model takes 2": pictured(url, url, url),
+        "takes text and images": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": url}}]}],
+        "token for an image": [{"role": "user", "content": "<|image_pad|>"}],
+    }
+    for token, messages in refused.items():
+        answer = post(messages)
+        assert answer.status_code == 400 and token in answer.text, (token, answer.text)
+    assert "mm_processor_kwargs" in post(pictured(url), mm_processor_kwargs={"max_pixels": 10**9}).text
+    assert post(pictured(url)).status_code == 200
+
+
+def test_remote_pictures_are_read_when_the_endpoint_was_told_to(serve, prompts):
+    post = serve(fetch_images=True)
+    data = prompts[0].images[0].data
+    with remote(data) as address:
+        assert post(pictured(f"{address}/x.png"), run="far", temperature=0).status_code == 200
+        assert post(pictured(f"{address}/x.svg")).status_code == 400
+    (call,) = [call for call in read(post.journal) if call.run == "far"]
+    (part, _) = call.request["messages"][0]["content"]
+    assert part == {"type": "image_url", "image_url": {"url": prompts[0].images[0].data_url}}
+
+
+@contextmanager
+def remote(data: bytes) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(data if self.path == "/x.png" else b"<svg/>")
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
