@@ -5,7 +5,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env panel lab demo test test-curves test-long check lint bench bench-scaling bench-gpu clean distclean
+.PHONY: help env panel lab demo test test-curves test-long test-all check lint bench bench-scaling bench-gpu clean distclean
 
 NEW_ENOUGH := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))
 ifndef PYTHON
@@ -15,11 +15,8 @@ endif
 BIN := .venv/bin
 STAMP := .venv/rlbench-setup$(addprefix -,$(RLBENCH_ENGINE)).stamp
 export PATH := $(CURDIR)/$(BIN):$(PATH)
-SOON := not curve and not long and not browser
-QUICK := $(SOON) and not engine and not slow and not gpu
-TWO_AT_A_TIME := $(BIN)/pytest -n 2 --dist loadfile
-# pytest's 5: among the tests chosen by PYTEST_ARGS none is of this kind; without a choice it is an error
-OR_NONE = $(if $(PYTEST_ARGS),|| [ $$? = 5 ])
+QUICK := not curve and not long and not browser and not engine and not slow and not gpu
+SUITE_OPTIONS = $(if $(PYTEST_ARGS),-- $(PYTEST_ARGS))
 QUICKSTART := notebooks/01_quickstart.ipynb
 
 help:  ## what can be made
@@ -43,16 +40,18 @@ lab: panel  ## JupyterLab on the quickstart
 demo: env  ## the quickstart's whole loop without a browser: reward curve, executed notebook in build/
 	@$(BIN)/python scripts/run_notebook.py $(QUICKSTART) build/01_quickstart.executed.ipynb --show reward-curve
 
-# Files run two at a time, each process with a cluster, or a browser, of its own.
+# Each phase runs to its end, its files two at a time, each process with a cluster, or a browser, of its own.
 test: panel  ## all tests but curves and long ones: those without a browser, then those with one
-	$(TWO_AT_A_TIME) -q -m "$(SOON)" $(PYTEST_ARGS) $(OR_NONE)
-	$(TWO_AT_A_TIME) -m "browser and not curve and not long" $(or $(PYTEST_ARGS),tests/browser) $(OR_NONE)
+	@$(BIN)/python scripts/suite.py tests browser $(SUITE_OPTIONS)
 
 test-curves: env  ## what runs to its end: notebooks, examples, commands that train until a reward has risen; what takes 20 s
-	$(TWO_AT_A_TIME) -m "curve and not long" $(PYTEST_ARGS) $(OR_NONE)
+	@$(BIN)/python scripts/suite.py curves $(SUITE_OPTIONS)
 
-test-long: test-curves  ## those, and the other tests that take minutes each
-	$(BIN)/pytest -m long $(PYTEST_ARGS) $(OR_NONE)
+test-long: env  ## those, and the other tests that take minutes each
+	@$(BIN)/python scripts/suite.py curves long $(SUITE_OPTIONS)
+
+test-all: panel  ## what CI runs after `make lint`: all tests but long ones
+	@$(BIN)/python scripts/suite.py tests browser curves $(SUITE_OPTIONS)
 
 lint: env  ## style, types, imports between rooms; where node is, the side panel's too
 	$(BIN)/ruff check .
@@ -62,7 +61,7 @@ lint: env  ## style, types, imports between rooms; where node is, the side panel
 	@$(BIN)/python scripts/panel.py lint
 
 check: lint  ## lint, then the quick tests
-	$(TWO_AT_A_TIME) -q -m "$(QUICK)" $(PYTEST_ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile -q -m "$(QUICK)" $(PYTEST_ARGS)
 
 bench: env  ## every figure of docs/performance.md, measured here in under 15 minutes; writes its table
 	@$(BIN)/python -m benchmarks $(BENCH_ARGS)

@@ -1,0 +1,75 @@
+"""scripts/suite.py: all phases run, what failed runs once more alone, and the account names each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts import suite
+
+TESTS = """
+import pathlib
+import pytest
+
+def once(name):
+    path = pathlib.Path(name)
+    seen = path.exists()
+    path.touch()
+    return seen
+
+def test_passes(): pass
+def test_fails_at_first(): assert once("at-first")
+@pytest.mark.steady
+def test_fails_at_first_too(): assert once("at-first-too")
+@pytest.mark.broken
+def test_fails_always(): assert False
+"""
+CONFIG = "[pytest]\nmarkers =\n    broken: fails\n    steady: passes at last\n"
+PHASES = {
+    "red": suite.Phase("not steady", processes=2),
+    "mended": suite.Phase("steady", processes=0),
+    "empty": suite.Phase("steady and broken", processes=0),
+}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """Folder with four tests, two of which pass only when they run again."""
+    (tmp_path / "pytest.ini").write_text(CONFIG)
+    (tmp_path / "test_few.py").write_text(TESTS)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_red_phase_does_not_hide_the_next_and_all_failures_are_named(
+    project: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert suite.run_suite(["red", "mended"], root=project, phases=PHASES) == 1
+    account = capfd.readouterr().out.split("##### the phases")[1]
+    assert "FAILED test_few.py::test_fails_always" in account
+    assert "FLAKY test_few.py::test_fails_at_first\n" in account
+    assert "FLAKY test_few.py::test_fails_at_first_too" in account
+    assert "FAILED test_few.py::test_fails_at_first" not in account
+    assert "===== RED: 1 failed, 3 passed in" in account
+    assert (project / "build/suite/red.xml").is_file() and (project / "build/suite/red.again.xml").is_file()
+
+
+@pytest.mark.slow
+def test_what_passed_when_run_again_is_green_and_listed(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert suite.run_suite(["mended"], root=project, phases=PHASES) == 0
+    assert suite.run_suite(["mended"], root=project, phases=PHASES) == 0
+    first, second = capfd.readouterr().out.split("##### the phases")[1:]
+    assert "FLAKY: 1" in first
+    assert "FLAKY: none" in second
+
+
+@pytest.mark.slow
+def test_a_phase_without_tests_is_red_unless_the_caller_chose(project: Path) -> None:
+    assert suite.run_suite(["empty"], root=project, phases=PHASES) == 1
+    assert suite.run_suite(["empty"], ["-v"], root=project, phases=PHASES) == 0
+
+
+def test_a_phase_of_another_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert suite.main(["test"]) == 2
+    assert "browser" in capsys.readouterr().err
