@@ -64,10 +64,23 @@ def by_step(optimizer: Any, factor: Callable[[int], float]) -> Any:
 
 
 def transformers_schedule(optimizer: Any, name: str, steps: int, warmup: int = 0, **options: Any) -> Any:
-    """Make a schedule of transformers over so many `steps`, of which the first `warmup` raise the rate."""
+    """Make a schedule of transformers over so many `steps`; the k-th of the first `warmup` has k/warmup of the rate.
+
+    Counted from 1: transformers' own first step of a warm-up has rate 0 and trains nothing.
+    """
+    import torch
     from transformers import get_scheduler
 
-    return get_scheduler(name, optimizer, warmup, steps, scheduler_specific_kwargs=options or None)
+    scheduler = get_scheduler(name, optimizer, warmup, steps, scheduler_specific_kwargs=options or None)
+    if not warmup or not isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR) or scheduler.lr_lambdas[0](0) > 0:
+        return scheduler  # of a warm-up that begins above 0, `cosine_warmup_with_min_lr`, the steps are its own
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, [_counted_from_one(factor, warmup) for factor in scheduler.lr_lambdas]
+    )
+
+
+def _counted_from_one(factor: Callable[[int], float], warmup: int) -> Callable[[int], float]:
+    return lambda step: (step + 1) / warmup if step < warmup else factor(step)
 
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {"adamw": adamw, "adamw8bit": adamw8bit, "sgd": sgd, "muon": muon}

@@ -11,6 +11,7 @@ import torch
 
 from rlbench.errors import EngineError
 from rlbench.strategies.optim.mp_optimizer import is_mp_optimizer
+from rlbench.strategies.optim.named import transformers_schedule
 
 LEAST_RATE = 0.1  # of the peak, where the cosine ends
 
@@ -92,12 +93,6 @@ def at_rates(optimizer: Stepped, rates: Sequence[float] | None) -> Iterator[None
 
 def cosine_schedule(optimizer: torch.optim.Optimizer, max_steps: int, warmup_ratio: float) -> Any:
     """Raise the rate to the optimizer's own over a share of the steps, then lower it to a tenth by a cosine."""
-    from transformers import get_scheduler
-
-    return get_scheduler(
-        "cosine_with_min_lr",
-        optimizer,
-        num_warmup_steps=math.ceil(max_steps * warmup_ratio),
-        num_training_steps=max_steps,
-        scheduler_specific_kwargs={"min_lr_rate": LEAST_RATE},  # min_lr is set against the rate of the constructor
-    )
+    warmup = math.ceil(max_steps * warmup_ratio)
+    # min_lr is set against the rate of the constructor
+    return transformers_schedule(optimizer, "cosine_with_min_lr", max_steps, warmup, min_lr_rate=LEAST_RATE)
