@@ -67,6 +67,9 @@ EFFECTS: dict[str, tuple[str, ...]] = {
     "metrics_file": (
         "session/test_train_command.py::test_all_metrics_of_each_iteration_are_kept_as_lines_where_a_file_is_named",
     ),
+    "no_signal": (
+        "trainers/test_update.py::test_a_step_without_a_signal_says_so_and_moves_by_moments_unless_it_is_left_out",
+    ),
     "rollout_batch_size": (
         "trainers/test_ppo_trainer.py::test_an_iteration_steps_once_for_each_train_batch_and_then_syncs",
     ),

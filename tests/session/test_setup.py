@@ -269,3 +269,17 @@ def test_all_of_it_outlives_a_killed_rank_a_checkpoint_another_size_and_the_sess
     again.optimizer(None)
     again.unfreeze()
     assert again.train.run(kinds)[0] == ["AdamW"] and again.core.link.state("setup")["setup"] == {}
+
+
+def test_a_step_without_a_signal_is_said_and_can_be_left_out(session: Any, batch: Any, put_back: None) -> None:
+    silent = batch.replace(advantages=batch.advantages * 0)
+    with pytest.raises(OptionError, match="no_signal"):
+        session.train_step(silent, no_signal="stop")
+    assert session.train_step(batch).no_signal < 1
+    before, version = sums(session), session.version
+    skipped = session.train_step(silent, no_signal="skip")
+    assert skipped.no_signal == 1 and skipped.skipped and sums(session) == before and session.version == version
+    assert "no signal" in repr(skipped) and session.history[-1]["no_signal"] == 1
+    stepped = session.train_step(silent)  # by AdamW's moments alone
+    assert stepped.no_signal == 1 and not stepped.skipped and sums(session) != before
+    assert session.train_step(silent, loss=lambda inputs: (-inputs.logprobs, {})).no_signal is None

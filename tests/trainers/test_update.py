@@ -196,6 +196,30 @@ def test_a_step_without_any_trained_token_is_skipped_and_says_so(qwen: str, caps
         assert not update.waiting and not update.optimizer.state
 
 
+@pytest.mark.parametrize("no_signal", ["step", "skip"])
+def test_a_step_without_a_signal_says_so_and_moves_by_moments_unless_it_is_left_out(qwen: str, no_signal: str) -> None:
+    given = experience()
+    silent = replace(given, batch=given.batch.replace(advantages=np.zeros_like(given.batch.advantages)))
+    update = policy(qwen, no_signal=no_signal)
+    assert update.step(parts_of(given, 3))["no_signal"] == 0
+    before = weights_of(update.model)
+    metrics = update.step(parts_of(silent, 3))
+    assert metrics["no_signal"] == 1 and metrics["actor_skipped"] == (no_signal == "skip")
+    assert (no_signal == "skip") == all(
+        torch.equal(before[name], now) for name, now in weights_of(update.model).items()
+    )
+
+
+def test_a_signal_in_part_of_a_step_is_a_share(qwen: str) -> None:
+    given = experience()
+    advantages = given.batch.advantages.copy()
+    advantages[: given.batch.responses.offsets[2]] = 0
+    given = replace(given, batch=given.batch.replace(advantages=advantages))
+    update = policy(qwen, no_signal="skip")
+    metrics = update.step(parts_of(given, 3))
+    assert metrics["no_signal"] == pytest.approx(2 / 8) and metrics["actor_skipped"] == 0
+
+
 def test_calls_that_accumulate_equal_one_step_on_everything(qwen: str) -> None:
     """Gradients that wait are scaled to the larger normaliser; so are the metrics."""
     first, second = experience(0), experience(1, LENGTHS[2:7])

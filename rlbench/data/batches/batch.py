@@ -109,6 +109,13 @@ class TrainBatch(Suggesting):
         """Whether all trained tokens have a sampler's log-prob."""
         return not np.isnan(self.sampler_logprobs[self.mask]).any()
 
+    @property
+    def no_signal(self) -> float:
+        """Share of the sequences with trained tokens whose advantages are 0 on all of them."""
+        counts = [np.add.accumulate(np.append(0, flags)) for flags in (self.mask, self.mask & (self.advantages != 0))]
+        trained, weighed = (count[self.responses.offsets[1:]] - count[self.responses.offsets[:-1]] for count in counts)
+        return float((weighed == 0)[trained > 0].mean()) if trained.any() else 0.0
+
     @cached_property
     def key(self) -> str:
         """Identity of the sampled tokens: what old log-probs belong to, whatever the advantages or the mask."""

@@ -55,6 +55,7 @@ METRICS = (
     Metric("loss_scale", "", "by what the loss was multiplied for a backward in float16; the gradients are not", "actor_loss_scale"),
     Metric("lr", "", "learning rate of the optimizer's first group in this step", "actor_lr", ("actor/lr", "learning_rate")),
     Metric("lr_usual", "", "that rate, where the step had one of its own"),
+    Metric("no_signal", "share", "sequences whose advantages are 0 on all trained tokens, of a loss that weighs by them; 1: the step has only the loss's other terms, and the optimizer's moments", "no_signal"),
     Metric("sequences", "count", "of the batch"),
     Metric("tokens", "tokens", "trained tokens"),
     Metric("length", "tokens", "mean response", "response_length", ("response_length/mean", "completions/mean_length")),

@@ -11,6 +11,7 @@ from rlbench.errors import NoSuchAttribute, nearest
 from rlbench.units import format_number
 
 SHOWN = ("loss", "reward", "grad_norm", "kl", "entropy", "clip_fraction", "logprob_gap", "tokens_per_s")
+NO_SIGNAL = "no signal: all advantages are 0"
 LOSSES = ("loss", "policy_loss")
 
 
@@ -51,6 +52,8 @@ class Metrics(Mapping[str, Any]):
             shown.append(f"staleness {format_number(self._values['staleness'])}")
         if (usual := self._values.get("lr_usual")) is not None:
             shown.append(f"lr {format_number(self._values['lr'])} for this step (usually {format_number(usual)})")
+        if self._values.get("no_signal") == 1:
+            shown.append(NO_SIGNAL)
         head = f"step {self._values['step']}" if "step" in self._values else "metrics"
         skipped = [f"step skipped: {self._values['skipped']}"] if self._values.get("skipped") else []
         return f"{head}: " + " · ".join([*shown, *skipped])

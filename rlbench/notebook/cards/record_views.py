@@ -8,14 +8,14 @@ from typing import Any
 
 from rlbench.data.record.history import History, given_text, is_number
 from rlbench.data.record.metric_names import is_evaluated_reward
-from rlbench.data.record.metrics import Metrics
+from rlbench.data.record.metrics import NO_SIGNAL, Metrics
 from rlbench.notebook.base.figures import is_share, labelled, sparkline, with_unit
 from rlbench.notebook.cards.card import WARNING, Card, Cell, Grid, Pair, counted
 from rlbench.units import format_number, format_seconds
 
 STEPS_SHOWN, VERBS_SHOWN, PAIRS_SHOWN, LEFT_OUT_SHOWN, COURSE_WIDTH = 12, 20, 4, 8, 40
 GROUPS = {
-    "result": ("loss", "reward", "reward_std"),
+    "result": ("loss", "reward", "reward_std", "no_signal"),
     "policy": (
         "kl",
         "ref_kl",
@@ -54,6 +54,8 @@ def metrics_card(metrics: Metrics) -> Card:
             rows.append(("" if i else title, *pairs[i : i + PAIRS_SHOWN]))
     seconds = metrics.get("seconds")
     notes = [time_split(seconds)] if isinstance(seconds, Mapping) and seconds else []
+    if metrics.get("no_signal") == 1:
+        notes.append(f"{WARNING}{NO_SIGNAL}")
     if metrics.get("skipped"):
         notes.append(f"{WARNING}step skipped: {metrics['skipped']}")
     facts = [text.format(metrics[name]) for name, text in FACTS.items() if metrics.get(name) is not None]

@@ -21,6 +21,7 @@ CURVES = (
     ("clip_fraction", "clipped", ""),
     ("grad_norm", "grad norm", ""),
 )
+AT_TIMES = (("no_signal", "no signal", ""),)  # shown where a step has some of it
 STEPS_SHOWN, LENGTHS_SHOWN, EVALUATED, LABEL_SHOWN = 100, 9, 4, 24
 MEASURED = ("truncated", "p50", "p90", "p99", "max")
 SPLIT_PARTS = ("rollout", "score", "train", "sync", "other", "idle")
@@ -124,7 +125,8 @@ def _curves(history: Sequence[Json]) -> list[Json]:
     """Those of training, then the rewards of evaluations there are."""
     evaluated = sorted({name for record in history for name in record if is_evaluated_reward(name)})[:EVALUATED]
     named = [(name, shortened(name.removesuffix("/reward"), LABEL_SHOWN), "") for name in evaluated]
-    return [_curve(history, *curve) for curve in (*CURVES, *named)]
+    seen = [curve for curve in AT_TIMES if any(record.get(curve[0]) for record in history)]
+    return [_curve(history, *curve) for curve in (*CURVES, *seen, *named)]
 
 
 def _curve(history: Sequence[Json], key: str, label: str, unit: str) -> Json:

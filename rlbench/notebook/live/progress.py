@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlbench.data import Rollouts
-from rlbench.data.record.metrics import shown_metric
+from rlbench.data.record.metrics import NO_SIGNAL, shown_metric
 from rlbench.dispatch.protocol import Progress
 from rlbench.notebook.base.figures import blocks
 from rlbench.notebook.base.markup import cut, escape, visible
@@ -306,6 +306,7 @@ def train_cost_line(what: str, values: Mapping[str, Any], tokens: int, seconds: 
         "" if padding is None else f"padding {format_percent(padding)}",
         _peak(values.get("peak_bytes")),
         f"v{values['version']}" if "version" in values else "",
+        NO_SIGNAL if values.get("no_signal") == 1 else "",
         f"step skipped: {values['skipped']}" if values.get("skipped") else "",
     )
 

@@ -107,15 +107,32 @@ def ship(
 
 def _need_advantages(loss: Loss, name: str, batch: TrainBatch, inputs: LossInputs) -> None:
     """Refuse a loss that weighs by advantages, on a batch of rollouts that was made without: all of them are 0."""
+    if has_advantages(batch) or batch.advantages.any() or not _weighs_by_advantages(loss, name, inputs):
+        return
+    said = f"`{name}` weighs tokens by their advantage, and this batch was made without an advantage"
+    raise LossError(f"{said}: rollouts.score(reward).batch(advantage=rb.rl.group_normalized())")
+
+
+def has_advantages(batch: TrainBatch) -> bool:
+    """Say whether a batch is of rollouts that an advantage was computed for."""
+    return batch.sampled and makers(batch).get("advantage") is not no_advantage
+
+
+def weighs_by_advantages(shipped: ShippedLoss, batch: TrainBatch) -> bool:
+    """Say whether a loss weighs tokens by their advantage."""
+    loss, inputs = cloudpickle.loads(shipped.blob), trial_inputs(batch, True, shipped.needs, shipped.widths)
+    with one_thread():
+        return _weighs_by_advantages(loss, shipped.name, inputs)
+
+
+def _weighs_by_advantages(loss: Loss, name: str, inputs: LossInputs) -> bool:
     import torch
 
-    if makers(batch).get("advantage") is not no_advantage or batch.advantages.any():
-        return
     try:
         _tried(loss, name, replace(inputs, advantages=torch.full_like(inputs.advantages, torch.nan)))
-    except LossError:
-        said = f"`{name}` weighs tokens by their advantage, and this batch was made without an advantage"
-        raise LossError(f"{said}: rollouts.score(reward).batch(advantage=rb.rl.group_normalized())") from None
+    except LossError:  # its value is no number
+        return True
+    return False
 
 
 def trusts_old_logprobs(shipped: ShippedLoss, batch: TrainBatch) -> bool:

@@ -12,18 +12,26 @@ from typing import Any
 import numpy as np
 
 from rlbench.data import TrainBatch
-from rlbench.data.record.metrics import Metrics
+from rlbench.data.record.metrics import NO_SIGNAL, Metrics
 from rlbench.dispatch import views
 from rlbench.dispatch.chain import Step, Steps
 from rlbench.dispatch.views import View
 from rlbench.engines import TrainEngine
 from rlbench.engines.sync import rows_in_order
 from rlbench.errors import DataError, LossError, Stopped
+from rlbench.options import OptionError
 from rlbench.session.core import SessionCore
 from rlbench.session.record.sources import of_batch
 from rlbench.session.state import step_copies
 from rlbench.session.state.reference import followed_steps, forget_moved
-from rlbench.session.training.loss_check import NO_REFERENCE, ShippedLoss, ship, trusts_old_logprobs
+from rlbench.session.training.loss_check import (
+    NO_REFERENCE,
+    ShippedLoss,
+    has_advantages,
+    ship,
+    trusts_old_logprobs,
+    weighs_by_advantages,
+)
 from rlbench.trainers.update.options import PolicyOptions
 
 STEPPED = ("step", "version", "grad_norm", "lr", "skipped", "lr_usual", "loss_scale")
@@ -39,6 +47,7 @@ def train_step(
     packing: bool = True,
     head: str = "auto",
     lr: float | None = None,
+    no_signal: str = "step",
 ) -> Generator[Step, Any, Metrics]:
     """Exactly one optimizer step: `forward_backward` over micro-batches, then `optim_step`.
 
@@ -54,12 +63,16 @@ def train_step(
             metrics' `head` says which it was, and why.
         lr: learning rate of this step alone; `session.lr = …` changes it for good. Groups of the optimizer that
             have rates of their own keep their ratio to the first one's.
+        no_signal: what to do where all advantages are 0: "step" all the same, by which the loss's other terms and the
+            optimizer's moments still move the weights; or "skip", which leaves weights and optimizer as they are.
 
     Returns:
         `Metrics` (or a `Pending` with `block=False`); of its `seconds`, `copies` are those of what `undo` and `heal`
         go back to. An interrupt raises `rb.Stopped`: gradients are cleared and the optimizer is untouched.
     """
     begin = time.perf_counter()
+    if no_signal not in ("step", "skip"):
+        raise OptionError(f"no_signal={no_signal!r}: 'step' or 'skip'")
     options = PolicyOptions(token_budget, packing, aggregation, head=head, whole_step=True)
     view = _view("train_step", batch)
     metrics, anchored = yield from _backward(core, batch, loss, options, view)
@@ -73,7 +86,8 @@ def train_step(
         values["tokens_per_s"] = float(batch.lengths.sum()) / total
         return [{"do": "record", "record": {k: v for k, v in values.items() if not isinstance(v, np.ndarray)}}]
 
-    _, trained = yield from _stepped(core, lr, record, whole_step=True)
+    skip = NO_SIGNAL if no_signal == "skip" and values["no_signal"] == 1 else None
+    _, trained = yield from _stepped(core, lr, record, whole_step=True, skip=skip)
     _check_stale(batch, anchored, trained)
     if view is not None:
         view.close(values)
@@ -168,6 +182,7 @@ def _backward(core: SessionCore, batch: TrainBatch, loss: Any, options: PolicyOp
         core.anchors.keep(batch, tokens["logprobs"])
     core.trackers.training_on(batch)
     values = _batch_metrics(batch) | merged.pop("metrics") | merged | sources
+    values["no_signal"] = _no_signal(batch, shipped)
     values |= {"loss_name": shipped.name, "loss_hash": shipped.hash, "loss_source": shipped.source}
     seconds = {"check": checked - begin, "reference": referenced - checked}
     values["seconds"] = seconds | {"forward_backward": time.perf_counter() - referenced}
@@ -179,13 +194,14 @@ def _stepped(
     lr: float | None,
     record: Callable[[Mapping[str, Any], int], list[dict[str, Any]]] = lambda stepped, trained: [],
     whole_step: bool = False,
+    skip: str | None = None,
 ) -> Steps:
     """Step the optimizer between two copies; the trainer's version goes up unless the step was skipped.
 
     One call to the ranks, and one message to the monitor for all that it changed, with what `record` makes of it and of
-    the version that was trained. Returns both.
+    the version that was trained. Returns both. `skip`: why the ranks only drop the gradients.
     """
-    options = {"whole_step": whole_step} | ({} if lr is None else {"lr": lr})
+    options = {"whole_step": whole_step, "skip": skip} | ({} if lr is None else {"lr": lr})
     with core.stepping:
         state = core.link.state("step", "version", "highest", "undo", "spare", "snapshots")
         kept = step_copies.planned(core, state)
@@ -256,6 +272,14 @@ def _staleness(batch: TrainBatch, version: int) -> dict[str, float]:
 def _logprobs(engine: TrainEngine, batch: TrainBatch, options: PolicyOptions) -> Steps:
     rows = yield engine.call_all("policy_forward", batch, options, finish=rows_in_order)
     return np.asarray(rows["logprobs"].values)
+
+
+def _no_signal(batch: TrainBatch, loss: ShippedLoss) -> float | None:
+    """Return the share of sequences without an advantage; None of a loss or a batch that has nothing to do with it."""
+    if not has_advantages(batch):
+        return None
+    share = batch.no_signal
+    return None if share == 1 and not weighs_by_advantages(loss, batch) else share
 
 
 def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -34,6 +34,9 @@ class PPOConfig(LoopOptions):
     use_fire: bool = rollout(False, "draw a response's first token at a temperature of its own (arXiv 2410.21236)")
     first_token_temperature: float = rollout(10.0, "that temperature", needs={"use_fire": False})
     buffer_limit: int = rollout(0, "newest sequences the replay buffer keeps; 0: all", least=0)
+    no_signal: str = loss(
+        "step", "what a step does whose advantages are all 0: it is taken, or left out", choices=("step", "skip")
+    )
     max_epochs: int = loss(1, "passes over the experience of an iteration", least=1)
     aggregation: str = loss("seq-mean-token-mean", "how the losses of tokens become one, see rlbench.rl.Aggregation")
     clip_low: float = loss(0.2, "the ratio is clipped to [1 - clip_low, 1 + clip_high]", least=0)

@@ -54,7 +54,7 @@ class MetricSums:
 
 
 TAKEN = frozenset(
-    "loss tokens entropy kl ref_kl logprob_gap logprob_gap_max logprobs old_logprobs ref_logprobs".split()
+    "loss tokens entropy kl ref_kl logprob_gap logprob_gap_max no_signal logprobs old_logprobs ref_logprobs".split()
 )
 """Names of the standard metrics and per-token channels."""
 

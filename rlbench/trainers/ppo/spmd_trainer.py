@@ -75,6 +75,7 @@ class SPMDPPOTrainerBase(PPOTrainer):
             tile=options.chunk_size if options.head == "chunked" else None,
             temperature=ppo.temperature,
             ptx_coef=ppo.ptx_coef,
+            no_signal=ppo.no_signal,
             stop_requested=self._may_stop,
         )
         self.value_update = None

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlbench.data.record.metrics import shown_metric
+from rlbench.data.record.metrics import NO_SIGNAL, shown_metric
 from rlbench.errors import DataError
 from rlbench.strategies.base import StrategyBase
 from rlbench.strategies.generation.length_analysis import GenLenAnalyser
@@ -77,7 +77,8 @@ class TrainerLog:
 def line_of(metrics: Mapping[str, Any], iteration: int) -> str:
     """An iteration for a reader."""
     shown = SHOWN if "policy_loss" in metrics or "loss" not in metrics else OF_TEXTS
-    return f"iteration {iteration}: " + " · ".join(shown_metric(name, metrics) for name in shown if name in metrics)
+    parts = [shown_metric(name, metrics) for name in shown if name in metrics]
+    return f"iteration {iteration}: " + " · ".join([*parts, *([NO_SIGNAL] if metrics.get("no_signal") == 1 else [])])
 
 
 def namespaced(name: str) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rlbench.data.batches.batch import TrainBatch
 from rlbench.data.joining import join_batches
+from rlbench.data.record.metrics import NO_SIGNAL
 from rlbench.errors import DataError, EngineError
 from rlbench.rl import Aggregation, Loss, resolve
 from rlbench.strategies.base import StrategyBase
@@ -90,7 +91,7 @@ class Update(ABC):
             self._complete()
             metrics = self.so_far()
             self.gradients.vote("the optimizer step")
-            done = self._stepped()
+            done = self._stepped(metrics)
         self.gradients.forget()
         assert done["grad_norm"] is not None
         own = {"lr": rate, "grad_norm": done["grad_norm"], "skipped": float(not done["stepped"])}
@@ -167,14 +168,17 @@ class Update(ABC):
                 count = max(self.strategy.control.gather(len(parts)))
                 self.gradients.run(count, self._passes(parts, pending, count), self._doing)
 
-    def _stepped(self) -> StepResult:
-        """Step, unless nothing was trained on."""
+    def _reason_to_skip(self, metrics: Metrics) -> str | None:
+        """Say why the step that `metrics` tell of is left out; None: it is not."""
         assert self.gradients.pending is not None
-        if not self.gradients.pending.totals.tokens:
-            self.strategy.print(f"the {self.name}'s step skipped: it has no trained token (the mask is False for all)")
-            self.strategy.forget_gradients(self.model)
-            return StepResult(stepped=False, grad_norm=0.0, skipped="no trained token")
-        return self.strategy.step_now(self.optimizer, self.model, self.scheduler)
+        return None if self.gradients.pending.totals.tokens else "it has no trained token (the mask is False for all)"
+
+    def _stepped(self, metrics: Metrics) -> StepResult:
+        if (reason := self._reason_to_skip(metrics)) is None:
+            return self.strategy.step_now(self.optimizer, self.model, self.scheduler)
+        self.strategy.print(f"the {self.name}'s step skipped: {reason}")
+        self.strategy.forget_gradients(self.model)
+        return StepResult(stepped=False, grad_norm=0.0, skipped=reason)
 
 
 @dataclass
@@ -197,6 +201,7 @@ class PolicyUpdate(Update):
         packed: rows without padding; or padded ones. The result is the same.
         head, tile, temperature: see `PolicyOptions`.
         ptx_coef: weight of the language loss on pretraining text.
+        no_signal: where all advantages of a step are 0 and it has no text: "step" all the same, or "skip".
     """
 
     name = "actor"
@@ -216,11 +221,12 @@ class PolicyUpdate(Update):
         tile: int | None = None,
         temperature: float | None = None,
         ptx_coef: float = 0.0,
+        no_signal: str = "step",
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(actor, optimizer, scheduler, strategy, aggregation, stop_requested)
         self.loss: Loss = resolve(loss)
-        self.ptx_coef = ptx_coef
+        self.ptx_coef, self.no_signal = ptx_coef, no_signal
         given: dict[str, Any] = {"packing": packed, "head": head, "tile": tile, "temperature": temperature}
         self.options = PolicyOptions(**given, old_logprobs="sampler")
         self._policy = PolicyPass(self.gradients)
@@ -263,9 +269,16 @@ class PolicyUpdate(Update):
             whole = join_batches([batch for batch in joined if batch is not None], renumber=False)
             plan = self._policy.plan(self.loss, mine, count, whole, self.options)
         sums = MetricSums()
+        for batch in batches:
+            sums.mean("no_signal", batch.no_signal * len(batch), len(batch))
         self.gradients.beside.append(sums)
         padded = [*mine, *[None] * (count - len(mine))]
         return lambda index: self._policy.loss(padded[index], self.loss, pending, self.options, sums, plan)
+
+    def _reason_to_skip(self, metrics: Metrics) -> str | None:
+        if self.no_signal == "skip" and metrics.get("no_signal") == 1 and "ptx_loss" not in metrics:
+            return NO_SIGNAL
+        return super()._reason_to_skip(metrics)
 
     def _complete(self) -> None:
         texts = [text for one in self._deferred for text in one.texts]

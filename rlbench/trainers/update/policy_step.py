@@ -23,6 +23,7 @@ from rlbench.rl.types import needs_of
 from rlbench.strategies.fsdp2 import FSDPV2Strategy
 from rlbench.strategies.memory.offloading import holds_gradients, reshard
 from rlbench.strategies.optim.optimizer_set import Stepped
+from rlbench.strategies.steps import StepResult
 from rlbench.trainers.passes.loss_value import LossCache
 from rlbench.trainers.passes.metrics import MetricSums
 from rlbench.trainers.passes.packing import plan_micro_batches
@@ -162,13 +163,14 @@ class PolicyStep:
         max_norm: float | None = None,
         whole_step: bool = False,
         rates: Sequence[float] | None = None,
+        skip: str | None = None,
     ) -> dict[str, Any]:
         """Clip and step; collective. Once the last vote is passed the step completes.
 
         `scheduler`: stepped afterwards, one or several by name; `whole_step`: the second half of a `train_step`,
         otherwise gradients of half a one are not stepped with; `rates`: learning rates of the groups for this step
-        alone. Gives `metrics` (`grad_norm` before clipping, `lr`, with `rates` `lr_usual`, in float16 `loss_scale`),
-        `stepped`, `skipped` (the reason, or None), and `seconds`.
+        alone; `skip`: why the gradients are dropped instead. Gives `metrics` (`grad_norm` before clipping, `lr`, with
+        `rates` `lr_usual`, in float16 `loss_scale`), `stepped`, `skipped` (the reason, or None), and `seconds`.
         """
         if not whole_step:
             self.gradients.drop_stale()
@@ -179,7 +181,11 @@ class PolicyStep:
             self.gradients.vote("optim_step")
             states = self.loss_states.updated([one for one in self.gradients.beside if isinstance(one, Due)])
             begin = time.perf_counter()
-            result = self.strategy.step_now(optimizer, self.module, scheduler, max_norm=max_norm, rates=rates)
+            if skip is None:
+                result = self.strategy.step_now(optimizer, self.module, scheduler, max_norm=max_norm, rates=rates)
+            else:
+                self.strategy.forget_gradients(self.module)
+                result = StepResult(stepped=False, grad_norm=None, skipped=skip)
             seconds = time.perf_counter() - begin
         if result["stepped"]:
             self.loss_states.keep(states)

@@ -45,7 +45,7 @@ class Policy:
             self._residency.measure()
 
     def policy_optim_step(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Step once; options: `lr` and `max_norm` (of this step alone), `whole_step`. See `PolicyStep.optim_step`."""
+        """Step once, by `lr`, `max_norm` (of this step alone), `whole_step` and `skip` of `PolicyStep.optim_step`."""
         self._residency.need("weights", "optimizer")
         self._trainer.need_no_trainer_gradients()
         optimizer, lr = policy_optimizer(self._module), options.get("lr")
@@ -58,6 +58,7 @@ class Policy:
                 options.get("max_norm"),
                 options.get("whole_step", False),
                 None if lr is None else scaled_rates(optimizer, lr),
+                options.get("skip"),
             )
             notes.append(outside_state(self._module, optimizer))
             return done | {"notes": [note for note in notes if note is not None]}
