@@ -27,6 +27,14 @@ SAID = {
     "fit": "fit 3/3 iterations",
 }
 """What the static form of each view says; plots are pictures."""
+DOLLARS = "it costs $x^2$ and $y_1$"
+WRITTEN = f"""from dataclasses import replace
+from IPython.display import HTML
+from rlbench.data import Prompt, Rollouts
+from tests.data.values import generated
+made = replace(generated([(0, 0, [1, 2], "stop")]), texts=[{DOLLARS!r}])
+display(HTML("<p>a formula: $z^2$</p>"))
+display(Rollouts.merge([Prompt("how much?")], [made], {{"temperature": 1.0}}))"""
 LIVE = ("rollouts", "viewer", "dashboard")
 NEAREST = """() => {
     const extent = cell => {
@@ -46,7 +54,7 @@ NEAREST = """() => {
 def saved(lab, browser, repository) -> nbformat.NotebookNode:
     """A notebook with every view, seen live, saved by JupyterLab; its kernel is shut down. The server trusts it."""
     script = scripted(lab, "reopened")
-    cells = [START.format(root=str(repository)), *(f"show({name!r}, 'reopened')" for name in VIEWS)]
+    cells = [START.format(root=str(repository)), *(f"show({name!r}, 'reopened')" for name in VIEWS), WRITTEN]
     with Notebook(lab, browser, cells, name="reopened") as notebook:
         for i in range(len(cells)):
             notebook.run(i)
@@ -88,6 +96,14 @@ def test_every_view_shows_its_static_form(page, repository, request):
         area.screenshot(path=repository / "build" / "browser" / f"reopened-{request.node.callspec.id}-{name}.png")
 
 
+def test_dollars_of_a_completion_stay_dollars(page):
+    """Defect absent: `$x^2$` of a completion was typeset as a formula."""
+    area = page.locator(f".jp-Notebook .jp-Cell[data-windowed-list-index='{len(VIEWS) + 1}'] .jp-OutputArea")
+    area.locator("mjx-container").first.wait_for()  # of the formula that is one
+    area.get_by_text(DOLLARS).first.wait_for()
+    assert area.locator("mjx-container").count() == 1
+
+
 def test_an_export_to_html_shows_it_too(saved, browser, tmp_path, repository):
     file = tmp_path / "reopened.html"
     file.write_text(HTMLExporter(embed_images=True).from_notebook_node(saved)[0])
@@ -103,7 +119,7 @@ def test_an_export_to_html_shows_it_too(saved, browser, tmp_path, repository):
 
 def test_a_page_that_takes_styles_out_keeps_the_columns_apart(saved, browser, repository):
     htmls = [
-        output.data["text/html"] for cell in saved.cells[1:] for output in cell.outputs if "text/html" in output.data
+        output.data["text/html"] for cell in saved.cells[1:-1] for output in cell.outputs if "text/html" in output.data
     ]
     assert len(htmls) == len(VIEWS) + len(LIVE)
     assert [Columns(html).joined for html in htmls] == [[]] * len(htmls)

@@ -91,3 +91,28 @@ def inert(reader):
     """Nothing in it runs."""
     assert not {"script", "img"} & set(reader.tags)
     assert not [name for name, _ in reader.attributes if name.startswith("on")]
+
+
+class Typeset(HTMLParser):
+    """Text that MathJax would look for formulas in: outside of what it is told to leave alone, and of code."""
+
+    LEFT_ALONE = frozenset(("code", "pre", "style", "script", "textarea"))
+
+    def __init__(self, html):
+        super().__init__(convert_charrefs=True)
+        self.text, self._open = "", []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in VOID:
+            classes = (dict(attrs).get("class") or "").split()
+            self._open.append(tag in self.LEFT_ALONE or {"mathjax_ignore", "tex2jax_ignore"} <= set(classes))
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            self._open.pop()
+
+    def handle_data(self, data):
+        if not any(self._open):
+            self.text += data.strip()

@@ -16,6 +16,8 @@ from rlbench.session.state.healing import Healed
 from rlbench.session.state.snapshots import Snapshots
 from rlbench.session.training.evaluation import Evaluation, Evaluations
 from tests.data.values import rollouts
+from tests.notebook import gallery
+from tests.notebook.reading import Typeset
 
 
 @pytest.fixture
@@ -34,7 +36,7 @@ def batch():
 
 def test_rollouts_show_as_html_and_keep_their_text_for_other_readers(shell):
     data, _ = shell.display_formatter.format(rollouts())
-    assert '<div class="rlb">' in data["text/html"] and data["text/plain"] == repr(rollouts())
+    assert '<div class="rlb ' in data["text/html"] and data["text/plain"] == repr(rollouts())
 
 
 CARDS = {
@@ -122,3 +124,14 @@ def test_a_stopped_verb_ends_a_loop(shell, capsys):
 def test_other_errors_show_as_ever(shell, capsys):
     _, said = run(shell, capsys, "1 / 0")
     assert "Traceback" in said and "ZeroDivisionError" in said
+
+
+@pytest.mark.parametrize("name", [name for name in gallery.VIEWS if name != "dashboard"])
+def test_no_text_of_a_view_becomes_a_formula(shell, name, monkeypatch):
+    """Defect absent: what stands between two dollars of a completion was typeset as mathematics."""
+    shown = []
+    shell.kernel = type("Kernel", (), {})()
+    monkeypatch.setattr(shell.display_pub, "publish", lambda data, **_: shown.append(data))
+    gallery.show(name)
+    htmls = [data["text/html"] for data in shown if "text/html" in data]
+    assert htmls and all(Typeset(html).text == "" for html in htmls)

@@ -186,4 +186,4 @@ def test_it_reads_as_text_and_as_html(large):
         html = shell.display_formatter.format(large)[0]["text/html"]
     finally:
         InteractiveShell.clear_instance()
-    assert '<div class="rlb">' in html and ">actor</span>" in html and "head-room" in html
+    assert '<div class="rlb ' in html and ">actor</span>" in html and "head-room" in html

@@ -33,9 +33,13 @@ def escape(value: Any) -> str:
     return html.escape(str(value))
 
 
+AS_WRITTEN = "mathjax_ignore tex2jax_ignore"
+"""Class of what MathJax leaves alone, by 3's and 2's names: else the dollars of a completion become a formula."""
+
+
 def box(*parts: str) -> str:
     """The frame of every view; each part begins a line, also for who takes the tags out."""
-    return STYLE + '<div class="rlb">' + "\n".join(parts) + "</div>"
+    return STYLE + f'<div class="rlb {AS_WRITTEN}">' + "\n".join(parts) + "</div>"
 
 
 def visible(text: str) -> str:

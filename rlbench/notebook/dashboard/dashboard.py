@@ -25,7 +25,7 @@ from rlbench.notebook.dashboard import html as dashboard_html
 from rlbench.notebook.dashboard.data import View, view
 from rlbench.notebook.dashboard.feed import Feed, Frame
 from rlbench.notebook.dashboard.memory import memory
-from rlbench.notebook.live.live_view import display_both, framed, route_by_front_end, works_while_busy
+from rlbench.notebook.live.live_view import close_tree, display_both, framed, route_by_front_end, works_while_busy
 from rlbench.notebook.live.progress import in_notebook
 from rlbench.traces import ipython
 from rlbench.units import format_age, format_bytes, format_seconds
@@ -126,7 +126,7 @@ class Dashboard:
         self.rest()
         self._clock.close()
         self._update_snapshot(force=True)
-        self.widget.close()
+        close_tree(self.widget)
 
     # -- what comes from the monitor
 

@@ -32,6 +32,17 @@ def framed(still: Mapping[str, str]) -> dict[str, str]:
     return {**still, "text/html": f'{STYLE}<div class="{STILL}">{still["text/html"]}</div>'}
 
 
+def close_tree(widget: Any) -> None:
+    """Close a widget with all it is made of, so that no notebook is saved with it; pages show the static form then."""
+    for child in getattr(widget, "children", ()) or ():
+        close_tree(child)
+    for look in ("layout", "style"):
+        part = getattr(widget, look, None)
+        if hasattr(part, "close"):
+            part.close()
+    widget.close()
+
+
 def route_by_front_end(widget: Any) -> None:
     """Let the front end choose the thread that hears a click, for a widget of ours with its open comm and its children.
 

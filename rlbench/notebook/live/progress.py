@@ -16,7 +16,7 @@ from rlbench.data import Rollouts
 from rlbench.data.record.metrics import NO_SIGNAL, shown_metric
 from rlbench.dispatch.protocol import Progress
 from rlbench.notebook.base.figures import blocks
-from rlbench.notebook.base.markup import cut, escape, visible
+from rlbench.notebook.base.markup import AS_WRITTEN, cut, escape, visible
 from rlbench.runtime.starting import Start
 from rlbench.traces import ipython
 from rlbench.units import format_age, format_bytes, format_number, format_percent, format_rate, format_seconds
@@ -121,7 +121,7 @@ def _html(text: str, fraction: float | None, below: Sequence[str]) -> str:
         look = 'style="width:12em;height:8px" aria-label="progress"'
         bar = f'<progress max="1" value="{fraction:.3f}" {look}></progress> '
     more = "".join(f'\n<div style="{BELOW_LOOK}">{escape(line)}</div>' for line in below)
-    return f'<div style="{LOOK}">{bar}{escape(text)}{more}</div>'
+    return f'<div class="{AS_WRITTEN}" style="{LOOK}">{bar}{escape(text)}{more}</div>'
 
 
 class VerbProgress:

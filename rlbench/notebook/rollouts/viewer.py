@@ -12,11 +12,12 @@ from typing import Any
 import anywidget
 import ipywidgets
 import traitlets
+from IPython.display import display
 
 from rlbench.data import Rollouts
 from rlbench.notebook.base.markup import STATIC, box, escape, sheet
 from rlbench.notebook.base.palette import css
-from rlbench.notebook.live.live_view import display_both, route_by_front_end
+from rlbench.notebook.live.live_view import close_tree, display_both, route_by_front_end
 from rlbench.notebook.rollouts.order import Order, checked
 from rlbench.notebook.rollouts.rows import OPEN_TOKENS, Shown, headline
 from rlbench.notebook.rollouts.static import chosen_scale, static_view
@@ -29,7 +30,7 @@ GONE = "these rollouts were let go: show them again in a cell to scroll on"
 CONTROLS = dict.fromkeys(("colour", "sort", "filter"), "index")
 CONTROLS |= dict.fromkeys(("search", "whitespace", "columns"), "value")
 """Of what of each the drawing hears in the page."""
-VIEWERS_KEPT = 16  # the drawings of older cells let their rollouts go, and say so when asked
+VIEWERS_KEPT = 16  # older ones are closed: a page shows their static form, and a notebook is saved without them
 
 
 class RolloutDrawing(anywidget.AnyWidget):
@@ -113,13 +114,14 @@ class RolloutViewer(ipywidgets.VBox):
         self.whitespace = _toggle("¶", "show spaces and tabs", "44px")
         self.columns = _toggle("side by side", "show a prompt's completions beside each other", "110px")
         controls = {name: getattr(self, name) for name in CONTROLS}
-        for name, control in controls.items():
-            ipywidgets.jslink((control, CONTROLS[name]), (self.drawing, name))
+        self._links = [
+            ipywidgets.jslink((control, CONTROLS[name]), (self.drawing, name)) for name, control in controls.items()
+        ]
         layout = {"flex_flow": "row wrap", "align_items": "center"}
         header = ipywidgets.HTML(box(f"<div>{escape(headline(rollouts))}</div>"))
         super().__init__([header, ipywidgets.HBox(list(controls.values()), layout=layout), self.drawing])
         route_by_front_end(self)
-        _kept.append(self)  # ipywidgets holds every widget for the kernel's life; not so the rollouts of older ones
+        _kept.append(self)  # ipywidgets holds every widget until it is closed
         while len(_kept) > VIEWERS_KEPT:
             _kept.popleft().release()
 
@@ -128,11 +130,17 @@ class RolloutViewer(ipywidgets.VBox):
         shown = self.drawing.shown
         still = box(f"<div class=q>{GONE}</div>") if shown is None else static_view(shown, self.colour.value)
         text = GONE if shown is None else repr(shown.rollouts)
-        display_both(self, {"text/html": still, "text/plain": text})
+        if shown is None:
+            display({"text/html": still, "text/plain": text}, raw=True)
+        else:
+            display_both(self, {"text/html": still, "text/plain": text})
 
     def release(self) -> None:
-        """Let the rollouts go; what was sent stays in the page."""
+        """Let the rollouts go, and the widgets."""
         self.drawing.shown = None
+        for link in self._links:
+            link.close()
+        close_tree(self)
 
 
 def viewer(
