@@ -37,7 +37,7 @@ def close_tree(widget: Any) -> None:
     for child in getattr(widget, "children", ()) or ():
         close_tree(child)
     for look in ("layout", "style"):
-        part = getattr(widget, look, None)
+        part: Any = getattr(widget, look, None)
         if hasattr(part, "close"):
             part.close()
     widget.close()
