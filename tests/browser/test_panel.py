@@ -308,7 +308,9 @@ def test_the_attached_cell_comes_to_the_front_once_and_takes_it_from_nobody_late
     before = len(sources(panel.notebook))
     panel.page.evaluate(
         "() => { const shell = window.jupyterapp.shell, activate = shell.activateById.bind(shell); window.fronts = [];"
-        "shell.activateById = id => { window.fronts.push(`${id} ${new Error().stack}`); return activate(id); }; }"
+        "shell.activateById = id => { window.fronts.push(`${id} ${new Error().stack}`); return activate(id); };"
+        "window.currents = []; shell.currentChanged.connect((_, now) =>"
+        " window.currents.push(`${now.newValue?.id} ${new Error().stack}`)); }"
     )
     panel.press("shown", "attach")
     panel.until(lambda: len(sources(panel.notebook)) > before)
@@ -319,7 +321,7 @@ def test_the_attached_cell_comes_to_the_front_once_and_takes_it_from_nobody_late
         panel.page.wait_for_timeout(1500)
         panel.page.unroute_all(behavior="wait")
         fronts = panel.page.evaluate("() => window.fronts")
-        assert launcher.is_visible(), fronts
+        assert launcher.is_visible(), panel.page.evaluate("() => window.currents")
         assert len(fronts) == 1, fronts
     finally:
         launchers = "[...window.jupyterapp.shell.widgets('main')].filter(w => w.id.startsWith('launcher'))"
