@@ -14,6 +14,7 @@ from rlbench.dispatch import pending as pending_calls
 from rlbench.dispatch.chain import Chain
 from rlbench.dispatch.link import Link, spawn_host
 from rlbench.errors import DataError, EngineError, RemoteError, SessionError, StateError, Stopped, WorkerDied
+from tests.clock import until
 
 pytestmark = pytest.mark.engine
 
@@ -259,8 +260,7 @@ def test_a_death_that_is_heard_of_after_a_peer_failed_for_it_is_the_one_named(cl
     pending = made.submit("echo", ["rank 0", "rank 1"], hosts, "fail_after", calls, list)
 
     def kill_once_the_failure_is_known():
-        while pending._first_failed is None:
-            time.sleep(0.05)
+        until(lambda: pending._first_failed is not None)
         os.kill(pids[1], signal.SIGKILL)
 
     killer = threading.Thread(target=kill_once_the_failure_is_known, daemon=True)
@@ -323,10 +323,7 @@ def test_after_ctrl_c_a_peer_of_a_rank_that_failed_is_released_without_anybody_w
         call.blocking_result()
     with pytest.raises(TimeoutError):
         call.result(timeout=0.0)  # also while another thread sees to it
-    deadline = time.monotonic() + 60
-    while "broken" not in made.state()["engines"]["echo"]:
-        assert time.monotonic() < deadline, "the peer waits for ever"
-        time.sleep(0.1)
+    until(lambda: "broken" in made.state()["engines"]["echo"], what="the peer waits for ever")
     with pytest.raises(WorkerDied, match=r"(?s)mine alone.*rank 1 of echo died"):
         call.result(timeout=60)
 

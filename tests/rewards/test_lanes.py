@@ -5,12 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 
 from rlbench.rewards.lanes import Lost, answers
+from rlbench.runtime import processes
+from tests.clock import until
 from tests.rewards.values import nothing_left
 
 
@@ -92,17 +93,8 @@ list(answers(job, [1], 1, lanes=1))
 def test_when_the_parent_is_killed_they_die_with_it(tmp_path, how):
     path = tmp_path / "pid"
     parent = subprocess.Popen([sys.executable, "-c", PARENT.format(path=str(path))], cwd=os.getcwd())
-    deadline = time.monotonic() + 60
-    while not (path.exists() and path.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    pid = int(path.read_text())
+    pid = int(until(lambda: path.exists() and path.read_text()))
     assert psutil.pid_exists(pid)
     parent.send_signal(how)
     parent.wait()
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and psutil.pid_exists(pid):
-        if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            break
-        time.sleep(0.05)
-    else:
-        assert not psutil.pid_exists(pid)
+    until(lambda: processes.start_time(pid) is None)

@@ -1,0 +1,34 @@
+"""The one wait of all tests: for what other threads and processes bring about, however busy the machine is."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+Value = TypeVar("Value")
+LIMIT_S = 120.0  # far above what a loaded machine needs: only a failure pays for it
+SHORTEST_S, LONGEST_S = 0.01, 0.1  # between two looks, which may be questions to a busy process
+
+
+def until(condition: Callable[[], Value], seconds: float = LIMIT_S, what: str | Callable[[], object] = "") -> Value:
+    """Ask `condition` until it is true, and return its value.
+
+    `what` names in the failure what was waited for: a text, or a function that returns what there is instead.
+    """
+    deadline, pause = time.monotonic() + seconds, SHORTEST_S
+    while not (value := condition()):
+        if time.monotonic() >= deadline:
+            awaited = what() if callable(what) else what or _source(condition)
+            raise AssertionError(f"not within {seconds:g} s: {awaited}")
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_S)
+    return value
+
+
+def _source(condition: Callable[[], object]) -> str:
+    """Return the line of a lambda, the name of another function."""
+    if getattr(condition, "__name__", "") == "<lambda>":
+        return inspect.getsource(condition).strip()
+    return repr(condition)
