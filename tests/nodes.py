@@ -14,16 +14,15 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
 
+from tests.clock import until
 from tests.runtime.kernels import Kernel
 
 PORT = 6379
-START_LIMIT_S = 60.0
 HEALTH = {
     f"RAY_health_check_{name}": str(value)
     for name, value in {"initial_delay_ms": 2000, "period_ms": 1000, "timeout_ms": 3000, "failure_threshold": 3}.items()
@@ -158,14 +157,6 @@ def _sweep() -> None:
         own = re.fullmatch(r"rb([0-9a-f]+)|v([0-9a-f]+)-\d+", name)
         if own is not None and not psutil.pid_exists(int(own[1] or own[2], 16)):
             subprocess.run(["ip", "link", "del", name], capture_output=True, check=False)
-
-
-def until(true: Callable[[], object]) -> None:
-    """Wait for what other processes bring about."""
-    deadline = time.monotonic() + START_LIMIT_S
-    while not true():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.1)
 
 
 @contextlib.contextmanager

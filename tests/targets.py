@@ -1,5 +1,6 @@
 """Plain targets for tests of dispatch: what a worker does is not the point there, how calls reach it is."""
 
+import os
 import threading
 import time
 
@@ -55,15 +56,17 @@ class EchoTarget:
             raise RuntimeError(f"rank {rank} fails alone")
         return self.rank
 
-    def fail_after(self, seconds: float) -> None:
-        time.sleep(seconds)
+    def fail_once(self, file: str) -> None:
+        """Wait until there is a file, and fail."""
+        while not os.path.exists(file):
+            time.sleep(0.02)
         raise RuntimeError("connection closed by peer")
 
     def gives_up_for(self, cause: int) -> None:
         """Fail at once as a peer that heard of the `cause`, which itself is heard of later."""
         if self.rank != cause:
             raise peer_failed(f"it failed on rank {cause}; this rank stopped with it")
-        time.sleep(1.0)
+        time.sleep(1.0)  # so that it usually is later; where it is not, the same is to be said
         raise StateError("the cause")
 
     def take(self, chunk: int) -> list[int]:
@@ -94,11 +97,12 @@ class MeetingTarget(EchoTarget):
         while True:
             time.sleep(0.05)
 
-    def compute(self, failing: int, seconds: float) -> str:
+    def compute(self, failing: int, file: str) -> str:
         """Hears no stop, as a user's own method may not."""
         if self.rank == failing:
             raise ValueError("mine alone")
-        time.sleep(seconds)
+        while not os.path.exists(file):
+            time.sleep(0.02)
         return "done"
 
 
@@ -116,7 +120,7 @@ class TellingTarget(EchoTarget):
         with self.lock:
             self.asking, self.total = self.asking + 1, self.total + 1
             self.most = max(self.most, self.asking)
-        self.may.wait(60)
+        self.may.wait(600)
         with self.lock:
             self.asking -= 1
         return {"device": "host", "weights": 1 << 20, "gradients": 0, "frees": {"weights": 0}, "rss": 0}

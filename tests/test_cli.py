@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,16 +14,8 @@ from rlbench.dispatch.link import Link, shm_prefix
 from rlbench.errors import Stopped
 from rlbench.monitor import client, logs
 from rlbench.runtime import processes, registry
+from tests.clock import until
 from tests.echo_engine import echo, submit
-
-
-def until(true, seconds=60.0):
-    """Wait for something that other processes bring about."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
-
 
 # -- without a cluster
 

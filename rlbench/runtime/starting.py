@@ -33,7 +33,7 @@ class Start:
     """A start that goes on: `what` starts, its parts by name, and the times of earlier starts."""
 
     what: str
-    begin: float = field(default_factory=time.monotonic)
+    begin: float = field(default_factory=lambda: time.monotonic())
     parts: dict[str, Part] = field(default_factory=dict)
     earlier: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import time
 
 import numpy as np
 import pandas
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 
 import rlbench as rb
 from rlbench.errors import DataError, Stopped
+from tests.clock import HandClock
 from tests.data.values import rollouts
 from tests.data.written import written
 
@@ -94,9 +94,12 @@ def test_disagreements_come_first_failed_then_largest():
     assert columns[-1] == "failed" and counts[:, -1].tolist() == [0, 0, 0, 1, 0, 0]
 
 
-def test_the_slowest_are_those_that_took_longest_whichever_reward_it_was():
+def test_the_slowest_are_those_that_took_longest_whichever_reward_it_was(monkeypatch):
+    clock = HandClock()
+    monkeypatch.setattr("time.perf_counter", clock)
+
     def sleepy(index, seconds):
-        return lambda r: time.sleep(seconds * (r.index == index)) or 1
+        return lambda r: clock.pass_by(seconds * (r.index == index)) or 1
 
     lab = rollouts().compare(a=sleepy(2, 0.03), b=sleepy(4, 0.09), c=[0] * 6)
     assert [(t.name, t.index) for t in lab.slowest(2)] == [("b", 4), ("a", 2)]

@@ -1,7 +1,5 @@
 """What the tests of weight broadcasts share: engines with small buckets, a hook that fails or waits where told."""
 
-import time
-
 import rlbench as rb
 from rlbench.trainers.models.policy_spec import PolicySpec
 
@@ -41,13 +39,6 @@ def sabotage(fail=None, wait=None, on_rank=0):
     base = BaseTrainModule.postprocess_output_named_parameters
     type(module).postprocess_output_named_parameters = hook if fail or wait else base
     return sum(1 for _ in module.parameters())
-
-
-def until(condition):
-    deadline = time.monotonic() + ENDS_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to this in time"
-        time.sleep(0.05)
 
 
 def states(infer):

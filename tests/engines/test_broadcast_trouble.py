@@ -7,7 +7,8 @@ import pytest
 
 from rlbench.engines.sync import sync_weights
 from rlbench.errors import RemoteError, StateError, Stopped, WeightSyncError, WorkerDied
-from tests.engines.broadcasting import ENDS_S, build_ranks, build_replicas, sabotage, states, tokens, until
+from tests.clock import until
+from tests.engines.broadcasting import ENDS_S, build_ranks, build_replicas, sabotage, states, tokens
 from tests.engines.syncing import gap, perturb
 from tests.workers.tiny_checkpoint import make_checkpoint
 

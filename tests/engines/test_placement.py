@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +13,8 @@ from rlbench.engines.placement import Device, visible_gpus
 from rlbench.errors import BuildError
 from rlbench.workers.replica.config import ReplicaConfig
 from rlbench.workers.train.config import TrainConfig
+from tests.clock import until
 from tests.engines.modules import Regressor
-
-LIMIT_S = 30.0
 
 
 class FakeRemote:
@@ -98,10 +96,8 @@ def reserved(link):
 
 
 def assert_given_back(link):
-    deadline = time.monotonic() + LIMIT_S
-    while reserved(link) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert reserved(link) == [] and link.state()["engines"] == {}
+    until(lambda: reserved(link) == [], what=lambda: f"left: {reserved(link)}")
+    assert link.state()["engines"] == {}
 
 
 @pytest.mark.engine
@@ -149,10 +145,8 @@ def test_a_build_that_fails_leaves_no_process_no_record_and_no_device(link):
         engine.build(tensor_parallel_size=1, data_parallel_size=1)
     assert not engine.built
     assert_given_back(link)
-    deadline = time.monotonic() + LIMIT_S
-    while any(os.path.exists(f"/proc/{pid}") for pid in started) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert len(started) == 1 and not any(os.path.exists(f"/proc/{pid}") for pid in started)
+    assert len(started) == 1
+    until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in started))
 
 
 @pytest.mark.engine

@@ -1,21 +1,14 @@
 """A cell on the ranks: names stay, values and output come back by rank, a stop ends it everywhere at once."""
 
 import threading
-import time
 
 import pytest
 
 from rlbench.dispatch import peers
 from rlbench.errors import CallDropped, EngineError, RemoteError, Stopped
+from tests.clock import LIMIT_S, until
 
 pytestmark = pytest.mark.engine
-
-
-def until(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not (held := condition()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert held
 
 
 def stopped_while(engine, source):
@@ -32,7 +25,7 @@ def stopped_while(engine, source):
     thread.start()
     until(lambda: "looping" in engine.complete_names("looping"))
     until(engine.link.stop_running)  # the monitor may hear of the call after the ranks do
-    thread.join(timeout=30)
+    thread.join(LIMIT_S)
     assert not thread.is_alive()
     return raised[0]
 

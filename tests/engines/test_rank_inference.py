@@ -1,7 +1,6 @@
 """The ranks of a session generate with its replicas and bring weights to them: real ranks, a real vLLM replica."""
 
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from rlbench.errors import DataError, RemoteError, StateError, Stopped, WeightSy
 from rlbench.strategies import OptionError
 from rlbench.strategies.generation.engine import EngineStatus
 from rlbench.trainers.models.policy_spec import PolicySpec
+from tests.clock import LIMIT_S, until
 
 pytestmark = pytest.mark.engine
 PROMPTS = ["sort 52143", "sort 9071", "sort 3321", "sort 86420"]
@@ -405,12 +405,10 @@ def stopped_midway(session, run, stop):
     try:
         thread = threading.Thread(target=call)
         thread.start()
-        deadline = time.monotonic() + 20
-        while not any("rollout" in what for what in session.core.link.state()["running"].values()):
-            assert time.monotonic() < deadline and thread.is_alive(), raised
-            time.sleep(0.02)
+        until(lambda: any("rollout" in what for what in session.core.link.state()["running"].values()) or raised)
+        assert not raised
         stop()
-        thread.join(timeout=30)
+        thread.join(LIMIT_S)
         assert not thread.is_alive()
     finally:
         session.core.link.pause(False)

@@ -2,11 +2,11 @@
 
 import asyncio
 import threading
-import time
 
 import pytest
 
 from rlbench.envs.calls import EnvCalls
+from tests.clock import LIMIT_S, until
 
 
 @pytest.fixture
@@ -22,10 +22,14 @@ def made():
         calls.close()
 
 
-def until_done(calls, count, seconds=5.0):
-    over, end = [], time.monotonic() + seconds
-    while len(over) < count and time.monotonic() < end:
-        over += calls.finished(0.05)
+def until_done(calls, count):
+    over = []
+
+    def all_over():
+        over.extend(calls.finished(0.05))
+        return len(over) >= count
+
+    until(all_over, what=lambda: [call.key for call in over])
     return {call.key: call for call in over}
 
 
@@ -58,7 +62,7 @@ def test_at_most_so_many_threads_and_any_number_of_awaitables(made):
         with lock:
             now[0] += 1
             most[0] = max(most[0], now[0])
-        time.sleep(0.03)
+        until(lambda: most[0] == 3)  # as many as may be at the same time
         with lock:
             now[0] -= 1
 
@@ -79,36 +83,34 @@ def test_at_most_so_many_threads_and_any_number_of_awaitables(made):
 
 
 def test_a_call_that_takes_too_long_is_given_up_and_makes_room(made):
-    calls, free, late = made(timeout_s=0.2, threads=1), threading.Event(), []
+    calls, free, late = made(timeout_s=3, threads=1), threading.Event(), []
     calls.start("hangs", free.wait, late=lambda: late.append("closed"))
     calls.start("next", lambda: 1)
-    found = until_done(calls, 2, 2.0)
+    found = until_done(calls, 2)
     assert isinstance(found["hangs"].error, TimeoutError) and found["hangs"].given_up and found["next"].value == 1
     assert late == []  # it still runs: its environment is closed when it is out of it
     free.set()
-    end = time.monotonic() + 2
-    while not late and time.monotonic() < end:
-        time.sleep(0.01)
+    until(lambda: late)
     assert late == ["closed"] and calls.finished() == []
 
 
 def test_what_is_given_up_is_never_handed_out(made, capfd):
-    calls, free, late = made(threads=1), threading.Event(), []
+    calls, late = made(threads=1), []
+    awaits, runs, free = threading.Event(), threading.Event(), threading.Event()
 
     async def sleep():
-        await asyncio.sleep(60)
+        awaits.set()
+        await asyncio.sleep(600)
 
     calls.start("async", sleep, late=lambda: late.append("async"))
-    time.sleep(0.1)
-    calls.start("runs", free.wait, late=lambda: 1 / 0)
+    assert awaits.wait(LIMIT_S)
+    calls.start("runs", lambda: runs.set() or free.wait(), late=lambda: 1 / 0)
     calls.start("waits", lambda: late.append("never"))
-    time.sleep(0.05)
+    assert runs.wait(LIMIT_S)
     assert sorted(calls.give_up(lambda key: False)) == ["async", "runs"]
     calls.close()
     free.set()
-    end = time.monotonic() + 2
-    while "async" not in late and time.monotonic() < end:
-        time.sleep(0.01)
-    time.sleep(0.1)
+    printed = []
+    until(lambda: printed.append(capfd.readouterr().out) or "given up raised ZeroDivisionError" in "".join(printed))
+    until(lambda: late)
     assert late == ["async"] and calls.finished() == []
-    assert "given up raised ZeroDivisionError" in capfd.readouterr().out

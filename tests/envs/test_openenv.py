@@ -1,7 +1,6 @@
 """OpenEnv's environments: their reset and step, in this process and on a real server of that library."""
 
 import threading
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +10,7 @@ from rlbench.data import Prompt
 from rlbench.envs import Turn, from_openenv
 from rlbench.envs.protocol import resolved
 from rlbench.errors import DataError
+from tests.clock import until
 
 
 @dataclass
@@ -120,9 +120,7 @@ def server():
     made = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error"))
     thread = threading.Thread(target=made.run, daemon=True)
     thread.start()
-    deadline = time.monotonic() + 20
-    while not made.started and time.monotonic() < deadline:
-        time.sleep(0.05)
+    until(lambda: made.started)
     yield f"http://127.0.0.1:{port}", Echoing, Say
     made.should_exit = True
     thread.join(10)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from rlbench.data import Prompt
 from rlbench.envs import Turn, sandbox
 from rlbench.envs.protocol import unpacked
 from rlbench.errors import DataError
+from tests.clock import until
 
 LEFT = "import os, subprocess; subprocess.Popen(['sleep', '78.9'], start_new_session=True); print(os.listdir())"
 
@@ -50,9 +50,7 @@ def test_it_has_no_network_no_keys_and_an_empty_folder_and_takes_what_it_started
     before = set(Path(os.environ.get("TMPDIR", "/tmp")).glob("rlb-sandbox-*"))
     assert run(env, LEFT) == "['main.py']"
     assert set(Path(os.environ.get("TMPDIR", "/tmp")).glob("rlb-sandbox-*")) <= before
-    deadline = time.monotonic() + 10
-    while any(p.info["cmdline"] == ["sleep", "78.9"] for p in psutil.process_iter(["cmdline"])):
-        assert time.monotonic() < deadline
+    until(lambda: not any(p.info["cmdline"] == ["sleep", "78.9"] for p in psutil.process_iter(["cmdline"])))
 
 
 def test_what_takes_too_much_is_cut(env: Any) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ import rlbench as rb
 from rlbench.errors import CheckpointError, EngineError, StateError, WorkerDied
 from rlbench.session import building
 from rlbench.tiny import tasks
+from tests.clock import LIMIT_S, until
 
 pytestmark = pytest.mark.engine
-WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +32,6 @@ def mortal(cluster: Any, tiny_path: Any) -> Iterator[Any]:
 def batch(mortal: Any) -> Any:
     rollouts = mortal.rollout(tasks.prompts(8, seed=3), n=4, max_tokens=12)
     return rollouts.score(tasks.reward).batch(advantage=rb.rl.group_normalized())
-
-
-def until(true: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.05)
 
 
 def pid_of(session: Any, engine: str, worker: int) -> int:
@@ -200,7 +192,7 @@ def test_a_replica_killed_in_the_middle_of_a_rollout_is_rebuilt_with_the_trainer
     until(lambda: any("rollout" in what for what in mortal.core.link.state()["running"].values()))
     kill(mortal, "inference", 0)
     with pytest.raises(WorkerDied, match="replica 0 of inference died"):
-        pending.result(timeout=WAIT_S)
+        pending.result(timeout=LIMIT_S)
     healed = mortal.heal()
     assert healed.engines == {"inference": "built again, with the trainer's weights"}
     assert checksums(mortal) == before and mortal.version == version
@@ -304,7 +296,7 @@ def test_killing_while_a_stop_is_under_way_still_ends_the_verb(mortal: Any, batc
     threading.Timer(0.0, pending.stop).start()
     kill(mortal, "inference", 0)
     with pytest.raises((WorkerDied, rb.Stopped)):
-        pending.result(timeout=WAIT_S)
+        pending.result(timeout=LIMIT_S)
     mortal.heal()
     goes_on(mortal, batch)
 

@@ -6,8 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +15,16 @@ import pytest
 from rlbench.dispatch.link import Link, spawn_host
 from rlbench.errors import WorkerDied
 from rlbench.runtime import head, processes
+from tests.clock import LIMIT_S, until
 from tests.echo_engine import submit
 
 pytestmark = pytest.mark.engine
-WAIT_S = 90.0
 JOIN = """
 from ray._private import services
 from ray.scripts.scripts import main
 services.resolve_ip_for_localhost = lambda host: host  # our clusters are one machine's, so Ray refuses a second node
 main()
 """
-
-
-def until(true: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + WAIT_S
-    while not (found := true()):
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.2)
-    return found
 
 
 @pytest.fixture
@@ -93,13 +84,13 @@ def test_a_worker_whose_node_is_lost_says_so_and_the_session_lives_on(cluster: A
             link.engine(name, {"kind": "train", "actors": [f"rlbench/nodeloss/{name}/0"], "info": {}})
         assert submit(link, far, "echo", 1).result() == ((1,), {})
         running = link.submit("far", ["rank 0"], [far], "slowly", [((600.0,), {})], lambda values: values[0])
-        time.sleep(1)  # the call has reached it
+        until(lambda: ray.get(far.running.remote()) == "slowly")
         worker = ray.get(far.pid.remote())
         # the worker last: a raylet that still sees it die tells of that alone
         for pid in sorted(processes.session_members(process_session), key=lambda pid: pid == worker):
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(WorkerDied, match="rank 0 of far died: its node left the cluster"):
-            running.result(timeout=WAIT_S)
+            running.result(timeout=LIMIT_S)
         assert submit(link, near, "echo", 2).result() == ((2,), {})
         assert link.state("engines")["engines"]["far"]["broken"] == "rank 0 died"
     finally:

@@ -25,7 +25,7 @@ from rlbench.runtime import cluster
 from rlbench.tiny import tasks
 rb.init(address={address!r})
 def joined(count):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while len(cluster.node_devices()) != count:
         assert time.monotonic() < deadline, cluster.node_devices()
         time.sleep(0.2)

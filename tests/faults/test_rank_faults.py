@@ -17,10 +17,10 @@ import pytest
 import rlbench as rb
 from rlbench.errors import RemoteError, SessionError, WeightSyncError, WorkerDied
 from rlbench.tiny import tasks
+from tests.clock import LIMIT_S, until
 from tests.session.session_trainers import OPTIONS
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]  # each death rebuilds an engine
-WAIT_S = 60.0
 FEW = {**OPTIONS, "max_tokens": 8}
 PROMPTS = ["sort 52143", "sort 9071", "sort 3321", "sort 86420"] * 4
 FREE = {"temperature": 1.0, "max_tokens": 8, "n": 2}
@@ -52,13 +52,6 @@ def fed(frail: Any) -> Any:
     frail.train.run(setup)
     frail.train.run(perturb)
     return frail
-
-
-def until(true: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.05)
 
 
 def in_background(run: Callable[[], Any]) -> tuple[threading.Thread, list[BaseException]]:
@@ -190,7 +183,7 @@ def test_a_replica_that_dies_while_ranks_generate_is_named_and_healing_draws_the
         thread, raised = in_background(lambda: fed.train.run(draw, 7))
         until(lambda: any("rollout" in what for what in fed.core.link.state()["running"].values()))
         os.kill(pids(fed, "inference")[1], signal.SIGKILL)
-        thread.join(WAIT_S)
+        thread.join(LIMIT_S)
     finally:
         fed.core.link.pause(False)
     assert not thread.is_alive()
@@ -217,7 +210,7 @@ def test_a_death_in_the_middle_of_a_broadcast_is_named_and_after_healing_the_nex
     number = 0 if victim == "the rank that sends" else 1
     os.kill(pids(fed, "inference" if victim == "replica" else "actor")[number], signal.SIGKILL)
     gate.unlink()
-    thread.join(WAIT_S)
+    thread.join(LIMIT_S)
     assert not thread.is_alive(), "nobody waits for who will not come"
     name = "replica 1 of inference" if victim == "replica" else f"rank {number} of actor"
     assert isinstance(raised[0], WeightSyncError | WorkerDied) and f"{name} died" in str(raised[0]), raised
@@ -276,7 +269,7 @@ def test_a_rank_killed_during_a_fit_costs_that_iteration_alone(frail: Any) -> No
         thread, raised = in_background(lambda: trainer.fit(2))
         until(lambda: any("rollout" in what for what in frail.core.link.state()["running"].values()))
         os.kill(pids(frail, "actor")[1], signal.SIGKILL)
-        thread.join(WAIT_S)
+        thread.join(LIMIT_S)
     finally:
         frail.core.link.pause(False)
     assert not thread.is_alive()

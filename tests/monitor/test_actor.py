@@ -13,16 +13,9 @@ from rlbench.dispatch.link import Link, shm_prefix, spawn_host
 from rlbench.errors import SessionError, Stopped
 from rlbench.monitor import client
 from rlbench.runtime import processes, registry
+from tests.clock import until
 
 pytestmark = pytest.mark.engine
-
-
-def until(true, seconds=30.0):
-    """Wait for something that other processes bring about."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
 
 
 def echo(link, engine="echo", **options):

@@ -19,17 +19,10 @@ from rlbench.monitor.commands import Commands, Refusal, checked
 from rlbench.monitor.endpoint import MAX_BODY, Endpoint, Routes
 from rlbench.monitor.report import plain, step_report
 from rlbench.runtime import registry
+from tests.clock import until
 from tests.echo_engine import echo, submit
 
 pytestmark = pytest.mark.slow
-
-
-def until(true, seconds=60.0):
-    """Wait for something that other processes or threads bring about."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
 
 
 # -- the endpoint alone

@@ -8,18 +8,10 @@ import pytest
 from rlbench.dispatch.link import Link, spawn_host
 from rlbench.monitor import client
 from rlbench.monitor.telemetry import Telemetry, owners_of
+from tests.clock import until
 from tests.echo_engine import submit
 
 MIB = 1 << 20
-
-
-def until(true, seconds=60.0):
-    """Wait for something that other processes bring about; returns what it gave."""
-    deadline = time.monotonic() + seconds
-    while not (found := true()):
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
-    return found
 
 
 # -- whose it is

@@ -5,13 +5,13 @@ Most tests use one cluster, in the order they stand here, since starting one tak
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from rlbench.runtime import cluster as clusters
 from rlbench.runtime import head, processes, registry
+from tests.clock import until
 from tests.runtime.kernels import Kernel, Refused
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -56,14 +56,6 @@ def here():
     found = registry.read_cluster()
     assert found is not None
     return found
-
-
-def until(true, seconds=30.0):
-    """Wait for something that other processes bring about."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
 
 
 def is_gone(record):

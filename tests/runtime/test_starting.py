@@ -1,12 +1,13 @@
 """What is shown of a start, from its first moment on, and what is kept of it for the next one."""
 
 import threading
-import time
+from types import SimpleNamespace
 
 import pytest
 
 from rlbench.notebook.live.progress import StartProgress
 from rlbench.runtime import registry, starting
+from tests.clock import HandClock, until
 
 
 class Drawn:
@@ -32,32 +33,41 @@ class Drawn:
 
 
 @pytest.fixture
-def drawn(monkeypatch, tmp_path):
+def clock():
+    return HandClock()
+
+
+@pytest.fixture
+def drawn(monkeypatch, tmp_path, clock):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(starting, "_drawing", f"{__name__}:Drawn")
     monkeypatch.setattr(starting, "REDRAW_S", 0.02)
+    monkeypatch.setattr(starting, "time", SimpleNamespace(monotonic=clock))
     Drawn.seen = []
     return Drawn.seen
+
+
+def until_drawn(text):
+    until(lambda: any(text in line for line in Drawn.seen), what=lambda: Drawn.seen)
 
 
 def a_start(*parts, what="session tiny"):
     with starting.starting(what):
         for part in parts:
             with starting.phase(part, f"doing {part}"):
-                time.sleep(0.06)
+                until_drawn(f"doing {part}")
 
 
-def test_it_shows_at_once_what_goes_on_and_ends_in_what_it_took(drawn):
+def test_it_shows_at_once_what_goes_on_and_ends_in_what_it_took(drawn, clock):
     with starting.starting("session tiny"):
         assert drawn == ["starting session tiny · 0 s"]
         other = threading.Thread(target=starting.say, args=("inference", "building vLLM"))  # engines start in threads
         with starting.phase("actor", "starting 2 processes"):
             other.start()
-            time.sleep(0.1)
+            until_drawn("actor: starting 2 processes · inference: building vLLM")
+            clock.pass_by(0.2)
             starting.say("actor", "loading the weights")
-            time.sleep(0.1)
-    assert any("actor: starting 2 processes · inference: building vLLM" in line for line in drawn)
-    assert any("actor: loading the weights" in line for line in drawn)
+            until_drawn("actor: loading the weights")
     assert drawn[-1].startswith("end: session tiny ready · ") and "actor 0.2" in drawn[-1]
 
 

@@ -6,11 +6,11 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
 from rlbench.runtime import head, warm, worker_start
+from tests.clock import LIMIT_S, until
 
 REPORT = """
 import json, os, random, sys
@@ -44,7 +44,7 @@ def ask(tmp_path):
             stderr=subprocess.STDOUT,
             text=True,
         ) as process:
-            said, _ = process.communicate(timeout=60)  # until the fork, too, has closed it
+            said, _ = process.communicate(timeout=LIMIT_S)  # until the fork, too, has closed it
         return said, process.returncode
 
     return asked
@@ -58,9 +58,8 @@ def serve(tmp_path):
     def serving(module):
         command = [sys.executable, "-c", SERVE, str(tmp_path / "socket"), module]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
-        while not (tmp_path / "socket").exists():
-            assert started[-1].poll() is None
-            time.sleep(0.02)
+        until(lambda: (tmp_path / "socket").exists() or started[-1].poll() is not None)
+        assert started[-1].poll() is None
         return started[-1]
 
     yield serving
@@ -109,7 +108,7 @@ def test_a_process_whose_imports_start_threads_forks_nobody(serve, ask, tmp_path
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     process = serve("threaded")
-    assert "1 threads" in process.communicate(timeout=60)[0] and process.returncode == 1
+    assert "1 threads" in process.communicate(timeout=LIMIT_S)[0] and process.returncode == 1
     assert "no warm process" in ask()[0]
 
 

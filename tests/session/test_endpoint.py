@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ import pytest
 
 import rlbench as rb
 from rlbench.session.endpoint.endpoint import Endpoint
+from tests.clock import until
 
 pytestmark = pytest.mark.engine
 
@@ -320,10 +320,3 @@ def test_a_session_inside_an_environment_is_refused_with_what_can_be_sent(sessio
     gone = rb.envs.Policy("gone", "policy", ("http://127.0.0.1:9",), "key")
     with pytest.raises(rb.errors.EngineError, match=r"'gone'.*does not answer"):
         gone.answer("hello")
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

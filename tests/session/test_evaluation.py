@@ -18,6 +18,7 @@ from rlbench.errors import DataError, Stopped
 from rlbench.notebook.cards.result_views import evaluation_card
 from rlbench.session.training.evaluating import Scoring, evaluate
 from rlbench.session.training.evaluation import Evaluation
+from tests.clock import until
 from tests.data.values import rollouts
 from tests.data.written import written
 from tests.notebook.reading import both
@@ -252,8 +253,7 @@ async def waiting(rollout):
 def test_a_stop_ends_the_scoring_and_keeps_what_has_a_reward(reward):
     with nothing_left():
         step = Scoring(rollouts(), reward)
-        while not step._board.rewards:
-            time.sleep(0.01)
+        until(lambda: step._board.rewards)
         step.stop()
         with pytest.raises(Stopped, match="of 6 completions have a reward") as raised:
             step.result()
@@ -271,8 +271,7 @@ def test_a_plain_function_that_hangs_is_left_behind_and_changes_nothing_later():
         return 1.0
 
     chain = evaluating(rollouts(), hanging)
-    while not isinstance(chain._current, Scoring) or len(chain._current._board.rewards) < 2:
-        time.sleep(0.01)
+    until(lambda: isinstance(chain._current, Scoring) and len(chain._current._board.rewards) == 2)
     threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     try:
         with pytest.raises(Stopped, match=r"cannot be cut: .*isolate=True") as raised:
@@ -281,8 +280,7 @@ def test_a_plain_function_that_hangs_is_left_behind_and_changes_nothing_later():
     finally:
         board = chain._current._board
         release.set()
-    while [t for t in threading.enumerate() if t.name == "rlbench scoring"]:
-        time.sleep(0.01)
+    until(lambda: not [t for t in threading.enumerate() if t.name == "rlbench scoring"])
     assert len(board.rewards) == 2
 
 

@@ -11,7 +11,8 @@ from IPython.core.interactiveshell import InteractiveShell
 
 import rlbench as rb
 from rlbench.errors import SessionError
-from tests.session.looking import state, until
+from tests.clock import until
+from tests.session.looking import state
 
 pytestmark = pytest.mark.engine
 

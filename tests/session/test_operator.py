@@ -11,7 +11,8 @@ import rlbench as rb
 from rlbench.errors import SessionError, StateError, Stopped
 from rlbench.monitor import client
 from rlbench.tiny import tasks
-from tests.session.looking import state, until
+from tests.clock import until
+from tests.session.looking import state
 
 pytestmark = pytest.mark.engine
 

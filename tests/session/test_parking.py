@@ -20,7 +20,8 @@ from rlbench.errors import CheckpointError, SessionError, StateError
 from rlbench.monitor import client
 from rlbench.runtime import processes, registry
 from rlbench.tiny import tasks
-from tests.session.looking import state, until
+from tests.clock import until
+from tests.session.looking import state
 from tests.session.test_trainer_back import assert_same, inside, ppo
 
 pytestmark = pytest.mark.engine

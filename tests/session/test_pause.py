@@ -12,15 +12,7 @@ from rlbench.errors import Stopped
 from rlbench.monitor import client
 from rlbench.tiny import tasks
 from rlbench.workers.replica.state import Gate
-
-
-def until(true, seconds=120.0):
-    """Wait for something that other processes bring about."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
-
+from tests.clock import until
 
 # -- the gate
 

@@ -2,7 +2,6 @@
 
 import re
 import threading
-import time
 import warnings
 
 import numpy as np
@@ -12,6 +11,7 @@ import rlbench as rb
 from rlbench.errors import DataError, SessionError, Stopped
 from rlbench.session.training.prompt_batches import batches_of
 from rlbench.tiny import tasks
+from tests.clock import until
 
 OPTIONS = {"n": 4, "max_tokens": 6, "progress": False}
 TO_THE_END = {"n": 2, "max_tokens": None, "ignore_eos": True, "progress": False}
@@ -55,13 +55,6 @@ def held(session):
     """Hold the rollout that runs ahead where it is, so that it is still under way however long the body takes."""
     until(lambda: running(session) > 0)
     session.pause()
-
-
-def until(true, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
 
 
 def verbs(session, since):

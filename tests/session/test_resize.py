@@ -15,7 +15,7 @@ import pytest
 import rlbench as rb
 from rlbench.errors import BuildError, RLBenchError, StateError
 from rlbench.tiny import tasks
-from tests.session.looking import until
+from tests.clock import until
 
 pytestmark = pytest.mark.engine
 

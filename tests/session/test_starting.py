@@ -11,6 +11,7 @@ import rlbench as rb
 from rlbench.dispatch.link import Link
 from rlbench.errors import BuildError
 from rlbench.runtime import registry, starting
+from tests.clock import until
 from tests.notebook.terminal import Terminal
 
 pytestmark = pytest.mark.engine
@@ -48,10 +49,8 @@ def test_an_interrupt_while_it_starts_leaves_nothing(cluster, part):
     with contextlib.redirect_stderr(Terminal()) as terminal, pytest.raises(KeyboardInterrupt):
         rb.Session("tiny", name="cut")
     assert "session tiny did not start" in terminal.drawn[-1]
-    deadline = time.monotonic() + 30.0
-    while time.monotonic() < deadline and (left := left_of("cut", ray)):
-        time.sleep(0.2)
-    assert not left and not Link.exists("cut") and not registry.session_file("cut").exists()
+    until(lambda: not left_of("cut", ray), what=lambda: f"left: {left_of('cut', ray)}")
+    assert not Link.exists("cut") and not registry.session_file("cut").exists()
 
 
 def test_a_wrong_name_leaves_nothing_either(cluster):

@@ -22,6 +22,7 @@ from rlbench.errors import BuildError, DataError, EngineError, LossError, Sessio
 from rlbench.options import OptionError
 from rlbench.session.teachers.server import requests_of
 from rlbench.tiny import tasks
+from tests.clock import until
 from tests.session.session_trainers import OPTIONS, prompts
 from tests.session.teacher_server import TeacherService
 
@@ -397,13 +398,15 @@ def test_vllms_own_server_is_a_teacher(session, rollouts, other, tmp_path):
     with (tmp_path / "server.log").open("w") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
     try:
-        teacher, until = None, time.monotonic() + 300
-        while teacher is None:
-            assert server.poll() is None and time.monotonic() < until, (tmp_path / "server.log").read_text()[-2000:]
+
+        def answering():
+            assert server.poll() is None, (tmp_path / "server.log").read_text()[-2000:]
             try:
-                teacher = session.teacher(f"http://127.0.0.1:{port}/v1", timeout_s=30.0)
+                return session.teacher(f"http://127.0.0.1:{port}/v1", timeout_s=30.0)
             except BuildError:  # it is not there yet
-                time.sleep(0.5)
+                return None
+
+        teacher = until(answering, 300.0, what=lambda: (tmp_path / "server.log").read_text()[-2000:])
         check_scored(teacher.score(rollouts.batch(), top_k=8), other, 8)
     finally:
         os.killpg(server.pid, signal.SIGTERM)

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from rlbench.errors import DataError, LossError, SessionError, Stopped, WorkerDi
 from rlbench.session.session import Session
 from rlbench.strategies import OptionError
 from rlbench.tiny import tasks
+from tests.clock import LIMIT_S, until
 from tests.session.session_trainers import checksum
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("put_back")]
@@ -121,11 +121,10 @@ def test_a_stop_ends_a_fit_and_fit_goes_on_with_the_texts_it_had(session: Any) -
 
     thread = threading.Thread(target=run)
     thread.start()
-    deadline = time.monotonic() + 60
-    while len(trainer.history) < 2 and time.monotonic() < deadline:
-        time.sleep(0.02)
+    until(lambda: len(trainer.history) >= 2)
     session.stop()
-    thread.join(timeout=60)
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
     assert isinstance(raised[0], Stopped), raised
     done = trainer.where().iterations
     assert done == len(raised[0].partial) == len(trainer.history) >= 2

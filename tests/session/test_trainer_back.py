@@ -1,7 +1,6 @@
 """Going back and stopping with a trainer on the ranks: a step that was taken back leaves no trace in what follows."""
 
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from rlbench.errors import StateError, Stopped
 from rlbench.monitor import client
 from rlbench.strategies import OptionError
 from rlbench.tiny import tasks
+from tests.clock import LIMIT_S, until
 from tests.session.session_trainers import OPTIONS, checksum, grpo, prompts
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("put_back")]
@@ -275,10 +275,8 @@ def test_a_stop_during_the_rollout_leaves_the_iteration_before_to_be_undone(sess
 
     thread = threading.Thread(target=run)
     thread.start()
-    deadline = time.monotonic() + 60
-    while not session.core.link.stop_running() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    thread.join(timeout=60)
+    until(session.core.link.stop_running)
+    thread.join(LIMIT_S)
     assert isinstance(raised[0], Stopped), raised
     session.undo()
     assert trainer.where()["iterations"] == 0
@@ -291,9 +289,7 @@ def wait_for_a_stop():
     make = maker.make_experience_list
 
     def held_up(*args, **kwargs):
-        deadline = time.monotonic() + 60
-        while not context.current().stop_requested() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(context.current().stop_requested)
         return make(*args, **kwargs)
 
     maker.make_experience_list = held_up

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from rlbench.weights.staging import ShmStage
 from rlbench.workers.replica.config import ReplicaConfig
 from rlbench.workers.replica.sglang import SglangReplica
 from rlbench.workers.replica.sglang_server import SglangServer, command, launch_options
+from tests.clock import LIMIT_S, until
 from tests.sglang_contract import schema
 from tests.workers.tiny_checkpoint import hf_logprobs, make_checkpoint
 from tests.workers.turns import CHAT, IM_END, UNCUT, Echo, Rows, job
@@ -141,13 +141,12 @@ def test_a_pause_holds_generation_where_it_is(replica):
     one = job(["ab"], max_tokens=64, ignore_eos=True)
     asked = threading.Thread(target=lambda: answers.append(replica.generate(one)))
     asked.start()
-    while not replica.status()["running"]:
-        time.sleep(0.01)
+    until(lambda: replica.status()["running"])
     replica.pause()
     asked.join(1.0)
     assert asked.is_alive() and replica.status()["paused"]
     replica.resume()
-    asked.join(30)
+    asked.join(LIMIT_S)
     assert len(Rows(answers[0]).of("token_ids")) == 64
 
 
@@ -225,10 +224,8 @@ print(SglangServer(ReplicaConfig({str(folder)!r}, dtype="float32")).process.pid,
 os.kill(os.getpid(), signal.SIGKILL)
 """
     killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    server, deadline = int(killed.stdout), time.monotonic() + 10
-    while start_time(server) is not None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert start_time(server) is None, "a server outlives the process that began it"
+    server = int(killed.stdout)
+    until(lambda: start_time(server) is None, what="a server outlives the process that began it")
 
 
 def test_without_sglang_the_error_says_what_to_install(folder, monkeypatch):
