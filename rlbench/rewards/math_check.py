@@ -34,10 +34,11 @@ _TIMERS = {ON_LABEL: signal.ITIMER_VIRTUAL, ON_ANSWER: signal.ITIMER_PROF}
 class math(Scorer):
     r"""1.0 where the completion's answer equals the label as mathematics, 0.0 where not.
 
-    The answer is the last `\boxed{…}`, else what math-verify finds (LaTeX between dollars, a number). A label of
-    GSM8K's form counts from its last `####` on. Components: `math/parsed` 1.0 where an answer was found, `math/timeout`
-    1.0 where comparing it took too much time or memory; the reward is 0.0 then. A completion has an error for what is
-    not its answer's fault: a label that is missing, no mathematics or too costly, a process that died.
+    The answer is the last `\boxed{…}` of the policy's last turn, else what math-verify finds there (LaTeX between
+    dollars, a number). A label of GSM8K's form counts from its last `####` on. Components: `math/parsed` 1.0 where an
+    answer was found, `math/timeout` 1.0 where comparing it took too much time or memory; the reward is 0.0 then. A
+    completion has an error for what is not its answer's fault: a label that is missing, no mathematics or too costly, a
+    process that died.
 
     Args:
         label: None for the prompt's label, the name of a key of its `meta`, or a function of the rollout.
@@ -68,7 +69,7 @@ class math(Scorer):
         for i, rollout in enumerate(rollouts):
             try:
                 with user_code():
-                    wanted, text = read(rollout, self.label), part(rollout.text, self.inside)
+                    wanted, text = read(rollout, self.label), part(rollout.answer, self.inside)
             except Exception as error:  # a user's own function of the rollout, too
                 board.put(i, Failure.of(error), 0.0)
                 continue
@@ -92,7 +93,7 @@ class math(Scorer):
         """
         if rollout.reward == 1.0:
             return _plain(_label(str(read(rollout, self.label))))
-        text = part(rollout.text, self.inside) or ""
+        text = part(rollout.answer, self.inside) or ""
         said = last_boxed(text) or next(iter(_NUMBER.findall(text)[-1:]), None)
         return None if said is None else _plain(said)
 

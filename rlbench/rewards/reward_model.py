@@ -33,7 +33,8 @@ class model(Scorer):
         output: which number is the reward, of a model that gives several.
         as_sampled: read the tokens that were sampled, end token too, where the model has the policy's tokenizer, else
             the texts as `rb.data.pairs` encodes them: what a model that `rb.RewardModel` trained has seen.
-        chat: put prompt and completion through the model's chat template; None does where the prompt is messages.
+        chat: put the whole conversation, what an environment said in its place, through the model's chat template; None
+            does where the prompt is messages.
     """
 
     path: str | Path
@@ -94,10 +95,8 @@ class model(Scorer):
         if isinstance(content, list) and not isinstance(content[0], dict):
             raise DataError("the prompt is token ids, the reward model has its own tokenizer: give texts or messages")
         if not chat:
-            return list(tokenizer(rollout.source.text + rollout.text)["input_ids"])
-        asked = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
-        said = [*asked, {"role": "assistant", "content": rollout.text}]
-        return list(tokenizer.apply_chat_template(said, tokenize=True, return_dict=True)["input_ids"])
+            return list(tokenizer(rollout.source.text + rollout.transcript)["input_ids"])
+        return list(tokenizer.apply_chat_template(rollout.messages, tokenize=True, return_dict=True)["input_ids"])
 
     def shares_vocabulary(self, tokenizer: Any) -> bool:
         """Whether the model was trained on tokens of the same numbers."""
@@ -159,7 +158,7 @@ def read_tokens(rollout: Rollout, tokenizer: Any) -> list[int]:
     sampled, where the tokenizer is of the same vocabulary, else its texts as pairs are encoded, up to the end token."""
     if len(rollout.prompt_token_ids) and _same_vocabulary(rollout.tokenizer, tokenizer):
         return [*map(int, rollout.prompt_token_ids), *rollout.token_ids]
-    rendered = Reading().continued(Renderer.of(tokenizer), rollout.prompt, rollout.text, "completion", None)
+    rendered = Reading().continued(Renderer.of(tokenizer), rollout.prompt, rollout.transcript, "completion", None)
     return rendered.tokens[: int(rendered.trained.nonzero()[0][-1]) + 1].tolist()  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,8 @@
-"""Rules on the text of a completion, never of the prompt: 1.0 where it is as wanted, 0.0 where not."""
+"""Rules on what the policy said, never on the prompt or what an environment said: 1.0 where it is as wanted, else 0.0.
+
+Those of an answer (`exact`, `contains`, `regex` with a group) look at the policy's last turn, those of a form (`tags`,
+`regex` without one) at all of its turns.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class exact:
-    """1.0 where the completion is the label, white space around both aside; compared as text.
+    """1.0 where the policy's last turn is the label, white space around both aside; compared as text.
 
     `label`: None for the prompt's label, a key of its `meta`, or a function of the rollout. `inside` compares the text
     inside the last `<inside>…</inside>` alone. `ignore_case` compares by `str.casefold`.
@@ -27,7 +31,7 @@ class exact:
     ignore_case: bool = False
 
     def __call__(self, rollout: Rollout) -> float:
-        found, wanted = part(rollout.text, self.inside), str(read(rollout, self.label))
+        found, wanted = part(rollout.answer, self.inside), str(read(rollout, self.label))
         return float(found is not None and self._folded(found) == self._folded(wanted))
 
     def _folded(self, text: str) -> str:
@@ -39,19 +43,20 @@ class exact:
 
 @dataclass(frozen=True, repr=False)
 class contains(exact):
-    """1.0 where the label stands somewhere in the completion; arguments as in `exact`."""
+    """1.0 where the label stands somewhere in the policy's last turn; arguments as in `exact`."""
 
     def __call__(self, rollout: Rollout) -> float:
         wanted = self._folded(str(read(rollout, self.label)))
         if not wanted:
             raise DataError("the label is empty: every completion contains it")
-        found = part(rollout.text, self.inside)
+        found = part(rollout.answer, self.inside)
         return float(found is not None and wanted in self._folded(found))
 
 
 @dataclass(frozen=True, repr=False)
 class regex:
-    r"""1.0 where the pattern is found in the completion; with `group`, where the last match's group is the label.
+    r"""1.0 where the pattern is found in what the policy said; with `group`, where the last match's group in its last
+    turn is the label.
 
     As in `regex(r"#### (-?\d+)", 1)`; `flags` are `re`'s. A pattern with nested repeats can take for ever on a
     completion made for it: `score(…, isolate=True, timeout_s=1)`.
@@ -75,7 +80,8 @@ class regex:
             raise DataError("regex: label has an effect with group alone, whose text is compared with it")
 
     def __call__(self, rollout: Rollout) -> float:
-        found = list(re.finditer(self.pattern, rollout.text, self.flags))
+        text = rollout.text if self.group is None else rollout.answer
+        found = list(re.finditer(self.pattern, text, self.flags))
         if self.group is None:
             return float(bool(found))
         wanted = str(read(rollout, self.label)).strip()

@@ -51,7 +51,7 @@ class RewardStage:
         reward_model: a module with a scalar head on the ranks, anything `Rollouts.score` takes, or a list of such.
         remote_rm_url: the address of a service, a file `*.py` with a `reward_func`, or a list of such.
         reward_fn: `(model_reward_list, labels, queries, refs, label_map)` -> rewards (B,), or (rewards, metrics). The
-            list holds a (B,) tensor for each source; queries are the completions' texts, without their prompts.
+            list holds a (B,) tensor for each source; queries are what the policy said, in all of its turns.
         reward_recipe: {label: [(type, key, weight)]}: a sample's reward is the weighted sum over its label's entries.
             type is "model" or "rule"; key names a source by `label_map`; ("rule", None, weight) is `reward_fn`.
             A source scores those samples alone whose recipe names it.
@@ -145,7 +145,7 @@ class RewardStage:
                 given = self._fn(
                     models,
                     [p.label for p in prompts],
-                    list(rollouts.texts),
+                    [rollout.text for rollout in rollouts.flat],
                     [reference_of(p) for p in prompts],
                     self._label_map or None,
                 )
@@ -279,7 +279,7 @@ def _source(given: Any, index: int) -> Source:
 def from_file(path: str) -> rewards.Scorer:
     """Return the `reward_func` of a Python file, which is given all samples of a call at once.
 
-    It takes by name what it wants of `FILE_TAKES` (queries are the completions' texts), and returns a number each.
+    It takes by name what it wants of `FILE_TAKES` (queries are what the policy said), and returns a number each.
     """
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = None if spec is None else importlib.util.module_from_spec(spec)
