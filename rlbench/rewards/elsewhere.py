@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rlbench.data.base.ordered import in_order
 from rlbench.data.prompts.prompt import is_chat
 from rlbench.data.rollouts.turns import said_messages
 from rlbench.errors import DataError, some
@@ -92,7 +93,7 @@ class _Trl(_Elsewhere):
 
     def result(self, value: Any, rollouts: Any) -> Any:
         """Return a list as it is, of one rollout its number."""
-        return value if isinstance(rollouts, list) else next(iter(value))
+        return value if isinstance(rollouts, list) else in_order(value, 1, f"{self.__name__} gave")[0]
 
 
 class _Verl(_Elsewhere):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlbench.data.base.drawing import needed
+from rlbench.data.base.ordered import in_order
 from rlbench.data.rollouts.advantage_call import wanted_names
 from rlbench.errors import DataError, Stopped, nearest
 from rlbench.traces import remember
@@ -157,7 +158,7 @@ def described(rewards: Any) -> str:
 def _as_numbers(rollouts: Rollouts, given: Iterable[Any]) -> np.ndarray:
     count = rollouts.samples
     try:
-        rewards = np.asarray(list(given), np.float64)
+        rewards = np.asarray(in_order(given, count, f"score: wanted {count} rewards that are numbers, got"), np.float64)
     except (TypeError, ValueError) as error:
         raise DataError(f"score: wanted {count} rewards that are numbers: {error}") from None
     if rewards.shape != (count,):

@@ -304,8 +304,8 @@ def from_file(path: str) -> rewards.Scorer:
             "references": [reference_of(r.source) for r in rollouts],
         }
         answer = fn(**{name: given[name] for name in wanted})
-        if isinstance(answer, Mapping):  # {"rewards": [...]}, as a service answers
-            answer = answer.get("rewards")
+        if isinstance(answer, Mapping) and "rewards" in answer:  # as a service answers
+            answer = answer["rewards"]
         return answer.tolist() if hasattr(answer, "tolist") else answer
 
     called.__name__ = FILE_FUNCTION
