@@ -180,7 +180,8 @@ def outcomes(value: Any, count: int, batched: bool) -> list[Outcome]:
     try:
         values = in_order(value, count, "the batched reward gave")
     except DataError as error:
-        return [Failure(*str(error).split("; ", 1))] * count
+        said, _, hint = str(error).partition("; ")
+        return [Failure(said, hint)] * count
     return [as_reward(v) for v in values]
 
 

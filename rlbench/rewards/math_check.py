@@ -95,7 +95,7 @@ class math(Scorer):
         """
         if rollout.reward == 1.0:
             return _plain(_label(str(read(rollout, self.label))))
-        text = part(rollout.answer, self.inside) or ""
+        text = _without_dollars(part(rollout.answer, self.inside) or "")
         said = last_boxed(text) or next(iter(_NUMBER.findall(text)[-1:]), None)
         return None if said is None else _plain(said)
 

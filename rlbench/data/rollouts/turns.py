@@ -85,7 +85,8 @@ def said_facts(messages: Sequence[Mapping[str, Any]], said: Sequence[str]) -> di
 
 def places_said(info: Mapping[str, Any]) -> list[int]:
     """Where among an info's messages the policy's turns stand; of turns that are not among them none."""
-    said, places = own_turns(info, ""), []
+    said = own_turns(info, "")
+    places: list[int] = []
     for place, message in enumerate(info["messages"]):
         if len(places) < len(said) and _is_assistant(message) and message_text(message) == said[len(places)]:
             places.append(place)
