@@ -93,7 +93,7 @@ def score(rollouts: Rollouts, fn: Any, on_error: str = "raise", board: Any = Non
     board.close()
     if not board.failures or on_error == "keep":
         return _scored(rollouts, board, range(rollouts.samples))
-    raise _error(rollouts, board)
+    raise error_of(rollouts, board)
 
 
 def stopped(rollouts: Rollouts, board: Any, why: str = "") -> Stopped:
@@ -205,7 +205,7 @@ def _reasons(failure: Any) -> list[str]:
     return [text for text in (failure.said, failure.hint) if text]
 
 
-def _error(rollouts: Rollouts, board: Any) -> ScoringError:
+def error_of(rollouts: Rollouts, board: Any) -> ScoringError:
     """The first failure, how many there are, and what there is all the same."""
     index = min(board.failures)
     failure = board.failures[index]

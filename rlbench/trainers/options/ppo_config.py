@@ -33,6 +33,13 @@ class PPOConfig(LoopOptions):
     top_k: int = rollout(-1, "sample from so many likeliest tokens; -1: all")
     use_fire: bool = rollout(False, "draw a response's first token at a temperature of its own (arXiv 2410.21236)")
     first_token_temperature: float = rollout(10.0, "that temperature", needs={"use_fire": False})
+    reward_failures: float = rollout(
+        0.1,
+        "share of an iteration's samples whose reward may fail: their groups are left out, and counted; more end the "
+        "iteration; 0: any does",
+        least=0,
+        most=1,
+    )
     buffer_limit: int = rollout(0, "newest sequences the replay buffer keeps; 0: all", least=0)
     max_epochs: int = loss(1, "passes over the experience of an iteration", least=1)
     aggregation: str = loss("seq-mean-token-mean", "how the losses of tokens become one, see rlbench.rl.Aggregation")
