@@ -19,7 +19,7 @@ from rlbench.data.rollouts.branches import births
 from rlbench.data.rollouts.jobs import FINISH_REASONS
 from rlbench.data.rollouts.rollouts import Rollouts
 from rlbench.data.rollouts.scoring import RewardErrors
-from rlbench.data.rollouts.turns import sampled_mask
+from rlbench.data.rollouts.turns import own_turns, places_said, said_facts, sampled_mask
 from rlbench.errors import DataError, Stopped
 
 
@@ -212,7 +212,10 @@ def _info(
     info: dict[str, Any] = {"turns": place.turn + 1, "fork": {"at": place.birth, "of": place.sample, **written}}
     messages = rollouts.infos[place.sample].get("messages") if rollouts.infos else None
     if messages is not None:
-        said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        before = rollouts.infos[place.sample]
+        said, places = own_turns(before, "")[: place.turn], places_said(before)
         own = sampler.decoded([token for token, turn in zip(ids, turns, strict=True) if turn == place.turn])
-        info["messages"] = [*messages[: said[place.turn]], {"role": "assistant", "content": own}]
+        kept = messages[: places[place.turn]] if place.turn < len(places) else []
+        info["messages"] = [*kept, {"role": "assistant", "content": own}]
+        info |= said_facts(info["messages"], [*said, own])
     return info

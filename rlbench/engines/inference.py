@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,7 @@ from rlbench.data.prompts.chat import split_chat
 from rlbench.data.prompts.prompt import is_chat
 from rlbench.data.prompts.sampling import request_seeds, reshaped_by, reshaped_notes, sampling_options
 from rlbench.data.record.origin import drawn_by
+from rlbench.data.rollouts.decoding import decoder
 from rlbench.data.rollouts.merging import length_stats
 from rlbench.dispatch import views
 from rlbench.dispatch.chain import Chain
@@ -309,8 +310,12 @@ class InferenceEngine(Engine):
         return [int(token) for token in self._tokens(text, add_special_tokens=False)["input_ids"]]
 
     def decoded(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, without special tokens."""
-        return str(self._tokens.decode([int(token) for token in ids], skip_special_tokens=True))
+        """Return the text of token ids, as of a completion."""
+        return self._decode(ids)
+
+    @cached_property
+    def _decode(self) -> Callable[[Sequence[int]], str]:
+        return decoder(self._tokens)
 
     @cached_property
     def _tokens(self) -> Any:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlbench.data.prompts.prompt import Prompt, is_chat
+from rlbench.data.rollouts.turns import said_facts
 from rlbench.envs.bridge import bridged, opened
 from rlbench.envs.protocol import Message, Observation, Step, Turn
 from rlbench.errors import DataError
@@ -44,6 +45,7 @@ class Episode:
     turns: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)  # by the policy, turn by turn
     steps: list[dict[str, Any]] = field(default_factory=list)
     errors: list[dict[str, Any]] = field(default_factory=list)
     notes: dict[str, Any] = field(default_factory=dict)
@@ -145,6 +147,7 @@ class Episode:
     def info(self) -> dict[str, Any]:
         """What `rollouts.infos` holds of the sample, as JSON types."""
         facts = {"turns": len(self.turn_rewards), "messages": plain(self.messages), "steps": self.steps, **self.notes}
+        facts |= said_facts(facts["messages"], self.said)
         return facts | ({"errors": self.errors} if self.errors else {})
 
     def _say(self) -> tuple[list[int], str]:
@@ -152,6 +155,7 @@ class Episode:
         ids = self.tokens[self._start :]
         text = self.decode(ids)
         self.messages.append({"role": "assistant", "content": text})
+        self.said.append(text)
         self._said = True
         return ids, text
 

@@ -21,6 +21,7 @@ from rlbench.user_code import user_code
 NAME = re.compile(r"[A-Za-z_]\w*")
 TAG = re.compile(rf"<tool>\s*({NAME.pattern})\s*\((.*?)\)\s*</tool>", re.DOTALL)
 JSON = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 MOST_CALLS = 16  # of one turn
 LONGEST_RESULT = 8000  # characters
 
@@ -41,6 +42,7 @@ def tools(
     functions: Mapping[str, Callable[..., Any]] | Iterable[Callable[..., Any]],
     *,
     parser: Parser | None = None,
+    in_thoughts: bool = False,
     reward: Callable[[Turn], float | None] | None = None,
     role: str | None = "tool",
 ) -> ToolEnv:
@@ -52,6 +54,7 @@ def tools(
     Args:
         functions: by name, or functions with names of their own; plain or async.
         parser: finds the calls in a turn's text; None: `find_calls`.
+        in_thoughts: execute calls inside of `<think>…</think>` too, which are otherwise what the policy thinks about.
         reward: of a sample's last turn; None leaves rewards to `rollouts.score`.
         role: of the messages with results in a chat; None puts results behind the call, inside the assistant's message
             (give the end of the call as a stop string: `stop=["</tool>"]`).
@@ -61,7 +64,14 @@ def tools(
     wrong = [repr(name) for name, fn in functions.items() if not callable(fn) or not NAME.fullmatch(name)]
     if wrong or not functions:
         raise DataError(f"tools: {', '.join(wrong) or 'nothing'} given: wanted functions by name, {{'calculator': fn}}")
-    return ToolEnv(dict(functions), parser or find_calls, reward, role)
+    return ToolEnv(dict(functions), parser or find_calls, reward, role, in_thoughts)
+
+
+def without_thoughts(text: str) -> str:
+    """Return a text without its `<think>…</think>`; one that is not closed ends with the text, and where the prompt
+    opened one it begins with the text."""
+    head, closed, rest = text.partition("</think>")
+    return THOUGHT.sub("", rest if closed and "<think>" not in head else text)
 
 
 def find_calls(text: str) -> list[ToolCall]:
@@ -82,13 +92,14 @@ class ToolEnv(Env):
     parser: Parser
     reward: Callable[[Turn], float | None] | None
     role: str | None
+    in_thoughts: bool = False
 
     def __repr__(self) -> str:
         return f"tools({', '.join(self.functions)})"
 
     def step(self, turn: Turn) -> Step:
         """Execute the turn's calls; none, or no turn left to read a result in: the sample is over."""
-        calls = list(self.parser(turn.text))
+        calls = list(self.parser(turn.text if self.in_thoughts else without_thoughts(turn.text)))
         executed = [(call, *self._executed(call)) for call in calls[:MOST_CALLS]]
         reward = self.reward(turn) if self.reward is not None and (turn.last or not calls) else None
         if not calls:

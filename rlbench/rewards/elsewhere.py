@@ -1,7 +1,9 @@
 """Reward functions written for other systems, run as they are: TRL's and verl's, recognised by their parameters.
 
-TRL:  f(prompts, completions, **columns) -> list of numbers; a chat's completion is a list of messages, images Pillow's
-verl: compute_score(data_source, solution_str, ground_truth, extra_info=None) -> number, or a mapping with "score"
+TRL:  f(prompts, completions, **columns) -> list of numbers; a chat's completion is a list of messages, with those of
+      tools in their places, a text's is what the policy said; images are Pillow's
+verl: compute_score(data_source, solution_str, ground_truth, extra_info=None) -> number, or a mapping with "score";
+      the solution is what the policy said in all of its turns
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rlbench.data.base.ordered import in_order
+from rlbench.data.prompts.prompt import is_chat
+from rlbench.data.rollouts.turns import said_messages
 from rlbench.errors import DataError, some
 from rlbench.user_code import name_of
 
@@ -76,7 +81,7 @@ class _Trl(_Elsewhere):
         known = {
             **(dict.fromkeys(LABELS, labels) if any(label is not None for label in labels) else {}),
             **columns,
-            "prompts": [rollout.prompt for rollout in given],
+            "prompts": [_asked(rollout) for rollout in given],
             "completions": [_completion(rollout) for rollout in given],
             "completion_ids": [list(rollout.token_ids) for rollout in given],
         }
@@ -88,7 +93,7 @@ class _Trl(_Elsewhere):
 
     def result(self, value: Any, rollouts: Any) -> Any:
         """Return a list as it is, of one rollout its number."""
-        return value if isinstance(rollouts, list) else next(iter(value))
+        return value if isinstance(rollouts, list) else in_order(value, 1, f"{self.__name__} gave")[0]
 
 
 class _Verl(_Elsewhere):
@@ -128,10 +133,24 @@ def takes_many(fn: Any) -> bool:
     return isinstance(fn, _Trl)
 
 
+def _asked(rollout: Rollout) -> Any:
+    """The prompt, and in a chat what an environment put behind it before the policy spoke."""
+    if not is_chat(rollout.prompt):
+        return rollout.prompt
+    said = said_messages(rollout.info, rollout.transcript)
+    return [*rollout.prompt, *said[: _opening(said)]]
+
+
+def _opening(said: list[dict[str, Any]]) -> int:
+    """How many messages stand before the first of the assistant."""
+    return next((i for i, message in enumerate(said) if message.get("role") == "assistant"), len(said))
+
+
 def _completion(rollout: Rollout) -> Any:
-    if isinstance(rollout.prompt, str) or not all(isinstance(message, Mapping) for message in rollout.prompt):
+    if not is_chat(rollout.prompt):
         return rollout.text
-    return [{"role": "assistant", "content": rollout.text}]
+    said = said_messages(rollout.info, rollout.transcript)
+    return said[_opening(said) :]
 
 
 def _taken(reward: _Elsewhere, known: Mapping[str, Any], others: set[str]) -> dict[str, Any]:

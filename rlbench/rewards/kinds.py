@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from rlbench.data.base.ordered import in_order
 from rlbench.errors import DataError, RLBenchError, Stopped, nearest
 from rlbench.traces import UserLine, user_line
 from rlbench.user_code import user_code
@@ -177,13 +178,10 @@ def outcomes(value: Any, count: int, batched: bool) -> list[Outcome]:
     if not batched:
         return [as_reward(value)]
     try:
-        values = list(value)
-    except TypeError:
-        return [Failure(f"the batched reward gave {_shown(value)}", f"wanted a list of {count} numbers")] * count
-    if len(values) != count:
-        return [
-            Failure(f"the batched reward gave {len(values)} values for {count} completions", "in their order")
-        ] * count
+        values = in_order(value, count, "the batched reward gave")
+    except DataError as error:
+        said, _, hint = str(error).partition("; ")
+        return [Failure(said, hint)] * count
     return [as_reward(v) for v in values]
 
 

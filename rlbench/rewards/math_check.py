@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rlbench.errors import DataError
 from rlbench.rewards.kinds import Board, By, Failure, Outcome, Reward, Scorer, part, read, shown
 from rlbench.rewards.lanes import Lost, answers
+from rlbench.rewards.math_values import agree, letters
 from rlbench.user_code import user_code
 
 if TYPE_CHECKING:
@@ -34,10 +35,11 @@ _TIMERS = {ON_LABEL: signal.ITIMER_VIRTUAL, ON_ANSWER: signal.ITIMER_PROF}
 class math(Scorer):
     r"""1.0 where the completion's answer equals the label as mathematics, 0.0 where not.
 
-    The answer is the last `\boxed{…}`, else what math-verify finds (LaTeX between dollars, a number). A label of
-    GSM8K's form counts from its last `####` on. Components: `math/parsed` 1.0 where an answer was found, `math/timeout`
-    1.0 where comparing it took too much time or memory; the reward is 0.0 then. A completion has an error for what is
-    not its answer's fault: a label that is missing, no mathematics or too costly, a process that died.
+    The answer is the last `\boxed{…}` of the policy's last turn, else what math-verify finds there (LaTeX between
+    dollars, a number). A label of GSM8K's form counts from its last `####` on. Components: `math/parsed` 1.0 where an
+    answer was found, `math/timeout` 1.0 where comparing it took too much time or memory; the reward is 0.0 then. A
+    completion has an error for what is not its answer's fault: a label that is missing, no mathematics or too costly, a
+    process that died.
 
     Args:
         label: None for the prompt's label, the name of a key of its `meta`, or a function of the rollout.
@@ -45,7 +47,8 @@ class math(Scorer):
         timeout_s: seconds of CPU time for one completion, so that a busy machine makes no right answer wrong.
         memory_gib: GiB each process may take for it.
         processes: at a time; None for one per core, four at most. They start anew with each scoring, in about a second.
-        digits: decimal digits in which numbers have to agree.
+        digits: significant digits, and decimal places, in which a number with a decimal point has to agree; numbers
+            without one are exact.
     """
 
     label: By = None
@@ -68,7 +71,7 @@ class math(Scorer):
         for i, rollout in enumerate(rollouts):
             try:
                 with user_code():
-                    wanted, text = read(rollout, self.label), part(rollout.text, self.inside)
+                    wanted, text = read(rollout, self.label), part(rollout.answer, self.inside)
             except Exception as error:  # a user's own function of the rollout, too
                 board.put(i, Failure.of(error), 0.0)
                 continue
@@ -92,7 +95,7 @@ class math(Scorer):
         """
         if rollout.reward == 1.0:
             return _plain(_label(str(read(rollout, self.label))))
-        text = part(rollout.text, self.inside) or ""
+        text = _without_dollars(part(rollout.answer, self.inside) or "")
         said = last_boxed(text) or next(iter(_NUMBER.findall(text)[-1:]), None)
         return None if said is None else _plain(said)
 
@@ -137,11 +140,20 @@ class Comparison:
             return {"parsed": False, "equal": False}
 
     def _compared(self, gold: list[Any], text: str) -> dict[str, Any]:
-        from math_verify import parse, verify
+        from math_verify import parse
 
-        answer = parse(last_boxed(text) or text, parsing_timeout=None)
-        equal = bool(answer) and verify(gold, answer, float_rounding=self.digits, timeout_seconds=None)
-        return {"parsed": bool(answer), "equal": bool(equal)}
+        answer = parse(_without_dollars(last_boxed(text) or text), parsing_timeout=None)
+        words = [next((letters(one) for one in side if isinstance(one, str)), None) for side in (gold, answer)]
+        if None not in words:
+            return {"parsed": True, "equal": words[0] == words[1]}
+        return {"parsed": bool(answer), "equal": any(self._equal(one, other) for one in gold for other in answer)}
+
+    def _equal(self, label: Any, answer: Any) -> bool:
+        """Whether math-verify calls one reading of the label and one of the answer equal, and they agree in size."""
+        from math_verify import verify
+
+        equal = verify(label, answer, float_rounding=self.digits, timeout_seconds=None)
+        return bool(equal) and (isinstance(label, str) or agree(label, answer, self.digits))
 
 
 @lru_cache(maxsize=64)
@@ -168,9 +180,19 @@ def _cpu_limit(ending: signal.Signals, seconds: float) -> Iterator[None]:
 
 
 def _label(wanted: str) -> str:
-    """The answer in a label: of a worked one, what stands behind GSM8K's `####`, and of that MATH's last box."""
-    end = wanted.rpartition("####")[2].strip()
+    """The answer in a label: of a worked one, what stands behind GSM8K's `####`, and of that MATH's last box.
+
+    A sign of dollars before a number is none of mathematics.
+    """
+    end = _without_dollars(wanted.rpartition("####")[2].strip())
+    if end.count("$") % 2:
+        end = end.replace("$", "")
     return last_boxed(end) or end
+
+
+def _without_dollars(text: str) -> str:
+    r"""A text without the `\$` of amounts in dollars."""
+    return text.replace("\\$", "")
 
 
 def _plain(answer: str) -> str:

@@ -14,6 +14,7 @@ from rlbench.data.texts.rendering import Renderer
 from rlbench.data.texts.rows import Reading
 from rlbench.errors import DataError
 from rlbench.rewards.kinds import Board, Failure, Reward, Scorer, shown
+from rlbench.rewards.last_tokens import padded, padding_for, padding_is, padding_token
 
 if TYPE_CHECKING:
     from rlbench.data.rollouts.rollout import Rollout
@@ -32,7 +33,8 @@ class model(Scorer):
         output: which number is the reward, of a model that gives several.
         as_sampled: read the tokens that were sampled, end token too, where the model has the policy's tokenizer, else
             the texts as `rb.data.pairs` encodes them: what a model that `rb.RewardModel` trained has seen.
-        chat: put prompt and completion through the model's chat template; None does where the prompt is messages.
+        chat: put the whole conversation, what an environment said in its place, through the model's chat template; None
+            does where the prompt is messages.
     """
 
     path: str | Path
@@ -93,10 +95,8 @@ class model(Scorer):
         if isinstance(content, list) and not isinstance(content[0], dict):
             raise DataError("the prompt is token ids, the reward model has its own tokenizer: give texts or messages")
         if not chat:
-            return list(tokenizer(rollout.source.text + rollout.text)["input_ids"])
-        asked = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
-        said = [*asked, {"role": "assistant", "content": rollout.text}]
-        return list(tokenizer.apply_chat_template(said, tokenize=True, return_dict=True)["input_ids"])
+            return list(tokenizer(rollout.source.text + rollout.transcript)["input_ids"])
+        return list(tokenizer.apply_chat_template(rollout.messages, tokenize=True, return_dict=True)["input_ids"])
 
     def shares_vocabulary(self, tokenizer: Any) -> bool:
         """Whether the model was trained on tokens of the same numbers."""
@@ -124,8 +124,6 @@ class model(Scorer):
             except (OSError, ValueError) as error:
                 raise DataError(f"{self.path} is no reward model that can be loaded: {error}") from error
             self._check(model, sorted(report["missing_keys"]))
-            if model.config.pad_token_id is None:  # which token of a row is its last is found by it
-                model.config.pad_token_id = tokenizer.pad_token_id
             self._loaded = model.to(device).eval(), tokenizer
         return self._loaded
 
@@ -140,19 +138,11 @@ class model(Scorer):
             raise DataError(f"model: output={self.output}, but {self.path} gives {outputs} numbers, counted from 0")
 
     def _forward(self, model: Any, rows: Sequence[Sequence[int]]) -> list[float]:
-        import torch
-        from torch.nn.utils.rnn import pad_sequence
-
-        pad = model.config.pad_token_id
-        if self.as_sampled:  # transformers scores a row at its last token that is not padding: none may end with it
-            ends = {row[-1] for row in rows}
-            pad = model.config.pad_token_id = next(token for token in range(len(ends) + 1) if token not in ends)
-        if pad is None and len(rows) > 1:  # without a padding token the last token is found in single rows alone
-            return [value for row in rows for value in self._forward(model, [row])]
-        ids = pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], True, pad or 0)
-        mask = pad_sequence([torch.ones(len(row), dtype=torch.long) for row in rows], True)
+        padding = padding_for(rows, padding_token(model))
+        ids, mask = padded(rows, padding)
         device = next(model.parameters()).device
-        logits = model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
+        with padding_is(model, padding):
+            logits = model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
         return [float(v) for v in logits[:, self.output or 0].float().cpu()]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -168,7 +158,7 @@ def read_tokens(rollout: Rollout, tokenizer: Any) -> list[int]:
     sampled, where the tokenizer is of the same vocabulary, else its texts as pairs are encoded, up to the end token."""
     if len(rollout.prompt_token_ids) and _same_vocabulary(rollout.tokenizer, tokenizer):
         return [*map(int, rollout.prompt_token_ids), *rollout.token_ids]
-    rendered = Reading().continued(Renderer.of(tokenizer), rollout.prompt, rollout.text, "completion", None)
+    rendered = Reading().continued(Renderer.of(tokenizer), rollout.prompt, rollout.transcript, "completion", None)
     return rendered.tokens[: int(rendered.trained.nonzero()[0][-1]) + 1].tolist()  # type: ignore[no-any-return]
 
 

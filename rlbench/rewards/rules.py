@@ -1,10 +1,14 @@
-"""Rules on the text of a completion, never of the prompt: 1.0 where it is as wanted, 0.0 where not."""
+"""Rules on what the policy said, never on the prompt or what an environment said: 1.0 where it is as wanted, else 0.0.
+
+Those of an answer (`exact`, `contains`, `regex` with a group) look at the policy's last turn, those of a form (`tags`,
+`regex` without one) at all of its turns.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlbench.errors import DataError
 from rlbench.rewards.kinds import By, part, read, shown
@@ -15,7 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class exact:
-    """1.0 where the completion is the label, white space around both aside; compared as text.
+    """1.0 where the policy's last turn is the label, white space around both aside; compared as text.
+
+    A list as label is one of right answers, any of which will do; `True` is met by "true", as JSON writes it, too.
 
     `label`: None for the prompt's label, a key of its `meta`, or a function of the rollout. `inside` compares the text
     inside the last `<inside>…</inside>` alone. `ignore_case` compares by `str.casefold`.
@@ -27,8 +33,8 @@ class exact:
     ignore_case: bool = False
 
     def __call__(self, rollout: Rollout) -> float:
-        found, wanted = part(rollout.text, self.inside), str(read(rollout, self.label))
-        return float(found is not None and self._folded(found) == self._folded(wanted))
+        said, wanted = part(rollout.answer, self.inside), label_texts(rollout, self.label)
+        return float(said is not None and self._folded(said) in map(self._folded, wanted))
 
     def _folded(self, text: str) -> str:
         return text.strip().casefold() if self.ignore_case else text.strip()
@@ -39,19 +45,20 @@ class exact:
 
 @dataclass(frozen=True, repr=False)
 class contains(exact):
-    """1.0 where the label stands somewhere in the completion; arguments as in `exact`."""
+    """1.0 where the label stands somewhere in the policy's last turn; arguments as in `exact`."""
 
     def __call__(self, rollout: Rollout) -> float:
-        wanted = self._folded(str(read(rollout, self.label)))
-        if not wanted:
+        wanted = [self._folded(text) for text in label_texts(rollout, self.label)]
+        if not all(wanted):
             raise DataError("the label is empty: every completion contains it")
-        found = part(rollout.text, self.inside)
-        return float(found is not None and wanted in self._folded(found))
+        said = part(rollout.answer, self.inside)
+        return float(said is not None and any(text in self._folded(said) for text in wanted))
 
 
 @dataclass(frozen=True, repr=False)
 class regex:
-    r"""1.0 where the pattern is found in the completion; with `group`, where the last match's group is the label.
+    r"""1.0 where the pattern is found in what the policy said; with `group`, where the last match's group in its last
+    turn is the label.
 
     As in `regex(r"#### (-?\d+)", 1)`; `flags` are `re`'s. A pattern with nested repeats can take for ever on a
     completion made for it: `score(…, isolate=True, timeout_s=1)`.
@@ -75,11 +82,12 @@ class regex:
             raise DataError("regex: label has an effect with group alone, whose text is compared with it")
 
     def __call__(self, rollout: Rollout) -> float:
-        found = list(re.finditer(self.pattern, rollout.text, self.flags))
+        text = rollout.text if self.group is None else rollout.answer
+        found = list(re.finditer(self.pattern, text, self.flags))
         if self.group is None:
             return float(bool(found))
-        wanted = str(read(rollout, self.label)).strip()
-        return float(bool(found) and (found[-1][self.group] or "").strip() == wanted)
+        wanted = [label.strip() for label in label_texts(rollout, self.label)]
+        return float(bool(found) and (found[-1][self.group] or "").strip() in wanted)
 
     def __repr__(self) -> str:
         return shown("regex", self.pattern, group=self.group, label=self.label, flags=int(self.flags) or None)
@@ -123,3 +131,17 @@ def tags(*names: str, opened: bool = False, outside: bool = False) -> Tags:
 def zero(rollout: Rollout) -> float:
     """0 for every completion: of a trainer whose policy learns from a teacher alone."""
     return 0.0
+
+
+def label_texts(rollout: Rollout, by: By) -> list[str]:
+    """Return the texts that meet a label: its own, each entry's of a list; of a truth value JSON's too."""
+    label = read(rollout, by)
+    label = label.tolist() if hasattr(label, "tolist") else label  # numpy's, as a column of Parquet has them
+    several = list(label) if isinstance(label, list | tuple) else [label]
+    if not several:
+        raise DataError("the label is an empty list: no answer is right")
+    return [text for one in several for text in _spellings(one)]
+
+
+def _spellings(label: Any) -> list[str]:
+    return [str(label), str(label).lower()] if isinstance(label, bool) else [str(label)]

@@ -47,10 +47,11 @@ class Refused(Exception):
 class remote(Scorer):
     """Rewards from an HTTP service, asked by POST with JSON.
 
-    It is sent `{"prompts": […], "responses": […], "labels": […], "query": […]}`, one entry per completion: the prompt
-    as given, the completion's text, the label (null without one), and both texts in a row. It answers `{"rewards":
-    […]}`, each a number, `{"reward": 1.0, "format": 0.0}` with components, or `{"error": "why"}`. Redirects are not
-    followed.
+    It is sent `{"prompts": […], "responses": […], "labels": […], "query": […], "messages": […]}`, one entry per
+    completion: the prompt as given, what the policy said in all turns, the label (null without one), prompt and whole
+    transcript in a row, and the conversation as messages, what an environment said in its place. It answers
+    `{"rewards": […]}`, each a number, `{"reward": 1.0, "format": 0.0}` with components, or `{"error": "why"}`.
+    Redirects are not followed.
 
     Args: batch_size: completions per request; `concurrency` requests at a time. timeout_s: seconds for connecting,
     and for each silence of the service. tries: how often a request is sent at most, where the connection fails or the
@@ -152,7 +153,8 @@ def as_payload(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
         "prompts": [r.prompt for r in rollouts],
         "responses": [r.text for r in rollouts],
         "labels": [r.label for r in rollouts],
-        "query": [r.source.text + r.text for r in rollouts],
+        "query": [r.source.text + r.transcript for r in rollouts],
+        "messages": [r.messages for r in rollouts],
     }
 
 

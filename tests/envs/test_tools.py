@@ -107,3 +107,28 @@ def test_wrong_tools_are_refused():
     for functions, token in (({}, "nothing"), ({"f": 3}, "'f'"), ([lambda: 1], "'<lambda>'")):
         with pytest.raises(DataError, match=token):
             tools(functions)
+
+
+@pytest.mark.parametrize(
+    ("text", "executed"),
+    [
+        ("<think>maybe <tool>double(2)</tool></think>4", 0),
+        ("<think><tool>double(2)</tool></think><tool>double(3)</tool>", 1),
+        ("opened by the prompt <tool>double(2)</tool></think><tool>double(3)</tool>", 1),
+        ("<tool>double(3)</tool><think>and now <tool>double(2)</tool>", 1),
+        ('<think><tool_call>{"name": "double", "arguments": {"x": 2}}</tool_call></think>4', 0),
+    ],
+)
+def test_a_call_that_is_thought_about_is_not_executed(text, executed):
+    called = []
+
+    def double(x):
+        called.append(x)
+        return x
+
+    said = Turn(0, text, [], "stop", False, Prompt("q"), [], [])
+    step = tools([double]).step(said)
+    assert len(called) == executed and step.done == (not executed)
+    called.clear()
+    tools([double], in_thoughts=True).step(said)
+    assert len(called) == executed + 1

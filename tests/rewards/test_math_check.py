@@ -14,6 +14,7 @@ from rlbench.rewards import math
 from rlbench.rewards.lanes import Lane
 from rlbench.rewards.math_check import last_boxed
 from tests.data.written import written
+from tests.rewards.math_pairs import EQUAL, UNEQUAL
 from tests.rewards.values import answers, nothing_left, one
 
 pytestmark = pytest.mark.slow
@@ -45,6 +46,16 @@ def test_answers_are_compared_as_mathematics():
     assert dict(zip(value.texts, scored.rewards.tolist(), strict=True)) == {text: want for _, text, want in CASES}
     assert scored.components["math/parsed"].tolist() == [1.0] * 13 + [0.0] * 2
     assert scored.components["math/timeout"].sum() == 0
+
+
+def test_a_table_of_what_is_equal_and_what_only_looks_or_rounds_alike():
+    pairs = [*EQUAL, *UNEQUAL]
+    assert len(pairs) >= 150
+    value = written([Prompt(f"q{i}", label) for i, (label, _) in enumerate(pairs)], [[text] for _, text in pairs])
+    scored = value.score(math(timeout_s=30))
+    wanted = [1.0] * len(EQUAL) + [0.0] * len(UNEQUAL)
+    wrong = [(pair, r) for pair, r, w in zip(pairs, scored.rewards.tolist(), wanted, strict=True) if r != w]
+    assert not wrong
 
 
 def test_votes_go_by_the_answer_right_ones_alike_however_written():

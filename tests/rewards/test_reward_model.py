@@ -144,3 +144,28 @@ def test_it_is_loaded_once_freed_on_request_and_travels_without_its_weights(fold
     gc.collect()
     assert network() is None
     assert value().score(reward).rewards.tolist() == first.rewards.tolist()
+
+
+@pytest.mark.parametrize("padding", ["end", "of the text", None])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_reward_is_read_at_the_last_token_whatever_the_padding_token_is(folders, tmp_path, padding, batch_size):
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    network = AutoModelForSequenceClassification.from_pretrained(folders["one"]).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folders["one"])
+    chosen = {"end": tokenizer.eos_token_id, "of the text": ord("7"), None: None}[padding]
+    network.config.pad_token_id = chosen
+    network.save_pretrained(tmp_path)
+    tokenizer.pad_token = tokenizer.eos_token if padding == "end" else tokenizer.pad_token
+    tokenizer.save_pretrained(tmp_path)
+    chat = written([Prompt(CHAT)], [["7", "eight", "a longer answer 77"]])
+    asked = "<|system|>be brief<|end|><|user|>what is 3 + 4?<|end|><|assistant|>"
+    wanted = []
+    for text in chat.texts:
+        ids = tokenizer(f"{asked}{text}<|end|>", return_tensors="pt")["input_ids"]
+        assert ids[0, -1] == tokenizer.eos_token_id
+        with torch.no_grad():
+            wanted.append(float(network.score(network.model(input_ids=ids).last_hidden_state[0, -1])))
+    scored = chat.score(model(tmp_path, batch_size=batch_size, device="cpu"))
+    np.testing.assert_allclose(scored.rewards, wanted, atol=1e-5)

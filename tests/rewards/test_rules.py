@@ -3,11 +3,13 @@
 import pickle
 import re
 
+import numpy as np
 import pytest
 
 import rlbench as rb
 from rlbench.errors import DataError
 from rlbench.rewards import contains, exact, regex, tags
+from tests.data.written import written
 from tests.rewards.values import answers, one
 
 
@@ -125,3 +127,25 @@ def test_a_rule_is_a_value_that_says_what_it_is(rule, text):
 def test_a_pattern_that_never_ends_is_ended_in_a_process_of_its_own():
     scored = answers("a" * 60 + "b", "aa").score(regex(r"^(a+)+$"), isolate=True, timeout_s=1, on_error="keep")
     assert [e.index for e in scored.reward_errors] == [0] and scored.rewards[1] == 1
+
+
+@pytest.mark.parametrize("label", [["7", "seven"], ("7", "seven"), np.array(["7", "seven"], object)])
+def test_a_list_as_label_is_one_of_right_answers(label):
+    assert [exact()(one(text, label=label)) for text in ("7", " seven ", "eight", "['7', 'seven']")] == [1, 1, 0, 0]
+    assert [contains()(one(text, label=label)) for text in ("it is seven", "eight")] == [1, 0]
+    assert regex(r"is (\w+)", 1)(one("it is seven", label=label)) == 1
+
+
+def test_a_list_that_parquet_gave_as_label_and_an_empty_one(tmp_path):
+    import pandas
+
+    pandas.DataFrame({"prompt": ["q"], "label": [["7", "seven"]]}).to_parquet(tmp_path / "rows.parquet")
+    (prompt,) = rb.data.load(str(tmp_path / "rows.parquet"))
+    assert written([prompt], [["seven", "eight"]]).score(exact()).rewards.tolist() == [1, 0]
+    with pytest.raises(DataError, match="empty list"):
+        exact()(one("7", label=[]))
+
+
+@pytest.mark.parametrize("label", [True, np.True_])
+def test_jsons_true_is_met_as_json_and_python_write_it(label):
+    assert [exact()(one(text, label=label)) for text in ("true", "True", "false", "1")] == [1, 1, 0, 0]

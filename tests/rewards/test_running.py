@@ -16,7 +16,7 @@ from rlbench.errors import DataError, Stopped
 from rlbench.runtime import processes
 from tests.clock import HandClock, until
 from tests.data.values import rollouts
-from tests.rewards.values import interrupting, nothing_left
+from tests.rewards.values import answers, interrupting, nothing_left
 
 pytestmark = pytest.mark.slow
 
@@ -350,3 +350,28 @@ def test_a_function_with_options_is_a_value():
     assert rb.rewards.function(lambda r: {"reward": 2, "a": 1})(rollout) == rb.rewards.Reward(2.0, {"a": 1.0})
     with pytest.raises(DataError, match="ZeroDivisionError"):
         rb.rewards.function(lambda r: 1 / 0)(rollout)
+
+
+# -- the shape of an answer
+
+
+@pytest.mark.parametrize("how", ["batched", "numbers"])
+def test_a_mapping_by_places_gives_its_values_and_what_has_no_order_is_refused(how):
+    def scored(given):
+        return answers("a", "b", "c").score(rb.rewards.batched(lambda many: given) if how == "batched" else given)
+
+    if how == "batched":
+        assert scored({2: 0.25, 0: 0.5, 1: 0.75}).rewards.tolist() == [0.5, 0.75, 0.25]
+    for given, token in (({0.5, 0.75, 1.0}, "set"), ({1: 0.5, 2: 0.75, 3: 1.0}, "keys 1, 2, 3"), ({}, "none")):
+        with pytest.raises(DataError, match=token):
+            scored(given)
+    assert answers("a", "b", "c").score({2: 0.25, 0: 0.5, 1: 0.75}).rewards.tolist() == [0.5, 0.75, 0.25]
+
+
+def test_a_function_of_trl_for_one_completion_gives_its_value_by_place():
+    def of_trl(completions, **columns):
+        return {0: 0.5}
+
+    assert answers("a").score(of_trl).rewards.tolist() == [0.5]
+    with pytest.raises(DataError, match="set"):
+        answers("a").score(lambda completions, **columns: {0.5})

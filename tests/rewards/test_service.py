@@ -82,6 +82,8 @@ def test_prompt_response_and_label_are_sent_and_numbers_come_back_in_order(serve
     assert scored.rewards.tolist() == [1, 2, 3]
     (path, headers, first), (_, _, second) = service.requests
     assert path == "/score?v=1" and headers["Content-Type"] == "application/json" and "Authorization" not in headers
+    said = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": x}] for x in ("x", "xx")]
+    assert first.pop("messages") == said
     assert first == {"prompts": ["a", "a"], "responses": ["x", "xx"], "labels": ["A", "A"], "query": ["ax", "axx"]}
     assert second["prompts"] == [[{"role": "user", "content": "b"}]] and second["labels"] == [[1, 2]]
 

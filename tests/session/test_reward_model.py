@@ -174,7 +174,12 @@ def test_texts_of_a_policy_with_another_tokenizer_are_encoded_anew(rm: Any, tiny
     row = rb.data.demonstrations([{"prompt": prompt, "completion": answer}], rm)
     fields = {"logprobs": [], "finish_reason": "stop", "group": 0, "index": 0, "weight_version": 0, "reward": None}
     other = rb.Rollout(
-        rb.Prompt(prompt), token_ids=[5, 6], text=answer, prompt_token_ids=[7, 8], tokenizer=str(tmp_path), **fields
+        rb.Prompt(prompt),
+        token_ids=[5, 6],
+        transcript=answer,
+        prompt_token_ids=[7, 8],
+        tokenizer=str(tmp_path),
+        **fields,
     )
     assert rm(other).value == pytest.approx(float(rm.scores(row)[0]), abs=1e-5)
 

@@ -671,3 +671,58 @@ def test_what_of_images_cannot_be_honoured_is_refused(fake: Fake, actor: Any) ->
     with pytest.raises(DataError, match="2 images for 1 prompts"):
         maker.make_experience_list(asked(1), all_images=[None, None])
     maker.make_experience_list(asked(1), all_images=[None])
+
+
+# -- rewards that failed -----------------------------------------------------------------------------------------------
+
+
+def fails_on(labels: set[str]) -> Any:
+    def reward(rollout: Any) -> float:
+        if rollout.label in labels:
+            raise ValueError(f"no number in {rollout.label}")
+        return last_token(rollout)
+
+    return reward
+
+
+def test_a_group_whose_reward_failed_is_left_out_counted_and_told_with_its_row(
+    fake: Fake, actor: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = [replace(one, label=f"l{i}") for i, one in enumerate(asked(4))]
+    maker = maker_of(fake, actor, fails_on({"l1"}), config={"reward_failures": 0.25})
+    made = joined(maker.make_experience_list(prompts))
+    left = np.arange(16) // 4 != 1
+    assert made.trained.tolist() == left.tolist() and np.isnan(made.batch.rewards[~left]).all()
+    assert not made.batch.advantages[~made.batch.mask].any()
+    assert maker.metrics["reward_failed"] == 4 and maker.metrics["groups_left_out"] == 1
+    assert "no number in l1" in capsys.readouterr().out
+    alone = maker_of(fake, actor, config={"reward_failures": 0.25})
+    others = joined(alone.make_experience_list([one for one in prompts if one.label != "l1"]))
+    mask = others.batch.mask
+    np.testing.assert_allclose(made.batch.advantages[made.batch.mask], others.batch.advantages[mask], atol=1e-6)
+    assert "reward_failed" not in alone.metrics
+    assert maker.evaluate(prompts, n=2)["reward_failed"] == 2
+    assert "reward_failed" not in maker.evaluate([prompts[0]]), "those of a call are told once"
+
+
+def test_more_failures_than_are_allowed_end_the_iteration(fake: Fake, actor: Any) -> None:
+    prompts = [replace(one, label=f"l{i}") for i, one in enumerate(asked(4))]
+    for labels, allowed in (({"l0", "l1"}, {}), ({"l1"}, {"reward_failures": 0.0}), ({"l1"}, {})):
+        maker = maker_of(fake, actor, fails_on(labels), config=allowed)
+        with pytest.raises(DataError, match="no number in l"):
+            maker.make_experience_list(prompts)
+
+
+def test_a_reward_function_is_not_asked_about_a_group_that_is_left_out(fake: Fake, actor: Any) -> None:
+    prompts = [replace(one, label=f"l{i}") for i, one in enumerate(asked(4))]
+    seen: list[str] = []
+
+    def combined(scores: Any, labels: Any, *rest: Any) -> Any:
+        seen.extend(labels)
+        return scores[0] + 1, {"one": scores[0]}
+
+    config = {"reward_failures": 0.25}
+    maker = maker_of(fake, actor, fails_on({"l2"}), config=config, reward_fn=combined)
+    made = joined(maker.make_experience_list(prompts))
+    assert set(seen) == {"l0", "l1", "l3"} and np.isfinite(made.batch.rewards).sum() == 12
+    assert np.isnan(made.components["one"]).tolist() == [i // 4 == 2 for i in range(16)]

@@ -13,7 +13,15 @@ from rlbench.data.rollouts.jobs import GenerateJob
 from rlbench.dispatch.context import CallContext
 from rlbench.engines.inference import BY_CALL
 from rlbench.errors import DataError
-from rlbench.workers.replica.job import SAMPLING_OPTIONS, Progress, Sample, check_job, length_histogram
+from rlbench.workers.replica.drawing import extend
+from rlbench.workers.replica.job import (
+    SAMPLING_OPTIONS,
+    Progress,
+    Sample,
+    check_job,
+    decode_texts,
+    length_histogram,
+)
 
 
 @given(st.lists(st.integers(1, 100_000), max_size=60))
@@ -74,3 +82,22 @@ def test_a_field_of_vllms_parameters_that_does_not_act_is_refused(name):
 def test_what_acts_is_a_field_of_vllms_parameters():
     ours = {"first_token_temperature"}  # two requests of vLLM's
     assert {*SAMPLING_OPTIONS, *BY_CALL} - ours <= {*FIELDS}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stop", "whole", "wanted"),
+    [("2", "2", False, ""), ("12", "2", False, "1"), ("2", "2", True, "2"), ("1.2x", "2", True, "1.2")],
+)
+def test_a_completion_that_is_its_stop_string_has_no_text(tokens, stop, whole, wanted):
+    class Part:
+        token_ids, logprobs, text, finish_reason, stop_reason = [ord(c) for c in tokens], None, "", "stop", stop
+
+    class Output:
+        outputs, finished = [Part], True
+
+    sample = Sample(0, 0)
+    extend(sample, Output)
+    decode = lambda ids: "".join(map(chr, ids))  # noqa: E731
+    assert decode_texts([sample], decode, {"include_stop_str_in_output": whole}) == [wanted]
+    sample.stop = ""
+    assert decode_texts([sample], decode, {}) == [tokens]

@@ -68,6 +68,7 @@ def frame(rollouts: Rollouts) -> Any:
     if rollouts.turn_rewards is not None:
         columns |= {"env_reward": rollouts.env_rewards, "turn_rewards": list(rollouts.turn_rewards)}
         columns["info"] = list(rollouts.infos)
+        columns["answer"] = [rollout.answer for rollout in rollouts.flat]
     return pandas.DataFrame(columns)
 
 

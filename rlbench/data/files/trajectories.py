@@ -30,9 +30,9 @@ import numpy as np
 from rlbench.data.base.files import written_aside
 from rlbench.data.base.plain import to_plain
 from rlbench.data.files.export import sample_index
-from rlbench.data.prompts.prompt import Prompt, is_chat
 from rlbench.data.rollouts.channels import all_channels
 from rlbench.data.rollouts.jobs import FINISH_REASONS
+from rlbench.data.rollouts.turns import asked_messages, said_messages
 
 if TYPE_CHECKING:
     from rlbench.data.rollouts.rollouts import Rollouts
@@ -66,11 +66,12 @@ def trajectories(rollouts: Rollouts) -> Iterator[dict[str, Any]]:
     for i in range(rollouts.samples):
         p = int(rollouts.group[i])
         prompt = rollouts.prompts[p]
-        turns = rollouts.infos[i].get("messages") if rollouts.infos else None
+        info = rollouts.infos[i] if rollouts.infos else {}
+        asked = to_plain(asked_messages(prompt), f"prompt {p}")
         yield {
             "prompt_index": p,
             "sample_index": int(which[i]),
-            "messages": [*_messages(prompt, p), *(turns or [{"role": "assistant", "content": rollouts.texts[i]}])],
+            "messages": [*asked, *said_messages(info, rollouts.texts[i])],
             "prompt_token_ids": rollouts.prompt_ids[p].tolist(),
             "token_ids": rollouts.responses[i].tolist(),
             "channels": {name: _numbers(rows[i]) for name, rows in channels.items()},
@@ -83,12 +84,6 @@ def trajectories(rollouts: Rollouts) -> Iterator[dict[str, Any]]:
             **({"images": [image.data_url for image in prompt.images]} if prompt.images and not which[i] else {}),
             **_turns(rollouts, i),
         }
-
-
-def _messages(prompt: Prompt, index: int) -> list[dict[str, Any]]:
-    if is_chat(prompt.content):
-        return list(to_plain(prompt.content, f"prompt {index}"))
-    return [{"role": "user", "content": prompt.content if isinstance(prompt.content, str) else None}]
 
 
 def _number(value: float) -> float | None:

@@ -23,9 +23,9 @@ TEXT, SPECIAL, PART, NUMBER = "text", "special", "part", "id"
 class Piece(NamedTuple):
     """One token as text.
 
-    `kind`: "text"; "special" (`<|end|>`, not part of the completion's text); "part" (some bytes of a character that a
-    later token completes: `text` is empty, `shown` names the bytes); "id" (no tokenizer known: `shown` is the number).
-    `shown` is what to draw.
+    `kind`: "text"; "special" (`<|end|>`; which of these a text keeps: `decoding`); "part" (some bytes of a character
+    that a later token completes: `text` is empty, `shown` names the bytes); "id" (no tokenizer known: `shown` is the
+    number). `shown` is what to draw.
     """
 
     text: str

@@ -10,6 +10,7 @@ import numpy as np
 
 from rlbench.data.prompts.images import EncodedImage
 from rlbench.data.prompts.prompt import Prompt
+from rlbench.data.rollouts.turns import asked_messages, own_turns, said_messages
 from rlbench.errors import Suggesting
 from rlbench.units import format_number
 
@@ -41,13 +42,16 @@ class Asked(Suggesting):
 
 @dataclass(frozen=True, eq=False)
 class Rollout(Asked):
-    """One completion. `logprobs` are the sampler's, one float per token; `group` is its prompt's index; `info` is what
-    an environment left, its messages among it (`rlbench.data.rollouts.turns`); `prompt_token_ids` what it followed;
-    `tokenizer`: the folder or hub id of whose tokens these are, "" where not known.
+    """One completion. `transcript` is all of it as text; where there was an environment or an agent, what those said
+    too. What the policy itself said: `text` in all turns, `turns` one by one, `answer` in the last.
+
+    `logprobs` are the sampler's, one float per token; `group` is its prompt's index; `info` is what an environment
+    left, its messages among it (`rlbench.data.rollouts.turns`); `prompt_token_ids` what it followed; `tokenizer`: the
+    folder or hub id of whose tokens these are, "" where not known.
     """
 
     token_ids: list[int]
-    text: str
+    transcript: str
     logprobs: list[float]
     finish_reason: str
     group: int
@@ -57,6 +61,26 @@ class Rollout(Asked):
     info: Mapping[str, Any] = field(default_factory=dict)
     prompt_token_ids: np.ndarray | Sequence[int] = ()
     tokenizer: str = ""
+
+    @property
+    def turns(self) -> tuple[str, ...]:
+        """What the policy said, turn by turn; one of a completion without an environment."""
+        return own_turns(self.info, self.transcript)
+
+    @property
+    def text(self) -> str:
+        """What the policy said in all of its turns, a line break between two; never what an environment said."""
+        return "\n".join(self.turns)
+
+    @property
+    def answer(self) -> str:
+        """What the policy said in its last turn; "" where it said nothing."""
+        return next(reversed(self.turns), "")
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The whole conversation: the prompt's messages, then the policy's and the environment's in their order."""
+        return [*asked_messages(self.source), *said_messages(self.info, self.transcript)]
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -72,7 +96,10 @@ class PromptGroup(Asked):
     """One prompt and its completions, a `Rollout` each: a sequence of them, which `.outputs` is as a list."""
 
     _ELSEWHERE: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("token_ids", "text", "logprobs", "finish_reason", "index", "weight_version", "reward", "info"),
+        (
+            *("token_ids", "text", "answer", "turns", "transcript", "messages", "logprobs", "finish_reason"),
+            *("index", "weight_version", "reward", "info"),
+        ),
         "a group is one prompt; its completions, which have it, are in .outputs, and those of all prompts in "
         "rollouts.flat",
     )

@@ -45,6 +45,8 @@ class Rollouts(Suggesting):
     `columns`: what a batch of them takes along beside, (tokens, K): a teacher's likeliest tokens.
     `tokenizer`: its folder or hub id, "" where not known. `components`: {name: (N,) float64} that the rewards were made
     of, NaN where one does not apply; `reward_seconds` (N,); `reward_errors`: why some have none (NaN).
+    `texts`: each completion's whole text, what an environment said too: the `transcript` of one in `.flat`, whose
+    `text`, `turns` and `answer` are what the policy itself said.
     `mask`, `turns`, `turn_rewards`, `env_rewards` and `infos` where there was an environment: see `rollouts.turns`.
     `notes`: what a reader has to know of how they were drawn, one sentence each.
     """
@@ -415,7 +417,7 @@ class Rollouts(Suggesting):
             yield Rollout(
                 source=self.prompts[group[k]],
                 token_ids=self.responses.values[begin:end].tolist(),
-                text=self.texts[i],
+                transcript=self.texts[i],
                 logprobs=self.logprobs[begin:end].tolist(),
                 finish_reason=FINISH_REASONS[finish[k]],
                 group=group[k],

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlbench.data.base.drawing import needed
+from rlbench.data.base.ordered import in_order
 from rlbench.data.rollouts.advantage_call import wanted_names
 from rlbench.errors import DataError, Stopped, nearest
 from rlbench.traces import remember
@@ -92,7 +93,7 @@ def score(rollouts: Rollouts, fn: Any, on_error: str = "raise", board: Any = Non
     board.close()
     if not board.failures or on_error == "keep":
         return _scored(rollouts, board, range(rollouts.samples))
-    raise _error(rollouts, board)
+    raise error_of(rollouts, board)
 
 
 def stopped(rollouts: Rollouts, board: Any, why: str = "") -> Stopped:
@@ -157,7 +158,7 @@ def described(rewards: Any) -> str:
 def _as_numbers(rollouts: Rollouts, given: Iterable[Any]) -> np.ndarray:
     count = rollouts.samples
     try:
-        rewards = np.asarray(list(given), np.float64)
+        rewards = np.asarray(in_order(given, count, f"score: wanted {count} rewards that are numbers, got"), np.float64)
     except (TypeError, ValueError) as error:
         raise DataError(f"score: wanted {count} rewards that are numbers: {error}") from None
     if rewards.shape != (count,):
@@ -204,7 +205,7 @@ def _reasons(failure: Any) -> list[str]:
     return [text for text in (failure.said, failure.hint) if text]
 
 
-def _error(rollouts: Rollouts, board: Any) -> ScoringError:
+def error_of(rollouts: Rollouts, board: Any) -> ScoringError:
     """The first failure, how many there are, and what there is all the same."""
     index = min(board.failures)
     failure = board.failures[index]

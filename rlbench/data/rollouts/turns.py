@@ -6,6 +6,7 @@ had none), `env_rewards` ((N,) float64, their sum, NaN where there was none) and
 
     {"turns": 2,
      "messages": [{"role": "assistant", "content": "…"}, {"role": "tool", "content": "…"}, …],   # behind the prompt
+     "said": ["…", …],                   # what the policy said in each turn, only where the messages do not tell it
      "steps": [{…}, {…}],                # what each `Step` said in its info
      "max_turns": true,                  # only where that ended it
      "no_room": {"after": "step", "observation_tokens": 900, "room": 512},   # only where that ended it
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlbench.data.base.ragged import Ragged
+from rlbench.data.prompts.prompt import Prompt, is_chat, message_text
 from rlbench.errors import DataError
 from rlbench.traces import UserLine
 
@@ -67,6 +69,48 @@ def env_errors(infos: Sequence[Mapping[str, Any]]) -> list[EnvError]:
         for i, info in enumerate(infos)
         for error in info.get("errors", [])
     ]
+
+
+def own_turns(info: Mapping[str, Any], transcript: str) -> tuple[str, ...]:
+    """What the policy said in each of its turns; the whole `transcript` where no environment told of any."""
+    if "said" in info:
+        return tuple(info["said"])
+    return _assistant_texts(info["messages"]) if "messages" in info else (transcript,)
+
+
+def said_facts(messages: Sequence[Mapping[str, Any]], said: Sequence[str]) -> dict[str, list[str]]:
+    """What an info holds beside its `messages` so that `own_turns` is `said`: nothing where they tell it."""
+    return {} if _assistant_texts(messages) == tuple(said) else {"said": list(said)}
+
+
+def places_said(info: Mapping[str, Any]) -> list[int]:
+    """Where among an info's messages the policy's turns stand; of turns that are not among them none."""
+    said = own_turns(info, "")
+    places: list[int] = []
+    for place, message in enumerate(info["messages"]):
+        if len(places) < len(said) and _is_assistant(message) and message_text(message) == said[len(places)]:
+            places.append(place)
+    return places
+
+
+def asked_messages(prompt: Prompt) -> list[dict[str, Any]]:
+    """A prompt as messages: a chat's own, a text as the user's; of token ids one without content."""
+    if is_chat(prompt.content):
+        return list(prompt.content)
+    return [{"role": "user", "content": prompt.content if isinstance(prompt.content, str) else None}]
+
+
+def said_messages(info: Mapping[str, Any], transcript: str) -> list[dict[str, Any]]:
+    """The messages behind a prompt's."""
+    return list(info.get("messages") or [{"role": "assistant", "content": transcript}])
+
+
+def _assistant_texts(messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    return tuple(message_text(message) for message in messages if _is_assistant(message))
+
+
+def _is_assistant(message: Mapping[str, Any]) -> bool:
+    return message.get("role") == "assistant"
 
 
 def sampled_mask(rollouts: Rollouts) -> np.ndarray:

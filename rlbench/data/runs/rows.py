@@ -13,6 +13,7 @@ from rlbench.data.prompts.prompt import Prompt
 from rlbench.data.prompts.sampling import NEUTRAL
 from rlbench.data.rollouts.jobs import FINISH_REASONS, GeneratedArrays
 from rlbench.data.rollouts.rollouts import Rollouts
+from rlbench.data.rollouts.turns import said_facts
 from rlbench.data.runs.journal import Call, Choice
 from rlbench.errors import DataError
 
@@ -143,7 +144,8 @@ def _row(run: Run, way: list[tuple[Call, int]], trained: set[Place], decode: Cal
     last, number = way[-1]
     messages.append({"role": "assistant", "content": decode(last.choices[number].ids)})
     steps = [{"call": call.number, "differs": dict(call.differs)} if call.differs else {} for call, _ in way]
-    row.info = {"run": run.name, "turns": len(way), "messages": messages, "steps": steps}
+    said = [decode(call.choices[number].ids) for call, number in way]
+    row.info = {"run": run.name, "turns": len(way), "messages": messages, **said_facts(messages, said), "steps": steps}
     return row
 
 

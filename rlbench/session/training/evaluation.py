@@ -113,7 +113,7 @@ class Evaluation(Suggesting):
 
         Args:
             answer: what a completion answers, None for no vote; default: the reward's own `answer`, where it has one
-                (`rb.rewards.math` has), else the completion's text.
+                (`rb.rewards.math` has), else what the policy said in its last turn.
             at: an answer is right where the mean reward of its completions is at least that.
         """
         return float(majority_at(k, [item.rewards for item in self.items], self._answers(answer), at).mean())
@@ -221,7 +221,7 @@ class Evaluations(Suggesting, Mapping[str, Evaluation]):
 
 
 def _text(rollout: Rollout) -> str:
-    return rollout.text.strip()
+    return rollout.answer.strip()
 
 
 def _most_frequent(answers: Sequence[Hashable]) -> Hashable:

@@ -78,7 +78,10 @@ class FastExperienceMaker:
         self.options = with_estimator(strategy.config if options is None else options, critic is not None)
         self.config = PPOConfig() if config is None else config
         self.metrics: dict[str, float] = {}
-        self._rewards = RewardStage(reward_model, remote_rm_url, reward_fn, reward_recipe, reward_fn_label_map)
+        self._rewards = RewardStage(
+            *(reward_model, remote_rm_url, reward_fn, reward_recipe, reward_fn_label_map),
+            allowed=self.config.reward_failures,
+        )
         head, prompts = self.options.head, self.options.micro_rollout_batch_size
         chunk_rows = None if head == "plain" else self.options.chunk_size
         packed = packing_samples or self.options.packing
@@ -117,7 +120,8 @@ class FastExperienceMaker:
         Returns:
             Experience of `micro_rollout_batch_size` sequences each, the last perhaps of fewer. A response that was cut
             by an interrupt, and one without a token, trains nothing: no other is compared with it, its reward is NaN,
-            and of the metrics `aborted` alone counts it.
+            and of the metrics `aborted` alone counts it. Nor does a group in which a reward failed, which
+            `reward_failed` and `groups_left_out` count.
         """
         if any(one is not None for one in all_videos or ()):
             raise DataError("all_videos: models here take images, no videos. Give some frames as all_images.")
@@ -161,7 +165,10 @@ class FastExperienceMaker:
             components={name: np.asarray(values, np.float64) for name, values in rollouts.components.items()},
         )
         columns = experience_metrics.columns(made, rollouts, found, self.options)
-        self.metrics = numbers | experience_metrics.over_ranks(columns, rollouts.components, mismatch, control)
+        failures = self._rewards.failures.told(self.strategy)
+        self.metrics = (
+            numbers | failures | experience_metrics.over_ranks(columns, rollouts.components, mismatch, control)
+        )
         self._moments, self._groups = given.moments, self._groups + groups
         size = self.options.micro_rollout_batch_size
         return [made.rows(np.arange(i, min(i + size, len(made)))) for i in range(0, len(made), size)]
@@ -182,7 +189,8 @@ class FastExperienceMaker:
         sampling = sampling_of(self.config, n, generate_kwargs)
         control = self.strategy.control
         prompts = agreed(control, "the prompts", lambda: prompts_of(all_prompts, all_labels, all_references))
-        return experience_metrics.evaluation(self._scored(prompts, sampling), control)
+        scored = self._scored(prompts, sampling)
+        return experience_metrics.evaluation(scored, control) | self._rewards.failures.told(self.strategy)
 
     def tokenize_fn(self, texts: Any, max_length: int, padding: bool = True, device: Any = None) -> Any:
         """Return token ids of texts without special tokens, at most `max_length`, padded tensors or lists."""

@@ -29,6 +29,7 @@ from rlbench.strategies.ranks.control import ControlGroup
 from rlbench.traces import user_error
 from rlbench.trainers.experience.model_stage import ModelStage
 from rlbench.trainers.experience.over_ranks import agreed
+from rlbench.trainers.experience.reward_failures import RewardFailures
 from rlbench.trainers.experience.samples import counted, reference_of
 from rlbench.user_code import user_code
 
@@ -51,11 +52,13 @@ class RewardStage:
         reward_model: a module with a scalar head on the ranks, anything `Rollouts.score` takes, or a list of such.
         remote_rm_url: the address of a service, a file `*.py` with a `reward_func`, or a list of such.
         reward_fn: `(model_reward_list, labels, queries, refs, label_map)` -> rewards (B,), or (rewards, metrics). The
-            list holds a (B,) tensor for each source; queries are the completions' texts, without their prompts.
+            list holds a (B,) tensor for each source; queries are what the policy said, in all of its turns.
         reward_recipe: {label: [(type, key, weight)]}: a sample's reward is the weighted sum over its label's entries.
             type is "model" or "rule"; key names a source by `label_map`; ("rule", None, weight) is `reward_fn`.
             A source scores those samples alone whose recipe names it.
         label_map: {key: number of the source}, models first, then remote ones.
+        allowed: share of a source's samples, over all ranks, whose reward may fail; their groups have no reward then,
+            and `failures` tells of them. More raises the first failure.
     """
 
     def __init__(
@@ -65,7 +68,9 @@ class RewardStage:
         reward_fn: RewardFn | None,
         reward_recipe: Recipe | None,
         label_map: Mapping[str, int] | None,
+        allowed: float = 0.0,
     ) -> None:
+        self.failures = RewardFailures(allowed)
         self._fn, self._label_map = reward_fn, dict(label_map or {})
         names = {number: key for key, number in self._label_map.items()}
         found = sources_of(reward_model, remote_rm_url)
@@ -74,7 +79,8 @@ class RewardStage:
         self._recipe = None if reward_recipe is None else self._weights(reward_recipe)
 
     def score(self, rollouts: Rollouts, models: ModelStage, tokenizer: Any, control: ControlGroup) -> Rollouts:
-        """Give each sample of this rank its reward, NaN where it does not count and is shown to none; collective."""
+        """Give each sample of this rank its reward, NaN where it does not count and is shown to none, and in a group of
+        which one failed; collective."""
         rows = counted(rollouts)
         if rows.all():
             return self._scored(rollouts, models, tokenizer, control)
@@ -86,16 +92,22 @@ class RewardStage:
         """`score` of samples that count."""
         columns: dict[str, np.ndarray] = {}
         scores: list[np.ndarray] = []
+        failed = np.zeros(rollouts.samples, bool)
         weights = agreed(control, "the reward recipe", lambda: self._weights_of(rollouts))
         for i, source in enumerate(self.sources):
             rows = weights[:, i] != 0
             part = rollouts if rows.all() else rollouts.select(rows)
-            found, components = source.scored(part, models, tokenizer, control)
+            found, components = source.scored(part, models, tokenizer, control, self.failures)
+            failed[rows] |= np.isnan(found)
             scores.append(_spread(found, rows))
             for name, values in components.items():  # under the source's name too where another source has one
                 own = f"{source.name}_{name}" if name in columns else name
                 columns[own] = _spread(np.asarray(values, np.float64), rows)
-        values, metrics = agreed(control, "the reward function", lambda: self._combined(rollouts, scores, weights))
+        whole = ~np.isin(rollouts.group, rollouts.group[failed])  # of a group that lacks none
+        values, metrics = agreed(
+            control, "the reward function", lambda: self._combined_among(rollouts, scores, weights, whole)
+        )
+        self.failures.groups += len(np.unique(rollouts.group[~whole]))
         several = {source.name: score for source, score in zip(self.sources, scores, strict=True)}
         kinds = {f"{kind}_reward": self._mean_of(kind, scores) for kind in (MODEL, RULE)}
         if not self.sources:
@@ -106,7 +118,18 @@ class RewardStage:
             **{name: mean for name, mean in kinds.items() if mean is not None},
             **metrics,
         }
+        if not whole.all():
+            components = {name: np.where(whole, numbers, np.nan) for name, numbers in components.items()}
         return replace(rollouts, rewards=values, components=components)
+
+    def _combined_among(
+        self, rollouts: Rollouts, scores: list[np.ndarray], weights: np.ndarray, whole: np.ndarray
+    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """`_combined` of the samples that `whole` (N,) tells, as if there were no others; NaN for those."""
+        if whole.all():
+            return self._combined(rollouts, scores, weights)
+        values, metrics = self._combined(rollouts.select(whole), [score[whole] for score in scores], weights[whole])
+        return _spread(values, whole), {name: _spread(numbers, whole) for name, numbers in metrics.items()}
 
     def _weights_of(self, rollouts: Rollouts) -> np.ndarray:
         """The weight of each source in each sample's reward, and last of `reward_fn`, (N, sources + 1)."""
@@ -145,7 +168,7 @@ class RewardStage:
                 given = self._fn(
                     models,
                     [p.label for p in prompts],
-                    list(rollouts.texts),
+                    [rollout.text for rollout in rollouts.flat],
                     [reference_of(p) for p in prompts],
                     self._label_map or None,
                 )
@@ -239,9 +262,12 @@ class Source:
     reward: Any
 
     def scored(
-        self, rollouts: Rollouts, models: ModelStage, tokenizer: Any, control: ControlGroup
+        self, rollouts: Rollouts, models: ModelStage, tokenizer: Any, control: ControlGroup, failures: RewardFailures
     ) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
-        """Return scores (N,) float64 of this rank's samples, and what they are made of by name; collective."""
+        """Return scores (N,) float64 of this rank's samples, and what they are made of by name; collective.
+
+        NaN where the reward failed, and `failures` allows for so many.
+        """
         doing = f"the reward {self.name!r}"
         if isinstance(self.reward, nn.Module):
             sequences = agreed(control, doing, lambda: _sequences(self.reward, rollouts, tokenizer))
@@ -250,7 +276,8 @@ class Source:
             return found, {}
         if not any(control.gather(rollouts.samples)):
             return np.zeros(0), {}
-        scored = agreed(control, doing, lambda: _scored(self.reward, rollouts))
+        scored, error = agreed(control, doing, lambda: _scored(self.reward, rollouts))
+        failures.take(scored, error, doing, control)
         return np.asarray(scored.rewards, np.float64), scored.components
 
 
@@ -279,7 +306,7 @@ def _source(given: Any, index: int) -> Source:
 def from_file(path: str) -> rewards.Scorer:
     """Return the `reward_func` of a Python file, which is given all samples of a call at once.
 
-    It takes by name what it wants of `FILE_TAKES` (queries are the completions' texts), and returns a number each.
+    It takes by name what it wants of `FILE_TAKES` (queries are what the policy said), and returns a number each.
     """
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = None if spec is None else importlib.util.module_from_spec(spec)
@@ -304,8 +331,8 @@ def from_file(path: str) -> rewards.Scorer:
             "references": [reference_of(r.source) for r in rollouts],
         }
         answer = fn(**{name: given[name] for name in wanted})
-        if isinstance(answer, Mapping):  # {"rewards": [...]}, as a service answers
-            answer = answer.get("rewards")
+        if isinstance(answer, Mapping) and "rewards" in answer:  # as a service answers
+            answer = answer["rewards"]
         return answer.tolist() if hasattr(answer, "tolist") else answer
 
     called.__name__ = FILE_FUNCTION
@@ -317,12 +344,14 @@ def with_references(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
     return {**as_payload(rollouts), "references": [reference_of(r.source) for r in rollouts]}
 
 
-def _scored(reward: Any, rollouts: Rollouts) -> Rollouts:
+def _scored(reward: Any, rollouts: Rollouts) -> tuple[Rollouts, RLBenchError | None]:
+    """Return scored samples, and what to raise for those that failed, if any did."""
     if not rollouts.samples:
-        return replace(rollouts, rewards=np.zeros(0))
+        return replace(rollouts, rewards=np.zeros(0)), None
     board = rewards.Board()
     with _stopping(board):
-        return scoring.score(rollouts, reward, board=board)
+        scored = scoring.score(rollouts, reward, "keep", board)
+    return scored, scoring.error_of(rollouts, board) if board.failures else None
 
 
 @contextmanager

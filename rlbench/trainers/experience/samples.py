@@ -53,8 +53,10 @@ def prompts_of(
 
 
 def counted(rollouts: Rollouts) -> np.ndarray:
-    """Tell which samples are scored and trained on, (N,) bool: those with a token that no interrupt cut."""
-    return np.asarray(~rollouts.aborted & (np.asarray(rollouts.lengths) > 0))
+    """Tell which samples are scored and trained on, (N,) bool: those with a token that no interrupt cut; once they are
+    scored, those of groups whose reward did not fail."""
+    whole = np.asarray(~rollouts.aborted & (np.asarray(rollouts.lengths) > 0))
+    return whole if rollouts.rewards is None else whole & ~np.isnan(np.asarray(rollouts.rewards, np.float64))
 
 
 def reference_of(prompt: Prompt) -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rlbench.errors import DataError, EngineError
+from rlbench.rewards.last_tokens import padded, padding_for, padding_is
 from rlbench.strategies.base import StrategyBase
 from rlbench.strategies.sharding.tensor_parallel import split_over
 from rlbench.trainers.models.policy_module import TrainedPolicy, as_trained
@@ -100,39 +100,17 @@ def scores_of(
 
 def _scored(model: nn.Module, sequences: list[Sequence[int]], device: torch.device) -> Tensor:
     """One forward; (B,) float32 on the host."""
-    lengths = torch.tensor([len(ids) for ids in sequences])
-    ends = {int(ids[-1]) for ids in sequences}
-    unused = next(token for token in range(len(ends) + 1) if token not in ends)  # padding: never taken for a last token
-    ids = torch.full((len(sequences), int(lengths.max())), unused)
-    held = torch.arange(ids.shape[1])[None] < lengths[:, None]
-    ids[held] = torch.tensor([token for row in sequences for token in row])
-    ids, mask = ids.to(device), held.long().to(device)
+    padding = padding_for(sequences)
+    ids, mask = (rows.to(device) for rows in padded(sequences, padding))
     if isinstance(model, ScalarHeadModel):
-        last = torch.arange(len(ids)) * ids.shape[1] + lengths - 1
+        last = torch.arange(len(ids), device=device) * ids.shape[1] + mask.sum(1) - 1
         places = torch.arange(ids.shape[1]).expand(ids.shape).to(device)
-        given: Any = model(ids, attention_mask=mask, position_ids=places, positions=last.to(device))
+        given: Any = model(ids, attention_mask=mask, position_ids=places, positions=last)
     else:
-        with _pooling_behind(model, unused):
+        with padding_is(model, padding):
             given = model(ids, attention_mask=mask)
     found = getattr(given, "logits", given)
     if not isinstance(found, Tensor) or found.shape not in ((len(ids),), (len(ids), 1)):
         seen = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise EngineError(f"{type(model).__name__} gave {seen} for {len(ids)} sequences; wanted one number for each.")
     return found.reshape(-1).float().cpu()
-
-
-@contextmanager
-def _pooling_behind(model: nn.Module, padding: int) -> Iterator[None]:
-    """Let a model of transformers find each last token: it takes the last that is not its padding token."""
-    from transformers import PreTrainedModel
-
-    config: Any = model.config.get_text_config() if isinstance(model, PreTrainedModel) else None
-    if config is None:
-        yield
-        return
-    before = config.pad_token_id
-    config.pad_token_id = padding
-    try:
-        yield
-    finally:
-        config.pad_token_id = before

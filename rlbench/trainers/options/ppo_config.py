@@ -33,6 +33,13 @@ class PPOConfig(LoopOptions):
     top_k: int = rollout(-1, "sample from so many likeliest tokens; -1: all")
     use_fire: bool = rollout(False, "draw a response's first token at a temperature of its own (arXiv 2410.21236)")
     first_token_temperature: float = rollout(10.0, "that temperature", needs={"use_fire": False})
+    reward_failures: float = rollout(
+        0.1,
+        "share of an iteration's samples whose reward may fail: their groups are left out, and counted; more end the "
+        "iteration; 0: any does",
+        least=0,
+        most=1,
+    )
     buffer_limit: int = rollout(0, "newest sequences the replay buffer keeps; 0: all", least=0)
     no_signal: str = loss(
         "step", "what a step does whose advantages are all 0: it is taken, or left out", choices=("step", "skip")

@@ -16,7 +16,7 @@ from rlbench.workers.replica.state import Gate
 
 class Requests(Protocol):
     """Requests in an engine. An output has `finished` and one part in `outputs`: new `token_ids`, their log-probs as
-    `logprobs.logprobs`, new `text`, and at its end `finish_reason` and `stop_reason`, as in vLLM."""
+    `logprobs.logprobs`, and at its end `finish_reason` and `stop_reason`, as in vLLM."""
 
     running: dict[str, Any]
 
@@ -99,8 +99,7 @@ def extend(sample: Sample, output: Any) -> int:
     sample.tokens.extend(part.token_ids)
     if part.logprobs is not None:
         sample.logprobs.extend(part.logprobs.logprobs)
-    if part.text:
-        sample.text.append(part.text)
     if output.finished:
         sample.finish = part.finish_reason
+        sample.stop = part.stop_reason if isinstance(part.stop_reason, str) else ""
     return len(part.token_ids)

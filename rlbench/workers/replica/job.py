@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,14 +34,14 @@ _SET_BY_CALL = {
 
 @dataclass(eq=False)
 class Sample:
-    """One sample while it is drawn; `text` where the engine makes it."""
+    """One sample while it is drawn; `stop`: the stop string that ended it, where one did and is no part of its text."""
 
     prompt: int
     index: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    text: list[str] = field(default_factory=list)
     finish: str = ""
+    stop: str = ""
 
 
 def check_job(job: GenerateJob) -> None:
@@ -133,13 +132,21 @@ def collect(
     )
 
 
-def decoder(tokenizer: Any, skip_special_tokens: bool) -> Callable[[list[int]], str]:
-    """Return what makes the text of token ids; an empty one without a tokenizer."""
-    if tokenizer is None:
-        return lambda ids: ""
-    return functools.partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
+def decode_texts(
+    samples: Sequence[Sample], decode: Callable[[list[int]], str], sampling: Mapping[str, Any]
+) -> list[str]:
+    """Return the text of each sample, up to the stop string that ended it unless the call asked for that too."""
+    whole = bool(sampling.get("include_stop_str_in_output"))
+    return [_after_all(decode(s.tokens), s.stop) if whole else _before(decode(s.tokens), s.stop) for s in samples]
 
 
-def decode_texts(samples: Sequence[Sample], decode: Callable[[list[int]], str]) -> list[str]:
-    """Text of each sample: what the engine streamed (stop strings removed) where it did, else decoded from its ids."""
-    return ["".join(s.text) if s.text and s.finish != "abort" else decode(s.tokens) for s in samples]
+def _after_all(text: str, stop: str) -> str:
+    """Return a text up to the end of its last `stop`, behind which the last token may have more; all without one."""
+    head, separator, _ = text.rpartition(stop) if stop else ("", "", text)
+    return head + separator if separator else text
+
+
+def _before(text: str, stop: str) -> str:
+    """Return what stands before the last `stop` of a text; all of it without one."""
+    head, separator, _ = text.rpartition(stop) if stop else ("", "", text)
+    return head if separator else text

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from rlbench.data.prompts.chat import Templated
+from rlbench.data.rollouts.decoding import decoder
 from rlbench.data.rollouts.jobs import GeneratedArrays, GenerateJob
 from rlbench.dispatch.context import current
 from rlbench.errors import BuildError, DataError, EngineError, RLBenchError, StateError, WeightSyncError
@@ -30,7 +31,7 @@ from rlbench.weights.manifest import Manifest
 from rlbench.weights.transport import Facts
 from rlbench.workers.replica.config import ReplicaConfig, checkpoint_folder, defaults
 from rlbench.workers.replica.drawing import draw
-from rlbench.workers.replica.job import check_job, check_token_ids, collect, decode_texts, decoder, encode_prompts
+from rlbench.workers.replica.job import check_job, check_token_ids, collect, decode_texts, encode_prompts
 from rlbench.workers.replica.serving.options import ServeOptions
 from rlbench.workers.replica.sglang_requests import SglangRequests, sampling_params, score
 from rlbench.workers.replica.sglang_server import SglangServer, check_engine_kwargs
@@ -119,7 +120,7 @@ class SglangReplica:
         decode = decoder(self._tokenizer, params.options.get("skip_special_tokens", True))
         most = self.config.max_num_seqs
         samples: Any
-        with self._requests(decode) as requests:
+        with self._requests() as requests:
             if job.env is None:
                 samples, stats = draw(requests, job, prompts, params, most, self.gate, decode)
             else:
@@ -127,7 +128,7 @@ class SglangReplica:
 
                 drawer = TurnDrawer(requests, job, prompts, params, tokenizer, decode, limits)
                 samples, stats = drawer.draw(most, self.gate)
-        texts = decode_texts(samples, decode)
+        texts = decode_texts(samples, decode, job.sampling)
         arrays = collect(samples, texts, dict(enumerate(prompts)), self.state.version, stats)
         if job.env is not None:
             from rlbench.workers.replica.turns import with_turns
@@ -293,8 +294,8 @@ class SglangReplica:
         return sorted({os.getpid(), *(self._server.pids if self._server is not None else ())})
 
     @contextmanager
-    def _requests(self, decode: Any) -> Iterator[SglangRequests]:
-        with SglangRequests(self.server, secrets.token_hex(4), self._limits.max_model_len, decode) as requests:
+    def _requests(self) -> Iterator[SglangRequests]:
+        with SglangRequests(self.server, secrets.token_hex(4), self._limits.max_model_len) as requests:
             self._running = requests.running
             yield requests
 

@@ -91,7 +91,6 @@ class _Part:
 
     token_ids: list[int]
     logprobs: _Logprobs
-    text: str = ""
     finish_reason: str | None = None
     stop_reason: Any = None
 
@@ -120,7 +119,6 @@ class SglangRequests:
     server: SglangServer
     serial: str
     max_model_len: int
-    decode: Callable[[list[int]], str]
     running: dict[str, Any] = field(default_factory=dict)
     _events: queue.SimpleQueue[_Event] = field(default_factory=queue.SimpleQueue)
     _count: int = 0
@@ -188,24 +186,15 @@ class SglangRequests:
 
     def _read(self, name: str, body: dict[str, Any]) -> None:
         """Put what one request streams into the queue; on a thread of its own."""
-        tokens: list[int] = []
         try:
             for event in self.server.stream(body):
                 part = _part(event)
-                tokens += part.token_ids
-                if part.finish_reason and body["sampling_params"].get("stop"):
-                    part.text = self._text(tokens, part.stop_reason, body["sampling_params"].get("no_stop_trim"))
                 self._events.put(_Event(name, _Output([part], part.finish_reason is not None)))
                 if part.finish_reason is not None:
                     return
             raise EngineError("SGLang's stream ended before its request did: the server may have died")
         except BaseException as error:  # told to whoever waits, on the thread that computes
             self._events.put(_Event(name, error=error))
-
-    def _text(self, tokens: list[int], stop: Any, whole: bool | None) -> str:
-        """Return the text of a sample, up to the stop string that ended it: streamed texts may have begun one."""
-        text = self.decode(tokens)
-        return text if whole or not isinstance(stop, str) else text.rpartition(stop)[0] or text
 
 
 def _part(event: Mapping[str, Any]) -> _Part:
@@ -216,9 +205,7 @@ def _part(event: Mapping[str, Any]) -> _Part:
     if [int(entry[1]) for entry in entries] != tokens:
         raise EngineError(f"SGLang gave {len(tokens)} tokens, and log-probs of {len(entries)} that are not those")
     reason = about.get("finish_reason") or {}
-    return _Part(
-        tokens, _Logprobs([float(entry[0]) for entry in entries]), "", reason.get("type"), reason.get("matched")
-    )
+    return _Part(tokens, _Logprobs([float(entry[0]) for entry in entries]), reason.get("type"), reason.get("matched"))
 
 
 def score(server: SglangServer, token_ids: Sequence[Sequence[int]], max_model_len: int) -> list[np.ndarray]:

@@ -158,7 +158,7 @@ class TurnDrawer:
     def _settle(self, sample: TurnSample) -> None:
         episode = sample.own
         self._active.pop(sample, None)
-        sample.tokens, sample.logprobs, sample.text = episode.tokens, episode.logprobs, []
+        sample.tokens, sample.logprobs, sample.stop = episode.tokens, episode.logprobs, ""
         sample.finish = episode.finish
 
     def _end(self, stopped: bool) -> None:

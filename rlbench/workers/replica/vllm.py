@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlbench.data.prompts.chat import Templated
+from rlbench.data.rollouts.decoding import decoder
 from rlbench.data.rollouts.jobs import GeneratedArrays, GenerateJob
 from rlbench.dispatch.context import current
 from rlbench.errors import BuildError, EngineError, RLBenchError, StateError, WeightSyncError
@@ -23,7 +24,7 @@ from rlbench.workers.replica.config import ReplicaConfig, checkpoint_folder, def
 from rlbench.workers.replica.drawing import draw
 from rlbench.workers.replica.endpoint import ReplicaEndpoint
 from rlbench.workers.replica.guests import EngineTurn, Guests, alone
-from rlbench.workers.replica.job import check_job, check_token_ids, collect, decode_texts, decoder, encode_prompts
+from rlbench.workers.replica.job import check_job, check_token_ids, collect, decode_texts, encode_prompts
 from rlbench.workers.replica.media import PromptMedia, probe_row
 from rlbench.workers.replica.serving.options import ServeOptions
 from rlbench.workers.replica.state import Gate, ReplicaState, check_tags, own_process, peak_stats, vllm_memory
@@ -148,7 +149,7 @@ class VllmReplica:
 
                 drawer = TurnDrawer(requests, job, prompts, params, tokenizer, decode, model, images)
                 samples, stats = drawer.draw(self.config.max_num_seqs, self.gate)
-        texts = decode_texts(samples, decode)
+        texts = decode_texts(samples, decode, job.sampling)
         arrays = collect(samples, texts, dict(enumerate(prompts)), version, stats | highest)
         if job.env is not None:
             arrays = with_turns(samples, arrays)
