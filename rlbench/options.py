@@ -60,7 +60,14 @@ VERL = {
     "kl_loss_coef": "kl_coef",
     "ulysses_sequence_parallel_size": "sequence_parallel",
 }
-ALIASES = {**LIGHTRFT, **TRL, **VERL, "max_new_tokens": "max_tokens", "ranks": "shards"}
+ALIASES = {
+    **LIGHTRFT,
+    **TRL,
+    **VERL,
+    "max_new_tokens": "max_tokens",
+    "ranks": "shards",
+    "chat_template_kwargs": "template",
+}
 """Other names of options, where the meaning is equal: TRL's, verl's, transformers'."""
 SWITCHES: Mapping[str, Mapping[bool, Any]] = {
     "fused_linear_logprob": {True: "chunked", False: "plain"},
@@ -296,6 +303,8 @@ def typed(cls: type, name: str, value: Any) -> Any:
             return parts
     if isinstance(value, list | tuple) and list[str] in alternatives:
         return [_one(name, part, str) for part in value]
+    if isinstance(value, list | tuple) and list[dict[str, Any]] in alternatives:
+        return [dict(one) for one in value]
     if isinstance(value, dict) and dict[str, Any] in alternatives:
         return dict(value)
     if isinstance(value, bool) and bool in alternatives:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlbench.data.prompts.lengths import open_tokenizer
+from rlbench.data.prompts.lengths import answered, open_tokenizer, text_ids
 from rlbench.data.texts.rendering import Renderer
 from rlbench.data.texts.rows import Reading
 from rlbench.errors import DataError
@@ -93,9 +93,9 @@ class model(Scorer):
         if isinstance(content, list) and not isinstance(content[0], dict):
             raise DataError("the prompt is token ids, the reward model has its own tokenizer: give texts or messages")
         if not chat:
-            return list(tokenizer(rollout.source.text + rollout.text)["input_ids"])
+            return text_ids([rollout.source.text + rollout.text], tokenizer)[0]
         asked = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
-        said = [*asked, {"role": "assistant", "content": rollout.text}]
+        said = answered(asked, {"role": "assistant", "content": rollout.text})
         return list(tokenizer.apply_chat_template(said, tokenize=True, return_dict=True)["input_ids"])
 
     def shares_vocabulary(self, tokenizer: Any) -> bool:
