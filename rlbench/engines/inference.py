@@ -231,7 +231,7 @@ class InferenceEngine(Engine):
             number = self.link.next_rollout()
         if seeds is None:
             seeds = self.seeds(sampling, number, len(asked), samples)
-        self._tell_prompts(asked, told=isinstance(prompts, PromptSet) or not number)
+        self._tell_prompts(asked, told=isinstance(prompts, PromptSet))
         contents, kept = [p.content for p in asked], tuple(asked) if number or turns else ()
         shared = len(self._actors) > 1
         job = GenerateJob(

@@ -67,6 +67,8 @@ def test_the_nulls_of_tools_are_no_part_of_a_schema_and_json_is_read() -> None:
     for tools in ([tool], json.dumps([tool]), np.array([tool], object)):
         text = tokenizer.decode(demonstrations([{"messages": chat, "tools": tools}], tokenizer).prompts[0])
         assert '"look"' in text and "enum" not in text
+    with pytest.raises(DataError, match=r"row 0: .*no column 'tools' but 'tools '"):
+        demonstrations([{"messages": chat, "tools ": [tool]}], tokenizer)
     with pytest.raises(DataError, match="row 0: its tools are no JSON"):
         demonstrations([{"messages": chat, "tools": "{"}], tokenizer)
 

@@ -109,6 +109,8 @@ def test_options_without_an_effect_are_refused(moody: Any) -> None:
         load(["a text"], template={"mood": "!"}, tokenizer=moody)
     with pytest.raises(DataError, match="row 0: mood would have no effect"):
         demonstrations([{"prompt": "a", "completion": "b"}], moody, template={"mood": "!"})
+    with pytest.raises(DataError, match="does not read tools"):
+        demonstrations([{"prompt": CHAT, "completion": "b"}], build_tokenizer(64), tools=[look])
     with pytest.raises(DataError, match="one option"):
         split_chat({"template": {}, "chat_template_kwargs": {}})
 

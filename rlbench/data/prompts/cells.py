@@ -49,10 +49,10 @@ def check_once(columns: Sequence[str], what: str) -> None:
 
 
 def check_name(row: Mapping[Any, Any], name: str) -> None:
-    """Refuse a row that has a column of this name but for spaces and capitals, which nobody would read."""
-    for column in row:
+    """Refuse a row that has a column of this name under one that differs by spaces or capitals, which nobody reads."""
+    for column in () if name in row else row:
         if isinstance(column, str) and column != name and column.strip().casefold() == name:
-            raise DataError(f"it has no column {name!r} but {column!r}: rename it, or name it as {name}={column!r}")
+            raise DataError(f"it has no column {name!r} but {column!r}: rename it")
 
 
 def without_nulls(value: Any) -> Any:

@@ -109,7 +109,8 @@ def text_ids(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
     A text that begins with them already, as one that a chat template has rendered, gets no second ones: it warns.
     """
     rows = [list(row) for row in tokenizer(list(texts), verbose=False)["input_ids"]]
-    if note := begun_note(texts, begin_text(tokenizer)):
+    repeats = any(row[0] in row[1:4] for row in rows if row)  # which is cheap to see
+    if repeats and (note := begun_note(texts, begin_text(tokenizer))):
         warnings.warn(note, stacklevel=user_stacklevel())
         begin = begin_ids(tokenizer)
         rows = [without_second(row, begin) for row in rows]

@@ -191,13 +191,11 @@ class _PromptMaker:
 
     @staticmethod
     def _need_name(row: Row, name: str, index: int) -> None:
-        """Refuse a row that has the column of this name under one that differs by spaces alone."""
-        if name in row:
-            return
+        """Refuse a row that has the column of this name under one that differs by spaces or capitals alone."""
         try:
             check_name(row, name)
         except DataError as error:
-            raise DataError(f"row {index}: {error}") from None
+            raise DataError(f"row {index}: {error}, or say which is meant: {name}=…") from None
 
     def _columns(self, row: Row) -> tuple[FromRow, FromRow | None]:
         """The columns of prompt and label; of a row of a known form, where none are named, those of that."""

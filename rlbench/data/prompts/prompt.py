@@ -129,8 +129,7 @@ def _of_row(row: Mapping[str, Any], index: int) -> Prompt:
         raise DataError(f"prompt {index} has multi_modal_data of {', '.join(map(str, media))}: wanted {{'image': …}}")
     with _naming(index):
         for name in ("label", *IMAGE_COLUMNS):
-            if name not in row:
-                check_name(row, name)
+            check_name(row, name)
     column = next((name for name in IMAGE_COLUMNS if name in row), "")
     used = ("prompt", "prompt_token_ids", "label", "multi_modal_data", column, *OTHER_INPUTS)
     rest = {name: value for name, value in row.items() if name not in used}

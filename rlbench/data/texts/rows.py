@@ -11,8 +11,8 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from rlbench.data.prompts.cells import check_text, without_nulls
-from rlbench.data.prompts.chat import chat_options, schemas
+from rlbench.data.prompts.cells import check_name, check_text, without_nulls
+from rlbench.data.prompts.chat import chat_options, check_read, schemas
 from rlbench.data.prompts.lengths import continues
 from rlbench.data.prompts.loading import OnError, check_on_error, chosen_rows, made_rows
 from rlbench.data.prompts.prompt import as_chat, plain_content
@@ -23,6 +23,8 @@ from rlbench.errors import DataError, nearest
 OnLong = Literal["raise", "report"]
 READ = ("prompt", "completion", "messages", "chosen", "rejected")
 """Columns of texts or messages."""
+MAY_HAVE = ("tools", "margin")
+"""Columns that rows need not have."""
 Made = TypeVar("Made")
 Maker = TypeVar("Maker", bound=Callable[..., Any])
 
@@ -87,6 +89,8 @@ class Reading:
                 if not isinstance(row, Mapping):
                     raise DataError(f"it is a {type(row).__name__}, not a dict of columns")
                 check_text({name: row[name] for name in READ if name in row})
+                for name in MAY_HAVE:
+                    check_name(row, name)
                 return make(row)
             except DataError as error:
                 raise DataError(f"row {index}: {error}") from error
@@ -115,7 +119,10 @@ class Reading:
     def renderer(self, tokenizer: Any) -> Renderer:
         """Return what writes the rows."""
         template = self.template if isinstance(self.template, str) else None
-        return Renderer.of(tokenizer, template, chat_options(self.chat_template_kwargs))
+        renderer = Renderer.of(tokenizer, template, chat_options(self.chat_template_kwargs))
+        if self.tools:
+            check_read(renderer.tokenizer, {"tools": self.tools}, template)
+        return renderer
 
     def tools_of(self, row: Row) -> list[dict[str, Any]] | None:
         """Return the tools that a row names, else those of all rows; as JSON, or as a table's nested column."""
