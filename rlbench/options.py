@@ -60,8 +60,17 @@ VERL = {
     "kl_loss_coef": "kl_coef",
     "ulysses_sequence_parallel_size": "sequence_parallel",
 }
-ALIASES = {**LIGHTRFT, **TRL, **VERL, "max_new_tokens": "max_tokens", "ranks": "shards"}
+ALIASES = {
+    **LIGHTRFT,
+    **TRL,
+    **VERL,
+    "max_new_tokens": "max_tokens",
+    "ranks": "shards",
+    "chat_template_kwargs": "template",
+}
 """Other names of options, where the meaning is equal: TRL's, verl's, transformers'."""
+MAPPINGS = ("template",)
+"""Options that are mappings themselves."""
 SWITCHES: Mapping[str, Mapping[bool, Any]] = {
     "fused_linear_logprob": {True: "chunked", False: "plain"},
     "disable_engine_sleep": {True: False, False: True},
@@ -296,6 +305,10 @@ def typed(cls: type, name: str, value: Any) -> Any:
             return parts
     if isinstance(value, list | tuple) and list[str] in alternatives:
         return [_one(name, part, str) for part in value]
+    if isinstance(value, list | tuple) and list[dict[str, Any]] in alternatives:
+        if strange := next((one for one in value if not isinstance(one, Mapping)), None):
+            raise OptionError(f"{name}: {strange!r:.60} is no mapping: it must be a list of these.")
+        return [dict(one) for one in value]
     if isinstance(value, dict) and dict[str, Any] in alternatives:
         return dict(value)
     if isinstance(value, bool) and bool in alternatives:
@@ -360,7 +373,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     if not isinstance(read, dict):
         raise OptionError(f"{path} holds {type(read).__name__}; it must be `option: value`, one a line.")
     for name, value in read.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and ALIASES.get(str(name), name) not in MAPPINGS:
             raise OptionError(f"{path}: {name} holds options of its own; they stand in the file itself, one a line.")
     written = re.findall(r"^([A-Za-z_]\w*)\s*:", text, re.MULTILINE)
     if twice := [name for name in dict.fromkeys(written) if written.count(name) > 1]:

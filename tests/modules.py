@@ -132,3 +132,17 @@ def batch_of(lengths: list[tuple[int, int]], seed: int = 0, **fields: Any) -> Tr
 
 
 RAGGED = [(3, 9), (7, 2), (4, 17), (5, 5), (2, 12), (6, 5), (9, 1)]
+
+
+def beginning_tokenizer(context: int = 512) -> Any:
+    """Return the tiny tokenizer with a begin token, which it puts before texts as its chat template does itself."""
+    from tokenizers.processors import TemplateProcessing
+
+    from rlbench.tiny.tokenizer import PAD, build_tokenizer
+
+    tokenizer = build_tokenizer(context)
+    tokenizer.bos_token = PAD
+    begin = [(PAD, tokenizer.bos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{PAD} $A", special_tokens=begin)
+    tokenizer.chat_template = "{{- bos_token -}}" + tokenizer.chat_template
+    return tokenizer

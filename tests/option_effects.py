@@ -83,6 +83,14 @@ EFFECTS: dict[str, tuple[str, ...]] = {
         "trainers/test_experience_maker.py::test_options_of_sampling_reach_the_engine_under_its_names",
         "workers/test_replica_vllm.py::test_a_first_token_has_a_temperature_of_its_own_and_the_rest_follows_on_it",
     ),
+    "template": (
+        "trainers/test_experience_maker.py::test_options_of_the_chat_template_reach_the_engine_and_the_tokens",
+        "session/test_run_data.py::test_options_of_the_chat_template_count_where_prompts_and_texts_are_read",
+    ),
+    "tools": (
+        "trainers/test_experience_maker.py::test_options_of_the_chat_template_reach_the_engine_and_the_tokens",
+        "session/test_run_data.py::test_options_of_the_chat_template_count_where_prompts_and_texts_are_read",
+    ),
     "buffer_limit": ("trainers/test_replay_buffer.py::test_the_limit_keeps_the_newest_sequences",),
     "max_epochs": (
         "trainers/test_ppo_trainer.py::test_smaller_train_batches_step_more_often_and_epochs_go_over_all_again",

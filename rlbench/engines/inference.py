@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from rlbench.data import EncodedImage, GenerateJob, Prompt, Rollouts, as_prompts
+from rlbench.data import EncodedImage, GenerateJob, Prompt, PromptSet, Rollouts, as_prompts
 from rlbench.data.prompts.chat import split_chat
+from rlbench.data.prompts.lengths import begun_note, open_note
 from rlbench.data.prompts.prompt import is_chat
 from rlbench.data.prompts.sampling import request_seeds, reshaped_by, reshaped_notes, sampling_options
 from rlbench.data.record.origin import drawn_by
@@ -27,6 +28,7 @@ from rlbench.engines.paths import check_model_path, model_name
 from rlbench.engines.placement import Device, addresses, device_count, thread_environment, visible_gpus
 from rlbench.engines.turns import failed_in_env, split_options, tell_env_errors
 from rlbench.envs.hook import Hook, from_hook
+from rlbench.envs.tools import ToolEnv
 from rlbench.errors import DataError, SessionError, Stopped, nearest
 from rlbench.results import Done
 from rlbench.runtime import cluster
@@ -183,8 +185,9 @@ class InferenceEngine(Engine):
             env: an `rb.envs.Env` that each sample meets turn by turn: a class, an instance (copied for each sample) or
                 a function that makes one. Then `max_tokens` is per turn, and there are the options of
                 `rlbench.engines.turns.TURN_OPTIONS`: `max_turns`, `max_total_tokens`, `env_timeout_s`.
-            options: also `template={"enable_thinking": False}`, options of the chat template, and `tools=[…]`, which
-                it names to the model: functions (their signatures and docstrings), or tools in OpenAI's form.
+            options: also `template={"enable_thinking": False}` (or `chat_template_kwargs`), options of the chat
+                template, and `tools=[…]`, which it names to the model: functions (their signatures and docstrings), or
+                tools in OpenAI's form.
 
         Returns:
             `Rollouts`, in prompt order.
@@ -217,15 +220,19 @@ class InferenceEngine(Engine):
         asked: list[Prompt] = as_prompts(prompts)
         samples = _samples(n, sampling)
         chat, rest = split_chat({k: v for k, v in sampling.items() if k not in BY_CALL})
-        if chat and not any(is_chat(prompt.content) for prompt in asked):
+        chats = any(is_chat(prompt.content) for prompt in asked)
+        if chat and not chats:
             raise DataError(f"{', '.join(chat)} would have no effect: no prompt is a chat (messages)")
         turns, rest = split_options(env, rest)
+        if chats and "tools" not in chat:
+            chat |= self._tools_of(env)
         if number != 0:
             self._tell_reshaped(rest)
         if number is None:
             number = self.link.next_rollout()
         if seeds is None:
             seeds = self.seeds(sampling, number, len(asked), samples)
+        self._tell_prompts(asked, told=isinstance(prompts, PromptSet))
         contents, kept = [p.content for p in asked], tuple(asked) if number or turns else ()
         shared = len(self._actors) > 1
         job = GenerateJob(
@@ -264,6 +271,28 @@ class InferenceEngine(Engine):
         seed = sampling.get("seed")
         drawn_by = (self.seed, number) if seed is None else (_whole("seed", seed), 0)
         return request_seeds(*drawn_by, prompts, samples)
+
+    def _tell_prompts(self, asked: Sequence[Prompt], told: bool) -> None:
+        """Say how prompts are read that are begun already, or whose answer is; `told`: that was said when they were
+        loaded."""
+        notes = [begun_note([prompt.content for prompt in asked], str(self._info.get("begins", "")))]
+        if not told and "open" not in self._told and (note := open_note(asked, "prompts")):
+            self._told.add("open")
+            notes.append(f"{note}. Leave it out where it is the answer")
+        for note in filter(None, notes):
+            warnings.warn(note, stacklevel=user_stacklevel())
+
+    def _tools_of(self, env: Any) -> dict[str, Any]:
+        """Return the tools of an environment of such as the chat template names them; says once that it cannot."""
+        if not isinstance(env, ToolEnv):
+            return {}
+        if self._info.get("names_tools"):
+            return {"tools": env.schemas()}
+        if "tools" not in self._told:
+            self._told.add("tools")
+            said = "the model's chat template names no tools: the model knows of them by what the prompts say"
+            warnings.warn(f"{env!r}: {said}", stacklevel=user_stacklevel())
+        return {}
 
     def _tell_reshaped(self, sampling: dict[str, Any]) -> None:
         """Say once of each option that it makes the sampler's log-probs those of another distribution."""

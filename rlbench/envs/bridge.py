@@ -3,11 +3,13 @@ placeholder for what the assistant said."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rlbench.data.prompts.lengths import chat_ids, continues
 from rlbench.data.prompts.placing import is_image_part
-from rlbench.data.prompts.prompt import Prompt, is_chat, is_token_ids
+from rlbench.data.prompts.prompt import Prompt, is_chat, is_token_ids, message_text
 from rlbench.envs.protocol import Message, Observation
 from rlbench.errors import DataError
 
@@ -21,7 +23,7 @@ def opened(
     messages = _as_messages(tokenizer, observation, role)
     inside = observation is None or is_token_ids(observation) or (isinstance(observation, str) and role is None)
     if is_chat(prompt.content) and not inside:
-        return _rendered(tokenizer, [*prompt.content, *messages], True), messages
+        return _asked(tokenizer, [*prompt.content, *messages]), messages
     return [*ids, *_ids_of(tokenizer, observation)], messages
 
 
@@ -72,24 +74,37 @@ def _ids_of(tokenizer: Any, observation: Any) -> list[int]:
     return [int(t) for t in tokenizer(observation, add_special_tokens=False)["input_ids"]]
 
 
-def _rendered(tokenizer: Any, messages: Sequence[Message], generate: bool) -> list[int]:
-    options = {"tokenize": True, "add_generation_prompt": generate, "return_dict": False}
+def _asked(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
+    """Return a chat as an engine is asked with it."""
+    with _refusals(messages):
+        return [int(token) for token in chat_ids(tokenizer, messages)]
+
+
+@contextlib.contextmanager
+def _refusals(messages: Sequence[Message]) -> Iterator[None]:
     try:
-        ids = tokenizer.apply_chat_template(list(messages), **options)
+        yield
     except Exception as error:  # whatever a template raises: it is the checkpoint's code
         roles = ", ".join(str(m.get("role")) for m in messages)
         raise DataError(
             f"the chat template refuses messages of the roles {roles} ({error}); give the environment a role that it "
             "knows"
         ) from error
-    return [int(token) for token in ids]
+
+
+def _rendered(tokenizer: Any, messages: Sequence[Message], generate: bool) -> list[int]:
+    options = {"tokenize": True, "add_generation_prompt": generate, "return_dict": False}
+    with _refusals(messages):
+        return [int(token) for token in tokenizer.apply_chat_template(list(messages), **options)]
 
 
 def _behind_placeholder(tokenizer: Any, chat: Sequence[Message], messages: Sequence[Message]) -> list[int]:
     """Return what the template puts behind the assistant's message: its end, `messages`, and the generation prompt."""
+    chat, begun = (chat[:-1], message_text(chat[-1])) if chat and continues(chat) else (chat, "")  # of its answer
     before = _rendered(tokenizer, chat, False)
     one, two = (
-        _rendered(tokenizer, [*chat, {"role": "assistant", "content": said}, *messages], True) for said in PLACEHOLDERS
+        _rendered(tokenizer, [*chat, {"role": "assistant", "content": begun + said}, *messages], True)
+        for said in PLACEHOLDERS
     )
     ahead = common(one, two)
     behind = common(one[::-1], two[::-1])

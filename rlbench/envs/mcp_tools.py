@@ -73,12 +73,16 @@ def mcp(
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class McpEnv(ToolEnv):
-    """See `mcp`. `tools`: what the server offers, in OpenAI's form, for `tools=` of a rollout."""
+    """See `mcp`. `tools`: what the server offers, in OpenAI's form."""
 
     server: Server
     timeout_s: float
     tools: list[dict[str, Any]]
     _session: _Session | None = None
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """Return the tools as the server describes them."""
+        return self.tools
 
     def __repr__(self) -> str:
         return f"mcp({_shown(self.server)}: {', '.join(self.functions)})"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rlbench.data.prompts.chat import schema_of
 from rlbench.envs.episode import error_facts
 from rlbench.envs.protocol import Env, Step, Turn, resolved
 from rlbench.errors import DataError, nearest
@@ -49,7 +50,9 @@ def tools(
     """Make an environment whose samples may call functions; a turn without a call ends the sample.
 
     An unknown tool, arguments that do not fit and an exception in a tool are answered with a text that says so; the
-    last is also among `rollouts.env_errors`.
+    last is also among `rollouts.env_errors`. Chats name the functions to the model, by signature and docstring, where
+    its chat template reads `tools` and the rollout gives none of its own (`tools=[…]`); a function or a class given as
+    `env` is not looked into.
 
     Args:
         functions: by name, or functions with names of their own; plain or async.
@@ -93,6 +96,10 @@ class ToolEnv(Env):
     reward: Callable[[Turn], float | None] | None
     role: str | None
     in_thoughts: bool = False
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """Return the functions in OpenAI's form, as a chat template names them to the model."""
+        return [schema_of(name, fn) for name, fn in self.functions.items()]
 
     def __repr__(self) -> str:
         return f"tools({', '.join(self.functions)})"

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlbench.data.prompts.lengths import open_tokenizer
+from rlbench.data.prompts.lengths import open_tokenizer, text_ids
 from rlbench.data.texts.rendering import Renderer
 from rlbench.data.texts.rows import Reading
 from rlbench.errors import DataError
@@ -95,7 +95,7 @@ class model(Scorer):
         if isinstance(content, list) and not isinstance(content[0], dict):
             raise DataError("the prompt is token ids, the reward model has its own tokenizer: give texts or messages")
         if not chat:
-            return list(tokenizer(rollout.source.text + rollout.transcript)["input_ids"])
+            return text_ids([rollout.source.text + rollout.transcript], tokenizer)[0]
         return list(tokenizer.apply_chat_template(rollout.messages, tokenize=True, return_dict=True)["input_ids"])
 
     def shares_vocabulary(self, tokenizer: Any) -> bool:

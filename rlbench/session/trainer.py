@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from rlbench.data.prompts.chat import schemas
 from rlbench.errors import SessionError
 from rlbench.options import OptionError
 from rlbench.rewards.rules import zero
@@ -76,6 +77,7 @@ def trainer(
         trainer_class: a subclass of `SPMDPPOTrainer` with methods of your own.
         arguments: further arguments of the trainer by name (`reward_fn`, …).
         pretrain_data: of `ptx_coef`: demonstrations as `rb.data.demonstrations` reads them, or a list of plain texts.
+        template, tools: what chats are written with, as in `rollout`; on texts as of `rb.data.demonstrations`.
         options: of `StrategyConfig` and `PPOConfig`, on texts of `TextConfig`, see docs/options.md; `seed` and
             `max_norm` are the session's unless given. Folders and files, here and above, are found from the kernel's
             working directory.
@@ -92,6 +94,8 @@ def trainer(
             f"rb.Train(reference={follows!r}) follows session.train_step and optim_step, and has no "
             "effect on a trainer, which takes its own steps: leave it out, and session.update_reference() between them."
         )
+    if isinstance(options.get("tools"), list | tuple):
+        options["tools"] = schemas(options["tools"])
     if method in TEXTS:
         of_samples = {
             "prompts": prompts,
@@ -160,12 +164,13 @@ def trainer(
 def _reward_model(core: SessionCore, given: dict[str, Any], options: dict[str, Any]) -> RewardModel:
     """Find the reward model that goes with a session, or make one of the session's model; texts are read into `given`,
     and `options` looked at, before anything is started."""
-    from rlbench.trainers.options.methods import REWARD, method_options
+    from rlbench.trainers.options.methods import REWARD, method_options, of_writing
 
+    writing = of_writing(options)
     method_options(REWARD, options)
     for name in ("data", "eval_data"):
         if given[name] is not None:
-            given[name] = texts_of(REWARD, given[name], core)
+            given[name] = texts_of(REWARD, given[name], core, **writing)
     train = replace(core.options.train, reference=None)
     if train.lora is not None:
         train = replace(train, lora=replace(train.lora, path=None))

@@ -42,8 +42,9 @@ def rollout(
         prompts: texts, chats, token ids, or rows with `prompt` and `label`.
         sampling: options by vLLM's names (`temperature`, `top_p`, `max_tokens`, …), or its `SamplingParams`; also
             as keywords. `max_tokens` is 16 where not given, as in vLLM; None: up to the model's length.
-        options: also `template={"enable_thinking": False}`, options of the chat template, and `tools=[…]`, which it
-            names to the model: functions (their signatures and docstrings), or tools in OpenAI's form.
+        options: also `template={"enable_thinking": False}` (or `chat_template_kwargs`), options of the chat template,
+            and `tools=[…]`, which it names to the model: functions (their signatures and docstrings), or tools in
+            OpenAI's form.
         env: an `rb.envs.Env` that each sample meets turn by turn; then also `max_turns`, `max_total_tokens` and
             `env_timeout_s`, and `max_tokens` is per turn.
         adapter: `"base"`, or the name of a branch, whose adapter samples: of a session with `rb.Inference(adapters=2)`;

@@ -57,6 +57,8 @@ TEXT = {
     "engine_type": "sglang",
     "head": "chunked",
     "aggregation": "token-mean",
+    "template": '{"mood": "!"}',
+    "tools": '[{"name": "look"}]',
 }
 
 

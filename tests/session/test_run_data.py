@@ -102,6 +102,29 @@ def test_texts_become_chats_where_the_template_or_a_system_prompt_asks_for_it(ro
     assert read(rows, system_prompt="Be brief.")[1].content == [system, user]
 
 
+def test_options_of_the_chat_template_count_where_prompts_and_texts_are_read(rows: str, tmp_path: Path) -> None:
+    """The built-in template reads none, and says so."""
+    given = {"template": '{"mood": "!"}', "apply_chat_template": True}
+    with pytest.raises(DataError, match="does not read mood"):
+        read(rows, **given)
+    with pytest.raises(DataError, match="no chats"):
+        read(rows, template='{"mood": "!"}')
+    with pytest.raises(DataError, match="does not read tools"):
+        read(rows, tools=[{"name": "look"}], apply_chat_template=True)
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text(json.dumps({"prompt": "a", "completion": "b"}))
+    made = RunConfig.load("sft", None, {"pretrain": "tiny", "data": str(texts), **given})
+    assert made.ppo.template == {"mood": "!"} and "template" not in made.trainer_options
+    with pytest.raises(DataError, match="does not read mood"):
+        run_data.data_of(made)
+    kept = tmp_path / "tools.json"
+    kept.write_text('[{"name": "look"}]')
+    assert config(tools=str(kept)).ppo.tools == [{"name": "look"}]
+    for wrong in ("{", "[1]", str(tmp_path / "none.json")):
+        with pytest.raises(OptionError, match="template="):
+            config(template=wrong)
+
+
 def test_no_more_prompts_are_read_than_asked_for(rows: str) -> None:
     assert len(read(rows, max_samples=4)) == 4 and len(read("tiny", max_samples=50)) == 50
     given = config(prompt_data=rows, eval_data=rows, max_eval_samples=2)

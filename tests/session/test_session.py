@@ -316,6 +316,21 @@ def test_options_of_a_chat_template_are_refused_where_it_does_not_read_them(sess
     assert session.rollout(["sort 12"], max_tokens=3).samples == 1
 
 
+def test_what_is_said_of_prompts_and_tools_is_said_by_rollout_too(session):
+    asked = [{"role": "user", "content": "sort 12"}]
+    begun = [*asked, {"role": "assistant", "content": "1"}]
+    session.inference._told.discard("open")
+    with pytest.warns(UserWarning, match="1 of 2 chats end with an assistant's message"):
+        rollouts = session.rollout([begun, asked], max_tokens=2)
+    plain = rollouts.prompt_ids[1].tolist()
+    assert rollouts.prompt_ids[0].tolist() == [*plain, ord("1")]
+    with pytest.raises(DataError, match=r"prompt 1: .*no Unicode"):
+        session.rollout(["sort 12", "\ud83d"], max_tokens=2)
+    session.inference._told.discard("tools")
+    with pytest.warns(UserWarning, match="names no tools"):
+        session.rollout([asked], env=rb.envs.tools([len]), max_turns=1, max_tokens=2)
+
+
 def test_evaluation_does_not_change_later_samples(session):
     session.core.link.set(rollouts=1000)
     first = session.rollout(["sort 4321"], n=4, max_tokens=8)

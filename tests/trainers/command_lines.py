@@ -45,6 +45,8 @@ OTHER_VALUES: dict[str, str] = {
     "max_length": "64",
     "token_budget": "64",
     "loss": "dapo",
+    "template": '{"mood":"!"}',
+    "tools": '[{"name":"look"}]',
 }
 OF_TEXTS = ("data", "max_length", "token_budget")
 

@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 import torch
 
+from rlbench.data.prompts.chat import split_chat
 from rlbench.data.prompts.prompt import Prompt
 from rlbench.dispatch import context
 from rlbench.errors import DataError, EngineError, Stopped
 from rlbench.rl import FixedKL, group_normalized, mismatch_diagnostics
 from rlbench.strategies import get_fake_strategy
 from rlbench.strategies.options.config import OptionError
-from rlbench.trainers.experience.samples import encoded, rollouts_of
+from rlbench.tiny.tokenizer import build_tokenizer
+from rlbench.trainers.experience.samples import encoded, rollouts_of, sampling_of
 from rlbench.trainers.experience.values import Experience
+from rlbench.trainers.options.ppo_config import PPOConfig
 from rlbench.workers.replica.job import encode_prompts
 from tests.trainers.making import LONGEST, TableEngine, asked, joined, last_token, maker_of, qwen_of, rows_of
 
@@ -141,6 +144,20 @@ def test_options_of_sampling_reach_the_engine_under_its_names(fake: Fake, actor:
     assert call["sleep"] is True
     with pytest.raises(OptionError, match="are one option"):
         maker.make_experience_list(asked(1), max_new_tokens=3, max_tokens=4)
+
+
+def test_options_of_the_chat_template_reach_the_engine_and_the_tokens(fake: Fake, actor: Any) -> None:
+    tokenizer = build_tokenizer(256)
+    tokenizer.chat_template = "{{ mood }}{{ tools | length if tools else '' }}" + tokenizer.chat_template
+    chat = {"template": {"mood": "!"}, "tools": [{"type": "function", "function": {"name": "look"}}]}
+    sampling = sampling_of(PPOConfig(**chat), 1, {})
+    assert {name: sampling[name] for name in chat} == chat and "template" not in sampling_of(PPOConfig(), 1, {})
+    assert PPOConfig(chat_template_kwargs={"mood": "!"}).template == {"mood": "!"}
+    (ids,) = encoded([Prompt([{"role": "user", "content": "a"}])], tokenizer, 64, split_chat(sampling)[0])
+    assert tokenizer.decode(ids) == "!1<|user|>a<|end|><|assistant|>"
+    maker = maker_of(fake, actor, config={"kl_coef": 0.0})
+    made = maker.make_experience_list(asked(1), template={})
+    assert fake.gather_and_generate.calls[0]["sampling"]["template"] == {} and made
 
 
 def test_an_engine_that_is_to_stay_awake_is_left_awake(fake: Fake, actor: Any) -> None:

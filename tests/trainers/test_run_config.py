@@ -110,6 +110,8 @@ def test_the_command_line_counts_over_the_file_that_over_the_method_that_over_th
 def test_other_names_mean_the_same_and_both_at_once_are_refused(alias: str, name: str) -> None:
     if alias in SWITCHES:
         line, value = [f"--{alias}"], True
+    elif name == "template":
+        line, value = [f"--{alias}", '{"mood": "!"}'], {"mood": "!"}
     else:
         value = {"shards": 2, "aggregation": "token-mean", "betas": (0.5, 0.5), "packing": True, "lora_targets": ("k",)}
         value = value.get(name, 7)

@@ -34,6 +34,9 @@ def read_table(path: Path, call: str) -> Any:
     from pyarrow import ArrowException
 
     try:
+        names = parquet.read_schema(path).names
+        if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+            raise DataError(f"{path} has the column {twice[0]!r} more than once: rename or drop one")
         return parquet.read_table(path, partitioning=None)
     except ArrowException as error:
         raise DataError(f"{path} is no Parquet file that can be read: {error}") from None

@@ -32,7 +32,7 @@ from rlbench.data.base.plain import to_plain
 from rlbench.data.files.export import sample_index
 from rlbench.data.rollouts.channels import all_channels
 from rlbench.data.rollouts.jobs import FINISH_REASONS
-from rlbench.data.rollouts.turns import asked_messages, said_messages
+from rlbench.data.rollouts.turns import conversation
 
 if TYPE_CHECKING:
     from rlbench.data.rollouts.rollouts import Rollouts
@@ -67,11 +67,10 @@ def trajectories(rollouts: Rollouts) -> Iterator[dict[str, Any]]:
         p = int(rollouts.group[i])
         prompt = rollouts.prompts[p]
         info = rollouts.infos[i] if rollouts.infos else {}
-        asked = to_plain(asked_messages(prompt), f"prompt {p}")
         yield {
             "prompt_index": p,
             "sample_index": int(which[i]),
-            "messages": [*asked, *said_messages(info, rollouts.texts[i])],
+            "messages": to_plain(conversation(prompt, info, rollouts.texts[i]), f"prompt {p}"),
             "prompt_token_ids": rollouts.prompt_ids[p].tolist(),
             "token_ids": rollouts.responses[i].tolist(),
             "channels": {name: _numbers(rows[i]) for name, rows in channels.items()},

@@ -7,22 +7,26 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
-from rlbench.data.prompts.lengths import LongPrompt, open_tokenizer, token_counts
+from rlbench.data.prompts.cells import check_name, is_missing
+from rlbench.data.prompts.chat import Templated, chat_options
+from rlbench.data.prompts.lengths import LongPrompt, open_note, open_tokenizer, token_counts
 from rlbench.data.prompts.placing import IMAGE_COLUMNS, listed, placed
 from rlbench.data.prompts.prompt import Prompt, as_chat, as_prompt, is_chat, plain_content
 from rlbench.data.prompts.set import PromptSet
 from rlbench.data.prompts.sources import Row, as_encoded, open_source
 from rlbench.data.prompts.stream import permutation
 from rlbench.errors import DataError, nearest
-from rlbench.traces import user_error
+from rlbench.traces import user_error, user_stacklevel
 from rlbench.user_code import user_code
 
 FromRow: TypeAlias = str | Callable[[Row], Any]
 OnLong = Literal["report", "raise", "keep"]
+OnError = Literal["raise", "report"]
+Made = TypeVar("Made")
 PROBLEMS = (("question", "answer"), ("problem", "answer"), ("problem", "solution"))
 """Columns of a problem and its answer, in GSM8K, MATH-500 and MATH: of rows without a `prompt`, where none is named."""
 HEAD = 60
@@ -38,11 +42,14 @@ def load(
     fetch_images: bool = False,
     split: str | None = None,
     system: str | None = None,
-    template: FromRow | None = None,
+    template: FromRow | Mapping[str, Any] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Any] | None = None,
     chat: bool = False,
     tokenizer: Any = None,
     max_prompt_tokens: int | None = None,
     on_long: OnLong = "report",
+    on_error: OnError = "raise",
     limit: int | None = None,
     shuffle_seed: int | None = None,
     meta: Sequence[str] | None = None,
@@ -72,13 +79,18 @@ def load(
         fetch_images: read images at http addresses, which are refused otherwise.
         split: which split, where there are several: "test", or for a hub id or folder "train[:10%]" too.
         system: a system message put before each prompt; a text becomes a chat then.
-        template: makes the prompt from the row's columns: "{question}\nAnswer:", or a function of the row.
+        template: makes the prompt from the row's columns: "{question}\nAnswer:", or a function of the row. Or options
+            of the chat template, as `chat_template_kwargs`.
+        chat_template_kwargs, tools: what chats are counted with, as `template` and `tools` of `rollout`, which is given
+            the same.
         chat: texts become a user message, so that the engine puts them through its chat template.
         tokenizer: a folder, hub id or tokenizer of `transformers`: the prompts' `lengths` are counted, as the engines
             will encode them.
         max_prompt_tokens: more than so many tokens is too long. Nothing is ever cut.
         on_long: what becomes of too long prompts, which `.too_long` lists in any case: "report" leaves them out and
             warns with their number and the longest, "raise" refuses them, "keep" keeps them.
+        on_error: what becomes of a row that gives no prompt (none in it, text that is no Unicode, …): "raise" refuses
+            it, "report" leaves it out and warns with the number of such and the first.
         limit: rows to read at most; a stream needs it.
         shuffle_seed: shuffles the rows, before the limit; of a stream, the rows that were read.
         meta: the columns to keep in each prompt's `meta`; None keeps all that are neither prompt nor label.
@@ -87,6 +99,14 @@ def load(
     """
     if on_long not in ("report", "raise", "keep"):
         raise DataError(f"on_long={on_long!r}: wanted 'report', 'raise' or 'keep'")
+    check_on_error(on_error)
+    if isinstance(template, Mapping):
+        if chat_template_kwargs is not None:
+            raise DataError("template and chat_template_kwargs are options of the chat template both: give one of them")
+        template, chat_template_kwargs = None, template
+    chat_with = chat_options(chat_template_kwargs, tools)
+    if chat_with and tokenizer is None:
+        raise DataError(f"{', '.join(chat_with)} would have no effect: chats are counted with it, by tokenizer=…")
     if template is not None and prompt != "prompt":
         raise DataError("give prompt= or template=, not both: a template makes the prompt from the whole row")
     for option, value in (("max_prompt_tokens", max_prompt_tokens), ("limit", limit)):
@@ -98,20 +118,22 @@ def load(
         as_encoded(table, IMAGE_COLUMNS if images == "images" else (images,)), limit, shuffle_seed
     )
     as_asked = _PromptMaker(prompt, label, images, fetch_images, template, system, chat, meta)
-    whole = PromptSet(tuple(as_asked(row, i) for i, row in zip(indices, rows, strict=True)), name)
     what = name or "the source"
+    indices, prompts = made_rows(indices, rows, as_asked, on_error, what)
+    whole = PromptSet(tuple(prompts), name)
     if not len(whole):
         raise DataError(f"{what} has no rows")
-    answered = sum(is_chat(p.content) and p.content[-1].get("role") == "assistant" for p in whole)
-    if answered:
-        warnings.warn(
-            f"{what}: {answered} of {len(whole)} chats end with an assistant's message, which the policy would "
-            "see: if that is the answer, leave it out: prompt=lambda row: row['messages'][:-1]",
-            stacklevel=2,
-        )
+    if note := open_note(whole, what):
+        mend = "if that is the answer, leave it out: prompt=lambda row: row['messages'][:-1]"
+        warnings.warn(f"{note}: {mend}", stacklevel=2)
     if tokenizer is None and max_prompt_tokens is None:
         return whole
-    counts = token_counts(whole.prompts, indices, None if tokenizer is None else open_tokenizer(tokenizer))
+    tokenizer = None if tokenizer is None else open_tokenizer(tokenizer)
+    if chat_with:
+        if not any(is_chat(prompt.content) for prompt in whole):
+            raise DataError(f"{', '.join(chat_with)} would have no effect: {what} has no chats (messages)")
+        tokenizer = Templated(tokenizer, chat_with)
+    counts = token_counts(whole.prompts, indices, tokenizer)
     whole = replace(whole, lengths=counts, max_prompt_tokens=max_prompt_tokens)
     return whole if max_prompt_tokens is None else _without_long(whole, indices, counts, max_prompt_tokens, on_long)
 
@@ -138,7 +160,7 @@ class _PromptMaker:
             content = _value(row, self.template or prompt, "template" if self.template else "prompt", index)
         else:
             content = _formatted(self.template, row, index)
-        column = self._image_column(row)
+        column = self._image_column(row, index)
         beside = () if column is None else listed(_value(row, column, "images", index))
         try:
             if isinstance(content, Prompt | Mapping):
@@ -150,6 +172,8 @@ class _PromptMaker:
             asked = as_prompt(content, index, pictures)
         except DataError as error:
             raise DataError(f"row {index}: {str(error).replace(f'prompt {index}', 'its prompt', 1)}") from None
+        if named == "label":
+            self._need_name(row, "label", index)
         unlabelled = named is None or (named == "label" and "label" not in row)
         label = None if unlabelled else _value(row, named or "label", "label", index)
         if self.meta is not None:
@@ -157,11 +181,21 @@ class _PromptMaker:
         used = {named, prompt if self.template is None else None, column}
         return replace(asked, label=label, meta={name: value for name, value in row.items() if name not in used})
 
-    def _image_column(self, row: Row) -> FromRow | None:
+    def _image_column(self, row: Row, index: int) -> FromRow | None:
         """What the images come from; None where the row has none beside its prompt."""
         if self.images != "images":
             return self.images
+        for name in IMAGE_COLUMNS:
+            self._need_name(row, name, index)
         return next((name for name in IMAGE_COLUMNS if name in row), None)
+
+    @staticmethod
+    def _need_name(row: Row, name: str, index: int) -> None:
+        """Refuse a row that has the column of this name under one that differs by spaces or capitals alone."""
+        try:
+            check_name(row, name)
+        except DataError as error:
+            raise DataError(f"row {index}: {error}, or say which is meant: {name}=…") from None
 
     def _columns(self, row: Row) -> tuple[FromRow, FromRow | None]:
         """The columns of prompt and label; of a row of a known form, where none are named, those of that."""
@@ -182,6 +216,33 @@ def chosen_rows(table: Any, limit: int | None, seed: int | None) -> tuple[list[i
     if hasattr(table, "select"):  # a Dataset: one pass over Arrow instead of a read per row
         return indices, table.select(indices)
     return indices, (table[i] for i in indices)
+
+
+def made_rows(
+    indices: Sequence[int], rows: Iterable[Row], make: Callable[[Row, int], Made], on_error: OnError, what: str
+) -> tuple[list[int], list[Made]]:
+    """Make something of each row, and return the rows' indices too; of a DataError see `on_error` of `load`."""
+    kept, made, errors = [], [], []
+    for index, row in zip(indices, rows, strict=True):
+        try:
+            made.append(make(row, index))
+            kept.append(index)
+        except DataError as error:
+            if on_error == "raise":
+                raise
+            errors.append(error)
+    if errors and not made:
+        raise errors[0]
+    if errors:
+        said = f"{what}: {len(errors)} of {len(indices)} rows cannot be read and are left out. The first: {errors[0]}"
+        warnings.warn(said, stacklevel=user_stacklevel())
+    return kept, made
+
+
+def check_on_error(on_error: str) -> None:
+    """Refuse another word for what becomes of rows that cannot be read."""
+    if on_error not in ("raise", "report"):
+        raise DataError(f"on_error={on_error!r}: wanted 'raise' or 'report'")
 
 
 def _without_long(whole: PromptSet, rows: Sequence[int], counts: np.ndarray, limit: int, on_long: OnLong) -> PromptSet:
@@ -213,10 +274,13 @@ def _value(row: Row, wanted: FromRow, option: str, index: int) -> Any:
 
 
 def _formatted(template: str, row: Row, index: int) -> str:
+    formatter = string.Formatter()
     try:
-        for _, field, _, _ in string.Formatter().parse(template):
+        for _, field, _, _ in formatter.parse(template):
             if field is not None:
                 _check_column(field.partition(".")[0].partition("[")[0], row, "template", index)
+                if is_missing(formatter.get_field(field, (), row)[0]):
+                    raise DataError(f"row {index}: template {template[:40]!r}: its column {field!r} holds no value")
         return template.format_map(row)
     except (ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}; {{{{ and }}}} are braces"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeGuard
 
+from rlbench.data.prompts.cells import check_name, check_text, frame_rows, is_frame, is_missing, without_nulls
 from rlbench.data.prompts.images import EncodedImage
 from rlbench.data.prompts.placing import IMAGE_COLUMNS, listed, placed
 from rlbench.errors import DataError, Suggesting
@@ -32,10 +34,11 @@ class Prompt(Suggesting):
     images: tuple[EncodedImage, ...] = ()
 
     def __post_init__(self) -> None:
-        content, images = placed(self.content, self.images)
-        if images:
-            object.__setattr__(self, "content", content)
-            object.__setattr__(self, "images", images)
+        content, images = placed(plain_content(self.content), self.images)
+        object.__setattr__(self, "content", content)
+        object.__setattr__(self, "images", images)
+        if is_missing(self.label):
+            object.__setattr__(self, "label", None)
 
     @property
     def text(self) -> str:
@@ -76,8 +79,8 @@ def as_prompts(prompts: Any) -> list[Prompt]:
 
     Raises DataError for an empty list and for anything else, naming the index.
     """
-    if hasattr(prompts, "columns") and hasattr(prompts, "to_dict"):
-        prompts = prompts.to_dict("records")  # iterating a data frame would give the names of its columns
+    if is_frame(prompts):
+        prompts = frame_rows(prompts)  # iterating a data frame would give the names of its columns
     elif hasattr(prompts, "tolist"):
         prompts = prompts.tolist()
     if isinstance(prompts, str | Prompt | Mapping) or is_chat_or_tokens(prompts):
@@ -94,17 +97,20 @@ def as_prompts(prompts: Any) -> list[Prompt]:
 def as_prompt(value: Any, index: int, images: Sequence[Any] = ()) -> Prompt:
     """One prompt of `as_prompts`, with images that came beside it; `index` names it where it is none (DataError)."""
     if isinstance(value, Prompt):
+        with _naming(index):
+            check_text(value.content)
         return replace(value, images=tuple(images)) if images else value
     if isinstance(value, Mapping) and ("prompt" in value or "prompt_token_ids" in value):
         return _of_row(value, index)
-    if hasattr(value, "tolist"):
-        value = value.tolist()
+    with _naming(index):
+        value = plain_content(value)
+        check_text(value)
     if isinstance(value, str):
         if not value:
             raise DataError(f"prompt {index} is an empty text")
         return _with_images(value, index, images)
     if is_chat_or_tokens(value):
-        return _with_images([dict(one) if isinstance(one, Mapping) else one for one in value], index, images)
+        return _with_images(list(value), index, images)
     shown = repr(value)
     raise DataError(
         f"prompt {index}: wanted a text, chat messages ([{{'role': …, 'content': …}}]), token ids or a row with "
@@ -121,6 +127,9 @@ def _of_row(row: Mapping[str, Any], index: int) -> Prompt:
     media = row.get("multi_modal_data") or {}
     if not isinstance(media, Mapping) or set(media) - {"image"}:
         raise DataError(f"prompt {index} has multi_modal_data of {', '.join(map(str, media))}: wanted {{'image': …}}")
+    with _naming(index):
+        for name in ("label", *IMAGE_COLUMNS):
+            check_name(row, name)
     column = next((name for name in IMAGE_COLUMNS if name in row), "")
     used = ("prompt", "prompt_token_ids", "label", "multi_modal_data", column, *OTHER_INPUTS)
     rest = {name: value for name, value in row.items() if name not in used}
@@ -129,8 +138,15 @@ def _of_row(row: Mapping[str, Any], index: int) -> Prompt:
 
 
 def _with_images(content: PromptContent, index: int, images: Sequence[Any]) -> Prompt:
-    try:
+    with _naming(index):
         return Prompt(content, images=tuple(images))
+
+
+@contextlib.contextmanager
+def _naming(index: int) -> Iterator[None]:
+    """Say which prompt it is that something is wrong with."""
+    try:
+        yield
     except DataError as error:
         raise DataError(f"prompt {index}: {error}") from error
 
@@ -155,8 +171,8 @@ def is_token_ids(value: Any) -> bool:
 def plain_content(value: Any) -> Any:
     """What a cell of a table holds, as a prompt's content.
 
-    Arrays become lists. Messages lose the keys that Arrow filled in with null because other rows have them; those
-    of ShareGPT (`{"from": "human", "value": …}`) get the standard names. Anything else comes back as it is.
+    Arrays become lists. Messages lose the keys that Arrow filled in with null because other rows have them, at every
+    depth; those of ShareGPT (`{"from": "human", "value": …}`) get the standard names. All else comes back as it is.
     """
     if hasattr(value, "tolist"):
         value = value.tolist()
@@ -188,10 +204,5 @@ def _message(message: Mapping[str, Any]) -> Message:
             known = ", ".join(SHAREGPT_ROLES)
             raise DataError(f"a message is from {sender!r}; known: {known}. Give prompt= a function of the row")
         message = {"role": SHAREGPT_ROLES[sender], "content": message["value"]}
-    plain = {key: value for key, value in message.items() if value is not None or key == "content"}
-    if isinstance(plain.get("content"), list | tuple):
-        plain["content"] = [
-            {k: v for k, v in part.items() if v is not None} if isinstance(part, Mapping) else part
-            for part in plain["content"]
-        ]
-    return plain
+    plain: Message = without_nulls(message)
+    return {key: plain.get(key) for key in message if key in plain or key == "content"}

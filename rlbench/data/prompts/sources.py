@@ -15,10 +15,12 @@ from typing import Any
 
 from rlbench.data.base.arrow import OWN_KEYS, read_table
 from rlbench.data.base.drawing import needed
+from rlbench.data.prompts.cells import check_once, frame_rows, is_frame
 from rlbench.data.prompts.prompt import Prompt, is_chat_or_tokens
 from rlbench.errors import DataError, nearest
 
 Row = Mapping[str, Any]
+WANTED = "Wanted one object per line; a .json file may also be a list of objects, [{…}, …]"
 
 
 def open_source(source: Any, split: str | None, config: str | None, revision: str | None) -> tuple[str, Any]:
@@ -35,8 +37,8 @@ def open_source(source: Any, split: str | None, config: str | None, revision: st
                 raise DataError(f"this dataset is the split {source.split}: leave out split={split!r}")
             return "", source
     _refuse(what, split=split)
-    if hasattr(source, "columns") and hasattr(source, "to_dict"):
-        return "", source.to_dict("records")
+    if is_frame(source):
+        return "", frame_rows(source)
     if hasattr(source, "tolist"):
         source = source.tolist()  # an array, or a data frame's column
     if isinstance(source, Mapping):
@@ -149,16 +151,47 @@ def _read_lines(path: Path) -> list[Row]:
 
 
 def _read_json(path: Path) -> list[Row]:
-    """A list of objects, or one object per line under the wrong suffix, which is common."""
+    """A list of objects; else one object per line under the wrong suffix, which is common, or objects over several
+    lines, one after the other."""
     text = path.read_text(encoding="utf-8-sig")
-    return list(_parsed(text, str(path))) if text.lstrip().startswith("[") else _read_lines(path)
+    if text.lstrip().startswith("["):
+        return list(_parsed(text, str(path)))
+    first = text.lstrip().partition("\n")[0].rstrip()
+    return _read_objects(text, path) if first.startswith("{") and not first.endswith("}") else _read_lines(path)
+
+
+def _read_objects(text: str, path: Path) -> list[Row]:
+    decoder, at, rows = json.JSONDecoder(object_pairs_hook=_object), 0, []
+    while at < len(text):
+        if text[at].isspace():
+            at += 1
+            continue
+        where = f"{path}: the object that begins in line {text.count(chr(10), 0, at) + 1}"
+        try:
+            row, at = decoder.raw_decode(text, at)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{where} is not JSON: {error}. {WANTED}") from None
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
+        rows.append(row)
+    return rows
 
 
 def _parsed(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where} is not JSON: {error}") from None
+        raise DataError(f"{where} is not JSON: {error}. {WANTED}") from None
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object; of a key that is there twice one value would be lost."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        check_once([name for name, _ in pairs], "an object")
+    return made
 
 
 def _read_csv(path: Path) -> list[Row]:
@@ -168,6 +201,7 @@ def _read_csv(path: Path) -> list[Row]:
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+            check_once(reader.fieldnames or (), str(path))
             for row in reader:
                 if None in row or None in row.values():
                     count = len(reader.fieldnames or ())

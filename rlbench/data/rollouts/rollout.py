@@ -10,7 +10,7 @@ import numpy as np
 
 from rlbench.data.prompts.images import EncodedImage
 from rlbench.data.prompts.prompt import Prompt
-from rlbench.data.rollouts.turns import asked_messages, own_turns, said_messages
+from rlbench.data.rollouts.turns import conversation, own_turns
 from rlbench.errors import Suggesting
 from rlbench.units import format_number
 
@@ -80,7 +80,7 @@ class Rollout(Asked):
     @property
     def messages(self) -> list[dict[str, Any]]:
         """The whole conversation: the prompt's messages, then the policy's and the environment's in their order."""
-        return [*asked_messages(self.source), *said_messages(self.info, self.transcript)]
+        return conversation(self.source, self.info, self.transcript)
 
     def __len__(self) -> int:
         return len(self.token_ids)

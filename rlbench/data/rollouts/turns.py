@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlbench.data.base.ragged import Ragged
+from rlbench.data.prompts.lengths import answered
 from rlbench.data.prompts.prompt import Prompt, is_chat, message_text
 from rlbench.errors import DataError
 from rlbench.traces import UserLine
@@ -98,6 +99,13 @@ def asked_messages(prompt: Prompt) -> list[dict[str, Any]]:
     if is_chat(prompt.content):
         return list(prompt.content)
     return [{"role": "user", "content": prompt.content if isinstance(prompt.content, str) else None}]
+
+
+def conversation(prompt: Prompt, info: Mapping[str, Any], transcript: str) -> list[dict[str, Any]]:
+    """A prompt's messages and those behind it; an answer goes on in the prompt's last where that is its beginning."""
+    first, *rest = said_messages(info, transcript)
+    asked = asked_messages(prompt)
+    return [*(answered(asked, first) if _is_assistant(first) else [*asked, first]), *rest]
 
 
 def said_messages(info: Mapping[str, Any], transcript: str) -> list[dict[str, Any]]:

@@ -25,15 +25,15 @@ def demonstrations(rows: Any, tokenizer: Any = None, **options: Any) -> TrainBat
         rows: a list of rows or of chats, a file (JSON lines, Parquet, JSON, CSV), a dataset or its hub id, a data
             frame; all that `rb.data.load` reads.
         tokenizer: the session, or a tokenizer, its folder or hub id.
-        options: `split`, `config`, `revision`, `limit`, `shuffle_seed`, `chat`, `system`, `template`, `max_length`,
-            `on_long`: see `rlbench.data.texts.rows.Reading`.
+        options: `split`, `config`, `revision`, `limit`, `shuffle_seed`, `chat`, `system`, `template`,
+            `chat_template_kwargs`, `tools`, `max_length`, `on_long`, `on_error`: see `rlbench.data.texts.rows.Reading`.
 
     Returns:
         One sequence per row, in order. A row that is no demonstration, and what would be cut, raises DataError with
         its number.
     """
     reading = Reading.of(options, "demonstrations")
-    renderer = Renderer.of(tokenizer, reading.template)
+    renderer = reading.renderer(tokenizer)
     indices, rendered = reading.made(rows, lambda row: _demonstration(row, reading, renderer))
     kept = reading.fitting([len(one.tokens) for one in rendered], indices, renderer)
     return of_texts(*split_at_response([rendered[i] for i in kept]))
@@ -45,7 +45,7 @@ def is_demonstration(row: Any) -> bool:
 
 
 def _demonstration(row: Row, reading: Reading, renderer: Renderer) -> Rendered:
-    tools = row.get("tools") or None
+    tools = reading.tools_of(row)
     if row.get("messages") is None and row.get("completion") is None and is_chat(row.get("prompt")):
         row = {"messages": row["prompt"]}  # a list of chats
     if row.get("messages") is None and ("prompt" in row or "completion" in row):

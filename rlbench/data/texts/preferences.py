@@ -30,7 +30,7 @@ def pairs(rows: Any, tokenizer: Any = None, **options: Any) -> TrainBatch:
         Two sequences per row, chosen, rejected, chosen, …: cut it between pairs. Both go through one micro-batch.
     """
     reading = Reading.of(options, "pairs")
-    renderer = Renderer.of(tokenizer, reading.template)
+    renderer = reading.renderer(tokenizer)
     indices, made = reading.made(rows, lambda row: _pair(row, reading, renderer))
     kept = reading.fitting([max(len(c.tokens), len(r.tokens)) for c, r, _ in made], indices, renderer)
     margins = [made[i][2] for i in kept]
@@ -72,7 +72,7 @@ def labelled(rows: Any, tokenizer: Any = None, reference_point: bool = True, **o
             trained (preference 0): KTO measures there how far the policy is from the reference.
     """
     reading = Reading.of(options, "labelled")
-    renderer = Renderer.of(tokenizer, reading.template)
+    renderer = reading.renderer(tokenizer)
     indices, made = reading.made(rows, lambda row: _judged(row, reading, renderer))
     kept = reading.fitting([len(one.tokens) for one, _ in made], indices, renderer)
     prompts, responses, masks = split_at_response([made[i][0] for i in kept])
@@ -96,7 +96,7 @@ def labelled(rows: Any, tokenizer: Any = None, reference_point: bool = True, **o
 
 
 def _pair(row: Row, reading: Reading, renderer: Renderer) -> Pair:
-    tools, chosen, rejected = row.get("tools") or None, *(plain_content(column(row, n)) for n in ("chosen", "rejected"))
+    tools, chosen, rejected = reading.tools_of(row), *(plain_content(column(row, n)) for n in ("chosen", "rejected"))
     if row.get("prompt") is not None:
         prompt = reading.prompt_of(row)
     elif is_chat(chosen) and is_chat(rejected):
@@ -132,7 +132,7 @@ def _judged(row: Row, reading: Reading, renderer: Renderer) -> tuple[Rendered, b
     label = label.item() if hasattr(label, "item") else label
     if label not in (True, False):
         raise DataError(f"its label is {label!r}: wanted True (good) or False")
-    tools = row.get("tools") or None
+    tools = reading.tools_of(row)
     completion = column(row, "completion")
     return reading.continued(renderer, reading.prompt_of(row), completion, "completion", tools), bool(label)
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from rlbench.data.prompts.lengths import open_tokenizer
+from rlbench.data.prompts.chat import check_read
+from rlbench.data.prompts.lengths import GO_ON, answered, open_tokenizer, text_ids
 from rlbench.data.prompts.prompt import Message, is_chat, message_text, plain_content
 from rlbench.errors import DataError, nearest
 
@@ -38,13 +39,15 @@ class Rendered:
 
 @dataclass(frozen=True, eq=False)
 class Renderer:
-    """A tokenizer and a chat template; None: the tokenizer's own. Its refusals are DataErrors without the row."""
+    """A tokenizer and a chat template (None: the tokenizer's own), called with `options`. Its refusals are DataErrors
+    without the row."""
 
     tokenizer: Any
     template: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tokenizer: Any, template: str | None = None) -> Renderer:
+    def of(cls, tokenizer: Any, template: str | None = None, options: Mapping[str, Any] | None = None) -> Renderer:
         """Make one of a tokenizer, its folder or hub id, or what has a `tokenizer` (a session, rollouts)."""
         if tokenizer is None:
             raise DataError(
@@ -53,7 +56,10 @@ class Renderer:
             )
         if not isinstance(tokenizer, str) and not hasattr(tokenizer, "apply_chat_template"):
             tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-        return cls(open_tokenizer(tokenizer), template)
+        tokenizer = open_tokenizer(tokenizer)
+        if options:
+            check_read(tokenizer, options, template)
+        return cls(tokenizer, template, dict(options or {}))
 
     @property
     def context(self) -> int | None:
@@ -65,7 +71,7 @@ class Renderer:
         """Encode both by themselves, as a sampler's tokens follow a prompt's, and end with the end token."""
         if not completion.strip():
             raise DataError("its completion is empty")
-        first = self.tokenizer(prompt)["input_ids"] if prompt else []
+        (first,) = text_ids([prompt], self.tokenizer) if prompt else ([],)
         if not first:
             raise DataError("its prompt is empty")
         rest = list(self.tokenizer(completion, add_special_tokens=False)["input_ids"])
@@ -92,6 +98,24 @@ class Renderer:
         if not trained:
             raise DataError("the template writes no token of the assistant's")
         return _rendered(tokens, trained)
+
+    def going_on(self, asked: Sequence[Message], said: Sequence[Message], tools: Any = None) -> Rendered:
+        """Render an answer that goes on in the last message of its prompt; its own tokens stand behind those that the
+        policy is asked with, as in a rollout."""
+        check_messages([*asked, *said], len(asked))
+        if len(said) > 1:
+            raise DataError("its prompt ends with the beginning of an answer, and more than the rest of it follows")
+        texts = {"tokenize": False, "return_dict": False}
+        first = str(self._apply(asked, tools, **texts, **{GO_ON: True}))
+        whole = str(self._apply(answered(asked, said[0]), tools, **texts))
+        if not whole.startswith(first):
+            raise DataError("the template writes the beginning of its answer differently once the rest follows")
+        begin, rest = (
+            list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (first, whole[len(first) :])
+        )
+        ends = [i for i, token in enumerate(rest) if token == self.tokenizer.eos_token_id]
+        rest = rest[: ends[-1] + 1] if ends else rest
+        return _rendered([*begin, *rest], range(len(begin), len(begin) + len(rest)))
 
     def _turns(self, messages: Sequence[Message], tokens: list[int], before: int, tools: Any) -> list[int]:
         """Return where the assistant's tokens are, by rendering what stands before and with each of its turns."""
@@ -120,13 +144,16 @@ class Renderer:
             )
         return len(part)
 
-    def _apply(self, messages: Sequence[Message], tools: Any, header: bool = False, marked: bool = False) -> Any:
-        options: dict[str, Any] = {"return_assistant_tokens_mask": True} if marked else {}
+    def _apply(
+        self, messages: Sequence[Message], tools: Any, header: bool = False, marked: bool = False, **options: Any
+    ) -> Any:
+        options = {"tokenize": True, "return_dict": True, **self.options, **options}
+        options |= {"return_assistant_tokens_mask": True} if marked else {}
         if self.template is not None:
             options["chat_template"] = self.template
         try:
             return self.tokenizer.apply_chat_template(
-                list(messages), tools=tools, add_generation_prompt=header, tokenize=True, return_dict=True, **options
+                list(messages), tools=tools, add_generation_prompt=header, **options
             )
         except Exception as error:  # a template is a program of its own and raises what it likes
             raise DataError(f"the chat template refused: {type(error).__name__}: {error}") from error

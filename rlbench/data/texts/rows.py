@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -10,13 +11,20 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from rlbench.data.prompts.loading import chosen_rows
+from rlbench.data.prompts.cells import check_name, check_text, without_nulls
+from rlbench.data.prompts.chat import chat_options, check_read, schemas
+from rlbench.data.prompts.lengths import continues
+from rlbench.data.prompts.loading import OnError, check_on_error, chosen_rows, made_rows
 from rlbench.data.prompts.prompt import as_chat, plain_content
 from rlbench.data.prompts.sources import Row, open_source
 from rlbench.data.texts.rendering import Rendered, Renderer, as_messages
 from rlbench.errors import DataError, nearest
 
 OnLong = Literal["raise", "report"]
+READ = ("prompt", "completion", "messages", "chosen", "rejected")
+"""Columns of texts or messages."""
+MAY_HAVE = ("tools", "margin")
+"""Columns that rows need not have."""
 Made = TypeVar("Made")
 Maker = TypeVar("Maker", bound=Callable[..., Any])
 
@@ -27,8 +35,10 @@ class Reading:
 
     `split`, `config`, `revision`, `limit` and `shuffle_seed` are those of `rb.data.load`; `chat`: a prompt that is a
     text becomes a user's message; `system`: and this one stands before it; `template`: a chat template in place of the
-    tokenizer's own; `max_length`: the most tokens of a sequence, by default the tokenizer's context; `on_long`: "raise"
-    refuses longer ones, "report" leaves them out and warns with their number. Nothing is ever cut.
+    tokenizer's own, or options of it as in `rollout`, which are `chat_template_kwargs` too; `tools`: those of rows that
+    have none of their own; `max_length`: the most tokens of a sequence, by default the tokenizer's context; `on_long`:
+    "raise" refuses longer ones, "report" leaves them out and warns with their number; `on_error`: likewise of rows that
+    cannot be read. Nothing is ever cut.
     """
 
     split: str | None = None
@@ -38,9 +48,12 @@ class Reading:
     shuffle_seed: int | None = None
     chat: bool = False
     system: str | None = None
-    template: str | None = None
+    template: str | Mapping[str, Any] | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    tools: Sequence[Any] | None = None
     max_length: int | None = None
     on_long: OnLong = "raise"
+    on_error: OnError = "raise"
 
     @classmethod
     def of(cls, options: Mapping[str, Any], maker: str) -> Reading:
@@ -49,9 +62,17 @@ class Reading:
         for name in options:
             if name not in known:
                 raise DataError(f"{maker}: unknown option {name!r}{nearest(name, known)}; known: {', '.join(known)}")
-        reading = cls(**options)
+        given = dict(options)
+        if isinstance(given.get("template"), Mapping):
+            if given.get("chat_template_kwargs") is not None:
+                raise DataError(f"{maker}: template and chat_template_kwargs are one option: give one of them")
+            given["chat_template_kwargs"] = given.pop("template")
+        if given.get("tools") is not None:
+            given["tools"] = schemas(given["tools"])
+        reading = cls(**given)
         if reading.on_long not in ("raise", "report"):
             raise DataError(f"{maker}: on_long={reading.on_long!r}: wanted 'raise' or 'report'")
+        check_on_error(reading.on_error)
         for name in ("limit", "max_length"):
             value = getattr(reading, name)
             if value is not None and (not isinstance(value, int) or value < 1):
@@ -60,22 +81,24 @@ class Reading:
 
     def made(self, source: Any, make: Callable[[Row], Made]) -> tuple[list[int], list[Made]]:
         """Read the rows, and make something of each; a DataError names its row. Returns the rows' indices too."""
-        indices, rows = chosen_rows(open_source(source, self.split, self.config, self.revision)[1], *self._chosen)
-        made = []
-        for index, row in zip(indices, rows, strict=True):
+        name, table = open_source(source, self.split, self.config, self.revision)
+        chosen, rows = chosen_rows(table, self.limit, self.shuffle_seed)
+
+        def one(row: Row, index: int) -> Made:
             try:
                 if not isinstance(row, Mapping):
                     raise DataError(f"it is a {type(row).__name__}, not a dict of columns")
-                made.append(make(row))
+                check_text({name: row[name] for name in READ if name in row})
+                for name in MAY_HAVE:
+                    check_name(row, name)
+                return make(row)
             except DataError as error:
                 raise DataError(f"row {index}: {error}") from error
+
+        indices, made = made_rows(chosen, rows, one, self.on_error, name or "the source")
         if not made:
             raise DataError("the source has no rows")
         return indices, made
-
-    @property
-    def _chosen(self) -> tuple[int | None, int | None]:
-        return self.limit, self.shuffle_seed
 
     def fitting(self, lengths: Sequence[int], rows: Sequence[int], renderer: Renderer) -> list[int]:
         """Return which sequences are short enough; what to do about the others is `on_long`."""
@@ -93,6 +116,25 @@ class Reading:
         warnings.warn(f"{said}. Left out", stacklevel=3)
         return [i for i in range(len(lengths)) if i not in set(long)]
 
+    def renderer(self, tokenizer: Any) -> Renderer:
+        """Return what writes the rows."""
+        template = self.template if isinstance(self.template, str) else None
+        renderer = Renderer.of(tokenizer, template, chat_options(self.chat_template_kwargs))
+        if self.tools:
+            check_read(renderer.tokenizer, {"tools": self.tools}, template)
+        return renderer
+
+    def tools_of(self, row: Row) -> list[dict[str, Any]] | None:
+        """Return the tools that a row names, else those of all rows; as JSON, or as a table's nested column."""
+        given = row.get("tools")
+        if isinstance(given, str) and given.strip():
+            try:
+                given = json.loads(given)
+            except ValueError as error:
+                raise DataError(f"its tools are no JSON: {error}") from None
+        given = without_nulls(given)
+        return schemas(given) if given else self.tools  # type: ignore[return-value]
+
     def prompt_of(self, row: Row) -> Any:
         """The row's prompt: a text, or messages."""
         prompt = plain_content(column(row, "prompt"))
@@ -106,8 +148,13 @@ class Reading:
         """A completion, a text or messages, after its prompt."""
         completion = plain_content(completion)
         if isinstance(prompt, str) and isinstance(completion, str):
+            if idle := renderer.options or tools:
+                named = ", ".join(renderer.options) if renderer.options else f"tools ({len(idle)})"
+                raise DataError(f"{named} would have no effect: it is a text, no chat; chat=True makes it one")
             return renderer.text(prompt, completion)
         asked, said = as_messages(prompt, "user", "prompt"), as_messages(completion, "assistant", name)
+        if asked and continues(asked) and said[0]["role"] == "assistant":
+            return renderer.going_on(asked, said, tools)
         return renderer.chat([*asked, *said], len(asked), tools)
 
 

@@ -68,6 +68,7 @@ def eval_data_of(config: RunConfig) -> TrainBatch | None:
 def _texts(config: RunConfig, source: str, split: str, limit: int) -> TrainBatch:
     run = config.run
     options: dict[str, Any] = {"chat": run.apply_chat_template, "system": run.system_prompt}
+    options |= _chat_options(config)
     options |= {"limit": limit, "max_length": run.max_length}
     if source == TINY:
         rows = _tiny_rows(_tiny(config, split, limit), judged=TEXTS[config.method] == "labelled")
@@ -75,6 +76,10 @@ def _texts(config: RunConfig, source: str, split: str, limit: int) -> TrainBatch
     place, configuration = _place_of(source)
     options |= {"config": configuration, "split": _split_in(place, split)}
     return as_texts(config.method, place, model_at(run.pretrain), **options)
+
+
+def _chat_options(config: RunConfig) -> dict[str, Any]:
+    return {"chat_template_kwargs": config.ppo.template, "tools": config.ppo.tools}
 
 
 def _tiny_rows(prompts: list[Any], judged: bool) -> list[dict[str, Any]]:
@@ -125,6 +130,7 @@ def _read(config: RunConfig, source: str, split: str, limit: int) -> PromptSet:
         system=run.system_prompt,
         template=run.input_template,
         chat=run.apply_chat_template,
+        **_chat_options(config),
         limit=limit,
         max_prompt_tokens=config.ppo.prompt_max_len,
         tokenizer=model_at(run.pretrain),

@@ -24,10 +24,11 @@ def text_trainer(
     **options: Any,
 ) -> TextTrainer:
     """Make a trainer of a method on texts; arguments as of `session.trainer`."""
-    from rlbench.trainers.options.methods import method_options
+    from rlbench.trainers.options.methods import method_options, of_writing
 
+    writing = of_writing(options)
     chosen = method_options(method, {**options, **({} if lr is None else {"lr": lr})})
-    spec = text_spec(core, method, data, eval_data, reference, loss, schedule_steps, chosen)
+    spec = text_spec(core, method, data, eval_data, reference, loss, schedule_steps, chosen, writing)
     return cast(TextTrainer, made(core, method, spec, load_checkpoint=bool(chosen.get("load_checkpoint"))))
 
 

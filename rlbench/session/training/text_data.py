@@ -30,16 +30,18 @@ def text_spec(
     loss: Any,
     schedule_steps: int | None,
     given: dict[str, Any],
+    writing: dict[str, Any],
 ) -> TextSpec:
-    """Describe the trainer of `method`; arguments as of `session.trainer`, `given` its options by our names."""
+    """Describe the trainer of `method`; arguments as of `session.trainer`, `given` its options by our names, `writing`
+    those by which rows become chats."""
     from rlbench.rl import resolve
     from rlbench.trainers.texts.building import TextSpec
 
     if data is None:
         raise SessionError(f"session.trainer: which texts? trainer({method!r}, data=rows)")
     loss = loss or LOSSES.get(method, method)
-    texts = texts_of(method, data, core)
-    held_out = None if eval_data is None else as_texts(method, eval_data, core)
+    texts = texts_of(method, data, core, **writing)
+    held_out = None if eval_data is None else as_texts(method, eval_data, core, **writing)
     batch = texts.batch if isinstance(texts, TextStream) else texts
     has_own = batch.ref_logprobs is not None and (held_out is None or held_out.ref_logprobs is not None)
     declared = getattr(resolve(loss), "needs_reference", False)
@@ -77,10 +79,12 @@ def as_texts(method: str, data: Any, tokenizer: Any, **reading: Any) -> TrainBat
     return compared(data, "trainer") if method == REWARD else data
 
 
-def texts_of(method: str, data: Any, tokenizer: Any) -> TrainBatch | TextStream:
+def texts_of(method: str, data: Any, tokenizer: Any, **reading: Any) -> TrainBatch | TextStream:
     """Return what a trainer takes: a stream goes on from where it stands."""
     if not isinstance(data, TextStream):
-        return as_texts(method, data, tokenizer)
+        return as_texts(method, data, tokenizer, **reading)
+    if reading:
+        raise OptionError(f"{next(iter(reading))} has no effect on a stream that is read already. Leave it out.")
     if method == REWARD:
         data = data.copy()
         data.batch = compared(data.batch, "trainer")

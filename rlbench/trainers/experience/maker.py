@@ -15,6 +15,8 @@ import numpy as np
 import torch.distributed as dist
 
 from rlbench.data.batches.batch import TrainBatch, images_of
+from rlbench.data.prompts.chat import split_chat
+from rlbench.data.prompts.lengths import begin_text, begun_note
 from rlbench.data.prompts.prompt import Prompt
 from rlbench.data.prompts.sampling import reshaped_by, reshaped_notes
 from rlbench.data.rollouts.rollouts import Rollouts
@@ -88,6 +90,7 @@ class FastExperienceMaker:
         self._models = ModelStage(strategy, prompts, packed, chunk_rows, head)
         self._moments = RunningMoments()
         self._groups = 0  # numbers given so far, on all ranks
+        self._begun = False  # whether it was said that texts begin with what the tokenizer puts before them
         self._told: tuple[str, ...] = ()  # of the options that reshape the sampler's distribution
         check_together(self.options, self.config, critic is not None)
         if self._needs_reference and initial_model is None:
@@ -219,12 +222,21 @@ class FastExperienceMaker:
     def _scored(self, prompts: list[Prompt], sampling: Mapping[str, Any]) -> Rollouts:
         """Generate, and score what came."""
         control = self.strategy.control
-        ids = agreed(control, "the prompts", lambda: encoded(prompts, self.tokenizer, self.prompt_max_len))
+        chat, drawn_by = split_chat(sampling)
+        ids = agreed(control, "the prompts", lambda: encoded(prompts, self.tokenizer, self.prompt_max_len, chat))
+        self._tell_begun([prompt.content for prompt in prompts])
         outputs = self.strategy.gather_and_generate(
             dict(sampling), all_prompts=prompts, sleep_engine=self.options.enable_engine_sleep
         )
-        rollouts = agreed(control, "generation", lambda: rollouts_of(prompts, ids, outputs, sampling))
+        rollouts = agreed(control, "generation", lambda: rollouts_of(prompts, ids, outputs, drawn_by))
         return self._rewards.score(rollouts, self._models, self.tokenizer, control)
+
+    def _tell_begun(self, contents: Sequence[Any]) -> None:
+        """Say once that texts begin with what the tokenizer puts before them."""
+        texts = not self._begun and any(isinstance(content, str) for content in contents)
+        if texts and (note := begun_note(contents, begin_text(self.tokenizer))):
+            self._begun = True
+            self.strategy.print(note)
 
     def _batch(self, rollouts: Rollouts) -> tuple[TrainBatch, int]:
         """Return the samples, without advantages yet, and how many groups there are over all ranks; collective."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from rlbench.data.base.ragged import Ragged
 from rlbench.data.prompts import lengths as prompt_lengths
+from rlbench.data.prompts.chat import Templated
 from rlbench.data.prompts.placing import listed
 from rlbench.data.prompts.prompt import Prompt, as_prompt
 from rlbench.data.rollouts.jobs import FINISH_REASONS
@@ -64,8 +65,13 @@ def reference_of(prompt: Prompt) -> Any:
     return prompt.meta.get(REFERENCE, prompt.label)
 
 
-def encoded(prompts: Sequence[Prompt], tokenizer: Any, limit: int) -> list[list[int]]:
-    """Return the token ids of each prompt, as replicas encode it; refuse empty ones and those over `limit`."""
+def encoded(
+    prompts: Sequence[Prompt], tokenizer: Any, limit: int, chat: Mapping[str, Any] | None = None
+) -> list[list[int]]:
+    """Return the token ids of each prompt, as replicas encode it; refuse empty ones and those over `limit`. `chat`:
+    what the chat template is called with besides messages."""
+    if chat:
+        tokenizer = Templated(tokenizer, chat)
     found = prompt_lengths.encoded([prompt.content for prompt in prompts], tokenizer)
     for i, (prompt, ids) in enumerate(zip(prompts, found, strict=True)):
         if not ids:
@@ -79,6 +85,7 @@ def encoded(prompts: Sequence[Prompt], tokenizer: Any, limit: int) -> list[list[
 def sampling_of(config: PPOConfig, n: int, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return options of the engine: the trainer's, those given for this call, and `n`, samples of each prompt."""
     sampling: dict[str, Any] = {name: getattr(config, name) for name in ("temperature", "top_p", "max_tokens")}
+    sampling |= {name: value for name in ("template", "tools") if (value := getattr(config, name)) is not None}
     if config.top_k != -1:
         sampling["top_k"] = config.top_k
     if config.use_fire:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from rlbench.data.prompts.chat import CHAT_OPTIONS
 from rlbench.errors import nearest
 from rlbench.options import OptionError, canonical, defaults, options_in
 from rlbench.strategies.options.config import StrategyConfig
@@ -55,14 +56,19 @@ OF_TEXT_RUNS = ("data", "max_length")
 OF_ALL_RUNS = (
     *("pretrain", "lora_rank", "lora_alpha", "lora_targets", "lora_dropout", "shards", "replicas", "kv_cache_bytes"),
     *("eval_data", "eval_split", "max_eval_samples", "prompt_split", "max_samples", "apply_chat_template"),
-    *("system_prompt", "num_episodes", "max_steps", "lr_schedule", "loss", "metrics_file", "logging_steps"),
-    *("betas", "weight_decay", "gpu_memory_utilization", "engine_tp_size"),
+    *("template", "tools", "system_prompt", "num_episodes", "max_steps", "lr_schedule", "loss", "metrics_file"),
+    *("logging_steps", "betas", "weight_decay", "gpu_memory_utilization", "engine_tp_size"),
 )
 """And those that have one with every method."""
 OF_REPLICAS = ("head", "replicas", "kv_cache_bytes", "gpu_memory_utilization", "engine_tp_size")
 """Options of a vocabulary and of replicas, of which a reward model has none."""
 OF_OTHER_RANKS = ("zero_stage", "local_rank")
 """Options that ranks of a session refuse whatever their value is: zero_stage=2, the default, asks for DeepSpeed."""
+
+
+def of_writing(options: dict[str, Any]) -> dict[str, Any]:
+    """Take the options that say how texts are written as chats out of those of a trainer on texts."""
+    return {name: options.pop(name) for name in CHAT_OPTIONS if name in options}
 
 
 def with_method(method: str, given: Mapping[str, Any]) -> dict[str, Any]:

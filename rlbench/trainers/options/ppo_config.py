@@ -6,11 +6,13 @@ Importable without torch.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 from rlbench.data.prompts.sampling import reshaped_by
-from rlbench.options import refuse, section
+from rlbench.options import OptionError, refuse, section
 from rlbench.trainers.options.loop_options import LoopOptions
 
 rollout, loss, kl, critic, files = map(
@@ -18,6 +20,20 @@ rollout, loss, kl, critic, files = map(
 )
 NO_CRITIC = {"critic_pretrain": False}
 NO_TRAJECTORIES = {"save_trajectories": False}
+
+
+def from_json(name: str, value: Any, kind: type) -> Any:
+    """Return what an option holds that a command line writes as JSON, or as the file of it."""
+    if not isinstance(value, str):
+        return value
+    try:
+        path = Path(value).expanduser()
+        read = json.loads(path.read_text(encoding="utf-8") if path.suffix == ".json" else value)
+    except (OSError, ValueError) as error:
+        raise OptionError(f"{name}={value!r} cannot be read as JSON ({error}).") from error
+    if not isinstance(read, kind):
+        raise OptionError(f"{name}={value!r}: wanted {'an object' if kind is dict else 'a list'} as JSON.")
+    return read
 
 
 class PPOConfig(LoopOptions):
@@ -39,6 +55,12 @@ class PPOConfig(LoopOptions):
         "iteration; 0: any does",
         least=0,
         most=1,
+    )
+    template: dict[str, Any] | str | None = rollout(
+        None, 'options of the chat template, in a command line as JSON: {"enable_thinking": false}'
+    )
+    tools: list[dict[str, Any]] | str | None = rollout(
+        None, "tools that chats name to the model, in OpenAI's form; in a command line as JSON, or its file"
     )
     buffer_limit: int = rollout(0, "newest sequences the replay buffer keeps; 0: all", least=0)
     no_signal: str = loss(
@@ -80,6 +102,8 @@ class PPOConfig(LoopOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name, kind in (("template", dict), ("tools", list)):
+            object.__setattr__(self, name, from_json(name, getattr(self, name), kind))
         sampler, mismatch, ratio = self.old_logprobs == "sampler", self.mismatch, self.high_entropy_token_ratio
         by_response = self.aggregation == "seq-mean-token-mean"
         heat = self.first_token_temperature if self.use_fire else None

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlbench import options
+from rlbench.data.prompts.chat import CHAT_OPTIONS
 from rlbench.errors import nearest
 from rlbench.flags import add_flags
 from rlbench.options import OptionError, Options, effectless, options_in, read_yaml, refuse, typed
@@ -67,8 +68,10 @@ class RunConfig:
 
     @property
     def trainer_options(self) -> dict[str, Any]:
-        """What was set of the trainer's and the strategy's options, by name."""
-        return {name: value for cls in CLASSES[1:] for name, value in _of(self.given, cls).items()}
+        """What was set of the trainer's and the strategy's options, by name; texts are read before."""
+        read = CHAT_OPTIONS if self.on_texts else ()
+        held = (item for cls in CLASSES[1:] for item in _of(self.given, cls).items())
+        return {name: value for name, value in held if name not in read}
 
     @property
     def on_texts(self) -> bool:

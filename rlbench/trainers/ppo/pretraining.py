@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlbench.data import Mixture, PromptSet, PromptStream, TextStream, TrainBatch, demonstrations
+from rlbench.data.prompts.lengths import text_ids
 from rlbench.data.texts.demonstrations import is_demonstration
 from rlbench.strategies.options.config import OptionError
 
@@ -56,7 +57,7 @@ class Pretraining:
         if isinstance(taken, TrainBatch):
             return [taken[i : i + size] for i in range(0, len(taken), size)]
         limit = options.ppo.prompt_max_len + options.ppo.max_tokens
-        rows = [self._trainer.tokenizer(prompt.text)["input_ids"][:limit] for prompt in taken]
+        rows = [row[:limit] for row in text_ids([prompt.text for prompt in taken], self._trainer.tokenizer)]
         return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from rlbench.data.prompts.lengths import encoded
+from rlbench.data.prompts.chat import reads
+from rlbench.data.prompts.lengths import begin_text, encoded
 from rlbench.data.prompts.sampling import NEUTRAL
 from rlbench.data.rollouts.jobs import FINISH_REASONS, GeneratedArrays, GenerateJob
 from rlbench.dispatch.context import CallContext
@@ -51,6 +52,11 @@ def check_job(job: GenerateJob) -> None:
             raise DataError(f"sampling option {name!r}: {_SET_BY_CALL[name]}")
         if name not in SAMPLING_OPTIONS:
             raise DataError(f"unknown sampling option {name!r}{nearest(name, SAMPLING_OPTIONS)}")
+
+
+def told_of(tokenizer: Any) -> dict[str, Any]:
+    """Return what a driver, which opens no tokenizer, has to know of it: how texts begin, whether chats name tools."""
+    return {"begins": begin_text(tokenizer), "names_tools": reads(tokenizer, "tools", tools=[])}
 
 
 def encode_prompts(prompts: Sequence[Any], tokenizer: Any, max_model_len: int, vocab_size: int) -> list[list[int]]:

@@ -31,7 +31,14 @@ from rlbench.weights.manifest import Manifest
 from rlbench.weights.transport import Facts
 from rlbench.workers.replica.config import ReplicaConfig, checkpoint_folder, defaults
 from rlbench.workers.replica.drawing import draw
-from rlbench.workers.replica.job import check_job, check_token_ids, collect, decode_texts, encode_prompts
+from rlbench.workers.replica.job import (
+    check_job,
+    check_token_ids,
+    collect,
+    decode_texts,
+    encode_prompts,
+    told_of,
+)
 from rlbench.workers.replica.serving.options import ServeOptions
 from rlbench.workers.replica.sglang_requests import SglangRequests, sampling_params, score
 from rlbench.workers.replica.sglang_server import SglangServer, check_engine_kwargs
@@ -103,6 +110,7 @@ class SglangReplica:
             "device": info["device"],
             "threads": self.config.threads,
             "adapters": 0,
+            **told_of(self._tokenizer),
             "defaults": defaults(self.config, on_gpu=not self._on_cpu),
         }
 

@@ -24,7 +24,14 @@ from rlbench.workers.replica.config import ReplicaConfig, checkpoint_folder, def
 from rlbench.workers.replica.drawing import draw
 from rlbench.workers.replica.endpoint import ReplicaEndpoint
 from rlbench.workers.replica.guests import EngineTurn, Guests, alone
-from rlbench.workers.replica.job import check_job, check_token_ids, collect, decode_texts, encode_prompts
+from rlbench.workers.replica.job import (
+    check_job,
+    check_token_ids,
+    collect,
+    decode_texts,
+    encode_prompts,
+    told_of,
+)
 from rlbench.workers.replica.media import PromptMedia, probe_row
 from rlbench.workers.replica.serving.options import ServeOptions
 from rlbench.workers.replica.state import Gate, ReplicaState, check_tags, own_process, peak_stats, vllm_memory
@@ -106,6 +113,7 @@ class VllmReplica:
             "device": current_platform.device_type,
             "threads": threads,
             "adapters": self.config.adapters,
+            **told_of(self._tokenizer),
             "defaults": defaults(self.config, on_gpu=not current_platform.is_cpu()),
             "picture_tokens": probe_row(self._engine, model.max_model_len),
         }

@@ -31,6 +31,7 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.tool_parsers import ToolParserManager
 
+from rlbench.data.prompts.lengths import begin_text
 from rlbench.envs.policy import UNKEPT
 from rlbench.errors import DataError, StateError, nearest
 from rlbench.units import format_bytes
@@ -84,10 +85,12 @@ def check_parsers(options: ServeOptions) -> None:
 
 class Gate:
     """ASGI: lets in who knows `key`, and hands on what it read: the body, with its images checked, and which run the
-    request belongs to. `images`: how many a request may have; `fetch`: whether addresses of such are read."""
+    request belongs to. `images`: how many a request may have; `fetch`: whether addresses of such are read; `begin`:
+    what the tokenizer puts before a text."""
 
-    def __init__(self, app: Any, key: str, images: int, fetch: bool) -> None:
+    def __init__(self, app: Any, key: str, images: int, fetch: bool, begin: str) -> None:
         self._app, self._key, self._images, self._fetch = app, key.encode(), images, fetch
+        self._begin = begin
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve one request."""
@@ -99,8 +102,10 @@ class Gate:
             body = await asyncio.wait_for(_read(receive), READ_LIMIT_S)
             asked = _object(body)
             images: tuple[str, ...] = ()
+            begun = begins_once(asked, self._begin)
             if parts := media_parts(asked, self._images):
                 images = await asyncio.to_thread(checked, parts, self._fetch)
+            if parts or begun:
                 body = json.dumps(asked).encode()
         except Refusal as refusal:
             await _refused(refusal)(scope, receive, send)
@@ -172,6 +177,20 @@ def _object(body: bytes) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def begins_once(asked: dict[str, Any], begin: str) -> bool:
+    """Have texts that begin with what the tokenizer puts before them, as rendered ones do, get it no second time;
+    whether the request changed. Refusal of a list in which only some do."""
+    given = asked.get("prompt")
+    texts = given if isinstance(given, list) else [given]
+    begun = [bool(begin) and isinstance(text, str) and text.startswith(begin) for text in texts]
+    if not any(begun) or "add_special_tokens" in asked:
+        return False
+    if not all(begun):
+        raise Refusal(400, "BadRequestError", f"some prompts begin with {begin}, others do not: send them apart")
+    asked["add_special_tokens"] = False
+    return True
+
+
 def _refused(refusal: Refusal) -> JSONResponse:
     error = create_error_response(str(refusal), refusal.kind).error.model_dump() | {"code": refusal.status}
     return JSONResponse({"error": error}, refusal.status, {"Connection": "close"})
@@ -190,7 +209,8 @@ class Server:
         step: Callable[[], None],
     ) -> None:
         self.client, self.options = client, options
-        app = Gate(make_app(client, options, model), options.key, client.images, options.fetch_images)
+        first = begin_text(client.renderer.tokenizer)
+        app = Gate(make_app(client, options, model), options.key, client.images, options.fetch_images, first)
         self._socket = socket.socket()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
