@@ -249,3 +249,19 @@ def test_a_trainer_that_a_cell_makes_under_the_same_name_leaves_the_sessions_alo
     session.train.run_cell("trainer = 'of the cell'")
     session.train.call_all("drop_trainer").result()
     assert session.train.run_cell("trainer") == ["'of the cell'"] * 2
+
+
+def test_a_row_whose_reward_fails_is_left_out_and_in_the_history(session):
+    one_bad = [rb.Prompt(prompt, label="\\bad" if i == 3 else "fine") for i, prompt in enumerate(tasks.prompts(8))]
+
+    def reward(rollout):
+        if rollout.label != "fine":
+            raise ValueError(f"no number in {rollout.label}")
+        return tasks.reward(rollout)
+
+    stream = rb.data.PromptSet.of(one_bad).stream(seed=3)
+    trainer = session.trainer("grpo", stream, reward, **OPTIONS, reward_failures=0.2)
+    assert trainer.step().train_steps == 1
+    record = session.history[-1]
+    assert record["reward_failed"] == 4 and record["groups_left_out"] == 1 and np.isfinite(record["reward"])
+    assert "no number in \\bad" in record["reward_failed_rows"]

@@ -712,7 +712,7 @@ def test_a_group_whose_reward_failed_is_left_out_counted_and_told_with_its_row(
     assert made.trained.tolist() == left.tolist() and np.isnan(made.batch.rewards[~left]).all()
     assert not made.batch.advantages[~made.batch.mask].any()
     assert maker.metrics["reward_failed"] == 4 and maker.metrics["groups_left_out"] == 1
-    assert "no number in l1" in capsys.readouterr().out
+    assert "no number in l1" in capsys.readouterr().out and "no number in l1" in maker.metrics["reward_failed_rows"]
     alone = maker_of(fake, actor, config={"reward_failures": 0.25})
     others = joined(alone.make_experience_list([one for one in prompts if one.label != "l1"]))
     mask = others.batch.mask

@@ -274,7 +274,7 @@ class SessionTrainer(Suggesting):
     def _held(self) -> Pending:
         return self._core.ask_ranks("held_trainer", what="trainer.where")
 
-    def _recorded(self, found: Mapping[str, float], taken: int, seconds: float) -> dict[str, Any]:
+    def _recorded(self, found: Mapping[str, Any], taken: int, seconds: float) -> dict[str, Any]:
         state = self._core.link.state("step", "version")
         step = int(state["step"]) + taken
         self._core.link.set(step=step)

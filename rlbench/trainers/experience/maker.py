@@ -79,7 +79,7 @@ class FastExperienceMaker:
         self.tokenizer, self.prompt_max_len, self.kl_ctl, self.strategy = tokenizer, prompt_max_len, kl_ctl, strategy
         self.options = with_estimator(strategy.config if options is None else options, critic is not None)
         self.config = PPOConfig() if config is None else config
-        self.metrics: dict[str, float] = {}
+        self.metrics: dict[str, Any] = {}
         self._rewards = RewardStage(
             *(reward_model, remote_rm_url, reward_fn, reward_recipe, reward_fn_label_map),
             allowed=self.config.reward_failures,
@@ -124,7 +124,7 @@ class FastExperienceMaker:
             Experience of `micro_rollout_batch_size` sequences each, the last perhaps of fewer. A response that was cut
             by an interrupt, and one without a token, trains nothing: no other is compared with it, its reward is NaN,
             and of the metrics `aborted` alone counts it. Nor does a group in which a reward failed, which
-            `reward_failed` and `groups_left_out` count.
+            `reward_failed` and `groups_left_out` count and `reward_failed_rows` tells of.
         """
         if any(one is not None for one in all_videos or ()):
             raise DataError("all_videos: models here take images, no videos. Give some frames as all_images.")
@@ -168,9 +168,12 @@ class FastExperienceMaker:
             components={name: np.asarray(values, np.float64) for name, values in rollouts.components.items()},
         )
         columns = experience_metrics.columns(made, rollouts, found, self.options)
-        failures = self._rewards.failures.told(self.strategy)
+        failures, rows = self._rewards.failures.told(self.strategy)
         self.metrics = (
-            numbers | failures | experience_metrics.over_ranks(columns, rollouts.components, mismatch, control)
+            numbers
+            | failures
+            | experience_metrics.over_ranks(columns, rollouts.components, mismatch, control)
+            | ({"reward_failed_rows": rows} if rows else {})
         )
         self._moments, self._groups = given.moments, self._groups + groups
         size = self.options.micro_rollout_batch_size
@@ -193,7 +196,7 @@ class FastExperienceMaker:
         control = self.strategy.control
         prompts = agreed(control, "the prompts", lambda: prompts_of(all_prompts, all_labels, all_references))
         scored = self._scored(prompts, sampling)
-        return experience_metrics.evaluation(scored, control) | self._rewards.failures.told(self.strategy)
+        return experience_metrics.evaluation(scored, control) | self._rewards.failures.told(self.strategy)[0]
 
     def tokenize_fn(self, texts: Any, max_length: int, padding: bool = True, device: Any = None) -> Any:
         """Return token ids of texts without special tokens, at most `max_length`, padded tensors or lists."""

@@ -37,14 +37,17 @@ class RewardFailures:
             agreed(control, doing, refuse)
         self.errors += scored.reward_errors
 
-    def told(self, strategy: StrategyBase) -> dict[str, float]:
-        """Print the first of all ranks with their rows, and return the metrics; none where none failed; collective."""
+    def told(self, strategy: StrategyBase) -> tuple[dict[str, float], str]:
+        """Print the first of all ranks with their rows, and return the counts and those rows; collective.
+
+        Nothing and "" where none failed.
+        """
         parts = strategy.control.gather((len(self.errors), self.groups, self.errors[:SHOWN]))
         self.errors, self.groups = [], 0
         failed, groups = sum(part[0] for part in parts), sum(part[1] for part in parts)
         if not failed:
-            return {}
+            return {}, ""
         rows = [f"{error.prompt[:60]!r}: {error.error}" for part in parts for error in part[2]][:SHOWN]
         told = "; ".join(rows)
         strategy.print(f"the reward failed for {failed} samples, whose {groups} groups are left out: {told}")
-        return {"reward_failed": float(failed), "groups_left_out": float(groups)}
+        return {"reward_failed": float(failed), "groups_left_out": float(groups)}, told

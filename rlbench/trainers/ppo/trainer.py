@@ -27,7 +27,7 @@ from rlbench.trainers.ppo.pretraining import Pretraining, stream_of
 from rlbench.trainers.ppo.state import Checkpoints
 from rlbench.trainers.reports.trainer_log import TrainerLog
 
-Metrics = dict[str, float]
+Metrics = dict[str, Any]  # numbers, and texts that say of which rows they are
 
 
 class PPOTrainer:

@@ -53,14 +53,15 @@ class TrainerLog:
         if self._saver is not None:
             self._saver.save(experiences, iteration, self._strategy, self._tokenizer)
 
-    def iterated(self, metrics: Mapping[str, float], iteration: int) -> None:
+    def iterated(self, metrics: Mapping[str, Any], iteration: int) -> None:
         """Write an iteration's metrics by namespace."""
         if not self._options.strategy.use_tensorboard or iteration % self._options.ppo.logging_steps:
             return
         with self._strategy.control.ended_together("writing to TensorBoard"):
             if self._board is not None:
                 for name, value in metrics.items():
-                    self._board.add_scalar(namespaced(name), value, iteration)
+                    if not isinstance(value, str):
+                        self._board.add_scalar(namespaced(name), value, iteration)
                 self._board.flush()
 
     def say(self, metrics: Mapping[str, Any], iteration: int) -> None:
