@@ -67,8 +67,8 @@ def trainer_of(qwen: str, **given: Any) -> SPMDPPOTrainer:
 class Digits:
     """A tokenizer whose tokens are their numbers."""
 
-    def __call__(self, text: str) -> dict[str, list[int]]:
-        return {"input_ids": [int(part) for part in text.split()]}
+    def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[int(part) for part in text.split() if part.isdigit()] for text in texts]}
 
     def decode(self, ids: Any, **_: Any) -> str:
         return " ".join(str(int(token)) for token in np.atleast_1d(ids))

@@ -222,8 +222,11 @@ def test_fit_goes_on_where_it_was_from_a_checkpoint(qwen: str, tmp_path: Any) ->
 
 def test_pretraining_text_pulls_the_policy_towards_it(qwen: str) -> None:
     class Letters:
-        def __call__(self, text: str) -> dict[str, list[int]]:
-            return {"input_ids": [ord(letter) % 50 for letter in text]}
+        def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
+            return {"input_ids": [[ord(letter) % 50 for letter in text] for text in texts]}
+
+        def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+            return [chr(token) for token in ids]
 
     trainer = trainer_of(
         qwen, ptx_coef=5.0, pretrain_prompts=["some text to keep"] * 32, tokenizer=Letters(), max_epochs=4
