@@ -80,7 +80,7 @@ def test_killing_a_session_without_monitor_ends_the_recorded_processes_alone(sta
     assert cli.main(["kill", "lost"]) == 1, "nobody can be asked here"
     assert all(worker.poll() is None for worker in workers) and "--yes" in capsys.readouterr().err
     assert cli.main(["kill", "lost", "--yes"]) == 0
-    assert [worker.wait(60) for worker in workers] == [-15, -15] and stranger.poll() is None
+    assert [worker.wait(120) for worker in workers] == [-15, -15] and stranger.poll() is None
     assert "2 processes ended" in capsys.readouterr().out
     assert not registry.session_file("lost").exists() and not registry.journal_file("lost").exists()
     assert not snapshot.exists()

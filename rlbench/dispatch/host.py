@@ -25,7 +25,8 @@ from rlbench.traces import calling_line, user_line
 from rlbench.units import format_bytes
 from rlbench.user_code import user_code
 
-REGISTER_LIMIT_S = 5.0
+REGISTER_LIMIT_S = 60.0  # a busy machine delivers late; a driver that died while it called reached some ranks alone
+CLAIM_LIMIT_S = 300.0  # the first worker may be slow; one that died raises at once
 KEPT_OUTPUT = 1 << 20
 KEPT_MESSAGE = 4000
 KEPT_QUEUES = 8
@@ -177,7 +178,9 @@ class Host:
         if ticket.queue == self._name:
             return lambda count: Host.claim(self, ticket.call_id, ticket.queue_total, count)
         server = ray.get_actor(ticket.queue)
-        return lambda count: ray.get(server.claim.remote(ticket.call_id, ticket.queue_total, count), timeout=60)
+        return lambda count: ray.get(
+            server.claim.remote(ticket.call_id, ticket.queue_total, count), timeout=CLAIM_LIMIT_S
+        )
 
     def _tell_end(self, ticket: Ticket, reply: Reply) -> None:
         """The driver may be dead by now, so it is the worker that says that a call is over, and how."""

@@ -27,6 +27,8 @@ from rlbench.traces import ipython
 MONITOR = "rlbench.monitor.actor:Monitor"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 BEAT_S = 5.0
+MONITOR_LIMIT_S = 300.0
+"""How long a monitor may take for an answer: on a busy machine long, and one that has ended is known of at once."""
 Noting = Callable[[str, str, tuple[Any, ...], dict[str, Any]], contextlib.AbstractContextManager[Any]]
 """Keeps a record of what a user does with an engine itself: its name, the method, and the arguments."""
 
@@ -115,7 +117,7 @@ class Link:
         """Return parts of the state of a session, without driving it."""
         import ray
 
-        return dict(ray.get(_need_monitor(name).state.remote(*keys), timeout=30))
+        return dict(ray.get(_need_monitor(name).state.remote(*keys), timeout=MONITOR_LIMIT_S))
 
     @property
     def closed(self) -> bool:
@@ -241,7 +243,7 @@ class Link:
 
         ended = True
         with contextlib.suppress(ray.exceptions.RayActorError):  # gone already: the workers end themselves then
-            ended = ray.get(self.monitor.close.remote(self.epoch), timeout=60)
+            ended = ray.get(self.monitor.close.remote(self.epoch), timeout=MONITOR_LIMIT_S)
         self._closed.set()
         if ended:
             await_end(self.name)
@@ -281,9 +283,12 @@ class Link:
         import ray
 
         try:
-            return ray.get(getattr(self.monitor, name).remote(*args), timeout=30)
+            return ray.get(getattr(self.monitor, name).remote(*args), timeout=MONITOR_LIMIT_S)
         except ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, SessionError) else error from None
+        except ray.exceptions.GetTimeoutError:
+            silent = f"the monitor of session {self.name!r} lives, but has not answered for {MONITOR_LIMIT_S:g} s"
+            raise SessionError(f"{silent}: call again, or end it with `rlbench kill {self.name}`") from None
         except ray.exceptions.RayActorError:
             if registry.parked(self.name) is not None:
                 said = f"is parked, its engines have ended: rb.attach({self.name!r}) brings it back"
@@ -334,7 +339,7 @@ def _drive(monitor: Any, take_over: bool, lease_s: float | None = None) -> int:
         lease_s = float(os.environ["RLBENCH_LEASE_S"])
     driver |= {} if lease_s is None else {"lease_s": lease_s}
     try:
-        return int(ray.get(monitor.drive.remote(driver, take_over), timeout=60))
+        return int(ray.get(monitor.drive.remote(driver, take_over), timeout=MONITOR_LIMIT_S))
     except ray.exceptions.RayTaskError as error:
         raise error.cause if isinstance(error.cause, SessionError) else error from None
 

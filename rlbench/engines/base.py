@@ -20,6 +20,7 @@ from rlbench.runtime import cluster
 from rlbench.runtime.starting import phase, say, starting
 
 PUT_BYTES = 256 << 10
+START_LIMIT_S, ANSWER_LIMIT_S = 600.0, 300.0  # of workers that live: one that died is known of at once
 Start = Callable[[list[Device]], dict[str, Any]]
 """Starts the workers of an engine on its devices, and returns what they say of themselves, `methods` among it."""
 
@@ -241,7 +242,7 @@ class Engine(ABC):
         answers = []
         for label, actor, ref in zip(self.labels, self._actors, refs, strict=True):
             try:
-                answers.append(ray.get(ref, timeout=30))
+                answers.append(ray.get(ref, timeout=ANSWER_LIMIT_S))
             except ray.exceptions.RayActorError as error:
                 raise self.link.died(self.name, label, actor, error) from None
         return answers
@@ -344,7 +345,7 @@ class Engine(ABC):
             options = actor_options(device)
             self._actors.append(spawn_host(self.link, self.name, first + i, target, args[i], env[i], options))
         say(self.name, f"starting {len(devices)} process{'' if len(devices) == 1 else 'es'}")
-        pids = ray.get([a.pid.remote() for a in self._actors], timeout=180)
+        pids = ray.get([a.pid.remote() for a in self._actors], timeout=START_LIMIT_S)
         names = [actor_name(self.link.name, self.name, i) for i in range(len(self._actors))]
         self._pids = dict(zip(names, pids, strict=True))
         self._nodes += addresses(devices)

@@ -21,7 +21,7 @@ GPU_SHARE = 1 / 20
 NODE_SHARE = 0.001
 """Of the resource by which Ray says a node's address: a bundle with it is on that node."""
 SPREAD = ("spread",)
-READY_LIMIT_S = 60.0
+READY_LIMIT_S = 180.0
 
 
 @dataclass(frozen=True)

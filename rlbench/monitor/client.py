@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from rlbench.errors import RLBenchError, SessionError
 from rlbench.runtime import registry
 
-ASK_LIMIT_S = 5.0
+ASK_LIMIT_S = 30.0
 MAX_ANSWER = 32 << 20
 POLL_S = 0.1
 

@@ -19,6 +19,8 @@ from tests.browser import lab as driver
 from tests.browser.lab import Lab, Notebook
 
 HERE = Path(__file__).parent
+FAILED = pytest.StashKey[bool]()
+"""Whether a test has failed, for a page that tests share: the next one gets another."""
 NO_CHROMIUM = "no chromium: apt-get install chromium, or name one in RLB_CHROMIUM"
 
 
@@ -36,6 +38,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
     """Keep a picture of what a failed test saw: in `build/browser/`, one for each of its notebooks."""
     report = yield
     if report.failed:
+        item.stash[FAILED] = True
         for notebook in Notebook.opened:
             picture = f"{re.sub(r'[^a-zA-Z0-9_-]+', '-', item.name)}-{notebook.name}.png"
             try:

@@ -15,16 +15,16 @@ import re
 import secrets
 import shutil
 import signal
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
 
 import nbformat
-from playwright.sync_api import Browser, ConsoleMessage, Locator, Page
+from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Request, Response
 
 from tests.browser.server import Lab
+from tests.clock import LIMIT_S, Value, until
 
 CHROMIUM = os.environ.get("RLB_CHROMIUM") or next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -102,10 +102,13 @@ class Notebook:
         nbformat.write(made, self.path)
         self._context = browser.new_context(viewport={"width": 1280, "height": 900})
         self.page: Page = self._context.new_page()
-        self.page.set_default_timeout(30_000)
+        self.page.set_default_timeout(1000 * LIMIT_S)
         self._lost_kernel = False
         self.page.on("pageerror", self._thrown)
         self.page.on("console", self._heard)
+        self.refused: list[str] = []
+        self.page.on("response", self._answered)
+        self.page.on("requestfailed", self._unanswered)
         self.page.on("dialog", lambda dialog: dialog.accept())  # "leave page?" on a reload
         self._with_kernel = start_kernel
         Notebook.opened.append(self)
@@ -135,24 +138,21 @@ class Notebook:
             )
         )
 
-    def run(self, index: int, wait: bool = True, timeout: float = 60.0) -> None:
+    def run(self, index: int, wait: bool = True, timeout: float = LIMIT_S) -> None:
         """Run a cell; with `wait` until it ended, well or not. `timeout` in seconds."""
         self._js(RUN, index=index)
         if wait:
             self.wait(index, timeout)
 
-    def do(self, source: str, wait: bool = True, timeout: float = 60.0) -> int:
+    def do(self, source: str, wait: bool = True, timeout: float = LIMIT_S) -> int:
         """`add` and `run`; returns the cell's index."""
         index = self.add(source)
         self.run(index, wait, timeout)
         return index
 
-    def wait(self, index: int, timeout: float = 60.0) -> None:
+    def wait(self, index: int, timeout: float = LIMIT_S) -> None:
         """Wait until a cell that runs has ended; AssertionError with its output if it has not in time."""
-        deadline = time.monotonic() + timeout
-        while self.runs(index):
-            assert time.monotonic() < deadline, f"cell {index} still runs after {timeout} s:\n{self.output(index)}"
-            self.page.wait_for_timeout(50)
+        self.until(lambda: not self.runs(index), timeout, lambda: f"cell {index} still runs:\n{self.output(index)}")
 
     def runs(self, index: int) -> bool:
         """True while a cell runs or waits for its turn. (The kernel's status says "idle" during some busy cells.)
@@ -197,17 +197,24 @@ class Notebook:
         self._js("cells[index].node.scrollIntoView({block: 'nearest'});", index=index)
         return self.page.locator(f".jp-Notebook .jp-Cell[data-windowed-list-index='{index}'] .jp-Cell-outputWrapper")
 
-    def wait_text(self, index: int, text: str | re.Pattern[str], timeout: float = 30.0) -> str:
+    def wait_text(self, index: int, text: str | re.Pattern[str], timeout: float = LIMIT_S) -> str:
         """Wait until a cell's output holds `text` (or a match of it); returns the whole output.
 
         AssertionError with what it showed instead if it does not in `timeout` seconds.
         """
         wanted = text if isinstance(text, re.Pattern) else re.compile(re.escape(text))
-        deadline = time.monotonic() + timeout
-        while not wanted.search(shown := self.output(index)):
-            assert time.monotonic() < deadline, f"cell {index} shows no {wanted.pattern!r} after {timeout} s:\n{shown}"
-            self.page.wait_for_timeout(100)
-        return shown
+
+        def shown() -> str:
+            output = self.output(index)
+            return output if wanted.search(output) else ""
+
+        return self.until(shown, timeout, lambda: f"cell {index} shows no {wanted.pattern!r}:\n{self.output(index)}")
+
+    def until(
+        self, condition: Callable[[], Value], timeout: float = LIMIT_S, what: str | Callable[[], object] = ""
+    ) -> Value:
+        """Wait until `condition` is true, while the page goes on; returns its value."""
+        return until(condition, timeout, what, lambda seconds: self.page.wait_for_timeout(1000 * seconds))
 
     # -- the kernel
 
@@ -215,7 +222,7 @@ class Notebook:
         """JupyterLab's own Interrupt Kernel."""
         self._command("notebook:interrupt-kernel")
 
-    def restart_kernel(self, timeout: float = 60.0) -> None:
+    def restart_kernel(self, timeout: float = LIMIT_S) -> None:
         """JupyterLab's own Restart Kernel, confirmed in its dialog; returns when the new process answers."""
         before = self.kernel_pid()
         self._lost_kernel = True
@@ -237,22 +244,22 @@ class Notebook:
         process = self.lab.kernel_process(kernel_id) if kernel_id else None
         return None if process is None else process.pid
 
-    def wait_for_kernel(self, not_pid: int | None = None, timeout: float = 60.0) -> None:
+    def wait_for_kernel(self, not_pid: int | None = None, timeout: float = LIMIT_S) -> None:
         """Wait until the kernel (another process than `not_pid`) is connected and idle."""
-        deadline = time.monotonic() + timeout
-        while True:
-            pid = self.kernel_pid()
-            status = self._js(
-                "const k = panel.sessionContext.session?.kernel; return `${k?.connectionStatus} ${k?.status}`;"
-            )
-            if pid is not None and pid != not_pid and status == "connected idle":
-                return
-            assert time.monotonic() < deadline, f"no kernel after {timeout} s: {status}, pid {pid} (before: {not_pid})"
-            self.page.wait_for_timeout(100)
+
+        def status() -> str:
+            kernel = "panel.sessionContext.session?.kernel"
+            return str(self._js(f"const k = {kernel}; return `${{k?.connectionStatus}} ${{k?.status}}`;"))
+
+        self.until(
+            lambda: self.kernel_pid() not in (None, not_pid) and status() == "connected idle",
+            timeout,
+            lambda: f"no kernel: {status()}, pid {self.kernel_pid()} (before: {not_pid})",
+        )
 
     # -- the page
 
-    def accept_dialog(self, text: str, timeout: float = 30.0) -> str:
+    def accept_dialog(self, text: str, timeout: float = LIMIT_S) -> str:
         """Press the default button of JupyterLab's dialog that says `text`; returns all it said."""
         dialog = self.page.locator(".jp-Dialog", has_text=text)
         dialog.wait_for(timeout=timeout * 1000)
@@ -290,8 +297,12 @@ class Notebook:
             self.page.locator(f".jp-Notebook .jp-Cell[data-windowed-list-index='{index}']").screenshot(path=path)
 
     def check(self) -> None:
-        """Fail if the page threw, or logged an error to its console."""
-        assert not self.errors, "in the page:\n" + "\n".join(self.errors)
+        """Fail if the page threw, or logged an error to its console, since the last time; names the requests of it."""
+        errors, refused = self.errors[:], self.refused[:]
+        self.errors.clear()
+        self.refused.clear()
+        requests = "\nrequests that were refused or cut:\n" + "\n".join(refused) if refused else ""
+        assert not errors, "in the page:\n" + "\n".join(errors) + requests
 
     def close(self, check: bool = True) -> None:
         """End the kernel and close the page; then `check()`."""
@@ -331,6 +342,13 @@ class Notebook:
     def _thrown(self, error: Any) -> None:
         if not (self._lost_kernel and OF_A_LOST_KERNEL in str(error)):
             self.errors.append(f"thrown: {error}")
+
+    def _answered(self, response: Response) -> None:
+        if response.status >= 400:
+            self.refused.append(f"{response.request.method} {response.url}: {response.status} {response.status_text}")
+
+    def _unanswered(self, request: Request) -> None:
+        self.refused.append(f"{request.method} {request.url}: {request.failure}")
 
     def _heard(self, message: ConsoleMessage) -> None:
         if message.type == "error":

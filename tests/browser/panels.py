@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from playwright.sync_api import Locator
 from scripts import panel as building
 from tests.browser.lab import Notebook
 from tests.browser.server import Lab
+from tests.clock import LIMIT_S, until
 from tests.scripted_monitor import Script, played
 
 ROOT = Path(__file__).parents[2]
@@ -90,13 +90,10 @@ class Panel:
         """The sessions in the order they stand there."""
         return list(self.node.locator(".rlb-Session").evaluate_all("all => all.map(one => one.dataset.session)"))
 
-    def wait(self, name: str, text: str | re.Pattern[str], seconds: float = 30.0) -> None:
+    def wait(self, name: str, text: str | re.Pattern[str], seconds: float = LIMIT_S) -> None:
         """Wait until the block of a session says `text`."""
         wanted = text if isinstance(text, re.Pattern) else re.compile(re.escape(text))
-        deadline = time.monotonic() + seconds
-        while not wanted.search(shown := self.said(name)):
-            assert time.monotonic() < deadline, f"{name} does not say {wanted.pattern!r}:\n{shown}"
-            self.page.wait_for_timeout(50)
+        self.until(lambda: wanted.search(self.said(name)), seconds)
 
     def said(self, name: str) -> str:
         """What the block of a session says; empty where there is none."""
@@ -108,12 +105,9 @@ class Panel:
         button = self.session(name).locator(f".rlb-Toolbar [data-verb={verb}][aria-disabled=false]")
         button.click()
 
-    def until(self, true: Callable[[], object], seconds: float = 30.0) -> None:
+    def until(self, true: Callable[[], object], seconds: float = LIMIT_S) -> None:
         """Wait until something is true, while the page goes on."""
-        deadline = time.monotonic() + seconds
-        while not true():
-            assert time.monotonic() < deadline, f"it did not happen in time:\n{self.node.inner_text()}"
-            self.page.wait_for_timeout(50)
+        until(true, seconds, self.node.inner_text, lambda seconds: self.page.wait_for_timeout(1000 * seconds))
 
 
 def sources(notebook: Notebook) -> list[str]:

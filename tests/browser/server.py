@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-START_LIMIT_S = 60.0
+START_LIMIT_S = 300.0
 SETTINGS = {
     # a pop-up about news would cover a corner of the page, and the server has nobody to fetch them from
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False, "doNotDisturbMode": True},
@@ -81,7 +81,7 @@ class Lab:
             data=None if body is None else json.dumps(body).encode(),
             headers={"Authorization": f"token {self.token}", "Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=120) as answer:
             text = answer.read()
         return json.loads(text) if text else None
 

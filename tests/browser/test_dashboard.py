@@ -10,6 +10,7 @@ import time
 import pytest
 
 from tests.browser import kernels
+from tests.browser.conftest import FAILED
 from tests.browser.lab import Notebook
 from tests.scripted_monitor import MIB, Script, played
 
@@ -19,7 +20,8 @@ import rlbench.notebook
 from rlbench.notebook.dashboard.dashboard import Dashboard
 Dashboard({name!r})
 """
-HELD_UP = "time.sleep({seconds})"
+HELD_UP = "time.sleep(600)"  # it is interrupted behind the test
+HELD_UP_BY = "import os\nwhile not os.path.exists({file!r}): time.sleep(0.05)"
 
 
 def scripted(lab, name: str) -> Script:
@@ -29,36 +31,66 @@ def scripted(lab, name: str) -> Script:
     return played(name, folder / f"{name}.json")
 
 
+class Stage:
+    """A session, and a notebook that shows it in its first cell: the tests share them until one fails."""
+
+    def __init__(self, lab, browser) -> None:
+        self.lab, self.browser = lab, browser
+        self.script = scripted(lab, "shown")
+        self.state = copy.deepcopy(self.script.state)
+        self.notebook: Notebook | None = None
+
+    def open(self) -> Notebook:
+        """The notebook, made where there is none."""
+        if self.notebook is None:
+            self.notebook = Notebook(self.lab, self.browser, [SHOW.format(name="shown")])
+            self.notebook.run(0)
+            live(self.notebook)
+        return self.notebook
+
+    def close(self) -> None:
+        """Close the notebook; what is wrong in it by now is its last test's."""
+        made, self.notebook = self.notebook, None
+        if made is not None:
+            made.close(check=False)
+
+
 @pytest.fixture(scope="module")
 def stage(lab, browser):
-    """The session, and a notebook that shows it in its first cell; the tests share them."""
-    made = scripted(lab, "shown")
-    with Notebook(lab, browser, [SHOW.format(name="shown")]) as opened:
-        opened.run(0)
-        live(opened)
-        yield made, opened, copy.deepcopy(made.state)
+    """What the tests share, opened by the first."""
+    made = Stage(lab, browser)
+    yield made
     made.close()
+    made.script.close()
 
 
 @pytest.fixture
 def script(stage):
     """The session as it was at first: a rollout runs."""
-    made, _, state = stage
-    made.state, made.slow_s = copy.deepcopy(state), 0.0
+    made = stage.script
+    made.state, made.slow_s = copy.deepcopy(stage.state), 0.0
     made.done.clear()
     return made
 
 
 @pytest.fixture
-def notebook(stage, script):
-    """The notebook, showing that; what a test left running in it is interrupted."""
-    opened = stage[1]
+def notebook(request, stage, script):
+    """The notebook, showing that; what a test left running in it is interrupted, and after a failure it is anew."""
+    opened = stage.open()
     opened.wait_text(0, "28/64 samples")
     yield opened
+    if request.node.stash.get(FAILED, False):
+        stage.close()
+        return
     last = int(opened._js("return cells.length - 1;"))
     if opened.runs(last):
         opened.interrupt()
         opened.wait(last)
+    try:
+        opened.check()
+    except AssertionError:
+        stage.close()
+        raise
 
 
 def live(notebook: Notebook) -> None:
@@ -72,13 +104,6 @@ def grow(script: Script) -> str:
     resident = {name: size + 1024 * MIB for name, size in last["resident"].items()}
     script.memory.append(last | {"time": time.time(), "resident": resident, "owners": {}})
     return f"{resident[f'rlbench/{script.name}/actor/0'] / 1024 / MIB:.3g} GiB"
-
-
-def until(notebook: Notebook, true, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        notebook.page.wait_for_timeout(50)
 
 
 def control(notebook: Notebook, name: str, cell: int = 0):
@@ -119,23 +144,23 @@ def test_every_panel_is_drawn_in_both_themes(notebook, theme, pytestconfig):
 
 
 def test_it_moves_while_a_cell_runs(notebook, script):
-    busy = notebook.do(HELD_UP.format(seconds=20), wait=False)
+    busy = notebook.do(HELD_UP, wait=False)
     script.state["running"][0]["progress"][0]["finished"] = 61
     grown = grow(script)
-    notebook.wait_text(0, "61/64 samples", timeout=10)
-    notebook.wait_text(0, grown, timeout=10)
+    notebook.wait_text(0, "61/64 samples")
+    notebook.wait_text(0, grown)
     assert notebook.runs(busy)
 
 
 def test_a_press_acts_while_a_cell_runs(notebook, script):
-    busy = notebook.do(HELD_UP.format(seconds=20), wait=False)
+    busy = notebook.do(HELD_UP, wait=False)
     control(notebook, "pause").click()
-    until(notebook, lambda: ("pause", {}) in script.done)
-    notebook.wait_text(0, re.compile(r"pause: done · \d"), timeout=10)
+    notebook.until(lambda: ("pause", {}) in script.done)
+    notebook.wait_text(0, re.compile(r"pause: done · \d"))
     control(notebook, "resume").wait_for()
     control(notebook, "stop").click()
-    until(notebook, lambda: ("stop", {}) in script.done)
-    notebook.wait_text(0, "stop: rollout 43", timeout=10)
+    notebook.until(lambda: ("stop", {}) in script.done)
+    notebook.wait_text(0, "stop: rollout 43")
     assert notebook.runs(busy)
 
 
@@ -144,11 +169,11 @@ def test_without_the_servers_handlers_a_press_goes_to_the_kernel(notebook, scrip
     notebook.reload()
     live(notebook)
     control(notebook, "pause").click()
-    until(notebook, lambda: ("pause", {}) in script.done)
+    notebook.until(lambda: ("pause", {}) in script.done)
     notebook.wait_text(0, "pause: done")
-    busy = notebook.do(HELD_UP.format(seconds=20), wait=False)
+    busy = notebook.do(HELD_UP, wait=False)
     control(notebook, "resume").click()
-    until(notebook, lambda: ("resume", {}) in script.done)  # a subshell hears it: ipykernel 7
+    notebook.until(lambda: ("resume", {}) in script.done)  # a subshell hears it: ipykernel 7
     assert notebook.runs(busy)
     notebook.page.unroute("**/rlbench/api/**")
     notebook.errors[:] = [error for error in notebook.errors if "404" not in error]
@@ -157,12 +182,12 @@ def test_without_the_servers_handlers_a_press_goes_to_the_kernel(notebook, scrip
 def test_a_toggle_shows_what_was_measured_not_what_was_wished(notebook, script):
     script.state["running"], script.slow_s = [], 2.0
     toggle = control(notebook, "optimizer of actor")
-    until(notebook, toggle.is_enabled)
+    notebook.until(toggle.is_enabled)
     assert toggle.get_attribute("title") == "Offload optimizer of actor to host: frees 1.2 GiB"
     toggle.click()
     notebook.wait_text(0, "offload optimizer of actor …")
     assert toggle.get_attribute("aria-pressed") == "true" and "resident" in toggle.inner_text()
-    until(notebook, lambda: toggle.get_attribute("aria-pressed") == "false")
+    notebook.until(lambda: toggle.get_attribute("aria-pressed") == "false")
     assert toggle.inner_text() == "optimizer ○ host" and "mod-active" not in toggle.get_attribute("class")
     notebook.wait_text(0, "optimizer of actor: now cpu")  # comes apart from the frame that shows it
     assert toggle.get_attribute("title") == "Make optimizer of actor resident again"
@@ -189,7 +214,7 @@ def test_what_others_wrote_stays_text(notebook, script):
 def test_what_the_monitor_refuses_is_said(notebook, script):
     script.state["running"] = []
     sync = control(notebook, "^sync$")
-    until(notebook, sync.is_enabled)
+    notebook.until(sync.is_enabled)
     script.state["running"] = [{"id": "b", "what": "rollout 44", "engine": "inference", "since": 0, "progress": []}]
     notebook.cell(0).locator(".rlb-head").evaluate("""head => {
         const sync = [...head.closest('.rlb-dashboard').querySelectorAll('button')].find(b => /sync/.test(b.innerText));
@@ -228,7 +253,7 @@ def test_a_monitor_that_does_not_answer_makes_the_numbers_stale(notebook, script
     script.stop()
     notebook.wait_text(0, re.compile(r"stale \d+ s: the monitor of session"))
     script.start()
-    until(notebook, lambda: "stale" not in status(notebook))
+    notebook.until(lambda: "stale" not in status(notebook))
 
 
 def test_a_closed_session_leaves_its_last_numbers(notebook, lab):
@@ -244,24 +269,24 @@ def test_a_closed_session_leaves_its_last_numbers(notebook, lab):
 def test_a_kernel_that_died_is_noticed_and_presses_go_on_through_the_server(notebook, script):
     notebook.kill_kernel()
     notebook.accept_dialog("appears to have died")
-    notebook.wait_text(0, re.compile(r"stale \d+ s: the kernel says nothing"), timeout=30)
+    notebook.wait_text(0, re.compile(r"stale \d+ s: the kernel says nothing"))
     assert "28/64" in notebook.output(0), "the last numbers stay"
     control(notebook, "pause").click()
-    until(notebook, lambda: ("pause", {}) in script.done)
+    notebook.until(lambda: ("pause", {}) in script.done)
     notebook.wait_text(0, "pause: done")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("version", kernels.VERSIONS)
-def test_each_ipykernel_moves_during_a_cell_and_acts_or_says_when(open_notebook, lab, kernel_names, version):
+def test_each_ipykernel_moves_during_a_cell_and_acts_or_says_when(open_notebook, lab, kernel_names, version, tmp_path):
     script = scripted(lab, f"matrix-{version}")
     notebook = open_notebook([SHOW.format(name=script.name)], kernel=kernel_names[version])
     notebook.page.route("**/rlbench/api/**", lambda route: route.fulfill(status=404, json={}))
     notebook.run(0)
     live(notebook)
-    busy = notebook.do(HELD_UP.format(seconds=8), wait=False)
+    busy = notebook.do(HELD_UP_BY.format(file=str(tmp_path / "free")), wait=False)
     script.state["running"][0]["progress"][0]["finished"] = 61
-    notebook.wait_text(0, "61/64 samples", timeout=6)
+    notebook.wait_text(0, "61/64 samples")
     pause = control(notebook, "pause")
     if version.startswith("6."):
         assert "takes effect when the cell ends" in pause.get_attribute("title")
@@ -270,8 +295,9 @@ def test_each_ipykernel_moves_during_a_cell_and_acts_or_says_when(open_notebook,
         assert notebook.runs(busy) and script.done == []
     else:
         pause.click()
-        until(notebook, lambda: script.done)
+        notebook.until(lambda: script.done)
         assert notebook.runs(busy)
+    (tmp_path / "free").touch()
     notebook.wait(busy)
     notebook.wait_text(0, "pause: done")
     script.close()
@@ -303,17 +329,17 @@ def test_a_real_session(open_notebook, pytestconfig):
     notebook.wait_text(0, re.compile(r"reward\s+0"))
 
     toggle = control(notebook, "optimizer of actor")
-    until(notebook, toggle.is_enabled)
+    notebook.until(toggle.is_enabled)
     toggle.click()
-    until(notebook, lambda: toggle.inner_text() == "optimizer ○ host", 60)
+    notebook.until(lambda: toggle.inner_text() == "optimizer ○ host")
     toggle.click()
-    until(notebook, lambda: toggle.inner_text() == "optimizer ● resident", 60)
+    notebook.until(lambda: toggle.inner_text() == "optimizer ● resident")
 
     endless = notebook.do("session.rollout(tasks.prompts(64), n=64, max_tokens=1800, ignore_eos=True)", wait=False)
-    notebook.wait_text(0, re.compile(r"rollout \d+ · 0/4096 samples · [1-9]"), timeout=60)
+    notebook.wait_text(0, re.compile(r"rollout \d+ · 0/4096 samples · [1-9]"))
     notebook.screenshot(pytestconfig.rootpath / "build" / "browser" / "dashboard-session.png", 0)
     control(notebook, "stop").click()
-    notebook.wait(endless, 60)
+    notebook.wait(endless)
     assert "Stopped" in notebook.output(endless)
     notebook.wait_text(0, re.compile(r"stop: .*done"))  # nothing is asked any more of the monitor that ends next
     notebook.do("session.close()")

@@ -32,7 +32,7 @@ def lab(lab, tmp_path_factory):
 def status_of(url, **request):
     """The status with which a request is answered."""
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, **request), timeout=30) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, **request), timeout=120) as answer:
             return answer.status
     except urllib.error.HTTPError as refused:
         return refused.code

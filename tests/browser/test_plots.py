@@ -75,7 +75,8 @@ def test_a_plot_that_is_drawn_out_of_view_is_whole_when_it_comes_into_view(open_
 def test_a_saved_plot_is_small_and_shows_again_without_a_kernel(open_cells, open_notebook):
     notebook = open_cells(PLOT)
     notebook.cell(1).locator(PLOTLY).first.wait_for()
-    notebook.page.wait_for_timeout(1500)  # plotly puts a picture of what it drew into the output
+    has_picture = "return cells[1].model.outputs.toJSON().some(output => output.data?.['image/png']);"
+    notebook.until(lambda: notebook._js(has_picture), what="plotly puts a picture of what it drew into the output")
     saved = notebook.save()
     (output,) = saved.cells[1].outputs
     assert {"application/vnd.plotly.v1+json", "text/html", "text/plain"} <= set(output.data)

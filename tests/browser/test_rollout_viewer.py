@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 
 import pytest
 
@@ -58,12 +57,9 @@ def choose(notebook, label, option):
     box.select_option(label=option)
 
 
-def wait_rows(notebook, fits, timeout=20.0):
-    deadline = time.monotonic() + timeout
-    while not fits(seen := rows(notebook)):
-        assert time.monotonic() < deadline, seen
-        notebook.page.wait_for_timeout(50)
-    return seen
+def wait_rows(notebook, fits):
+    notebook.until(lambda: fits(rows(notebook)), what=lambda: rows(notebook))
+    return rows(notebook)
 
 
 def readout(notebook):
@@ -133,11 +129,13 @@ def test_columns_and_white_space(open_viewer):
 def test_a_token_says_its_numbers_under_the_pointer(open_viewer):
     notebook = open_viewer()
     wanted = r"token 2 +'[0-9]' +id \d+ +sampler −[01]\S* +adv .*trainer .*ratio 1\.11 +H 0\.2 .*not clipped"
-    deadline = time.monotonic() + 20
-    while not re.match(wanted, said := readout(notebook)):  # again: the page may still be moving under the pointer
-        assert time.monotonic() < deadline, said
+
+    def told():  # again: the page may still be moving under the pointer
         notebook.page.mouse.move(0, 0)
         notebook.cell(1).locator(".row .t").nth(2).hover()
+        return re.match(wanted, readout(notebook))
+
+    notebook.until(told, what=lambda: readout(notebook))
 
 
 def test_the_keyboard_opens_prompts_and_walks_tokens(open_viewer):
@@ -263,19 +261,22 @@ replace(shown, prompt_ids=Ragged.from_rows([[1, *[5] * 9, 2, *[5] * 4, 3], [4]],
     assert notebook.page.evaluate("window.hacked") is None
 
 
-def test_while_a_cell_runs_colours_change_and_where_there_are_subshells_it_scrolls_on(open_viewer):
+def test_while_a_cell_runs_colours_change_and_where_there_are_subshells_it_scrolls_on(open_viewer, tmp_path):
     notebook = open_viewer("stepped(sorting(TINY, prompts=60))")
     cell = notebook.cell(1)
-    busy = notebook.do("import time\ntime.sleep(15)", wait=False)
-    notebook.page.wait_for_timeout(500)
+    free = tmp_path / "free"
+    held_up = f"import os, time\nprint('begun')\nwhile not os.path.exists({str(free)!r}): time.sleep(0.05)"
+    busy = notebook.do(held_up, wait=False)
+    notebook.wait_text(busy, "begun")
     choose(notebook, "colour", "entropy")
-    cell.locator(".legend", has_text="entropy (nats)").wait_for(timeout=5000)
+    cell.locator(".legend", has_text="entropy (nats)").wait_for()
     choose(notebook, "sort", "prompt")
     if works_while_busy():
-        cell.locator(".head", has_text="prompt 0").wait_for(timeout=8000)
+        cell.locator(".head", has_text="prompt 0").wait_for()
     else:
         cell.locator(".notice", has_text="waiting for the kernel (busy)").wait_for()
     assert notebook.runs(busy)
+    free.touch()
     notebook.wait(busy)
     cell.locator(".head", has_text="prompt 0").wait_for()
     assert cell.locator(".notice").inner_text() == ""

@@ -8,6 +8,7 @@ import re
 import pytest
 
 from tests.browser.lab import Notebook
+from tests.clock import LIMIT_S
 
 pytestmark = pytest.mark.engine
 
@@ -73,7 +74,7 @@ def driving(notebook):
     return notebook
 
 
-def done(notebook, source, timeout=60):
+def done(notebook, source, timeout=LIMIT_S):
     """Run a cell that has to end well; returns its output."""
     index = notebook.do(source, timeout=timeout)
     assert notebook.error(index) == ""
@@ -102,11 +103,10 @@ def running(lab):
 
 def wait_until_running(lab, notebook, index, what):
     """Wait until the session runs `what`, which cell `index` began."""
-    for _ in range(200):
-        if what in running(lab):
-            return
-        notebook.page.wait_for_timeout(50)
-    pytest.fail(f"{what} never ran; the session runs {running(lab)}, the cell shows\n{notebook.output(index)}")
+    notebook.until(
+        lambda: what in running(lab),
+        what=lambda: f"{what} never ran; the session runs {running(lab)}, the cell shows\n{notebook.output(index)}",
+    )
 
 
 def kill_kernel(notebook):
@@ -154,7 +154,7 @@ def test_interrupt_gives_one_line_and_the_prompt_back(driving):
     busy = driving.do(ENDLESS_ROLLOUT, wait=False)
     driving.wait_text(busy, re.compile(r"[1-9][\d,]* tokens"))
     driving.interrupt()
-    driving.wait(busy, timeout=20)
+    driving.wait(busy)
     lines = driving.output(busy).splitlines()
     stopped = [line for line in lines if line.startswith("Stopped: ")]
     assert stopped == lines[-1:] and ".partial" in stopped[0], lines

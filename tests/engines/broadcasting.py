@@ -3,7 +3,7 @@
 import rlbench as rb
 from rlbench.trainers.models.policy_spec import PolicySpec
 
-ENDS_S = 60.0  # far more than a failure takes to end both sides, far less than a wait for a member that is silent
+ENDS_S = 120.0  # far more than a failure takes to end both sides, far less than a wait for a member that is silent
 
 
 def small_buckets():

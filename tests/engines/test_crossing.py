@@ -10,7 +10,7 @@ from rlbench.errors import Stopped, WeightSyncError, WorkerDied
 from rlbench.weights.manifest import ChannelInfo, Manifest
 from rlbench.weights.transport import PeerFailed
 
-ENDS_S = 20.0
+ENDS_S = 120.0
 
 
 class Call:

@@ -34,7 +34,7 @@ def test_of_a_verb_of_several_calls(monkeypatch):
         yield
 
     chain = Chain("verb", steps())
-    assert chain.result(timeout=10) == "all of it"
+    assert chain.result(timeout=120) == "all of it"
     monkeypatch.setattr(chain, "result", interrupted_once("all of it"))
     with pytest.raises(Stopped, match="verb was done as it was stopped") as stopped:
         chain.blocking_result()

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from rlbench.dispatch import peers
+from rlbench.dispatch import peers, pending
 from rlbench.errors import CallDropped, EngineError, RemoteError, Stopped
 from tests.clock import LIMIT_S, until
 
@@ -109,13 +109,48 @@ def test_long_values_are_cut_and_hostile_ones_come_as_text(train):
     assert train.run_cell("class Bad:\n    def __repr__(self): return '<script>'\nBad()", rank=0)[0] == "<script>"
 
 
-def test_a_rank_that_refused_a_call_is_not_ended_for_peers_that_are_busy(train, monkeypatch):
+IN_TIME = """
+import gc
+(group,) = (one for one in gc.get_objects() if type(one).__name__ == "RankGroup")
+limits = [60.0, 0.5]  # of the next two calls
+def in_time(epoch, seq, timeout_s):
+    limit = limits.pop(0)
+    if not limits:
+        del group.register
+    return type(group).register(group, epoch, seq, limit)
+if rank == 1:
+    group.register = in_time
+"""
+BUSY = """
+import pathlib, time
+looping = 1
+while not pathlib.Path({free!r}).exists():
+    time.sleep(0.02)
+"""
+
+
+def test_a_rank_that_refused_a_call_is_not_ended_for_peers_that_are_busy(train, monkeypatch, tmp_path):
     """A rank busy with an earlier call cannot say in time that it has the next one: the others drop it, and live."""
     monkeypatch.setattr(peers, "FAILED_PEER_WAIT_S", 0.5)
-    busy = threading.Thread(target=train.run_cell, args=("looping = 1\nimport time; time.sleep(9)", 0))
+    failed, looks = pending._failed, []
+
+    def freed_after_ten_looks(answer):
+        """Each of them a fifth of a second after the one before: the wait for peers of a failed rank is over then."""
+        if answer.failure is not None and isinstance(answer.failure.error, CallDropped):
+            looks.append(answer)
+        if len(looks) == 10:
+            (tmp_path / "free").touch()
+        return failed(answer)
+
+    monkeypatch.setattr(pending, "_failed", freed_after_ten_looks)
+    train.run_cell(IN_TIME)
+    busy = threading.Thread(target=train.run_cell, args=(BUSY.format(free=str(tmp_path / "free")), 0))
     busy.start()
     until(lambda: "looping" in train.complete_names("looping"))
-    with pytest.raises(CallDropped, match="not all 2 ranks received the call"):
-        train.run_cell("world_size")
-    busy.join()
+    try:
+        with pytest.raises(CallDropped, match="not all 2 ranks received the call"):
+            train.run_cell("world_size")
+    finally:
+        (tmp_path / "free").touch()
+        busy.join()
     assert train.run_cell("world_size") == ["2", "2"], "no rank was lost"

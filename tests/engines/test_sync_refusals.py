@@ -36,7 +36,7 @@ class Engine:
 
 def refused(train, infer, error, said, transport=None):
     with pytest.raises(error, match=said):
-        sync_weights(train, infer, transport=transport).result(timeout=10)
+        sync_weights(train, infer, transport=transport).result(timeout=120)
 
 
 def test_another_dtype_since_log_probs_could_not_be_compared():

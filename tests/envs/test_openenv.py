@@ -123,7 +123,7 @@ def server():
     until(lambda: made.started)
     yield f"http://127.0.0.1:{port}", Echoing, Say
     made.should_exit = True
-    thread.join(10)
+    thread.join(120)
 
 
 def test_sessions_on_a_real_server_are_apart(server):

@@ -174,7 +174,7 @@ async def test_a_driver_that_hangs_is_asked_once_and_holds_nobody_up(jp_fetch, s
 
     def hangs():
         questions.append(1)
-        goes_on.wait(60)
+        goes_on.wait(120)
         return [GPU]
 
     nvml(hangs)
@@ -211,7 +211,7 @@ async def test_killing_ends_the_processes_a_session_left_and_its_file(jp_fetch):
         jp_fetch("rlbench", "api", "sessions", "lost", "kill", method="POST", body=b"", request_timeout=60)
     )
     assert (status, "1 processes ended" in value["message"]) == (200, True), value
-    ended.join(30)
+    ended.join(120)
     assert worker.returncode == -signal.SIGTERM and not registry.session_file("lost").exists()
 
 
@@ -321,7 +321,7 @@ async def test_an_answer_that_is_no_json_is_not_passed_on(jp_fetch):
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         status, value = await get(jp_fetch, "sessions", "odd", "state")
-        thread.join(30)
+        thread.join(120)
     assert (status, value["state"]) == (503, "silent")
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from rlbench.dispatch import link as links
 from rlbench.dispatch.link import Link, shm_prefix, spawn_host
 from rlbench.errors import SessionError, Stopped
 from rlbench.monitor import client
 from rlbench.runtime import processes, registry
-from tests.clock import until
+from tests.clock import LIMIT_S, until
 
 pytestmark = pytest.mark.engine
 
@@ -62,6 +63,20 @@ def test_a_killed_monitor_comes_back_with_its_state_and_its_driver_goes_on(link)
     link.set(step=6)
     assert link.state()["step"] == 6 and submit(link, host, "shout", "on").result() == "ON"
     assert registry.read_json(registry.session_file(link.name))["pid"] == after["pid"]
+
+
+def test_a_monitor_that_lives_and_does_not_answer_is_named_and_asked_again(link, monkeypatch):
+    link.set(step=3)
+    monitor = link.state()["pid"]
+    os.kill(monitor, signal.SIGSTOP)
+    try:
+        monkeypatch.setattr(links, "MONITOR_LIMIT_S", 0.5)
+        with pytest.raises(SessionError, match="has not answered"):
+            link.state()
+    finally:
+        os.kill(monitor, signal.SIGCONT)
+        monkeypatch.undo()
+    assert link.state()["step"] == 3
 
 
 def test_an_event_it_cannot_apply_is_refused_and_does_not_spoil_its_journal(link):
@@ -158,10 +173,10 @@ def test_a_call_that_waits_for_a_control_verb_can_be_stopped(link, monkeypatch):
     ray.get(host.adopt.remote(link.epoch + 1))
     pending = submit(link, host, "shout", "never")
     with pytest.raises(TimeoutError):
-        pending.result(timeout=1.0)
+        pending.result(timeout=0.5)
     pending.stop()
     with pytest.raises(Stopped):
-        pending.result(timeout=30)
+        pending.result(timeout=LIMIT_S)
 
 
 def test_a_driver_that_lives_is_not_displaced_unless_told_to(cluster, link):
@@ -255,7 +270,7 @@ def test_the_session_of_a_script_that_died_ends_after_its_lease(cluster, reposit
 
 def test_a_notebook_that_is_left_alone_keeps_its_session_until_its_kernel_is_gone(cluster, repository):
     kernel = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, "2.0", "notebook"],
+        [sys.executable, "-c", SCRIPT, "6.0", "notebook"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -266,9 +281,9 @@ def test_a_notebook_that_is_left_alone_keeps_its_session_until_its_kernel_is_gon
         worker, monitor = map(int, kernel.stdout.readline().split())
         record = client.find("forsaken")
         os.kill(kernel.pid, signal.SIGSTOP)  # nor does it say that it lives
-        time.sleep(5.0)
+        until(lambda: client.ask(record, "/state")["driver"]["age_s"] > 7.0)
         held = client.ask(record, "/state")["lease"]
-        assert (held["seconds"], held["left_s"]) == (2.0, None) and processes.start_time(worker) is not None
+        assert (held["seconds"], held["left_s"]) == (6.0, None) and processes.start_time(worker) is not None
     finally:
         kernel.kill()
         kernel.wait()

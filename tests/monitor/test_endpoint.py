@@ -64,7 +64,7 @@ def record(commands):
 def raw(record, method, path, body=None, **headers):
     """A request with headers as given (and the right token unless told otherwise); (status, answer)."""
     target = urlsplit(record["url"])
-    connection = http.client.HTTPConnection(target.hostname, target.port, timeout=30)
+    connection = http.client.HTTPConnection(target.hostname, target.port, timeout=120)
     sent = {"Authorization": f"Bearer {record['token']}", "Content-Type": "application/json"}
     sent |= {name.replace("_", "-"): value for name, value in headers.items()}
     connection.request(method, path, body, {k: v for k, v in sent.items() if v is not None})
@@ -195,7 +195,7 @@ def test_one_driving_verb_at_a_time(recorder):
     import threading
 
     go = threading.Event()
-    commands = Commands(recorder.run, lambda verb, args: go.wait(60), list)
+    commands = Commands(recorder.run, lambda verb, args: go.wait(120), list)
     first = commands.submit("sync", {})
     with pytest.raises(Refusal, match="offload: sync runs"):
         commands.submit("offload", {"engine": "train"})

@@ -8,7 +8,7 @@ import pytest
 
 from rlbench.errors import Stopped
 from rlbench.monitor import client
-from tests.clock import until
+from tests.clock import LIMIT_S, until
 
 pytestmark = pytest.mark.engine
 MIB = 1 << 20
@@ -96,25 +96,24 @@ def batch_of(rollouts):
 
 
 def test_what_ran_is_marked_in_order_and_its_time_is_the_steps(session, watched, still):
-    begin = watched.samples()["time"]
+    begin, wall = watched.samples()["time"], time.perf_counter()
     first = session.train_step(batch_of(session.rollout(PROMPTS, max_tokens=8, progress=False)))
-    wall = time.perf_counter()
     batch = batch_of(session.rollout(PROMPTS, max_tokens=8, progress=False))
     session.sync_weights()
     session.offload("train", "optimizer")
     session.onload("train", "optimizer")
     second = session.train_step(batch)
-    wall = time.perf_counter() - wall
     splits = until(lambda: (s := watched.state()["splits"])[-1:] and s[-1]["step"] == second.step and s)
     marks = watched.samples(begin)["marks"]
     assert [m["what"] for m in marks] == ["rollout", "train", "rollout", "sync", "offload", "onload", "train"]
     assert marks[1]["label"] == "train_step" and marks[4]["label"] == "actor.cpu()" and marks[4]["engine"] == "actor"
     for one, then in itertools.pairwise(marks):
-        assert one["seconds"] is not None and one["time"] + one["seconds"] <= then["time"] + 0.05  # messages overtake
+        # no more: a call's end comes from its worker, the next begin from here, and one may overtake the other
+        assert one["seconds"] is not None and one["time"] <= then["time"]
     split = splits[-1]
     parts = {name: split[name] for name in ("rollout", "train", "sync", "other", "idle")}
     assert split["seconds"] == pytest.approx(sum(parts.values())) and split["score"] is None
-    assert split["seconds"] == pytest.approx(wall, rel=0.5, abs=0.5) and splits[-2]["step"] == first.step
+    assert 0 < split["seconds"] < time.perf_counter() - wall and splits[-2]["step"] == first.step
     for name, own in (("rollout", marks[2:3]), ("sync", marks[3:4]), ("other", marks[4:6]), ("train", marks[6:])):
         assert parts[name] == pytest.approx(sum(m["seconds"] for m in own), abs=0.01), name
     assert split["tokens_per_s"] == pytest.approx(second.tokens_per_s)
@@ -136,7 +135,7 @@ def test_a_rollout_that_was_stopped_counts_with_what_it_has(session, watched):
     until(lambda: any(p.get("tokens", 0) > 50 for r in watched.state()["running"] for p in r["progress"]))
     pending.stop()
     with pytest.raises(Stopped) as stopped:
-        pending.result(timeout=60)
+        pending.result(timeout=LIMIT_S)
     partial = stopped.value.partial
     told = until(lambda: (s := watched.state()["lengths"]) and s[-1]["rollout"] == partial.number and s[-1])
     assert told["aborted"] == partial.aborted.sum() > 0 and told["samples"] == partial.samples
@@ -154,7 +153,7 @@ def test_an_evaluation_is_not_among_the_rollouts(session, watched):
 def test_while_it_generates_lengths_and_first_texts_are_told(session, watched):
     pending = session.rollout(PROMPTS * 40, n=8, block=False, progress=False, max_tokens=64)
     told = until(lambda: next((p for r in watched.state()["running"] for p in r["progress"] if p.get("first")), None))
-    result = pending.result(timeout=120)
+    result = pending.result(timeout=LIMIT_S)
     assert len(told["first"]) <= 2 and all(any(t.startswith(f) for t in result.texts) for f in told["first"])
     assert 0 < sum(told["lengths"]["counts"]) <= result.samples
 

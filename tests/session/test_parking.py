@@ -238,7 +238,7 @@ def test_the_session_of_a_notebook_that_is_gone_is_parked_at_the_end_of_its_leas
     assert line is not None, "the kernel ended before it trained"
     before, tokens = json.loads(line.removeprefix("TOLD"))
     record = client.find("left")
-    time.sleep(2.5)
+    time.sleep(2.5)  # more than its lease, while it lives and says so
     assert registry.parked("left") is None, "while its kernel lives it is not idle"
     assert client.ask(record, "/state")["lease"] | {"silent_s": 0} == {
         "seconds": 1.0,

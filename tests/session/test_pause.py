@@ -33,7 +33,7 @@ def test_a_closed_gate_holds_until_it_opens_or_the_call_is_to_stop(stop):
     until(lambda: context.progress == {"paused": True})
     assert passed == [] and gate.closed
     (context.request_stop if stop else gate.open)()
-    thread.join(60)
+    thread.join(120)
     assert passed == [not stop] and context.progress == {"paused": False}
 
 
@@ -80,12 +80,12 @@ def test_a_paused_rollout_goes_on_with_the_very_same_tokens(session):
     assert not pending.done and "paused" in repr(session)
     assert client.ask(client.find(session.name), "/state")["paused"]
     before, begin = cpu_ticks(session.inference.info["pid"]), time.monotonic()
-    time.sleep(2.0)
+    time.sleep(2.0)  # what it may use in that time is a share of it
     used = (cpu_ticks(session.inference.info["pid"]) - before) / os.sysconf("SC_CLK_TCK")
     assert used < 0.5 * (time.monotonic() - begin), "a paused replica sleeps"
     assert progress(session)["tokens"] == held and not pending.done
     session.resume()
-    assert pending.result(timeout=240).texts == uninterrupted.texts and not session.paused
+    assert pending.result(timeout=600).texts == uninterrupted.texts and not session.paused
     assert not status(session)["paused"]
 
 

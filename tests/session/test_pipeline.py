@@ -264,7 +264,7 @@ def test_an_error_of_a_reward_is_raised_at_its_batch_once(session):
     with warnings.catch_warnings(), session.pipeline(asked, reward=fails, **OPTIONS) as steps:
         warnings.simplefilter("error", UserWarning)
         rollouts = next(steps)
-        assert failing.wait(60), "it fails while the batch before it is trained on"
+        assert failing.wait(120), "it fails while the batch before it is trained on"
         train(session, rollouts)
         with pytest.raises(DataError, match="no such answer"):
             next(steps)

@@ -20,7 +20,7 @@ from rlbench.weights.manifest import Layout, Manifest
 from rlbench.weights.transport import PeerFailed
 
 CPU = torch.device("cpu")
-ENDS_S = 30.0
+ENDS_S = 120.0
 
 
 def tensors(seed: int = 0) -> dict[str, torch.Tensor]:

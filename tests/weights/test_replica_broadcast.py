@@ -25,7 +25,7 @@ from rlbench.workers.replica.vllm import VllmReplica
 from tests.workers.tiny_checkpoint import hf_logprobs, make_checkpoint
 
 pytestmark = pytest.mark.engine
-ENDS_S = 60.0
+ENDS_S = 120.0
 SEQUENCE = [(13 * i) % 250 for i in range(60)]
 
 

@@ -44,7 +44,7 @@ class World:
 
     def collective(self, rank):
         self.issued[rank] += 1
-        self.barrier.wait(timeout=10)
+        self.barrier.wait(timeout=120)
 
     def run(self, rank, program):
         ranks = list(range(len(self.stop)))
@@ -63,7 +63,7 @@ class World:
             thread.start()
         ask(self)
         for thread in threads:
-            thread.join(timeout=30)
+            thread.join(timeout=120)
         assert not any(thread.is_alive() for thread in threads)
         return self.outcomes
 

@@ -26,7 +26,7 @@ from rlbench.session.state.setup import set_up_steps
 from rlbench.session.state.snapshots import Snapshot
 from rlbench.strategies.generation.session_link import ASLEEP
 
-ANSWER_LIMIT_S = 30.0
+ANSWER_LIMIT_S = 120.0
 NOT_BACK = (
     "this engine was built again with the weights it was first built from, and heal() ended before it had brought the "
     "session's state back: session.heal() again, or session.restore(…) a snapshot"
