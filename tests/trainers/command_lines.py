@@ -47,6 +47,8 @@ OTHER_VALUES: dict[str, str] = {
     "loss": "dapo",
     "template": '{"mood":"!"}',
     "tools": '[{"name":"look"}]',
+    "no_signal": "skip",
+    "reward_failures": "0.5",
 }
 OF_TEXTS = ("data", "max_length", "token_budget")
 

@@ -115,7 +115,7 @@ def test_a_model_on_the_ranks_reads_prompt_and_response_and_is_sent_away_afterwa
 
 def test_a_model_with_a_tokenizer_of_its_own_reads_texts() -> None:
     model = SumModel()
-    model.tokenizer = lambda text: {"input_ids": [len(text) % VOCAB]}
+    model.tokenizer = lambda texts, verbose: {"input_ids": [[len(text) % VOCAB] for text in texts]}
     given = rollouts_of(*_texts(), SAMPLING)
     found = scored(given, model)
     texts = [given.prompts[int(g)].text + t for g, t in zip(given.group, given.texts, strict=True)]
