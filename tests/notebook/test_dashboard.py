@@ -396,3 +396,9 @@ def test_evaluations_are_curves_behind_those_of_training():
     history = [{"step": 1, "reward": 0.5, "eval/gsm8k/reward": 0.25, "eval/gsm8k/pass@8": 1.0}, {"step": 2}]
     *training, last = view(blank("s") | {"history": history}).curves
     assert len(training) == 5 and last == {"label": "eval/gsm8k", "unit": "", "points": [[1, 0.25]]}
+
+
+def test_steps_without_a_signal_are_a_curve_where_there_are_any():
+    some = view(blank("s") | {"history": [{"step": 1, "no_signal": 0.0}, {"step": 2, "no_signal": 1.0}]}).curves
+    none = view(blank("s") | {"history": [{"step": 1, "no_signal": 0.0}, {"step": 2}]}).curves
+    assert some[5] == {"label": "no signal", "unit": "", "points": [[1, 0.0], [2, 1.0]]} and len(none) == 5
