@@ -67,6 +67,10 @@ EFFECTS: dict[str, tuple[str, ...]] = {
     "metrics_file": (
         "session/test_train_command.py::test_all_metrics_of_each_iteration_are_kept_as_lines_where_a_file_is_named",
     ),
+    "reward_failures": (
+        "trainers/test_experience_maker.py::test_more_failures_than_are_allowed_end_the_iteration",
+        "trainers/test_experience_maker.py::test_a_group_whose_reward_failed_is_left_out_counted_and_told_with_its_row",
+    ),
     "no_signal": (
         "trainers/test_update.py::test_a_step_without_a_signal_says_so_and_moves_by_moments_unless_it_is_left_out",
     ),

@@ -232,6 +232,7 @@ def test_all_of_it_outlives_a_killed_rank_a_checkpoint_another_size_and_the_sess
     session: Any, tmp_path: Path
 ) -> None:
     batch = batch_of(session)
+    batch = batch.replace(old_logprobs=batch.sampler_logprobs)  # other sessions do not know this one's
     session.optimizer("muon", lr=1e-3, momentum=0.9)
     session.schedule("cosine", steps=10, warmup=2)
     session.freeze("model.embed_tokens")

@@ -288,6 +288,6 @@ def test_all_models_of_a_trainer_are_prepared_with_their_rates(qwen: str, engine
         )
 
     rates, betas, decays, critic, reward, initial, last = engine.run(prepared, "a/critic", None)[0]
-    assert rates[:3] == pytest.approx([0.0, 2e-3, 4e-3]) and last == pytest.approx(4e-4)
+    assert rates[:3] == pytest.approx([2e-3, 4e-3, 4e-3]) and last == pytest.approx(4e-4)
     assert (tuple(betas), decays, critic, reward, initial) == ((0.8, 0.9), {0.5, 0.0}, 8e-3, True, True)
     assert engine.run(prepared, False, "a remote reward")[0][3:6] == (None, False, True)

@@ -112,7 +112,7 @@ def test_experience_that_was_not_made_is_drawn_again_with_the_same_seeds(qwen: s
             raise ValueError("the judge is out")
         return last_token(rollout)
 
-    trainer = trainer_of(qwen, reward=reward)
+    trainer = trainer_of(qwen, reward=reward, reward_failures=0.0)
     engine = trainer.strategy.gather_and_generate
 
     def counting(*args: Any, **kwargs: Any) -> Any:

@@ -103,8 +103,9 @@ def test_a_schedule_goes_on_in_proportion_from_a_rate_that_is_set() -> None:
         return found
 
     (optimizer, schedule), (other, untouched) = made(), made()
+    at_rate_0 = torch.optim.lr_scheduler.LambdaLR(made()[0], lambda step: step / 12)
     with pytest.raises(StateError, match="schedule_steps"):
-        go_on_from(schedule, [5e-4])
+        go_on_from(at_rate_0, [5e-4])
     for one, its in ((optimizer, schedule), (other, untouched)):
         rates(one, its)
     factor = 0.5
