@@ -32,7 +32,7 @@ def session(request: pytest.FixtureRequest, cluster: Any) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def rollouts(session: Any) -> Any:
     drawn = session.rollout(tasks.prompts(4, seed=3), n=4, max_tokens=10, progress=False)
-    return drawn.score([float(i % 2) for i in range(drawn.samples)])  # a signal in every group, whatever was drawn
+    return drawn.score(lambda rollout: rollout.index % 2)  # a signal in every group, whatever was drawn
 
 
 def sums(session: Any) -> Any:
