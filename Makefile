@@ -50,7 +50,7 @@ test-curves: env  ## what runs to its end: notebooks, examples, commands that tr
 test-long: env  ## those, and the other tests that take minutes each
 	@$(BIN)/python scripts/suite.py curves long $(SUITE_OPTIONS)
 
-test-all: panel  ## what CI runs after `make lint`: all tests but long ones
+test-all: panel  ## both of these: before a merge
 	@$(BIN)/python scripts/suite.py tests browser curves $(SUITE_OPTIONS)
 
 lint: env  ## style, types, imports between rooms; where node is, the side panel's too
