@@ -51,7 +51,7 @@ def run(name, iterations, repository, folder, *more):
         env=os.environ | {"XDG_STATE_HOME": str(folder)},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=540,
     )
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     assert not (folder / "rlbench" / "cluster.json").exists(), "its cluster still runs"
