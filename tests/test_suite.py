@@ -73,3 +73,35 @@ def test_a_phase_without_tests_is_red_unless_the_caller_chose(project: Path) -> 
 def test_a_phase_of_another_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert suite.main(["test"]) == 2
     assert "browser" in capsys.readouterr().err
+
+
+COMMON_CAUSE = """
+import pathlib
+import pytest
+
+@pytest.fixture(scope="session")
+def shared():
+    path = pathlib.Path("made-before")
+    seen = path.exists()
+    path.touch()
+    assert seen
+
+@pytest.mark.parametrize("number", range(150))
+def test_needs_it(shared, number): pass
+"""
+
+
+@pytest.mark.slow
+def test_a_shared_fixture_that_failed_once_costs_no_run(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (project / "test_few.py").write_text(COMMON_CAUSE)
+    assert suite.run_suite(["all"], root=project, phases={"all": suite.Phase("not broken", processes=0)}) == 0
+    assert "FLAKY: 150" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_cause_that_stays_ends_the_second_run_early(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (project / "test_few.py").write_text(COMMON_CAUSE.replace("assert seen", "assert False"))
+    assert suite.run_suite(["all"], root=project, phases={"all": suite.Phase("not broken", processes=0)}) == 1
+    account = capfd.readouterr().out
+    assert f"{suite.RERUN_FAILURES} errors" in account
+    assert "RED: 150 failed" in account

@@ -76,9 +76,13 @@ def _pickled(value: Any, named: bool) -> bytes:
 
 
 def _own_modules() -> list[Any]:
-    """Return the user's modules; there are thousands of others, and each is looked at once."""
+    """Return the user's modules; there are thousands of others, and each is looked at once.
+
+    `dict.copy` is one step for the interpreter. `list(….items())` is not: making its pairs may collect garbage, which
+    lets another thread run and import.
+    """
     own = []
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():
         if _others.get(name) is module:
             continue
         if is_local(module) and module.__name__ == name:

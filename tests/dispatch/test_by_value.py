@@ -1,10 +1,12 @@
 """A user's code as it travels: local modules go by value, recursively, and what is the same has the same identity."""
 
+import gc
 import importlib
 import json
 import subprocess
 import sys
 import textwrap
+import types
 
 import pytest
 
@@ -102,3 +104,26 @@ def test_what_cannot_be_pickled_raises_and_leaves_the_list_of_modules(project):
     with pytest.raises(EngineError, match="`LOCK`"):
         by_value.dumps(module.f)
     assert module.__name__ not in cloudpickle.list_registry_pickle_by_value()
+
+
+def test_modules_that_other_threads_import_meanwhile_do_not_disturb():
+    """A session that was built once failed so: a collection let another thread import while the list was made."""
+    added = []
+
+    def import_one(phase, info):
+        added.append(f"imported_meanwhile_{len(added)}")
+        sys.modules[added[-1]] = types.ModuleType(added[-1])
+
+    by_value.dumps(len)  # every other module was looked at
+    pairs = [(number, str(number)) for number in range(4000)]  # none is left that the interpreter would use again
+    threshold = gc.get_threshold()
+    gc.callbacks.append(import_one)
+    gc.set_threshold(1)
+    try:
+        assert by_value.dumps(len)
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(import_one)
+        for name in added:
+            sys.modules.pop(name, None)
+    assert added and pairs

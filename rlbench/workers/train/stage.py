@@ -176,7 +176,7 @@ class WeightSender:
     @property
     def channels(self) -> tuple[tuple[str, str], ...]:
         """The groups this rank sends to: engine and token."""
-        return tuple((to, channel.info.token) for to, channel in list(self._channels.items()) if channel.open)
+        return tuple((to, channel.info.token) for to, channel in self._channels.copy().items() if channel.open)
 
     def _consume(
         self,
