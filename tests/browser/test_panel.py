@@ -308,9 +308,11 @@ def test_the_attached_cell_comes_to_the_front_once_and_takes_it_from_nobody_late
     panel.notebook._js("panel.activate();")
     attached = lambda: sum('session = rb.attach("shown")' in source for source in sources(panel.notebook))  # noqa: E731
     before = attached()
-    panel.page.evaluate(
-        "() => { const shell = window.jupyterapp.shell, activate = shell.activateById.bind(shell); window.fronts = [];"
-        "shell.activateById = id => { window.fronts.push(`${id} ${new Error().stack}`); return activate(id); }; }"
+    panel.notebook._js(
+        "const shell = window.jupyterapp.shell, activate = shell.activateById.bind(shell); window.fronts = [];"
+        "const attached = () => panel.content.widgets"
+        ".filter(cell => cell.model.sharedModel.getSource().includes('session = rb.attach(\"shown\")')).length;"
+        "shell.activateById = id => { window.fronts.push([attached(), new Error().stack]); return activate(id); };"
     )
     panel.press("shown", "attach")
     panel.until(lambda: attached() > before)
@@ -319,7 +321,8 @@ def test_the_attached_cell_comes_to_the_front_once_and_takes_it_from_nobody_late
         panel.page.locator(".jp-Launcher").wait_for()
         panel.page.wait_for_timeout(1500)  # for what must not happen there is no event
         fronts = panel.page.evaluate("() => window.fronts")
-        assert len([front for front in fronts if "/lab/extensions/rlbench-lab/" in front]) == 1, fronts
+        cells = [count for count, stack in fronts if "/lab/extensions/rlbench-lab/" in stack]
+        assert cells == [before], "once, and before the cell was there"
     finally:
         launchers = "[...window.jupyterapp.shell.widgets('main')].filter(w => w.id.startsWith('launcher'))"
         panel.page.evaluate(f"() => {launchers}.forEach(w => w.close())")
