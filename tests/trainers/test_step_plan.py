@@ -113,7 +113,7 @@ def test_the_whole_is_put_together_in_the_batchs_order_whoever_computed_a_row() 
         for order in ([2, 1], [0, 1])
         for held in [Ragged.from_rows([rows[i] for i in order], np.float32)]
     ]
-    whole = whole_inputs(given, parts, "current")
+    whole = whole_inputs(given, parts, "recompute")
     for i, length in enumerate(given.response_lengths):
         assert (whole.logprobs[i, :length] == i).all() and (whole.logprobs[i, length:] == 0).all()
     assert torch.equal(whole.old_logprobs, whole.logprobs)

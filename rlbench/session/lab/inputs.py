@@ -69,7 +69,7 @@ class Scored:
 
         rows = self.batch.responses
         channels = {name: rows.with_values(values) for name, values in self.tokens.items()}
-        return whole_inputs(self.batch, [{"rows": np.arange(len(self.batch)), "channels": channels}], "current")
+        return whole_inputs(self.batch, [{"rows": np.arange(len(self.batch)), "channels": channels}], "recompute")
 
 
 def need_room_for(batch: TrainBatch, needs: Sequence[str], widths: Mapping[str, Any]) -> None:

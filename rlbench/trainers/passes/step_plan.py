@@ -55,7 +55,7 @@ def prompts_of(batch: TrainBatch, numbered_anew: bool) -> frozenset[tuple[int, i
 def loss_inputs(batch: TrainBatch, found: TokenOutputs, grid: Grid, old: str) -> LossInputs:
     """Pad a batch, with what a pass gave of its tokens, to what a loss sees.
 
-    `old` stands in where the batch has no old log-probs: "current" or "sampler".
+    `old` stands in where the batch has no old log-probs: "recompute", this pass's, or "sampler".
     """
     padded, logprobs, device = grid.pad_numbers, found.logprobs, found.logprobs.device
     known = batch.sampler_logprobs if batch.old_logprobs is None and old == "sampler" else batch.old_logprobs

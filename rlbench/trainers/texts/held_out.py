@@ -20,7 +20,7 @@ def metrics_of(
 
     `scored`: what `PolicyStep.forward` gave on every rank.
     """
-    inputs = whole_inputs(batch, scored, "current")
+    inputs = whole_inputs(batch, scored, "recompute")
     for one in sources_of_gradient(inputs):
         one.requires_grad_()
     if getattr(loss, "needs_plan", False):

@@ -29,7 +29,7 @@ class PolicyOptions:
     """How per-token losses become one; None: as the loss is meant."""
     temperature: float | None = None
     """Divides the logits; None: the batch's own, the sampler's."""
-    old_logprobs: str = "current"
+    old_logprobs: str = "recompute"
     """What stands in where the batch has none: this pass's own, without gradient (ratio 1), or "sampler"."""
     keep_tokens: bool = True
     """Return each row's log-probs and entropy as well as the metrics."""
@@ -47,8 +47,8 @@ class PolicyOptions:
     """The optimizer's step follows at once; where its driver went away instead, the next pass drops the gradients."""
 
     def __post_init__(self) -> None:
-        if self.old_logprobs not in ("current", "sampler"):
-            raise DataError(f"old_logprobs={self.old_logprobs!r}: it is 'current' or 'sampler'.")
+        if self.old_logprobs not in ("recompute", "sampler"):
+            raise DataError(f"old_logprobs={self.old_logprobs!r}: it is 'recompute' or 'sampler'.")
         if self.head not in HEADS:
             raise DataError(f"head={self.head!r}{nearest(self.head, HEADS)}: it is 'auto', 'chunked' or 'plain'.")
         if self.temperature is not None and self.temperature <= 0:
