@@ -185,7 +185,7 @@ class PolicyLoss(LossPart):
             kl = ESTIMATORS[self.kl_estimator](x.logprobs, x.ref_logprobs)
             kl = kl * ratio_of(x) if self.kl_ratio_correction else kl
             loss = loss + self.kl_coef * kl
-            metrics["kl"] = kl.detach()
+            metrics["ref_kl"] = kl.detach()
         if self.entropy_coef != 0:
             if x.logprobs.requires_grad and not x.entropy.requires_grad:
                 raise LossError("entropy_coef has no effect here: inputs.entropy came without a gradient.")

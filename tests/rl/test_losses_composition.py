@@ -74,7 +74,7 @@ def test_corrections_and_filters_touch_the_policy_term_alone(loss):
     expected = np.where(kept, bare.detach().numpy() * weights, 0.0) + np.where(v["mask"], added, 0.0)
     np.testing.assert_allclose(per_token.detach().numpy(), expected, atol=1e-12)
     assert np.array_equal(metrics["tokens_kept"].numpy(), kept)
-    assert {"mismatch_weight", "kl", "ratio", "ppo_kl"} <= metrics.keys()
+    assert {"mismatch_weight", "ref_kl", "ratio", "ppo_kl"} <= metrics.keys()
     kept_back = v["mask"] & ~kept
     (gradient,) = torch.autograd.grad((per_token - bare.detach() * 0).sum(), x.logprobs)
     # what was filtered out keeps the gradient of its KL (but for losses whose terms reach other tokens)

@@ -30,7 +30,7 @@ METRICS = (
     Metric("reward", "", "mean over sequences", "reward", ("critic/rewards/mean",)),
     Metric("reward_std", "", "standard deviation over sequences", "step_reward_std", ("critic/rewards/std",)),
     Metric("kl", "nats", "old policy against current: mean over trained tokens of exp(−x) − 1 + x, x = logprobs − old_logprobs (k3)", "", ("actor/ppo_kl", "policy/approxkl_avg")),
-    Metric("ref_kl", "nats", "current policy against the reference: the same of x = logprobs − ref_logprobs", "", ("actor/kl_loss", "objective/kl")),
+    Metric("ref_kl", "nats", "current policy against the reference: the same of x = logprobs − ref_logprobs; of a loss with kl_coef by its kl_estimator", "", ("actor/kl_loss", "objective/kl")),
     Metric("rollout_ref_kl", "nats", "policy that sampled against the reference, by the trainer's kl_estimator: what the reward's KL penalty weighs"),
     Metric("rollout_ref_kl_per_sequence", "nats", "the same summed over each response, mean over sequences: what an adaptive KL weight follows"),
     Metric("entropy", "nats", "mean over trained tokens of −Σ p log p at the sampling temperature", "", ("actor/entropy", "policy/entropy_avg")),

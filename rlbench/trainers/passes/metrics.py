@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -54,9 +54,9 @@ class MetricSums:
 
 
 TAKEN = frozenset(
-    "loss tokens entropy kl ref_kl logprob_gap logprob_gap_max no_signal logprobs old_logprobs ref_logprobs".split()
+    "loss tokens entropy kl logprob_gap logprob_gap_max no_signal logprobs old_logprobs ref_logprobs".split()
 )
-"""Names of the standard metrics and per-token channels."""
+"""Names of the standard metrics and per-token channels that a loss cannot replace."""
 
 
 @torch.no_grad()
@@ -65,6 +65,7 @@ def measure(
 ) -> None:
     """Count one micro-batch: the standard numbers (docs/metrics.md), then the loss's own.
 
+    A loss that says `ref_kl`, as one with `kl_coef` does, means it in the place of the standard estimate.
     `loss`: this rank's terms of the whole; `with_sampler`: compare the old policy with the sampler, which may stand in
     for it.
     """
@@ -73,7 +74,7 @@ def measure(
     sums.totals["loss"] = sums.totals.get("loss", 0.0) + loss
     sums.totals["tokens"] = sums.totals.get("tokens", 0.0) + tokens
     if inputs.scores is None:
-        _measure_policy(sums, inputs, tokens, with_sampler)
+        _measure_policy(sums, inputs, tokens, with_sampler, own)
     for name, value in own.items():
         if isinstance(value, Tensor) and value.shape == mask.shape:
             sums.mean(own_name(name), float(torch.where(mask, value.float(), 0.0).sum()), tokens)
@@ -89,14 +90,16 @@ def measure(
             sums.mean(own_name(name), float(value) * tokens, tokens)
 
 
-def _measure_policy(sums: MetricSums, inputs: LossInputs, tokens: float, with_sampler: bool) -> None:
-    """Count what a policy says of its `tokens` trained tokens."""
+def _measure_policy(
+    sums: MetricSums, inputs: LossInputs, tokens: float, with_sampler: bool, own: Container[str]
+) -> None:
+    """Count what a policy says of its `tokens` trained tokens, but for what the loss says itself."""
     mask = inputs.mask
     sampled = mask & ~inputs.sampler_logprobs.isnan()  # tokens of a text have no sampler
     if with_sampler and sampled.any():
         sums.mismatch = sums.mismatch + MismatchMoments.of(inputs.old_logprobs, inputs.sampler_logprobs, sampled)
     standard = {"entropy": inputs.entropy, "kl": k3(inputs.logprobs, inputs.old_logprobs)}
-    if inputs.ref_logprobs is not None:
+    if inputs.ref_logprobs is not None and "ref_kl" not in own:
         standard["ref_kl"] = k3(inputs.logprobs, inputs.ref_logprobs)
     for name, value in standard.items():
         sums.mean(name, float(torch.where(mask, value, 0.0).sum()), tokens)
