@@ -110,6 +110,11 @@ class Aggregation:
         """Return the value that a mode's name stands for; a value is returned as it is."""
         return mode if isinstance(mode, Aggregation) else cls(mode)
 
+    @classmethod
+    def of_loss(cls, loss: object, mode: str | Aggregation | None = None) -> Aggregation:
+        """Return what `mode` stands for; None: what the loss is meant for, `loss.aggregation`, else "token-mean"."""
+        return cls.of(mode or getattr(loss, "aggregation", None) or "token-mean")
+
     def divisor(self, totals: BatchTotals) -> float:
         """Return what the whole step's sum is divided by: the part that is equal for all its tokens."""
         length = totals.max_length if self.length is None else self.length

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from rlbench.errors import LossError
+from rlbench.rl.aggregate import Aggregation
 from rlbench.rl.types import Loss, LossInputs, needs_of
 
 Metrics = dict[str, Tensor | float]
@@ -77,7 +78,7 @@ class combined:
 
     def _aggregation(self, losses: list[Loss]) -> str:
         """Return the one that all parts are meant for; of functions, which do not say, token-mean."""
-        meant = {str(getattr(loss, "aggregation", None) or "token-mean") for loss in losses}
+        meant = {Aggregation.of_loss(loss).mode for loss in losses}
         if len(meant) > 1:
             raise LossError(
                 f"the parts are meant for {' and '.join(sorted(meant))}, and are added per token, before one "

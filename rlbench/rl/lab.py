@@ -71,7 +71,7 @@ def coefficients(
     `aggregation` None: the loss's own, else "token-mean"; `totals` None: the step is `inputs`.
     """
     called = name or name_of(loss)
-    aggregation = Aggregation.of(aggregation or getattr(loss, "aggregation", None) or "token-mean")
+    aggregation = Aggregation.of_loss(loss, aggregation)
     size = totals or BatchTotals.of(inputs.mask, inputs.group)
     weights = aggregation.weights(inputs.mask, size, inputs.group).to(inputs.logprobs.dtype)
     x = _leaves(inputs)

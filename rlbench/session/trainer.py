@@ -125,7 +125,7 @@ def trainer(
     if (texts := options.pop("pretrain_data", None)) is not None:
         arguments = {"pretrain_prompts": pretraining_of(texts, core), **(arguments or {})}
     rates = {name: rate for name, rate in (("lr", lr), ("critic_lr", critic_lr)) if rate is not None}
-    chosen = core.options.of_trainers | method_options(method, {**options, **rates})
+    chosen = core.options.of_trainers | method_options(method, {**options, **rates}, loss is not None)
     lr = chosen.pop("lr", None)
     if chosen.get("advantage_estimator") == "gae":
         also = chosen.pop("critic_pretrain", None)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rlbench.options import ALIASES, SWITCHES, OptionError, options_in, read_yaml, typed
+from rlbench.rl import cpgd, gspo, resolve
 from rlbench.strategies.options.config import StrategyConfig
 from rlbench.trainers.options.methods import METHODS, TEXTS, method_options, with_method
 from rlbench.trainers.options.ppo_config import PPOConfig
@@ -246,6 +247,24 @@ def test_methods_as_they_are_warn_of_nothing_and_set_whether_there_is_a_kl(metho
     assert set(METHODS[method]) <= set(HOMES)
 
 
+OWN_LOSS = {"rloo": "ppo", "reinforce++": "ppo", "reinforce_baseline": "ppo", "distill": "ppo"}
+
+
+@pytest.mark.parametrize("method", sorted(METHODS.keys() - TEXTS))
+def test_a_method_aggregates_as_the_loss_is_meant_that_it_trains_with(method: str) -> None:
+    """`train_step(loss="ppo")` meant "token-mean", `trainer("ppo")` "seq-mean-token-mean"."""
+    assert with_method(method, {})["aggregation"] == resolve(OWN_LOSS.get(method, method)).aggregation
+    assert "aggregation" not in with_method(method, {}, own_loss=True)
+    assert with_method(method, {"aggregation": "token-sum"}, own_loss=True)["aggregation"] == "token-sum"
+    config = parse([method, "--loss", "dr_grpo", *(["--teacher", "a/model"] if method == "distill" else [])])
+    assert config.ppo.aggregation is None
+
+
+def test_an_option_that_chooses_another_loss_chooses_its_aggregation() -> None:
+    assert with_method("ppo", {"use_gspo": True})["aggregation"] == gspo().aggregation
+    assert with_method("ppo", {"use_cpg_loss": True})["aggregation"] == cpgd().aggregation
+
+
 def test_a_method_on_texts_takes_what_acts_on_texts_and_no_other_takes_that() -> None:
     found = run(
         "--data", "d.jsonl", "--token_budget", "64", "--num_episodes", "2", "--logging_steps", "5", method="dpo"
@@ -337,7 +356,7 @@ def test_the_overlong_penalty_of_dapo_fits_the_length_of_a_response() -> None:
 
 def test_a_sessions_trainer_takes_a_methods_options_under_any_name_and_none_of_a_run() -> None:
     found = method_options("gspo", {"actor_lr": 1e-6, "max_new_tokens": 12, "min_tokens": 1})
-    assert found == {**METHODS["gspo"], "lr": 1e-6, "max_tokens": 12, "min_tokens": 1}
+    assert found == {**with_method("gspo", {}), "lr": 1e-6, "max_tokens": 12, "min_tokens": 1}
     assert method_options("grpo", {"use_gspo": True})["use_gspo"] is True
     for name, said in (
         ("num_episodes", "of `rlbench train`"),

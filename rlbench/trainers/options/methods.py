@@ -15,26 +15,28 @@ from rlbench.trainers.options.run_options import RunOptions
 from rlbench.trainers.options.text_config import TextConfig, check_of_texts
 from rlbench.trainers.options.trainer_options import NOT_OF_TRAINERS, doubts
 
+TOKENS, SEQUENCES = {"aggregation": "token-mean"}, {"aggregation": "seq-mean-token-mean"}
 METHODS: dict[str, dict[str, Any]] = {
-    "grpo": {"advantage_estimator": "group_norm", "kl_coef": 0.0},
-    "ppo": {"advantage_estimator": "gae", "kl_coef": 0.001, "kl_estimator": "k1", "advantages_norm": True},
+    "grpo": {"advantage_estimator": "group_norm", "kl_coef": 0.0} | SEQUENCES,
+    "ppo": {"advantage_estimator": "gae", "kl_coef": 0.001, "kl_estimator": "k1", "advantages_norm": True} | TOKENS,
     "dapo": {
         "advantage_estimator": "group_norm",
         "kl_coef": 0.0,
         "clip_low": 0.2,
         "clip_high": 0.28,
-        "aggregation": "token-mean",
         "dynamic_sampling": True,
         "overlong_buffer": True,  # from a fifth of max_tokens before the limit on, unless overlong_buffer_len is given
-    },
+    }
+    | TOKENS,
     "gspo": {"advantage_estimator": "group_norm", "kl_coef": 0.0, "use_gspo": True},
-    "rloo": {"advantage_estimator": "rloo", "kl_coef": 0.0},
-    "reinforce++": {"advantage_estimator": "reinforce++", "kl_coef": 0.0},
-    "reinforce_baseline": {"advantage_estimator": "reinforce_baseline", "kl_coef": 0.0},
+    "rloo": {"advantage_estimator": "rloo", "kl_coef": 0.0} | TOKENS,
+    "reinforce++": {"advantage_estimator": "reinforce++", "kl_coef": 0.0} | TOKENS,
+    "reinforce_baseline": {"advantage_estimator": "reinforce_baseline", "kl_coef": 0.0} | TOKENS,
     "cpgd": {"advantage_estimator": "cpgd", "kl_coef": 0.0, "use_cpg_loss": True},
     # each token's advantage is log q - log p, of the teacher in the reference's place: rb.rl.on_policy_distillation
-    "distill": {"advantage_estimator": "reinforce", "kl_coef": 1.0, "kl_estimator": "k1", "gamma": 0.0},
+    "distill": {"advantage_estimator": "reinforce", "kl_coef": 1.0, "kl_estimator": "k1", "gamma": 0.0} | TOKENS,
 }
+"""Losses of tokens become one as the loss of `rb.rl` is meant that the method trains with."""
 DISTILL, REWARD = "distill", "reward"
 TEXTS = {
     "sft": "demonstrations",
@@ -71,24 +73,31 @@ def of_writing(options: dict[str, Any]) -> dict[str, Any]:
     return {name: options.pop(name) for name in CHAT_OPTIONS if name in options}
 
 
-def with_method(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a method, then those given by our names, which count."""
+def with_method(method: str, given: Mapping[str, Any], own_loss: bool = False) -> dict[str, Any]:
+    """Return the options of a method, then those given by our names, which count.
+
+    `own_loss`: another loss than the method's is trained with, and says itself how it is aggregated.
+    """
     if method not in METHODS:
         raise OptionError(f"there is no method {method!r}{nearest(method, METHODS)}. Methods: {', '.join(METHODS)}.")
     chosen = METHODS[method] | dict(given)
+    if own_loss and "aggregation" not in given:
+        chosen.pop("aggregation", None)
+    elif (chosen.get("use_gspo") or chosen.get("use_cpg_loss")) and "aggregation" not in given:
+        chosen |= SEQUENCES
     if method == "dapo" and chosen["overlong_buffer"] and "overlong_buffer_len" not in given:
         longest = chosen.get("max_tokens", defaults(PPOConfig)["max_tokens"])
         chosen["overlong_buffer_len"] = max(1, int(longest) // OVERLONG_SHARE)
     return chosen
 
 
-def method_options(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def method_options(method: str, given: Mapping[str, Any], own_loss: bool = False) -> dict[str, Any]:
     """Return what a trainer of a session is made with: the method's options, then those given by name or alias."""
     ours = our_names(given, also=NOT_OF_TRAINERS)
     for name in ours:
         if name in options_in(RunOptions):
             raise OptionError(f"{name} is an option of `rlbench train`, not of a trainer. Leave it out.")
-    chosen = with_method(method, ours)
+    chosen = with_method(method, ours, own_loss)
     check_of_method(method, ours)
     return chosen
 

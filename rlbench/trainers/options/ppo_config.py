@@ -67,7 +67,11 @@ class PPOConfig(LoopOptions):
         "step", "what a step does whose advantages are all 0: it is taken, or left out", choices=("step", "skip")
     )
     max_epochs: int = loss(1, "passes over the experience of an iteration", least=1)
-    aggregation: str = loss("seq-mean-token-mean", "how the losses of tokens become one, see rlbench.rl.Aggregation")
+    aggregation: str | None = loss(
+        None,
+        "how the losses of tokens become one, see rlbench.rl.Aggregation; None: as a loss of your own says, or "
+        "seq-mean-token-mean",
+    )
     clip_low: float = loss(0.2, "the ratio is clipped to [1 - clip_low, 1 + clip_high]", least=0)
     clip_high: float | None = loss(None, "upper clip of the ratio; None: clip_low")
     use_gspo: bool = loss(False, "ratios of whole responses (GSPO) instead of tokens")
@@ -105,7 +109,7 @@ class PPOConfig(LoopOptions):
         for name, kind in (("template", dict), ("tools", list)):
             object.__setattr__(self, name, from_json(name, getattr(self, name), kind))
         sampler, mismatch, ratio = self.old_logprobs == "sampler", self.mismatch, self.high_entropy_token_ratio
-        by_response = self.aggregation == "seq-mean-token-mean"
+        by_response = self.aggregation in (None, "seq-mean-token-mean")
         heat = self.first_token_temperature if self.use_fire else None
         options = {"top_p": self.top_p, "top_k": self.top_k, "first_token_temperature": heat}
         reshaped = " and ".join(reshaped_by(options))

@@ -50,7 +50,7 @@ class RunConfig:
         from_file = {} if file is None else our_names(read_yaml(file))
         written = {**from_file, **our_names(overrides or {})}
         named = {name: typed(HOMES[name], name, value) for name, value in written.items()}
-        given = with_method(method, named)
+        given = with_method(method, named, own_loss=named.get("loss") is not None)
         check_of_method(method, named, run=True)
         given |= _implied(method, given)
         made = cls(

@@ -17,11 +17,10 @@ import numpy as np
 from rlbench.data.joining import spread
 from rlbench.dispatch import context
 from rlbench.errors import StateError
-from rlbench.options import OptionError, defaults
+from rlbench.options import OptionError
 from rlbench.rl import AdaptiveKL, Aggregation, Loss, PolicyLoss, resolve
 from rlbench.strategies.options.config import accumulation_steps
 from rlbench.trainers.experience.values import Experience
-from rlbench.trainers.options.ppo_config import PPOConfig
 from rlbench.trainers.passes.images import ImageReader
 from rlbench.trainers.ppo.trainer import Metrics, PPOTrainer
 from rlbench.trainers.update.experience_update import PolicyUpdate
@@ -37,10 +36,10 @@ OF_OUR_LOSS = ("entropy_coef", "high_entropy_token_ratio", "mismatch")
 class SPMDPPOTrainerBase(PPOTrainer):
     """A `PPOTrainer` with its update.
 
-    A `micro_train_batch_size` beyond a rank's share of `train_batch_size` is that. A `loss` of your own that says how
-    it is aggregated has its own way where `aggregation` is at its default. `VLM=True` says that the actor sees images,
-    and is refused of one that does not; prompts bring theirs in any case. An `engine_tp_size` of the strategy that is
-    not above 0 is an AssertionError.
+    A `micro_train_batch_size` beyond a rank's share of `train_batch_size` is that. A `loss` of your own is aggregated
+    as it says, where `aggregation` does not. `VLM=True` says that the actor sees images, and is refused of one that
+    does not; prompts bring theirs in any case. An `engine_tp_size` of the strategy that is not above 0 is an
+    AssertionError.
     """
 
     def __init__(self, *args: Any, VLM: bool = False, **kwargs: Any) -> None:
@@ -60,9 +59,7 @@ class SPMDPPOTrainerBase(PPOTrainer):
         if self.loss is not None:
             self.policy_loss = resolve(self.loss)
             self._check_own_loss(self.policy_loss)
-            own = getattr(self.policy_loss, "aggregation", None)
-            if own is not None and ppo.aggregation == defaults(PPOConfig)["aggregation"]:
-                self.aggregation = Aggregation.of(own)
+            self.aggregation = Aggregation.of_loss(self.policy_loss, ppo.aggregation)
         self.policy_update = PolicyUpdate(
             self.actor,
             self.actor_optim,

@@ -84,7 +84,7 @@ class SPMDTextTrainer:
         self.passes = PolicyOptions(self.options.texts.token_budget, config.packing, head=config.head, whole_step=True)
         self.policy = self._policy_step(actor, lambda: actor_optim)
         self._reference_step = self._policy_step(reference) if isinstance(reference, nn.Module) else None
-        self.aggregation = Aggregation.of(getattr(self._value, "aggregation", None) or "token-mean")
+        self.aggregation = Aggregation.of_loss(self._value)
         self.files = TextCheckpoints(self)
         self.iterations = self.optimizer_steps = 0
         self.shown: TrainBatch | None = None  # some of what was trained on last

@@ -13,6 +13,8 @@ from rlbench.trainers.options.ppo_config import PPOConfig
 MISMATCH: dict[str, type[rl.MismatchCorrection]] = {
     kind.__name__: kind for kind in (rl.token_tis, rl.sequence_tis, rl.icepop)
 }
+AGGREGATION = "seq-mean-token-mean"
+"""Of the options' own loss where nobody says, the reference system's default; methods by name say it."""
 
 
 def loss_of(options: StrategyConfig, config: PPOConfig) -> tuple[rl.PolicyLoss, rl.Aggregation]:
@@ -30,7 +32,6 @@ def loss_of(options: StrategyConfig, config: PPOConfig) -> tuple[rl.PolicyLoss, 
     in_loss = {"kl_coef": config.kl_coef, "kl_estimator": options.kl_estimator} if options.use_kl_loss else {}
     share = config.high_entropy_token_ratio  # of the tokens of a whole optimizer step, arXiv 2506.01939
     try:
-        aggregation = rl.Aggregation(config.aggregation)
         loss = kind(
             **bounds,
             **in_loss,
@@ -38,8 +39,9 @@ def loss_of(options: StrategyConfig, config: PPOConfig) -> tuple[rl.PolicyLoss, 
             anchor="sampler" if config.old_logprobs == "sampler" else "old",
             mismatch=None if config.mismatch is None else MISMATCH[config.mismatch](),
             tokens=rl.high_entropy(fraction=share) if 0 < share < 1 else None,
-            aggregation=config.aggregation,
+            aggregation=config.aggregation or AGGREGATION,
         )
+        aggregation = rl.Aggregation.of_loss(loss)
     except LossError as error:
         raise OptionError(f"the options make no loss: {error}") from error
     return loss, aggregation

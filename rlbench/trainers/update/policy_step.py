@@ -105,8 +105,7 @@ class PolicyStep:
             options = replace(options, head="plain")
         parts, count = self._split(batch, options)
         plan = passes.plan(loss, parts, count, batch, options)
-        meant = getattr(loss, "aggregation", None)
-        aggregation = Aggregation.of(options.aggregation or meant or "token-mean")
+        aggregation = Aggregation.of_loss(loss, options.aggregation)
         sums, keeper, computed = MetricSums(), TokenKeeper(*passes.model.CHANNELS), [0, 0]
         gradients = TokenKeeper(*TokenGradients.NAMES)
         scale = self.strategy.backward_scale(self.module) * self.strategy.loss_scale(self.module)
