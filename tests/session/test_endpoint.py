@@ -310,6 +310,29 @@ def test_an_environment_asks_a_policy_while_that_computes_the_other_samples(sess
     assert rival.answer([7, 8], max_tokens=1, seed=1) == rival.answer([7, 8], max_tokens=1, seed=1)
 
 
+def test_an_environment_asks_the_policy_of_another_session_whose_weights_move(session: Any) -> None:
+    with rb.Session("tiny", name="rival", train={"lr": 1e-2}, seed=3, undo=0) as other:
+        rival = Duel(other.policy())
+
+        def answers() -> set[str]:
+            rollouts = session.rollout([SORT] * 2, n=2, env=rival, max_tokens=2, progress=False)
+            return {text for info in rollouts.infos for text in info["steps"][0]["said"]}
+
+        def greedy() -> set[str]:
+            return set(other.rollout([SORT], temperature=0.0, max_tokens=2, progress=False).texts)
+
+        begun = greedy()
+        assert answers() == begun
+        words = [{"messages": [*SORT, {"role": "assistant", "content": "zz"}]}]
+        for _ in range(8):
+            other.train_step(rb.data.demonstrations(words, other), "sft")
+        assert answers() == begun, "weights that were not synced answer nobody"
+        other.sync_weights()
+        assert answers() == greedy() != begun
+    with pytest.raises(rb.RLBenchError, match=r"'rival'.*does not answer"):
+        answers()
+
+
 def test_a_session_inside_an_environment_is_refused_with_what_can_be_sent(session: Any, endpoint: Endpoint) -> None:
     with pytest.raises(rb.errors.DataError, match=r"`rival`, a Session.*session\.policy\(\)"):
         session.rollout([SORT], env=Duel(session), max_tokens=2, progress=False)

@@ -7,7 +7,6 @@ import asyncio
 import hmac
 import json
 import re
-import socket
 import threading
 from argparse import Namespace
 from collections.abc import Callable
@@ -33,16 +32,16 @@ from vllm.tool_parsers import ToolParserManager
 
 from rlbench.data.prompts.lengths import begin_text
 from rlbench.envs.policy import UNKEPT
-from rlbench.errors import DataError, StateError, nearest
+from rlbench.errors import DataError, nearest
 from rlbench.units import format_bytes
 from rlbench.workers.replica.serving.client import SENDER, EngineClient, Sender
 from rlbench.workers.replica.serving.images import checked, media_parts
+from rlbench.workers.replica.serving.listening import CONNECTIONS, listening
 from rlbench.workers.replica.serving.options import ServeOptions
 from rlbench.workers.replica.serving.refusal import Refusal
 
 MAX_BODY = 8 << 20
 READ_LIMIT_S = 30.0
-CONNECTIONS = 1024
 RUN_HEADER = b"x-rlbench-run"
 RUN_PATH = re.compile(r"/run/([^/]*)(/v1/.*)")
 RUN_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -211,13 +210,7 @@ class Server:
         self.client, self.options = client, options
         first = begin_text(client.renderer.tokenizer)
         app = Gate(make_app(client, options, model), options.key, client.images, options.fetch_images, first)
-        self._socket = socket.socket()
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            self._socket.bind((options.host, options.port))
-        except OSError as error:
-            self._socket.close()
-            raise StateError(f"the endpoint cannot listen on {options.host}:{options.port}: {error}") from error
+        self._socket = listening(options.host, options.port)
         self.port = int(self._socket.getsockname()[1])
         self._server = uvicorn.Server(
             uvicorn.Config(app, log_config=None, access_log=False, limit_concurrency=CONNECTIONS, lifespan="off")
