@@ -78,9 +78,13 @@ class Panel:
 
     def widen(self, width: float) -> None:
         """Draw the border beside it to where the panel is `width` pixels wide."""
-        for _ in range(2):  # what it takes from its neighbour, that gives
+
+        def drawn() -> bool:
+            """Also again: what it takes from its neighbour, that gives when it was drawn."""
             self.page.evaluate(WIDEN, width)
-            self.page.wait_for_timeout(100)
+            return abs(self.node.bounding_box()["width"] - width) < 2  # type: ignore[index]
+
+        self.until(drawn)
 
     def session(self, name: str) -> Locator:
         """The block of one session."""

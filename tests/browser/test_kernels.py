@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -12,21 +13,24 @@ from tests.browser.lab import Notebook
 pytestmark = pytest.mark.long
 
 BUTTON = """
-import asyncio, json, threading, time
+import asyncio, json, os, threading, time
 import ipykernel, ipywidgets
 clicks = []
 button = ipywidgets.Button(description="press")
-button.on_click(lambda _: clicks.append((time.monotonic(), threading.current_thread().name)))
+def clicked(_):
+    clicks.append((time.monotonic(), threading.current_thread().name))
+    open(acted, "w").close()
+button.on_click(clicked)
 display(button)
 print("ipykernel", ipykernel.__version__)
 """
-# a cell that is busy for a while in one way or another, and says when it began and ended
+# a cell that is busy in one way or another until it is let go, and says when that was
 BUSY = {
-    "sleeping": "time.sleep(4)",
-    "computing": "while time.monotonic() < began + 4: sum(range(1000))",
-    "awaiting": "await asyncio.sleep(4)",
+    "sleeping": "while not os.path.exists(free): time.sleep(0.05)",
+    "computing": "while not os.path.exists(free): sum(range(1000))",
+    "awaiting": "while not os.path.exists(free): await asyncio.sleep(0.05)",
 }
-CELL = "clicks.clear(); began = time.monotonic(); print('begun')\n{busy}\nended = time.monotonic()"
+CELL = "clicks.clear(); acted, free = {acted!r}, {free!r}; print('begun')\n{busy}\nended = time.monotonic()"
 CLICKED = """
 print("CLICK", json.dumps([{"during": at < ended, "thread": name.split("-")[0]} for at, name in clicks]))
 """
@@ -49,12 +53,18 @@ def release(request, lab, kernel_names, browser):
 
 
 @pytest.mark.parametrize("busy", list(BUSY))
-def test_when_a_button_acts_that_is_pressed_while_a_cell_runs(release, busy):
+def test_when_a_button_acts_that_is_pressed_while_a_cell_runs(release, busy, tmp_path: Path):
     version, notebook = release
-    index = notebook.do(CELL.format(busy=BUSY[busy]), wait=False)
+    acted, free = tmp_path / "acted", tmp_path / "free"
+    index = notebook.do(CELL.format(busy=BUSY[busy], acted=str(acted), free=str(free)), wait=False)
     notebook.wait_text(index, "begun")
     notebook.cell(0).get_by_role("button", name="press").click()
     assert notebook.prompt(index) == "[*]:"
+    if WHEN[version][busy] == AFTER:
+        notebook.page.wait_for_timeout(1000)  # for what must not happen there is no event
+    else:
+        notebook.until(acted.exists)
+    free.touch()
     notebook.wait(index)
     told = notebook.do(CLICKED)
     notebook.wait_text(told, "CLICK")

@@ -6,7 +6,6 @@ The two tests of lost nodes are one story, the second goes on where the first en
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests import nodes
+from tests.clock import until
 from tests.runtime.kernels import Kernel, Refused
 
 REFUSED = nodes.refused()
@@ -53,6 +53,12 @@ session.train_step(batch)
 changed = sums() != before
 session.restore("kept")
 out = [changed, sums() == before, kept.disk, len(session.save({folder!r}).path) > 0]
+"""
+TELL = """
+import threading
+from tests.clock import until
+from tests.session.looking import generates
+threading.Thread(target=lambda: until(lambda: generates(session)) and open({file!r}, "w").close()).start()
 """
 PLACES = """
 from rlbench.dispatch.link import Link
@@ -136,15 +142,17 @@ def test_a_node_that_is_cut_off_is_named_and_what_is_left_goes_on(
 
 @pytest.mark.long
 def test_a_node_that_joins_is_taken_and_one_that_is_killed_is_named(
-    cluster_of_two: nodes.Nodes, driver: Kernel
+    cluster_of_two: nodes.Nodes, driver: Kernel, tmp_path: Path
 ) -> None:
     cluster_of_two.add(2)
     third = cluster_of_two.addresses[2]
     driver.run("joined(2); session.resize(train=3, inference=1); session.resize(inference=2)")
     ranks, replicas = driver.run("out = [session.train.nodes, session.inference.nodes]")
     assert len(ranks) == 3 and set(ranks) == set(replicas) == {cluster_of_two.addresses[0], third}
+    generating = tmp_path / "generating"
+    driver.run(TELL.format(file=str(generating)))
     driver.send("session.rollout(tasks.prompts(64), n=16, max_tokens=1500, ignore_eos=True, progress=False)")
-    time.sleep(2)
+    until(generating.exists)
     cluster_of_two.kill(2)
     with pytest.raises(Refused, match=r"WorkerDied: replica 1 of inference died .*its node left the cluster"):
         driver.answer()

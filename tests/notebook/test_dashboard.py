@@ -318,7 +318,7 @@ def test_the_feed_rests_while_no_page_shows_the_view(script, shown):
     shown._hear(shown._head, {"here": True, "page": "two"}, [])
     until(lambda: feed.running)
     shown._hear(shown._head, {"gone": True, "page": "one"}, [])
-    time.sleep(0.1)
+    time.sleep(0.1)  # for what must not happen there is no event
     assert feed.running
     shown._hear(shown._head, {"gone": True, "page": "two"}, [])
     until(lambda: not feed.running)

@@ -130,6 +130,7 @@ def test_ray_initialised_by_somebody_else_is_refused_naming_the_mend(guest):
 def test_the_cluster_outlives_the_kernel_that_started_it(starter, guest):
     record = here()
     starter.kill()
+    # it would take some time to end: a second is given to what must not happen
     assert guest.run("import time\ntime.sleep(1)\nout = sum(n['Alive'] for n in ray.nodes())") == 1
     assert here() == record and clusters.guard_alive(record)
 

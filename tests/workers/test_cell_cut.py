@@ -9,6 +9,7 @@ import pytest
 
 from rlbench.errors import Stopped
 from rlbench.workers.train.cell_cut import GATE, Cut, with_statements
+from tests.clock import until
 
 
 class Store:
@@ -77,7 +78,7 @@ def test_ranks_stop_after_the_same_collective_wherever_each_is_asked(seed):
         own = random.Random(seed * 10 + rank)
         for _ in range(10_000):
             statement()
-            time.sleep(own.random() / 200)
+            time.sleep(own.random() / 200)  # ranks are not at one place
             statement()
             for _ in range(1 + own.randrange(1)):
                 world.collective(rank)
@@ -86,10 +87,10 @@ def test_ranks_stop_after_the_same_collective_wherever_each_is_asked(seed):
                 time.sleep(0.001)
 
     def ask(world):
-        time.sleep(0.1)
+        until(lambda: world.issued[0] > 2 + seed)
         for stop in chance.sample(world.stop, len(world.stop)):
             stop.set()
-            time.sleep(chance.random() / 20)
+            time.sleep(chance.random() / 20)  # the next is asked somewhere else
 
     assert world.all(program, ask) == ["stopped"] * 3
     assert len(set(world.issued)) == 1
@@ -102,13 +103,13 @@ def test_several_collectives_in_one_statement_all_complete():
         while True:
             statement()
             for _ in range(20):
-                time.sleep(0.002 if rank else 0.001)
+                time.sleep(0.002 if rank else 0.001)  # one waits for the other
                 world.collective(rank)
 
     def ask(world):
-        time.sleep(0.13)
+        until(lambda: world.issued[0] > 25)
         world.stop[0].set()
-        time.sleep(0.07)
+        time.sleep(0.07)  # some collectives later; it may be any number of them
         world.stop[1].set()
 
     assert world.all(program, ask) == ["stopped"] * 2
@@ -116,17 +117,18 @@ def test_several_collectives_in_one_statement_all_complete():
 
 
 def test_a_rank_that_ended_holds_nobody_up():
-    world = World(2)
+    world, turns = World(2), []
 
     def program(rank, statement):
         statement()
         world.collective(rank)
         while rank == 0:
             statement()
-            time.sleep(0.005)
+            turns.append(rank)
+            time.sleep(0.001)
 
     def ask(world):
-        time.sleep(0.1)
+        until(lambda: len(turns) > 2 and world.outcomes[1] == "done")
         for stop in world.stop:
             stop.set()
 
@@ -134,7 +136,7 @@ def test_a_rank_that_ended_holds_nobody_up():
 
 
 def test_a_rank_that_ended_with_fewer_collectives_holds_nobody_up():
-    world = World(2)
+    world, turns = World(2), []
 
     def program(rank, statement):
         statement()
@@ -143,10 +145,11 @@ def test_a_rank_that_ended_with_fewer_collectives_holds_nobody_up():
             world.issued[0] += 1  # one of a group that the other is not in
         while rank == 0:
             statement()
-            time.sleep(0.005)
+            turns.append(rank)
+            time.sleep(0.001)
 
     def ask(world):
-        time.sleep(0.1)
+        until(lambda: len(turns) > 2 and world.outcomes[1] == "done")
         for stop in world.stop:
             stop.set()
 
@@ -161,19 +164,15 @@ def test_ranks_that_never_meet_are_waited_for_only_so_long(monkeypatch, ahead):
     def program(rank, statement):
         world.issued[rank] += rank * ahead
         if rank == 1:
-            over.wait(20)  # in one long statement, perhaps in a collective of its own
+            over.wait(120)  # in one long statement, perhaps in a collective of its own
         while rank == 0:
             statement()
-            time.sleep(0.005)
+            time.sleep(0.001)
 
     def ask(world):
         for stop in world.stop:
             stop.set()
-        for _ in range(1000):
-            if world.outcomes[0] is not None:
-                break
-            time.sleep(0.01)
-        held_on = world.outcomes[0]
+        held_on = until(lambda: world.outcomes[0])
         over.set()
         world.held_on = held_on
 
