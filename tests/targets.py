@@ -106,6 +106,15 @@ class MeetingTarget(EchoTarget):
         return "done"
 
 
+class WaitingTarget(EchoTarget):
+    """Has a peer that never says that it has the call."""
+
+    def register(self, epoch: int, seq: int, timeout_s: float, given_up) -> bool:
+        while not given_up():
+            time.sleep(0.02)
+        return False
+
+
 class TellingTarget(EchoTarget):
     """Tells its memory, but not before it is let; counts how many ask at a time."""
 

@@ -64,6 +64,9 @@ class Host:
         split = len(values) - len(keywords)
         try:
             self._admit(ticket)
+        except Stopped:
+            reply = Reply(stopped=True)
+            self._forget(ticket)
         except Exception as error:
             reply = Reply(failure=_failure(error))
         else:
@@ -133,7 +136,12 @@ class Host:
             raise StaleEpoch("another notebook drives this session now; take over with rb.attach(name, take_over=True)")
         self._epoch = ticket.epoch
         register = getattr(self._target, "register", None)
-        if ticket.world > 1 and register is not None and not register(ticket.epoch, ticket.seq, REGISTER_LIMIT_S):
+        if ticket.world == 1 or register is None:
+            return
+        stopped = lambda: ticket.call_id in self._stopped_ids  # noqa: E731 - also for a rank that is dead
+        if not register(ticket.epoch, ticket.seq, REGISTER_LIMIT_S, stopped):
+            if stopped():
+                raise Stopped(f"{ticket.call_id} was stopped before all ranks had it, so none ran it")
             raise CallDropped(
                 f"not all {ticket.world} ranks received the call within {REGISTER_LIMIT_S:g} s, so none ran it; "
                 "call again (a rank that is still busy with an earlier call shows in the session's card)"
@@ -163,9 +171,14 @@ class Host:
             context.set_current(None)
             with self._lock:
                 self._context = None
-                self._stopped_ids.discard(ticket.call_id)
-                self._ended_ids.append(ticket.call_id)
+            self._forget(ticket)
         return Reply(value, failure, stopped, self._output.end(), self._issued() - mine.issued_before)
+
+    def _forget(self, ticket: Ticket) -> None:
+        """A stop that comes now hits nothing."""
+        with self._lock:
+            self._stopped_ids.discard(ticket.call_id)
+            self._ended_ids.append(ticket.call_id)
 
     def _issued(self) -> int:
         """Collectives the worker has issued so far, of targets that have peers."""

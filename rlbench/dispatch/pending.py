@@ -183,13 +183,15 @@ class Pending(Waiting):
         died = [(i, e) for i, e in dead if first is None or i in first or (isinstance(e, ActorDiedError) and not ours)]
         if died:  # peers that fail for want of a dead rank are not the cause, also where they are heard of sooner
             return None, self._on_death(*died[0])
+        stopped = any(reply.stopped for _, reply in replies)
         failed = [(i, r.failure) for i, r in replies if r.failure is not None]
+        if stopped:  # before all ranks had it: who hears of the stop later was told that the call is dropped
+            failed = [(i, failure) for i, failure in failed if not isinstance(failure.error, CallDropped)]
         if failed:
             return None, self._failure(failed)
         if dead:
             return None, self._on_death(*dead[0])
         values = [reply.value for _, reply in replies]
-        stopped = any(reply.stopped for _, reply in replies)
         if stopped and all(value is None for value in values):
             return None, Stopped(f"{self.what} stopped")
         try:

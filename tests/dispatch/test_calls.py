@@ -223,6 +223,26 @@ def test_stopping_a_chain_stops_the_step_in_flight(link, actors):
         chain.result(timeout=LIMIT_S)
 
 
+def test_a_call_that_not_all_have_ends_with_the_worker_that_is_dead_or_with_a_stop(cluster):
+    """What waited for the others' word waited on: for a minute where one of them was dead."""
+    import ray
+
+    made = Link.create("waiting")
+    hosts = [spawn_host(made, "wait", i, "tests.targets:WaitingTarget", (i,), {}, {"num_cpus": 0}) for i in range(2)]
+    pids = ray.get([host.pid.remote() for host in hosts])
+    stopped = submit(made, hosts, "status")
+    stopped.stop()
+    with pytest.raises(Stopped):
+        stopped.result(timeout=LIMIT_S)
+    cut = submit(made, hosts, "status")
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(WorkerDied, match="rank 1 of echo died"):
+        cut.result(timeout=LIMIT_S)
+    with pytest.raises(WorkerDied, match="rank 1 of echo died"):
+        submit(made, hosts, "status").result(timeout=LIMIT_S)
+    made.close()
+
+
 def test_a_killed_worker_ends_the_wait_and_says_which_one(cluster, capfd):
     made = Link.create("death")
     host = spawn_host(made, "echo", 0, "tests.targets:EchoTarget", (0,), {}, {"num_cpus": 0})

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import rlbench.nn
 from rlbench.errors import BuildError, EngineError, MethodError, StateError, Stopped, WeightSyncError
 from rlbench.trainers.models.policy_spec import PolicySpec
 from rlbench.workers.train.group import RankGroup
+from tests.clock import LIMIT_S
 from tests.modules import RAGGED, TrainedQwen, batch_of, qwen_on_meta, save_qwen
 from tests.ranks import RankFailure, ranks
 from tests.weights import read_manifest
@@ -59,11 +61,13 @@ def groups() -> list[RankGroup]:
     return found
 
 
-def registered(found: list[RankGroup], seq: int, timeouts: list[float], delay: float) -> list[bool]:
+def registered(
+    found: list[RankGroup], seq: int, timeouts: list[float], delay: float, given_up: Callable[[], bool] = lambda: False
+) -> list[bool]:
     answers: list[bool | None] = [None, None]
 
     def ask(rank: int) -> None:
-        answers[rank] = found[rank].register(3, seq, timeouts[rank])
+        answers[rank] = found[rank].register(3, seq, timeouts[rank], given_up)
 
     first, second = threading.Thread(target=ask, args=(0,)), threading.Timer(delay, ask, args=(1,))
     first.start(), second.start()
@@ -80,6 +84,18 @@ def test_a_call_that_all_ranks_have_runs_on_all() -> None:
 
 def test_a_call_that_came_too_late_on_one_rank_is_dropped_by_all() -> None:
     assert registered(groups(), 1, [0.2, 5.0], 0.6) == [False, False]
+
+
+def test_a_call_that_nobody_wants_any_more_is_dropped_by_all_long_before_its_time() -> None:
+    """A rank that died says nothing any more: its peers waited for their whole minute."""
+    found = groups()
+    agreed: list[bool] = []
+    waiting = threading.Thread(target=lambda: agreed.append(found[0].register(3, 1, 10 * LIMIT_S, lambda: True)))
+    waiting.start()
+    waiting.join(LIMIT_S)
+    assert agreed == [False]
+    assert not found[1].register(3, 1, 10 * LIMIT_S, lambda: False), "whoever comes later"
+    assert registered(found, 2, [5.0, 5.0], 0.0, lambda: True) == [True, True], "what all have runs"
 
 
 def test_the_store_listens_on_the_loopback_alone() -> None:

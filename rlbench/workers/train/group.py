@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -12,6 +14,8 @@ from rlbench.strategies.memory.device import RankDevice
 from rlbench.weights import facts
 
 KEPT_MARKS = 32
+GIVE_UP_S = 0.5
+"""How often a rank that waits for the others' word of a call looks whether anybody still wants it."""
 
 
 class RankGroup:
@@ -74,17 +78,17 @@ class RankGroup:
         if board is not None:
             board.delete_key(str(self.rank))
 
-    def register(self, epoch: int, seq: int, timeout_s: float) -> bool:
+    def register(self, epoch: int, seq: int, timeout_s: float, given_up: Callable[[], bool]) -> bool:
         """Mark call (epoch, seq) and wait for all ranks' marks, which say whether the rank failed in the call before.
-        The first rank to decide, by seeing all or running out of time, decides for all; True before the ranks have
-        joined."""
+        The first rank to decide decides for all: by seeing all, by running out of time, or as nobody wants the call any
+        more (`given_up`), another rank having died, say. True before the ranks have joined."""
         if self._marks is None or self.world_size == 1:
             return True
         call = f"{epoch}/{seq}"
         self._marks.set(f"{call}/{self.rank}", "failed" if self.failed else "well")
         marks = [f"{call}/{rank}" for rank in range(self.world_size)]
         try:
-            self._marks.wait(marks, timedelta(seconds=timeout_s))
+            self._wait_for(marks, timeout_s, given_up)
             self._some_failed |= b"failed" in map(bytes, self._marks.multi_get(marks))
             own = "go"
         except dist.DistStoreError:
@@ -98,6 +102,18 @@ class RankGroup:
                 self._marks.delete_key(f"{old}/verdict")
         self.failed &= verdict != b"go"  # a call that was dropped ran nowhere
         return verdict == b"go"
+
+    def _wait_for(self, marks: list[str], timeout_s: float, given_up: Callable[[], bool]) -> None:
+        """Wait until all marks are there; DistStoreError if they are not in time, or it was given up."""
+        assert self._marks is not None
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return self._marks.wait(marks, timedelta(seconds=max(0.001, min(GIVE_UP_S, left))))
+            except dist.DistStoreError:
+                if left <= GIVE_UP_S or given_up():
+                    raise
 
     def take_failure(self) -> bool:
         """Whether some rank failed in the call before this one; said once."""

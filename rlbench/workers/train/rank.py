@@ -88,9 +88,9 @@ class TrainRank:
         """Start the store on rank 0 and return its address; None on the others."""
         return self._group.serve()
 
-    def register(self, epoch: int, seq: int, timeout_s: float) -> bool:
-        """Agree with all ranks that they have call (epoch, seq); False on all if one has not in time."""
-        agreed = self._group.register(epoch, seq, timeout_s)
+    def register(self, epoch: int, seq: int, timeout_s: float, given_up: Callable[[], bool]) -> bool:
+        """Agree with all ranks that they have call (epoch, seq); False on all if one has not in time, or `given_up`."""
+        agreed = self._group.register(epoch, seq, timeout_s, given_up)
         if agreed and self._group.take_failure():
             reshard(self._built().module)  # a rank that failed holds no gathered parameter any more, so nobody may
         return agreed
