@@ -26,7 +26,7 @@ export interface Head {
 }
 
 /** A completion, or what comes after `from` tokens of it. */
-interface Sent {
+export interface Sent {
   readonly i: number;
   readonly k: number;
   readonly p: number;

@@ -37,7 +37,7 @@ interface Order extends Choice {
   readonly samples: DataView | null;
 }
 
-interface State extends Choice {
+export interface State extends Choice {
   readonly facts: {
     readonly channels: readonly Scale[];
     /** Rows: so many groups are open at first that it is reached. */
