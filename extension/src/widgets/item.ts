@@ -158,7 +158,8 @@ function addMeta(node: HTMLElement, row: Row, full: boolean, openTokens: number)
   const { finish, n, pieces, wanted } = row;
   const meta = add(node, 'span', 'meta');
   add(meta, 'span', 'length', `${thousands(n)} tok`);
-  add(meta, 'span', finish in CUT ? 'warn' : 'finish', CUT[finish] ?? finish);
+  const cut = Object.hasOwn(CUT, finish);
+  add(meta, 'span', cut ? 'warn' : 'finish', cut ? CUT[finish] : finish);
   if (full && pieces.length < wanted) {
     add(node, 'span', 'more', '…'); // on its way
   } else if (full && pieces.length < n) {

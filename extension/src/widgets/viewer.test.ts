@@ -212,6 +212,6 @@ it('a kernel that is busy is named until it answers, with what went wrong; one t
   expect([said('.notice'), el.querySelector('img')]).toEqual([HOSTILE, null]);
   kernel.gone = true;
   one(`${prompt(2)} .line`).click();
-  vi.advanceTimersByTime(100);
+  vi.advanceTimersByTime(3000);
   expect(said('.notice')).toBe('no kernel: only what was sent before can be shown');
 });

@@ -121,6 +121,10 @@ class Viewer {
   /** Ask Python; `keys`: of the items that wait for the answer. */
   private send(content: Readonly<Record<string, unknown>>, keys: readonly string[] = []): string {
     const id = `${this.name}.${this.serial++}`;
+    if (!tell(this.model, { id, ...content })) {
+      this.notify('no kernel: only what was sent before can be shown');
+      return id;
+    }
     this.asked.set(id, keys);
     keys.forEach(key => this.waiting.add(key));
     setTimeout(() => {
@@ -128,9 +132,6 @@ class Viewer {
         this.notify('waiting for the kernel (busy)');
       }
     }, BUSY_AFTER);
-    if (!tell(this.model, { id, ...content })) {
-      this.notify('no kernel: only what was sent before can be shown');
-    }
     return id;
   }
 

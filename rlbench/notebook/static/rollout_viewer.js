@@ -270,7 +270,8 @@ function addMeta(node, row, full, openTokens) {
   const { finish, n, pieces, wanted } = row;
   const meta = add(node, "span", "meta");
   add(meta, "span", "length", `${thousands(n)} tok`);
-  add(meta, "span", finish in CUT ? "warn" : "finish", CUT[finish] ?? finish);
+  const cut = Object.hasOwn(CUT, finish);
+  add(meta, "span", cut ? "warn" : "finish", cut ? CUT[finish] : finish);
   if (full && pieces.length < wanted) {
     add(node, "span", "more", "…");
   } else if (full && pieces.length < n) {
@@ -870,6 +871,10 @@ var Viewer = class {
   /** Ask Python; `keys`: of the items that wait for the answer. */
   send(content, keys = []) {
     const id = `${this.name}.${this.serial++}`;
+    if (!tell(this.model, { id, ...content })) {
+      this.notify("no kernel: only what was sent before can be shown");
+      return id;
+    }
     this.asked.set(id, keys);
     keys.forEach((key) => this.waiting.add(key));
     setTimeout(() => {
@@ -877,9 +882,6 @@ var Viewer = class {
         this.notify("waiting for the kernel (busy)");
       }
     }, BUSY_AFTER);
-    if (!tell(this.model, { id, ...content })) {
-      this.notify("no kernel: only what was sent before can be shown");
-    }
     return id;
   }
   hear(answer, buffers) {
