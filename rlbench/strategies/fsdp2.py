@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from rlbench.errors import BuildError
 from rlbench.strategies.base import StrategyBase
+from rlbench.strategies.internals import fsdp_dtype, fsdp_groups
 from rlbench.strategies.memory.device import RankDevice
 from rlbench.strategies.options.config import StrategyConfig
 from rlbench.strategies.ranks.control import ControlGroup
@@ -115,7 +116,7 @@ class FSDPV2Strategy(StrategyBase):
 
     def needs_scale(self, model: nn.Module) -> bool:
         """Whether FSDP casts the model's parameters to float16; whoever sharded it."""
-        return isinstance(model, FSDPModule) and model._get_fsdp_state()._mp_policy.param_dtype == torch.float16
+        return isinstance(model, FSDPModule) and fsdp_dtype(model) == torch.float16
 
     @contextmanager
     def unscaling(self, models: Collection[nn.Module], scale: float) -> Iterator[None]:
@@ -124,8 +125,7 @@ class FSDPV2Strategy(StrategyBase):
         NCCL alone can divide while it reduces, so FSDP is told to add up and divide afterwards; but not where nothing
         is scattered: there it divides by itself, and would then do it twice.
         """
-        parts = [part for model in models for part in model.modules() if isinstance(part, FSDPModule)]
-        groups = [group for part in parts for group in part._get_fsdp_state()._fsdp_param_groups]
+        groups = [group for model in models for group in fsdp_groups(model)]
         held = [(group.gradient_divide_factor, group.force_sum_reduction_for_comms) for group in groups]
         try:
             for group, (factor, _) in zip(groups, held, strict=True):

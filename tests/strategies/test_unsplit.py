@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlbench.strategies.memory.owners import fsdp_groups
+from rlbench.strategies.internals import fsdp_groups
 from rlbench.strategies.sharding.unsplit import UnsplitGroup
 from tests.modules import TrainedQwen, qwen_on_meta
 from tests.ranks import Ranks, ranks

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from rlbench.checkpoint.tensor_files import part_of
 from rlbench.errors import EngineError, StateError
+from rlbench.strategies.internals import fsdp_groups, is_fsdp_root
 from rlbench.strategies.memory import owners as memory
 from rlbench.strategies.memory.device import RankDevice
 from rlbench.strategies.optim.gradients import keeper_of, local
@@ -152,7 +153,7 @@ def reshard(model: nn.Module) -> None:
     which the next would gather and reduce in another order than on ranks where it did not."""
     for part in model.modules():
         if isinstance(part, FSDPModule):
-            if part._get_fsdp_state()._is_root:
+            if is_fsdp_root(part):
                 part.reset_iter_state()
             else:
                 part.reshard()
@@ -160,7 +161,7 @@ def reshard(model: nn.Module) -> None:
 
 def kept_on_host(model: nn.Module) -> bool:
     """Whether FSDP keeps the weights in host memory and brings each layer's when it is needed."""
-    return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in memory.fsdp_groups(model))
+    return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in fsdp_groups(model))
 
 
 def _refuse_forward(model: nn.Module, _: Any) -> None:

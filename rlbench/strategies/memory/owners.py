@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rlbench.nn.quantised import quantised_layers
+from rlbench.strategies.internals import fsdp_groups
 from rlbench.strategies.optim.gradients import local
 
 
@@ -75,12 +74,6 @@ def release(tensors: Iterable[Tensor]) -> Released:
     for storage, _ in released:
         storage.resize_(0)
     return released
-
-
-def fsdp_groups(module: nn.Module) -> list[Any]:
-    """Return FSDP's groups of parameters in a module."""
-    parts = (part for part in module.modules() if isinstance(part, FSDPModule))
-    return [group for part in parts for group in part._get_fsdp_state()._fsdp_param_groups]
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlbench.errors import EngineError
+from rlbench.strategies.internals import issued_in, process_groups
 from rlbench.user_code import user_code
 
 OPS = {"mean": "SUM", "sum": "SUM", "max": "MAX", "min": "MIN"}
@@ -32,7 +33,7 @@ _issued_by_left_groups = 0
 def leave(group: Any) -> None:
     global _issued_by_left_groups
     with contextlib.suppress(ValueError, AssertionError):  # the ranks have parted already
-        issued = _issued_in([group])
+        issued = issued_in([group])
         dist.destroy_process_group(group)
         _issued_by_left_groups += issued
 
@@ -42,12 +43,7 @@ def issued_collectives() -> int:
     had: it does not fall where a trainer leaves its group, as peers are compared by it."""
     if not dist.is_initialized():
         return 0
-    return _issued_by_left_groups + _issued_in(list(dist.distributed_c10d._world.pg_map))
-
-
-def _issued_in(groups: Sequence[Any]) -> int:
-    backends = {group._get_backend(device) for group in groups for device in group._device_types}
-    return sum(backend._get_sequence_number_for_group() for backend in backends)  # a group asks one of its two alone
+    return _issued_by_left_groups + issued_in(process_groups())
 
 
 def peer_failed(message: str) -> EngineError:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from rlbench.strategies.memory.owners import fsdp_groups
+from rlbench.strategies.internals import fsdp_groups
 
 
 class UnsplitGroup(FSDPParamGroup):

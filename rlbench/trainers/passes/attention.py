@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from rlbench.errors import EngineError
+from rlbench.strategies.internals import attention_of, flash_attention, has_attention, set_attention
 from rlbench.strategies.ranks.sequence import ALONE, SequenceGroup
 
 NAME = "rlbench_packed"
@@ -24,7 +25,6 @@ _lengths: list[int] = []
 _ranks = [ALONE]
 FLASH_SINCE, MOST_WIDTH = (8, 0), 256
 """Compute capability, and width of a head, that the flash kernel needs."""
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 @contextmanager
@@ -40,15 +40,15 @@ def packed_attention(module: nn.Module, lengths: list[int], ranks: SequenceGroup
     AttentionMaskInterface.register(NAME, lambda *_, **__: None)
     tower = getattr(getattr(module, "config", None), "vision_config", None)  # attends within each image by itself
     configs = {id(m.config): m.config for m in module.modules() if hasattr(m, "config") and m.config is not tower}
-    chosen = [(c, c._attn_implementation) for c in configs.values() if hasattr(c, "_attn_implementation")]
+    chosen = [(c, attention_of(c)) for c in configs.values() if has_attention(c)]
     _lengths[:], _ranks[:] = lengths, [ranks]
     try:
         for config, _ in chosen:
-            config._attn_implementation_internal = NAME
+            set_attention(config, NAME)
         yield
     finally:
         for config, before in chosen:
-            config._attn_implementation_internal = before
+            set_attention(config, before)
         _lengths.clear()
         _ranks[:] = [ALONE]
 
@@ -148,7 +148,7 @@ def _within(
     if softcap is not None or s_aux is not None:
         return _with_scores(q, k, v, mask, dropout, scaling, softcap, s_aux)
     if q.is_meta:  # where torch would take the way that keeps all scores, as no kernel of a device does
-        found: Tensor = _flash(q, k, v, dropout, mask is None, attn_mask=mask, scale=scaling)[0]
+        found: Tensor = flash_attention(q, k, v, dropout, mask is None, attn_mask=mask, scale=scaling)[0]
         return found
     shared = {"is_causal": mask is None, "scale": scaling, "enable_gqa": q.shape[1] != k.shape[1]}
     return scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, **shared)

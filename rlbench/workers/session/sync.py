@@ -25,6 +25,7 @@ from rlbench.errors import StateError, Stopped
 from rlbench.nn.lora import Adapted
 from rlbench.strategies.base import StrategyBase
 from rlbench.strategies.generation.engine import led
+from rlbench.strategies.internals import fsdp_dtype
 from rlbench.strategies.memory.offloading import kept_on_host, reshard
 from rlbench.strategies.memory.owners import weight_tensors
 from rlbench.trainers.passes.forward import PolicyModel, evaluating
@@ -184,7 +185,7 @@ def compute_dtype(module: nn.Module, strategy: StrategyBase) -> str:
     held = next(module.parameters()).dtype
     dtype = strategy.half or held
     if isinstance(module, FSDPModule):
-        dtype = module._get_fsdp_state()._mp_policy.param_dtype or held
+        dtype = fsdp_dtype(module) or held
     return str(dtype).removeprefix("torch.")
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from rlbench.strategies.internals import forget_shardings
 from rlbench.strategies.memory.device import RankDevice
 from rlbench.weights import facts
 
@@ -124,6 +124,6 @@ class RankGroup:
         """Leave the group."""
         if self._joined:
             dist.destroy_process_group()
-            _clear_sharding_prop_cache()  # it knows groups by names that the next ones will have again
+            forget_shardings()
             self._joined = False
         self._marks = self._server = None

@@ -1,0 +1,68 @@
+"""What torch and transformers do not promise, and this package leans on: look here when one of them is upgraded.
+
+The classes of FSDP2 that `sharding/unsplit.py` derives from are the rest of it. `tests/strategies/test_internals.py`
+fails by name where one has gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""scaled_dot_product_attention's kernel on a CPU, which also returns each query's log-sum-exp."""
+
+
+def fsdp_groups(module: nn.Module) -> list[Any]:
+    """Return FSDP2's groups of parameters in a module."""
+    parts = (part for part in module.modules() if isinstance(part, FSDPModule))
+    return [group for part in parts for group in part._get_fsdp_state()._fsdp_param_groups]
+
+
+def fsdp_dtype(part: FSDPModule) -> torch.dtype | None:
+    """Return what FSDP2 casts a module's parameters to where it computes; None: nothing is cast."""
+    dtype: torch.dtype | None = part._get_fsdp_state()._mp_policy.param_dtype
+    return dtype
+
+
+def is_fsdp_root(part: FSDPModule) -> bool:
+    """Whether passes begin at this module."""
+    return bool(part._get_fsdp_state()._is_root)
+
+
+def process_groups() -> list[Any]:
+    """Return all process groups that this process is in."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def issued_in(groups: Iterable[Any]) -> int:
+    """Count the collectives that this process has issued in `groups`: of each backend, as a group asks one alone."""
+    backends = {group._get_backend(device) for group in groups for device in group._device_types}
+    return sum(backend._get_sequence_number_for_group() for backend in backends)
+
+
+def forget_shardings() -> None:
+    """Drop what DTensor remembers by the names of process groups, which the next groups will have again."""
+    _clear_sharding_prop_cache()
+
+
+def has_attention(config: Any) -> bool:
+    """Whether a transformers model's config says which attention it computes with."""
+    return hasattr(config, "_attn_implementation")
+
+
+def attention_of(config: Any) -> str | None:
+    """Return the name of the attention a transformers model computes with; None: transformers chooses."""
+    name: str | None = config._attn_implementation
+    return name
+
+
+def set_attention(config: Any, name: str | None) -> None:
+    """Have a model compute with another attention from now on, without transformers' checks of what it can."""
+    config._attn_implementation_internal = name
