@@ -30,6 +30,10 @@ class SessionError(RLBenchError):
     """A session is missing, closed, driven by somebody else, or already there."""
 
 
+class ClusterEnded(SessionError):
+    """The cluster that a session ran on has ended, and all that was on it."""
+
+
 class StaleEpoch(SessionError):
     """A worker refused a call of an epoch that is over; nothing of it ran. Who still drives asks for a new epoch."""
 

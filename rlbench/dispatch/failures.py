@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlbench.dispatch.protocol import Failure
-from rlbench.errors import RemoteError, RLBenchError, WorkerDied
-from rlbench.runtime import processes, registry
+from rlbench.errors import ClusterEnded, RemoteError, RLBenchError, WorkerDied
+from rlbench.runtime import cluster, processes, registry
 from rlbench.traces import UserLine, joined, remember
 from rlbench.units import format_bytes
 
@@ -82,6 +82,14 @@ def obituary(
     return died
 
 
+def cluster_ended(session: str) -> ClusterEnded:
+    """Make the error for a session whose cluster is gone."""
+    return ClusterEnded(
+        f"session {session!r} is gone: the cluster that it ran on has ended (`rlbench stop`, or Ray broke). "
+        "rb.Session(…) starts another; rb.Session.load(folder) goes on from what was saved"
+    )
+
+
 def final_fate(worker: Any, error: BaseException) -> BaseException | None:
     """Return why a worker that Ray could not reach died in the end (a lost node takes a while), None where it
     answers."""
@@ -90,7 +98,7 @@ def final_fate(worker: Any, error: BaseException) -> BaseException | None:
     if not isinstance(error, ray.exceptions.ActorUnavailableError):
         return error
     deadline = time.monotonic() + FATE_LIMIT_S
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and not cluster.has_ended():
         try:
             ray.get(worker.pid.remote(), timeout=FATE_POLL_S)
             return None

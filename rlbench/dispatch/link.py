@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlbench.dispatch.chain import Steps
-from rlbench.dispatch.failures import final_fate, obituary
+from rlbench.dispatch.failures import cluster_ended, final_fate, obituary
 from rlbench.dispatch.pending import Observer, Pending, sigint_held
 from rlbench.dispatch.protocol import Ticket, actor_name
-from rlbench.errors import EngineError, SessionError
+from rlbench.errors import ClusterEnded, EngineError, SessionError
 from rlbench.runtime import cluster, processes, registry
 from rlbench.sendable import is_refusal, why_not
 from rlbench.traces import ipython
@@ -29,6 +29,8 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 BEAT_S = 5.0
 MONITOR_LIMIT_S = 300.0
 """How long a monitor may take for an answer: on a busy machine long, and one that has ended is known of at once."""
+LOOK_S = 2.0
+"""After which it is looked whether the cluster is still there."""
 Noting = Callable[[str, str, tuple[Any, ...], dict[str, Any]], contextlib.AbstractContextManager[Any]]
 """Keeps a record of what a user does with an engine itself: its name, the method, and the arguments."""
 
@@ -82,7 +84,7 @@ class Link:
             .remote(name, joined.id, shm_prefix(name))
         )
         try:
-            return cls(name, monitor, _drive(monitor, False, lease_s))
+            return cls(name, monitor, _drive(name, monitor, False, lease_s))
         except BaseException:  # an interrupt: a monitor that nobody drives would keep the name
             ray.kill(monitor)
             registry.forget_session(name)
@@ -99,7 +101,7 @@ class Link:
                 raise SessionError(f"which session? {there}: rb.attach(name)")
             name = known[0]
         monitor = _need_monitor(name, f"; {there}")
-        return cls(name, monitor, _drive(monitor, take_over))
+        return cls(name, monitor, _drive(name, monitor, take_over))
 
     @classmethod
     def operate(cls, name: str, epoch: int) -> Link:
@@ -115,9 +117,8 @@ class Link:
     @staticmethod
     def look(name: str, *keys: str) -> dict[str, Any]:
         """Return parts of the state of a session, without driving it."""
-        import ray
 
-        return dict(ray.get(_need_monitor(name).state.remote(*keys), timeout=MONITOR_LIMIT_S))
+        return dict(_answer_of(_need_monitor(name).state.remote(*keys), name))
 
     @property
     def closed(self) -> bool:
@@ -241,9 +242,12 @@ class Link:
             return
         import ray
 
-        ended = True
-        with contextlib.suppress(ray.exceptions.RayActorError):  # gone already: the workers end themselves then
-            ended = ray.get(self.monitor.close.remote(self.epoch), timeout=MONITOR_LIMIT_S)
+        try:
+            ended = _answer_of(self.monitor.close.remote(self.epoch), self.name)
+        except ray.exceptions.RayActorError:  # gone already: the workers end themselves then
+            ended = True
+        except ClusterEnded:  # and all of the session with it: nobody can be asked
+            ended = False
         self._closed.set()
         if ended:
             await_end(self.name)
@@ -255,6 +259,8 @@ class Link:
     def died(self, engine: str, label: str, worker: Any, error: BaseException) -> BaseException:
         """Return what to raise for an `error` of Ray's: a `WorkerDied`, unless the worker answers again."""
         fate = final_fate(worker, error)
+        if cluster.has_ended():
+            return cluster_ended(self.name)
         if fate is None:
             return EngineError(
                 f"{label} of {engine} could not be reached while it ran this call, and answers again: whether the call "
@@ -283,7 +289,7 @@ class Link:
         import ray
 
         try:
-            return ray.get(getattr(self.monitor, name).remote(*args), timeout=MONITOR_LIMIT_S)
+            return _answer_of(getattr(self.monitor, name).remote(*args), self.name)
         except ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, SessionError) else error from None
         except ray.exceptions.GetTimeoutError:
@@ -330,7 +336,27 @@ def shm_prefix(session: str) -> str:
     return f"{cluster.current().shm_prefix}{session}:"
 
 
-def _drive(monitor: Any, take_over: bool, lease_s: float | None = None) -> int:
+def _answer_of(asked: Any, session: str) -> Any:
+    """Return what a session's monitor was asked; GetTimeoutError of Ray's after MONITOR_LIMIT_S.
+
+    Raises:
+        ClusterEnded: as soon as the cluster has: Ray itself would wait for it to come back.
+    """
+    import ray
+
+    deadline = time.monotonic() + MONITOR_LIMIT_S
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return ray.get(asked, timeout=max(0.0, min(LOOK_S, left)))
+        except ray.exceptions.GetTimeoutError:
+            if cluster.has_ended():
+                raise cluster_ended(session) from None
+            if left <= LOOK_S:
+                raise
+
+
+def _drive(name: str, monitor: Any, take_over: bool, lease_s: float | None = None) -> int:
     import ray
 
     started = processes.start_time(os.getpid())
@@ -339,7 +365,7 @@ def _drive(monitor: Any, take_over: bool, lease_s: float | None = None) -> int:
         lease_s = float(os.environ["RLBENCH_LEASE_S"])
     driver |= {} if lease_s is None else {"lease_s": lease_s}
     try:
-        return int(ray.get(monitor.drive.remote(driver, take_over), timeout=MONITOR_LIMIT_S))
+        return int(_answer_of(monitor.drive.remote(driver, take_over), name))
     except ray.exceptions.RayTaskError as error:
         raise error.cause if isinstance(error.cause, SessionError) else error from None
 

@@ -51,6 +51,7 @@ class Cluster:
         return f"Cluster({self.address}, {kind}{'' if self.ours else ', run by others'})"
 
 
+RECONNECT_S = "1000000"
 _joined: Cluster | None = None
 _at_shutdown: list[Any] = []
 _interface: str | None = None
@@ -171,6 +172,11 @@ def is_joined() -> bool:
         ray.shutdown()  # let init() start afresh
         return False
     return True
+
+
+def has_ended() -> bool:
+    """Whether the cluster that this process is connected to is gone: Ray goes on waiting for it to come back."""
+    return _joined is not None and not guard.answers(_joined.address, 2.0)
 
 
 def on_shutdown(action: Any) -> None:
@@ -311,6 +317,9 @@ def _join_ours(record: registry.ClusterRecord) -> Cluster:
 
 def _ray_init(address: str) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns in the first cell
+    # a process whose cluster has ended, as ours does when no session lives on it for a while, is ended by Ray a minute
+    # later: it is a person's notebook, which goes on with the next cluster (`has_ended` tells who waits for this one)
+    os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"] = RECONNECT_S
     # a remote call that comes after shutdown() must not start a cluster of its own
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     with starting.phase("joining", "joining Ray"):

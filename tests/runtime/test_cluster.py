@@ -5,6 +5,7 @@ Most tests use one cluster, in the order they stand here, since starting one tak
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,14 @@ from tests.runtime.kernels import Kernel, Refused
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 JOIN = "import rlbench as rb\nc = rb.init({})\nout = [c.id, c.address, c.devices, c.ours]"
+WAITING = """
+from rlbench.dispatch.link import Link, spawn_host
+link = Link.create('waits', lease_s=600)
+host = spawn_host(link, 'echo', 0, 'tests.targets:EchoTarget', (0,), {}, {'num_cpus': 0})
+waiting = link.submit('echo', ['rank 0'], [host], 'slowly', [((600.0,), {})], list)
+import ray
+while ray.get(host.running.remote()) != 'slowly': pass
+"""
 ALONE = "import ray\nray.init(address={!r}, log_to_driver=False)\nout = len(ray.nodes())"
 
 
@@ -176,8 +185,9 @@ def test_a_killed_guard_leaves_nothing_to_the_next_init(guest, state):
     assert not list((state / "rlbench" / "sessions").iterdir())
 
 
-def test_when_ray_breaks_the_guard_ends_all_of_it(guest):
+def test_when_ray_breaks_the_guard_ends_all_of_it_and_who_waits_is_told(guest):
     record = here()
+    guest.run(WAITING)
     leave_shared_memory(record)
     (raylet,) = [
         pid
@@ -186,6 +196,24 @@ def test_when_ray_breaks_the_guard_ends_all_of_it(guest):
     ]
     os.kill(raylet, signal.SIGKILL)
     until(lambda: is_gone(record))
+    for waits in ("waiting.result()", "link.state()"):
+        with pytest.raises(
+            Refused, match="ClusterEnded: session 'waits' is gone: the cluster that it ran on has ended"
+        ):
+            guest.run(waits)
+    guest.run("link.close()")
+
+
+@pytest.mark.long
+def test_a_kernel_outlives_the_cluster_that_ended_under_it(state):
+    """Ray ends a process that cannot reach its cluster for a minute."""
+    kernel = Kernel(state)
+    kernel.run(JOIN.format("devices=1"))
+    clusters.stop_cluster(here())
+    time.sleep(75)
+    assert kernel.run("out = rb.init(devices=1).devices") == 1
+    kernel.run("rb.shutdown()")
+    kernel.end()
 
 
 def test_the_context_manager_ends_an_empty_cluster_with_every_process_and_twice_is_safe(guest):
