@@ -11,6 +11,7 @@ only if every phase is green. JUnit XML of each phase lies in build/suite/.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 NO_TESTS = 5  # pytest's exit status where none of the tests asked for is of this phase
 TESTS_FAILED = 1  # pytest's exit status where tests ran and some failed
+CRASHED = re.compile(r"crashed while running '([^']+)'</error>")
+"""How pytest-xdist tells of the test under which one of its processes ended."""
 RERUN_FAILURES = 20  # failures that end a second run: hundreds may have one cause, which passed or which stays
 
 
@@ -79,7 +82,7 @@ def run_phase(name: str, phase: Phase, options: Sequence[str], root: Path) -> Ou
     first = folder / f"{name}.xml"
     paths = options or phase.paths  # whoever gives options names files, if any
     status = _pytest(phase, phase.processes, [f"--junitxml={first}", *paths], cache, root)
-    failed = _last_failed(cache)
+    failed = _failed(cache, first)
     green = status == 0 or (status == NO_TESTS and bool(options))
     outcome = Outcome(name, green, 0.0, _counts(first), failed)
     if status == TESTS_FAILED and failed:
@@ -120,6 +123,17 @@ def _pytest(phase: Phase, processes: int, options: Sequence[str], cache: Path, r
     parallel = ["-n", str(processes), "--dist", "loadfile"] if processes else ["-n", "0"]
     command = [sys.executable, "-m", "pytest", "-q", *parallel, "-m", phase.marks, "-o", f"cache_dir={cache}", *options]
     return subprocess.run(command, cwd=root).returncode
+
+
+def _failed(cache: Path, junit: Path) -> list[str]:
+    """Return the tests that failed; those under which their process ended, too, which pytest's cache does not know."""
+    failed = _last_failed(cache)
+    crashed = set(CRASHED.findall(junit.read_text())) - set(failed) if junit.is_file() else set()
+    if crashed:
+        path = cache / "v" / "cache" / "lastfailed"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(dict.fromkeys([*failed, *sorted(crashed)], True)))
+    return sorted({*failed, *crashed})
 
 
 def _last_failed(cache: Path) -> list[str]:

@@ -98,6 +98,28 @@ def test_a_shared_fixture_that_failed_once_costs_no_run(project: Path, capfd: py
     assert "FLAKY: 150" in capfd.readouterr().out
 
 
+CRASHES = """
+import os
+import pathlib
+
+def test_ends_its_process_once():
+    path = pathlib.Path("ended-before")
+    if not path.exists():
+        path.touch()
+        os._exit(3)
+
+def test_after_it(): pass
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_ended_under_a_test_costs_no_run(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (project / "test_few.py").write_text(CRASHES)
+    assert suite.run_suite(["all"], root=project, phases={"all": suite.Phase("not broken", processes=2)}) == 0
+    account = capfd.readouterr().out.split("##### the phases")[1]
+    assert "FLAKY test_few.py::test_ends_its_process_once\n" in account
+
+
 @pytest.mark.slow
 def test_a_cause_that_stays_ends_the_second_run_early(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (project / "test_few.py").write_text(COMMON_CAUSE.replace("assert seen", "assert False"))

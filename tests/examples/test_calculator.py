@@ -59,7 +59,7 @@ def test_asking_pays_and_is_learned(repository, tiny_path, tmp_path):
         env=os.environ | {"XDG_STATE_HOME": str(tmp_path)},  # a cluster of its own
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rewards, asked = (

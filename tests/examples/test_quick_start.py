@@ -18,7 +18,7 @@ def test_the_script_runs_and_the_sync_closes_the_gap(repository, tiny_path, tmp_
         env=os.environ | {"XDG_STATE_HOME": str(tmp_path)},  # a cluster of its own
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     before, after = (float(re.search(rf"gap {when} the sync: +(\S+)", done.stdout)[1]) for when in ("before", "after"))

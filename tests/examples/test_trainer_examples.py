@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.timeout(1200)
 EXAMPLES = (
     "grpo",
     "ppo_critic",
@@ -22,7 +23,7 @@ EXAMPLES = (
     "own_model",
     "self_play",
 )
-MOST_LINES = 140
+MOST_LINES, LIMIT_S = 140, 1000
 LEARNING = 7
 """Iterations after which grpo and ppo_critic have learned beyond noise."""
 REWARD_MARGIN, GREEDY_MARGIN = 0.12, 0.25
@@ -51,7 +52,7 @@ def run(name, iterations, repository, folder, *more):
         env=os.environ | {"XDG_STATE_HOME": str(folder)},
         capture_output=True,
         text=True,
-        timeout=540,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     assert not (folder / "rlbench" / "cluster.json").exists(), "its cluster still runs"
