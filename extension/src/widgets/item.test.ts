@@ -70,7 +70,7 @@ describe('a prompt', () => {
   it.each([
     [PNG, PNG],
     ['data:image/svg+xml,<svg onload="1"/>', null],
-    ['https://elsewhere/seen.png', null]
+    ['//127.0.0.1:9/seen.png', null]
   ])('shows of images those alone that Python encoded: %s', (src, loaded) => {
     const images = [{ src, alt: 'a cat', tokens: 0 }];
     const image = nodeOf(HEAD, known([head(0, { images })]), LOOK).querySelector('img');
