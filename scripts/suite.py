@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 NO_TESTS = 5  # pytest's exit status where none of the tests asked for is of this phase
 TESTS_FAILED = 1  # pytest's exit status where tests ran and some failed
-CRASHED = re.compile(r"crashed while running '([^']+)'</error>")
+CRASHED = re.compile(r"crashed while running '(.+)'$")
 """How pytest-xdist tells of the test under which one of its processes ended."""
 RERUN_FAILURES = 20  # failures that end a second run: hundreds may have one cause, which passed or which stays
 
@@ -128,7 +128,8 @@ def _pytest(phase: Phase, processes: int, options: Sequence[str], cache: Path, r
 def _failed(cache: Path, junit: Path) -> list[str]:
     """Return the tests that failed; those under which their process ended, too, which pytest's cache does not know."""
     failed = _last_failed(cache)
-    crashed = set(CRASHED.findall(junit.read_text())) - set(failed) if junit.is_file() else set()
+    errors = ElementTree.parse(junit).getroot().iter("error") if junit.is_file() else ()
+    crashed = {test for error in errors for test in CRASHED.findall(error.text or "")} - set(failed)
     if crashed:
         path = cache / "v" / "cache" / "lastfailed"
         path.parent.mkdir(parents=True, exist_ok=True)

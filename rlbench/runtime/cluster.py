@@ -52,7 +52,9 @@ class Cluster:
 
 
 RECONNECT_S = "1000000"
+RESTART_S = 60.0
 _joined: Cluster | None = None
+_silent_since: float | None = None
 _at_shutdown: list[Any] = []
 _interface: str | None = None
 
@@ -175,8 +177,17 @@ def is_joined() -> bool:
 
 
 def has_ended() -> bool:
-    """Whether the cluster that this process is connected to is gone: Ray goes on waiting for it to come back."""
-    return _joined is not None and not guard.answers(_joined.address, 2.0)
+    """Whether the cluster that this process is connected to is gone: Ray goes on waiting for it to come back.
+
+    Ours is as soon as nothing answers; one that others run may be restarted, and has a minute for it.
+    """
+    global _silent_since
+    if _joined is None or guard.answers(_joined.address, 2.0):
+        _silent_since = None
+        return False
+    now = time.monotonic()
+    _silent_since = now if _silent_since is None else _silent_since
+    return _joined.ours or now - _silent_since > RESTART_S
 
 
 def on_shutdown(action: Any) -> None:
