@@ -140,7 +140,7 @@ def test_layers_that_stay_gathered_do_not_outlive_a_failure_of_another_rank(qwen
             engine.run(numbers)
             found = engine.outcomes("call_method", [("fails_on", (1,), {})] * 2)
         assert [isinstance(one, RankFailure) for one in found] == [False, True]
-        assert engine.call("register", 1, 1, 20.0) == [True, True]
+        assert engine.call("register", 1, 1, 20.0, bool) == [True, True]  # `bool()`: nobody gives it up
         assert engine.run(numbers) == expected
 
 
