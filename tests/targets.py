@@ -115,6 +115,13 @@ class WaitingTarget(EchoTarget):
         return False
 
 
+class DroppingTarget(WaitingTarget):
+    """Its second rank hears that the call is dropped, before it hears of a stop."""
+
+    def register(self, epoch: int, seq: int, timeout_s: float, given_up) -> bool:
+        return self.rank == 0 and super().register(epoch, seq, timeout_s, given_up)
+
+
 class TellingTarget(EchoTarget):
     """Tells its memory, but not before it is let; counts how many ask at a time."""
 

@@ -138,7 +138,7 @@ class Host:
         register = getattr(self._target, "register", None)
         if ticket.world == 1 or register is None:
             return
-        stopped = lambda: ticket.call_id in self._stopped_ids  # noqa: E731 - also for a rank that is dead
+        stopped = lambda: ticket.call_id in self._stopped_ids  # noqa: E731 - by a person, or as another rank has died
         if not register(ticket.epoch, ticket.seq, REGISTER_LIMIT_S, stopped):
             if stopped():
                 raise Stopped(f"{ticket.call_id} was stopped before all ranks had it, so none ran it")

@@ -117,7 +117,6 @@ class Link:
     @staticmethod
     def look(name: str, *keys: str) -> dict[str, Any]:
         """Return parts of the state of a session, without driving it."""
-
         return dict(_answer_of(_need_monitor(name).state.remote(*keys), name))
 
     @property
@@ -311,6 +310,8 @@ class Link:
                 if not ray.get(self.monitor.beat.remote(self.epoch), timeout=60):
                     return
             except ray.exceptions.GetTimeoutError:
+                if cluster.has_ended():
+                    return
                 continue  # a busy machine: the next beat tells
             except ray.exceptions.RayError:
                 return  # the session or the cluster is gone: the next verb says so

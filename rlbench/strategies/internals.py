@@ -1,7 +1,7 @@
-"""What torch and transformers do not promise, and this package leans on: look here when one of them is upgraded.
+"""What is private of FSDP2, of process groups and of attention, and this package leans on: look here on an upgrade.
 
-The classes of FSDP2 that `sharding/unsplit.py` derives from are the rest of it. `tests/strategies/test_internals.py`
-fails by name where one has gone.
+`sharding/unsplit.py` derives from FSDP2's own classes as well. `tests/strategies/test_internals.py` fails by name where
+one of them has gone.
 """
 
 from __future__ import annotations

@@ -234,6 +234,12 @@ def test_a_call_that_not_all_have_ends_with_the_worker_that_is_dead_or_with_a_st
     stopped.stop()
     with pytest.raises(Stopped):
         stopped.result(timeout=LIMIT_S)
+    half = [spawn_host(made, "half", i, "tests.targets:DroppingTarget", (i,), {}, {"num_cpus": 0}) for i in range(2)]
+    dropped = submit(made, half, "status")
+    until(lambda: len(ray.wait(dropped._refs, timeout=0)[0]) == 1)
+    dropped.stop()
+    with pytest.raises(Stopped):
+        dropped.result(timeout=LIMIT_S)
     cut = submit(made, hosts, "status")
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(WorkerDied, match="rank 1 of echo died"):

@@ -133,9 +133,10 @@ def test_a_trainer_distils_on_policy_as_the_advantage_by_hand_does(session, othe
     np.testing.assert_allclose(batch.advantages, by_hand, atol=1e-4)
     assert made["rollout_ref_kl"] == pytest.approx(-by_hand[batch.mask].mean(), abs=1e-4)
     batch = batch.replace(advantages=by_hand, old_logprobs=None, ref_logprobs=None)
-    session.forward_backward(batch, loss="importance_sampling")  # each aggregates as its loss is meant
+    aggregation = session.forward_backward(batch, loss="importance_sampling")  # as the loss is meant, at both doors
     norm = session.optim_step().grad_norm
     session.undo()
+    assert aggregation["aggregation"] == "token-mean"
     done = trainer.ppo_train()
     assert done["grad_norm"] == pytest.approx(norm, rel=1e-3)
     assert session.history[-1]["teacher_kl"] == done["teacher_kl"] == made["rollout_ref_kl"]

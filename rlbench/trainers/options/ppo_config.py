@@ -18,6 +18,8 @@ from rlbench.trainers.options.loop_options import LoopOptions
 rollout, loss, kl, critic, files = map(
     section, ("Rollout", "Policy loss", "KL to the reference", "Critic and returns", "Files")
 )
+AGGREGATION = "seq-mean-token-mean"
+"""Of the options' own loss where nobody says, the reference system's default; methods by name say it."""
 NO_CRITIC = {"critic_pretrain": False}
 NO_TRAJECTORIES = {"save_trajectories": False}
 
@@ -70,7 +72,7 @@ class PPOConfig(LoopOptions):
     aggregation: str | None = loss(
         None,
         "how the losses of tokens become one, see rlbench.rl.Aggregation; None: as a loss of your own says, or "
-        "seq-mean-token-mean",
+        f"{AGGREGATION}",
     )
     clip_low: float = loss(0.2, "the ratio is clipped to [1 - clip_low, 1 + clip_high]", least=0)
     clip_high: float | None = loss(None, "upper clip of the ratio; None: clip_low")
@@ -109,7 +111,7 @@ class PPOConfig(LoopOptions):
         for name, kind in (("template", dict), ("tools", list)):
             object.__setattr__(self, name, from_json(name, getattr(self, name), kind))
         sampler, mismatch, ratio = self.old_logprobs == "sampler", self.mismatch, self.high_entropy_token_ratio
-        by_response = self.aggregation in (None, "seq-mean-token-mean")
+        by_response = (self.aggregation or AGGREGATION) == AGGREGATION
         heat = self.first_token_temperature if self.use_fire else None
         options = {"top_p": self.top_p, "top_k": self.top_k, "first_token_temperature": heat}
         reshaped = " and ".join(reshaped_by(options))

@@ -8,13 +8,11 @@ from rlbench import rl
 from rlbench.errors import LossError
 from rlbench.options import OptionError, defaults
 from rlbench.strategies.options.config import StrategyConfig
-from rlbench.trainers.options.ppo_config import PPOConfig
+from rlbench.trainers.options.ppo_config import AGGREGATION, PPOConfig
 
 MISMATCH: dict[str, type[rl.MismatchCorrection]] = {
     kind.__name__: kind for kind in (rl.token_tis, rl.sequence_tis, rl.icepop)
 }
-AGGREGATION = "seq-mean-token-mean"
-"""Of the options' own loss where nobody says, the reference system's default; methods by name say it."""
 
 
 def loss_of(options: StrategyConfig, config: PPOConfig) -> tuple[rl.PolicyLoss, rl.Aggregation]:
