@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -44,6 +45,14 @@ def interrupt_once(condition: Callable[[], object]) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=press, daemon=True).start()
+
+
+def main_thread_runs(name: str) -> bool:
+    """Whether the main thread is in a function of this name."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_code.co_name != name:
+        frame = frame.f_back
+    return frame is not None
 
 
 class HandClock:

@@ -90,6 +90,17 @@ def session_as_before(request: pytest.FixtureRequest) -> Iterator[None]:
     session.drop(*(snapshot.id for snapshot in session.snapshots))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """Fail the test that pressed Ctrl-C too late: in one of two processes it would end the phase, other tests unrun."""
+    try:
+        return (yield)
+    except KeyboardInterrupt:
+        if "PYTEST_XDIST_WORKER" not in os.environ:
+            raise
+        pytest.fail("a Ctrl-C met nothing that takes it")
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Iterator[None]:
     """Report with a failure what `rb.last_traceback()` would give: of a worker that died, its last words."""

@@ -127,3 +127,23 @@ def test_a_cause_that_stays_ends_the_second_run_early(project: Path, capfd: pyte
     account = capfd.readouterr().out
     assert f"{suite.RERUN_FAILURES} errors" in account
     assert "RED: 150 failed" in account
+
+
+LATE_INTERRUPT = """
+import os
+import signal
+
+def test_presses_ctrl_c_too_late(): os.kill(os.getpid(), signal.SIGINT)
+def test_comes_later(): pass
+"""
+
+
+@pytest.mark.slow
+def test_a_ctrl_c_that_came_too_late_fails_one_test_and_ends_no_phase(
+    project: Path, repository: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (project / "test_few.py").write_text(LATE_INTERRUPT)
+    hook = f"import sys\nsys.path.insert(0, {str(repository)!r})\nfrom tests.conftest import pytest_runtest_call\n"
+    (project / "conftest.py").write_text(hook)
+    suite.run_suite(["all"], root=project, phases={"all": suite.Phase("not broken", processes=2)})
+    assert "1 failed, 1 passed" in capfd.readouterr().out

@@ -1,7 +1,5 @@
 """Evaluating: which completions count, and a stop that reaches the reward."""
 
-import os
-import signal
 import threading
 import time
 from dataclasses import replace
@@ -18,7 +16,7 @@ from rlbench.errors import DataError, Stopped
 from rlbench.notebook.cards.result_views import evaluation_card
 from rlbench.session.training.evaluating import Scoring, evaluate
 from rlbench.session.training.evaluation import Evaluation
-from tests.clock import LIMIT_S, interrupt_once, until
+from tests.clock import LIMIT_S, interrupt_once, main_thread_runs, until
 from tests.data.values import rollouts
 from tests.data.written import written
 from tests.notebook.reading import both
@@ -272,7 +270,7 @@ def test_a_plain_function_that_hangs_is_left_behind_and_changes_nothing_later():
 
     chain = evaluating(rollouts(), hanging)
     until(lambda: isinstance(chain._current, Scoring) and len(chain._current._board.rewards) == 2)
-    threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    interrupt_once(lambda: main_thread_runs("blocking_result"))
     try:
         with pytest.raises(Stopped, match=r"cannot be cut: .*isolate=True") as raised:
             chain.blocking_result()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 from typing import Any
 
 import numpy as np
@@ -13,6 +10,8 @@ import pytest
 import rlbench as rb
 from rlbench.errors import DataError
 from rlbench.tiny import tasks
+from tests.clock import interrupt_once
+from tests.session.looking import generates
 
 pytestmark = pytest.mark.engine
 
@@ -159,7 +158,7 @@ def test_a_tree_is_written_and_read_and_later_rollouts_draw_what_they_would_have
 
 def test_an_interrupt_keeps_what_was_drawn(session: Any) -> None:
     long = session.rollout(["sort 31"], n=2, max_tokens=4, ignore_eos=True)
-    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    interrupt_once(lambda: generates(session))
     with pytest.raises(rb.Stopped) as stopped:
         long.fork(0, at=2, n=512, max_tokens=1500)
     tree = stopped.value.partial

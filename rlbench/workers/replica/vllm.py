@@ -368,8 +368,9 @@ class VllmReplica:
         self.gate.open()
 
     def status(self) -> dict[str, Any]:
-        """Device states, version and the number of running samples. Thread-safe, never waits."""
-        return {**asdict(self.state), "running": len(self._running), "paused": self.gate.closed}
+        """Device states, version and the number of running samples, clients' among them. Thread-safe, never waits."""
+        running = len(self._running) + self.guests.inside
+        return {**asdict(self.state), "running": running, "paused": self.gate.closed}
 
     def memory(self) -> dict[str, Any]:
         """Resident bytes by owner, see `vllm_memory`. Thread-safe, never waits."""
