@@ -117,6 +117,29 @@ def test_a_trainer_on_the_ranks_makes_experience_of_pictures_and_trains_on_it(se
     seeing.restore(kept)
 
 
+def test_demonstrations_teach_what_a_picture_shows_read_backwards_and_pairs_train(seeing: Any) -> None:
+    kept, shown = seeing.snapshot(), backwards(rb.tiny.vision_prompts(512, seed=9), seeing)
+    unseen = rb.tiny.vision_prompts(32, "eval")
+    moved = [{**row, "label": other["label"]} for row, other in zip(unseen, [*unseen[1:], unseen[0]], strict=True)]
+    before = float(seeing.logprobs(backwards(unseen, seeing)).mean())
+    for start in range(0, len(shown), 32):
+        seeing.train_step(shown[start : start + 32], "sft", lr=1e-3)
+    own, others = (float(seeing.logprobs(backwards(rows, seeing)).mean()) for rows in (unseen, moved))
+    assert own > before / 2 and own > others + 0.5, (before, own, others)
+    seeing.restore(kept)
+
+    pairs = [{"prompt": r["prompt"], "chosen": r["label"][::-1], "rejected": r["label"]} for r in unseen]
+    trainer = seeing.trainer("dpo", data=rb.data.pairs(pairs, seeing), train_batch_size=32, lr=1e-4)
+    first, *_, last = trainer.fit(4)
+    assert last["loss"] < first["loss"] and last["reward_margin"] > 0
+    seeing.restore(kept)
+
+
+def backwards(rows: list[dict[str, Any]], session: Any) -> Any:
+    texts = [{"prompt": row["prompt"], "completion": row["label"][::-1]} for row in rows]
+    return rb.data.demonstrations(texts, session)
+
+
 def learned(session: Any, rows: list[dict[str, Any]], steps: int) -> float:
     """Greedy accuracy on unseen pictures behind so many steps on rows."""
     for step in range(steps):

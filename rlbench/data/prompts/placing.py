@@ -42,14 +42,14 @@ def placed(content: Any, images: Sequence[Any] = (), fetch: bool = False) -> tup
 
     Raises DataError where there are more or fewer images than places, and for what is no image.
     """
-    inside = list(_inside(content)) if isinstance(content, list) else []
+    inside = list(image_parts(content)) if isinstance(content, list) else []
     if not inside and not images:
         return content, ()
     if not isinstance(content, list) or not isinstance(content[0], Mapping):
         return content, _read(images, fetch)  # the model's own placeholders stand in it; a replica counts them
     if not inside:
         content = _with_places(content, len(images))
-        inside = list(_inside(content))
+        inside = list(image_parts(content))
     held = [held_image(part) for part in inside]
     if sum(one is None for one in held) != len(images):
         raise DataError(
@@ -61,8 +61,8 @@ def placed(content: Any, images: Sequence[Any] = (), fetch: bool = False) -> tup
     return [_cleared(message) for message in content], encoded
 
 
-def _inside(content: Sequence[Any]) -> Iterator[Mapping[str, Any]]:
-    """The image parts of a chat, in order."""
+def image_parts(content: Sequence[Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the image parts of a chat, in order."""
     for message in content:
         told = message.get("content") if isinstance(message, Mapping) else None
         if isinstance(told, list | tuple):

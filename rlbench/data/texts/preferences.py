@@ -12,7 +12,7 @@ from rlbench.data.batches.batch import TrainBatch, of_texts
 from rlbench.data.prompts.prompt import is_chat, plain_content
 from rlbench.data.prompts.sources import Row
 from rlbench.data.texts.rendering import Rendered, Renderer
-from rlbench.data.texts.rows import Reading, column, shows_options, split_at_response
+from rlbench.data.texts.rows import Reading, column, images_in, shows_options, split_at_response
 from rlbench.errors import DataError
 
 Pair = tuple[Rendered, Rendered, float | None]
@@ -37,8 +37,9 @@ def pairs(rows: Any, tokenizer: Any = None, **options: Any) -> TrainBatch:
     if any(m is None for m in margins) and any(m is not None for m in margins):
         lacking = indices[kept[[m is None for m in margins].index(True)]]
         raise DataError(f"row {lacking}: it has no margin, and others have: give all one, or none")
-    texts = split_at_response([one for i in kept for one in made[i][:2]])
-    return of_pairs(*texts, margins=None if margins[0] is None else margins)  # type: ignore[arg-type]
+    both = [one for i in kept for one in made[i][:2]]
+    weighed = None if margins[0] is None else margins
+    return of_pairs(*split_at_response(both), margins=weighed, images=images_in(both))  # type: ignore[arg-type]
 
 
 def of_pairs(
@@ -75,11 +76,16 @@ def labelled(rows: Any, tokenizer: Any = None, reference_point: bool = True, **o
     renderer = reading.renderer(tokenizer)
     indices, made = reading.made(rows, lambda row: _judged(row, reading, renderer))
     kept = reading.fitting([len(one.tokens) for one, _ in made], indices, renderer)
-    prompts, responses, masks = split_at_response([made[i][0] for i in kept])
+    rendered = [made[i][0] for i in kept]
+    prompts, responses, masks = split_at_response(rendered)
+    images = images_in(rendered)
     preference = [1 if made[i][1] else -1 for i in kept]
     group = list(range(len(kept)))
     if reference_point:
-        others = _other_prompts(prompts)
+        following = _other_prompts(rendered)
+        others = [prompts[i] for i in following]
+        if images is not None:
+            images = tuple(_alternating(images, [images[i] for i in following]))
         ends = [int((~mask).argmax()) or len(mask) for mask in masks]  # an answer's first turn alone
         firsts = [response[:end] for response, end in zip(responses, ends, strict=True)]
         limit = reading.max_length or renderer.context
@@ -92,22 +98,25 @@ def labelled(rows: Any, tokenizer: Any = None, reference_point: bool = True, **o
     judged = np.asarray(preference, np.int8)
     advantages = np.repeat(judged, [len(row) for row in responses]).astype(np.float32)
     columns: dict[str, Any] = {"preference": judged, "advantages": advantages, "group": np.asarray(group, np.int32)}
-    return of_texts(prompts, responses, masks, **columns)
+    return of_texts(prompts, responses, masks, **columns, images=images)
 
 
 def _pair(row: Row, reading: Reading, renderer: Renderer) -> Pair:
     tools, chosen, rejected = reading.tools_of(row), *(plain_content(column(row, n)) for n in ("chosen", "rejected"))
     if row.get("prompt") is not None:
-        prompt = reading.prompt_of(row)
+        prompt, images = reading.prompt_of(row)
     elif is_chat(chosen) and is_chat(rejected):
+        (chosen, images), (rejected, others) = (reading.placed(chat, row) for chat in (chosen, rejected))
+        if images != others:
+            raise DataError("its chosen and rejected chats show different images")
         alike = _alike(chosen, rejected)
         prompt, chosen, rejected = chosen[:alike], chosen[alike:], rejected[alike:]
     else:
         prompt = column(row, "prompt")
     if not prompt:
         raise DataError("its prompt is empty, or its chosen and rejected chats begin differently")
-    one = reading.continued(renderer, prompt, chosen, "chosen", tools)
-    other = reading.continued(renderer, prompt, rejected, "rejected", tools)
+    one = reading.continued(renderer, prompt, chosen, "chosen", tools, images)
+    other = reading.continued(renderer, prompt, rejected, "rejected", tools, images)
     if np.array_equal(one.tokens, other.tokens):
         raise DataError("its chosen and rejected responses are the same")
     return one, other, _margin(row)
@@ -133,14 +142,15 @@ def _judged(row: Row, reading: Reading, renderer: Renderer) -> tuple[Rendered, b
     if label not in (True, False):
         raise DataError(f"its label is {label!r}: wanted True (good) or False")
     tools = reading.tools_of(row)
+    prompt, images = reading.prompt_of(row)
     completion = column(row, "completion")
-    return reading.continued(renderer, reading.prompt_of(row), completion, "completion", tools), bool(label)
+    return reading.continued(renderer, prompt, completion, "completion", tools, images), bool(label)
 
 
-def _other_prompts(prompts: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return for each row the next prompt that is another one; the last rows look on from the first."""
-    keys = [prompt.tobytes() for prompt in prompts]
-    count = len(prompts)
+def _other_prompts(rendered: Sequence[Rendered]) -> list[int]:
+    """Return for each row the next one with another prompt or other images; the last rows look on from the first."""
+    keys = [(one.tokens[: one.start].tobytes(), one.images) for one in rendered]
+    count = len(keys)
     if len(set(keys)) < 2:
         raise DataError("all rows have the same prompt, and KTO's reference point needs another: reference_point=False")
     found, following = list(range(count)), 0
@@ -148,7 +158,7 @@ def _other_prompts(prompts: Sequence[np.ndarray]) -> list[np.ndarray]:
         if keys[i % count] != keys[(i + 1) % count]:
             following = (i + 1) % count
         found[i % count] = following
-    return [prompts[i] for i in found]
+    return found
 
 
 def _alternating(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:

@@ -13,17 +13,19 @@ import numpy as np
 
 from rlbench.data.prompts.cells import check_name, check_text, without_nulls
 from rlbench.data.prompts.chat import chat_options, check_read, schemas
+from rlbench.data.prompts.images import EncodedImage
 from rlbench.data.prompts.lengths import continues
 from rlbench.data.prompts.loading import OnError, check_on_error, chosen_rows, made_rows
+from rlbench.data.prompts.placing import IMAGE_COLUMNS, image_parts, listed, placed
 from rlbench.data.prompts.prompt import as_chat, plain_content
-from rlbench.data.prompts.sources import Row, open_source
+from rlbench.data.prompts.sources import Row, as_encoded, open_source
 from rlbench.data.texts.rendering import Rendered, Renderer, as_messages
 from rlbench.errors import DataError, nearest
 
 OnLong = Literal["raise", "report"]
 READ = ("prompt", "completion", "messages", "chosen", "rejected")
 """Columns of texts or messages."""
-MAY_HAVE = ("tools", "margin")
+MAY_HAVE = ("tools", "margin", *IMAGE_COLUMNS)
 """Columns that rows need not have."""
 Made = TypeVar("Made")
 Maker = TypeVar("Maker", bound=Callable[..., Any])
@@ -38,7 +40,7 @@ class Reading:
     tokenizer's own, or options of it as in `rollout`, which are `chat_template_kwargs` too; `tools`: those of rows that
     have none of their own; `max_length`: the most tokens of a sequence, by default the tokenizer's context; `on_long`:
     "raise" refuses longer ones, "report" leaves them out and warns with their number; `on_error`: likewise of rows that
-    cannot be read. Nothing is ever cut.
+    cannot be read; `fetch_images`: read images at http addresses, which are refused otherwise. Nothing is ever cut.
     """
 
     split: str | None = None
@@ -54,6 +56,7 @@ class Reading:
     max_length: int | None = None
     on_long: OnLong = "raise"
     on_error: OnError = "raise"
+    fetch_images: bool = False
 
     @classmethod
     def of(cls, options: Mapping[str, Any], maker: str) -> Reading:
@@ -82,7 +85,7 @@ class Reading:
     def made(self, source: Any, make: Callable[[Row], Made]) -> tuple[list[int], list[Made]]:
         """Read the rows, and make something of each; a DataError names its row. Returns the rows' indices too."""
         name, table = open_source(source, self.split, self.config, self.revision)
-        chosen, rows = chosen_rows(table, self.limit, self.shuffle_seed)
+        chosen, rows = chosen_rows(as_encoded(table, IMAGE_COLUMNS), self.limit, self.shuffle_seed)
 
         def one(row: Row, index: int) -> Made:
             try:
@@ -135,27 +138,43 @@ class Reading:
         given = without_nulls(given)
         return schemas(given) if given else self.tools  # type: ignore[return-value]
 
-    def prompt_of(self, row: Row) -> Any:
-        """The row's prompt: a text, or messages."""
+    def prompt_of(self, row: Row) -> tuple[Any, tuple[EncodedImage, ...]]:
+        """Return the row's prompt, a text or messages with placeholders of images, and those images."""
         prompt = plain_content(column(row, "prompt"))
         if isinstance(prompt, str) and not prompt:
             raise DataError("its prompt is empty")
         if self.chat or self.system is not None:
             prompt = as_chat(prompt, self.system)
-        return prompt
+        return self.placed(prompt, row)
 
-    def continued(self, renderer: Renderer, prompt: Any, completion: Any, name: str, tools: Any) -> Rendered:
-        """A completion, a text or messages, after its prompt."""
+    def placed(self, content: Any, row: Row) -> tuple[Any, tuple[EncodedImage, ...]]:
+        """Return a prompt or a chat of the row with placeholders of images, and the images in their order: those in the
+        chat's parts, and those of the row's column `images` or `image`."""
+        beside = next((row[name] for name in IMAGE_COLUMNS if row.get(name) is not None), None)
+        return placed(content, listed(beside), self.fetch_images)
+
+    def continued(
+        self,
+        renderer: Renderer,
+        prompt: Any,
+        completion: Any,
+        name: str,
+        tools: Any,
+        images: Sequence[EncodedImage] = (),
+    ) -> Rendered:
+        """Render a completion, a text or messages, after its prompt, which alone has images."""
         completion = plain_content(completion)
+        if isinstance(completion, list) and next(image_parts(completion), None):
+            raise DataError(f"its {name} shows an image, which a prompt alone may: write the row as `messages`")
         if isinstance(prompt, str) and isinstance(completion, str):
             if idle := renderer.options or tools:
                 named = ", ".join(renderer.options) if renderer.options else f"tools ({len(idle)})"
                 raise DataError(f"{named} would have no effect: it is a text, no chat; chat=True makes it one")
-            return renderer.text(prompt, completion)
+            return renderer.text(prompt, completion, images)
         asked, said = as_messages(prompt, "user", "prompt"), as_messages(completion, "assistant", name)
         if asked and continues(asked) and said[0]["role"] == "assistant":
-            return renderer.going_on(asked, said, tools)
-        return renderer.chat([*asked, *said], len(asked), tools)
+            return renderer.going_on(asked, said, tools, images)
+        return renderer.chat([*asked, *said], len(asked), tools, images)
 
 
 def shows_options(maker: Maker) -> Maker:
@@ -176,6 +195,12 @@ def column(row: Row, name: str) -> Any:
         near = nearest(name, [str(key) for key in row if key != name])
         raise DataError(f"it has no column {name!r}, or null in it; it has {columns}{near}")
     return row[name]
+
+
+def images_in(rendered: Sequence[Rendered]) -> tuple[tuple[EncodedImage, ...], ...] | None:
+    """Return the images of each sequence; None where none has any."""
+    images = tuple(one.images for one in rendered)
+    return images if any(images) else None
 
 
 def split_at_response(rendered: Sequence[Rendered]) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:

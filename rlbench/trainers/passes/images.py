@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from rlbench.data.base.ragged import offsets_of
 from rlbench.data.batches.batch import TrainBatch
 from rlbench.data.prompts.images import EncodedImage
+from rlbench.data.texts.image_tokens import count_tokens
 from rlbench.errors import DataError
 from rlbench.trainers.passes.packing import ModelInputs
 
@@ -58,8 +59,7 @@ class ImageReader:
 
     def tokens(self, image: EncodedImage) -> int:
         """Return how many tokens an image takes."""
-        patches = self._images.get_number_of_image_patches(image.height, image.width, {})
-        return int(patches) // self._merge**2
+        return count_tokens(image, self._images)
 
     def placed(self, inputs: ModelInputs, rows: TrainBatch, packed: bool) -> ModelInputs:
         """Return the layout with the rows' images; where there are none with a blank one behind all rows, which no
