@@ -117,6 +117,15 @@ def test_a_trainer_on_the_ranks_makes_experience_of_pictures_and_trains_on_it(se
     seeing.restore(kept)
 
 
+def test_a_critic_sees_the_pictures_it_values(seeing: Any) -> None:
+    kept, mixed = seeing.snapshot(), [*rb.tiny.vision_prompts(28), *[{"prompt": "what?", "label": "rgby"}] * 4]
+    stream = rb.data.PromptSet.of(rb.data.as_prompts(mixed)).stream(seed=3)
+    trainer = seeing.trainer("ppo", stream, rb.tiny.vision_reward, critic=True, critic_lr=1e-3, **OPTIONS)
+    first, *_, last = trainer.fit(4)
+    assert last["critic_loss"] < first["critic_loss"] and last["mismatch/kl"] < 1e-6
+    seeing.restore(kept)
+
+
 def test_demonstrations_teach_what_a_picture_shows_read_backwards_and_pairs_train(seeing: Any) -> None:
     kept, shown = seeing.snapshot(), backwards(rb.tiny.vision_prompts(512, seed=9), seeing)
     unseen = rb.tiny.vision_prompts(32, "eval")

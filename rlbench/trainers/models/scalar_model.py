@@ -1,6 +1,7 @@
 """A checkpoint's backbone under a head that gives one number per token: what critics and reward models share.
 
-It is transformers' own sequence classification architecture with one label, so that transformers loads what is saved.
+It is transformers' own sequence classification architecture with one label, so that transformers loads what is saved;
+of vision-language models, for which it has none, `seeing_classifier`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from rlbench.strategies.memory.offloading import HALF
 from rlbench.strategies.sharding.materialize import full_shapes
 from rlbench.strategies.sharding.sources import TensorSource, initialised, loaded_silently, open_source
 from rlbench.trainers.models.policy_module import config_of, on_meta
+from rlbench.trainers.models.seeing_classifier import seeing_classifier
 from rlbench.trainers.passes.forward import taken_by
 
 HEAD = "score"
@@ -47,11 +49,13 @@ class ScalarHeadModel(HuggingFaceFsdp2TrainModule):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         positions: Tensor | None = None,
+        **images: Tensor,
     ) -> Tensor:
-        """Return the head's numbers (P,) float32, at `positions` (P,) of the flattened `input_ids`; None: at all."""
+        """Return the head's numbers (P,) float32, at `positions` (P,) of the flattened `input_ids`; None: at all.
+        `images`: those of a model that sees, as `ImageReader` lays them out."""
         backbone = getattr(self, self.base_model_prefix)
         offered = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
-        found = backbone(input_ids=input_ids, **taken_by(backbone.forward, offered))
+        found = backbone(input_ids=input_ids, **taken_by(backbone.forward, offered), **images)
         states = found.last_hidden_state.flatten(0, 1)
         states = states if positions is None else states[positions]
         self.in_half = states.dtype in HALF or torch.is_autocast_enabled(states.device.type)
@@ -106,7 +110,7 @@ def make_scalar(
 
     config = config_of(path, revision)
     mapping = AutoModelForSequenceClassification._model_mapping
-    architecture = mapping[type(config)] if type(config) in mapping else None
+    architecture = mapping[type(config)] if type(config) in mapping else seeing_classifier(config)
     headless = BuildError(
         f"{path!r} is a {config.model_type!r} model, for which transformers has no scalar head over a causal model; "
         "write the module yourself (rlbench.nn), or take another checkpoint."

@@ -27,6 +27,7 @@ from rlbench.errors import EngineError
 from rlbench.strategies.ranks.sequence import ALONE, SequenceGroup
 from rlbench.trainers.models.scalar_model import HEAD, ScalarHeadModel, make_scalar
 from rlbench.trainers.passes.forward import as_batch, differs, evaluating, probe_of, taken_by, vocabulary_of
+from rlbench.trainers.passes.images import ImageReader
 from rlbench.trainers.passes.packing import ModelInputs, model_inputs
 from rlbench.trainers.passes.sharing import shared
 from rlbench.user_code import user_code
@@ -35,6 +36,7 @@ PROBE = ([0, 1, 0, 1, 1, 0, 1], [1, 0, 0, 1])
 """Token ids that every vocabulary has."""
 WANTED = "(sequences, tokens), (sequences, tokens, 1) or, one value for a whole sequence, (sequences,)"
 
+_readers: weakref.WeakKeyDictionary[nn.Module, ImageReader | None] = weakref.WeakKeyDictionary()
 _per_token: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
@@ -108,6 +110,9 @@ def valued(
         with user_code():
             inputs = model_inputs(batch, device, packed)
             if scalar:
+                if (reader := image_reader(critic)) is not None:
+                    inputs = reader.placed(inputs, batch, packed)  # on all ranks alike: a blank one where none is
+                    within.enter_context(reader.placing(inputs))
                 asked = replace(inputs, predictors=inputs.predictors + after)
                 share = within.enter_context(shared(critic, asked, packed, ranks))
                 values = share.joined(_values(critic, share.inputs))
@@ -150,7 +155,15 @@ def _values(critic: nn.Module, inputs: ModelInputs) -> Tensor:
             attention_mask=inputs.attention_mask,
             position_ids=inputs.position_ids,
             positions=inputs.predictors,
+            **inputs.images,
         )
+
+
+def image_reader(critic: nn.Module) -> ImageReader | None:
+    """Return what reads images for a critic or reward model, which keeps their pixels; None of one that sees none."""
+    if critic not in _readers:
+        _readers[critic] = ImageReader.of(critic)
+    return _readers[critic]
 
 
 def is_classifier(critic: nn.Module) -> bool:

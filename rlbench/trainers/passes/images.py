@@ -23,6 +23,7 @@ from rlbench.data.batches.batch import TrainBatch
 from rlbench.data.prompts.images import EncodedImage
 from rlbench.data.texts.image_tokens import count_tokens
 from rlbench.errors import DataError
+from rlbench.nn.huggingface import BaseHuggingFaceTrainModule
 from rlbench.trainers.passes.packing import ModelInputs
 
 MOST_CACHED = 256 * 2**20
@@ -129,10 +130,9 @@ class ImageReader:
         if self._processor is None:
             from transformers import AutoImageProcessor
 
-            module = self._module
-            self._processor = AutoImageProcessor.from_pretrained(
-                module.materialization_source(), revision=module._source_revision
-            )
+            source = BaseHuggingFaceTrainModule.materialization_source(self._module)  # not where its weights come from
+            revision = getattr(self._module, "_source_revision", None)
+            self._processor = AutoImageProcessor.from_pretrained(source, revision=revision)
         return self._processor
 
 
