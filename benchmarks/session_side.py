@@ -15,6 +15,7 @@ import threading
 import time
 import warnings
 from collections import Counter
+from functools import partial
 from typing import Any
 
 from benchmarks.turns import Record, Requests, serve, timed
@@ -111,6 +112,40 @@ class SessionSide:
                     self.session.train_step(rollouts.batch(advantage=rb.rl.group_normalized()), rb.rl.decoupled_ppo())
 
         return {"s": timed(work) / steps}
+
+    def sampled(self, calls: int, tokens: int) -> Record:
+        """Sample so many completions by a rollout; tokens per second."""
+        return {"tps": calls * tokens / timed(lambda: self.rollouts(prompts=calls, n=1, tokens=tokens))}
+
+    def served(self, calls: int, tokens: int) -> Record:
+        """Have so many clients of the endpoint ask at once, from this process; tokens per second."""
+        import asyncio
+
+        import openai
+
+        endpoint = self.session.endpoint()
+        asked = [self.message(next(self.prompts)) for _ in range(calls)]
+
+        async def ask() -> list[Any]:
+            async with openai.AsyncOpenAI(base_url=endpoint.url, api_key=endpoint.key, timeout=600) as client:
+                options: dict[str, Any] = {"max_tokens": tokens, "extra_body": {"ignore_eos": True}}
+                create = partial(client.chat.completions.create, model="policy", **options)
+                return await asyncio.gather(*(create(messages=messages) for messages in asked))
+
+        begin = time.perf_counter()
+        answers = asyncio.run(ask())
+        seconds = time.perf_counter() - begin
+        assert all(answer.usage.completion_tokens == tokens for answer in answers)
+        return {"tps": calls * tokens / seconds}
+
+    def continued(self, n: int = 16, tokens: int = TOKENS) -> Record:
+        """Continue a completion from its middle."""
+        rollouts = self.rollouts(prompts=1, n=1, tokens=tokens)
+        begin = time.perf_counter()
+        tree = rollouts.fork(0, at=tokens // 2, n=n, max_tokens=tokens)
+        seconds = time.perf_counter() - begin
+        assert tree.samples == n + 1
+        return {"s": seconds}
 
     def prepare(self, **sizes: Any) -> Record:
         """Make the batch that the verbs below work on."""
