@@ -108,7 +108,8 @@ class RewardModel(Handle, Scorer):
                 rows[i] = ids
         if not rows:
             return
-        pending = reward_steps.ask_scores(self.core, list(rows.values()))
+        images = [rollouts[i].images for i in rows]
+        pending = reward_steps.ask_scores(self.core, list(rows.values()), images)
         try:
             while True:
                 board.check()

@@ -144,6 +144,36 @@ def test_demonstrations_teach_what_a_picture_shows_read_backwards_and_pairs_trai
     seeing.restore(kept)
 
 
+def test_a_reward_model_judges_by_the_picture_and_comes_back_from_its_folder(seeing: Any, tmp_path: Any) -> None:
+    def judged(split: str, count: int) -> list[dict[str, Any]]:
+        rows = rb.tiny.vision_prompts(count, split)
+        others = [*rows[1:], rows[0]]
+        texts = zip(rows, others, strict=True)
+        return [{"prompt": r["prompt"], "chosen": r["label"], "rejected": o["label"]} for r, o in texts]
+
+    with rb.RewardModel("tiny-vision", train=rb.Train(lr=1e-3)) as rm:
+        pairs = rb.data.pairs(judged("train", 512), rm)
+        for start in range(0, len(pairs), 64):
+            rm.train_step(pairs[start : start + 64])
+        unseen = rb.data.pairs(judged("eval", 64), rm)
+        scores = rm.scores(unseen)
+        accuracy = float((scores[::2] > scores[1::2]).mean())
+        assert accuracy > 0.8, accuracy
+        assert rm.evaluate(unseen).accuracy == pytest.approx(accuracy)
+        swapped = unseen.replace(images=(*unseen.images[2:], *unseen.images[:2]))
+        moved = rm.scores(swapped)
+        assert float((moved[::2] < moved[1::2]).mean()) > 0.8, "the other picture makes the other answer right"
+        rollouts = seeing.rollout(rb.tiny.vision_prompts(4, "eval"), n=2, max_tokens=8, progress=False)
+        given = rollouts.score(rm)
+        again = rm.scores(given.batch(rb.rl.group_normalized()))
+        np.testing.assert_allclose(given.rewards, again, atol=1e-4)
+        saved = rm.save(str(tmp_path / "rm"))
+    with pytest.raises(rb.errors.DataError, match="no reward model that can be loaded"):
+        rollouts.score(rb.rewards.model(saved.path, as_sampled=True))
+    with rb.RewardModel(saved.path) as back:
+        np.testing.assert_allclose(back.scores(unseen), scores, atol=1e-4)
+
+
 def backwards(rows: list[dict[str, Any]], session: Any) -> Any:
     texts = [{"prompt": row["prompt"], "completion": row["label"][::-1]} for row in rows]
     return rb.data.demonstrations(texts, session)

@@ -9,7 +9,9 @@ import pytest
 import torch
 from transformers import AutoImageProcessor, AutoModel, AutoProcessor
 
+from rlbench.errors import BuildError
 from rlbench.strategies import FSDPV2Strategy
+from rlbench.trainers.models.reward_heads import make_reward_model
 from rlbench.trainers.models.value_model import make_critic, values_of
 from tests.ranks import ranks
 from tests.trainers.seeing import on_meta, pictures, save_eyes, with_pictures
@@ -93,3 +95,8 @@ def test_it_sees_what_a_picture_shows_and_comes_back_from_its_folder(eyes: str, 
     assert not torch.isclose(mine[:shown], others[:shown], atol=1e-6).any()
     assert torch.equal(mine[shown:], others[shown:])
     torch.testing.assert_close(again, mine, rtol=0, atol=0)
+
+
+def test_a_reward_model_on_the_ranks_that_would_not_see_is_refused(eyes: str) -> None:
+    with pytest.raises(BuildError, match=r"sees images.*rb\.RewardModel"):
+        make_reward_model(eyes, seed=1)

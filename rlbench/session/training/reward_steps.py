@@ -11,6 +11,7 @@ import numpy as np
 from rlbench.data import TrainBatch
 from rlbench.data.base.ragged import Ragged
 from rlbench.data.batches.batch import to_score
+from rlbench.data.prompts.images import EncodedImage
 from rlbench.data.record.metrics import Metrics
 from rlbench.dispatch.chain import Step
 from rlbench.dispatch.pending import Pending
@@ -103,7 +104,7 @@ def scores(core: SessionCore, batch: TrainBatch) -> Generator[Step, Any, np.ndar
     """The score of each sequence of a batch after its last trained token, (B,) float32."""
     if not isinstance(batch, TrainBatch) or not len(batch):
         raise DataError(f"scores wants a TrainBatch with sequences, got {told(batch)}: rb.data.pairs(rows, rm)")
-    found = yield ask_scores(core, up_to_the_end(batch))
+    found = yield ask_scores(core, up_to_the_end(batch), batch.images)
     return np.asarray(found, np.float32)
 
 
@@ -120,12 +121,16 @@ def save(core: SessionCore, path: str, dtype: str | None = None) -> Generator[St
     return replace((yield start_export(core, path, dtype, False, core.options.path)), scores=True)
 
 
-def ask_scores(core: SessionCore, rows: Sequence[Any]) -> Pending:
-    """Ask the ranks for the score after the last token of rows of token ids, two each at least; (B,) float32."""
+def ask_scores(
+    core: SessionCore, rows: Sequence[Any], images: Sequence[tuple[EncodedImage, ...]] | None
+) -> Pending:
+    """Ask the ranks for the score after the last token of rows of token ids, two each at least, and the images of each
+    that they have placeholders for; (B,) float32."""
     short = [i for i, row in enumerate(rows) if len(row) < 2]
     if short:
         raise DataError(f"sequence {short[0]} has {len(rows[short[0]])} tokens: a prompt and a response are 2 at least")
     batch = to_score([row[:-1] for row in rows], [row[-1:] for row in rows])
+    batch = batch.replace(images=tuple(images) if images is not None and any(images) else None)
     return core.train.call_all("policy_forward", batch, PolicyOptions(), finish=_scores, what="score")
 
 

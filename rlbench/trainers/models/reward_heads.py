@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlbench.errors import DataError, EngineError
+from rlbench.errors import BuildError, DataError, EngineError
 from rlbench.rewards.last_tokens import padded, padding_for, padding_is
 from rlbench.strategies.base import StrategyBase
 from rlbench.strategies.sharding.tensor_parallel import split_over
@@ -17,6 +17,7 @@ from rlbench.trainers.models.policy_module import TrainedPolicy, as_trained
 from rlbench.trainers.models.policy_spec import RewardSpec
 from rlbench.trainers.models.scalar_model import HEAD, ScalarHeadModel, make_scalar
 from rlbench.trainers.passes.forward import check_token_ids, evaluating
+from rlbench.trainers.passes.images import ImageReader
 from rlbench.user_code import user_code
 from rlbench.weights.names import transformers_class
 
@@ -38,7 +39,13 @@ def make_reward_model(
     `path` is a folder or hub id of a sequence classification model with one label, or of any causal checkpoint with
     such a head, called `value_head_prefix` there. `seed` draws a head that the checkpoint lacks, to train it.
     """
-    return make_scalar(RewardModel, path, dtype, value_head_prefix, seed, revision).requires_grad_(False)
+    model = make_scalar(RewardModel, path, dtype, value_head_prefix, seed, revision).requires_grad_(False)
+    if ImageReader.of(model) is not None:
+        raise BuildError(
+            f"{path!r} sees images, and scores on the ranks are of token ids alone: rb.RewardModel({path!r}) is asked "
+            "with images, session.rollout(…).score(rm)."
+        )
+    return model
 
 
 class TrainedReward(RewardModel, TrainedPolicy):
@@ -62,7 +69,8 @@ def _choose_padding(config: Any, spec: RewardSpec) -> None:
     """
     from transformers import AutoTokenizer
 
-    padding, end = config.pad_token_id, config.eos_token_id
+    config = config.get_text_config()
+    padding, end = getattr(config, "pad_token_id", None), getattr(config, "eos_token_id", None)
     if not Path(spec.path).is_dir() or any(Path(spec.path).glob("tokenizer*")):
         tokenizer = AutoTokenizer.from_pretrained(spec.path, revision=spec.revision)
         padding, end = tokenizer.pad_token_id, tokenizer.eos_token_id

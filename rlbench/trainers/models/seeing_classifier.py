@@ -35,4 +35,5 @@ def _classifier(backbone: type[Any]) -> type[Any]:
 
     SeeingClassifier.__name__ = backbone.__name__.removesuffix("Model") + "ForSequenceClassification"
     SeeingClassifier.__qualname__ = SeeingClassifier.__name__
+    SeeingClassifier.__module__ = backbone.__module__  # the architecture that saved files name
     return SeeingClassifier
