@@ -121,9 +121,7 @@ def save(core: SessionCore, path: str, dtype: str | None = None) -> Generator[St
     return replace((yield start_export(core, path, dtype, False, core.options.path)), scores=True)
 
 
-def ask_scores(
-    core: SessionCore, rows: Sequence[Any], images: Sequence[tuple[EncodedImage, ...]] | None
-) -> Pending:
+def ask_scores(core: SessionCore, rows: Sequence[Any], images: Sequence[tuple[EncodedImage, ...]] | None) -> Pending:
     """Ask the ranks for the score after the last token of rows of token ids, two each at least, and the images of each
     that they have placeholders for; (B,) float32."""
     short = [i for i, row in enumerate(rows) if len(row) < 2]

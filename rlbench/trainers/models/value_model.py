@@ -36,7 +36,6 @@ PROBE = ([0, 1, 0, 1, 1, 0, 1], [1, 0, 0, 1])
 """Token ids that every vocabulary has."""
 WANTED = "(sequences, tokens), (sequences, tokens, 1) or, one value for a whole sequence, (sequences,)"
 
-_readers: weakref.WeakKeyDictionary[nn.Module, ImageReader | None] = weakref.WeakKeyDictionary()
 _per_token: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
@@ -161,9 +160,9 @@ def _values(critic: nn.Module, inputs: ModelInputs) -> Tensor:
 
 def image_reader(critic: nn.Module) -> ImageReader | None:
     """Return what reads images for a critic or reward model, which keeps their pixels; None of one that sees none."""
-    if critic not in _readers:
-        _readers[critic] = ImageReader.of(critic)
-    return _readers[critic]
+    if "image_reader" not in vars(critic):
+        critic.image_reader = ImageReader.of(critic)  # type: ignore[assignment]
+    return vars(critic)["image_reader"]  # type: ignore[no-any-return]
 
 
 def is_classifier(critic: nn.Module) -> bool:
