@@ -71,6 +71,11 @@ class Renderer:
         known = getattr(self.tokenizer, "model_max_length", None)
         return known if isinstance(known, int) and known < 10**9 else None
 
+    @property
+    def image_tokens(self) -> ImageTokens:
+        """How the tokenizer's own model takes images; DataError where it takes none."""
+        return ImageTokens.of(str(self.tokenizer.name_or_path))
+
     def text(self, prompt: str, completion: str, images: Sequence[EncodedImage] = ()) -> Rendered:
         """Encode both by themselves, as a sampler's tokens follow a prompt's, and end with the end token. The prompt
         holds the model's own placeholders of its images."""
@@ -136,11 +141,11 @@ class Renderer:
     def _check_sees(self, images: Sequence[EncodedImage]) -> None:
         """Refuse images that the tokenizer's own model cannot take, before its template meets them."""
         if images:
-            ImageTokens.of(str(self.tokenizer.name_or_path))
+            _ = self.image_tokens
 
     def _with_images(self, rendered: Rendered, images: Sequence[EncodedImage]) -> Rendered:
         """Make room for images as the tokenizer's own model wants it."""
-        return ImageTokens.of(str(self.tokenizer.name_or_path)).expanded(rendered, images) if images else rendered
+        return self.image_tokens.expanded(rendered, images) if images else rendered
 
     def _turns(self, messages: Sequence[Message], tokens: list[int], before: int, tools: Any) -> list[int]:
         """Return where the assistant's tokens are, by rendering what stands before and with each of its turns."""
