@@ -63,7 +63,8 @@ def test_a_gpu_holds_and_computes_what_a_host_does(kind: str) -> None:
     there = QuantisedLinear(nn.Linear(64, 96), kind).to("cuda")
     there.bias = nn.Parameter(plain.bias.detach().cuda())
     there.fill(plain.weight)
-    torch.testing.assert_close(there.whole().cpu(), quantised.whole(), atol=1e-6, rtol=1e-5)
+    step = 0.0 if kind == "nf4" else float(plain.weight.detach().abs().max()) / 127  # a tie may be rounded either way
+    torch.testing.assert_close(there.whole().cpu(), quantised.whole(), atol=1e-6 + step, rtol=1e-5)
     x = torch.randn(5, 64)
     results = []
     for one, device in ((quantised, "cpu"), (there, "cuda")):

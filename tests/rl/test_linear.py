@@ -240,9 +240,9 @@ def test_the_logits_are_never_held() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_on_a_gpu_values_gradients_and_memory_are_the_same(dtype: torch.dtype) -> None:
-    parts = [part.detach().cuda().requires_grad_() for part in made(2048, 256, 50_000, scale=0.1, dtype=dtype)]
-    hidden, weight, bias = parts[0], parts[1], parts[3]
-    targets, into = parts[2].detach(), [hidden, weight, bias]
+    parts = [part.detach().cuda() for part in made(2048, 256, 50_000, scale=0.1, dtype=dtype)]
+    targets, into = parts[2], [parts[at].requires_grad_() for at in (0, 1, 3)]
+    hidden, weight, bias = into
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -21,6 +21,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU and the CUDA build of vLLM"),
 ]
 
+ALLOWED = 1e-2  # vLLM's kernels multiply float32 attention in TF32: 3e-3 seen on an H200
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -68,6 +70,7 @@ def test_a_sync_by_cuda_ipc_arrives(replica: VllmReplica, folder: Path) -> None:
     process.start()
     manifest = ours.recv()
     assert manifest.transport == "ipc"
+    before = replica.prompt_logprobs([list(range(60))])[0]
     replica.apply_weights(manifest)
     replica.commit_version(1)
     ours.send("done")
@@ -77,4 +80,6 @@ def test_a_sync_by_cuda_ipc_arrives(replica: VllmReplica, folder: Path) -> None:
         for parameter in model.parameters():
             parameter.mul_(1.1)
     ids = list(range(60))
-    np.testing.assert_allclose(replica.prompt_logprobs([ids])[0], hf_logprobs(model, ids), atol=1e-3)
+    expected = hf_logprobs(model, ids)
+    assert np.abs(before - expected).max() > 10 * ALLOWED
+    np.testing.assert_allclose(replica.prompt_logprobs([ids])[0], expected, atol=ALLOWED)
