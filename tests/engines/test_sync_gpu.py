@@ -11,7 +11,7 @@ from tests.engines.syncing import gap, perturb
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 two_gpus = pytest.mark.skipif(GPUS < 2, reason=f"needs two NVIDIA GPUs, this machine has {GPUS}")
-ALLOWED = 1e-2  # float32 on both sides, of which vLLM multiplies attention in TF32
+ALLOWED = 1e-3  # float32 on both sides, by different kernels
 
 
 def build(tiny_path, ranks, replicas, apart=False, tensor_parallel=1):

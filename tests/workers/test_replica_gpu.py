@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU and the CUDA build of vLLM"),
 ]
 
-ALLOWED = 1e-2  # vLLM's kernels multiply float32 attention in TF32: 3e-3 seen on an H200
+ALLOWED = 1e-2  # float32 of vLLM on a GPU against transformers on the host: 3.2e-3 seen on an H200
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,8 @@ def test_a_sync_by_cuda_ipc_arrives(replica: VllmReplica, folder: Path) -> None:
     process.start()
     manifest = ours.recv()
     assert manifest.transport == "ipc"
-    before = replica.prompt_logprobs([list(range(60))])[0]
+    ids = list(range(60))
+    before = replica.prompt_logprobs([ids])[0]
     replica.apply_weights(manifest)
     replica.commit_version(1)
     ours.send("done")
@@ -79,7 +80,6 @@ def test_a_sync_by_cuda_ipc_arrives(replica: VllmReplica, folder: Path) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
-    ids = list(range(60))
     expected = hf_logprobs(model, ids)
     assert np.abs(before - expected).max() > 10 * ALLOWED
     np.testing.assert_allclose(replica.prompt_logprobs([ids])[0], expected, atol=ALLOWED)
