@@ -245,8 +245,15 @@ def _equal(path: str, parts: Sequence[np.ndarray]) -> bool:
 
 def bytes_of(tensor: Tensor) -> np.ndarray:
     """Return the bytes of a tensor of any dtype and device, in order."""
-    flat = tensor.detach().contiguous().cpu().reshape(-1)
+    flat = _on_host(tensor.detach().contiguous()).reshape(-1)
     return flat.view(torch.uint8).numpy() if flat.numel() else np.zeros(0, np.uint8)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """Return a tensor in host memory; from a GPU through pinned memory, which torch keeps for the next of its size."""
+    if not tensor.is_cuda:
+        return tensor.cpu()
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
 
 
 def _nbytes(entry: Mapping[str, Any]) -> int:

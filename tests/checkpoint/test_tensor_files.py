@@ -36,6 +36,19 @@ def test_what_is_read_equals_what_was_written(tmp_path: Path, durable: bool) -> 
     assert written.nbytes == written.fresh == sum(t.numel() * t.element_size() for t in given.values())
 
 
+@pytest.mark.gpu
+def test_what_a_gpu_holds_is_written_by_way_of_pinned_memory_and_equal(tmp_path: Path) -> None:
+    host = some() | {"large": torch.randn(3 << 20, generator=torch.Generator().manual_seed(1))}
+    given = {name: tensor.cuda() for name, tensor in host.items()}
+    write_tensors(tmp_path / "a", given)
+    given["large"].add_(1.0)  # the next copy must not reach what is written
+    written = write_tensors(tmp_path / "b", given, before=tmp_path / "a")
+    first, second = read_tensors(tmp_path / "a"), read_tensors(tmp_path / "b")
+    assert all(torch.equal(first[name], tensor) for name, tensor in host.items())
+    assert all(torch.equal(second[name], tensor.cpu()) for name, tensor in given.items())
+    assert written.fresh == given["large"].nbytes
+
+
 def test_unchanged_tensors_share_their_file_and_either_folder_may_go(tmp_path: Path) -> None:
     first = some()
     write_tensors(tmp_path / "a", first)
