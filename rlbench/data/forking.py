@@ -15,6 +15,7 @@ from rlbench.data.joining import ONLY_LENGTH, join
 from rlbench.data.prompts.prompt import Prompt, is_token_ids
 from rlbench.data.prompts.sampling import DEFAULT_MAX_TOKENS
 from rlbench.data.record.origin import made_with, makers
+from rlbench.data.rollouts import taking
 from rlbench.data.rollouts.branches import births
 from rlbench.data.rollouts.jobs import FINISH_REASONS
 from rlbench.data.rollouts.rollouts import Rollouts
@@ -155,7 +156,7 @@ def _grown(rollouts: Rollouts, places: Sequence[Place], drawn: Rollouts, sampler
     group = np.concatenate([rollouts.group, rollouts.group[[places[k].sample for k in fresh.group]]])
     rows = np.argsort(group, kind="stable")
     whole = replace(
-        joined._take(rows),
+        taking.samples(joined, rows),
         prompts=rollouts.prompts,
         prompt_ids=rollouts.prompt_ids,
         group=group[rows].astype(np.int32),

@@ -14,6 +14,7 @@ from rlbench.data.base.ragged import Ragged, offsets_of
 from rlbench.data.batches.batch import PER_ROW, PER_TOKEN, TrainBatch
 from rlbench.data.batches.columns import join_columns
 from rlbench.data.prompts.set import PromptSet
+from rlbench.data.rollouts import taking
 from rlbench.data.rollouts.merging import joined_stats
 from rlbench.data.rollouts.rollouts import Rollouts
 from rlbench.data.rollouts.scoring import RewardErrors
@@ -147,7 +148,7 @@ def _grouped_by_prompt(rollouts: Rollouts) -> Rollouts:
             raise DataError(f"join: {prompt!r} has other token ids in one of the rollouts: join without same_prompts")
         rows.append(known[0])
     return replace(
-        rollouts._take(np.argsort(group, kind="stable")),
+        taking.samples(rollouts, np.argsort(group, kind="stable")),
         prompts=tuple(rollouts.prompts[same[0]] for same in copies.values()),
         prompt_ids=rollouts.prompt_ids.take(rows),
         group=np.sort(group),

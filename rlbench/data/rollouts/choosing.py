@@ -10,6 +10,7 @@ import numpy as np
 
 from rlbench.data.batches.batch import TrainBatch
 from rlbench.data.record.origin import made_with
+from rlbench.data.rollouts import taking
 from rlbench.data.rollouts.comparing import scored_by
 from rlbench.data.rollouts.turns import sampled_mask
 from rlbench.errors import DataError
@@ -72,5 +73,5 @@ def _groups(scored: Rollouts) -> list[np.ndarray]:
 
 def _batch(scored: Rollouts, rows: list[int], advantages: np.ndarray) -> TrainBatch:
     given: Callable[..., Any] = lambda rewards, group: advantages  # noqa: E731
-    batch = scored._take(np.asarray(rows, np.int64)).batch(given)
+    batch = taking.samples(scored, np.asarray(rows, np.int64)).batch(given)
     return made_with(batch, scored, advantage=None)

@@ -13,20 +13,17 @@ import numpy as np
 
 from rlbench.data.base.column import Column
 from rlbench.data.base.ragged import Ragged, chosen_rows
-from rlbench.data.batches.batch import TrainBatch, images_of
-from rlbench.data.batches.columns import TEACHER
+from rlbench.data.batches.batch import TrainBatch
 from rlbench.data.prompts.prompt import Prompt
-from rlbench.data.prompts.sampling import notes_of, reshaped_by
+from rlbench.data.prompts.sampling import notes_of
 from rlbench.data.record.origin import keeps_makers, made_with, sampler_of
+from rlbench.data.rollouts import batching, scoring, taking
 from rlbench.data.rollouts import channels as channel_values
-from rlbench.data.rollouts import scoring
-from rlbench.data.rollouts.advantage_call import call_advantage, check_advantage, given_columns, no_advantage, take_rows
 from rlbench.data.rollouts.branches import Branch, branches
-from rlbench.data.rollouts.channels import TEACHER_CHANNEL
 from rlbench.data.rollouts.jobs import FINISH_REASONS, GeneratedArrays
 from rlbench.data.rollouts.merging import merged
 from rlbench.data.rollouts.rollout import PromptGroup, Rollout
-from rlbench.data.rollouts.turns import EnvError, env_errors, sampled_mask
+from rlbench.data.rollouts.turns import EnvError, env_errors
 from rlbench.errors import DataError, Suggesting
 from rlbench.units import format_number, format_percent
 
@@ -123,12 +120,12 @@ class Rollouts(Suggesting):
         """An integer gives a `PromptGroup`; a slice, several integers or a boolean for each prompt the `Rollouts` of
         those prompts; a boolean for each completion those completions, as `select` does."""
         if isinstance(index, slice):
-            return self._prompts(np.arange(len(self.prompts))[index])
+            return taking.of_prompts(self, np.arange(len(self.prompts))[index])
         if not isinstance(index, int | np.integer):
             chosen = np.asarray(index, None if len(index) else np.int64)
             if chosen.dtype == bool and chosen.shape != (len(self),):
                 return self.select(chosen)
-            return self._prompts(np.arange(len(self.prompts))[chosen])
+            return taking.of_prompts(self, np.arange(len(self.prompts))[chosen])
         if not -len(self) <= index < len(self):
             raise IndexError(f"prompt {index} of {len(self)}")
         return self._group(int(index) % len(self))
@@ -167,7 +164,7 @@ class Rollouts(Suggesting):
     def select(self, keep: np.ndarray | Sequence[int] | Callable[[Rollout], bool]) -> Rollouts:
         """The samples for which `keep` holds: (N,) booleans, a function of a `Rollout`, or their numbers; prompts
         stay."""
-        return self._take(chosen_rows(keep, self.samples, lambda: self.flat))
+        return taking.samples(self, chosen_rows(keep, self.samples, lambda: self.flat))
 
     filter = select
 
@@ -233,39 +230,7 @@ class Rollouts(Suggesting):
             columns: what it asks for and rollouts do not know: `components={name: rewards}`, `baseline_rewards`, and
                 per response token `token_rewards`, `values`, `ref_logprobs`, `teacher_logprobs`, `turns`, ….
         """
-        if advantage is not None:
-            check_advantage(advantage)
-        kept = ~self.aborted if drop_aborted else np.ones(self.samples, bool)
-        kept &= self.lengths > 0
-        if not kept.any():
-            raise DataError("no finished completion is left to train on: roll out again, or batch(drop_aborted=False)")
-        rows = np.flatnonzero(kept)
-        if advantage is None and columns:
-            raise DataError(f"batch: {', '.join(columns)} would have no effect without an advantage")
-        needs_rewards = advantage is not None and getattr(advantage, "needs_rewards", True)
-        if needs_rewards or self.rewards is not None:
-            scoring.check_known(self, rows)
-        called = advantage or no_advantage
-        columns = scoring.with_components(self, called, columns, rows)
-        chosen = self if kept.all() else self._take(rows)
-        given = {name: take_rows(column, rows) for name, column in given_columns(self, columns).items()}
-        mask, taught = sampled_mask(chosen), chosen.channels.get(TEACHER_CHANNEL)
-        batch = TrainBatch(
-            prompts=chosen.prompt_ids.take(chosen.group),
-            responses=chosen.responses,
-            mask=mask,
-            advantages=call_advantage(called, chosen, mask, given),
-            sampler_logprobs=chosen.logprobs,
-            group=chosen.group,
-            weight_version=chosen.versions,
-            rewards=None if chosen.rewards is None else np.asarray(chosen.rewards),
-            truncated=chosen.truncated,
-            temperature=float(self.sampling.get("temperature", 1.0)),
-            reshaped_by=reshaped_by(self.sampling),
-            columns=({} if taught is None else {TEACHER: taught}) | dict(chosen.columns),
-            images=images_of(chosen.prompts, chosen.group),
-        )
-        return made_with(batch, self, advantage=called)
+        return batching.batch(self, advantage, drop_aborted, columns)
 
     def fork(
         self,
@@ -432,38 +397,3 @@ class Rollouts(Suggesting):
     def _group(self, p: int) -> PromptGroup:
         first, last = np.searchsorted(self.group, [p, p + 1]).tolist()
         return PromptGroup(self.prompts[p], self.prompt_ids[p].tolist(), list(self._completions(first, last)), p)
-
-    @keeps_makers
-    def _take(self, rows: np.ndarray) -> Rollouts:
-        """Some of the samples, in this order; prompts stay."""
-        columns: dict[str, Any] = {name: self.responses.pick(getattr(self, name), rows) for name in PER_TOKEN}
-        columns |= {name: value[rows] for name in PER_SAMPLE if (value := getattr(self, name)) is not None}
-        return replace(
-            self,
-            responses=self.responses.take(rows),
-            texts=tuple(self.texts[i] for i in rows),
-            turn_rewards=None if self.turn_rewards is None else self.turn_rewards.take(rows),
-            infos=tuple(self.infos[i] for i in rows) if self.infos else (),
-            channels={name: self.responses.pick(values, rows) for name, values in self.channels.items()},
-            columns={name: self.responses.pick(values, rows) for name, values in self.columns.items()},
-            components={name: values[rows] for name, values in self.components.items()},
-            reward_errors=self.reward_errors.taken(rows),
-            **columns,
-        )
-
-    @keeps_makers
-    def _prompts(self, chosen: np.ndarray) -> Rollouts:
-        where = {int(p): i for i, p in enumerate(chosen)}
-        rows = np.concatenate([np.flatnonzero(self.group == p) for p in chosen]) if len(chosen) else np.zeros(0, int)
-        taken = self._take(rows)
-        return replace(
-            taken,
-            prompts=tuple(self.prompts[p] for p in chosen),
-            prompt_ids=self.prompt_ids.take(chosen),
-            group=np.array([where[int(g)] for g in taken.group], np.int32),
-            not_started=tuple(where[p] for p in self.not_started if p in where),
-        )
-
-
-PER_TOKEN = ("logprobs", "mask", "turns")
-PER_SAMPLE = ("group", "finish", "versions", "rewards", "reward_seconds", "env_rewards")
