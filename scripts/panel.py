@@ -1,7 +1,7 @@
 """Build the JupyterLab side panel from `extension/`; `make lab`, `make lint` and the wheel's build hook use this.
 
     python scripts/panel.py         build what is out of date, and show it to this environment's JupyterLab
-    python scripts/panel.py lint    TypeScript's types, eslint, prettier
+    python scripts/panel.py lint    TypeScript's types, eslint, prettier, unless nothing has changed since all passed
     python scripts/panel.py test    the unit tests beside the TypeScript
 
 Node and the network are needed for building alone. Without node everything else works, and one line says so.
@@ -26,6 +26,9 @@ NAME = "rlbench-lab"
 OLDEST_NODE = (20, 19)  # of the bundler
 STAMP = "sources.sha256"
 SOURCES = "package.json yarn.lock tsconfig.json tsconfig.build.json install.json schema src style".split()
+LEFT_BEHIND = ("node_modules", "lib", ".yarn")  # in `extension/`: no sources
+WIDGETS = Path("rlbench", "notebook", "static")  # built of `extension/` too, and committed
+LINTED = Path("build", "panel-lint.sha256")
 TASKS = {"lint": "check", "test": "test"}
 # JupyterLab's own yarn and builder lie beside this Python.
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
@@ -38,11 +41,27 @@ def output(root: Path) -> Path:
 
 def sources_digest(root: Path) -> str:
     """Hash all that decides what is built, names included."""
+    files = [path for name in SOURCES for path in _files(root / "extension" / name)]
+    return _digest(root, [path for path in files if not path.name.endswith((".test.ts", ".test.tsx"))])
+
+
+def lint_digest(root: Path) -> str:
+    """Hash all that decides whether the lint passes: sources, their tests, each tool's options, what is built of them.
+
+    One digest, and not eslint's cache of each file: its rules read types, which come from other files.
+    """
+    folders = [path for path in sorted((root / "extension").iterdir()) if path.name not in LEFT_BEHIND]
+    return _digest(root, [path for place in (*folders, root / WIDGETS) for path in _files(place)])
+
+
+def _files(place: Path) -> list[Path]:
+    return [path for path in (sorted(place.rglob("*")) if place.is_dir() else [place]) if path.is_file()]
+
+
+def _digest(root: Path, paths: Sequence[Path]) -> str:
     digest = hashlib.sha256()
-    for source in (root / "extension" / name for name in SOURCES):
-        for path in sorted(source.rglob("*")) if source.is_dir() else [source]:
-            if path.is_file() and not path.name.endswith((".test.ts", ".test.tsx")):
-                digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    for path in paths:
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 
@@ -76,6 +95,17 @@ def build(root: Path) -> None:
         (output(root) / STAMP).write_text(sources_digest(root) + "\n")
 
 
+def lint(root: Path) -> None:
+    """Lint the panel of `root`, unless all that decides it is as it was when it last passed. Raises SetupError."""
+    digest, stamp = lint_digest(root), root / LINTED
+    if stamp.is_file() and stamp.read_text().strip() == digest:
+        print("rlbench: the side panel is as it was when its lint passed", file=sys.stderr)
+        return
+    _run(root, "lint")
+    stamp.parent.mkdir(exist_ok=True)
+    stamp.write_text(digest + "\n")  # of before: what changed meanwhile is linted next time
+
+
 def link(root: Path, prefix: Path) -> None:
     """Let the JupyterLab of the environment at `prefix` find the panel that is built in this checkout."""
     place = prefix / "share" / "jupyter" / "labextensions" / NAME
@@ -94,10 +124,10 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if missing and (arguments or not is_built(root)):
             print(f"rlbench: {missing}: no side panel in JupyterLab, everything else works", file=sys.stderr)
+        elif arguments == ["lint"]:
+            lint(root)
         elif arguments:
-            with _alone(root):
-                _install_modules(root)
-            _jlpm(root, TASKS[arguments[0]], shown=True)
+            _run(root, arguments[0])
         else:
             if not is_built(root):
                 print("rlbench: building the side panel …", file=sys.stderr, flush=True)
@@ -107,6 +137,13 @@ def main(arguments: Sequence[str]) -> int:
         print(f"rlbench: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _run(root: Path, task: str) -> None:
+    """Run one of `TASKS`, its output shown."""
+    with _alone(root):
+        _install_modules(root)
+    _jlpm(root, TASKS[task], shown=True)
 
 
 def _install_modules(root: Path) -> None:

@@ -178,6 +178,44 @@ def test_without_node_make_goes_on_after_one_line(tmp_path):
         assert done.stderr == "rlbench: node was not found: no side panel in JupyterLab, everything else works\n"
 
 
+def test_the_lint_runs_again_only_after_a_change_to_what_decides_it(tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(panel, "_run", lambda root, task: ran.append(task))
+    for name in ("src/index.ts", "src/index.test.ts", "eslint.config.mjs", ".prettierrc.json", "node_modules/a.js"):
+        path = tmp_path / "extension" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("1")
+    (tmp_path / panel.WIDGETS).mkdir(parents=True)
+    for name, again in {
+        "src/index.ts": True,
+        "src/index.test.ts": True,
+        "src/more.ts": True,
+        "eslint.config.mjs": True,
+        ".prettierrc.json": True,
+        "../rlbench/notebook/static/page.js": True,
+        "node_modules/a.js": False,
+        "lib": False,
+    }.items():
+        panel.lint(tmp_path)
+        (tmp_path / "extension" / name).write_text("2")
+        ran.clear()
+        panel.lint(tmp_path)
+        panel.lint(tmp_path)
+        assert ran == ["lint"] * again, name
+
+
+def test_a_lint_that_failed_runs_again(tmp_path, monkeypatch):
+    (tmp_path / "extension").mkdir()
+
+    def fail(root: Path, task: str) -> None:
+        raise panel.SetupError("jlpm check failed")
+
+    monkeypatch.setattr(panel, "_run", fail)
+    for _ in range(2):
+        with pytest.raises(panel.SetupError, match="check failed"):
+            panel.lint(tmp_path)
+
+
 def test_it_has_the_version_of_the_package():
     assert json.loads((EXTENSION / "package.json").read_text())["version"] == __version__
 
