@@ -19,6 +19,8 @@ from rlbench.rl import checks
 TILES = 40
 LEAST_TILE, MOST_TILE, MOST_TILE_GPU = 1 << 20, 1 << 20, 1 << 25  # smaller ones cost more than they hold
 TILE_ROWS, TILE_ROWS_GPU = 2048, 8192
+ALIGNED = 64
+"""Columns of a tile are a multiple of so many."""
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -96,6 +98,8 @@ class _Tiles:
         rows = max(1, min(count, most_rows, held))
         # the slice of the weight may be copied to another dtype, so it counts as a tile too
         columns = max(1, min(size, held // max(rows, 1 if tile else hidden.shape[1])))
+        if columns > ALIGNED:  # else matrix products take kernels that read a number at a time
+            columns -= columns % ALIGNED
         common = torch.promote_types(hidden.dtype, weight.dtype)
         sums = torch.float32 if common in HALF else common
         # only CUDA multiplies half precision into float32

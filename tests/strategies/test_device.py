@@ -65,3 +65,13 @@ print("LEFT", groups - len(dist.distributed_c10d._world.pg_map), before - issued
 def test_on_a_gpu_shards_in_host_memory_have_a_group_too_and_both_are_counted() -> None:
     """`fsdp_cpu_offload`: "No backend type associated with device type cpu"."""
     assert "COUNTED [1, 1, 1, 1]" in counted("cuda", ["cuda", "cpu", "cuda"])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_memory_of_a_rank_is_the_gpus() -> None:
+    import torch
+
+    from rlbench.strategies.memory.device import RankDevice
+
+    assert RankDevice.pick(0, "cpu").memory == 0
+    assert RankDevice.pick(0, "cuda").memory == pytest.approx(torch.cuda.mem_get_info(0)[1], rel=0.02)

@@ -73,6 +73,30 @@ def test_a_pass_reads_the_shard_itself_and_its_gradient_becomes_the_shards(qwen:
     assert outside == ("DTensor", "DTensor")
 
 
+def test_casts_of_one_rank_are_not_reduced(qwen: str) -> None:
+    def reductions() -> Any:
+        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+        layer, plain, seen = module.model.layers[0].mlp.up_proj, FSDPParamGroup.post_backward, []  # type: ignore[name-defined]
+        FSDPParamGroup.post_backward = lambda group, *_: seen.append("reduced") or plain(group, *_)  # type: ignore[method-assign, func-returns-value]
+        hook = layer.register_forward_hook(lambda *_: seen.append(layer.weight.dtype))
+        try:
+            for _ in range(2):
+                logits = module(torch.tensor([[1, 2, 3]])).logits  # type: ignore[name-defined]
+                strategy.backward(logits.sum(), module, module.optimizer)  # type: ignore[name-defined]
+        finally:
+            FSDPParamGroup.post_backward = plain  # type: ignore[method-assign]
+            hook.remove()
+        left = [group.fsdp_params[0].all_gather_outputs[0].untyped_storage().nbytes() for group in fsdp_groups(layer)]
+        return seen, layer.weight.grad.dtype, left
+
+    with ranks(1, qwen_on_meta(qwen), bf16=True) as engine:
+        seen, gradient, left = engine.run(reductions)[0]
+    assert seen == [torch.bfloat16] * 2
+    assert gradient is torch.float32
+    assert not any(left), "casts are freed after a pass"
+
+
 def test_weights_that_moved_or_were_written_are_what_the_next_pass_reads(qwen: str) -> None:
     def moved() -> Any:
         ids = torch.tensor([[1, 2, 3]])

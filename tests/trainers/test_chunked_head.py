@@ -219,6 +219,14 @@ def test_the_budget_follows_the_logits_or_the_activations_or_what_is_given() -> 
     assert PolicyOptions(token_budget=7).budget(150_000, token_bytes=1) == 7
 
 
+def test_the_budget_grows_with_the_memory_of_a_gpu_beyond_32_gib() -> None:
+    options = PolicyOptions()
+    assert options.budget(150_000, token_bytes=2 << 20, memory=24 << 30) == options.budget(150_000, token_bytes=2 << 20)
+    assert options.budget(150_000, token_bytes=2 << 20, memory=80 << 30) == (10 << 30) // (2 << 20)
+    assert options.budget(150_000, memory=80 << 30) == (5 << 30) // (12 * 150_000)
+    assert PolicyOptions(token_budget=7).budget(150_000, token_bytes=1, memory=80 << 30) == 7
+
+
 def test_a_token_holds_less_with_gradient_checkpointing_and_in_half(folders: dict[bool, str]) -> None:
     model = Qwen2ForCausalLM.from_pretrained(folders[True])
     full = PolicyModel(model, CPU, half=False).token_bytes

@@ -97,7 +97,9 @@ class Model:
         """Lengths of the rows of the fullest micro-batch of a rank; of rows that ranks split, of its slices."""
         split = request.train.sequence_parallel
         options = PolicyOptions(token_budget=request.token_budget)
-        budget = split * options.budget(int(self.config.vocab_size), token_bytes(self.module, self.compute_item))
+        memory = request.devices.nbytes if request.devices.gpus else 0
+        held = token_bytes(self.module, self.compute_item)
+        budget = split * options.budget(int(self.config.vocab_size), held, memory)
         context = int(getattr(self.config, "max_position_embeddings", budget) or budget)
         if request.lengths is None or isinstance(request.lengths, int):
             length = request.longest or min(context, budget)

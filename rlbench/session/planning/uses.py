@@ -168,7 +168,8 @@ def pass_plan(model: Model, request: Request, rows: tuple[int, ...], backward: b
     gpu, reshard = request.devices.gpus > 0, request.train.reshard_after_forward
     whole = request.shards == 1 and not (gpu and request.train.fsdp_cpu_offload)
     cast = frozenset(held.trains for held in model.held if held.split and held.item != model.compute_item)
-    return PassPlan(rows, backward, request.shards, gpu, reshard, cast if whole else frozenset({True, False}))
+    copied = cast if whole else frozenset({True, False})
+    return PassPlan(rows, backward, request.shards, gpu, reshard, copied, reduced=not whole)
 
 
 def _passes(role: str, model: Model, request: Request, rows: tuple[int, ...], trains: bool) -> list[Use]:

@@ -57,7 +57,8 @@ def train_step(
             several by name, some with a weight, which are added: `{"grpo": rb.rl.grpo(), "aux": (my_loss, 0.1)}`.
         aggregation: how per-token losses become one: a mode's name or an `rb.rl.Aggregation`; None: the one the
             loss is meant for (`loss.aggregation`), "token-mean" for a function of your own.
-        token_budget: tokens per micro-batch and rank; None: what keeps its activations near 4 GiB.
+        token_budget: tokens per micro-batch and rank; None: what keeps its activations near 4 GiB, or an eighth of a
+            GPU of more than 32 GiB.
         packing: several sequences in one row without padding; False pads.
         head: "chunked" never holds the logits, "plain" does; "auto": chunked where the model allows it. The
             metrics' `head` says which it was, and why.

@@ -35,6 +35,11 @@ class RankDevice:
         """Compute capability of the GPU; None: the device is host memory."""
         return torch.cuda.get_device_capability(self.device) if self.is_gpu else None
 
+    @property
+    def memory(self) -> int:
+        """Bytes of the GPU; 0: the device is host memory."""
+        return int(torch.cuda.get_device_properties(self.device).total_memory) if self.is_gpu else 0
+
     def release_cache(self) -> None:
         """Give unused memory of the allocator back."""
         if self.is_gpu:

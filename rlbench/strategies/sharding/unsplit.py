@@ -1,8 +1,9 @@
 """FSDP2 without its copies where a shard is the whole parameter: on one rank, or where each rank holds a replica.
 
 torch copies such a parameter for each pass as if it had gathered it, and each gradient twice as if it had reduced it.
-Here a pass computes with the shard itself, and autograd's gradient becomes the shard's. All else stays FSDP's: the
-classes, DTensors outside of passes, casts, offloading and the reduction over replicas.
+Here a pass computes with the shard itself, or with a cast of it that is made in one go for a layer, and autograd's
+gradient becomes the shard's, or is added to it. All else stays FSDP's: the classes, DTensors outside of passes,
+offloading and the reduction over replicas.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -24,18 +25,20 @@ class UnsplitGroup(FSDPParamGroup):
     fsdp_params: list[FSDPParam]
 
     def wait_for_unshard(self) -> None:
-        """Show the shards as the gathered parameters; those that FSDP casts or brings from the host it copies."""
+        """Show the shards, or casts of them, as the gathered parameters; what lies on the host FSDP copies."""
         if not self._all_gather_result:
             return
         every = self.fsdp_params
-        shown = [p for p in every if _stays(p)]
-        self.fsdp_params = [p for p in every if not _stays(p)]
+        here = [p for p in every if _is_here(p)]
+        self.fsdp_params = [p for p in every if not _is_here(p)]
         try:
             super().wait_for_unshard()
         finally:
             self.fsdp_params = every
-        for p in shown:
-            _show(p)
+        _cast([p for p in here if p.param_dtype is not None])
+        for p in here:
+            if p.param_dtype is None:
+                _show(p)
             p.to_unsharded()
 
     def post_backward(self, *unused: Any) -> None:
@@ -45,28 +48,32 @@ class UnsplitGroup(FSDPParamGroup):
             super().post_backward(*unused)
             return
         self._training_state = TrainingState.POST_BACKWARD
+        held: list[Tensor] = []
+        added: list[Tensor] = []
         for p in trained:
             gradient, p._unsharded_param.grad = p._unsharded_param.grad, None
             if gradient is None:
                 continue
             if p.sharded_param.grad is None:
-                p.sharded_param.grad = p.to_sharded_dtensor(gradient)
+                p.sharded_param.grad = p.to_sharded_dtensor(gradient.to(p.orig_dtype))
             else:
-                p.sharded_param.grad._local_tensor += gradient
+                held.append(p.sharded_param.grad._local_tensor)
+                added.append(gradient)
+        if held:
+            torch._foreach_add_(held, added)
         if self.reshard_after_backward:
             self.reshard()
 
     def _only_moves(self, trained: list[FSDPParam]) -> bool:
-        """Whether a reduction would only copy: one rank, no cast, no factor, nobody who listens."""
+        """Whether a reduction would only copy and cast: one rank, no factor, nobody who listens."""
         alone = self.mesh_info.mesh.size() == 1 and self._all_reduce_hook is None
-        plain = self._reduce_dtype in (None, self._orig_dtype) and self.gradient_divide_factor is None
         return (
             alone
-            and plain
+            and self.gradient_divide_factor is None
             and self.reduce_grads
             and len(self.modules) == 1
             and all(
-                _stays(p) and p.unsharded_accumulated_grad is None and not p.sharded_param._post_accumulate_grad_hooks
+                _is_here(p) and p.unsharded_accumulated_grad is None and not p.sharded_param._post_accumulate_grad_hooks
                 for p in trained
             )
         )
@@ -79,11 +86,27 @@ def leave_whole(model: nn.Module) -> None:
             group.__class__ = UnsplitGroup
 
 
-def _stays(p: FSDPParam) -> bool:
-    """Whether a parameter computes as it lies there."""
+def _is_here(p: FSDPParam) -> bool:
+    """Whether the shard is a plain tensor on the device that computes."""
     shard = p._sharded_param_data
     plain = type(shard) is torch.Tensor and shard.device == p.device
-    return plain and p.param_dtype is None and not p.offload_to_cpu and p._unsharded_dtensor_spec is None
+    return plain and not p.offload_to_cpu and p._unsharded_dtensor_spec is None
+
+
+def _cast(params: list[FSDPParam]) -> None:
+    """Let the gathered parameters be casts of the shards, made in one call; FSDP frees them as it frees its own."""
+    if not params:
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        for p in params:
+            assert p.param_dtype is not None
+            p.init_all_gather_outputs([p._sharded_param_data.numel()], [p.param_dtype], 1, p.device)
+            p.alloc_all_gather_outputs()
+        casts = [p.all_gather_outputs[0] for p in params]
+        with torch.autograd._unsafe_preserve_version_counter(tuple(casts)):
+            torch._foreach_copy_(casts, [p._sharded_param_data for p in params])
+        for p in params:
+            p.init_unsharded_param()
 
 
 def _show(p: FSDPParam) -> None:

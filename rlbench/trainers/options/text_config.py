@@ -22,7 +22,9 @@ class TextConfig(Options):
     """How texts are trained on: demonstrations, pairs, judged responses."""
 
     token_budget: int | None = passes(
-        None, "tokens of a micro-batch of texts on one rank; None: what keeps its activations near 4 GiB", least=1
+        None,
+        "tokens of a micro-batch of texts on one rank; None: activations near 4 GiB, or an eighth of a larger GPU",
+        least=1,
     )
 
 

@@ -22,6 +22,7 @@ from rlbench.strategies.ranks.sequence import ALONE, SequenceGroup
 
 NAME = "rlbench_packed"
 _lengths: list[int] = []
+_ends: dict[torch.device, Tensor] = {}
 _ranks = [ALONE]
 FLASH_SINCE, MOST_WIDTH = (8, 0), 256
 """Compute capability, and width of a head, that the flash kernel needs."""
@@ -50,6 +51,7 @@ def packed_attention(module: nn.Module, lengths: list[int], ranks: SequenceGroup
         for config, before in chosen:
             set_attention(config, before)
         _lengths.clear()
+        _ends.clear()
         _ranks[:] = [ALONE]
 
 
@@ -166,7 +168,9 @@ def _in_one_kernel(query: Tensor, key: Tensor, value: Tensor, scaling: float | N
     """Attend in one call, whatever the lengths; (1, heads, total, width) → (1, total, heads, width)."""
     from torch.nn.attention.varlen import varlen_attn
 
-    ends = torch.tensor([0, *accumulate(_lengths)], dtype=torch.int32, device=query.device)
+    if query.device not in _ends:  # all layers read the same, which the host waits for once
+        _ends[query.device] = torch.tensor([0, *accumulate(_lengths)], dtype=torch.int32, device=query.device)
+    ends = _ends[query.device]
     longest = max(_lengths)
     back = -1 if window is None else window - 1
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))

@@ -43,7 +43,8 @@ class PassCost:
 @dataclass(frozen=True)
 class PassPlan:
     """How a pass runs: rows of `lengths` tokens packed as one, over `shards` ranks, on a GPU or not. `copied`: whether
-    FSDP gathers, or casts, parameters that train (True is in it) and frozen ones (False)."""
+    FSDP gathers, or casts, parameters that train (True is in it) and frozen ones (False); `reduced`: it reduces their
+    gradients."""
 
     lengths: tuple[int, ...]
     backward: bool = True
@@ -51,6 +52,7 @@ class PassPlan:
     gpu: bool = False
     reshard_after_forward: bool = True
     copied: frozenset[bool] = frozenset({True, False})
+    reduced: bool = True
 
 
 def pass_cost(module: nn.Module, plan: PassPlan) -> PassCost:
@@ -165,9 +167,10 @@ def _sharded(module: nn.Module, live: LiveMemory, plan: PassPlan) -> Iterator[No
             live.take(GATHERED, -unit.gathered)
 
     def reduce(unit: _Unit) -> None:
-        if True not in plan.copied:  # each gradient becomes its shard's, or is added to it
+        if not plan.reduced:  # each gradient becomes its shard's, or is added to it
             for parameter in unit.trained:
                 parameter.grad = None
+            free(unit)
             return
         whole = sum(4 * parameter.numel() for parameter in unit.trained)  # reduced in float32
         live.take(GRADIENTS, -reducing[0])

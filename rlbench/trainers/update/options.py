@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from rlbench.rl import Aggregation
 
 HEADS = ("auto", "chunked", "plain")
-LOGITS_BYTES = 2 << 30
-ACTIVATION_BYTES = 4 << 30
+LEAST_MEMORY = 32 << 30
+"""A device's memory, in bytes, up to which micro-batches are as large as on a host."""
+LOGITS_SHARE, ACTIVATION_SHARE = 16, 8
+"""One part of so many of a device's memory is for a micro-batch's logits, or activations."""
 LEAST_BUDGET, MOST_BUDGET = 1024, 16384
 
 
@@ -22,7 +24,7 @@ class PolicyOptions:
     """How `policy_forward` and `policy_forward_backward` run."""
 
     token_budget: int | None = None
-    """Tokens of one micro-batch on one rank; None: what keeps logits near 2 GiB, or without them activations near 4."""
+    """Tokens of one micro-batch on one rank; None: what keeps activations near 4 GiB, or an eighth of a larger GPU."""
     packing: bool = True
     """Without padding (transformers' causal attention models), or padded rows (any causal model)."""
     aggregation: str | Aggregation | None = None
@@ -74,12 +76,13 @@ class PolicyOptions:
         """Those that are arguments of `session.train_step`, by name."""
         return {name: getattr(self, name) for name in ("aggregation", "token_budget", "packing", "head")}
 
-    def budget(self, vocab_size: int, token_bytes: int | None = None) -> int:
-        """The token budget; where not given, by what the pass holds: logits (three float32 matrices of that width live
-        at once), or `token_bytes` of a token where there are none."""
+    def budget(self, vocab_size: int, token_bytes: int | None = None, memory: int = 0) -> int:
+        """The token budget; where not given, by what the pass holds in a part of a GPU's `memory` (bytes; 0: a host's):
+        logits (three float32 matrices of that width live at once), or `token_bytes` of a token where there are none."""
         if self.token_budget is not None:
             return self.token_budget
-        held = LOGITS_BYTES // (12 * max(1, vocab_size))
+        memory = max(LEAST_MEMORY, memory)
+        held = memory // LOGITS_SHARE // (12 * max(1, vocab_size))
         if token_bytes is not None:
-            held = ACTIVATION_BYTES // max(1, token_bytes)
+            held = memory // ACTIVATION_SHARE // max(1, token_bytes)
         return max(LEAST_BUDGET, min(MOST_BUDGET, held))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -225,7 +226,13 @@ class PolicyStep:
 
     def budget(self, options: PolicyOptions, chunked: bool) -> int:
         """Tokens of one micro-batch on one rank, with or without logits to hold."""
-        return options.budget(self.vocab_size, self._passes.model.token_bytes if chunked else None)
+        return options.budget(self.vocab_size, self._passes.model.token_bytes if chunked else None, self._memory)
+
+    @cached_property
+    def _memory(self) -> int:
+        """Bytes of the ranks' smallest GPU; 0 where they compute on hosts. Collective."""
+        device = self.strategy.device
+        return min(self.strategy.control.gather(device.memory)) if device.is_gpu else 0
 
     def _split(self, batch: TrainBatch, options: PolicyOptions) -> tuple[list[Slice], int]:
         """This rank's micro-batches, and how many passes every rank makes; collective."""

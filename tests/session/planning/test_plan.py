@@ -89,6 +89,12 @@ def test_half_the_tokens_take_about_half_the_activations(model):
     assert many.of(RANK, "activations") == pytest.approx(2 * few.of(RANK, "activations"), rel=0.1)
 
 
+def test_micro_batches_grow_with_a_gpu_of_more_than_32_gib(tmp_path):
+    wide = config_of(tmp_path / "wide", hidden_size=2048, intermediate_size=8192, num_hidden_layers=16)
+    tokens = {size: sum(rb.plan(wide, gpus=f"{size}GiB", lengths=256).rows) for size in (24, 32, 80)}
+    assert tokens[24] == tokens[32] and tokens[80] == pytest.approx(2.5 * tokens[32], rel=0.01)
+
+
 def test_checkpointing_takes_less_and_the_same_weights(model, whole):
     less = rb.plan(model, train={"gradient_checkpointing": True}, gpus="1x24GiB", lengths=512)
     assert less.of(RANK, "activations") < whole.of(RANK, "activations") / 2
