@@ -15,6 +15,8 @@ endif
 BIN := .venv/bin
 STAMP := .venv/rlbench-setup$(addprefix -,$(RLBENCH_ENGINE)).stamp
 export PATH := $(CURDIR)/$(BIN):$(PATH)
+# A worker starts as fast as Python finds byte code, of this checkout too; also where the shell forbids to keep it.
+unexport PYTHONDONTWRITEBYTECODE
 QUICK := not curve and not long and not browser and not engine and not slow and not gpu
 SUITE_OPTIONS = $(if $(PYTEST_ARGS),-- $(PYTEST_ARGS))
 QUICKSTART := notebooks/01_quickstart.ipynb
