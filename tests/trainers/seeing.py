@@ -1,19 +1,29 @@
-"""A random Qwen2.5-VL on disk, batches with pictures, and the same forward by transformers alone."""
+"""A random Qwen2.5-VL or Qwen3-VL on disk, batches with pictures, and the same forward by transformers alone."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoImageProcessor, Qwen2_5_VLForConditionalGeneration
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageTextToText,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLImageProcessor,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
 
 import rlbench.nn
 from rlbench.data.base.ragged import Ragged
 from rlbench.data.prompts.images import EncodedImage
 from rlbench.tiny import vision
-from rlbench.tiny.vision_model import build_model, build_processor
+from rlbench.tiny.vision_model import CHAT_TEMPLATE, build_model, build_processor
 from tests.trainers.policy_reference import batch
 
 LENGTHS = [(5, 4), (9, 6), (7, 5), (12, 3), (6, 7), (8, 2)]
@@ -25,10 +35,69 @@ class TrainedEyes(rlbench.nn.HuggingFaceFsdp2TrainModule, Qwen2_5_VLForCondition
         self.optimizer = self.strategy.create_optimizer(self, lr=1e-2, weight_decay=0.0)
 
 
-def save_eyes(folder: Path) -> str:
-    """The tiny model before its warm-up, with weights large enough that all of them count."""
+class TrainedDeepEyes(rlbench.nn.HuggingFaceFsdp2TrainModule, Qwen3VLForConditionalGeneration):
+    def on_weights_materialized(self) -> None:
+        self.optimizer = self.strategy.create_optimizer(self, lr=1e-2, weight_decay=0.0)
+
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+
+
+def build_qwen3(seed: int) -> tuple[Qwen3VLForConditionalGeneration, Qwen3VLProcessor]:
+    """A Qwen3-VL with the words and the template of "tiny-vision"; its tower's features go into the first layer too."""
+    words = build_processor().tokenizer
+    pixels = {"shortest_edge": 64 * 64, "longest_edge": 128 * 128}
+    how: Any = {"size": pixels, "patch_size": 16}
+    images, videos = Qwen2VLImageProcessor(**how), Qwen3VLVideoProcessor(**how)
+    processor = Qwen3VLProcessor(images, words, videos, chat_template=CHAT_TEMPLATE)
+    tokens = {name: words.convert_tokens_to_ids(f"<|{name}|>") for name in ("vision_start", "vision_end")}
+    axes = {"mrope_section": [6, 5, 5], "mrope_interleaved": True}  # as its checkpoints have it: vLLM asks for both
+    config = Qwen3VLConfig(
+        text_config={
+            "vocab_size": len(words),
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "max_position_embeddings": 2048,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, **axes},
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0],
+        },
+        image_token_id=processor.image_token_id,
+        video_token_id=processor.video_token_id,
+        vision_start_token_id=tokens["vision_start"],
+        vision_end_token_id=tokens["vision_end"],
+        tie_word_embeddings=True,
+        eos_token_id=words.eos_token_id,
+        pad_token_id=words.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3VLForConditionalGeneration(config), processor
+
+
+def build_eyes(family: str, seed: int) -> tuple[Any, Any]:
+    """Model and processor of one of `FAMILIES`, random."""
+    if family == "qwen3_vl":
+        return build_qwen3(seed)
     processor = build_processor()
-    model = build_model(processor, 1)
+    return build_model(processor, seed), processor
+
+
+def save_eyes(folder: Path, family: str = "qwen2_5_vl") -> str:
+    """A tiny model before any warm-up, with weights large enough that all of them count."""
+    model, processor = build_eyes(family, 1)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
@@ -38,8 +107,9 @@ def save_eyes(folder: Path) -> str:
 
 
 def on_meta(path: str) -> Any:
+    kind = json.loads((Path(path) / "config.json").read_text())["model_type"]
     with rlbench.nn.device("meta"):
-        return TrainedEyes.from_pretrained(path)
+        return (TrainedDeepEyes if kind == "qwen3_vl" else TrainedEyes).from_pretrained(path)
 
 
 def pictures(count: int) -> list[EncodedImage]:
@@ -71,7 +141,7 @@ class Plain:
     """transformers' own model, called with one row after another of a batch."""
 
     def __init__(self, path: str, given: Any) -> None:
-        self.model = Qwen2_5_VLForConditionalGeneration.from_pretrained(path)
+        self.model = AutoModelForImageTextToText.from_pretrained(path)
         self._reader, self._rows = AutoImageProcessor.from_pretrained(path), iter(given.images)
 
     def __call__(self, ids: torch.Tensor) -> Any:

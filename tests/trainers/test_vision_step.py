@@ -13,7 +13,7 @@ from rlbench.trainers.models.policy_spec import PolicySpec
 from rlbench.weights.names import checkpoint_shapes
 from tests.ranks import ranks
 from tests.trainers.policy_reference import GRPO, assert_gradients, by_hand, forward_backward
-from tests.trainers.seeing import Plain, on_meta, pictures, save_eyes, with_pictures
+from tests.trainers.seeing import FAMILIES, Plain, on_meta, pictures, save_eyes, with_pictures
 
 pytestmark = pytest.mark.slow
 
@@ -23,20 +23,25 @@ def eyes(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_eyes(tmp_path_factory.mktemp("eyes"))
 
 
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_eyes(tmp_path_factory.mktemp(request.param), request.param)
+
+
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [(1, {}), (1, {"packing": False, "head": "plain"}), (2, {"token_budget": 40}), (2, {"packing": False})],
 )
 def test_gradient_and_metrics_are_those_of_one_plain_process(
-    eyes: str, world_size: int, options: dict[str, Any]
+    family: str, world_size: int, options: dict[str, Any]
 ) -> None:
     a, b, c = pictures(3)
-    given = with_pictures(eyes, [[a], [], [a, b], [c], [], [b]])
-    plain = Plain(eyes, given)
+    given = with_pictures(family, [[a], [], [a, b], [c], [], [b]])
+    plain = Plain(family, given)
     total, expected = by_hand(plain, given, GRPO, "token-mean")
     total.backward()
     assert plain.model.model.visual.patch_embed.proj.weight.grad.abs().max() > 1e-5
-    with ranks(world_size, on_meta(eyes)) as engine:
+    with ranks(world_size, on_meta(family)) as engine:
         results = forward_backward(engine, given, **options)
         assert_gradients(engine, plain.model, atol=1e-5)
     for name, value in expected.items():
@@ -44,11 +49,11 @@ def test_gradient_and_metrics_are_those_of_one_plain_process(
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_a_rank_without_images_runs_the_tower_with_the_other_and_adds_nothing(eyes: str, packing: bool) -> None:
-    given = with_pictures(eyes, [[pictures(1)[0]], []])
-    plain = Plain(eyes, given)
+def test_a_rank_without_images_runs_the_tower_with_the_other_and_adds_nothing(family: str, packing: bool) -> None:
+    given = with_pictures(family, [[pictures(1)[0]], []])
+    plain = Plain(family, given)
     by_hand(plain, given, GRPO, "token-mean")[0].backward()
-    with ranks(2, on_meta(eyes)) as engine:
+    with ranks(2, on_meta(family)) as engine:
         results = forward_backward(engine, given, packing=packing)
         assert_gradients(engine, plain.model, atol=1e-5)
         forward_backward(engine, given.rows([1]), packing=packing)  # neither has one, one has no row
@@ -78,6 +83,21 @@ def test_adapters_train_in_tower_and_language_model_and_leave_by_the_checkpoints
         forward_backward(engine, given)
         seen = engine.run(adapters_with_gradients)[0]
     assert any(".visual." in name for name in seen) and any(".language_model." in name for name in seen)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_no_pass_builds_a_cache(family: str, packing: bool) -> None:
+    def watch() -> None:
+        inner = module.model.language_model  # type: ignore[name-defined]
+        inner.register_forward_hook(lambda *args: caches.append(args[-1].past_key_values))  # type: ignore[name-defined]  # noqa: F821
+
+    given = with_pictures(family, [[pictures(1)[0]], []])
+    with ranks(1, on_meta(family)) as engine:
+        engine.run("caches = []")
+        engine.run(watch)
+        forward_backward(engine, given, packing=packing)
+        seen = engine.run("caches")[0]
+    assert seen and not any(seen)
 
 
 def adapters_with_gradients() -> list[str]:

@@ -275,9 +275,13 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def taken_by(forward: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
-    """Return those of the offered arguments that a forward takes."""
+    """Return those of the offered arguments that a forward takes. One that names a cache and takes more than it names
+    takes `use_cache`, which its inner model reads (Qwen3-VL)."""
     parameters = inspect.signature(forward).parameters
-    return {name: value for name, value in offered.items() if name in parameters}
+    names = set(parameters)
+    if "past_key_values" in names and any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        names.add("use_cache")
+    return {name: value for name, value in offered.items() if name in names}
 
 
 def vocabulary_of(module: nn.Module) -> int | None:
