@@ -168,6 +168,11 @@ def test_a_reward_model_judges_by_the_picture_and_comes_back_from_its_folder(see
         again = rm.scores(given.batch(rb.rl.group_normalized()))
         np.testing.assert_allclose(given.rewards, again, atol=1e-4)
         saved = rm.save(str(tmp_path / "rm"))
+        kept = seeing.snapshot()
+        trainer = seeing.trainer("grpo", rb.tiny.vision_prompts(32, "eval"), rm, **OPTIONS)
+        assert "RewardModel" in seeing.train.run("type(trainer.reward_model).__name__")[0], "sharded over the ranks"
+        assert np.isfinite(trainer.fit(1)[-1]["reward"])
+        seeing.restore(kept)
     with pytest.raises(rb.errors.DataError, match="no reward model that can be loaded"):
         rollouts.score(rb.rewards.model(saved.path, as_sampled=True))
     with rb.RewardModel(saved.path) as back:

@@ -79,13 +79,15 @@ class ModelStage:
         values = lambda part: values_of(critic, part, self._device, self._packed, ranks)[None]  # noqa: E731
         return self._each(critic, batch, 1, "the critic's values", values)[0]
 
-    def scores(self, model: nn.Module, sequences: Sequence[Sequence[int]], doing: str) -> np.ndarray:
-        """Return a local reward model's score of each sequence of token ids, (B,) float64.
+    def scores(
+        self, model: nn.Module, sequences: Sequence[Sequence[int]], doing: str, images: Sequence[Any] = ()
+    ) -> np.ndarray:
+        """Return a local reward model's score of each sequence of token ids, with its images, (B,) float64.
 
         The model goes back to the host afterwards, so that only one is on the device.
         """
         with self._computing(model, send_away=True):
-            found = scores_of(model, sequences, self._strategy, self._micro_batch)
+            found = scores_of(model, sequences, self._strategy, self._micro_batch, images)
         check_stop(self._strategy.control, doing)
         return found.double().numpy()
 

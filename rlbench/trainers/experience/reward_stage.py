@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from rlbench import rewards
+from rlbench.data.prompts.images import EncodedImage
 from rlbench.data.rollouts import scoring
 from rlbench.data.rollouts.rollout import Rollout
 from rlbench.data.rollouts.rollouts import Rollouts
@@ -31,6 +32,7 @@ from rlbench.trainers.experience.model_stage import ModelStage
 from rlbench.trainers.experience.over_ranks import agreed
 from rlbench.trainers.experience.reward_failures import RewardFailures
 from rlbench.trainers.experience.samples import counted, reference_of
+from rlbench.trainers.passes.images import ImageReader
 from rlbench.user_code import user_code
 
 RewardFn = Callable[..., Any]
@@ -270,8 +272,8 @@ class Source:
         """
         doing = f"the reward {self.name!r}"
         if isinstance(self.reward, nn.Module):
-            sequences = agreed(control, doing, lambda: _sequences(self.reward, rollouts, tokenizer))
-            found = models.scores(self.reward, sequences, doing)
+            sequences, images = agreed(control, doing, lambda: _sequences(self.reward, rollouts, tokenizer))
+            found = models.scores(self.reward, sequences, doing, images)
             agreed(control, doing, lambda: _check_finite(doing, found))
             return found, {}
         if not any(control.gather(rollouts.samples)):
@@ -373,16 +375,22 @@ def _stopping(board: rewards.Board) -> Iterator[None]:
         thread.join()
 
 
-def _sequences(model: nn.Module, rollouts: Rollouts, tokenizer: Any) -> list[list[int]]:
-    """Return what a model on the ranks reads of each sample: the tokens, or the texts in a tokenizer of its own."""
+def _sequences(
+    model: nn.Module, rollouts: Rollouts, tokenizer: Any
+) -> tuple[list[list[int]], list[tuple[EncodedImage, ...]]]:
+    """Return what a model on the ranks reads of each sample, and sees: the tokens with the prompt's images; or the
+    texts in a tokenizer of its own, with the images where the model sees."""
     own = getattr(model, "tokenizer", None)
+    images = [rollouts.prompts[int(group)].images for group in rollouts.group]
     if own is None or own is tokenizer:
-        return [
+        sequences = [
             [*rollouts.prompt_ids[int(group)].tolist(), *response.tolist()]
             for group, response in zip(rollouts.group, rollouts.responses, strict=True)
         ]
-    reader = ClassifierReward("", chat=None)
-    return [reader.token_ids(rollout, own) for rollout in rollouts.flat]
+        return sequences, images if any(images) else []
+    sees = ImageReader.of(model) is not None and any(images)
+    reader = ClassifierReward("", as_sampled=True) if sees else ClassifierReward("", chat=None)
+    return [reader.token_ids(rollout, own) for rollout in rollouts.flat], images if sees else []
 
 
 def _check_finite(doing: str, scores: np.ndarray) -> None:

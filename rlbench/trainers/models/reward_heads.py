@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rlbench.errors import BuildError, DataError, EngineError
+from rlbench.data.batches.batch import as_batch
+from rlbench.data.prompts.images import EncodedImage
+from rlbench.errors import DataError, EngineError
 from rlbench.rewards.last_tokens import padded, padding_for, padding_is
 from rlbench.strategies.base import StrategyBase
 from rlbench.strategies.sharding.tensor_parallel import split_over
 from rlbench.trainers.models.policy_module import TrainedPolicy, as_trained
 from rlbench.trainers.models.policy_spec import RewardSpec
 from rlbench.trainers.models.scalar_model import HEAD, ScalarHeadModel, make_scalar
+from rlbench.trainers.models.value_model import image_reader, values_at
 from rlbench.trainers.passes.forward import check_token_ids, evaluating
 from rlbench.trainers.passes.images import ImageReader
+from rlbench.trainers.passes.packing import model_inputs
 from rlbench.user_code import user_code
 from rlbench.weights.names import transformers_class
 
@@ -37,15 +43,10 @@ def make_reward_model(
     """Make a frozen reward model on meta; `strategy.prepare_model(model)` shards it and loads its weights.
 
     `path` is a folder or hub id of a sequence classification model with one label, or of any causal checkpoint with
-    such a head, called `value_head_prefix` there. `seed` draws a head that the checkpoint lacks, to train it.
+    such a head, called `value_head_prefix` there; of a vision-language model, what `rb.RewardModel` saved. `seed` draws
+    a head that the checkpoint lacks, to train it.
     """
-    model = make_scalar(RewardModel, path, dtype, value_head_prefix, seed, revision).requires_grad_(False)
-    if ImageReader.of(model) is not None:
-        raise BuildError(
-            f"{path!r} sees images, and scores on the ranks are of token ids alone: rb.RewardModel({path!r}) is asked "
-            "with images, session.rollout(…).score(rm)."
-        )
-    return model
+    return make_scalar(RewardModel, path, dtype, value_head_prefix, seed, revision).requires_grad_(False)
 
 
 class TrainedReward(RewardModel, TrainedPolicy):
@@ -79,46 +80,73 @@ def _choose_padding(config: Any, spec: RewardSpec) -> None:
 
 @torch.no_grad()
 def scores_of(
-    model: nn.Module, sequences: Sequence[Sequence[int]], strategy: StrategyBase, batch_size: int = 8
+    model: nn.Module,
+    sequences: Sequence[Sequence[int]],
+    strategy: StrategyBase,
+    batch_size: int = 8,
+    images: Sequence[Sequence[EncodedImage]] = (),
 ) -> Tensor:
     """The score (B,) float32, on the host, of each of this rank's sequences at its last token; collective.
 
     `model` is a `RewardModel`, a sequence classification model of transformers (whatever its padding token), or any
     module that gives (B,), (B, 1), or `.logits` of that shape for ids and an attention mask padded on the right.
+    `images`: those of each sequence, whose placeholders stand in it, expanded; for a `RewardModel` that sees.
     """
-    control = strategy.control
+    control, reader = strategy.control, image_reader(model) if isinstance(model, ScalarHeadModel) else None
+    rows = list(zip(sequences, images or [()] * len(sequences), strict=True))
 
     def check() -> None:
         if batch_size < 1 or any(len(ids) == 0 for ids in sequences):
             raise DataError(f"batch_size={batch_size} of sequences without a token: both are 1 at least.")
         check_token_ids(model, "the reward model", *sequences)
+        if any(images) and reader is None:
+            raise DataError(
+                f"prompts have images, and the reward model {type(model).__name__} sees none: take one that does, or "
+                "give it a tokenizer of its own (model.tokenizer), with which it reads the texts."
+            )
+        if reader is not None and any(images):
+            reader.check(as_batch(sequences, images))
 
     control.together("checking the sequences to score", check)
-    together, first = strategy.rows.shared(sequences) if split_over(model) > 1 else (sequences, 0)
-    by_length = sorted(range(len(together)), key=lambda row: (-len(together[row]), row))
+    together, first = strategy.rows.shared(rows) if split_over(model) > 1 else (rows, 0)
+    by_length = sorted(range(len(together)), key=lambda row: (-len(together[row][0]), row))
     batches = [by_length[start : start + batch_size] for start in range(0, len(by_length), batch_size)]
     scores = torch.zeros(len(together))
     with evaluating(model), user_code():
         for step in range(max(control.gather(len(batches)))):
-            rows = batches[step] if step < len(batches) else []
-            found = _scored(model, [together[row] for row in rows] or [[0]], strategy.device.device)
-            scores[rows] = found[: len(rows)]
+            places = batches[step] if step < len(batches) else []
+            part = [together[place] for place in places] or [([0], ())]
+            seen = reader is not None and any(control.gather(any(own for _, own in part)))
+            found = _scored(model, part, strategy.device.device, reader if seen else None)
+            scores[places] = found[: len(places)]
     return scores[first : first + len(sequences)]
 
 
-def _scored(model: nn.Module, sequences: list[Sequence[int]], device: torch.device) -> Tensor:
-    """One forward; (B,) float32 on the host."""
-    padding = padding_for(sequences)
-    ids, mask = (rows.to(device) for rows in padded(sequences, padding))
+def _scored(
+    model: nn.Module,
+    rows: Sequence[tuple[Sequence[int], Sequence[EncodedImage]]],
+    device: torch.device,
+    reader: ImageReader | None,
+) -> Tensor:
+    """One forward; (B,) float32 on the host. `reader`: of the images, where any rank's rows have some."""
+    sequences = [ids for ids, _ in rows]
     if isinstance(model, ScalarHeadModel):
-        last = torch.arange(len(ids), device=device) * ids.shape[1] + mask.sum(1) - 1
-        places = torch.arange(ids.shape[1]).expand(ids.shape).to(device)
-        given: Any = model(ids, attention_mask=mask, position_ids=places, positions=last)
+        batch = as_batch(sequences, [images for _, images in rows])
+        inputs = model_inputs(batch, device, packed=False)
+        last = [row * inputs.input_ids.shape[1] + length - 1 for row, length in enumerate(inputs.lengths)]
+        inputs = replace(inputs, predictors=torch.tensor(last, device=device))
+        with ExitStack() as within:
+            if reader is not None:
+                inputs = reader.placed(inputs, batch, packed=False)
+                within.enter_context(reader.placing(inputs))
+            given: Any = values_at(model, inputs)
     else:
+        padding = padding_for(sequences)
+        ids, mask = (tensor.to(device) for tensor in padded(sequences, padding))
         with padding_is(model, padding):
             given = model(ids, attention_mask=mask)
     found = getattr(given, "logits", given)
-    if not isinstance(found, Tensor) or found.shape not in ((len(ids),), (len(ids), 1)):
+    if not isinstance(found, Tensor) or found.shape not in ((len(rows),), (len(rows), 1)):
         seen = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise EngineError(f"{type(model).__name__} gave {seen} for {len(ids)} sequences; wanted one number for each.")
+        raise EngineError(f"{type(model).__name__} gave {seen} for {len(rows)} sequences; wanted one number for each.")
     return found.reshape(-1).float().cpu()

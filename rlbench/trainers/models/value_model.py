@@ -114,7 +114,7 @@ def valued(
                     within.enter_context(reader.placing(inputs))
                 asked = replace(inputs, predictors=inputs.predictors + after)
                 share = within.enter_context(shared(critic, asked, packed, ranks))
-                values = share.joined(_values(critic, share.inputs))
+                values = share.joined(values_at(critic, share.inputs))
             else:
                 values = own_values(critic, batch, inputs, device)
         yield values, inputs
@@ -138,7 +138,7 @@ def prove_packing(critic: Any, device: torch.device, ranks: SequenceGroup = ALON
     with evaluating(critic):
         for packed, those in ((True, ranks), (False, ALONE)):
             with shared(critic, model_inputs(probe, device, packed), packed, those) as share:
-                found.append(share.joined(_values(critic, share.inputs)))
+                found.append(share.joined(values_at(critic, share.inputs)))
     gap = float((found[0] - found[1]).abs().mean() / found[1].abs().mean().clamp(min=1e-12))
     if differs(gap, critic.in_half):
         how, mend = ("packed", "packed=False") if ranks.size == 1 else ("split over ranks", "sequence_parallel=1")
@@ -147,7 +147,8 @@ def prove_packing(critic: Any, device: torch.device, ranks: SequenceGroup = ALON
     critic.packing_proved = True
 
 
-def _values(critic: nn.Module, inputs: ModelInputs) -> Tensor:
+def values_at(critic: nn.Module, inputs: ModelInputs) -> Tensor:
+    """Return the numbers (P,) of a critic or reward model at the layout's `predictors`; collective."""
     with nullcontext() if isinstance(critic, ScalarHeadModel) else reading_each_token(critic):
         return critic(  # type: ignore[no-any-return]
             inputs.input_ids,
