@@ -237,13 +237,13 @@ def _logits(
     tiles: _Tiles,
     buffer: Tensor,
 ) -> Tensor:
-    """One tile of logits over temperature, in `buffer` where the operands have its dtype."""
+    """One tile of logits over temperature, in `buffer`."""
     matrix = matrix.to(tiles.operands)
+    z = buffer[: len(states) * len(matrix)].view(len(states), len(matrix))
     if tiles.operands is tiles.sums:
-        z = buffer[: len(states) * len(matrix)].view(len(states), len(matrix))
         torch.mm(states, matrix.t(), out=z)
     else:
-        z = torch.mm(states, matrix.t(), out_dtype=tiles.sums)
+        torch.mm(states, matrix.t(), out_dtype=tiles.sums, out=z)
     if bias is not None:
         z += bias[columns].to(tiles.sums)
     return z if temperature == 1.0 else z.div_(temperature)
