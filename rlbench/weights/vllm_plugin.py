@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.utils.nccl import unpinned_nccl_env
 from vllm.v1.worker.gpu_worker import Worker
 
-from rlbench.errors import WeightSyncError
+from rlbench.errors import BuildError, WeightSyncError
 from rlbench.weights import facts
 from rlbench.weights.channel import Channel, receive
 from rlbench.weights.manifest import AdapterInfo, Bucket, ChannelInfo
@@ -146,6 +146,31 @@ class ReplicaWorkerMixin:
     """What a replica asks of its workers beyond vLLM's own calls; the same on CPU and GPU."""
 
     _weight_update_active: bool
+
+    def load_model(self, **options: Any) -> None:
+        """As vLLM's; adapters have a place around the layers that a trainer adapts: those of a tower too, embeddings
+        and output layer not, of which vLLM on CPU cannot give prompts' log-probs then (Qwen3, Llama)."""
+        runner = self.model_runner  # type: ignore[attr-defined]
+        if not runner.lora_config:
+            super().load_model(**options)  # type: ignore[misc]
+            return
+        wrap = runner.load_lora_model
+
+        def wrap_linear(model: torch.nn.Module, *args: Any) -> torch.nn.Module:
+            for module in model.modules():
+                if getattr(module, "embedding_modules", None):
+                    module.embedding_modules = {}  # type: ignore[assignment]
+            return wrap(model, *args)  # type: ignore[no-any-return]
+
+        runner.load_lora_model = wrap_linear
+        super().load_model(**options)  # type: ignore[misc]
+        sees = self.model_config.is_multimodal_model  # type: ignore[attr-defined]
+        if sees and not runner.lora_manager.supports_tower_connector_lora():
+            name = type(runner.model).__name__
+            raise BuildError(
+                f"adapters={runner.lora_config.max_loras}: vLLM computes none on the tower of {name} here, and would "
+                "drop them. Leave adapters= out, and they are sent merged into the weights"
+            )
 
     def reload_from_disk(self) -> None:
         """Load the checkpoint again (also after the weights were discarded) and pack the tied head."""

@@ -343,6 +343,23 @@ def test_a_session_goes_on_from_an_adapter_and_heals_to_it(adapted: Any, batch: 
             np.testing.assert_allclose(third.logprobs(batch), expected, atol=1e-5)
 
 
+def test_a_replica_of_a_qwen3_holds_adapters_too(cluster: Any, tiny_path: Path, tmp_path: Path) -> None:
+    """vLLM wraps the output layer of some families for adapters, and could then give no log-probs of a prompt."""
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_path)
+    layers = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
+    words = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "tie_word_embeddings": True}
+    Qwen3ForCausalLM(Qwen3Config(**layers, **heads, **words)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    train, inference = rb.Train(lr=1e-2, lora=rb.Lora(rank=4)), rb.Inference(adapters=1)
+    with rb.Session(str(tmp_path), train=train, inference=inference, undo=0) as session:
+        rollouts = session.rollout(tasks.prompts(4, seed=3), n=2, max_tokens=8, progress=False)
+        session.train_step(rollouts.score([i % 2 for i in range(8)]).batch(advantage=rb.rl.group_normalized()))
+        assert session.sync_weights().gap <= 1e-4 and gap(session.train, session.inference) <= 1e-4
+
+
 def peft_folder(place: Path, **settings: Any) -> str:
     """A folder with the config of an adapter, and no weights."""
     kept = {"peft_type": "LORA", "r": 8, "lora_alpha": 24, "target_modules": ["q_proj"], "bias": "none"}

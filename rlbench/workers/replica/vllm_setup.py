@@ -118,6 +118,7 @@ def engine_args(config: ReplicaConfig) -> dict[str, Any]:
     }
     if config.adapters:
         arguments |= {"enable_lora": True, "max_loras": config.adapters, "max_lora_rank": _kernel_rank(config)}
+        arguments["enable_tower_connector_lora"] = True  # of models that see; without, vLLM drops what is of the tower
     if config.tensor_parallel_size > 1:  # inside an actor vLLM would ask Ray for its workers; they are our children
         arguments["distributed_executor_backend"] = "mp"
     if on_cpu:
