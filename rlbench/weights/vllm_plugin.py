@@ -149,7 +149,7 @@ class ReplicaWorkerMixin:
 
     def load_model(self, **options: Any) -> None:
         """As vLLM's; adapters have a place around the layers that a trainer adapts: those of a tower too, embeddings
-        and output layer not, of which vLLM on CPU cannot give prompts' log-probs then (Qwen3, Llama)."""
+        and output layer not, of which vLLM on CPU cannot give prompts' log-probs then (Qwen3)."""
         runner = self.model_runner  # type: ignore[attr-defined]
         if not runner.lora_config:
             super().load_model(**options)  # type: ignore[misc]

@@ -57,7 +57,9 @@ def plain_loop(
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert set(found) == set(expected)
     for name in expected:
-        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=3e-5, msg=lambda m, n=name: f"{n}: {m}")
+        # keys' biases have next to no gradient (all scores of a query shift alike): AdamW divides rounding by rounding
+        atol = 3e-4 if name.endswith("k_proj.bias") else 3e-5
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
