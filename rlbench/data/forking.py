@@ -12,6 +12,7 @@ import numpy as np
 
 from rlbench.data.base.ragged import Ragged
 from rlbench.data.joining import ONLY_LENGTH, join
+from rlbench.data.prompts.images import PlacedImage
 from rlbench.data.prompts.prompt import Prompt, is_token_ids
 from rlbench.data.prompts.sampling import DEFAULT_MAX_TOKENS
 from rlbench.data.record.origin import made_with, makers
@@ -90,7 +91,7 @@ def fork(
     begins = [[*rollouts.prompt_ids[rollouts.group[p.sample]].tolist(), *_prefix(rollouts, p)] for p in places]
     number = zlib.crc32(np.concatenate([*map(np.asarray, begins), [rollouts.samples]]).astype(np.int64).tobytes())
     try:
-        asked = [rollouts.prompts[rollouts.group[place.sample]].images for place in places]
+        asked = [(*rollouts.prompts[rollouts.group[p.sample]].images, *_observed(rollouts, p)) for p in places]
         prompts = [Prompt(begin, images=images) for begin, images in zip(begins, asked, strict=True)]
         drawn = sampler.continued(prompts, n, sampling, number, under)
     except Stopped as stopped:
@@ -128,6 +129,9 @@ def _place(
             f"fork: token {kept} of completion {sample} is of an observation, which the policy did not sample: fork at "
             "one that it did, or write text="
         )
+    ids, images = rollouts.responses[sample], rollouts.observed_images[sample] if rollouts.observed_images else ()
+    if any(image.at < kept < length and (ids[image.at : kept + 1] == ids[image.at]).all() for image in images):
+        raise DataError(f"fork: token {kept} of completion {sample} is inside of an image: fork before or behind it")
     limit = sampling.get("max_tokens", DEFAULT_MAX_TOKENS)
     mask[:birth] = True
     spent = int((mask[:kept] & (turns[:kept] == turn)).sum())
@@ -139,6 +143,12 @@ def _place(
 
 def _prefix(rollouts: Rollouts, place: Place) -> list[int]:
     return [*rollouts.responses[place.sample][: place.kept].tolist(), *place.added]
+
+
+def _observed(rollouts: Rollouts, place: Place) -> tuple[PlacedImage, ...]:
+    """Return the images that an environment had shown before a place."""
+    images = rollouts.observed_images[place.sample] if rollouts.observed_images else ()
+    return tuple(image for image in images if image.at < place.kept)
 
 
 def _grown(rollouts: Rollouts, places: Sequence[Place], drawn: Rollouts, sampler: Sampler) -> Rollouts:
@@ -188,6 +198,7 @@ def _whole(rollouts: Rollouts, places: Sequence[Place], drawn: Rollouts, sampler
         finish.append(FINISH_REASONS.index("length") if count < len(own) else int(end))
         texts.append(sampler.decoded(ids[-1]))
         infos.append(_info(rollouts, place, sampler, ids[-1], turns[-1]))
+    observed = tuple(_observed(rollouts, places[k]) for k in drawn.group)
     return replace(
         drawn,
         prompts=tuple(rollouts.prompts[rollouts.group[place.sample]] for place in places),
@@ -200,6 +211,7 @@ def _whole(rollouts: Rollouts, places: Sequence[Place], drawn: Rollouts, sampler
         env_rewards=np.full(drawn.samples, np.nan),
         finish=np.array(finish, np.int8),
         infos=tuple(infos),
+        observed_images=observed if any(observed) else (),
         texts=tuple(texts),
         tokenizer=rollouts.tokenizer,
     )

@@ -32,6 +32,7 @@ ABSENT: dict[str, Callable[[Rollouts], Any]] = {
     "env_rewards": lambda part: np.full(part.samples, np.nan),
     "reward_seconds": lambda part: np.full(part.samples, np.nan),
     "infos": lambda part: ({},) * part.samples,
+    "observed_images": lambda part: ((),) * part.samples,
 }
 """What stands for a field that one of the rollouts lacks: all tokens sampled in one turn, a reward not known."""
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from rlbench.data.prompts.images import EncodedImage
 from rlbench.data.prompts.lengths import chat_ids, continues
-from rlbench.data.prompts.placing import is_image_part
+from rlbench.data.prompts.placing import placed
 from rlbench.data.prompts.prompt import Prompt, is_chat, is_token_ids, message_text
 from rlbench.envs.protocol import Message, Observation
 from rlbench.errors import DataError
@@ -16,50 +17,62 @@ from rlbench.errors import DataError
 PLACEHOLDERS = ("yes", "no")  # no letter in common at either end, so what is common is not theirs
 
 
-def opened(
-    tokenizer: Any, prompt: Prompt, ids: list[int], observation: Observation, role: str | None
-) -> tuple[list[int], list[Message]]:
+class Observed(NamedTuple):
+    """What an environment said: `ids` go behind the others, with one placeholder for each of `images`; `messages` are
+    the same to read. `whole`: the ids are a whole chat, and begin with one placeholder for each image of the prompt."""
+
+    ids: list[int]
+    messages: list[Message]
+    images: tuple[EncodedImage, ...] = ()
+    whole: bool = False
+
+
+def opened(tokenizer: Any, prompt: Prompt, ids: list[int], observation: Observation, role: str | None) -> Observed:
     """Return the first request's token ids, those of the prompt first, and the messages that `reset` put behind it."""
-    messages = _as_messages(tokenizer, observation, role)
+    messages, images = _as_messages(tokenizer, observation, role)
     inside = observation is None or is_token_ids(observation) or (isinstance(observation, str) and role is None)
     if is_chat(prompt.content) and not inside:
-        return _asked(tokenizer, [*prompt.content, *messages]), messages
-    return [*ids, *_ids_of(tokenizer, observation)], messages
+        return Observed(_asked(tokenizer, [*prompt.content, *messages]), messages, images, whole=True)
+    return Observed([*ids, *_ids_of(tokenizer, observation)], messages)
 
 
 def bridged(
     tokenizer: Any, chat: Sequence[Message] | None, observation: Observation, role: str | None, ended: bool, last: int
-) -> tuple[list[int], list[Message]]:
+) -> Observed:
     """Return the token ids that go behind a turn's sampled ones, and the messages they are.
 
     `chat`: the messages so far, None without a chat. `ended`: the `last` token sampled was an end token, which the
     template's own end of a turn does not repeat.
     """
-    messages = _as_messages(tokenizer, observation, role)
+    messages, images = _as_messages(tokenizer, observation, role)
     if chat is None or is_token_ids(observation) or (isinstance(observation, str) and role is None):
-        return _ids_of(tokenizer, observation), messages
+        return Observed(_ids_of(tokenizer, observation), messages)
     if observation is None and not ended:
-        return [], []
+        return Observed([], [])
     ids = _behind_placeholder(tokenizer, chat, messages)
-    return (ids[1:] if ended and ids and ids[0] == last else ids), messages
+    return Observed(ids[1:] if ended and ids and ids[0] == last else ids, messages, images)
 
 
-def _as_messages(tokenizer: Any, observation: Observation, role: str | None) -> list[Message]:
+def _as_messages(
+    tokenizer: Any, observation: Observation, role: str | None
+) -> tuple[list[Message], tuple[EncodedImage, ...]]:
+    """Return an observation as messages, with placeholders for its images, and those."""
     if observation is None:
-        return []
+        return [], ()
     if is_token_ids(observation):
         text = "" if tokenizer is None else str(tokenizer.decode(list(observation), skip_special_tokens=True))
-        return [{"role": role or "user", "content": text}]
+        return [{"role": role or "user", "content": text}], ()
     if isinstance(observation, str):
-        return [{"role": role or "user", "content": observation}]
-    if isinstance(observation, list | tuple) and all(isinstance(m, dict) and "role" in m for m in observation):
-        messages = [dict(m) for m in observation if isinstance(m, dict)]
-        if any(is_image_part(part) for m in messages if isinstance(m.get("content"), list) for part in m["content"]):
-            raise DataError("the observation has images, which a prompt alone may have: describe them in text")
-        return messages
+        return [{"role": role or "user", "content": observation}], ()
+    parts = [part for part in observation if isinstance(part, dict)] if isinstance(observation, list | tuple) else []
+    if len(parts) == len(observation):
+        if all("role" in part for part in parts):
+            return placed(list(map(dict, parts)))
+        if all("type" in part and "role" not in part for part in parts):
+            return placed([{"role": role or "user", "content": parts}])
     raise DataError(
         f"the observation is {type(observation).__name__} {observation!r:.60}: wanted a text, messages "
-        "([{'role': …, 'content': …}]), token ids or None"
+        "([{'role': …, 'content': …}]), parts of one ([{'type': 'image', 'image': …}, …]), token ids or None"
     )
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+from rlbench.data.prompts.images import EncodedImage, PlacedImage
+from rlbench.data.prompts.placing import without_images
 from rlbench.data.prompts.prompt import Prompt, is_chat
 from rlbench.data.rollouts.turns import said_facts
 from rlbench.envs.bridge import bridged, opened
@@ -27,9 +29,24 @@ class Limits:
     vocabulary: int
 
 
+class Pictures(Protocol):
+    """The images of one sample, as the engine takes them."""
+
+    def opened(self, ids: Sequence[int], images: Sequence[EncodedImage]) -> tuple[list[int], list[PlacedImage]]:
+        """Return the token ids of a whole chat with a run for each image, and where among them `images` stand, which
+        come behind the prompt's. `ids`: with one token for each image. Raises DataError for what it does not take."""
+
+    def observed(
+        self, ids: Sequence[int], images: Sequence[EncodedImage], context: Sequence[int]
+    ) -> tuple[list[int], list[PlacedImage]]:
+        """Return the same of token ids that go behind a context, from whose first token places are counted."""
+
+
 @dataclass(eq=False)
 class Episode:
-    """A sample under way; `tokens` to `turns` are flat over the response, of sampled tokens and observed ones (0.0)."""
+    """A sample under way; `tokens` to `turns` are flat over the response, of sampled tokens and observed ones (0.0).
+    `pictures`: None of an engine that takes no images; `images`: those observed, counted from the first request's first
+    token."""
 
     prompt: Prompt
     prompt_ids: list[int]
@@ -37,6 +54,7 @@ class Episode:
     make: Callable[[], Any]
     tokenizer: Any
     decode: Callable[[list[int]], str]
+    pictures: Pictures | None = None
     env: Any = None
     opening: list[int] = field(default_factory=list)  # of the first request
     tokens: list[int] = field(default_factory=list)
@@ -49,6 +67,7 @@ class Episode:
     steps: list[dict[str, Any]] = field(default_factory=list)
     errors: list[dict[str, Any]] = field(default_factory=list)
     notes: dict[str, Any] = field(default_factory=dict)
+    images: list[PlacedImage] = field(default_factory=list)
     number: int = 0
     finish: str = ""
     _start: int = 0
@@ -79,11 +98,17 @@ class Episode:
 
     def opened(self, observation: Observation) -> bool:
         """Take what `reset` gave; False where it leaves no room to sample, which ends the sample."""
-        opening, said = opened(self.tokenizer, self.prompt, self.prompt_ids, observation, _role(self.env))
         self.opening = self.prompt_ids
+        opening, said, images, whole = opened(
+            self.tokenizer, self.prompt, self.prompt_ids, observation, _role(self.env)
+        )
+        shown: list[PlacedImage] = []
+        if whole and (images or self.prompt.images):
+            opening, shown = self._seeing.opened(opening, images)
         if not self._fits(opening, len(opening) - len(self.opening), "reset"):
             return False
         self.opening = opening
+        self.images += shown
         self.messages += said
         if is_chat(self.prompt.content):
             self._chat = [*self.prompt.content, *said]
@@ -115,13 +140,19 @@ class Episode:
             if not step.done:
                 self.notes["max_turns"] = True
             if step.observation is not None:
-                self.notes["last_observation"] = plain(step.observation)
+                self.notes["last_observation"] = plain(without_images(step.observation))
             return False
-        ids, said = bridged(self.tokenizer, self._chat, step.observation, _role(self.env), ended, self.tokens[-1])
+        ids, said, images, _ = bridged(
+            self.tokenizer, self._chat, step.observation, _role(self.env), ended, self.tokens[-1]
+        )
+        shown: list[PlacedImage] = []
+        if images:
+            ids, shown = self._seeing.observed(ids, images, self.context)
         if not self._fits(ids, len(ids), "step"):
             return False
         self.extend(ids, [0.0] * len(ids), sampled=False)
         self.number += 1
+        self.images += shown
         self.messages += said
         self._start, self._said = len(self.tokens), False
         return True
@@ -149,6 +180,12 @@ class Episode:
         facts = {"turns": len(self.turn_rewards), "messages": plain(self.messages), "steps": self.steps, **self.notes}
         facts |= said_facts(facts["messages"], self.said)
         return facts | ({"errors": self.errors} if self.errors else {})
+
+    @property
+    def _seeing(self) -> Pictures:
+        if self.pictures is None:
+            raise DataError("the observation has images, and this engine takes none: describe them in text")
+        return self.pictures
 
     def _say(self) -> tuple[list[int], str]:
         """Put the turn's sampled tokens among the messages; return them and their text."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import concurrent.futures
 import functools
 import inspect
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlbench.data.base.drawing import needed
+from rlbench.data.prompts.images import EncodedImage
 from rlbench.data.prompts.prompt import Prompt
 from rlbench.envs.protocol import Turn
 from rlbench.envs.tools import Parser, ToolEnv, find_calls
@@ -30,6 +32,7 @@ def mcp(
     reward: Callable[[Turn], float | None] | None = None,
     role: str | None = "tool",
     timeout_s: float = 30.0,
+    images: bool = False,
 ) -> McpEnv:
     """Make an environment of an MCP server's tools, as `rb.envs.tools` does of functions.
 
@@ -44,6 +47,7 @@ def mcp(
             one which talks over its standard input and output.
         parser, reward, role: as of `rb.envs.tools`.
         timeout_s: seconds one answer of the server may take; then the policy reads that there was none.
+        images: show the policy, which has to see, the images that tools answer with; else it reads `[image]`.
     """
     needed("mcp", "rb.envs.mcp(…)")
     if isinstance(server, str) and not server.startswith(("http://", "https://")):
@@ -67,7 +71,7 @@ def mcp(
         }
         for t in listed
     ]
-    told = {"server": reached, "timeout_s": timeout_s, "tools": schemas}
+    told = {"server": reached, "timeout_s": timeout_s, "tools": schemas, "images": images}
     return McpEnv(functions, parser or find_calls, reward, role, **told)  # type: ignore[arg-type]
 
 
@@ -78,6 +82,7 @@ class McpEnv(ToolEnv):
     server: Server
     timeout_s: float
     tools: list[dict[str, Any]]
+    images: bool = False
     _session: _Session | None = None
 
     def schemas(self) -> list[dict[str, Any]]:
@@ -91,7 +96,7 @@ class McpEnv(ToolEnv):
         """Open a session with the server, for one sample."""
         self._session = _Session(self.server, self.timeout_s)
         for tool in self.functions.values():
-            tool.session = self._session  # type: ignore[attr-defined]
+            tool.session, tool.images = self._session, self.images  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """End the session, and the server where a command started it."""
@@ -106,6 +111,7 @@ class RemoteTool:
     name: str
     schema: dict[str, Any] = field(repr=False)
     session: _Session | None = None
+    images: bool = False
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -119,13 +125,14 @@ class RemoteTool:
             [inspect.Parameter(name, kind, default=empty if name in needs else None) for name in ordered]
         )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> str:
-        """Return what the server answers, as text."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the server answers: a text, or texts and images."""
         if self.session is None:
             raise DataError(f"{self.name}: no session with the server is open: reset the environment first")
         bound = self.__signature__.bind(*args, **kwargs)
         loose = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in bound.signature.parameters.values())
-        return self.session.called(self.name, bound.kwargs if loose else bound.arguments)
+        parts = self.session.called(self.name, bound.kwargs if loose else bound.arguments, self.images)
+        return "\n".join(parts) if all(isinstance(part, str) for part in parts) else parts
 
 
 class _Session:
@@ -170,12 +177,19 @@ class _Session:
 
         return asyncio.run_coroutine_threadsafe(pages(), _loop()).result()
 
-    def called(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Call a tool; what it says of an error is for the policy to read."""
+    def called(self, name: str, arguments: Mapping[str, Any], images: bool) -> list[Any]:
+        """Call a tool; return its texts, and its images where asked for. What it says of an error the policy reads."""
         calling = self._client.call_tool(name, dict(arguments))
         result = asyncio.run_coroutine_threadsafe(calling, _loop()).result()
-        text = "\n".join(part.text if part.type == "text" else f"[{part.type}]" for part in result.content)
-        return f"error: {text}" if result.is_error else text
+        parts = [
+            EncodedImage.from_any(base64.b64decode(part.data), f"the image that {name} gave")
+            if images and part.type == "image"
+            else part.text
+            if part.type == "text"
+            else f"[{part.type}]"
+            for part in result.content
+        ]
+        return ["error: " + "\n".join(map(str, parts))] if result.is_error else parts
 
     def close(self) -> None:
         _loop().call_soon_threadsafe(self._over.set)

@@ -52,7 +52,9 @@ class Step:
 
     `observation`: what the policy sees next, never trained on. Text becomes a message of the environment's `role` in a
     chat, and stands right behind the sampled tokens where the prompt is text or token ids or the role is None; messages
-    need a chat; token ids go in as they are; None lets the policy go on. `reward`: of this turn. `done`: the sample is
+    need a chat, and may have images as a prompt's may, as may parts of one message of the environment's role
+    (`[{"type": "image", "image": picture}, {"type": "text", "text": "…"}]`); token ids go in as they are; None lets the
+    policy go on. `reward`: of this turn. `done`: the sample is
     over; a last observation then only shows in its info. `info`: JSON types, kept per turn (else as their repr); a list
     `errors` in it, made by `error_facts`, is shown among the errors.
     """

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlbench.data.prompts.chat import schema_of
+from rlbench.data.prompts.images import is_image
+from rlbench.data.prompts.placing import without_images
 from rlbench.envs.episode import error_facts
 from rlbench.envs.protocol import Env, Step, Turn, resolved
 from rlbench.errors import DataError, nearest
@@ -37,6 +39,8 @@ class ToolCall:
 
 
 Parser = Callable[[str], Iterable[ToolCall]]
+Content = str | list[dict[str, Any]]
+"""Of a message: a text, or parts."""
 
 
 def tools(
@@ -55,12 +59,13 @@ def tools(
     `env` is not looked into.
 
     Args:
-        functions: by name, or functions with names of their own; plain or async.
+        functions: by name, or functions with names of their own; plain or async. What they return is told as text; an
+            image (Pillow's), or a list of texts and images, is shown to a model that sees.
         parser: finds the calls in a turn's text; None: `find_calls`.
         in_thoughts: execute calls inside of `<think>…</think>` too, which are otherwise what the policy thinks about.
         reward: of a sample's last turn; None leaves rewards to `rollouts.score`.
         role: of the messages with results in a chat; None puts results behind the call, inside the assistant's message
-            (give the end of the call as a stop string: `stop=["</tool>"]`).
+            (give the end of the call as a stop string: `stop=["</tool>"]`), which images cannot be.
     """
     if not isinstance(functions, Mapping):
         functions = {getattr(fn, "__name__", ""): fn for fn in functions}
@@ -112,20 +117,26 @@ class ToolEnv(Env):
         if not calls:
             return Step(reward=reward, done=True)
         results = [result for _, result, _ in executed]
+        if self.role is None and any(isinstance(result, list) for result in results):
+            raise DataError(
+                "a tool gave an image, which cannot stand inside the assistant's message: tools(…, role='tool')"
+            )
         if len(calls) > MOST_CALLS:
             results.append(f"error: {len(calls)} calls in one turn; only the first {MOST_CALLS} were executed")
         info: dict[str, Any] = {
             "tool_calls": [
-                {"name": call.name, "arguments": call.arguments, "result": result} for call, result, _ in executed
+                {"name": call.name, "arguments": call.arguments, "result": without_images(result)}
+                for call, result, _ in executed
             ]
         }
         if errors := [error for _, _, error in executed if error is not None]:
             info["errors"] = errors
-        if self.role is None or len(results) == 1:
-            return Step("\n".join(results), reward, info=info)
+        texts = [result for result in results if isinstance(result, str)]
+        if self.role is None or len(texts) == len(results) == 1:
+            return Step("\n".join(texts), reward, info=info)
         return Step([{"role": self.role, "content": result} for result in results], reward, info=info)
 
-    def _executed(self, call: ToolCall) -> tuple[str, dict[str, Any] | None]:
+    def _executed(self, call: ToolCall) -> tuple[Content, dict[str, Any] | None]:
         """Return what the policy reads, and the error where the tool itself raised one."""
         fn = self.functions.get(call.name)
         if fn is None and call.name:
@@ -142,7 +153,7 @@ class ToolEnv(Env):
                 value = resolved(fn(*args, **kwargs))
         except Exception as error:  # the tool's own: for the policy to read, and for the user to see
             return f"error: {type(error).__name__}: {error}"[:LONGEST_RESULT], error_facts(error, f"tool {call.name}")
-        return _as_text(value), None
+        return _as_content(value), None
 
 
 def _json_call(text: str) -> ToolCall:
@@ -189,6 +200,16 @@ def _literals(text: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
             f"arguments must be numbers, texts and lists, as in f(1, 'a', unit='m'); got {text[:80]!r}"
         ) from error
     return args, kwargs
+
+
+def _as_content(value: Any) -> Content:
+    """Return a result as a message's content: parts where it is an image or a list that holds one, else a text."""
+    listed = list(value) if isinstance(value, list | tuple) else [value]
+    if not any(map(is_image, listed)):
+        return _as_text(value)
+    return [
+        {"type": "image", "image": one} if is_image(one) else {"type": "text", "text": _as_text(one)} for one in listed
+    ]
 
 
 def _as_text(value: Any) -> str:

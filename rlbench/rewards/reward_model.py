@@ -158,6 +158,8 @@ def read_tokens(rollout: Rollout, tokenizer: Any) -> list[int]:
     sampled, where the tokenizer is of the same vocabulary, else its texts as pairs are encoded, up to the end token."""
     if len(rollout.prompt_token_ids) and _same_vocabulary(rollout.tokenizer, tokenizer):
         return [*map(int, rollout.prompt_token_ids), *rollout.token_ids]
+    if rollout.observed_images:
+        raise DataError("an environment showed it images, which only a model of the policy's vocabulary reads")
     renderer, images = Renderer.of(tokenizer), rollout.images
     rendered = Reading().continued(renderer, rollout.prompt, rollout.transcript, "completion", None, images)
     return rendered.tokens[: int(rendered.trained.nonzero()[0][-1]) + 1].tolist()  # type: ignore[no-any-return]

@@ -108,7 +108,7 @@ class RewardModel(Handle, Scorer):
                 rows[i] = ids
         if not rows:
             return
-        images = [rollouts[i].images for i in rows]
+        images = [rollouts[i].all_images for i in rows]
         pending = reward_steps.ask_scores(self.core, list(rows.values()), images)
         try:
             while True:

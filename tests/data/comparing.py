@@ -4,9 +4,12 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from rlbench.data import Prompt, PromptSet, Ragged, Rollouts, TrainBatch
+from rlbench.data import EncodedImage, Prompt, PromptSet, Ragged, Rollouts, TrainBatch
+from rlbench.data.prompts.images import PlacedImage
 from rlbench.data.rollouts.scoring import RewardError, RewardErrors
 from tests.data.values import generated, rollouts
+
+PICTURE = EncodedImage.from_any(np.full((4, 4, 3), 7, np.uint8))
 
 
 def same(a, b):
@@ -57,6 +60,9 @@ def full(made=None):
         turn_rewards=Ragged.from_rows([[1.0, np.nan]] * samples, np.float64),
         env_rewards=np.arange(samples) * 1.0,
         infos=tuple({"turns": i} for i in range(samples)),
+        observed_images=tuple(
+            (PlacedImage.of(PICTURE, i), PlacedImage.of(PICTURE, i + 1))[: i % 3] for i in range(samples)
+        ),
         notes=("drawn by hand",),
     )
 

@@ -15,7 +15,7 @@ from PIL import Image
 from rlbench.data import Prompt, Rollouts
 from rlbench.data.base.plain import MARK, dumps, loads
 from rlbench.errors import DataError
-from tests.data.comparing import same
+from tests.data.comparing import full, same
 from tests.data.values import rollouts
 from tests.data.written import sorting, stepped, written
 
@@ -113,6 +113,19 @@ def test_images_are_written_once_for_each_prompt(tmp_path):
     assert [0 if cell is None else len(cell) for cell in column] == [1, 0, 0, 0, 2, 0]
     rows = [json.loads(line) for line in value.to_json(tmp_path / "r.jsonl").read_text().splitlines()]
     assert [len(row.get("images", ())) for row in rows] == [1, 0, 0, 0, 2, 0]
+    assert not any("observed_images" in row for row in rows)
+
+
+def test_observed_images_come_back_with_their_places(tmp_path):
+    value = full()
+    back = through(value, tmp_path)
+    assert same(value, back)
+    assert [[(i.data, i.at) for i in own] for own in back.observed_images] == [
+        [(i.data, i.at) for i in own] for own in value.observed_images
+    ]
+    rows = [json.loads(line) for line in value.to_json(tmp_path / "r.jsonl").read_text().splitlines()]
+    assert [row.get("observed_images_at", []) for row in rows] == [[], [1], [2, 3], [], [4], [5, 6]]
+    assert rows[1]["observed_images"] == [value.observed_images[1][0].data_url]
 
 
 def test_other_tools_read_the_file(tmp_path):

@@ -1,8 +1,12 @@
 """An MCP server for tests: over standard input and output, or with a port over HTTP, at `/mcp` of this machine."""
 
+import io
 import sys
+from typing import Any
 
+import PIL.Image
 from mcp.server import MCPServer
+from mcp.server.mcpserver import Image
 
 server = MCPServer("test")
 seen: list[str] = []
@@ -19,6 +23,14 @@ def note(text: str) -> str:
     """Keep a text, and say how many there are."""
     seen.append(text)
     return f"{len(seen)} notes"
+
+
+@server.tool(structured_output=False)
+def picture(shade: int) -> list[Any]:
+    """Draw a square."""
+    data = io.BytesIO()
+    PIL.Image.new("RGB", (8, 8), (shade, 0, 0)).save(data, "PNG")
+    return ["a square", Image(data=data.getvalue(), format="png")]
 
 
 @server.tool()

@@ -48,8 +48,23 @@ def call(env: Any, name: str, **arguments: Any) -> Any:
     return env.step(Turn(0, text, [1], "stop", False, Prompt("p"), [], [1]))
 
 
+def test_images_are_shown_where_they_are_asked_for(command: Any) -> None:
+    assert said(command, "picture", shade=7) == "a square\n[image]"
+    (message,) = said(mcp(SERVER, images=True), "picture", shade=7)
+    text, image = message["content"]
+    assert text == {"type": "text", "text": "a square"} and image["image"].pil().getpixel((1, 1)) == (7, 0, 0)
+
+
+def said(env: Any, name: str, **arguments: Any) -> Any:
+    made = unpacked(cloudpickle.dumps(env))()
+    made.reset(Prompt("p"))
+    step = call(made, name, **arguments)
+    made.close()
+    return step.observation
+
+
 def test_tools_are_told_of_as_their_schemas_say(command: Any) -> None:
-    assert repr(command).endswith("mcp_server.py: add, note, broken)")
+    assert repr(command).endswith("mcp_server.py: add, note, picture, broken)")
     schema = {tool["function"]["name"]: tool["function"] for tool in command.tools}["add"]
     assert schema["description"] == "Add two numbers." and schema["parameters"]["required"] == ["a"]
 
@@ -88,8 +103,8 @@ def test_completions_of_a_rollout_meet_a_server_at_an_address(session: Any, addr
 
 def test_arguments_follow_a_schema_whose_names_are_no_python_names() -> None:
     class Session:
-        def called(self, name: str, arguments: Any) -> str:
-            return json.dumps(dict(arguments))
+        def called(self, name: str, arguments: Any, images: bool) -> list[str]:
+            return [json.dumps(dict(arguments))]
 
     loose = RemoteTool("f", {"properties": {"from": {}, "arguments": {}}}, Session())  # type: ignore[arg-type]
     assert json.loads(loose(**{"from": 1, "arguments": 2})) == {"from": 1, "arguments": 2}

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from PIL import Image
 
 from rlbench.data import Prompt
 from rlbench.envs import Turn, find_calls, tools
@@ -42,6 +43,20 @@ def test_both_formats_are_understood_in_order():
     assert [(c.name, c.arguments) for c in find_calls(text)] == [("shout", "x"), ("add", {"a": 2})]
     said = answered(text)
     assert said == [{"role": "tool", "content": "X"}, {"role": "tool", "content": "3"}]
+
+
+def test_images_become_parts_of_the_result_and_only_placeholders_are_told():
+    square = Image.new("RGB", (8, 8))
+    drawing = tools({"draw": lambda: square, "both": lambda: ["two", square, 3], "add": add})
+    step = drawing.step(turn("<tool>draw()</tool><tool>both()</tool><tool>add(1)</tool>"))
+    part = {"type": "image", "image": square}
+    texts = [{"type": "text", "text": text} for text in ("two", "3")]
+    assert [message["content"] for message in step.observation] == [[part], [texts[0], part, texts[1]], "2"]
+    assert step.info["tool_calls"][0]["result"] == [{"type": "image"}]
+    (alone,) = answered("<tool>draw()</tool>", drawing)
+    assert alone == {"role": "tool", "content": [part]}
+    with pytest.raises(DataError, match="role='tool'"):
+        answered("<tool>draw()</tool>", tools({"draw": lambda: square}, role=None))
 
 
 def test_a_function_of_one_parameter_gets_the_text_others_literals():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import rlbench as rb
-from rlbench.errors import BuildError
+from rlbench.errors import BuildError, DataError
 from tests.trainers.seeing import FAMILIES, save_eyes
 
 pytestmark = pytest.mark.engine
@@ -39,6 +39,62 @@ def test_a_qwen3_vl_rolls_out_trains_syncs_and_goes_back(cluster: Any, tmp_path:
         assert session.preflight(strict=True).passed
         session.undo()
         np.testing.assert_array_equal(session.logprobs(batch), before)
+
+
+class Again(rb.envs.Env):
+    """Shows another picture after the first answer, or says a word where the prompt had none."""
+
+    def __init__(self, pictures: list[Any]) -> None:
+        self.pictures = pictures
+
+    def step(self, turn: Any) -> rb.envs.Step:
+        if turn.number or not turn.prompt.images:
+            return rb.envs.Step("and now?", done=turn.number == 1)
+        other = self.pictures[len(turn.text) % len(self.pictures)]
+        return rb.envs.Step([{"type": "image", "image": other}, {"type": "text", "text": "and this?"}])
+
+
+def test_pictures_that_an_environment_shows_are_rolled_out_trained_on_forked_and_kept(
+    cluster: Any, tmp_path: Path
+) -> None:
+    asked = [*rb.tiny.vision_prompts(3), {"prompt": [{"role": "user", "content": "what?"}]}]
+    shown = [rb.data.EncodedImage.from_any(np.full((84, 56, 3), i * 60, np.uint8)) for i in range(3)]
+    with rb.Session(save_eyes(tmp_path), train=rb.Train(lr=1e-3)) as session:
+        rollouts = session.rollout(asked, n=4, max_tokens=9, seed=1, env=Again(shown), max_turns=2, ignore_eos=True)
+        assert not rollouts.env_errors and rollouts.finish.tolist() == [1] * 16
+        assert [len(own) for own in rollouts.observed_images] == [1] * 12 + [0] * 4
+        assert {own[0].digest for own in rollouts.observed_images if own} <= {image.digest for image in shown}
+        scored = rollouts.score(lambda rollout: float(len(rollout.text) % 2) + len(rollout.observed_images))
+        batch = scored.batch(rb.rl.group_normalized())
+        assert [len(images) for images in batch.images] == [2] * 12 + [0] * 4
+        assert session.preflight(batch, strict=True).passed
+        before = session.logprobs(batch)
+        assert np.abs(before - rollouts.logprobs)[batch.mask].max() < 1e-4, "the sampler saw the same"
+        whole = [[*r.prompt_token_ids.tolist(), *r.token_ids] for r in rollouts.flat]
+        again = session.inference.logprobs(whole[:4], [r.all_images for r in list(rollouts.flat)[:4]])
+        for i, own in enumerate(again):
+            given = rollouts.responses.with_values(rollouts.logprobs)[i]
+            assert np.abs(own[-len(given) :] - given)[masks(rollouts)[i]].max() < 1e-4
+        session.train_step(batch)
+        assert np.abs(session.logprobs(batch) - before).max() > 1e-4
+        assert session.sync_weights().gap < 1e-4
+
+        at = int(np.flatnonzero(masks(rollouts)[0])[-3])  # in the turn after the picture
+        tree = scored.fork(0, at=at, n=3)
+        assert [len(own) for own in tree.observed_images[4:7]] == [1] * 3 and tree.rewards[4] >= 1
+        assert tree.responses[4][:at].tolist() == rollouts.responses[0][:at].tolist()
+        early = scored.fork(0, at=2, n=1)
+        assert early.observed_images[4] == () and len(early.observed_images[0]) == 1
+        with pytest.raises(DataError, match="inside of an image"):
+            scored.fork(0, at=rollouts.observed_images[0][0].at + 1, n=1, text="x")
+        kept = rb.Rollouts.from_parquet(tree.to_parquet(tmp_path / "tree.parquet"))
+        assert kept.observed_images == tree.observed_images
+        session.undo()
+        np.testing.assert_array_equal(session.logprobs(batch), before)
+
+
+def masks(rollouts: Any) -> Any:
+    return rollouts.responses.with_values(rollouts.mask)
 
 
 def adapted_layers() -> list[str]:

@@ -21,7 +21,8 @@ from transformers import (
 
 import rlbench.nn
 from rlbench.data.base.ragged import Ragged
-from rlbench.data.prompts.images import EncodedImage
+from rlbench.data.batches.batch import PER_TOKEN
+from rlbench.data.prompts.images import EncodedImage, PlacedImage
 from rlbench.tiny import vision
 from rlbench.tiny.vision_model import CHAT_TEMPLATE, build_model, build_processor
 from tests.trainers.policy_reference import batch
@@ -137,17 +138,59 @@ def with_pictures(path: str, images: list[list[EncodedImage]], lengths: Any = LE
     return given.replace(prompts=Ragged.from_rows(prompts, np.int32), images=tuple(map(tuple, images)))
 
 
+def with_observed(path: str, given: Any, images: list[list[tuple[EncodedImage, int]]], stray: bool = False) -> Any:
+    """The same batch whose responses hold these images too, in front of their tokens of these numbers, untrained;
+    `stray`: a placeholder that stands for no image is the first token of each response, trained."""
+    token, reader = build_processor().image_token_id, AutoImageProcessor.from_pretrained(path)
+    flat = {name: given.responses.with_values(getattr(given, name)) for name in PER_TOKEN}
+    rows: dict[str, list[Any]] = {name: [] for name in ("responses", *flat)}
+    shown = []
+    for i, response in enumerate(given.responses):
+        row = {"responses": list(response)} | {name: list(values[i]) for name, values in flat.items()}
+        if stray:
+            row["responses"][0] = token
+        placed = []
+        for image, at in sorted(images[i], key=lambda one: -one[1]):
+            count = int(reader(images=[image.pil()])["image_grid_thw"][0].prod()) // 4
+            for name, values in row.items():
+                values[at:at] = [token if name == "responses" else 0] * count
+            placed = [PlacedImage.of(image, at), *(PlacedImage.of(one, one.at + count) for one in placed)]
+        shown.append(tuple(placed))
+        for name, values in row.items():
+            rows[name].append(values)
+    held = given.images or [()] * len(given)
+    return given.replace(
+        responses=Ragged.from_rows(rows["responses"], np.int32),
+        images=tuple((*own, *more) for own, more in zip(held, shown, strict=True)),
+        **{name: Ragged.from_rows(rows[name], getattr(given, name).dtype).values for name in flat},
+    )
+
+
 class Plain:
     """transformers' own model, called with one row after another of a batch."""
 
     def __init__(self, path: str, given: Any) -> None:
         self.model = AutoModelForImageTextToText.from_pretrained(path)
-        self._reader, self._rows = AutoImageProcessor.from_pretrained(path), iter(given.images)
+        self._reader, self._rows = AutoImageProcessor.from_pretrained(path), iter(range(len(given)))
+        self._given = given
 
     def __call__(self, ids: torch.Tensor) -> Any:
-        images = next(self._rows)
+        row = next(self._rows)
+        images = self._given.images[row]
         if not images:
             return self.model(input_ids=ids)
         seen = self._reader(images=[image.pil() for image in images], return_tensors="pt")
-        kinds = (ids == self.model.config.image_token_id).int()
+        kinds, first = torch.zeros_like(ids), 0
+        for image, grid in zip(images, seen["image_grid_thw"], strict=True):
+            count = int(grid.prod()) // 4
+            if isinstance(image, PlacedImage):
+                first = len(self._given.prompts[row]) + image.at
+            for _ in range(count):
+                first += int((ids[0, first:] == self.model.config.image_token_id).int().argmax())
+                kinds[0, first] = 1
+                first += 1
+        self.model.model.get_placeholder_mask = lambda _, inputs_embeds, **__: (
+            kinds.bool()[..., None].expand_as(inputs_embeds),
+            torch.zeros_like(inputs_embeds, dtype=torch.bool),
+        )
         return self.model(input_ids=ids, mm_token_type_ids=kinds, **seen)

@@ -10,12 +10,13 @@ import pytest
 import torch
 from transformers import AutoImageProcessor, AutoModel, AutoProcessor
 
+from rlbench.data.prompts.images import counted_from
 from rlbench.errors import DataError
 from rlbench.strategies import FSDPV2Strategy
 from rlbench.trainers.models.reward_heads import make_reward_model, scores_of
 from rlbench.trainers.models.value_model import make_critic, values_of
 from tests.ranks import ranks
-from tests.trainers.seeing import on_meta, pictures, save_eyes, with_pictures
+from tests.trainers.seeing import on_meta, pictures, save_eyes, with_observed, with_pictures
 
 pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
@@ -100,7 +101,7 @@ def test_it_sees_what_a_picture_shows_and_comes_back_from_its_folder(eyes: str, 
 
 def test_scores_of_a_reward_model_are_those_of_transformers_with_the_pictures(eyes: str, engine: Any) -> None:
     a, b = pictures(2)
-    given = with_pictures(eyes, [[a], [], [a, b], []])
+    given = with_observed(eyes, with_pictures(eyes, [[a], [], [a, b], []]), [[(b, 2)], [], [(b, 0), (a, 3)], []])
     whole = [[*p.tolist(), *r.tolist()] for p, r in zip(given.prompts, given.responses, strict=True)]
 
     def made() -> Any:
@@ -114,7 +115,7 @@ def test_scores_of_a_reward_model_are_those_of_transformers_with_the_pictures(ey
         blind = scores_of(model, [whole[1]], strategy)
         return scores, blind, model.score.weight.full_tensor()
 
-    images = given.images
+    images = [counted_from(own, -len(prompt)) for own, prompt in zip(given.images, given.prompts, strict=True)]
     results = engine.run(made)
     backbone, head = AutoModel.from_pretrained(eyes), results[0][2][0]
     reader, expected = AutoImageProcessor.from_pretrained(eyes), []

@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlbench.data.prompts.images import PlacedImage
 from rlbench.errors import DataError
 from rlbench.trainers.models.lora import Lora
 from rlbench.trainers.models.policy_spec import PolicySpec
 from rlbench.weights.names import checkpoint_shapes
 from tests.ranks import ranks
 from tests.trainers.policy_reference import GRPO, assert_gradients, by_hand, forward_backward
-from tests.trainers.seeing import FAMILIES, Plain, on_meta, pictures, save_eyes, with_pictures
+from tests.trainers.seeing import FAMILIES, Plain, on_meta, pictures, save_eyes, with_observed, with_pictures
 
 pytestmark = pytest.mark.slow
 
@@ -41,6 +42,27 @@ def test_gradient_and_metrics_are_those_of_one_plain_process(
     total, expected = by_hand(plain, given, GRPO, "token-mean")
     total.backward()
     assert plain.model.model.visual.patch_embed.proj.weight.grad.abs().max() > 1e-5
+    with ranks(world_size, on_meta(family)) as engine:
+        results = forward_backward(engine, given, **options)
+        assert_gradients(engine, plain.model, atol=1e-5)
+    for name, value in expected.items():
+        assert results[0]["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [(1, {}), (1, {"packing": False, "head": "plain"}), (2, {"token_budget": 60}), (2, {"packing": False})],
+)
+def test_images_that_an_environment_showed_stand_at_their_places(
+    family: str, world_size: int, options: dict[str, Any]
+) -> None:
+    a, b, c = pictures(3)
+    asked = with_pictures(family, [[a], [], [a, b], []])
+    given = with_observed(family, asked, [[(b, 2)], [(c, 1), (a, 4)], [], []], stray=True)
+    assert [len(own) for own in given.images] == [2, 2, 2, 0] and (~given.mask).sum() > 10
+    plain = Plain(family, given)
+    total, expected = by_hand(plain, given, GRPO, "token-mean")
+    total.backward()
     with ranks(world_size, on_meta(family)) as engine:
         results = forward_backward(engine, given, **options)
         assert_gradients(engine, plain.model, atol=1e-5)
@@ -115,6 +137,10 @@ def test_what_cannot_be_seen_is_refused_before_any_pass(eyes: str, qwen: str) ->
     with ranks(1, on_meta(eyes)) as engine:
         with pytest.raises(DataError, match="4 image tokens, its 2 images 8"):
             forward_backward(engine, short)
+        for at, token in ((1, "0 image tokens at"), (-4, "image tokens at")):
+            wrong = given.replace(images=((*given.images[0], PlacedImage.of(given.images[0][0], at)), ()))
+            with pytest.raises(DataError, match=f"sequence 0 has .*{token}"):
+                forward_backward(engine, wrong)
         forward_backward(engine, given)
 
 
@@ -131,5 +157,10 @@ def test_images_stay_with_their_rows(eyes: str, tmp_path: Any) -> None:
     again = type(given).from_parquet(given.to_parquet(tmp_path / "batch.parquet"))
     assert again.images == given.images and again.key == given.key != given.replace(images=None).key
     assert again.images[0][0] is again.images[2][0]
-    with pytest.raises(DataError, match="images of 1 prompts for 3"):
+    with pytest.raises(DataError, match="images of 1 sequences for 3"):
         given.replace(images=((a,),))
+    seen = with_observed(eyes, given, [[], [(b, 2)], [(a, 1)]])
+    again = type(seen).from_parquet(seen.to_parquet(tmp_path / "seen.parquet"))
+    assert again.images == seen.images == rb.data.join(seen[:1], seen[1:]).images and again.images[1][0].at == 2
+    moved = seen.replace(images=(seen.images[0], (PlacedImage.of(b, 1),), seen.images[2]))
+    assert again.key == seen.key != moved.key

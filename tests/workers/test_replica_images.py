@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
-import threading
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import httpx
 import numpy as np
 import pytest
@@ -23,21 +23,22 @@ from rlbench.data import EncodedImage, Prompt, as_prompts
 from rlbench.data.rollouts.jobs import GenerateJob
 from rlbench.data.runs.journal import read
 from rlbench.data.runs.traces import Traces
-from rlbench.envs import Env, Step
+from rlbench.envs import Step
 from rlbench.errors import DataError
 from rlbench.tiny.vision_model import build_model, build_processor
 from rlbench.workers.replica.config import ReplicaConfig
 from rlbench.workers.replica.serving.options import ServeOptions
 from rlbench.workers.replica.vllm import VllmReplica
 
+from .seeing import PLACE, PLACE_TOKEN, Asks, Shows, expected, logprobs_at, remote
 from .turns import Rows
 from .turns import job as turns_job
 
 pytestmark = pytest.mark.engine
 
 Lane = Callable[..., Any]
-PLACE = {"type": "image"}
 WIDER = 4
+PICTURE = {"type": "image", "image": np.full((56, 56, 3), 99, np.uint8)}
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -65,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def replica(folder: Path, lane: Lane) -> Iterator[VllmReplica]:
-    limit = {"limit_mm_per_prompt": {"image": 2}}
+    limit = {"limit_mm_per_prompt": {"image": 4}}
     config = ReplicaConfig(str(folder), dtype="float32", kv_cache_bytes=64 << 20, max_num_seqs=8, engine_kwargs=limit)
     made = VllmReplica(config)
     lane(made.build)
@@ -98,25 +99,6 @@ def larger(prompt: Prompt) -> EncodedImage:
 def job(prompts: list[Prompt], n: int = 2, **sampling: Any) -> GenerateJob:
     empty = turns_job([[1]] * len(prompts), n=n, **sampling)
     return replace(empty, prompts=[p.content for p in prompts], asked=(), images=tuple(p.images for p in prompts))
-
-
-def expected(reference: tuple[Any, Any], prompt: Prompt, response: list[int]) -> tuple[list[int], np.ndarray]:
-    """The prompt's token ids and the response's log-probs, by transformers."""
-    model, processor = reference
-    text = prompt.content
-    if not isinstance(text, str):
-        text = processor.apply_chat_template(text, add_generation_prompt=True, tokenize=False)
-    pictures = [image.pil() for image in prompt.images] or None
-    inputs = processor(text=[text], images=pictures, return_tensors="pt")
-    ids = inputs.pop("input_ids")
-    whole = torch.cat([ids, torch.tensor([response], dtype=ids.dtype)], 1)
-    kinds = inputs.pop("mm_token_type_ids", torch.zeros_like(ids))
-    kinds = torch.cat([kinds, torch.zeros(1, len(response), dtype=kinds.dtype)], 1)
-    inputs.pop("attention_mask")
-    with torch.no_grad():
-        logprobs = model(input_ids=whole, mm_token_type_ids=kinds, **inputs).logits.log_softmax(-1)[0]
-    drawn = logprobs[ids.shape[1] - 1 : -1].gather(1, whole[0, ids.shape[1] :, None])
-    return ids[0].tolist(), drawn[:, 0].numpy()
 
 
 def test_log_probs_and_token_ids_are_those_of_transformers_in_a_mixed_batch(replica, lane, reference, prompts):
@@ -154,9 +136,9 @@ def test_what_cannot_be_served_names_the_prompt_and_leaves_the_replica_usable(re
     noise = np.random.default_rng(0).integers(0, 255, (300, 300, 3), np.uint8)
     jpeg = io.BytesIO()
     EncodedImage.from_any(noise).pil().save(jpeg, "JPEG")
-    places = [PLACE] * 3
+    places = [PLACE] * 5
     bad, token = [
-        (Prompt([{"role": "user", "content": places}], images=(image,) * 3), "takes 2 here.*limit_mm_per_prompt"),
+        (Prompt([{"role": "user", "content": places}], images=(image,) * 5), "takes 4 here.*limit_mm_per_prompt"),
         (Prompt("no place", images=(image,)), "0 places for its 1 images"),
         (Prompt([{"role": "user", "content": [PLACE]}], images=(np.zeros((2, 900, 3), np.uint8),)), "aspect ratio"),
         (Prompt([{"role": "user", "content": [PLACE]}], images=(jpeg.getvalue()[:-9000],)), "cannot be decoded"),
@@ -169,19 +151,6 @@ def test_what_cannot_be_served_names_the_prompt_and_leaves_the_replica_usable(re
     fresh = Prompt([{"role": "user", "content": [PLACE]}], images=(image,))
     assert len(lane(replica.generate, job([prompts[0], fresh], n=1, max_tokens=1)).texts) == 2
     assert replica.status()["running"] == 0
-
-
-class Asks(Env):
-    """Asks once more; `first`: what it says before anything is sampled."""
-
-    def __init__(self, first: Any = None, then: Any = "sure?") -> None:
-        self.first, self.then = first, then
-
-    def reset(self, prompt):
-        return self.first
-
-    def step(self, turn):
-        return Step(self.then, reward=1.0)
 
 
 @pytest.mark.parametrize("first", [None, "look well"])
@@ -202,12 +171,95 @@ def test_turns_go_on_behind_the_picture(replica, lane, reference, prompts, first
         assert set(rows.of("turns", key)) == {0, 1} and not rows.info(key).get("errors")
 
 
-def test_observed_images_are_refused_in_words(replica, lane, prompts):
-    seen = [{"role": "user", "content": [{"type": "image", "image": prompts[0].images[0]}]}]
-    env = turns_job([], env=lambda: Asks(None, seen), max_turns=2).env
-    rows = Rows(lane(replica.generate, replace(job(prompts[:1], n=1), env=env, asked=tuple(prompts[:1]))))
-    (error,) = rows.info()["errors"]
-    assert "images" in error["message"] and rows.finish() == "abort"
+def shown(replica: VllmReplica, lane: Lane, prompts: list[Prompt], *observations: Any, n: int = 2) -> Rows:
+    """What is drawn where an environment shows this."""
+    env = turns_job([], env=lambda: Shows(*observations), max_turns=9).env
+    asked = job(prompts, n=n, temperature=1.0, max_tokens=3, ignore_eos=True)
+    return Rows(lane(replica.generate, replace(asked, env=env, asked=tuple(prompts))))
+
+
+def test_images_that_an_environment_shows_are_seen_where_they_stand(replica, lane, reference, prompts):
+    one, two = prompts[1].images[0], larger(prompts[0])
+    asked = [prompts[0], prompts[2], prompts[3]]  # with one image, none, and two
+    message = [{"role": "user", "content": [{"type": "image", "image": two.data}, {"type": "text", "text": "look"}]}]
+    parts = [{"type": "text", "text": "now"}, {"type": "image_url", "image_url": {"url": one.data_url}}]
+    stray = [65, PLACE_TOKEN, PLACE_TOKEN, 66]  # no image, and what a policy might sample: tokens as others
+    for observations in ([None, "and?", parts, "sure?", None], [message, stray, parts, None]):
+        rows = shown(replica, lane, asked, *observations)
+        seen = [image for image, told in ((two, message), (one, parts)) if told in observations]
+        for key in rows.keys:
+            assert not rows.info(key).get("errors") and rows.finish(key) == "length"
+            shared = rows.arrays.prompt_token_ids[key[0]]
+            observed = rows.arrays.observed_images[rows.keys.index(key)]
+            assert [image.digest for image in observed] == [image.digest for image in seen]
+            whole, mask = shared + rows.of("token_ids", key), np.array(rows.of("mask", key))
+            starts = [i for i, t in enumerate(shared) if t == PLACE_TOKEN and shared[i - 1] != PLACE_TOKEN]
+            own = list(zip(asked[key[0]].images, starts, strict=True))
+            places = [(image, image.at + len(shared)) for image in observed]
+            scored = logprobs_at(reference, whole, own + places)[len(shared) - 1 :]
+            assert np.abs(scored - rows.of("logprobs", key))[mask].max() < 1e-4
+            assert not any(mask[image.at] for image in observed) and mask.sum() == 3 * (len(observations) - 1)
+            told = [m for m in rows.info(key)["messages"] if isinstance(m["content"], list)]
+            assert [PLACE in m["content"] for m in told] == [True] * len(seen)
+
+
+def test_what_each_sample_is_shown_first_is_its_own(replica, lane, prompts):
+    class Own(Shows):
+        def reset(self, prompt):
+            first = bytes(prompts[next(count) % 2].images[0].data)
+            return [{"role": "user", "content": [{"type": "image", "image": first}]}]
+
+    count = iter(range(9))
+    env = replace(turns_job([], max_turns=1, env=object).env, blob=cloudpickle.dumps(lambda: Own(None, None)))
+    assert env.max_turns == 1
+    asked = job(prompts[2:3], n=2, max_tokens=2)
+    rows = Rows(lane(replica.generate, replace(asked, env=env, asked=(prompts[2],))))
+    assert [[image.at for image in own] for own in rows.arrays.observed_images] == [[0], [0]]
+    assert PLACE_TOKEN not in rows.arrays.prompt_token_ids[0]
+    assert len({own[0].digest for own in rows.arrays.observed_images}) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "observation", "token"),
+    [
+        (
+            None,
+            [{"type": "image", "image": np.full((28, 28, 3), i, np.uint8)} for i in range(4)],
+            "5 images, but.*takes 4",
+        ),
+        (None, [{"type": "image", "image": b"no image"}], "broken or no image"),
+        (None, [{"type": "image", "image": "http://127.0.0.1/a.png"}], "nothing remote is read"),
+        (None, [{"type": "image"}], "1 placeholders for images and 0 images"),
+        (None, [{"type": "image", "image": np.zeros((2, 900, 3), np.uint8)}], "aspect ratio"),
+        (None, [PICTURE, {"type": "text", "text": "<|image_pad|>"}], "2 of the model's tokens for an image.*1 images"),
+        ("a text", [PICTURE], "the prompt is no chat"),
+        (None, [PICTURE, "text"], "wanted a text, messages"),
+    ],
+    ids=range(8),
+)
+def test_an_image_that_cannot_be_shown_ends_its_sample_alone(replica, lane, prompts, content, observation, token):
+    asked = [prompts[0] if content is None else Prompt(content), prompts[1]]
+
+    class Once(Shows):
+        def reset(self, prompt):
+            self.bad = prompt.images != prompts[1].images
+            return None
+
+        def step(self, turn):
+            return Step(observation if self.bad else "more", done=turn.number == 1)
+
+    env = turns_job([], env=lambda: Once(None), max_turns=3).env
+    rows = Rows(lane(replica.generate, replace(job(asked, n=1, max_tokens=2), env=env, asked=tuple(asked))))
+    (error,) = rows.info((0, 0))["errors"]
+    assert re.search(token, error["message"], re.DOTALL) and error["where"] == "step", error["message"]
+    assert rows.finish((0, 0)) == "abort" and not rows.info((1, 0)).get("errors")
+    assert replica.status()["running"] == 0
+
+
+def test_the_last_thing_shown_is_told_without_its_bytes(replica, lane, prompts):
+    rows = shown(replica, lane, prompts[:1], None, [PICTURE, {"type": "text", "text": "over"}], n=1)
+    assert rows.info()["last_observation"] == [PLACE, {"type": "text", "text": "over"}]
+    assert rows.arrays.observed_images == [()]
 
 
 def test_a_job_holds_an_image_once_for_all_its_prompts(prompts):
@@ -269,6 +321,52 @@ def test_clients_show_pictures_and_traces_keep_them(serve, prompts, replica, lan
     assert all(p.content[0]["content"][0] == PLACE for p in rollouts.prompts)
 
 
+def test_a_run_that_is_shown_further_images_is_trained_on_with_them(serve, prompts, reference):
+    post = serve()
+    images = [prompts[0].images[0], prompts[1].images[0], larger(prompts[0])]
+    one, two, wide = (pictured(image.data_url) for image in images)
+    begin = sum(1 for _ in read(post.journal))
+
+    def ask(run: str, *turns: list[dict[str, Any]]) -> None:
+        said: list[dict[str, Any]] = []
+        for messages in turns:
+            said += messages
+            answer = post(said, run=run, max_tokens=5, temperature=0).json()["choices"][0]["message"]
+            said.append({"role": "assistant", "content": f"{answer['content']} "})  # a client that adds a space
+
+    ask("alone", one, wide, [{"role": "user", "content": "sure?"}], pictured(images[1].data_url, images[0].data_url))
+    ask("first", one, wide)
+    ask("second", two)
+    calls = list(read(post.journal))[begin:]
+    assert [call.parent is None for call in calls] == [True, False, False, False, True, False, True]
+
+    def rollouts_of(*names: str) -> Any:
+        traces = Traces.of([call for call in calls if call.run in names], lambda ids: "", "", None)
+        return replace(traces, runs=tuple(replace(run, group="g") for run in traces.runs)).rollouts
+
+    alone, apart = rollouts_of("alone"), rollouts_of("first", "second")
+    assert alone.prompts[0].images == (images[0],) and "base64" not in json.dumps(alone.infos)
+    assert [i.digest for i in alone.observed_images[0]] == [images[i].digest for i in (2, 1, 0)]
+    begins = alone.prompt_ids[0].tolist().index(PLACE_TOKEN)
+    check_seen(alone, reference, [(images[0], begins)])
+    assert apart.prompts[0].images == () and PLACE_TOKEN not in apart.prompt_ids[0]
+    assert [[i.digest for i in own] for own in apart.observed_images] == [
+        [images[0].digest, images[2].digest],
+        [images[1].digest],
+    ]
+    check_seen(apart, reference, [])
+
+
+def check_seen(rollouts: Any, reference: tuple[Any, Any], own: list[tuple[EncodedImage, int]]) -> None:
+    """Hold sampled log-probs to those of transformers with the images at their places."""
+    for i, response in enumerate(rollouts.responses):
+        prompt = rollouts.prompt_ids[rollouts.group[i]].tolist()
+        images = own + [(image, image.at + len(prompt)) for image in rollouts.observed_images[i]]
+        scored = logprobs_at(reference, [*prompt, *response.tolist()], images)[len(prompt) - 1 :]
+        sampled, mask = (rollouts.responses.with_values(column)[i] for column in (rollouts.logprobs, rollouts.mask))
+        assert np.abs(scored - sampled)[mask].max() < 1e-4
+
+
 def test_what_clients_may_not_show_is_refused_and_nothing_is_read(serve, prompts, tmp_path):
     post = serve()
     url = prompts[0].images[0].data_url
@@ -278,7 +376,7 @@ def test_what_clients_may_not_show_is_refused_and_nothing_is_read(serve, prompts
         "wanted a data URL": pictured((tmp_path / "x.png").as_uri()),
         "SVG": pictured("data:image/svg+xml;base64,PHN2Zz48L3N2Zz4="),
         "no base64": pictured("data:image/png;base64,!!!"),
-        "the model takes 2": pictured(url, url, url),
+        "the model takes 4": pictured(*[url] * 5),
         "takes text and images": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": url}}]}],
         "token for an image": [{"role": "user", "content": "<|image_pad|>"}],
     }
@@ -298,23 +396,3 @@ def test_remote_pictures_are_read_when_the_endpoint_was_told_to(serve, prompts):
     (call,) = [call for call in read(post.journal) if call.run == "far"]
     (part, _) = call.request["messages"][0]["content"]
     assert part == {"type": "image_url", "image_url": {"url": prompts[0].images[0].data_url}}
-
-
-@contextmanager
-def remote(data: bytes) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(data if self.path == "/x.png" else b"<svg/>")
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()

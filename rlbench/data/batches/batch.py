@@ -15,13 +15,13 @@ import numpy as np
 from rlbench.data.base.drawing import needed
 from rlbench.data.base.ragged import Ragged, chosen_rows
 from rlbench.data.batches.columns import as_column
-from rlbench.data.prompts.images import EncodedImage
+from rlbench.data.prompts.images import EncodedImage, counted_from
 from rlbench.data.record.origin import keeps_makers
 from rlbench.errors import DataError, Suggesting
 from rlbench.units import format_number
 
 if TYPE_CHECKING:
-    from rlbench.data.prompts.prompt import Prompt
+    from rlbench.data.rollouts.rollouts import Rollouts
     from rlbench.data.texts.stream import TextStream
 
 
@@ -37,7 +37,8 @@ class TrainBatch(Suggesting):
     `pair` int32, one number for the two of a pair, which go through one micro-batch, -1 for none; `margin` float32.
     `temperature` is the sampler's: the trainer divides its logits by it, so that both speak of one distribution.
     `reshaped_by`: other sampling options, as `top_p=0.9`, that make `sampler_logprobs` those of another distribution.
-    `images`: of each sequence those of its prompt, in order, for which its tokens have placeholders; None: no image.
+    `images`: of each sequence, in order: those that stand at its first placeholder tokens, as a prompt's do, then each
+    `PlacedImage` at its place in the response; None: no image.
     `columns`: more by name, (tokens, …) beside the response tokens, for losses that ask for them: `with_columns`.
     """
 
@@ -68,7 +69,7 @@ class TrainBatch(Suggesting):
                 if (value := getattr(self, name)) is not None and value.shape != (count,):
                     raise DataError(f"{name} has shape {value.shape} for {count} {what}")
         if self.images is not None and len(self.images) != len(self):
-            raise DataError(f"images of {len(self.images)} prompts for {len(self)} sequences")
+            raise DataError(f"images of {len(self.images)} sequences for {len(self)}")
         for name, value in self.columns.items():
             if value.shape[:1] != (self.tokens,):
                 raise DataError(f"column {name!r} has shape {value.shape} for {self.tokens} response tokens")
@@ -101,7 +102,7 @@ class TrainBatch(Suggesting):
 
     @property
     def has_images(self) -> bool:
-        """Whether any prompt has an image."""
+        """Whether any sequence has an image."""
         return self.images is not None and any(self.images)
 
     @property
@@ -124,7 +125,7 @@ class TrainBatch(Suggesting):
         for part in (*rows, self.sampler_logprobs):
             digest.update(np.ascontiguousarray(part).tobytes())
         for image in (image for one in self.images or () for image in one):
-            digest.update(image.digest.encode())
+            digest.update(image.digest.encode() + str(getattr(image, "at", "")).encode())
         return digest.hexdigest()[:16]
 
     @keeps_makers
@@ -214,16 +215,18 @@ class TrainBatch(Suggesting):
         return join(self, other) if isinstance(other, TrainBatch) else NotImplemented
 
 
-def images_of(prompts: Sequence[Prompt], group: np.ndarray) -> tuple[tuple[EncodedImage, ...], ...] | None:
-    """Return the images of each sequence, whose prompt `group` (B,) names; None where no prompt has any."""
-    images = tuple(prompts[number].images for number in group.tolist())
+def images_of(rollouts: Rollouts) -> tuple[tuple[EncodedImage, ...], ...] | None:
+    """Return the images of each completion: its prompt's, then those that an environment showed. None: none has any."""
+    observed = rollouts.observed_images or ((),) * rollouts.samples
+    groups = rollouts.group.tolist()
+    images = tuple((*rollouts.prompts[p].images, *own) for p, own in zip(groups, observed, strict=True))
     return images if any(images) else None
 
 
 def as_batch(sequences: Sequence[Any], images: Sequence[Sequence[Any]] = ()) -> TrainBatch:
     """Make a batch whose responses are all tokens after each sequence's first, to be scored; `images`: of each
-    sequence, as `EncodedImage.from_any` takes them."""
-    seen = tuple(tuple(map(EncodedImage.from_any, own)) for own in images)
+    sequence, as `EncodedImage.from_any` takes them, places counted from its first token."""
+    seen = tuple(counted_from(list(map(EncodedImage.from_any, own)), 1) for own in images)
     batch = to_score([row[:1] for row in sequences], [row[1:] for row in sequences])
     return replace(batch, images=seen) if any(seen) else batch
 

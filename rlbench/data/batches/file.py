@@ -2,7 +2,7 @@
 
 One row per sequence: `prompt_token_ids`, `token_ids` and each per-token field as lists, each per-sequence field as a
 number; a column (tokens, K) as K numbers a token, one after another, in the list `column/NAME`; `images` as lists of
-their bytes.
+their bytes, `images_at` beside them (`data.prompts.image_columns`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from rlbench.data.base.arrow import list_column, ragged_column, read_own, read_wide, wide_columns, write_own
 from rlbench.data.base.drawing import needed
 from rlbench.data.batches.batch import PER_ROW, PER_TOKEN, TrainBatch
-from rlbench.data.prompts.images import EncodedImage
+from rlbench.data.prompts.image_columns import image_columns, read_images
 from rlbench.errors import DataError
 
 FORMAT = 1
@@ -35,7 +35,7 @@ def write_batch(batch: TrainBatch, path: str | Path) -> Path:
             raise DataError(f"the batch's {name} are {dtype}: wanted numbers or booleans")
         dtypes[name], columns[TOKENS.get(name, name)] = dtype.str, rows if name in PER_ROW else list_column(rows)
     if batch.images is not None:
-        columns["images"] = [[image.data for image in images] for images in batch.images]
+        columns |= image_columns("images", batch.images)
     wide, of_columns = wide_columns(batch.columns, batch.responses)
     facts = {"format": FORMAT, "dtypes": dtypes, "columns": of_columns, "key": batch.key}
     facts |= {"temperature": batch.temperature, "reshaped_by": batch.reshaped_by}
@@ -55,9 +55,7 @@ def read_batch(path: str | Path) -> TrainBatch:
                     raise ValueError(f"{name} is not as long as the token ids")
                 fields[name] = fields[name].values
         if "images" in table.column_names:
-            rows = table["images"].to_pylist()
-            read = {data: EncodedImage.from_any(data) for data in {data for row in rows for data in row}}
-            fields["images"] = tuple(tuple(read[data] for data in row) for row in rows)
+            fields["images"] = tuple(read_images(table, "images"))
         batch = TrainBatch(**fields, columns=read_wide(table, facts.get("columns", {})))
     except (KeyError, TypeError, ValueError, AttributeError, DataError) as error:
         raise DataError(f"{path} was changed since batch.to_parquet() wrote it: {error}") from error

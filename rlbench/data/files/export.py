@@ -15,6 +15,8 @@ The file has one row per completion, readable with any tool:
     prompt_token_ids             list<int32>
     prompt_json, label_json, meta_json      the prompt as it was given (`rlbench.data.base.plain`)
     prompt_images  list<binary>  files of its images, in the first row of each prompt; where any prompt has images
+    observed_images              files of those an environment showed, and as `observed_images_at` the tokens where they
+                                 begin; where there are any
 
 What belongs to the whole (sampling options, number, statistics, tokenizer) stands in the schema's metadata.
 """
@@ -30,7 +32,7 @@ import numpy as np
 from rlbench.data.base import plain
 from rlbench.data.base.arrow import list_column, ragged_column, read_own, read_wide, wide_columns, write_own
 from rlbench.data.base.drawing import needed
-from rlbench.data.prompts.images import EncodedImage
+from rlbench.data.prompts.image_columns import image_columns, read_images
 from rlbench.data.prompts.prompt import Prompt
 from rlbench.data.rollouts.channels import SAMPLER, all_channels
 from rlbench.data.rollouts.jobs import FINISH_REASONS
@@ -38,12 +40,13 @@ from rlbench.data.rollouts.scoring import RewardError, RewardErrors
 from rlbench.errors import DataError
 
 if TYPE_CHECKING:
+    from rlbench.data.prompts.images import PlacedImage
     from rlbench.data.rollouts.rollouts import Rollouts
 
 FORMAT = 1
 CHANNEL = "channel."
 COMPONENT = "component."
-IMAGES = "prompt_images"
+IMAGES, OBSERVED = "prompt_images", "observed_images"
 
 
 def frame(rollouts: Rollouts) -> Any:
@@ -167,8 +170,8 @@ def _rollouts(table: Any, facts: dict[str, Any]) -> Rollouts:
     finish = {name: i for i, name in enumerate(FINISH_REASONS)}
     return Rollouts(
         prompts=tuple(
-            Prompt(content, label, meta, tuple(map(EncodedImage.from_any, images or ())))
-            for (content, label, meta), images in zip(told, _images_of(prompts_table), strict=True)
+            Prompt(content, label, meta, images)
+            for (content, label, meta), images in zip(told, read_images(prompts_table, IMAGES), strict=True)
         ),
         prompt_ids=ragged_column(prompts_table["prompt_token_ids"], np.int32),
         responses=ragged_column(rows["token_ids"], np.int32),
@@ -188,27 +191,26 @@ def _rollouts(table: Any, facts: dict[str, Any]) -> Rollouts:
         components={name: rows[COMPONENT + name].to_numpy().astype(np.float64) for name in facts.get("components", ())},
         reward_seconds=rows["reward_seconds"].to_numpy().astype(np.float64) if facts.get("timed") else None,
         reward_errors=RewardErrors(tuple(RewardError(*error) for error in facts.get("reward_errors", ()))),
+        observed_images=_observed(rows),
         **_turn_fields(rows, ragged_column(rows[SAMPLER], np.float32).values, facts.get("turns", False)),
     )
 
 
 def _image_columns(rollouts: Rollouts, prompt_of: np.ndarray) -> dict[str, Any]:
-    """`prompt_images`, once for each prompt; nothing where none has any."""
-    import pyarrow as pa
+    """`prompt_images`, once for each prompt, and `observed_images`; nothing where there are none."""
+    columns: dict[str, Any] = {}
+    if any(prompt.images for prompt in rollouts.prompts):
+        first = set(np.unique(prompt_of, return_index=True)[1].tolist())
+        held = [rollouts.prompts[p].images if row in first else None for row, p in enumerate(prompt_of)]
+        columns[IMAGES] = image_columns(IMAGES, held)[IMAGES]
+    if any(rollouts.observed_images):
+        bare = [None] * (len(prompt_of) - rollouts.samples)
+        columns |= image_columns(OBSERVED, [*rollouts.observed_images, *bare])
+    return columns
 
-    if not any(prompt.images for prompt in rollouts.prompts):
-        return {}
-    first = np.zeros(len(prompt_of), bool)
-    first[np.unique(prompt_of, return_index=True)[1]] = True
-    held = [
-        [i.data for i in rollouts.prompts[p].images] if one else None for p, one in zip(prompt_of, first, strict=True)
-    ]
-    return {IMAGES: pa.array(held, pa.list_(pa.large_binary()))}
 
-
-def _images_of(prompts: Any) -> list[list[bytes] | None]:
-    """The files of each prompt's images."""
-    return list(prompts[IMAGES].to_pylist()) if IMAGES in prompts.column_names else [None] * len(prompts)
+def _observed(rows: Any) -> tuple[tuple[PlacedImage, ...], ...]:
+    return tuple(read_images(rows, OBSERVED)) if OBSERVED in rows.column_names else ()  # type: ignore[arg-type]
 
 
 def _turn_columns(rollouts: Rollouts, nulls: int) -> dict[str, Any]:

@@ -13,8 +13,10 @@
 
 With an environment `messages` has all turns, and there are `mask`, `turns`, `turn_rewards` and `info`
 (`rlbench.data.rollouts.turns`). The first completion of a prompt with images has them as `images`, data URLs, for the
-messages' parts `{"type": "image"}`. A prompt given as token ids is a user message with `content` null. What JSON has no
-form for is marked as in `data.base.plain`. A path that ends in `.jsonl` gets one object per line, without the frame.
+messages' parts `{"type": "image"}`; each completion those that an environment showed, as `observed_images`, and the
+tokens at which they begin as `observed_images_at`. A prompt given as token ids is a user message with `content` null.
+What JSON has no form for is marked as in `data.base.plain`. A path that ends in `.jsonl` gets one object per line,
+without the frame.
 """
 
 from __future__ import annotations
@@ -96,7 +98,10 @@ def _turns(rollouts: Rollouts, i: int) -> dict[str, Any]:
         return {}
     start, stop = rollouts.responses.offsets[i : i + 2]
     info = dict(rollouts.infos[i]) if rollouts.infos else {}
+    seen = rollouts.observed_images[i] if rollouts.observed_images else ()
+    shown = {"observed_images": [one.data_url for one in seen], "observed_images_at": [one.at for one in seen]}
     return {
+        **(shown if seen else {}),
         "mask": rollouts.mask[start:stop].astype(int).tolist(),
         "turns": rollouts.turns[start:stop].tolist(),
         "turn_rewards": _numbers(rollouts.turn_rewards[i]),

@@ -11,7 +11,7 @@ import hashlib
 import io
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,6 +95,30 @@ class EncodedImage:
 
     def __str__(self) -> str:
         return f"{self.width}×{self.height} ({self.digest[:8]})"
+
+
+@dataclass(frozen=True)
+class PlacedImage(EncodedImage):
+    """An image that an environment showed: the run of tokens that stands for it begins at response token `at`. One
+    that is no `PlacedImage` stands at a sequence's first placeholders."""
+
+    at: int
+
+    @classmethod
+    def of(cls, image: EncodedImage, at: int) -> PlacedImage:
+        """Return an image at its place; the bytes are shared."""
+        return cls(image.data, image.digest, image.width, image.height, at)
+
+
+def is_image(value: Any) -> bool:
+    """Whether a value is a decoded or an encoded image, and nothing else: Pillow's, or an `EncodedImage`."""
+    return isinstance(value, EncodedImage) or type(value).__module__.startswith("PIL.")
+
+
+def counted_from(images: Sequence[EncodedImage], first: int) -> tuple[EncodedImage, ...]:
+    """Return images whose places count from token `first` of those that they counted from so far, which may be below 0;
+    those that have no place stay as they are."""
+    return tuple(PlacedImage.of(i, i.at - first) if isinstance(i, PlacedImage) else i for i in images)
 
 
 def encoded_bytes(value: Any, what: str, fetch: bool = False) -> bytes:

@@ -77,6 +77,13 @@ def held_image(part: Mapping[str, Any]) -> Any:
     return next((part[name] for name in ("image", "image_url", "url", "path") if part.get(name) is not None), None)
 
 
+def without_images(content: Any) -> Any:
+    """Return messages, or parts of one, with placeholders for images; anything else as it is."""
+    if not isinstance(content, list | tuple) or not all(isinstance(one, Mapping) for one in content):
+        return content
+    return [{"type": "image"} if is_image_part(one) else _cleared(one) for one in content]
+
+
 def _read(images: Sequence[Any], fetch: bool) -> tuple[EncodedImage, ...]:
     return tuple(EncodedImage.from_any(one, f"image {i}", fetch) for i, one in enumerate(images))
 

@@ -55,6 +55,6 @@ def batch(
         temperature=float(rollouts.sampling.get("temperature", 1.0)),
         reshaped_by=reshaped_by(rollouts.sampling),
         columns=({} if taught is None else {TEACHER: taught}) | dict(chosen.columns),
-        images=images_of(chosen.prompts, chosen.group),
+        images=images_of(chosen),
     )
     return made_with(made, rollouts, advantage=called)

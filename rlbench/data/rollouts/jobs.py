@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rlbench.data.prompts.images import EncodedImage
+from rlbench.data.prompts.images import EncodedImage, PlacedImage
 from rlbench.data.prompts.prompt import Prompt
 
 FINISH_REASONS: tuple[str, ...] = ("stop", "length", "abort")
@@ -58,7 +58,8 @@ class GeneratedArrays:
     `keys` (samples, 2) int32: prompt index, sample index. `token_ids` int32 and `logprobs` float32, flat over all
     samples; `offsets` (samples + 1,) int64. `finish` (samples,) int8 into FINISH_REASONS. `versions` (samples,) int64.
     With an environment: `mask` bool (False where it was observed, log-prob 0 there) and `turns` int32, flat beside the
-    tokens; `turn_rewards` per sample and turn, NaN for none; `infos`, JSON types per sample. None without.
+    tokens; `turn_rewards` per sample and turn, NaN for none; `infos`, JSON types per sample; `observed_images` of each
+    sample, by their places. None without.
     """
 
     keys: np.ndarray
@@ -74,3 +75,4 @@ class GeneratedArrays:
     turns: np.ndarray | None = None
     turn_rewards: list[list[float]] | None = None
     infos: list[dict[str, Any]] | None = None
+    observed_images: list[tuple[PlacedImage, ...]] | None = None

@@ -46,6 +46,7 @@ def merged(prompts: Sequence[Prompt], parts: Sequence[GeneratedArrays]) -> dict[
         return whole
     rows = [row for part in parts for row in part.turn_rewards or []]
     infos = [info for part in parts for info in part.infos or []]
+    seen = [images for part in parts for images in part.observed_images or ((),) * len(part.finish)]
     rewards = Ragged.from_rows([rows[i] for i in order], np.float64)
     sums = np.array([np.nansum(row) if np.isfinite(row).any() else np.nan for row in rewards], np.float64)
     return whole | {
@@ -55,6 +56,7 @@ def merged(prompts: Sequence[Prompt], parts: Sequence[GeneratedArrays]) -> dict[
         "env_rewards": sums,
         "rewards": None if np.isnan(sums).all() else sums,
         "infos": tuple(infos[i] for i in order),
+        "observed_images": tuple(seen[i] for i in order) if any(seen) else (),
     }
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from rlbench.data.prompts.images import EncodedImage
+from rlbench.data.prompts.images import EncodedImage, PlacedImage, counted_from
 from rlbench.data.prompts.prompt import Prompt
+from rlbench.data.rollouts.jobs import FINISH_REASONS
 from rlbench.data.rollouts.turns import conversation, own_turns
 from rlbench.errors import Suggesting
 from rlbench.units import format_number
+
+if TYPE_CHECKING:
+    from rlbench.data.rollouts.rollouts import Rollouts
 
 SHOWN = 60
 """Characters of a text in a `repr`."""
@@ -47,7 +52,8 @@ class Rollout(Asked):
 
     `logprobs` are the sampler's, one float per token; `group` is its prompt's index; `info` is what an environment
     left, its messages among it (`rlbench.data.rollouts.turns`); `prompt_token_ids` what it followed; `tokenizer`: the
-    folder or hub id of whose tokens these are, "" where not known.
+    folder or hub id of whose tokens these are, "" where not known. `observed_images`: what the environment showed, each
+    `at` its token.
     """
 
     token_ids: list[int]
@@ -61,6 +67,12 @@ class Rollout(Asked):
     info: Mapping[str, Any] = field(default_factory=dict)
     prompt_token_ids: np.ndarray | Sequence[int] = ()
     tokenizer: str = ""
+    observed_images: tuple[PlacedImage, ...] = ()
+
+    @property
+    def all_images(self) -> tuple[EncodedImage, ...]:
+        """The prompt's images, then the observed ones, whose `at` counts from the prompt's first token here."""
+        return (*self.images, *counted_from(self.observed_images, -len(self.prompt_token_ids)))
 
     @property
     def turns(self) -> tuple[str, ...]:
@@ -125,6 +137,30 @@ class PromptGroup(Asked):
     def __repr__(self) -> str:
         count = len(self.outputs)
         return f"PromptGroup({_head(self.source.text)}, {count} completion{'' if count == 1 else 's'} in .outputs)"
+
+
+def completions(rollouts: Rollouts, first: int, last: int) -> Iterator[Rollout]:
+    """Yield those from `first` to before `last`; columns become Python's numbers at once, tokens one by one."""
+    group, finish, versions = (getattr(rollouts, name)[first:last].tolist() for name in ("group", "finish", "versions"))
+    rewards = [None] * (last - first) if rollouts.rewards is None else np.asarray(rollouts.rewards)[first:last].tolist()
+    offsets = rollouts.responses.offsets[first : last + 1].tolist()
+    for k, i in enumerate(range(first, last)):
+        begin, end, reward = offsets[k], offsets[k + 1], rewards[k]
+        yield Rollout(
+            source=rollouts.prompts[group[k]],
+            token_ids=rollouts.responses.values[begin:end].tolist(),
+            transcript=rollouts.texts[i],
+            logprobs=rollouts.logprobs[begin:end].tolist(),
+            finish_reason=FINISH_REASONS[finish[k]],
+            group=group[k],
+            index=i,
+            weight_version=versions[k],
+            reward=None if reward is None or math.isnan(reward) else float(reward),
+            info=rollouts.infos[i] if rollouts.infos else {},
+            observed_images=rollouts.observed_images[i] if rollouts.observed_images else (),
+            prompt_token_ids=rollouts.prompt_ids[group[k]],
+            tokenizer=rollouts.tokenizer,
+        )
 
 
 def _head(text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,6 +13,7 @@ import numpy as np
 from rlbench.data.base.column import Column
 from rlbench.data.base.ragged import Ragged, chosen_rows
 from rlbench.data.batches.batch import TrainBatch
+from rlbench.data.prompts.images import PlacedImage
 from rlbench.data.prompts.prompt import Prompt
 from rlbench.data.prompts.sampling import notes_of
 from rlbench.data.record.origin import keeps_makers, made_with, sampler_of
@@ -22,7 +22,7 @@ from rlbench.data.rollouts import channels as channel_values
 from rlbench.data.rollouts.branches import Branch, branches
 from rlbench.data.rollouts.jobs import FINISH_REASONS, GeneratedArrays
 from rlbench.data.rollouts.merging import merged
-from rlbench.data.rollouts.rollout import PromptGroup, Rollout
+from rlbench.data.rollouts.rollout import PromptGroup, Rollout, completions
 from rlbench.data.rollouts.turns import EnvError, env_errors
 from rlbench.errors import DataError, Suggesting
 from rlbench.units import format_number, format_percent
@@ -45,6 +45,7 @@ class Rollouts(Suggesting):
     `texts`: each completion's whole text, what an environment said too: the `transcript` of one in `.flat`, whose
     `text`, `turns` and `answer` are what the policy itself said.
     `mask`, `turns`, `turn_rewards`, `env_rewards` and `infos` where there was an environment: see `rollouts.turns`.
+    `observed_images`: those that it showed, of each sample, by their places; () where it showed none.
     `notes`: what a reader has to know of how they were drawn, one sentence each.
     """
 
@@ -86,6 +87,7 @@ class Rollouts(Suggesting):
     turn_rewards: Ragged | None = None
     env_rewards: np.ndarray | None = None
     infos: tuple[Mapping[str, Any], ...] = ()
+    observed_images: tuple[tuple[PlacedImage, ...], ...] = ()
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -133,7 +135,7 @@ class Rollouts(Suggesting):
     @property
     def flat(self) -> Iterator[Rollout]:
         """All completions, prompt by prompt."""
-        return self._completions(0, self.samples)
+        return completions(self, 0, self.samples)
 
     @property
     def lengths(self) -> Column:
@@ -372,28 +374,6 @@ class Rollouts(Suggesting):
             parts.append(f"{int(self.aborted.sum())} aborted, {len(self.not_started)} prompts not started")
         return "\n  ".join([f"Rollouts({' · '.join(parts)})", *self.notes])
 
-    def _completions(self, first: int, last: int) -> Iterator[Rollout]:
-        """The completions from `first` to before `last`; columns become Python's numbers at once, tokens one by one."""
-        group, finish, versions = (getattr(self, name)[first:last].tolist() for name in ("group", "finish", "versions"))
-        rewards = [None] * (last - first) if self.rewards is None else np.asarray(self.rewards)[first:last].tolist()
-        offsets = self.responses.offsets[first : last + 1].tolist()
-        for k, i in enumerate(range(first, last)):
-            begin, end, reward = offsets[k], offsets[k + 1], rewards[k]
-            yield Rollout(
-                source=self.prompts[group[k]],
-                token_ids=self.responses.values[begin:end].tolist(),
-                transcript=self.texts[i],
-                logprobs=self.logprobs[begin:end].tolist(),
-                finish_reason=FINISH_REASONS[finish[k]],
-                group=group[k],
-                index=i,
-                weight_version=versions[k],
-                reward=None if reward is None or math.isnan(reward) else float(reward),
-                info=self.infos[i] if self.infos else {},
-                prompt_token_ids=self.prompt_ids[group[k]],
-                tokenizer=self.tokenizer,
-            )
-
     def _group(self, p: int) -> PromptGroup:
         first, last = np.searchsorted(self.group, [p, p + 1]).tolist()
-        return PromptGroup(self.prompts[p], self.prompt_ids[p].tolist(), list(self._completions(first, last)), p)
+        return PromptGroup(self.prompts[p], self.prompt_ids[p].tolist(), list(completions(self, first, last)), p)

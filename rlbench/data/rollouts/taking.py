@@ -28,6 +28,7 @@ def samples(rollouts: Rollouts, rows: np.ndarray) -> Rollouts:
         texts=tuple(rollouts.texts[i] for i in rows),
         turn_rewards=None if rollouts.turn_rewards is None else rollouts.turn_rewards.take(rows),
         infos=tuple(rollouts.infos[i] for i in rows) if rollouts.infos else (),
+        observed_images=tuple(rollouts.observed_images[i] for i in rows) if rollouts.observed_images else (),
         channels={name: responses.pick(values, rows) for name, values in rollouts.channels.items()},
         columns={name: responses.pick(values, rows) for name, values in rollouts.columns.items()},
         components={name: values[rows] for name, values in rollouts.components.items()},

@@ -6,7 +6,8 @@
      "choices": [{"ids": […], "logprobs": […], "versions": [[begin, version], …], "finish": "stop"}]}
 
 `parent`: the call, and which of its choices, that this one continues; of the `messages`, only those behind its own. A
-request whose messages have images, as data URLs, has the digests of all of them as `images`.
+request whose messages have images, as data URLs, has the digests of all of them as `images`, and the prompt's tokens
+where they begin as `image_places`.
 """
 
 from __future__ import annotations

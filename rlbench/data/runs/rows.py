@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlbench.data.base.ragged import Ragged
+from rlbench.data.prompts.images import EncodedImage, PlacedImage
+from rlbench.data.prompts.placing import held_image, image_parts, without_images
 from rlbench.data.prompts.prompt import Prompt
 from rlbench.data.prompts.sampling import NEUTRAL
 from rlbench.data.rollouts.jobs import FINISH_REASONS, GeneratedArrays
@@ -27,7 +29,8 @@ Place = tuple[str, int, int]
 
 @dataclass(eq=False)
 class Row:
-    """A completion: flat columns beside its tokens, from the first one that was sampled on."""
+    """A completion: flat columns beside its tokens, from the first one that was sampled on. `images`: all that its
+    calls were shown, places counted from the prompt's first token."""
 
     run: Run
     prompt: list[int]
@@ -38,6 +41,7 @@ class Row:
     turns: list[int] = field(default_factory=list)
     versions: list[float] = field(default_factory=list)
     finish: str = "abort"
+    images: list[PlacedImage] = field(default_factory=list)
     info: dict[str, Any] = field(default_factory=dict)
 
     def observe(self, ids: Sequence[int], turn: int) -> None:
@@ -75,15 +79,14 @@ def rollouts_of(runs: Sequence[Run], decode: Callable[[list[int]], str], tokeniz
         for row in rows_of(run, decode):
             alike = tuple(row.prompt), tuple(row.root.request.get("images", ()))
             groups.setdefault(run.group or alike, []).append(row)
-    prompts, shared, keys = [], {}, []
+    prompts, shared, keys, begins = [], {}, [], []
     rows: list[Row] = []
     for index, own in enumerate(groups.values()):
-        prompt = _common([row.prompt for row in own])
-        if not prompt:
-            raise DataError(f"the runs of group {own[0].run.group!r} begin with different tokens: they have no prompt")
+        asked, prompt = _opening(own)
         shared[index] = prompt
-        prompts.append(_asked(own, prompt))
+        prompts.append(asked)
         keys += [(index, number) for number in range(len(own))]
+        begins += [len(prompt)] * len(own)
         rows += [_behind(row, len(prompt)) for row in own]
     flat = Ragged.from_rows([row.ids for row in rows], np.int32)
     sampled = [np.asarray(row.versions)[np.asarray(row.mask)] for row in rows]
@@ -100,6 +103,10 @@ def rollouts_of(runs: Sequence[Run], decode: Callable[[list[int]], str], tokeniz
         turns=Ragged.from_rows([row.turns for row in rows], np.int32).values,
         turn_rewards=[[float("nan")] * row.info["turns"] for row in rows],
         infos=[row.info for row in rows],
+        observed_images=[
+            tuple(PlacedImage.of(image, image.at - begin) for image in row.images if image.at >= begin)
+            for row, begin in zip(rows, begins, strict=True)
+        ],
     )
     rollouts = Rollouts.merge(prompts, [arrays], _sampling(runs), tokenizer=tokenizer)
     return rollouts.with_channels(**{VERSION_CHANNEL: [row.versions for row in rows]})
@@ -131,13 +138,10 @@ def _row(run: Run, way: list[tuple[Call, int]], trained: set[Place], decode: Cal
     row = Row(run, list(root.prompt), root)
     messages: list[Any] = []
     for turn, (call, number) in enumerate(way):
+        row.images += _shown(call, len(row.images))
         if turn:
-            if len(call.request.get("images", ())) > len(root.request.get("images", ())):
-                raise DataError(
-                    f"run {run.name!r} was shown an image after its first call: a prompt alone may have images"
-                )
             row.observe(call.prompt[call.ahead :], turn - 1)
-            messages += call.request.get("messages", ())
+            messages += without_images(call.request.get("messages", ()))
         place = (*call.key, number)
         row.sample(call.choices[number], turn, place not in trained)
         trained.add(place)
@@ -147,6 +151,16 @@ def _row(run: Run, way: list[tuple[Call, int]], trained: set[Place], decode: Cal
     said = [decode(call.choices[number].ids) for call, number in way]
     row.info = {"run": run.name, "turns": len(way), "messages": messages, **said_facts(messages, said), "steps": steps}
     return row
+
+
+def _shown(call: Call, before: int) -> list[PlacedImage]:
+    """Return the images of a call beyond the first so many, at their places in its prompt."""
+    digests, places = call.request.get("images", ())[before:], call.request.get("image_places", ())[before:]
+    parts = list(image_parts(call.request.get("messages", ())))[-len(digests) :] if digests else []
+    images = [EncodedImage.from_any(held_image(part), f"an image of run {call.run!r}") for part in parts]
+    if [image.digest for image in images] != list(digests) or len(places) != len(digests):
+        raise DataError(f"run {call.run!r} was shown images which its messages do not have: it cannot be trained on")
+    return [PlacedImage.of(image, at) for image, at in zip(images, places, strict=True)]
 
 
 def _behind(row: Row, shared: int) -> Row:
@@ -161,15 +175,19 @@ def _behind(row: Row, shared: int) -> Row:
     return row
 
 
-def _asked(rows: Sequence[Row], prompt: list[int]) -> Prompt:
-    """Return what a group was asked: the messages or the text of its first call, where all had the same."""
-    request = rows[0].root.request
+def _opening(rows: Sequence[Row]) -> tuple[Prompt, list[int]]:
+    """Return what a group was asked, and its token ids: the messages or the text of its first call, where all had the
+    same; else what their prompts have in common before the first image."""
+    run, request = rows[0].run, rows[0].root.request
     content = request.get("messages") or request.get("prompt")
-    seen = [row.root.request.get("images") for row in rows]
-    alike = isinstance(content, str | list) and all(row.prompt == prompt for row in rows)
-    if any(seen) and not (alike and all(one == seen[0] for one in seen)):
-        raise DataError(f"the runs of group {rows[0].run.group!r} begin with different images or different messages")
-    return Prompt(content if alike and content else prompt, rows[0].run.label)
+    common = _common([row.prompt for row in rows])
+    shown = [row.root.request.get("images", ()) for row in rows]
+    alike = all(row.prompt == common for row in rows) and shown == shown[:1] * len(rows)
+    if not (alike and isinstance(content, str | list)):
+        content = common = common[: min([image.at for row in rows for image in row.images] + [len(common)])]
+    if not common:
+        raise DataError(f"the runs of group {run.group!r} begin with different tokens: they have no prompt")
+    return Prompt(content or common, run.label), common
 
 
 def _sampling(runs: Sequence[Run]) -> dict[str, Any]:

@@ -133,7 +133,7 @@ def evaluate(core: SessionCore, pairs: TrainBatch, *, bins: int = BINS) -> Gener
     if tied[chosen].all():
         raise DataError("evaluate: all pairs are ties (margin 0), so none can be right")
     version = core.version
-    scores = np.asarray((yield ask_scores(core, up_to_the_end(batch), batch.images)), np.float64)
+    scores = np.asarray((yield ask_scores(core, *up_to_the_end(batch))), np.float64)
     if not np.isfinite(scores).all():
         bad = int((~np.isfinite(scores)).sum())
         raise DataError(f"evaluate: {bad} of {len(scores)} scores are not finite: rm.undo() takes the last step back")

@@ -11,7 +11,7 @@ import numpy as np
 from rlbench.data import TrainBatch
 from rlbench.data.base.ragged import Ragged
 from rlbench.data.batches.batch import to_score
-from rlbench.data.prompts.images import EncodedImage
+from rlbench.data.prompts.images import EncodedImage, PlacedImage, counted_from
 from rlbench.data.record.metrics import Metrics
 from rlbench.dispatch.chain import Step
 from rlbench.dispatch.pending import Pending
@@ -104,7 +104,7 @@ def scores(core: SessionCore, batch: TrainBatch) -> Generator[Step, Any, np.ndar
     """The score of each sequence of a batch after its last trained token, (B,) float32."""
     if not isinstance(batch, TrainBatch) or not len(batch):
         raise DataError(f"scores wants a TrainBatch with sequences, got {told(batch)}: rb.data.pairs(rows, rm)")
-    found = yield ask_scores(core, up_to_the_end(batch), batch.images)
+    found = yield ask_scores(core, *up_to_the_end(batch))
     return np.asarray(found, np.float32)
 
 
@@ -121,14 +121,17 @@ def save(core: SessionCore, path: str, dtype: str | None = None) -> Generator[St
     return replace((yield start_export(core, path, dtype, False, core.options.path)), scores=True)
 
 
-def ask_scores(core: SessionCore, rows: Sequence[Any], images: Sequence[tuple[EncodedImage, ...]] | None) -> Pending:
+def ask_scores(core: SessionCore, rows: Sequence[Any], images: Sequence[Sequence[EncodedImage]]) -> Pending:
     """Ask the ranks for the score after the last token of rows of token ids, two each at least, and the images of each
-    that they have placeholders for; (B,) float32."""
+    that they have placeholders for, places counted from its first token; (B,) float32."""
     short = [i for i, row in enumerate(rows) if len(row) < 2]
     if short:
         raise DataError(f"sequence {short[0]} has {len(rows[short[0]])} tokens: a prompt and a response are 2 at least")
     batch = to_score([row[:-1] for row in rows], [row[-1:] for row in rows])
-    batch = batch.replace(images=tuple(images) if images is not None and any(images) else None)
+    if any(images):
+        batch = batch.replace(
+            images=tuple(counted_from(own, len(row) - 1) for own, row in zip(images, rows, strict=True))
+        )
     return core.train.call_all("policy_forward", batch, PolicyOptions(), finish=_scores, what="score")
 
 
@@ -136,13 +139,17 @@ def _scores(parts: list[dict[str, Any]]) -> np.ndarray:
     return np.asarray(rows_in_order(parts)["scores"].values)
 
 
-def up_to_the_end(batch: TrainBatch) -> list[np.ndarray]:
-    """Return each sequence's token ids up to its last trained token, behind which it is scored."""
-    found = []
+def up_to_the_end(batch: TrainBatch) -> tuple[list[np.ndarray], list[tuple[EncodedImage, ...]]]:
+    """Return each sequence's token ids up to its last trained token, behind which it is scored, and the images that
+    stand there, places counted from its first token."""
+    rows, images = [], []
     masks: Ragged = batch.responses.with_values(batch.mask)
-    for i, (prompt, response, mask) in enumerate(zip(batch.prompts, batch.responses, masks, strict=True)):
+    held = batch.images or [()] * len(batch)
+    for i, (prompt, response, mask, own) in enumerate(zip(batch.prompts, batch.responses, masks, held, strict=True)):
         trained = np.flatnonzero(mask)
         if not len(trained):
             raise DataError(f"sequence {i} has no trained token, so no end to be scored at: its mask is all False")
-        found.append(np.concatenate([prompt, response[: trained[-1] + 1]]))
-    return found
+        rows.append(np.concatenate([prompt, response[: trained[-1] + 1]]))
+        before = [image for image in own if not isinstance(image, PlacedImage) or image.at < trained[-1]]
+        images.append(counted_from(before, -len(prompt)))
+    return rows, images

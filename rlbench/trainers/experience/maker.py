@@ -263,7 +263,7 @@ class FastExperienceMaker:
             truncated=rollouts.truncated,
             temperature=float(rollouts.sampling["temperature"]),
             reshaped_by=reshaped,
-            images=images_of(rollouts.prompts, rollouts.group),
+            images=images_of(rollouts),
         )
         return batch, sum(counts)
 

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from rlbench import rewards
-from rlbench.data.prompts.images import EncodedImage
 from rlbench.data.rollouts import scoring
 from rlbench.data.rollouts.rollout import Rollout
 from rlbench.data.rollouts.rollouts import Rollouts
@@ -30,9 +29,9 @@ from rlbench.strategies.ranks.control import ControlGroup
 from rlbench.traces import user_error
 from rlbench.trainers.experience.model_stage import ModelStage
 from rlbench.trainers.experience.over_ranks import agreed
+from rlbench.trainers.experience.reading import sequences_of
 from rlbench.trainers.experience.reward_failures import RewardFailures
 from rlbench.trainers.experience.samples import counted, reference_of
-from rlbench.trainers.passes.images import ImageReader
 from rlbench.user_code import user_code
 
 RewardFn = Callable[..., Any]
@@ -272,7 +271,7 @@ class Source:
         """
         doing = f"the reward {self.name!r}"
         if isinstance(self.reward, nn.Module):
-            sequences, images = agreed(control, doing, lambda: _sequences(self.reward, rollouts, tokenizer))
+            sequences, images = agreed(control, doing, lambda: sequences_of(self.reward, rollouts, tokenizer))
             found = models.scores(self.reward, sequences, doing, images)
             agreed(control, doing, lambda: _check_finite(doing, found))
             return found, {}
@@ -373,24 +372,6 @@ def _stopping(board: rewards.Board) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-
-
-def _sequences(
-    model: nn.Module, rollouts: Rollouts, tokenizer: Any
-) -> tuple[list[list[int]], list[tuple[EncodedImage, ...]]]:
-    """Return what a model on the ranks reads of each sample, and sees: the tokens with the prompt's images; or the
-    texts in a tokenizer of its own, with the images where the model sees."""
-    own = getattr(model, "tokenizer", None)
-    images = [rollouts.prompts[int(group)].images for group in rollouts.group]
-    if own is None or own is tokenizer:
-        sequences = [
-            [*rollouts.prompt_ids[int(group)].tolist(), *response.tolist()]
-            for group, response in zip(rollouts.group, rollouts.responses, strict=True)
-        ]
-        return sequences, images if any(images) else []
-    sees = ImageReader.of(model) is not None and any(images)
-    reader = ClassifierReward("", as_sampled=True) if sees else ClassifierReward("", chat=None)
-    return [reader.token_ids(rollout, own) for rollout in rollouts.flat], images if sees else []
 
 
 def _check_finite(doing: str, scores: np.ndarray) -> None:

@@ -2,14 +2,15 @@
 
 The families of Qwen-VL: `pixel_values` and `image_grid_thw` by the checkpoint's own processor, positions in three
 dimensions by the model's own `get_rope_index`, computed for each sequence apart, so that packing changes nothing.
-A sequence's images stand, in order, at its first placeholder tokens; one that a policy sampled is a token as others.
+A sequence's images stand, in order, at its first placeholder tokens, those that an environment showed at their places;
+a placeholder that a policy sampled is a token as others.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from rlbench.data.base.ragged import offsets_of
 from rlbench.data.batches.batch import TrainBatch
-from rlbench.data.prompts.images import EncodedImage
+from rlbench.data.prompts.images import EncodedImage, PlacedImage
 from rlbench.data.texts.image_tokens import count_tokens
 from rlbench.errors import DataError
 from rlbench.nn.huggingface import BaseHuggingFaceTrainModule
@@ -48,15 +49,16 @@ class ImageReader:
         return cls(module) if placed and hasattr(config, "vision_config") else None
 
     def check(self, batch: TrainBatch) -> None:
-        """Refuse rows whose placeholder tokens are fewer than their images have, by the images' sizes."""
+        """Refuse rows that have no placeholder tokens where their images stand, by the images' sizes."""
         for row, images in enumerate(batch.images or ()):
-            wanted = sum(map(self.tokens, images))
-            held = int((batch.prompts[row] == self._token).sum() + (batch.responses[row] == self._token).sum())
-            if held < wanted:
+            places = np.concatenate([batch.prompts[row], batch.responses[row]]) == self._token
+            try:
+                shown_at(places, images, [self.tokens(image) for image in images], len(batch.prompts[row]))
+            except DataError as error:
                 raise DataError(
-                    f"sequence {row} has {held} image tokens, its {len(images)} images {wanted}: give the prompt's "
-                    "tokens as the sampler used them, each image's placeholder expanded"
-                )
+                    f"sequence {row} {error}: give the tokens as the sampler used them, each image's placeholder "
+                    "expanded"
+                ) from None
 
     def tokens(self, image: EncodedImage) -> int:
         """Return how many tokens an image takes."""
@@ -65,29 +67,31 @@ class ImageReader:
     def placed(self, inputs: ModelInputs, rows: TrainBatch, packed: bool) -> ModelInputs:
         """Return the layout with the rows' images; where there are none with a blank one behind all rows, which no
         row sees: the tower runs as it does on other ranks, and its gradient is zero."""
-        read = [[self._pixels(image) for image in images] for images in rows.images or ()]
+        images: list[Sequence[EncodedImage | None]] = list(rows.images or [()] * len(rows))
+        prompts = rows.prompts.lengths.tolist()
+        read = [[self._pixels(image) for image in own] for own in rows.images or [()] * len(rows)]
         if not any(read):
             blank = torch.zeros(self._merge**2, self._patch), torch.tensor([1, self._merge, self._merge])
-            inputs, read = _with_one_more(inputs, self._token, packed), [[] for _ in inputs.lengths] + [[blank]]
+            inputs = _with_one_more(inputs, self._token, packed)
+            images, prompts, read = [*images, (None,)], [*prompts, 0], [*read, [blank]]
         device, ids = inputs.input_ids.device, inputs.input_ids.cpu()
         spans = _spans(inputs, packed)
         places = inputs.position_ids.cpu().expand(3, *ids.shape).clone()
         held = torch.zeros_like(ids, dtype=torch.bool)
-        for (row, span), pixels in zip(spans, read, strict=True):
+        for (row, span), pixels, shown, prompt in zip(spans, read, images, prompts, strict=True):
             if pixels:
                 own, grids = ids[row, span], torch.stack([grid for _, grid in pixels])
-                count = int(grids.prod(-1).sum()) // self._merge**2
-                here = own == self._token
-                here &= here.cumsum(0) <= count
+                counts = (grids.prod(-1) // self._merge**2).tolist()
+                here = torch.from_numpy(shown_at((own == self._token).numpy(), shown, counts, prompt))
                 held[row, span] = here
                 found, _ = self._module.model.get_rope_index(own[None], here[None].int(), image_grid_thw=grids)
                 places[:, row, span] = found[:, 0]
         flat = [one for pixels in read for one in pixels]
-        images = {"pixel_values": torch.cat([patches for patches, _ in flat]).to(device)}
-        images["image_grid_thw"] = torch.stack([grid for _, grid in flat]).to(device)
+        given = {"pixel_values": torch.cat([patches for patches, _ in flat]).to(device)}
+        given["image_grid_thw"] = torch.stack([grid for _, grid in flat]).to(device)
         sampled = not torch.equal(held, ids == self._token)
         return replace(
-            inputs, position_ids=places.to(device), images=images, placeholders=held.to(device) if sampled else None
+            inputs, position_ids=places.to(device), images=given, placeholders=held.to(device) if sampled else None
         )
 
     @contextmanager
@@ -134,6 +138,36 @@ class ImageReader:
             revision = getattr(self._module, "_source_revision", None)
             self._processor = AutoImageProcessor.from_pretrained(source, revision=revision)
         return self._processor
+
+
+def shown_at(
+    places: np.ndarray, images: Sequence[EncodedImage | None], counts: Sequence[int], prompt: int
+) -> np.ndarray:
+    """Return which tokens of a sequence are its images', (T,) bool.
+
+    Args:
+        places: (T,) bool, where the placeholder token stands.
+        images: in order; each `PlacedImage` at its place, the others, before these, at the first placeholders.
+        counts: tokens of each.
+        prompt: tokens before the response, in which places are counted.
+
+    Raises DataError where there is no placeholder token for one of an image's.
+    """
+    at = [None if not isinstance(image, PlacedImage) else prompt + image.at for image in images]
+    starts = [start for start in at if start is not None]
+    first = min([*starts, len(places)])
+    if at != [None] * (len(at) - len(starts)) + sorted(starts):
+        raise DataError(f"has images in another order than their places, {at}")
+    wanted = sum(count for count, start in zip(counts, at, strict=True) if start is None)
+    shown = places & (np.arange(len(places)) < first) & (places.cumsum() <= wanted)
+    if shown.sum() < wanted:
+        raise DataError(f"has {shown.sum()} image tokens, its {len(at) - len(starts)} images {wanted}")
+    for start, count in zip(starts, counts[len(at) - len(starts) :], strict=True):
+        run = places[start : start + count]
+        if run.sum() < count or shown[start : start + count].any():
+            raise DataError(f"has {run.sum()} image tokens at {start}, where an image of {count} begins")
+        shown[start : start + count] = True
+    return shown
 
 
 def _spans(inputs: ModelInputs, packed: bool) -> list[tuple[int, slice]]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rlbench.data.prompts.images import EncodedImage
+from rlbench.data.prompts.images import EncodedImage, PlacedImage
 from rlbench.errors import DataError
 from rlbench.weights.probe import probe_picture
 
@@ -50,23 +50,9 @@ class PromptMedia:
         images, ids, what = self._images[index], self._rows[index], f"{self._what} {index}"
         bare = collapsed(ids, self.place)
         try:
-            pixels = [image.pil() for image in images]
+            made = processed(self._engine, bare, images)
         except DataError as error:
             raise DataError(f"{what}: {error}") from error
-        prompt = {
-            "prompt_token_ids": bare,
-            "multi_modal_data": {"image": pixels},
-            "multi_modal_uuids": {"image": [image.digest for image in images]},
-        }
-        try:
-            made: Any = self._engine.renderer.process_for_engine(prompt, time.time())  # type: ignore[arg-type]
-        except Exception as error:  # the family's own processor, whatever it has against an image
-            cause = error.__cause__ or error
-            raise DataError(
-                f"{what}: {bare.count(self.place)} places for its {len(images)} images "
-                f"{', '.join(map(str, images))}; the model's processor refuses them: {type(cause).__name__}: "
-                f"{str(cause)[:300]}"
-            ) from error
         expanded = list(made["prompt_token_ids"])
         if len(ids) > len(bare) and expanded != ids:  # they came expanded
             raise DataError(f"{what}: its token ids have places for images of other sizes than it has")
@@ -76,7 +62,110 @@ class PromptMedia:
                 "images smaller, or build the engine with a larger max_model_len if the model allows it"
             )
         self._rows[index] = expanded
-        return made  # type: ignore[no-any-return]
+        return made
+
+    def of_sample(self, index: int, media: MultiModalInput | None) -> SampleMedia:
+        """Return the images of a sample that has begun; `media`: its prompt's, which all samples of it share."""
+        return SampleMedia(self._engine, self.place, len(self._images[index]) if self._images else 0, media)
+
+
+class SampleMedia:
+    """The images of one sample that meets an environment: its prompt's, then those that the environment shows. `media`:
+    the model's input of all of them, at their places; None where there is none."""
+
+    def __init__(self, engine: LLMEngine, place: int, count: int, media: MultiModalInput | None) -> None:
+        self._engine, self._place, self._count = engine, place, count
+        self.media = media
+
+    def opened(self, ids: Sequence[int], images: Sequence[EncodedImage]) -> tuple[list[int], list[PlacedImage]]:
+        """Return the token ids of a chat that begins with the prompt's messages, expanded, and where in them the images
+        stand that the environment showed behind those. `ids`: with one token for each image, the prompt's first."""
+        more = self._processed(images)
+        if more is not None:
+            self._join(more, () if self.media is None else self.media["prompt_token_ids"])
+        if self.media is None:
+            return list(ids), []
+        self.media = expanded(self.media, ids, self._place)
+        return list(self.media["prompt_token_ids"]), self._latest(images)
+
+    def observed(
+        self, ids: Sequence[int], images: Sequence[EncodedImage], context: Sequence[int]
+    ) -> tuple[list[int], list[PlacedImage]]:
+        """Return the same of token ids that go behind the `context`, all of the sample's so far."""
+        more = self._processed(images)
+        if more is None:
+            return list(ids), []
+        more = expanded(more, ids, self._place)
+        self._join(more, context)
+        return list(more["prompt_token_ids"]), self._latest(images)
+
+    def _processed(self, images: Sequence[EncodedImage]) -> MultiModalInput | None:
+        """Return the model's input of images alone, None of none. DataError where the model takes less."""
+        if not images:
+            return None
+        self._count += len(images)
+        most = image_limit(self._engine)
+        if self._count > most:
+            images_now = f"{self._count} image{'s' * (self._count > 1)}"
+            raise DataError(f"with this observation the sample has {images_now}, but {takes(self._engine, most)}")
+        return processed(self._engine, [self._place] * len(images), images)
+
+    def _join(self, more: MultiModalInput, context: Sequence[int]) -> None:
+        """Put images behind those there are, and the token ids in which they stand behind a context."""
+        own: Any = self.media or {name: {"image": []} for name in ("mm_kwargs", "mm_hashes", "mm_placeholders")}
+        spans = [replace(span, offset=span.offset + len(context)) for span in more["mm_placeholders"]["image"]]
+        items = [*own["mm_kwargs"]["image"], *more["mm_kwargs"]["image"]]
+        self.media = {
+            **more,
+            "prompt_token_ids": [*context, *more["prompt_token_ids"]],
+            "mm_kwargs": type(more["mm_kwargs"])({"image": items}),
+            "mm_hashes": {"image": [*own["mm_hashes"]["image"], *more["mm_hashes"]["image"]]},
+            "mm_placeholders": {"image": [*own["mm_placeholders"]["image"], *spans]},
+        }
+
+    def _latest(self, images: Sequence[EncodedImage]) -> list[PlacedImage]:
+        """Return the images that came last, with their places."""
+        spans = [] if self.media is None else self.media["mm_placeholders"]["image"]
+        latest = spans[len(spans) - len(images) :]
+        return [PlacedImage.of(image, span.offset) for image, span in zip(images, latest, strict=True)]
+
+
+def processed(engine: LLMEngine, ids: Sequence[int], images: Sequence[EncodedImage]) -> MultiModalInput:
+    """Decode and process images; return the model's input, in which each is a run of tokens at its one place in `ids`.
+    DataError where an image is broken, and where the model's processor refuses them."""
+    prompt = {
+        "prompt_token_ids": list(ids),
+        "multi_modal_data": {"image": [image.pil() for image in images]},
+        "multi_modal_uuids": {"image": [image.digest for image in images]},
+    }
+    try:
+        return engine.renderer.process_for_engine(prompt, time.time())  # type: ignore[arg-type,return-value]
+    except Exception as error:  # the family's own processor, whatever it has against an image
+        cause = error.__cause__ or error
+        raise DataError(
+            f"{ids.count(place_token(engine))} places for its {len(images)} images {', '.join(map(str, images))}; "
+            f"the model's processor refuses them: {type(cause).__name__}: {str(cause)[:300]}"
+        ) from error
+
+
+def expanded(media: MultiModalInput, ids: Sequence[int], place: int) -> MultiModalInput:
+    """Return a model's input for token ids that have one token for each of its images, which become runs there."""
+    spans = media["mm_placeholders"]["image"]
+    if (count := list(ids).count(place)) != len(spans):
+        raise DataError(
+            f"the messages have {count} of the model's tokens for an image, and there are {len(spans)} images: a text "
+            "of theirs holds such a token"
+        )
+    before = media["prompt_token_ids"]
+    runs = iter([before[span.offset : span.offset + span.length] for span in spans])
+    whole: list[int] = []
+    places: list[int] = []
+    for token in ids:
+        run = next(runs) if token == place else [token]
+        places += [len(whole)] if token == place else []
+        whole += run
+    placeholders = [replace(span, offset=offset) for span, offset in zip(spans, places, strict=True)]
+    return {**media, "prompt_token_ids": whole, "mm_placeholders": {"image": placeholders}}
 
 
 def probe_row(engine: LLMEngine, limit: int) -> list[int] | None:
@@ -118,30 +207,6 @@ def moved(media: MultiModalInput, ids: Sequence[int]) -> MultiModalInput:
         places.append(replace(span, offset=at))
         at += span.length
     return {**media, "prompt_token_ids": list(ids), "mm_placeholders": {"image": places}}
-
-
-class Expanding:
-    """A tokenizer for conversations that begin with a prompt with images: its chat template writes each of them as the
-    tokens that the model sees. `media`: of that prompt."""
-
-    def __init__(self, tokenizer: Any, media: MultiModalInput, place: int) -> None:
-        self._tokenizer, self._place = tokenizer, place
-        ids = media["prompt_token_ids"]
-        spans = media["mm_placeholders"]["image"]
-        self._runs = [ids[span.offset : span.offset + span.length] for span in spans]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Encode texts."""
-        return self._tokenizer(*args, **kwargs)
-
-    def apply_chat_template(self, messages: Any, **options: Any) -> list[int]:
-        """Return the token ids of a chat."""
-        runs = iter(self._runs)
-        ids = self._tokenizer.apply_chat_template(messages, **options)
-        return [one for token in ids for one in (next(runs) if token == self._place else (token,))]
 
 
 def place_token(engine: LLMEngine) -> int:

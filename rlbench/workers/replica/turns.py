@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlbench.data.base.ragged import Ragged
+from rlbench.data.prompts.images import PlacedImage
 from rlbench.data.prompts.prompt import Prompt
 from rlbench.data.prompts.sampling import turn_seed
 from rlbench.data.rollouts.jobs import GeneratedArrays, GenerateJob
@@ -22,7 +23,7 @@ from rlbench.envs.episode import Episode, Limits
 from rlbench.envs.protocol import unpacked
 from rlbench.workers.replica.drawing import Requests, extend, feed
 from rlbench.workers.replica.job import Progress, Sample
-from rlbench.workers.replica.media import Expanding, PromptMedia
+from rlbench.workers.replica.media import PromptMedia, SampleMedia
 from rlbench.workers.replica.state import Gate
 
 WAIT_S = 0.02  # how long the stepping thread sleeps where every sample waits for its environment
@@ -35,7 +36,7 @@ class TurnSample(Sample):
     """A sample and its episode. `stopped_by_string`: so ended its last turn."""
 
     own: Episode
-    media: Any = None  # the engine's input of the prompt's images
+    pictures: SampleMedia | None = None
     stopped_by_string: bool = False
 
 
@@ -92,10 +93,12 @@ class TurnDrawer:
             prompt = self.job.asked[index] if self.job.asked else Prompt(self.job.prompts[index], images=images)
             seen = self._images
             media = seen[index] if seen else None
-            tokenizer = Expanding(self._tokenizer, media, seen.place) if seen and media else self._tokenizer
             for number in range(self.job.n):
-                episode = Episode(prompt, self.prompts[index], self._limits, self._make, tokenizer, self._decode)
-                sample = TurnSample(index, number, own=episode, media=media)
+                pictures = seen.of_sample(index, media) if seen else None
+                episode = Episode(
+                    prompt, self.prompts[index], self._limits, self._make, self._tokenizer, self._decode, pictures
+                )
+                sample = TurnSample(index, number, own=episode, pictures=pictures)
                 self.samples.append(sample)
                 self._ask(sample, "reset", episode.begin)
 
@@ -153,7 +156,7 @@ class TurnDrawer:
         one.min_tokens = min(one.min_tokens, one.max_tokens)
         sample.tokens, sample.logprobs, sample.finish = [], [], ""
         self._active[sample] = "request"
-        self.requests.add(sample, episode.context, one, sample.media)
+        self.requests.add(sample, episode.context, one, sample.pictures and sample.pictures.media)
 
     def _settle(self, sample: TurnSample) -> None:
         episode = sample.own
@@ -190,7 +193,7 @@ def _extend(sample: TurnSample, output: Any) -> int:
 
 def with_turns(samples: Sequence[TurnSample], arrays: GeneratedArrays) -> GeneratedArrays:
     """Add what an environment adds. What `reset` observed beyond what all samples of a prompt have in common stands,
-    untrained, at the front of each response."""
+    untrained, at the front of each response, and so does its first image with all that follows."""
     shared = _shared_openings(samples, arrays.prompt_token_ids)
     rows = [(sample.own, sample.own.opening[len(shared[sample.prompt]) :]) for sample in samples]  # and what is ahead
     flat = Ragged.from_rows([[*ahead, *episode.tokens] for episode, ahead in rows], np.int32)
@@ -204,6 +207,10 @@ def with_turns(samples: Sequence[TurnSample], arrays: GeneratedArrays) -> Genera
         turns=Ragged.from_rows([[0] * len(ahead) + episode.turns for episode, ahead in rows], np.int32).values,
         turn_rewards=[sample.own.turn_rewards for sample in samples],
         infos=[sample.own.info for sample in samples],
+        observed_images=[
+            tuple(PlacedImage.of(image, image.at - len(shared[sample.prompt])) for image in sample.own.images)
+            for sample in samples
+        ],
         prompt_token_ids=shared,
     )
 
@@ -214,5 +221,6 @@ def _shared_openings(samples: Sequence[TurnSample], prompts: dict[int, list[int]
     for sample in samples:
         if opening := sample.own.opening:
             known = openings.get(sample.prompt, opening)
-            openings[sample.prompt] = known[: common(known, opening)]
+            first = min((image.at for image in sample.own.images), default=len(opening))
+            openings[sample.prompt] = known[: min(common(known, opening), first)]
     return prompts | openings

@@ -149,7 +149,9 @@ class EngineClient:
             self.counts["open"] -= 1
             if not finished:
                 self._guests.drop(collector.request_id)
-            self._keep(number, joined, params, sender, taken, version if adapter is not None else None)
+            spans = prompt["mm_placeholders"]["image"] if sender.images else ()
+            places = [int(span.offset) for span in spans]
+            self._keep(number, joined, params, sender, taken, version if adapter is not None else None, places)
 
     def _keep(
         self,
@@ -159,9 +161,10 @@ class EngineClient:
         sender: Sender,
         taken: list[Taken],
         version: int | None,
+        places: list[int],
     ) -> None:
         """Write a call that is over, and let later ones continue it; one without a token, or that is not to be kept,
-        leaves nothing. `version`: of all tokens, where vLLM does not know it."""
+        leaves nothing. `version`: of all tokens, where vLLM does not know it; `places`: where its images begin."""
         if joined.run == UNKEPT or not any(one.ids for one in taken):
             return
         for one in taken:
@@ -180,7 +183,7 @@ class EngineClient:
             prompt=joined.ids,
             request=request
             | ({"messages": messages[joined.messages :]} if messages else {})
-            | ({"images": list(sender.images)} if sender.images else {}),
+            | ({"images": list(sender.images), "image_places": places} if sender.images else {}),
             sampling=_kept(params),
             differs=joined.differs,
             choices=[Choice(**vars(one)) for one in taken],
