@@ -220,12 +220,13 @@ def test_only_what_is_in_view_is_drawn_and_a_scroll_is_quick(open_viewer):
     assert cell.locator(".item").count() < 80
 
 
-def test_a_prompts_images_are_drawn_with_their_tokens_and_larger_by_a_click(open_viewer):
+def test_images_are_drawn_with_their_tokens_and_larger_by_a_click(open_viewer, repository):
     notebook = open_viewer("""
 from dataclasses import replace
 from PIL import Image
 from tempfile import mkdtemp
-from rlbench.data import Ragged
+from rlbench.data import EncodedImage, Ragged
+from rlbench.data.prompts.images import PlacedImage
 from tests.data.written import spelling
 SEES = spelling(mkdtemp(), ["a", "b", "c", "d", "e"], "<|image_pad|>")
 pixels = [Image.new("RGB", size, (200, 30, 30)) for size in ((640, 400), (56, 56))]
@@ -233,7 +234,10 @@ chat = [{"role": "user", "content": [
     {"type": "image", "image": pixels[0]}, {"type": "image", "image": pixels[1]},
     {"type": "text", "text": "What colour is this?<script>window.hacked = 1</script>"}]}]
 shown = written([Prompt(chat), Prompt("no picture")], [["red", "blue"], ["a", "b"]], tokenizer=SEES)
-replace(shown, prompt_ids=Ragged.from_rows([[1, *[5] * 9, 2, *[5] * 4, 3], [4]], np.int32))
+seen = Ragged.from_rows([[0, 1, *[5] * 40, 2], [3], [4], [0]], np.int32)  # an environment showed the first one more
+picture = PlacedImage.of(EncodedImage.from_any(pixels[0]), 2)
+replace(shown, prompt_ids=Ragged.from_rows([[1, *[5] * 9, 2, *[5] * 4, 3], [4]], np.int32), responses=seen,
+        logprobs=np.zeros(46, np.float32), observed_images=((picture,), (), (), ()))
 """)
     fetched = []
     notebook.page.on("request", lambda request: fetched.append(request.url))
@@ -257,6 +261,14 @@ replace(shown, prompt_ids=Ragged.from_rows([[1, *[5] * 9, 2, *[5] * 4, 3], [4]],
     picture.click()
     notebook.page.wait_for_function("!document.querySelector('.whole .large')")
     assert picture.bounding_box()["width"] == small <= 322
+    answer = cell.locator(".row .tokens").first
+    assert answer.locator(".t").all_inner_texts() == ["a", "b", "image ×40", "c"]
+    answer.locator("img").click()  # opens the completion
+    cell.locator(".tokens.full img").wait_for()
+    notebook.page.wait_for_function("document.querySelector('.tokens.full img').naturalWidth === 640")
+    notebook.page.screenshot(path=repository / "build" / "browser" / "observed-image.png")
+    cell.locator(".tokens.full img").click()
+    notebook.page.wait_for_function("document.querySelector('.large img').getBoundingClientRect().width > 330")
     assert not [url for url in fetched if not url.startswith(("http://127.0.0.1", "http://localhost", "data:"))]
     assert notebook.page.evaluate("window.hacked") is None
 

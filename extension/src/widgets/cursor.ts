@@ -128,6 +128,8 @@ export class Cursor {
       this.acts.more(i);
     } else if (target.dataset['t'] !== undefined) {
       this.token = Number(target.dataset['t']);
+    } else if (pressed?.startsWith('picture') && this.rows.full.has(i ?? -1)) {
+      // it grows by itself
     } else if (i !== undefined && window.getSelection()?.isCollapsed) {
       this.acts.toggleFull(i);
     }

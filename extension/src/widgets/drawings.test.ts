@@ -146,9 +146,10 @@ it('the first item in view is the first that ends below its top', () => {
 
 it('rows that come later are joined to what is there, and others are not', () => {
   const rows = new Rows([], 512);
-  const sent = { i: 7, k: 0, p: 0, n: 4, reward: null, right: false, finish: 'stop' };
+  const sent = { i: 7, k: 0, p: 0, n: 4, reward: null, right: false, finish: 'stop', small: false };
   const take = (from: number, pieces: readonly string[]): void => {
-    const one = { ...sent, from, pieces, kinds: 't'.repeat(pieces.length) };
+    const images = [{ t: from, tokens: 1, src: '', alt: '' }];
+    const one = { ...sent, from, pieces, kinds: 't'.repeat(pieces.length), images };
     rows.take({ heads: [], rows: [one] }, new Int32Array(pieces.length), new Float32Array());
   };
   take(0, ['a', 'b']);
@@ -157,6 +158,7 @@ it('rows that come later are joined to what is there, and others are not', () =>
   take(3, ['d']);
   take(2, ['c', 'd']);
   expect(rows.rows.get(7)).toMatchObject({
+    images: [{ t: 0 }, { t: 2 }],
     pieces: ['a', 'b', 'c', 'd'],
     kinds: 'tttt',
     wanted: 4

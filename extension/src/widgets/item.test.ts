@@ -45,6 +45,31 @@ describe('a completion', () => {
   });
 });
 
+describe('what an environment showed', () => {
+  const images = [{ t: 1, tokens: 3, src: PNG, alt: 'a cat' }];
+  const seen = { pieces: ['go', 'image ×3', '', '', 'on'], kinds: 'tssst', images };
+
+  it('stands before one chip for all of its tokens', () => {
+    const tokens = row(seen).querySelector('.tokens');
+    expect([...(tokens?.children ?? [])].map(one => one.textContent || one.className)).toEqual([
+      'go',
+      'picture',
+      'image ×3',
+      'on'
+    ]);
+    expect(tokens?.querySelector('img')?.alt).toBe('a cat');
+    expect(tokens?.querySelector<HTMLElement>('[data-t="4"]')?.textContent).toBe('on');
+  });
+
+  it('is larger by a click where the completion is open', () => {
+    const rows = known([head(0)], [sent(0, seen)]);
+    rows.full.add(0);
+    const node = nodeOf(ROW, rows, LOOK);
+    node.querySelector<HTMLElement>('.picture')?.click();
+    expect(node.querySelectorAll('.picture.large')).toHaveLength(1);
+  });
+});
+
 describe('a prompt', () => {
   it.each([
     [{ text: 'a\nb' }, 'a⏎b2 completions   2 tok'],

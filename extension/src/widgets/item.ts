@@ -28,6 +28,7 @@ export interface Look {
 
 const CUT: Readonly<Record<string, string>> = { length: '✂ length', abort: '■ aborted' };
 const READ_ALOUD = 200;
+const LARGER = 'larger, or small again';
 
 export function nodeOf(item: Item, rows: Rows, look: Look): HTMLElement {
   const node = document.createElement('div');
@@ -97,15 +98,18 @@ function fillPrompt(node: HTMLElement, p: number, rows: Rows, look: Look): void 
     before = role;
     if (image) {
       const shown = { src: image, alt: text, tokens };
-      const picture = addPicture(whole, shown, 'larger, or small again', look.sized);
-      picture.addEventListener('click', () => {
-        picture.classList.toggle('large');
-        look.sized();
-      });
+      enlarges(addPicture(whole, shown, LARGER, look.sized), look);
     } else {
       add(whole, 'span', 'said', text);
     }
   }
+}
+
+function enlarges(picture: HTMLElement, look: Look): void {
+  picture.addEventListener('click', () => {
+    picture.classList.toggle('large');
+    look.sized();
+  });
 }
 
 function fillRow(node: HTMLElement, i: number, rows: Rows, look: Look): void {
@@ -144,9 +148,22 @@ function addTokens(node: HTMLElement, row: Row, full: boolean, look: Look): void
   if (row.text !== undefined) {
     add(tokens, 'span', 'plain', full ? row.text : row.text.replaceAll('\n', '⏎'));
   }
-  row.pieces.forEach((piece, t) =>
-    addToken(tokens, piece, kindOf(row, t), t, look.whitespace, full)
-  );
+  const images = new Map(row.images.map(image => [image.t, image]));
+  let end = 0; // of the tokens that stand for an image, of which the first says how many they are
+  row.pieces.forEach((piece, t) => {
+    const image = images.get(t);
+    if (image) {
+      const pressed = full ? LARGER : 'the whole text';
+      const picture = addPicture(tokens, { ...image, tokens: 0 }, pressed, look.sized);
+      if (full) {
+        enlarges(picture, look);
+      }
+      end = t + image.tokens;
+    }
+    if (image || t >= end) {
+      addToken(tokens, piece, kindOf(row, t), t, look.whitespace, full);
+    }
+  });
   look.paint(tokens);
   if (!full && row.pieces.length < row.n) {
     add(tokens, 'span', 'rest', ` … +${thousands(row.n - row.pieces.length)} tok`);
@@ -216,7 +233,7 @@ function addPicture(
   }
   image.alt = alt;
   if (tokens) {
-    const title = `${tokens} tokens of the prompt stand for this image`;
+    const title = `${tokens} tokens stand for this image`;
     add(button, 'span', 'chip', `image ×${tokens}`).title = title;
   }
   return button;

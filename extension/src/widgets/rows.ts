@@ -4,7 +4,7 @@ import type { Scale } from './tokens';
 export interface Image {
   readonly src: string;
   readonly alt: string;
-  /** Of the prompt, that stand for it; 0: not known. */
+  /** That stand for it; 0: not known. */
   readonly tokens: number;
 }
 
@@ -41,6 +41,10 @@ export interface Sent {
   readonly pieces: readonly string[];
   /** One letter per piece. */
   readonly kinds: string;
+  /** What an environment showed, in front of the token `t`. */
+  readonly images: readonly (Image & { readonly t: number })[];
+  /** Whether those are sent again, larger, where all of the completion is asked for. */
+  readonly small: boolean;
 }
 
 export interface Row extends Sent {
@@ -142,6 +146,7 @@ function joined(
     ...old,
     pieces: [...old.pieces, ...sent.pieces],
     kinds: old.kinds + sent.kinds,
+    images: [...old.images, ...sent.images],
     ids: Int32Array.from([...old.ids, ...ids]),
     values: old.values.map((before, c) => Float32Array.from([...before, ...(values[c] ?? [])]))
   };

@@ -21,7 +21,16 @@ export function sent(i: number, change: Partial<Sent> = {}): Sent {
   const pieces = change.pieces ?? [`word${i}`, ' end'];
   const said = { from: 0, n: pieces.length, pieces, kinds: 't'.repeat(pieces.length) };
   const place = { i, k: i % 2, p: Math.floor(i / 2) };
-  return { ...place, ...said, reward: null, right: false, finish: 'stop', ...change };
+  return {
+    ...place,
+    ...said,
+    images: [],
+    small: false,
+    reward: null,
+    right: false,
+    finish: 'stop',
+    ...change
+  };
 }
 
 export function integers(...values: readonly number[]): DataView {

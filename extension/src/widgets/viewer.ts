@@ -215,6 +215,9 @@ class Viewer {
     if (!row) {
       return [i, 0, null];
     }
+    if (row.small && row.wanted) {
+      return [i, 0, row.wanted];
+    }
     const { length } = row.pieces;
     return length < Math.min(row.wanted, row.n) ? [i, length, row.wanted - length] : null;
   }

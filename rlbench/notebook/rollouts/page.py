@@ -51,7 +51,9 @@ def page(rollouts: Rollouts, colour: str | None = None, samples: int = 200) -> s
             break
         chosen = telling_samples(shown, int(p), samples - len(rows)).tolist()
         rows += chosen
-        drawn = "".join(row_html(shown, i, scale, TOKENS_OF_A_COMPLETION, every=True) for i in chosen)
+        drawn = "".join(
+            row_html(shown, i, scale, TOKENS_OF_A_COMPLETION, every=True, images=IMAGES_OF_A_PROMPT) for i in chosen
+        )
         head = group_head(shown, int(p), IMAGES_OF_A_PROMPT, THUMBNAIL)
         groups.append(f"<section class=g>{head}<table>{drawn}</table></section>")
     left = f"{len(rows):,} of {rollouts.samples:,} completions, the most telling groups first · "

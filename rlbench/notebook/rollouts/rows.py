@@ -11,13 +11,14 @@ import numpy as np
 
 from rlbench.data import FINISH_REASONS, Rollouts
 from rlbench.data.files.export import sample_index
+from rlbench.data.prompts.images import PlacedImage
 from rlbench.data.rollouts.channels import all_channels
 from rlbench.data.rollouts.pieces import Pieces, pieces_of
 from rlbench.data.rollouts.scoring import described
 from rlbench.notebook.base.markup import cut, visible
 from rlbench.notebook.rollouts.channel_scale import Scale, scale_of
 from rlbench.notebook.rollouts.order import Summary
-from rlbench.notebook.rollouts.prompt_parts import Part, image_runs, images, prompt_parts
+from rlbench.notebook.rollouts.prompt_parts import EDGE, Part, image_part, image_runs, images, prompt_parts
 from rlbench.units import format_percent
 
 PREVIEW_TOKENS, PREVIEW_CHARACTERS = 256, 480  # of a completion that is not opened: three lines
@@ -96,17 +97,32 @@ class Shown:
             left -= len(part.text)
         return {"p": p, "parts": parts}
 
+    def observed(self, i: int) -> list[tuple[int, int, PlacedImage]]:
+        """The images that a completion was shown: the token at which each begins, how many stand for it, and it."""
+        ids, runs = self.rollouts.responses[i], []
+        for image in self.rollouts.observed_images[i] if self.rollouts.observed_images else ():
+            others = np.flatnonzero(ids[image.at :] != ids[image.at])
+            runs.append((image.at, int(others[0]) if len(others) else len(ids) - image.at, image))
+        return runs
+
     def row(
-        self, i: int, start: int = 0, count: int = PREVIEW_TOKENS, preview: bool = True
+        self, i: int, start: int = 0, count: int = PREVIEW_TOKENS, preview: bool = True, edge: int = THUMBNAIL
     ) -> tuple[dict[str, Any], slice]:
         """A completion's facts and pieces, for a `preview` three lines of text, and their place in the arrays."""
         r = self.rollouts
         begin, end = int(r.responses.offsets[i]), int(r.responses.offsets[i + 1])
-        first = min(begin + start, end)
+        first, runs = min(begin + start, end), self.observed(i)
+        count += sum(n for at, n, _ in runs if at < count) if preview else 0
         pieces = self.pieces(r.responses.values[first : min(first + count, end)])
+        texts = [piece.shown for piece in pieces]
+        for at, n, _ in runs:  # the first token of an image's says how many there are
+            texts[max(0, at - start) : max(0, at + n - start)] = [
+                "" if t > at else f"image ×{n}" for t in range(max(at, start), min(at + n, start + len(texts)))
+            ]
         if preview:
-            begins = np.cumsum([0, *(len(piece.shown) for piece in pieces)])
-            pieces = pieces[: int(np.searchsorted(begins, PREVIEW_CHARACTERS))]
+            begins = np.cumsum([0, *map(len, texts)])
+            texts = texts[: int(np.searchsorted(begins, PREVIEW_CHARACTERS))]
+        shown = [(at, n, image_part(image, edge)) for at, n, image in runs if start <= at < start + len(texts)]
         row = {
             "i": i,
             "k": int(self.places[i]),
@@ -117,12 +133,14 @@ class Shown:
             "right": bool(self.summary.right[i]),
             "finish": FINISH_REASONS[r.finish[i]],
             "version": int(r.versions[i]),
-            "pieces": [visible(cut(piece.shown, PIECE_CHARACTERS)) for piece in pieces],
-            "kinds": "".join(KIND_CODES[piece.kind] for piece in pieces),
+            "pieces": [visible(cut(text, PIECE_CHARACTERS)) for text in texts],
+            "kinds": "".join(KIND_CODES[piece.kind] for piece in pieces[: len(texts)]),
+            "images": [{"t": at, "tokens": n, "src": part.image, "alt": part.text} for at, n, part in shown],
+            "small": preview and bool(shown),
         }
         if not self.pieces.readable and not start:
             row["text"] = visible(cut(r.texts[i], TEXT_CHARACTERS))
-        return row, slice(first, first + len(pieces))
+        return row, slice(first, first + len(texts))
 
     def rows(self, wanted: Iterable[Sequence[Any]]) -> tuple[list[dict[str, Any]], list[bytes]]:
         """Rows `(completion, start, count or None for a preview)`, at most OPEN_TOKENS of each, and their numbers.
@@ -130,7 +148,7 @@ class Shown:
         These are two buffers: token ids, int32, flat over the rows; values, float32, (channels, tokens).
         """
         made = [
-            self.row(i, start) if count is None else self.row(i, start, min(count, OPEN_TOKENS), preview=False)
+            self.row(i, start) if count is None else self.row(i, start, min(count, OPEN_TOKENS), False, EDGE)
             for i, start, count in wanted
         ]
         arrays = (self.rollouts.responses.values, *self.channels.values())

@@ -14,7 +14,7 @@ from rlbench.notebook.rollouts.order import checked
 from rlbench.notebook.rollouts.rows import Shown, headline
 
 GROUPS_SHOWN, SAMPLES_SHOWN, TOKENS_SHOWN, PROMPT_SHOWN = 5, 4, 96, 300  # a saved notebook holds it
-IMAGES_SHOWN, EDGE = 2, 96
+IMAGES_SHOWN, EDGE = 2, 96  # of prompts and completions together
 
 STYLE = sheet("rollouts") + "".join(
     f".rlb-static .{letter}{k} {{background: color-mix(in srgb, var(--rlb-{hue}) {k * STRONGEST * 100 / LEVELS:.0f}%, "
@@ -41,12 +41,15 @@ def static_view(shown: Shown, colour: str | None = None) -> str:
         parts.append(f"<div class=q>{escape(legend(scale))}</div>")
     pictures = 0
     for p in groups:
-        samples = telling_samples(shown, p, SAMPLES_SHOWN)
-        rows = [row_html(shown, int(i), scale, TOKENS_SHOWN) for i in samples]
-        more = int(shown.summary.counts[p]) - len(samples)
-        rows += [f"<tr><td></td> <td class=q>… {more} more</td> <td></td></tr>"] if more > 0 else []
         head = group_head(shown, int(p), IMAGES_SHOWN if pictures < IMAGES_SHOWN else 0)
         pictures += head.count("<img")
+        samples = telling_samples(shown, p, SAMPLES_SHOWN)
+        rows = []
+        for i in samples:
+            rows.append(row_html(shown, int(i), scale, TOKENS_SHOWN, images=IMAGES_SHOWN - pictures))
+            pictures += rows[-1].count("<img")
+        more = int(shown.summary.counts[p]) - len(samples)
+        rows += [f"<tr><td></td> <td class=q>… {more} more</td> <td></td></tr>"] if more > 0 else []
         lines = "\n".join(rows)
         parts.append(f"<div class=g>{head}\n<table cellpadding=4>{lines}</table></div>")
     hidden = len(rollouts) - len(groups)
@@ -110,9 +113,11 @@ def group_head(shown: Shown, p: int, most: int, edge: int = EDGE) -> str:
     return f"<div class=h><b>prompt {p}</b> <code>{text}</code> <span class=q>{' · '.join(facts)}</span>{drawn}</div>"
 
 
-def row_html(shown: Shown, i: int, scale: Scale, most: int, every: bool = False) -> str:
-    """A completion as a row that reads without any style; `every` token an element for a script, or coloured ones."""
+def row_html(shown: Shown, i: int, scale: Scale, most: int, every: bool = False, images: int = 0) -> str:
+    """A completion as a row that reads without any style; `every` token an element for a script, or coloured ones;
+    `images`: so many at most of those that an environment showed."""
     row, span = shown.row(i, 0, most, preview=not every)
+    row["images"] = row["images"][: max(0, images)]
     reward = row["reward"]
     signed = f"{reward:+.2f}".replace("-", "−") if reward else "0.00"
     mark = "" if reward is None else f"{'✓' if row['right'] else '✗'} {signed}"
@@ -133,11 +138,14 @@ def _tokens(shown: Shown, row: dict[str, Any], span: slice, scale: Scale, every:
     clipped = shown.channels["clipped"][span] if "clipped" in shown.channels else nothing
     mask = shown.channels["mask"][span] if "mask" in shown.channels else nothing + 1
     out = []
+    pictures = {image["t"]: image for image in row["images"] if image["src"]}
     for t, (piece, kind) in enumerate(zip(row["pieces"], row["kinds"], strict=True)):
+        if image := pictures.get(t):
+            out.append(f'<img src="{escape(image["src"])}" alt="{escape(image["alt"])}"> ')
         marks = (looks[t], MARKS[kind], "clip" if clipped[t] > 0 else "", "off" if mask[t] == 0 else "")
         look = " ".join(filter(None, marks))
         text = escape(piece.replace("\n", "⏎\n" if every else "⏎"))
-        if not look and not every:
+        if not (look and text) and not every:  # of tokens that stand for an image all but the first have no text
             out.append(text)
             continue
         quoted = f'"{look}"' if " " in look else look

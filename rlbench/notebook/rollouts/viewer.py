@@ -185,7 +185,12 @@ def _first_window(shown: Shown, order: Order) -> dict[str, Any]:
         heads.append(head)
     for i in order.samples[:ROWS_AT_ONCE]:
         row, span = shown.row(int(i))
-        size += sum(map(len, row["pieces"])) + (span.stop - span.start) * (7 + 4 * len(shown.channels)) + 150
+        size += (
+            sum(map(len, row["pieces"]))
+            + sum(len(image["src"]) for image in row["images"])
+            + (span.stop - span.start) * (7 + 4 * len(shown.channels))
+            + 150
+        )
         if size > FIRST_BYTES:
             break
         wanted.append((int(i), 0, None))

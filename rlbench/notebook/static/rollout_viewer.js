@@ -149,6 +149,7 @@ function boundOf({ kind, bound }) {
 // src/widgets/item.ts
 var CUT = { length: "✂ length", abort: "■ aborted" };
 var READ_ALOUD = 200;
+var LARGER = "larger, or small again";
 function nodeOf(item, rows, look) {
   const node = document.createElement("div");
   node.className = `item ${item.kind}`;
@@ -213,15 +214,17 @@ function fillPrompt(node, p, rows, look) {
     before = role;
     if (image) {
       const shown = { src: image, alt: text, tokens };
-      const picture = addPicture(whole, shown, "larger, or small again", look.sized);
-      picture.addEventListener("click", () => {
-        picture.classList.toggle("large");
-        look.sized();
-      });
+      enlarges(addPicture(whole, shown, LARGER, look.sized), look);
     } else {
       add(whole, "span", "said", text);
     }
   }
+}
+function enlarges(picture, look) {
+  picture.addEventListener("click", () => {
+    picture.classList.toggle("large");
+    look.sized();
+  });
 }
 function fillRow(node, i, rows, look) {
   const row = rows.rows.get(i);
@@ -257,9 +260,22 @@ function addTokens(node, row, full, look) {
   if (row.text !== void 0) {
     add(tokens, "span", "plain", full ? row.text : row.text.replaceAll("\n", "⏎"));
   }
-  row.pieces.forEach(
-    (piece, t) => addToken(tokens, piece, kindOf(row, t), t, look.whitespace, full)
-  );
+  const images = new Map(row.images.map((image) => [image.t, image]));
+  let end = 0;
+  row.pieces.forEach((piece, t) => {
+    const image = images.get(t);
+    if (image) {
+      const pressed = full ? LARGER : "the whole text";
+      const picture = addPicture(tokens, { ...image, tokens: 0 }, pressed, look.sized);
+      if (full) {
+        enlarges(picture, look);
+      }
+      end = t + image.tokens;
+    }
+    if (image || t >= end) {
+      addToken(tokens, piece, kindOf(row, t), t, look.whitespace, full);
+    }
+  });
   look.paint(tokens);
   if (!full && row.pieces.length < row.n) {
     add(tokens, "span", "rest", ` … +${thousands(row.n - row.pieces.length)} tok`);
@@ -315,7 +331,7 @@ function addPicture(parent, picture, pressed, sized) {
   }
   image.alt = alt;
   if (tokens) {
-    const title = `${tokens} tokens of the prompt stand for this image`;
+    const title = `${tokens} tokens stand for this image`;
     add(button, "span", "chip", `image ×${tokens}`).title = title;
   }
   return button;
@@ -428,6 +444,7 @@ var Cursor = class {
       this.acts.more(i);
     } else if (target.dataset["t"] !== void 0) {
       this.token = Number(target.dataset["t"]);
+    } else if (pressed?.startsWith("picture") && this.rows.full.has(i ?? -1)) {
     } else if (i !== void 0 && window.getSelection()?.isCollapsed) {
       this.acts.toggleFull(i);
     }
@@ -787,6 +804,7 @@ function joined(old, sent, ids, values) {
     ...old,
     pieces: [...old.pieces, ...sent.pieces],
     kinds: old.kinds + sent.kinds,
+    images: [...old.images, ...sent.images],
     ids: Int32Array.from([...old.ids, ...ids]),
     values: old.values.map((before, c) => Float32Array.from([...before, ...values[c] ?? []]))
   };
@@ -956,6 +974,9 @@ var Viewer = class {
     const row = this.rows.rows.get(i);
     if (!row) {
       return [i, 0, null];
+    }
+    if (row.small && row.wanted) {
+      return [i, 0, row.wanted];
     }
     const { length } = row.pieces;
     return length < Math.min(row.wanted, row.n) ? [i, length, row.wanted - length] : null;
