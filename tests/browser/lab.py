@@ -138,6 +138,14 @@ class Notebook:
             )
         )
 
+    def leave_cells(self, count: int) -> None:
+        """Interrupt a last cell that still runs, and delete all cells but the first `count`."""
+        last = int(self._js("return cells.length - 1;"))
+        if last >= 0 and self.runs(last):
+            self.interrupt()
+            self.wait(last)
+        self._js("const s = panel.content.model.sharedModel; s.deleteCellRange(count, s.cells.length);", count=count)
+
     def run(self, index: int, wait: bool = True, timeout: float = LIMIT_S) -> None:
         """Run a cell; with `wait` until it ended, well or not. `timeout` in seconds."""
         self._js(RUN, index=index)
