@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
-import nbformat
 import pytest
 
+from tests.browser.conftest import FAILED
 from tests.browser.layout import CONTRAST
+from tests.browser.shared import Shared
 
 START = """
 import sys; sys.path.insert(0, {root!r})
@@ -30,17 +32,28 @@ HISTOGRAM = 'rollouts().lengths.plot(compare={"step 1": [1, 1, 2]})'
 PLOTLY = ".jp-RenderedPlotly .main-svg"
 
 
+@pytest.fixture(scope="module")
+def shared(lab, browser, repository):
+    """The notebook that the tests take in turns: its first cell imports."""
+    made = Shared(lab, browser, [START.format(root=str(repository))])
+    yield made
+    made.close(check=True)
+
+
 @pytest.fixture
-def open_cells(open_notebook, repository):
+def open_cells(request, shared):
     """`open_cells(cell, …)`: a notebook with these cells after one that imports, all run."""
 
-    def open_all(*cells, **options):
-        notebook = open_notebook([START.format(root=str(repository)), *cells], **options)
-        for i in range(len(cells) + 1):
+    def open_all(*cells, theme="light"):
+        notebook = shared.take()
+        notebook.theme(theme)
+        assert [notebook.add(cell) for cell in cells] == [*range(1, len(cells) + 1)]
+        for i in range(1, len(cells) + 1):
             notebook.run(i)
         return notebook
 
-    return open_all
+    yield open_all
+    shared.give_back(request.node.stash.get(FAILED, False))
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -81,15 +94,17 @@ def test_a_saved_plot_is_small_and_shows_again_without_a_kernel(open_cells, open
     (output,) = saved.cells[1].outputs
     assert {"application/vnd.plotly.v1+json", "text/html", "text/plain"} <= set(output.data)
     assert len(json.dumps(output)) < 200_000
+    plain = copy.deepcopy(saved.cells[1])
+    plain.id = "plain"
+    del plain.outputs[0].data["application/vnd.plotly.v1+json"]
+    plain.outputs[0].data.pop("image/png", None)
+    saved.cells.append(plain)
     later = open_notebook(notebook=saved, start_kernel=False)
     later.cell(1).locator(".jp-RenderedPlotly").first.wait_for()
-    del saved.cells[1].outputs[0].data["application/vnd.plotly.v1+json"]
-    saved.cells[1].outputs[0].data.pop("image/png", None)
-    plain = open_notebook(notebook=nbformat.from_dict(saved), start_kernel=False)
-    drawing = plain.cell(1).locator(".rlb img")  # what a front end without plotly shows of a notebook it does not trust
+    drawing = later.cell(2).locator(".rlb img")  # what a front end without plotly shows of a notebook it does not trust
     drawing.wait_for()
     assert drawing.evaluate("image => image.complete && image.naturalWidth") == 680
-    assert "lr <b>1e-5</b>" in drawing.get_attribute("alt") and "moving average" in plain.output(1)
+    assert "lr <b>1e-5</b>" in drawing.get_attribute("alt") and "moving average" in later.output(2)
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
