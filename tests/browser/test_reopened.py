@@ -68,9 +68,9 @@ def saved(lab, browser, repository) -> nbformat.NotebookNode:
     return made
 
 
-@pytest.fixture(params=["lab/workspaces/again/tree/", "notebooks/"], ids=["JupyterLab", "Notebook 7"])
+@pytest.fixture(scope="module", params=["lab/workspaces/again/tree/", "notebooks/"], ids=["JupyterLab", "Notebook 7"])
 def page(saved, lab, browser, request):
-    """The file, opened anew."""
+    """The file, opened anew; tests only look at it."""
     context = browser.new_context(viewport={"width": 1280, "height": 6000})  # all cells are in view
     opened = context.new_page()
     opened.goto(f"{lab.url}{request.param}reopened.ipynb?reset&token={lab.token}")
