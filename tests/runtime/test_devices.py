@@ -23,6 +23,7 @@ def test_visible_devices_are_counted_as_cuda_counts_them(monkeypatch):
 def test_nvml_sees_what_torch_allocates():
     import torch
 
+    torch.cuda.empty_cache()  # what other tests left there would be taken again
     before = devices.gpu_memory()[0]
     held = torch.ones(1 << 28, dtype=torch.uint8, device="cuda")
     after = devices.gpu_memory()[0]
