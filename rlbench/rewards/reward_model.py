@@ -1,4 +1,7 @@
-"""A reward model: a Hugging Face sequence classifier that reads prompt and completion and gives one number."""
+"""A reward model: a Hugging Face sequence classifier that reads prompt and completion and gives one number.
+
+One that sees, as `rb.RewardModel` saves it of a model of Qwen-VL's kind, sees the images too.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlbench.data.prompts.images import EncodedImage, unplaced
 from rlbench.data.prompts.lengths import open_tokenizer, text_ids
 from rlbench.data.texts.rendering import Renderer
 from rlbench.data.texts.rows import Reading
 from rlbench.errors import DataError
 from rlbench.rewards.kinds import Board, Failure, Reward, Scorer, shown
 from rlbench.rewards.last_tokens import padded, padding_for, padding_is, padding_token
+from rlbench.rewards.seeing import SeeingReader
 
 if TYPE_CHECKING:
     from rlbench.data.rollouts.rollout import Rollout
@@ -24,7 +29,9 @@ if TYPE_CHECKING:
 class model(Scorer):
     """Rewards from a sequence-classification model, run in this process; loaded when first needed, freed by `close()`.
 
-    A completion too long for the model has an error; none is cut. Texts are tokenised by its own tokenizer.
+    A completion too long for the model has an error; none is cut. Texts are tokenised by its own tokenizer. A model of
+    Qwen-VL's kind, as `rb.RewardModel` saves it, sees the images, by its own processor: the prompts', and those that an
+    environment showed. One of text alone refuses completions with images.
 
     Args:
         path: folder or Hugging Face id of a model with a trained head of one output.
@@ -45,7 +52,7 @@ class model(Scorer):
     output: int | None = None
     as_sampled: bool = False
     chat: bool | None = None
-    _loaded: tuple[Any, Any] | None = field(default=None, init=False)
+    _loaded: tuple[Any, Any, SeeingReader | None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -59,12 +66,16 @@ class model(Scorer):
         """Score in batches, long ones first, so that little is padded; see `Scorer.score_all`."""
         import torch
 
-        model, tokenizer = self._load()
-        rows: list[tuple[int, list[int]]] = []
-        longest = getattr(model.config, "max_position_embeddings", None)
+        model, tokenizer, reader = self._load()
+        self._check_sees(rollouts, reader)
+        rows: list[tuple[int, list[int], tuple[EncodedImage, ...]]] = []
+        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         for i, rollout in enumerate(rollouts):
             try:
-                ids = self.token_ids(rollout, tokenizer)
+                ids, images = self.token_ids(rollout, tokenizer), rollout.all_images
+                if reader is not None and not self.as_sampled:  # which has them expanded
+                    images = unplaced(images)
+                    ids = reader.expanded(ids, images)
             except Exception as error:  # a chat template refuses roles and orders in its own ways
                 board.put(i, Failure.of(error), 0.0)
                 continue
@@ -72,22 +83,25 @@ class model(Scorer):
                 said = f"the reward model takes {longest} tokens, prompt and completion are {len(ids)}"
                 board.put(i, Failure(said, "leave it out by rollouts.select"), 0.0)
             else:
-                rows.append((i, ids))
+                rows.append((i, ids, images))
         rows.sort(key=lambda row: -len(row[1]))
         for first in range(0, len(rows), self.batch_size):
             board.check()
             chosen = rows[first : first + self.batch_size]
             started = time.perf_counter()
             with torch.inference_mode():
-                values = self._forward(model, [ids for _, ids in chosen])
+                values = self._forward([ids for _, ids, _ in chosen], [images for _, _, images in chosen])
             outcomes = [
                 Reward(v) if v - v == 0.0 else Failure(f"the reward model gave {v}", "wanted a finite number")
                 for v in values
             ]
-            board.put_all([i for i, _ in chosen], outcomes, time.perf_counter() - started)
+            board.put_all([i for i, _, _ in chosen], outcomes, time.perf_counter() - started)
 
     def token_ids(self, rollout: Rollout, tokenizer: Any) -> list[int]:
-        """What the model reads of one completion: through its chat template, or prompt and completion in a row."""
+        """What the model reads of one completion: through its chat template, or prompt and completion in a row.
+
+        An image is one placeholder there; as sampled, all of its tokens.
+        """
         if self.as_sampled:
             return read_tokens(rollout, tokenizer)
         content = rollout.prompt
@@ -110,22 +124,36 @@ class model(Scorer):
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _load(self) -> tuple[Any, Any]:
+    def _load(self) -> tuple[Any, Any, SeeingReader | None]:
         if self._loaded is None:
             import torch
-            from transformers import AutoModelForSequenceClassification, AutoTokenizer
+            from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+            from rlbench.rewards.seeing_classifier import seeing_classifier
 
             device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
             try:
                 tokenizer = AutoTokenizer.from_pretrained(self.path)
-                model, report = AutoModelForSequenceClassification.from_pretrained(
+                seeing = seeing_classifier(AutoConfig.from_pretrained(self.path))
+                model, report = (seeing or AutoModelForSequenceClassification).from_pretrained(
                     self.path, dtype=getattr(torch, self.dtype), output_loading_info=True
                 )
             except (OSError, ValueError) as error:
                 raise DataError(f"{self.path} is no reward model that can be loaded: {error}") from error
             self._check(model, sorted(report["missing_keys"]))
-            self._loaded = model.to(device).eval(), tokenizer
+            reader = SeeingReader(model, str(self.path)) if seeing else None
+            self._loaded = model.to(device).eval(), tokenizer, reader
         return self._loaded
+
+    def _check_sees(self, rollouts: Sequence[Rollout], reader: SeeingReader | None) -> None:
+        """Refuse images that the model would not see, whatever its template writes in their place."""
+        count = sum(bool(rollout.all_images) for rollout in rollouts)
+        if count and reader is None:
+            raise DataError(
+                f"{count} of {len(rollouts)} completions have images, and the reward model {self.path} sees none: take "
+                "one that does (rb.RewardModel trains and saves them of models of Qwen-VL's kind), or leave those "
+                "completions out by rollouts.select"
+            )
 
     def _check(self, model: Any, missing: list[str]) -> None:
         """Refuse a classifier whose head was never trained, and an output that it does not have."""
@@ -137,12 +165,16 @@ class model(Scorer):
         if self.output is not None and not 0 <= self.output < outputs:
             raise DataError(f"model: output={self.output}, but {self.path} gives {outputs} numbers, counted from 0")
 
-    def _forward(self, model: Any, rows: Sequence[Sequence[int]]) -> list[float]:
-        padding = padding_for(rows, padding_token(model))
-        ids, mask = padded(rows, padding)
-        device = next(model.parameters()).device
-        with padding_is(model, padding):
-            logits = model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
+    def _forward(self, rows: Sequence[Sequence[int]], images: Sequence[Sequence[EncodedImage]]) -> list[float]:
+        model, _, reader = self._load()
+        if reader is not None:
+            logits = reader.outputs(rows, images)
+        else:
+            padding = padding_for(rows, padding_token(model))
+            ids, mask = padded(rows, padding)
+            device = next(model.parameters()).device
+            with padding_is(model, padding):
+                logits = model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
         return [float(v) for v in logits[:, self.output or 0].float().cpu()]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -155,13 +187,15 @@ class model(Scorer):
 
 def read_tokens(rollout: Rollout, tokenizer: Any) -> list[int]:
     """What a model trained on `rb.data.pairs` or `rollouts.pairs` reads of a completion: its tokens as they were
-    sampled, where the tokenizer is of the same vocabulary, else its texts as pairs are encoded, up to the end token."""
+    sampled, where the tokenizer is of the same vocabulary and its model gives images as many tokens, else its texts as
+    pairs are encoded, up to the end token."""
+    renderer, ids = Renderer.of(tokenizer), [*map(int, rollout.prompt_token_ids), *rollout.token_ids]
     if len(rollout.prompt_token_ids) and _same_vocabulary(rollout.tokenizer, tokenizer):
-        return [*map(int, rollout.prompt_token_ids), *rollout.token_ids]
+        if not rollout.all_images or renderer.image_tokens.hold(ids, rollout.all_images, len(rollout.prompt_token_ids)):
+            return ids
     if rollout.observed_images:
-        raise DataError("an environment showed it images, which only a model of the policy's vocabulary reads")
-    renderer, images = Renderer.of(tokenizer), rollout.images
-    rendered = Reading().continued(renderer, rollout.prompt, rollout.transcript, "completion", None, images)
+        raise DataError("an environment showed it images, which only a model with the policy's own tokens reads")
+    rendered = Reading().continued(renderer, rollout.prompt, rollout.transcript, "completion", None, rollout.images)
     return rendered.tokens[: int(rendered.trained.nonzero()[0][-1]) + 1].tolist()  # type: ignore[no-any-return]
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from rlbench.data import EncodedImage, Prompt, Rollouts
 from rlbench.data.prompts.images import PlacedImage, counted_from
+from rlbench.data.texts.image_pixels import shown_at
 from rlbench.errors import DataError
 from rlbench.session.training.reward_steps import up_to_the_end
-from rlbench.trainers.passes.images import shown_at
 from tests.data.values import generated, rollouts
 
 RED, BLUE = (EncodedImage.from_any(np.full((4, 4, 3), value, np.uint8)) for value in (200, 30))

@@ -121,6 +121,11 @@ def counted_from(images: Sequence[EncodedImage], first: int) -> tuple[EncodedIma
     return tuple(PlacedImage.of(i, i.at - first) if isinstance(i, PlacedImage) else i for i in images)
 
 
+def unplaced(images: Sequence[EncodedImage]) -> tuple[EncodedImage, ...]:
+    """Return images without their places, for a text that has one placeholder for each; the bytes are shared."""
+    return tuple(EncodedImage(image.data, image.digest, image.width, image.height) for image in images)
+
+
 def encoded_bytes(value: Any, what: str, fetch: bool = False) -> bytes:
     """Return a value's bytes as a file would hold them; PIL images and arrays become PNG. Raises DataError."""
     if isinstance(value, bytes | bytearray | memoryview):

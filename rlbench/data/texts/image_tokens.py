@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlbench.data.prompts.images import EncodedImage
+from rlbench.data.prompts.images import EncodedImage, PlacedImage
 from rlbench.errors import DataError
 
 if TYPE_CHECKING:
@@ -39,19 +39,42 @@ class ImageTokens:
 
         Raises DataError where the text has more or fewer placeholders than there are images.
         """
-        places = rendered.tokens == self.token
+        counts = self._counts(rendered.tokens, images)
+        return replace(
+            rendered,
+            tokens=np.repeat(rendered.tokens, counts),
+            trained=np.repeat(rendered.trained & (rendered.tokens != self.token), counts),
+            images=tuple(images),
+        )
+
+    def repeated(self, ids: Sequence[int], images: Sequence[EncodedImage]) -> list[int]:
+        """Return token ids likewise, with the placeholder of each image repeated; DataError as of `expanded`."""
+        tokens = np.asarray(ids, np.int64)
+        return np.repeat(tokens, self._counts(tokens, images)).tolist()  # type: ignore[no-any-return]
+
+    def hold(self, ids: Sequence[int], images: Sequence[EncodedImage], prompt: int) -> bool:
+        """Whether token ids have as many placeholders for each image as this model gives it: those of another model of
+        the same words may have more or fewer. `images`: the prompt's, of `prompt` tokens, then placed ones, counted
+        from the first token."""
+        places = np.asarray(ids, np.int64) == self.token
+        counts = [count_tokens(image, self.processor) for image in images]
+        runs = [
+            (image.at, count) for image, count in zip(images, counts, strict=True) if isinstance(image, PlacedImage)
+        ]
+        if int(places[:prompt].sum()) != sum(counts[: len(counts) - len(runs)]):
+            return False
+        return all(places[at : at + count].sum() == count and not places[at + count :][:1].any() for at, count in runs)
+
+    def _counts(self, tokens: np.ndarray, images: Sequence[EncodedImage]) -> np.ndarray:
+        """How often each token of a rendered text (T,) is to stand there, (T,) int64."""
+        places = tokens == self.token
         if int(places.sum()) != len(images):
             raise DataError(
                 f"its text has {int(places.sum())} of the model's placeholders and {len(images)} images: one for each"
             )
         counts = np.ones(len(places), np.int64)
         counts[places] = [count_tokens(image, self.processor) for image in images]
-        return replace(
-            rendered,
-            tokens=np.repeat(rendered.tokens, counts),
-            trained=np.repeat(rendered.trained & ~places, counts),
-            images=tuple(images),
-        )
+        return counts
 
 
 @lru_cache(maxsize=8)

@@ -8,7 +8,6 @@ from torch import nn
 
 from rlbench.data.prompts.images import EncodedImage
 from rlbench.data.rollouts.rollouts import Rollouts
-from rlbench.errors import DataError
 from rlbench.rewards.reward_model import model as ClassifierReward
 from rlbench.trainers.passes.images import ImageReader
 
@@ -18,17 +17,12 @@ def sequences_of(
 ) -> tuple[list[list[int]], list[tuple[EncodedImage, ...]]]:
     """Return what a model on the ranks reads of each sample, and sees: the tokens with the prompt's images and those
     that an environment showed, places counted from the first token; or the texts in a tokenizer of its own, with the
-    prompt's images where the model sees."""
+    images where the model sees."""
     own, completions = getattr(model, "tokenizer", None), list(rollouts.flat)
     images = [rollout.all_images for rollout in completions]
     if own is None or own is tokenizer:
         sequences = [[*map(int, one.prompt_token_ids), *one.token_ids] for one in completions]
         return sequences, images if any(images) else []
     sees = ImageReader.of(model) is not None and any(images)
-    if sees and any(rollouts.observed_images):
-        raise DataError(
-            f"an environment showed images, and the reward model {type(model).__name__} reads the texts alone, with a "
-            "tokenizer of its own: leave model.tokenizer out, so that it reads the policy's tokens."
-        )
     reader = ClassifierReward("", as_sampled=True) if sees else ClassifierReward("", chat=None)
     return [reader.token_ids(rollout, own) for rollout in completions], images if sees else []

@@ -17,11 +17,11 @@ from torch.nn.functional import linear
 from rlbench.errors import BuildError
 from rlbench.nn import HuggingFaceFsdp2TrainModule
 from rlbench.nn.lora import Adapted, plain_name
+from rlbench.rewards.seeing_classifier import seeing_classifier
 from rlbench.strategies.memory.offloading import HALF
 from rlbench.strategies.sharding.materialize import full_shapes
 from rlbench.strategies.sharding.sources import TensorSource, initialised, loaded_silently, open_source
 from rlbench.trainers.models.policy_module import config_of, on_meta
-from rlbench.trainers.models.seeing_classifier import seeing_classifier
 from rlbench.trainers.passes.forward import taken_by
 
 HEAD = "score"

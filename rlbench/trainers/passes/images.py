@@ -2,44 +2,38 @@
 
 The families of Qwen-VL: `pixel_values` and `image_grid_thw` by the checkpoint's own processor, positions in three
 dimensions by the model's own `get_rope_index`, computed for each sequence apart, so that packing changes nothing.
-A sequence's images stand, in order, at its first placeholder tokens, those that an environment showed at their places;
-a placeholder that a policy sampled is a token as others.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rlbench.data.base.ragged import offsets_of
 from rlbench.data.batches.batch import TrainBatch
-from rlbench.data.prompts.images import EncodedImage, PlacedImage
-from rlbench.data.texts.image_tokens import count_tokens
+from rlbench.data.prompts.images import EncodedImage
+from rlbench.data.texts.image_pixels import PixelReader, placeholders_at, shown_at
 from rlbench.errors import DataError
 from rlbench.nn.huggingface import BaseHuggingFaceTrainModule
 from rlbench.trainers.passes.packing import ModelInputs
 
-MOST_CACHED = 256 * 2**20
-"""Bytes of pixels that a rank keeps between passes."""
-
 
 class ImageReader:
-    """Of one model. `processor` is loaded when an image first arrives."""
+    """Of one model; its processor is loaded when an image first arrives."""
 
     def __init__(self, module: Any) -> None:
         self._module, self._vision = module, module.config.vision_config
         self._merge = int(self._vision.spatial_merge_size)
         self._token = int(module.config.image_token_id)
-        self._processor: Any = None
-        self._read: OrderedDict[str, tuple[Tensor, Tensor]] = OrderedDict()
+        self._pixels = PixelReader(partial(_processor_of, module))
 
     @classmethod
     def of(cls, module: nn.Module) -> ImageReader | None:
@@ -53,23 +47,19 @@ class ImageReader:
         for row, images in enumerate(batch.images or ()):
             places = np.concatenate([batch.prompts[row], batch.responses[row]]) == self._token
             try:
-                shown_at(places, images, [self.tokens(image) for image in images], len(batch.prompts[row]))
+                shown_at(places, images, [self._pixels.tokens(image) for image in images], len(batch.prompts[row]))
             except DataError as error:
                 raise DataError(
                     f"sequence {row} {error}: give the tokens as the sampler used them, each image's placeholder "
                     "expanded"
                 ) from None
 
-    def tokens(self, image: EncodedImage) -> int:
-        """Return how many tokens an image takes."""
-        return count_tokens(image, self._images)
-
     def placed(self, inputs: ModelInputs, rows: TrainBatch, packed: bool) -> ModelInputs:
         """Return the layout with the rows' images; where there are none with a blank one behind all rows, which no
         row sees: the tower runs as it does on other ranks, and its gradient is zero."""
         images: list[Sequence[EncodedImage | None]] = list(rows.images or [()] * len(rows))
         prompts = rows.prompts.lengths.tolist()
-        read = [[self._pixels(image) for image in own] for own in rows.images or [()] * len(rows)]
+        read = [[self._pixels.read(image) for image in own] for own in rows.images or [()] * len(rows)]
         if not any(read):
             blank = torch.zeros(self._merge**2, self._patch), torch.tensor([1, self._merge, self._merge])
             inputs = _with_one_more(inputs, self._token, packed)
@@ -94,23 +84,11 @@ class ImageReader:
             inputs, position_ids=places.to(device), images=given, placeholders=held.to(device) if sampled else None
         )
 
-    @contextmanager
-    def placing(self, inputs: ModelInputs) -> Iterator[None]:
+    def placing(self, inputs: ModelInputs) -> AbstractContextManager[None]:
         """Have the model take as placeholders those of the images alone, where a policy sampled the token too."""
-        base = self._module.model
         if inputs.placeholders is None:
-            yield
-            return
-
-        def chosen(input_ids: Tensor, inputs_embeds: Tensor, **features: Any) -> tuple[Tensor, Tensor]:
-            mask = inputs.placeholders[..., None].expand_as(inputs_embeds)  # type: ignore[index]
-            return mask, torch.zeros_like(mask)
-
-        base.get_placeholder_mask = chosen
-        try:
-            yield
-        finally:
-            del base.get_placeholder_mask
+            return nullcontext()
+        return placeholders_at(self._module.model, inputs.placeholders)
 
     @property
     def _patch(self) -> int:
@@ -118,56 +96,13 @@ class ImageReader:
         vision = self._vision
         return int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
 
-    def _pixels(self, image: EncodedImage) -> tuple[Tensor, Tensor]:
-        """Return an image's patches (n, numbers) float32 and its grid (3,) int64; kept for the passes that follow."""
-        if image.digest not in self._read:
-            found = self._images(images=[image.pil()], return_tensors="pt")
-            self._read[image.digest] = found["pixel_values"], found["image_grid_thw"][0]
-            while len(self._read) > 1 and sum(patches.nbytes for patches, _ in self._read.values()) > MOST_CACHED:
-                self._read.popitem(last=False)
-        self._read.move_to_end(image.digest)
-        return self._read[image.digest]
 
-    @property
-    def _images(self) -> Any:
-        """The checkpoint's own processor of images."""
-        if self._processor is None:
-            from transformers import AutoImageProcessor
+def _processor_of(module: Any) -> Any:
+    """Load the checkpoint's own processor of images."""
+    from transformers import AutoImageProcessor
 
-            source = BaseHuggingFaceTrainModule.materialization_source(self._module)  # not where its weights come from
-            revision = getattr(self._module, "_source_revision", None)
-            self._processor = AutoImageProcessor.from_pretrained(source, revision=revision)
-        return self._processor
-
-
-def shown_at(
-    places: np.ndarray, images: Sequence[EncodedImage | None], counts: Sequence[int], prompt: int
-) -> np.ndarray:
-    """Return which tokens of a sequence are its images', (T,) bool.
-
-    Args:
-        places: (T,) bool, where the placeholder token stands.
-        images: in order; each `PlacedImage` at its place, the others, before these, at the first placeholders.
-        counts: tokens of each.
-        prompt: tokens before the response, in which places are counted.
-
-    Raises DataError where there is no placeholder token for one of an image's.
-    """
-    at = [None if not isinstance(image, PlacedImage) else prompt + image.at for image in images]
-    starts = [start for start in at if start is not None]
-    first = min([*starts, len(places)])
-    if at != [None] * (len(at) - len(starts)) + sorted(starts):
-        raise DataError(f"has images in another order than their places, {at}")
-    wanted = sum(count for count, start in zip(counts, at, strict=True) if start is None)
-    shown = places & (np.arange(len(places)) < first) & (places.cumsum() <= wanted)
-    if shown.sum() < wanted:
-        raise DataError(f"has {shown.sum()} image tokens, its {len(at) - len(starts)} images {wanted}")
-    for start, count in zip(starts, counts[len(at) - len(starts) :], strict=True):
-        run = places[start : start + count]
-        if run.sum() < count or shown[start : start + count].any():
-            raise DataError(f"has {run.sum()} image tokens at {start}, where an image of {count} begins")
-        shown[start : start + count] = True
-    return shown
+    source = BaseHuggingFaceTrainModule.materialization_source(module)  # not where its weights come from
+    return AutoImageProcessor.from_pretrained(source, revision=getattr(module, "_source_revision", None))
 
 
 def _spans(inputs: ModelInputs, packed: bool) -> list[tuple[int, slice]]:
