@@ -334,6 +334,7 @@ def test_an_option_of_a_run_changes_what_session_and_trainer_are_given_or_is_ref
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_data, "texts_of", lambda config: config.strategy.pretrain_data)
+    monkeypatch.setattr(run_data, "TINY_PROMPTS", 64)  # of which only the seed is looked at
     monkeypatch.setattr(train_command.trainer_places, "model_here", lambda _, named: named)
     if name in REFUSED_WHEN_SET or name in ("zero_stage", "local_rank"):
         with pytest.raises(OptionError, match=REFUSAL):
