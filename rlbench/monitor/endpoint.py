@@ -25,6 +25,7 @@ SCHEMA = 1
 MAX_BODY = 64 << 10
 READ_LIMIT_S = 10.0
 CONNECTIONS = 32
+LOOK_S = 0.1  # between two looks at whether it is to end: as long as `close` may take; http.server has half a second
 Answer = tuple[int, dict[str, Any]]
 
 
@@ -66,7 +67,7 @@ class Endpoint(ThreadingHTTPServer):
         self.hosts = {f"{host}:{self.server_port}" for host in ("127.0.0.1", "localhost")}
         self.free = threading.BoundedSemaphore(CONNECTIONS)
         self.url = f"http://127.0.0.1:{self.server_port}"
-        threading.Thread(target=self.serve_forever, name="rlbench endpoint", daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(LOOK_S,), name="rlbench endpoint", daemon=True).start()
 
     def close(self) -> None:
         """Serve nobody any more."""

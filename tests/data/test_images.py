@@ -115,7 +115,7 @@ def test_remote_is_read_when_asked():
             pass
 
     server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
     try:
         assert EncodedImage.from_any(f"{address}/x.png", fetch=True).data == data

@@ -29,18 +29,19 @@ pytestmark = pytest.mark.engine
 LOADED = """
 import json, sys
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-repo, base, prompt, response = json.loads(sys.argv[1])
-if base:
-    from peft import PeftModel
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), repo)
-else:
-    model = AutoModelForCausalLM.from_pretrained(repo)
-    AutoTokenizer.from_pretrained(repo)
-with torch.no_grad():
-    logprobs = model(torch.tensor([prompt + response])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
-print(json.dumps(logprobs.gather(1, torch.tensor(response)[:, None])[:, 0].tolist()))
+pushed, prompt, response = json.loads(sys.argv[1])
+for repo, base in pushed:
+    if base:
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), repo)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(repo)
+        AutoTokenizer.from_pretrained(repo)
+    with torch.no_grad():
+        logprobs = model(torch.tensor([prompt + response])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+    print(json.dumps(logprobs.gather(1, torch.tensor(response)[:, None])[:, 0].tolist()))
 """
 
 
@@ -75,13 +76,13 @@ def row(adapted: Any) -> Any:
     return batch.rows([0])
 
 
-def loaded(hub: FakeHub, home: Path, repo: str, base: str | None, row: Any) -> list[float]:
-    """Log-probs of a process that knows the repository's name alone."""
-    asked = json.dumps([repo, base, list(map(int, row.prompts.values)), list(map(int, row.responses.values))])
+def loaded(hub: FakeHub, home: Path, pushed: list[tuple[str, str | None]], row: Any) -> list[list[float]]:
+    """Log-probs of each repository, by a process that knows its name (and an adapter's base) alone."""
+    asked = json.dumps([pushed, list(map(int, row.prompts.values)), list(map(int, row.responses.values))])
     env = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_TOKEN": READER}
     done = subprocess.run([sys.executable, "-c", LOADED, asked], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    return list(json.loads(done.stdout))
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.parametrize("way", ["xet", "large files", "one commit"])
@@ -99,9 +100,9 @@ def test_what_was_pushed_gives_its_loader_the_trainers_logprobs(
     assert set(merged.files) == set(hub.repos["someone/merged"]) > {"config.json", "tokenizer.json"}
     assert alone.bytes < merged.bytes / 4
     assert (bool(hub.objects), hub.store.exists()) == (way == "large files", way == "xet")
-    expected = adapted.logprobs(row)
-    for repo, base in (("someone/merged", None), ("someone/adapter", adapted.options.path)):
-        np.testing.assert_allclose(loaded(hub, tmp_path / "home", repo, base, row), expected, atol=1e-4)
+    pushed = [("someone/merged", None), ("someone/adapter", adapted.options.path)]
+    found = loaded(hub, tmp_path / "home", pushed, row)
+    np.testing.assert_allclose(found, [adapted.logprobs(row)] * 2, atol=1e-4)
 
 
 def test_sessions_go_on_from_what_was_pushed(hub: FakeHub, adapted: Any, row: Any, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def service() -> Iterator[tuple[str, list[Any]]]:
             pass
 
     server = HTTPServer(("127.0.0.1", 0), Judge)
-    thread = Thread(target=server.serve_forever, daemon=True)
+    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}/score", seen
     server.shutdown()
