@@ -47,7 +47,9 @@ def exits_on_rank_1(error):
 @pytest.mark.parametrize("error", EXITS)
 def test_a_cell_and_a_function_fail_with_the_name_and_the_line(train, error):
     name = error.partition("(")[0]
-    with pytest.raises(RemoteError, match=rf"(?s){name}.*line 2:   raise {name}.*rank 0 \(and 1 more\)"):
+    with pytest.raises(
+        RemoteError, match=rf"(?s){name}.*line 2:   raise {name}.*rank [01]"
+    ):  # the other may be stopped
         train.run_cell(f"value = 1\nraise {error}")
     with pytest.raises(RemoteError, match=rf"(?s){name}.*line 2:   raise {name}.*rank 1"):
         train.run_cell(f"if rank == 1:\n    raise {error}")

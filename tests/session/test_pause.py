@@ -64,6 +64,18 @@ def cpu_ticks(pid):
     return int(fields[11]) + int(fields[12])
 
 
+def paused_midway(session, begin):
+    """Begin rollouts until one is seen under way, and pause it: on a busy machine one may end between two looks."""
+    pending = begin()
+    until(lambda: pending.done or progress(session).get("tokens", 0) > 0)
+    session.pause()
+    until(lambda: pending.done or progress(session).get("paused"))
+    if not pending.done:
+        return pending
+    session.resume()
+    return paused_midway(session, begin)
+
+
 GREEDY = {"temperature": 0.0, "max_tokens": 600, "ignore_eos": True, "progress": False}
 
 
@@ -71,11 +83,8 @@ GREEDY = {"temperature": 0.0, "max_tokens": 600, "ignore_eos": True, "progress":
 def test_a_paused_rollout_goes_on_with_the_very_same_tokens(session):
     prompts = tasks.prompts(6, seed=3)
     uninterrupted = session.rollout(prompts, n=2, **GREEDY)
-    pending = session.rollout(prompts, n=2, block=False, **GREEDY)
-    until(lambda: progress(session).get("tokens", 0) > 0)
-    session.pause()
+    pending = paused_midway(session, lambda: session.rollout(prompts, n=2, block=False, **GREEDY))
     assert session.paused and status(session)["paused"]
-    until(lambda: progress(session).get("paused"))
     held = progress(session)["tokens"]
     assert not pending.done and "paused" in repr(session)
     assert client.ask(client.find(session.name), "/state")["paused"]
@@ -91,10 +100,8 @@ def test_a_paused_rollout_goes_on_with_the_very_same_tokens(session):
 
 @pytest.mark.engine
 def test_a_stop_while_paused_gives_what_there_is(session):
-    pending = session.rollout(tasks.prompts(8), n=1, block=False, **(GREEDY | {"max_tokens": 1500}))
-    until(lambda: progress(session).get("tokens", 0) > 0)
-    session.pause()
-    until(lambda: progress(session).get("paused"))
+    long = GREEDY | {"max_tokens": 1500}
+    pending = paused_midway(session, lambda: session.rollout(tasks.prompts(8), n=1, block=False, **long))
     session.stop()
     with pytest.raises(Stopped) as stopped:
         pending.result(timeout=120)
