@@ -46,6 +46,19 @@ import json
 import rlbench as rb
 from rlbench.tiny import tasks
 
+def watch():
+    import cProfile, sys
+    sys.profile_of_test = cProfile.Profile()
+    sys.profile_of_test.enable()
+
+def calls():
+    import pstats, sys
+    sys.profile_of_test.disable()
+    reader = ("/images.py", "/image_pixels.py", "/image_tokens.py", "/image_columns.py", "/seeing.py")
+    paths = {path for path, *_ in pstats.Stats(sys.profile_of_test).stats if "/rlbench/" in path}
+    steps = any(path.endswith("passes/forward.py") for path in paths)
+    return {"reading": [path for path in paths if path.endswith(reader)], "steps": steps}
+
 class Looks(rb.envs.Env):
     def step(self, turn):
         return rb.envs.Step(None, 1.0, done=True, info={"images": images()})
@@ -54,8 +67,10 @@ with rb.Session("tiny", name="text-alone", train=rb.Train(shards=2), undo=1) as 
     rollouts = session.rollout(tasks.prompts(4), n=2, max_tokens=6, progress=False).score(lambda r: float(len(r.text)))
     batch = rollouts.batch(rb.rl.group_normalized())
     session.preflight(batch)
+    session.train.run(watch)
     session.train_step(batch)
     session.sync_weights()
+    called = session.train.run(calls)
     session.undo()
     stream = rb.data.PromptSet.of(rb.data.as_prompts(tasks.prompts(8))).stream(seed=3)
     sizes = {"rollout_batch_size": 4, "n": 2, "train_batch_size": 8, "max_tokens": 6}
@@ -63,7 +78,7 @@ with rb.Session("tiny", name="text-alone", train=rb.Train(shards=2), undo=1) as 
     rollouts.to_html("rollouts.html")
     looked = session.rollout(tasks.prompts(2), n=1, max_tokens=4, env=Looks, progress=False)
     replica = [step["images"] for rollout in looked.flat for step in rollout.info["steps"]]
-    print(json.dumps({"kernel": images(), "ranks": session.train.run(images), "replica": replica}))
+    print(json.dumps({"kernel": images(), "ranks": session.train.run(images), "replica": replica, "called": called}))
 """
 
 
@@ -100,6 +115,11 @@ def test_its_ranks_and_replica_import_what_vllm_does(said: Any) -> None:
     assert len(session["ranks"]) == 2 and session["replica"]
     for process in (*session["ranks"], *session["replica"]):
         assert set(process) <= set(worker["plain"])
+
+
+def test_a_step_and_a_sync_of_its_ranks_call_no_code_for_images(said: Any) -> None:
+    _, _, session = said
+    assert session["called"] == [{"reading": [], "steps": True}] * 2
 
 
 def test_decoding_a_picture_and_a_processor_of_images_would_show(said: Any) -> None:
