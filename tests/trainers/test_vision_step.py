@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlbench.data.base.ragged import Ragged
 from rlbench.data.prompts.images import PlacedImage
 from rlbench.errors import DataError
 from rlbench.trainers.models.lora import Lora
@@ -141,6 +142,11 @@ def test_what_cannot_be_seen_is_refused_before_any_pass(eyes: str, qwen: str) ->
             wrong = given.replace(images=((*given.images[0], PlacedImage.of(given.images[0][0], at)), ()))
             with pytest.raises(DataError, match=f"sequence 0 has .*{token}"):
                 forward_backward(engine, wrong)
+        prompt = [int(token) for token in given.prompts[0]]
+        run = [token for token in prompt if prompt.count(token) == 4]
+        side_by_side = Ragged.from_rows([[*run, *run, *prompt[-2:]], list(given.prompts[1])], np.int32)
+        with pytest.raises(DataError, match="2 images in 1 runs"):
+            forward_backward(engine, given.replace(prompts=side_by_side, images=(given.images[0] * 2, ())))
         forward_backward(engine, given)
 
 

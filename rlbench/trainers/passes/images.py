@@ -30,8 +30,8 @@ class ImageReader:
     """Of one model; its processor is loaded when an image first arrives."""
 
     def __init__(self, module: Any) -> None:
-        self._module, self._vision = module, module.config.vision_config
-        self._merge = int(self._vision.spatial_merge_size)
+        self._module = module
+        self._merge = int(module.config.vision_config.spatial_merge_size)
         self._token = int(module.config.image_token_id)
         self._pixels = PixelReader(partial(_processor_of, module))
 
@@ -43,11 +43,20 @@ class ImageReader:
         return cls(module) if placed and hasattr(config, "vision_config") else None
 
     def check(self, batch: TrainBatch) -> None:
-        """Refuse rows that have no placeholder tokens where their images stand, by the images' sizes."""
+        """Refuse rows that have no placeholder tokens where their images stand, by the images' sizes, or have those of
+        two images side by side, which `get_rope_index` takes for one."""
         for row, images in enumerate(batch.images or ()):
             places = np.concatenate([batch.prompts[row], batch.responses[row]]) == self._token
             try:
-                shown_at(places, images, [self._pixels.tokens(image) for image in images], len(batch.prompts[row]))
+                shown = shown_at(
+                    places, images, [self._pixels.tokens(image) for image in images], len(batch.prompts[row])
+                )
+                runs = int(np.diff(shown.astype(np.int8), prepend=0).clip(0).sum())
+                if runs != len(images):
+                    raise DataError(
+                        f"has {len(images)} images in {runs} runs of image tokens, and something has to stand between "
+                        "two, as their beginnings and ends do"
+                    )
             except DataError as error:
                 raise DataError(
                     f"sequence {row} {error}: give the tokens as the sampler used them, each image's placeholder "
@@ -61,7 +70,8 @@ class ImageReader:
         prompts = rows.prompts.lengths.tolist()
         read = [[self._pixels.read(image) for image in own] for own in rows.images or [()] * len(rows)]
         if not any(read):
-            blank = torch.zeros(self._merge**2, self._patch), torch.tensor([1, self._merge, self._merge])
+            patches = torch.zeros(self._merge**2, patch_numbers(self._module))
+            blank = patches, torch.tensor([1, self._merge, self._merge])
             inputs = _with_one_more(inputs, self._token, packed)
             images, prompts, read = [*images, (None,)], [*prompts, 0], [*read, [blank]]
         device, ids = inputs.input_ids.device, inputs.input_ids.cpu()
@@ -90,11 +100,11 @@ class ImageReader:
             return nullcontext()
         return placeholders_at(self._module.model, inputs.placeholders)
 
-    @property
-    def _patch(self) -> int:
-        """Numbers in a patch."""
-        vision = self._vision
-        return int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
+
+def patch_numbers(module: Any) -> int:
+    """Return the numbers in one patch of a picture, as a model that sees takes it."""
+    vision = module.config.vision_config
+    return int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
 
 
 def _processor_of(module: Any) -> Any:

@@ -114,6 +114,7 @@ class GradientStep:
                 self.vote(doing, failure)
                 with user_code():
                     self.strategy.backward(total, self.model, self._optimizer(), reduction="sum")
+            del anchor, loss, total  # with what they hold: the next pass would begin beside the pixels of this one
             after(index)
 
     def vote(self, doing: str, failure: Exception | None = None, cleared: bool = True) -> None:
