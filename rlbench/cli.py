@@ -226,6 +226,7 @@ def run_plan(args: argparse.Namespace) -> int:
         lengths=args.lengths,
         token_budget=args.token_budget,
         offload=args.offload,
+        images=args.images,
     )
     print(found)
     return 0 if found.fits else 1
@@ -283,6 +284,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("model", metavar="MODEL", help="a folder, a hub id, or an embedded model's name")
     plan.add_argument("--gpus", metavar="2x80GiB", help="devices; 0x24GiB: a host without a GPU; default: this machine")
     plan.add_argument("--lengths", type=int, metavar="N", help="tokens of the longest sequence")
+    plan.add_argument("--images", metavar="2x1280x800", help="pictures in each sequence, pixels wide and high")
     plan.add_argument("--token-budget", type=int, metavar="N", help="tokens of one micro-batch on one rank")
     plan.add_argument("--train", action="append", default=[], metavar="NAME=VALUE", help="an option of rb.Train")
     plan.add_argument("--inference", action="append", default=[], metavar="NAME=VALUE", help="one of rb.Inference")

@@ -11,14 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from rlbench.defaults import BFLOAT16_FROM, precision
+from rlbench.errors import BuildError
 from rlbench.nn.lora import Adapted
 from rlbench.nn.quantised import quantised_layers
 from rlbench.session.options import POLICY
+from rlbench.session.planning.pictures import Grid
 from rlbench.session.planning.request import Request
 from rlbench.strategies.sharding.tensor_parallel import split_parameters
 from rlbench.trainers.models.policy_spec import PolicySpec, RewardSpec
 from rlbench.trainers.passes.chunked_head import token_bytes
 from rlbench.trainers.passes.cost import PassCost, PassPlan, pass_cost
+from rlbench.trainers.passes.images import ImageReader
+from rlbench.trainers.passes.meta_images import image_tokens, tower_peak
 from rlbench.trainers.passes.packing import plan_micro_batches
 from rlbench.trainers.update.options import PolicyOptions
 
@@ -63,6 +67,7 @@ class Model:
         dtype: of `module`.
         adapters: entries of a LoRA.
         quantised: entries of the weights that are held in 4 or 8 bits, each.
+        source: the folder or hub id of its config, and of its image processor.
     """
 
     module: nn.Module
@@ -71,6 +76,7 @@ class Model:
     dtype: torch.dtype
     adapters: int = 0
     quantised: tuple[int, ...] = ()
+    source: str = ""
 
     def __hash__(self) -> int:
         return id(self)
@@ -112,6 +118,34 @@ class Model:
         fullest = max((rows for steps in plan for rows in steps), key=lambda rows: int(lengths[rows].sum()))
         return tuple(-(-int(n) // split) for n in lengths[fullest])
 
+    @property
+    def sees(self) -> bool:
+        """Whether it takes images."""
+        return ImageReader.of(self.module) is not None
+
+    def grids(self, request: Request, rows: tuple[int, ...]) -> tuple[Grid, ...]:
+        """Patches of each picture that such rows show; none where nothing is shown, or the model sees nothing. A row
+        too short for its pictures, the last of a micro-batch, shows none. Raises BuildError where all are."""
+        if request.images is None or not self.sees:
+            return ()
+        own = (request.images.grid(self.source),) * request.images.count
+        tokens = self.image_tokens(own)
+        showing = sum(length > tokens for length in rows)
+        if not showing:
+            raise BuildError(
+                f"images={request.images} takes {tokens:,} tokens of a sequence, and the longest has {max(rows):,}: "
+                "longer ones (lengths=), or fewer or smaller pictures"
+            )
+        return own * showing
+
+    def image_tokens(self, grids: tuple[Grid, ...]) -> int:
+        """Tokens that stand for pictures in a row."""
+        return image_tokens(self.module, grids)
+
+    def tower_peak(self, grids: tuple[Grid, ...]) -> int:
+        """What its tower takes to encode pictures, without gradients."""
+        return _tower_peak(self, grids)
+
     def cost(self, plan: PassPlan) -> PassCost:
         """What a pass takes; see `pass_cost`."""
         return _cost(self, plan)
@@ -120,6 +154,11 @@ class Model:
 @lru_cache(maxsize=KEPT)
 def _cost(model: Model, plan: PassPlan) -> PassCost:
     return pass_cost(model.module, plan)
+
+
+@lru_cache(maxsize=KEPT)
+def _tower_peak(model: Model, grids: tuple[Grid, ...]) -> int:
+    return tower_peak(model.module, grids)
 
 
 def policy_of(request: Request) -> Model:
@@ -169,7 +208,7 @@ def _made(
     dtype = _trained_in(first, masters) if chosen.half is None else getattr(torch, chosen.half)
     module.to(dtype)
     sizes = tuple(layer.in_features * layer.out_features for layer in packed)
-    return Model(module, tuple(held), module.config.get_text_config(), dtype, adapters, sizes)
+    return Model(module, tuple(held), module.config.get_text_config(), dtype, adapters, sizes, spec.path)
 
 
 def _held(parameter: Tensor, masters: bool, in_optimizer: bool, together: int) -> Held:

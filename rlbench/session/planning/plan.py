@@ -9,9 +9,10 @@ from functools import cached_property
 from typing import Any
 
 from rlbench.engines.paths import model_name
-from rlbench.errors import Suggesting
+from rlbench.errors import BuildError, Suggesting
 from rlbench.session.options import Inference, Train, model_at, reference_at
 from rlbench.session.planning.devices import Devices
+from rlbench.session.planning.pictures import Pictures
 from rlbench.session.planning.request import Request
 from rlbench.session.planning.uses import (
     PHASES,
@@ -129,6 +130,7 @@ def plan(
     token_budget: int | None = None,
     offload: Sequence[str] = (),
     teachers: Sequence[str] = (),
+    images: str | None = None,
 ) -> Plan:
     """Say what a session would take, by role, owner and phase, and the smallest change that makes it fit.
 
@@ -146,6 +148,8 @@ def plan(
         offload: what the loop sends to host memory while it is not needed: "inference" (`session.offload("inference")`
             before a step), "optimizer" (`session.offload("train", "optimizer")` after it).
         teachers: models of `session.teacher`, held at the same time; those behind a URL take nothing here.
+        images: what each sequence shows: `"2x1280x800"`, two pictures 1280 pixels wide and 800 high; their tokens are
+            among those of `lengths`.
     """
     options, path = Train.of(train), model_at(model_name(model, "rb.plan"))
     options = options if lora is None else replace(options, lora=lora)
@@ -164,6 +168,7 @@ def plan(
             token_budget,
             tuple(offload),
             tuple(model_at(model_name(one, "teachers=")) for one in teachers),
+            images=Pictures.of(images),
         )
     )
 
@@ -173,6 +178,8 @@ def planned(request: Request) -> Plan:
     from rlbench.session.planning.model import frozen_of, policy_of
 
     policy = policy_of(request)
+    if request.images is not None:
+        _need_sight(request, policy)
     rows = policy.micro_batch(request)
     roles = {RANK: rank_uses(policy, request, rows), REPLICA: replica_uses(policy, request)}
     workers = {RANK: request.ranks, REPLICA: request.replica_workers}
@@ -218,11 +225,31 @@ def _remarks(request: Request, policy: Any, rows: tuple[int, ...]) -> tuple[tupl
     if why := policy.cost(pass_plan(policy, request, rows, backward=True)).estimated:
         notes.append(f"activations are an estimate: {why}")
     problems = _cache_remarks(request, policy, notes) if request.replica_workers else []
+    if policy.sees:
+        notes.append(_picture_remark(request, policy, rows))
     notes.append(
         "tensors are exact to a few percent; CUDA contexts, what vLLM computes in, processes and the allocator's slack "
         "are estimates"
     )
     return tuple(notes), tuple(problems)
+
+
+def _need_sight(request: Request, policy: Any) -> None:
+    """Raise BuildError for pictures that no pass could have."""
+    if not policy.sees:
+        raise BuildError(f"images={request.images}: {request.path!r} is a model of text; plan it without images=")
+    if request.train.sequence_parallel > 1:
+        raise BuildError(f"images={request.images}: pictures are not split over ranks: rb.Train(sequence_parallel=1)")
+
+
+def _picture_remark(request: Request, policy: Any, rows: tuple[int, ...]) -> str:
+    """Say which pictures the numbers are of."""
+    if request.images is None:
+        return 'the weights of the tower are counted, and no pictures: images="1x448x448" is one in each sequence'
+    shown = policy.grids(request, rows)
+    each = policy.image_tokens(shown[:1])
+    held = f"{len(shown):,} pictures in such a micro-batch, {each:,} tokens each"
+    return f"{held}; what encodes them in a replica is an estimate"
 
 
 def _cache_remarks(request: Request, policy: Any, notes: list[str]) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from rlbench.errors import BuildError
 from rlbench.session.options import POLICY, Inference, Train
 from rlbench.session.planning.devices import Devices
+from rlbench.session.planning.pictures import Pictures
 
 REFERENCE, TEACHER = "reference", "teacher"
 OFFLOADED = ("inference", "optimizer")
@@ -17,7 +18,7 @@ OFFLOADED = ("inference", "optimizer")
 class Request:
     """One plan's question; `path`: a folder or a hub id. `lengths`: of a step's sequences, or of the longest;
     `offload`: what the loop sends to host memory while it is not needed; `teachers`: the models of frozen policies that
-    score; `kind`: what trains, as of `SessionOptions`."""
+    score; `kind`: what trains, as of `SessionOptions`; `images`: what each sequence shows."""
 
     path: str
     devices: Devices
@@ -30,6 +31,7 @@ class Request:
     offload: tuple[str, ...] = ()
     teachers: tuple[str, ...] = ()
     kind: str = POLICY
+    images: Pictures | None = None
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.offload if name not in OFFLOADED]:

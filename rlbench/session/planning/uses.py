@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rlbench.data.texts.image_pixels import MOST_CACHED
 from rlbench.defaults import KV_BYTES
 from rlbench.session.planning.model import Held, Model
 from rlbench.session.planning.request import Request
 from rlbench.session.state.step_copies import SPARE_BYTES
 from rlbench.trainers.passes.cost import LOGITS, PassPlan
+from rlbench.trainers.passes.images import patch_numbers
 from rlbench.units import MIB
 from rlbench.weights.staging import DEFAULT_BUCKET_BYTES, file_bytes
 
@@ -76,6 +78,7 @@ def rank_uses(model: Model, request: Request, rows: tuple[int, ...]) -> list[Use
         Use(RANK, "optimizer", state, host=away, sure=True, step=True),
         *sent,
         *_passes(RANK, model, request, rows, trains=True),
+        *_pixels(RANK, model, request, rows),
     ]
     if gpu:
         uses.append(Use(RANK, "sync buffers", only(_staged(model, request), SYNC)))
@@ -86,7 +89,7 @@ def frozen_uses(role: str, model: Model, request: Request, rows: tuple[int, ...]
     """One rank of a frozen policy: the reference, or a teacher."""
     weights = _bytes(model, request.shards, lambda held: held.item)
     passes = _passes(role, model, request, rows, trains=False)
-    return [Use(role, "weights", always(weights), sure=True), *passes]
+    return [Use(role, "weights", always(weights), sure=True), *passes, *_pixels(role, model, request, rows)]
 
 
 def replica_uses(model: Model, request: Request) -> list[Use]:
@@ -102,12 +105,15 @@ def replica_uses(model: Model, request: Request) -> list[Use]:
         options.engine_kwargs.get("max_num_batched_tokens", max(BATCHED_TOKENS, 0 if gpu else longest(model, request)))
     )
     hidden, inner = int(config.hidden_size), int(getattr(config, "intermediate_size", 0) or 4 * config.hidden_size)
-    states = tokens * (4 * hidden + 3 * inner / wide) * dtype
+    encoded, cache = encoder_bytes(model, request, tokens, dtype)
+    states = max(tokens * (4 * hidden + 3 * inner / wide) * dtype, encoded)  # pictures first, then the tokens
     logits = SAMPLED_COPIES * 4 * options.max_num_seqs * int(config.vocab_size)
     kv = float(options.kv_cache_bytes or KV_BYTES)
     if gpu and options.kv_cache_bytes is None:
         kv = max(
-            0.0, options.gpu_memory_utilization * request.devices.nbytes - weights - slots - states - logits - CONTEXT
+            0.0,
+            options.gpu_memory_utilization * request.devices.nbytes
+            - (weights + slots + states + cache + logits + CONTEXT),
         )
     here = (ROLLOUT, SYNC) if "inference" in request.offload else PHASES
     gone = [phase for phase in PHASES if phase not in here]
@@ -116,11 +122,26 @@ def replica_uses(model: Model, request: Request) -> list[Use]:
         Use(REPLICA, "adapters", only(slots, *(here if gpu else PHASES))),
         Use(REPLICA, "KV cache", only(kv, *here), sure=sure),
         Use(REPLICA, "activations", only(states, *(here if gpu else PHASES))),
+        Use(REPLICA, "encoded pictures", only(cache, *(here if gpu else PHASES))),
         Use(REPLICA, LOGITS, only(logits, *(here if gpu else PHASES))),
     ]
     if gpu and gone:
         uses.append(Use(REPLICA, "weights, offloaded", only(weights, *gone), host=True))
     return uses
+
+
+def encoder_bytes(model: Model, request: Request, tokens: int, item: int) -> tuple[float, float]:
+    """Return what a replica's tower takes to encode as many pictures as `tokens` are for, which vLLM schedules at a
+    time, one at least, and what it keeps of them: their tokens' inputs, `item` bytes a number."""
+    if request.images is None or not model.sees:
+        return 0.0, 0.0
+    grid = request.images.grid(model.source)
+    each = model.image_tokens((grid,))
+    most = max(1, min(tokens // each, request.images.count * request.inference.max_num_seqs))
+    vision = model.module.config.vision_config
+    deep = len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    kept = most * each * int(model.config.hidden_size) * (1 + deep) * item
+    return float(model.tower_peak((grid,) * most)) * item / model.compute_item, float(kept)
 
 
 def longest(model: Model, request: Request) -> int:
@@ -169,7 +190,8 @@ def pass_plan(model: Model, request: Request, rows: tuple[int, ...], backward: b
     whole = request.shards == 1 and not (gpu and request.train.fsdp_cpu_offload)
     cast = frozenset(held.trains for held in model.held if held.split and held.item != model.compute_item)
     copied = cast if whole else frozenset({True, False})
-    return PassPlan(rows, backward, request.shards, gpu, reshard, copied, reduced=not whole)
+    grids = model.grids(request, rows)
+    return PassPlan(rows, backward, request.shards, gpu, reshard, copied, reduced=not whole, grids=grids)
 
 
 def _passes(role: str, model: Model, request: Request, rows: tuple[int, ...], trains: bool) -> list[Use]:
@@ -183,6 +205,16 @@ def _passes(role: str, model: Model, request: Request, rows: tuple[int, ...], tr
         costs = {phase: {**largest, **slack} for phase in PHASES}
     owners = sorted({owner for found in costs.values() for owner in found})
     return [Use(role, owner, {phase: found.get(owner, 0) for phase, found in costs.items()}) for owner in owners]
+
+
+def _pixels(role: str, model: Model, request: Request, rows: tuple[int, ...]) -> list[Use]:
+    """What a rank keeps in host memory of the pictures of its rows, all of them different, for the passes that follow:
+    float32 patches."""
+    grids = model.grids(request, rows)
+    if not grids:
+        return []
+    nbytes = 4 * patch_numbers(model.module) * sum(frames * high * wide for frames, high, wide in grids)
+    return [Use(role, "pixels", always(min(MOST_CACHED, nbytes)), host=request.devices.gpus > 0)]
 
 
 def _sent(model: Model, request: Request) -> list[float]:

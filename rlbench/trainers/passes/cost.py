@@ -20,6 +20,7 @@ from rlbench.strategies.fsdp2 import units
 from rlbench.strategies.memory.live import LiveMemory
 from rlbench.trainers.passes.attention import packed_attention
 from rlbench.trainers.passes.chunked_head import Head, UnfitHead, token_bytes
+from rlbench.trainers.passes.meta_images import Grids, OnMeta, image_tokens, pictures_shown
 from rlbench.trainers.passes.token_stats import token_stats
 
 GATHERED, GRADIENTS, LOGITS = "gathered layers", "gradients on their way", "logits"
@@ -44,7 +45,7 @@ class PassCost:
 class PassPlan:
     """How a pass runs: rows of `lengths` tokens packed as one, over `shards` ranks, on a GPU or not. `copied`: whether
     FSDP gathers, or casts, parameters that train (True is in it) and frozen ones (False); `reduced`: it reduces their
-    gradients."""
+    gradients. `grids`: the patches of each picture that the rows show."""
 
     lengths: tuple[int, ...]
     backward: bool = True
@@ -53,6 +54,7 @@ class PassPlan:
     reshard_after_forward: bool = True
     copied: frozenset[bool] = frozenset({True, False})
     reduced: bool = True
+    grids: Grids = ()
 
 
 def pass_cost(module: nn.Module, plan: PassPlan) -> PassCost:
@@ -74,16 +76,20 @@ def _run(module: nn.Module, tokens: int, plan: PassPlan) -> dict[str, int]:
     targets = ids[0, 1:]
     predictors = torch.zeros(tokens - 1, dtype=torch.int64, device="meta")
 
-    def logits() -> Any:
-        # with a mask given, transformers does not look into the positions for sequences
-        given = {"attention_mask": ids.bool(), "logits_to_keep": predictors, "use_cache": False}
-        return module(input_ids=ids, **given).logits
-
     owner = ["activations"]
     with ExitStack() as within:
+        if plan.grids:
+            within.enter_context(OnMeta(image_tokens(module, plan.grids)))
         live = within.enter_context(LiveMemory([*module.parameters(), *module.buffers()], lambda: owner[0]))
         within.enter_context(_sharded(module, live, plan))
         within.enter_context(nullcontext() if plan.backward else torch.no_grad())
+        shown = within.enter_context(pictures_shown(module, ids, plan.grids))
+
+        def logits() -> Any:
+            # with a mask given, transformers does not look into the positions for sequences
+            given = {"attention_mask": ids.bool(), "logits_to_keep": predictors, "use_cache": False, **shown}
+            return module(input_ids=ids, **given).logits
+
         logprobs, entropy = _stats(module, logits, targets, plan.gpu, owner)
         if plan.backward:
             (logprobs.sum() + 0.0 * entropy.sum()).backward()
