@@ -148,7 +148,8 @@ FIGURES = (
         "plan",
         lambda found: farthest(found, "_resident"),
         "%",
-        better="less",
+        15.0,
+        "less",
     ),
 )
 

@@ -37,25 +37,34 @@ def smallest_change(plan: Plan) -> Change | None:
     """The first change that is enough alone; else as few of them together as are enough, cheap ones first."""
     steps = list(_candidates(plan))
     for what, change in steps:
-        if (changed := planned(change(plan.request))).fits:
+        if changed := _fitting(change(plan.request)):
             return Change((what,), changed)
     taken: list[tuple[str, Changing]] = []
     for step in steps:
         taken.append(step)
-        if _with(plan, taken).fits:
+        if together := _with(plan, taken):
             for one in list(taken):  # what the later ones made needless
                 rest = [other for other in taken if other is not one]
-                if _with(plan, rest).fits:
-                    taken = rest
-            return Change(tuple(what for what, _ in taken), _with(plan, taken))
+                if fewer := _with(plan, rest):
+                    taken, together = rest, fewer
+            return Change(tuple(what for what, _ in taken), together)
     return None
 
 
-def _with(plan: Plan, changes: list[tuple[str, Changing]]) -> Plan:
+def _with(plan: Plan, changes: list[tuple[str, Changing]]) -> Plan | None:
     request = plan.request
     for _, change in changes:
         request = change(request)
-    return planned(request)
+    return _fitting(request)
+
+
+def _fitting(request: Request) -> Plan | None:
+    """Return the plan of a request that fits; None for another, without running its passes where what is held beside
+    them is too much already."""
+    if not planned(request, passes=False).fits:
+        return None
+    plan = planned(request)
+    return plan if plan.fits else None
 
 
 def _candidates(plan: Plan) -> Iterator[tuple[str, Changing]]:

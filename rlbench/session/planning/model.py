@@ -126,7 +126,7 @@ class Model:
     def grids(self, request: Request, rows: tuple[int, ...]) -> tuple[Grid, ...]:
         """Patches of each picture that such rows show; none where nothing is shown, or the model sees nothing. A row
         too short for its pictures, the last of a micro-batch, shows none. Raises BuildError where all are."""
-        if request.images is None or not self.sees:
+        if request.images is None or not rows or not self.sees:
             return ()
         own = (request.images.grid(self.source),) * request.images.count
         tokens = self.image_tokens(own)

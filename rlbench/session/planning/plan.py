@@ -173,14 +173,14 @@ def plan(
     )
 
 
-def planned(request: Request) -> Plan:
-    """Answer a request; makes the model on meta the first time."""
+def planned(request: Request, passes: bool = True) -> Plan:
+    """Answer a request; makes the model on meta the first time. Without `passes`: what is held beside them alone."""
     from rlbench.session.planning.model import frozen_of, policy_of
 
     policy = policy_of(request)
     if request.images is not None:
         _need_sight(request, policy)
-    rows = policy.micro_batch(request)
+    rows = policy.micro_batch(request) if passes else ()
     roles = {RANK: rank_uses(policy, request, rows), REPLICA: replica_uses(policy, request)}
     workers = {RANK: request.ranks, REPLICA: request.replica_workers}
     for role, frozen in frozen_of(request).items():
@@ -219,13 +219,14 @@ def fullest(workers: dict[str, int], gpus: int) -> Counter[str]:
 def _remarks(request: Request, policy: Any, rows: tuple[int, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What the numbers stand on, and what would fail whatever the memory."""
     tokens = format_number(sum(rows))
-    notes = [
-        f"micro-batches of {tokens} tokens, the longest sequence {max(rows):,}; as it stands from the second step on"
-    ]
-    if why := policy.cost(pass_plan(policy, request, rows, backward=True)).estimated:
-        notes.append(f"activations are an estimate: {why}")
+    notes = []
+    if rows:
+        longest_row = f"the longest sequence {max(rows):,}; as it stands from the second step on"
+        notes.append(f"micro-batches of {tokens} tokens, {longest_row}")
+        if why := policy.cost(pass_plan(policy, request, rows, backward=True)).estimated:
+            notes.append(f"activations are an estimate: {why}")
     problems = _cache_remarks(request, policy, notes) if request.replica_workers else []
-    if policy.sees:
+    if policy.sees and rows:
         notes.append(_picture_remark(request, policy, rows))
     notes.append(
         "tensors are exact to a few percent; CUDA contexts, what vLLM computes in, processes and the allocator's slack "

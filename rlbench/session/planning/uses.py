@@ -22,8 +22,9 @@ HOST_RANK, HOST_REPLICA, HOST_SESSION = 250 * MIB, 350 * MIB, 750 * MIB
 """Private memory of processes that hold nothing yet; of a session: kernel, monitor, Ray and the warm process."""
 CONTEXT = 500 * MIB
 """What CUDA and its libraries take of a GPU for each process."""
-HOST_SLACK = 0.65
-"""What the C allocator holds beside tensors while a pass makes and frees them, as a share of them."""
+HOST_SLACK, HOST_SLACK_LORA = 0.6, 1.3
+"""What the C allocator holds beside tensors while a pass makes and frees them, as a share of them, as measured by
+`benchmarks/plan.py`; the second where adapters alone train, in float32."""
 MOMENTS = 2
 BATCHED_TOKENS = 2048
 SAMPLED_COPIES = 3
@@ -195,13 +196,17 @@ def pass_plan(model: Model, request: Request, rows: tuple[int, ...], backward: b
 
 
 def _passes(role: str, model: Model, request: Request, rows: tuple[int, ...], trains: bool) -> list[Use]:
-    """What passes take at their highest; on a host their memory stays with the process, whose allocator keeps it."""
+    """What passes over such rows take at their highest; on a host their memory stays with the process, whose allocator
+    keeps it."""
+    if not rows:
+        return []
     costs = {SCORE: model.cost(pass_plan(model, request, rows, backward=False)).owners}
     if trains:
         costs[STEP] = model.cost(pass_plan(model, request, rows, backward=True)).owners
     if not request.devices.gpus:
         largest = max(costs.values(), key=lambda owners: sum(owners.values()))
-        slack = {"allocator": round(HOST_SLACK * sum(largest.values()))}
+        share = HOST_SLACK_LORA if model.adapters and model.compute_item == 4 else HOST_SLACK
+        slack = {"allocator": round(share * sum(largest.values()))}
         costs = {phase: {**largest, **slack} for phase in PHASES}
     owners = sorted({owner for found in costs.values() for owner in found})
     return [Use(role, owner, {phase: found.get(owner, 0) for phase, found in costs.items()}) for owner in owners]

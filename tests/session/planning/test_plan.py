@@ -14,7 +14,7 @@ from rlbench.session.planning.changes import smallest_change
 from rlbench.session.planning.devices import Devices
 from rlbench.session.planning.plan import fullest
 from rlbench.session.planning.request import REFERENCE, TEACHER
-from rlbench.session.planning.uses import PHASES, RANK, REPLICA
+from rlbench.session.planning.uses import HOST_SLACK, HOST_SLACK_LORA, PHASES, RANK, REPLICA
 from rlbench.units import GIB
 
 
@@ -172,6 +172,26 @@ def test_the_smallest_change_is_proved_by_another_plan(model):
     assert not tight.fits and tight.change.plan.fits
     assert tight.change.plan.peak <= tight.limit and tight.change.what[0] in repr(tight)
     assert smallest_change(rb.plan(model, gpus="0x0.1GiB", lengths=512)) is None
+
+
+def test_passes_of_changes_that_cannot_fit_are_not_run(model, monkeypatch):
+    hopeless = rb.plan(model, gpus="1x0.1GiB", lengths=512)  # CUDA contexts take more
+    monkeypatch.setattr("rlbench.session.planning.model.pass_cost", lambda *_: pytest.fail("a pass was run"))
+    assert hopeless.change is None
+
+
+def test_adapters_in_float32_leave_the_allocator_of_a_host_more_to_hold(model):
+    ways = (
+        (None, None, HOST_SLACK),
+        (rb.Lora(rank=8), "float32", HOST_SLACK_LORA),
+        (rb.Lora(rank=8), None, HOST_SLACK),
+    )
+    for lora, dtype, share in ways:
+        plan = rb.plan(model, train={"dtype": dtype, "lora": lora}, gpus="0x24GiB", lengths=512)
+        owners = ("activations", "gathered layers", "logits")
+        assert plan.of(RANK, "allocator") == pytest.approx(
+            share * sum(plan.of(RANK, owner) for owner in owners), rel=1e-3
+        )
 
 
 def test_a_cache_too_small_for_one_sequence_is_a_problem_whatever_the_memory(model):
