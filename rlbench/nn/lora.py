@@ -62,6 +62,17 @@ class Adapted:
             for kind in ("lora_A", "lora_B"):
                 yield path, kind, getattr(layer, kind)[NAME].weight
 
+    def linears(self) -> Iterator[nn.Module]:
+        """Give the adapters' own linear layers."""
+        for layer in self.layers.values():
+            yield from (part for kind in ("lora_A", "lora_B") for part in getattr(layer, kind).values())
+
+    def width(self) -> int:
+        """Return how many numbers of one token the adapters hold for the backward: inner ones, and dropped inputs."""
+        inner = sum(rank for layer in self.layers.values() for rank in layer.r.values())
+        drops = [(layer, drop) for layer in self.layers.values() for drop in layer.lora_dropout.values()]
+        return inner + sum(layer.in_features for layer, drop in drops if isinstance(drop, nn.Dropout))
+
     def peft_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Give the adapter's parameters (their parts on this rank) by their names in peft's files."""
         for path, kind, parameter in self.parameters():

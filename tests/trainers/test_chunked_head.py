@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, Qwen2ForCausalLM
+from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from rlbench.errors import DataError, EngineError
+from rlbench.nn.lora import inject
 from rlbench.rl import grpo
+from rlbench.trainers.passes.chunked_head import token_bytes
+from rlbench.trainers.passes.cost import PassPlan, pass_cost
 from rlbench.trainers.passes.forward import PolicyModel, as_batch
 from rlbench.trainers.update.options import LEAST_BUDGET, MOST_BUDGET, PolicyOptions
 from tests.modules import RAGGED, VOCAB, RunningMeanModel, TrainedQwen, batch_of, qwen_on_meta, save_qwen
@@ -32,6 +35,16 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+WIDE: dict[str, Any] = {
+    "vocab_size": 2048,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+}
+"""The proportions of a Qwen2.5-0.5B."""
 
 
 @pytest.fixture(scope="module")
@@ -233,6 +246,18 @@ def test_a_token_holds_less_with_gradient_checkpointing_and_in_half(folders: dic
     assert PolicyModel(model, CPU, half=True).token_bytes == full // 2
     model.gradient_checkpointing_enable()
     assert PolicyModel(model, CPU, half=False).token_bytes < full
+
+
+@pytest.mark.parametrize("adapters", [{}, {"rank": 8, "dropout": 0.0}, {"rank": 64, "dropout": 0.05}], ids=str)
+def test_what_a_token_holds_is_near_what_its_pass_does(adapters: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(Qwen2Config(**WIDE)).bfloat16()
+    if adapters:
+        inject(model, alpha=16, targets=["all-linear"], **adapters)
+        model.bfloat16()
+    plan = PassPlan((256,) * 4, gpu=True, copied=frozenset(), reduced=False)
+    held = pass_cost(model, plan).owners["activations"] / sum(plan.lengths)
+    assert held == pytest.approx(token_bytes(model, 2), rel=0.25)
 
 
 # -- FSDP2 ---------------------------------------------------------------------------------------------------

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
+from transformers.pytorch_utils import Conv1D
 
 from rlbench.errors import EngineError
+from rlbench.nn.lora import Adapted
 from rlbench.nn.quantised import QuantisedLinear
 from rlbench.rl.linear import linear_token_stats, linear_top_ids
 from rlbench.trainers.passes.outputs import NO_MORE, Request, TokenOutputs, of_logits, with_candidates
@@ -156,13 +158,21 @@ def hidden_size(module: nn.Module) -> int | None:
     return None if width is None else int(width)
 
 
+def _widths(part: nn.Module) -> tuple[int, ...]:
+    """Return how wide a linear layer's input and output are; nothing of another."""
+    if isinstance(part, nn.Linear | QuantisedLinear):
+        return part.in_features, part.out_features
+    return tuple(part.weight.shape) if isinstance(part, Conv1D) else ()
+
+
 def token_bytes(module: nn.Module, item_size: int) -> int:
     """Estimate what one token holds for the backward, in bytes: inputs and outputs of the linear layers, and half as
     much again for norms, activations and attention. With gradient checkpointing: one layer's share, and the residual
-    stream once per layer."""
-    output = output_layer(module)
-    linears = [m for m in module.modules() if isinstance(m, nn.Linear | QuantisedLinear) and m is not output]
-    held = 1.5 * sum(m.in_features + m.out_features for m in linears)
+    stream once per layer. An adapter holds its inner vector beside its layer, and what its dropout passes on."""
+    output, adapted = output_layer(module), Adapted.of(module)
+    beside = {id(part) for part in adapted.linears()} | {id(output)}
+    widths = (_widths(part) for part in module.modules() if id(part) not in beside)
+    held = 1.5 * (sum(map(sum, widths)) + adapted.width())
     if getattr(module, "is_gradient_checkpointing", False):
         config: Any = getattr(module, "config", None)
         count = int(getattr(config, "num_hidden_layers", 1) or 1)
