@@ -13,17 +13,21 @@ from rlbench.strategies.internals import fsdp_groups
 from rlbench.strategies.optim.gradients import local
 
 
+@torch.no_grad()  # in which a sharded tensor gives its part at once
 def weight_tensors(module: nn.Module) -> list[Tensor]:
     """Return local parts of the parameters, and the numbers of quantised weights."""
     packed = [buffer for layer in quantised_layers(module).values() for buffer in layer.buffers(recurse=False)]
-    return [local(parameter.data) for parameter in module.parameters()] + packed
+    # `.data` of a sharded parameter would be a new sharded tensor, at six times the time
+    return [local(parameter).data for parameter in module.parameters()] + packed
 
 
+@torch.no_grad()
 def gradient_tensors(module: nn.Module) -> list[Tensor]:
     """Return local parts of the gradients there are."""
     return [local(parameter.grad) for parameter in module.parameters() if parameter.grad is not None]
 
 
+@torch.no_grad()
 def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
     """Return local parts of the optimizers' state."""
     return [

@@ -141,7 +141,6 @@ class Residency:
             device = torch.device("cpu") if state == "cpu" else self._device.device
             done["freed" if state == "cpu" else "taken"] += sum(memory.move_optimizer(o, device) for o in optimizers)
 
-    @torch.no_grad()  # in which a sharded tensor gives its part at once
     def measure(self) -> None:
         """Count the bytes of every tensor on the device, by owner: after what may have changed them."""
         (models, others), own = self._beside(), self._optimizers()
