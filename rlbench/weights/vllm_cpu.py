@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker  # first: it replaces what torch lacks without a GPU
 
+from vllm.platforms import current_platform  # isort: skip
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod  # isort: skip
 
 from rlbench.weights.memory import drop_pages, empty_parameters, keep_freed_pages, return_free_memory
+from rlbench.weights.vllm_cpu_lora import AdapterProducts
 from rlbench.weights.vllm_plugin import ReplicaWorkerMixin, kv_storages
 
 
@@ -22,6 +24,11 @@ class CpuReplicaWorker(ReplicaWorkerMixin, CPUWorker):
         keep_freed_pages()
         super().__init__(*args, **kwargs)
         self._restore: list[Callable[[], None]] = []
+
+    def load_model(self, **options: Any) -> None:
+        """As the mixin's, with our own products of adapters."""
+        current_platform.get_punica_wrapper = lambda: f"{AdapterProducts.__module__}.{AdapterProducts.__name__}"
+        super().load_model(**options)
 
     def start_weight_update(self) -> None:
         """As vLLM's; the experts' kernels are made again from what comes."""

@@ -7,10 +7,13 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openai
 import pytest
 import torch
 
@@ -358,6 +361,26 @@ def test_a_replica_of_a_qwen3_holds_adapters_too(cluster: Any, tiny_path: Path, 
         rollouts = session.rollout(tasks.prompts(4, seed=3), n=2, max_tokens=8, progress=False)
         session.train_step(rollouts.score([i % 2 for i in range(8)]).batch(advantage=rb.rl.group_normalized()))
         assert session.sync_weights().gap <= 1e-4 and gap(session.train, session.inference) <= 1e-4
+        assert_the_base_is_itself_beside_its_adapter(session)
+
+
+def assert_the_base_is_itself_beside_its_adapter(session: Any) -> None:
+    """Where both are in one step: vLLM on a CPU computed the base's tokens with the adapter in the last place."""
+    with closing(session.endpoint()) as endpoint:
+        client = openai.OpenAI(base_url=endpoint.url, api_key=endpoint.key, max_retries=0, timeout=120)
+
+        def ask(model: str) -> list[float]:
+            how: Any = {"max_tokens": 48, "temperature": 0, "logprobs": 1, "extra_body": {"ignore_eos": True}}
+            return list(
+                client.completions.create(model=model, prompt="sort 52143", **how).choices[0].logprobs.token_logprobs
+            )
+
+        alone = {model: ask(model) for model in ("base", "policy")}
+        assert np.abs(np.subtract(*alone.values())).max() > 1e-3
+        with ThreadPoolExecutor(8) as pool:
+            models = ["base", "policy"] * 4
+            for model, beside in zip(models, pool.map(ask, models), strict=True):
+                np.testing.assert_allclose(beside, alone[model], atol=1e-4)
 
 
 def peft_folder(place: Path, **settings: Any) -> str:
