@@ -6,12 +6,12 @@ vLLM's own copy an adapter's matrices for each token, and take the last place's 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-Rows = Tensor | slice
+Rows: TypeAlias = Tensor | slice
 
 
 def grouped(places: Tensor) -> list[tuple[int, Rows]]:
