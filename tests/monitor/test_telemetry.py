@@ -6,6 +6,7 @@ import time
 import pytest
 
 from rlbench.dispatch.link import Link, spawn_host
+from rlbench.errors import Stopped
 from rlbench.monitor import client
 from rlbench.monitor.telemetry import Telemetry, owners_of
 from tests.clock import LIMIT_S, until
@@ -122,7 +123,12 @@ def test_calls_and_deaths_are_marked(told):
     link, host, _ = told
     record = client.find(link.name)
     pid = ray.get(host.pid.remote())
-    submit(link, host, "slowly", 0.3, what="rollout 8", track=True).result()
+    rollout = submit(link, host, "slowly", 600.0, what="rollout 8", track=True)
+    (begun,) = until(lambda: client.ask(record, "/samples")["marks"])
+    until(lambda: client.ask(record, "/samples")["time"] >= begun["time"] + 0.3)  # by the monitor's clock
+    rollout.stop()
+    with pytest.raises(Stopped):
+        rollout.result()
     submit(link, host, "shout", "x", what="echo.cpu()", track=True).result()
     ended = until(
         lambda: (
