@@ -2,6 +2,8 @@
 
 vLLM's own copy an adapter's matrices for each token, and take the last place's for a token of no adapter (its index is
 -1), so requests of the base came out as those of an adapter where both were in one step.
+
+Output layers (`add_lora_logits`) are left to vLLM: `ReplicaWorkerMixin.load_model` has none of them take adapters.
 """
 
 from __future__ import annotations

@@ -366,8 +366,10 @@ def test_a_replica_of_a_qwen3_holds_adapters_too(cluster: Any, tiny_path: Path, 
 
 def assert_the_base_is_itself_beside_its_adapter(session: Any) -> None:
     """Where both are in one step: vLLM on a CPU computed the base's tokens with the adapter in the last place."""
-    with closing(session.endpoint()) as endpoint:
-        client = openai.OpenAI(base_url=endpoint.url, api_key=endpoint.key, max_retries=0, timeout=120)
+    with (
+        closing(session.endpoint()) as endpoint,
+        openai.OpenAI(base_url=endpoint.url, api_key=endpoint.key, max_retries=0, timeout=120) as client,
+    ):
 
         def ask(model: str) -> list[float]:
             how: Any = {"max_tokens": 48, "temperature": 0, "logprobs": 1, "extra_body": {"ignore_eos": True}}

@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from rlbench.errors import DataError, EngineError
 from rlbench.nn.lora import inject
@@ -258,6 +267,12 @@ def test_what_a_token_holds_is_near_what_its_pass_does(adapters: dict[str, Any])
     plan = PassPlan((256,) * 4, gpu=True, copied=frozenset(), reduced=False)
     held = pass_cost(model, plan).owners["activations"] / sum(plan.lengths)
     assert held == pytest.approx(token_bytes(model, 2), rel=0.25)
+
+
+def test_the_layers_of_a_gpt2_hold_their_tokens_too() -> None:
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=512, n_embd=64, n_layer=2, n_head=4, n_positions=64))
+    assert token_bytes(model, 4) == int(1.5 * 4 * 2 * ((64 + 192) + (64 + 64) + (64 + 256) + (256 + 64)))
 
 
 # -- FSDP2 ---------------------------------------------------------------------------------------------------
