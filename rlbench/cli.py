@@ -227,6 +227,8 @@ def run_plan(args: argparse.Namespace) -> int:
         token_budget=args.token_budget,
         offload=args.offload,
         images=args.images,
+        critic=args.critic,
+        rewards=args.reward,
     )
     print(found)
     return 0 if found.fits else 1
@@ -289,6 +291,10 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--train", action="append", default=[], metavar="NAME=VALUE", help="an option of rb.Train")
     plan.add_argument("--inference", action="append", default=[], metavar="NAME=VALUE", help="one of rb.Inference")
     plan.add_argument("--reference", action="store_true", help="with the starting weights as a frozen reference")
+    about = "with a trainer's critic, of the model itself or of PATH"
+    plan.add_argument("--critic", nargs="?", const=True, metavar="PATH", help=about)
+    about = "with a trainer's reward model on the ranks; may be repeated"
+    plan.add_argument("--reward", action="append", default=[], metavar="PATH", help=about)
     plan.add_argument("--undo", type=int, default=1, metavar="N", help="last steps that can be undone (1)")
     plan.add_argument("--offload", action="append", default=[], metavar="PART", help="inference or optimizer")
     command(run_options, "what every option does")

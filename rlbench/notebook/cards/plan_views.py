@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rlbench.notebook.cards.card import WARNING, Card, Grid
@@ -17,9 +18,9 @@ def plan_card(plan: Any) -> Card:
         facts.append(f"{format_count(plan.trained)} trained")
     facts += [str(devices), plan.headline]
     name = "one device" if devices.gpus else "the host"
-    grids = [_grid(plan.device, name, devices.nbytes)]
+    grids = [_grid(plan.device, plan.phases, name, devices.nbytes)]
     if plan.host:
-        grids.append(_grid(plan.host, "host memory", devices.host))
+        grids.append(_grid(plan.host, plan.phases, "host memory", devices.host))
     notes = [f"{WARNING}{problem}" for problem in plan.problems]
     if not plan.fits:
         change = plan.change
@@ -29,8 +30,8 @@ def plan_card(plan: Any) -> Card:
     return Card(f"plan {request.path.rpartition('/')[2]}", facts, grids, [*notes, *plan.notes])
 
 
-def _grid(uses: Any, where: str, limit: int | None) -> Grid:
-    phases = [phase for phase in _phases() if any(use.phases.get(phase) for use in uses)]
+def _grid(uses: Any, planned: Sequence[str], where: str, limit: int | None) -> Grid:
+    phases = [phase for phase in planned if any(use.phases.get(phase) for use in uses)]
     rows: list[list[str]] = []
     role = ""
     for use in uses:
@@ -43,10 +44,6 @@ def _grid(uses: Any, where: str, limit: int | None) -> Grid:
         left = [limit - total for total in totals]
         rows.append(["left", f"of {format_bytes(limit)}", *(_left(n) for n in left)])
     return Grid(rows, ("", where, *phases), frozenset(range(2, 2 + len(phases))))
-
-
-def _phases() -> tuple[str, ...]:
-    return ("rollout", "log-probs", "train step", "sync")
 
 
 def _bytes(nbytes: int) -> str:

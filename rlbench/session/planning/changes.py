@@ -75,11 +75,12 @@ def _candidates(plan: Plan) -> Iterator[tuple[str, Changing]]:
         yield "undo=0", lambda r: replace(r, undo=0)
     yield from _smaller_cache(plan, gpu)
     for tokens in _fewer_tokens(plan):
-        yield f"token_budget={tokens}", partial(replace, token_budget=tokens)
-    if "inference" not in request.offload:
+        yield _budget(plan, tokens), partial(replace, token_budget=tokens)
+    if "inference" not in request.away:
         yield 'session.offload("inference") before each step', lambda r: replace(r, offload=(*r.offload, "inference"))
     if gpu and "optimizer" not in request.offload:
-        what = 'session.offload("train", "optimizer") after each step'
+        trainer = "session.trainer(…, adam_offload=True)"
+        what = trainer if request.of_trainer else 'session.offload("train", "optimizer") after each step'
         yield what, lambda r: replace(r, offload=(*r.offload, "optimizer"))
     if not request.train.gradient_checkpointing:
         yield "rb.Train(gradient_checkpointing=True)", lambda r: _train(r, gradient_checkpointing=True)
@@ -91,8 +92,12 @@ def _candidates(plan: Plan) -> Iterator[tuple[str, Changing]]:
     if lora is None or lora.base is None:
         packed = replace(lora or Lora(rank=32), base="nf4")
         yield f'rb.Train(lora=rb.Lora(rank={packed.rank}, base="nf4"))', lambda r: _train(r, lora=packed)
-    if gpu and not request.train.fsdp_cpu_offload and lora is None:
+    helps = lora is None or request.critic is not None
+    if gpu and not request.train.fsdp_cpu_offload and helps:
         yield "rb.Train(fsdp_cpu_offload=True)", lambda r: _train(r, fsdp_cpu_offload=True)
+    if request.critic is not None:
+        what = 'session.trainer("grpo", …), which has no critic'
+        yield what, lambda r: replace(r, critic=None, offload=r.away)
 
 
 def _smaller_cache(plan: Plan, gpu: bool) -> Iterator[tuple[str, Changing]]:
@@ -114,6 +119,14 @@ def _fewer_tokens(plan: Plan) -> Iterator[int]:
     tokens, least = sum(plan.rows), max(max(plan.rows), LEAST_BUDGET)
     while (tokens := tokens // 2) >= least:
         yield tokens
+
+
+def _budget(plan: Plan, tokens: int) -> str:
+    """What to write for micro-batches of so many tokens."""
+    if not plan.request.of_trainer:
+        return f"token_budget={tokens}"
+    count = max(1, tokens // max(plan.rows))
+    return f"micro-batches of {count} sequences (micro_train_batch_size={count}; here token_budget={tokens})"
 
 
 def _train(request: Request, **options: Any) -> Request:

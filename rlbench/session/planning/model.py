@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from rlbench.session.planning.pictures import Grid
 from rlbench.session.planning.request import Request
 from rlbench.strategies.sharding.tensor_parallel import split_parameters
 from rlbench.trainers.models.policy_spec import PolicySpec, RewardSpec
+from rlbench.trainers.models.scalar_model import ScalarHeadModel
 from rlbench.trainers.passes.chunked_head import token_bytes
 from rlbench.trainers.passes.cost import PassCost, PassPlan, pass_cost
 from rlbench.trainers.passes.images import ImageReader
@@ -56,9 +57,21 @@ class Held:
         return -(-self.local(shards) // self.together)
 
 
+class Spec(Protocol):
+    """What a rank is sent to make a module of; calling it makes that, on meta."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def trainable(self) -> bool: ...
+
+    def __call__(self) -> Any: ...
+
+
 @dataclass(frozen=True)
 class Model:
-    """A policy, or a frozen reference, on meta.
+    """A policy, a frozen reference, a critic or a reward model, on meta.
 
     Attributes:
         module: in the dtype it computes in.
@@ -68,6 +81,7 @@ class Model:
         adapters: entries of a LoRA.
         quantised: entries of the weights that are held in 4 or 8 bits, each.
         source: the folder or hub id of its config, and of its image processor.
+        half: the half precision that passes compute in over other weights; None: as these are held.
     """
 
     module: nn.Module
@@ -77,6 +91,7 @@ class Model:
     adapters: int = 0
     quantised: tuple[int, ...] = ()
     source: str = ""
+    half: str | None = None
 
     def __hash__(self) -> int:
         return id(self)
@@ -117,6 +132,11 @@ class Model:
         plan = plan_micro_batches(lengths, max(1, request.data_ranks // split), budget)
         fullest = max((rows for steps in plan for rows in steps), key=lambda rows: int(lengths[rows].sum()))
         return tuple(-(-int(n) // split) for n in lengths[fullest])
+
+    @property
+    def scalar(self) -> bool:
+        """Whether it gives one number of each token, in the place of logits."""
+        return isinstance(self.module, ScalarHeadModel)
 
     @property
     def sees(self) -> bool:
@@ -171,21 +191,27 @@ def frozen_of(request: Request) -> dict[str, Model]:
     return {role: _model(request, path, trains=False) for role, path in request.frozen.items()}
 
 
+def stamp_of(path: str) -> int:
+    """When a config was written, 0 of one that is not here."""
+    config = Path(path) / "config.json"
+    return config.stat().st_mtime_ns if config.is_file() else 0
+
+
 def _model(request: Request, path: str, trains: bool) -> Model:
     """Make it, or take what was made of the same options and the same config; a GPU, or an optimizer that holds the
     masters, makes it compute in half precision where `bf16` and `fp16` say nothing."""
-    train, config = request.train, Path(path) / "config.json"
+    train = request.train
     gpu = BFLOAT16_FROM if request.devices.gpus else None  # float16, of an older one, takes as much
-    stamp = config.stat().st_mtime_ns if config.is_file() else 0
     lora = train.lora if trains else None
     kind = PolicySpec if request.kind == POLICY else RewardSpec
     spec = kind(path, trains, dtype=train.dtype, lora=lora, gradient_checkpointing=train.gradient_checkpointing)
-    return _made(spec, gpu, (train.bf16, train.fp16), train.masters, train.use_mp_opt, train.tensor_parallel, stamp)
+    asked, held = (train.bf16, train.fp16), (train.masters, train.use_mp_opt, train.tensor_parallel)
+    return made(spec, gpu, asked, *held, stamp_of(path))
 
 
-@lru_cache(maxsize=8)
-def _made(
-    spec: PolicySpec,
+@lru_cache(maxsize=16)
+def made(
+    spec: Spec,
     gpu: tuple[int, int] | None,
     asked: tuple[bool | None, bool],
     masters: bool | None,
@@ -193,6 +219,9 @@ def _made(
     together: int,
     stamp: int,
 ) -> Model:
+    """Make a model as a rank holds it: `gpu`, of which compute capability; `asked`: `bf16` and `fp16`; `masters`: hold
+    what trains in float32, None: where it does; `in_optimizer`: that is the optimizer's; `together`: ranks that compute
+    its layers; `stamp`: of its config."""
     module: Any = spec()
     module.tie_weights()
     names = Adapted.of(module).adapter_names()
@@ -208,7 +237,8 @@ def _made(
     dtype = _trained_in(first, masters) if chosen.half is None else getattr(torch, chosen.half)
     module.to(dtype)
     sizes = tuple(layer.in_features * layer.out_features for layer in packed)
-    return Model(module, tuple(held), module.config.get_text_config(), dtype, adapters, sizes, spec.path)
+    text = module.config.get_text_config()
+    return Model(module, tuple(held), text, dtype, adapters, sizes, spec.path, chosen.half)
 
 
 def _held(parameter: Tensor, masters: bool, in_optimizer: bool, together: int) -> Held:

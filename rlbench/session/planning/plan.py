@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -13,24 +13,28 @@ from rlbench.errors import BuildError, Suggesting
 from rlbench.session.options import Inference, Train, model_at, reference_at
 from rlbench.session.planning.devices import Devices
 from rlbench.session.planning.pictures import Pictures
-from rlbench.session.planning.request import Request
+from rlbench.session.planning.request import CRITIC, Request
 from rlbench.session.planning.uses import (
-    PHASES,
     RANK,
     REPLICA,
     SYNC,
     Use,
+    critic_uses,
     device_processes,
     frozen_uses,
+    in_one_process,
     kv_bytes,
     longest,
     pass_plan,
+    phases_of,
     rank_uses,
     replica_uses,
+    scorer_uses,
+    sequences,
     session_uses,
 )
 from rlbench.trainers.models.lora import Lora
-from rlbench.units import format_bytes, format_number
+from rlbench.units import format_bytes, format_count, format_number
 
 MARGIN = 0.15
 """How far what is measured then may be from the plan."""
@@ -59,6 +63,11 @@ class Plan(Suggesting):
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """Those that it has, in their order; a trainer's critic and reward models have some of their own."""
+        return phases_of(self.request)
+
     def total(self, phase: str, host: bool = False) -> int:
         """Bytes that a phase takes on the fullest device, or on the host beside GPUs."""
         return sum(use.phases.get(phase, 0) for use in (self.host if host else self.device))
@@ -66,7 +75,7 @@ class Plan(Suggesting):
     @property
     def peak(self) -> int:
         """Bytes of the fullest device in the phase that takes most."""
-        return max(self.total(phase) for phase in PHASES)
+        return max(self.total(phase) for phase in self.phases)
 
     @property
     def limit(self) -> int:
@@ -78,7 +87,7 @@ class Plan(Suggesting):
         """Whether every phase fits; on a machine that is known, its host too."""
         host = self.request.devices.host
         beside = self.request.devices.gpus > 0 and host is not None
-        full = beside and max(self.total(phase, host=True) for phase in PHASES) > (host or 0)
+        full = beside and max(self.total(phase, host=True) for phase in self.phases) > (host or 0)
         return self.peak <= self.limit and not full and not self.problems
 
     def __bool__(self) -> bool:
@@ -89,7 +98,7 @@ class Plan(Suggesting):
         """Bytes of the fullest device that the options alone decide: what is there once the engines are built, or what
         a step needs with everything else sent away; no activations, no copies."""
         built = sum(use.most for use in self.device if use.sure and not use.step)
-        stepping = sum(use.most for use in self.device if use.sure and use.role == RANK)
+        stepping = sum(use.most for use in self.device if use.sure and use.role in (RANK, CRITIC))
         return max(built, stepping)
 
     def of(self, role: str, owner: str) -> int:
@@ -131,6 +140,8 @@ def plan(
     offload: Sequence[str] = (),
     teachers: Sequence[str] = (),
     images: str | None = None,
+    critic: bool | str | None = None,
+    rewards: Sequence[str] = (),
 ) -> Plan:
     """Say what a session would take, by role, owner and phase, and the smallest change that makes it fit.
 
@@ -150,6 +161,15 @@ def plan(
         teachers: models of `session.teacher`, held at the same time; those behind a URL take nothing here.
         images: what each sequence shows: `"2x1280x800"`, two pictures 1280 pixels wide and 800 high; their tokens are
             among those of `lengths`.
+        critic: of a trainer, as of `session.trainer("ppo", critic=…)`: a checkpoint, or True, the policy's.
+        rewards: folders or hub ids of reward models that a trainer holds on its ranks, `reward=[…]`. With either the
+            plan is a trainer's: replicas sleep while ranks score and train.
+
+    Returns:
+        A `Plan`: a table when shown, true where it fits.
+
+    Raises:
+        BuildError: for a model, a critic or a reward model that can be none, or options that cannot be honoured.
     """
     options, path = Train.of(train), model_at(model_name(model, "rb.plan"))
     options = options if lora is None else replace(options, lora=lora)
@@ -169,24 +189,57 @@ def plan(
             tuple(offload),
             tuple(model_at(model_name(one, "teachers=")) for one in teachers),
             images=Pictures.of(images),
+            critic=_critic_at(critic, path),
+            rewards=_rewards_at(rewards),
         )
     )
 
 
+def _critic_at(critic: bool | str | None, policy: str) -> str | None:
+    """Return the model of a critic; True: the policy's."""
+    if critic is None or critic is False:
+        return None
+    return policy if critic is True else _found("critic", critic)
+
+
+def _rewards_at(rewards: Any) -> tuple[str, ...]:
+    """Return the models of reward models, of which a list is given."""
+    if isinstance(rewards, str) or not isinstance(rewards, Iterable):
+        raise BuildError(f"rewards={rewards!r}: a list of reward models, as in rewards=[{str(rewards)!r}]")
+    return tuple(_found("rewards", one) for one in rewards)
+
+
+def _found(option: str, named: Any) -> str:
+    """Return the folder or hub id of the model that an option names."""
+    name = model_name(named, f"{option}=")
+    try:
+        return model_at(name)
+    except BuildError as error:
+        raise BuildError(f"{option}={name!r}: {error}") from error
+
+
 def planned(request: Request, passes: bool = True) -> Plan:
-    """Answer a request; makes the model on meta the first time. Without `passes`: what is held beside them alone."""
+    """Answer a request; makes the models on meta the first time. Without `passes`: what is held beside them alone."""
     from rlbench.session.planning.model import frozen_of, policy_of
+    from rlbench.session.planning.scalars import critic_of, scorers_of
 
     policy = policy_of(request)
     if request.images is not None:
         _need_sight(request, policy)
+    critic, scorers = critic_of(request, policy), scorers_of(request, policy)
     rows = policy.micro_batch(request) if passes else ()
-    roles = {RANK: rank_uses(policy, request, rows), REPLICA: replica_uses(policy, request)}
+    trained = rank_uses(policy, request, rows)
+    trained += critic_uses(critic, request, rows) if critic is not None else []
+    scoring = scorer_uses(scorers, request, rows)
+    roles = {
+        RANK: in_one_process([*trained, *(use for uses in scoring.values() for use in uses)], request),
+        REPLICA: replica_uses(policy, request),
+    }
     workers = {RANK: request.ranks, REPLICA: request.replica_workers}
     for role, frozen in frozen_of(request).items():
         roles[role], workers[role] = frozen_uses(role, frozen, request, rows), request.ranks
     there = fullest(workers, request.devices.gpus)
-    kept = session_uses(policy, request, workers)
+    kept = session_uses(policy, request, workers, critic)
     beside = [use for role, uses in roles.items() for use in times(uses, workers[role]) if use.host]
     device = [use for role, uses in roles.items() for use in times(uses, there[role]) if not use.host]
     if request.devices.gpus:
@@ -196,6 +249,8 @@ def planned(request: Request, passes: bool = True) -> Plan:
         device, host = [*device, *beside, *kept], []
     drop = lambda uses: tuple(use for use in uses if use.most)  # noqa: E731
     notes, problems = _remarks(request, policy, rows)
+    if request.of_trainer and rows:
+        notes = (*_trainer_remarks(request, critic, scorers, rows, roles[RANK]), *notes)
     return Plan(request, policy.parameters, policy.trained, drop(device), drop(host), rows, notes, problems)
 
 
@@ -233,6 +288,31 @@ def _remarks(request: Request, policy: Any, rows: tuple[int, ...]) -> tuple[tupl
         "are estimates"
     )
     return tuple(notes), tuple(problems)
+
+
+def _trainer_remarks(
+    request: Request, critic: Any, scorers: Mapping[str, Any], rows: tuple[int, ...], uses: Sequence[Use]
+) -> tuple[str, ...]:
+    """Say which trainer the numbers are of."""
+    count = sequences(rows)
+    notes = [
+        f'a trainer takes no token budget: these are the passes of session.trainer(…, packing=True, head="auto", '
+        f"micro_train_batch_size={count}, micro_rollout_batch_size={count}); without packing padding counts as tokens",
+        "the replicas sleep while the ranks score and train (enable_engine_sleep)",
+    ]
+    beside = {CRITIC: critic, **scorers} if critic is not None else scorers
+    for role, model in beside.items():
+        split = f", split over {request.data_ranks} ranks" if request.data_ranks > 1 else ""
+        notes.append(f"the {role} has {format_count(model.parameters)} parameters{split}")
+        plan = pass_plan(model, request.beside, rows, backward=role == CRITIC)
+        if why := model.cost(plan).estimated:
+            notes.append(f"activations of the {role} are an estimate: {why}")
+    if request.devices.gpus and len(scorers) > 1:
+        notes.append("reward models score one after the other, the others in host memory: the largest counts")
+    if not request.devices.gpus:
+        passing = next((use.role for use in uses if use.passing), RANK)
+        notes.append(f"of the passes of a rank's process the largest counts, of the {passing}: it keeps what they free")
+    return tuple(notes)
 
 
 def _need_sight(request: Request, policy: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rlbench.errors import BuildError
 from rlbench.session.options import POLICY, Inference, Train
@@ -11,14 +11,18 @@ from rlbench.session.planning.devices import Devices
 from rlbench.session.planning.pictures import Pictures
 
 REFERENCE, TEACHER = "reference", "teacher"
+CRITIC, SCORER = "critic", "reward model"
 OFFLOADED = ("inference", "optimizer")
+OF_THE_POLICY = ("lora", "dtype", "masters", "optimizer", "gradient_checkpointing", "reshard_after_forward")
+"""Options of the ranks that a trainer's other models have not."""
 
 
 @dataclass(frozen=True)
 class Request:
     """One plan's question; `path`: a folder or a hub id. `lengths`: of a step's sequences, or of the longest;
     `offload`: what the loop sends to host memory while it is not needed; `teachers`: the models of frozen policies that
-    score; `kind`: what trains, as of `SessionOptions`; `images`: what each sequence shows."""
+    score; `kind`: what trains, as of `SessionOptions`; `images`: what each sequence shows; `critic`, `rewards`: models
+    that a trainer makes on the policy's ranks beside it."""
 
     path: str
     devices: Devices
@@ -32,6 +36,8 @@ class Request:
     teachers: tuple[str, ...] = ()
     kind: str = POLICY
     images: Pictures | None = None
+    critic: str | None = None
+    rewards: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.offload if name not in OFFLOADED]:
@@ -48,7 +54,24 @@ class Request:
         reference = {REFERENCE: self.reference} if self.reference not in (None, base) else {}
         known = (base, self.reference)
         apart = [path for path in self.teachers if path not in known]
-        return reference | {f"{TEACHER} {i + 1}" if i else TEACHER: path for i, path in enumerate(apart)}
+        return reference | numbered(TEACHER, apart)
+
+    @property
+    def of_trainer(self) -> bool:
+        """Whether it is a trainer's: critics and reward models on the ranks are."""
+        return self.critic is not None or bool(self.rewards)
+
+    @property
+    def away(self) -> tuple[str, ...]:
+        """What is in host memory while it is not needed; a trainer has the replicas sleep once they have sampled."""
+        return (*self.offload, "inference") if self.of_trainer else self.offload
+
+    @property
+    def beside(self) -> Request:
+        """The same as critic and reward models see it, which a trainer splits over all ranks, whatever the policy's
+        shards, and has gather each layer anew, without adapters, and without computing activations again."""
+        theirs = {name: given for name, given in self.train.overridden().items() if name not in OF_THE_POLICY}
+        return replace(self, train=Train(**{**theirs, "shards": self.data_ranks, "data_parallel_size": 1}))
 
     @property
     def shards(self) -> int:
@@ -81,3 +104,8 @@ class Request:
         if self.lengths is None:
             return self.inference.max_model_len
         return self.lengths if isinstance(self.lengths, int) else max(int(n) for n in self.lengths)
+
+
+def numbered(role: str, paths: Sequence[str]) -> dict[str, str]:
+    """Name each model of a role; from the second on by its number as well."""
+    return {f"{role} {i + 1}" if i else role: path for i, path in enumerate(paths)}

@@ -1,15 +1,17 @@
-"""Who holds how many bytes, where and in which phase: ranks, replicas, references, and what a session keeps."""
+"""Who holds how many bytes, where and in which phase: ranks, critics, reward models, replicas, references, and what a
+session keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlbench.data.texts.image_pixels import MOST_CACHED
 from rlbench.defaults import KV_BYTES
 from rlbench.session.planning.model import Held, Model
-from rlbench.session.planning.request import Request
+from rlbench.session.planning.request import CRITIC, Request
 from rlbench.session.state.step_copies import SPARE_BYTES
 from rlbench.trainers.passes.cost import LOGITS, PassPlan
 from rlbench.trainers.passes.images import patch_numbers
@@ -17,7 +19,12 @@ from rlbench.units import MIB
 from rlbench.weights.staging import DEFAULT_BUCKET_BYTES, file_bytes
 
 PHASES = ROLLOUT, SCORE, STEP, SYNC = ("rollout", "log-probs", "train step", "sync")
+FIRST, REWARDS, VALUES, CRITIC_STEP = ("first rollout", "rewards", "values", "critic step")
+ALL_PHASES = (FIRST, ROLLOUT, REWARDS, SCORE, VALUES, STEP, CRITIC_STEP, SYNC)
+"""In their order; those of a critic and of reward models are of a plan that has such, see `phases_of`."""
 RANK, REPLICA, SESSION = "train rank", "replica", "session"
+JUDGED, TRAINED = {RANK: SCORE, CRITIC: VALUES}, {RANK: STEP, CRITIC: CRITIC_STEP}
+"""When a rank's models are asked without gradients, and when they step: one after the other."""
 HOST_RANK, HOST_REPLICA, HOST_SESSION = 250 * MIB, 350 * MIB, 750 * MIB
 """Private memory of processes that hold nothing yet; of a session: kernel, monitor, Ray and the warm process."""
 CONTEXT = 500 * MIB
@@ -34,7 +41,7 @@ SAMPLED_COPIES = 3
 @dataclass(frozen=True)
 class Use:
     """Bytes of one owner in each phase. `sure`: nothing but the options decides them, so a refusal may count on them;
-    `step`: they are there for a step alone, not from the start."""
+    `step`: they are there for a step alone, not from the start; `passing`: they come and go with a pass."""
 
     role: str
     owner: str
@@ -42,6 +49,7 @@ class Use:
     host: bool = False
     sure: bool = False
     step: bool = False
+    passing: bool = False
 
     @property
     def most(self) -> int:
@@ -51,7 +59,7 @@ class Use:
 
 def always(nbytes: float) -> dict[str, int]:
     """The same in every phase."""
-    return dict.fromkeys(PHASES, round(nbytes))
+    return dict.fromkeys(ALL_PHASES, round(nbytes))
 
 
 def only(nbytes: float, *phases: str) -> dict[str, int]:
@@ -59,8 +67,38 @@ def only(nbytes: float, *phases: str) -> dict[str, int]:
     return dict.fromkeys(phases, round(nbytes))
 
 
+def but(nbytes: float, *phases: str) -> dict[str, int]:
+    """In all phases except some."""
+    return only(nbytes, *(phase for phase in ALL_PHASES if phase not in phases))
+
+
+def phases_of(request: Request) -> tuple[str, ...]:
+    """Return the phases that a plan has, in their order.
+
+    A trainer's reward models are on a GPU from when they are made until they have scored: the first rollout is a phase
+    of its own then, in which nothing has stepped yet.
+    """
+    absent = set() if request.critic is not None else {VALUES, CRITIC_STEP}
+    absent |= set() if request.rewards else {REWARDS}
+    absent |= set() if request.rewards and request.devices.gpus else {FIRST}
+    return tuple(phase for phase in ALL_PHASES if phase not in absent)
+
+
 def rank_uses(model: Model, request: Request, rows: tuple[int, ...]) -> list[Use]:
-    """One training rank."""
+    """One training rank, as the policy's."""
+    uses = _trained_uses(RANK, model, request, rows)
+    if request.devices.gpus:
+        uses.append(Use(RANK, "sync buffers", only(_staged(model, request), SYNC)))
+    return uses
+
+
+def critic_uses(model: Model, request: Request, rows: tuple[int, ...]) -> list[Use]:
+    """What a trainer's critic adds to such a rank."""
+    return _trained_uses(CRITIC, model, request.beside, rows)
+
+
+def _trained_uses(role: str, model: Model, request: Request, rows: tuple[int, ...]) -> list[Use]:
+    """A model that trains. The critic steps after the policy's passes, whose gradients wait for it."""
     gpu, shards = request.devices.gpus > 0, request.shards
     away = gpu and request.train.fsdp_cpu_offload
     mixed = request.train.use_mp_opt
@@ -68,29 +106,81 @@ def rank_uses(model: Model, request: Request, rows: tuple[int, ...]) -> list[Use
     gradients = _bytes(model, shards, lambda held: held.item * held.trains)
     moment = _bytes(model, shards, lambda held: (4 if mixed else held.item) * held.trains)
     optimizer = moment * (MOMENTS + mixed)
-    state = dict.fromkeys(PHASES, optimizer)
+    state = but(optimizer, FIRST)
     sent: list[Use] = []
     if gpu and not away and "optimizer" in request.offload:
-        state = only(optimizer, STEP)
-        sent = [Use(RANK, "optimizer, offloaded", only(optimizer, ROLLOUT, SCORE, SYNC), host=True)]
-    uses = [
-        Use(RANK, "weights", always(weights), host=away, sure=True),
-        Use(RANK, "gradients", only(gradients, STEP), host=away, sure=True, step=True),
-        Use(RANK, "optimizer", state, host=away, sure=True, step=True),
+        state = only(optimizer, STEP, CRITIC_STEP)
+        sent = [Use(role, "optimizer, offloaded", but(optimizer, FIRST, STEP, CRITIC_STEP), host=True)]
+    waiting = (TRAINED[role], CRITIC_STEP)
+    return [
+        Use(role, "weights", always(weights), host=away, sure=True),
+        Use(role, "gradients", only(gradients, *waiting), host=away, sure=True, step=True),
+        Use(role, "optimizer", state, host=away, sure=True, step=True),
         *sent,
-        *_passes(RANK, model, request, rows, trains=True),
-        *_pixels(RANK, model, request, rows),
+        *_passes(role, model, request, rows, JUDGED[role], TRAINED[role]),
+        *_pixels(role, model, request, rows),
     ]
-    if gpu:
-        uses.append(Use(RANK, "sync buffers", only(_staged(model, request), SYNC)))
-    return uses
 
 
 def frozen_uses(role: str, model: Model, request: Request, rows: tuple[int, ...]) -> list[Use]:
     """One rank of a frozen policy: the reference, or a teacher."""
     weights = _bytes(model, request.shards, lambda held: held.item)
-    passes = _passes(role, model, request, rows, trains=False)
+    passes = _passes(role, model, request, rows, SCORE)
     return [Use(role, "weights", always(weights), sure=True), *passes, *_pixels(role, model, request, rows)]
+
+
+def scorer_uses(models: Mapping[str, Model], request: Request, rows: tuple[int, ...]) -> dict[str, list[Use]]:
+    """What a trainer's reward models add to a rank, by role. On a GPU each goes to host memory once it has scored, and
+    then the next is brought in: the one that takes most counts while they score."""
+    gpu, found = request.devices.gpus > 0, {}
+    for role, model in models.items():
+        weights = _bytes(model, request.beside.shards, lambda held: held.item)
+        found[role] = [
+            Use(role, "weights", only(weights, FIRST, REWARDS) if gpu else always(weights), sure=True),
+            *_scoring(role, model, request, rows),
+        ]
+    here = {role: sum(use.phases.get(REWARDS, 0) for use in uses if not use.host) for role, uses in found.items()}
+    for role, uses in found.items() if gpu else ():
+        scoring = role == max(here, key=lambda one: here[one])
+        if not scoring:
+            uses[:] = [use if use.host else _without(use, REWARDS) for use in uses]
+        sent = but(uses[0].most, FIRST, REWARDS) if scoring else but(uses[0].most, FIRST)
+        uses.insert(1, Use(role, "weights, offloaded", sent, host=True))
+    return found
+
+
+def _scoring(role: str, model: Model, request: Request, rows: tuple[int, ...]) -> list[Use]:
+    """What it takes to score so many tokens, in rows as long as the longest: padded, under a mask with a byte for each
+    two tokens of a row, which transformers makes where lengths differ."""
+    if not rows:
+        return []
+    longest_row = max(rows)
+    padded = (longest_row,) * sequences(rows)
+    mask = len(padded) * longest_row**2
+    kept = always(mask) if not request.devices.gpus else only(mask, REWARDS)
+    uses = _passes(role, model, request.beside, padded, REWARDS)
+    return [*uses, Use(role, "attention mask", kept, passing=True), *_pixels(role, model, request, padded)]
+
+
+def sequences(rows: tuple[int, ...]) -> int:
+    """Return how many rows as long as the longest have so many tokens."""
+    return max(1, sum(rows) // max(rows))
+
+
+def _without(use: Use, phase: str) -> Use:
+    return replace(use, phases={name: nbytes for name, nbytes in use.phases.items() if name != phase})
+
+
+def in_one_process(uses: Sequence[Use], request: Request) -> list[Use]:
+    """Return the uses of models that a rank's process runs one after the other. On a host what one pass has freed stays
+    with the process, and the next takes it: the largest pass alone counts."""
+    if request.devices.gpus:
+        return list(uses)
+    passing = Counter[str]()
+    for use in uses:
+        passing[use.role] += use.most * use.passing
+    (largest, _), *_ = passing.most_common(1)
+    return [use for use in uses if not use.passing or use.role == largest]
 
 
 def replica_uses(model: Model, request: Request) -> list[Use]:
@@ -116,15 +206,15 @@ def replica_uses(model: Model, request: Request) -> list[Use]:
             options.gpu_memory_utilization * request.devices.nbytes
             - (weights + slots + states + cache + logits + CONTEXT),
         )
-    here = (ROLLOUT, SYNC) if "inference" in request.offload else PHASES
-    gone = [phase for phase in PHASES if phase not in here]
+    here = (FIRST, ROLLOUT, SYNC) if "inference" in request.away else ALL_PHASES
+    gone = [phase for phase in ALL_PHASES if phase not in here]
     uses = [
-        Use(REPLICA, "weights", only(weights, *(here if gpu else PHASES)), sure=sure),
-        Use(REPLICA, "adapters", only(slots, *(here if gpu else PHASES))),
+        Use(REPLICA, "weights", only(weights, *(here if gpu else ALL_PHASES)), sure=sure),
+        Use(REPLICA, "adapters", only(slots, *(here if gpu else ALL_PHASES))),
         Use(REPLICA, "KV cache", only(kv, *here), sure=sure),
-        Use(REPLICA, "activations", only(states, *(here if gpu else PHASES))),
-        Use(REPLICA, "encoded pictures", only(cache, *(here if gpu else PHASES))),
-        Use(REPLICA, LOGITS, only(logits, *(here if gpu else PHASES))),
+        Use(REPLICA, "activations", only(states, *(here if gpu else ALL_PHASES))),
+        Use(REPLICA, "encoded pictures", only(cache, *(here if gpu else ALL_PHASES))),
+        Use(REPLICA, LOGITS, only(logits, *(here if gpu else ALL_PHASES))),
     ]
     if gpu and gone:
         uses.append(Use(REPLICA, "weights, offloaded", only(weights, *gone), host=True))
@@ -172,11 +262,9 @@ def device_processes(request: Request, processes: int) -> list[Use]:
     return [Use(SESSION, "CUDA contexts", always(CONTEXT * processes))] if request.devices.gpus else []
 
 
-def session_uses(model: Model, request: Request, workers: Mapping[str, int]) -> list[Use]:
+def session_uses(model: Model, request: Request, workers: Mapping[str, int], critic: Model | None = None) -> list[Use]:
     """What a session keeps in host memory, once: copies of its steps, weights on their way, and its processes."""
-    mixed = request.train.use_mp_opt
-    trained = _bytes(model, 1, lambda held: held.item * (held.trains or not model.adapters))
-    copy = trained + (MOMENTS + mixed) * _bytes(model, 1, lambda held: (4 if mixed else held.item) * held.trains)
+    copy = sum(_copied(one, request) for one in (model, critic) if one is not None)
     kept = request.undo + 1 + (copy <= SPARE_BYTES) if request.undo else 0
     replicas = workers[REPLICA]
     processes = HOST_SESSION + replicas * HOST_REPLICA + (sum(workers.values()) - replicas) * HOST_RANK
@@ -185,31 +273,41 @@ def session_uses(model: Model, request: Request, workers: Mapping[str, int]) -> 
     return [Use(SESSION, owner, always(nbytes), host=True) for owner, nbytes in uses.items()]
 
 
+def _copied(model: Model, request: Request) -> int:
+    """Bytes of one copy of a model that trains, with its optimizer."""
+    mixed = request.train.use_mp_opt
+    trained = _bytes(model, 1, lambda held: held.item * (held.trains or not model.adapters))
+    return trained + (MOMENTS + mixed) * _bytes(model, 1, lambda held: (4 if mixed else held.item) * held.trains)
+
+
 def pass_plan(model: Model, request: Request, rows: tuple[int, ...], backward: bool) -> PassPlan:
     """How a rank runs such a micro-batch."""
     gpu, reshard = request.devices.gpus > 0, request.train.reshard_after_forward
     whole = request.shards == 1 and not (gpu and request.train.fsdp_cpu_offload)
     cast = frozenset(held.trains for held in model.held if held.split and held.item != model.compute_item)
     copied = cast if whole else frozenset({True, False})
-    grids = model.grids(request, rows)
-    return PassPlan(rows, backward, request.shards, gpu, reshard, copied, reduced=not whole, grids=grids)
+    grids, scalar = model.grids(request, rows), model.scalar
+    return PassPlan(rows, backward, request.shards, gpu, reshard, copied, not whole, grids, scalar)
 
 
-def _passes(role: str, model: Model, request: Request, rows: tuple[int, ...], trains: bool) -> list[Use]:
-    """What passes over such rows take at their highest; on a host their memory stays with the process, whose allocator
-    keeps it."""
+def _passes(
+    role: str, model: Model, request: Request, rows: tuple[int, ...], judged: str, trained: str | None = None
+) -> list[Use]:
+    """What passes over such rows take at their highest, in the phases in which a model is asked, and trains; on a host
+    their memory stays with the process, whose allocator keeps it."""
     if not rows:
         return []
-    costs = {SCORE: model.cost(pass_plan(model, request, rows, backward=False)).owners}
-    if trains:
-        costs[STEP] = model.cost(pass_plan(model, request, rows, backward=True)).owners
+    costs = {judged: model.cost(pass_plan(model, request, rows, backward=False)).owners}
+    if trained is not None:
+        costs[trained] = model.cost(pass_plan(model, request, rows, backward=True)).owners
     if not request.devices.gpus:
         largest = max(costs.values(), key=lambda owners: sum(owners.values()))
         share = HOST_SLACK_LORA if model.adapters and model.compute_item == 4 else HOST_SLACK
         slack = {"allocator": round(share * sum(largest.values()))}
-        costs = {phase: {**largest, **slack} for phase in PHASES}
+        costs = {phase: {**largest, **slack} for phase in ALL_PHASES}
     owners = sorted({owner for found in costs.values() for owner in found})
-    return [Use(role, owner, {phase: found.get(owner, 0) for phase, found in costs.items()}) for owner in owners]
+    phases = {owner: {phase: found.get(owner, 0) for phase, found in costs.items()} for owner in owners}
+    return [Use(role, owner, phases[owner], passing=True) for owner in owners]
 
 
 def _pixels(role: str, model: Model, request: Request, rows: tuple[int, ...]) -> list[Use]:

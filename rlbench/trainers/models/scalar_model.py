@@ -7,6 +7,7 @@ of vision-language models, for which it has none, `seeing_classifier`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -58,8 +59,8 @@ class ScalarHeadModel(HuggingFaceFsdp2TrainModule):
         found = backbone(input_ids=input_ids, **taken_by(backbone.forward, offered), **images)
         states = found.last_hidden_state.flatten(0, 1)
         states = states if positions is None else states[positions]
-        self.in_half = states.dtype in HALF or torch.is_autocast_enabled(states.device.type)
-        with torch.autocast(states.device.type, enabled=False):  # returns need more digits than half precision has
+        self.in_half = states.dtype in HALF or _autocasts(states)
+        with _as_written(states):  # returns need more digits than half precision has
             return linear(states.float(), self.score.weight.float())[:, 0]
 
     def materialization_source(self) -> Any:
@@ -95,6 +96,16 @@ class ScalarHeadModel(HuggingFaceFsdp2TrainModule):
         shape = tuple(self.score.weight.shape)
         fill = partial(nn.init.normal_, mean=0.0, std=1.0 / (shape[-1] + 1))
         return initialised(f"{HEAD}.weight", fill, shape, self.head_seed or 0)
+
+
+def _autocasts(states: Tensor) -> bool:
+    """Whether operations on such a tensor are cast by themselves; on meta, where sizes alone are computed, none is."""
+    return not states.is_meta and torch.is_autocast_enabled(states.device.type)
+
+
+def _as_written(states: Tensor) -> AbstractContextManager[Any]:
+    """Have operations on such a tensor computed in the dtype they are given; torch knows no autocast on meta."""
+    return nullcontext() if states.is_meta else torch.autocast(states.device.type, enabled=False)
 
 
 def make_scalar(

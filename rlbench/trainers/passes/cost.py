@@ -45,7 +45,8 @@ class PassCost:
 class PassPlan:
     """How a pass runs: rows of `lengths` tokens packed as one, over `shards` ranks, on a GPU or not. `copied`: whether
     FSDP gathers, or casts, parameters that train (True is in it) and frozen ones (False); `reduced`: it reduces their
-    gradients. `grids`: the patches of each picture that the rows show."""
+    gradients. `grids`: the patches of each picture that the rows show. `scalar`: the model gives one number of each
+    token, as critics and reward models do, in the place of logits."""
 
     lengths: tuple[int, ...]
     backward: bool = True
@@ -55,6 +56,7 @@ class PassPlan:
     copied: frozenset[bool] = frozenset({True, False})
     reduced: bool = True
     grids: Grids = ()
+    scalar: bool = False
 
 
 def pass_cost(module: nn.Module, plan: PassPlan) -> PassCost:
@@ -85,14 +87,17 @@ def _run(module: nn.Module, tokens: int, plan: PassPlan) -> dict[str, int]:
         within.enter_context(nullcontext() if plan.backward else torch.no_grad())
         shown = within.enter_context(pictures_shown(module, ids, plan.grids))
 
-        def logits() -> Any:
-            # with a mask given, transformers does not look into the positions for sequences
-            given = {"attention_mask": ids.bool(), "logits_to_keep": predictors, "use_cache": False, **shown}
-            return module(input_ids=ids, **given).logits
-
-        logprobs, entropy = _stats(module, logits, targets, plan.gpu, owner)
+        # with a mask given, transformers does not look into the positions for sequences
+        given = {"attention_mask": ids.bool(), **shown}
+        if plan.scalar:
+            total = module(input_ids=ids, positions=predictors, **given).sum()
+        else:
+            given |= {"logits_to_keep": predictors, "use_cache": False}
+            logits = lambda: module(input_ids=ids, **given).logits  # noqa: E731
+            logprobs, entropy = _stats(module, logits, targets, plan.gpu, owner)
+            total = logprobs.sum() + 0.0 * entropy.sum()
         if plan.backward:
-            (logprobs.sum() + 0.0 * entropy.sum()).backward()
+            total.backward()
     return {name: nbytes for name, nbytes in live.highest.items() if nbytes > 0}
 
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from rlbench.session.planning.uses import HOST_SLACK, HOST_SLACK_LORA, PHASES, R
 from rlbench.units import GIB
 
 
-def config_of(folder: Path, **sizes: int) -> str:
+def config_of(folder: Path, **sizes: Any) -> str:
     """A model without weights: a plan reads the config alone."""
     held = {
         "architectures": ["Qwen2ForCausalLM"],
