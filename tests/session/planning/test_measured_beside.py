@@ -8,6 +8,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 import rlbench as rb
+from rlbench.tiny.cache import ensure
 from tests.session.planning.measuring import LENGTH, TOKENS
 from tests.session.planning.measuring_beside import by_owner, critic_step, measured, planned, scoring
 from tests.session.planning.test_measured import ONE_MILLION
@@ -52,7 +53,21 @@ def test_a_critic_takes_what_was_planned(policy, train, count, packed):
     assert_close(by_owner(planned(policy, train, count, critic=True)[0]), taken)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("train", [{}, {"bf16": True}, {"lora": rb.Lora(rank=8)}], ids=str)
+def test_so_does_one_on_a_gpu(train):
+    path, train = str(ensure("bench-10m")), {**train, "device": "cuda"}
+    assert_close(by_owner(planned(path, train, 1, critic=True)[0]), measured(critic_step, path, train, 1, path, True))
+
+
 @pytest.mark.parametrize(("train", "count"), [({}, 1), ({}, 2), ({"bf16": True}, 1)], ids=str)
 def test_a_reward_model_takes_what_was_planned(policy, scorer, train, count):
     taken = measured(scoring, policy, train, count, scorer, [*[LENGTH] * (TOKENS // LENGTH - 1), LENGTH // 2])
     assert_close(by_owner(planned(policy, train, count, rewards=[scorer])[1]), taken)
+
+
+@pytest.mark.gpu
+def test_so_does_one_that_scores_on_a_gpu(scorer):
+    path, train = str(ensure("bench-10m")), {"device": "cuda"}
+    taken = measured(scoring, path, train, 1, scorer, [*[LENGTH] * (TOKENS // LENGTH - 1), LENGTH // 2])
+    assert_close(by_owner(planned(path, train, 1, rewards=[scorer])[1]), taken)
