@@ -95,7 +95,8 @@ def fork(
         prompts = [Prompt(begin, images=images) for begin, images in zip(begins, asked, strict=True)]
         drawn = sampler.continued(prompts, n, sampling, number, under)
     except Stopped as stopped:
-        stopped.partial = _grown(rollouts, places, stopped.partial, sampler)
+        drawn = stopped.partial  # None where it was stopped before it began
+        stopped.partial = rollouts if drawn is None else _grown(rollouts, places, drawn, sampler)
         raise
     return _grown(rollouts, places, drawn, sampler)
 
@@ -165,8 +166,10 @@ def _grown(rollouts: Rollouts, places: Sequence[Place], drawn: Rollouts, sampler
     joined = join(rollouts, fresh)
     group = np.concatenate([rollouts.group, rollouts.group[[places[k].sample for k in fresh.group]]])
     rows = np.argsort(group, kind="stable")
+    taken = taking.samples(joined, rows)
     whole = replace(
-        taking.samples(joined, rows),
+        taken,
+        infos=_renumbered(taken.infos, np.argsort(rows)),
         prompts=rollouts.prompts,
         prompt_ids=rollouts.prompt_ids,
         group=group[rows].astype(np.int32),
@@ -175,6 +178,17 @@ def _grown(rollouts: Rollouts, places: Sequence[Place], drawn: Rollouts, sampler
         not_started=rollouts.not_started,
     )
     return made_with(whole, rollouts)
+
+
+def _renumbered(infos: Sequence[Mapping[str, Any]], moved: np.ndarray) -> tuple[Mapping[str, Any], ...]:
+    """Let forks name the completions they are of by the numbers these have now; `moved`: by those they had."""
+    renumbered = []
+    for info in infos:
+        fork = info.get("fork")
+        if fork is not None and fork["of"] < len(moved):
+            info = {**info, "fork": {**fork, "of": int(moved[fork["of"]])}}
+        renumbered.append(info)
+    return tuple(renumbered)
 
 
 def _whole(rollouts: Rollouts, places: Sequence[Place], drawn: Rollouts, sampler: Sampler) -> Rollouts:

@@ -213,9 +213,10 @@ class InferenceEngine(Engine):
         env: Any = None,
         seeds: np.ndarray | None = None,
         adapter: int | None = None,
+        view: views.View | None = None,
     ) -> Pending:
         """Submit a generate call; `number` is the rollout's, from which its seeds derive where no `seeds` (prompts, n)
-        int64 are given; `adapter` as of `GenerateJob`."""
+        int64 are given; `adapter` as of `GenerateJob`; `view`: shows the progress, in place of the cell's line."""
         self._need_built("generate")
         asked: list[Prompt] = as_prompts(prompts)
         samples = _samples(n, sampling)
@@ -248,7 +249,8 @@ class InferenceEngine(Engine):
             chat=chat,
             images=tuple(p.images for p in asked) if any(p.images for p in asked) else (),
         )
-        view = views.make("generate", total=len(asked) * samples) if progress else None
+        if view is None and progress:
+            view = views.make("generate", total=len(asked) * samples)
 
         def finish(parts: list[Any]) -> Rollouts:
             merged = drawn_by(Rollouts.merge(asked, parts, rest, number, self.tokenizer), self)
@@ -316,9 +318,26 @@ class InferenceEngine(Engine):
     ) -> Rollouts:
         """Draw `n` completions behind each prompt, for `Rollouts.fork` and chats: no rollout of its own, so that those
         that follow draw what they would have drawn. `number`: what the seeds derive from; `under`: which adapter."""
+        return self.submit_continued(prompts, n, sampling, number, under).blocking_result()
+
+    def submit_continued(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: dict[str, Any],
+        number: int,
+        under: str | None = None,
+        view: views.View | None = None,
+    ) -> Pending:
+        """Begin what `continued` waits for, shown by `view`; SessionError where the session is closed."""
+        if self.link.closed:
+            raise SessionError(f"session {self.link.name!r} is closed: its engine cannot continue these rollouts")
         seeds, adapter = self.seeds(sampling, number, len(prompts), n), self.adapter_number(under)
-        drawn = self.submit_generate(prompts, sampling, n=n, number=0, seeds=seeds, adapter=adapter)
-        return drawn.blocking_result()
+        return self.submit_generate(prompts, sampling, n=n, number=0, seeds=seeds, adapter=adapter, view=view)
+
+    def adapter_names(self) -> tuple[str, ...]:
+        """Return what `under` may name, "base" first; nothing where the replicas hold one set of weights."""
+        return ("base", *adapter_numbers(self.link)) if self.info.get("adapters") else ()
 
     def adapter_number(self, name: str | None) -> int | None:
         """Return the number of an adapter by the name of its branch ("base": 0); SessionError where there is none."""

@@ -405,3 +405,75 @@ def test_hostile_text_in_the_exported_page_stays_text(browser, tmp_path, tiny_pa
     page.evaluate(f"document.body.append({script})")
     assert page.evaluate("window.hacked") is None
     page.close()
+
+
+ENGINE = """
+import rlbench as rb
+from rlbench.tiny import tasks
+session = rb.Session("tiny", name="forks")
+rollouts = session.rollout(tasks.prompts(3), n=3, max_tokens=12, ignore_eos=True, temperature=2.0, progress=False)
+rollouts = rollouts.score(lambda rollout: float(rollout.text.count("1")))
+"""
+
+
+@pytest.mark.engine
+def test_a_click_on_a_token_continues_from_it_and_the_continuations_stand_below(open_viewer, repository):
+    notebook = open_viewer(f"{ENGINE}rollouts")
+    cell, said = notebook.cell(1), notebook.cell(1).locator(".forksaid")
+
+    def waited(pattern):
+        notebook.until(lambda: re.search(pattern, said.inner_text()), what=lambda: said.inner_text())
+
+    form, row = cell.locator(".rlbv .fork"), cell.locator(".rlbv .row").first
+    before = cell.locator(".rlbv").bounding_box()
+    number = int(row.get_attribute("data-i"))
+    row.locator("[data-t='4']").click()
+    cell.get_by_text(re.compile(r"Continue from token 4 of completion \d of prompt \d")).wait_for()
+    notebook.until(lambda: form.locator(".call").inner_text() == f"rollouts.fork({number}, at=4, n=16)")
+    assert cell.locator(".rlbv").bounding_box() == before, "the page moved"
+    form.get_by_label("n", exact=True).fill("4")
+    form.get_by_role("button", name="continue").click()
+    branch = cell.locator(".rlbv .branch")
+    branch.wait_for()
+    waited(r"4 continuations · value \S+ ± \S+ · in a cell: rollouts\.tree")
+    assert re.search(r"↳\s*from token 4 of completion \d\s+4 continuations\s+value", branch.inner_text())
+    assert row.locator(".t.forked").get_attribute("data-t") == "4" and row.locator(".t.cursor").count() == 1
+    assert cell.locator(".rlbv .item").nth(2).get_attribute("class").startswith("item branch")
+    below = cell.locator(".rlbv .row[aria-level='4']")
+    assert below.count() == 4 and below.first.locator(".t.shared").count() == 4
+    notebook.screenshot(repository / "build" / "browser" / "fork-light.png", 1)
+    notebook.theme("dark")
+    notebook.screenshot(repository / "build" / "browser" / "fork-dark.png", 1)
+    same = notebook.do(f"print(rollouts.tree.texts == rollouts.fork({number}, at=4, n=4).texts, rollouts.tree.samples)")
+    assert "True 13" in notebook.output(same)
+
+    # by the keyboard, with a text, in what was continued, while a cell runs
+    busy = notebook.do("import time\nprint('begun')\nwhile True: time.sleep(0.05)", wait=False)
+    notebook.wait_text(busy, "begun")
+    focus_list(notebook)
+    press(notebook, "Home", "ArrowDown", "ArrowDown", "ArrowDown", "ArrowRight", "ArrowRight", "Tab")
+    press(notebook, "ControlOrMeta+a", "3", "Tab", "9", "9", "Enter")
+    if not works_while_busy():
+        notebook.interrupt()
+    notebook.until(lambda: branch.count() == 2)
+    waited("3 continuations")
+    assert '"99"' in branch.nth(1).inner_text() and cell.locator(".rlbv .row[aria-level='6']").count() == 3
+    if works_while_busy():
+        assert notebook.runs(busy)
+        notebook.interrupt()
+    notebook.wait(busy)
+    notebook.screenshot(repository / "build" / "browser" / "fork-deeper-dark.png", 1)
+
+    # stopped, refused, and in the saved notebook
+    form.get_by_label("text").fill("")
+    row.locator("[data-t='2']").click()
+    form.get_by_label("n", exact=True).fill("20000")
+    form.get_by_role("button", name="continue").click()
+    form.get_by_role("button", name="stop").click()
+    waited("^stopped")
+    notebook.do("session.close()")
+    form.get_by_label("n", exact=True).fill("2")
+    form.get_by_role("button", name="continue").click()
+    waited("session 'forks' is closed")
+    assert cell.locator(".forksaid.bad").count() == 1
+    assert "↳ from token" in str(notebook.save().cells[1].outputs)

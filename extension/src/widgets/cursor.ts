@@ -19,6 +19,10 @@ export interface Acts {
   toggleHead(p: number): void;
   /** Show a completion whole, or its preview. */
   toggleFull(i: number): void;
+  /** Show or hide what continues from a place. */
+  toggleBranch(key: string): void;
+  /** The cursor is at a token of a completion, or at none. */
+  chosen(row: Row | undefined, token: number | null): void;
   /** Show more of a completion. */
   more(i: number): void;
   /** Show all of a prompt, or one line of it. */
@@ -48,6 +52,19 @@ export class Cursor {
     return this.list.items[this.at];
   }
 
+  /** The completion and token that it is at. */
+  get place(): { readonly sample: number | undefined; readonly token: number | null } {
+    return { sample: this.sample, token: this.token };
+  }
+
+  /** To a token of a completion, where that is in the list. */
+  goToSample(i: number, token: number | null): void {
+    const at = this.list.items.findIndex(({ samples }) => samples.includes(i));
+    if (at >= 0) {
+      this.goTo(at, this.list.items[at]?.samples.indexOf(i), token);
+    }
+  }
+
   /** To the list's begin, or to an item of it. */
   goTo(at = 0, column = 0, token: number | null = null): void {
     this.at = Math.max(0, at);
@@ -60,6 +77,8 @@ export class Cursor {
     for (const old of this.box.querySelectorAll('.here, .cursor')) {
       old.classList.remove('here', 'cursor');
     }
+    const { sample } = this;
+    this.acts.chosen(sample === undefined ? undefined : this.rows.rows.get(sample), this.token);
     const item = this.list.node(this.item);
     const node = item?.querySelectorAll('.card')[this.column] ?? item;
     if (!node) {
@@ -124,6 +143,8 @@ export class Cursor {
       } else if (!target.closest('.whole')) {
         this.acts.toggleHead(item.head);
       }
+    } else if (item.branch !== null) {
+      this.acts.toggleBranch(item.branch);
     } else if (i !== undefined && pressed === 'more') {
       this.acts.more(i);
     } else if (target.dataset['t'] !== undefined) {
@@ -151,9 +172,7 @@ export class Cursor {
     if (event.target !== this.box || event.ctrlKey || event.metaKey || event.altKey || !item) {
       return;
     }
-    const act =
-      item.head === null ? this.rowKeys()[event.key] : this.headKeys(item.head)[event.key];
-    const go = act ?? this.keys()[event.key];
+    const go = this.itemKeys(item)[event.key] ?? this.keys()[event.key];
     if (!go) {
       return;
     }
@@ -179,12 +198,21 @@ export class Cursor {
     };
   }
 
-  private headKeys(p: number): Record<string, () => void> {
-    const open = this.rows.open.has(p);
-    const toggle = (): void => this.acts.toggleHead(p);
+  private itemKeys({ head, branch }: Item): Record<string, () => void> {
+    if (head !== null) {
+      return this.foldKeys(this.rows.open.has(head), () => this.acts.toggleHead(head));
+    }
+    if (branch !== null) {
+      const open = !this.rows.tree.closed.has(branch);
+      return this.foldKeys(open, () => this.acts.toggleBranch(branch));
+    }
+    return this.rowKeys();
+  }
+
+  private foldKeys(open: boolean, toggle: () => void): Record<string, () => void> {
     return {
       ArrowRight: () => (open ? this.move(1) : toggle()),
-      ArrowLeft: () => open && toggle(),
+      ArrowLeft: () => (open ? toggle() : this.toParent()),
       Enter: toggle,
       ' ': toggle
     };
@@ -200,13 +228,13 @@ export class Cursor {
     };
     const keys: Record<string, () => void> = { Enter: toggle, ' ': toggle };
     if (token === null) {
-      keys['ArrowLeft'] = () => this.toHead();
+      keys['ArrowLeft'] = () => this.toParent();
     }
     if (!row) {
       return keys;
     }
     if (row.pieces.length) {
-      keys['ArrowRight'] = () => this.toToken(row, token === null ? 0 : token + 1);
+      keys['ArrowRight'] = () => this.toToken(row, token === null ? row.born : token + 1);
     }
     if (token !== null) {
       keys['ArrowLeft'] = () => this.toToken(row, token - 1);
@@ -230,9 +258,11 @@ export class Cursor {
     this.token = null;
   }
 
-  private toHead(): void {
+  /** To the prompt of a completion, the place that it continues from, or the completion that a place is of. */
+  private toParent(): void {
+    const { item } = this;
     let { at } = this;
-    while (at > 0 && this.list.items[at]?.head === null) {
+    while (item && at > 0 && !isAbove(this.list.items[at], item)) {
       at--;
     }
     this.goTo(at);
@@ -250,19 +280,23 @@ export class Cursor {
     this.token = at < 0 ? null : Math.min(at, pieces.length - 1);
   }
 
-  /** Scroll so that the item, then the token, can be seen. */
+  /** Scroll so that the item can be seen. */
   private reveal(): void {
-    const [top, bottom] = [this.list.top(this.at), this.list.top(this.at + 1)];
-    const height = this.box.clientHeight;
-    if (top < this.box.scrollTop) {
-      this.box.scrollTop = top;
-    } else if (bottom > this.box.scrollTop + height) {
-      this.box.scrollTop = Math.min(top, bottom - height);
-    }
+    this.list.reveal(this.at);
     this.acts.draw();
   }
 
   private at = 0;
   private column = 0;
   private token: number | null = null;
+}
+
+/** Whether an item is the one that another hangs on. */
+function isAbove(above: Item | undefined, item: Item): boolean {
+  if (!above || above.head !== null) {
+    return true;
+  }
+  return item.branch === null
+    ? above.branch !== null && above.depth === item.depth
+    : above.branch === null && above.depth < item.depth;
 }

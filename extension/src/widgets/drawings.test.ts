@@ -146,7 +146,17 @@ it('the first item in view is the first that ends below its top', () => {
 
 it('rows that come later are joined to what is there, and others are not', () => {
   const rows = new Rows([], 512);
-  const sent = { i: 7, k: 0, p: 0, n: 4, reward: null, right: false, finish: 'stop', small: false };
+  const sent = {
+    i: 7,
+    k: 0,
+    p: 0,
+    n: 4,
+    born: 0,
+    reward: null,
+    right: false,
+    finish: 'stop',
+    small: false
+  };
   const take = (from: number, pieces: readonly string[]): void => {
     const images = [{ t: from, tokens: 1, src: '', alt: '' }];
     const one = { ...sent, from, pieces, kinds: 't'.repeat(pieces.length), images };

@@ -8,8 +8,8 @@ import type { Head, Sent } from './rows';
 import { head, HOSTILE, sent } from './testing';
 
 const LOOK: Look = { name: 'v', whitespace: false, across: 1, paint: vi.fn(), sized: vi.fn() };
-const HEAD: Item = { key: 'h0', kind: 'head', head: 0, samples: [] };
-const ROW: Item = { key: '1r0', kind: 'row', head: null, samples: [0] };
+const HEAD: Item = { key: 'h0', kind: 'head', head: 0, samples: [], branch: null, depth: 0 };
+const ROW: Item = { key: '1r0', kind: 'row', head: null, samples: [0], branch: null, depth: 0 };
 const PNG = 'data:image/png;base64,AAAA';
 
 function known(heads: readonly Head[], rows: readonly Sent[] = []): Rows {

@@ -1,17 +1,22 @@
-/** One line of the rollout viewer: a prompt, a completion, or completions side by side. */
+/** One line of the rollout viewer: a prompt, a completion, completions side by side, or where some continue another. */
 import { add } from './dom';
 import type { Head, Image, Row, Rows } from './rows';
 import { addToken, number } from './tokens';
 import type { Kind } from './tokens';
+import type { Branch } from './tree';
 
 /** A line of the list; its key starts with the prompt's or the first completion's. */
 export interface Item {
   readonly key: string;
-  readonly kind: 'head' | 'row' | 'cards';
+  readonly kind: 'head' | 'row' | 'cards' | 'branch';
   /** The prompt, of a line of that kind. */
   readonly head: number | null;
   /** The completions of the others. */
   readonly samples: readonly number[];
+  /** The key of the branch, of a line of that kind. */
+  readonly branch: string | null;
+  /** So many branches deep. */
+  readonly depth: number;
 }
 
 export interface Look {
@@ -28,25 +33,30 @@ export interface Look {
 
 const CUT: Readonly<Record<string, string>> = { length: '✂ length', abort: '■ aborted' };
 const READ_ALOUD = 200;
+/** Tokens of the completion it continues that a continuation's preview begins with. */
+const SHARED_SHOWN = 8;
 const LARGER = 'larger, or small again';
 
 export function nodeOf(item: Item, rows: Rows, look: Look): HTMLElement {
   const node = document.createElement('div');
   node.className = `item ${item.kind}`;
   node.id = `${look.name}-${item.key}`;
+  node.style.setProperty('--depth', String(item.depth));
   const [first] = item.samples;
   if (item.head !== null) {
     fillHead(node, item.head, rows, look);
+  } else if (item.branch !== null) {
+    fillBranch(node, item, rows);
   } else if (item.kind === 'cards') {
     node.setAttribute('role', 'presentation');
     node.style.gridTemplateColumns = `repeat(${look.across}, minmax(0, 1fr))`;
     for (const i of item.samples) {
       const card = add(node, 'div', 'card');
       card.id = `${look.name}-c${i}`;
-      fillRow(card, i, rows, look);
+      fillRow(card, i, item.depth, rows, look);
     }
   } else if (first !== undefined) {
-    fillRow(node, first, rows, look);
+    fillRow(node, first, item.depth, rows, look);
   }
   return node;
 }
@@ -112,11 +122,46 @@ function enlarges(picture: HTMLElement, look: Look): void {
   });
 }
 
-function fillRow(node: HTMLElement, i: number, rows: Rows, look: Look): void {
+/** The line above what continues from a place. */
+function fillBranch(node: HTMLElement, { branch: key, depth }: Item, rows: Rows): void {
+  const branch = rows.tree.named(key ?? '');
+  if (!branch) {
+    return;
+  }
+  const open = !rows.tree.closed.has(branch.key);
+  node.setAttribute('role', 'treeitem');
+  node.setAttribute('aria-level', String(1 + 2 * depth));
+  node.setAttribute('aria-expanded', String(open));
+  const line = add(node, 'div', 'line');
+  add(line, 'span', 'twist', open ? '▾' : '▸').setAttribute('aria-hidden', 'true');
+  const place = placeOf(branch, rows);
+  add(line, 'span', 'place', `↳ ${place}`);
+  if (branch.text) {
+    add(line, 'span', 'written', JSON.stringify(branch.text)).title =
+      `written there: ${branch.text}`;
+  }
+  const facts = branchFacts(branch).join('   ');
+  add(line, 'span', 'facts', facts).title =
+    'mean reward of what continues there, and its standard error';
+  node.setAttribute('aria-label', `${place}: ${facts}`);
+}
+
+function placeOf({ of, kept }: Branch, rows: Rows): string {
+  const row = rows.rows.get(of);
+  const completion = of < 0 ? 'a completion that is not shown' : `completion ${row?.k ?? of}`;
+  return `from token ${kept} of ${completion}`;
+}
+
+function branchFacts({ samples, under, said }: Branch): readonly string[] {
+  const several = `${samples.length} continuation${samples.length === 1 ? '' : 's'}`;
+  return [several, ...(under ? [`under ${under}`] : []), said];
+}
+
+function fillRow(node: HTMLElement, i: number, depth: number, rows: Rows, look: Look): void {
   const row = rows.rows.get(i);
   node.dataset['i'] = String(i);
   node.setAttribute('role', 'treeitem');
-  node.setAttribute('aria-level', '2');
+  node.setAttribute('aria-level', String(2 + 2 * depth));
   if (!row) {
     add(node, 'span', 'mark', '');
     add(node, 'span', 'tokens wait', '…');
@@ -125,7 +170,7 @@ function fillRow(node: HTMLElement, i: number, rows: Rows, look: Look): void {
   }
   const full = rows.full.has(i);
   addMark(node, row);
-  addTokens(node, row, full, look);
+  addTokens(node, row, full, rows, look);
   addMeta(node, row, full, rows.openTokens);
   node.setAttribute('aria-expanded', String(full));
   node.setAttribute('aria-label', aloud(row));
@@ -142,9 +187,13 @@ function addMark(node: HTMLElement, { reward, right, k, p }: Row): void {
   mark.title = `reward ${number(reward)}, ${place}`;
 }
 
-function addTokens(node: HTMLElement, row: Row, full: boolean, look: Look): void {
+function addTokens(node: HTMLElement, row: Row, full: boolean, rows: Rows, look: Look): void {
   const tokens = add(node, 'span', `tokens${full ? ' full' : ''}`);
   tokens.dataset['i'] = String(row.i);
+  const begin = full ? 0 : Math.max(0, row.born - SHARED_SHOWN);
+  if (begin) {
+    add(tokens, 'span', 'rest', `${thousands(begin)} tok … `);
+  }
   if (row.text !== undefined) {
     add(tokens, 'span', 'plain', full ? row.text : row.text.replaceAll('\n', '⏎'));
   }
@@ -152,6 +201,9 @@ function addTokens(node: HTMLElement, row: Row, full: boolean, look: Look): void
   let end = 0; // of the tokens that stand for an image, of which the first says how many they are
   row.pieces.forEach((piece, t) => {
     const image = images.get(t);
+    if (t < begin) {
+      return;
+    }
     if (image) {
       const pressed = full ? LARGER : 'the whole text';
       const picture = addPicture(tokens, { ...image, tokens: 0 }, pressed, look.sized);
@@ -165,10 +217,25 @@ function addTokens(node: HTMLElement, row: Row, full: boolean, look: Look): void
     }
   });
   look.paint(tokens);
+  markPlaces(tokens, row, rows);
   if (!full && row.pieces.length < row.n) {
     add(tokens, 'span', 'rest', ` … +${thousands(row.n - row.pieces.length)} tok`);
   }
   tokens.title = full ? '' : 'click between the tokens, or Enter: the whole text';
+}
+
+/** Mark what a continuation has from another completion, and where others continue this one. */
+function markPlaces(tokens: HTMLElement, { i, born }: Row, rows: Rows): void {
+  for (const token of tokens.querySelectorAll<HTMLElement>('.t')) {
+    token.classList.toggle('shared', Number(token.dataset['t']) < born);
+  }
+  for (const branch of rows.tree.from(i)) {
+    const token = tokens.querySelector<HTMLElement>(`[data-t="${branch.kept}"]`);
+    if (token) {
+      token.classList.add('forked');
+      token.title = branchFacts(branch).join(', ');
+    }
+  }
 }
 
 function addMeta(node: HTMLElement, row: Row, full: boolean, openTokens: number): void {
@@ -203,7 +270,8 @@ export function headFacts(head: Head): readonly string[] {
     return ['not started'];
   }
   const [low, high] = head.lengths.map(thousands);
-  const tokens = low === high ? `${low} tok` : `${low}–${high} tok`;
+  const range = low === high ? `${low} tok` : `${low}–${high} tok`;
+  const tokens = head.continuations ? `${range}   +${head.continuations} continued` : range;
   if (head.mean === undefined) {
     return [`${head.n} completions`, tokens];
   }

@@ -25,7 +25,7 @@ beforeEach(() => {
 });
 
 function rows(count: number): Item[] {
-  const one = { kind: 'row', head: null } as const;
+  const one = { kind: 'row', head: null, branch: null, depth: 0 } as const;
   return Array.from({ length: count }, (_, i) => ({ ...one, key: `r${i}`, samples: [i] }));
 }
 

@@ -2,7 +2,7 @@
 import type { Item } from './item';
 
 /** Pixels, until an item was measured. */
-const ESTIMATE = { head: 30, row: 26, cards: 150 } as const;
+const ESTIMATE = { head: 30, row: 26, cards: 150, branch: 26 } as const;
 /** Pixels drawn beyond the view, and the view's where it is not known. */
 const OVERSCAN = 240;
 const HEIGHT = 480;
@@ -55,6 +55,19 @@ export class List {
       this.heights.clear();
     } else {
       this.heights.delete(key);
+    }
+  }
+
+  /** Scroll so that an item can be seen; below 0: none. */
+  reveal(at: number): void {
+    if (at < 0) {
+      return;
+    }
+    const [top, bottom, height] = [this.top(at), this.top(at + 1), this.box.clientHeight];
+    if (top < this.box.scrollTop) {
+      this.box.scrollTop = top;
+    } else if (bottom > this.box.scrollTop + height) {
+      this.box.scrollTop = Math.min(top, bottom - height);
     }
   }
 

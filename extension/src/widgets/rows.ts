@@ -1,5 +1,6 @@
 /** What is known of the prompts and completions of a viewer: what came so far, and which are open. */
 import type { Scale } from './tokens';
+import { Tree } from './tree';
 
 export interface Image {
   readonly src: string;
@@ -14,7 +15,9 @@ export interface Head {
   readonly text: string;
   /** Whether the text is not all of the prompt. */
   readonly more: boolean;
+  /** Completions, without those that were continued from others. */
   readonly n: number;
+  readonly continuations: number;
   /** Least and most tokens of its completions. */
   readonly lengths: readonly [number, number] | null;
   readonly images: readonly Image[];
@@ -32,6 +35,8 @@ export interface Sent {
   readonly p: number;
   /** Tokens of the whole. */
   readonly n: number;
+  /** Tokens that it has from the completion it was continued from. */
+  readonly born: number;
   readonly from: number;
   readonly reward: number | null;
   readonly right: boolean;
@@ -68,7 +73,15 @@ export interface Window {
   readonly rows: readonly Sent[];
 }
 
+/** That completions from number `after` on are `by` higher now. */
+export interface Shift {
+  readonly after: number;
+  readonly by: number;
+}
+
 export class Rows {
+  /** What was continued from what. */
+  readonly tree = new Tree();
   readonly heads = new Map<number, Head>();
   readonly rows = new Map<number, Row>();
   /** All messages of prompts that were asked for. */
@@ -81,7 +94,7 @@ export class Rows {
   readonly spelt = new Set<number>();
 
   constructor(
-    readonly scales: readonly Scale[],
+    public scales: readonly Scale[],
     /** Tokens of a completion that are shown at once where it is shown whole. */
     readonly openTokens: number
   ) {}
@@ -102,6 +115,20 @@ export class Rows {
       at = end;
     }
     return [...heads.map(head => `h${head.p}`), ...rows.map(row => `r${row.i}`)];
+  }
+
+  /** Number completions anew; what is known of them stays where their channels are the same. */
+  grow(scales: readonly Scale[], shift: Shift): void {
+    const same =
+      scales.map(({ name }) => name).join() === this.scales.map(({ name }) => name).join();
+    const [rows, full] = [[...this.rows], [...this.full]];
+    this.rows.clear();
+    this.full.clear();
+    this.scales = scales;
+    full.forEach(i => this.full.add(moved(i, shift)));
+    for (const [i, row] of same ? rows : []) {
+      this.rows.set(moved(i, shift), { ...row, i: moved(i, shift) });
+    }
   }
 
   /** Show a completion whole, or its preview again. */
@@ -127,6 +154,11 @@ export class Rows {
       this.rows.set(i, { ...row, wanted: Math.min(row.n, tokens) });
     }
   }
+}
+
+/** The number that a completion has since. */
+export function moved(i: number, { after, by }: Shift): number {
+  return i < after ? i : i + by;
 }
 
 /** A row with what came after its tokens, or instead of them. */

@@ -2,6 +2,7 @@
 import type { Model } from './model';
 import type { Head, Sent } from './rows';
 import type { Scale } from './tokens';
+import type { Branch } from './tree';
 
 /** Text that would be markup, were it ever read as that. */
 export const HOSTILE =
@@ -13,13 +14,22 @@ export const CLIPPED: Scale = { ...RANGE, name: 'clipped', label: 'clipped', kin
 
 /** A prompt's line, of two completions that were not scored. */
 export function head(p: number, change: Partial<Head> = {}): Head {
-  return { p, text: `say ${p}`, more: false, n: 2, lengths: [2, 2], images: [], ...change };
+  return {
+    p,
+    text: `say ${p}`,
+    more: false,
+    n: 2,
+    continuations: 0,
+    lengths: [2, 2],
+    images: [],
+    ...change
+  };
 }
 
 /** A completion that was not scored; every prompt has two. */
 export function sent(i: number, change: Partial<Sent> = {}): Sent {
   const pieces = change.pieces ?? [`word${i}`, ' end'];
-  const said = { from: 0, n: pieces.length, pieces, kinds: 't'.repeat(pieces.length) };
+  const said = { born: 0, from: 0, n: pieces.length, pieces, kinds: 't'.repeat(pieces.length) };
   const place = { i, k: i % 2, p: Math.floor(i / 2) };
   return {
     ...place,
@@ -31,6 +41,12 @@ export function sent(i: number, change: Partial<Sent> = {}): Sent {
     finish: 'stop',
     ...change
   };
+}
+
+/** One continuation of the first completion, which was not scored. */
+export function branch(change: Partial<Branch> = {}): Branch {
+  const place = { key: '0.1', p: 0, of: 0, kept: 1, text: '', under: '' };
+  return { ...place, samples: [2], said: 'not scored', ...change };
 }
 
 export function integers(...values: readonly number[]): DataView {

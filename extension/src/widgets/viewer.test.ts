@@ -2,9 +2,19 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from 'vitest';
 
 import { add } from './dom';
-import { ADVANTAGE, CLIPPED, floats, head, HOSTILE, integers, Kernel, sent } from './testing';
+import {
+  ADVANTAGE,
+  branch,
+  CLIPPED,
+  floats,
+  head,
+  HOSTILE,
+  integers,
+  Kernel,
+  sent
+} from './testing';
 import viewer from './viewer';
-import type { State } from './viewer';
+import type { State } from './state';
 
 const CHOICE = { sort: 0, filter: 0, search: '' };
 const FACTS = { channels: [ADVANTAGE, CLIPPED], openAtFirst: 2, openTokens: 4, rowsAtOnce: 10 };
@@ -14,6 +24,7 @@ const FIRST: State['first'] = {
   ids: integers(10, 11, 12, 13),
   values: floats(1, NaN, -0.5, 0, 1, 0, 0, NaN)
 };
+const FORK = { why: '', name: 'rollouts', under: null, busy: false, said: '', bad: false };
 const TWO = [integers(1, 2), floats(0, 0, 0, 0)];
 
 let kernel: Kernel<State>;
@@ -27,7 +38,9 @@ function show(prompts = 3, change: Partial<State> = {}): void {
   const [groups, counts] = [integers(...all.slice(0, prompts)), integers(...all.map(() => 2))];
   const order = { ...CHOICE, groups, counts, samples: integers(...all) };
   const looks = { colour: 0, whitespace: false, columns: false };
-  kernel = new Kernel({ facts: FACTS, order, first: FIRST, ...CHOICE, ...looks, ...change });
+  const grown = { tree: [], grown: {}, fork: FORK };
+  const said = { facts: FACTS, order, first: FIRST, ...grown };
+  kernel = new Kernel<State>({ ...said, ...CHOICE, ...looks, ...change });
   el = add(document.body, 'div');
   close = viewer.render({ model: kernel, el });
   box = one('.list');
@@ -214,4 +227,81 @@ it('a kernel that is busy is named until it answers, with what went wrong; one t
   one(`${prompt(2)} .line`).click();
   vi.advanceTimersByTime(3000);
   expect(said('.notice')).toBe('no kernel: only what was sent before can be shown');
+});
+
+describe('continuations', () => {
+  /** Two completions of prompt 0 continue its first one behind one token. */
+  function grow(): void {
+    const fresh = [2, 3].map(i => sent(i, { p: 0, k: i, born: 1, pieces: ['word0', ` new${i}`] }));
+    const order = {
+      groups: integers(0, 1),
+      counts: integers(4, 2),
+      samples: integers(0, 3, 2, 1, 4, 5)
+    };
+    const heads = [head(0, { continuations: 2 })];
+    kernel.set({
+      order: { ...CHOICE, ...order },
+      first: { heads, rows: fresh, ids: integers(1, 2, 3, 4), values: floats(...Array<number>(8)) },
+      tree: [branch({ samples: [2, 3], said: 'value 0.5' })],
+      grown: { after: 2, by: 2, key: '0.1' }
+    });
+    vi.runAllTimers();
+  }
+
+  it('of a token under the cursor are asked for, with what the form says', () => {
+    show(2);
+    click(`${row(0)} [data-t="1"]`);
+    expect(kernel.asked).toMatchObject([{ kind: 'choices' }]);
+    expect(said('.fork .call')).toBe('rollouts.fork(0, at=1, n=16)');
+    one('.fork').dispatchEvent(new Event('submit', { cancelable: true }));
+    const asked = { sample: 0, at: 1, n: 16, text: '', under: '' };
+    expect(kernel.asked.at(-1)).toMatchObject({ kind: 'fork', ...asked });
+    kernel.set({ fork: { ...FORK, busy: true, said: '3/16' } });
+    expect([said('.fork .go'), said('.forksaid')]).toEqual(['stop', '3/16']);
+  });
+
+  it('stand below what they continue, which is marked there; the cursor stays, and old answers are not taken', () => {
+    show(2);
+    click(`${prompt(1)} .line`);
+    const before = kernel.asked.at(-1);
+    click(`${row(0)} [data-t="1"]`);
+    grow();
+    kernel.answer({ ...before, heads: [], rows: [sent(2)] }, ...TWO);
+    const lines = [...el.querySelectorAll('.space > .item')].map(node => node.id.split('-')[1]);
+    expect(lines).toEqual(['h0', '1r0', 'b0.1', '1r3', '1r2', '1r1', 'h1', '1r4', '1r5']);
+    expect(said('.branch .line')).toBe(
+      '▾↳ from token 1 of completion 02 continuations   value 0.5'
+    );
+    expect([said(`${row(0)} .forked`), said(`${row(3)} .shared`), said('.cursor')]).toEqual([
+      ' end',
+      'word0',
+      ' end'
+    ]);
+    expect(said(`${prompt(0)} .facts`)).toBe('2 completions   2 tok   +2 continued');
+    click('.branch');
+    expect(el.querySelector(row(3))).toBeNull();
+  });
+
+  it('are walked by the keyboard, from their own first token, and back to what they continue', () => {
+    show(2);
+    grow();
+    box.focus();
+    const at = (): string | undefined => one('.here').id.split('-')[1];
+    'ArrowDown ArrowDown ArrowDown ArrowRight'.split(' ').forEach(key => press(key));
+    expect([at(), said('.cursor')]).toEqual(['1r3', ' new3']);
+    const up: (string | undefined)[] = [];
+    for (const key of ['Escape', 'ArrowLeft', 'ArrowLeft', 'ArrowLeft']) {
+      press(key);
+      up.push(at());
+    }
+    expect(up).toEqual(['1r3', 'b0.1', 'b0.1', '1r0']);
+  });
+
+  it('are not offered where they cannot be drawn, and the title says why', () => {
+    show(1, { fork: { ...FORK, why: 'from a file' } });
+    expect([one('.readout').title, one('.fork').hidden]).toEqual([
+      'These cannot be continued from a token: from a file',
+      true
+    ]);
+  });
 });

@@ -4,59 +4,27 @@
  */
 import { Cursor } from './cursor';
 import { add } from './dom';
+import { ForkForm } from './fork';
 import { nodeOf } from './item';
 import type { Item } from './item';
 import { List } from './list';
-import { Listening, tell, unique } from './model';
+import { Listening, unique } from './model';
 import type { Context, Model } from './model';
-import { float32, int32, Rows } from './rows';
-import type { Message, Window } from './rows';
+import { Questions } from './questions';
+import { float32, int32, moved, Rows } from './rows';
+import { groupsOf } from './state';
+import type { Answer, Choice, State } from './state';
 import { drawLegend, paintToken } from './tokens';
-import type { Scale } from './tokens';
+import { itemsOf } from './tree';
+import type { Groups } from './tree';
 
 /** Milliseconds. */
 const ASK_AFTER = 60;
 const ARRANGE_AFTER = 250;
-const BUSY_AFTER = 1000;
 /** Pixels. */
 const CARD_WIDTH = 280;
 const LABEL =
-  'Rollouts by prompt. Up and down: rows. Right: open, then the tokens. Enter: whole text.';
-
-/** What says which completions are shown, and in which order. */
-interface Choice {
-  readonly sort: number;
-  readonly filter: number;
-  readonly search: string;
-}
-
-interface Order extends Choice {
-  /** int32: the prompts, how many completions of each, and these. */
-  readonly groups: DataView | null;
-  readonly counts: DataView | null;
-  readonly samples: DataView | null;
-}
-
-export interface State extends Choice {
-  readonly facts: {
-    readonly channels: readonly Scale[];
-    /** Rows: so many groups are open at first that it is reached. */
-    readonly openAtFirst: number;
-    readonly openTokens: number;
-    readonly rowsAtOnce: number;
-  };
-  readonly order: Order;
-  readonly first: Window & { readonly ids: DataView | null; readonly values: DataView | null };
-  readonly colour: number;
-  readonly whitespace: boolean;
-  readonly columns: boolean;
-}
-
-type Answer = { readonly id: string; readonly error?: string } & (
-  | ({ readonly kind: 'order' } & Choice)
-  | { readonly kind: 'prompt'; readonly p: number; readonly parts: readonly Message[] }
-  | ({ readonly kind: 'rows' } & Window)
-);
+  'Rollouts by prompt. Up and down: rows. Right: open, then the tokens. Enter: whole text. Tab at a token: continue from it.';
 
 class Viewer {
   constructor(
@@ -65,6 +33,7 @@ class Viewer {
   ) {
     const facts = model.get('facts');
     this.rows = new Rows(facts.channels, facts.openTokens);
+    this.rows.tree.branches = model.get('tree');
     el.classList.add('rlbv', 'rlb-live');
     const top = add(el, 'div', 'top');
     this.legend = add(top, 'div', 'legend');
@@ -73,13 +42,15 @@ class Viewer {
     this.box = makeList(el);
     this.space = add(this.box, 'div', 'space');
     this.space.setAttribute('role', 'presentation');
-    const readout = add(el, 'div', 'readout');
-    readout.setAttribute('role', 'status');
-    readout.setAttribute('aria-live', 'polite');
+    const readout = makeReadout(el, model.get('fork').why);
+    this.questions = new Questions(model, this.name, text => this.notify(text));
+    this.form = this.makeForm();
     this.list = new List(this.box, this.space, item => this.node(item));
     this.cursor = new Cursor(this.box, readout, this.list, this.rows, {
       toggleHead: p => this.toggleHead(p),
       toggleFull: i => this.toggleFull(i),
+      toggleBranch: key => this.toggleBranch(key),
+      chosen: (row, token) => this.form.choose(row, token),
       more: i => this.more(i),
       spell: p => this.spell(p),
       draw: () => this.draw(),
@@ -111,6 +82,8 @@ class Viewer {
     for (const name of ['sort', 'filter', 'search']) {
       this.listening.on(`change:${name}`, () => this.askOrderSoon());
     }
+    this.listening.on('change:fork', () => this.form.show(this.model.get('fork')));
+    this.listening.on('change:grown', () => this.grow());
     this.listening.on('msg:custom', (content, buffers) => this.hear(content as Answer, buffers));
     this.box.addEventListener('scroll', () => this.drawSoon(), { passive: true });
     this.observer.observe(this.box);
@@ -118,34 +91,8 @@ class Viewer {
 
   // -- messages
 
-  /** Ask Python; `keys`: of the items that wait for the answer. */
-  private send(content: Readonly<Record<string, unknown>>, keys: readonly string[] = []): string {
-    const id = `${this.name}.${this.serial++}`;
-    if (!tell(this.model, { id, ...content })) {
-      this.notify('no kernel: only what was sent before can be shown');
-      return id;
-    }
-    this.asked.set(id, keys);
-    keys.forEach(key => this.waiting.add(key));
-    setTimeout(() => {
-      if (this.asked.has(id)) {
-        this.notify('waiting for the kernel (busy)');
-      }
-    }, BUSY_AFTER);
-    return id;
-  }
-
   private hear(answer: Answer, buffers: readonly DataView[]): void {
-    const keys = this.asked.get(answer.id);
-    if (!keys) {
-      return; // another view's
-    }
-    keys.forEach(key => this.waiting.delete(key));
-    this.asked.delete(answer.id);
-    if (!this.asked.size) {
-      this.notify(answer.error ?? '');
-    }
-    if (answer.error) {
+    if (!this.questions.takes(answer)) {
       return;
     }
     if (answer.kind === 'prompt') {
@@ -182,7 +129,7 @@ class Viewer {
   }
 
   private askOrder(): void {
-    this.orderId = this.send({ kind: 'order', ...this.choice });
+    this.orderId = this.questions.ask({ kind: 'order', ...this.choice });
   }
 
   /** Ask for what is in view and not there. */
@@ -191,13 +138,17 @@ class Viewer {
     const rows: (readonly [number, number, number | null])[] = [];
     const keys: string[] = [];
     for (const { item } of this.list.visible) {
-      if (item.head !== null && !this.rows.heads.has(item.head) && !this.waiting.has(item.key)) {
+      if (
+        item.head !== null &&
+        !this.rows.heads.has(item.head) &&
+        !this.questions.waits(item.key)
+      ) {
         heads.push(item.head);
         keys.push(item.key);
       }
       for (const i of item.samples) {
         const missing = this.missingOf(i);
-        if (missing && !this.waiting.has(`r${i}`)) {
+        if (missing && !this.questions.waits(`r${i}`)) {
           rows.push(missing);
           keys.push(`r${i}`);
         }
@@ -205,7 +156,7 @@ class Viewer {
     }
     if (heads.length || rows.length) {
       const most = this.model.get('facts').rowsAtOnce;
-      this.send({ kind: 'rows', heads, rows: rows.slice(0, most) }, keys);
+      this.questions.ask({ kind: 'rows', heads, rows: rows.slice(0, most) }, keys);
     }
   }
 
@@ -225,12 +176,7 @@ class Viewer {
   // -- the order of prompts and completions
 
   private arrange(buffers: readonly (DataView | null)[]): void {
-    const [groups, counts, samples] = buffers.map(int32);
-    let at = 0;
-    this.groups = [...(groups ?? [])].map((p, g) => {
-      const own = samples?.subarray(at, (at += counts?.[g] ?? 0)) ?? [];
-      return [p, [...own]];
-    });
+    this.groups = groupsOf(buffers);
     this.rows.open.clear();
     let rows = 0;
     for (const [p, own] of this.groups) {
@@ -245,22 +191,37 @@ class Viewer {
     this.relist();
   }
 
-  /** One item per line: a prompt, a completion, or as many completions as stand side by side. */
+  /** Show what the rollouts have grown to; what is open, the scroll and the cursor stay. */
+  private grow(): void {
+    const { after = 0, by = 0, key = '' } = this.model.get('grown');
+    const [order, first] = [this.model.get('order'), this.model.get('first')];
+    const { sample, token } = this.cursor.place;
+    const { tree } = this.rows;
+    this.questions.forget();
+    this.rows.grow(this.model.get('facts').channels, { after, by });
+    this.rows.take(first, int32(first.ids), float32(first.values));
+    tree.branches = this.model.get('tree');
+    tree.closed.delete(key);
+    this.groups = groupsOf([order.groups, order.counts, order.samples]);
+    this.drawLegend();
+    this.relist();
+    if (sample !== undefined) {
+      this.cursor.goToSample(moved(sample, { after, by }), token);
+    }
+    this.list.reveal(this.list.items.findIndex(({ branch }) => branch === key));
+    this.draw();
+    if (!this.isCurrent(order)) {
+      this.askOrder();
+    }
+  }
+
+  /** One item per line. */
   private relist(): void {
     const kept = this.cursor.item?.key;
     const room = Math.floor((this.box.clientWidth - 24) / CARD_WIDTH);
-    const across = (this.across = this.model.get('columns') ? Math.max(2, room) : 1);
-    const items: Item[] = [];
-    for (const [p, own] of this.groups) {
-      items.push({ key: `h${p}`, kind: 'head', head: p, samples: [] });
-      for (let k = 0; this.rows.open.has(p) && k < own.length; k += across) {
-        const samples = own.slice(k, k + across);
-        const kind = across > 1 ? 'cards' : 'row';
-        items.push({ key: `${across}r${samples[0] ?? 0}`, kind, head: null, samples });
-      }
-    }
-    this.list.items = items;
-    this.cursor.goTo(items.findIndex(item => item.key === kept));
+    this.across = this.model.get('columns') ? Math.max(2, room) : 1;
+    this.list.items = itemsOf(this.groups, this.rows.open, this.across, this.rows.tree);
+    this.cursor.goTo(this.list.items.findIndex(item => item.key === kept));
     this.draw();
   }
 
@@ -279,6 +240,21 @@ class Viewer {
     this.redraw([`r${i}`]);
   }
 
+  private toggleBranch(key: string): void {
+    this.rows.tree.toggle(key);
+    this.relist();
+  }
+
+  private makeForm(): ForkForm {
+    const ask = (content: object): boolean => this.questions.ask({ ...content }) !== '';
+    return new ForkForm(this.el, this.model.get('fork'), {
+      choices: () => ask({ kind: 'choices' }),
+      start: asked => ask({ kind: 'fork', ...asked }),
+      stop: () => ask({ kind: 'stop' }),
+      leave: () => this.box.focus()
+    });
+  }
+
   private more(i: number): void {
     this.rows.more(i);
     this.askRows();
@@ -288,7 +264,7 @@ class Viewer {
     if (!this.rows.spelt.delete(p)) {
       this.rows.spelt.add(p);
       if (!this.rows.prompts.has(p)) {
-        this.send({ kind: 'prompt', p });
+        this.questions.ask({ kind: 'prompt', p });
       }
     }
     this.redraw([`h${p}`]);
@@ -367,19 +343,26 @@ class Viewer {
   private readonly space: HTMLElement;
   private readonly list: List;
   private readonly cursor: Cursor;
+  private readonly form: ForkForm;
+  private readonly questions: Questions<State>;
   private readonly listening: Listening<State>;
   private readonly observer = new ResizeObserver(() => this.resized());
-  /** Questions under way, with the keys of what they ask for. */
-  private readonly asked = new Map<string, readonly string[]>();
-  private readonly waiting = new Set<string>();
-  private serial = 0;
   private orderId = '';
-  private groups: readonly (readonly [number, readonly number[]])[] = [];
+  private groups: Groups = [];
   private across = 1;
   private width = 0;
   private frame = 0;
   private askTimer: ReturnType<typeof setTimeout> | undefined;
   private orderTimer: ReturnType<typeof setTimeout> | undefined;
+}
+
+/** `why`: nothing can be continued here. */
+function makeReadout(el: Element, why: string): HTMLElement {
+  const readout = add(el, 'div', 'readout');
+  readout.setAttribute('role', 'status');
+  readout.setAttribute('aria-live', 'polite');
+  readout.title = why && `These cannot be continued from a token: ${why}`;
+  return readout;
 }
 
 function makeList(el: Element): HTMLElement {

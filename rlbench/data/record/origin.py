@@ -1,4 +1,5 @@
-"""What rollouts and batches were made with (sampler, reward, advantage): kept beside the values, weakly."""
+"""What rollouts and batches were made with (sampler, reward, advantage), and what their viewer continued them to: kept
+beside the values, weakly."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ R = TypeVar("R")
 
 _makers: weakref.WeakKeyDictionary[Any, Mapping[str, Any]] = weakref.WeakKeyDictionary()
 _samplers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_trees: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def makers(value: Any) -> dict[str, Any]:
@@ -36,6 +38,17 @@ def drawn_by(value: R, sampler: Any) -> R:
 def sampler_of(value: Any) -> Any:
     """Return what rollouts were drawn by; None where that is not known."""
     return _samplers.get(value)
+
+
+def grown_into(value: R, tree: R) -> None:
+    """Note what rollouts became by the forks of their viewer."""
+    _trees[value] = tree
+
+
+def tree_of(value: R) -> R:
+    """Return what rollouts became by the forks of their viewer; themselves where there were none."""
+    tree: R = _trees.get(value, value)
+    return tree
 
 
 def keeps_makers(method: Callable[P, R]) -> Callable[P, R]:

@@ -2,7 +2,8 @@
 
 What a fork brought are ordinary completions, whose `mask` is False on what they did not sample themselves, and whose
 info has `{"fork": {"at": 17, "of": 3, "text": "…", "under": "…"}}`: the tokens that stand before their own, of which
-completion they were (its number then), what was written in between and which adapter sampled them, if any.
+completion they were (its number after the last fork), what was written in between and which adapter sampled them, if
+any.
 """
 
 from __future__ import annotations
@@ -60,6 +61,27 @@ def branches(rollouts: Rollouts) -> tuple[Branch, ...]:
         value = float(rewards[own].mean())
         found.append(Branch(group, fork["at"], fork.get("text", ""), tuple(own), value, float(error), under))
     return tuple(found)
+
+
+def origin(rollouts: Rollouts, branch: Branch) -> tuple[int, int]:
+    """Return the completion that a branch continues, and how many of its tokens that keeps; −1 where it is not among
+    them any more: its number may be another since some were taken out, so its tokens are compared."""
+    first, *_ = branch.samples
+    ids, rows = rollouts.responses[first], np.flatnonzero(rollouts.group == branch.group).tolist()
+    born, noted = births(rollouts), int(rollouts.infos[first]["fork"]["of"])
+    older = {i for i in rows if born[i] < branch.at or "fork" not in rollouts.infos[i]}
+    for i in sorted(({noted} | older) & set(rows) - set(branch.samples), key=lambda i: (i != noted, i)):
+        kept = _shared(rollouts.responses[i][: branch.at], ids[: branch.at])
+        if kept == branch.at or (branch.text and i == noted):
+            return i, kept
+    return -1, branch.at
+
+
+def _shared(one: np.ndarray, other: np.ndarray) -> int:
+    """Return how many tokens two sequences begin with in common."""
+    length = min(len(one), len(other))
+    differing = np.flatnonzero(one[:length] != other[:length])
+    return int(differing[0]) if len(differing) else length
 
 
 def nodes(rollouts: Rollouts) -> np.ndarray:

@@ -72,6 +72,17 @@ class Summary:
         return self.rollouts.rewards is not None and 0 < len(np.unique(known(self.rewards))) <= 2
 
     @cached_property
+    def forked(self) -> np.ndarray:
+        """(N,) bool: continued from another completion, so that it says nothing of the prompt by itself."""
+        return np.array(["fork" in info for info in self.rollouts.infos] or [False] * self.rollouts.samples, bool)
+
+    @cached_property
+    def own(self) -> np.ndarray:
+        """(N,) bool: what tells of its prompt: all that are not forked; of a prompt that has only such, those."""
+        count = np.bincount(self.rollouts.group, ~self.forked, len(self.rollouts))
+        return ~self.forked | (count == 0)[self.rollouts.group]
+
+    @cached_property
     def mean(self) -> np.ndarray:
         """Mean reward of each prompt, (P,) float64; NaN without any."""
         return self.per_prompt(self.rewards)
@@ -99,8 +110,8 @@ class Summary:
         return means
 
     def per_prompt(self, values: np.ndarray) -> np.ndarray:
-        """Mean of a column over those of each prompt's completions that have a value, (P,) float64."""
-        there = ~np.isnan(values)
+        """Mean of a column over those of each prompt's own completions that have a value, (P,) float64."""
+        there = ~np.isnan(values) & self.own
         totals = np.bincount(self.rollouts.group, np.where(there, values, 0), len(self.rollouts))
         counts = np.bincount(self.rollouts.group, there, len(self.rollouts))
         return totals / np.where(counts, counts, np.nan)

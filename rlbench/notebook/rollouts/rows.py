@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,11 +13,12 @@ import numpy as np
 from rlbench.data import FINISH_REASONS, Rollouts
 from rlbench.data.files.export import sample_index
 from rlbench.data.prompts.images import PlacedImage
+from rlbench.data.rollouts.branches import Branch, births, branches, origin
 from rlbench.data.rollouts.channels import all_channels
 from rlbench.data.rollouts.pieces import Pieces, pieces_of
 from rlbench.data.rollouts.scoring import described
 from rlbench.notebook.base.markup import cut, visible
-from rlbench.notebook.rollouts.channel_scale import Scale, scale_of
+from rlbench.notebook.rollouts.channel_scale import Scale, number, scale_of
 from rlbench.notebook.rollouts.order import Summary
 from rlbench.notebook.rollouts.prompt_parts import EDGE, Part, image_part, image_runs, images, prompt_parts
 from rlbench.units import format_percent
@@ -60,17 +62,29 @@ class Shown:
         """Which of its prompt's completions each one is."""
         return sample_index(self.rollouts)
 
+    @cached_property
+    def births(self) -> list[int]:
+        """Tokens that each completion has from the one it was forked from."""
+        return births(self.rollouts)
+
+    @cached_property
+    def tree(self) -> list[dict[str, Any]]:
+        """What came of each fork, as the page groups it."""
+        return [page_branch(self.rollouts, branch) for branch in branches(self.rollouts)]
+
     def head(self, p: int) -> dict[str, Any]:
         """The line of a prompt."""
         r, s = self.rollouts, self.summary
         prompt = r.prompts[p]
-        own = slice(*np.searchsorted(r.group, [p, p + 1]))
+        begin, end = np.searchsorted(r.group, [p, p + 1])
+        own = begin + np.flatnonzero(s.own[begin:end])
         lengths = s.lengths[own]
         head: dict[str, Any] = {
             "p": p,
             "text": visible(cut(prompt.text, PROMPT_CHARACTERS)),
             "more": len(prompt.text) > PROMPT_CHARACTERS or not isinstance(prompt.content, str),
             "n": len(lengths),
+            "continuations": int(end - begin) - len(own),
             "lengths": [int(lengths.min()), int(lengths.max())] if len(lengths) else None,
             "images": [{"src": i.image, "alt": i.text, "tokens": i.tokens} for i in self.thumbnails(p)],
         }
@@ -108,11 +122,12 @@ class Shown:
     def row(
         self, i: int, start: int = 0, count: int = PREVIEW_TOKENS, preview: bool = True, edge: int = THUMBNAIL
     ) -> tuple[dict[str, Any], slice]:
-        """A completion's facts and pieces, for a `preview` three lines of text, and their place in the arrays."""
-        r = self.rollouts
+        """A completion's facts and pieces, for a `preview` three lines of text (behind what a continuation has from
+        another), and their place in the arrays."""
+        r, born = self.rollouts, self.births[i]
         begin, end = int(r.responses.offsets[i]), int(r.responses.offsets[i + 1])
         first, runs = min(begin + start, end), self.observed(i)
-        count += sum(n for at, n, _ in runs if at < count) if preview else 0
+        count += born + sum(n for at, n, _ in runs if at < count + born) if preview else 0
         pieces = self.pieces(r.responses.values[first : min(first + count, end)])
         texts = [piece.shown for piece in pieces]
         for at, n, _ in runs:  # the first token of an image's says how many there are
@@ -121,13 +136,14 @@ class Shown:
             ]
         if preview:
             begins = np.cumsum([0, *map(len, texts)])
-            texts = texts[: int(np.searchsorted(begins, PREVIEW_CHARACTERS))]
+            texts = texts[: int(np.searchsorted(begins, begins[min(born, len(texts))] + PREVIEW_CHARACTERS))]
         shown = [(at, n, image_part(image, edge)) for at, n, image in runs if start <= at < start + len(texts)]
         row = {
             "i": i,
             "k": int(self.places[i]),
             "p": int(r.group[i]),
             "n": end - begin,
+            "born": born,
             "from": start,
             "reward": None if r.rewards is None or self.summary.failed[i] else float(r.rewards[i]),
             "right": bool(self.summary.right[i]),
@@ -157,8 +173,38 @@ class Shown:
         return [row for row, _ in made], [ids.astype(np.int32).tobytes(), flat]
 
 
+def page_branch(rollouts: Rollouts, branch: Branch) -> dict[str, Any]:
+    """What the page is told of a branch: `key` names it also where numbers move, `said` is its value in words."""
+    of, kept = origin(rollouts, branch)
+    begin = rollouts.responses[branch.samples[0]][: branch.at].tobytes()
+    return {
+        "key": f"{branch.group}.{zlib.crc32(begin + branch.under.encode()):x}",
+        "p": branch.group,
+        "of": of,
+        "kept": kept,
+        "text": visible(cut(branch.text, PIECE_CHARACTERS)),
+        "under": visible(branch.under),
+        "samples": list(branch.samples),
+        "said": said_value(rollouts, branch),
+    }
+
+
+def said_value(rollouts: Rollouts, branch: Branch) -> str:
+    """`value 0.31 ± 0.12`, by the rewards of what continues; why there is none."""
+    if rollouts.rewards is None:
+        return "not scored"
+    missing = int(np.isnan(rollouts.rewards[list(branch.samples)]).sum())
+    if missing:
+        return f"no value: scoring failed for {missing} of {len(branch.samples)}"
+    error = "" if np.isnan(branch.error) else f" ± {number(branch.error)}"
+    return f"value {number(branch.value)}{error}"
+
+
 def headline(rollouts: Rollouts) -> str:
     """`64 rollouts · 8 prompts × 8 · v41 · reward 0.42 ± 0.49 · 6 % truncated`."""
+    if (forked := Summary(rollouts).forked).any() and not forked.all():
+        said = headline(replace(rollouts.select(~forked), not_started=rollouts.not_started))
+        return f"{said} · {int(forked.sum()):,} continuations"
     counts = np.bincount(rollouts.group, minlength=len(rollouts))
     each = np.unique(counts[counts > 0])
     times = f" × {each[0]}" if len(each) == 1 else ""

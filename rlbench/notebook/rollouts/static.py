@@ -123,11 +123,12 @@ def row_html(shown: Shown, i: int, scale: Scale, most: int, every: bool = False,
     mark = "" if reward is None else f"{'✓' if row['right'] else '✗'} {signed}"
     left = row["n"] - len(row["pieces"])
     rest = f"<span class=q> … {left:,} more tokens</span>" if left else ""
+    behind = f"↳ from token {row['born']:,} · " if row["born"] else ""
     plain = f"<div>{escape(row['text'])}</div> " if "text" in row else ""
     return (
         f"<tr{f' data-i={i}' if every else ''}><td class=m>{mark}</td> "
         f"<td class=t>{plain}{_tokens(shown, row, span, scale, every)}{rest}</td> "
-        f"<td class='e q' align=right>{row['n']:,} tok · {ENDED[row['finish']]}</td></tr>"
+        f"<td class='e q' align=right>{behind}{row['n']:,} tok · {ENDED[row['finish']]}</td></tr>"
     )
 
 

@@ -21,6 +21,11 @@ function add(parent, tag, className = "", text) {
   parent.append(node);
   return node;
 }
+function setText(node, text) {
+  if (node.textContent !== text) {
+    node.textContent = text;
+  }
+}
 
 // src/widgets/tokens.ts
 var STRONGEST = 0.62;
@@ -149,24 +154,28 @@ function boundOf({ kind, bound }) {
 // src/widgets/item.ts
 var CUT = { length: "✂ length", abort: "■ aborted" };
 var READ_ALOUD = 200;
+var SHARED_SHOWN = 8;
 var LARGER = "larger, or small again";
 function nodeOf(item, rows, look) {
   const node = document.createElement("div");
   node.className = `item ${item.kind}`;
   node.id = `${look.name}-${item.key}`;
+  node.style.setProperty("--depth", String(item.depth));
   const [first] = item.samples;
   if (item.head !== null) {
     fillHead(node, item.head, rows, look);
+  } else if (item.branch !== null) {
+    fillBranch(node, item, rows);
   } else if (item.kind === "cards") {
     node.setAttribute("role", "presentation");
     node.style.gridTemplateColumns = `repeat(${look.across}, minmax(0, 1fr))`;
     for (const i of item.samples) {
       const card = add(node, "div", "card");
       card.id = `${look.name}-c${i}`;
-      fillRow(card, i, rows, look);
+      fillRow(card, i, item.depth, rows, look);
     }
   } else if (first !== void 0) {
-    fillRow(node, first, rows, look);
+    fillRow(node, first, item.depth, rows, look);
   }
   return node;
 }
@@ -226,11 +235,40 @@ function enlarges(picture, look) {
     look.sized();
   });
 }
-function fillRow(node, i, rows, look) {
+function fillBranch(node, { branch: key, depth }, rows) {
+  const branch = rows.tree.named(key ?? "");
+  if (!branch) {
+    return;
+  }
+  const open = !rows.tree.closed.has(branch.key);
+  node.setAttribute("role", "treeitem");
+  node.setAttribute("aria-level", String(1 + 2 * depth));
+  node.setAttribute("aria-expanded", String(open));
+  const line = add(node, "div", "line");
+  add(line, "span", "twist", open ? "▾" : "▸").setAttribute("aria-hidden", "true");
+  const place = placeOf(branch, rows);
+  add(line, "span", "place", `↳ ${place}`);
+  if (branch.text) {
+    add(line, "span", "written", JSON.stringify(branch.text)).title = `written there: ${branch.text}`;
+  }
+  const facts = branchFacts(branch).join("   ");
+  add(line, "span", "facts", facts).title = "mean reward of what continues there, and its standard error";
+  node.setAttribute("aria-label", `${place}: ${facts}`);
+}
+function placeOf({ of, kept }, rows) {
+  const row = rows.rows.get(of);
+  const completion = of < 0 ? "a completion that is not shown" : `completion ${row?.k ?? of}`;
+  return `from token ${kept} of ${completion}`;
+}
+function branchFacts({ samples, under, said }) {
+  const several = `${samples.length} continuation${samples.length === 1 ? "" : "s"}`;
+  return [several, ...under ? [`under ${under}`] : [], said];
+}
+function fillRow(node, i, depth, rows, look) {
   const row = rows.rows.get(i);
   node.dataset["i"] = String(i);
   node.setAttribute("role", "treeitem");
-  node.setAttribute("aria-level", "2");
+  node.setAttribute("aria-level", String(2 + 2 * depth));
   if (!row) {
     add(node, "span", "mark", "");
     add(node, "span", "tokens wait", "…");
@@ -239,7 +277,7 @@ function fillRow(node, i, rows, look) {
   }
   const full = rows.full.has(i);
   addMark(node, row);
-  addTokens(node, row, full, look);
+  addTokens(node, row, full, rows, look);
   addMeta(node, row, full, rows.openTokens);
   node.setAttribute("aria-expanded", String(full));
   node.setAttribute("aria-label", aloud(row));
@@ -254,9 +292,13 @@ function addMark(node, { reward, right, k, p }) {
   const mark = add(node, "span", `mark ${right ? "right" : "wrong"}`, text);
   mark.title = `reward ${number(reward)}, ${place}`;
 }
-function addTokens(node, row, full, look) {
+function addTokens(node, row, full, rows, look) {
   const tokens = add(node, "span", `tokens${full ? " full" : ""}`);
   tokens.dataset["i"] = String(row.i);
+  const begin = full ? 0 : Math.max(0, row.born - SHARED_SHOWN);
+  if (begin) {
+    add(tokens, "span", "rest", `${thousands(begin)} tok … `);
+  }
   if (row.text !== void 0) {
     add(tokens, "span", "plain", full ? row.text : row.text.replaceAll("\n", "⏎"));
   }
@@ -264,6 +306,9 @@ function addTokens(node, row, full, look) {
   let end = 0;
   row.pieces.forEach((piece, t) => {
     const image = images.get(t);
+    if (t < begin) {
+      return;
+    }
     if (image) {
       const pressed = full ? LARGER : "the whole text";
       const picture = addPicture(tokens, { ...image, tokens: 0 }, pressed, look.sized);
@@ -277,10 +322,23 @@ function addTokens(node, row, full, look) {
     }
   });
   look.paint(tokens);
+  markPlaces(tokens, row, rows);
   if (!full && row.pieces.length < row.n) {
     add(tokens, "span", "rest", ` … +${thousands(row.n - row.pieces.length)} tok`);
   }
   tokens.title = full ? "" : "click between the tokens, or Enter: the whole text";
+}
+function markPlaces(tokens, { i, born }, rows) {
+  for (const token of tokens.querySelectorAll(".t")) {
+    token.classList.toggle("shared", Number(token.dataset["t"]) < born);
+  }
+  for (const branch of rows.tree.from(i)) {
+    const token = tokens.querySelector(`[data-t="${branch.kept}"]`);
+    if (token) {
+      token.classList.add("forked");
+      token.title = branchFacts(branch).join(", ");
+    }
+  }
 }
 function addMeta(node, row, full, openTokens) {
   const { finish, n, pieces, wanted } = row;
@@ -309,7 +367,8 @@ function headFacts(head) {
     return ["not started"];
   }
   const [low, high] = head.lengths.map(thousands);
-  const tokens = low === high ? `${low} tok` : `${low}–${high} tok`;
+  const range = low === high ? `${low} tok` : `${low}–${high} tok`;
+  const tokens = head.continuations ? `${range}   +${head.continuations} continued` : range;
   if (head.mean === void 0) {
     return [`${head.n} completions`, tokens];
   }
@@ -370,6 +429,17 @@ var Cursor = class {
   get item() {
     return this.list.items[this.at];
   }
+  /** The completion and token that it is at. */
+  get place() {
+    return { sample: this.sample, token: this.token };
+  }
+  /** To a token of a completion, where that is in the list. */
+  goToSample(i, token) {
+    const at = this.list.items.findIndex(({ samples }) => samples.includes(i));
+    if (at >= 0) {
+      this.goTo(at, this.list.items[at]?.samples.indexOf(i), token);
+    }
+  }
   /** To the list's begin, or to an item of it. */
   goTo(at = 0, column = 0, token = null) {
     this.at = Math.max(0, at);
@@ -381,6 +451,8 @@ var Cursor = class {
     for (const old of this.box.querySelectorAll(".here, .cursor")) {
       old.classList.remove("here", "cursor");
     }
+    const { sample } = this;
+    this.acts.chosen(sample === void 0 ? void 0 : this.rows.rows.get(sample), this.token);
     const item = this.list.node(this.item);
     const node = item?.querySelectorAll(".card")[this.column] ?? item;
     if (!node) {
@@ -440,6 +512,8 @@ var Cursor = class {
       } else if (!target.closest(".whole")) {
         this.acts.toggleHead(item.head);
       }
+    } else if (item.branch !== null) {
+      this.acts.toggleBranch(item.branch);
     } else if (i !== void 0 && pressed === "more") {
       this.acts.more(i);
     } else if (target.dataset["t"] !== void 0) {
@@ -464,8 +538,7 @@ var Cursor = class {
     if (event.target !== this.box || event.ctrlKey || event.metaKey || event.altKey || !item) {
       return;
     }
-    const act = item.head === null ? this.rowKeys()[event.key] : this.headKeys(item.head)[event.key];
-    const go = act ?? this.keys()[event.key];
+    const go = this.itemKeys(item)[event.key] ?? this.keys()[event.key];
     if (!go) {
       return;
     }
@@ -489,12 +562,20 @@ var Cursor = class {
       }
     };
   }
-  headKeys(p) {
-    const open = this.rows.open.has(p);
-    const toggle = () => this.acts.toggleHead(p);
+  itemKeys({ head, branch }) {
+    if (head !== null) {
+      return this.foldKeys(this.rows.open.has(head), () => this.acts.toggleHead(head));
+    }
+    if (branch !== null) {
+      const open = !this.rows.tree.closed.has(branch);
+      return this.foldKeys(open, () => this.acts.toggleBranch(branch));
+    }
+    return this.rowKeys();
+  }
+  foldKeys(open, toggle) {
     return {
       ArrowRight: () => open ? this.move(1) : toggle(),
-      ArrowLeft: () => open && toggle(),
+      ArrowLeft: () => open ? toggle() : this.toParent(),
       Enter: toggle,
       " ": toggle
     };
@@ -509,13 +590,13 @@ var Cursor = class {
     };
     const keys = { Enter: toggle, " ": toggle };
     if (token === null) {
-      keys["ArrowLeft"] = () => this.toHead();
+      keys["ArrowLeft"] = () => this.toParent();
     }
     if (!row) {
       return keys;
     }
     if (row.pieces.length) {
-      keys["ArrowRight"] = () => this.toToken(row, token === null ? 0 : token + 1);
+      keys["ArrowRight"] = () => this.toToken(row, token === null ? row.born : token + 1);
     }
     if (token !== null) {
       keys["ArrowLeft"] = () => this.toToken(row, token - 1);
@@ -537,9 +618,11 @@ var Cursor = class {
     }
     this.token = null;
   }
-  toHead() {
+  /** To the prompt of a completion, the place that it continues from, or the completion that a place is of. */
+  toParent() {
+    const { item } = this;
     let { at } = this;
-    while (at > 0 && this.list.items[at]?.head === null) {
+    while (item && at > 0 && !isAbove(this.list.items[at], item)) {
       at--;
     }
     this.goTo(at);
@@ -555,24 +638,197 @@ var Cursor = class {
     }
     this.token = at < 0 ? null : Math.min(at, pieces.length - 1);
   }
-  /** Scroll so that the item, then the token, can be seen. */
+  /** Scroll so that the item can be seen. */
   reveal() {
-    const [top, bottom] = [this.list.top(this.at), this.list.top(this.at + 1)];
-    const height = this.box.clientHeight;
-    if (top < this.box.scrollTop) {
-      this.box.scrollTop = top;
-    } else if (bottom > this.box.scrollTop + height) {
-      this.box.scrollTop = Math.min(top, bottom - height);
-    }
+    this.list.reveal(this.at);
     this.acts.draw();
   }
   at = 0;
   column = 0;
   token = null;
 };
+function isAbove(above, item) {
+  if (!above || above.head !== null) {
+    return true;
+  }
+  return item.branch === null ? above.branch !== null && above.depth === item.depth : above.branch === null && above.depth < item.depth;
+}
+
+// src/widgets/fork.ts
+var UNDER_ONE = "by the weights that the engine has now; rb.Inference(adapters=2) holds adapters to choose from";
+var UNDER_MANY = "which adapter continues; the policy: as it is in the engine now";
+var COPIED_MS = 1500;
+var NO_PLACE = "Continue from a token: click one, or go to it with the arrow keys, then Tab.";
+var NO_KERNEL = "no kernel: nothing can be continued";
+var ForkForm = class {
+  constructor(parent, state, acts) {
+    this.state = state;
+    this.acts = acts;
+    this.parts = makeForm(parent);
+    const { form, n, text, under, copy } = this.parts;
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.press();
+    });
+    form.addEventListener("keydown", (event) => this.key(event));
+    for (const field of [n, text, under]) {
+      field.addEventListener("input", () => this.draw());
+    }
+    copy.addEventListener("click", () => void this.copy());
+    this.show(state);
+  }
+  state;
+  acts;
+  /** Draw what Python says. */
+  show(state) {
+    const { under } = this.parts;
+    if (state.under !== this.state.under || !under.options.length) {
+      const chosen = under.value;
+      const names = ["", ...state.under ?? []];
+      under.replaceChildren(...names.map((name) => new Option(name || "the policy", name)));
+      under.value = names.includes(chosen) ? chosen : "";
+      under.title = names.length > 1 ? UNDER_MANY : UNDER_ONE;
+    }
+    this.state = state;
+    this.draw();
+  }
+  /** Continue from this token of this completion, or from none. */
+  choose(row, token) {
+    const at = row === void 0 ? null : token;
+    if (this.row === row && this.at === at) {
+      return;
+    }
+    this.row = row;
+    this.at = at;
+    if (at !== null && !this.known) {
+      this.known = this.acts.choices();
+      this.dead = !this.known;
+    }
+    this.draw();
+  }
+  /** What the form asks for; null where it is not filled in. */
+  get asked() {
+    const { n, text, under } = this.parts;
+    const count = Number(n.value);
+    if (!this.row || this.at === null || !Number.isInteger(count) || count < 1) {
+      return null;
+    }
+    const fields = { n: count, text: text.value, under: under.value };
+    return { sample: this.row.i, at: this.at, ...fields };
+  }
+  press() {
+    const { asked } = this;
+    if (this.state.busy) {
+      this.dead = !this.acts.stop();
+    } else if (asked) {
+      this.dead = !this.acts.start(asked);
+    }
+    this.draw();
+  }
+  key(event) {
+    const [leaves, starts] = [event.key === "Escape", isEnterInField(event)];
+    if (!leaves && !starts) {
+      return;
+    }
+    event.preventDefault();
+    event.stopPropagation();
+    if (leaves) {
+      this.acts.leave();
+    } else if (!this.state.busy) {
+      this.press();
+    }
+  }
+  draw() {
+    const { state, asked, parts } = this;
+    const { busy, why } = state;
+    parts.form.hidden = why !== "";
+    parts.said.hidden = why !== "";
+    setText(parts.place, this.row && this.at !== null ? placeOf2(this.row, this.at) : NO_PLACE);
+    parts.form.classList.toggle("placed", this.at !== null);
+    setText(parts.go, busy ? "stop" : "continue");
+    parts.go.disabled = this.dead || !busy && !asked;
+    parts.go.title = busy ? "stop it: what is drawn so far stays" : titleOf(asked, parts.n.value);
+    const code = asked ? state.name + callOf(asked) : "";
+    setText(parts.call, code);
+    parts.call.title = code;
+    parts.copy.disabled = !code;
+    for (const field of [parts.n, parts.text, parts.under]) {
+      field.disabled = this.dead;
+    }
+    setText(parts.said, this.dead ? NO_KERNEL : state.said);
+    parts.said.classList.toggle("bad", this.dead || state.bad);
+  }
+  /** Copy the call, or where the page may not, choose it, to be copied by hand. */
+  async copy() {
+    const { call, copy } = this.parts;
+    try {
+      await navigator.clipboard.writeText(call.textContent ?? "");
+    } catch {
+      window.getSelection()?.selectAllChildren(call);
+      return;
+    }
+    setText(copy, "copied");
+    setTimeout(() => setText(copy, "copy"), COPIED_MS);
+  }
+  parts;
+  row;
+  at = null;
+  /** Whether the adapters were asked for. */
+  known = false;
+  dead = false;
+};
+function makeForm(parent) {
+  const form = add(parent, "form", "fork");
+  form.noValidate = true;
+  form.setAttribute("aria-label", "continue from a token");
+  form.dataset["lmSuppressShortcuts"] = "true";
+  const place = add(form, "span", "place");
+  const fields = add(form, "span", "fields");
+  const n = add(labelled(fields, "n"), "input");
+  Object.assign(n, { type: "number", min: "1", value: "16", title: "so many continuations" });
+  const text = add(labelled(fields, "text"), "input");
+  const title = "written in place of the token and all behind it, before what is drawn";
+  Object.assign(text, { type: "text", placeholder: "none", title });
+  const under = add(labelled(fields, "under"), "select");
+  const go = add(fields, "button", "go", "continue");
+  go.type = "submit";
+  const call = add(form, "code", "call");
+  const copy = add(form, "button", "copy", "copy");
+  Object.assign(copy, { type: "button", title: "copy the call that does the same in a cell" });
+  const said = add(parent, "div", "forksaid");
+  said.setAttribute("role", "status");
+  return { form, place, n, text, under, go, call, copy, said };
+}
+function labelled(parent, text) {
+  return add(parent, "label", "", text);
+}
+function isEnterInField({ key, target, isComposing }) {
+  return key === "Enter" && !isComposing && target instanceof HTMLInputElement;
+}
+function placeOf2({ p, k }, at) {
+  return `Continue from token ${at} of completion ${k} of prompt ${p}`;
+}
+function titleOf(asked, n) {
+  if (!asked) {
+    return Number(n) >= 1 ? NO_PLACE : "n: a whole number, at least 1";
+  }
+  const kept = asked.at ? `keep its first ${asked.at} tokens` : "keep nothing of it but its prompt";
+  const text = asked.text ? ", then the text," : "";
+  return `draw ${asked.n} completions that ${kept}${text} and show them below it`;
+}
+function callOf({ sample, at, n, text, under }) {
+  const options = [`at=${at}`, `n=${n}`];
+  if (text) {
+    options.push(`text=${JSON.stringify(text)}`);
+  }
+  if (under) {
+    options.push(`under=${JSON.stringify(under)}`);
+  }
+  return `.fork(${sample}, ${options.join(", ")})`;
+}
 
 // src/widgets/list.ts
-var ESTIMATE = { head: 30, row: 26, cards: 150 };
+var ESTIMATE = { head: 30, row: 26, cards: 150, branch: 26 };
 var OVERSCAN = 240;
 var HEIGHT = 480;
 var MEASURED_TIMES = 3;
@@ -613,6 +869,18 @@ var List = class {
       this.heights.clear();
     } else {
       this.heights.delete(key);
+    }
+  }
+  /** Scroll so that an item can be seen; below 0: none. */
+  reveal(at) {
+    if (at < 0) {
+      return;
+    }
+    const [top, bottom, height] = [this.top(at), this.top(at + 1), this.box.clientHeight];
+    if (top < this.box.scrollTop) {
+      this.box.scrollTop = top;
+    } else if (bottom > this.box.scrollTop + height) {
+      this.box.scrollTop = Math.min(top, bottom - height);
     }
   }
   /** Make elements anew: of those items, or all. */
@@ -736,6 +1004,142 @@ function unique() {
   return Math.random().toString(36).slice(2) + Date.now().toString(36);
 }
 
+// src/widgets/questions.ts
+var BUSY_AFTER = 1e3;
+var Questions = class {
+  constructor(model, name, notify) {
+    this.model = model;
+    this.name = name;
+    this.notify = notify;
+  }
+  model;
+  name;
+  notify;
+  /** Ask Python; `keys`: of the items that wait for the answer. The question's name, empty where there is no kernel. */
+  ask(content, keys = []) {
+    const id = `${this.name}.${this.serial++}`;
+    if (!tell(this.model, { id, ...content })) {
+      this.notify("no kernel: only what was sent before can be shown");
+      return "";
+    }
+    this.asked.set(id, keys);
+    keys.forEach((key) => this.waiting.add(key));
+    setTimeout(() => {
+      if (this.asked.has(id)) {
+        this.notify("waiting for the kernel (busy)");
+      }
+    }, BUSY_AFTER);
+    return id;
+  }
+  /** Whether an answer is to one of these questions, and has what was asked for. */
+  takes(answer) {
+    const keys = this.asked.get(answer.id);
+    if (!keys) {
+      return false;
+    }
+    keys.forEach((key) => this.waiting.delete(key));
+    this.asked.delete(answer.id);
+    if (!this.asked.size) {
+      this.notify(answer.error ?? "");
+    }
+    return !answer.error;
+  }
+  /** Whether an item's answer is on its way. */
+  waits(key) {
+    return this.waiting.has(key);
+  }
+  /** Take no answer to what was asked so far: numbers in it would be others. */
+  forget() {
+    this.asked.clear();
+    this.waiting.clear();
+    this.notify("");
+  }
+  asked = /* @__PURE__ */ new Map();
+  waiting = /* @__PURE__ */ new Set();
+  serial = 0;
+};
+
+// src/widgets/tree.ts
+var Tree = class {
+  /** Branches whose continuations are hidden, by key. */
+  closed = /* @__PURE__ */ new Set();
+  get branches() {
+    return this._branches;
+  }
+  set branches(branches) {
+    this._branches = branches;
+    this.holding = new Map(branches.flatMap((branch) => branch.samples.map((i) => [i, branch])));
+  }
+  named(key) {
+    return this._branches.find((branch) => branch.key === key);
+  }
+  /** The branch that a completion belongs to. */
+  holds(i) {
+    return this.holding.get(i);
+  }
+  /** What was continued from a completion, in the order of its tokens. */
+  from(i) {
+    return this._branches.filter(({ of }) => of === i).sort((a, b) => a.kept - b.kept);
+  }
+  toggle(key) {
+    if (!this.closed.delete(key)) {
+      this.closed.add(key);
+    }
+  }
+  _branches = [];
+  holding = /* @__PURE__ */ new Map();
+};
+function itemsOf(groups, open, across, tree) {
+  const items = [];
+  for (const [p, own] of groups) {
+    items.push({ key: `h${p}`, kind: "head", head: p, samples: [], branch: null, depth: 0 });
+    if (open.has(p)) {
+      addGroup(items, own, across, tree);
+    }
+  }
+  return items;
+}
+function addGroup(items, own, across, tree) {
+  const members = /* @__PURE__ */ new Map();
+  for (const i of own) {
+    const branch = tree.holds(i);
+    const known = members.get(branch);
+    if (known) {
+      known.push(i);
+    } else {
+      members.set(branch, [i]);
+    }
+  }
+  const addRows = (rows, depth) => {
+    for (let k = 0; k < rows.length; k += across) {
+      const samples = rows.slice(k, k + across);
+      const kind = across > 1 ? "cards" : "row";
+      const key = `${across}r${samples[0] ?? 0}`;
+      items.push({ key, kind, head: null, samples, branch: null, depth });
+      if (tree.branches.length) {
+        samples.flatMap((i) => tree.from(i)).forEach((branch) => addBranch(branch, depth + 1));
+      }
+    }
+  };
+  const addBranch = (branch, depth) => {
+    const rows = members.get(branch);
+    if (rows) {
+      members.delete(branch);
+      const { key } = branch;
+      items.push({ key: `b${key}`, kind: "branch", head: null, samples: [], branch: key, depth });
+      if (!tree.closed.has(key)) {
+        addRows(rows, depth);
+      }
+    }
+  };
+  addRows(members.get(void 0) ?? [], 0);
+  for (const branch of [...members.keys()]) {
+    if (branch) {
+      addBranch(branch, 1);
+    }
+  }
+}
+
 // src/widgets/rows.ts
 var Rows = class {
   constructor(scales, openTokens) {
@@ -744,6 +1148,8 @@ var Rows = class {
   }
   scales;
   openTokens;
+  /** What was continued from what. */
+  tree = new Tree();
   heads = /* @__PURE__ */ new Map();
   rows = /* @__PURE__ */ new Map();
   /** All messages of prompts that were asked for. */
@@ -771,6 +1177,18 @@ var Rows = class {
     }
     return [...heads.map((head) => `h${head.p}`), ...rows.map((row) => `r${row.i}`)];
   }
+  /** Number completions anew; what is known of them stays where their channels are the same. */
+  grow(scales, shift) {
+    const same = scales.map(({ name }) => name).join() === this.scales.map(({ name }) => name).join();
+    const [rows, full] = [[...this.rows], [...this.full]];
+    this.rows.clear();
+    this.full.clear();
+    this.scales = scales;
+    full.forEach((i) => this.full.add(moved(i, shift)));
+    for (const [i, row] of same ? rows : []) {
+      this.rows.set(moved(i, shift), { ...row, i: moved(i, shift) });
+    }
+  }
   /** Show a completion whole, or its preview again. */
   toggle(i) {
     if (!this.rows.has(i)) {
@@ -793,6 +1211,9 @@ var Rows = class {
     }
   }
 };
+function moved(i, { after, by }) {
+  return i < after ? i : i + by;
+}
 function joined(old, sent, ids, values) {
   if (!old || sent.from === 0) {
     return { ...sent, ids, values, wanted: old?.wanted ?? 0 };
@@ -823,18 +1244,28 @@ function bytesOf(data) {
   return buffer.slice(byteOffset, byteOffset + byteLength);
 }
 
+// src/widgets/state.ts
+function groupsOf(buffers) {
+  const [groups, counts, samples] = buffers.map(int32);
+  let at = 0;
+  return [...groups ?? []].map((p, g) => {
+    const own = samples?.subarray(at, at += counts?.[g] ?? 0) ?? [];
+    return [p, [...own]];
+  });
+}
+
 // src/widgets/viewer.ts
 var ASK_AFTER = 60;
 var ARRANGE_AFTER = 250;
-var BUSY_AFTER = 1e3;
 var CARD_WIDTH = 280;
-var LABEL = "Rollouts by prompt. Up and down: rows. Right: open, then the tokens. Enter: whole text.";
+var LABEL = "Rollouts by prompt. Up and down: rows. Right: open, then the tokens. Enter: whole text. Tab at a token: continue from it.";
 var Viewer = class {
   constructor(model, el) {
     this.model = model;
     this.el = el;
     const facts = model.get("facts");
     this.rows = new Rows(facts.channels, facts.openTokens);
+    this.rows.tree.branches = model.get("tree");
     el.classList.add("rlbv", "rlb-live");
     const top = add(el, "div", "top");
     this.legend = add(top, "div", "legend");
@@ -843,13 +1274,15 @@ var Viewer = class {
     this.box = makeList(el);
     this.space = add(this.box, "div", "space");
     this.space.setAttribute("role", "presentation");
-    const readout = add(el, "div", "readout");
-    readout.setAttribute("role", "status");
-    readout.setAttribute("aria-live", "polite");
+    const readout = makeReadout(el, model.get("fork").why);
+    this.questions = new Questions(model, this.name, (text) => this.notify(text));
+    this.form = this.makeForm();
     this.list = new List(this.box, this.space, (item) => this.node(item));
     this.cursor = new Cursor(this.box, readout, this.list, this.rows, {
       toggleHead: (p) => this.toggleHead(p),
       toggleFull: (i) => this.toggleFull(i),
+      toggleBranch: (key) => this.toggleBranch(key),
+      chosen: (row, token) => this.form.choose(row, token),
       more: (i) => this.more(i),
       spell: (p) => this.spell(p),
       draw: () => this.draw(),
@@ -881,38 +1314,15 @@ var Viewer = class {
     for (const name of ["sort", "filter", "search"]) {
       this.listening.on(`change:${name}`, () => this.askOrderSoon());
     }
+    this.listening.on("change:fork", () => this.form.show(this.model.get("fork")));
+    this.listening.on("change:grown", () => this.grow());
     this.listening.on("msg:custom", (content, buffers) => this.hear(content, buffers));
     this.box.addEventListener("scroll", () => this.drawSoon(), { passive: true });
     this.observer.observe(this.box);
   }
   // -- messages
-  /** Ask Python; `keys`: of the items that wait for the answer. */
-  send(content, keys = []) {
-    const id = `${this.name}.${this.serial++}`;
-    if (!tell(this.model, { id, ...content })) {
-      this.notify("no kernel: only what was sent before can be shown");
-      return id;
-    }
-    this.asked.set(id, keys);
-    keys.forEach((key) => this.waiting.add(key));
-    setTimeout(() => {
-      if (this.asked.has(id)) {
-        this.notify("waiting for the kernel (busy)");
-      }
-    }, BUSY_AFTER);
-    return id;
-  }
   hear(answer, buffers) {
-    const keys = this.asked.get(answer.id);
-    if (!keys) {
-      return;
-    }
-    keys.forEach((key) => this.waiting.delete(key));
-    this.asked.delete(answer.id);
-    if (!this.asked.size) {
-      this.notify(answer.error ?? "");
-    }
-    if (answer.error) {
+    if (!this.questions.takes(answer)) {
       return;
     }
     if (answer.kind === "prompt") {
@@ -944,7 +1354,7 @@ var Viewer = class {
     this.orderTimer = setTimeout(() => this.askOrder(), ARRANGE_AFTER);
   }
   askOrder() {
-    this.orderId = this.send({ kind: "order", ...this.choice });
+    this.orderId = this.questions.ask({ kind: "order", ...this.choice });
   }
   /** Ask for what is in view and not there. */
   askRows() {
@@ -952,13 +1362,13 @@ var Viewer = class {
     const rows = [];
     const keys = [];
     for (const { item } of this.list.visible) {
-      if (item.head !== null && !this.rows.heads.has(item.head) && !this.waiting.has(item.key)) {
+      if (item.head !== null && !this.rows.heads.has(item.head) && !this.questions.waits(item.key)) {
         heads.push(item.head);
         keys.push(item.key);
       }
       for (const i of item.samples) {
         const missing = this.missingOf(i);
-        if (missing && !this.waiting.has(`r${i}`)) {
+        if (missing && !this.questions.waits(`r${i}`)) {
           rows.push(missing);
           keys.push(`r${i}`);
         }
@@ -966,7 +1376,7 @@ var Viewer = class {
     }
     if (heads.length || rows.length) {
       const most = this.model.get("facts").rowsAtOnce;
-      this.send({ kind: "rows", heads, rows: rows.slice(0, most) }, keys);
+      this.questions.ask({ kind: "rows", heads, rows: rows.slice(0, most) }, keys);
     }
   }
   /** Of a completion: its number, the first token that is missing, how many (null: a preview). */
@@ -983,12 +1393,7 @@ var Viewer = class {
   }
   // -- the order of prompts and completions
   arrange(buffers) {
-    const [groups, counts, samples] = buffers.map(int32);
-    let at = 0;
-    this.groups = [...groups ?? []].map((p, g) => {
-      const own = samples?.subarray(at, at += counts?.[g] ?? 0) ?? [];
-      return [p, [...own]];
-    });
+    this.groups = groupsOf(buffers);
     this.rows.open.clear();
     let rows = 0;
     for (const [p, own] of this.groups) {
@@ -1002,22 +1407,36 @@ var Viewer = class {
     this.cursor.goTo();
     this.relist();
   }
-  /** One item per line: a prompt, a completion, or as many completions as stand side by side. */
+  /** Show what the rollouts have grown to; what is open, the scroll and the cursor stay. */
+  grow() {
+    const { after = 0, by = 0, key = "" } = this.model.get("grown");
+    const [order, first] = [this.model.get("order"), this.model.get("first")];
+    const { sample, token } = this.cursor.place;
+    const { tree } = this.rows;
+    this.questions.forget();
+    this.rows.grow(this.model.get("facts").channels, { after, by });
+    this.rows.take(first, int32(first.ids), float32(first.values));
+    tree.branches = this.model.get("tree");
+    tree.closed.delete(key);
+    this.groups = groupsOf([order.groups, order.counts, order.samples]);
+    this.drawLegend();
+    this.relist();
+    if (sample !== void 0) {
+      this.cursor.goToSample(moved(sample, { after, by }), token);
+    }
+    this.list.reveal(this.list.items.findIndex(({ branch }) => branch === key));
+    this.draw();
+    if (!this.isCurrent(order)) {
+      this.askOrder();
+    }
+  }
+  /** One item per line. */
   relist() {
     const kept = this.cursor.item?.key;
     const room = Math.floor((this.box.clientWidth - 24) / CARD_WIDTH);
-    const across = this.across = this.model.get("columns") ? Math.max(2, room) : 1;
-    const items = [];
-    for (const [p, own] of this.groups) {
-      items.push({ key: `h${p}`, kind: "head", head: p, samples: [] });
-      for (let k = 0; this.rows.open.has(p) && k < own.length; k += across) {
-        const samples = own.slice(k, k + across);
-        const kind = across > 1 ? "cards" : "row";
-        items.push({ key: `${across}r${samples[0] ?? 0}`, kind, head: null, samples });
-      }
-    }
-    this.list.items = items;
-    this.cursor.goTo(items.findIndex((item) => item.key === kept));
+    this.across = this.model.get("columns") ? Math.max(2, room) : 1;
+    this.list.items = itemsOf(this.groups, this.rows.open, this.across, this.rows.tree);
+    this.cursor.goTo(this.list.items.findIndex((item) => item.key === kept));
     this.draw();
   }
   // -- what pointer and keys ask for
@@ -1032,6 +1451,19 @@ var Viewer = class {
     this.rows.toggle(i);
     this.redraw([`r${i}`]);
   }
+  toggleBranch(key) {
+    this.rows.tree.toggle(key);
+    this.relist();
+  }
+  makeForm() {
+    const ask = (content) => this.questions.ask({ ...content }) !== "";
+    return new ForkForm(this.el, this.model.get("fork"), {
+      choices: () => ask({ kind: "choices" }),
+      start: (asked) => ask({ kind: "fork", ...asked }),
+      stop: () => ask({ kind: "stop" }),
+      leave: () => this.box.focus()
+    });
+  }
   more(i) {
     this.rows.more(i);
     this.askRows();
@@ -1040,7 +1472,7 @@ var Viewer = class {
     if (!this.rows.spelt.delete(p)) {
       this.rows.spelt.add(p);
       if (!this.rows.prompts.has(p)) {
-        this.send({ kind: "prompt", p });
+        this.questions.ask({ kind: "prompt", p });
       }
     }
     this.redraw([`h${p}`]);
@@ -1109,12 +1541,10 @@ var Viewer = class {
   space;
   list;
   cursor;
+  form;
+  questions;
   listening;
   observer = new ResizeObserver(() => this.resized());
-  /** Questions under way, with the keys of what they ask for. */
-  asked = /* @__PURE__ */ new Map();
-  waiting = /* @__PURE__ */ new Set();
-  serial = 0;
   orderId = "";
   groups = [];
   across = 1;
@@ -1123,6 +1553,13 @@ var Viewer = class {
   askTimer;
   orderTimer;
 };
+function makeReadout(el, why) {
+  const readout = add(el, "div", "readout");
+  readout.setAttribute("role", "status");
+  readout.setAttribute("aria-live", "polite");
+  readout.title = why && `These cannot be continued from a token: ${why}`;
+  return readout;
+}
 function makeList(el) {
   const list = add(el, "div", "list");
   list.setAttribute("role", "tree");
