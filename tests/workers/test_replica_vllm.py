@@ -338,6 +338,18 @@ def test_an_unknown_state_or_tag_names_the_right_one(replica: VllmReplica, lane:
         lane(replica.to_state, "met", None)
 
 
+def test_the_first_replica_of_an_architecture_imports_vllm_once(
+    replica: VllmReplica, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM keeps notes of classes on disk; where there are none, it would look at a class in another process."""
+    from vllm.model_executor.models import registry
+
+    monkeypatch.setattr(registry.subprocess, "run", lambda *_, **__: pytest.fail("a process was started"))
+    monkeypatch.setattr(registry._LazyRegisteredModel, "_get_cache_dir", lambda *_: tmp_path)
+    facts = registry.ModelRegistry.models["GPT2LMHeadModel"].inspect_model_cls()
+    assert facts.architecture == "GPT2LMHeadModel" and list(tmp_path.glob("*gpt2*")), "there were no notes"
+
+
 def test_a_class_that_cannot_be_imported_fails_the_build_and_says_which(tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text("class Mine: ...")
     (tmp_path / "leaving.py").write_text("raise SystemExit(2)")

@@ -84,6 +84,8 @@ class VllmReplica:
         threads = vllm_setup.thread_count(self.config)
         vllm_setup.use_threads(threads)
         self._on_cpu = current_platform.is_cpu()
+        if self.config.tensor_parallel_size == 1:
+            vllm_setup.inspect_models_here()
         vllm_setup.register_models(self.config.models)
         report(phase="building vLLM: weights, KV cache")
         try:

@@ -8,9 +8,9 @@ import os
 import sys
 import typing
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 from rlbench.defaults import KV_BYTES
 from rlbench.errors import BuildError, nearest
@@ -21,6 +21,7 @@ from rlbench.workers.replica.config import ReplicaConfig, compute_dtype, runs_ea
 GPU_WORKER = "rlbench.weights.vllm_plugin.GpuReplicaWorker"
 CPU_WORKER = "rlbench.weights.vllm_cpu.CpuReplicaWorker"
 TRANSFER_BACKEND = "rlbench"
+T = TypeVar("T")
 
 
 def thread_count(config: ReplicaConfig) -> int:
@@ -57,6 +58,19 @@ def use_threads(count: int) -> None:
     import torch
 
     torch._C.set_num_threads(count)  # vLLM replaces torch.set_num_threads by a function that only warns
+
+
+def inspect_models_here() -> None:
+    """Have vLLM look at a model's class in this process, which computes with it anyway. Where it has no notes of a
+    class on disk, as in the first session with an architecture, it would import itself in another process for that
+    (8 s), lest a parent of workers starts CUDA: so not where workers are children of this one."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = _run_here
+
+
+def _run_here(look: Callable[[], T]) -> T:
+    return look()
 
 
 def register_models(models: Mapping[str, str]) -> None:
