@@ -3,7 +3,8 @@
     python examples/agents/train_sorter.py [--agent openai] [--steps 20] [--seed 0] [--lr 3e-4] [--model MODEL]
 
 `session.collect` hands out a base URL for each run, the agent's calls there are kept token by token, and GRPO compares
-the runs of one task. Agents: `openai` (`sorter.py`), `pydantic-ai` (`sorter_pydantic_ai.py`).
+the runs of one task. Agents: `openai` (`sorter.py`), `pydantic-ai` (`sorter_pydantic_ai.py`), and `verifiers`, a
+taskset of that library (`sorter_verifiers.py`) played by the interpreter `--python PATH` of the environment it is in.
 """
 
 import argparse
@@ -41,14 +42,30 @@ def by_pydantic_ai():
 AGENTS = {"openai": by_openai, "pydantic-ai": by_pydantic_ai}
 
 
-def train(session: rb.Session, steps: int, seed: int, agent: str = "openai") -> list[float]:
+def train(
+    session: rb.Session,
+    steps: int,
+    seed: int,
+    agent: str = "openai",
+    python: str | None = None,
+    per_step: int = PER_STEP,
+) -> list[float]:
     """Train; return the mean reward of each step."""
-    solve = AGENTS[agent]()
+    if agent == "verifiers":
+        options = {"sampling": {"max_tokens": 12}, "concurrency": 8}
+        with rb.envs.from_verifiers({"id": "sorter_verifiers", "seed": seed}, python=python, **options) as env:
+            return train_on(session, env.tasks(per_step * steps), env.play, steps)
+    questions = [messages[0]["content"] for messages in tasks.prompts(per_step * steps, seed=seed)]
+    return train_on(session, questions, AGENTS[agent](), steps)
+
+
+def train_on(session: rb.Session, questions: list, solve, steps: int) -> list[float]:
+    """Train on runs of an agent; return the mean reward of each step."""
     rewards = []
-    questions = [messages[0]["content"] for messages in tasks.prompts(PER_STEP * steps, seed=seed)]
+    per_step = len(questions) // steps
     for step in range(steps):
-        with session.collect(questions[PER_STEP * step : PER_STEP * (step + 1)], n=8) as runs:
-            traces = runs.each(solve, concurrency=32, timeout_s=60)
+        with session.collect(questions[per_step * step : per_step * (step + 1)], n=8) as runs:
+            traces = runs.each(solve, concurrency=32, timeout_s=600)
         session.train_step(traces.batch(advantage=rb.rl.group_normalized()), "grpo")
         session.sync_weights()
         rewards.append(float(traces.rollouts.rewards.mean()))
@@ -58,7 +75,8 @@ def train(session: rb.Session, steps: int, seed: int, agent: str = "openai") -> 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--agent", default="openai", choices=list(AGENTS))
+    parser.add_argument("--agent", default="openai", choices=[*AGENTS, "verifiers"])
+    parser.add_argument("--python", help="of the environment that verifiers is installed in")
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
@@ -66,4 +84,4 @@ if __name__ == "__main__":
     args = parser.parse_args()
     with rb.init(devices=1), rb.Session(args.model, train=rb.Train(lr=args.lr, max_norm=1.0), seed=args.seed) as policy:
         policy.endpoint()
-        train(policy, args.steps, args.seed, args.agent)
+        train(policy, args.steps, args.seed, args.agent, args.python)

@@ -7,6 +7,7 @@ from rlbench.envs.policy import Policy
 from rlbench.envs.protocol import Env, Step, Turn
 from rlbench.envs.sandbox import sandbox
 from rlbench.envs.tools import ToolCall, ToolEnv, find_calls, tools
+from rlbench.envs.verifiers_env import VerifiersEnv, VerifiersError, from_verifiers
 
 __all__ = [
     "Env",
@@ -16,9 +17,12 @@ __all__ = [
     "ToolCall",
     "ToolEnv",
     "Turn",
+    "VerifiersEnv",
+    "VerifiersError",
     "find_calls",
     "from_hook",
     "from_openenv",
+    "from_verifiers",
     "mcp",
     "sandbox",
     "tools",
