@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import traceback
+import zlib
 from typing import Any
 
 KEY = "RLBENCH_VERIFIERS_KEY"
@@ -96,9 +97,10 @@ class Runner:
     async def play(self, idx: int, url: str, key: str, model: str, sampling: dict[str, Any]) -> dict[str, Any]:
         import verifiers.v1 as vf
 
-        os.environ[KEY] = key
+        variable = f"{KEY}_{zlib.crc32(key.encode()):x}"  # of its own for each session's: it is read later
+        os.environ[variable] = key
         headers = {"Connection": "close"}  # the URL is of this episode alone
-        client = vf.EvalClientConfig(base_url=url, api_key_var=KEY, headers=headers)
+        client = vf.EvalClientConfig(base_url=url, api_key_var=variable, headers=headers)
         ctx = vf.ModelContext(client=client, model=model, sampling=vf.SamplingConfig(**sampling))
         task = self.tasks.get(idx)
         if task is None:

@@ -180,6 +180,25 @@ def test_an_episode_that_is_given_up_ends_and_others_take_its_turn(library: Path
         assert asyncio.run(given_up()) == 1.0 and (library / "ended").exists()
 
 
+def test_episodes_of_two_sessions_keep_their_keys(library: Path) -> None:
+    with made() as env:
+        _, second, _ = env.tasks()
+
+        async def both() -> str:
+            slow = asyncio.create_task(env.play(run_of(second)))
+            while not (library / "begun").exists():
+                await asyncio.sleep(0.01)
+            other = run_of(env.tasks(1)[0])
+            other.key = "another"
+            await env.play(other)
+            told = (library / "told").read_text()
+            (library / "free").touch()
+            await slow
+            return told
+
+        assert "another" in asyncio.run(both()) and " secret " in (library / "told").read_text()
+
+
 def test_what_serves_many_episodes_is_made_anew(library: Path) -> None:
     with made() as env:
         (first,) = env.tasks(1)

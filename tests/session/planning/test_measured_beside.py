@@ -54,7 +54,7 @@ def test_a_critic_takes_what_was_planned(policy, train, count, packed):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("train", [{}, {"bf16": True}, {"lora": rb.Lora(rank=8)}], ids=str)
+@pytest.mark.parametrize("train", [{}, {"lora": rb.Lora(rank=8)}], ids=str)
 def test_so_does_one_on_a_gpu(train):
     path, train = str(ensure("bench-10m")), {**train, "device": "cuda"}
     assert_close(by_owner(planned(path, train, 1, critic=True)[0]), measured(critic_step, path, train, 1, path, True))
