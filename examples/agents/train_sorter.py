@@ -54,18 +54,18 @@ def train(
     if agent == "verifiers":
         options = {"sampling": {"max_tokens": 12}, "concurrency": 8}
         with rb.envs.from_verifiers({"id": "sorter_verifiers", "seed": seed}, python=python, **options) as env:
-            return train_on(session, env.tasks(per_step * steps), env.play, steps)
+            return train_on(session, env.tasks(per_step * steps), env.play, steps, timeout_s=600)  # all at once wait
     questions = [messages[0]["content"] for messages in tasks.prompts(per_step * steps, seed=seed)]
     return train_on(session, questions, AGENTS[agent](), steps)
 
 
-def train_on(session: rb.Session, questions: list, solve, steps: int) -> list[float]:
+def train_on(session: rb.Session, questions: list, solve, steps: int, timeout_s: float = 60) -> list[float]:
     """Train on runs of an agent; return the mean reward of each step."""
     rewards = []
     per_step = len(questions) // steps
     for step in range(steps):
         with session.collect(questions[per_step * step : per_step * (step + 1)], n=8) as runs:
-            traces = runs.each(solve, concurrency=32, timeout_s=600)
+            traces = runs.each(solve, concurrency=32, timeout_s=timeout_s)
         session.train_step(traces.batch(advantage=rb.rl.group_normalized()), "grpo")
         session.sync_weights()
         rewards.append(float(traces.rollouts.rewards.mean()))

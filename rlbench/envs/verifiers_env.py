@@ -173,6 +173,7 @@ class _Process:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._waiting: dict[int, concurrent.futures.Future[dict[str, Any]]] = {}
+        self._over = False
         self._said = tempfile.TemporaryFile()
         path = os.pathsep.join([os.path.dirname(python), os.environ.get("PATH", os.defpath)])  # where its uv may be
         self._popen = subprocess.Popen(
@@ -190,10 +191,13 @@ class _Process:
         asked = _Asked(next(self._numbers), concurrent.futures.Future())
         self._waiting[asked.number] = asked.answer
         self._send(asked.number, question)
+        if self._over:  # what it started may hold its input open, which then takes questions that nobody reads
+            self._fail([asked.number])
         return asked
 
     def stop(self, asked: _Asked) -> None:
-        """Give up what was asked."""
+        """Give up what was asked; no answer comes."""
+        self._waiting.pop(asked.number, None)
         self._send(asked.number, {"do": "stop"})
 
     def end(self) -> None:
@@ -229,6 +233,7 @@ class _Process:
             else:
                 future.set_result(answer)
         self._popen.wait()
+        self._over = True
         self._fail(list(self._waiting))
 
     def _fail(self, numbers: list[int]) -> None:

@@ -108,14 +108,10 @@ class Runner:
         async with self.turn:
             episode = await self.env.run_episode(task, ctx)
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-        answer: dict[str, Any] = {
-            "reward": sum(trace.reward for trace in episode.traces),
-            "metrics": {name: value for trace in episode.traces for name, value in trace.metrics.items()},
-        }
         if not episode.ok:
-            said = "; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode did not end well"
-            answer["error"] = said
-        return answer
+            said = "; ".join(f"{error.type}: {error.message}" for error in errors)
+            return {"error": said or "the episode did not end well"}
+        return {"reward": sum(trace.reward for trace in episode.traces)}
 
 
 def prompt_of(data: Any) -> Any:

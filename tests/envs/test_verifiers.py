@@ -78,7 +78,7 @@ class Env:
         bad = [Any(type="ProviderError", message="refused")] if ctx.model == "bad" else []
         told = f"{ctx.client.base_url} {os.environ[ctx.client.api_key_var]} {vars(ctx.sampling).get('temperature')}"
         (FOLDER / "told").write_text(told)
-        trace = Any(reward=0.5, metrics={}, errors=bad)
+        trace = Any(reward=0.5, errors=bad)
         return Any(errors=[], traces=[trace, trace], ok=not bad)
 
 
@@ -103,6 +103,11 @@ def run_of(task: Any, model: str = "policy") -> Any:
     from rlbench.session.endpoint.collecting import AgentRun
 
     return AgentRun("r", "http://127.0.0.1:1/run/r/v1", "secret", "g", task, model=model)
+
+
+async def begun(library: Path) -> None:
+    while not (library / "begun").exists():
+        await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize(
@@ -169,8 +174,7 @@ def test_an_episode_that_is_given_up_ends_and_others_take_its_turn(library: Path
 
         async def given_up() -> float:
             slow = asyncio.create_task(env.play(run_of(second)))
-            while not (library / "begun").exists():
-                await asyncio.sleep(0.01)
+            await begun(library)
             waiting = asyncio.create_task(env.play(run_of(first)))
             slow.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -186,8 +190,7 @@ def test_episodes_of_two_sessions_keep_their_keys(library: Path) -> None:
 
         async def both() -> str:
             slow = asyncio.create_task(env.play(run_of(second)))
-            while not (library / "begun").exists():
-                await asyncio.sleep(0.01)
+            await begun(library)
             other = run_of(env.tasks(1)[0])
             other.key = "another"
             await env.play(other)
@@ -213,10 +216,14 @@ def test_a_process_that_is_killed_fails_what_waits_for_it_with_its_last_words(li
 
         async def killed() -> None:
             slow = asyncio.create_task(env.play(run_of(second)))
-            while not (library / "begun").exists():
-                await asyncio.sleep(0.01)
+            await begun(library)
             os.kill(env._process._popen.pid, signal.SIGKILL)
             await slow
 
+        # as a child of it that inherits its input
+        reader = os.open(f"/proc/{env._process._popen.pid}/fd/0", os.O_RDONLY)
         with pytest.raises(VerifiersError, match=r"has ended \(status -9\): printed by a taskset"):
             asyncio.run(killed())
+        with pytest.raises(VerifiersError, match=r"has ended \(status -9\)"):
+            env.tasks()
+        os.close(reader)
