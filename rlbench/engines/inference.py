@@ -214,9 +214,11 @@ class InferenceEngine(Engine):
         seeds: np.ndarray | None = None,
         adapter: int | None = None,
         view: views.View | None = None,
+        told: bool = False,
     ) -> Pending:
         """Submit a generate call; `number` is the rollout's, from which its seeds derive where no `seeds` (prompts, n)
-        int64 are given; `adapter` as of `GenerateJob`; `view`: shows the progress, in place of the cell's line."""
+        int64 are given; `adapter` and `told` as of `GenerateJob`; `view`: shows the progress, in place of the cell's
+        line."""
         self._need_built("generate")
         asked: list[Prompt] = as_prompts(prompts)
         samples = _samples(n, sampling)
@@ -248,6 +250,7 @@ class InferenceEngine(Engine):
             adapter=adapter,
             chat=chat,
             images=tuple(p.images for p in asked) if any(p.images for p in asked) else (),
+            told=told,
         )
         if view is None and progress:
             view = views.make("generate", total=len(asked) * samples)
@@ -328,12 +331,16 @@ class InferenceEngine(Engine):
         number: int,
         under: str | None = None,
         view: views.View | None = None,
+        told: bool = False,
     ) -> Pending:
-        """Begin what `continued` waits for, shown by `view`; SessionError where the session is closed."""
+        """Begin what `continued` waits for, shown by `view`, which hears the texts so far where `told`; SessionError
+        where the session is closed."""
         if self.link.closed:
             raise SessionError(f"session {self.link.name!r} is closed: its engine cannot continue these rollouts")
         seeds, adapter = self.seeds(sampling, number, len(prompts), n), self.adapter_number(under)
-        return self.submit_generate(prompts, sampling, n=n, number=0, seeds=seeds, adapter=adapter, view=view)
+        return self.submit_generate(
+            prompts, sampling, n=n, number=0, seeds=seeds, adapter=adapter, view=view, told=told
+        )
 
     def adapter_names(self) -> tuple[str, ...]:
         """Return what `under` may name, "base" first; nothing where the replicas hold one set of weights."""

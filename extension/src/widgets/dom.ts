@@ -6,6 +6,7 @@ const SVG = 'http://www.w3.org/2000/svg' as const;
 const PER_LETTER = 6.2;
 export const PER_SMALL = 5.6;
 const MIB = 2 ** 20;
+const COPIED_MS = 1500;
 
 type Attributes = Readonly<Record<string, string | number>>;
 
@@ -74,6 +75,18 @@ export function fitted(text: string, pixels: number, each = PER_LETTER): string 
   }
   const end = / \d+$/.exec(text)?.[0] ?? '';
   return most < 3 ? '' : `${text.slice(0, most - 1 - end.length)}…${end}`;
+}
+
+/** Copy a node's text, or where the page may not, choose it, to be copied by hand; the button that did says so. */
+export async function copyText(node: Element, button: Element): Promise<void> {
+  try {
+    await navigator.clipboard.writeText(node.textContent ?? '');
+  } catch {
+    window.getSelection()?.selectAllChildren(node);
+    return;
+  }
+  setText(button, 'copied');
+  setTimeout(() => setText(button, 'copy'), COPIED_MS);
 }
 
 /** Three significant digits; a dash where nothing is known. */

@@ -1,11 +1,10 @@
 /** The form below the list: continue the completion under the cursor from its token. */
-import { add, setText } from './dom';
+import { add, copyText, setText } from './dom';
 import type { Row } from './rows';
 
 const UNDER_ONE =
   'by the weights that the engine has now; rb.Inference(adapters=2) holds adapters to choose from';
 const UNDER_MANY = 'which adapter continues; the policy: as it is in the engine now';
-const COPIED_MS = 1500;
 const NO_PLACE = 'Continue from a token: click one, or go to it with the arrow keys, then Tab.';
 const NO_KERNEL = 'no kernel: nothing can be continued';
 
@@ -46,7 +45,7 @@ export class ForkForm {
     private readonly acts: ForkActs
   ) {
     this.parts = makeForm(parent);
-    const { form, n, text, under, copy } = this.parts;
+    const { form, n, text, under, call, copy } = this.parts;
     form.addEventListener('submit', event => {
       event.preventDefault();
       this.press();
@@ -55,7 +54,7 @@ export class ForkForm {
     for (const field of [n, text, under]) {
       field.addEventListener('input', () => this.draw());
     }
-    copy.addEventListener('click', () => void this.copy());
+    copy.addEventListener('click', () => void copyText(call, copy));
     this.show(state);
   }
 
@@ -142,19 +141,6 @@ export class ForkForm {
     }
     setText(parts.said, this.dead ? NO_KERNEL : state.said);
     parts.said.classList.toggle('bad', this.dead || state.bad);
-  }
-
-  /** Copy the call, or where the page may not, choose it, to be copied by hand. */
-  private async copy(): Promise<void> {
-    const { call, copy } = this.parts;
-    try {
-      await navigator.clipboard.writeText(call.textContent ?? '');
-    } catch {
-      window.getSelection()?.selectAllChildren(call);
-      return;
-    }
-    setText(copy, 'copied');
-    setTimeout(() => setText(copy, 'copy'), COPIED_MS);
   }
 
   private readonly parts: Parts;

@@ -1,4 +1,4 @@
-"""What rollouts and batches were made with (sampler, reward, advantage), and what their viewer continued them to: kept
+"""What rollouts and batches were made with (sampler, reward, advantage), and what a live view has made of a value: kept
 beside the values, weakly."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 _makers: weakref.WeakKeyDictionary[Any, Mapping[str, Any]] = weakref.WeakKeyDictionary()
 _samplers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-_trees: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_grown: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def makers(value: Any) -> dict[str, Any]:
@@ -40,15 +40,16 @@ def sampler_of(value: Any) -> Any:
     return _samplers.get(value)
 
 
-def grown_into(value: R, tree: R) -> None:
-    """Note what rollouts became by the forks of their viewer."""
-    _trees[value] = tree
+def grown_into(value: R, later: R) -> None:
+    """Note what a value became in its live view: rollouts by forks, a chat by what was said."""
+    _grown[value] = later
 
 
-def tree_of(value: R) -> R:
-    """Return what rollouts became by the forks of their viewer; themselves where there were none."""
-    tree: R = _trees.get(value, value)
-    return tree
+def latest(value: R) -> R:
+    """Return what a value became in its live view, and that in its own; itself where nothing was done there."""
+    while (later := _grown.get(value, value)) is not value:
+        value = later
+    return value
 
 
 def keeps_makers(method: Callable[P, R]) -> Callable[P, R]:

@@ -35,7 +35,8 @@ class GenerateJob:
     its prompts with labels: kept with the result for a kernel that comes back, 0 and empty where none will ask again.
     `env`: what each sample meets turn by turn, `asked` then always given. `adapter`: number of the one that samples, 0
     for the base alone; None: what was synced last. `chat`: what the chat template is called with besides messages.
-    `images`: of each prompt, empty where none has any.
+    `images`: of each prompt, empty where none has any. `told`: whether the progress has the texts
+    so far, without `env`.
     """
 
     prompts: list[Any]
@@ -49,6 +50,7 @@ class GenerateJob:
     adapter: int | None = None
     chat: dict[str, Any] = field(default_factory=dict)
     images: tuple[tuple[EncodedImage, ...], ...] = ()
+    told: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from rlbench.data.batches.batch import TrainBatch
 from rlbench.data.prompts.images import PlacedImage
 from rlbench.data.prompts.prompt import Prompt
 from rlbench.data.prompts.sampling import notes_of
-from rlbench.data.record.origin import keeps_makers, made_with, sampler_of, tree_of
+from rlbench.data.record.origin import keeps_makers, latest, made_with, sampler_of
 from rlbench.data.rollouts import batching, scoring, taking
 from rlbench.data.rollouts import channels as channel_values
 from rlbench.data.rollouts.branches import Branch, branches
@@ -271,7 +271,7 @@ class Rollouts(Suggesting):
     @property
     def tree(self) -> Rollouts:
         """These rollouts with what was continued from them by clicks in their viewer; themselves where nothing was."""
-        return tree_of(self)
+        return latest(self)
 
     @property
     def branches(self) -> tuple[Branch, ...]:

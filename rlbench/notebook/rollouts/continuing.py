@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import re
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,78 +12,34 @@ import numpy as np
 from rlbench.data import Prompt, Rollouts
 from rlbench.data.forking import fork
 from rlbench.data.record.origin import grown_into, sampler_of
-from rlbench.dispatch.protocol import Progress
 from rlbench.errors import RLBenchError, Stopped
+from rlbench.notebook.live.draw import Draw, beside, name_in_cells
 from rlbench.notebook.rollouts.rows import said_value
-from rlbench.traces import ipython
-from rlbench.units import format_age
 
-TELL_S, PATIENCE_S = 0.25, 1.0
-"""Progress is told so often at most; an engine that does not begin in this time is called busy."""
 NO_ENGINE = "no engine of this kernel drew these rollouts: roll out again, or take session.last"
 NOTHING = "there is no completion to continue"
-OUTPUT = re.compile(r"_\d+")
 
 log = logging.getLogger(__name__)
 
 
-class Draw:
-    """A sampler for one fork, whose draw another thread can stop; `tell` hears in words how far it is."""
+class Fork(Draw):
+    """A draw of continuations, and what is said of their rewards, which nothing can cut."""
+
+    scoring = False
+    """Whether all is drawn: what runs then are rewards."""
 
     def __init__(self, sampler: Any, count: int, tell: Callable[[str], None]) -> None:
-        self._sampler, self._count, self._tell = sampler, count, tell
-        self._lock, self._call, self._stop_wanted = threading.Lock(), None, False
-        self._begin = time.monotonic()
-        self._told = 0.0
-        self.scoring = False
-        """Whether all is drawn: what runs then are rewards, which nothing can cut."""
+        super().__init__(sampler, count, "continuations", tell)
+        self._scored = lambda: tell(f"scoring {count} continuations")
 
     def continued(
         self, prompts: Sequence[Prompt], n: int, sampling: dict[str, Any], number: int, under: str | None
     ) -> Rollouts:
         """See `rlbench.data.forking.Sampler`."""
-        call = self._sampler.submit_continued(prompts, n, sampling, number, under, view=self)
-        with self._lock:
-            self._call, stop = call, self._stop_wanted
-        if stop:
-            call.stop()
-        drawn: Rollouts = call.result()
+        drawn = super().continued(prompts, n, sampling, number, under)
         self.scoring = True
-        self._tell(f"scoring {self._count} continuations")
+        self._scored()
         return drawn
-
-    def encoded(self, text: str) -> list[int]:
-        """See `rlbench.data.forking.Sampler`."""
-        return list(self._sampler.encoded(text))
-
-    def decoded(self, ids: Sequence[int]) -> str:
-        """See `rlbench.data.forking.Sampler`."""
-        return str(self._sampler.decoded(ids))
-
-    def stop(self) -> None:
-        """Stop the draw, also one that has not begun."""
-        with self._lock:
-            self._stop_wanted, call = True, self._call
-        if call is not None:
-            call.stop()
-
-    def __call__(self, progress: list[Progress]) -> None:
-        """Tell how far the draw is."""
-        now = time.monotonic()
-        if now - self._told < TELL_S or self._stop_wanted:
-            return
-        self._told, seconds = now, now - self._begin
-        values = [one.values for one in progress if one.values]
-        if any(value.get("paused") for value in values):
-            self._tell("paused: session.resume() goes on")
-        elif values:
-            done = sum(int(value.get("finished", 0)) for value in values)
-            self._tell(f"{done}/{self._count} continuations · {format_age(seconds)}")
-        elif seconds > PATIENCE_S:
-            self._tell(f"waits for the engine, which is busy · {format_age(seconds)}")
-
-    def close(self, result: Any) -> None:
-        """The draw is over; what came of it is told by whoever waited for it."""
 
 
 class Continuing:
@@ -100,14 +54,16 @@ class Continuing:
         rollouts: Rollouts,
         tell: Callable[[dict[str, Any]], None],
         grow: Callable[[Rollouts, int], None],
+        called: str = "rollouts",
     ) -> None:
-        """Take `rollouts`; `tell` is given each new state, `grow` the tree and the prompt that has grown."""
+        """Take `rollouts`; `tell` is given each new state, `grow` the tree and the prompt that has grown. `called`:
+        what they are in cells where no variable of the notebook holds them."""
         self._source = self._rollouts = rollouts
         self._sampler, self._publish, self._grow = sampler_of(rollouts), tell, grow
-        self._lock, self._calls = threading.Lock(), ""
-        self._draw: Draw | None = None
+        self._lock, self._called, self._calls = threading.Lock(), called, ""
+        self._draw: Fork | None = None
         why = NO_ENGINE if self._sampler is None else "" if rollouts.samples else NOTHING
-        self.state: dict[str, Any] = {"why": why, "name": "rollouts", "under": None}
+        self.state: dict[str, Any] = {"why": why, "name": called, "under": None}
         self.state |= {"busy": False, "said": "", "bad": False}
 
     def hear(self, asked: Mapping[str, Any]) -> None:
@@ -115,19 +71,15 @@ class Continuing:
         if asked["kind"] == "stop":
             self._stop()
         elif asked["kind"] == "choices":
-            self._beside(self._choices)
+            beside(self._choices)
         elif self.state["why"] == "":
-            draw = Draw(self._sampler, int(asked["n"]), self._progress)
+            draw = Fork(self._sampler, int(asked["n"]), self._progress)
             with self._lock:
                 if self._draw is not None:
                     return
                 self._draw = draw
             self._tell(busy=True, said="begins", bad=False)
-            self._beside(self._fork, draw, asked)
-
-    @staticmethod
-    def _beside(work: Callable[..., None], *args: Any) -> None:
-        threading.Thread(target=work, args=args, name="rlbench fork", daemon=True).start()
+            beside(self._fork, draw, asked)
 
     def _tell(self, **changes: Any) -> None:
         self.state = self.state | changes
@@ -147,10 +99,7 @@ class Continuing:
 
     def _name(self) -> str:
         """Return what stands for the rollouts in a cell: a variable, else a cell's output, with the forks so far."""
-        names = getattr(ipython(), "user_ns", {})
-        bound = [name for name, value in list(names.items()) if value is self._source]
-        own = [name for name in bound if not name.startswith("_")] + [name for name in bound if OUTPUT.fullmatch(name)]
-        return next(iter(own), "rollouts") + self._calls
+        return name_in_cells(self._source, self._called) + self._calls
 
     def _stop(self) -> None:
         """Stop what is drawn; what is being scored is let go: its rewards run on, and nothing comes of them."""
@@ -166,7 +115,7 @@ class Continuing:
         else:
             self._tell(said="stopping")
 
-    def _fork(self, draw: Draw, asked: Mapping[str, Any]) -> None:
+    def _fork(self, draw: Fork, asked: Mapping[str, Any]) -> None:
         """Make a fork and show it; whatever is raised, by a reward too, is said: the view lives on."""
         changes: dict[str, Any]
         try:
@@ -182,7 +131,7 @@ class Continuing:
             self._draw = None
         self._tell(busy=False, **changes)
 
-    def _made(self, draw: Draw, asked: Mapping[str, Any]) -> dict[str, Any]:
+    def _made(self, draw: Fork, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Make a fork and show it, where it was not let go meanwhile; returns what is to be told of it."""
         sample, at, n = int(asked["sample"]), int(asked["at"]), int(asked["n"])
         text, under, stopped = asked["text"] or None, asked["under"] or None, ""

@@ -115,7 +115,15 @@ class RolloutDrawing(anywidget.AnyWidget):
 class RolloutViewer(ipywidgets.VBox):
     """Header, controls and drawing; `colour`, `sort`, `filter`, `search` are its controls, `rollouts` what it shows."""
 
-    def __init__(self, shown: Shown, colour: str | None = None, sort: str | None = None, filter: str = "all") -> None:
+    def __init__(
+        self,
+        shown: Shown,
+        colour: str | None = None,
+        sort: str | None = None,
+        filter: str = "all",
+        called: str = "rollouts",
+    ) -> None:
+        """Show rollouts; `called`: what they are in cells where no variable holds them."""
         offers = _Offers(shown)
         at = {
             "colour": offers.channels.index(chosen_scale(shown, colour).name),
@@ -138,7 +146,7 @@ class RolloutViewer(ipywidgets.VBox):
         layout = {"flex_flow": "row wrap", "align_items": "center"}
         self._header = ipywidgets.HTML(_header(shown))
         self._still: Any = None
-        self.drawing.continuing = Continuing(shown.rollouts, self._tell, self._grow)
+        self.drawing.continuing = Continuing(shown.rollouts, self._tell, self._grow, called)
         self._tell(self.drawing.continuing.state)
         super().__init__([self._header, ipywidgets.HBox(list(controls.values()), layout=layout), self.drawing])
         route_by_front_end(self)

@@ -10,6 +10,7 @@ function digits(value) {
 
 // src/widgets/dom.ts
 var MIB2 = 2 ** 20;
+var COPIED_MS = 1500;
 function add(parent, tag, className = "", text) {
   const node = document.createElement(tag);
   if (className) {
@@ -25,6 +26,16 @@ function setText(node, text) {
   if (node.textContent !== text) {
     node.textContent = text;
   }
+}
+async function copyText(node, button) {
+  try {
+    await navigator.clipboard.writeText(node.textContent ?? "");
+  } catch {
+    window.getSelection()?.selectAllChildren(node);
+    return;
+  }
+  setText(button, "copied");
+  setTimeout(() => setText(button, "copy"), COPIED_MS);
 }
 
 // src/widgets/tokens.ts
@@ -657,7 +668,6 @@ function isAbove(above, item) {
 // src/widgets/fork.ts
 var UNDER_ONE = "by the weights that the engine has now; rb.Inference(adapters=2) holds adapters to choose from";
 var UNDER_MANY = "which adapter continues; the policy: as it is in the engine now";
-var COPIED_MS = 1500;
 var NO_PLACE = "Continue from a token: click one, or go to it with the arrow keys, then Tab.";
 var NO_KERNEL = "no kernel: nothing can be continued";
 var ForkForm = class {
@@ -665,7 +675,7 @@ var ForkForm = class {
     this.state = state;
     this.acts = acts;
     this.parts = makeForm(parent);
-    const { form, n, text, under, copy } = this.parts;
+    const { form, n, text, under, call, copy } = this.parts;
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       this.press();
@@ -674,7 +684,7 @@ var ForkForm = class {
     for (const field of [n, text, under]) {
       field.addEventListener("input", () => this.draw());
     }
-    copy.addEventListener("click", () => void this.copy());
+    copy.addEventListener("click", () => void copyText(call, copy));
     this.show(state);
   }
   state;
@@ -757,18 +767,6 @@ var ForkForm = class {
     }
     setText(parts.said, this.dead ? NO_KERNEL : state.said);
     parts.said.classList.toggle("bad", this.dead || state.bad);
-  }
-  /** Copy the call, or where the page may not, choose it, to be copied by hand. */
-  async copy() {
-    const { call, copy } = this.parts;
-    try {
-      await navigator.clipboard.writeText(call.textContent ?? "");
-    } catch {
-      window.getSelection()?.selectAllChildren(call);
-      return;
-    }
-    setText(copy, "copied");
-    setTimeout(() => setText(copy, "copy"), COPIED_MS);
   }
   parts;
   row;

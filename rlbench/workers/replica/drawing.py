@@ -65,7 +65,8 @@ def draw(
             progress.tokens += extend(sample, output)
             if output.finished:
                 progress.finish(sample)
-        progress.tick(len(samples) - len(running), len(running), len(samples))
+        told = samples if job.told else ()
+        progress.tick(len(samples) - len(running), len(running), len(samples), told=told)
     for sample, output in requests.held_back():
         progress.tokens += extend(sample, output)
     results = [sample for sample in samples if sample.tokens]

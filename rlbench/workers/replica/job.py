@@ -105,12 +105,16 @@ class Progress:
         if self._decode is not None and len(self._first) < SHOWN_SAMPLES:
             self._first.append(self._decode(sample.tokens[:SHOWN_TOKENS])[:SHOWN_CHARACTERS])
 
-    def tick(self, finished: int, running: int, total: int, *, force: bool = False) -> None:
-        """Publish the counters when it is time."""
+    def tick(
+        self, finished: int, running: int, total: int, *, told: Sequence[Sample] = (), force: bool = False
+    ) -> None:
+        """Publish the counters when it is time, with the texts so far of `told`."""
         now = time.perf_counter()
         if force or now - self._last >= REPORT_SECONDS:
             self._last = now
-            counts = {"tokens": self.tokens, "finished": finished, "total": total, "running": running}
+            counts: dict[str, Any] = {"tokens": self.tokens, "finished": finished, "total": total, "running": running}
+            if told and self._decode is not None:
+                counts["texts"] = [(one.prompt, one.index, self._decode(one.tokens)) for one in told]
             self.context.report(**counts, lengths=length_histogram(self._lengths), first=list(self._first))
 
     @property
