@@ -4,7 +4,12 @@ import { readFileSync, writeFileSync } from 'node:fs';
 import { build } from 'esbuild';
 
 const PLACE = '../rlbench/notebook/static';
-const WIDGETS = { dashboard: 'dashboard', head: 'dashboard_head', viewer: 'rollout_viewer' };
+const WIDGETS = {
+  chat: 'chat',
+  dashboard: 'dashboard',
+  head: 'dashboard_head',
+  viewer: 'rollout_viewer'
+};
 const PAGES = { page: 'rollout_page' };
 
 async function built(entries, format) {

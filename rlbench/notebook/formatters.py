@@ -47,6 +47,10 @@ CARDS = {  # what makes the `Card` of each: HTML and text say the same; a list s
     "rlbench.session.training.session_trainer.TrainerPlace": "cards.result_views:place_card",
     "rlbench.session.lab.loss_lab.LossLab": "lab.view:lab_view",
 }
+LIVE = {  # what makes the live view of each
+    "rlbench.data.rollouts.rollouts.Rollouts": "rollouts.viewer:viewer",
+    "rlbench.session.endpoint.chat.Chat": "chat.view:chat_view",
+}
 PAINTERS = {  # what `rlbench.data.base.drawing` finds once this room is imported, also in a plain script
     "history_plot": "rlbench.notebook.charts.plots:history_plot",
     "rollouts_page": "rlbench.notebook.rollouts.page:page",
@@ -73,11 +77,12 @@ def install() -> None:
     for path, card in CARDS.items():
         formatters.mimebundle_formatter.for_type_by_name(*path.rsplit(".", 1), _bundle_of(card))
     rollouts = "rlbench.data.rollouts.rollouts", "Rollouts"
-    static, viewer = "rlbench.notebook.rollouts.static:rollouts_view", "rlbench.notebook.rollouts.viewer:viewer"
+    static = "rlbench.notebook.rollouts.static:rollouts_view"
     formatters.formatters["text/html"].for_type_by_name(*rollouts, lambda value: resolve_name(static)(value))
     if getattr(shell, "kernel", None) is not None:  # a live viewer needs a front end to talk to
         show = formatters.ipython_display_formatter
-        show.for_type_by_name(*rollouts, lambda value: resolve_name(viewer)(value)._ipython_display_())
+        for path, live in LIVE.items():
+            show.for_type_by_name(*path.rsplit(".", 1), _shown_live(live))
     ranks_magic.install(shell)
 
 
@@ -88,3 +93,12 @@ def _bundle_of(path: str) -> Any:
         return resolve_name(f"rlbench.notebook.{path}")(value).bundle()
 
     return draw
+
+
+def _shown_live(path: str) -> Any:
+    """Make what displays a live view whose module is imported when it is first shown."""
+
+    def show(value: Any) -> None:
+        resolve_name(f"rlbench.notebook.{path}")(value)._ipython_display_()
+
+    return show

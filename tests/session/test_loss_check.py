@@ -73,6 +73,12 @@ def test_a_loss_with_a_kl_penalty_says_that_it_needs_a_reference(batch):
     assert ship(grpo(kl_coef=0.1), batch).needs_reference
 
 
+@pytest.mark.parametrize(("loss", "mend"), [(grpo(kl_coef=0.1), "kl_coef=0"), ("dpo", "'simpo'")])
+def test_where_there_is_no_reference_the_mend_is_one_that_the_loss_has(batch, loss, mend):
+    with pytest.raises(LossError, match=mend):
+        ship(loss, batch, has_reference=False)
+
+
 def test_a_loss_with_an_entropy_bonus_finds_an_entropy_that_carries_a_gradient(batch):
     bonus = grpo(entropy_coef=0.01)
     assert ship(bonus, batch).name == repr(bonus)

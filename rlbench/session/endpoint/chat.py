@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rlbench.data.forking import Sampler
 from rlbench.data.prompts.prompt import Message, Prompt
+from rlbench.data.record.origin import latest
 from rlbench.data.rollouts.rollouts import Rollouts
-from rlbench.errors import DataError, StateError, Suggesting
+from rlbench.errors import DataError, StateError, Stopped, Suggesting
 from rlbench.notebook.cards.card import Card, Cell, Grid, counted
 from rlbench.session.core import SessionCore
 
@@ -49,7 +51,8 @@ class Chat(Suggesting):
 
     A value: `say`, `again` and `prefer` return another and leave this one, so that any of them can be gone on with.
     `messages`: those that the answers follow; `chosen`: the answer that was preferred; `pairs`: what was preferred so
-    far, as rows of `rb.data.pairs`.
+    far, as rows of `rb.data.pairs`. At the end of a cell it is live: say, prefer and fork there, and `chat.now` is what
+    came of it.
     """
 
     core: SessionCore = field(repr=False)
@@ -61,22 +64,47 @@ class Chat(Suggesting):
     chosen: int | None = None
     pairs: tuple[Mapping[str, Any], ...] = ()
 
+    @property
+    def now(self) -> Chat:
+        """What its view in the notebook has made of it by now; itself where it made nothing."""
+        return latest(self)
+
     def say(self, text: str, after: int | None = None) -> Chat:
-        """Say something; every speaker answers `n` times.
+        """Say something; every speaker answers `n` times. Ctrl-C raises `Stopped`, with the chat in `.partial`.
 
         Args:
             after: number of the answer that this is said to; None: the preferred one, else the first.
         """
-        number = self._number(after if after is not None else self.chosen or 0) if self.answers else None
-        said = () if number is None else ({"role": "assistant", "content": self.answers[number].text},)
-        asked = replace(self, messages=(*self.messages, *said, {"role": "user", "content": text}))
-        return replace(asked, answers=asked._drawn(), chosen=None)
+        return self.asked(text, after).answered()
 
     def again(self) -> Chat:
         """Have the last turn answered once more, by the weights there are now, beside the answers there are."""
-        if not self.answers:
-            raise StateError("chat.again(): nothing was said yet: chat.say('…')")
-        return replace(self, answers=(*self.answers, *self._drawn()))
+        return self.answered()
+
+    def asked(self, text: str, after: int | None = None) -> Chat:
+        """Say something, as `say`, and have nobody answer yet."""
+        number = self._number(after if after is not None else self.chosen or 0) if self.answers else None
+        said = () if number is None else ({"role": "assistant", "content": self.answers[number].text},)
+        messages = (*self.messages, *said, {"role": "user", "content": text})
+        return replace(self, messages=messages, answers=(), chosen=None)
+
+    def answered(self, by: Sampler | None = None) -> Chat:
+        """Have every speaker answer the last turn, drawn `by` another sampler than the session's engine; the same
+        words, asked again, are drawn otherwise."""
+        if not self.messages or self.messages[-1]["role"] != "user":
+            raise StateError("chat: nothing was said yet that could be answered: chat.say('…')")
+        prompt, sampler = Prompt(list(self.messages)), self.core.inference if by is None else by
+        number = zlib.crc32(json.dumps([self.messages, len(self.answers)], default=str).encode())
+        answers = list(self.answers)
+        for under in self.under:
+            try:
+                drawn, stopped = sampler.continued([prompt], self.n, dict(self.sampling), number, under), None
+            except Stopped as error:
+                drawn, stopped = error.partial, error
+            answers += [Answer(drawn, i, under) for i in range(drawn.samples)] if drawn is not None else []
+            if stopped is not None:
+                raise Stopped(f"chat: {stopped}", replace(self, answers=tuple(answers)))
+        return replace(self, answers=tuple(answers))
 
     def prefer(self, answer: int, over: int | None = None) -> Chat:
         """Prefer an answer, to go on behind it, and note a pair of it and each other one that differs.
@@ -102,16 +130,6 @@ class Chat(Suggesting):
             there = f"there are {len(self.answers)}, from 0" if self.answers else "there is none yet: chat.say('…')"
             raise DataError(f"no answer {answer!r}: {there}")
         return answer
-
-    def _drawn(self) -> tuple[Answer, ...]:
-        """Have every speaker answer; the same words, asked again, are drawn otherwise."""
-        prompt, engine = Prompt(list(self.messages)), self.core.inference
-        number = zlib.crc32(json.dumps([self.messages, len(self.answers)], default=str).encode())
-        found = []
-        for under in self.under:
-            drawn = engine.continued([prompt], self.n, dict(self.sampling), number, under)
-            found += [Answer(drawn, i, under) for i in range(drawn.samples)]
-        return tuple(found)
 
     def _card(self) -> Card:
         facts = [counted(sum(one["role"] == "user" for one in self.messages), "turn")]

@@ -33,6 +33,10 @@ NO_REFERENCE = (
     "this loss has a KL penalty to a reference policy and there is none: rb.Session(…, reference=True) holds the "
     "starting weights as one, or set kl_coef=0"
 )
+NOTHING_TO_COMPARE_WITH = (
+    "`{name}` compares with a reference policy and there is none: rb.Session(…, reference=True) holds the starting "
+    "weights as one; 'simpo' and 'orpo' need none"
+)
 OF_A_POLICY = (
     "`{name}` is a policy's loss, of log-probs; a reward model has scores: rb.rl.bradley_terry(), 'log_exp', 'hps', or "
     "a function of inputs.chosen.scores and inputs.rejected.scores"
@@ -83,7 +87,8 @@ def ship(
     if scored and (of_a_policy or needs_of(resolved) or getattr(resolved, "needs_plan", False)):
         raise LossError(OF_A_POLICY.format(name=name))
     if declared and not has_reference:
-        raise LossError(NO_REFERENCE)
+        of_preferences = isinstance(resolved, PreferenceLoss)
+        raise LossError(NOTHING_TO_COMPARE_WITH.format(name=name) if of_preferences else NO_REFERENCE)
     needs = needs_of(resolved)
     if "teacher" in needs and TEACHER not in batch.columns:
         raise LossError(f"`{name}` {NO_TEACHER}. {UNTOUCHED}")

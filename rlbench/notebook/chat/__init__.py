@@ -1,0 +1,1 @@
+"""The live view of a chat with the policy."""
