@@ -33,6 +33,14 @@ def eager(on_gpu: bool) -> Default:
     return Default("enforce_eager", "True", "on a CPU compiling takes longer than it gains")
 
 
+NO_PREFIXES = Default(
+    "enable_prefix_caching",
+    "False",
+    "recurrent layers keep prefixes by splitting prefills, which a replica on a CPU cannot: its samples have seeds",
+)
+"""Of hybrids of attention and recurrent layers, in a replica on a CPU."""
+
+
 def cache_size(on_gpu: bool, share: float) -> Default:
     """Choose the size of a replica's KV cache."""
     if on_gpu:

@@ -53,6 +53,8 @@ SMALL = {
 }
 ALWAYS = ("pad_token_id", "bos_token_id", "eos_token_id", "head_dim", "num_key_value_heads")
 """What is set also where the family's own default is None."""
+MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "num_key_value_heads": 4}
+"""Widths of latent attention that vLLM has kernels for, on a CPU too."""
 OWN: dict[str, dict[str, Any]] = {
     "gemma3n_text": {
         "num_hidden_layers": 6,
@@ -70,9 +72,29 @@ OWN: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": 259,
         "hidden_size_per_layer_input": 32,
     },
+    "deepseek_v2": {
+        **MLA,
+        "topk_method": "group_limited_greedy",
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+    },
+    "deepseek_v3": {**MLA, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "glm4_moe": {"head_dim": 32},  # what its checkpoints say and transformers' config no longer has
+    "glm4_moe_lite": {
+        **MLA,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "first_k_dense_replace": 1,
+        "mlp_layer_types": None,
+    },
+    "lfm2": {"block_dim": 128, "conv_dim": 128, "layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"block_dim": 128, "conv_dim": 128, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1},
     "minicpm3": {"num_key_value_heads": 4},
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_5_moe_text": {"layer_types": ["linear_attention", "full_attention"]},
 }
 
 

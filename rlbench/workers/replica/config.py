@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from rlbench.defaults import Default, cache_size, eager, precision
+from rlbench.defaults import NO_PREFIXES, Default, cache_size, eager, precision
 from rlbench.options import OptionError, Options, section
 
 replica = section("Replica")
@@ -88,9 +88,10 @@ def runs_eagerly(config: ReplicaConfig, on_gpu: bool) -> bool:
     return not on_gpu if config.enforce_eager is None else config.enforce_eager
 
 
-def defaults(config: ReplicaConfig, on_gpu: bool) -> list[Default]:
-    """Return what was chosen for a replica where its options do not say."""
+def defaults(config: ReplicaConfig, on_gpu: bool, hybrid: bool = False) -> list[Default]:
+    """Return what was chosen for a replica where its options do not say; `hybrid`: some of its layers recur."""
     chosen = [eager(on_gpu)] if config.enforce_eager is None else []
+    chosen += [NO_PREFIXES] if hybrid and not on_gpu and NO_PREFIXES.option not in config.engine_kwargs else []
     return [*chosen, cache_size(on_gpu, config.gpu_memory_utilization)] if config.kv_cache_bytes is None else chosen
 
 

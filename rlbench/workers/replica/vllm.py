@@ -116,7 +116,7 @@ class VllmReplica:
             "threads": threads,
             "adapters": self.config.adapters,
             **told_of(self._tokenizer),
-            "defaults": defaults(self.config, on_gpu=not current_platform.is_cpu()),
+            "defaults": defaults(self.config, on_gpu=not self._on_cpu, hybrid=model.is_hybrid),
             "picture_tokens": probe_row(self._engine, model.max_model_len),
         }
 

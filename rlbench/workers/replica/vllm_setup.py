@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from rlbench.defaults import KV_BYTES
+from rlbench.defaults import KV_BYTES, NO_PREFIXES
 from rlbench.errors import BuildError, nearest
 from rlbench.user_code import user_code
 from rlbench.weights import facts
@@ -106,6 +106,7 @@ def _imported(place: str) -> Any:
 def engine_args(config: ReplicaConfig) -> dict[str, Any]:
     """Return the arguments of vLLM's `EngineArgs`. One place decides what differs between CPU and GPU."""
     from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
     on_cpu = current_platform.is_cpu()
@@ -143,7 +144,10 @@ def engine_args(config: ReplicaConfig) -> dict[str, Any]:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
         arguments["enable_sleep_mode"] = True
     _check_engine_kwargs(config.engine_kwargs, arguments)
-    return {**arguments, **config.engine_kwargs}
+    arguments |= config.engine_kwargs
+    if on_cpu and NO_PREFIXES.option not in arguments and EngineArgs(**arguments).create_model_config().is_hybrid:
+        arguments[NO_PREFIXES.option] = False
+    return arguments
 
 
 def _capability() -> tuple[int, int]:
