@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlbench.data.base.ragged import Ragged
+from rlbench.data.base.routing import routing_rows
 from rlbench.data.joining import ONLY_LENGTH, join
 from rlbench.data.prompts.images import PlacedImage
 from rlbench.data.prompts.prompt import Prompt, is_token_ids
@@ -228,7 +229,18 @@ def _whole(rollouts: Rollouts, places: Sequence[Place], drawn: Rollouts, sampler
         observed_images=observed if any(observed) else (),
         texts=tuple(texts),
         tokenizer=rollouts.tokenizer,
+        routing=_routing(rollouts, places, drawn, ids),
     )
+
+
+def _routing(
+    rollouts: Rollouts, places: Sequence[Place], drawn: Rollouts, ids: Sequence[Sequence[int]]
+) -> Ragged | None:
+    """Return the experts of what was drawn; `ids`: of the whole responses."""
+    if drawn.routing is None:
+        return None
+    prompts = [len(rollouts.prompt_ids[rollouts.group[places[k].sample]]) for k in drawn.group]
+    return routing_rows(list(drawn.routing), [n + len(row) for n, row in zip(prompts, ids, strict=True)])
 
 
 def _info(

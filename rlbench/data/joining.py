@@ -11,6 +11,7 @@ import numpy as np
 
 from rlbench.data.base import plain
 from rlbench.data.base.ragged import Ragged, offsets_of
+from rlbench.data.base.routing import join_routing
 from rlbench.data.batches.batch import PER_ROW, PER_TOKEN, TrainBatch
 from rlbench.data.batches.columns import join_columns
 from rlbench.data.prompts.set import PromptSet
@@ -44,7 +45,7 @@ def join(*values: Value | Iterable[Value], same_prompts: bool = False) -> Value:
 
     Rollouts: prompts are numbered anew. Sampling options that only say when a completion ends (`max_tokens`, `stop`, …)
     are left out where they differ. What only some know is NaN in the others (channels, components of rewards), or what
-    it means to say nothing: tokens sampled in one turn.
+    it means to say nothing: tokens sampled in one turn, experts not known.
     Batches: groups are numbered anew and never merged; advantages stay as they are.
     Prompt sets: lengths are kept where all know them.
 
@@ -76,6 +77,7 @@ def join_batches(parts: Sequence[TrainBatch], renumber: bool = True) -> TrainBat
         for name in ("prompts", "responses", *PER_TOKEN, *PER_ROW)
     }
     joined["columns"] = join_columns([part.columns for part in parts], [part.tokens for part in parts])
+    joined["routing"] = join_routing([part.routing for part in parts], [part.lengths for part in parts])
     if any(part.images is not None for part in parts):
         joined["images"] = tuple(images for part in parts for images in part.images or ((),) * len(part))
     joined["reshaped_by"] = tuple(dict.fromkeys(option for part in parts for option in part.reshaped_by))
@@ -124,6 +126,9 @@ def _join_rollouts(parts: Sequence[Rollouts]) -> Rollouts:
             tuple(replace(e, index=e.index + start) for part, start in sample_starts for e in part.reward_errors)
         ),
         "notes": tuple(dict.fromkeys(note for part in parts for note in part.notes)),
+        "routing": join_routing(
+            [part.routing for part in parts], [part.prompt_ids.lengths[part.group] + part.lengths for part in parts]
+        ),
     }
     for name in (field.name for field in fields(Rollouts) if field.name not in joined):
         values = [getattr(part, name) for part in parts]

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rlbench.data.base.routing import check_family
 from rlbench.dispatch.link import Link
 from rlbench.engines import InferenceEngine, TrainEngine
 from rlbench.engines.base import Engine
@@ -36,6 +37,14 @@ def check_models(*paths: str | None, classifiers: bool = False) -> None:
             held = json.loads(config.read_text())
             check_causal(path, held.get("architectures") or (), str(held.get("model_type")), classifiers)
             check_unquantised(path, held.get("quantization_config"))
+
+
+def check_routing(options: SessionOptions) -> None:
+    """Refuse a model whose routers cannot be given experts, where that is asked for, before anything is started."""
+    config = Path(options.path) / "config.json"
+    if options.inference.return_routed_experts and config.is_file():
+        option = "router_replay" if options.train.router_replay else "return_routed_experts"
+        check_family(option, options.path, str(json.loads(config.read_text()).get("model_type")))
 
 
 def on_what_is_left(options: SessionOptions) -> SessionOptions:
@@ -79,7 +88,10 @@ def _policy(role: str, path: str, options: SessionOptions, link: Link) -> Engine
     spec = PolicySpec(path, role == "actor", **train.only(OptimizerOptions))
     if options.kind == REWARD:
         spec = RewardSpec(path, head_seed=options.seed, **train.only(OptimizerOptions))
-    engine = TrainEngine(spec, name=role, link=link, seed=options.seed, **train.only(RankOptions))
+    chosen = train.only(RankOptions)
+    if role != "actor":
+        chosen.pop("router_replay", None)  # a reference, or a teacher, routes by itself
+    engine = TrainEngine(spec, name=role, link=link, seed=options.seed, **chosen)
     shards = train.shards or 1
     if train.shards is None and train.data_parallel_size == 1:  # without a GPU one rank is faster than two
         gpus = device_count(train.nodes) if cluster.current().gpus else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from rlbench.engines.paths import check_model_path, model_name
@@ -53,6 +53,13 @@ class Train(RankOptions, OptimizerOptions):
         for name, other in CONTRADICTIONS:
             if getattr(self, name) and getattr(self, other) is False:
                 raise OptionError(f"{name} has no effect with {other}=False; leave one of them out")
+        refuse(
+            (
+                self.router_replay and self.lora is not None,
+                "router_replay=True and lora= cannot be honoured together: experts are given to routers of a model "
+                "without adapters; leave one of them out",
+            )
+        )
         if self.optimizer is not None:
             idle = [name for name in OF_ADAMW if name in self.overridden() and not self.optimizer.takes(name)]
             refuse((idle, f"{', '.join(idle)} has no effect with optimizer={self.optimizer!r}: give it what it takes"))
@@ -77,6 +84,16 @@ class Inference(ReplicaOptions):
     data_parallel_size: int = sizes(-1, "replicas; -1: one per GPU, without a GPU one")
     nodes: tuple[str, ...] = sizes((), NODES)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse(
+            (
+                self.return_routed_experts and self.executor != "vllm",
+                f"return_routed_experts=True, which rb.Train(router_replay=True) asks for too, cannot be honoured by "
+                f"executor={self.executor!r}: it gives no experts here. Take vllm",
+            )
+        )
+
 
 @dataclass(frozen=True)
 class SessionOptions:
@@ -98,8 +115,15 @@ class SessionOptions:
     teachers: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.train.router_replay:  # the replicas have to say which experts the trainer is to take
+            object.__setattr__(self, "inference", replace(self.inference, return_routed_experts=True))
         lora, adapters = self.train.lora, self.inference.adapters
         refuse(
+            (
+                self.kind == REWARD and self.train.router_replay,
+                "router_replay=True has no effect on a reward model, whose texts no router of a sampler saw: leave it "
+                "out",
+            ),
             (adapters and lora is None, f"adapters={adapters} has no effect without rb.Train(lora=rb.Lora(…))"),
             (
                 adapters and lora is not None and lora.base is not None,

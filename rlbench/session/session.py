@@ -87,6 +87,7 @@ class Session(Handle):
             if train.lora is not None and train.lora.path is not None:
                 train = replace(train, lora=train.lora.opened(path))
             options = SessionOptions(named, path, seed, train, inference, reference_path, undo)
+            building.check_routing(options)
             self._hold(opened(options, name, lease_s, park, need_room))
 
     @classmethod

@@ -10,11 +10,12 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -29,6 +30,7 @@ from rlbench.weights.channel import Channel, receive
 from rlbench.weights.manifest import AdapterInfo, Bucket, ChannelInfo
 from rlbench.weights.memory import release_caches
 from rlbench.weights.staging import ShmReader, read_ipc
+from rlbench.weights.vllm_routing import RoutingRecord
 
 BACKEND = "rlbench"
 
@@ -239,6 +241,14 @@ class ReplicaWorkerMixin:
         held.remove_adapter(info.number)
         held.add_adapter(lora)
         held.activate_adapter(info.number)
+
+    def record_routing(self) -> None:
+        """Record from now on which experts each token takes."""
+        self._routing = RoutingRecord(self.model_runner)  # type: ignore[attr-defined]
+
+    def routing_of(self, requests: Sequence[tuple[str, int]]) -> list[np.ndarray | None]:
+        """See `RoutingRecord.of`."""
+        return self._routing.of(self.model_runner, requests)  # type: ignore[attr-defined]
 
     def release_memory_cache(self, cpu: bool, gpu: bool) -> dict[str, int]:
         """Give back what this worker's allocators keep; see `rlbench.weights.memory.release_caches`."""

@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 import numpy as np
 
 from rlbench.data import EncodedImage, Prompt, PromptSet, Ragged, Rollouts, TrainBatch
+from rlbench.data.base.ragged import offsets_of
 from rlbench.data.prompts.images import PlacedImage
 from rlbench.data.rollouts.scoring import RewardError, RewardErrors
 from tests.data.values import generated, rollouts
@@ -64,7 +65,15 @@ def full(made=None):
             (PlacedImage.of(PICTURE, i), PlacedImage.of(PICTURE, i + 1))[: i % 3] for i in range(samples)
         ),
         notes=("drawn by hand",),
+        routing=experts_of(made.prompt_ids.lengths[made.group] + made.lengths),
     )
+
+
+def experts_of(lengths, layers=3, chosen=2):
+    """Experts of sequences of these lengths, each number another."""
+    offsets = offsets_of(lengths)
+    values = np.arange(int(offsets[-1]) * layers * chosen, dtype=np.int16)
+    return Ragged(values.reshape(-1, layers, chosen), offsets)
 
 
 def batch(made=None):

@@ -58,6 +58,7 @@ def test_a_part_that_lacks_a_field_has_what_it_means_to_lack_it():
         assert part.turn_rewards.lengths.tolist() == [1] * 6 and np.isnan(part.turn_rewards.values).all()
         assert np.isnan(part.env_rewards).all() and np.isnan(part.reward_seconds).all() and part.infos == ({},) * 6
         assert np.isnan(part.channels["entropy"]).all() and part.channels["entropy"].dtype == np.float32
+        assert (part.routing.values == -1).all() and (whole.routing.lengths == whole.batch(centred).lengths).all()
         assert np.isnan(part.components["format"]).all() and not part.reward_errors
         assert part.rewards.tolist() == list(range(6)) and whole.tokenizer == "" and whole.number == 0
     assert join(b, b).mask is None and join(b, b).infos == () and join(b, b).turn_rewards is None

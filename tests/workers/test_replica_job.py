@@ -91,6 +91,7 @@ def test_what_acts_is_a_field_of_vllms_parameters():
 def test_a_completion_that_is_its_stop_string_has_no_text(tokens, stop, whole, wanted):
     class Part:
         token_ids, logprobs, text, finish_reason, stop_reason = [ord(c) for c in tokens], None, "", "stop", stop
+        routed_experts = None
 
     class Output:
         outputs, finished = [Part], True

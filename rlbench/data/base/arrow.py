@@ -80,18 +80,28 @@ def wide_columns(
     another, then so many nulls; and the facts by which `read_wide` takes them back."""
     lists, facts = {}, {}
     for name, value in columns.items():
-        shape = value.shape[1:]
-        facts[name] = [value.dtype.str, list(shape)]
-        lists[f"column/{name}"] = list_column(Ragged(value.reshape(-1), rows.offsets * math.prod(shape)), nulls)
+        lists[f"column/{name}"], facts[name] = wide_column(rows.with_values(value), nulls)
     return lists, facts
+
+
+def wide_column(rows: Ragged, nulls: int = 0) -> tuple[Any, list[Any]]:
+    """Ragged rows of (tokens, …) as a list column, a token's numbers one after another, and the facts by which
+    `read_wide_column` takes them back."""
+    shape = rows.values.shape[1:]
+    flat = Ragged(rows.values.reshape(-1), rows.offsets * math.prod(shape))
+    return list_column(flat, nulls), [rows.values.dtype.str, list(shape)]
+
+
+def read_wide_column(column: Any, facts: Sequence[Any]) -> Ragged:
+    """Return the rows that `wide_column` wrote. Raises ValueError where they are not as they were."""
+    kind, shape = facts
+    flat = ragged_column(column, np.dtype(kind))
+    return Ragged(flat.values.reshape(-1, *shape), flat.offsets // math.prod(shape))
 
 
 def read_wide(table: Any, facts: Mapping[str, Sequence[Any]]) -> dict[str, np.ndarray]:
     """Return the columns that `wide_columns` wrote. Raises KeyError or ValueError where one is not as it was."""
-    return {
-        name: ragged_column(table[f"column/{name}"], np.dtype(kind)).values.reshape(-1, *shape)
-        for name, (kind, shape) in facts.items()
-    }
+    return {name: read_wide_column(table[f"column/{name}"], one).values for name, one in facts.items()}
 
 
 def ragged_column(column: Any, dtype: Any) -> Ragged:

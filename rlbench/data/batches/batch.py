@@ -39,6 +39,7 @@ class TrainBatch(Suggesting):
     `reshaped_by`: other sampling options, as `top_p=0.9`, that make `sampler_logprobs` those of another distribution.
     `images`: of each sequence, in order: those that stand at its first placeholder tokens, as a prompt's do, then each
     `PlacedImage` at its place in the response; None: no image.
+    `routing`: the experts that the sampler chose for each token of prompt and response (`data.base.routing`), or None.
     `columns`: more by name, (tokens, …) beside the response tokens, for losses that ask for them: `with_columns`.
     """
 
@@ -60,6 +61,7 @@ class TrainBatch(Suggesting):
     reshaped_by: tuple[str, ...] = ()
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     images: tuple[tuple[EncodedImage, ...], ...] | None = None
+    routing: Ragged | None = None
 
     def __post_init__(self) -> None:
         if len(self.prompts) != len(self.responses):
@@ -70,6 +72,8 @@ class TrainBatch(Suggesting):
                     raise DataError(f"{name} has shape {value.shape} for {count} {what}")
         if self.images is not None and len(self.images) != len(self):
             raise DataError(f"images of {len(self.images)} sequences for {len(self)}")
+        if self.routing is not None and not np.array_equal(self.routing.lengths, self.lengths):
+            raise DataError("routing: its rows are not as long as the sequences, prompt and response")
         for name, value in self.columns.items():
             if value.shape[:1] != (self.tokens,):
                 raise DataError(f"column {name!r} has shape {value.shape} for {self.tokens} response tokens")
@@ -135,6 +139,7 @@ class TrainBatch(Suggesting):
         chosen: dict[str, Any] = {name: self.responses.pick(getattr(self, name), rows) for name in PER_TOKEN}
         chosen |= {name: value[rows] for name in PER_ROW if (value := getattr(self, name)) is not None}
         chosen["images"] = None if self.images is None else tuple(self.images[row] for row in rows.tolist())
+        chosen["routing"] = None if self.routing is None else self.routing.take(rows)
         chosen["columns"] = {name: self.responses.pick(value, rows) for name, value in self.columns.items()}
         return replace(self, prompts=self.prompts.take(rows), responses=self.responses.take(rows), **chosen)
 

@@ -2,7 +2,8 @@
 
 One row per sequence: `prompt_token_ids`, `token_ids` and each per-token field as lists, each per-sequence field as a
 number; a column (tokens, K) as K numbers a token, one after another, in the list `column/NAME`; `images` as lists of
-their bytes, `images_at` beside them (`data.prompts.image_columns`).
+their bytes, `images_at` beside them (`data.prompts.image_columns`); `routing`, the experts of each token of prompt and
+response, layer by layer.
 """
 
 from __future__ import annotations
@@ -12,7 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from rlbench.data.base.arrow import list_column, ragged_column, read_own, read_wide, wide_columns, write_own
+from rlbench.data.base.arrow import (
+    list_column,
+    ragged_column,
+    read_own,
+    read_wide,
+    read_wide_column,
+    wide_column,
+    wide_columns,
+    write_own,
+)
 from rlbench.data.base.drawing import needed
 from rlbench.data.batches.batch import PER_ROW, PER_TOKEN, TrainBatch
 from rlbench.data.prompts.image_columns import image_columns, read_images
@@ -39,6 +49,8 @@ def write_batch(batch: TrainBatch, path: str | Path) -> Path:
     wide, of_columns = wide_columns(batch.columns, batch.responses)
     facts = {"format": FORMAT, "dtypes": dtypes, "columns": of_columns, "key": batch.key}
     facts |= {"temperature": batch.temperature, "reshaped_by": batch.reshaped_by}
+    if batch.routing is not None:
+        wide["routing"], facts["routing"] = wide_column(batch.routing)
     return write_own(needed("pyarrow", "to_parquet()").table(columns | wide), path, "batch", facts)
 
 
@@ -56,6 +68,8 @@ def read_batch(path: str | Path) -> TrainBatch:
                 fields[name] = fields[name].values
         if "images" in table.column_names:
             fields["images"] = tuple(read_images(table, "images"))
+        if "routing" in facts:
+            fields["routing"] = read_wide_column(table["routing"], facts["routing"])
         batch = TrainBatch(**fields, columns=read_wide(table, facts.get("columns", {})))
     except (KeyError, TypeError, ValueError, AttributeError, DataError) as error:
         raise DataError(f"{path} was changed since batch.to_parquet() wrote it: {error}") from error

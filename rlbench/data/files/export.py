@@ -17,6 +17,7 @@ The file has one row per completion, readable with any tool:
     prompt_images  list<binary>  files of its images, in the first row of each prompt; where any prompt has images
     observed_images              files of those an environment showed, and as `observed_images_at` the tokens where they
                                  begin; where there are any
+    routing        list<int16>   experts of each token of prompt and response, layer by layer; where they are known
 
 What belongs to the whole (sampling options, number, statistics, tokenizer) stands in the schema's metadata.
 """
@@ -30,7 +31,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlbench.data.base import plain
-from rlbench.data.base.arrow import list_column, ragged_column, read_own, read_wide, wide_columns, write_own
+from rlbench.data.base.arrow import (
+    list_column,
+    ragged_column,
+    read_own,
+    read_wide,
+    read_wide_column,
+    wide_column,
+    wide_columns,
+    write_own,
+)
 from rlbench.data.base.drawing import needed
 from rlbench.data.prompts.image_columns import image_columns, read_images
 from rlbench.data.prompts.prompt import Prompt
@@ -127,6 +137,9 @@ def _table(rollouts: Rollouts) -> tuple[Any, dict[str, Any]]:
             columns[column] = list_column(rollouts.responses.with_values(values), len(bare), pa.float32())
     wide, of_columns = wide_columns(rollouts.columns, rollouts.responses, len(bare))
     columns |= wide | _turn_columns(rollouts, len(bare))
+    routed = None
+    if rollouts.routing is not None:
+        columns["routing"], routed = wide_column(rollouts.routing, len(bare))
     for name, values in _scoring_columns(rollouts).items():
         kind = pa.large_string() if values.dtype == object else pa.float64()
         columns[name] = pa.array([*values.tolist(), *none], kind)
@@ -151,6 +164,7 @@ def _table(rollouts: Rollouts) -> tuple[Any, dict[str, Any]]:
         "timed": rollouts.reward_seconds is not None,
         "turns": rollouts.mask is not None,
         "notes": list(rollouts.notes),
+        "routing": routed,
     }
     return pa.table(columns), facts
 
@@ -192,6 +206,7 @@ def _rollouts(table: Any, facts: dict[str, Any]) -> Rollouts:
         reward_seconds=rows["reward_seconds"].to_numpy().astype(np.float64) if facts.get("timed") else None,
         reward_errors=RewardErrors(tuple(RewardError(*error) for error in facts.get("reward_errors", ()))),
         observed_images=_observed(rows),
+        routing=read_wide_column(rows["routing"], facts["routing"]) if facts.get("routing") else None,
         **_turn_fields(rows, ragged_column(rows[SAMPLER], np.float32).values, facts.get("turns", False)),
     )
 

@@ -56,5 +56,6 @@ def batch(
         reshaped_by=reshaped_by(rollouts.sampling),
         columns=({} if taught is None else {TEACHER: taught}) | dict(chosen.columns),
         images=images_of(chosen),
+        routing=chosen.routing,
     )
     return made_with(made, rollouts, advantage=called)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rlbench.data.base.ragged import Ragged
 from rlbench.data.prompts.images import EncodedImage, PlacedImage
 from rlbench.data.prompts.prompt import Prompt
 
@@ -61,7 +62,7 @@ class GeneratedArrays:
     samples; `offsets` (samples + 1,) int64. `finish` (samples,) int8 into FINISH_REASONS. `versions` (samples,) int64.
     With an environment: `mask` bool (False where it was observed, log-prob 0 there) and `turns` int32, flat beside the
     tokens; `turn_rewards` per sample and turn, NaN for none; `infos`, JSON types per sample; `observed_images` of each
-    sample, by their places. None without.
+    sample, by their places. None without. `routing`: where the engine gives it, see `data.base.routing`.
     """
 
     keys: np.ndarray
@@ -78,3 +79,4 @@ class GeneratedArrays:
     turn_rewards: list[list[float]] | None = None
     infos: list[dict[str, Any]] | None = None
     observed_images: list[tuple[PlacedImage, ...]] | None = None
+    routing: Ragged | None = None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlbench.data.base.ragged import Ragged, offsets_of
+from rlbench.data.base.routing import join_routing
 from rlbench.data.prompts.prompt import Prompt
 from rlbench.data.rollouts.jobs import GeneratedArrays
 
@@ -41,6 +42,7 @@ def merged(prompts: Sequence[Prompt], parts: Sequence[GeneratedArrays]) -> dict[
         "texts": tuple(texts[i] for i in order),
         "not_started": tuple(i for i in range(len(prompts)) if i not in started),
         "stats": joined_stats([part.stats for part in parts], ("seconds", "peak_bytes")),
+        "routing": _routing(parts, order),
     }
     if any(part.mask is None for part in parts):
         return whole
@@ -58,6 +60,16 @@ def merged(prompts: Sequence[Prompt], parts: Sequence[GeneratedArrays]) -> dict[
         "infos": tuple(infos[i] for i in order),
         "observed_images": tuple(seen[i] for i in order) if any(seen) else (),
     }
+
+
+def _routing(parts: Sequence[GeneratedArrays], order: np.ndarray) -> Ragged | None:
+    lengths = [
+        np.array([len(part.prompt_token_ids[prompt]) for prompt in part.keys[:, 0].tolist()], np.int64)
+        + np.diff(part.offsets)
+        for part in parts
+    ]
+    joined = join_routing([part.routing for part in parts], lengths)
+    return None if joined is None else joined.take(order)
 
 
 def joined_stats(stats: Sequence[Mapping[str, float]], highest: Sequence[str]) -> dict[str, float]:

@@ -46,6 +46,8 @@ class Rollouts(Suggesting):
     `text`, `turns` and `answer` are what the policy itself said.
     `mask`, `turns`, `turn_rewards`, `env_rewards` and `infos` where there was an environment: see `rollouts.turns`.
     `observed_images`: those that it showed, of each sample, by their places; () where it showed none.
+    `routing`: the experts that each token of prompt and response took, where the engine gives them
+    (`data.base.routing`).
     `notes`: what a reader has to know of how they were drawn, one sentence each.
     """
 
@@ -89,6 +91,7 @@ class Rollouts(Suggesting):
     infos: tuple[Mapping[str, Any], ...] = ()
     observed_images: tuple[tuple[PlacedImage, ...], ...] = ()
     notes: tuple[str, ...] = ()
+    routing: Ragged | None = None
 
     def __post_init__(self) -> None:
         if self.rewards is not None:  # an array still, and one with `.plot()`

@@ -33,6 +33,7 @@ def samples(rollouts: Rollouts, rows: np.ndarray) -> Rollouts:
         columns={name: responses.pick(values, rows) for name, values in rollouts.columns.items()},
         components={name: values[rows] for name, values in rollouts.components.items()},
         reward_errors=rollouts.reward_errors.taken(rows),
+        routing=None if rollouts.routing is None else rollouts.routing.take(rows),
         **columns,
     )
 

@@ -27,6 +27,7 @@ from rlbench.trainers.passes.chunked_head import Head, UnfitHead, token_bytes, w
 from rlbench.trainers.passes.images import ImageReader
 from rlbench.trainers.passes.outputs import NO_MORE, Request, TokenOutputs, of_logits
 from rlbench.trainers.passes.packing import ModelInputs, model_inputs
+from rlbench.trainers.passes.routing import routed
 from rlbench.trainers.passes.sharing import Share, shared
 from rlbench.trainers.passes.token_keeper import TokenGradients
 from rlbench.user_code import user_code
@@ -42,6 +43,7 @@ class PolicyModel:
     `device` is that of its inputs; `half`: it computes in half precision, whatever its parameters are; `ranks`: that
     split its sequences, and are given the same ones. `CHANNELS`: what `stats` gives of each token; `holds_logits`:
     unless its output layer gives log-probs itself. `control`: of the ranks that run the model together; None: one does.
+    `replay`: its routers take the experts that rows bring.
     """
 
     CHANNELS: ClassVar[tuple[str, ...]] = ("logprobs", "entropy")
@@ -54,8 +56,9 @@ class PolicyModel:
         half: bool,
         ranks: SequenceGroup = ALONE,
         control: ControlGroup | None = None,
+        replay: bool = False,
     ) -> None:
-        self.module = module
+        self.module, self.replay = module, replay
         self._images, self._control = ImageReader.of(module), control
         self.device = device
         self.ranks = ranks
@@ -111,6 +114,7 @@ class PolicyModel:
             with user_code():
                 inputs = self._inputs(rows, packed)
                 share = within.enter_context(shared(self.module, inputs, packed, self.ranks))
+                within.enter_context(routed(self.module, share.inputs.routing, self.replay))
                 found = self._stats(share, temperature, chunked, watch, chunk_rows, request)
                 if watch is not None:
                     watch.watch(found.logprobs, found.entropy, share.joined)

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from rlbench.data.base.ragged import Ragged, flat_index, offsets_of
+from rlbench.data.base.routing import UNKNOWN
 from rlbench.data.batches.batch import TrainBatch
 from rlbench.errors import DataError
+from rlbench.trainers.passes.routing import Routing
 
 CPU = torch.device("cpu")
 
@@ -106,7 +108,8 @@ class ModelInputs:
     `lengths`: tokens of each row; `predictors` (R,): flat positions in `input_ids` whose logits predict the response
     tokens, which are `targets` (R,); `grid`: their place in a loss's view. `attention_mask` is None where packed.
     `images`: what else a vision-language model takes, whose `position_ids` then have three dimensions in front;
-    `placeholders`: bool as `input_ids`, which of its image tokens are images, None: all.
+    `placeholders`: bool as `input_ids`, which of its image tokens are images, None: all. `routing`: the experts that
+    the sampler chose for each of the flat `input_ids`, where the rows have any.
     """
 
     input_ids: Tensor
@@ -118,6 +121,7 @@ class ModelInputs:
     grid: Grid
     images: Mapping[str, Tensor] = field(default_factory=dict)
     placeholders: Tensor | None = None
+    routing: Routing | None = None
 
 
 def model_inputs(batch: TrainBatch, device: torch.device, packed: bool) -> ModelInputs:
@@ -144,7 +148,15 @@ def model_inputs(batch: TrainBatch, device: torch.device, packed: bool) -> Model
         predictors=_to(response_at - 1, device),
         targets=_to(ids[response_at], device),
         grid=Grid.of(batch.responses, device),
+        routing=None if batch.routing is None else _routing(batch.routing, starts, size, device),
     )
+
+
+def _routing(rows: Ragged, starts: np.ndarray, size: int, device: torch.device) -> Routing:
+    """Lay out experts beside `size` flat tokens, of which each row begins where `starts` says."""
+    experts = np.full((size, *rows.values.shape[1:]), UNKNOWN, np.int16)
+    experts[_spread(starts, rows.lengths)] = rows.values
+    return Routing(torch.from_numpy(experts).to(device))
 
 
 def _spread(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

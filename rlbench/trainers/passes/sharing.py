@@ -72,6 +72,7 @@ def shared(module: nn.Module, inputs: ModelInputs, packed: bool, ranks: Sequence
         input_ids=own(inputs.input_ids),
         position_ids=own(inputs.position_ids),
         attention_mask=None,
+        routing=None,
         predictors=inputs.predictors.split(counts)[ranks.index] - first,
         targets=inputs.targets.split(counts)[ranks.index],
     )

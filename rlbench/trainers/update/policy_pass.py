@@ -28,6 +28,7 @@ from rlbench.trainers.passes.loss_value import evaluate
 from rlbench.trainers.passes.metrics import MetricSums, measure
 from rlbench.trainers.passes.outputs import Request, TokenOutputs
 from rlbench.trainers.passes.packing import ModelInputs
+from rlbench.trainers.passes.routing import DISAGREEMENT, check_experts, check_routed
 from rlbench.trainers.passes.step_plan import Slice, loss_inputs, plan_step
 from rlbench.trainers.passes.token_keeper import TokenGradients, TokenKeeper
 from rlbench.trainers.update.gradient_step import GradientStep, Pending
@@ -37,13 +38,14 @@ Stats = tuple[TokenOutputs, ModelInputs]
 
 
 class PolicyPass:
-    """Of the model whose gradients `step` holds."""
+    """Of the model whose gradients `step` holds; `replay`: its routers take the experts of the sampler."""
 
-    def __init__(self, step: GradientStep) -> None:
+    def __init__(self, step: GradientStep, replay: bool = False) -> None:
         self._step, self.strategy = step, step.strategy
         kind = ScoreModel if isinstance(step.model, ScalarHeadModel) else PolicyModel
         half = self.strategy.half is not None
-        self.model = kind(step.model, self.strategy.device.device, half, self.strategy.sequence, self.strategy.control)
+        ranks, control = self.strategy.sequence, self.strategy.control
+        self.model = kind(step.model, self.strategy.device.device, half, ranks, control, replay)
 
     def head_used(self, options: PolicyOptions) -> str:
         """How log-probs come about: "chunked", or "plain" with the reason; "unknown" before the first pass."""
@@ -54,6 +56,7 @@ class PolicyPass:
         if len(batch) == 0 or (batch.prompts.lengths < 1).any():
             raise DataError("the batch has no sequences, or one with an empty prompt; nothing can be computed.")
         self.model.check_tokens(batch)
+        check_experts(self.model.module, batch)
         if (batch.temperature if options.temperature is None else options.temperature) <= 0:
             raise DataError("the batch was sampled greedily (temperature 0); pass temperature=1.0 to score it.")
         needs = options.needs if loss is None else needs_of(loss)
@@ -73,6 +76,8 @@ class PolicyPass:
         if getattr(loss, "needs_pairs", False):
             check_pairs(batch)
         check_sampled_as_trained(loss, repr(loss), batch.reshaped_by, sampled=batch.sampled)
+        if self.model.replay:
+            check_routed(batch)
         stood_in = options.old_logprobs == "sampler" and batch.old_logprobs is None
         if stood_in and getattr(loss, "mismatch", None) is not None:
             raise LossError(
@@ -158,6 +163,8 @@ class PolicyPass:
                 total, own = evaluate(loss, view, pending.weights(view.mask, view.group))
                 with_sampler = part.batch.old_logprobs is not None or options.old_logprobs != "sampler"
                 measure(sums, view, own, float(total.detach()), with_sampler)
+                if inputs.routing is not None:
+                    sums.mean(DISAGREEMENT, *inputs.routing.disagreement())
                 keep(view, own, (found, inputs))
                 return total
 

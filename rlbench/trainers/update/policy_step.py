@@ -43,7 +43,8 @@ class PolicyStep:
     """Policy verbs over one sharded module.
 
     `report` is called with progress: `done`, `total` micro-batches of this rank, `phase`; in the backward phase also
-    its `tokens` so far and, of those that are trained on, `trained` and their part of the `loss`.
+    its `tokens` so far and, of those that are trained on, `trained` and their part of the `loss`. `replay`: of
+    `PolicyPass`.
     """
 
     def __init__(
@@ -53,8 +54,9 @@ class PolicyStep:
         stop_requested: Callable[[], bool],
         report: Report,
         optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None,
+        replay: bool = False,
     ) -> None:
-        self.module, self.strategy = module, strategy
+        self.module, self.strategy, self._replay = module, strategy, replay
         self.gradients = GradientStep(module, strategy, stop_requested, optimizer)
         self._report = report
         self._losses, self.loss_states = LossCache(), LossStates(module, strategy.control, strategy.device.device)
@@ -62,7 +64,7 @@ class PolicyStep:
 
     def renew(self) -> None:
         """Look again at how the module is run: its class may be another one."""
-        self._passes = PolicyPass(self.gradients)
+        self._passes = PolicyPass(self.gradients, self._replay)
 
     @property
     def vocab_size(self) -> int:

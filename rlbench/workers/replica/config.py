@@ -32,6 +32,11 @@ class ReplicaOptions(Options):
         least=0,
     )
     adapter_rank: int = replica(32, "largest rank of an adapter", least=1, needs={"adapters": 0})
+    return_routed_experts: bool = replica(
+        False,
+        "rollouts bring the experts that each token took, of a mixture of experts (docs/models.md); "
+        "rb.Train(router_replay=True) switches it on",
+    )
     enforce_eager: bool | None = replica(
         None,
         "no torch.compile and no CUDA graphs; None: so on a CPU, where compiling takes longer than it gains, not on a "
@@ -52,6 +57,13 @@ class ReplicaOptions(Options):
             raise OptionError(
                 f"models= cannot be honoured with tensor_parallel_size={self.tensor_parallel_size}: vLLM's workers are "
                 "processes of their own, which do not know the classes; install a package with a plugin of vLLM's."
+            )
+        split = {"tensor_parallel_size": self.tensor_parallel_size > 1, "adapters": self.adapters > 0}
+        if self.return_routed_experts and (other := next((name for name, on in split.items() if on), None)):
+            raise OptionError(
+                f"return_routed_experts=True, which rb.Train(router_replay=True) asks for too, cannot be honoured with "
+                f"{other}={getattr(self, other)}: experts are recorded in one process, without adapters; leave one of "
+                "them out."
             )
 
 

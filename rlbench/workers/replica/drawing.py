@@ -16,7 +16,7 @@ from rlbench.workers.replica.state import Gate
 
 class Requests(Protocol):
     """Requests in an engine. An output has `finished` and one part in `outputs`: new `token_ids`, their log-probs as
-    `logprobs.logprobs`, and at its end `finish_reason` and `stop_reason`, as in vLLM."""
+    `logprobs.logprobs`, and at its end `finish_reason`, `stop_reason` and `routed_experts`, as in vLLM."""
 
     running: dict[str, Any]
 
@@ -103,4 +103,5 @@ def extend(sample: Sample, output: Any) -> int:
     if output.finished:
         sample.finish = part.finish_reason
         sample.stop = part.stop_reason if isinstance(part.stop_reason, str) else ""
+        sample.take_routing(part.routed_experts)
     return len(part.token_ids)

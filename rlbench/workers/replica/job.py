@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from rlbench.data.base.routing import routing_rows
 from rlbench.data.prompts.chat import reads
 from rlbench.data.prompts.lengths import begin_text, encoded
 from rlbench.data.prompts.sampling import NEUTRAL
@@ -35,7 +36,8 @@ _SET_BY_CALL = {
 
 @dataclass(eq=False)
 class Sample:
-    """One sample while it is drawn; `stop`: the stop string that ended it, where one did and is no part of its text."""
+    """One sample while it is drawn; `stop`: the stop string that ended it, where one did and is no part of its text;
+    `routing`: experts (tokens, layers, top_k) of the tokens from the prompt's first on, where the engine gives them."""
 
     prompt: int
     index: int
@@ -43,6 +45,15 @@ class Sample:
     logprobs: list[float] = field(default_factory=list)
     finish: str = ""
     stop: str = ""
+    routing: np.ndarray | None = None
+
+    def take_routing(self, given: np.ndarray | None) -> None:
+        """Take the experts that a request brought; what an earlier one said of a token, when it was drawn, stays."""
+        if given is None:
+            return
+        known = 0 if self.routing is None else len(self.routing)
+        more = given[known:].astype(np.int16)
+        self.routing = more if self.routing is None else np.concatenate([self.routing, more])
 
 
 def check_job(job: GenerateJob) -> None:
@@ -139,6 +150,7 @@ def collect(
         texts=texts,
         prompt_token_ids={index: prompts[index] for index in sorted({s.prompt for s in samples})},
         stats=stats,
+        routing=routing_rows([s.routing for s in samples], [len(prompts[s.prompt]) + len(s.tokens) for s in samples]),
     )
 
 

@@ -66,7 +66,12 @@ class SglangReplica:
     CONTROL = frozenset({"status", "memory", "sync_facts", "pause", "resume", "last_rollout", "endpoint"})
 
     def __init__(self, config: ReplicaConfig) -> None:
-        for name, neutral in (("adapters", 0), ("models", {}), ("kv_cache_bytes", None)):
+        for name, neutral in (
+            ("adapters", 0),
+            ("models", {}),
+            ("kv_cache_bytes", None),
+            ("return_routed_experts", False),
+        ):
             if getattr(config, name) != neutral:
                 raise BuildError(f'{name} has no meaning for executor="sglang": leave it out, or use "vllm"')
         self.config = config

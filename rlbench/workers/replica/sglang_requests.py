@@ -93,6 +93,7 @@ class _Part:
     logprobs: _Logprobs
     finish_reason: str | None = None
     stop_reason: Any = None
+    routed_experts: None = None
 
 
 @dataclass

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlbench.data.base.ragged import Ragged
+from rlbench.data.base.routing import routing_rows
 from rlbench.data.prompts.images import PlacedImage
 from rlbench.data.prompts.prompt import Prompt
 from rlbench.data.prompts.sampling import turn_seed
@@ -212,6 +213,10 @@ def with_turns(samples: Sequence[TurnSample], arrays: GeneratedArrays) -> Genera
             for sample in samples
         ],
         prompt_token_ids=shared,
+        routing=routing_rows(
+            [sample.routing for sample in samples],
+            [len(shared[sample.prompt]) + n for sample, n in zip(samples, flat.lengths.tolist(), strict=True)],
+        ),
     )
 
 

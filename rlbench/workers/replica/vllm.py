@@ -81,6 +81,7 @@ class VllmReplica:
 
         from rlbench.workers.replica.weights import WeightReceiver
 
+        vllm_setup.check_routing(self.config)
         threads = vllm_setup.thread_count(self.config)
         vllm_setup.use_threads(threads)
         self._on_cpu = current_platform.is_cpu()
@@ -97,6 +98,8 @@ class VllmReplica:
         self._tokenizer = self._engine.renderer.tokenizer
         self._engine.collective_rpc("init_weight_transfer_engine", args=({},))
         self._engine.collective_rpc("unname_shared_memory")
+        if self.config.return_routed_experts and self._on_cpu:
+            self._engine.collective_rpc("record_routing")
         self._engine.set_weight_version("0")
         self._measure()
         self._try_pass()
@@ -215,7 +218,8 @@ class VllmReplica:
 
         self._serial += 1
         adapter = self.adapter if adapter is None else adapter
-        requests = EngineRequests(self.built, self._serial, adapter, self.guests, admit, first)
+        recorded = self.config.return_routed_experts and self._on_cpu
+        requests = EngineRequests(self.built, self._serial, adapter, self.guests, admit, first, recorded)
         self._running = requests.running
         return requests
 

@@ -19,6 +19,7 @@ from rlbench.data.prompts.sampling import DEFAULT_MAX_TOKENS, NEUTRAL, turn_seed
 from rlbench.errors import DataError
 from rlbench.workers.replica.guests import Guests, lora
 from rlbench.workers.replica.media import PromptMedia
+from rlbench.workers.replica.vllm_routing import RecordedRequests
 
 if TYPE_CHECKING:
     from vllm.inputs.engine import MultiModalInput
@@ -80,7 +81,8 @@ class EngineRequests:
     """The requests of one call, computed with the `adapter` of that number (0: with none). `running` maps the engine's
     request name to what the caller knows it by. `guests`: requests of the endpoint, whose turn comes with each step;
     `admit`: also that of new ones, with the adapter of that number unless they name another. `first`: how the first
-    token of each is drawn, where otherwise than the rest: by a request of its own, which the caller does not see."""
+    token of each is drawn, where otherwise than the rest: by a request of its own, which the caller does not see.
+    `recorded`: outputs that end have `routed_experts` from the workers' records, where vLLM does not give them."""
 
     def __init__(
         self,
@@ -90,7 +92,9 @@ class EngineRequests:
         guests: Guests | None = None,
         admit: int | None = None,
         first: SamplingParams | None = None,
+        recorded: bool = False,
     ) -> None:
+        self._recorded = RecordedRequests(engine) if recorded else None
         self._adapter = lora(adapter)
         self._guests, self._admit = guests, admit
         self.engine = engine
@@ -125,10 +129,12 @@ class EngineRequests:
         name = f"{self._serial}-{self._count}"
         try:
             told = tokens_input(prompt) if media is None else {**media, "prompt_token_ids": prompt}
-            self.engine.add_request(name, told, params, lora_request=self._adapter)
+            inside = self.engine.add_request(name, told, params, lora_request=self._adapter)
         except VLLMValidationError as error:
             raise DataError(f"vLLM refuses this request: {error}") from error
         self.running[name] = known_as
+        if self._recorded is not None:
+            self._recorded.queued(name, inside, len(prompt))
         return name
 
     @property
@@ -140,7 +146,10 @@ class EngineRequests:
         """One engine step: (what the caller knows the request by, its output); forgets finished ones."""
         if self._guests is not None and self._admit is not None:
             self._guests.admit(self.engine, self._admit)
-        for output in self.engine.step():
+        outputs = self.engine.step()
+        if self._recorded is not None:
+            self._recorded.complete(outputs)
+        for output in outputs:
             if self._guests is not None and self._guests.takes(output):
                 continue
             known_as = self.running[output.request_id]
@@ -170,7 +179,10 @@ class EngineRequests:
         processor = self.engine.output_processor
         for name, known_as in self.running.items():
             (state,) = (processor.request_states[own] for own in processor.external_req_ids[name])
-            yield known_as, state.make_request_output([], None, FinishReason.ABORT, None)
+            output = state.make_request_output([], None, FinishReason.ABORT, None)
+            if self._recorded is not None:
+                self._recorded.complete([output])
+            yield known_as, output
 
 
 def score(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
+from rlbench.data.base.routing import check_family
 from rlbench.defaults import KV_BYTES, NO_PREFIXES
 from rlbench.errors import BuildError, nearest
 from rlbench.user_code import user_code
@@ -71,6 +72,15 @@ def inspect_models_here() -> None:
 
 def _run_here(look: Callable[[], T]) -> T:
     return look()
+
+
+def check_routing(config: ReplicaConfig) -> None:
+    """Refuse to record experts of a model whose routers a trainer could not give them."""
+    if config.return_routed_experts:
+        from transformers import AutoConfig
+
+        read = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+        check_family("return_routed_experts", config.path, read.model_type)
 
 
 def register_models(models: Mapping[str, str]) -> None:
@@ -143,6 +153,7 @@ def engine_args(config: ReplicaConfig) -> dict[str, Any]:
     else:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
         arguments["enable_sleep_mode"] = True
+        arguments["enable_return_routed_experts"] = config.return_routed_experts
     _check_engine_kwargs(config.engine_kwargs, arguments)
     arguments |= config.engine_kwargs
     if on_cpu and NO_PREFIXES.option not in arguments and EngineArgs(**arguments).create_model_config().is_hybrid:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlbench.options import refuse, section
-from rlbench.strategies.options.config import HeldOptions
+from rlbench.strategies.options.config import ROW_SHARING, HeldOptions
 
 ranks = section("Ranks")
 OPTIMIZER, SCHEDULE, FROZEN = "optimizer", "schedule", "frozen"  # the parts of a setup, see `TrainingSetup`
@@ -27,6 +27,11 @@ class RankOptions(HeldOptions):
     reshard_after_forward: bool = ranks(True, "free gathered layers after their forward; False trades memory for time")
     local_ranks: int | None = ranks(None, "ranks that share this host's cores; None: all")
     threads: int | None = ranks(None, "compute threads of a rank; None: cores / local_ranks")
+    router_replay: bool = ranks(
+        False,
+        "the routers of a mixture of experts take the experts that the sampler's chose, as rollouts bring them (R3, "
+        "docs/models.md); a reference keeps its own",
+    )
     host: str = ranks(
         "127.0.0.1", "address rank 0 listens on for its peers; loopback gives way to rb.init(network_interface=…)"
     )
@@ -34,9 +39,15 @@ class RankOptions(HeldOptions):
 
     @classmethod
     def check_given(cls, given: Mapping[str, Any]) -> None:
-        """Refuse float16 over weights that are not float32, too."""
+        """Refuse float16 over weights that are not float32, too, and to replay what is split."""
         super().check_given(given)
+        split = [name for name in ROW_SHARING if isinstance(size := given.get(name), int) and size > 1]
         refuse(
+            (
+                given.get("router_replay") is True and split,
+                f"router_replay=True and {', '.join(split)} cannot be honoured together: experts are given to tokens "
+                "and layers that are whole on a rank; leave one of them out",
+            ),
             (
                 given.get("fp16") is True and given.get("masters") is False,
                 "fp16=True and masters=False cannot be honoured together: small gradients would vanish in weights "

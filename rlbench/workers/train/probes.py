@@ -20,6 +20,7 @@ from rlbench.strategies.memory.peak import PeakMemory, room
 from rlbench.strategies.optim.gradients import local, over_shards
 from rlbench.strategies.optim.mp_optimizer import MASTER, FSDPadaptOptimizer
 from rlbench.strategies.ranks.control import on_all_ranks
+from rlbench.trainers.passes.routing import with_any_experts
 from rlbench.trainers.update.options import PolicyOptions
 from rlbench.workers.train.parts import RankParts
 
@@ -34,6 +35,7 @@ class Probes:
     def __init__(self, parts: RankParts, ranks_here: int) -> None:
         self._module, self._policy, self._residency = parts.module, parts.policy, parts.residency
         self._strategy, self._ranks_here = parts.strategy, ranks_here
+        self._replays = parts.config.router_replay
 
     def gradient_facts(self) -> dict[str, Any]:
         """Describe the gradients that wait for a step: of each trainable parameter (P,) float64 over all shards,
@@ -133,6 +135,8 @@ class Probes:
     ) -> dict[str, Any]:
         """Run one micro-batch at its worst, with the gradients of `warm_up` there before (without a loss: a forward
         pass alone), and measure it: `peak` and `before` in bytes."""
+        if self._replays:
+            warm_up, batch = (with_any_experts(self._module, one) for one in (warm_up, batch))
         with self._put_back():
             chosen, count = PolicyOptions.of(options), 1
             if loss_blob is not None:

@@ -30,6 +30,7 @@ from rlbench.strategies.ranks.control import issued_collectives
 from rlbench.strategies.sharding.materialize import allocate, materialize
 from rlbench.strategies.sharding.sources import locate
 from rlbench.trainers.passes.chunked_head import hidden_size
+from rlbench.trainers.passes.routing import check_replayed
 from rlbench.trainers.update.policy_step import PolicyStep
 from rlbench.weights import facts
 from rlbench.weights.manifest import Manifest
@@ -118,6 +119,8 @@ class TrainRank:
         )
         strategy.set_seed()
         module = strategy.control.together("making the module", lambda: _unpickled(module_blob))
+        if config.router_replay:
+            check_replayed(module)
         trains = type(module).on_weights_materialized is not BaseTrainModule.on_weights_materialized
         masters = config.masters if config.masters is not None else trains
         asked = config.bf16 is not None or config.fp16 or config.use_mp_opt
@@ -186,7 +189,7 @@ class TrainRank:
             strategy,
             self._group,
             residency,
-            PolicyStep(module, strategy, _stop_requested, report, scaling),
+            PolicyStep(module, strategy, _stop_requested, report, scaling, self.config.router_replay),
             WeightSender(module, strategy.control, _stop_requested),
             Namespace(
                 module=module, strategy=strategy, rank=self.rank, world_size=self.world_size, device=device.device
