@@ -1,4 +1,5 @@
-"""Programs that the policy writes, run apart: a tool `python` whose calls are processes that can be killed."""
+"""Programs that the policy writes, run apart: a tool `python` whose calls are processes, or containers, that can be
+killed."""
 
 from __future__ import annotations
 
@@ -9,15 +10,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlbench.envs.container import IMAGE, Container, client
 from rlbench.envs.protocol import Turn
 from rlbench.envs.tools import LONGEST_RESULT, Parser, ToolEnv, find_calls
 from rlbench.errors import DataError
 
+KINDS = ("process", "docker")
 NAMESPACES = ("unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
 LIMITS = """
 import os, resource, sys
@@ -35,6 +38,8 @@ def sandbox(
     timeout_s: float = 10.0,
     memory_gib: float = 1.0,
     network: bool = False,
+    image: str | None = None,
+    arguments: Sequence[str] = (),
     parser: Parser | None = None,
     reward: Callable[[Turn], float | None] | None = None,
     role: str | None = "tool",
@@ -43,32 +48,45 @@ def sandbox(
 
         rollouts = session.rollout(chats, n=8, env=rb.envs.sandbox("process"), stop=["</tool>"], max_tokens=256)
 
-    Each call is a process of its own, by Linux's namespaces: without a network, with an empty environment (no keys), in
-    an empty folder that is removed, with bounded memory, processor time and files, and killed with all it started when
-    it is over or takes too long. It is **not** kept from reading what your user may read on the machine, nor from
-    writing there: the policy's programs are mistakes to survive, not attackers. For those run rlbench in a container.
+    `"process"`: each call is a process of its own, by Linux's namespaces: without a network, with an empty environment
+    (no keys), in an empty folder that is removed, with bounded memory, processor time and files, and killed with all it
+    started when it is over or takes too long. It is **not** kept from reading what your user may read on the machine,
+    nor from writing there: the policy's programs are mistakes to survive, not attackers.
+
+    `"docker"`: each call is a container of its own, by Docker or Podman on the hosts of the replicas: what it sees of
+    files is the image, read only, and an empty folder of 64 MiB in memory; it has no network, no capabilities and no
+    user of the host's, at most 64 processes and the memory given, and ends with all it started. It shares the host's
+    kernel, as every container does: a program that breaks that breaks out.
 
     Args:
-        kind: `"process"`, the one there is.
-        timeout_s: seconds a program may take.
-        memory_gib: GiB of memory each of its processes may allocate.
-        network: True leaves namespaces out, for hosts that refuse them: a program then reaches the network, and what
-            it detaches from itself outlives it.
+        kind: `"process"` or `"docker"`.
+        timeout_s: seconds a program may take, without a container's start.
+        memory_gib: GiB of memory each of its processes may allocate; of a container, all of them together.
+        network: True gives a program the network. As a process it goes without namespaces then, for hosts that refuse
+            them: what it detaches from itself outlives it.
+        image: of a container, with `python3` in it, fetched where it is not there; default `"python:3.12-slim"`.
+        arguments: further ones of `docker run`: `("--runtime=runsc",)`.
         parser, reward, role: as of `rb.envs.tools`.
     """
-    if kind != "process":
-        raise DataError(f"sandbox({kind!r}): there is 'process' alone; for a server of your own see rb.envs.mcp")
+    if kind not in KINDS:
+        raise DataError(f"sandbox({kind!r}): there are {' and '.join(KINDS)}; for a server of your own see rb.envs.mcp")
     if not timeout_s > 0 or not memory_gib > 0:
         raise DataError(f"sandbox(timeout_s={timeout_s}, memory_gib={memory_gib}): wanted numbers above 0")
-    runs = Program(timeout_s, memory_gib, network)
+    if kind == "process" and (image is not None or arguments):
+        raise DataError("sandbox('process'): image and arguments are of 'docker'")
+    runs: Callable[[str], str]
+    if kind == "docker":
+        runs = container = Container(client(), timeout_s, memory_gib, network, image or IMAGE, tuple(arguments))
+        container.prepare()
+    else:
+        runs = Program(timeout_s, memory_gib, network)
     try:
         said = runs("print(6 * 7)")
     except OSError as error:  # there is no `unshare`
         said = str(error)
     if said != "42":
-        raise DataError(
-            f"sandbox: this host lets no process be set apart ({said[:200]}); network=True goes without that"
-        )
+        mend = "network=True goes without that" if kind == "process" else "arguments=(…) are added to `docker run`"
+        raise DataError(f"sandbox({kind!r}): this host lets no program be set apart ({said[:300]}); {mend}")
     return SandboxEnv({"python": runs}, parser or find_calls, reward, role)
 
 
