@@ -49,9 +49,10 @@ from rlbench.workers.train.probes import Probes
 from rlbench.workers.train.redefine import Redefining
 from rlbench.workers.train.setup import TrainingSetup
 from rlbench.workers.train.snapshots import Snapshots
-from rlbench.workers.train.stage import WeightSender, checksum
+from rlbench.workers.train.stage import WeightSender
 from rlbench.workers.train.states import Residency
 from rlbench.workers.train.trainer import HeldTrainer
+from rlbench.workers.train.whole import checksum
 
 OF_THE_STRATEGY = ("adam_offload", "use_mp_opt", "fsdp_cpu_offload", *ROW_SHARING)
 

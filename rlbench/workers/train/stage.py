@@ -4,13 +4,12 @@ sending, which replicas load at the same time, only until it starts."""
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MethodType
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -19,15 +18,16 @@ from torch.distributed.tensor import DTensor
 from rlbench.dispatch.context import current
 from rlbench.errors import EngineError, Stopped, WeightSyncError, nearest
 from rlbench.nn import BaseTrainModule
-from rlbench.nn.lora import NAME, PEFT_PREFIX, Adapted, plain_name
-from rlbench.nn.quantised import QuantisedLinear, quantised_layers
-from rlbench.strategies.optim.gradients import full_shape, gathered, is_split
+from rlbench.nn.lora import PEFT_PREFIX, Adapted, plain_name
+from rlbench.nn.quantised import quantised_layers
+from rlbench.strategies.optim.gradients import is_split
 from rlbench.strategies.ranks.control import ControlGroup
 from rlbench.user_code import user_code
 from rlbench.weights.channel import Channel, send
-from rlbench.weights.manifest import AdapterInfo, Layout, Manifest
+from rlbench.weights.manifest import Layout, Manifest
 from rlbench.weights.names import to_checkpoint_names, unique_parameters
 from rlbench.weights.staging import DEFAULT_BUCKET_BYTES, IpcStage, ShmStage
+from rlbench.workers.train.whole import adapter_info, checkpoint_names, shape_only, weight_of, whole_tensor
 
 STAGED = ("shm", "ipc")
 ADAPTER = "-adapter"
@@ -82,14 +82,14 @@ class WeightSender:
             return replace(self._stages[key].write(tensors), adapter=about)
 
         work = write if self._control.rank in ranks else None
-        return self._consume("staging weights", _gathered, work, adapter=adapter > 0)
+        return self._consume("staging weights", whole_tensor, work, adapter=adapter > 0)
 
     @torch.no_grad()
     def give(self, doing: str, take: Callable[[Named], T], adapter: bool = False) -> T | None:
         """Gather all weights by their checkpoint names, or the `adapter` as peft saves it; rank 0 returns what `take`
         gives. Collective."""
-        tensors = self._own_adapter(_gathered) if adapter else None
-        return self._consume(doing, _gathered, take if self._control.rank == 0 else None, tensors=tensors)
+        tensors = self._own_adapter(whole_tensor) if adapter else None
+        return self._consume(doing, whole_tensor, take if self._control.rank == 0 else None, tensors=tensors)
 
     @property
     def is_hooked(self) -> bool:
@@ -114,7 +114,7 @@ class WeightSender:
         """Names, types and shapes of all weights (of the adapter, where it has a number) as a sync sends them;
         collective. Raises as `announce`."""
         plan = partial(Layout, DEFAULT_BUCKET_BYTES)
-        placed = cast(Layout, self._consume("announcing weights", _shape_only, plan, adapter=adapter > 0))
+        placed = cast(Layout, self._consume("announcing weights", shape_only, plan, adapter=adapter > 0))
         return Manifest("layout", placed.buckets, adapter=adapter_info(self._module, adapter) if adapter else None)
 
     @torch.no_grad()
@@ -158,7 +158,7 @@ class WeightSender:
                 channel.release()
             self._stoppable = False
             transmit = None if channel is None else partial(send, channel, manifest)
-            self._consume("sending weights", _gathered, transmit, channel, manifest.adapter is not None)
+            self._consume("sending weights", whole_tensor, transmit, channel, manifest.adapter is not None)
         except BaseException as error:
             if channel is not None:
                 channel.fail(error)
@@ -217,13 +217,13 @@ class WeightSender:
 
     def _checkpoint_tensors(self, full: Callable[[Tensor], Tensor]) -> Named:
         """Tensors as a checkpoint holds them, made `full` as they are asked for."""
-        renamed = _renames(self._module)
+        renamed = checkpoint_names(self._module)
         if renamed is None:  # the architecture merges or splits tensors, which needs all of them
             tensors = dict(self._full_tensors(full))
             try:
                 yield from to_checkpoint_names(self._module, tensors).items()
             except (NotImplementedError, RuntimeError) as error:
-                if full is not _shape_only:
+                if full is not shape_only:
                     raise
                 raise WeightSyncError(
                     f"the weights of {type(self._module).__name__} cannot be named without their contents ({error}), "
@@ -237,7 +237,7 @@ class WeightSender:
 
     def _adapter_tensors(self, full: Callable[[Tensor], Tensor]) -> Named:
         """The adapter's tensors, on layers called as a checkpoint calls them."""
-        renamed = _renames(self._module)
+        renamed = checkpoint_names(self._module)
         if renamed is None:
             raise WeightSyncError(
                 f"{type(self._module).__name__} merges or splits the layers of its checkpoint, so vLLM has none that "
@@ -288,7 +288,7 @@ class WeightSender:
             if since_vote >= VOTE_BYTES:
                 self._vote(failure)
                 since_vote = 0
-            name, whole = f"{path}.weight", _weight_of(layer, full)
+            name, whole = f"{path}.weight", weight_of(layer, full)
             since_vote += whole.nbytes
             yield plain_name(name), adapted.merged(name, whole, full)
         self._vote(failure)
@@ -305,56 +305,3 @@ class WeightSender:
         asked = self._stoppable and self._stop_requested()
         if self._control.stops("gathering weights", self._failure if failure is None else failure, asked):
             raise Stopped("weight sync stopped while weights were gathered; the replicas keep theirs")
-
-
-def _gathered(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor, on the ranks' device even where its shards live in host memory; collective."""
-    if not isinstance(tensor, DTensor):
-        return gathered(tensor)
-    own, device_type = tensor.to_local(), tensor.device_mesh.device_type
-    if own.device.type != device_type:  # fsdp_cpu_offload, on a GPU
-        own, tensor = own.to(device_type), tensor.to(device_type)
-    return own if tensor.device_mesh.size() == 1 else tensor.full_tensor()
-
-
-def adapter_info(module: torch.nn.Module, number: int) -> AdapterInfo:
-    """Describe the adapter of a module that has one, and that has `number` in the replicas."""
-    layers = Adapted.of(module).layers
-    first = next(iter(layers.values()))
-    targets = tuple(sorted({path.rpartition(".")[2] for path in layers}))
-    return AdapterInfo(number, int(first.r[NAME]), float(first.lora_alpha[NAME]), targets)
-
-
-def _shape_only(tensor: Tensor) -> Tensor:
-    return torch.empty(full_shape(tensor), dtype=tensor.dtype, device="meta")
-
-
-def _weight_of(layer: QuantisedLinear, full: Callable[[Tensor], Tensor]) -> Tensor:
-    """The whole weight of a quantised layer, or, where shapes alone are wanted, that."""
-    return layer.whole() if full is _gathered else torch.empty(layer.shape, dtype=layer.dtype, device="meta")
-
-
-def _renames(module: torch.nn.Module) -> dict[str, str] | None:
-    """Checkpoint name of each parameter where the architecture only renames; None where it merges or splits."""
-    adapters = Adapted.of(module).adapter_names()
-    held = [*unique_parameters(module), *(f"{path}.weight" for path in quantised_layers(module))]
-    names = [plain_name(name) for name in held if name not in adapters]
-    probes = {name: torch.empty(2, 2, device="meta") for name in names}
-    by_id = {id(probe): name for name, probe in probes.items()}
-    try:
-        converted = to_checkpoint_names(module, dict(probes))
-    except Exception:  # a conversion looked into the tensors, which probes do not have
-        return None
-    renamed = {by_id.get(id(tensor)): name for name, tensor in converted.items()}
-    return None if None in renamed or len(renamed) != len(names) else {old: new for old, new in renamed.items() if old}
-
-
-@torch.no_grad()
-def checksum(module: torch.nn.Module) -> str:
-    """sha256 over names and full values of all parameters; collective, equal on all ranks and for any sharding."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(unique_parameters(module).items()):
-        full: Any = _gathered(tensor)
-        digest.update(name.encode())
-        digest.update(full.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
