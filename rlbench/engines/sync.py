@@ -13,7 +13,7 @@ from rlbench.dispatch import views
 from rlbench.dispatch.chain import Chain, Steps
 from rlbench.dispatch.link import shm_prefix
 from rlbench.errors import BuildError, EngineError, StateError, WeightSyncError
-from rlbench.weights.manifest import Manifest, merged
+from rlbench.weights.manifest import Handover, Manifest, merged
 from rlbench.weights.probe import Probe
 from rlbench.weights.sync import (
     allowed_gap,
@@ -104,9 +104,10 @@ class EngineSource:
     def logprobs(self, probe: Probe) -> Steps:
         return probe_steps(self._train, probe, "weight sync")
 
-    def stage(self, choice: Choice, adapter: int) -> Steps:
+    def stage(self, choice: Choice, adapter: int, handover: Handover) -> Steps:
         prefix = f"{shm_prefix(self._train.link.name)}{self._train.name}"
-        options = {"transport": choice.transport, "prefix": prefix, "ranks": choice.senders, "adapter": adapter}
+        options: dict[str, Any] = {"transport": choice.transport, "prefix": prefix, "ranks": choice.senders}
+        options |= {"adapter": adapter, "handover": handover}
         what = "weight sync: staging"
         return (yield self._train.call_all("stage_weights", options, finish=merged, what=what, observer=self.view))
 
@@ -126,7 +127,7 @@ class EngineSource:
     def committed(self, version: int, manifest: Manifest) -> None:
         # these files outlive the ranks: what a rebuilt trainer may go on from, unless its adapters are merged in them
         if manifest.transport == "shm" and not self.adapter:
-            self._train.note_staged(version, asdict(manifest))
+            self._train.note_staged(version, asdict(manifest.whole()))
 
 
 class Crossing:

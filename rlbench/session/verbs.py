@@ -63,6 +63,8 @@ def rollout(
 def sync_weights(core: SessionCore, transport: str | None = None) -> Pending[Synced]:
     """Send the trainer's weights to the replicas and prove it by log-probs; returns `Synced` (or a `Pending`).
 
+    What is frozen and as the replicas have it is left out.
+
     Args:
         transport: `"shm"`, `"ipc"` or `"broadcast"` (see `TrainEngine.p2p_weight_sync`); None: the best that works.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,13 +55,29 @@ class AdapterInfo:
 
 
 @dataclass(frozen=True)
+class Handover:
+    """To which engine weights go, by which token all its replicas have `held` since an earlier sync ("": by none), and
+    the `token` of this one."""
+
+    to: str
+    held: str
+    token: str
+
+
+@dataclass(frozen=True)
 class Manifest:
-    """One complete set of weights, or one `adapter` alone, staged, or (by `channel`) about to be sent."""
+    """One complete set of weights, or one `adapter` alone, staged, or (by `channel`) about to be sent.
+
+    `unchanged`: what replicas that hold the weights of the token `follows` have already; with it the set is complete.
+    """
 
     transport: str
     buckets: tuple[Bucket, ...]
     channel: ChannelInfo | None = None
     adapter: AdapterInfo | None = None
+    unchanged: tuple[Bucket, ...] = ()
+    follows: str = ""
+    token: str = ""  # of what a replica then holds
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Manifest:
@@ -84,8 +100,27 @@ class Manifest:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape by checkpoint name."""
-        return {entry.name: entry.shape for entry in self.entries}
+        """Shape by checkpoint name, of what is left out as unchanged too."""
+        return {entry.name: entry.shape for entry in (*self.entries, *self.left_out)}
+
+    @property
+    def left_out(self) -> Iterator[TensorEntry]:
+        """All tensors that are unchanged."""
+        return (entry for bucket in self.unchanged for entry in bucket.entries)
+
+    def parted(self, sent: Set[str]) -> Manifest:
+        """Return the same set of which only the tensors `sent` go, in the places they have."""
+        unchanged = {entry.name for entry in self.entries} - sent
+        return replace(self, buckets=_only(self.buckets, sent), unchanged=_only(self.buckets, unchanged))
+
+    def whole(self) -> Manifest:
+        """Return what lies in shared memory, whatever of it was written last."""
+        entries: dict[tuple[str, int], list[TensorEntry]] = {}
+        for bucket in (*self.buckets, *self.unchanged):
+            entries.setdefault((bucket.path, bucket.nbytes), []).extend(bucket.entries)
+        files = sorted(entries, key=lambda file: (len(file[0]), file[0]))  # their names end in numbers
+        in_order = (tuple(sorted(entries[file], key=lambda e: (e.offset, e.nbytes))) for file in files)
+        return Manifest(self.transport, tuple(Bucket(*file, es) for file, es in zip(files, in_order, strict=True)))
 
 
 class Layout:
@@ -116,6 +151,12 @@ class Layout:
     def buckets(self) -> tuple[Bucket, ...]:
         """What was placed so far."""
         return tuple(Bucket("", _end(entries), tuple(entries)) for entries in self._buckets)
+
+
+def _only(buckets: Sequence[Bucket], names: Set[str]) -> tuple[Bucket, ...]:
+    """Return the buckets with the entries of these names alone; those without any are left out."""
+    parts = (replace(bucket, entries=tuple(e for e in bucket.entries if e.name in names)) for bucket in buckets)
+    return tuple(part for part in parts if part.entries)
 
 
 def _end(entries: Sequence[TensorEntry]) -> int:

@@ -43,6 +43,7 @@ class ShmStage:
         self.prefix = prefix
         self.bucket_bytes = bucket_bytes
         self._mappings: list[_Mapping] = []
+        self._written = Manifest("shm", ())
 
     def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
         """Copy the tensors into shared memory, over what was staged before; one is taken at a time."""
@@ -51,7 +52,19 @@ class ShmStage:
             index, entry = layout.place(name, tensor)
             view(self._room(index, entry.offset + entry.nbytes), entry).copy_(tensor.detach())
         buckets = enumerate(layout.buckets)
-        return Manifest("shm", tuple(replace(bucket, path=self._path(index)) for index, bucket in buckets))
+        self._written = Manifest("shm", tuple(replace(bucket, path=self._path(index)) for index, bucket in buckets))
+        return self._written
+
+    def rewrite(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
+        """Copy tensors over those of their names, of type and shape as before; all others stay as they were written,
+        and are what the manifest has unchanged."""
+        places = {e.name: (index, e) for index, bucket in enumerate(self._written.buckets) for e in bucket.entries}
+        names = set()
+        for name, tensor in tensors:
+            index, entry = places[name]
+            view(self._mappings[index].data, entry).copy_(tensor.detach())
+            names.add(name)
+        return self._written.parted(names)
 
     def close(self) -> None:
         """Unmap and unlink everything; staging again afterwards starts with fresh files."""

@@ -6,6 +6,7 @@ Staging can be interrupted; weights are applied as a whole, or the replicas are 
 from __future__ import annotations
 
 import itertools
+import secrets
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -17,9 +18,9 @@ import numpy as np
 
 from rlbench.errors import StateError, Stopped, WeightSyncError, WorkerDied
 from rlbench.results import Result
-from rlbench.units import format_bytes
+from rlbench.units import format_bytes, format_number
 from rlbench.weights.facts import LOOPBACK
-from rlbench.weights.manifest import Manifest
+from rlbench.weights.manifest import Handover, Manifest
 from rlbench.weights.probe import Probe
 from rlbench.weights.transport import Choice, Facts, choose
 
@@ -51,7 +52,7 @@ class WeightSource(Protocol):
 
     def facts(self) -> list[Facts]: ...
     def logprobs(self, probe: Probe) -> Steps: ...  # of each sequence
-    def stage(self, choice: Choice, adapter: int) -> Steps: ...  # gives the `Manifest` the replicas can read now
+    def stage(self, choice: Choice, adapter: int, handover: Handover) -> Steps: ...  # a `Manifest` of what is there now
     def announce(self, sender: int, options: dict[str, Any]) -> Steps: ...  # gives the `Manifest` of a broadcast
     def broadcast(self, manifest: Manifest, workers: list[int]) -> Steps: ...  # while replicas of so many workers apply
     def release(self, choice: Choice) -> Steps: ...  # frees what was staged for this sync alone
@@ -68,6 +69,7 @@ class Begun:
     replicas: list[Facts]
     choice: Choice
     probe: Probe
+    handover: Handover
 
 
 @dataclass(frozen=True)
@@ -81,18 +83,27 @@ class Synced(Result):
     gap: float | None  # largest log-prob difference on the probe; None where the proof waits for the KV cache
     allowed: float  # the largest gap that passes
     seconds: float = field(compare=False)  # that the weights travelled, without the proof, as its rank measured it
+    unchanged: int = 0  # tensors that were left out: frozen, and in the replicas as they are
+    unchanged_bytes: int = 0
 
     @property
     def bytes_per_s(self) -> float:
         """Of weights, from the trainer's ranks into the replicas."""
         return self.bytes / self.seconds
 
+    @property
+    def sent(self) -> str:
+        """What travelled, how, and how fast."""
+        size, rest, tensors = format_bytes(self.bytes), "", f"{format_number(self.tensors)} tensors"
+        if self.unchanged:
+            size += f" of {format_bytes(self.bytes + self.unchanged_bytes)}"
+            rest = f" ({format_number(self.unchanged)} unchanged)"
+        return f"{size} in {tensors}{rest} by {self.transport} at {format_bytes(self.bytes_per_s)}/s"
+
     def __repr__(self) -> str:
         gap = "proof waits for the KV cache" if self.gap is None else f"gap {self.gap:.1g} nats"
-        speed = f"{format_bytes(self.bytes_per_s)}/s"
-        sent = f"{format_bytes(self.bytes)} in {self.tensors} tensors by {self.transport} at {speed}"
         version = "" if self.version is None else f"v{self.version} · "
-        return f"Synced({version}{sent} · {gap})"
+        return f"Synced({version}{self.sent} · {gap})"
 
 
 def sync_steps(
@@ -104,11 +115,11 @@ def sync_steps(
     choice, adapter = begun.choice, source.adapter if infer.info.get("adapters") else 0
     broadcasts, begin = choice.transport == "broadcast", time.perf_counter()
     if broadcasts:
-        group = _group_options(infer.name, begun) | {"adapter": adapter}
+        group = _group_options(infer.name, begun) | {"adapter": adapter, "handover": begun.handover}
         manifest = yield from source.announce(choice.senders[0], group)
         yield from lead(_call(infer, "check_weights", replace(manifest, channel=None)))
     else:
-        manifest = yield from source.stage(choice, adapter)
+        manifest = yield from source.stage(choice, adapter, begun.handover)
     proof = yield from lead(_owe(source, infer, begun, expected))
     try:
         if broadcasts:
@@ -126,7 +137,10 @@ def synced(
     version: int | None, manifest: Manifest, transport: str, gap: float | None, dtype: str, seconds: float
 ) -> Synced:
     """Describe a sync of what the manifest lists, by a trainer that computes in `dtype`."""
-    return Synced(version, manifest.nbytes, len(list(manifest.entries)), transport, gap, allowed_gap(dtype), seconds)
+    left_out = list(manifest.left_out)
+    sizes = manifest.nbytes, len(list(manifest.entries))
+    unchanged = len(left_out), sum(entry.nbytes for entry in left_out)
+    return Synced(version, *sizes, transport, gap, allowed_gap(dtype), seconds, *unchanged)
 
 
 def commit_steps(infer: Replicas, proof: dict[str, Any]) -> Steps:
@@ -251,7 +265,9 @@ def _begin(infer: Replicas, dtype: str, ranks: list[Facts], transport: str | Non
     replicas: list[Facts] = asked(infer, "sync_facts")
     choice = choose(ranks, replicas, transport)
     yield infer.call_all("begin_sync", what="weight sync")
-    return Begun(held, ranks, replicas, choice, Probe.of(infer.info))
+    tokens = {str(state["holds"]) for state in held}
+    handover = Handover(infer.name, tokens.pop() if len(tokens) == 1 else "", secrets.token_hex(8))
+    return Begun(held, ranks, replicas, choice, Probe.of(infer.info), handover)
 
 
 def _call(infer: Replicas, name: str, manifest: Manifest, what: str = "weight sync") -> Steps:

@@ -24,6 +24,7 @@ class CpuReplicaWorker(ReplicaWorkerMixin, CPUWorker):
         keep_freed_pages()
         super().__init__(*args, **kwargs)
         self._restore: list[Callable[[], None]] = []
+        self._kernels: dict[UnquantizedFusedMoEMethod, Any] = {}
 
     def load_model(self, **options: Any) -> None:
         """As the mixin's, with our own products of adapters."""
@@ -32,8 +33,16 @@ class CpuReplicaWorker(ReplicaWorkerMixin, CPUWorker):
 
     def start_weight_update(self) -> None:
         """As vLLM's; the experts' kernels are made again from what comes."""
-        forget_expert_kernels(self.model_runner.model)
+        self._kernels = forget_expert_kernels(self.model_runner.model)
         super().start_weight_update()
+
+    def finish_weight_update(self) -> None:
+        """As the mixin's; experts of which nothing came keep their kernels."""
+        super().finish_weight_update()
+        for experts, kernel in self._kernels.items():
+            if experts.moe_kernel is None:
+                experts.moe_kernel = kernel
+        self._kernels = {}
 
     def reload_from_disk(self) -> None:
         """Load the checkpoint again (also after the weights were discarded)."""
@@ -66,14 +75,17 @@ class CpuReplicaWorker(ReplicaWorkerMixin, CPUWorker):
             self._restore = []
 
 
-def forget_expert_kernels(model: torch.nn.Module) -> None:
-    """Have the next weights of each mixture of experts packed, as vLLM does only where it makes their kernel.
+def forget_expert_kernels(model: torch.nn.Module) -> dict[UnquantizedFusedMoEMethod, Any]:
+    """Have the next weights of each mixture of experts packed, as vLLM does only where it makes their kernel; return
+    the kernels of before.
 
     The old kernel would read plain weights as packed ones, without an error.
     """
-    for module in model.modules():
-        if isinstance(module, UnquantizedFusedMoEMethod):
-            module.moe_kernel = None
+    found = [module for module in model.modules() if isinstance(module, UnquantizedFusedMoEMethod)]
+    kernels = {experts: experts.moe_kernel for experts in found}
+    for experts in found:
+        experts.moe_kernel = None
+    return kernels
 
 
 def _discarded(*_: Any) -> torch.Tensor:

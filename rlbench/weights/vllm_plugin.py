@@ -21,10 +21,11 @@ from torch.utils._pytree import tree_leaves
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.utils.nccl import unpinned_nccl_env
 from vllm.v1.worker.gpu_worker import Worker
 
-from rlbench.errors import BuildError, WeightSyncError
+from rlbench.errors import BuildError, WeightSyncError, some
 from rlbench.weights import facts
 from rlbench.weights.channel import Channel, receive
 from rlbench.weights.manifest import AdapterInfo, Bucket, ChannelInfo
@@ -33,6 +34,7 @@ from rlbench.weights.staging import ShmReader, read_ipc
 from rlbench.weights.vllm_routing import RoutingRecord
 
 BACKEND = "rlbench"
+PartlyLoaded = weakref.WeakKeyDictionary[torch.nn.Module, int]
 
 
 @dataclass
@@ -48,6 +50,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
     transport: str
     bucket: Bucket
+    part: bool = False  # of an update by some of the weights
 
 
 class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -61,6 +64,8 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._shm = ShmReader()
         self._channel: Channel | None = None
         self._packed_before: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._part: bool | None = None  # of the update that is open; None: nothing came yet
+        self._padded: PartlyLoaded = weakref.WeakKeyDictionary()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """For a broadcast: join the group (once), and wait until the sender begins. Touches no weight."""
@@ -83,21 +88,36 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def start_weight_update(self) -> None:
         """Put the layers into the state in which they take checkpoint tensors."""
-        self._packed_before = packed_copies(self.model)
+        self._packed_before, self._part = packed_copies(self.model), None
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load one bucket. A failure leaves whole layers with undefined weights, not to be served (`torn`)."""
+        self._part = update_info.part
         try:
             self.model.load_weights(self.tensors(update_info))
         except BaseException as error:
             self._leave(error)
-            self.finish_weight_update()  # else half-loaded layers would mix what they hold into the next sync
+            self.end_weight_update()  # else half-loaded layers would mix what they hold into the next sync
             raise
 
     def finish_weight_update(self) -> None:
-        """Pack what was loaded, the tied head included."""
-        finalize_layerwise_reload(self.model, self.model_config)
+        """Pack what was loaded, the tied head included; WeightSyncError where some of the weights left a layer in part
+        as it was, which a whole set does not."""
+        loaded = partly_loaded(self.model)
+        self.end_weight_update()
+        if self._part is False:
+            self._padded = loaded
+        elif mixed := [type(layer).__name__ for layer in loaded if loaded[layer] != self._padded.get(layer)]:
+            raise WeightSyncError(
+                f"only some of the tensors that {some(mixed)} is made of here were sent, the frozen others left out as "
+                "unchanged: freeze all or none of them, and report the architecture"
+            )
+
+    def end_weight_update(self) -> None:
+        """Pack what was loaded so far, whether or not it is all."""
+        with layers_left_out() if self._part else contextlib.nullcontext():
+            finalize_layerwise_reload(self.model, self.model_config)
         repack_stale(self.model, self._packed_before)
         if self.device.type == "cuda":
             torch.cuda.ipc_collect()  # the sender has its memory back
@@ -124,6 +144,31 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if update.transport != "broadcast" or self._channel is None:
             raise WeightSyncError(f"no way for weights by {update.transport!r} is open here: sync again")
         return receive(self._channel, update.bucket)
+
+
+def partly_loaded(model: torch.nn.Module) -> PartlyLoaded:
+    """Return, during an update, how many elements came of each layer of which some came, but not all."""
+    found: PartlyLoaded = weakref.WeakKeyDictionary()
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.load_numel_total is not None and 0 < info.load_numel < info.load_numel_total:
+            found[layer] = info.load_numel
+    return found
+
+
+@contextlib.contextmanager
+def layers_left_out() -> Iterator[None]:
+    """Keep vLLM from warning of each layer of which nothing came."""
+    logger = logging.getLogger(get_layerwise_info.__module__)
+
+    def other(record: logging.LogRecord) -> bool:
+        return "Failed to load weights" not in str(record.msg)
+
+    logger.addFilter(other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(other)
 
 
 def packed_copies(model: torch.nn.Module) -> weakref.WeakSet[Any]:
@@ -196,7 +241,7 @@ class ReplicaWorkerMixin:
     def start_weight_update(self) -> None:
         """As vLLM's; an update that is still open here, since it failed on another worker alone, is over."""
         if self._weight_update_active:
-            self.weight_transfer_engine.finish_weight_update()  # type: ignore[attr-defined]
+            self.weight_transfer_engine.end_weight_update()  # type: ignore[attr-defined]
             self.weight_transfer_engine.reset_weight_update_target()  # type: ignore[attr-defined]
             self._weight_update_active = False
         super().start_weight_update()  # type: ignore[misc]

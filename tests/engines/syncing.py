@@ -14,6 +14,26 @@ def perturb(scale=0.05):
             local.add_(scale * torch.randn(local.shape, generator=generator))
 
 
+def freeze(*begin):
+    """Freeze what begins so, and nothing else."""
+    for name, p in module.named_parameters():
+        p.requires_grad_(not name.startswith(begin))
+
+
+def train_on(scale=0.05):
+    """Change what is not frozen, as a step would."""
+    with torch.no_grad():
+        for p in module.parameters():
+            if p.requires_grad:
+                p.to_local().add_(scale * torch.randn(p.to_local().shape, generator=torch.Generator().manual_seed(4)))
+
+
+def edit(name, on_rank):
+    """Change one rank's shard of a frozen parameter past autograd."""
+    if rank == on_rank:
+        dict(module.named_parameters())[name].to_local().data.mul_(1.5)
+
+
 def gap(train, infer):
     """Largest difference of log-probs on the same tokens, trainer against replica."""
     from rlbench.data.batches.batch import as_batch

@@ -289,6 +289,28 @@ def test_new_weights_change_what_is_drawn_to_what_the_trainer_computes(session, 
     assert session.sync_weights()["version"] == highest + 1 == session.rollout(PROMPTS, max_tokens=2).weight_version
 
 
+def test_frozen_layers_travel_once_unless_the_kernel_sent_weights_in_between(session, train):
+    def freeze(frozen):
+        for name, p in module.named_parameters():
+            p.requires_grad_(not (frozen and name.startswith("model.layers.0.")))
+
+    def update():
+        return strategy.update_engine_weights(module)
+
+    ranks(train, freeze, True)
+    ranks(train, update)
+    train.run_cell("module.model.norm.weight.data.mul_(1.2)")
+    done = ranks(train, update)
+    assert done[0]["unchanged"] > 5 and done[0]["gap"] <= 1e-4 and done[0] == done[1]
+    assert max(train.run(scored, [2, 2], GREEDY)) <= 1e-4
+    record = session.core.link.state("engines")["engines"]["actor"]
+    assert record["rank_staged_version"] == done[0]["version"]
+    staged = [entry["name"] for bucket in record["rank_staged"]["buckets"] for entry in bucket["entries"]]
+    assert len(staged) == done[0]["tensors"] + done[0]["unchanged"]
+    assert session.sync_weights().unchanged == ranks(train, update)[0]["unchanged"] == 0
+    ranks(train, freeze, False)
+
+
 def test_weights_that_come_while_the_engine_sleeps_are_proved_when_it_wakes(session, train):
     train.run_cell("strategy.maybe_sleep_inference_engine()")
     train.run(perturb, 0.02, seed=6)

@@ -11,7 +11,7 @@ from rlbench.errors import BuildError, DataError, EngineError, StateError, Weigh
 from rlbench.runtime.processes import start_time
 from rlbench.trainers.models.policy_spec import PolicySpec
 from tests.clock import until
-from tests.engines.syncing import gap, perturb
+from tests.engines.syncing import freeze, gap, perturb
 
 pytestmark = pytest.mark.engine
 PROMPTS = ["sort 52143", "sort 9071", "sort 3321"]
@@ -103,6 +103,20 @@ def test_a_reference_takes_the_policys_weights_and_gives_none_back(train, infer,
         train.p2p_weight_sync(reference)
     reference.cuda()
     assert train.call_all("state_checksum").result()[0] == own
+
+
+def test_a_replica_that_took_another_trainers_weights_gets_all_of_them(train, infer, reference):
+    """Of a trainer of which all is frozen nothing goes twice."""
+    train.run(freeze, "model.layers.0.")
+    train.p2p_weight_sync(infer)
+    assert train.p2p_weight_sync(infer).unchanged > 5
+    for unchanged in (False, True):
+        done = reference.p2p_weight_sync(infer)
+        assert (done.tensors == 0, done.unchanged > 0) == (unchanged, unchanged)
+        assert gap(reference, infer) <= 1e-4 < 1e-2 < gap(train, infer)
+    assert train.p2p_weight_sync(infer).unchanged == 0 and gap(train, infer) <= 1e-4
+    train.run(freeze, "no parameter of this name")
+    assert train.p2p_weight_sync(infer).unchanged == 0, "what trains is sent, changed or not"
 
 
 def test_an_offloaded_trainer_is_refused_with_the_mend(train, infer):

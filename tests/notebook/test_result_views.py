@@ -49,6 +49,10 @@ def shell():
     ("value", "words"),
     [
         (SYNCED, ["weights synced", "v42", "1e-06 nats", "48 MiB in 26 tensors by shm"]),
+        (
+            Synced(42, 12 << 20, 24, "shm", 1e-6, 1e-4, 0.02, 26, 36 << 20),
+            ["12 MiB of 48 MiB in 24 tensors (26 unchanged) by shm at 600 MiB/s"],
+        ),
         (Synced(42, 1, 1, "shm", None, 1e-4, 0.1), ["waits for the KV cache", "session.onload('inference')"]),
         (MOVED, ["inference", "weights ● resident", "kv cache ◌ released", "freed 2 GiB", "v3"]),
         (RELEASED, ["optimizer ● resident", "freed 1 GiB", "⚠ lost: trained weights"]),

@@ -196,6 +196,45 @@ def test_what_cannot_be_is_refused_and_nothing_changes(
     assert session.train.run(kinds)[0] == ["AdamW"]
 
 
+def version_shown(session: Any) -> set[int]:
+    return set(session.inference.weight_versions())
+
+
+def test_frozen_layers_do_not_travel_and_undo_heal_and_other_replicas_find_all_weights(
+    session: Any, batch: Any, put_back: Any
+) -> None:
+    frozen = len(session.freeze("model.layers.0", "model.embed_tokens"))
+    session.sync_weights()
+    whole = session.train_step(batch, lr=1e-2) and session.sync_weights()
+    assert whole.unchanged == frozen and whole.gap <= 1e-4
+    session.train_step(batch)
+    session.undo()
+    back = session.sync_weights()
+    assert back.unchanged == frozen and back.gap <= 1e-4, "undo touches nothing that is frozen"
+    session.restore(session.snapshot())
+    assert session.sync_weights().gap <= 1e-4
+
+    session.train_step(batch)
+    last, held = session.sync_weights(), session.train.call_all("state_checksum").result()
+    assert last.unchanged == frozen
+    os.kill(session.train.run(os.getpid)[1], signal.SIGKILL)
+    with pytest.raises(rb.RLBenchError):
+        session.train_step(batch)
+    session.heal(prefer="weights")
+    assert session.train.call_all("state_checksum").result() == held, "shared memory has what did not travel too"
+    session.train_step(batch, lr=1e-2)
+    again = session.sync_weights()
+    assert again.unchanged == frozen and again.gap <= 1e-4, "heal sent all"
+
+    session.resize(inference=2)
+    more = session.sync_weights()
+    assert version_shown(session) == {more.version} and more.gap <= 1e-4
+    session.resize(inference=1)
+    assert session.sync_weights().gap <= 1e-4
+    session.unfreeze()
+    assert session.sync_weights().unchanged == 0
+
+
 def test_gradients_that_wait_are_not_taken_over_and_a_trainer_goes_with_its_optimizer(
     session: Any, batch: Any, put_back: Any
 ) -> None:

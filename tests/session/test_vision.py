@@ -95,11 +95,14 @@ def test_a_step_is_undone_and_exported_as_transformers_loads_it(seeing: Any, bat
     np.testing.assert_allclose(moved[: len(expected)], expected.numpy(), atol=1e-4)
 
 
-def test_a_frozen_tower_stays_as_it_is(seeing: Any, batch: Any) -> None:
+def test_a_frozen_tower_stays_as_it_is_on_both_sides(seeing: Any, batch: Any) -> None:
     kept, held = seeing.snapshot(), seeing.train.state_dict()
     frozen = seeing.freeze("model.visual")
     assert frozen and all(".visual." in name for name in frozen)
+    assert seeing.sync_weights().unchanged == 0
     seeing.train_step(batch, lr=1e-3)
+    synced = seeing.sync_weights()
+    assert synced.unchanged == len(frozen) and max(probed(seeing)) < 1e-4, "the tower does not travel"
     for name, tensor in seeing.train.state_dict().items():
         assert torch.equal(tensor, held[name]) == (".visual." in name), name
     seeing.unfreeze()

@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlbench.data.rollouts.jobs import GenerateJob
 from rlbench.errors import StateError, WeightSyncError
-from rlbench.weights.manifest import Manifest
+from rlbench.weights.manifest import Bucket, Manifest
 from rlbench.weights.names import to_checkpoint_names, unique_parameters
 from rlbench.weights.staging import ShmStage
+from rlbench.weights.unchanged import group_of
 from rlbench.workers.replica.config import ReplicaConfig
 from rlbench.workers.replica.vllm import VllmReplica
 
@@ -159,6 +160,7 @@ def test_wrong_names_are_refused_and_the_old_weights_stay(
         "kv_cache": "cuda",
         "version": 40,
         "pending": False,
+        "holds": "",
         "running": 0,
         "paused": False,
     }
@@ -206,6 +208,85 @@ def test_a_sync_that_fails_half_way_tears_the_replica_until_the_next_one(
     replica.apply_weights(whole)
     assert gap(replica, model) <= 1e-4
     replica.commit_version(60)
+
+
+def test_a_part_changes_what_it_holds_and_nothing_else(
+    replica: VllmReplica, model: PreTrainedModel, stage: ShmStage, tied: bool
+) -> None:
+    """Group by group as above; the others are not even in memory that could be read."""
+    replica.apply_weights(replace(staged(stage, model), token="0"))
+    assert replica.status()["holds"] == "", "it is not proven yet"
+    replica.commit_version(70)
+    torch.manual_seed(5)
+    weights = to_checkpoint_names(model, unique_parameters(model))
+    groups = sorted({group_of(name) for name in weights})
+    assert len(groups) == (4 if tied else 5), "two layers, embedding, norm, head"
+    for version, group in enumerate(groups, start=71):
+        names = {name for name in weights if group_of(name) == group}
+        with torch.no_grad():
+            for name in names:
+                weights[name].add_(torch.randn_like(weights[name]), alpha=0.03 if weights[name].ndim > 1 else 0.3)
+        assert gap(replica, model) > 1e-3, f"{group} must show before the sync"
+        changed = stage.rewrite((name, weights[name]) for name in names)
+        assert {entry.name for entry in changed.entries} == names
+        assert replica.status()["holds"] == str(version - 71)
+        replica.apply_weights(replace(changed, follows=str(version - 71), token=str(version - 70)))
+        assert gap(replica, model) <= 1e-4, group
+        replica.commit_version(version)
+
+
+def test_a_part_of_what_the_replica_does_not_hold_is_refused(
+    replica: VllmReplica, model: PreTrainedModel, stage: ShmStage
+) -> None:
+    whole = staged(stage, model)
+    part = replace(whole.parted({"model.norm.weight"}), follows="a", token="b")
+    held = replace(whole, token="a")
+
+    def refused() -> None:
+        with pytest.raises(WeightSyncError, match="does not hold the weights that these changes are of"):
+            replica.apply_weights(part)
+        assert replica.status()["weights"] == "cuda", "it keeps what it has"
+
+    replica.apply_weights(held)
+    refused()  # not proven
+    replica.commit_version(80)
+    replica.check_weights(part)
+    for other in (lambda: replica.apply_weights(whole), replica.reload, lambda: replica.to_state("meta", ["weights"])):
+        replica.apply_weights(held)
+        replica.commit_version(81)
+        other()
+        if replica.status()["weights"] == "meta":
+            replica.to_state("cuda", None)
+        refused()
+    replica.apply_weights(held)
+    replica.commit_version(82)
+    nothing = replace(part, unchanged=part.unchanged[1:])
+    with pytest.raises(WeightSyncError, match="did not send"):
+        replica.apply_weights(nothing)
+    with pytest.raises(WeightSyncError, match="does not know"):
+        replica.apply_weights(replace(part, buckets=(*part.buckets, *misspelt(part.unchanged[:1]))))
+
+
+def misspelt(buckets: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
+    return tuple(replace(b, entries=tuple(replace(e, name=f"{e.name}s") for e in b.entries)) for b in buckets)
+
+
+def test_a_part_of_a_layer_is_refused_by_the_layer(
+    replica: VllmReplica, model: PreTrainedModel, stage: ShmStage
+) -> None:
+    """q, k and v are one layer here: what is left of it would be read as undefined memory."""
+    whole = staged(stage, model)
+    replica.apply_weights(replace(whole, token="a"))
+    replica.commit_version(90)
+    part = replace(whole.parted({"model.layers.1.self_attn.q_proj.weight"}), follows="a", token="b")
+    with pytest.raises(WeightSyncError, match="QKVParallelLinear is made of"):
+        replica.apply_weights(part)
+    assert replica.status()["weights"] == "torn" and replica.status()["holds"] == ""
+    replica.apply_weights(replace(whole, token="c"))
+    replica.commit_version(91)
+    assert gap(replica, model) <= 1e-4
+    assert replica.status()["holds"] == "", "all weights come from now on: the same would fail again"
+    replica.state.takes_parts = True
 
 
 def test_reload_returns_to_the_checkpoint(

@@ -30,9 +30,7 @@ def synced_card(synced: Any) -> Card:
     proof, notes = "waits for the KV cache", [f"{WARNING}session.onload('inference') brings it back, and proves them"]
     if synced.gap is not None:
         proof, notes = f"log-probs differ by {synced.gap:.1g} nats at most ({synced.allowed:g} allowed)", []
-    sent = f"{format_bytes(synced.bytes)} in {format_number(synced.tensors)} tensors by {synced.transport}"
-    sent += f" at {format_bytes(synced.bytes_per_s)}/s"
-    return _listed("weights synced", (_version(synced),), {"proof": proof, "sent": sent}, notes)
+    return _listed("weights synced", (_version(synced),), {"proof": proof, "sent": synced.sent}, notes)
 
 
 def moved_card(moved: Any) -> Card:

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -220,9 +220,9 @@ class SglangReplica:
             self.state.weights = "cuda"
             self.commit_version(0)
         self._measure()
-        after, states = self.memory(), {n: v for n, v in asdict(self.state).items() if n != "pending"}
-        reloaded = self.config.path if reload else None
-        return {**states, "memory": after, "freed_bytes": before["rss"] - after["rss"], "reloaded_from": reloaded}
+        after, source = self.memory(), self.config.path if reload else None
+        freed = before["rss"] - after["rss"]
+        return {**self.state.places, "memory": after, "freed_bytes": freed, "reloaded_from": source}
 
     def begin_sync(self) -> None:
         """Refuse a sync that cannot be applied, before the trainer gathers anything. Changes nothing."""
@@ -275,7 +275,7 @@ class SglangReplica:
 
     def status(self) -> dict[str, Any]:
         """Device states, version and the number of running samples. Thread-safe, never waits."""
-        return {**asdict(self.state), "running": len(self._running), "paused": self.gate.closed}
+        return {**self.state.status, "running": len(self._running), "paused": self.gate.closed}
 
     def memory(self) -> dict[str, Any]:
         """Bytes by owner as SGLang says, and resident memory of its processes. Thread-safe, never waits."""

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 
 from rlbench.dispatch.context import CallContext, bringing_back, this_engine
-from rlbench.errors import StateError, nearest
+from rlbench.errors import StateError, WeightSyncError, nearest
 
 TAGS = ("weights", "kv_cache")
 STATES = ("cuda", "cpu", "meta")
@@ -27,12 +27,31 @@ SYNC = "a sync (session.sync_weights(), or p2p_weight_sync(…) on the train eng
 @dataclass
 class ReplicaState:
     """`weights`: cuda (resident), cpu (in host memory), meta (discarded), empty (room, no content) or torn (a sync
-    failed half-way); `kv_cache`: cuda or meta; `pending`: weights were applied whose `version` was not committed."""
+    failed half-way); `kv_cache`: cuda or meta; `pending`: weights were applied whose `version` was not committed;
+    `token`: of the sync that brought the weights last, as its sender calls it, "" where something else did;
+    `takes_parts`: False once some of the weights alone could not be taken, so that all come from then on."""
 
     weights: str = "cuda"
     kv_cache: str = "cuda"
     version: int = 0
     pending: bool = False
+    token: str = ""
+    takes_parts: bool = True
+
+    @property
+    def holds(self) -> str:
+        """Token of the weights that are here whole and with a version, so proven; "": of none that a sender knows."""
+        return self.token if self.weights == "cuda" and not self.pending and self.takes_parts else ""
+
+    @property
+    def places(self) -> dict[str, Any]:
+        """Where weights and KV cache are, and the version."""
+        return {"weights": self.weights, "kv_cache": self.kv_cache, "version": self.version}
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """What is told of it."""
+        return {**self.places, "pending": self.pending, "holds": self.holds}
 
     @property
     def ready(self) -> bool:
@@ -60,6 +79,14 @@ class ReplicaState:
             )
         if wrong is not None:
             raise StateError(f"{what}: {wrong}")
+
+    def require_base(self, follows: str) -> None:
+        """Refuse changes of weights that are not those held: of another sync than that of the token `follows`."""
+        if follows and follows != self.holds:
+            raise WeightSyncError(
+                f"{this_engine()} does not hold the weights that these changes are of: it was given others meanwhile, "
+                "which it keeps. Sync again, and all weights are sent"
+            )
 
     def require_room(self, what: str) -> None:
         """Raise StateError unless weights can be written into the replica."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from rlbench.dispatch.context import current
 from rlbench.errors import BuildError, EngineError, RLBenchError, StateError, WeightSyncError
 from rlbench.weights import facts
 from rlbench.weights.manifest import Manifest
-from rlbench.weights.transport import Facts
+from rlbench.weights.transport import Facts, PeerFailed
 from rlbench.workers.replica import vllm_setup
 from rlbench.workers.replica.config import ReplicaConfig, checkpoint_folder, defaults
 from rlbench.workers.replica.drawing import draw
@@ -270,9 +269,9 @@ class VllmReplica:
         if reload:
             self._load_checkpoint()
         self._measure()
-        after, states = self.memory(), {n: v for n, v in asdict(self.state).items() if n != "pending"}
-        reloaded = self.config.path if reload else None
-        return {**states, "memory": after, "freed_bytes": before["rss"] - after["rss"], "reloaded_from": reloaded}
+        after, source = self.memory(), self.config.path if reload else None
+        freed = before["rss"] - after["rss"]
+        return {**self.state.places, "memory": after, "freed_bytes": freed, "reloaded_from": source}
 
     def _release(self, state: str, tags: set[str]) -> None:
         executor = self.built.model_executor
@@ -308,7 +307,7 @@ class VllmReplica:
         except Exception as error:
             raise WeightSyncError(f"the checkpoint {self.config.path!r} could not be loaded again: {error}") from error
         self.state.weights = "cuda"
-        self.adapter, self._adapters = 0, {}
+        self.adapter, self._adapters, self.state.token = 0, {}, ""
         self._reset_caches()
         self.commit_version(0)
 
@@ -319,6 +318,7 @@ class VllmReplica:
     def check_weights(self, manifest: Manifest) -> None:
         """Refuse weights that do not fit, before any is sent. Changes nothing."""
         self.state.require_room("p2p_weight_sync")
+        self.state.require_base(manifest.follows)
         self._receiver.check(manifest)
 
     @alone
@@ -332,9 +332,14 @@ class VllmReplica:
         if manifest.adapter is not None and self.state.weights != "cuda":
             self._load_checkpoint()  # of which an adapter is a part alone
         self.state.weights = "torn"
-        self._receiver.load(manifest)
+        try:
+            self._receiver.load(manifest)
+        except WeightSyncError as error:
+            if manifest.unchanged and not isinstance(error, PeerFailed):
+                self.state.takes_parts = False
+            raise
         self.adapter = 0 if manifest.adapter is None else manifest.adapter.number
-        self.state.weights = "cuda"
+        self.state.weights, self.state.token = "cuda", manifest.token
         self.state.pending = True
         self._reset_caches()
         self._measure()
@@ -376,7 +381,7 @@ class VllmReplica:
     def status(self) -> dict[str, Any]:
         """Device states, version and the number of running samples, clients' among them. Thread-safe, never waits."""
         running = len(self._running) + self.guests.inside
-        return {**asdict(self.state), "running": running, "paused": self.gate.closed}
+        return {**self.state.status, "running": running, "paused": self.gate.closed}
 
     def memory(self) -> dict[str, Any]:
         """Resident bytes by owner, see `vllm_memory`. Thread-safe, never waits."""

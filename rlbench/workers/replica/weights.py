@@ -59,8 +59,9 @@ class WeightReceiver:
         start, take, finish = OF_ADAPTERS if adapter else OF_WEIGHTS
         try:
             self._transfer(start)
+            update = {"transport": manifest.transport, "part": bool(manifest.unchanged)}
             for bucket in manifest.buckets:
-                self._transfer(take, {"transport": manifest.transport, "bucket": bucket})
+                self._transfer(take, update | {"bucket": bucket})
             self._transfer(finish, *adapter)
         except Exception as error:
             self.channel = ""

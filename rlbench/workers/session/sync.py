@@ -30,7 +30,7 @@ from rlbench.strategies.memory.offloading import kept_on_host, reshard
 from rlbench.strategies.memory.owners import weight_tensors
 from rlbench.trainers.passes.forward import PolicyModel, evaluating
 from rlbench.weights import facts
-from rlbench.weights.manifest import Manifest, merged
+from rlbench.weights.manifest import Handover, Manifest, merged
 from rlbench.weights.probe import Probe
 from rlbench.weights.sync import Synced, per_replica, send_while_applying, sync_steps
 from rlbench.weights.transport import Choice, Facts
@@ -98,7 +98,7 @@ class RankSync:
         self._session.link.set(version=version)
         if manifest.transport == "shm" and not Adapted.of(module):
             fields: dict[str, Any] = {"rank_staged_version": version}
-            if (layout := asdict(manifest)) != self._noted:
+            if (layout := asdict(manifest.whole())) != self._noted:
                 fields["rank_staged"] = self._noted = layout
             self._session.link.engine(self._session.engine, fields)
 
@@ -145,10 +145,10 @@ class ModuleSource:
             reshard(self._module)
         return [np.asarray(row) for row in np.split(flat, batch.responses.offsets[1:-1])]
 
-    def stage(self, choice: Choice, adapter: int) -> Steps:
+    def stage(self, choice: Choice, adapter: int, handover: Handover) -> Steps:
         yield from ()
-        own = self._sender.stage(choice.transport, self._sync.prefix, ranks=choice.senders, adapter=adapter)
-        return merged(self._control.gather(own))
+        options: dict[str, Any] = {"ranks": choice.senders, "adapter": adapter, "handover": handover}
+        return merged(self._control.gather(self._sender.stage(choice.transport, self._sync.prefix, **options)))
 
     def announce(self, sender: int, options: dict[str, Any]) -> Steps:
         yield from ()

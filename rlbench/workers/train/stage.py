@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
 from functools import partial
-from types import MethodType
 from typing import TypeVar, cast
 
 import torch
@@ -17,17 +16,24 @@ from torch.distributed.tensor import DTensor
 
 from rlbench.dispatch.context import current
 from rlbench.errors import EngineError, Stopped, WeightSyncError, nearest
-from rlbench.nn import BaseTrainModule
 from rlbench.nn.lora import PEFT_PREFIX, Adapted, plain_name
 from rlbench.nn.quantised import quantised_layers
 from rlbench.strategies.optim.gradients import is_split
 from rlbench.strategies.ranks.control import ControlGroup
 from rlbench.user_code import user_code
 from rlbench.weights.channel import Channel, send
-from rlbench.weights.manifest import Layout, Manifest
+from rlbench.weights.manifest import Handover, Layout, Manifest
 from rlbench.weights.names import to_checkpoint_names, unique_parameters
 from rlbench.weights.staging import DEFAULT_BUCKET_BYTES, IpcStage, ShmStage
-from rlbench.workers.train.whole import adapter_info, checkpoint_names, shape_only, weight_of, whole_tensor
+from rlbench.workers.train.sent import WHOLE, Part, Sent
+from rlbench.workers.train.whole import (
+    adapter_info,
+    checkpoint_names,
+    own_hook,
+    shape_only,
+    weight_of,
+    whole_tensor,
+)
 
 STAGED = ("shm", "ipc")
 ADAPTER = "-adapter"
@@ -45,6 +51,7 @@ class WeightSender:
         self._stop_requested = stop_requested
         self._stages: dict[tuple[str, str, int], ShmStage | IpcStage] = {}
         self._channels: dict[str, Channel] = {}
+        self._sent = Sent(control)
         self._stoppable = True
         self._failure: Exception | None = None
 
@@ -66,23 +73,33 @@ class WeightSender:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         ranks: Sequence[int] = (0,),
         adapter: int = 0,
+        handover: Handover | None = None,
     ) -> Manifest | None:
         """Gather all weights by their checkpoint names into `transport`, or the adapter alone, where it has a number
-        there; collective. Only `ranks` write and return."""
+        there; collective. Only `ranks` write and return. Of a `handover` to replicas that hold an earlier sync's, only
+        what changed."""
         if transport not in STAGED:
             raise EngineError(
                 f"transport {transport!r} is not staged{nearest(transport, STAGED)}; {' and '.join(STAGED)} are."
             )
         prefix += ADAPTER if adapter else ""
         key, about = (transport, prefix, bucket_bytes), adapter_info(self._module, adapter) if adapter else None
+        part = self._part(handover, adapter, key if transport == "shm" else None)
+        if part is WHOLE:
+            self._sent.forget(key)
 
         def write(tensors: Named) -> Manifest:
             if key not in self._stages:
                 self._stages[key] = ShmStage(prefix, bucket_bytes) if transport == "shm" else IpcStage(bucket_bytes)
-            return replace(self._stages[key].write(tensors), adapter=about)
+            stage = self._stages[key]
+            if part.left_out and isinstance(stage, ShmStage):
+                return part.told_in(stage.rewrite(tensors))
+            return part.told_in(replace(stage.write(tensors), adapter=about))
 
         work = write if self._control.rank in ranks else None
-        return self._consume("staging weights", whole_tensor, work, adapter=adapter > 0)
+        manifest = self._consume("staging weights", whole_tensor, work, adapter=adapter > 0, left_out=part.left_out)
+        self._sent.note(part)
+        return manifest
 
     @torch.no_grad()
     def give(self, doing: str, take: Callable[[Named], T], adapter: bool = False) -> T | None:
@@ -94,7 +111,7 @@ class WeightSender:
     @property
     def is_hooked(self) -> bool:
         """Whether code of the user's is given the parameters themselves as they are sent."""
-        return self._own_hook() is not None
+        return own_hook(self._module) is not None
 
     def release_staged(self) -> None:
         """Free what was staged on this rank's GPU; shared memory stays, to be written again at its full speed."""
@@ -106,24 +123,39 @@ class WeightSender:
         """Free what was staged under `prefix`: it will not be staged again soon."""
         for key in [key for key in self._stages if key[1] == prefix]:
             self._stages.pop(key).close()
+            self._sent.forget(key)
+
+    def _part(self, handover: Handover | None, adapter: int, stage: tuple[str, str, int] | None) -> Part:
+        """What of the weights a handover takes; all of them where there is none; collective."""
+        return WHOLE if handover is None or adapter else self._sent.part(self._module, handover, stage)
 
     # -- broadcast: announced first, so that replicas can refuse before any of their weights is touched
 
     @torch.no_grad()
-    def layout(self, adapter: int = 0) -> Manifest:
-        """Names, types and shapes of all weights (of the adapter, where it has a number) as a sync sends them;
-        collective. Raises as `announce`."""
-        plan = partial(Layout, DEFAULT_BUCKET_BYTES)
-        placed = cast(Layout, self._consume("announcing weights", shape_only, plan, adapter=adapter > 0))
+    def layout(self, adapter: int = 0, left_out: Set[str] = frozenset()) -> Manifest:
+        """Names, types and shapes of all weights but those `left_out` (of the adapter, where it has a number) as a sync
+        sends them; collective. Raises as `announce`."""
+        plan, doing = partial(Layout, DEFAULT_BUCKET_BYTES), "announcing weights"
+        placed = cast(Layout, self._consume(doing, shape_only, plan, adapter=adapter > 0, left_out=left_out))
         return Manifest("layout", placed.buckets, adapter=adapter_info(self._module, adapter) if adapter else None)
 
     @torch.no_grad()
     def announce(
-        self, to: str, sender: int, host: str, world_size: int, backend: str, held: str, adapter: int = 0
+        self,
+        to: str,
+        sender: int,
+        host: str,
+        world_size: int,
+        backend: str,
+        held: str,
+        adapter: int = 0,
+        handover: Handover | None = None,
     ) -> Manifest | None:
         """Say what `send` will send to engine `to`, and where its group of `world_size` meets; collective; the `sender`
-        returns. `held`: token of the group that all the replicas are in, to be used again if it is ours."""
-        layout = self.layout(adapter)
+        returns. `held`: token of the group that all the replicas are in, to be used again if it is ours; `handover` as
+        in `stage`."""
+        part = self._part(handover, adapter, None)
+        layout = part.told_in(self.layout(adapter, part.left_out))
         mine = self._control.rank == sender
         device = next(self._module.parameters()).device
 
@@ -138,12 +170,14 @@ class WeightSender:
             channel = self._channels[to] = known or Channel.listen(host, world_size, backend, device)
             return replace(layout, transport="broadcast", channel=channel.info)
 
-        return self._control.together("opening a group", meeting_place)
+        manifest: Manifest | None = self._control.together("opening a group", meeting_place)
+        self._sent.note(part)
+        return manifest
 
     @torch.no_grad()
     def send(self, to: str, manifest: Manifest) -> None:
-        """Gather all weights and broadcast them to the replicas, which load them meanwhile; collective. From the first
-        on a stop is not heard; where a replica failed the group is given up, and the next sync makes another."""
+        """Gather what was announced and broadcast it to the replicas, which load it meanwhile; collective. From the
+        first on a stop is not heard; where a replica failed the group is given up, and the next sync makes another."""
         channel = self._channels.get(to)
 
         def meet() -> None:
@@ -158,7 +192,8 @@ class WeightSender:
                 channel.release()
             self._stoppable = False
             transmit = None if channel is None else partial(send, channel, manifest)
-            self._consume("sending weights", whole_tensor, transmit, channel, manifest.adapter is not None)
+            adapter, left_out = manifest.adapter is not None, {entry.name for entry in manifest.left_out}
+            self._consume("sending weights", whole_tensor, transmit, channel, adapter, left_out=left_out)
         except BaseException as error:
             if channel is not None:
                 channel.fail(error)
@@ -186,11 +221,12 @@ class WeightSender:
         channel: Channel | None = None,
         adapter: bool = False,
         tensors: Named | None = None,
+        left_out: Set[str] = frozenset(),
     ) -> T | None:
-        """Give all `tensors` (None: all weights, or the `adapter`, as a replica takes them), made `full`, to `work`
-        (None: to nobody); where it fails on one rank it fails on all."""
+        """Give all `tensors` (None: all weights but those `left_out`, or the `adapter`, as a replica takes them), made
+        `full`, to `work` (None: to nobody); where it fails on one rank it fails on all."""
         if tensors is None:
-            tensors = self._adapter_tensors(full) if adapter else self._checkpoint_tensors(full)
+            tensors = self._adapter_tensors(full) if adapter else self._checkpoint_tensors(full, left_out)
         result: T | None = None
         try:
             if work is not None:
@@ -214,9 +250,10 @@ class WeightSender:
             holder.close()
         self._stages.clear()
         self._channels.clear()
+        self._sent = Sent(self._control)
 
-    def _checkpoint_tensors(self, full: Callable[[Tensor], Tensor]) -> Named:
-        """Tensors as a checkpoint holds them, made `full` as they are asked for."""
+    def _checkpoint_tensors(self, full: Callable[[Tensor], Tensor], left_out: Set[str] = frozenset()) -> Named:
+        """Tensors as a checkpoint holds them, but those `left_out`, made `full` as they are asked for."""
         renamed = checkpoint_names(self._module)
         if renamed is None:  # the architecture merges or splits tensors, which needs all of them
             tensors = dict(self._full_tensors(full))
@@ -230,7 +267,7 @@ class WeightSender:
                     'so transport="broadcast" cannot announce them: use transport="shm" or "ipc"'
                 ) from error
             return
-        for name, tensor in self._full_tensors(full):
+        for name, tensor in self._full_tensors(full, {old for old, new in renamed.items() if new in left_out}):
             if name not in renamed:  # a name the user's hook made
                 renamed[name] = next(iter(to_checkpoint_names(self._module, {name: tensor})))
             yield renamed[name], tensor
@@ -254,17 +291,17 @@ class WeightSender:
             yield name, full(tensor.detach())
         self._vote(None)
 
-    def _full_tensors(self, full: Callable[[Tensor], Tensor]) -> Named:
-        """Full tensors under the names the module's hook gives them; each tied storage once."""
+    def _full_tensors(self, full: Callable[[Tensor], Tensor], left_out: Set[str] = frozenset()) -> Named:
+        """Full tensors under the names the module's hook gives them, but those `left_out`; each tied storage once."""
         state, adapted = unique_parameters(self._module), Adapted.of(self._module)
         own, adapters = self.is_hooked, adapted.adapter_names()
         parameters = {name: tensor for name, tensor in state.items() if isinstance(tensor, DTensor)}
-        hook = self._own_hook()
+        hook = own_hook(self._module)
         interval = 0 if hook else VOTE_BYTES  # a user's hook may fail: then no rank may enter the next gather
         failure: Exception | None = None
         since_vote, moved = VOTE_BYTES, 0
         for name, tensor in state.items():
-            if name in adapters and not own:  # they come merged into the base
+            if name in left_out or (name in adapters and not own):  # adapters come merged into the base
                 continue
             if since_vote >= interval:
                 self._vote(failure)
@@ -292,14 +329,6 @@ class WeightSender:
             since_vote += whole.nbytes
             yield plain_name(name), adapted.merged(name, whole, full)
         self._vote(failure)
-
-    def _own_hook(self) -> Callable[..., tuple[str, Tensor] | None] | None:
-        """The `postprocess_output_named_parameters` of the user's own; None where it is the plain one."""
-        plain = BaseTrainModule.postprocess_output_named_parameters
-        hook: Callable[..., tuple[str, Tensor] | None] = getattr(
-            self._module, "postprocess_output_named_parameters", MethodType(plain, self._module)
-        )
-        return None if getattr(hook, "__func__", None) is plain else hook
 
     def _vote(self, failure: Exception | None) -> None:
         asked = self._stoppable and self._stop_requested()

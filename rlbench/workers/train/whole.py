@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from rlbench.nn import BaseTrainModule
 from rlbench.nn.lora import NAME, Adapted, plain_name
 from rlbench.nn.quantised import QuantisedLinear, quantised_layers
 from rlbench.strategies.optim.gradients import full_shape, gathered
@@ -58,6 +60,15 @@ def checkpoint_names(module: torch.nn.Module) -> dict[str, str] | None:
         return None
     renamed = {by_id.get(id(tensor)): name for name, tensor in converted.items()}
     return None if None in renamed or len(renamed) != len(names) else {old: new for old, new in renamed.items() if old}
+
+
+def own_hook(module: torch.nn.Module) -> Callable[..., tuple[str, Tensor] | None] | None:
+    """Return the `postprocess_output_named_parameters` of the user's own; None where it is the plain one."""
+    plain = BaseTrainModule.postprocess_output_named_parameters
+    hook: Callable[..., tuple[str, Tensor] | None] = getattr(
+        module, "postprocess_output_named_parameters", MethodType(plain, module)
+    )
+    return None if getattr(hook, "__func__", None) is plain else hook
 
 
 @torch.no_grad()
