@@ -15,6 +15,7 @@ from typing import IO
 
 from rlbench.envs.tools import LONGEST_RESULT
 from rlbench.errors import DataError
+from rlbench.units import GIB, format_bytes
 
 CLIENTS = ("docker", "podman")
 IMAGE = "python:3.12-slim"
@@ -107,7 +108,7 @@ class Container:
         if status is None:
             return "(it printed too much, or its container did not end, and was killed)"
         if status == KILLED:
-            return f"(it was killed, as what takes more than {self.memory_gib:g} GiB of memory is)"
+            return f"(it was killed, as what takes more than {format_bytes(self.memory_gib * GIB)} of memory is)"
         if status == LATE:
             return f"(it was not over within {self.timeout_s:g} s and was killed)"
         return f"(it ended with status {status})" if status else ""

@@ -101,7 +101,7 @@ def test_what_takes_too_much_is_cut_and_leaves_nothing(
     make: Any, env: Any, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    whole = "MemoryError" if kind == "process" else "killed, as what takes more than 0.5 GiB"
+    whole = "MemoryError" if kind == "process" else "killed, as what takes more than 512 MiB"
     assert whole in run(env, "x = bytearray(2**30); print('it has it')")
     assert len(run(env, "print('x' * 10**6)")) < 9000
     assert len(run(env, LOUD)) < 9000
