@@ -60,6 +60,19 @@ def test_the_experts_of_every_token_and_layer_are_those_that_rows_bring(family: 
     assert not any(router._forward_hooks for router in routers(model))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_gpu_takes_the_experts_that_rows_bring(family: str) -> None:
+    model, rows = mixture(family), batch()
+    with torch.no_grad():
+        wanted = forced_logprobs(model, rows)
+        policy = PolicyModel(model.cuda(), torch.device("cuda", 0), half=False, replay=True)
+        with policy.stats(rows, 1.0, packed=False) as (found, inputs):
+            torch.testing.assert_close(found.logprobs.cpu(), wanted, rtol=0, atol=1e-4)
+            other, counted = inputs.routing.disagreement()
+    assert int(counted) == LAYERS * (int(rows.lengths.sum()) - len(rows)) and 0 < int(other) < int(counted)
+
+
 def test_a_dense_layer_takes_no_experts_and_the_others_theirs() -> None:
     model = mixture("qwen3_moe", mlp_only_layers=[0])
     assert list(routers_of(model)) == [1]

@@ -116,3 +116,10 @@ def test_a_part_of_a_manifest_and_what_it_leaves_out_are_the_whole_again() -> No
     assert [entry.name for entry in part.entries] == ["w1", "w5", "w38"] and part.nbytes == 1200
     assert len(list(part.left_out)) == 37 and part.shapes == whole.shapes
     assert part.whole() == whole == whole.whole()
+
+
+@pytest.mark.gpu
+def test_a_gpu_says_the_digests_of_the_host() -> None:
+    values = torch.randn(3 * BLOCK + 5, generator=torch.Generator().manual_seed(0))
+    tensors = {"w": values, "half": values.to(torch.bfloat16), "odd": values.view(torch.uint8)[1:-2], "one": values[:1]}
+    assert digests({name: tensor.cuda() for name, tensor in tensors.items()}) == digests(tensors)

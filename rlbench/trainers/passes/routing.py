@@ -37,7 +37,10 @@ class Routing:
 
     def disagreement(self) -> tuple[float, float]:
         """Return the sums of `counts` over the layers."""
-        different, known = (sum(int(one[i]) for one in self.counts.values()) for i in range(2))
+        if not self.counts:
+            return 0.0, 0.0
+        layers = torch.stack([torch.stack(one) for one in self.counts.values()])
+        different, known = layers.sum(dim=0).tolist()
         return float(different), float(known)
 
 
