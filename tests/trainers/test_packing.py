@@ -160,6 +160,14 @@ def test_a_model_that_cannot_be_packed_is_refused_and_runs_padded() -> None:
     np.testing.assert_allclose(stats(model, batch, False), by_hand(model, batch), atol=1e-5)
 
 
+def test_whether_a_model_can_be_packed_is_found_out(tmp_path: Path) -> None:
+    policy, batch = PolicyModel(RunningMeanModel().eval(), CPU, half=False), batch_of(RAGGED)
+    assert not policy.packs(batch)
+    assert policy.unpacked == "RunningMeanModel cannot run packed, being no causal model of transformers"
+    other = PolicyModel(Qwen2ForCausalLM.from_pretrained(save_qwen(tmp_path)).eval(), CPU, half=False)
+    assert other.packs(batch) and not other.unpacked
+
+
 def test_layers_that_look_across_sequences_are_found_out(tmp_path: Path) -> None:
     class Leaking(Qwen2ForCausalLM):
         def forward(  # type: ignore[no-untyped-def]

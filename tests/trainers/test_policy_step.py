@@ -160,8 +160,9 @@ def test_a_model_of_ones_own_trains_padded(qwen: str) -> None:
     total.backward()
     with ranks(2, module) as engine:
         with pytest.raises(EngineError, match="packing=False"):
-            forward_backward(engine, given)
-        forward_backward(engine, given, packing=False, token_budget=30)
+            forward_backward(engine, given, packing=True)
+        padded = forward_backward(engine, given, token_budget=30)  # by itself
+        assert padded[0]["padding"] > 0 and "RunningMeanModel" in padded[0]["padded_as"]
         assert_gradients(engine, reference)
 
 

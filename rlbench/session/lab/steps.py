@@ -30,7 +30,7 @@ def loss_lab(
     aggregation: Any = None,
     parameter_gradients: bool = False,
     token_budget: int | None = None,
-    packing: bool = True,
+    packing: bool | None = None,
     head: str = "auto",
 ) -> Generator[Step, Any, LossLab]:
     """Compare losses on one batch: one forward without gradient for all of them; nothing is stepped.

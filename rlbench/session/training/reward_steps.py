@@ -36,7 +36,7 @@ def train_step(
     *,
     aggregation: Any = None,
     token_budget: int | None = None,
-    packing: bool = True,
+    packing: bool | None = None,
     lr: float | None = None,
 ) -> Generator[Step, Any, Metrics]:
     """Exactly one optimizer step of the reward model on pairs.
@@ -62,7 +62,7 @@ def forward_backward(
     *,
     aggregation: Any = None,
     token_budget: int | None = None,
-    packing: bool = True,
+    packing: bool | None = None,
 ) -> Generator[Step, Any, Metrics]:
     """Accumulate the gradient of `loss` on pairs; `optim_step()` uses it, `zero_grad()` drops it."""
     given = {"aggregation": aggregation, "token_budget": token_budget, "packing": packing}

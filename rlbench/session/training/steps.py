@@ -44,7 +44,7 @@ def train_step(
     *,
     aggregation: Any = None,
     token_budget: int | None = None,
-    packing: bool = True,
+    packing: bool | None = None,
     head: str = "auto",
     lr: float | None = None,
     no_signal: str = "step",
@@ -59,7 +59,8 @@ def train_step(
             loss is meant for (`loss.aggregation`), "token-mean" for a function of your own.
         token_budget: tokens per micro-batch and rank; None: what keeps its activations near 4 GiB, or an eighth of a
             GPU of more than 32 GiB.
-        packing: several sequences in one row without padding; False pads.
+        packing: several sequences in one row without padding; False pads. None: without where the model computes the
+            same so; where it does not (layers that recur) a warning says once that rows are padded.
         head: "chunked" never holds the logits, "plain" does; "auto": chunked where the model allows it. The
             metrics' `head` says which it was, and why.
         lr: learning rate of this step alone; `session.lr = …` changes it for good. Groups of the optimizer that
@@ -102,7 +103,7 @@ def forward_backward(
     *,
     aggregation: Any = None,
     token_budget: int | None = None,
-    packing: bool = True,
+    packing: bool | None = None,
     head: str = "auto",
 ) -> Generator[Step, Any, Metrics]:
     """Accumulate the gradient of `loss` on `batch`; `optim_step()` uses it, `zero_grad()` drops it."""
@@ -179,6 +180,8 @@ def _backward(core: SessionCore, batch: TrainBatch, loss: Any, options: PolicyOp
         observer=view,
     )
     tokens = {name: rows.values for name, rows in merged.pop("channels").items()}
+    if why := merged.pop("padded_as"):
+        warnings.warn(f"sequences are padded: {why}", stacklevel=2)
     if core.samples:
         core.anchors.keep(batch, tokens["logprobs"])
     core.trackers.training_on(batch)
@@ -288,7 +291,7 @@ def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
     `padding`: share of the computed tokens; `peak_bytes`: of the rank with the highest, None where not all measured.
     """
-    own = {name: parts[0][name] for name in ("metrics", "aggregation", "head", "micro_batches")}
+    own = {name: parts[0][name] for name in ("metrics", "aggregation", "head", "micro_batches", "padded_as")}
     padding, computed = (sum(part[name] for part in parts) for name in ("padding", "computed"))
     peaks = [int(peak) for part in parts if (peak := part.get("peak_bytes")) is not None]
     peak = max(peaks) if len(peaks) == len(parts) else None

@@ -30,7 +30,10 @@ class ScoreModel(PolicyModel):
     def prove(self, batch: TrainBatch, packed: bool, head: str = "auto") -> None:
         """Prove once that scores are the same packed; collective."""
         if packed or self.ranks.size > 1:
-            prove_packing(self.module, self.device, self.ranks)
+            self._prove_packing(batch)
+
+    def _prove_packing(self, batch: TrainBatch) -> None:
+        prove_packing(self.module, self.device, self.ranks)
 
     @contextmanager
     def stats(

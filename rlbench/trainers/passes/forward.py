@@ -7,6 +7,7 @@ what the logits give; a model that does not allow it is run with its logits, and
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -33,6 +34,8 @@ from rlbench.trainers.passes.token_keeper import TokenGradients
 from rlbench.user_code import user_code
 
 CHECK_TOKENS = 24
+UNPACKED = re.compile(r"[:;] (pass )?packing=False\.$")
+"""How an error ends that says what to pass in place of packing."""
 CHECK_TOLERANCE, HALF_TOLERANCE = 1e-4, 0.05
 CHECK_TEMPERATURE = 0.7
 
@@ -64,6 +67,8 @@ class PolicyModel:
         self.ranks = ranks
         self._half = half or next(module.parameters()).dtype in (torch.float16, torch.bfloat16)
         self._packing_proved = False
+        self._packs: bool | None = None
+        self.unpacked = ""
         self._heads: dict[bool, Head | str] = {}  # by packing: proved, or why not
 
     @property
@@ -191,6 +196,18 @@ class PolicyModel:
         if not isinstance(logits, Tensor):
             raise EngineError(f"the module returned {type(output).__name__}; a policy returns logits or has .logits.")
         return logits
+
+    def packs(self, batch: TrainBatch) -> bool:
+        """Whether the model computes the same with several sequences in a row; `unpacked` says why not. Collective."""
+        if self._packs is None:
+            try:
+                self._prove_packing(batch)
+                self._packs = True
+            except EngineError as error:
+                if self.ranks.size > 1:
+                    raise
+                self._packs, self.unpacked = False, UNPACKED.sub("", str(error))
+        return self._packs
 
     def prove(self, batch: TrainBatch, packed: bool, head: str = "auto") -> Head | None:
         """Prove once, on two short sequences, that the model computes the same packed and by its output layer alone;

@@ -25,8 +25,9 @@ class PolicyOptions:
 
     token_budget: int | None = None
     """Tokens of one micro-batch on one rank; None: what keeps activations near 4 GiB, or an eighth of a larger GPU."""
-    packing: bool = True
-    """Without padding (transformers' causal attention models), or padded rows (any causal model)."""
+    packing: bool | None = None
+    """Without padding (transformers' causal attention models), or padded rows (any causal model); None: without where
+    the model computes the same so."""
     aggregation: str | Aggregation | None = None
     """How per-token losses become one; None: as the loss is meant."""
     temperature: float | None = None
@@ -70,6 +71,11 @@ class PolicyOptions:
             if name not in known:
                 raise DataError(f"unknown option {name!r}{nearest(name, known)}; options: {', '.join(known)}.")
         return cls(**given)
+
+    @property
+    def packed(self) -> bool:
+        """Whether rows are packed: `packing`, where it is open as before it was found that the model cannot."""
+        return self.packing is not False
 
     @property
     def of_verbs(self) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class PolicyPass:
 
     def head_used(self, options: PolicyOptions) -> str:
         """How log-probs come about: "chunked", or "plain" with the reason; "unknown" before the first pass."""
-        return "plain: asked for" if options.head == "plain" else self.model.head_used(options.packing)
+        return "plain: asked for" if options.head == "plain" else self.model.head_used(options.packed)
 
     def check(self, batch: TrainBatch, options: PolicyOptions, loss: Loss | None = None) -> None:
         """Refuse sequences that cannot be scored, or not be trained on with `loss`."""
@@ -96,7 +96,7 @@ class PolicyPass:
         inside the context."""
         temperature = batch.temperature if options.temperature is None else options.temperature
         request = Request.of(needs, batch, self.model.device, top_k)
-        return self.model.stats(batch, temperature, options.packing, options.head, watch, options.tile, request)
+        return self.model.stats(batch, temperature, options.packed, options.head, watch, options.tile, request)
 
     @torch.no_grad()
     def score(

@@ -74,6 +74,7 @@ class PolicyStep:
     def forward(self, batch: TrainBatch, options: PolicyOptions) -> dict[str, Any]:
         """What `PolicyPass.score` gives of this rank's rows; collective."""
         self._passes.check(batch, options)
+        options = self.decided(batch, options)
         if "logits" in options.needs:
             options = replace(options, head="plain")
         parts, count = self._split(batch, options)
@@ -85,9 +86,10 @@ class PolicyStep:
         """Add the gradients of `batch`, the whole one, to those that wait for the next step; collective.
 
         `loss_blob`: a loss, or the name of one, by cloudpickle. Gives `metrics` (of all ranks), `aggregation`, `head`,
-        `micro_batches`, `computed` (tokens the rank ran through the model), `padding` (those of them that belong to no
-        row), and as `forward` the `rows` and their `channels`: also `old_logprobs`, `ref_logprobs` where there are any,
-        and what the loss's metrics say per token. After a failure or a stop gradients are cleared.
+        `padded_as` (why rows are padded that were to be packed where that can be), `micro_batches`, `computed` (tokens
+        the rank ran through the model), `padding` (those of them that belong to no row), and as `forward` the `rows`
+        and their `channels`: also `old_logprobs`, `ref_logprobs` where there are any, and what the loss's metrics say
+        per token. After a failure or a stop gradients are cleared.
         """
         loss = self.strategy.control.together("loading the loss", lambda: self._losses.load(loss_blob))
         with self.loss_states.lent(loss) as take_back:
@@ -104,6 +106,7 @@ class PolicyStep:
         """The same with the loss itself; `over` is called after its last call."""
         control, passes = self.strategy.control, self._passes
         passes.check(batch, options, loss)
+        asked, options = options.packing, self.decided(batch, options)
         if "logits" in needs_of(loss):
             options = replace(options, head="plain")
         parts, count = self._split(batch, options)
@@ -152,6 +155,7 @@ class PolicyStep:
             "metrics": whole.result(),
             "aggregation": aggregation.mode,
             "head": passes.head_used(options),
+            "padded_as": "" if asked is not None else passes.model.unpacked,
             "micro_batches": count,
             "computed": computed[0],
             "padding": computed[0] - computed[1],
@@ -222,6 +226,15 @@ class PolicyStep:
         """Drop the gradients that wait, or that ended in the middle."""
         self.gradients.clear()
 
+    def decided(self, batch: TrainBatch, options: PolicyOptions) -> PolicyOptions:
+        """Return the options with `packing` as it will be; collective."""
+        if options.packing is not None:
+            return options
+        packs = all(self.strategy.control.gather(self._passes.model.packs(batch)))
+        if not packs:
+            reshard(self.module)  # it may have been left in the middle of a forward
+        return replace(options, packing=packs)
+
     def head_used(self, options: PolicyOptions) -> str:
         """See `PolicyPass.head_used`."""
         return self._passes.head_used(options)
@@ -239,7 +252,7 @@ class PolicyStep:
     def _split(self, batch: TrainBatch, options: PolicyOptions) -> tuple[list[Slice], int]:
         """This rank's micro-batches, and how many passes every rank makes; collective."""
         try:
-            head = self._passes.model.prove(batch, options.packing, options.head)
+            head = self._passes.model.prove(batch, options.packed, options.head)
         except BaseException:
             reshard(self.module)
             raise

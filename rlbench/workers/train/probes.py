@@ -114,7 +114,7 @@ class Probes:
         state what there is, what is missing until the first step, and what a step takes beside it."""
         self._residency.need("weights", "optimizer")
         with self._put_back():
-            chosen = PolicyOptions.of(options)
+            chosen = self._policy.decided(batch, PolicyOptions.of(options))
             self._policy.forward(batch, chosen)
             head = self._policy.head_used(chosen)
         device, optimizers = self._strategy.device, list(optimizers_of(self._module).values())
