@@ -19,6 +19,8 @@ from rlbench.units import GIB, format_bytes
 
 CLIENTS = ("docker", "podman")
 IMAGE = "python:3.12-slim"
+FOLDER = "/sandbox"
+"""Where a program runs: no image has files there. In /tmp it may, which Podman would copy."""
 FOLDER_MIB, PROCESSES = 64, 64
 START_S = 30.0
 """What a container may take to start and end, beside the program."""
@@ -39,18 +41,9 @@ sys.exit(ended.returncode if ended.returncode >= 0 else 128 - ended.returncode)
 and can neither end nor stop it."""
 BOUNDS = (
     *("--rm", "--interactive", "--log-driver", "none", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
-    *(
-        "--user",
-        "65534:65534",
-        "--read-only",
-        "--pids-limit",
-        str(PROCESSES),
-        "--workdir",
-        "/tmp",
-        "--env",
-        "HOME=/tmp",
-    ),
-    *("--tmpfs", f"/tmp:rw,mode=1777,size={FOLDER_MIB}m"),
+    *("--user", "65534:65534", "--read-only", "--pids-limit", str(PROCESSES)),
+    *("--tmpfs", f"{FOLDER}:rw,mode=1777,size={FOLDER_MIB}m", "--tmpfs", f"/tmp:rw,mode=1777,size={FOLDER_MIB}m"),
+    *("--workdir", FOLDER, "--env", f"HOME={FOLDER}"),
 )
 
 

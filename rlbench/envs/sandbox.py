@@ -54,9 +54,9 @@ def sandbox(
     nor from writing there: the policy's programs are mistakes to survive, not attackers.
 
     `"docker"`: each call is a container of its own, by Docker or Podman on the hosts of the replicas: what it sees of
-    files is the image, read only, and an empty folder of 64 MiB in memory; it has no network, no capabilities and no
-    user of the host's, at most 64 processes and the memory given, and ends with all it started. It shares the host's
-    kernel, as every container does: a program that breaks that breaks out.
+    files is the image, read only, and in memory an empty folder and /tmp, of 64 MiB each; it has no network, no
+    capabilities and no user of the host's, at most 64 processes and the memory given, and ends with all it started. It
+    shares the host's kernel, as every container does: a program that breaks that breaks out.
 
     Args:
         kind: `"process"` or `"docker"`.

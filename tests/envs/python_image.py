@@ -10,7 +10,8 @@ import sysconfig
 import tarfile
 from pathlib import Path
 
-NAME = "rlbench-test-python:latest"
+NAME = f"rlbench-test-python:{os.getpid()}"
+"""Of this process: another one removes its own."""
 LEFT_OUT = ("site-packages", "test", "__pycache__", "idlelib", "ensurepip", "lib2to3", "tkinter")
 PODMAN = '[engine]\nruntime = "{runtime}"\n[containers]\ndefault_ulimits = ["nofile=1024:1024", "nproc=1024:1024"]\n'
 """A machine of CI may not raise its limits, nor have cgroups that Podman's first choice knows."""
@@ -52,5 +53,5 @@ def _fill(image: tarfile.TarFile) -> None:
 
 
 def _linked(binary: Path) -> list[str]:
-    said = subprocess.run(["ldd", str(binary)], capture_output=True, text=True, check=False).stdout
+    said = subprocess.run(["ldd", str(binary)], env={}, capture_output=True, text=True, check=False).stdout
     return re.findall(r"(/\S+)", said)

@@ -62,7 +62,9 @@ def make(kind: str, options: dict[str, dict[str, Any]]) -> Any:
         try:
             return unpacked(cloudpickle.dumps(sandbox(kind, **options[kind], **limits)))()
         except DataError as refused:
-            pytest.skip(f"this host refuses: {refused}")
+            if kind == "docker":  # its client answers
+                raise
+            pytest.skip(f"this host refuses namespaces: {refused}")
 
     return made
 
