@@ -126,6 +126,7 @@ def test_what_goes_wrong_is_said_and_the_view_lives_on(session: Any, view: ChatV
 def test_a_view_that_was_let_go_says_so_and_holds_nothing(session: Any) -> None:
     shown = chat_view(session.chat(n=2, max_tokens=4).say("sort 31"))
     shown.release()
+    shown.release()
     gc.collect()
     assert shown.chat is None
     shown._hear(None, {"kind": "say", "text": "x"}, [])

@@ -35,6 +35,24 @@ def test_a_histogram_of_lengths_counts_as_numpy_does(lengths):
     assert sum(told["counts"]) == len(lengths)
 
 
+def test_texts_so_far_are_told_where_they_are_asked_for_and_decoding_them_rests():
+    context, decoded = CallContext(), []
+
+    def decode(ids):
+        decoded.append(ids)
+        return "".join(map(str, ids))
+
+    progress, told = Progress(context, decode), [Sample(0, 1, [1, 2]), Sample(0, 0, [])]
+    progress.tick(0, 2, 2, force=True)
+    assert "texts" not in context.progress and not decoded
+    progress.tick(0, 2, 2, told=told, force=True)
+    assert context.progress["texts"] == [(0, 1, "12"), (0, 0, "")]
+    progress._texts_due = float("inf")  # as behind texts that took long
+    told[0].tokens.append(3)
+    progress.tick(0, 2, 2, told=told, force=True)
+    assert context.progress["texts"][0] == (0, 1, "12") and len(decoded) == 2
+
+
 def test_the_first_finished_texts_are_told_cut_and_the_rest_only_counted():
     context, decoded = CallContext(), []
 

@@ -82,7 +82,7 @@ class ChatView(ipywidgets.VBox):
         with self._drawing.hold_sync():
             for name, value in changes.items():
                 setattr(self._drawing, name, value)
-        if self._still is not None and "code" in changes:
+        if self._still is not None and self._talking is not None and "code" in changes:
             self._still.update(framed(self.chat._repr_mimebundle_()), raw=True)
 
     def _open(self, answer: int) -> None:
@@ -108,7 +108,9 @@ class ChatView(ipywidgets.VBox):
     def release(self) -> None:
         """Let the chat go, and the widgets."""
         self._close_tokens()
-        self._talking = None
+        talking, self._talking = self._talking, None
+        if talking is not None:
+            talking.hear({"kind": "stop"})
         close_tree(self)
 
 

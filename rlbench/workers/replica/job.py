@@ -19,6 +19,7 @@ from rlbench.errors import DataError, nearest
 
 BINS = 24
 REPORT_SECONDS = 0.2
+TEXTS_REST = 20.0  # times as long as decoding the texts so far took it waits before it does so again
 SHOWN_SAMPLES, SHOWN_TOKENS, SHOWN_CHARACTERS = 2, 48, 120
 """Of what is finished first, so much text goes into the progress: it is sent several times a second."""
 _PLAIN = ("temperature", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens")
@@ -109,6 +110,7 @@ class Progress:
         self._decode = decode
         self._lengths: list[int] = []
         self._first: list[str] = []
+        self._texts_due = 0.0
 
     def finish(self, sample: Sample) -> None:
         """A sample is complete: its length counts, and the first ones are shown."""
@@ -124,8 +126,9 @@ class Progress:
         if force or now - self._last >= REPORT_SECONDS:
             self._last = now
             counts: dict[str, Any] = {"tokens": self.tokens, "finished": finished, "total": total, "running": running}
-            if told and self._decode is not None:
+            if told and self._decode is not None and now >= self._texts_due:
                 counts["texts"] = [(one.prompt, one.index, self._decode(one.tokens)) for one in told]
+                self._texts_due = now + TEXTS_REST * (time.perf_counter() - now)
             self.context.report(**counts, lengths=length_histogram(self._lengths), first=list(self._first))
 
     @property
