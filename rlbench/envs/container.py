@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
 from rlbench.envs.tools import LONGEST_RESULT
@@ -62,7 +63,7 @@ class Container:
     def prepare(self) -> None:
         """Fetch the image where this host does not have it; DataError where that fails."""
         if _said([self.client, "image", "inspect", self.image])[0]:
-            status, said = _said([self.client, "pull", self.image])
+            status, said = _said([self.client, "pull", self.image], seconds=None)
             if status:
                 raise DataError(f"sandbox('docker'): {self.client} has no image {self.image!r}: {said[-300:]}")
 
@@ -74,17 +75,18 @@ class Container:
         command = [self.client, "run", "--name", name, *bounds, *self.arguments, self.image]
         command += ["python3", "-I", "-c", FIRST_PROCESS, f"{self.timeout_s:g}"]
         with tempfile.TemporaryDirectory(prefix="rlb-sandbox-") as folder:  # Podman leaves files where it is called
-            text, status = self._run(command, name, code, folder)
+            program = Path(folder) / "main.py"
+            program.write_text(code, encoding="utf-8", errors="replace")
+            with program.open("rb") as given:  # no pipe, which would wait for a container that does not begin to read
+                text, status = self._run(command, name, given, folder)
         return "\n".join(filter(None, (text.rstrip("\n"), self._ended(status))))
 
-    def _run(self, command: list[str], name: str, code: str, folder: str) -> tuple[str, int | None]:
+    def _run(self, command: list[str], name: str, program: IO[bytes], folder: str) -> tuple[str, int | None]:
         """Run a container of this name; return what it printed, and its exit status, None where it had to be killed."""
-        pipe, status = subprocess.PIPE, None
-        process = subprocess.Popen(command, cwd=folder, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT)
-        assert process.stdin is not None and process.stdout is not None
+        out, status = subprocess.PIPE, None
+        process = subprocess.Popen(command, cwd=folder, stdin=program, stdout=out, stderr=subprocess.STDOUT)
+        assert process.stdout is not None
         try:
-            with contextlib.suppress(BrokenPipeError), process.stdin:  # it did not start: what it printed says why
-                process.stdin.write(code.encode("utf-8", "replace"))
             text, whole = _read(process.stdout, self.timeout_s + START_S)
             if whole:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -119,9 +121,13 @@ def client() -> str:
     raise DataError(f"sandbox('docker'): {why}. 'process' needs none of them")
 
 
-def _said(command: Sequence[str]) -> tuple[int, str]:
-    """Run a command of the client's; return its exit status and what it said."""
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+def _said(command: Sequence[str], seconds: float | None = START_S) -> tuple[int, str]:
+    """Run a command of the client's; return its exit status and what it said. It fails where it takes longer."""
+    quiet = subprocess.DEVNULL
+    try:
+        done = subprocess.run(command, stdin=quiet, capture_output=True, text=True, check=False, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return LATE, f"{' '.join(command)} did not answer within {START_S:g} s"
     return done.returncode, (done.stderr or done.stdout).strip()
 
 

@@ -83,6 +83,7 @@ def test_a_program_answers_with_what_it_prints_and_how_it_ended(env: Any) -> Non
     assert run(env, "print(sum(range(5)))") == "10"
     assert "ZeroDivisionError" in run(env, "1/0") and "status 1" in run(env, "1/0")
     assert "status 3" in run(env, "import sys; print('é'); sys.stderr.write('ü'); sys.exit(3)")
+    assert run(env, f"# {'x' * 200_000}\nprint('whole')") == "whole"
     assert env.tools[0]["function"]["name"] == "python"
 
 

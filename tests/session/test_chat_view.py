@@ -78,7 +78,12 @@ def test_answers_are_seen_as_they_grow_and_a_stop_keeps_what_is_drawn(session: A
     until(lambda: not drawing.busy)
     assert drawing.said == "stopped" and [one["note"][-7:] for one in drawing.answers] == ["stopped"] * 2
     assert drawing.answers[0]["text"].startswith(seen[-2][0]["text"]) and len(shown.chat.answers) == 2
+    talking = shown._talking
+    shown._hear(drawing, {"kind": "again"}, [])
+    until(lambda: all(one["text"] for one in drawing.answers[2:]) and drawing.answers[2:])
     shown.release()
+    until(lambda: talking.chat.answers[2:])
+    assert {int(one.rollouts.finish[one.sample]) for one in talking.chat.answers[2:]} == {2}, "let go, stopped"
 
 
 def test_ctrl_c_in_a_cell_leaves_the_chat_in_partial(session: Any) -> None:

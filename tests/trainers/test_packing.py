@@ -166,6 +166,13 @@ def test_whether_a_model_can_be_packed_is_found_out(tmp_path: Path) -> None:
     assert policy.unpacked == "RunningMeanModel cannot run packed, being no causal model of transformers"
     other = PolicyModel(Qwen2ForCausalLM.from_pretrained(save_qwen(tmp_path)).eval(), CPU, half=False)
     assert other.packs(batch) and not other.unpacked
+    seeing_ahead = Qwen2ForCausalLM.from_pretrained(save_qwen(tmp_path)).eval()
+    for layer in seeing_ahead.model.layers:
+        layer.self_attn.is_causal = False
+    ahead = PolicyModel(seeing_ahead, CPU, half=False)
+    assert not ahead.packs(batch) and ahead.unpacked == "Qwen2Attention cannot run packed: it is not causal attention"
+    with pytest.raises(EngineError, match="causal attention; pass packing=False"):
+        ahead.prove(batch, True, "plain")
 
 
 def test_layers_that_look_across_sequences_are_found_out(tmp_path: Path) -> None:

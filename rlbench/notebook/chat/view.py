@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 import anywidget
@@ -16,13 +15,12 @@ from IPython.display import display
 from rlbench.notebook.base.markup import STATIC, box, sheet
 from rlbench.notebook.base.palette import css
 from rlbench.notebook.chat.talking import Talking
-from rlbench.notebook.live.live_view import close_tree, display_both, framed, route_by_front_end
+from rlbench.notebook.live.live_view import Kept, close_tree, display_both, framed, route_by_front_end
 from rlbench.notebook.rollouts.rows import Shown
 from rlbench.notebook.rollouts.viewer import RolloutViewer
 
 GONE = "this chat's view was let go: show the chat again in a cell"
 VIEWS_KEPT = 8
-"""Older ones are closed: a page shows their static form."""
 
 
 class ChatDrawing(anywidget.AnyWidget):
@@ -52,9 +50,7 @@ class ChatView(ipywidgets.VBox):
         self._still: Any = None
         super().__init__([self._drawing])
         route_by_front_end(self)
-        _kept.append(self)  # ipywidgets holds every widget until it is closed
-        while len(_kept) > VIEWS_KEPT:
-            _kept.popleft().release()
+        _kept.add(self)
 
     @property
     def chat(self) -> Any:
@@ -119,4 +115,4 @@ def chat_view(chat: Any) -> ChatView:
     return ChatView(chat)
 
 
-_kept: deque[ChatView] = deque()
+_kept = Kept(VIEWS_KEPT)

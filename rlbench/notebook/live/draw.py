@@ -40,11 +40,6 @@ class Draw:
         self._told = 0.0
         self._drawn = 0
 
-    @property
-    def stop_wanted(self) -> bool:
-        """Whether somebody asked it to stop."""
-        return self._stop_wanted
-
     def continued(
         self, prompts: Sequence[Prompt], n: int, sampling: dict[str, Any], number: int, under: str | None
     ) -> Rollouts:
@@ -81,8 +76,9 @@ class Draw:
             return
         self._told, seconds = now, now - self._begin
         values = [one.values for one in progress if one.values]
-        if self._show is not None:
-            self._show({(p, k): text for value in values for p, k, text in value.get("texts", ())})
+        texts = {(p, k): text for value in values for p, k, text in value.get("texts", ())}
+        if self._show is not None and texts:  # a replica that is done tells none any more
+            self._show(texts)
         if any(value.get("paused") for value in values):
             self._tell("paused: session.resume() goes on")
         elif values:

@@ -6,6 +6,7 @@ and where the kernel is gone says "model not found" in place of all of it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +31,21 @@ def display_both(live: Any, still: Mapping[str, str]) -> Any:
 def framed(still: Mapping[str, str]) -> dict[str, str]:
     """The bundle as `display_both` shows it, for an update of its output."""
     return {**still, "text/html": f'{STYLE}<div class="{STILL}">{still["text/html"]}</div>'}
+
+
+class Kept:
+    """The views that are held, as ipywidgets holds every widget until it is closed; of more than `most` the oldest are
+    let go: a page shows their static form, and a notebook is saved without them."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._views: deque[Any] = deque()
+
+    def add(self, view: Any) -> None:
+        """Hold one more; it has `release`."""
+        self._views.append(view)
+        while len(self._views) > self._most:
+            self._views.popleft().release()
 
 
 def close_tree(widget: Any) -> None:

@@ -7,7 +7,6 @@ continues completions from one of their tokens (`continuing.py`); the tree that 
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 import anywidget
@@ -20,7 +19,7 @@ from rlbench.data import Rollouts
 from rlbench.errors import DataError
 from rlbench.notebook.base.markup import STATIC, box, escape, sheet
 from rlbench.notebook.base.palette import css
-from rlbench.notebook.live.live_view import close_tree, display_both, framed, route_by_front_end
+from rlbench.notebook.live.live_view import Kept, close_tree, display_both, framed, route_by_front_end
 from rlbench.notebook.rollouts.continuing import Continuing
 from rlbench.notebook.rollouts.order import Order, checked
 from rlbench.notebook.rollouts.rows import OPEN_TOKENS, Shown, headline
@@ -36,7 +35,7 @@ CONTROLS |= dict.fromkeys(("search", "whitespace", "columns"), "value")
 """Of what of each the drawing hears in the page."""
 FORKS = ("choices", "fork", "stop")
 """Kinds of messages that are the form's."""
-VIEWERS_KEPT = 16  # older ones are closed: a page shows their static form, and a notebook is saved without them
+VIEWERS_KEPT = 16
 
 
 class RolloutDrawing(anywidget.AnyWidget):
@@ -150,9 +149,7 @@ class RolloutViewer(ipywidgets.VBox):
         self._tell(self.drawing.continuing.state)
         super().__init__([self._header, ipywidgets.HBox(list(controls.values()), layout=layout), self.drawing])
         route_by_front_end(self)
-        _kept.append(self)  # ipywidgets holds every widget until it is closed
-        while len(_kept) > VIEWERS_KEPT:
-            _kept.popleft().release()
+        _kept.add(self)
 
     @property
     def rollouts(self) -> Rollouts:
@@ -233,7 +230,7 @@ def viewer(
     return RolloutViewer(Shown(rollouts), colour, sort, filter)
 
 
-_kept: deque[RolloutViewer] = deque()
+_kept = Kept(VIEWERS_KEPT)
 
 
 def _header(shown: Shown) -> str:

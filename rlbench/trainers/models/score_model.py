@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from rlbench.data.batches.batch import TrainBatch
-from rlbench.trainers.models.value_model import prove_packing, valued
+from rlbench.trainers.models.value_model import valued, why_unpacked
 from rlbench.trainers.passes.forward import PolicyModel
 from rlbench.trainers.passes.outputs import TokenOutputs
 from rlbench.trainers.passes.packing import ModelInputs
@@ -29,11 +29,11 @@ class ScoreModel(PolicyModel):
 
     def prove(self, batch: TrainBatch, packed: bool, head: str = "auto") -> None:
         """Prove once that scores are the same packed; collective."""
-        if packed or self.ranks.size > 1:
+        if (packed or self.ranks.size > 1) and not self._packing_proved:
             self._prove_packing(batch)
 
-    def _prove_packing(self, batch: TrainBatch) -> None:
-        prove_packing(self.module, self.device, self.ranks)
+    def _why_unpacked(self, batch: TrainBatch) -> str:
+        return why_unpacked(self.module, self.device, self.ranks)
 
     @contextmanager
     def stats(

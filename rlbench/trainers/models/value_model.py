@@ -133,6 +133,14 @@ def prove_packing(critic: Any, device: torch.device, ranks: SequenceGroup = ALON
     with those of one rank; collective."""
     if getattr(critic, "packing_proved", False):
         return
+    if why := why_unpacked(critic, device, ranks):
+        raise EngineError(f"{why}; pass {'packed=False' if ranks.size == 1 else 'sequence_parallel=1'}.")
+
+
+@torch.no_grad()
+def why_unpacked(critic: Any, device: torch.device, ranks: SequenceGroup = ALONE) -> str:
+    """Return why the values of two short sequences are others packed, or split; "" where they are the same, which the
+    critic then knows; collective."""
     probe = probe_of(np.arange(int(vocabulary_of(critic) or 1)))
     found = []
     with evaluating(critic):
@@ -141,10 +149,11 @@ def prove_packing(critic: Any, device: torch.device, ranks: SequenceGroup = ALON
                 found.append(share.joined(values_at(critic, share.inputs)))
     gap = float((found[0] - found[1]).abs().mean() / found[1].abs().mean().clamp(min=1e-12))
     if differs(gap, critic.in_half):
-        how, mend = ("packed", "packed=False") if ranks.size == 1 else ("split over ranks", "sequence_parallel=1")
+        how = "packed" if ranks.size == 1 else "split over ranks"
         said = f"{type(critic).__name__} computes something else when sequences are {how} (values differ by {gap:.2g})"
-        raise EngineError(f"{said}: its layers look across sequences; pass {mend}.")
+        return f"{said}: its layers look across sequences"
     critic.packing_proved = True
+    return ""
 
 
 def values_at(critic: nn.Module, inputs: ModelInputs) -> Tensor:

@@ -28,6 +28,10 @@ FLASH_SINCE, MOST_WIDTH = (8, 0), 256
 """Compute capability, and width of a head, that the flash kernel needs."""
 
 
+class NotCausal(EngineError):
+    """Rows cannot be packed for a model whose attention is not causal, or masked by itself."""
+
+
 @contextmanager
 def packed_attention(module: nn.Module, lengths: list[int], ranks: SequenceGroup = ALONE) -> Iterator[None]:
     """Make a transformers model attend within sequences of these lengths, of which a row is made; keep it on until the
@@ -61,7 +65,7 @@ def _attend(
     """transformers' attention signature; query (rows, heads, tokens, width) → (rows, tokens, heads, width)."""
     causal = options.pop("is_causal", None)
     if not (getattr(module, "is_causal", True) if causal is None else causal) or attention_mask is not None:
-        raise EngineError(f"{type(module).__name__} cannot run packed (it is not causal attention): packing=False.")
+        raise NotCausal(f"{type(module).__name__} cannot run packed: it is not causal attention")
     ranks = _ranks[0]
     if query.shape[2] * ranks.size != sum(_lengths):
         seen = query.shape[2] * ranks.size

@@ -7,7 +7,6 @@ what the logits give; a model that does not allow it is run with its logits, and
 from __future__ import annotations
 
 import inspect
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -24,6 +23,7 @@ from rlbench.data.batches.batch import as_batch as as_batch
 from rlbench.errors import DataError, EngineError
 from rlbench.strategies.ranks.control import ControlGroup
 from rlbench.strategies.ranks.sequence import ALONE, SequenceGroup
+from rlbench.trainers.passes.attention import NotCausal
 from rlbench.trainers.passes.chunked_head import Head, UnfitHead, token_bytes, watched_head
 from rlbench.trainers.passes.images import ImageReader
 from rlbench.trainers.passes.outputs import NO_MORE, Request, TokenOutputs, of_logits
@@ -34,8 +34,6 @@ from rlbench.trainers.passes.token_keeper import TokenGradients
 from rlbench.user_code import user_code
 
 CHECK_TOKENS = 24
-UNPACKED = re.compile(r"[:;] (pass )?packing=False\.$")
-"""How an error ends that says what to pass in place of packing."""
 CHECK_TOLERANCE, HALF_TOLERANCE = 1e-4, 0.05
 CHECK_TEMPERATURE = 0.7
 
@@ -67,7 +65,6 @@ class PolicyModel:
         self.ranks = ranks
         self._half = half or next(module.parameters()).dtype in (torch.float16, torch.bfloat16)
         self._packing_proved = False
-        self._packs: bool | None = None
         self.unpacked = ""
         self._heads: dict[bool, Head | str] = {}  # by packing: proved, or why not
 
@@ -199,15 +196,12 @@ class PolicyModel:
 
     def packs(self, batch: TrainBatch) -> bool:
         """Whether the model computes the same with several sequences in a row; `unpacked` says why not. Collective."""
-        if self._packs is None:
-            try:
-                self._prove_packing(batch)
-                self._packs = True
-            except EngineError as error:
-                if self.ranks.size > 1:
-                    raise
-                self._packs, self.unpacked = False, UNPACKED.sub("", str(error))
-        return self._packs
+        if self.ranks.size > 1:
+            self.prove(batch, packed=True, head="plain")
+        elif not self._packing_proved and not self.unpacked:
+            self.unpacked = self._why_unpacked(batch)
+            self._packing_proved = not self.unpacked
+        return not self.unpacked
 
     def prove(self, batch: TrainBatch, packed: bool, head: str = "auto") -> Head | None:
         """Prove once, on two short sequences, that the model computes the same packed and by its output layer alone;
@@ -230,20 +224,28 @@ class PolicyModel:
     def _prove_packing(self, batch: TrainBatch) -> None:
         """Refuse a model whose layers look from one sequence into the next (recurrence, attention of its own), or not
         into the next slice of one."""
+        if why := self._why_unpacked(batch):
+            raise EngineError(f"{why}; pass {'packing=False' if self.ranks.size == 1 else 'sequence_parallel=1'}.")
+        self._packing_proved = True
+
+    def _why_unpacked(self, batch: TrainBatch) -> str:
+        """Return why the model cannot run so, found on two short sequences; "" where it can."""
         from transformers import PreTrainedModel
 
         name, needed = type(self.module).__name__, dict.fromkeys(("position_ids", "logits_to_keep", "use_cache"))
-        split = self.ranks.size > 1
-        how, mend = ("split over ranks", "sequence_parallel=1") if split else ("packed", "packing=False")
+        how = "packed" if self.ranks.size == 1 else "split over ranks"
         if not isinstance(self.module, PreTrainedModel) or taken_by(self.module.forward, needed) != needed:
-            raise EngineError(f"{name} cannot run {how}, being no causal model of transformers: pass {mend}.")
-        run = self._probed(batch, True, 1.0, None).logprobs
+            return f"{name} cannot run {how}, being no causal model of transformers"
+        try:
+            run = self._probed(batch, True, 1.0, None).logprobs
+        except NotCausal as error:
+            return str(error)
         padded = self._probed(batch, False, 1.0, None, ALONE).logprobs
         gap = float((run - padded).abs().mean())
-        if differs(gap, self._half):
-            said = f"{name} computes something else when sequences are {how} (log-probs differ by {gap:.2g})"
-            raise EngineError(f"{said}: its layers look across sequences; pass {mend}.")
-        self._packing_proved = True
+        if not differs(gap, self._half):
+            return ""
+        said = f"{name} computes something else when sequences are {how} (log-probs differ by {gap:.2g})"
+        return f"{said}: its layers look across sequences"
 
     def _try_head(self, batch: TrainBatch, packed: bool) -> Head | str:
         try:

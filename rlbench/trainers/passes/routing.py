@@ -64,8 +64,10 @@ def check_replayed(module: nn.Module) -> None:
 
 def check_experts(module: nn.Module, batch: TrainBatch) -> None:
     """Refuse experts of another model."""
+    if batch.routing is None:
+        return
     routers: dict[int, Any] = routers_of(module)
-    if batch.routing is None or not routers:
+    if not routers:
         return
     layers, chosen = batch.routing.values.shape[1:]
     here, top_k = max(routers) + 1, {router.top_k for router in routers.values()}
