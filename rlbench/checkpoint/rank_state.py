@@ -62,6 +62,16 @@ class State:
         self, tensors: Mapping[str, Tensor], values: Mapping[str, Any], exact: bool = True, partial: bool = False
     ) -> str:
         """See that `load` can put everything back, with `exact` dtypes; return what is not shared (`partial`)."""
+        said = self.check_module(tensors, exact, partial)
+        if self.optimizers.keys() != values["optimizers"].keys():
+            then, now = (", ".join(names) or "none" for names in (values["optimizers"], self.optimizers))
+            raise CheckpointError(f"the saved state has the optimizers {then}, and the module {now}: they differ")
+        for which in self.optimizers:
+            _check_optimizer(which, values["optimizers"][which], self._settings(which))
+        return said
+
+    def check_module(self, tensors: Mapping[str, Tensor], exact: bool = True, partial: bool = False) -> str:
+        """See that the module's own tensors can be put back; as `check`."""
         apart = OPTIMIZER, LOSS
         own, saved = self.module_tensors(), {n: t for n, t in tensors.items() if not n.startswith(apart)}
         missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
@@ -77,11 +87,6 @@ class State:
                     f"{name.partition('/')[2]}: saved {tuple(there.shape)} {there.dtype}, the module has "
                     f"{tuple(here.shape)} {here.dtype}; build it as it was saved"
                 )
-        if self.optimizers.keys() != values["optimizers"].keys():
-            then, now = (", ".join(names) or "none" for names in (values["optimizers"], self.optimizers))
-            raise CheckpointError(f"the saved state has the optimizers {then}, and the module {now}: they differ")
-        for which in self.optimizers:
-            _check_optimizer(which, values["optimizers"][which], self._settings(which))
         return said
 
     @torch.no_grad()

@@ -32,8 +32,8 @@ class Sampler(Protocol):
     def continued(
         self, prompts: Sequence[Prompt], n: int, sampling: dict[str, Any], number: int, under: str | None
     ) -> Rollouts:
-        """Draw `n` completions behind each prompt's token ids; `number`: what their seeds derive from; `under`: the
-        adapter that samples, None for the policy's."""
+        """Draw `n` completions behind each prompt's token ids; `number`: what their seeds derive from; `under`: whose
+        weights sample, None for the policy's."""
 
     def encoded(self, text: str) -> list[int]:
         """Return the token ids of a text that stands in the middle of a sequence."""
@@ -42,10 +42,22 @@ class Sampler(Protocol):
         """Return the text of token ids, without special tokens."""
 
 
+class Named(Protocol):
+    """A snapshot, which is named by its label."""
+
+    @property
+    def label(self) -> str: ...
+
+
+def name_of(under: Named | str | None) -> str | None:
+    """Return what names the weights that are to draw."""
+    return under if under is None or isinstance(under, str) else under.label
+
+
 @dataclass(frozen=True, eq=False)
 class Place:
     """Where a completion is continued: behind `kept` of its tokens and then `added`; `turn`: in which of its turns;
-    `room`: tokens that may follow, None for as many as the model takes; `under`: which adapter samples them."""
+    `room`: tokens that may follow, None for as many as the model takes; `under`: whose weights sample them."""
 
     sample: int
     kept: int
@@ -66,11 +78,12 @@ def fork(
     at: int | Sequence[int],
     n: int,
     text: str | Sequence[int] | None,
-    under: str | None,
+    under: Named | str | None,
     options: dict[str, Any],
     sampler: Sampler,
 ) -> Rollouts:
     """See `Rollouts.fork`."""
+    under = name_of(under)
     if strange := sorted(set(options) - set(ONLY_LENGTH)):
         raise DataError(
             f"fork: {', '.join(strange)} would draw from another distribution than the completions beside it; it takes "

@@ -19,17 +19,19 @@ from rlbench.data.record.origin import drawn_by
 from rlbench.data.rollouts.decoding import decoder
 from rlbench.data.rollouts.merging import length_stats
 from rlbench.dispatch import views
-from rlbench.dispatch.chain import Chain
+from rlbench.dispatch.chain import Chain, Waiting
 from rlbench.dispatch.link import Link
 from rlbench.dispatch.pending import Pending
 from rlbench.engines.base import Engine, Start, cores, executor_of, replicas_for
+from rlbench.engines.lending import drawn_under
 from rlbench.engines.moved import Moved
 from rlbench.engines.paths import check_model_path, model_name
 from rlbench.engines.placement import Device, addresses, device_count, thread_environment, visible_gpus
 from rlbench.engines.turns import failed_in_env, split_options, tell_env_errors
+from rlbench.engines.under import adapter_number, kept_name, names_under
 from rlbench.envs.hook import Hook, from_hook
 from rlbench.envs.tools import ToolEnv
-from rlbench.errors import DataError, SessionError, Stopped, nearest
+from rlbench.errors import DataError, SessionError, Stopped
 from rlbench.results import Done
 from rlbench.runtime import cluster
 from rlbench.runtime.starting import phase, starting
@@ -212,13 +214,13 @@ class InferenceEngine(Engine):
         number: int | None = None,
         env: Any = None,
         seeds: np.ndarray | None = None,
-        adapter: int | None = None,
+        under: str | None = None,
         view: views.View | None = None,
         told: bool = False,
-    ) -> Pending:
+    ) -> Waiting:
         """Submit a generate call; `number` is the rollout's, from which its seeds derive where no `seeds` (prompts, n)
-        int64 are given; `adapter` and `told` as of `GenerateJob`; `view`: shows the progress, in place of the cell's
-        line."""
+        int64 are given; `under`: whose weights draw, see `rlbench.engines.under`; `told` as of `GenerateJob`; `view`:
+        shows the progress, in place of the cell's line."""
         self._need_built("generate")
         asked: list[Prompt] = as_prompts(prompts)
         samples = _samples(n, sampling)
@@ -231,6 +233,8 @@ class InferenceEngine(Engine):
             chat |= self._tools_of(env)
         if number != 0:
             self._tell_reshaped(rest)
+        label = kept_name(self, under)
+        adapter = None if label else adapter_number(self, under)
         if number is None:
             number = self.link.next_rollout()
         if seeds is None:
@@ -268,8 +272,11 @@ class InferenceEngine(Engine):
             tell_env_errors(merged)
             return merged
 
-        what, queued = f"rollout {number}", len(asked) if shared else 0
-        return self.call_all("generate", job, finish=finish, what=what, observer=view, queue_total=queued, track=True)
+        options: dict[str, Any] = {"finish": finish, "observer": view, "track": True}
+        options |= {"what": f"rollout {number}", "queue_total": len(asked) if shared else 0}
+        if label is not None:
+            return drawn_under(self, label, lambda loan: self.call_all("generate_lent", loan, job, **options))
+        return self.call_all("generate", job, **options)
 
     def seeds(self, sampling: dict[str, Any], number: int, prompts: int, samples: int) -> np.ndarray:
         """Return the seeds (prompts, samples) int64 of rollout `number`; where `sampling` has a `seed`, of that one."""
@@ -320,7 +327,8 @@ class InferenceEngine(Engine):
         self, prompts: Sequence[Prompt], n: int, sampling: dict[str, Any], number: int, under: str | None = None
     ) -> Rollouts:
         """Draw `n` completions behind each prompt, for `Rollouts.fork` and chats: no rollout of its own, so that those
-        that follow draw what they would have drawn. `number`: what the seeds derive from; `under`: which adapter."""
+        that follow draw what they would have drawn. `number`: what the seeds derive from; `under`: whose weights, see
+        `names_under`."""
         return self.submit_continued(prompts, n, sampling, number, under).blocking_result()
 
     def submit_continued(
@@ -332,33 +340,17 @@ class InferenceEngine(Engine):
         under: str | None = None,
         view: views.View | None = None,
         told: bool = False,
-    ) -> Pending:
+    ) -> Waiting:
         """Begin what `continued` waits for, shown by `view`, which hears the texts so far where `told`; SessionError
         where the session is closed."""
         if self.link.closed:
             raise SessionError(f"session {self.link.name!r} is closed: its engine cannot continue these rollouts")
-        seeds, adapter = self.seeds(sampling, number, len(prompts), n), self.adapter_number(under)
-        return self.submit_generate(
-            prompts, sampling, n=n, number=0, seeds=seeds, adapter=adapter, view=view, told=told
-        )
+        seeds = self.seeds(sampling, number, len(prompts), n)
+        return self.submit_generate(prompts, sampling, n=n, number=0, seeds=seeds, under=under, view=view, told=told)
 
-    def adapter_names(self) -> tuple[str, ...]:
-        """Return what `under` may name, "base" first; nothing where the replicas hold one set of weights."""
-        return ("base", *adapter_numbers(self.link)) if self.info.get("adapters") else ()
-
-    def adapter_number(self, name: str | None) -> int | None:
-        """Return the number of an adapter by the name of its branch ("base": 0); SessionError where there is none."""
-        if name is None:
-            return None
-        if not self.info.get("adapters"):
-            raise SessionError(
-                f"no adapter {name!r}: the replicas hold one set of weights. rb.Session(…, train=rb.Train(lora=…), "
-                "inference=rb.Inference(adapters=2)) holds adapters beside each other"
-            )
-        known = {"base": 0} | adapter_numbers(self.link)
-        if name not in known:
-            raise SessionError(f"no adapter {name!r}{nearest(name, known)}; there are {', '.join(known)}")
-        return known[name]
+    def names_under(self) -> tuple[str, ...]:
+        """Return what `under` may name, see `rlbench.engines.under`."""
+        return names_under(self)
 
     def encoded(self, text: str) -> list[int]:
         """Return the token ids of a text that stands in the middle of a sequence."""
@@ -417,11 +409,6 @@ class InferenceEngine(Engine):
 
     def __repr__(self) -> str:
         return f"InferenceEngine({self.name!r}, {self.executor}, {self.path!r}, {self.described()})"
-
-
-def adapter_numbers(link: Link) -> dict[str, int]:
-    """Return the number that each branch's adapter has in the replicas, by branch."""
-    return {"main": 1} | link.state("adapters")["adapters"]
 
 
 def _whole(name: str, value: Any) -> int:

@@ -18,8 +18,8 @@ from rlbench.dispatch.link import Link, driver_mode
 from rlbench.dispatch.pending import Pending
 from rlbench.engines import InferenceEngine, TrainEngine
 from rlbench.engines.base import Engine
-from rlbench.engines.inference import adapter_numbers
 from rlbench.engines.sync import agreement_steps, sync_weights
+from rlbench.engines.under import adapter_numbers
 from rlbench.errors import SessionError, StateError, nearest
 from rlbench.runtime import cluster
 from rlbench.runtime.devices import room_in_memory

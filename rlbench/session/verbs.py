@@ -47,15 +47,14 @@ def rollout(
             OpenAI's form.
         env: an `rb.envs.Env` that each sample meets turn by turn; then also `max_turns`, `max_total_tokens` and
             `env_timeout_s`, and `max_tokens` is per turn.
-        adapter: `"base"`, or the name of a branch, whose adapter samples: of a session with `rb.Inference(adapters=2)`;
-            None: the branch it is on.
+        adapter: whose weights sample: `"base"`, or the name of a branch, of a session with `rb.Inference(adapters=2)`;
+            or the label of a snapshot, whose weights the replicas are lent; None: the branch it is on.
         on_stop: `"raise"`: an interrupt raises `rb.Stopped`, `.partial` holds what was finished; `"return"`
             returns that instead.
     """
-    number = core.inference.adapter_number(adapter)
     core.followed.note_place()
     chosen = sampling_options(sampling) | options
-    pending = core.inference.submit_generate(prompts, chosen, n=n, progress=progress, env=env, adapter=number)
+    pending = core.inference.submit_generate(prompts, chosen, n=n, progress=progress, env=env, under=adapter)
     pending.then(core.keep_last)
     return pending
 

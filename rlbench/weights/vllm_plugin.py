@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from rlbench.errors import BuildError, WeightSyncError, some
 from rlbench.weights import facts
+from rlbench.weights.aside import Aside
 from rlbench.weights.channel import Channel, receive
 from rlbench.weights.manifest import AdapterInfo, Bucket, ChannelInfo
 from rlbench.weights.memory import release_caches
@@ -193,6 +194,7 @@ class ReplicaWorkerMixin:
     """What a replica asks of its workers beyond vLLM's own calls; the same on CPU and GPU."""
 
     _weight_update_active: bool
+    _put_back: Callable[[], None]
 
     def load_model(self, **options: Any) -> None:
         """As vLLM's; adapters have a place around the layers that a trainer adapts: those of a tower too, embeddings
@@ -269,8 +271,7 @@ class ReplicaWorkerMixin:
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper
 
-        manager = self.model_runner.lora_manager  # type: ignore[attr-defined]
-        held = manager._adapter_manager
+        manager, held = self._adapters
         names = getattr(held.model, "hf_to_vllm_mapper", None)
         lora = LoRAModel.from_lora_tensors(
             lora_model_id=info.number,
@@ -283,9 +284,34 @@ class ReplicaWorkerMixin:
             weights_mapper=names.get_rename_mapper() if names is not None else None,  # vLLM stacks layers itself
         )
         self._adapter = {}
-        held.remove_adapter(info.number)
-        held.add_adapter(lora)
-        held.activate_adapter(info.number)
+        self._place_adapter(info.number, lora)
+
+    def _place_adapter(self, number: int, lora: Any) -> None:
+        """Have adapter `number` be this one, None: none."""
+        _, held = self._adapters
+        held.remove_adapter(number)
+        if lora is not None:
+            held.add_adapter(lora)
+            held.activate_adapter(number)
+
+    @property
+    def _adapters(self) -> tuple[Any, Any]:
+        """vLLM's managers of adapters: of the worker, and of the model."""
+        manager = self.model_runner.lora_manager  # type: ignore[attr-defined]
+        return manager, manager._adapter_manager
+
+    def set_aside(self, number: int) -> None:
+        """Keep what is served until `put_back`: adapter `number`, or with 0 the model's own weights."""
+        if number:
+            lora = self._adapters[1].get_adapter(number)
+            self._put_back = lambda: self._place_adapter(number, lora)
+        else:
+            self._put_back = Aside(self.model_runner.model).put_back  # type: ignore[attr-defined]
+
+    def put_back(self) -> None:
+        """Serve again what was set aside."""
+        put_back, self._put_back = self._put_back, _nothing_aside
+        put_back()
 
     def record_routing(self) -> None:
         """Record from now on which experts each token takes."""
@@ -319,6 +345,10 @@ class ReplicaWorkerMixin:
 
 class GpuReplicaWorker(ReplicaWorkerMixin, Worker):
     """vLLM's GPU worker; sleep and wake_up are vLLM's own (`enable_sleep_mode`)."""
+
+
+def _nothing_aside() -> None:
+    raise WeightSyncError("nothing was set aside here")
 
 
 def _weight_bytes(model: torch.nn.Module) -> int:

@@ -140,12 +140,15 @@ def test_a_reward_that_raises_is_told_and_one_that_takes_long_can_be_let_go(sess
     assert shown.rollouts.samples == 4, "the one that was let go added nothing"
 
 
-def test_adapters_and_the_name_in_cells_are_looked_up_when_they_are_asked_for(rollouts: Rollouts) -> None:
+def test_kept_versions_and_the_name_in_cells_are_looked_up_when_they_are_asked_for(
+    session: Any, rollouts: Rollouts
+) -> None:
     shown = viewer(rollouts)
     assert shown.drawing.fork["under"] is None
     press(shown, "choices")
     until(lambda: shown.drawing.fork["under"] is not None)
-    assert shown.drawing.fork["under"] == [] and shown.drawing.fork["name"] == "rollouts"
+    kept = [snapshot.label for snapshot in session.snapshots]
+    assert sorted(shown.drawing.fork["under"]) == sorted(kept) and shown.drawing.fork["name"] == "rollouts"
 
 
 def test_rewards_that_were_numbers_are_gone_and_it_says_so(rollouts: Rollouts) -> None:

@@ -166,6 +166,27 @@ def test_a_completion_is_continued_under_the_base_beside_the_policys_own(adapted
         rollouts.fork(0, at=2, under="mian")
 
 
+def test_what_is_drawn_under_a_kept_adapter_is_what_it_drew(adapted: Any, batch: Any) -> None:
+    how = {"n": 2, "max_tokens": 8, "ignore_eos": True, "seed": 1, "temperature": 2.0, "progress": False}
+    taken = adapted.snapshot("taken")
+    drawn = adapted.rollout(["sort 21", "sort 312"], **how)
+    adapted.train_step(batch, lr=1e-1)
+    adapted.sync_weights()
+    now, checksums = (
+        adapted.rollout(["sort 21", "sort 312"], **how),
+        adapted.train.call_all("training_checksums").result(),
+    )
+    again = adapted.rollout(["sort 21", "sort 312"], adapter="taken", **how)
+    assert again.texts == drawn.texts != now.texts and set(again.versions.tolist()) == {taken.version}
+    np.testing.assert_allclose(again.logprobs, drawn.logprobs, atol=1e-5)
+    later = adapted.rollout(["sort 21", "sort 312"], **how)
+    np.testing.assert_array_equal(later.logprobs, now.logprobs)
+    assert later.texts == now.texts and adapted.train.call_all("training_checksums").result() == checksums
+    if adapted.inference.info["adapters"]:
+        assert adapted.inference.names_under()[:2] == ("base", "main"), "and then what is kept"
+    adapted.drop(taken)
+
+
 def test_pairs_are_compared_with_the_base_whatever_the_adapters_have_learnt(adapted: Any) -> None:
     answers = [(prompt, tasks.answer(prompt)) for prompt in tasks.prompts(8, seed=4)]
     rows = [{"prompt": prompt, "chosen": right + "0", "rejected": right} for prompt, right in answers]

@@ -14,9 +14,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlbench.data.rollouts.jobs import GenerateJob
-from rlbench.errors import StateError, WeightSyncError
+from rlbench.errors import DataError, StateError, WeightSyncError
+from rlbench.weights.loan import Loan
 from rlbench.weights.manifest import Bucket, Manifest
 from rlbench.weights.names import to_checkpoint_names, unique_parameters
+from rlbench.weights.probe import Probe
 from rlbench.weights.staging import ShmStage
 from rlbench.weights.unchanged import group_of
 from rlbench.workers.replica.config import ReplicaConfig
@@ -138,6 +140,65 @@ def test_discarded_weights_are_filled_by_a_sync(replica: VllmReplica, model: Pre
     replica.to_state("cuda", ["kv_cache"])
     assert gap(replica, model) <= 1e-4
     replica.commit_version(30)
+
+
+def loan_of(model: PreTrainedModel, manifest: Manifest) -> Loan:
+    expected = [hf_logprobs(model, ids) for ids in SEQUENCES]
+    return Loan("kept", 5, manifest, Probe(SEQUENCES), expected, 1e-4)
+
+
+def changed(model: PreTrainedModel, factor: float) -> PreTrainedModel:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(factor)
+    return model
+
+
+def test_weights_are_lent_for_one_call_and_its_own_come_back_to_the_bit(
+    replica: VllmReplica, model: PreTrainedModel, stage: ShmStage
+) -> None:
+    replica.apply_weights(staged(stage, model))
+    replica.commit_version(35)
+    prompt = list(range(200))  # of which the cache of prefixes keeps blocks
+    asked = GenerateJob([prompt], 2, {"max_tokens": 8}, np.array([[1, 2]], np.int64))
+    before, own = replica.prompt_logprobs(SEQUENCES), replica.generate(asked)
+    other = changed(model, 1.1)
+    lent = replica.generate_lent(loan_of(other, staged(stage, other)), asked)
+    assert lent.versions.tolist() == [5, 5] and replica.status()["version"] == 35
+    for i in range(2):
+        drawn = slice(lent.offsets[i], lent.offsets[i + 1])
+        reference = hf_logprobs(other, prompt + lent.token_ids[drawn].tolist())
+        np.testing.assert_allclose(lent.logprobs[drawn], reference[len(prompt) - 1 :], atol=1e-4)
+    for old, new in zip(before, replica.prompt_logprobs(SEQUENCES), strict=True):
+        np.testing.assert_array_equal(old, new)
+    again = replica.generate(asked)
+    np.testing.assert_array_equal(own.token_ids, again.token_ids)
+    np.testing.assert_array_equal(own.logprobs, again.logprobs)
+
+
+def test_what_does_not_prove_itself_is_not_lent_and_what_does_not_come_back_is_torn(
+    replica: VllmReplica, model: PreTrainedModel, stage: ShmStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica.apply_weights(staged(stage, model))
+    replica.commit_version(36)
+    before, asked = replica.prompt_logprobs(SEQUENCES), one_job()
+    wrong = replace(loan_of(model, staged(stage, model)), expected=[row + 1 for row in before])
+    with pytest.raises(WeightSyncError, match="goes on with its own weights"):
+        replica.generate_lent(wrong, asked)
+    with pytest.raises(DataError, match="unknown sampling option"):
+        replica.generate_lent(loan_of(model, staged(stage, model)), replace(asked, sampling={"temprature": 1.0}))
+    assert replica.generate(asked).versions.tolist() == [36]
+    for old, new in zip(before, replica.prompt_logprobs(SEQUENCES), strict=True):
+        np.testing.assert_array_equal(old, new)
+    other = changed(model, 1.1)
+    monkeypatch.setattr(replica._receiver, "put_back", lambda: None)
+    with pytest.raises(WeightSyncError, match="did not get its own weights back"):
+        replica.generate_lent(loan_of(other, staged(stage, other)), asked)
+    with pytest.raises(StateError, match="holds a mixture"):
+        replica.generate(asked)
+    replica.apply_weights(staged(stage, other))
+    replica.commit_version(37)
+    assert gap(replica, other) <= 1e-4 and replica.generate(asked).versions.tolist() == [37]
 
 
 def test_wrong_names_are_refused_and_the_old_weights_stay(

@@ -3,8 +3,9 @@ import { add, copyText, setText } from './dom';
 import type { Row } from './rows';
 
 const UNDER_ONE =
-  'by the weights that the engine has now; rb.Inference(adapters=2) holds adapters to choose from';
-const UNDER_MANY = 'which adapter continues; the policy: as it is in the engine now';
+  'by the weights that the engine has now; session.snapshot() keeps some to choose from';
+const UNDER_MANY =
+  'whose weights continue: an adapter, or a kept version; the policy: as it is in the engine now';
 const NO_PLACE = 'Continue from a token: click one, or go to it with the arrow keys, then Tab.';
 const NO_KERNEL = 'no kernel: nothing can be continued';
 

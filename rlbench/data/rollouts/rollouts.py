@@ -243,7 +243,7 @@ class Rollouts(Suggesting):
         at: int | Sequence[int],
         n: int = 16,
         text: str | Sequence[int] | None = None,
-        under: str | None = None,
+        under: Any = None,
         **sampling: Any,
     ) -> Rollouts:
         """Continue completions from one of their tokens: these rollouts with `n` more for each such place, beside them.
@@ -259,8 +259,8 @@ class Rollouts(Suggesting):
             sample: number of the completion in `.flat` order; several, with one `at` each or one for all.
             at: response tokens that are kept; below 0: counted from the end.
             text: written behind those (text or token ids), and never trained on.
-            under: `"base"`, or the name of a branch, whose adapter continues: of a session with
-                `rb.Inference(adapters=2)`; None: the policy as it is in the engine.
+            under: whose weights continue: a snapshot, or its label (`"before step 3"`); or, of a session with
+                `rb.Inference(adapters=2)`, `"base"` or the name of a branch; None: the policy as it is in the engine.
             sampling: `max_tokens` (default: what those of these rollouts leave), `stop`, `ignore_eos`, `seed`, ….
 
         `.partial` of `Stopped` holds what there is.

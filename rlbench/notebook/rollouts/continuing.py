@@ -92,7 +92,7 @@ class Continuing:
         """Look up what the rollouts are called in cells, and which adapters there are."""
         changes: dict[str, Any] = {"name": self._name()}
         try:
-            changes["under"] = list(self._sampler.adapter_names())
+            changes["under"] = list(self._sampler.names_under())
         except RLBenchError as error:
             changes |= {"said": str(error), "bad": True}
         self._tell(**changes)

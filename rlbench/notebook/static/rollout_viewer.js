@@ -666,8 +666,8 @@ function isAbove(above, item) {
 }
 
 // src/widgets/fork.ts
-var UNDER_ONE = "by the weights that the engine has now; rb.Inference(adapters=2) holds adapters to choose from";
-var UNDER_MANY = "which adapter continues; the policy: as it is in the engine now";
+var UNDER_ONE = "by the weights that the engine has now; session.snapshot() keeps some to choose from";
+var UNDER_MANY = "whose weights continue: an adapter, or a kept version; the policy: as it is in the engine now";
 var NO_PLACE = "Continue from a token: click one, or go to it with the arrow keys, then Tab.";
 var NO_KERNEL = "no kernel: nothing can be continued";
 var ForkForm = class {

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlbench.data.forking import Sampler
+from rlbench.data.forking import Named, Sampler, name_of
 from rlbench.data.prompts.prompt import Message, Prompt
 from rlbench.data.record.origin import latest
 from rlbench.data.rollouts.rollouts import Rollouts
+from rlbench.engines.under import check_under
 from rlbench.errors import DataError, StateError, Stopped, Suggesting
 from rlbench.notebook.cards.card import Card, Cell, Grid, counted
 from rlbench.session.core import SessionCore
@@ -22,8 +23,8 @@ CHOSEN = "✓ "
 
 @dataclass(frozen=True, eq=False)
 class Answer(Suggesting):
-    """What was said to the last turn: completion `sample` of `rollouts`, of weights `version`, of the adapter `under`
-    (None: the policy's)."""
+    """What was said to the last turn: completion `sample` of `rollouts`, of weights `version`, drawn `under` an
+    adapter's or a kept version's (None: the policy's)."""
 
     rollouts: Rollouts = field(repr=False)
     sample: int
@@ -151,7 +152,7 @@ class Chat(Suggesting):
 
 def chat(
     core: SessionCore,
-    under: str | Sequence[str | None] | None = None,
+    under: Named | str | Sequence[Named | str | None] | None = None,
     n: int = 2,
     *,
     system: str | None = None,
@@ -167,16 +168,17 @@ def chat(
     step and a sync `chat.again()` has the new weights answer beside the old ones.
 
     Args:
-        under: who answers: None the policy, `"base"` or a branch its adapter (of a session with
-            `rb.Inference(adapters=2)`); several answer side by side: `[None, "base"]`.
+        under: who answers: None the policy, a snapshot (or its label) the weights of then, `"base"` or a branch its
+            adapter (of a session with `rb.Inference(adapters=2)`); several answer side by side:
+            `[None, "before step 3"]`.
         n: answers of each.
         system: what the first message says, with the role system.
         sampling: as of `rollout`: `temperature`, `max_tokens` (256 where not given), `template`, `tools`, ….
     """
-    speakers = (under,) if under is None or isinstance(under, str) else tuple(under)
+    speakers = tuple(map(name_of, under if isinstance(under, Sequence) and not isinstance(under, str) else (under,)))
     if not speakers:
         raise DataError("chat(under=[]): nobody answers: None is the policy")
     for one in speakers:
-        core.inference.adapter_number(one)
+        check_under(core.inference, one)
     messages = () if system is None else ({"role": "system", "content": system},)
     return Chat(core, speakers, n, {"max_tokens": MAX_TOKENS} | sampling, messages)

@@ -13,6 +13,7 @@ from typing import Any
 
 from rlbench.data.runs.journal import read
 from rlbench.data.runs.traces import Traces
+from rlbench.engines.under import adapter_number
 from rlbench.envs.policy import Policy
 from rlbench.errors import SessionError, StateError, Suggesting
 from rlbench.notebook.cards.card import WARNING, Card, Grid
@@ -147,7 +148,7 @@ def policy(core: SessionCore, adapter: str | None = None) -> Policy:
     Args:
         adapter: of which branch; "base": none (both with `rb.Inference(adapters=2)`); None: the policy synced last.
     """
-    core.inference.adapter_number(adapter)
+    adapter_number(core.inference, adapter)
     opened = endpoint(core)
     return Policy(core.name, adapter or POLICY, opened.urls, opened.key)
 

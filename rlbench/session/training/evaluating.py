@@ -85,7 +85,6 @@ def evaluate(
     """
     sets = named_sets(prompts)
     rewards = by_set(reward, env, sets)
-    number = core.inference.adapter_number(adapter)
     chosen = {"temperature": 0.0 if n == 1 else 1.0} | sampling
     if n > 1 and chosen["temperature"] == 0:
         raise DataError(f"evaluate(n={n}, temperature=0) would draw one greedy completion {n} times: n=1, or sample")
@@ -97,7 +96,7 @@ def evaluate(
         number=0,
         env=env,
         seeds=np.concatenate([core.inference.seeds(chosen, 0, len(one), n) for one in sets.values()]),
-        adapter=number,
+        under=adapter,
     )
     scored = yield from _scored(drawn, sets, rewards)
     other = None if adapter is None or adapter == core.link.state("branch")["branch"] else adapter

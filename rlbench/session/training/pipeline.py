@@ -18,7 +18,7 @@ from rlbench.data import Rollouts
 from rlbench.data.prompts.sampling import sampling_options
 from rlbench.data.record.origin import made_with
 from rlbench.dispatch.chain import STOP_WAIT_S, Chain, Steps, Waiting
-from rlbench.dispatch.pending import Pending, sigint_held
+from rlbench.dispatch.pending import sigint_held
 from rlbench.errors import SessionError, Stopped, Suggesting
 from rlbench.rewards.running import as_scorer
 from rlbench.session.core import SessionCore
@@ -69,7 +69,7 @@ def pipeline(
         as_scorer(reward)  # what is none is refused before anything is drawn
     chosen = sampling_options(sampling) | options
 
-    def roll(asked: Any) -> Pending:
+    def roll(asked: Any) -> Waiting:
         return core.inference.submit_generate(asked, chosen, n=n, progress=progress, env=env)
 
     batches = batches_of(core.followed.data if prompts is None else prompts, batch)
@@ -81,7 +81,7 @@ def pipeline(
 class Ahead:
     """A batch that was begun: its rollout, what scores that behind it, and its line of the record."""
 
-    rolling: Pending
+    rolling: Waiting
     scoring: Chain
     entry: Entry
 
@@ -125,7 +125,7 @@ class Pipeline(Suggesting):
         prompts: PromptBatches,
         lag: int,
         reward: Any,
-        roll: Callable[[Any], Pending],
+        roll: Callable[[Any], Waiting],
         told: dict[str, Any],
     ) -> None:
         self.lag = lag
@@ -260,7 +260,7 @@ class Pipeline(Suggesting):
             self._core.recorder.end(batch.entry, error=error or Stopped("nobody was given it", rollouts))
 
 
-def _scored_steps(rolling: Pending, reward: Any) -> Steps:
+def _scored_steps(rolling: Waiting, reward: Any) -> Steps:
     rollouts = yield rolling
     if reward is None:
         return rollouts

@@ -16,6 +16,7 @@ from rlbench.data.rollouts.jobs import GeneratedArrays, GenerateJob
 from rlbench.dispatch.context import current
 from rlbench.errors import BuildError, EngineError, RLBenchError, StateError, WeightSyncError
 from rlbench.weights import facts
+from rlbench.weights.loan import Loan
 from rlbench.weights.manifest import Manifest
 from rlbench.weights.transport import Facts, PeerFailed
 from rlbench.workers.replica import vllm_setup
@@ -131,15 +132,30 @@ class VllmReplica:
                 f"vLLM loads {self.config.path!r} ({', '.join(self._model_config.architectures)}) but cannot compute "
                 f"with it here: {type(error).__name__}: {error}; docs/models.md lists families it serves"
             ) from error
-        self._reset_caches()
+        self.reset_caches()
 
     @alone
     def generate(self, job: GenerateJob) -> GeneratedArrays:
         """Draw `job.n` samples of every prompt, each with its own seed; of a shared job the prompts claimed as there is
         room. On a stop running samples end with finish reason `abort`; those without a token are left out."""
-        from rlbench.workers.replica import vllm_requests
+        self.state.require_ready("generate")
+        adapter = self.adapter if job.adapter is None else job.adapter
+        return self._generate(job, adapter, self.version_of(adapter), self.adapter)
+
+    @alone
+    def generate_lent(self, loan: Loan, job: GenerateJob) -> GeneratedArrays:
+        """As `generate`, by weights that are lent for this call; clients of an endpoint wait meanwhile."""
+        from rlbench.workers.replica.lending import lent
 
         self.state.require_ready("generate")
+        self._endpoint.end_guests()
+        with lent(self, self._receiver, loan):
+            return self._generate(job, loan.adapter, loan.version, None)
+
+    def _generate(self, job: GenerateJob, adapter: int, version: int, admit: int | None) -> GeneratedArrays:
+        """Draw by an adapter, of which the weights' version is told; `admit` as of `EngineRequests`."""
+        from rlbench.workers.replica import vllm_requests
+
         check_job(job)
         model = self._model_config
         tokenizer = Templated(self._tokenizer, job.chat) if job.chat else self._tokenizer
@@ -150,9 +166,7 @@ class VllmReplica:
         samples: Any
         decode = decoder(self._tokenizer, params.skip_special_tokens)
         measured = peak_stats(highest, self._pids, self._on_cpu, own_process(self._workers))
-        adapter = self.adapter if job.adapter is None else job.adapter
-        version = self.version_of(adapter)
-        with self.requests(adapter, self.adapter, first) as requests, measured:
+        with self.requests(adapter, admit, first) as requests, measured:
             if job.env is None:
                 most = self.config.max_num_seqs
                 samples, stats = draw(requests, job, prompts, params, most, self.gate, decode, images)
@@ -174,9 +188,12 @@ class VllmReplica:
         return self._last
 
     @alone
-    def prompt_logprobs(self, token_ids: list[list[int]], images: Sequence[Sequence[Any]] = ()) -> list[np.ndarray]:
+    def prompt_logprobs(
+        self, token_ids: list[list[int]], images: Sequence[Sequence[Any]] = (), adapter: int | None = None
+    ) -> list[np.ndarray]:
         """Log p(token t | tokens < t) at temperature 1, t >= 1, float32 (len - 1,) for each sequence; of those with
-        images, as `EncodedImage.from_any` takes them, whose token ids are the expanded ones, too."""
+        images, as `EncodedImage.from_any` takes them, whose token ids are the expanded ones, too. `adapter`: None for
+        the one synced last."""
         from rlbench.workers.replica import vllm_requests
 
         self.state.require_ready("prompt_logprobs", committed=False)
@@ -184,7 +201,7 @@ class VllmReplica:
         for index, ids in enumerate(token_ids):
             check_token_ids(ids, f"sequence {index}", limit, limit, vocabulary)
         media = PromptMedia(self.built, images, token_ids, limit, "sequence")
-        with self.requests() as requests:
+        with self.requests(adapter) as requests:
             return vllm_requests.score(requests, token_ids, limit, media)
 
     @alone
@@ -198,7 +215,7 @@ class VllmReplica:
             with self.requests() as requests:
                 return fill(requests, length, seconds, self.config.max_num_seqs, self._pids, not self._on_cpu)
         finally:
-            self._reset_caches()
+            self.reset_caches()
 
     def version_of(self, adapter: int) -> int:
         """Return the version of the weights as an adapter makes them; StateError where it is not here."""
@@ -242,7 +259,7 @@ class VllmReplica:
         wanted = check_tags(state, tags)
         self._endpoint.end_guests()
         before = self.memory()
-        self._reset_caches()
+        self.reset_caches()
         if state != "cuda":
             self._release(state, wanted)
             return self._moved(before)
@@ -308,7 +325,7 @@ class VllmReplica:
             raise WeightSyncError(f"the checkpoint {self.config.path!r} could not be loaded again: {error}") from error
         self.state.weights = "cuda"
         self.adapter, self._adapters, self.state.token = 0, {}, ""
-        self._reset_caches()
+        self.reset_caches()
         self.commit_version(0)
 
     def begin_sync(self) -> None:
@@ -341,7 +358,7 @@ class VllmReplica:
         self.adapter = 0 if manifest.adapter is None else manifest.adapter.number
         self.state.weights, self.state.token = "cuda", manifest.token
         self.state.pending = True
-        self._reset_caches()
+        self.reset_caches()
         self._measure()
 
     def sync_facts(self) -> Facts:
@@ -362,7 +379,7 @@ class VllmReplica:
         self.state.pending = False
         return self.status()
 
-    def _reset_caches(self) -> None:
+    def reset_caches(self) -> None:
         """Forget everything computed with the weights or kept in the KV cache so far."""
         engine = self.built
         if not engine.reset_prefix_cache():

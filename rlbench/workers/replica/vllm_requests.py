@@ -140,7 +140,7 @@ class EngineRequests:
     @property
     def busy(self) -> bool:
         """Whether the engine has something to compute, also where it is the endpoint's alone."""
-        return bool(self.running) or bool(self._guests)
+        return bool(self.running) or (self._admit is not None and bool(self._guests))
 
     def step(self) -> Iterator[tuple[Any, Any]]:
         """One engine step: (what the caller knows the request by, its output); forgets finished ones."""

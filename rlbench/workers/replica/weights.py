@@ -71,6 +71,14 @@ class WeightReceiver:
                 f"Sync again, or call reload() on {this_engine()}"
             ) from error
 
+    def set_aside(self, adapter: int) -> None:
+        """Have all workers keep what they serve: the adapter of that number, or with 0 the whole weights."""
+        self._transfer("set_aside", adapter)
+
+    def put_back(self) -> None:
+        """Have all workers serve again what they set aside."""
+        self._transfer("put_back")
+
     def _transfer(self, method: str, *args: Any) -> None:
         failures = [failure for failure in self._rpc("transfer", args=(method, *args)) if failure is not None]
         causes = [text for text, secondary in failures if not secondary]

@@ -41,6 +41,7 @@ from rlbench.workers.train.cells import Cells
 from rlbench.workers.train.config import TrainConfig
 from rlbench.workers.train.group import RankGroup
 from rlbench.workers.train.keeping import Keeping
+from rlbench.workers.train.lending import Lending
 from rlbench.workers.train.namespace import Namespace
 from rlbench.workers.train.optimizers import one_optimizer
 from rlbench.workers.train.parts import RankParts, verbs_of
@@ -61,7 +62,7 @@ class TrainRank:
     """Built in two calls: `rendezvous` on rank 0, then `build` on all ranks at once. Verbs are methods here, or of the
     component that `VERBS` names; all but those of `CONTROL`, `rendezvous` and `register` are collective."""
 
-    VERBS = verbs_of([Cells, HeldTrainer, Keeping, Policy, Probes, Redefining, Snapshots, TrainingSetup])
+    VERBS = verbs_of([Cells, HeldTrainer, Keeping, Lending, Policy, Probes, Redefining, Snapshots, TrainingSetup])
     CONTROL = frozenset({"status", "memory", "sync_facts", "give_up_sync", "complete_names"})
 
     def __init__(self, rank: int, world_size: int, config: TrainConfig) -> None:
@@ -148,7 +149,7 @@ class TrainRank:
         policy = Policy(parts, trainer)
         setup = TrainingSetup(parts, trainer)
         made = [trainer, Cells(parts), Keeping(parts), policy, Probes(parts, here), Redefining(parts), setup]
-        made.append(Snapshots(parts, trainer, policy, setup, _stop_requested))
+        made += [Snapshots(parts, trainer, policy, setup, _stop_requested), Lending(parts, policy)]
         self._components = {type(component): component for component in made}
         parts.residency.measure()
         quantised = list(quantised_layers(module).values())

@@ -31,7 +31,7 @@ from rlbench.checkpoint.rank_state import State
 from rlbench.checkpoint.tensor_files import Written, new_file, read_tensors, write_tensors
 from rlbench.errors import CheckpointError, Stopped
 from rlbench.private import others_access
-from rlbench.strategies.ranks.control import ranks_apart
+from rlbench.strategies.ranks.control import ControlGroup, ranks_apart
 from rlbench.trainers.ppo.state import TrainerState
 from rlbench.workers.train.config import ID_LENGTH, AroundStep
 from rlbench.workers.train.parts import RankParts
@@ -66,7 +66,9 @@ LEAVES_THE_STATE = frozenset(
 )
 """Verbs after which parameters and optimizers are what they were, or that say themselves when they change: a user's
 forward or loss in them is given gathered copies. They may draw random numbers and write to buffers."""
-SENDS_WEIGHTS = frozenset({"stage_weights", "announce_weights", "send_weights", "export_model", "export_adapter"})
+SENDS_WEIGHTS = frozenset(
+    {"stage_weights", "announce_weights", "send_weights", "lend_snapshot", "export_model", "export_adapter"}
+)
 """Verbs of which the same holds where no hook of the user's is given the parameters."""
 
 
@@ -192,31 +194,7 @@ class Snapshots:
     ) -> tuple[writer.Opened, TrainerPart | None, str | None]:
         """Read a snapshot and see that it fits: its policy, the trainer's part, and why that stays where it is."""
         own = Path(folder) / f"rank-{self._control.rank}"
-
-        def need_ours() -> None:
-            """Its values are unpickled, and the names in shared memory are no secret."""
-            part, others = _others_part(own)
-            if others is not None:
-                raise CheckpointError(
-                    f"{part} is not read: a snapshot is its owner's, with all files, and writable by nobody else, and "
-                    f"this is {others}. Restore another snapshot, and session.drop this one"
-                )
-
-        self._control.together("looking at a snapshot", need_ours)
-        present = self._control.gather(any(Path(folder).glob("rank-*")))
-        if not all(present):
-            raise CheckpointError(
-                f"snapshot {Path(folder).name} is not there for rank {present.index(False)} of {len(present)}: it was "
-                "dropped, or lies on another node"
-            )
-
-        def read() -> writer.Opened:
-            state = State.of(self._module)
-            opened = writer.read_part(self._control, Path(folder), {POLICY: state})
-            state.check(*opened.part(POLICY))
-            return opened
-
-        policy = self._control.together("reading a snapshot", read)
+        policy = opened_policy(self._control, State.of(self._module), folder, State.check)
         part, left = (None, None) if trainer is None else _read_trainer(own, trainer)
         reasons = [reason for reason in self._control.gather(left) if reason is not None]
         return (policy, None, reasons[0]) if reasons else (policy, part, None)
@@ -260,6 +238,40 @@ class Snapshots:
     def hold_back(self, reason: str | None) -> None:
         """Use weights and optimizer for nothing until a snapshot has replaced them, or, with None, go on with them."""
         self._residency.torn = reason
+
+
+def opened_policy(
+    control: ControlGroup,
+    state: State,
+    folder: str,
+    check: Callable[[State, dict[str, Tensor], Mapping[str, Any]], Any],
+) -> writer.Opened:
+    """Map a snapshot's policy as this rank's module is split, and let `check` see that it fits; collective."""
+
+    def need_ours() -> None:
+        """Its values are unpickled, and the names in shared memory are no secret."""
+        part, others = _others_part(Path(folder) / f"rank-{control.rank}")
+        if others is not None:
+            raise CheckpointError(
+                f"{part} is not read: a snapshot is its owner's, with all files, and writable by nobody else, and "
+                f"this is {others}. Restore another snapshot, and session.drop this one"
+            )
+
+    control.together("looking at a snapshot", need_ours)
+    present = control.gather(any(Path(folder).glob("rank-*")))
+    if not all(present):
+        raise CheckpointError(
+            f"snapshot {Path(folder).name} is not there for rank {present.index(False)} of {len(present)}: it was "
+            "dropped, or lies on another node"
+        )
+
+    def read() -> writer.Opened:
+        opened = writer.read_part(control, Path(folder), {POLICY: state})
+        check(state, *opened.part(POLICY))
+        return opened
+
+    opened: writer.Opened = control.together("reading a snapshot", read)
+    return opened
 
 
 def _write_trainer(

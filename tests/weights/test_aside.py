@@ -1,0 +1,47 @@
+"""What a model computes with comes back to the bit, at the addresses it had."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from rlbench.weights.aside import Aside
+
+
+class Packed(nn.Module):
+    """As vLLM's layers on a CPU: the weight is gone, a closure holds a packed copy; and a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(0))
+        self.absorbed = torch.randn(3)
+        self.pack(torch.randn(3))
+
+    def pack(self, weight: Tensor) -> None:
+        self.cpu_linear = lambda x: x * weight + self.absorbed
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cpu_linear(x)
+
+
+def model() -> nn.Module:
+    made = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), Packed(), nn.Linear(3, 3))
+    made[3].weight = made[0].weight  # tied
+    return made.eval()
+
+
+def test_weights_buffers_and_packed_copies_come_back_however_they_were_replaced() -> None:
+    own, x = model(), torch.randn(4, 3)
+    before, address = own(x), own[0].weight.data_ptr()
+    aside = Aside(own)
+    with torch.no_grad():
+        own[0].weight.fill_(7.0)  # in place
+        own[1].running_mean += 1.0
+        own[2].absorbed.zero_()
+        own[2].pack(torch.zeros(3))
+        own[3].bias = nn.Parameter(torch.ones(3))  # by another one
+        own[3].weight = nn.Parameter(torch.eye(3))
+    assert not torch.equal(own(x), before)
+    aside.put_back()
+    assert torch.equal(own(x), before)
+    assert own[3].weight is own[0].weight and own[0].weight.data_ptr() == address
