@@ -6,7 +6,7 @@ from rlbench.envs.openenv import from_openenv
 from rlbench.envs.policy import Policy
 from rlbench.envs.protocol import Env, Step, Turn
 from rlbench.envs.sandbox import sandbox
-from rlbench.envs.tools import ToolCall, ToolEnv, find_calls, tools
+from rlbench.envs.tools import ToolCall, ToolEnv, ToolUnavailable, find_calls, tools
 from rlbench.envs.verifiers_env import VerifiersEnv, VerifiersError, from_verifiers
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Step",
     "ToolCall",
     "ToolEnv",
+    "ToolUnavailable",
     "Turn",
     "VerifiersEnv",
     "VerifiersError",

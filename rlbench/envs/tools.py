@@ -38,6 +38,10 @@ class ToolCall:
     problem: str = ""  # why it cannot be executed, for the policy to read
 
 
+class ToolUnavailable(DataError):
+    """What a tool runs on failed, which is nothing of the policy's: raised in a tool, it ends the sample."""
+
+
 Parser = Callable[[str], Iterable[ToolCall]]
 Content = str | list[dict[str, Any]]
 """Of a message: a text, or parts."""
@@ -54,9 +58,10 @@ def tools(
     """Make an environment whose samples may call functions; a turn without a call ends the sample.
 
     An unknown tool, arguments that do not fit and an exception in a tool are answered with a text that says so; the
-    last is also among `rollouts.env_errors`. Chats name the functions to the model, by signature and docstring, where
-    its chat template reads `tools` and the rollout gives none of its own (`tools=[…]`); a function or a class given as
-    `env` is not looked into.
+    last is also among `rollouts.env_errors`. One that is an `rb.envs.ToolUnavailable` (a service that is away, no fault
+    of the policy's) ends the sample instead, which is aborted and not trained on. Chats name the functions to the
+    model, by signature and docstring, where its chat template reads `tools` and the rollout gives none of its own
+    (`tools=[…]`); a function or a class given as `env` is not looked into.
 
     Args:
         functions: by name, or functions with names of their own; plain or async. What they return is told as text; an
@@ -151,6 +156,8 @@ class ToolEnv(Env):
         try:
             with user_code():
                 value = resolved(fn(*args, **kwargs))
+        except ToolUnavailable:
+            raise
         except Exception as error:  # the tool's own: for the policy to read, and for the user to see
             return f"error: {type(error).__name__}: {error}"[:LONGEST_RESULT], error_facts(error, f"tool {call.name}")
         return _as_content(value), None

@@ -147,6 +147,6 @@ def test_a_host_without_containers_says_so(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_cannot_be_is_refused() -> None:
-    for given in ({"kind": "e2b"}, {"timeout_s": 0}, {"memory_gib": -1}, {"image": "python"}):
+    for given in ({"kind": "vm"}, {"timeout_s": 0}, {"memory_gib": -1}, {"image": "python"}):
         with pytest.raises(DataError, match="sandbox"):
             sandbox(**given)  # type: ignore[arg-type]
