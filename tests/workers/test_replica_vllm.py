@@ -20,6 +20,7 @@ from rlbench.dispatch import context as dispatch_context
 from rlbench.dispatch.context import CallContext
 from rlbench.errors import BuildError, DataError, StateError
 from rlbench.workers.replica.config import ReplicaConfig
+from rlbench.workers.replica.guests import Guest
 from rlbench.workers.replica.vllm import VllmReplica
 from rlbench.workers.replica.vllm_setup import register_models
 
@@ -190,6 +191,35 @@ def test_a_stop_string_ends_the_sample_and_is_not_in_its_text(replica: VllmRepli
         assert FINISH_REASONS[finish] == "stop"
         assert "ab" not in text
     assert all(replica._tokenizer.decode(tokens).endswith("ab") for tokens in rows(arrays).values())
+
+
+def test_log_probs_that_a_client_did_not_ask_for_are_not_decoded(replica: VllmReplica, lane: Lane) -> None:
+    """vLLM gives the same tokens, texts and log-probs; only the texts of those log-probs are missing."""
+    from vllm import SamplingParams
+    from vllm.inputs.engine import tokens_input
+    from vllm.sampling_params import RequestOutputKind
+
+    outputs: dict[str, Any] = {}
+
+    def ask(name: str, by_id: bool) -> None:
+        params = SamplingParams(n=2, max_tokens=6, seed=3, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY)
+        told = lambda output: outputs.setdefault(name, []).append(output)  # noqa: E731
+        replica.guests.add(Guest(name, tokens_input([1, 2, 3]), params, None, told, logprobs_by_id=by_id))
+
+    def serve() -> None:
+        with replica.requests(admit=replica.adapter) as requests:
+            while requests.busy:
+                assert not list(requests.step())
+
+    ask("asked", by_id=False)
+    ask("unasked", by_id=True)
+    lane(serve)
+    asked, unasked = (outputs[name][-1].outputs for name in ("asked", "unasked"))
+    for one, other in zip(asked, unasked, strict=True):
+        assert list(one.token_ids) == list(other.token_ids) and one.text == other.text != ""
+        for token, with_text, without in zip(one.token_ids, one.logprobs, other.logprobs, strict=True):
+            assert with_text[token].logprob == pytest.approx(without[token].logprob, abs=1e-5)
+            assert with_text[token].decoded_token is not None and without[token].decoded_token is None
 
 
 def test_stopping_keeps_every_token_drawn_and_leaves_the_engine_usable(

@@ -124,7 +124,8 @@ class EngineClient:
             told = moved(prompt, joined.ids) if sender.images else tokens_input(joined.ids)
             prompt = {**told, "cache_salt": prompt["cache_salt"]} if "cache_salt" in prompt else told
             params.max_tokens = min(params.max_tokens or room, room)
-        if params.logprobs is None:
+        unasked = params.logprobs is None
+        if unasked:
             params.logprobs, params.flat_logprobs = 0, True  # of the sampled token, for us; the client is told none
         number, taken = next(self._numbers), [Taken() for _ in range(params.n)]
         collector = RequestOutputCollector(params.output_kind, f"endpoint-{number}")
@@ -136,7 +137,7 @@ class EngineClient:
         adapter = self._adapters.get(str(sender.body.get("model") or ""))
         version = self._version_of(adapter)  # refuses an adapter that is not here
         self.counts["open"] += 1
-        self._guests.add(Guest(collector.request_id, prompt, params, adapter, deliver))
+        self._guests.add(Guest(collector.request_id, prompt, params, adapter, deliver, logprobs_by_id=unasked))
         finished = False
         try:
             while not finished:
