@@ -123,13 +123,32 @@ def inject(
         exclude_modules=list(whole) or None,
     )
     module.requires_grad_(False)
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # GPT-2's layers are transposed, which it sees
-        inject_adapter_in_model(config, module, NAME, low_cpu_mem_usage=True)
+    with _linear_layers_alone(module), warnings.catch_warnings(action="ignore", category=UserWarning):
+        inject_adapter_in_model(config, module, NAME, low_cpu_mem_usage=True)  # warns of GPT-2's layers, transposed
     for name in whole:
         module.get_submodule(name).requires_grad_(True)
     for layer in Adapted.of(module).layers.values():
         for drops in layer.lora_dropout.values():
             drops.register_forward_pre_hook(_drop_in_training_passes)
+
+
+@contextmanager
+def _linear_layers_alone(module: nn.Module) -> Iterator[None]:
+    """Keep peft from going around experts and routers of a mixture as well, for names of linear layers that they had
+    in another version of transformers: they are parameters, and stay the base's."""
+    config = getattr(module, "config", None)
+    if config is None:
+        yield
+        return
+    own = vars(config).get("model_type")
+    config.model_type = ""  # by which peft knows the architectures of such names
+    try:
+        yield
+    finally:
+        if own is None:
+            del config.model_type  # the class has it
+        else:
+            config.model_type = own
 
 
 def _drop_in_training_passes(drops: nn.Module, _: Any) -> None:

@@ -53,13 +53,6 @@ class Train(RankOptions, OptimizerOptions):
         for name, other in CONTRADICTIONS:
             if getattr(self, name) and getattr(self, other) is False:
                 raise OptionError(f"{name} has no effect with {other}=False; leave one of them out")
-        refuse(
-            (
-                self.router_replay and self.lora is not None,
-                "router_replay=True and lora= cannot be honoured together: experts are given to routers of a model "
-                "without adapters; leave one of them out",
-            )
-        )
         if self.optimizer is not None:
             idle = [name for name in OF_ADAMW if name in self.overridden() and not self.optimizer.takes(name)]
             refuse((idle, f"{', '.join(idle)} has no effect with optimizer={self.optimizer!r}: give it what it takes"))

@@ -115,11 +115,6 @@ def trainer(
         if method == REWARD and reference is None:
             return _reward_model(core, given, options).trainer(**given, **options)
         return text_trainer(core, method, reference, **given, **options)
-    if core.options.train.router_replay:
-        raise OptionError(
-            "router_replay=True cannot be honoured by a trainer, whose experience does not hold the sampler's experts: "
-            "take steps by session.train_step, or make the session without it."
-        )
     if (teacher is None) == (method == DISTILL):
         which = f"which teacher? trainer({DISTILL!r}, prompts, teacher=…)"
         raise SessionError(which if teacher is None else f"teacher has no effect with {method!r}: it is of {DISTILL!r}")

@@ -85,6 +85,7 @@ class StrategyBase(ABC):
         accumulation: backward calls of one optimizer step on each rank.
         generate_calls: how many calls of `gather_and_generate` were completed. The next one's seeds derive from it, so
             a run that goes on from a checkpoint sets it to what it was.
+        router_replay: whether the routers of a trainer's actor take the experts that its samples bring.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class StrategyBase(ABC):
         if self.train_batch_size != 1:
             self.accumulation = accumulation_steps(self.train_batch_size, self.micro_train_batch_size, self.data_ranks)
         self.generate_calls = 0
+        self.router_replay = False
         self.collectives = Collectives(self.control, self.device.device)
         self.memory = Offloading(self.device, self.config.adam_offload)
         self.steps = Steps(self)

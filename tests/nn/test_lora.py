@@ -9,12 +9,14 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from rlbench.data.base.routing import FAMILIES
 from rlbench.errors import BuildError
 from rlbench.nn import lora
 from rlbench.nn.lora import Adapted, adapters_off, plain_name
 from rlbench.options import OptionError
 from rlbench.trainers.models.lora import Lora
 from tests.modules import qwen_on_meta
+from tests.trainers.routed_models import mixture
 
 IDS = torch.arange(12)[None]
 
@@ -61,6 +63,25 @@ def test_merged_weights_compute_what_the_adapters_compute(adapted: Any) -> None:
     assert set(state) == dict(plain.named_parameters()).keys()
     torch.testing.assert_close(plain(IDS).logits, adapted(IDS).logits, atol=1e-5, rtol=1e-5)
     assert (plain(IDS).logits - before).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_of_a_mixture_the_linear_layers_alone_are_adapted(family: str, tmp_path: Any) -> None:
+    mixture(family).save_pretrained(tmp_path)
+    plain, model = (AutoModelForCausalLM.from_pretrained(tmp_path) for _ in range(2))
+    lora.inject(model, 4, 12.0, ["all-linear"], 0.0)
+    assert model.config.model_type == family and vars(model.config).keys() == vars(plain.config).keys()
+    linear = {path for path, layer in plain.named_modules() if isinstance(layer, torch.nn.Linear)} - {"lm_head"}
+    assert Adapted.of(model).layers.keys() == linear
+    before, trained_model = plain(IDS).logits, trained(model)
+    state = {
+        plain_name(name): Adapted.of(model).merged(name, p.detach(), whole)
+        for name, p in trained_model.named_parameters()
+        if name not in Adapted.of(model).adapter_names()
+    }
+    plain.load_state_dict(state)
+    torch.testing.assert_close(plain(IDS).logits, trained_model(IDS).logits, atol=1e-4, rtol=1e-4)
+    assert (plain(IDS).logits - before).abs().max() > 0.01
 
 
 def test_without_its_adapters_a_module_is_its_base(adapted: Any) -> None:

@@ -14,8 +14,10 @@ import rlbench as rb
 from rlbench.errors import BuildError, DataError
 from rlbench.options import OptionError
 from rlbench.session.options import REWARD, SessionOptions
+from rlbench.session.training.steps import reference_steps
 from rlbench.trainers.models.policy_spec import PolicySpec
 from rlbench.trainers.passes.routing import check_routed
+from rlbench.trainers.update.options import PolicyOptions
 from tests.clock import until
 from tests.ranks import ranks
 from tests.session.looking import state
@@ -99,6 +101,45 @@ def test_they_are_counted_without_replay_too(folder: str, rollouts: Any) -> None
     assert found[False]["logprob_gap"] > 1e-3 and found[True]["logprob_gap"] != found[False]["logprob_gap"]
 
 
+def reward(rollout: Any) -> float:
+    return float(len(set(rollout.token_ids)))
+
+
+@pytest.mark.parametrize("old_logprobs", ["recompute", "sampler"])
+def test_a_trainers_policy_takes_them_and_its_reference_its_own(mixed: Any, old_logprobs: str) -> None:
+    kept = mixed.snapshot()
+    options = {"n": 4, "max_tokens": 12, "rollout_batch_size": 4, "train_batch_size": 16, "old_logprobs": old_logprobs}
+    trainer = mixed.trainer("grpo", PROMPTS[:2] * 4, reward, reference=True, kl_coef=0.1, **options)
+    agreeing = trainer.step()
+    assert agreeing["router/disagreement"] == 0.0 and agreeing["mismatch/k3_kl"] < 1e-6
+    mixed.train.run(shake)
+    shaken = trainer.step()  # its replicas sample with the routers of before, the step comes first
+    assert shaken["router/disagreement"] > 0.2
+    mixed.restore(kept)
+    mixed.sync_weights()
+
+
+def test_a_mixture_with_adapters_takes_them_and_the_base_its_own(cluster: Any, folder: str) -> None:
+    train = rb.Train(lr=1e-2, router_replay=True, lora=rb.Lora(rank=4))
+    inference = rb.Inference(kv_cache_bytes=64 << 20, max_model_len=128)
+    with rb.Session(folder, train=train, inference=inference, name="adapted-mixture", reference=True) as made:
+        for _ in range(2):  # the second samples with adapters that have learnt
+            batch = batch_of(made.rollout(PROMPTS, n=4, max_tokens=12, ignore_eos=True).score(np.arange(12) % 4))
+            step = made.train_step(batch, rb.rl.grpo(kl_coef=0.1))
+            assert step["router/disagreement"] == 0.0 and step.logprob_gap < 1e-4 and step.skipped is None
+            assert made.sync_weights().gap <= 1e-4
+        values = np.where(batch.routing.values < 0, -1, 1 - batch.routing.values % 2).astype(np.int16)
+        other = batch.replace(routing=batch.routing.with_values(values))
+        bare = batch.replace(routing=None)
+        own, forced = made.logprobs(batch), made.logprobs(other)
+        assert np.abs(own - forced).max() > 1e-3, "the policy's routers take what rows bring"
+        found = [
+            made.core.run("reference", reference_steps(made.core, rows, PolicyOptions())).result().ref_logprobs
+            for rows in (bare, other)
+        ]
+        np.testing.assert_array_equal(*found)
+
+
 def test_completions_that_a_stop_cut_bring_the_experts_of_what_was_computed(mixed: Any) -> None:
     pending = mixed.rollout(PROMPTS * 16, n=8, max_tokens=80, ignore_eos=True, progress=False, block=False)
     until(lambda: any(told.get("tokens") for call in state(mixed)["running"] for told in call["progress"]))
@@ -130,8 +171,6 @@ def test_what_was_sampled_without_experts_is_refused(mixed: Any, rollouts: Any) 
     with pytest.raises(DataError, match="router_replay=True: 12 of 12 sequences"):
         mixed.train_step(bare, "grpo")
     texts = rb.data.demonstrations([{"prompt": "a", "completion": "b"}], mixed)
-    with pytest.raises(OptionError, match="router_replay=True cannot be honoured by a trainer"):
-        mixed.trainer("grpo", PROMPTS, lambda rollout: 1.0)
     assert "router/disagreement" not in mixed.forward_backward(texts, "sft")
     mixed.zero_grad()
 
@@ -145,7 +184,6 @@ def test_models_and_options_that_cannot_replay_are_refused_before_anything_start
     for given, said in (
         ({"sequence_parallel": 2}, "sequence_parallel"),
         ({"tensor_parallel": 2}, "tensor_parallel"),
-        ({"lora": rb.Lora()}, "lora="),
     ):
         with pytest.raises(OptionError, match=f"router_replay=True and {said}"):
             rb.Train(router_replay=True, **given)

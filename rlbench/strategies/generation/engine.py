@@ -43,7 +43,8 @@ class EngineStatus(Enum):
 class GenerateOutput:
     """One completion. `logprobs`: (tokens,) float32, of each sampled token under the distribution it was drawn from (at
     temperature 0: the model's at temperature 1). `finish_reason`: "stop", "length" or "abort". `weight_version`: of the
-    weights it was drawn under."""
+    weights it was drawn under. `routing`: the experts that its tokens took, of prompt and response
+    (`rlbench.data.base.routing`), where they are known."""
 
     prompt_token_ids: list[int]
     output_token_ids: list[int]
@@ -51,6 +52,7 @@ class GenerateOutput:
     finish_reason: str
     text: str
     weight_version: int
+    routing: np.ndarray | None = None
 
 
 class Replicas(Protocol):

@@ -264,18 +264,20 @@ class FastExperienceMaker:
             temperature=float(rollouts.sampling["temperature"]),
             reshaped_by=reshaped,
             images=images_of(rollouts),
+            routing=rollouts.routing,
         )
         return batch, sum(counts)
 
     def _judged(self, batch: TrainBatch, rewards: np.ndarray) -> tuple[Samples, np.ndarray | None, MismatchMoments]:
         """Ask the actor, the reference and the critic, one after the other; None: entropies were not computed."""
         logprobs, entropy, some, doing = batch.sampler_logprobs, None, batch, "the actor's log-probs"
+        replay = self.strategy.router_replay
         if self.config.old_logprobs == "recompute":
-            logprobs, entropy = self._models.policy_stats(self.actor, batch, doing)
+            logprobs, entropy = self._models.policy_stats(self.actor, batch, doing, replay)
             own = logprobs
         else:  # the first micro-batch tells how far sampler and trainer are apart; the rest is not computed
             some = batch.rows(np.arange(min(len(batch), self.options.micro_rollout_batch_size)))
-            own = self._models.policy_stats(self.actor, some, doing)[0]
+            own = self._models.policy_stats(self.actor, some, doing, replay)[0]
         rows = Samples(some.responses, some.mask, rewards, some.group, own)
         mismatch = MismatchMoments.of(*map(rows.padded, (own, some.sampler_logprobs, some.mask)))
         ref = self._models.reference_logprobs(self.initial_model, batch) if self._needs_reference else None

@@ -35,14 +35,16 @@ class ModelStage:
         self._strategy, self._device = strategy, strategy.device.device
         self._micro_batch, self._packed, self._chunk_rows = micro_batch, packed, chunk_rows
         self._head = head or ("plain" if chunk_rows is None else "chunked")
-        self._policies: dict[int, PolicyModel] = {}  # by module, which the PolicyModel holds
+        self._policies: dict[tuple[int, bool], PolicyModel] = {}  # by module, which the PolicyModel holds, and `replay`
 
-    def policy_stats(self, model: nn.Module, batch: TrainBatch, doing: str) -> np.ndarray:
-        """Return log-probs and entropies of the response tokens under a prepared policy, (2, tokens) float32."""
-        if id(model) not in self._policies:
+    def policy_stats(self, model: nn.Module, batch: TrainBatch, doing: str, replay: bool = False) -> np.ndarray:
+        """Return log-probs and entropies of the response tokens under a prepared policy, (2, tokens) float32; `replay`:
+        its routers take the experts that the batch brings."""
+        key = id(model), replay
+        if key not in self._policies:
             half, ranks = self._strategy.half is not None, self._strategy.sequence
-            self._policies[id(model)] = PolicyModel(model, self._device, half, ranks, self._strategy.control)
-        policy = self._policies[id(model)]
+            self._policies[key] = PolicyModel(model, self._device, half, ranks, self._strategy.control, replay)
+        policy = self._policies[key]
         agreed(self._strategy.control, doing, lambda: policy.check_tokens(batch))
 
         def stats(part: TrainBatch) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlbench.data.base.ragged import Ragged
+from rlbench.data.base.routing import routing_rows
 from rlbench.data.prompts import lengths as prompt_lengths
 from rlbench.data.prompts.chat import Templated
 from rlbench.data.prompts.placing import listed
@@ -119,6 +120,7 @@ def rollouts_of(
         ):
             if wrong:
                 raise EngineError(f"the engine's output {i} {why}.")
+    lengths = [len(output.prompt_token_ids) + len(output.output_token_ids) for output in outputs]
     return Rollouts(
         prompts=tuple(prompts),
         prompt_ids=Ragged.from_rows(ids, np.int32),
@@ -129,4 +131,5 @@ def rollouts_of(
         versions=np.array([output.weight_version for output in outputs], np.int64),
         texts=tuple(output.text for output in outputs),
         sampling={name: value for name, value in sampling.items() if name != "n"},
+        routing=routing_rows([output.routing for output in outputs], lengths),
     )

@@ -88,16 +88,18 @@ def build_trainer(
     spec: TrainerSpec,
     half: torch.dtype | None,
     left_loaded: Callable[[], None] = lambda: None,
+    replay: bool = False,
 ) -> Any:
     """The trainer of `spec` around a session's sharded module, which is as it was where that is refused; collective.
 
     `half`: what the ranks compute in, None: as the weights are held. `left_loaded` is called where a checkpoint was
     (partly) loaded into the module, and the trainer then refused after all: by a stop, or a file that could not be
-    read.
+    read. `replay`: the actor's routers take the experts of the sampler.
     """
     from transformers import AutoTokenizer
 
     strategy = strategy_of(module, optimizer, spec.options, half)
+    strategy.router_replay = replay
     config = strategy.config
     steps, trainer_class = spec.schedule_steps, spec.trainer or SPMDPPOTrainer
     if not issubclass(trainer_class, SPMDPPOTrainer):

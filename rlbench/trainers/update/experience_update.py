@@ -229,7 +229,7 @@ class PolicyUpdate(Update):
         self.ptx_coef, self.no_signal = ptx_coef, no_signal
         given: dict[str, Any] = {"packing": packed, "head": head, "tile": tile, "temperature": temperature}
         self.options = PolicyOptions(**given, old_logprobs="sampler")
-        self._policy = PolicyPass(self.gradients)
+        self._policy = PolicyPass(self.gradients, strategy.router_replay)
 
     def accumulate(self, micro_batches: Sequence[Experience], pretraining: Sequence[Text] = ()) -> None:
         """See `Update.accumulate`. When the step ends, `ptx_coef` times the mean of -log p over all trained tokens of

@@ -74,6 +74,8 @@ class PolicyStep:
     def forward(self, batch: TrainBatch, options: PolicyOptions) -> dict[str, Any]:
         """What `PolicyPass.score` gives of this rank's rows; collective."""
         self._passes.check(batch, options)
+        if not options.adapters:
+            batch = batch.replace(routing=None)  # the base is the reference, which routes by itself
         options = self.decided(batch, options)
         if "logits" in options.needs:
             options = replace(options, head="plain")

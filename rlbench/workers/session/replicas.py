@@ -206,6 +206,7 @@ def _outputs(rollouts: Rollouts) -> list[GenerateOutput]:
             FINISH_REASONS[rollouts.finish[i]],
             rollouts.texts[i],
             int(rollouts.versions[i]),
+            None if rollouts.routing is None else rollouts.routing[i],
         )
         for i, (begin, end) in enumerate(itertools.pairwise(bounds))
     ]

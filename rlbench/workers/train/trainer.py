@@ -61,8 +61,10 @@ class HeldTrainer:
         id_ = id_ or self._strategy.control.gather(secrets.token_hex(4))[0]
 
         def build() -> Any:
-            make: Any = build_text_trainer if isinstance(spec, TextSpec) else build_trainer
-            return make(parts.module, one_optimizer(parts.module), spec, self._strategy.half, self._note_loaded)
+            optimizer, half, loaded = one_optimizer(parts.module), self._strategy.half, self._note_loaded
+            if isinstance(spec, TextSpec):
+                return build_text_trainer(parts.module, optimizer, spec, half, loaded)
+            return build_trainer(parts.module, optimizer, spec, half, loaded, parts.config.router_replay)
 
         with put_aside(self._trainer):
             trainer = parts.of_the_user(build)
