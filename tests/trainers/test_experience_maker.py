@@ -266,7 +266,7 @@ def test_with_the_samplers_logprobs_the_actor_looks_at_one_micro_batch_alone(
     maker = maker_of(fake, actor, config={"old_logprobs": "sampler"})
     seen: list[int] = []
     kept = maker._models.policy_stats
-    monkeypatch.setattr(maker._models, "policy_stats", lambda m, b, d: seen.append(len(b)) or kept(m, b, d))
+    monkeypatch.setattr(maker._models, "policy_stats", lambda m, b, *a: seen.append(len(b)) or kept(m, b, *a))
     made = joined(maker.make_experience_list(asked(3)))
     assert seen == [3]
     assert made.batch.old_logprobs is None and made.entropy is None
