@@ -180,7 +180,7 @@ def test_what_is_drawn_under_a_kept_adapter_is_what_it_drew(adapted: Any, batch:
     assert again.texts == drawn.texts != now.texts and set(again.versions.tolist()) == {taken.version}
     np.testing.assert_allclose(again.logprobs, drawn.logprobs, atol=1e-5)
     later = adapted.rollout(["sort 21", "sort 312"], **how)
-    np.testing.assert_array_equal(later.logprobs, now.logprobs)
+    np.testing.assert_allclose(later.logprobs, now.logprobs, atol=1e-5)  # two replicas share prompts as they get to it
     assert later.texts == now.texts and adapted.train.call_all("training_checksums").result() == checksums
     if adapted.inference.info["adapters"]:
         assert adapted.inference.names_under()[:2] == ("base", "main"), "and then what is kept"
