@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -45,3 +46,22 @@ def test_weights_buffers_and_packed_copies_come_back_however_they_were_replaced(
     aside.put_back()
     assert torch.equal(own(x), before)
     assert own[3].weight is own[0].weight and own[0].weight.data_ptr() == address
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_they_come_back_from_host_memory_at_the_addresses_that_graphs_hold() -> None:
+    own, x = model().cuda(), torch.randn(4, 3, device="cuda")
+    own[2].absorbed = own[2].absorbed.cuda()
+    own[2].pack(torch.randn(3, device="cuda"))
+    before, addresses = own(x), [parameter.data_ptr() for parameter in own.parameters()]
+    taken = torch.cuda.memory_allocated()
+    aside = Aside(own)
+    assert torch.cuda.memory_allocated() == taken, "the copies are in host memory"
+    with torch.no_grad():
+        for parameter in own.parameters():
+            parameter.fill_(7.0)
+        own[3].bias = nn.Parameter(torch.ones(3, device="cuda"))
+    assert not torch.equal(own(x), before)
+    aside.put_back()
+    assert torch.equal(own(x), before)
+    assert [parameter.data_ptr() for parameter in own.parameters()] == addresses
