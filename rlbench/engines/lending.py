@@ -10,17 +10,17 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from rlbench.data.base.ragged import rows_in_order
 from rlbench.data.batches.batch import as_batch
 from rlbench.dispatch.chain import Chain, Steps
 from rlbench.dispatch.link import shm_prefix
 from rlbench.dispatch.pending import Pending
 from rlbench.engines.base import Engine, live_engines
-from rlbench.engines.sync import PROBE_OPTIONS, rows_in_order
 from rlbench.engines.under import kept_versions, own_adapter
 from rlbench.errors import SessionError, WeightSyncError
 from rlbench.weights.loan import Loan
 from rlbench.weights.manifest import merged
-from rlbench.weights.probe import Probe
+from rlbench.weights.probe import PROBE_OPTIONS, Probe
 from rlbench.weights.sync import allowed_gap, asked
 from rlbench.weights.transport import choose
 

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rlbench.data.base.ragged import rows_in_order as rows_in_order
 from rlbench.data.batches.batch import as_batch
 from rlbench.dispatch import views
 from rlbench.dispatch.chain import Chain, Steps
 from rlbench.dispatch.link import shm_prefix
 from rlbench.errors import BuildError, EngineError, StateError, WeightSyncError
 from rlbench.weights.manifest import Handover, Manifest, merged
-from rlbench.weights.probe import Probe
+from rlbench.weights.probe import PROBE_OPTIONS, Probe
 from rlbench.weights.sync import (
     allowed_gap,
     asked,
@@ -30,9 +29,6 @@ from rlbench.weights.transport import Choice, Facts, choose
 if TYPE_CHECKING:
     from rlbench.engines.inference import InferenceEngine
     from rlbench.engines.train import TrainEngine
-
-PROBE_OPTIONS = {"packing": False, "head": "plain"}
-"""What every causal model can compute; whether it can run packed is another question."""
 
 
 def sync_weights(

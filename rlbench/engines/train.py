@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlbench.data import TrainBatch
+from rlbench.data.base.ragged import rows_in_order
 from rlbench.dispatch import by_value
 from rlbench.dispatch.link import Link
 from rlbench.dispatch.pending import Pending
@@ -21,7 +22,7 @@ from rlbench.engines.inference import InferenceEngine
 from rlbench.engines.parallel import Call, estimated_bytes, split_call
 from rlbench.engines.paths import new_folder
 from rlbench.engines.placement import Device, addresses, thread_environment
-from rlbench.engines.sync import copy_weights, rows_in_order, sync_weights
+from rlbench.engines.sync import copy_weights, sync_weights
 from rlbench.errors import BuildError, EngineError, MethodError, nearest
 from rlbench.results import ExportedModel
 from rlbench.runtime import cluster

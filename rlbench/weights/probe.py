@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 PROBE_ROWS, PROBE_TOKENS, PROBE_PIXELS = 2, 12, 56
+PROBE_OPTIONS = {"packing": False, "head": "plain"}
+"""Of the pass on the ranks: what every causal model can compute; whether it can run packed is another question."""
 SEED = 20261121
 
 

@@ -36,8 +36,8 @@ def edit(name, on_rank):
 
 def gap(train, infer):
     """Largest difference of log-probs on the same tokens, trainer against replica."""
+    from rlbench.data.base.ragged import rows_in_order
     from rlbench.data.batches.batch import as_batch
-    from rlbench.engines.sync import rows_in_order
 
     tokens = probe_tokens(infer.info["vocab_size"])
     mine = train.call_all("policy_forward", as_batch(tokens), {}, finish=rows_in_order).result()["logprobs"]

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 
+from rlbench.data.base.ragged import rows_in_order
 from rlbench.data.batches.batch import as_batch
-from rlbench.engines.sync import PROBE_OPTIONS, rows_in_order
 from rlbench.trainers.models.policy_spec import PolicySpec
 from rlbench.weights.manifest import Handover, Manifest
-from rlbench.weights.probe import probe_tokens
+from rlbench.weights.probe import PROBE_OPTIONS, probe_tokens
 from rlbench.weights.sync import largest_gap
 from rlbench.weights.unchanged import whole_groups
 from rlbench.workers.replica.config import ReplicaConfig

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import rlbench as rb
+from rlbench.data.base.ragged import rows_in_order
 from rlbench.data.batches.batch import as_batch
-from rlbench.engines.sync import rows_in_order
 from rlbench.tiny import recipe
 from rlbench.trainers.ppo.spmd_trainer import SPMDPPOTrainerVL
 from rlbench.weights.probe import Probe

@@ -128,7 +128,7 @@ def test_a_forward_gives_the_likeliest_tokens_and_what_losses_ask_for(qwen: str,
         parts = engine.call("policy_forward", given, asked)
         with pytest.raises(DataError, match=f"top_k=97: the model has {VOCAB} tokens"):
             engine.call("policy_forward", given, {"top_k": 97})
-    from rlbench.engines.sync import rows_in_order
+    from rlbench.data.base.ragged import rows_in_order
 
     found = rows_in_order(parts)
     np.testing.assert_array_equal(found["candidates"].values, wanted.indices.numpy())

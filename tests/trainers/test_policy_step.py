@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 import rlbench.nn
-from rlbench.engines.sync import rows_in_order
+from rlbench.data.base.ragged import rows_in_order
 from rlbench.errors import DataError, EngineError, LossError, Stopped
 from rlbench.rl import LossInputs, grpo
 from tests.modules import RAGGED, RunningMeanModel, qwen_on_meta

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from rlbench.data import Ragged
-from rlbench.engines.sync import rows_in_order
+from rlbench.data.base.ragged import rows_in_order
 from rlbench.trainers.passes.token_keeper import TokenKeeper
 from tests.modules import batch_of
 

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from rlbench.data import Rollouts, TrainBatch
-from rlbench.data.base.ragged import Ragged
+from rlbench.data.base.ragged import Ragged, rows_in_order
 from rlbench.data.batches.batch import as_batch
 from rlbench.dispatch.chain import Steps
-from rlbench.engines.sync import rows_in_order
 from rlbench.session.core import SessionCore
 from rlbench.weights.probe import Probe
 from rlbench.weights.sync import allowed_gap, replica_logprobs

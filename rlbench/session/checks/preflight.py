@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from rlbench.data import Rollouts, TrainBatch
+from rlbench.data.base.ragged import rows_in_order
 from rlbench.dispatch.chain import Step, Steps
-from rlbench.engines.sync import rows_in_order
 from rlbench.errors import CheckFailed, DataError, Suggesting
 from rlbench.session.checks.diagnosis import Weights, as_trained, both_sides_steps, cause_steps, score_steps
 from rlbench.session.core import SessionCore

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from rlbench.data.base.drawing import needed
+from rlbench.data.base.ragged import rows_in_order
 from rlbench.data.record.gradients import COLUMNS, Gradients, TokenGradients, layer_of, module_of
 from rlbench.dispatch.chain import Step
-from rlbench.engines.sync import rows_in_order
 from rlbench.session.core import SessionCore
 from rlbench.units import format_number
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from rlbench.data import TrainBatch
+from rlbench.data.base.ragged import rows_in_order
 from rlbench.dispatch.chain import Step, Steps
-from rlbench.engines.sync import rows_in_order
 from rlbench.errors import LossError
 from rlbench.session.core import SessionCore
 from rlbench.session.lab.entry import Bound

@@ -8,13 +8,13 @@ from typing import Any, Protocol, TypeVar, cast
 import numpy as np
 
 from rlbench.data import Rollouts, TrainBatch
+from rlbench.data.base.ragged import rows_in_order
 from rlbench.data.batches.batch import to_score
 from rlbench.data.batches.columns import TEACHER, TEACHER_IDS, TEACHER_TOP
 from rlbench.data.record.origin import made_with
 from rlbench.data.rollouts.channels import TEACHER_CHANNEL
 from rlbench.dispatch.chain import Steps
 from rlbench.engines import TrainEngine
-from rlbench.engines.sync import rows_in_order
 from rlbench.errors import DataError, SessionError, StateError, Suggesting
 from rlbench.session import building
 from rlbench.session.core import SessionCore

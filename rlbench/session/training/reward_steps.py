@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 
 from rlbench.data import TrainBatch
-from rlbench.data.base.ragged import Ragged
+from rlbench.data.base.ragged import Ragged, rows_in_order
 from rlbench.data.batches.batch import to_score
 from rlbench.data.prompts.images import EncodedImage, PlacedImage, counted_from
 from rlbench.data.record.metrics import Metrics
 from rlbench.dispatch.chain import Step
 from rlbench.dispatch.pending import Pending
-from rlbench.engines.sync import rows_in_order
 from rlbench.errors import DataError
 from rlbench.options import OptionError
 from rlbench.results import ExportedModel

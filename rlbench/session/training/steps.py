@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from rlbench.data import TrainBatch
+from rlbench.data.base.ragged import rows_in_order
 from rlbench.data.record.metrics import NO_SIGNAL, Metrics
 from rlbench.dispatch import views
 from rlbench.dispatch.chain import Step, Steps
 from rlbench.dispatch.views import View
 from rlbench.engines import TrainEngine
-from rlbench.engines.sync import rows_in_order
 from rlbench.errors import DataError, LossError, Stopped
 from rlbench.options import OptionError
 from rlbench.session.core import SessionCore
