@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -43,6 +43,9 @@ from rlbench.workers.replica.serving.options import ServeOptions
 from rlbench.workers.replica.sglang_requests import SglangRequests, sampling_params, score
 from rlbench.workers.replica.sglang_server import SglangServer, check_engine_kwargs
 from rlbench.workers.replica.state import Gate, ReplicaState, check_tags, resident
+
+if TYPE_CHECKING:
+    from rlbench.workers.replica.verbs import ReplicaVerbs
 
 IDLE_S = 30.0
 
@@ -338,6 +341,10 @@ class SglangReplica:
         usage = [state.get("memory_usage") or {} for state in states]
         for name, theirs in (("weights", "weight"), ("kv_cache", "kvcache")):
             self._usage[name] = int(sum(float(one.get(theirs) or 0.0) for one in usage) * GIB)
+
+
+if TYPE_CHECKING:
+    _verbs: type[ReplicaVerbs] = SglangReplica
 
 
 def _need_text(images: Sequence[Sequence[Any]], what: str) -> None:

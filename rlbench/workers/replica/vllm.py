@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from rlbench.workers.replica.rehearsal import Filled
+    from rlbench.workers.replica.verbs import BorrowingVerbs
     from rlbench.workers.replica.vllm_requests import EngineRequests
     from rlbench.workers.replica.weights import WeightReceiver
 
@@ -439,3 +440,7 @@ class VllmReplica:
     @property
     def _model_config(self) -> Any:
         return self.built.model_config
+
+
+if TYPE_CHECKING:
+    _verbs: type[BorrowingVerbs] = VllmReplica

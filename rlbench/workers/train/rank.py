@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import torch
@@ -54,6 +54,9 @@ from rlbench.workers.train.stage import WeightSender
 from rlbench.workers.train.states import Residency
 from rlbench.workers.train.trainer import HeldTrainer
 from rlbench.workers.train.whole import checksum
+
+if TYPE_CHECKING:
+    from rlbench.workers.train import verbs
 
 OF_THE_STRATEGY = ("adam_offload", "use_mp_opt", "fsdp_cpu_offload", *ROW_SHARING)
 
@@ -291,6 +294,19 @@ class TrainRank:
     def _weight_sender(self) -> WeightSender:
         self._built().residency.need("weights")
         return self._built().sender
+
+
+if TYPE_CHECKING:  # each has the verbs that drivers ask of it
+    _life: type[verbs.LifeVerbs] = TrainRank
+    _cells: type[verbs.CellVerbs] = Cells
+    _redefining: type[verbs.RedefiningVerbs] = Redefining
+    _policy: type[verbs.PolicyVerbs] = Policy
+    _probes: type[verbs.ProbeVerbs] = Probes
+    _setup: type[verbs.SetupVerbs] = TrainingSetup
+    _trainer: type[verbs.TrainerVerbs] = HeldTrainer
+    _snapshots: type[verbs.SnapshotVerbs] = Snapshots
+    _lending: type[verbs.LendingVerbs] = Lending
+    _keeping: type[verbs.KeepingVerbs] = Keeping
 
 
 def _stop_requested() -> bool:
