@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -12,9 +11,8 @@ import numpy as np
 
 from rlbench.data import EncodedImage, GenerateJob, Prompt, PromptSet, Rollouts, as_prompts
 from rlbench.data.prompts.chat import split_chat
-from rlbench.data.prompts.lengths import begun_note, open_note
 from rlbench.data.prompts.prompt import is_chat
-from rlbench.data.prompts.sampling import request_seeds, reshaped_by, reshaped_notes, sampling_options
+from rlbench.data.prompts.sampling import request_seeds, sampling_options
 from rlbench.data.record.origin import drawn_by
 from rlbench.data.rollouts.decoding import decoder
 from rlbench.data.rollouts.merging import length_stats
@@ -23,6 +21,7 @@ from rlbench.dispatch.chain import Chain, Waiting
 from rlbench.dispatch.link import Link
 from rlbench.dispatch.pending import Pending
 from rlbench.engines.base import Engine, Start, cores, executor_of, replicas_for
+from rlbench.engines.draws import sample_count, tell_prompts, tell_reshaped, tools_named, whole
 from rlbench.engines.lending import drawn_under
 from rlbench.engines.moved import Moved
 from rlbench.engines.paths import check_model_path, model_name
@@ -30,12 +29,10 @@ from rlbench.engines.placement import Device, addresses, device_count, thread_en
 from rlbench.engines.turns import failed_in_env, split_options, tell_env_errors
 from rlbench.engines.under import adapter_number, kept_name, names_under
 from rlbench.envs.hook import Hook, from_hook
-from rlbench.envs.tools import ToolEnv
 from rlbench.errors import DataError, SessionError, Stopped
 from rlbench.results import Done
 from rlbench.runtime import cluster
 from rlbench.runtime.starting import phase, starting
-from rlbench.traces import user_stacklevel
 from rlbench.weights.manifest import Manifest
 from rlbench.weights.sync import commit_steps
 
@@ -223,23 +220,23 @@ class InferenceEngine(Engine):
         shows the progress, in place of the cell's line."""
         self._need_built("generate")
         asked: list[Prompt] = as_prompts(prompts)
-        samples = _samples(n, sampling)
+        samples = sample_count(n, sampling)
         chat, rest = split_chat({k: v for k, v in sampling.items() if k not in BY_CALL})
         chats = any(is_chat(prompt.content) for prompt in asked)
         if chat and not chats:
             raise DataError(f"{', '.join(chat)} would have no effect: no prompt is a chat (messages)")
         turns, rest = split_options(env, rest)
         if chats and "tools" not in chat:
-            chat |= self._tools_of(env)
+            chat |= tools_named(self._told, env, bool(self._info.get("names_tools")))
         if number != 0:
-            self._tell_reshaped(rest)
+            tell_reshaped(self._told, rest)
         label = kept_name(self, under)
         adapter = None if label else adapter_number(self, under)
         if number is None:
             number = self.link.next_rollout()
         if seeds is None:
             seeds = self.seeds(sampling, number, len(asked), samples)
-        self._tell_prompts(asked, told=isinstance(prompts, PromptSet))
+        tell_prompts(self._told, asked, str(self._info.get("begins", "")), isinstance(prompts, PromptSet))
         contents, kept = [p.content for p in asked], tuple(asked) if number or turns else ()
         shared = len(self._actors) > 1
         job = GenerateJob(
@@ -281,38 +278,8 @@ class InferenceEngine(Engine):
     def seeds(self, sampling: dict[str, Any], number: int, prompts: int, samples: int) -> np.ndarray:
         """Return the seeds (prompts, samples) int64 of rollout `number`; where `sampling` has a `seed`, of that one."""
         seed = sampling.get("seed")
-        drawn_by = (self.seed, number) if seed is None else (_whole("seed", seed), 0)
+        drawn_by = (self.seed, number) if seed is None else (whole("seed", seed), 0)
         return request_seeds(*drawn_by, prompts, samples)
-
-    def _tell_prompts(self, asked: Sequence[Prompt], told: bool) -> None:
-        """Say how prompts are read that are begun already, or whose answer is; `told`: that was said when they were
-        loaded."""
-        notes = [begun_note([prompt.content for prompt in asked], str(self._info.get("begins", "")))]
-        if not told and "open" not in self._told and (note := open_note(asked, "prompts")):
-            self._told.add("open")
-            notes.append(f"{note}. Leave it out where it is the answer")
-        for note in filter(None, notes):
-            warnings.warn(note, stacklevel=user_stacklevel())
-
-    def _tools_of(self, env: Any) -> dict[str, Any]:
-        """Return the tools of an environment of such as the chat template names them; says once that it cannot."""
-        if not isinstance(env, ToolEnv):
-            return {}
-        if self._info.get("names_tools"):
-            return {"tools": env.schemas()}
-        if "tools" not in self._told:
-            self._told.add("tools")
-            said = "the model's chat template names no tools: the model knows of them by what the prompts say"
-            warnings.warn(f"{env!r}: {said}", stacklevel=user_stacklevel())
-        return {}
-
-    def _tell_reshaped(self, sampling: dict[str, Any]) -> None:
-        """Say once of each option that it makes the sampler's log-probs those of another distribution."""
-        fresh = [option for option in reshaped_by(sampling) if option not in self._told]
-        if fresh and sampling.get("temperature") != 0:
-            self._told.update(fresh)
-            refused = "Losses that weigh by the sampler's log-probs refuse them"
-            warnings.warn(f"{reshaped_notes(tuple(fresh))[0]}. {refused}", stacklevel=user_stacklevel())
 
     def last_rollout(self) -> Rollouts | None:
         """The last rollout the replicas served, whole or stopped, also of an earlier kernel; None before the first."""
@@ -409,20 +376,3 @@ class InferenceEngine(Engine):
 
     def __repr__(self) -> str:
         return f"InferenceEngine({self.name!r}, {self.executor}, {self.path!r}, {self.described()})"
-
-
-def _whole(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise DataError(f"{name}={value!r}: wanted a whole number")
-    return value
-
-
-def _samples(n: int | None, sampling: dict[str, Any]) -> int:
-    """Return how many completions of each prompt are drawn."""
-    counts = {count for count in (n, sampling.get("n")) if count is not None}
-    if len(counts) > 1:
-        raise DataError(f"n={n}, but sampling says n={sampling['n']}: give it once")
-    samples = _whole("n", counts.pop() if counts else 1)
-    if samples < 1:
-        raise DataError(f"n={samples}: at least one completion per prompt is needed")
-    return samples
