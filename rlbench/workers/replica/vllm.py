@@ -14,24 +14,17 @@ from rlbench.data.prompts.chat import Templated
 from rlbench.data.rollouts.decoding import decoder
 from rlbench.data.rollouts.jobs import GeneratedArrays, GenerateJob
 from rlbench.dispatch.context import current
-from rlbench.errors import BuildError, EngineError, RLBenchError, StateError, WeightSyncError
+from rlbench.errors import BuildError, EngineError, StateError, WeightSyncError
 from rlbench.weights import facts
 from rlbench.weights.loan import Loan
 from rlbench.weights.manifest import Manifest
 from rlbench.weights.transport import Facts, PeerFailed
-from rlbench.workers.replica import vllm_setup
+from rlbench.workers.replica import vllm_setup, vllm_states
 from rlbench.workers.replica.config import ReplicaConfig, checkpoint_folder, defaults
 from rlbench.workers.replica.drawing import draw
 from rlbench.workers.replica.endpoint import ReplicaEndpoint
 from rlbench.workers.replica.guests import EngineTurn, Guests, alone
-from rlbench.workers.replica.job import (
-    check_job,
-    check_token_ids,
-    collect,
-    decode_texts,
-    encode_prompts,
-    told_of,
-)
+from rlbench.workers.replica.job import check_job, check_token_ids, collect, decode_texts, encode_prompts, told_of
 from rlbench.workers.replica.media import PromptMedia, probe_row
 from rlbench.workers.replica.serving.options import ServeOptions
 from rlbench.workers.replica.state import Gate, ReplicaState, check_tags, own_process, peak_stats, vllm_memory
@@ -74,28 +67,14 @@ class VllmReplica:
         if self._engine is not None:
             raise BuildError("this replica is built already; close the engine before building another one")
         vllm_setup.prepare_environment(self.config)
-        report = current().report
-        report(phase="importing vLLM")
-        from vllm.engine.arg_utils import EngineArgs
+        current().report(phase="importing vLLM")
         from vllm.platforms import current_platform
-        from vllm.v1.engine.llm_engine import LLMEngine
 
         from rlbench.workers.replica.weights import WeightReceiver
 
-        vllm_setup.check_routing(self.config)
-        threads = vllm_setup.thread_count(self.config)
-        vllm_setup.use_threads(threads)
+        threads = vllm_setup.thread_count(self.config)  # vLLM binds this process to cores
         self._on_cpu = current_platform.is_cpu()
-        if self.config.tensor_parallel_size == 1:
-            vllm_setup.inspect_models_here()
-        vllm_setup.register_models(self.config.models)
-        report(phase="building vLLM: weights, KV cache")
-        try:
-            self._engine = LLMEngine.from_engine_args(EngineArgs(**vllm_setup.engine_args(self.config)))
-        except RLBenchError:
-            raise
-        except Exception as error:
-            raise BuildError(f"vLLM could not start on {self.config.path!r}: {error}") from error
+        self._engine = vllm_setup.start_engine(self.config)
         self._tokenizer = self._engine.renderer.tokenizer
         self._engine.collective_rpc("init_weight_transfer_engine", args=({},))
         self._engine.collective_rpc("unname_shared_memory")
@@ -262,9 +241,9 @@ class VllmReplica:
         before = self.memory()
         self.reset_caches()
         if state != "cuda":
-            self._release(state, wanted)
+            vllm_states.release(self.built.model_executor, self.state, state, wanted, self._on_cpu)
             return self._moved(before)
-        self._wake(wanted)
+        vllm_states.wake(self.built.model_executor, self.state, wanted)
         return self._moved(before, reload=tags is None and self.state.weights == "empty")
 
     @alone
@@ -279,7 +258,7 @@ class VllmReplica:
         """Load the weights from the checkpoint again: version 0, whatever state they were in."""
         self._endpoint.end_guests()
         before = self.memory()
-        self._wake({"weights"})
+        vllm_states.wake(self.built.model_executor, self.state, {"weights"})
         return self._moved(before, reload=True)
 
     def _moved(self, before: dict[str, Any], reload: bool = False) -> dict[str, Any]:
@@ -290,33 +269,6 @@ class VllmReplica:
         after, source = self.memory(), self.config.path if reload else None
         freed = before["rss"] - after["rss"]
         return {**self.state.places, "memory": after, "freed_bytes": freed, "reloaded_from": source}
-
-    def _release(self, state: str, tags: set[str]) -> None:
-        executor = self.built.model_executor
-        if "weights" in tags and not self._on_cpu:
-            if tags != {"weights", "kv_cache"}:
-                raise StateError("vLLM on a GPU releases weights only together with the KV cache: leave the tags out")
-            if executor.sleeping_tags:  # vLLM ignores a second sleep, also a deeper one
-                executor.wake_up(sorted(executor.sleeping_tags))
-            executor.sleep(1 if state == "cpu" and self.state.weights != "meta" else 2)
-        else:
-            drop = ["kv_cache", *(["weights"] if state == "meta" else [])]
-            gone = executor.sleeping_tags
-            if now := tuple(tag for tag in drop if tag in tags and tag not in gone):
-                executor.discard(now)
-        if "kv_cache" in tags:
-            self.state.kv_cache = "meta"
-        if "weights" in tags and (state == "meta" or self.state.weights == "cuda"):
-            self.state.weights = state
-
-    def _wake(self, tags: set[str]) -> None:
-        executor = self.built.model_executor
-        if asleep := sorted(tags & executor.sleeping_tags):
-            executor.wake_up(asleep)
-        if "kv_cache" in tags:
-            self.state.kv_cache = "cuda"
-        if "weights" in tags:
-            self.state.weights = {"meta": "empty", "cpu": "cuda"}.get(self.state.weights, self.state.weights)
 
     def _load_checkpoint(self) -> None:
         self.state.weights = "torn"

@@ -10,14 +10,18 @@ import typing
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlbench.data.base.routing import check_family
 from rlbench.defaults import KV_BYTES, NO_PREFIXES
-from rlbench.errors import BuildError, nearest
+from rlbench.dispatch.context import current
+from rlbench.errors import BuildError, RLBenchError, nearest
 from rlbench.user_code import user_code
 from rlbench.weights import facts
 from rlbench.workers.replica.config import ReplicaConfig, compute_dtype, runs_eagerly
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
 
 GPU_WORKER = "rlbench.weights.vllm_plugin.GpuReplicaWorker"
 CPU_WORKER = "rlbench.weights.vllm_cpu.CpuReplicaWorker"
@@ -52,6 +56,26 @@ def prepare_environment(config: ReplicaConfig) -> None:
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
         if "torch._dynamo.config" in sys.modules:
             sys.modules["torch._dynamo.config"].disable = True  # type: ignore[attr-defined]
+
+
+def start_engine(config: ReplicaConfig) -> LLMEngine:
+    """Start the engine of a process whose environment is prepared, on the calling thread; BuildError where vLLM
+    cannot."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    check_routing(config)
+    use_threads(thread_count(config))
+    if config.tensor_parallel_size == 1:
+        inspect_models_here()
+    register_models(config.models)
+    current().report(phase="building vLLM: weights, KV cache")
+    try:
+        return LLMEngine.from_engine_args(EngineArgs(**engine_args(config)))
+    except RLBenchError:
+        raise
+    except Exception as error:
+        raise BuildError(f"vLLM could not start on {config.path!r}: {error}") from error
 
 
 def use_threads(count: int) -> None:
