@@ -103,7 +103,7 @@ class Waiting(ABC):
         return f"{type(self).__name__}({self.what}, {'done' if self.done else 'running'})"
 
 
-class Step(Protocol):
+class ChainStep(Protocol):
     """What a chain waits for: a `Pending`, or something that waits like one (several at a time)."""
 
     def stop(self) -> None: ...
@@ -111,11 +111,11 @@ class Step(Protocol):
     def result(self) -> Any: ...
 
 
-Steps = Generator[Step, Any, Any]
+Steps = Generator[ChainStep, Any, Any]
 """Yields each call and gets its result back."""
 
 
-def run(steps: Steps, begins: Callable[[Step], None] = lambda step: None) -> Any:
+def run(steps: Steps, begins: Callable[[ChainStep], None] = lambda step: None) -> Any:
     """Take steps to their end in this thread; return what they return. Each is told to `begins` first."""
     try:
         step = next(steps)
@@ -137,7 +137,7 @@ class Chain(Waiting):
     def __init__(self, what: str, steps: Steps) -> None:
         super().__init__(what)
         self._steps = steps
-        self._current: Step | None = None
+        self._current: ChainStep | None = None
         self._finished = threading.Event()
         threading.Thread(target=self._drive, name=f"rlbench {what}", daemon=True).start()
 
@@ -167,7 +167,7 @@ class Chain(Waiting):
         finally:
             self._finished.set()
 
-    def _begins(self, step: Step) -> None:
+    def _begins(self, step: ChainStep) -> None:
         """Keep the step in flight; a stop that came between two steps stops it."""
         self._current = step
         if self._stop_wanted:

@@ -13,7 +13,7 @@ from rlbench.dispatch.link import Link, spawn_host
 from rlbench.dispatch.pending import Pending
 from rlbench.dispatch.protocol import Progress, Ticket, actor_name
 from rlbench.engines.moved import Moved
-from rlbench.engines.parallel import Call, estimated_bytes
+from rlbench.engines.parallel import Arguments, estimated_bytes
 from rlbench.engines.placement import Device, Wish, actor_options, addresses, device_count, place
 from rlbench.errors import BuildError, EngineError, SessionError, StateError, WorkerDied, nearest
 from rlbench.runtime import cluster
@@ -250,7 +250,7 @@ class Engine(ABC):
     def call(
         self,
         name: str,
-        calls: Sequence[Call],
+        calls: Sequence[Arguments],
         finish: Callable[[list[Any]], Any] = list,
         what: str | None = None,
         **options: Any,

@@ -14,7 +14,7 @@ from typing import Any
 
 from rlbench.errors import DataError
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of one rank."""
 
 
@@ -84,7 +84,7 @@ def row_spans(rows: int, ranks: int) -> list[tuple[int, int]]:
 
 def split_call(
     args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int, sequence_parallel: int = 1, together: int = 1
-) -> tuple[list[Call], int | None]:
+) -> tuple[list[Arguments], int | None]:
     """Return the arguments of each rank, marked ones split, all alike, the others as they are; and the tokens of the
     rows that are split (None: none is). Neighbours that compute layers `together` get the same."""
     marked = [a for a in (*args, *kwargs.values()) if isinstance(a, NeedParallel)]
@@ -99,7 +99,7 @@ def split_call(
     slices = 1 if tokens is None else sequence_parallel
     spans, width = row_spans(counts.pop(), ranks // together // slices), (tokens or 0) // slices
 
-    def call(rank: int) -> Call:
+    def call(rank: int) -> Arguments:
         group, place = divmod(rank // together, slices)
 
         def part(value: Any) -> Any:

@@ -19,7 +19,7 @@ from rlbench.dispatch.pending import Pending
 from rlbench.engines import redefine as redefining
 from rlbench.engines.base import Engine, Start, cores, executor_of, replicas_for
 from rlbench.engines.inference import InferenceEngine
-from rlbench.engines.parallel import Call, estimated_bytes, split_call
+from rlbench.engines.parallel import Arguments, estimated_bytes, split_call
 from rlbench.engines.paths import new_folder
 from rlbench.engines.placement import Device, addresses, thread_environment
 from rlbench.engines.sync import copy_weights, sync_weights
@@ -310,7 +310,7 @@ class TrainEngine(Engine):
             )
         self._methods = {info["name"]: _proxy(info, self._caller(info["name"])) for info in infos}
 
-    def _split(self, what: str | bytes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call]:
+    def _split(self, what: str | bytes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arguments]:
         """Return the arguments with which each rank calls the method, or function, `what`."""
         slices, together = self.info["sequence_parallel"], self.info["tensor_parallel"]
         parts, tokens = split_call(args, kwargs, self.world_size, slices, together)

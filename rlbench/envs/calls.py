@@ -23,7 +23,7 @@ CLOSE_S = 5.0  # for what still runs on the event loop in the end: it is cancell
 
 
 @dataclass(eq=False)
-class Call:
+class EnvCall:
     """One call; `value` or `error` once it is over."""
 
     key: Any
@@ -42,19 +42,19 @@ class EnvCalls:
     def __init__(self, timeout_s: float | None = None, threads: int = THREADS, option: str = "env_timeout_s") -> None:
         self._timeout_s, self._threads, self._option = timeout_s, threads, option
         self._changed = threading.Condition()
-        self._queue: deque[Call] = deque()
-        self._running: set[Call] = set()
-        self._on_thread: set[Call] = set()
-        self._done: deque[Call] = deque()
+        self._queue: deque[EnvCall] = deque()
+        self._running: set[EnvCall] = set()
+        self._on_thread: set[EnvCall] = set()
+        self._done: deque[EnvCall] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self, key: Any, fn: Callable[[], Any], late: Callable[[], Any] = lambda: None) -> None:
         """Run `fn`, and what it returns if that can be awaited. `late`: called behind it where it was given up."""
         with self._changed:
-            self._queue.append(Call(key, fn, late))
+            self._queue.append(EnvCall(key, fn, late))
             self._fill()
 
-    def finished(self, wait_s: float = 0.0) -> list[Call]:
+    def finished(self, wait_s: float = 0.0) -> list[EnvCall]:
         """Return the calls that are over since the last time; wait up to `wait_s` seconds for one."""
         with self._changed:
             self._expire()
@@ -108,11 +108,11 @@ class EnvCalls:
             self._done.append(call)
         self._fill()
 
-    def _leave(self, call: Call) -> None:
+    def _leave(self, call: EnvCall) -> None:
         self._running.discard(call)
         self._on_thread.discard(call)
 
-    def _run(self, call: Call) -> None:
+    def _run(self, call: EnvCall) -> None:
         value, error = None, None
         try:
             value = call.fn()
@@ -124,7 +124,7 @@ class EnvCalls:
             with _printed():
                 resolved(call.late())
 
-    def _await(self, call: Call, value: Any) -> None:
+    def _await(self, call: EnvCall, value: Any) -> None:
         with self._changed:
             self._on_thread.discard(call)
             self._fill()
@@ -147,7 +147,7 @@ class EnvCalls:
 
         asyncio.run_coroutine_threadsafe(watched(), loop)
 
-    def _end(self, call: Call, value: Any, error: BaseException | None) -> bool:
+    def _end(self, call: EnvCall, value: Any, error: BaseException | None) -> bool:
         """Note a call's result; True where nobody wants it any more."""
         with self._changed:
             if not call.given_up:

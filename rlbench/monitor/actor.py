@@ -26,7 +26,7 @@ from rlbench.monitor import state as states
 from rlbench.monitor.commands import Commands, Refusal
 from rlbench.monitor.endpoint import Endpoint, Routes
 from rlbench.monitor.report import session_report
-from rlbench.monitor.running import Call, Progress, Running
+from rlbench.monitor.running import ProgressPoll, Running, RunningCall
 from rlbench.monitor.telemetry import Telemetry
 from rlbench.runtime import processes, registry
 
@@ -49,7 +49,7 @@ class Monitor:
         self._applied = self._journal.once
         self._lock = threading.RLock()
         self._last_beat = self._last_call = self._last_alive = time.monotonic()
-        self._running, self._progress, self._looked = Running(), Progress(), -WATCHED_S
+        self._running, self._progress, self._looked = Running(), ProgressPoll(), -WATCHED_S
         self._operator_epoch: int | None = None
         self._closed = False
         self._last_error: dict[str, Any] | None = None
@@ -152,7 +152,7 @@ class Monitor:
     def begin(self, call_id: str, what: str, engine: str, epoch: int, verb_id: str = "") -> None:
         """Note a call that was submitted to `engine`; stop it where its verb was asked to stop."""
         with self._lock:
-            self._running.begin(call_id, Call(what, engine, epoch))
+            self._running.begin(call_id, RunningCall(what, engine, epoch))
             self._last_beat = self._last_call = time.monotonic()
             late = verb_id in self._running.stopped_verbs
         if late:
@@ -169,7 +169,7 @@ class Monitor:
     def begin_verb(self, verb_id: str, what: str, epoch: int) -> None:
         """Note a verb of several calls: between them the session is not free either."""
         with self._lock:
-            self._running.begin_verb(verb_id, Call(what, "", epoch))
+            self._running.begin_verb(verb_id, RunningCall(what, "", epoch))
             self._last_beat = self._last_call = time.monotonic()
 
     def end_verb(self, verb_id: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlbench.monitor import lease
-from rlbench.monitor.running import Progress, Running
+from rlbench.monitor.running import ProgressPoll, Running
 from rlbench.monitor.state import State, history, history_length
 from rlbench.monitor.telemetry import Telemetry
 from rlbench.monitor.view import view_of
@@ -21,7 +21,7 @@ ENGINE_STATE = ("weights", "kv_cache", "optimizer", "version", "pending")
 def session_report(
     state: State,
     running: Running,
-    progress: Progress,
+    progress: ProgressPoll,
     telemetry: Telemetry,
     records: int,
     *,

@@ -20,7 +20,7 @@ NO_OUTPUT = 1 << 60
 
 
 @dataclass
-class Call:
+class RunningCall:
     """A call that was submitted to an engine and has not ended on its first worker."""
 
     what: str
@@ -34,14 +34,14 @@ class Running:
 
     def __init__(self) -> None:
         self.marks = Marks()
-        self.calls: dict[str, Call] = {}
-        self.verbs: dict[str, Call] = {}
+        self.calls: dict[str, RunningCall] = {}
+        self.verbs: dict[str, RunningCall] = {}
         self.stopped_verbs: set[str] = set()
         """Verbs that were asked to stop: what they will still call is stopped as it begins."""
         self._ended: collections.deque[tuple[str, int]] = collections.deque(maxlen=64)
         self._ended_verbs: collections.deque[str] = collections.deque(maxlen=64)
 
-    def begin(self, call_id: str, call: Call) -> None:
+    def begin(self, call_id: str, call: RunningCall) -> None:
         """A call was submitted; a short call's end may have overtaken this."""
         over = (call_id, call.epoch) in self._ended
         if not over:
@@ -53,7 +53,7 @@ class Running:
         else:
             self.marks.begin(call_id, call.what, call.engine)
 
-    def end(self, call_id: str, epoch: int, error: dict[str, str] | None = None) -> Call | None:
+    def end(self, call_id: str, epoch: int, error: dict[str, str] | None = None) -> RunningCall | None:
         """The call of that epoch is over, with the failure it had; returns it, where it was known to run."""
         self._ended.append((call_id, epoch))
         known = self.calls.get(call_id)
@@ -64,7 +64,7 @@ class Running:
             self.marks.instant("oom", f"{known.what}: {error['kind']}", known.engine)
         return self.calls.pop(call_id)
 
-    def begin_verb(self, verb_id: str, verb: Call) -> None:
+    def begin_verb(self, verb_id: str, verb: RunningCall) -> None:
         """A driver began a verb of several calls; its messages may have overtaken this."""
         if verb_id in self._ended_verbs:
             self.marks.instant(kind_of(verb.what), verb.what)
@@ -88,7 +88,7 @@ class Running:
             del self.verbs[verb_id]
             self.stopped_verbs.discard(verb_id)
 
-    def _part_of_a_verb(self, call: Call) -> bool:
+    def _part_of_a_verb(self, call: RunningCall) -> bool:
         """Whether a verb that runs says the same already: its mark covers the call's."""
         return any(kind_of(v.what) == kind_of(call.what) and v.epoch == call.epoch for v in self.verbs.values())
 
@@ -97,7 +97,7 @@ class Running:
         return list(dict.fromkeys(call.what for call in (*self.verbs.values(), *self.calls.values())))
 
 
-class Progress:
+class ProgressPoll:
     """How far the running calls are, as the workers report it: asked without waiting, read at the next look."""
 
     def __init__(self) -> None:

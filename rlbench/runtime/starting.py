@@ -20,7 +20,7 @@ KEPT, KINDS = 5, 100
 
 
 @dataclass
-class Part:
+class StartPart:
     """One part of a start: what it does now, and how long it took once it is over."""
 
     doing: str
@@ -34,7 +34,7 @@ class Start:
 
     what: str
     begin: float = field(default_factory=lambda: time.monotonic())
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, StartPart] = field(default_factory=dict)
     earlier: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
     @property
@@ -130,5 +130,5 @@ def say(part: str, doing: str) -> None:
     if start is None:
         return
     with _lock:
-        begun = start.parts.setdefault(part, Part(doing, time.monotonic()))
+        begun = start.parts.setdefault(part, StartPart(doing, time.monotonic()))
         begun.doing, begun.seconds = doing, None

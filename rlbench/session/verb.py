@@ -26,7 +26,7 @@ from typing import (
     overload,
 )
 
-from rlbench.dispatch.chain import Step
+from rlbench.dispatch.chain import ChainStep
 from rlbench.errors import SessionError, Stopped
 from rlbench.session.core import SessionCore
 from rlbench.session.record.recording import arguments
@@ -36,7 +36,7 @@ R = TypeVar("R", covariant=True)
 P = ParamSpec("P")
 
 
-class Pending(Protocol[R]):
+class PendingVerb(Protocol[R]):
     """A verb under way: wait for it, watch it, stop it, or await it."""
 
     what: str
@@ -61,20 +61,20 @@ class Verb(Generic[T, P]):
     @overload
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T: ...
     @overload
-    def __call__(self, *args: Any, block: Literal[False], **kwargs: Any) -> Pending[T]: ...
+    def __call__(self, *args: Any, block: Literal[False], **kwargs: Any) -> PendingVerb[T]: ...
     @overload
-    def __call__(self, *args: Any, block: bool, **kwargs: Any) -> T | Pending[T]: ...
+    def __call__(self, *args: Any, block: bool, **kwargs: Any) -> T | PendingVerb[T]: ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
-class Call(Generic[T, P]):
+class DirectVerb(Generic[T, P]):
     """The type of a verb that is over when it returns. At run time it is a plain method."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T: ...  # type: ignore[empty-body]
 
 
-def verb(steps: Callable[Concatenate[SessionCore, P], Generator[Step, Any, T]]) -> Verb[T, P]:
+def verb(steps: Callable[Concatenate[SessionCore, P], Generator[ChainStep, Any, T]]) -> Verb[T, P]:
     """Make a verb of a step function: one that takes `block`, and `on_stop` where the function does."""
 
     def call(self: Any, *args: Any, block: bool = True, **kwargs: Any) -> Any:
@@ -83,12 +83,14 @@ def verb(steps: Callable[Concatenate[SessionCore, P], Generator[Step, Any, T]]) 
     return cast("Verb[T, P]", _named(call, steps, block=True))
 
 
-def call_verb(start: Callable[Concatenate[SessionCore, P], Pending[T]]) -> Verb[T, P]:
+def call_verb(start: Callable[Concatenate[SessionCore, P], PendingVerb[T]]) -> Verb[T, P]:
     """Make such a verb of a function that starts one call and returns it."""
     return cast("Verb[T, P]", verb(cast(Any, start)))
 
 
-def direct(function: Callable[Concatenate[SessionCore, P], T], record: bool = True, listed: bool = True) -> Call[T, P]:
+def direct(
+    function: Callable[Concatenate[SessionCore, P], T], record: bool = True, listed: bool = True
+) -> DirectVerb[T, P]:
     """Make a verb of a function that is over when it returns; `record=False` leaves it out of the record. An iterator
     of prompts is read to its end, as it can be read once; not where `listed=False`."""
 
@@ -99,7 +101,7 @@ def direct(function: Callable[Concatenate[SessionCore, P], T], record: bool = Tr
         entry = self.core.recorder.begin(function.__name__, arguments(bound))
         return self.core.recorder.during(entry, lambda: function(*bound.args, **bound.kwargs))
 
-    return cast("Call[T, P]", _named(call, function))
+    return cast("DirectVerb[T, P]", _named(call, function))
 
 
 def run(

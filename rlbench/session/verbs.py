@@ -18,7 +18,7 @@ from rlbench.session.beside import D
 from rlbench.session.core import SessionCore
 from rlbench.session.record.script import Exported, write_script
 from rlbench.session.record.tracking import Tracker
-from rlbench.session.verb import Pending
+from rlbench.session.verb import PendingVerb
 from rlbench.weights.sync import Synced
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -35,8 +35,8 @@ def rollout(
     env: Any = None,
     adapter: str | None = None,
     **options: Any,
-) -> Pending[Rollouts]:
-    """Generate `n` completions per prompt (default 1); returns `Rollouts` (or a `Pending`).
+) -> PendingVerb[Rollouts]:
+    """Generate `n` completions per prompt (default 1); returns `Rollouts` (or a `PendingVerb`).
 
     Args:
         prompts: texts, chats, token ids, or rows with `prompt` and `label`.
@@ -59,8 +59,8 @@ def rollout(
     return pending
 
 
-def sync_weights(core: SessionCore, transport: str | None = None) -> Pending[Synced]:
-    """Send the trainer's weights to the replicas and prove it by log-probs; returns `Synced` (or a `Pending`).
+def sync_weights(core: SessionCore, transport: str | None = None) -> PendingVerb[Synced]:
+    """Send the trainer's weights to the replicas and prove it by log-probs; returns `Synced` (or a `PendingVerb`).
 
     What is frozen and as the replicas have it is left out.
 

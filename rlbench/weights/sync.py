@@ -29,7 +29,7 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.05}
 Steps = Generator[Any, Any, Any]  # yields what is to be waited for (`.result()`, `.stop()`), and is sent its value
 
 
-class Replicas(Protocol):
+class WeightTarget(Protocol):
     """What a sync asks of an inference engine; `call_all` returns what is waited for."""
 
     name: str
@@ -107,7 +107,10 @@ class Synced(Result):
 
 
 def sync_steps(
-    source: WeightSource, infer: Replicas, transport: str | None, lead: Callable[[Steps], Steps] = lambda steps: steps
+    source: WeightSource,
+    infer: WeightTarget,
+    transport: str | None,
+    lead: Callable[[Steps], Steps] = lambda steps: steps,
 ) -> Steps:
     """Bring a trainer's weights to the replicas; return `Synced`. `lead` runs steps on the rank that speaks for all."""
     begun: Begun = yield from lead(_begin(infer, source.dtype, source.facts(), transport))
@@ -143,7 +146,7 @@ def synced(
     return Synced(version, *sizes, transport, gap, allowed_gap(dtype), seconds, *unchanged)
 
 
-def commit_steps(infer: Replicas, proof: dict[str, Any]) -> Steps:
+def commit_steps(infer: WeightTarget, proof: dict[str, Any]) -> Steps:
     """Prove what was put on record, commit its version, and return the gap."""
     probe = Probe.of_rows(proof["tokens"], proof.get("pictured", False))
     got = yield from replica_logprobs(infer, probe, "weight sync: proof")
@@ -153,7 +156,7 @@ def commit_steps(infer: Replicas, proof: dict[str, Any]) -> Steps:
     return gap
 
 
-def replica_logprobs(infer: Replicas, probe: Probe, what: str) -> Steps:
+def replica_logprobs(infer: WeightTarget, probe: Probe, what: str) -> Steps:
     """Return what each replica says of the probe."""
     return (yield infer.call_all("prompt_logprobs", probe.tokens, *([probe.images] if probe.images else []), what=what))
 
@@ -252,7 +255,7 @@ def send_while_applying(
     return shown
 
 
-def _begin(infer: Replicas, dtype: str, ranks: list[Facts], transport: str | None) -> Steps:
+def _begin(infer: WeightTarget, dtype: str, ranks: list[Facts], transport: str | None) -> Steps:
     """Refuse what cannot succeed and choose the transport; changes nothing."""
     held = asked(infer, "status")
     if dtype != infer.info["dtype"]:
@@ -270,11 +273,11 @@ def _begin(infer: Replicas, dtype: str, ranks: list[Facts], transport: str | Non
     return Begun(held, ranks, replicas, choice, Probe.of(infer.info), handover)
 
 
-def _call(infer: Replicas, name: str, manifest: Manifest, what: str = "weight sync") -> Steps:
+def _call(infer: WeightTarget, name: str, manifest: Manifest, what: str = "weight sync") -> Steps:
     yield infer.call_all(name, manifest, what=what)
 
 
-def _owe(source: WeightSource, infer: Replicas, begun: Begun, expected: Sequence[np.ndarray]) -> Steps:
+def _owe(source: WeightSource, infer: WeightTarget, begun: Begun, expected: Sequence[np.ndarray]) -> Steps:
     """Put on record what the replicas will have to prove: a driver that dies from now on leaves it behind."""
     yield from ()
     version = source.new_version([int(state["version"]) for state in begun.held])
@@ -286,7 +289,7 @@ def _owe(source: WeightSource, infer: Replicas, begun: Begun, expected: Sequence
     return proof
 
 
-def _prove(source: WeightSource, infer: Replicas, begun: Begun, proof: dict[str, Any], manifest: Manifest) -> Steps:
+def _prove(source: WeightSource, infer: WeightTarget, begun: Begun, proof: dict[str, Any], manifest: Manifest) -> Steps:
     """Compare log-probs and commit the version; where a KV cache is released that waits for it. Return the gap."""
     gap = None
     if all(state["kv_cache"] == "cuda" for state in begun.held):

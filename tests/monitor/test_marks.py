@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rlbench.monitor import marks as module
 from rlbench.monitor.marks import Marks, StepClock, kind_of, ran_out
-from rlbench.monitor.running import Call, Running
+from rlbench.monitor.running import Running, RunningCall
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_a_mark_has_the_kind_of_what_it_marks(what, kind):
 
 def test_a_call_is_marked_from_its_begin_to_its_end(clock):
     running = Running()
-    running.begin("a", Call("rollout 1", "inference", 1))
+    running.begin("a", RunningCall("rollout 1", "inference", 1))
     clock.now += 2.5
     assert told(running) == [("rollout", "rollout 1", "inference", None)]
     running.end("a", 1)
@@ -70,7 +70,7 @@ def test_a_call_is_marked_from_its_begin_to_its_end(clock):
 def test_since_gives_what_ended_later_and_what_runs_by_its_begin(clock):
     running = Running()
     for i in range(3):
-        running.begin_verb(f"{i}", Call(["weight sync", "save", "train_step"][i], "", 1))
+        running.begin_verb(f"{i}", RunningCall(["weight sync", "save", "train_step"][i], "", 1))
         clock.now += 1
     running.end_verb("0")
     clock.now += 1
@@ -82,10 +82,10 @@ def test_since_gives_what_ended_later_and_what_runs_by_its_begin(clock):
 
 def test_a_call_that_its_verb_says_already_has_no_mark_of_its_own(clock):
     running = Running()
-    running.begin_verb("v", Call("train_step", "", 1))
-    running.begin("a", Call("train_step", "actor", 1))
-    running.begin("b", Call("rollout 2", "inference", 1))
-    running.begin("c", Call("train_step", "other", 2))  # a control verb's
+    running.begin_verb("v", RunningCall("train_step", "", 1))
+    running.begin("a", RunningCall("train_step", "actor", 1))
+    running.begin("b", RunningCall("rollout 2", "inference", 1))
+    running.begin("c", RunningCall("train_step", "other", 2))  # a control verb's
     assert [(m[1], m[2]) for m in told(running)] == [
         ("train_step", ""),
         ("rollout 2", "inference"),
@@ -95,39 +95,39 @@ def test_a_call_that_its_verb_says_already_has_no_mark_of_its_own(clock):
 
 def test_a_verb_that_its_call_overtook_covers_it(clock):
     running = Running()
-    running.begin("r", Call("rollout 2", "inference", 1))
+    running.begin("r", RunningCall("rollout 2", "inference", 1))
     clock.now += 1
-    running.begin("a", Call("train_step", "actor", 1))
+    running.begin("a", RunningCall("train_step", "actor", 1))
     clock.now += 0.5
-    running.begin_verb("v", Call("train_step", "", 1))
+    running.begin_verb("v", RunningCall("train_step", "", 1))
     running.end("a", 1)
     clock.now += 1.5
     running.end_verb("v")
     assert told(running) == [("rollout", "rollout 2", "inference", None), ("train", "train_step", "", 2.0)]
     running.end_verb("w")
-    running.begin_verb("w", Call("save", "", 1))
+    running.begin_verb("w", RunningCall("save", "", 1))
     assert told(running)[-1] == ("save", "save", "", 0.0) and not running.verbs
 
 
 def test_a_call_whose_end_came_first_is_marked_without_a_duration():
     running = Running()
     running.end("a", 1)
-    running.begin("a", Call("actor.cpu()", "actor", 1))
+    running.begin("a", RunningCall("actor.cpu()", "actor", 1))
     assert told(running) == [("offload", "actor.cpu()", "actor", 0.0)]
     assert not running.calls
 
 
 def test_an_end_of_an_earlier_epoch_ends_nothing():
     running = Running()
-    running.begin("a", Call("rollout 1", "inference", 2))
+    running.begin("a", RunningCall("rollout 1", "inference", 2))
     running.end("a", 1)
     assert told(running) == [("rollout", "rollout 1", "inference", None)]
 
 
 def test_verbs_of_a_driver_that_is_gone_do_not_run_on(clock):
     running = Running()
-    running.begin_verb("a", Call("train_step", "", 1))
-    running.begin_verb("b", Call("save", "", 2))
+    running.begin_verb("a", RunningCall("train_step", "", 1))
+    running.begin_verb("b", RunningCall("save", "", 2))
     clock.now += 3
     running.forget_verbs([1])
     assert told(running) == [("train", "train_step", "", 3.0), ("save", "save", "", None)]
@@ -147,7 +147,7 @@ def test_verbs_of_a_driver_that_is_gone_do_not_run_on(clock):
 def test_a_failure_for_want_of_memory_is_marked(kind, message, ran):
     assert ran_out(kind, message) == ran
     running = Running()
-    running.begin("a", Call("train_step", "actor", 1))
+    running.begin("a", RunningCall("train_step", "actor", 1))
     running.end("a", 1, {"kind": kind, "message": message})
     assert [m[0] for m in told(running)] == ["train", *(["oom"] if ran else [])]
 

@@ -16,7 +16,7 @@ from rlbench.errors import DataError
 from rlbench.workers.replica.drawing import extend
 from rlbench.workers.replica.job import (
     SAMPLING_OPTIONS,
-    Progress,
+    ProgressReporter,
     Sample,
     check_job,
     decode_texts,
@@ -42,7 +42,7 @@ def test_texts_so_far_are_told_where_they_are_asked_for_and_decoding_them_rests(
         decoded.append(ids)
         return "".join(map(str, ids))
 
-    progress, told = Progress(context, decode), [Sample(0, 1, [1, 2]), Sample(0, 0, [])]
+    progress, told = ProgressReporter(context, decode), [Sample(0, 1, [1, 2]), Sample(0, 0, [])]
     progress.tick(0, 2, 2, force=True)
     assert "texts" not in context.progress and not decoded
     progress.tick(0, 2, 2, told=told, force=True)
@@ -60,7 +60,7 @@ def test_the_first_finished_texts_are_told_cut_and_the_rest_only_counted():
         decoded.append(ids)
         return "x" * 10_000
 
-    progress = Progress(context, decode)
+    progress = ProgressReporter(context, decode)
     for length in (5, 2000, 7):
         progress.finish(Sample(0, 0, tokens=list(range(length))))
     progress.tick(3, 0, 3, force=True)
@@ -72,7 +72,7 @@ def test_the_first_finished_texts_are_told_cut_and_the_rest_only_counted():
 
 def test_without_a_tokenizer_lengths_are_told_alone():
     context = CallContext()
-    progress = Progress(context)
+    progress = ProgressReporter(context)
     progress.finish(Sample(0, 0, tokens=[1, 2]))
     progress.tick(1, 0, 1, force=True)
     assert context.progress["first"] == [] and context.progress["lengths"] == {"width": 1, "counts": [0, 0, 1]}
@@ -80,7 +80,7 @@ def test_without_a_tokenizer_lengths_are_told_alone():
 
 def test_what_was_told_does_not_change_afterwards():
     context = CallContext()
-    progress = Progress(context, str)
+    progress = ProgressReporter(context, str)
     progress.finish(Sample(0, 0, tokens=[1]))
     progress.tick(1, 1, 2, force=True)
     told = json.dumps(context.progress)

@@ -11,7 +11,7 @@ from torch import nn
 
 from rlbench.weights.manifest import Handover
 from rlbench.weights.unchanged import Record
-from rlbench.workers.train.sent import Part, Sent, record_of
+from rlbench.workers.train.sent import Sent, SyncPart, record_of
 
 ALL = frozenset({"embed_tokens.weight", "layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias"})
 FROZEN = ALL - {"layers.1.weight", "layers.1.bias"}
@@ -57,7 +57,7 @@ def model() -> Model:
     return made
 
 
-def went(sent: Sent, model: nn.Module, held: str, token: str, to: str = "replicas", stage: Any = None) -> Part:
+def went(sent: Sent, model: nn.Module, held: str, token: str, to: str = "replicas", stage: Any = None) -> SyncPart:
     """One sync that succeeds."""
     part = sent.part(model, Handover(to, held, token), stage)
     sent.note(part)

@@ -22,7 +22,7 @@ from rlbench.monitor.schema import Control, EngineView, english
 from rlbench.notebook.base.markup import STATIC, escape, sheet
 from rlbench.notebook.base.palette import css
 from rlbench.notebook.dashboard import html as dashboard_html
-from rlbench.notebook.dashboard.data import View, view
+from rlbench.notebook.dashboard.data import DashboardView, view
 from rlbench.notebook.dashboard.feed import Feed, Frame
 from rlbench.notebook.dashboard.memory import memory
 from rlbench.notebook.live.live_view import close_tree, display_both, framed, route_by_front_end, works_while_busy
@@ -161,7 +161,7 @@ class Dashboard:
             self._sent, self._sent_marks = (fresh[-1]["time"], now), marks
             self._charts.send({"memory": dataclasses.asdict(memory(fresh, changed, frame.state))})
 
-    def _show_controls(self, shown: View) -> None:
+    def _show_controls(self, shown: DashboardView) -> None:
         """The rows are made anew where engines or parts came or went, else only changed."""
         shape = (len(shown.buttons), [(row["name"], [part["name"] for part in row["parts"]]) for row in shown.engines])
         if shape != self._shape:
@@ -266,7 +266,7 @@ def _control_json(control: Control) -> dict[str, Any]:
     return {**control, **texts}
 
 
-def _head_json(shown: View) -> dict[str, Any]:
+def _head_json(shown: DashboardView) -> dict[str, Any]:
     phase = shown.said["phase"]
     fraction = None if phase["fraction"] is None else round(phase["fraction"], 3)
     said = {"text": shown.phase, "busy": phase["busy"], "fraction": fraction, "left": english(phase["left"])}

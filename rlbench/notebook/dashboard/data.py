@@ -32,7 +32,7 @@ UNANSWERED = SessionView(condition="idle", status="idle", facts=[], phase=IDLE, 
 
 
 @dataclass(frozen=True)
-class View:
+class DashboardView:
     """What the dashboard shows of a session beside its memory; `said` is its monitor's view of it.
 
     JSON for the page: `lengths` of one rollout each, with tokens at the `edges` of bins; `curves` of metrics, their
@@ -85,9 +85,9 @@ class View:
         return [{**control, "enabled": False, "title": self.gone} for control in controls] if self.gone else controls
 
 
-def view(state: Json, gone: str = "") -> View:
+def view(state: Json, gone: str = "") -> DashboardView:
     """The dashboard of a session; `state`: the answer of `GET /state`."""
-    return View(
+    return DashboardView(
         name=str(state.get("name", "")),
         model=shortened(state.get("model") or ""),
         step=int(state.get("step") or 0),

@@ -14,7 +14,7 @@ from rlbench.notebook.base.markup import box, escape
 from rlbench.notebook.base.palette import BLUE, GREY, OWNERS
 from rlbench.notebook.cards.card import WARNING, Cell, Grid, Markup
 from rlbench.notebook.charts.svg import image
-from rlbench.notebook.dashboard.data import Json, View
+from rlbench.notebook.dashboard.data import DashboardView, Json
 from rlbench.notebook.dashboard.memory import Lane, Memory, seen_and_thin
 from rlbench.units import MIB, format_age, format_bytes, format_number, format_percent, format_rate
 
@@ -23,7 +23,7 @@ LANE_WIDTH, LANE_HEIGHT = 380, 32
 BARS_WIDTH, BARS_HEIGHT = 240, 80
 
 
-def snapshot(view: View, memory: Memory, at: float) -> str:
+def snapshot(view: DashboardView, memory: Memory, at: float) -> str:
     """The session at time `at` (Unix seconds) as HTML."""
     when = clock.strftime("%Y-%m-%d %H:%M:%S", clock.localtime(at))
     head = (
@@ -36,7 +36,7 @@ def snapshot(view: View, memory: Memory, at: float) -> str:
     return box(head, error, engines, _memory(memory), _lengths(view.lengths), _metrics(view), split)
 
 
-def text(view: View) -> str:
+def text(view: DashboardView) -> str:
     """The same in a few lines of plain text."""
     lines = [f"rlbench · {view.name} ({view.model})   step {view.step} · v{view.version} · {view.phase}"]
     lines += [_engines(view).text()] if view.engines else []
@@ -61,7 +61,7 @@ def split_line(split: Json) -> str:
     return f"step {format_number(split['seconds'])} s = {parts}{rate}"
 
 
-def _engines(view: View) -> Grid:
+def _engines(view: DashboardView) -> Grid:
     parts = max((len(row["parts"]) for row in view.engines), default=0)
     rows: list[tuple[Cell, ...]] = []
     for row in view.engines:
@@ -140,7 +140,7 @@ def _picture(shapes: str, width: int, height: int, label: str, values: Sequence[
     return image(drawing, escape(label + said), f'width="{width}" height="{height}"')
 
 
-def _metrics(view: View) -> str:
+def _metrics(view: DashboardView) -> str:
     known = [curve for curve in view.curves if curve["points"]]
     if not known:
         return "<div class=q>No steps yet. <code>session.train_step(batch)</code></div>"

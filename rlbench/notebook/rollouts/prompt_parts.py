@@ -23,7 +23,7 @@ EDGE = 640  # pixels of the longer side of an image made small
 NAMED = re.compile("image|img", re.IGNORECASE)
 
 
-class Part(NamedTuple):
+class PromptPart(NamedTuple):
     """One part of a message: `text`, or an image as a `data:` URL in `image`, with what it is in `text`, and how many
     tokens of the prompt stand for it (0: not known)."""
 
@@ -38,7 +38,7 @@ class Part(NamedTuple):
         return f"image ×{self.tokens}" if self.tokens else ""
 
 
-def prompt_parts(prompt: Prompt, edge: int = EDGE, runs: Sequence[int] = ()) -> list[Part]:
+def prompt_parts(prompt: Prompt, edge: int = EDGE, runs: Sequence[int] = ()) -> list[PromptPart]:
     """All parts in order, images at most `edge` pixels long; of a text or token ids, the images and then the text.
 
     `runs`: how many tokens stand for each image, see `image_runs`.
@@ -46,19 +46,19 @@ def prompt_parts(prompt: Prompt, edge: int = EDGE, runs: Sequence[int] = ()) -> 
     counts = runs or [0] * len(prompt.images)
     drawn = (image_part(image, edge)._replace(tokens=n) for image, n in zip(prompt.images, counts, strict=True))
     if not is_chat(prompt.content):
-        return [*drawn, Part("", prompt.text)]
+        return [*drawn, PromptPart("", prompt.text)]
     parts = []
     for message in prompt.content:
         role, told = str(message.get("role", "")), message.get("content")
         if not isinstance(told, list | tuple):
-            parts.append(Part(role, message_text(message)))
+            parts.append(PromptPart(role, message_text(message)))
             continue
         for part in told:
-            parts.append(next(drawn)._replace(role=role) if is_image_part(part) else Part(role, part_text(part)))
+            parts.append(next(drawn)._replace(role=role) if is_image_part(part) else PromptPart(role, part_text(part)))
     return parts
 
 
-def images(prompt: Prompt, edge: int = EDGE, runs: Sequence[int] = ()) -> list[Part]:
+def images(prompt: Prompt, edge: int = EDGE, runs: Sequence[int] = ()) -> list[PromptPart]:
     """Its images alone, as far as they can be drawn."""
     return [part for part in prompt_parts(prompt, edge, runs) if part.image]
 
@@ -77,18 +77,18 @@ def image_runs(ids: np.ndarray, pieces: Pieces, count: int) -> list[int]:
     return best
 
 
-def image_part(image: EncodedImage, edge: int) -> Part:
+def image_part(image: EncodedImage, edge: int) -> PromptPart:
     """Decode an image and encode it again, small. One that cannot be is named."""
     try:
         small = image.pil()
     except DataError as error:
-        return Part("", f"[image, not shown: {error}]")
+        return PromptPart("", f"[image, not shown: {error}]")
     small.thumbnail((edge, edge))
     kind, data = "png", _encoded(small, "PNG")
     if len(data) > MOST_BYTES:
         kind, data = "jpeg", _encoded(small, "JPEG")
     url = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-    return Part("", f"image {image.width} × {image.height}", url)
+    return PromptPart("", f"image {image.width} × {image.height}", url)
 
 
 def _encoded(image: Any, kind: str) -> bytes:

@@ -20,7 +20,7 @@ from rlbench.data.rollouts.scoring import described
 from rlbench.notebook.base.markup import cut, visible
 from rlbench.notebook.rollouts.channel_scale import Scale, number, scale_of
 from rlbench.notebook.rollouts.order import Summary
-from rlbench.notebook.rollouts.prompt_parts import EDGE, Part, image_part, image_runs, images, prompt_parts
+from rlbench.notebook.rollouts.prompt_parts import EDGE, PromptPart, image_part, image_runs, images, prompt_parts
 from rlbench.units import format_percent
 
 PREVIEW_TOKENS, PREVIEW_CHARACTERS = 256, 480  # of a completion that is not opened: three lines
@@ -93,7 +93,7 @@ class Shown:
             head |= {"mean": float(s.mean[p]), "spread": float(s.spread[p])}
         return head
 
-    def thumbnails(self, p: int, most: int = IMAGES_OF_A_PROMPT, edge: int = THUMBNAIL) -> list[Part]:
+    def thumbnails(self, p: int, most: int = IMAGES_OF_A_PROMPT, edge: int = THUMBNAIL) -> list[PromptPart]:
         """The first images of a prompt, `edge` pixels on the longer side."""
         return images(self.rollouts.prompts[p], edge, self.runs(p))[:most]
 

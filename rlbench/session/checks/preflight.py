@@ -13,7 +13,7 @@ import numpy as np
 
 from rlbench.data import Rollouts, TrainBatch
 from rlbench.data.base.ragged import rows_in_order
-from rlbench.dispatch.chain import Step, Steps
+from rlbench.dispatch.chain import ChainStep, Steps
 from rlbench.errors import CheckFailed, DataError, Suggesting
 from rlbench.session.checks.diagnosis import Weights, as_trained, both_sides_steps, cause_steps, score_steps
 from rlbench.session.core import SessionCore
@@ -117,7 +117,7 @@ def preflight(
     *,
     strict: bool = False,
     **options: Any,
-) -> Generator[Step, Any, Preflight]:
+) -> Generator[ChainStep, Any, Preflight]:
     """Check, before the first step, that the sampler and the trainer agree; nothing is changed.
 
     Their log-probs on a few samples, the ratio (1) and the KL (0) of a loss on policy, and the weights and their

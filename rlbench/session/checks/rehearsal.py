@@ -15,7 +15,7 @@ import numpy as np
 
 from rlbench.data import Ragged, TrainBatch
 from rlbench.data.batches.columns import TEACHER, TEACHER_IDS, TEACHER_TOP
-from rlbench.dispatch.chain import Step, Steps
+from rlbench.dispatch.chain import ChainStep, Steps
 from rlbench.engines import TrainEngine
 from rlbench.errors import CheckFailed, DataError, LossError, RemoteError, Suggesting
 from rlbench.session.core import SessionCore
@@ -129,7 +129,7 @@ def rehearse(
     top_k: int = 0,
     memory_limit: int | None = None,
     seconds: float = 60.0,
-) -> Generator[Step, Any, Rehearsal]:
+) -> Generator[ChainStep, Any, Rehearsal]:
     """Run the worst case of memory once: a full KV cache, and a micro-batch of longest sequences; changes nothing.
 
     Returns per engine peak, limit and head-room, and the largest safe `token_budget`.

@@ -11,12 +11,12 @@ import numpy as np
 from rlbench.data.base.drawing import needed
 from rlbench.data.base.ragged import rows_in_order
 from rlbench.data.record.gradients import COLUMNS, Gradients, TokenGradients, layer_of, module_of
-from rlbench.dispatch.chain import Step
+from rlbench.dispatch.chain import ChainStep
 from rlbench.session.core import SessionCore
 from rlbench.units import format_number
 
 
-def gradients(core: SessionCore) -> Generator[Step, Any, Gradients]:
+def gradients(core: SessionCore) -> Generator[ChainStep, Any, Gradients]:
     """Look at the gradients that wait for a step, before clipping; nothing is changed.
 
     By parameter (`.names`, `.norms`, `.largest`, `.zero_share`, `.relative` to the weights, `.broken`), by layer

@@ -10,7 +10,7 @@ import numpy as np
 
 from rlbench.data import TrainBatch
 from rlbench.data.base.ragged import rows_in_order
-from rlbench.dispatch.chain import Step, Steps
+from rlbench.dispatch.chain import ChainStep, Steps
 from rlbench.errors import LossError
 from rlbench.session.core import SessionCore
 from rlbench.session.lab.entry import Bound
@@ -32,7 +32,7 @@ def loss_lab(
     token_budget: int | None = None,
     packing: bool | None = None,
     head: str = "auto",
-) -> Generator[Step, Any, LossLab]:
+) -> Generator[ChainStep, Any, LossLab]:
     """Compare losses on one batch: one forward without gradient for all of them; nothing is stepped.
 
     Args:

@@ -19,7 +19,7 @@ Decode = Callable[[Any], str]
 
 
 @dataclass(frozen=True)
-class Samples:
+class SampleTable:
     """Rows of one table, spread evenly over what they were taken of."""
 
     name: str
@@ -27,7 +27,7 @@ class Samples:
     rows: list[list[Cell]]
 
     @classmethod
-    def of_batch(cls, batch: TrainBatch, decode: Decode) -> Samples:
+    def of_batch(cls, batch: TrainBatch, decode: Decode) -> SampleTable:
         """What was trained on: prompt, completion, reward where there is one, mean advantage, tokens, version."""
         rows: list[list[Cell]] = []
         for i in _spread(len(batch)):
@@ -46,7 +46,7 @@ class Samples:
         return cls("samples", ("prompt", "completion", "reward", "advantage", "tokens", "version"), rows)
 
     @classmethod
-    def of_rollouts(cls, name: str, rollouts: Rollouts) -> Samples:
+    def of_rollouts(cls, name: str, rollouts: Rollouts) -> SampleTable:
         """What a policy answered: prompt, label, completion, reward, how it ended, tokens."""
         rows: list[list[Cell]] = []
         flat = list(rollouts.flat)
@@ -62,7 +62,7 @@ class Samples:
         return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def sender(tracker: Any) -> Callable[[Samples, int], None] | None:
+def sender(tracker: Any) -> Callable[[SampleTable, int], None] | None:
     """Return what sends a table to one of accelerate's trackers at a step; None where it has no tables."""
     if tracker.name == "tensorboard":
         return lambda samples, step: tracker.tracker.add_text(samples.name, samples.markdown(), global_step=step)

@@ -21,7 +21,7 @@ from rlbench.dispatch.link import Link
 from rlbench.errors import SessionError, nearest
 from rlbench.session.options import SessionOptions
 from rlbench.session.record.recording import Entry
-from rlbench.session.record.samples import Decode, Samples, sender
+from rlbench.session.record.samples import Decode, SampleTable, sender
 from rlbench.user_code import user_code
 
 STEPS = ("train_step", "optim_step")
@@ -134,7 +134,7 @@ class Trackers:
                 self.trained(batch)
         elif entry.verb == "evaluate" and values:
             named = value.samples()
-            self._send(lambda: [Samples.of_rollouts(*one) for one in named.items()], stepped=False)
+            self._send(lambda: [SampleTable.of_rollouts(*one) for one in named.items()], stepped=False)
 
     def log_values(self, values: Mapping[str, Any]) -> None:
         """Log a user's own numbers, at the step that was last."""
@@ -154,7 +154,7 @@ class Trackers:
     def trained(self, batch: TrainBatch | None) -> None:
         """Send samples of what a step was trained on, where it is their turn."""
         if batch is not None:
-            self._send(lambda: [Samples.of_batch(batch, self._decode)], stepped=True)
+            self._send(lambda: [SampleTable.of_batch(batch, self._decode)], stepped=True)
 
     def close(self) -> None:
         """End what runs here; the session is over."""
@@ -170,7 +170,7 @@ class Trackers:
             with _warned(name, f"log {what}"):
                 tracker.log(values, step=at)
 
-    def _send(self, make: Callable[[], list[Samples]], stepped: bool) -> None:
+    def _send(self, make: Callable[[], list[SampleTable]], stepped: bool) -> None:
         """Send tables to the trackers that have some; those of a step where it is their turn."""
         running = self._all()
         at = self._count(False) if running else 0

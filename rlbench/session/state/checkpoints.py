@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlbench.checkpoint import folder as folders
-from rlbench.dispatch.chain import Step, Steps
+from rlbench.dispatch.chain import ChainStep, Steps
 from rlbench.dispatch.pending import Pending
 from rlbench.engines.paths import new_folder
 from rlbench.errors import CheckpointError, SessionError
@@ -28,7 +28,7 @@ SAVED = ("step", "version", "rollouts", "config", "history", "cursor", "setup")
 
 def save(
     core: SessionCore, path: str, max_num: int | None = None, max_mem: float | None = None
-) -> Generator[Step, Any, Saved]:
+) -> Generator[ChainStep, Any, Saved]:
     """Write a checkpoint into folder `path`: weights, optimizer, schedulers, random states, step, history, options,
     evaluations with the completions of the newest (64 MiB of them).
 
@@ -69,7 +69,7 @@ def start_save(
 
 def export(
     core: SessionCore, path: str, dtype: str | None = None, adapter: bool = False
-) -> Generator[Step, Any, ExportedModel]:
+) -> Generator[ChainStep, Any, ExportedModel]:
     """Write the trainer's weights, adapters merged, as a Hugging Face folder that transformers and vLLM load.
 
     Args:

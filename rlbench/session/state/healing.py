@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlbench.dispatch.chain import Step, Steps
+from rlbench.dispatch.chain import ChainStep, Steps
 from rlbench.engines.base import Engine
 from rlbench.errors import CheckpointError, EngineError, RLBenchError, StateError, Suggesting, WorkerDied
 from rlbench.runtime import cluster
@@ -54,7 +54,7 @@ class Healed(Suggesting):
         return "\n".join([f"healed; at step {self.step}, v{self.version}", *lines])
 
 
-def heal(core: SessionCore, prefer: str = "snapshot") -> Generator[Step, Any, Healed]:
+def heal(core: SessionCore, prefer: str = "snapshot") -> Generator[ChainStep, Any, Healed]:
     """Rebuild the engines that lost a worker and bring back what they held; returns what each goes on from.
 
     Args:
@@ -88,7 +88,7 @@ def lost_engines(core: SessionCore) -> dict[str, Any]:
 
 def rebuild_steps(
     core: SessionCore, options: SessionOptions, lost: Mapping[str, Any], prefer: str = "snapshot"
-) -> Generator[Step, Any, tuple[dict[str, str], Snapshot | None]]:
+) -> Generator[ChainStep, Any, tuple[dict[str, str], Snapshot | None]]:
     """Build engines again by `options` (`lost`: their records by name) and bring back what they held; returns what
     each goes on from, and the snapshot of the trainer's. Where it ends half-way, `heal` begins again."""
     core.link.set(unhealed=dict(lost))

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rlbench.checkpoint import folder as folders
-from rlbench.dispatch.chain import Step, Steps
+from rlbench.dispatch.chain import ChainStep, Steps
 from rlbench.engines.sync import sync_weights
 from rlbench.errors import CheckpointError, SessionError, StateError
 from rlbench.results import Parked
@@ -59,7 +59,7 @@ BUDGET_GB, KEPT_DAYS = 100.0, 30.0
 are counted before them."""
 
 
-def park(core: SessionCore, drop_gradients: bool = False) -> Generator[Step, Any, Parked]:
+def park(core: SessionCore, drop_gradients: bool = False) -> Generator[ChainStep, Any, Parked]:
     """Write the whole session to disk and end it: devices and memory are free, and `rb.attach(name)` brings it back.
 
     Kept are weights, optimizer, schedulers, random states, step, version, history, branches, snapshots made by hand,

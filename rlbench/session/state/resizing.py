@@ -10,7 +10,7 @@ from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
 
-from rlbench.dispatch.chain import Step, Steps
+from rlbench.dispatch.chain import ChainStep, Steps
 from rlbench.errors import BuildError, StateError
 from rlbench.results import Resized
 from rlbench.runtime.starting import starting
@@ -23,7 +23,7 @@ from rlbench.strategies.options.config import need_groups
 
 def resize(
     core: SessionCore, train: int | None = None, inference: int | None = None, drop_trainer: bool = False
-) -> Generator[Step, Any, Resized]:
+) -> Generator[ChainStep, Any, Resized]:
     """Go on with another number of training ranks or replicas: weights, optimizer, step and history stay.
 
     New replicas receive the trainer's current weights, and the others too. Ranks are built anew from a snapshot, which

@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlbench.dispatch.chain import Step, Steps
+from rlbench.dispatch.chain import ChainStep, Steps
 from rlbench.dispatch.link import shm_prefix
 from rlbench.errors import SessionError, Suggesting, nearest
 from rlbench.results import Names
@@ -84,7 +84,7 @@ class Snapshots(Suggesting):
         return "\n".join([*lines, *(f"  {snapshot!r}" for snapshot in self._kept)])
 
 
-def snapshot(core: SessionCore, label: str | None = None, disk: bool = False) -> Generator[Step, Any, Snapshot]:
+def snapshot(core: SessionCore, label: str | None = None, disk: bool = False) -> Generator[ChainStep, Any, Snapshot]:
     """Keep the whole training state: weights, optimizer, schedulers, random states, step, rollout number, history.
 
     Of a `session.trainer`, too: critic, average, schedules, place in the prompts, what waits to be trained on. Tensors
@@ -100,7 +100,9 @@ def snapshot(core: SessionCore, label: str | None = None, disk: bool = False) ->
     return (yield from write_steps(core, label, disk))
 
 
-def restore(core: SessionCore, snapshot: Snapshot | str | int, sync: bool = True) -> Generator[Step, Any, Snapshot]:
+def restore(
+    core: SessionCore, snapshot: Snapshot | str | int, sync: bool = True
+) -> Generator[ChainStep, Any, Snapshot]:
     """Go back to a snapshot, bit for bit; the replicas follow (`sync=False`: when `sync_weights()` is called).
 
     The weights get a new version number, since those in between were other weights. Gradients that wait for a
@@ -110,7 +112,7 @@ def restore(core: SessionCore, snapshot: Snapshot | str | int, sync: bool = True
     return (yield from restore_steps(core, snapshot, sync))
 
 
-def drop(core: SessionCore, *which: Snapshot | str | int) -> Generator[Step, Any, Names]:
+def drop(core: SessionCore, *which: Snapshot | str | int) -> Generator[ChainStep, Any, Names]:
     """Forget snapshots and free what they hold. A branch that was left at one is forgotten with it."""
     chosen = [listed(core)[one] for one in which]
     gone = {snapshot.id for snapshot in chosen}
@@ -123,7 +125,7 @@ def drop(core: SessionCore, *which: Snapshot | str | int) -> Generator[Step, Any
     return Names("dropped", [s.label for s in chosen])
 
 
-def branch(core: SessionCore, name: str, sync: bool = True) -> Generator[Step, Any, Snapshot]:
+def branch(core: SessionCore, name: str, sync: bool = True) -> Generator[ChainStep, Any, Snapshot]:
     """Start a branch here, or go on with one that was left: its weights, step and history come back.
 
     The branch that is left is kept as a snapshot. Every session starts on "main". Where the replicas hold adapters

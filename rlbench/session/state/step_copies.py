@@ -11,7 +11,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlbench.dispatch.chain import Step, Steps
+from rlbench.dispatch.chain import ChainStep, Steps
 from rlbench.errors import CheckpointError, SessionError
 from rlbench.session.core import SessionCore
 from rlbench.session.state.snapshots import (
@@ -32,7 +32,7 @@ SPARE_BYTES = 1 << 30
 """How much memory of copies that nobody goes back to is kept for the next one."""
 
 
-def undo(core: SessionCore, sync: bool = True) -> Generator[Step, Any, Snapshot]:
+def undo(core: SessionCore, sync: bool = True) -> Generator[ChainStep, Any, Snapshot]:
     """Take the last optimizer step (of a trainer: iteration) back, and call by call those before it; returns the
     snapshot of before it, which stays until the next step."""
     stack = core.link.state("undo")["undo"]

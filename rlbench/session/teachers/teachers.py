@@ -57,7 +57,7 @@ class Teacher(Suggesting):
             top_k: also the teacher's `top_k` likeliest tokens at each place, with their log-probs. The
                 vocabulary's size gives the whole distribution.
             temperature: divides the teacher's logits; None: as the tokens were sampled. A server knows 1 alone.
-            block: False returns a `Pending` at once.
+            block: False returns a `PendingVerb` at once.
 
         A teacher that fails or goes away leaves session and batch as they were.
         """

@@ -16,13 +16,13 @@ from rlbench.data import PromptSet, Rollouts, load
 from rlbench.data.prompts.sources import READERS
 from rlbench.data.record.origin import made_with
 from rlbench.data.rollouts.scoring import score, stopped
-from rlbench.dispatch.chain import Step, Steps
+from rlbench.dispatch.chain import ChainStep, Steps
 from rlbench.errors import DataError, nearest
 from rlbench.rewards import Board
 from rlbench.session.core import SessionCore
 from rlbench.session.record.evaluations import EvaluationLog
 from rlbench.session.training.evaluation import Evaluation, Evaluations
-from rlbench.session.verb import Pending
+from rlbench.session.verb import PendingVerb
 
 FAREWELL_S = 1.0
 """How long a stop waits for the reward to end; less than an interrupt waits for its verb."""
@@ -51,7 +51,7 @@ class Evaluate(Protocol):
     @overload
     def __call__(
         self, prompts: Any, reward: Any = None, n: int = 1, *, block: Literal[False], **options: Any
-    ) -> Pending[Any]: ...
+    ) -> PendingVerb[Any]: ...
 
 
 def evaluate(
@@ -64,7 +64,7 @@ def evaluate(
     env: Any = None,
     adapter: str | None = None,
     **sampling: Any,
-) -> Generator[Step, Any, Evaluation | Evaluations]:
+) -> Generator[ChainStep, Any, Evaluation | Evaluations]:
     """Mean reward of `n` completions per prompt; returns an `Evaluation`. One is greedy and several are sampled at
     temperature 1, unless told otherwise. No later sample of the session changes.
 

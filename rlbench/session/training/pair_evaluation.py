@@ -12,7 +12,7 @@ import numpy as np
 from rlbench.data import Rollouts, TrainBatch
 from rlbench.data.base.drawing import drawn
 from rlbench.data.batches.pairing import check_pairs
-from rlbench.dispatch.chain import Step
+from rlbench.dispatch.chain import ChainStep
 from rlbench.errors import DataError, Suggesting
 from rlbench.session.core import SessionCore
 from rlbench.session.training.reward_steps import ask_scores, up_to_the_end
@@ -112,7 +112,7 @@ class PairEvaluation(Suggesting):
         )
 
 
-def evaluate(core: SessionCore, pairs: TrainBatch, *, bins: int = BINS) -> Generator[Step, Any, PairEvaluation]:
+def evaluate(core: SessionCore, pairs: TrainBatch, *, bins: int = BINS) -> Generator[ChainStep, Any, PairEvaluation]:
     """Compare the scores of pairs that were not trained on; nothing is changed.
 
     Args:

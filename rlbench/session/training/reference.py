@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
-from rlbench.dispatch.chain import Step
+from rlbench.dispatch.chain import ChainStep
 from rlbench.results import Done
 from rlbench.session.core import SessionCore
 from rlbench.session.setup_options import check_keep
@@ -13,7 +13,7 @@ from rlbench.session.state import step_copies
 from rlbench.session.state.reference import forget_moved, moved_steps
 
 
-def update_reference(core: SessionCore, keep: float = 0.0) -> Generator[Step, Any, Done]:
+def update_reference(core: SessionCore, keep: float = 0.0) -> Generator[ChainStep, Any, Done]:
     """Move the reference to the policy as it is now, or a little towards it.
 
         session.update_reference()            # reference = policy

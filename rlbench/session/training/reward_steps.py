@@ -13,7 +13,7 @@ from rlbench.data.base.ragged import Ragged, rows_in_order
 from rlbench.data.batches.batch import to_score
 from rlbench.data.prompts.images import EncodedImage, PlacedImage, counted_from
 from rlbench.data.record.metrics import Metrics
-from rlbench.dispatch.chain import Step
+from rlbench.dispatch.chain import ChainStep
 from rlbench.dispatch.pending import Pending
 from rlbench.errors import DataError
 from rlbench.options import OptionError
@@ -37,7 +37,7 @@ def train_step(
     token_budget: int | None = None,
     packing: bool | None = None,
     lr: float | None = None,
-) -> Generator[Step, Any, Metrics]:
+) -> Generator[ChainStep, Any, Metrics]:
     """Exactly one optimizer step of the reward model on pairs.
 
     Args:
@@ -62,7 +62,7 @@ def forward_backward(
     aggregation: Any = None,
     token_budget: int | None = None,
     packing: bool | None = None,
-) -> Generator[Step, Any, Metrics]:
+) -> Generator[ChainStep, Any, Metrics]:
     """Accumulate the gradient of `loss` on pairs; `optim_step()` uses it, `zero_grad()` drops it."""
     given = {"aggregation": aggregation, "token_budget": token_budget, "packing": packing}
     return (yield from steps.forward_backward(core, compared(pairs, "forward_backward"), loss, **given))
@@ -99,7 +99,7 @@ def trainer(
     return text_trainer(core, method, None, **given, **options)
 
 
-def scores(core: SessionCore, batch: TrainBatch) -> Generator[Step, Any, np.ndarray]:
+def scores(core: SessionCore, batch: TrainBatch) -> Generator[ChainStep, Any, np.ndarray]:
     """The score of each sequence of a batch after its last trained token, (B,) float32."""
     if not isinstance(batch, TrainBatch) or not len(batch):
         raise DataError(f"scores wants a TrainBatch with sequences, got {told(batch)}: rb.data.pairs(rows, rm)")
@@ -107,7 +107,7 @@ def scores(core: SessionCore, batch: TrainBatch) -> Generator[Step, Any, np.ndar
     return np.asarray(found, np.float32)
 
 
-def save(core: SessionCore, path: str, dtype: str | None = None) -> Generator[Step, Any, ExportedModel]:
+def save(core: SessionCore, path: str, dtype: str | None = None) -> Generator[ChainStep, Any, ExportedModel]:
     """Write the reward model, adapters merged, as a sequence classifier that transformers loads, with its tokenizer.
 
     `rb.RewardModel(path)` goes on from it, `rb.rewards.model(path, as_sampled=True)` and a trainer's `reward=path` use

@@ -21,7 +21,7 @@ from rlbench.session.state import step_copies
 from rlbench.session.state.snapshots import Snapshot
 from rlbench.session.training.text_data import as_texts
 from rlbench.session.training.trainer_places import here
-from rlbench.session.verb import Pending as VerbPending
+from rlbench.session.verb import PendingVerb
 from rlbench.trainers.options.methods import DISTILL
 from rlbench.trainers.options.run_config import DEFAULTS
 
@@ -76,7 +76,7 @@ class SessionTrainer(Suggesting):
     @overload
     def fit(self, iterations: int, *, block: Literal[True] = True) -> History: ...
     @overload
-    def fit(self, iterations: int, *, block: Literal[False]) -> VerbPending[History]: ...
+    def fit(self, iterations: int, *, block: Literal[False]) -> PendingVerb[History]: ...
 
     def fit(self, iterations: int, *, block: bool = True) -> Any:
         """So many iterations of experience and update, each on record in `session.history`; returns their `History`.
@@ -90,7 +90,7 @@ class SessionTrainer(Suggesting):
     @overload
     def step(self, *, block: Literal[True] = True) -> Metrics: ...
     @overload
-    def step(self, *, block: Literal[False]) -> VerbPending[Metrics]: ...
+    def step(self, *, block: Literal[False]) -> PendingVerb[Metrics]: ...
 
     def step(self, *, block: bool = True) -> Any:
         """One iteration; its `Metrics`."""
@@ -339,7 +339,7 @@ class TextTrainer(SessionTrainer):
     @overload
     def fit(
         self, iterations: int | None = None, *, epochs: float | None = None, block: Literal[False]
-    ) -> VerbPending[History]: ...
+    ) -> PendingVerb[History]: ...
 
     def fit(self, iterations: int | None = None, *, epochs: float | None = None, block: bool = True) -> Any:
         """So many optimizer steps, or passes over the texts, each step on record in `session.history`.

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Generator
 from typing import Any
 
-from rlbench.dispatch.chain import Step, Steps
+from rlbench.dispatch.chain import ChainStep, Steps
 from rlbench.errors import SessionError
 from rlbench.results import Done, Names
 from rlbench.session.core import SessionCore
@@ -24,7 +24,7 @@ Pattern = str | re.Pattern[str]
 
 def optimizer(
     core: SessionCore, optimizer: str | Callable[..., Any] | None, **options: Any
-) -> Generator[Step, Any, Done]:
+) -> Generator[ChainStep, Any, Done]:
     """Train with another optimizer from now on, beginning without state.
 
         session.optimizer("muon", lr=2e-3)                    # Muon for matrices, AdamW for the rest
@@ -49,7 +49,7 @@ def optimizer(
 
 def schedule(
     core: SessionCore, schedule: str | Callable[..., Any] | None, **options: Any
-) -> Generator[Step, Any, Done]:
+) -> Generator[ChainStep, Any, Done]:
     """Let the learning rate follow a schedule from the next `train_step` or `optim_step` on.
 
         session.schedule("cosine", steps=200, warmup=10)
@@ -71,7 +71,7 @@ def schedule(
     return Done("no schedule" if schedule is None else "the rate follows the schedule from the next step on")
 
 
-def freeze(core: SessionCore, *patterns: Pattern) -> Generator[Step, Any, Names]:
+def freeze(core: SessionCore, *patterns: Pattern) -> Generator[ChainStep, Any, Names]:
     """Train these parameters no more, until `unfreeze`; returns the names of all that are frozen.
 
         session.freeze("model.embed_tokens", "model.layers.0", "*.bias")
@@ -86,7 +86,7 @@ def freeze(core: SessionCore, *patterns: Pattern) -> Generator[Step, Any, Names]
     return (yield from _refrozen(core, patterns, True))
 
 
-def unfreeze(core: SessionCore, *patterns: Pattern) -> Generator[Step, Any, Names]:
+def unfreeze(core: SessionCore, *patterns: Pattern) -> Generator[ChainStep, Any, Names]:
     """Train parameters again that `freeze` froze, all of them without a pattern; returns the names of those that stay
     frozen."""
     return (yield from _refrozen(core, patterns, False))

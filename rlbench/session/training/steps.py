@@ -15,7 +15,7 @@ from rlbench.data import TrainBatch
 from rlbench.data.base.ragged import rows_in_order
 from rlbench.data.record.metrics import NO_SIGNAL, Metrics
 from rlbench.dispatch import views
-from rlbench.dispatch.chain import Step, Steps
+from rlbench.dispatch.chain import ChainStep, Steps
 from rlbench.dispatch.views import View
 from rlbench.engines import TrainEngine
 from rlbench.errors import DataError, LossError, Stopped
@@ -48,7 +48,7 @@ def train_step(
     head: str = "auto",
     lr: float | None = None,
     no_signal: str = "step",
-) -> Generator[Step, Any, Metrics]:
+) -> Generator[ChainStep, Any, Metrics]:
     """Exactly one optimizer step: `forward_backward` over micro-batches, then `optim_step`.
 
     Args:
@@ -69,8 +69,8 @@ def train_step(
             optimizer's moments still move the weights; or "skip", which leaves weights and optimizer as they are.
 
     Returns:
-        `Metrics` (or a `Pending` with `block=False`); of its `seconds`, `copies` are those of what `undo` and `heal`
-        go back to. An interrupt raises `rb.Stopped`: gradients are cleared and the optimizer is untouched.
+        `Metrics` (or a `PendingVerb` with `block=False`); of its `seconds`, `copies` are those of what `undo` and
+        `heal` go back to. An interrupt raises `rb.Stopped`: gradients are cleared and the optimizer is untouched.
     """
     begin = time.perf_counter()
     if no_signal not in ("step", "skip"):
@@ -105,7 +105,7 @@ def forward_backward(
     token_budget: int | None = None,
     packing: bool | None = None,
     head: str = "auto",
-) -> Generator[Step, Any, Metrics]:
+) -> Generator[ChainStep, Any, Metrics]:
     """Accumulate the gradient of `loss` on `batch`; `optim_step()` uses it, `zero_grad()` drops it."""
     view = _view("forward_backward", batch)
     options = PolicyOptions(token_budget, packing, aggregation, head=head)
@@ -118,13 +118,13 @@ def forward_backward(
     return metrics
 
 
-def optim_step(core: SessionCore, lr: float | None = None) -> Generator[Step, Any, Metrics]:
+def optim_step(core: SessionCore, lr: float | None = None) -> Generator[ChainStep, Any, Metrics]:
     """One optimizer step on the accumulated gradients, at rate `lr` where one is given; returns its `Metrics`."""
     stepped, _ = yield from _stepped(core, lr)
     return Metrics(stepped)
 
 
-def logprobs(core: SessionCore, batch: TrainBatch) -> Generator[Step, Any, np.ndarray]:
+def logprobs(core: SessionCore, batch: TrainBatch) -> Generator[ChainStep, Any, np.ndarray]:
     """The trainer's log-probs of a batch's responses, flat float32."""
     return (yield from _logprobs(core.train, batch, PolicyOptions()))
 

@@ -35,7 +35,7 @@ def models_beside(trainer: PPOTrainer) -> dict[str, State]:
     return states
 
 
-class Checkpoints:
+class TrainerCheckpoints:
     """Saves and loads one trainer; every method is collective."""
 
     def __init__(self, trainer: Any) -> None:

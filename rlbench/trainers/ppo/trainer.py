@@ -24,7 +24,7 @@ from rlbench.trainers.experience.samples import ENGINE_NAMES, tokenizer_of
 from rlbench.trainers.models.policy_module import recompute_activations
 from rlbench.trainers.options.trainer_options import TrainerOptions, doubts, read_options
 from rlbench.trainers.ppo.pretraining import Pretraining, stream_of
-from rlbench.trainers.ppo.state import Checkpoints
+from rlbench.trainers.ppo.state import TrainerCheckpoints
 from rlbench.trainers.reports.trainer_log import TrainerLog
 
 Metrics = dict[str, Any]  # numbers, and texts that say of which rows they are
@@ -124,7 +124,7 @@ class PPOTrainer:
         )
         self.replay_buffer = NaiveReplayBuffer(self.options.strategy.micro_train_batch_size, ppo.buffer_limit)
         self.log = TrainerLog(self.options, strategy, tokenizer)
-        self.files = Checkpoints(self)
+        self.files = TrainerCheckpoints(self)
         self.iterations = self.optimizer_steps = 0
         self.unsent = False  # the actor has changed since the engine got its weights
         self.rollout_metrics: Metrics = {}

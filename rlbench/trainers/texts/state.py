@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rlbench.errors import CheckpointError
-from rlbench.trainers.ppo.state import Checkpoints
+from rlbench.trainers.ppo.state import TrainerCheckpoints
 
 if TYPE_CHECKING:
     from rlbench.trainers.texts.trainer import SPMDTextTrainer
 
 
-class TextCheckpoints(Checkpoints):
+class TextCheckpoints(TrainerCheckpoints):
     """Saves and loads one trainer of texts; every method is collective."""
 
     _trainer: SPMDTextTrainer

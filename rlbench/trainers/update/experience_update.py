@@ -24,7 +24,7 @@ from rlbench.trainers.experience.values import Experience
 from rlbench.trainers.passes.forward import DUMMY, as_batch
 from rlbench.trainers.passes.loss_value import need_finite
 from rlbench.trainers.passes.metrics import MetricSums
-from rlbench.trainers.update.gradient_step import GradientStep, Pass, Pending
+from rlbench.trainers.update.gradient_step import GradientStep, Pass, PendingStep
 from rlbench.trainers.update.options import PolicyOptions
 from rlbench.trainers.update.policy_pass import PolicyPass, slices
 
@@ -136,7 +136,7 @@ class Update(ABC):
         """Raise what keeps a micro-batch from being trained on."""
 
     @abstractmethod
-    def _passes(self, parts: Sequence[Experience], pending: Pending, count: int) -> Callable[[int], Pass]:
+    def _passes(self, parts: Sequence[Experience], pending: PendingStep, count: int) -> Callable[[int], Pass]:
         """What `GradientStep.run` takes; collective. Metrics are counted in what lies beside the gradients."""
 
     def _named(self, found: Metrics) -> Metrics:
@@ -259,7 +259,7 @@ class PolicyUpdate(Update):
     def _check(self, part: Experience) -> None:
         self._policy.check(part.batch, self.options, self.loss)
 
-    def _passes(self, parts: Sequence[Experience], pending: Pending, count: int) -> Callable[[int], Pass]:
+    def _passes(self, parts: Sequence[Experience], pending: PendingStep, count: int) -> Callable[[int], Pass]:
         batches, plan = [part.batch for part in parts], {}
         mine = slices(batches)
         if getattr(self.loss, "needs_plan", False):

@@ -35,7 +35,7 @@ class Scaled(Protocol):
 
 
 @dataclass(frozen=True)
-class Pending:
+class PendingStep:
     """How the tokens of a step are weighed whose gradients wait.
 
     `whole_step`: the optimizer's step follows at once; where its driver went away instead, the next pass drops it.
@@ -65,13 +65,13 @@ class GradientStep:
     ) -> None:
         self.model, self.strategy = model, strategy
         self._stop_requested, self._optimizer = stop_requested, optimizer
-        self.pending: Pending | None = None
+        self.pending: PendingStep | None = None
         self.beside: list[Scaled] = []  # of the calls of the step; forgotten with the gradients
 
     @contextmanager
     def adding(
         self, batches: Sequence[TrainBatch], aggregation: Aggregation, *, whole_step: bool = False, shared: bool = False
-    ) -> Iterator[Pending]:
+    ) -> Iterator[PendingStep]:
         """Around the passes over these sequences, whose gradients join those that wait; collective.
 
         Gradients that wait are scaled to the larger normaliser, so that calls in a row equal one call with everything.
@@ -172,10 +172,10 @@ class GradientStep:
 
     def _joined(
         self, own: BatchTotals, aggregation: Aggregation, whole_step: bool, prompts: frozenset[tuple[int, int]]
-    ) -> Pending:
+    ) -> PendingStep:
         """Extend the normaliser to these sequences, and scale what waits to it."""
         if self.pending is None:
-            return Pending(own, aggregation, whole_step, prompts)
+            return PendingStep(own, aggregation, whole_step, prompts)
         before = self.pending.totals
         whole = before.then(own)
         divisor = aggregation.divisor(whole)
@@ -185,4 +185,4 @@ class GradientStep:
             for one in self.beside:
                 one.scale(factor)
         share = aggregation.divisor(own) / divisor if own.tokens else 1.0
-        return Pending(whole, aggregation, whole_step, self.pending.prompts | prompts, share)
+        return PendingStep(whole, aggregation, whole_step, self.pending.prompts | prompts, share)

@@ -31,7 +31,7 @@ from rlbench.trainers.passes.packing import ModelInputs
 from rlbench.trainers.passes.routing import DISAGREEMENT, check_experts, check_routed
 from rlbench.trainers.passes.step_plan import Slice, loss_inputs, plan_step
 from rlbench.trainers.passes.token_keeper import TokenGradients, TokenKeeper
-from rlbench.trainers.update.gradient_step import GradientStep, Pending
+from rlbench.trainers.update.gradient_step import GradientStep, PendingStep
 from rlbench.trainers.update.options import PolicyOptions
 
 Stats = tuple[TokenOutputs, ModelInputs]
@@ -140,7 +140,7 @@ class PolicyPass:
         self,
         part: Slice | None,
         loss: Loss,
-        pending: Pending,
+        pending: PendingStep,
         options: PolicyOptions,
         sums: MetricSums,
         plan: Mapping[str, Tensor] = MappingProxyType({}),

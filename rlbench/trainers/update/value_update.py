@@ -20,7 +20,7 @@ from rlbench.trainers.passes.loss_value import need_finite
 from rlbench.trainers.passes.metrics import MetricSums
 from rlbench.trainers.passes.packing import ModelInputs
 from rlbench.trainers.update.experience_update import Metrics, Update
-from rlbench.trainers.update.gradient_step import Pass, Pending
+from rlbench.trainers.update.gradient_step import Pass, PendingStep
 
 
 class ValueUpdate(Update):
@@ -56,7 +56,7 @@ class ValueUpdate(Update):
             raise DataError(f"value_clip={self.value_clip:g} needs the values of when the experience was made.")
         check_token_ids(self.critic, "the critic", part.batch.prompts.values, part.batch.responses.values)
 
-    def _passes(self, parts: Sequence[Experience], pending: Pending, count: int) -> Callable[[int], Pass]:
+    def _passes(self, parts: Sequence[Experience], pending: PendingStep, count: int) -> Callable[[int], Pass]:
         sums = MetricSums()
         self.gradients.beside.append(sums)
 
@@ -71,7 +71,7 @@ class ValueUpdate(Update):
         return one
 
     def _loss(
-        self, part: Experience, values: Tensor, inputs: ModelInputs, pending: Pending, sums: MetricSums
+        self, part: Experience, values: Tensor, inputs: ModelInputs, pending: PendingStep, sums: MetricSums
     ) -> Tensor:
         assert part.returns is not None
         padded = inputs.grid.pad_numbers

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from rlbench.data.rollouts.jobs import GenerateJob
 from rlbench.dispatch.context import current
-from rlbench.workers.replica.job import Progress, Sample
+from rlbench.workers.replica.job import ProgressReporter, Sample
 from rlbench.workers.replica.media import PromptMedia
 from rlbench.workers.replica.state import Gate
 
@@ -46,7 +46,7 @@ def draw(
 ) -> tuple[list[Sample], dict[str, float]]:
     """Step until every claimed sample is finished, or the call is asked to stop; return those that have tokens."""
     context = current()
-    progress = Progress(context, decode)
+    progress = ProgressReporter(context, decode)
     samples: list[Sample] = []
     running = requests.running
     claims = feed(job, running, max_num_seqs)

@@ -100,7 +100,7 @@ def length_histogram(lengths: Sequence[int]) -> dict[str, Any]:
     return {"width": width, "counts": np.bincount(np.asarray(lengths, np.int64) // width).tolist()}
 
 
-class Progress:
+class ProgressReporter:
     """Reports to the call's context at most every REPORT_SECONDS; `decode` shows the first samples that finish."""
 
     def __init__(self, context: CallContext, decode: Callable[[list[int]], str] | None = None) -> None:

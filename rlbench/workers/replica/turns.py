@@ -19,11 +19,11 @@ from rlbench.data.prompts.sampling import turn_seed
 from rlbench.data.rollouts.jobs import GeneratedArrays, GenerateJob
 from rlbench.dispatch.context import current
 from rlbench.envs.bridge import common
-from rlbench.envs.calls import Call, EnvCalls
+from rlbench.envs.calls import EnvCall, EnvCalls
 from rlbench.envs.episode import Episode, Limits
 from rlbench.envs.protocol import unpacked
 from rlbench.workers.replica.drawing import Requests, extend, feed
-from rlbench.workers.replica.job import Progress, Sample
+from rlbench.workers.replica.job import ProgressReporter, Sample
 from rlbench.workers.replica.media import PromptMedia, SampleMedia
 from rlbench.workers.replica.state import Gate
 
@@ -70,7 +70,7 @@ class TurnDrawer:
         """Step until every claimed sample is over, or the call is asked to stop; return those that have tokens or an
         error."""
         context = current()
-        progress = Progress(context, self._decode)
+        progress = ProgressReporter(context, self._decode)
         claims = feed(self.job, self._active, max_num_seqs)
         try:
             while gate.passes(context):
@@ -107,7 +107,7 @@ class TurnDrawer:
         self._active[sample] = what
         self._calls.start((sample, what), call, late=sample.own.close)
 
-    def _step(self, progress: Progress) -> None:
+    def _step(self, progress: ProgressReporter) -> None:
         for sample, output in self.requests.step():
             progress.tokens += _extend(sample, output)
             episode = sample.own
@@ -118,7 +118,7 @@ class TurnDrawer:
             turn = episode.turn(sample.finish)
             self._ask(sample, "step", lambda episode=episode, turn=turn: episode.env.step(turn))
 
-    def _answered(self, call: Call, progress: Progress) -> None:
+    def _answered(self, call: EnvCall, progress: ProgressReporter) -> None:
         """What an environment said: the next turn's request, or the sample's end."""
         sample, what = call.key
         if what == "close":

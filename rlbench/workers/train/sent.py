@@ -19,7 +19,7 @@ from rlbench.workers.train.whole import checkpoint_names, own_hook
 
 
 @dataclass(frozen=True)
-class Part:
+class SyncPart:
     """What goes in one sync: all but the tensors `left_out`, which replicas have that hold the token `follows`."""
 
     left_out: frozenset[str] = frozenset()
@@ -38,7 +38,7 @@ class Part:
         return replace(manifest, follows=self.follows, token=self.record.token)
 
 
-WHOLE = Part()
+WHOLE = SyncPart()
 
 
 class Sent:
@@ -48,7 +48,7 @@ class Sent:
         self._control = control
         self._records: dict[Hashable, Record] = {}
 
-    def part(self, module: torch.nn.Module, handover: Handover, stage: Hashable | None) -> Part:
+    def part(self, module: torch.nn.Module, handover: Handover, stage: Hashable | None) -> SyncPart:
         """Choose what goes to an engine, by way of a `stage` that keeps what was written; collective.
 
         Until `note` the places hold nothing that is known: a sync that fails is followed by one of all weights.
@@ -64,11 +64,11 @@ class Sent:
         votes: list[set[str] | None] = self._control.gather(changed)
         together = [vote for vote in votes if vote is not None]
         if now is None or len(together) < len(votes):
-            return Part(record=now, places=places)
+            return SyncPart(record=now, places=places)
         left_out = whole_groups((name for name, _, _ in now.layout), set().union(*together))
-        return Part(left_out, handover.held if left_out else "", now, places)
+        return SyncPart(left_out, handover.held if left_out else "", now, places)
 
-    def note(self, part: Part) -> None:
+    def note(self, part: SyncPart) -> None:
         """The part is complete: on its way, or written."""
         if part.record is not None:
             self._records |= dict.fromkeys(part.places, part.record)

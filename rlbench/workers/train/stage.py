@@ -25,7 +25,7 @@ from rlbench.weights.channel import Channel, send
 from rlbench.weights.manifest import Handover, Layout, Manifest
 from rlbench.weights.names import to_checkpoint_names, unique_parameters
 from rlbench.weights.staging import DEFAULT_BUCKET_BYTES, IpcStage, ShmStage
-from rlbench.workers.train.sent import WHOLE, Part, Sent
+from rlbench.workers.train.sent import WHOLE, Sent, SyncPart
 from rlbench.workers.train.whole import (
     adapter_info,
     checkpoint_names,
@@ -125,7 +125,7 @@ class WeightSender:
             self._stages.pop(key).close()
             self._sent.forget(key)
 
-    def _part(self, handover: Handover | None, adapter: int, stage: tuple[str, str, int] | None) -> Part:
+    def _part(self, handover: Handover | None, adapter: int, stage: tuple[str, str, int] | None) -> SyncPart:
         """What of the weights a handover takes; all of them where there is none; collective."""
         return WHOLE if handover is None or adapter else self._sent.part(self._module, handover, stage)
 
