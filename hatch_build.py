@@ -23,6 +23,9 @@ if MODE not in ("auto", "require", "skip"):
     raise ValueError(f"RLB_LABEXT must be auto, require or skip, not {MODE!r}")
 
 
+# Not hatch-jupyter-builder (0.10): where its build fails, as without node, wheel and source archive fail too (only an
+# editable install may go on); it tells what is stale by times, not content; and what a target holds it leaves to tables
+# of pyproject.toml, which cannot leave out a panel that is not there. It would replace the call of `panel.build` alone.
 class BuildHook(BuildHookInterface):  # type: ignore[type-arg]
     """Adds what a wheel has beside the package; an editable install reads the checkout's own."""
 
