@@ -165,6 +165,10 @@ class Continuing:
 
 
 def call_text(sample: int, at: int, n: int, text: str | None, under: str | None) -> str:
-    """Return the call that makes such a fork in a cell: `.fork(3, at=17, n=16)`."""
+    """Return the call that makes such a fork in a cell: `.fork(3, at=17, n=16)`.
+
+    Twice on purpose: the page writes it by itself as its fields are typed in (`callOf` of the widget's `fork.ts`), also
+    while the kernel is busy or gone; and this one is of what was made, which no page needs to be believed about.
+    """
     options = {"at": at, "n": n} | ({"text": text} if text else {}) | ({"under": under} if under else {})
     return f".fork({sample}, {', '.join(f'{name}={value!r}' for name, value in options.items())})"
