@@ -61,6 +61,7 @@ def _steps(
             as_batch(probe.tokens, probe.images),
             PROBE_OPTIONS,
             what=f"lending {snapshot['label']!r}",
+            track=True,
         )
         expected = list(rows_in_order([part for _, part in parts])["logprobs"])
         manifest, version = merged([part for part, _ in parts]), int(snapshot["version"])

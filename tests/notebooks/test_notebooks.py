@@ -149,7 +149,8 @@ def test_an_agent_is_trained_forked_and_taken_back(repository, tiny_path, tmp_pa
     assert len(rewards) == 3 and rewards[-1] > 0.3
     assert "127.0.0.1:" in said and re.search(r"Traces\(128 runs, \d+ calls", said)
     branches = [float(value) for value in re.findall(r"16 continuations, value (\S+) ±", said)]
-    right, nearly = branches[:3], branches[3:]  # of the places, by either reward
+    right, nearly, earlier = branches[:3], branches[3:6], branches[6:]  # of the places, by either reward
+    assert len(earlier) == 1 and "under before step 1" in said
     assert len(nearly) == 3 and all(share >= whole for whole, share in zip(right, nearly, strict=True))
     assert "0 · policy v" in said and "'rejected':" in said and "grpo" in said
 
