@@ -78,6 +78,7 @@ class Manifest:
     unchanged: tuple[Bucket, ...] = ()
     follows: str = ""
     token: str = ""  # of what a replica then holds
+    version: int = 0  # that it becomes, once it is proven
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Manifest:

@@ -124,6 +124,7 @@ def sync_steps(
     else:
         manifest = yield from source.stage(choice, adapter, begun.handover)
     proof = yield from lead(_owe(source, infer, begun, expected))
+    manifest = replace(manifest, version=int(proof["version"]))
     try:
         if broadcasts:
             yield from source.broadcast(manifest, [facts.workers for facts in begun.replicas])

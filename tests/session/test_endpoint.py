@@ -173,6 +173,33 @@ def test_it_serves_current_weights_while_verbs_run_and_a_sync_waits_for_open_cal
     assert all(len(spans) == 1 for spans in versions) and versions[-1] == [(0, session.version)]
 
 
+def test_calls_go_on_across_a_sync_where_that_is_chosen_and_each_token_has_its_version(
+    session: Any, endpoint: Endpoint, run: str
+) -> None:
+    drawn = session.rollout([SORT], n=8, max_tokens=8, temperature=2.0).score(lambda r: float(len(set(r.token_ids))))
+    batch = drawn.batch(advantage=rb.rl.group_normalized())
+    opened = session.endpoint(across_syncs=True)
+    client = openai.OpenAI(base_url=opened.run(run), api_key=opened.key, max_retries=0, timeout=120)
+    options: dict[str, Any] = {"max_tokens": 1900, "extra_body": {"ignore_eos": True}, "stream": True}
+    stream = client.completions.create(model="policy", prompt="sort 52143", n=2, **options)
+    begun = [next(stream) for _ in range(40)]
+    before = session.inference.weight_versions()[0]
+    session.train_step(batch, lr=5e-2)
+    assert session.sync_weights().gap <= 1e-4 and opened.counts["open"] == 1
+    after = session.inference.weight_versions()[0]
+    assert begun and list(stream)
+    session.endpoint(across_syncs=False)
+    (call,) = session.traces(run)[0].calls
+    for number, choice in enumerate(call.choices):
+        (begin, first), (change, second) = choice.versions
+        assert (begin, first, second) == (0, before, after) and 0 < change < len(choice.ids) == 1900
+        (scored,) = session.inference.logprobs([call.whole(number)])
+        gaps = np.abs(scored[len(call.prompt) - 1 :] - choice.logprobs)
+        assert gaps[change:].max() < 1e-3 < gaps[:change].max(), "what was computed before is computed again"
+    rollouts = session.traces(run).rollouts
+    assert {int(version) for version in rollouts.channels["weight_version"]} == {before, after}
+
+
 def test_paused_generation_holds_calls_and_released_memory_too(session: Any, endpoint: Endpoint, ask: Any) -> None:
     session.offload("inference", "kv_cache")
     answers: list[Any] = []

@@ -98,14 +98,15 @@ def endpoint(
     reasoning_parser: str | None = None,
     template: Mapping[str, Any] | None = None,
     fetch_images: bool | None = None,
+    across_syncs: bool | None = None,
 ) -> Endpoint:
     """Serve the live policy to any OpenAI client, beside and between verbs; returns its card: URL, key, counts.
 
         client = openai.OpenAI(base_url=session.endpoint().run("a"), api_key=session.endpoint().key)
 
     Called again it returns the one there is, or opens it again where it was, changed as far as options are given. A
-    weight sync lets calls under way come to their end first; while the replicas cannot compute, calls wait. Every call
-    is kept: `traces()`.
+    weight sync lets calls under way come to their end first, unless they go on `across_syncs`; while the replicas
+    cannot compute, calls wait. Every call is kept: `traces()`.
 
     Args:
         host: address to listen on, by default 127.0.0.1. Another than this machine's own lets others in who know the
@@ -114,6 +115,8 @@ def endpoint(
         tool_parser, reasoning_parser: vLLM's, by the model's format of tool calls and thinking: `"hermes"`, `"qwen3"`.
         template: options of the chat template: `{"enable_thinking": False}`.
         fetch_images: read images at http addresses that clients name, from this machine; else data URLs alone.
+        across_syncs: no sync waits for calls of the policy that are under way: they go on with the weights that come,
+            and their tokens have the version of those they were sampled from (the channel `weight_version`).
     """
     models = _models(core)
     given = {
@@ -123,10 +126,11 @@ def endpoint(
         "reasoning_parser": reasoning_parser,
         "template": None if template is None else dict(template),
         "fetch_images": fetch_images,
+        "across_syncs": across_syncs,
     }
     known = registry.read_json(_folder(core) / SERVED) or {}
     asked = {"host": "127.0.0.1", "port": 0, "tool_parser": None, "reasoning_parser": None, "template": {}}
-    asked["fetch_images"] = False
+    asked |= {"fetch_images": False, "across_syncs": False}
     asked |= known.get("asked", {}) | {name: value for name, value in given.items() if value is not None}
     asked["models"] = models
     if known.get("asked") != asked or any(one is None for one in core.inference.control("endpoint")):

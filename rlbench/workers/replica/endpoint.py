@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,13 +86,27 @@ class ReplicaEndpoint:
 
     def end_guests(self) -> None:
         """Let requests that are in the engine come to their end, before what they stand on changes; new ones wait."""
+        self._end(lambda: self._replica.guests.inside)
+
+    def make_way(self, adapter: int) -> bool:
+        """Let requests in the engine come to their end before other weights come, for `adapter` alone or (0) all; where
+        they may go on across a sync, only those that have no one version of the policy's. Return whether some go on."""
+        replica, server = self._replica, self._server
+        if server is None or not server.options.across_syncs or adapter != replica.adapter:
+            self.end_guests()
+            return False
+        if adapter:
+            self._end(lambda: replica.guests.naming(adapter))  # of these a version is told once
+        return replica.guests.inside > 0
+
+    def _end(self, count: Callable[[], int]) -> None:
         replica = self._replica
-        if not replica.guests.inside or replica.state.weights != "cuda" or replica.state.kv_cache != "cuda":
+        if not count() or replica.state.weights != "cuda" or replica.state.kv_cache != "cuda":
             return
         with replica.requests() as requests:
-            while replica.guests.inside and not current().stop_requested():
+            while count() and not current().stop_requested():
                 replica.guests.expel(replica.built)
                 for known_as, _ in requests.step():
                     raise AssertionError(f"{known_as} is in the engine between two calls")
-        if replica.guests.inside:
+        if count():
             raise Stopped("stopped while clients of the endpoint were served to their end; nothing has changed")

@@ -112,6 +112,10 @@ class Guests:
         """How many are in the engine."""
         return len(self._inside)
 
+    def naming(self, adapter: int) -> int:
+        """How many of those in the engine have named this adapter."""
+        return sum(guest.adapter == adapter for guest in self._inside.values())
+
     def add(self, guest: Guest) -> None:
         """Queue a request."""
         self._waiting.append(guest)

@@ -11,7 +11,7 @@ from typing import Any
 class ServeOptions:
     """`journal`: file that its calls go to. `models`: by the name a client asks for, the number of an adapter, None for
     the one synced last; the first is the policy. `port`: 0 takes a free one. `template`: of the chat template.
-    `fetch_images`: read images at http addresses."""
+    `fetch_images`: read images at http addresses. `across_syncs`: calls under way go on with weights that come."""
 
     journal: str
     models: Mapping[str, int | None]
@@ -22,3 +22,4 @@ class ServeOptions:
     reasoning_parser: str | None = None
     template: Mapping[str, Any] = field(default_factory=dict)
     fetch_images: bool = False
+    across_syncs: bool = False
