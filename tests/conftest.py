@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
+import re
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +17,19 @@ from typing import Any
 import hypothesis
 import pytest
 
+WORKER = "PYTEST_XDIST_WORKER" in os.environ
+"""Whether this is one of several processes that share the tests."""
+
+
+def _end() -> None:
+    """End this process without freeing, one by one, the million objects that its imports and tests hold."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if WORKER:
+    atexit.register(_end)  # before all others: it runs after them
 _STATE = tempfile.mkdtemp(prefix="rlb-test-state-")
 atexit.register(shutil.rmtree, _STATE, ignore_errors=True)
 os.environ["XDG_STATE_HOME"] = _STATE  # before anything looks for a cluster: tests have one of their own
@@ -23,6 +39,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 hypothesis.settings.register_profile("rlbench", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("rlbench")
 os.environ["OMP_WAIT_POLICY"] = "passive"  # before torch: engines in one process take turns, and must not spin
+
+NONE_OF = r"not \w+( and not \w+)*"
+MARK = r"pytest\.mark\.(\w+)"
 
 
 @pytest.fixture(scope="session")
@@ -108,6 +127,40 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Iterator[None]:
     whole = call.excinfo is not None and getattr(call.excinfo.value, "full_traceback", "")
     if report.failed and whole:
         report.sections.append(("rb.last_traceback()", whole))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Collect without looking for garbage: there is little, and what tests are made of is kept to the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        if WORKER:
+            gc.freeze()
+        gc.enable()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files all of whose tests the marks asked for exclude: to import them takes seconds in each process."""
+    if not collection_path.name.startswith("test_") or collection_path in {_file(each) for each in config.args}:
+        return None
+    return True if excluded_marks(config.option.markexpr) & file_marks(collection_path.read_text()) else None
+
+
+def _file(argument: str) -> Path:
+    return Path(argument.split("::")[0]).resolve()
+
+
+def excluded_marks(expression: str) -> set[str]:
+    """Return the marks that no test may have; none where the expression is more than `not … and not …`."""
+    return set(re.findall(r"not (\w+)", expression)) if re.fullmatch(NONE_OF, expression.strip()) else set()
+
+
+def file_marks(source: str) -> set[str]:
+    """Return the marks that a file gives to all of its tests."""
+    given = {mark for line in re.findall(r"^pytestmark = .*", source, re.M) for mark in re.findall(MARK, line)}
+    return given | ({"slow"} if re.search(r"^from tests\.ranks import", source, re.M) else set())
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks

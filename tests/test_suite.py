@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from scripts import suite
+
+from . import conftest
 
 TESTS = """
 import pathlib
@@ -147,3 +151,47 @@ def test_a_ctrl_c_that_came_too_late_fails_one_test_and_ends_no_phase(
     (project / "conftest.py").write_text(hook)
     suite.run_suite(["all"], root=project, phases={"all": suite.Phase("not broken", processes=2)})
     assert "1 failed, 1 passed" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("expression", "excluded"),
+    [
+        ("not engine and not slow", {"engine", "slow"}),
+        ("not gpu", {"gpu"}),
+        ("", set()),
+        ("engine", set()),
+        ("browser and not long", set()),
+        ("not (engine and slow)", set()),
+        ("not engine or slow", set()),
+    ],
+)
+def test_a_mark_is_excluded_only_where_no_test_may_have_it(expression: str, excluded: set[str]) -> None:
+    assert conftest.excluded_marks(expression) == excluded
+
+
+@pytest.mark.parametrize(
+    ("source", "marks"),
+    [
+        ("pytestmark = pytest.mark.engine\n", {"engine"}),
+        ("pytestmark = [pytest.mark.slow, pytest.mark.curve]\n", {"slow", "curve"}),
+        ("from tests.ranks import ranks\n", {"slow"}),
+        ("@pytest.mark.engine\ndef test_one(): ...\n", set()),
+        ("class TestOne:\n    pytestmark = pytest.mark.engine\n", set()),
+    ],
+)
+def test_the_marks_of_a_file_are_those_of_all_its_tests(source: str, marks: set[str]) -> None:
+    assert conftest.file_marks(source) == marks
+
+
+def test_a_file_whose_marks_are_excluded_is_not_imported_unless_it_is_named(tmp_path: Path) -> None:
+    engine, plain = tmp_path / "test_engine.py", tmp_path / "test_plain.py"
+    engine.write_text("pytestmark = pytest.mark.engine\n")
+    plain.write_text("")
+
+    def ignored(path: Path, expression: str, *arguments: str) -> bool:
+        config = SimpleNamespace(args=arguments, option=SimpleNamespace(markexpr=expression))
+        return bool(conftest.pytest_ignore_collect(path, cast(pytest.Config, config)))
+
+    assert ignored(engine, "not engine") and ignored(engine, "not engine", str(tmp_path))
+    assert not ignored(engine, "not slow") and not ignored(plain, "not engine")
+    assert not ignored(engine, "not engine", f"{engine}::test_one")
