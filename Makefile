@@ -5,7 +5,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env panel lab demo test test-curves test-long test-all check lint bench bench-scaling bench-gpu clean distclean
+.PHONY: help env panel lab demo test test-curves test-long test-all check lint lint-python lint-panel bench bench-scaling bench-gpu clean distclean
 
 NEW_ENOUGH := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))
 ifndef PYTHON
@@ -55,11 +55,17 @@ test-long: env  ## those, and the other tests that take minutes each
 test-all: panel  ## both of these: before a merge
 	@$(BIN)/python scripts/suite.py tests browser curves $(SUITE_OPTIONS)
 
+# mypy and the panel's tools take a core each.
 lint: env  ## style, types, imports between rooms; where node is, the side panel's too
+	@$(MAKE) --no-print-directory -j 2 lint-python lint-panel
+
+lint-python:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+lint-panel:
 	@$(BIN)/python scripts/panel.py lint
 
 check: lint  ## lint, then the quick tests

@@ -165,7 +165,8 @@ def file_marks(source: str) -> set[str]:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark files that take ranks in processes of their own as `slow`: the quick tests start none.
+    """Mark files that take ranks in processes of their own as `slow`, and tests that take the cluster as `engine`: the
+    quick tests start neither.
 
     Skip what is marked `gpu` where there is none, with the reason.
     """
@@ -175,6 +176,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         names = vars(item.module).values() if isinstance(item, pytest.Function) else ()
         if any(getattr(value, "__module__", None) == "tests.ranks" for value in names):
             item.add_marker(pytest.mark.slow)
+        if "cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.engine)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not has_nvidia_gpu():
         for item in marked:

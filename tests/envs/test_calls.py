@@ -82,6 +82,7 @@ def test_at_most_so_many_threads_and_any_number_of_awaitables(made):
     assert len(until_done(calls, 20)) == 20  # none could end before all had begun
 
 
+@pytest.mark.slow
 def test_a_call_that_takes_too_long_is_given_up_and_makes_room(made):
     calls, free, late = made(timeout_s=3, threads=1), threading.Event(), []
     calls.start("hangs", free.wait, late=lambda: late.append("closed"))

@@ -41,7 +41,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict
             subprocess.run([client, "rmi", "--force", python_image.NAME], capture_output=True, check=True)
 
 
-@pytest.fixture(params=["process", "docker"])
+@pytest.fixture(params=["process", pytest.param("docker", marks=pytest.mark.slow)])
 def kind(request: pytest.FixtureRequest, options: dict[str, dict[str, Any]]) -> str:
     if lacks := options[request.param].get("lacks"):
         pytest.skip(lacks)
@@ -121,6 +121,7 @@ def test_a_process_sees_no_other_and_is_the_first(make: Any, kind: str) -> None:
     assert seen == "True True"
 
 
+@pytest.mark.slow
 def test_a_container_has_no_user_of_the_host_nor_its_files_and_ends_with_the_program(contained: Any) -> None:
     env = sandbox("docker", timeout_s=20, **contained)
     assert run(env, "import os; print(os.getuid())") == "65534"
@@ -133,6 +134,7 @@ def test_a_container_has_no_user_of_the_host_nor_its_files_and_ends_with_the_pro
     until(lambda: not subprocess.run(left, capture_output=True, check=True).stdout)
 
 
+@pytest.mark.slow
 def test_an_image_that_there_is_not_and_an_argument_that_nobody_knows_are_refused(contained: Any) -> None:
     with pytest.raises(DataError, match=r"no image 'localhost/no-such:1'"):
         sandbox("docker", image="localhost/no-such:1")

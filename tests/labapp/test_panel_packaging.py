@@ -65,12 +65,14 @@ def unpacked(archive, tmp_path) -> Path:
     return tmp_path / f"rlbench-{__version__}"
 
 
+@pytest.mark.slow
 def test_the_archive_holds_the_sources_the_lock_and_the_built_panel_and_is_small(archive, unpacked):
     assert archive.stat().st_size < 2.5 * 2**20
     assert (unpacked / "extension" / "yarn.lock").is_file() and panel.is_built(unpacked)
     assert not [name for name in ("node_modules", "lib", ".yarn") if (unpacked / "extension" / name).exists()]
 
 
+@pytest.mark.slow
 def test_from_the_archive_the_wheel_has_the_panel_without_any_node(unpacked, tmp_path):
     done = hatchling(unpacked, "wheel", tmp_path / "dist", without_node(RLB_LABEXT="require"))
     assert done.returncode == 0, done.stderr
@@ -81,6 +83,7 @@ def test_from_the_archive_the_wheel_has_the_panel_without_any_node(unpacked, tmp
     assert not [name for name in names if name.startswith(("rlbench/labextension", "extension"))], "it is there twice"
 
 
+@pytest.mark.slow
 def test_without_node_and_without_a_built_panel_the_rest_is_built_and_one_line_says_so(unpacked, tmp_path):
     shutil.rmtree(unpacked / "rlbench" / "labextension")
     done = hatchling(unpacked, "wheel", tmp_path / "dist", without_node())
@@ -94,6 +97,7 @@ def test_without_node_and_without_a_built_panel_the_rest_is_built_and_one_line_s
     assert done.returncode != 0 and "was not built (RLB_LABEXT=require): node was not found" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_panel_of_other_sources_is_not_taken_for_theirs(unpacked, tmp_path):
     (unpacked / "extension" / "src" / "index.ts").write_text("// changed")
     assert not panel.is_built(unpacked)

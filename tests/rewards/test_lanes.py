@@ -32,6 +32,7 @@ def test_answers_larger_than_a_pipe_and_payloads_too_arrive_whole():
     assert found[1] == "ü" * 1_000_000 + "!"
 
 
+@pytest.mark.slow
 def test_the_clock_of_a_payload_does_not_count_the_start():
     class Slow:
         def prepare(self):
@@ -47,6 +48,7 @@ def test_the_clock_of_a_payload_does_not_count_the_start():
     assert found == [[1, True], [2, True]]
 
 
+@pytest.mark.slow
 def test_what_takes_too_long_is_lost_and_the_process_replaced():
     def job(x):
         import time

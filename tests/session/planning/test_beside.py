@@ -160,7 +160,7 @@ def test_the_pass_of_a_reward_model_that_trains_is_run_on_meta_too(model: str) -
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_critic_that_sees_is_planned_with_its_pictures(family: str, tmp_path: Path) -> None:
     eyes = save_eyes(tmp_path, family)
-    how = {**ON_GPU, "lengths": 128, "token_budget": 1024}
+    how = {**ON_GPU, "lengths": 128, "token_budget": 256}
     blind, shown = (rb.plan(eyes, critic=True, images=text, **how) for text in (None, "112x112"))
     assert shown.of(CRITIC, "activations") > blind.of(CRITIC, "activations")
     assert not any("estimate: " in note for note in shown.notes)

@@ -7,8 +7,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import rlbench as rb
+from rlbench.session.planning.uses import RANK
+from rlbench.strategies.memory.live import LiveMemory
 from rlbench.tiny.cache import ensure
-from tests.session.planning.measuring import assert_as_planned
+from rlbench.trainers.passes.attention import packed_attention
+from rlbench.trainers.passes.chunked_head import Head
+from tests.session.planning.measuring import LENGTH, TOKENS, assert_as_planned
 
 ONE_MILLION = {
     "vocab_size": 2048,
@@ -28,6 +32,25 @@ def one_million(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+def test_a_plain_pass_in_this_process_takes_what_was_planned(one_million):
+    """The quick one: without ranks, thus without what they gather and hold beside."""
+    model = Qwen2ForCausalLM.from_pretrained(one_million)
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (1, TOKENS), generator=random)
+    places = torch.arange(LENGTH).repeat(TOKENS // LENGTH)[None]
+    with packed_attention(model, [LENGTH] * (TOKENS // LENGTH)), LiveMemory([*model.parameters()]) as live:
+        kept = torch.arange(TOKENS - 1)
+        options = {"position_ids": places, "logits_to_keep": kept, "use_cache": False}
+        found = Head.of(model).run(lambda: model(input_ids=ids, **options).logits, None, ids[0, 1:], 1.0)
+        (found.logprobs.sum() + found.entropy.sum()).backward()
+    gradients = sum(parameter.grad.nbytes for parameter in model.parameters())
+    foretold = rb.plan(one_million, gpus="0x100GiB", lengths=LENGTH, token_budget=TOKENS)
+    owners = ("activations", "logits")
+    assert foretold.of(RANK, "gradients") == gradients
+    assert sum(foretold.of(RANK, owner) for owner in owners) == pytest.approx(live.peak - gradients, rel=0.15)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("train", "count"),
     [
@@ -48,6 +71,7 @@ def test_a_rank_of_a_million_parameters_takes_what_was_planned(one_million, trai
     assert_as_planned(one_million, train, count)
 
 
+@pytest.mark.slow
 def test_so_does_one_whose_checkpoint_is_in_half_precision_with_an_output_layer_of_its_own(tmp_path):
     model = LlamaForCausalLM(LlamaConfig(**ONE_MILLION, tie_word_embeddings=False)).to(torch.bfloat16)
     model.save_pretrained(tmp_path)

@@ -13,6 +13,8 @@ from tests.session.planning.measuring import LENGTH, TOKENS
 from tests.session.planning.measuring_beside import by_owner, critic_step, measured, planned, scoring
 from tests.session.planning.test_measured import ONE_MILLION
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> str:

@@ -25,6 +25,8 @@ from tests.trainers.seeing import FAMILIES, save_eyes
 SIZE = 112
 WORDS = 256
 """Token ids below the placeholder's."""
+FEW = 4 * LENGTH
+"""Tokens of a micro-batch where sizes are compared: a tower lays out each picture of it on meta."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -51,6 +53,7 @@ def showing(path: str, pictures: Pictures, ranks: int) -> TrainBatch:
     return batch.replace(prompts=prompts, images=tuple(tuple(map(EncodedImage.from_any, own)) for own in pixels))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("train", "ranks", "count"),
     [({}, 2, 2), ({"lora": rb.Lora(rank=8)}, 1, 2), ({"gradient_checkpointing": True}, 1, 2)],
@@ -62,13 +65,13 @@ def test_a_rank_that_sees_takes_what_was_planned(seeing: str, train: dict[str, A
 
 
 def test_pictures_cost_activations_on_ranks_and_room_in_replicas(seeing: str) -> None:
-    how: dict[str, Any] = {"gpus": "0x8GiB", "lengths": LENGTH, "token_budget": TOKENS}
+    how: dict[str, Any] = {"gpus": "0x8GiB", "lengths": LENGTH, "token_budget": FEW}
     blind, one, two = (rb.plan(seeing, images=text, **how) for text in (None, "112x112", "2x112x112"))
     assert blind.of(RANK, "activations") < one.of(RANK, "activations") < two.of(RANK, "activations")
     for owner in ("activations", "encoded pictures"):
         assert blind.of(REPLICA, owner) < one.of(REPLICA, owner) == two.of(REPLICA, owner), "as many tokens at a time"
     assert blind.of(RANK, "weights") == one.of(RANK, "weights") == 4 * one.parameters, "the tower's among them"
-    grid, rows = Pictures(1, SIZE, SIZE).grid(seeing), TOKENS // LENGTH
+    grid, rows = Pictures(1, SIZE, SIZE).grid(seeing), FEW // LENGTH
     vision = AutoConfig.from_pretrained(seeing).vision_config
     patch = 4 * vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     assert one.of(RANK, "pixels") == two.of(RANK, "pixels") / 2 == rows * int(np.prod(grid)) * patch
@@ -81,15 +84,16 @@ def test_pictures_cost_activations_on_ranks_and_room_in_replicas(seeing: str) ->
 
 
 def test_on_gpus_pixels_stay_on_the_host_and_a_reference_sees_too(seeing: str) -> None:
-    plan = rb.plan(seeing, images="112x112", gpus="1x8GiB", lengths=LENGTH, token_budget=TOKENS, reference=True)
+    plan = rb.plan(seeing, images="112x112", gpus="1x8GiB", lengths=LENGTH, token_budget=FEW, reference=True)
     assert {use.role for use in plan.host if use.owner == "pixels"} == {RANK, "reference"}
-    blind = rb.plan(seeing, gpus="1x8GiB", lengths=LENGTH, token_budget=TOKENS, reference=True)
+    blind = rb.plan(seeing, gpus="1x8GiB", lengths=LENGTH, token_budget=FEW, reference=True)
     assert plan.of("reference", "activations") > blind.of("reference", "activations")
     assert plan.of(REPLICA, "KV cache") < blind.of(REPLICA, "KV cache"), "of vLLM's share of the GPU"
 
 
 def test_the_command_line_counts_them_too(seeing: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", seeing, "--images", "112x112", "--gpus", "0x8GiB", "--lengths", str(LENGTH)]) == 0
+    sizes = ["--lengths", str(LENGTH), "--token-budget", str(FEW)]
+    assert main(["plan", seeing, "--images", "112x112", "--gpus", "0x8GiB", *sizes]) == 0
     assert "encoded pictures" in capsys.readouterr().out
 
 
