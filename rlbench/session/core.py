@@ -314,11 +314,18 @@ class SessionCore:
         noted = [Default(*one) for engine in engines for one in engine.info.get("defaults", [])]
         if self.options.undo is None:
             copy = TRAINED_BYTES * int(self.train.info["trainable"])
-            self.undo_depth, default = undo_depth(copy, room_in_memory())
+            self.undo_depth, default = undo_depth(copy, max(0, room_in_memory() - self._caches_to_come()))
             noted.append(default)
         else:
             self.undo_depth = self.options.undo
         self.link.set(undo_depth=self.undo_depth, defaults=noted)
+
+    def _caches_to_come(self) -> int:
+        """Return the bytes of KV caches in host memory, of which replicas take each page when they first use it."""
+        replicas = self.engines.get("inference")
+        if replicas is None or replicas.info.get("device") != "cpu":
+            return 0
+        return replicas.world_size * int(replicas.info["kv_cache_bytes"])
 
     def _build(self) -> dict[str, Engine]:
         """Start all engines at the same time: each spends its first seconds importing."""

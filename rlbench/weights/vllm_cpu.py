@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,7 +13,13 @@ from vllm.v1.worker.cpu_worker import CPUWorker  # first: it replaces what torch
 from vllm.platforms import current_platform  # isort: skip
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod  # isort: skip
 
-from rlbench.weights.memory import drop_pages, empty_parameters, keep_freed_pages, return_free_memory
+from rlbench.weights.memory import (
+    UntouchedZeros,
+    drop_pages,
+    empty_parameters,
+    keep_freed_pages,
+    return_free_memory,
+)
 from rlbench.weights.vllm_cpu_lora import AdapterProducts
 from rlbench.weights.vllm_plugin import ReplicaWorkerMixin, kv_storages
 
@@ -30,6 +37,10 @@ class CpuReplicaWorker(ReplicaWorkerMixin, CPUWorker):
         """As the mixin's, with our own products of adapters."""
         current_platform.get_punica_wrapper = lambda: f"{AdapterProducts.__module__}.{AdapterProducts.__name__}"
         super().load_model(**options)
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
+        """As vLLM's, with a KV cache whose pages come as they are used."""
+        return UntouchedZeros() if tag == "kv_cache" else super()._maybe_get_memory_pool_context(tag)  # type: ignore[no-any-return]
 
     def start_weight_update(self) -> None:
         """As vLLM's; the experts' kernels are made again from what comes."""

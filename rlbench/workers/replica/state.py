@@ -206,6 +206,13 @@ def _kv_resident(worker: Mapping[str, Any], state: ReplicaState, on_cpu: bool) -
     return sum(nbytes for _, nbytes in worker["kv_ranges"]) if state.kv_cache == "cuda" else 0
 
 
+def untouched_kv(workers: Sequence[Mapping[str, Any]]) -> int:
+    """Return the bytes of KV caches in this process's own host memory that nothing was written to yet: blocks are used
+    in turn, so all of them will be."""
+    ours = [area for worker in workers if worker["pid"] == os.getpid() for area in worker["kv_ranges"]]
+    return sum(nbytes - _resident_pages(address, nbytes) for address, nbytes in ours)
+
+
 def _resident_pages(address: int, nbytes: int) -> int:
     """How many bytes of a range of this process's own memory are in RAM (`mincore`), in whole pages."""
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +28,15 @@ from rlbench.workers.replica.guests import EngineTurn, Guests, alone
 from rlbench.workers.replica.job import check_job, check_token_ids, collect, decode_texts, encode_prompts, told_of
 from rlbench.workers.replica.media import PromptMedia, probe_row
 from rlbench.workers.replica.serving.options import ServeOptions
-from rlbench.workers.replica.state import Gate, ReplicaState, check_tags, own_process, peak_stats, vllm_memory
+from rlbench.workers.replica.state import (
+    Gate,
+    ReplicaState,
+    check_tags,
+    own_process,
+    peak_stats,
+    untouched_kv,
+    vllm_memory,
+)
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -193,7 +202,9 @@ class VllmReplica:
         self._endpoint.end_guests()
         try:
             with self.requests() as requests:
-                return fill(requests, length, seconds, self.config.max_num_seqs, self._pids, not self._on_cpu)
+                filled = fill(requests, length, seconds, self.config.max_num_seqs, self._pids, not self._on_cpu)
+                to_come = untouched_kv(self._workers) if self._on_cpu else 0
+                return replace(filled, peak=filled.peak + to_come)
         finally:
             self.reset_caches()
 
