@@ -70,6 +70,7 @@ def test_a_program_answers_with_what_it_prints_and_how_it_ended(env: Any) -> Non
     assert run(env, "print(input())").count("EOFError") == 1
 
 
+@pytest.mark.slow
 def test_a_program_that_takes_too_much_is_ended_and_told_so(env: Any) -> None:
     late = "(it was not over within 2 s and was killed)"
     assert run(sandbox("e2b", timeout_s=2), "import time; time.sleep(60)") == late

@@ -30,8 +30,9 @@ from rlbench.session.planning.uses import (
 )
 from rlbench.units import GIB
 from tests.modules import save_qwen
+from tests.session.planning.test_pictures import ONE_QUICK
 from tests.session.planning.test_plan import config_of
-from tests.trainers.seeing import FAMILIES, save_eyes
+from tests.trainers.seeing import save_eyes
 
 ON_GPU: dict[str, Any] = {"gpus": "1x24GiB", "lengths": 256, "token_budget": 2048}
 ON_HOST = {**ON_GPU, "gpus": "0x24GiB"}
@@ -157,7 +158,7 @@ def test_the_pass_of_a_reward_model_that_trains_is_run_on_meta_too(model: str) -
     assert not any("estimate: " in note for note in plan.notes)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ONE_QUICK)
 def test_a_critic_that_sees_is_planned_with_its_pictures(family: str, tmp_path: Path) -> None:
     eyes = save_eyes(tmp_path, family)
     how = {**ON_GPU, "lengths": 128, "token_budget": 256}

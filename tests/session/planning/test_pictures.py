@@ -23,13 +23,14 @@ from tests.session.planning.measuring import LENGTH, TOKENS, assert_as_planned
 from tests.trainers.seeing import FAMILIES, save_eyes
 
 SIZE = 112
+ONE_QUICK = [FAMILIES[0], *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES[1:])]
 WORDS = 256
 """Token ids below the placeholder's."""
 FEW = 4 * LENGTH
 """Tokens of a micro-batch where sizes are compared: a tower lays out each picture of it on meta."""
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=ONE_QUICK)
 def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_eyes(tmp_path_factory.mktemp(request.param), request.param)
 
