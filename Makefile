@@ -5,7 +5,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env panel lab demo test test-curves test-long test-all check lint lint-python lint-panel test-quick bench bench-scaling bench-gpu clean distclean
+.PHONY: help env panel lab demo test test-curves test-long test-all check lint lint-python lint-panel bench bench-scaling bench-gpu clean distclean
 
 NEW_ENOUGH := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))
 ifndef PYTHON
@@ -68,11 +68,7 @@ lint-python:
 lint-panel:
 	@$(BIN)/python scripts/panel.py lint
 
-# The tests wait a third of their time: the lint runs meanwhile.
-check: env  ## lint and the quick tests, side by side
-	@$(MAKE) --no-print-directory -j 3 lint-python lint-panel test-quick
-
-test-quick:
+check: lint  ## lint, then the quick tests
 	$(BIN)/pytest -n 2 --dist loadfile -q -m "$(QUICK)" $(PYTEST_ARGS)
 
 bench: env  ## every figure of docs/performance.md, measured here in under 15 minutes; writes its table
