@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from rlbench.data import EncodedImage, GenerateJob, Prompt, PromptSet, Rollouts, as_prompts
+from rlbench.data.forking import Named
 from rlbench.data.prompts.chat import split_chat
 from rlbench.data.prompts.prompt import is_chat
 from rlbench.data.prompts.sampling import request_seeds, sampling_options
@@ -27,7 +28,7 @@ from rlbench.engines.moved import Moved
 from rlbench.engines.paths import check_model_path, model_name
 from rlbench.engines.placement import Device, addresses, device_count, thread_environment, visible_gpus
 from rlbench.engines.turns import failed_in_env, split_options, tell_env_errors
-from rlbench.engines.under import adapter_number, kept_name, names_under
+from rlbench.engines.under import names_under, whose
 from rlbench.envs.hook import Hook, from_hook
 from rlbench.errors import DataError, SessionError, Stopped
 from rlbench.results import Done
@@ -211,7 +212,7 @@ class InferenceEngine(Engine):
         number: int | None = None,
         env: Any = None,
         seeds: np.ndarray | None = None,
-        under: str | None = None,
+        under: Named | str | None = None,
         view: views.View | None = None,
         told: bool = False,
     ) -> Waiting:
@@ -230,8 +231,7 @@ class InferenceEngine(Engine):
             chat |= tools_named(self._told, env, bool(self._info.get("names_tools")))
         if number != 0:
             tell_reshaped(self._told, rest)
-        label = kept_name(self, under)
-        adapter = None if label else adapter_number(self, under)
+        drawn = whose(self, under)
         if number is None:
             number = self.link.next_rollout()
         if seeds is None:
@@ -248,7 +248,7 @@ class InferenceEngine(Engine):
             number=number,
             asked=kept,
             env=turns,
-            adapter=adapter,
+            adapter=drawn.adapter,
             chat=chat,
             images=tuple(p.images for p in asked) if any(p.images for p in asked) else (),
             told=told,
@@ -271,8 +271,8 @@ class InferenceEngine(Engine):
 
         options: dict[str, Any] = {"finish": finish, "observer": view, "track": True}
         options |= {"what": f"rollout {number}", "queue_total": len(asked) if shared else 0}
-        if label is not None:
-            return drawn_under(self, label, lambda loan: self.call_all("generate_lent", loan, job, **options))
+        if drawn.snapshot is not None:
+            return drawn_under(self, drawn.snapshot, lambda loan: self.call_all("generate_lent", loan, job, **options))
         return self.call_all("generate", job, **options)
 
     def seeds(self, sampling: dict[str, Any], number: int, prompts: int, samples: int) -> np.ndarray:

@@ -16,7 +16,7 @@ from rlbench.dispatch.chain import Chain, Steps
 from rlbench.dispatch.link import shm_prefix
 from rlbench.dispatch.pending import Pending
 from rlbench.engines.base import Engine, live_engines
-from rlbench.engines.under import kept_versions, own_adapter
+from rlbench.engines.under import own_adapter
 from rlbench.errors import SessionError, WeightSyncError
 from rlbench.weights.loan import Loan
 from rlbench.weights.manifest import merged
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 INSTEAD = "session.restore(…) it and session.sync_weights(), and draw with the weights that are there then"
 
 
-def drawn_under(infer: InferenceEngine, label: str, draw: Callable[[Loan], Pending]) -> Chain:
-    """Start a draw under the weights of the snapshot of that label."""
+def drawn_under(infer: InferenceEngine, snapshot: Mapping[str, Any], draw: Callable[[Loan], Pending]) -> Chain:
+    """Start a draw under the weights of a snapshot, as it is on record."""
     if infer.executor != "vllm":
         raise SessionError(f"executor={infer.executor!r} lends its replicas no weights: {INSTEAD}")
-    snapshot, train = kept_versions(infer.link)[label], _trainer_of(infer)
+    label, train = snapshot["label"], _trainer_of(infer)
     if train.info["dtype"] != infer.info["dtype"]:
         raise SessionError(
             f"the trainer computes in {train.info['dtype']} and the replicas in {infer.info['dtype']}, so what they "

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rlbench.data.forking import Named
 from rlbench.data.prompts.sampling import sampling_options
 from rlbench.data.record.history import is_number
 from rlbench.data.record.metric_names import METRICS
@@ -33,7 +34,7 @@ def rollout(
     on_stop: str = "raise",
     progress: bool = True,
     env: Any = None,
-    adapter: str | None = None,
+    adapter: Named | str | None = None,
     **options: Any,
 ) -> PendingVerb[Rollouts]:
     """Generate `n` completions per prompt (default 1); returns `Rollouts` (or a `PendingVerb`).
@@ -48,7 +49,7 @@ def rollout(
         env: an `rb.envs.Env` that each sample meets turn by turn; then also `max_turns`, `max_total_tokens` and
             `env_timeout_s`, and `max_tokens` is per turn.
         adapter: whose weights sample: `"base"`, or the name of a branch, of a session with `rb.Inference(adapters=2)`;
-            or the label of a snapshot, whose weights the replicas are lent; None: the branch it is on.
+            or a snapshot (or its label), whose weights the replicas are lent; None: the branch it is on.
         on_stop: `"raise"`: an interrupt raises `rb.Stopped`, `.partial` holds what was finished; `"return"`
             returns that instead.
     """

@@ -43,7 +43,7 @@ def drop_pages(storage: torch.UntypedStorage) -> None:
 class UntouchedZeros(TorchFunctionMode):
     """Let `torch.zeros` of bytes on the host be pages that the system gives, zeroed, to whoever first touches them.
 
-    Torch writes zeros over all it allocates: for a KV cache of 1 GiB that takes 0.6 s, and as much memory from the
+    Torch writes zeros over all it allocates: for a KV cache of 1 GiB that takes 0.5 s, and as much memory from the
     start, of which a short run uses a few MiB.
     """
 

@@ -310,7 +310,8 @@ class ReplicaWorkerMixin:
 
     def put_back(self) -> None:
         """Serve again what was set aside."""
-        put_back, self._put_back = self._put_back, _nothing_aside
+        put_back = self._put_back
+        del self._put_back  # and with it the copies
         put_back()
 
     def record_routing(self) -> None:
@@ -345,10 +346,6 @@ class ReplicaWorkerMixin:
 
 class GpuReplicaWorker(ReplicaWorkerMixin, Worker):
     """vLLM's GPU worker; sleep and wake_up are vLLM's own (`enable_sleep_mode`)."""
-
-
-def _nothing_aside() -> None:
-    raise WeightSyncError("nothing was set aside here")
 
 
 def _weight_bytes(model: torch.nn.Module) -> int:

@@ -96,7 +96,7 @@ def test_tools_are_called_as_vllms_parser_reads_them_and_what_reshapes_is_told(
 ) -> None:
     parameters = {"type": "object", "properties": {"x": {"enum": ["a", "b"]}}, "required": ["x"]}
     tool = {"type": "function", "function": {"name": "look", "strict": True, "parameters": parameters}}
-    answer = ask(tools=[tool], tool_choice="required", max_tokens=400)
+    answer = ask(tools=[tool], tool_choice="required", max_tokens=400, seed=1)
     assert answer.choices[0].message.tool_calls, answer
     for used in answer.choices[0].message.tool_calls:  # one or more, as the policy samples
         assert used.function.name == "look" and json.loads(used.function.arguments)["x"] in ("a", "b")

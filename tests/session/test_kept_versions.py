@@ -54,7 +54,7 @@ def standing(session: Any) -> tuple[Any, ...]:
 def test_what_is_drawn_under_a_kept_version_is_what_it_drew(session: Any, first: Any) -> None:
     before = standing(session)
     now = session.rollout(PROMPTS, **HOW)
-    again = session.rollout(PROMPTS, adapter="first", **HOW)
+    again = session.rollout(PROMPTS, adapter=session.snapshots["first"], **HOW)
     assert again.texts == first.texts != now.texts
     np.testing.assert_array_equal(again.logprobs, first.logprobs)
     assert set(again.versions.tolist()) == set(first.versions.tolist()) != set(now.versions.tolist())
@@ -102,7 +102,7 @@ def test_it_chats_and_is_evaluated_beside_the_policy(session: Any, first: Any) -
     versions = session.inference.weight_versions()[0], session.snapshots["first"].version
     assert [one.speaker for one in chat.answers] == [f"policy v{versions[0]}", f"first v{versions[1]}"]
     assert chat.fork(1, at=1, n=2).branches[0].under == "first"
-    found = session.evaluate(PROMPTS, reward, adapter="first", **HOW)
+    found = session.evaluate(PROMPTS, reward, adapter=session.snapshots["first"], **HOW)
     assert found.reward == pytest.approx(float(first.rewards.mean()))
 
 
@@ -119,6 +119,9 @@ def test_what_cannot_be_lent_is_said_and_nothing_has_changed(session: Any, first
     before = standing(session)
     with pytest.raises(SessionError, match=r"nearest: first"):
         first.fork(0, at=2, under="frist")
+    with pytest.raises(SessionError, match="one set of weights") as refused:
+        session.policy("first")
+    assert "Kept versions" not in str(refused.value), "an endpoint serves none"
     gone = session.snapshot("gone")
     shutil.rmtree(gone.folder)
     with pytest.raises(CheckpointError, match="is not there for rank 0"):

@@ -53,6 +53,7 @@ def replica(folder: Path, lane: Lane) -> Iterator[VllmReplica]:
     assert built["pids"] == [built["pid"]]
     assert built["kv_cache_bytes"] == 256 * MIB
     assert built["max_model_len"] == 512
+    assert replica.memory()["kv_cache"] < 64 * MIB, "its pages come as they are used"
     yield replica
     lane(replica.close)
 
@@ -220,6 +221,31 @@ def test_log_probs_that_a_client_did_not_ask_for_are_not_decoded(replica: VllmRe
         for token, with_text, without in zip(one.token_ids, one.logprobs, other.logprobs, strict=True):
             assert with_text[token].logprob == pytest.approx(without[token].logprob, abs=1e-5)
             assert with_text[token].decoded_token is not None and without[token].decoded_token is None
+
+
+def test_requests_of_clients_outlive_weights_that_did_not_come_and_are_computed_anew(
+    replica: VllmReplica, lane: Lane
+) -> None:
+    """Where calls go on across a sync and that tears the replica, a reload is the way out, with them in the engine."""
+    from vllm import SamplingParams
+    from vllm.inputs.engine import tokens_input
+    from vllm.sampling_params import RequestOutputKind
+
+    outputs: list[Any] = []
+    params = SamplingParams(max_tokens=40, seed=3, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
+
+    def step(until: Callable[[], bool]) -> None:
+        with replica.requests(admit=replica.adapter) as requests:
+            while not until():
+                assert not list(requests.step())
+
+    replica.guests.add(Guest("open", tokens_input([1, 2, 3]), params, None, outputs.append))
+    lane(step, lambda: replica.guests.inside == 1)
+    replica.state.weights = "torn"
+    lane(replica.reload)
+    assert replica.status()["weights"] == "cuda" and replica.guests.inside == 1
+    lane(step, lambda: bool(outputs))
+    assert len(outputs[-1].outputs[0].token_ids) == 40 and not replica.guests.inside
 
 
 def test_stopping_keeps_every_token_drawn_and_leaves_the_engine_usable(

@@ -28,6 +28,7 @@ from rlbench.errors import DataError, Suggesting
 from rlbench.units import format_number, format_percent
 
 if TYPE_CHECKING:
+    from rlbench.data.forking import Named
     from rlbench.data.record.metrics import Metrics
     from rlbench.data.rollouts.comparing import RewardComparison
 
@@ -243,7 +244,7 @@ class Rollouts(Suggesting):
         at: int | Sequence[int],
         n: int = 16,
         text: str | Sequence[int] | None = None,
-        under: Any = None,
+        under: Named | str | None = None,
         **sampling: Any,
     ) -> Rollouts:
         """Continue completions from one of their tokens: these rollouts with `n` more for each such place, beside them.

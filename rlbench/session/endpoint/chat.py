@@ -12,7 +12,7 @@ from rlbench.data.forking import Named, Sampler, name_of
 from rlbench.data.prompts.prompt import Message, Prompt
 from rlbench.data.record.origin import latest
 from rlbench.data.rollouts.rollouts import Rollouts
-from rlbench.engines.under import check_under
+from rlbench.engines.under import whose
 from rlbench.errors import DataError, StateError, Stopped, Suggesting
 from rlbench.notebook.cards.card import Card, Cell, Grid, counted
 from rlbench.session.core import SessionCore
@@ -179,6 +179,6 @@ def chat(
     if not speakers:
         raise DataError("chat(under=[]): nobody answers: None is the policy")
     for one in speakers:
-        check_under(core.inference, one)
+        whose(core.inference, one)
     messages = () if system is None else ({"role": "system", "content": system},)
     return Chat(core, speakers, n, {"max_tokens": MAX_TOKENS} | sampling, messages)

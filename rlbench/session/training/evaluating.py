@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, overload
 import numpy as np
 
 from rlbench.data import PromptSet, Rollouts, load
+from rlbench.data.forking import Named, name_of
 from rlbench.data.prompts.sources import READERS
 from rlbench.data.record.origin import made_with
 from rlbench.data.rollouts.scoring import score, stopped
@@ -62,7 +63,7 @@ def evaluate(
     *,
     progress: bool = True,
     env: Any = None,
-    adapter: str | None = None,
+    adapter: Named | str | None = None,
     **sampling: Any,
 ) -> Generator[ChainStep, Any, Evaluation | Evaluations]:
     """Mean reward of `n` completions per prompt; returns an `Evaluation`. One is greedy and several are sampled at
@@ -83,7 +84,7 @@ def evaluate(
 
     A stop raises `Stopped`; its `.partial` are Rollouts: what was drawn, or those that had a reward by then.
     """
-    sets = named_sets(prompts)
+    sets, adapter = named_sets(prompts), name_of(adapter)
     rewards = by_set(reward, env, sets)
     chosen = {"temperature": 0.0 if n == 1 else 1.0} | sampling
     if n > 1 and chosen["temperature"] == 0:

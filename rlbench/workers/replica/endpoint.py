@@ -88,16 +88,15 @@ class ReplicaEndpoint:
         """Let requests that are in the engine come to their end, before what they stand on changes; new ones wait."""
         self._end(lambda: self._replica.guests.inside)
 
-    def make_way(self, adapter: int) -> bool:
-        """Let requests in the engine come to their end before other weights come, for `adapter` alone or (0) all; where
-        they may go on across a sync, only those that have no one version of the policy's. Return whether some go on."""
+    def make_way(self, adapter: int) -> None:
+        """Before weights come, of an adapter alone or (0) whole ones: let requests in the engine come to their end, or
+        where the policy's may go on across a sync, only those that name the adapter, as of these one version is told.
+        """
         replica, server = self._replica, self._server
         if server is None or not server.options.across_syncs or adapter != replica.adapter:
             self.end_guests()
-            return False
-        if adapter:
-            self._end(lambda: replica.guests.naming(adapter))  # of these a version is told once
-        return replica.guests.inside > 0
+        elif adapter:
+            self._end(lambda: replica.guests.naming(adapter))
 
     def _end(self, count: Callable[[], int]) -> None:
         replica = self._replica

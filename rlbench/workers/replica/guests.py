@@ -86,7 +86,7 @@ def lora(number: int) -> LoRARequest | None:
 
 def leave_logprobs_undecoded(engine: LLMEngine, name: str) -> None:
     """Have vLLM give a request's log-probs by token id alone. It would decode each token by itself for them, which
-    takes a tenth of a small model's step, and an option for it there is none."""
+    takes a sixth of the tiny model's time, and an option for it there is none."""
     processor = engine.output_processor
     for inside in processor.external_req_ids[name]:  # several where it draws several samples
         told = processor.request_states[inside].logprobs_processor

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 def lent(replica: VllmReplica, receiver: WeightReceiver, loan: Loan) -> Iterator[None]:
     """Have a replica, which its caller holds, compute with the weights of a loan, proven by log-probs.
 
-    Afterwards it has its own again, to the bit, which is proven as well; where that fails it is torn. Of whole weights
-    it keeps its own in host memory meanwhile.
+    Afterwards it has its own again, to the bit, and their log-probs are those of before; where they are not it is torn.
+    Of whole weights it keeps its own in host memory meanwhile.
     """
     receiver.check(loan.manifest)
     own = replica.prompt_logprobs(loan.probe.tokens, loan.probe.images)

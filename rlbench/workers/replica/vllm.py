@@ -307,7 +307,7 @@ class VllmReplica:
         """Load staged weights, or receive them: as a whole, or the replica is torn; generating waits for
         `commit_version`."""
         self.check_weights(manifest)
-        go_on = self._endpoint.make_way(0 if manifest.adapter is None else manifest.adapter.number)
+        self._endpoint.make_way(0 if manifest.adapter is None else manifest.adapter.number)
         if manifest.channel is not None:
             self._receiver.meet(manifest.channel)
         if manifest.adapter is not None and self.state.weights != "cuda":
@@ -322,9 +322,9 @@ class VllmReplica:
         self.adapter = 0 if manifest.adapter is None else manifest.adapter.number
         self.state.weights, self.state.token = "cuda", manifest.token
         self.state.pending = True
-        if go_on:  # from here on their tokens are of these weights, the proof's steps included
-            self.built.set_weight_version(str(manifest.version))
-        self.reset_caches(go_on)
+        # from here on the tokens of clients that go on are of these weights, the proof's steps included
+        self.built.set_weight_version(str(manifest.version))
+        self.reset_caches()
         self._measure()
 
     def sync_facts(self) -> Facts:
@@ -345,11 +345,11 @@ class VllmReplica:
         self.state.pending = False
         return self.status()
 
-    def reset_caches(self, running: bool = False) -> None:
-        """Forget everything computed with the weights or kept in the KV cache so far; of requests that are `running`,
-        too, which is computed again."""
+    def reset_caches(self) -> None:
+        """Forget everything computed with the weights or kept in the KV cache so far; for clients whose requests are in
+        the engine it is computed again."""
         engine = self.built
-        if not engine.reset_prefix_cache(reset_running_requests=running):
+        if not engine.reset_prefix_cache(reset_running_requests=self.guests.inside > 0):
             raise EngineError("the prefix cache could not be reset: requests are still running in this replica")
         if self._model_config.is_multimodal_model:
             engine.reset_encoder_cache()  # of what the tower made of images, by their digests

@@ -46,7 +46,7 @@ class Lending:
         own = self._control.together("setting the weights aside", copied)
         reshard(self._module)
         try:
-            _fill(targets, tensors)
+            self._control.together("reading a snapshot", partial(_fill, targets, tensors))
             yield
         finally:
             _fill(targets, own)
