@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlbench.data.base.ragged import Ragged
-from rlbench.data.base.routing import routing_rows
+from rlbench.data.base.routing import UNKNOWN, routing_rows
 from rlbench.data.joining import ONLY_LENGTH, join
 from rlbench.data.prompts.images import PlacedImage
 from rlbench.data.prompts.prompt import Prompt, is_token_ids
@@ -19,6 +19,7 @@ from rlbench.data.prompts.sampling import DEFAULT_MAX_TOKENS
 from rlbench.data.record.origin import made_with, makers
 from rlbench.data.rollouts import taking
 from rlbench.data.rollouts.branches import births
+from rlbench.data.rollouts.contexts import context_before, contexts_of
 from rlbench.data.rollouts.jobs import FINISH_REASONS
 from rlbench.data.rollouts.rollouts import Rollouts
 from rlbench.data.rollouts.scoring import RewardErrors
@@ -102,7 +103,7 @@ def fork(
     places = [_place(rollouts, int(i), int(t), added, under, sampling, "max_tokens" in options) for i, t in pairs]
     rooms = [place.room for place in places if place.room is not None]
     sampling["max_tokens"] = max(rooms) if len(rooms) == len(places) else None
-    begins = [[*rollouts.prompt_ids[rollouts.group[p.sample]].tolist(), *_prefix(rollouts, p)] for p in places]
+    begins = [_context(rollouts, place) for place in places]
     number = zlib.crc32(np.concatenate([*map(np.asarray, begins), [rollouts.samples]]).astype(np.int64).tobytes())
     try:
         asked = [(*rollouts.prompts[rollouts.group[p.sample]].images, *_observed(rollouts, p)) for p in places]
@@ -158,6 +159,14 @@ def _place(
 
 def _prefix(rollouts: Rollouts, place: Place) -> list[int]:
     return [*rollouts.responses[place.sample][: place.kept].tolist(), *place.added]
+
+
+def _context(rollouts: Rollouts, place: Place) -> list[int]:
+    """Return the token ids that a continuation is sampled behind."""
+    begin = context_before(rollouts, place.sample, place.kept)
+    if begin is not None:
+        return _prefix(rollouts, place)[begin:]
+    return [*rollouts.prompt_ids[rollouts.group[place.sample]].tolist(), *_prefix(rollouts, place)]
 
 
 def _observed(rollouts: Rollouts, place: Place) -> tuple[PlacedImage, ...]:
@@ -253,7 +262,12 @@ def _routing(
     if drawn.routing is None:
         return None
     prompts = [len(rollouts.prompt_ids[rollouts.group[places[k].sample]]) for k in drawn.group]
-    return routing_rows(list(drawn.routing), [n + len(row) for n, row in zip(prompts, ids, strict=True)])
+    rows = []
+    for k, length, experts in zip(drawn.group, prompts, drawn.routing, strict=True):
+        begin = context_before(rollouts, places[k].sample, places[k].kept)
+        ahead = 0 if begin is None else length + begin
+        rows.append(np.concatenate([np.full((ahead, *experts.shape[1:]), UNKNOWN, np.int16), experts]))
+    return routing_rows(rows, [n + len(row) for n, row in zip(prompts, ids, strict=True)])
 
 
 def _info(
@@ -262,6 +276,8 @@ def _info(
     written = {"text": sampler.decoded(place.added)} if place.added else {}
     written |= {} if place.under is None else {"under": place.under}
     info: dict[str, Any] = {"turns": place.turn + 1, "fork": {"at": place.birth, "of": place.sample, **written}}
+    if contexts := [at for at in contexts_of(rollouts, place.sample) if at < place.kept]:
+        info["contexts"] = contexts
     messages = rollouts.infos[place.sample].get("messages") if rollouts.infos else None
     if messages is not None:
         before = rollouts.infos[place.sample]

@@ -184,7 +184,7 @@ class InferenceEngine(Engine):
             post_generation_hook: `rb.envs.from_hook` of it as `env`; it alone ends its samples.
             env: an `rb.envs.Env` that each sample meets turn by turn: a class, an instance (copied for each sample) or
                 a function that makes one. Then `max_tokens` is per turn, and there are the options of
-                `rlbench.engines.turns.TURN_OPTIONS`: `max_turns`, `max_total_tokens`, `env_timeout_s`.
+                `rlbench.engines.turns.TURN_OPTIONS`: `max_turns`, `max_total_tokens`, `env_timeout_s`, `thoughts`.
             options: also `template={"enable_thinking": False}` (or `chat_template_kwargs`), options of the chat
                 template, and `tools=[…]`, which it names to the model: functions (their signatures and docstrings), or
                 tools in OpenAI's form.

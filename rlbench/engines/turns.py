@@ -11,12 +11,14 @@ from rlbench.data import Rollouts
 from rlbench.data.rollouts.jobs import EnvJob
 from rlbench.dispatch import by_value
 from rlbench.envs.protocol import check_env
+from rlbench.envs.thoughts import THOUGHTS
 from rlbench.errors import DataError
 from rlbench.traces import remember
 
-TURN_OPTIONS = {"max_turns": 8, "max_total_tokens": None, "env_timeout_s": 60.0}
+TURN_OPTIONS = {"max_turns": 8, "max_total_tokens": None, "env_timeout_s": 60.0, "thoughts": "keep"}
 """With their defaults: most turns of a sample; most response tokens of a sample, sampled and observed together (None:
-what the model's length holds); seconds one `reset` or `step` may take (None: for ever)."""
+what the model's length holds); seconds one `reset` or `step` may take (None: for ever); whether later turns see what
+the policy thought in earlier ones ("keep") or not ("strip": `rlbench.envs.thoughts`)."""
 
 
 def split_options(env: Any, sampling: dict[str, Any]) -> tuple[EnvJob | None, dict[str, Any]]:
@@ -29,7 +31,11 @@ def split_options(env: Any, sampling: dict[str, Any]) -> tuple[EnvJob | None, di
         return None, rest
     check_env(env)
     options: dict[str, Any] = TURN_OPTIONS | own
+    if options["thoughts"] not in THOUGHTS:
+        raise DataError(f"thoughts={options['thoughts']!r:.40}: wanted {' or '.join(map(repr, THOUGHTS))}")
     for name, value in options.items():
+        if name == "thoughts":
+            continue
         kind = int | float if name == "env_timeout_s" else int
         wrong = not isinstance(value, kind) or isinstance(value, bool) or not value > 0
         if wrong and (value is not None or name == "max_turns"):

@@ -53,6 +53,12 @@ def bridged(
     return Observed(ids[1:] if ended and ids and ids[0] == last else ids, messages, images)
 
 
+def check_role(tokenizer: Any, chat: Sequence[Message], role: str) -> None:
+    """Refuse a role that the chat template does not know, before there is anything to say by it."""
+    answered = [*chat, {"role": "assistant", "content": PLACEHOLDERS[0]}]
+    _rendered(tokenizer, [*answered, {"role": role, "content": "…"}], True)
+
+
 def _as_messages(
     tokenizer: Any, observation: Observation, role: str | None
 ) -> tuple[list[Message], tuple[EncodedImage, ...]]:

@@ -10,23 +10,26 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rlbench.data.prompts.images import EncodedImage, PlacedImage
+from rlbench.data.prompts.lengths import continues
 from rlbench.data.prompts.placing import without_images
 from rlbench.data.prompts.prompt import Prompt, is_chat
 from rlbench.data.rollouts.turns import said_facts
-from rlbench.envs.bridge import bridged, opened
+from rlbench.envs.bridge import bridged, check_role, opened
 from rlbench.envs.protocol import Message, Observation, Step, Turn
+from rlbench.envs.thoughts import StrippedChat, check_messages, check_strippable
 from rlbench.errors import DataError
 from rlbench.traces import user_line
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How far a sample may go."""
+    """How far a sample may go, and whether later turns see what was thought in earlier ones."""
 
     model_len: int  # tokens of prompt and response together
     turns: int
     total: int | None  # response tokens
     vocabulary: int
+    thoughts: str = "keep"  # or "strip"
 
 
 class Pictures(Protocol):
@@ -45,6 +48,7 @@ class Pictures(Protocol):
 @dataclass(eq=False)
 class Episode:
     """A sample under way; `tokens` to `turns` are flat over the response, of sampled tokens and observed ones (0.0).
+    `contexts`: where among the tokens the conversation was written anew, and what follows is sampled behind that alone.
     `pictures`: None of an engine that takes no images; `images`: those observed, counted from the first request's first
     token."""
 
@@ -68,11 +72,14 @@ class Episode:
     errors: list[dict[str, Any]] = field(default_factory=list)
     notes: dict[str, Any] = field(default_factory=dict)
     images: list[PlacedImage] = field(default_factory=list)
+    contexts: list[int] = field(default_factory=list)
     number: int = 0
     finish: str = ""
     _start: int = 0
     _said: bool = False
     _chat: list[Message] | None = None
+    _stripped: StrippedChat | None = None
+    _repeated: int = 0  # tokens that are among the others for being written anew
 
     def begin(self) -> Any:
         """Make the environment and reset it, on any thread; return what `reset` gives."""
@@ -87,14 +94,13 @@ class Episode:
 
     @property
     def context(self) -> list[int]:
-        """Every token id so far."""
-        return [*self.opening, *self.tokens]
+        """Every token id that the next one is sampled behind."""
+        return self.tokens[self.contexts[-1] :] if self.contexts else [*self.opening, *self.tokens]
 
     @property
     def room(self) -> int:
         """Tokens that may still be sampled."""
-        left = self.limits.model_len - len(self.opening) - len(self.tokens)
-        return left if self.limits.total is None else min(left, self.limits.total - len(self.tokens))
+        return self._room(len(self.context), 0)
 
     def opened(self, observation: Observation) -> bool:
         """Take what `reset` gave; False where it leaves no room to sample, which ends the sample."""
@@ -105,14 +111,28 @@ class Episode:
         shown: list[PlacedImage] = []
         if whole and (images or self.prompt.images):
             opening, shown = self._seeing.opened(opening, images)
-        if not self._fits(opening, len(opening) - len(self.opening), "reset"):
+        if not self._fits(opening, len(opening), len(opening) - len(self.opening), "reset"):
             return False
         self.opening = opening
         self.images += shown
         self.messages += said
         if is_chat(self.prompt.content):
             self._chat = [*self.prompt.content, *said]
+        if self.limits.thoughts == "strip":
+            check_messages(observation)
+            check_strippable(self._chat, _role(self.env), bool(images or self.prompt.images))
+            self._stripped = StrippedChat(self.tokenizer, list(self._chat or ()))
         return True
+
+    def check_role(self, known: set[str]) -> None:
+        """Refuse a role of the environment's that the chat template does not know; `known` has those it does, and gets
+        this one."""
+        role = _role(self.env)
+        if self._chat is None or role is None or role in known or self.limits.turns < 2:
+            return
+        answered_by = self._chat[:-1] if continues(self._chat) else self._chat
+        check_role(self.tokenizer, answered_by, role)
+        known.add(role)
 
     def extend(self, ids: list[int], logprobs: list[float], sampled: bool = True) -> None:
         """Take tokens, sampled ones in the parts they come in."""
@@ -148,9 +168,14 @@ class Episode:
         shown: list[PlacedImage] = []
         if images:
             ids, shown = self._seeing.observed(ids, images, self.context)
-        if not self._fits(ids, len(ids), "step"):
+        anew = self._anew(step.observation, said, bool(images), ended)
+        added = ids if anew is None else anew
+        if not self._fits(added, len(added) + (len(self.context) if anew is None else 0), len(ids), "step"):
             return False
-        self.extend(ids, [0.0] * len(ids), sampled=False)
+        if anew is not None:
+            self.contexts.append(len(self.tokens))
+            self._repeated += len(anew) - len(ids)
+        self.extend(added, [0.0] * len(added), sampled=False)
         self.number += 1
         self.images += shown
         self.messages += said
@@ -179,6 +204,7 @@ class Episode:
         """What `rollouts.infos` holds of the sample, as JSON types."""
         facts = {"turns": len(self.turn_rewards), "messages": plain(self.messages), "steps": self.steps, **self.notes}
         facts |= said_facts(facts["messages"], self.said)
+        facts |= {"contexts": list(self.contexts)} if self.contexts else {}
         return facts | ({"errors": self.errors} if self.errors else {})
 
     @property
@@ -196,14 +222,32 @@ class Episode:
         self._said = True
         return ids, text
 
-    def _fits(self, ids: list[int], more: int, where: str) -> bool:
+    def _anew(
+        self, observation: Observation, messages: Sequence[Message], images: bool, ended: bool
+    ) -> list[int] | None:
+        """Return the conversation as the policy is shown it next, where it is no longer what it was shown and said."""
+        if self._stripped is None:
+            return None
+        check_messages(observation)
+        check_strippable(self._chat, _role(self.env), images)
+        return self._stripped.followed(self.said[-1], messages, ended)
+
+    def _room(self, context: int, more: int) -> int:
+        """Return how many tokens may be sampled behind so many, when `more` of the response's own have come."""
+        left = self.limits.model_len - context
+        if self.limits.total is None:
+            return left
+        return min(left, self.limits.total - (len(self.tokens) - self._repeated + more))
+
+    def _fits(self, ids: list[int], context: int, observed: int, where: str) -> bool:
+        """Whether a token can be sampled behind a context of so many tokens, some of them `observed` just now."""
         wrong = [t for t in ids if not 0 <= t < self.limits.vocabulary]
         if wrong:
             raise DataError(f"observed token id {wrong[0]} is outside of the vocabulary of {self.limits.vocabulary}")
-        if self.room > more:
+        if self._room(context, observed) > 0:
             return True
         self.finish = "length"
-        self.notes["no_room"] = {"after": where, "observation_tokens": more, "room": max(self.room, 0)}
+        self.notes["no_room"] = {"after": where, "observation_tokens": observed, "room": max(self.room, 0)}
         return False
 
 

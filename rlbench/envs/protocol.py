@@ -43,7 +43,7 @@ class Turn:
     last: bool  # no turn can follow (`max_turns`)
     prompt: Prompt
     messages: list[Message]  # the conversation so far, those of a chat prompt first, this turn's last
-    context: list[int]  # every token id so far: prompt, sampled and observed ones
+    context: list[int]  # every token id so far that the policy saw: prompt, sampled and observed ones
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from rlbench.data.prompts.images import is_image
 from rlbench.data.prompts.placing import without_images
 from rlbench.envs.episode import error_facts
 from rlbench.envs.protocol import Env, Step, Turn, resolved
+from rlbench.envs.thoughts import without_thoughts
 from rlbench.errors import DataError, nearest
 from rlbench.user_code import user_code
 
 NAME = re.compile(r"[A-Za-z_]\w*")
 TAG = re.compile(rf"<tool>\s*({NAME.pattern})\s*\((.*?)\)\s*</tool>", re.DOTALL)
 JSON = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 MOST_CALLS = 16  # of one turn
 LONGEST_RESULT = 8000  # characters
 
@@ -78,13 +78,6 @@ def tools(
     if wrong or not functions:
         raise DataError(f"tools: {', '.join(wrong) or 'nothing'} given: wanted functions by name, {{'calculator': fn}}")
     return ToolEnv(dict(functions), parser or find_calls, reward, role, in_thoughts)
-
-
-def without_thoughts(text: str) -> str:
-    """Return a text without its `<think>…</think>`; one that is not closed ends with the text, and where the prompt
-    opened one it begins with the text."""
-    head, closed, rest = text.partition("</think>")
-    return THOUGHT.sub("", rest if closed and "<think>" not in head else text)
 
 
 def find_calls(text: str) -> list[ToolCall]:

@@ -47,7 +47,8 @@ def rollout(
             and `tools=[…]`, which it names to the model: functions (their signatures and docstrings), or tools in
             OpenAI's form.
         env: an `rb.envs.Env` that each sample meets turn by turn; then also `max_turns`, `max_total_tokens` and
-            `env_timeout_s`, and `max_tokens` is per turn.
+            `env_timeout_s`, `max_tokens` is per turn, and `thoughts="strip"` leaves what the policy thought in earlier
+            turns (`<think>…</think>`) out of what later ones see.
         adapter: whose weights sample: `"base"`, or the name of a branch, of a session with `rb.Inference(adapters=2)`;
             or a snapshot (or its label), whose weights the replicas are lent; None: the branch it is on.
         on_stop: `"raise"`: an interrupt raises `rb.Stopped`, `.partial` holds what was finished; `"return"`

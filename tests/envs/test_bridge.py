@@ -3,7 +3,7 @@
 import pytest
 
 from rlbench.data import Prompt
-from rlbench.envs.bridge import bridged, opened
+from rlbench.envs.bridge import bridged, check_role, opened
 from rlbench.errors import DataError
 from rlbench.tiny.tokenizer import build_tokenizer
 
@@ -109,3 +109,9 @@ def test_a_text_in_the_middle_gets_no_token_of_a_beginning(tokenizer):
     )
     assert tokenizer("x")["input_ids"] == [tokenizer.pad_token_id, ord("x")]
     assert bridged(tokenizer, None, "x", "user", True, 1)[0] == [ord("x")]
+
+
+def test_a_role_is_known_or_refused_before_there_is_anything_to_say(tokenizer):
+    check_role(tokenizer, ASK, "tool")
+    with pytest.raises(DataError, match="unknown role judge"):
+        check_role(tokenizer, ASK, "judge")

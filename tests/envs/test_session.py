@@ -102,6 +102,21 @@ def test_an_error_is_told_with_its_line_and_ends_its_sample_alone(session):
     assert "raise ValueError" in failed.value.user_line and "out of order" in failed.value.full_traceback
 
 
+class Judging(Env):
+    role = "judge"
+
+    def step(self, turn):
+        raise AssertionError("asked with a turn")
+
+
+def test_a_role_that_the_chat_template_refuses_is_said_before_anything_is_sampled(session):
+    chats = [[{"role": "user", "content": "sort 21"}]] * 2
+    with pytest.raises(DataError, match=r"failed for all 2 completions: reset raised.*unknown role judge"):
+        session.rollout(chats, env=Judging, max_tokens=4)
+    with pytest.raises(DataError, match="asked with a turn"):  # of one turn alone it has nothing to say
+        session.rollout(chats, env=Judging, max_tokens=4, max_turns=1)
+
+
 class Hanging(Env):
     """Says by a file in `folder` that a sample is in its second turn, and hangs there until there is `go`."""
 

@@ -120,3 +120,17 @@ def test_a_completion_that_is_its_stop_string_has_no_text(tokens, stop, whole, w
     assert decode_texts([sample], decode, {"include_stop_str_in_output": whole}) == [wanted]
     sample.stop = ""
     assert decode_texts([sample], decode, {}) == [tokens]
+
+
+def test_experts_stand_beside_the_tokens_of_the_context_that_they_are_of():
+    """A request brings those of all its tokens but the last; where a context was written anew it counts from there."""
+    rows = np.arange(100, dtype=np.int16).reshape(-1, 1, 1)
+    sample = Sample(0, 0)
+    sample.take_routing(rows[:4])
+    sample.take_routing(rows[90:96])  # the next turn of the same context: of its first four tokens these were said
+    assert sample.routing.ravel().tolist() == [0, 1, 2, 3, 94, 95]
+    sample.take_routing(rows[50:53], begin=8)
+    sample.take_routing(rows[60:65], begin=8)
+    assert sample.routing.ravel().tolist() == [0, 1, 2, 3, 94, 95, -1, -1, 50, 51, 52, 63, 64]
+    sample.take_routing(None, begin=20)
+    assert len(sample.routing) == 13

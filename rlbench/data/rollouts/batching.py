@@ -14,6 +14,7 @@ from rlbench.data.record.origin import made_with
 from rlbench.data.rollouts import scoring, taking
 from rlbench.data.rollouts.advantage_call import call_advantage, check_advantage, given_columns, no_advantage, take_rows
 from rlbench.data.rollouts.channels import TEACHER_CHANNEL
+from rlbench.data.rollouts.contexts import sequences
 from rlbench.data.rollouts.turns import sampled_mask
 from rlbench.errors import DataError
 
@@ -42,20 +43,25 @@ def batch(
     chosen = rollouts if kept.all() else taking.samples(rollouts, rows)
     given = {name: take_rows(column, rows) for name, column in given_columns(rollouts, columns).items()}
     mask, taught = sampled_mask(chosen), chosen.channels.get(TEACHER_CHANNEL)
+    advantages = call_advantage(called, chosen, mask, given)
+    parts = sequences(chosen)
+    tokens, sample = parts.tokens, parts.sample
+    columns = ({} if taught is None else {TEACHER: taught}) | dict(chosen.columns)
+    images = images_of(chosen)
     made = TrainBatch(
-        prompts=chosen.prompt_ids.take(chosen.group),
-        responses=chosen.responses,
-        mask=mask,
-        advantages=call_advantage(called, chosen, mask, given),
-        sampler_logprobs=chosen.logprobs,
-        group=chosen.group,
-        weight_version=chosen.versions,
-        rewards=None if chosen.rewards is None else np.asarray(chosen.rewards),
-        truncated=chosen.truncated,
+        prompts=parts.prompts,
+        responses=parts.responses,
+        mask=mask[tokens],
+        advantages=advantages[tokens],
+        sampler_logprobs=chosen.logprobs[tokens],
+        group=chosen.group[sample],
+        weight_version=chosen.versions[sample],
+        rewards=None if chosen.rewards is None else np.asarray(chosen.rewards)[sample],
+        truncated=chosen.truncated[sample],
         temperature=float(rollouts.sampling.get("temperature", 1.0)),
         reshaped_by=reshaped_by(rollouts.sampling),
-        columns=({} if taught is None else {TEACHER: taught}) | dict(chosen.columns),
-        images=images_of(chosen),
-        routing=chosen.routing,
+        columns={name: column[tokens] for name, column in columns.items()},
+        images=None if images is None else tuple(images[i] for i in sample),
+        routing=parts.routing,
     )
     return made_with(made, rollouts, advantage=called)

@@ -14,6 +14,7 @@ import numpy as np
 
 from rlbench.data.batches.batch import TrainBatch
 from rlbench.data.batches.columns import TEACHER
+from rlbench.data.rollouts.contexts import sequences
 from rlbench.errors import DataError
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def as_channel(name: str, values: Any, rollouts: Rollouts) -> np.ndarray:
 
 def batch_channels(rollouts: Rollouts, batch: TrainBatch, metrics: Metrics | None = None) -> dict[str, np.ndarray]:
     """The channels a batch and a step on it add to the rollouts the batch was made from; see `Rollouts.with_batch`."""
-    rows = _rows_of(rollouts, batch)
+    starts = _starts_of(rollouts, batch)
     optional = {"old_logprob": batch.old_logprobs, "ref_logprob": batch.ref_logprobs}
     own = {name: value for name, value in batch.columns.items() if value.ndim == 1}
     channels = {TEACHER_CHANNEL if name == TEACHER else name: value for name, value in own.items()}
@@ -106,7 +107,7 @@ def batch_channels(rollouts: Rollouts, batch: TrainBatch, metrics: Metrics | Non
             )
         channels[FROM_STEP.get(name, name)] = np.asarray(value, np.float32)
     channels |= _derived(channels, batch.sampler_logprobs)
-    spread = {name: _spread(value, rows, rollouts, batch) for name, value in channels.items()}
+    spread = {name: _spread(value, starts, rollouts, batch) for name, value in channels.items()}
     if rollouts.mask is not None:  # the sampler drew none of an environment's tokens
         for name in ("difference", *(() if "old_logprob" in channels else ("ratio",))):
             if name in spread:
@@ -127,16 +128,17 @@ def _derived(found: Mapping[str, np.ndarray], sampler: np.ndarray) -> dict[str, 
     return {name: value.astype(np.float32) for name, value in more.items() if name not in found}
 
 
-def _rows_of(rollouts: Rollouts, batch: TrainBatch) -> np.ndarray:
-    """The completion each sequence of the batch is, (B,) int64, found by its tokens and sampler log-probs.
+def _starts_of(rollouts: Rollouts, batch: TrainBatch) -> np.ndarray:
+    """Where among all response tokens each sequence of the batch begins, (B,) int64, found by its tokens and sampler
+    log-probs.
 
     Equal ones (the same prompt and answer drawn twice) are told apart by group, then taken in order.
     """
+    known = sequences(rollouts)
     places: dict[tuple[bytes, ...], list[int]] = defaultdict(list)
-    sampled = rollouts.responses.with_values(rollouts.logprobs)
-    prompts = [ids.tobytes() for ids in rollouts.prompt_ids]
-    for i in range(rollouts.samples):
-        places[prompts[rollouts.group[i]], rollouts.responses[i].tobytes(), sampled[i].tobytes()].append(i)
+    sampled = known.responses.with_values(rollouts.logprobs[known.tokens])
+    for i, (prompt, response, own) in enumerate(zip(known.prompts, known.responses, sampled, strict=True)):
+        places[prompt.tobytes(), response.tobytes(), own.tobytes()].append(i)
     by_row = batch.responses.with_values(batch.sampler_logprobs)
     rows = np.empty(len(batch), np.int64)
     for b in range(len(batch)):
@@ -146,15 +148,15 @@ def _rows_of(rollouts: Rollouts, batch: TrainBatch) -> np.ndarray:
                 f"with_batch: sequence {b} of the batch ({len(batch.responses[b])} tokens) is none of these "
                 f"{rollouts.samples} completions: give the batch that was made from these rollouts"
             )
-        same = next((k for k, i in enumerate(there) if rollouts.group[i] == batch.group[b]), 0)
+        group = rollouts.group[known.sample[there]]
+        same = next((k for k, own in enumerate(group) if own == batch.group[b]), 0)
         rows[b] = there.pop(same)
-    return rows
+    return known.starts[rows]
 
 
-def _spread(values: np.ndarray, rows: np.ndarray, rollouts: Rollouts, batch: TrainBatch) -> np.ndarray:
+def _spread(values: np.ndarray, starts: np.ndarray, rollouts: Rollouts, batch: TrainBatch) -> np.ndarray:
     """A batch's values at the places its sequences have among the rollouts; NaN elsewhere."""
     out = np.full(len(rollouts.logprobs), np.nan, np.float32)
-    lengths = batch.response_lengths
-    starts = rollouts.responses.offsets[rows] - batch.responses.offsets[:-1]
-    out[np.arange(batch.tokens) + np.repeat(starts, lengths)] = values
+    moved = starts - batch.responses.offsets[:-1]
+    out[np.arange(batch.tokens) + np.repeat(moved, batch.response_lengths)] = values
     return out

@@ -12,6 +12,7 @@ from rlbench.data.batches.batch import TrainBatch
 from rlbench.data.record.origin import made_with
 from rlbench.data.rollouts import taking
 from rlbench.data.rollouts.comparing import scored_by
+from rlbench.data.rollouts.contexts import refuse_several
 from rlbench.data.rollouts.turns import sampled_mask
 from rlbench.errors import DataError
 
@@ -24,6 +25,7 @@ SAME = 1e-9
 
 def best_and_worst(rollouts: Rollouts, by: Any) -> TrainBatch:
     """See `Rollouts.pairs`."""
+    refuse_several(rollouts, "pairs")
     scored = scored_by(rollouts, "pairs: by=", by, {})
     rows, ties, single = [], 0, 0
     for own in _groups(scored):

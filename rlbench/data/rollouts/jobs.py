@@ -18,13 +18,15 @@ FINISH_REASONS: tuple[str, ...] = ("stop", "length", "abort")
 class EnvJob:
     """The environment that the samples of a call meet; `blob`: what makes one, by cloudpickle.
 
-    `max_total_tokens`: of a whole response, sampled and observed. `timeout_s`: for one `reset` or `step`.
+    `max_total_tokens`: of a whole response, sampled and observed. `timeout_s`: for one `reset` or `step`. `thoughts`:
+    of earlier turns, "keep" or "strip".
     """
 
     blob: bytes
     max_turns: int = 1
     max_total_tokens: int | None = None
     timeout_s: float | None = None
+    thoughts: str = "keep"
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,7 @@ had none), `env_rewards` ((N,) float64, their sum, NaN where there was none) and
      "messages": [{"role": "assistant", "content": "…"}, {"role": "tool", "content": "…"}, …],   # behind the prompt
      "said": ["…", …],                   # what the policy said in each turn, only where the messages do not tell it
      "steps": [{…}, {…}],                # what each `Step` said in its info
+     "contexts": [42, 97],               # only where the conversation was written anew: see `rollouts.contexts`
      "max_turns": true,                  # only where that ended it
      "no_room": {"after": "step", "observation_tokens": 900, "room": 512},   # only where that ended it
      "last_observation": "…",            # only where nothing followed it

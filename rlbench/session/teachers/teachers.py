@@ -13,6 +13,7 @@ from rlbench.data.batches.batch import to_score
 from rlbench.data.batches.columns import TEACHER, TEACHER_IDS, TEACHER_TOP
 from rlbench.data.record.origin import made_with
 from rlbench.data.rollouts.channels import TEACHER_CHANNEL
+from rlbench.data.rollouts.contexts import Sequences, sequences
 from rlbench.dispatch.chain import Steps
 from rlbench.engines import TrainEngine
 from rlbench.errors import DataError, SessionError, StateError, Suggesting
@@ -125,13 +126,26 @@ def teacher_score(
     if isinstance(given, TrainBatch):
         found = yield from teacher.source.score_steps(given, top_k, temperature)
         return given.with_columns(**{TEACHER_IDS: None, TEACHER_TOP: None} | found)
-    rows = np.flatnonzero(given.responses.lengths)  # those without a token are asked about nothing
-    prompts, responses = given.prompt_ids.take(given.group[rows]), given.responses.take(rows)
+    asked = sequences(given)
+    rows = np.flatnonzero(asked.responses.lengths)  # those without a token are asked about nothing
+    prompts, responses = asked.prompts.take(rows), asked.responses.take(rows)
     batch = to_score(list(prompts), list(responses), float(given.sampling.get("temperature", 1.0)))
     found = yield from teacher.source.score_steps(batch, top_k, temperature)
+    found = {name: _beside(given, asked, values) for name, values in found.items()}
     scored = given.with_channels(**{TEACHER_CHANNEL: found.pop(TEACHER)})
     kept = {name: value for name, value in given.columns.items() if name not in (TEACHER_IDS, TEACHER_TOP)}
     return made_with(replace(scored, columns=kept | found), given)
+
+
+def _beside(rollouts: Rollouts, asked: Sequences, values: np.ndarray) -> np.ndarray:
+    """Return what was found of the tokens that were asked about beside all response tokens; NaN, or -1 of whole
+    numbers, beside observed ones that nobody asked about."""
+    if isinstance(asked.tokens, slice):
+        return values
+    unknown = np.nan if values.dtype.kind == "f" else -1
+    out = np.full((len(rollouts.logprobs), *values.shape[1:]), unknown, values.dtype)
+    out[asked.tokens] = values
+    return out
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rlbench.data.base.routing import routing_rows
+from rlbench.data.base.routing import UNKNOWN, routing_rows
 from rlbench.data.prompts.chat import reads
 from rlbench.data.prompts.lengths import begin_text, encoded
 from rlbench.data.prompts.sampling import NEUTRAL
@@ -48,13 +48,15 @@ class Sample:
     stop: str = ""
     routing: np.ndarray | None = None
 
-    def take_routing(self, given: np.ndarray | None) -> None:
-        """Take the experts that a request brought; what an earlier one said of a token, when it was drawn, stays."""
+    def take_routing(self, given: np.ndarray | None, begin: int = 0) -> None:
+        """Take the experts that a request brought, whose first token is that at `begin`; what an earlier one said of a
+        token, when it was drawn, stays."""
         if given is None:
             return
-        known = 0 if self.routing is None else len(self.routing)
-        more = given[known:].astype(np.int16)
-        self.routing = more if self.routing is None else np.concatenate([self.routing, more])
+        before = np.zeros((0, *given.shape[1:]), np.int16) if self.routing is None else self.routing
+        unsaid = np.full((max(begin - len(before), 0), *given.shape[1:]), UNKNOWN, np.int16)  # of the token drawn last
+        known = max(len(before) - begin, 0)
+        self.routing = np.concatenate([before, unsaid, given[known:].astype(np.int16)])
 
 
 def check_job(job: GenerateJob) -> None:

@@ -16,6 +16,7 @@ from rlbench.data.base.routing import routing_rows
 from rlbench.data.prompts.images import PlacedImage
 from rlbench.data.prompts.prompt import Prompt
 from rlbench.data.prompts.sampling import turn_seed
+from rlbench.data.rollouts.contexts import moved
 from rlbench.data.rollouts.jobs import GeneratedArrays, GenerateJob
 from rlbench.dispatch.context import current
 from rlbench.envs.bridge import common
@@ -40,6 +41,11 @@ class TurnSample(Sample):
     pictures: SampleMedia | None = None
     stopped_by_string: bool = False
 
+    def take_routing(self, given: np.ndarray | None, begin: int = 0) -> None:
+        """Take the experts of a request, which begins where the context does that it was sampled behind."""
+        contexts = self.own.contexts
+        super().take_routing(given, len(self.own.opening) + contexts[-1] if contexts else begin)
+
 
 class TurnDrawer:
     """The samples of one generate call with an environment; `params` are of every turn, `model` is vLLM's
@@ -60,10 +66,17 @@ class TurnDrawer:
         self._images = images
         self.requests, self.job, self.prompts, self.params = requests, job, prompts, params
         self._tokenizer, self._decode = tokenizer, decode
-        self._limits = Limits(model.max_model_len, job.env.max_turns, job.env.max_total_tokens, model.get_vocab_size())
+        self._limits = Limits(
+            model.max_model_len,
+            job.env.max_turns,
+            job.env.max_total_tokens,
+            model.get_vocab_size(),
+            job.env.thoughts,
+        )
         self._make = unpacked(job.env.blob)
         self._calls = EnvCalls(job.env.timeout_s)
         self._active: dict[TurnSample, str] = {}
+        self._roles: set[str] = set()  # that the chat template knows
         self.samples: list[TurnSample] = []
 
     def draw(self, max_num_seqs: int, gate: Gate) -> tuple[list[TurnSample], dict[str, float]]:
@@ -142,7 +155,9 @@ class TurnDrawer:
         episode = sample.own
         try:
             if what == "reset":
-                return episode.opened(value)
+                opened = episode.opened(value)
+                episode.check_role(self._roles)
+                return opened
             ended = sample.finish == "stop" and not sample.stopped_by_string
             return episode.stepped(value, sample.finish, ended)
         except Exception as error:  # a wrong value of the user's, wherever it shows
@@ -207,7 +222,7 @@ def with_turns(samples: Sequence[TurnSample], arrays: GeneratedArrays) -> Genera
         mask=Ragged.from_rows([[False] * len(ahead) + episode.mask for episode, ahead in rows], bool).values,
         turns=Ragged.from_rows([[0] * len(ahead) + episode.turns for episode, ahead in rows], np.int32).values,
         turn_rewards=[sample.own.turn_rewards for sample in samples],
-        infos=[sample.own.info for sample in samples],
+        infos=[moved(episode.info, len(ahead)) for episode, ahead in rows],
         observed_images=[
             tuple(PlacedImage.of(image, image.at - len(shared[sample.prompt])) for image in sample.own.images)
             for sample in samples
