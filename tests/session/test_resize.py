@@ -6,10 +6,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import numpy as np
+import openai
 import pytest
 
 import rlbench as rb
@@ -119,3 +122,54 @@ def test_fewer_go_on_too_and_a_kernel_that_comes_back_finds_them(elastic: Any, b
     step = again.step
     assert again.train_step(batch).step == step + 1
     elastic.__dict__.update(again.__dict__)  # the fixture's handle drives again
+
+
+def test_all_replicas_serve_clients_behind_one_address(elastic: Any) -> None:
+    """New conversations are spread; later calls go where the earlier ones are, by name or by what was said."""
+    elastic.resize(inference=1)
+    endpoint = elastic.endpoint()
+    assert len(endpoint.urls) == 1
+    elastic.resize(inference=2)
+    endpoint = elastic.endpoint()
+    assert len(endpoint.urls) == 2
+    client = openai.OpenAI(base_url=endpoint.url, api_key=endpoint.key, max_retries=0, timeout=60)
+
+    def say(messages: Any, **options: Any) -> Any:
+        return client.chat.completions.create(model="policy", messages=messages, max_tokens=8, **options)
+
+    chats = [[{"role": "user", "content": f"sort {number}"}] for number in range(21, 29)]
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(say, chats))
+    for chat, answer in zip(chats, answers, strict=True):
+        chat += [{"role": "assistant", "content": answer.choices[0].message.content.strip()}]
+        chunks = list(say([*chat, {"role": "user", "content": "again"}], stream=True))
+        assert chunks[-1].choices[0].finish_reason in ("stop", "length")
+    traces = elastic.traces()
+    assert len(traces) == 8 and {len(run.calls) for run in traces} == {2}
+    assert all(run.calls[1].parent is not None for run in traces)
+    assert sorted(run.calls[0].server for run in traces) == ["0"] * 4 + ["1"] * 4
+
+    for number in range(8):
+        say(chats[0][:1], extra_headers={"X-Rlbench-Run": f"named-{number}"})
+        with openai.OpenAI(base_url=endpoint.run(f"named-{number}"), api_key=endpoint.key) as direct:
+            direct.chat.completions.create(model="policy", messages=chats[1][:1], max_tokens=4)
+    named = elastic.traces("named-*")
+    assert [len(run.calls) for run in named] == [2] * 8
+    assert {len({call.server for call in run.calls}) for run in named} == {1}
+    assert {call.server for run in named for call in run.calls} == {"0", "1"}
+
+
+def test_a_client_that_goes_away_is_gone_for_the_replica_behind_the_first_too(elastic: Any) -> None:
+    endpoint = elastic.endpoint()
+    name = next(name for name in map(str, range(99)) if endpoint.run(name).startswith(endpoint.urls[1]))
+    body = {"model": "policy", "messages": [{"role": "user", "content": "sort 1"}], "max_tokens": 1500, "stream": True}
+    body |= {"ignore_eos": True}
+    headers = {"Authorization": f"Bearer {endpoint.key}:{name}"}
+    with httpx.stream("POST", f"{endpoint.url}/chat/completions", json=body, headers=headers, timeout=60) as answer:
+        assert answer.status_code == 200
+        until(lambda: [one["open"] for one in elastic.inference.control("endpoint")] == [0, 1])
+    until(lambda: [one["open"] for one in elastic.inference.control("endpoint")] == [0, 0])
+    refused = httpx.post(f"{endpoint.url}/chat/completions", json=body, headers={"Authorization": f"Bearer x:{name}"})
+    assert refused.status_code == 401
+    wrong = httpx.post(f"{endpoint.url}/chat/completions", json=body | {"model": "none"}, headers=headers)
+    assert wrong.status_code == 404 and "none" in wrong.json()["error"]["message"]

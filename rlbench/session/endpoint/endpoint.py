@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import secrets
 import warnings
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,7 @@ from rlbench.runtime import registry
 from rlbench.session.core import SessionCore
 from rlbench.traces import user_stacklevel
 from rlbench.weights import facts
-from rlbench.workers.replica.serving.options import ServeOptions
+from rlbench.workers.replica.serving.options import ServeOptions, replica_of
 
 LOOPBACK = ("127.0.0.1", "localhost")
 POLICY = "policy"
@@ -31,7 +30,7 @@ SERVED = "served.json"
 @dataclass(frozen=True, eq=False)
 class Endpoint(Suggesting):
     """Where agents reach the live policy. `url` is the base URL for clients, `key` their API key, `models` what they
-    may ask for; `urls` are those of all replicas, of which `run` chooses."""
+    may ask for; `urls` are those of all replicas, each of which takes all calls and hands on what another serves."""
 
     core: SessionCore = field(repr=False)
     urls: tuple[str, ...]
@@ -40,12 +39,12 @@ class Endpoint(Suggesting):
 
     @property
     def url(self) -> str:
-        """Base URL of calls that belong to no named run: each conversation is one."""
+        """Base URL of all calls; those that name no run belong to the conversation that they continue."""
         return f"{self.urls[0]}/v1"
 
     def run(self, name: str) -> str:
         """Base URL of a run: all calls made there belong together, and are served by one replica."""
-        return f"{self.urls[zlib.crc32(name.encode()) % len(self.urls)]}/run/{name}/v1"
+        return f"{self.urls[replica_of(name, len(self.urls))]}/run/{name}/v1"
 
     @property
     def counts(self) -> dict[str, int]:
@@ -133,10 +132,10 @@ def endpoint(
     asked |= {"fetch_images": False, "across_syncs": False}
     asked |= known.get("asked", {}) | {name: value for name, value in given.items() if value is not None}
     asked["models"] = models
-    if known.get("asked") != asked or any(one is None for one in core.inference.control("endpoint")):
+    counts = core.inference.control("endpoint")
+    if known.get("asked") != asked or len(known["ports"]) != len(counts) or any(one is None for one in counts):
         known = _served(core, asked, known)
-    shown = "127.0.0.1" if asked["host"] in ("0.0.0.0", "localhost") else asked["host"]
-    return Endpoint(core, tuple(f"http://{shown}:{one}" for one in known["ports"]), known["key"], tuple(models))
+    return Endpoint(core, _urls(str(asked["host"]), known["ports"]), known["key"], tuple(models))
 
 
 def policy(core: SessionCore, adapter: str | None = None) -> Policy:
@@ -161,7 +160,8 @@ def traces(core: SessionCore, runs: str | Sequence[str] | None = None) -> Traces
     """What agents did at the endpoint, by run: `traces.batch(advantage=…)`, `traces.score(…)`, `traces.rollouts`.
 
     Args:
-        runs: names, or a pattern of names (`"task-3.*"`); None: all. A conversation without a named run is `~1`, `~2`….
+        runs: names, or a pattern of names (`"task-3.*"`); None: all. A conversation without a named run is `~1`, `~2`…,
+            of the second replica `~1.1`, `~1.2`….
     """
     names = [runs] if isinstance(runs, str) else runs
     return kept(core, lambda name: names is None or any(fnmatch.fnmatchcase(name, one) for one in names))
@@ -194,7 +194,8 @@ def _served(core: SessionCore, asked: Mapping[str, Any], known: Mapping[str, Any
             "endpoint: a replica is on another node; an endpoint serves replicas of the kernel's machine"
         )
     count = len(core.inference.workers)
-    ports = known["ports"] if known.get("ports") and not asked["port"] else _ports(asked["port"], count)
+    before = [] if asked["port"] else known.get("ports", [])[:count]
+    ports = [*before, *_ports(asked["port"], count)[len(before) :]]
     key = known.get("key") or secrets.token_urlsafe(32)
     _folder(core).mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -212,9 +213,17 @@ def _served(core: SessionCore, asked: Mapping[str, Any], known: Mapping[str, Any
         if asked["port"] or ports == [0] * count:
             raise
         served = serve([0] * count)  # somebody else has the ports by now
+    if count > 1:
+        urls = _urls(str(asked["host"]), served)
+        core.inference.call("balance", [((own, urls), {}) for own in range(count)]).result()
     kept = {"asked": dict(asked), "key": key, "ports": served}
     registry.write_json(_folder(core) / SERVED, kept)
     return kept
+
+
+def _urls(host: str, ports: Sequence[int]) -> tuple[str, ...]:
+    shown = "127.0.0.1" if host in ("0.0.0.0", "localhost") else host
+    return tuple(f"http://{shown}:{port}" for port in ports)
 
 
 def _ports(first: int, count: int) -> list[int]:

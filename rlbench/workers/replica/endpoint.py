@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,11 @@ class ReplicaEndpoint:
         client = EngineClient(replica.built, replica.guests, Path(options.journal), options.models, version_of)
         self._server = Server(client, options, replica.config.path, self._begin, self._step)
         return self._server.port
+
+    def balance(self, own: int, urls: Sequence[str]) -> None:
+        """Share what arrives with the replicas at these addresses, of which this one is number `own`."""
+        if self._server is not None:
+            self._server.balance(own, urls)
 
     def close(self) -> None:
         """End it; requests under way leave the engine."""

@@ -178,6 +178,9 @@ class SglangReplica:
             f'its own at http://{facts.LOOPBACK}:{self.server.port}/v1, whose calls are not kept; use executor="vllm"'
         )
 
+    def balance(self, own: int, urls: Sequence[str]) -> None:
+        """Do nothing: nothing is served."""
+
     def unserve(self) -> None:
         """Do nothing: nothing is served."""
 

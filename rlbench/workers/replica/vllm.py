@@ -234,6 +234,10 @@ class VllmReplica:
         """Answer clients over HTTP from now on, between and beside calls; return the port."""
         return self._endpoint.serve(options)
 
+    def balance(self, own: int, urls: Sequence[str]) -> None:
+        """Share clients' calls with the replicas at these addresses, of which this one is number `own`."""
+        self._endpoint.balance(own, urls)
+
     def unserve(self) -> None:
         """Answer nobody any more."""
         self._endpoint.close()

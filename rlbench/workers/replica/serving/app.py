@@ -9,7 +9,7 @@ import json
 import re
 import threading
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import uvicorn
@@ -34,6 +34,7 @@ from rlbench.data.prompts.lengths import begin_text
 from rlbench.envs.policy import UNKEPT
 from rlbench.errors import DataError, nearest
 from rlbench.units import format_bytes
+from rlbench.workers.replica.serving.balancing import HOP_HEADER, Balancer
 from rlbench.workers.replica.serving.client import SENDER, EngineClient, Sender
 from rlbench.workers.replica.serving.images import checked, media_parts
 from rlbench.workers.replica.serving.listening import CONNECTIONS, listening
@@ -90,9 +91,10 @@ class Gate:
     def __init__(self, app: Any, key: str, images: int, fetch: bool, begin: str) -> None:
         self._app, self._key, self._images, self._fetch = app, key.encode(), images, fetch
         self._begin = begin
+        self.balancer: Balancer | None = None  # where there are several replicas
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve one request."""
+        """Serve one request, or have another replica serve it."""
         if scope["type"] != "http":  # the server's own start and end
             await self._app(scope, receive, send)
             return
@@ -100,19 +102,31 @@ class Gate:
             path, run = self._sender(scope)
             body = await asyncio.wait_for(_read(receive), READ_LIMIT_S)
             asked = _object(body)
-            images: tuple[str, ...] = ()
-            begun = begins_once(asked, self._begin)
-            if parts := media_parts(asked, self._images):
-                images = await asyncio.to_thread(checked, parts, self._fetch)
-            if parts or begun:
-                body = json.dumps(asked).encode()
+            if (balancer := self.balancer) is None:
+                await self._serve(scope, path, run, asked, body, receive, send)
+                return
+            owner = balancer.owner(run, asked, HOP_HEADER.lower().encode() in dict(scope["headers"]))
+            with balancer.serving(owner):
+                if owner == balancer.own:
+                    await self._serve(scope, path, run, asked, body, receive, send)
+                else:
+                    await balancer.hand_on(owner, scope, body, receive, send)
         except Refusal as refusal:
             await _refused(refusal)(scope, receive, send)
-            return
         except TimeoutError:
             late = Refusal(408, "RequestTimeout", f"the body did not arrive within {READ_LIMIT_S:g} s")
             await _refused(late)(scope, receive, send)
-            return
+
+    async def _serve(
+        self, scope: Any, path: str, run: str, asked: dict[str, Any], body: bytes, receive: Any, send: Any
+    ) -> None:
+        """Have the app answer a request whose body was read; Refusal of images and texts that it must not see."""
+        images: tuple[str, ...] = ()
+        begun = begins_once(asked, self._begin)
+        if parts := media_parts(asked, self._images):
+            images = await asyncio.to_thread(checked, parts, self._fetch)
+        if parts or begun:
+            body = json.dumps(asked).encode()
         SENDER.set(Sender(run, asked, images))
         sent = False
 
@@ -209,7 +223,9 @@ class Server:
     ) -> None:
         self.client, self.options = client, options
         first = begin_text(client.renderer.tokenizer)
-        app = Gate(make_app(client, options, model), options.key, client.images, options.fetch_images, first)
+        app = self._gate = Gate(
+            make_app(client, options, model), options.key, client.images, options.fetch_images, first
+        )
         self._socket = listening(options.host, options.port)
         self.port = int(self._socket.getsockname()[1])
         self._server = uvicorn.Server(
@@ -222,6 +238,10 @@ class Server:
         ]
         for thread in self._threads:
             thread.start()
+
+    def balance(self, own: int, urls: Sequence[str]) -> None:
+        """Hand on calls that other replicas serve; see `Balancer`."""
+        self._gate.balancer = Balancer(own, urls)
 
     def close(self) -> None:
         """Serve nobody any more; open calls end."""

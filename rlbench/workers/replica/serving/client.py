@@ -81,12 +81,12 @@ class EngineClient:
         # a tokenizer of its own: that of the engine is used by the thread that steps it
         self.renderer = renderer_from_config(engine.vllm_config)
         self._guests, self._adapters, self._version_of = guests, adapters, version_of
-        self._runs = Runs(self.renderer.tokenizer)
+        self._server = journal.stem
+        self._runs = Runs(self.renderer.tokenizer, "~" if self._server == "0" else f"~{self._server}.")
         self._numbers = itertools.count()
         self.images = image_limit(engine)
         self._place = place_token(engine) if self.images else -1
         self.counts = {"open": 0, "calls": 0, "tokens": 0}
-        self._server = journal.stem
         if journal.exists():  # a replica that was built again goes on where the one before it was
             self._remember(journal)
         self._journal = journal.open("a", encoding="utf-8")

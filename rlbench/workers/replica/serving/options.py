@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,3 +24,8 @@ class ServeOptions:
     template: Mapping[str, Any] = field(default_factory=dict)
     fetch_images: bool = False
     across_syncs: bool = False
+
+
+def replica_of(run: str, count: int) -> int:
+    """Return which of `count` replicas serves a named run."""
+    return zlib.crc32(run.encode()) % count

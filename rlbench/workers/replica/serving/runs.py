@@ -44,9 +44,11 @@ class _Node:
 
 @dataclass(eq=False)
 class Runs:
-    """The runs that calls may continue, the one used last at the end; `tokenizer` is of the model."""
+    """The runs that calls may continue, the one used last at the end; `tokenizer` is of the model. `unnamed`: how names
+    of conversations begin that have none, no client's does so."""
 
     tokenizer: Any
+    unnamed: str = "~"
     _nodes: collections.OrderedDict[str, list[_Node]] = field(default_factory=collections.OrderedDict)
     _unnamed: int = 0
 
@@ -89,14 +91,14 @@ class Runs:
                 text, images = _squeezed(_text(self.tokenizer, ids)), tuple(call.request.get("images", ()))
                 nodes.append(_Node(call.number, number, ids, text, messages, images))
         self._nodes.move_to_end(call.run)
-        if call.run.startswith("~"):
-            self._unnamed = max(self._unnamed, int(call.run[1:]))
+        if call.run.startswith(self.unnamed):
+            self._unnamed = max(self._unnamed, int(call.run.removeprefix(self.unnamed)))
         while len(self._nodes) > KEPT_RUNS:
             self._nodes.popitem(last=False)
 
     def _new(self) -> str:
         self._unnamed += 1
-        return f"~{self._unnamed}"
+        return f"{self.unnamed}{self._unnamed}"
 
     def _tail(self, text: str, ids: Sequence[int], node: _Node) -> list[int]:
         """Return the token ids of what stands in a prompt's text behind a node's: those of the client where a token
