@@ -285,5 +285,6 @@ def _info(
         own = sampler.decoded([token for token, turn in zip(ids, turns, strict=True) if turn == place.turn])
         kept = messages[: places[place.turn]] if place.turn < len(places) else []
         info["messages"] = [*kept, {"role": "assistant", "content": own}]
+        info |= {"asked": before["asked"]} if "asked" in before else {}
         info |= said_facts(info["messages"], [*said, own])
     return info

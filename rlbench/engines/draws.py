@@ -51,12 +51,17 @@ def tools_named(told: set[str], env: Any, names_tools: bool) -> dict[str, Any]:
     if not isinstance(env, ToolEnv):
         return {}
     if names_tools:
-        return {"tools": env.schemas()}
+        return {} if env.by_prompt else {"tools": env.schemas()}
     if "tools" not in told:
         told.add("tools")
         said = "the model's chat template names no tools: the model knows of them by what the prompts say"
         warnings.warn(f"{env!r}: {said}", stacklevel=user_stacklevel())
     return {}
+
+
+def tools_by_prompt(env: Any, asked: Sequence[Prompt], names_tools: bool) -> tuple[list[dict[str, Any]], ...]:
+    """Return each prompt's tools, where those of an environment differ by prompt; else none."""
+    return tuple(map(env.schemas_of, asked)) if names_tools and isinstance(env, ToolEnv) and env.by_prompt else ()
 
 
 def tell_reshaped(told: set[str], sampling: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from rlbench.dispatch.chain import Chain, Waiting
 from rlbench.dispatch.link import Link
 from rlbench.dispatch.pending import Pending
 from rlbench.engines.base import Engine, Start, cores, executor_of, replicas_for
-from rlbench.engines.draws import sample_count, tell_prompts, tell_reshaped, tools_named, whole
+from rlbench.engines.draws import sample_count, tell_prompts, tell_reshaped, tools_by_prompt, tools_named, whole
 from rlbench.engines.lending import drawn_under
 from rlbench.engines.moved import Moved
 from rlbench.engines.paths import check_model_path, model_name
@@ -30,6 +30,7 @@ from rlbench.engines.placement import Device, addresses, device_count, thread_en
 from rlbench.engines.turns import failed_in_env, split_options, tell_env_errors
 from rlbench.engines.under import names_under, whose
 from rlbench.envs.hook import Hook, from_hook
+from rlbench.envs.tools import ToolEnv
 from rlbench.errors import DataError, SessionError, Stopped
 from rlbench.results import Done
 from rlbench.runtime import cluster
@@ -227,8 +228,13 @@ class InferenceEngine(Engine):
         if chat and not chats:
             raise DataError(f"{', '.join(chat)} would have no effect: no prompt is a chat (messages)")
         turns, rest = split_options(env, rest)
+        if isinstance(env, ToolEnv):
+            env.check_prompts(asked)
+        tools: tuple[list[dict[str, Any]], ...] = ()
         if chats and "tools" not in chat:
-            chat |= tools_named(self._told, env, bool(self._info.get("names_tools")))
+            names_tools = bool(self._info.get("names_tools"))
+            tools = tools_by_prompt(env, asked, names_tools)
+            chat |= tools_named(self._told, env, names_tools)
         if number != 0:
             tell_reshaped(self._told, rest)
         drawn = whose(self, under)
@@ -250,6 +256,7 @@ class InferenceEngine(Engine):
             env=turns,
             adapter=drawn.adapter,
             chat=chat,
+            tools=tools,
             images=tuple(p.images for p in asked) if any(p.images for p in asked) else (),
             told=told,
         )

@@ -11,7 +11,7 @@ from rlbench.data.prompts.images import EncodedImage
 from rlbench.data.prompts.lengths import chat_ids, continues
 from rlbench.data.prompts.placing import placed
 from rlbench.data.prompts.prompt import Prompt, is_chat, is_token_ids, message_text
-from rlbench.envs.protocol import Message, Observation
+from rlbench.envs.protocol import Appended, Message, Observation
 from rlbench.errors import DataError
 
 PLACEHOLDERS = ("yes", "no")  # no letter in common at either end, so what is common is not theirs
@@ -19,21 +19,54 @@ PLACEHOLDERS = ("yes", "no")  # no letter in common at either end, so what is co
 
 class Observed(NamedTuple):
     """What an environment said: `ids` go behind the others, with one placeholder for each of `images`; `messages` are
-    the same to read. `whole`: the ids are a whole chat, and begin with one placeholder for each image of the prompt."""
+    the same to read. `whole`: the ids are a whole chat, and begin with one placeholder for each image of the prompt.
+    `asked`: the prompt's last message, where it goes on."""
 
     ids: list[int]
     messages: list[Message]
     images: tuple[EncodedImage, ...] = ()
     whole: bool = False
+    asked: Message | None = None
 
 
-def opened(tokenizer: Any, prompt: Prompt, ids: list[int], observation: Observation, role: str | None) -> Observed:
+def opened(
+    tokenizer: Any, prompt: Prompt, ids: list[int], observation: Observation | Appended, role: str | None
+) -> Observed:
     """Return the first request's token ids, those of the prompt first, and the messages that `reset` put behind it."""
+    if isinstance(observation, Appended):
+        return _gone_on(tokenizer, prompt, ids, observation.content)
     messages, images = _as_messages(tokenizer, observation, role)
     inside = observation is None or is_token_ids(observation) or (isinstance(observation, str) and role is None)
     if is_chat(prompt.content) and not inside:
         return Observed(_asked(tokenizer, [*prompt.content, *messages]), messages, images, whole=True)
     return Observed([*ids, *_ids_of(tokenizer, observation)], messages)
+
+
+def _gone_on(tokenizer: Any, prompt: Prompt, ids: list[int], more: Any) -> Observed:
+    """Return a chat whose last message goes on with a text or parts; a text with more behind it."""
+    if not isinstance(more, str) and not (isinstance(more, list) and all(map(_is_part, more))):
+        raise DataError(
+            f"what goes on in the prompt is {type(more).__name__} {more!r:.60}: wanted a text, or parts of a message "
+            "([{'type': 'text', 'text': …}, …])"
+        )
+    if not is_chat(prompt.content):
+        return Observed([*ids, *_ids_of(tokenizer, more)], [{"role": "user", "content": more}])
+    last = prompt.content[-1]
+    (added,), images = placed([{**last, "content": more}])
+    asked = {**last, "content": _joined(last.get("content") or "", added["content"])}
+    return Observed(_asked(tokenizer, [*prompt.content[:-1], asked]), [], images, whole=True, asked=asked)
+
+
+def _joined(content: Any, more: Any) -> Any:
+    """Return two contents of a message as one: a text where both are."""
+    if isinstance(content, str) and isinstance(more, str):
+        return content + more
+    texts = [[{"type": "text", "text": one}] if isinstance(one, str) else list(one) for one in (content, more) if one]
+    return [part for parts in texts for part in parts]
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, dict) and "type" in value and "role" not in value
 
 
 def bridged(
@@ -71,10 +104,10 @@ def _as_messages(
     if isinstance(observation, str):
         return [{"role": role or "user", "content": observation}], ()
     parts = [part for part in observation if isinstance(part, dict)] if isinstance(observation, list | tuple) else []
-    if len(parts) == len(observation):
+    if isinstance(observation, list | tuple) and len(parts) == len(observation):
         if all("role" in part for part in parts):
             return placed(list(map(dict, parts)))
-        if all("type" in part and "role" not in part for part in parts):
+        if all(map(_is_part, parts)):
             return placed([{"role": role or "user", "content": parts}])
     raise DataError(
         f"the observation is {type(observation).__name__} {observation!r:.60}: wanted a text, messages "

@@ -15,7 +15,7 @@ from rlbench.data.prompts.placing import without_images
 from rlbench.data.prompts.prompt import Prompt, is_chat
 from rlbench.data.rollouts.turns import said_facts
 from rlbench.envs.bridge import bridged, check_role, opened
-from rlbench.envs.protocol import Message, Observation, Step, Turn
+from rlbench.envs.protocol import Appended, Env, Message, Observation, Step, Turn
 from rlbench.envs.thoughts import StrippedChat, check_messages, check_strippable
 from rlbench.errors import DataError
 from rlbench.traces import user_line
@@ -50,7 +50,7 @@ class Episode:
     """A sample under way; `tokens` to `turns` are flat over the response, of sampled tokens and observed ones (0.0).
     `contexts`: where among the tokens the conversation was written anew, and what follows is sampled behind that alone.
     `pictures`: None of an engine that takes no images; `images`: those observed, counted from the first request's first
-    token."""
+    token; `asked`: the last message of a chat, where `reset` went on in it."""
 
     prompt: Prompt
     prompt_ids: list[int]
@@ -73,8 +73,10 @@ class Episode:
     notes: dict[str, Any] = field(default_factory=dict)
     images: list[PlacedImage] = field(default_factory=list)
     contexts: list[int] = field(default_factory=list)
+    asked: Message | None = None
     number: int = 0
     finish: str = ""
+    _paid: bool = False
     _start: int = 0
     _said: bool = False
     _chat: list[Message] | None = None
@@ -102,10 +104,10 @@ class Episode:
         """Tokens that may still be sampled."""
         return self._room(len(self.context), 0)
 
-    def opened(self, observation: Observation) -> bool:
+    def opened(self, observation: Observation | Appended) -> bool:
         """Take what `reset` gave; False where it leaves no room to sample, which ends the sample."""
         self.opening = self.prompt_ids
-        opening, said, images, whole = opened(
+        opening, said, images, whole, asked = opened(
             self.tokenizer, self.prompt, self.prompt_ids, observation, _role(self.env)
         )
         shown: list[PlacedImage] = []
@@ -116,10 +118,11 @@ class Episode:
         self.opening = opening
         self.images += shown
         self.messages += said
+        self.asked = asked
         if is_chat(self.prompt.content):
-            self._chat = [*self.prompt.content, *said]
+            self._chat = [*self._before, *said]
         if self.limits.thoughts == "strip":
-            check_messages(observation)
+            check_messages(None if isinstance(observation, Appended) else observation)
             check_strippable(self._chat, _role(self.env), bool(images or self.prompt.images))
             self._stripped = StrippedChat(self.tokenizer, list(self._chat or ()))
         return True
@@ -144,8 +147,8 @@ class Episode:
     def turn(self, finish: str) -> Turn:
         """Close the turn that was sampled: what the environment is asked."""
         ids, text = self._say()
-        before, last = self.prompt.content, self.number + 1 >= self.limits.turns
-        messages = [*(before if is_chat(before) else ()), *self.messages]
+        last = self.number + 1 >= self.limits.turns
+        messages = [*self._before, *self.messages]
         return Turn(self.number, text, ids, finish, last, self.prompt, messages, self.context)
 
     def stepped(self, step: Any, finish: str, ended: bool) -> bool:
@@ -162,7 +165,7 @@ class Episode:
             if step.observation is not None:
                 self.notes["last_observation"] = plain(without_images(step.observation))
             return False
-        ids, said, images, _ = bridged(
+        ids, said, images, *_ = bridged(
             self.tokenizer, self._chat, step.observation, _role(self.env), ended, self.tokens[-1]
         )
         shown: list[PlacedImage] = []
@@ -181,6 +184,21 @@ class Episode:
         self.messages += said
         self._start, self._said = len(self.tokens), False
         return True
+
+    @property
+    def owes_reward(self) -> bool:
+        """Whether the environment is still to be asked for its `end_reward`."""
+        own = getattr(type(self.env), "end_reward", Env.end_reward) is not Env.end_reward
+        return own and bool(self.rewards) and self.finish != "abort" and not self._paid
+
+    def paid(self, reward: Any) -> None:
+        """Take what the environment's `end_reward` gave."""
+        self._paid = True
+        if not _is_finite(reward):
+            raise DataError(f"end_reward() gave {reward!r:.60}: wanted a finite number, or None for none")
+        if reward is not None:
+            said = self.rewards[-1]
+            self.rewards[-1] = float(reward) + (0.0 if math.isnan(said) else said)
 
     def failed(self, where: str, error: BaseException) -> None:
         """Note an error in the environment's code; but for one of `close` it ends the sample."""
@@ -203,9 +221,18 @@ class Episode:
     def info(self) -> dict[str, Any]:
         """What `rollouts.infos` holds of the sample, as JSON types."""
         facts = {"turns": len(self.turn_rewards), "messages": plain(self.messages), "steps": self.steps, **self.notes}
+        facts |= {} if self.asked is None else {"asked": plain(self.asked)}
         facts |= said_facts(facts["messages"], self.said)
         facts |= {"contexts": list(self.contexts)} if self.contexts else {}
         return facts | ({"errors": self.errors} if self.errors else {})
+
+    @property
+    def _before(self) -> list[Message]:
+        """The messages of a chat prompt, as the policy was asked with them."""
+        content = self.prompt.content
+        if not is_chat(content):
+            return []
+        return list(content) if self.asked is None else [*content[:-1], self.asked]
 
     @property
     def _seeing(self) -> Pictures:
@@ -285,10 +312,14 @@ def _checked(step: Any) -> Step:
         )
     if not isinstance(step.info, Mapping):
         raise DataError(f"step()'s info is {type(step.info).__name__}: wanted a dict")
-    try:
-        finite = step.reward is None or math.isfinite(step.reward)
-    except (TypeError, ValueError):
-        finite = False
-    if not finite:
+    if not _is_finite(step.reward):
         raise DataError(f"step() gave the reward {step.reward!r:.60}: wanted a finite number, or None for none")
     return step
+
+
+def _is_finite(reward: Any) -> bool:
+    """Whether it is a number, or None."""
+    try:
+        return reward is None or math.isfinite(reward)
+    except (TypeError, ValueError):
+        return False

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import concurrent.futures
-import functools
 import inspect
 import keyword
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,13 +14,13 @@ from typing import Any
 from rlbench.data.base.drawing import needed
 from rlbench.data.prompts.images import EncodedImage
 from rlbench.data.prompts.prompt import Prompt
+from rlbench.envs.loop import process_loop
 from rlbench.envs.protocol import Turn
 from rlbench.envs.tools import Parser, ToolEnv, find_calls
 from rlbench.errors import DataError
 
 Server = str | tuple[str, ...]
 CLOSE_S = 10.0
-_starting = threading.Lock()
 
 
 def mcp(
@@ -142,7 +140,7 @@ class _Session:
         self._server, self._timeout_s = server, timeout_s
         self._opened: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self._over = asyncio.Event()
-        self._task = asyncio.run_coroutine_threadsafe(self._serve(), _loop())
+        self._task = asyncio.run_coroutine_threadsafe(self._serve(), process_loop())
         try:
             self._client = self._opened.result(timeout_s)
         except concurrent.futures.TimeoutError:
@@ -175,12 +173,12 @@ class _Session:
                 found += page.tools
             return found
 
-        return asyncio.run_coroutine_threadsafe(pages(), _loop()).result()
+        return asyncio.run_coroutine_threadsafe(pages(), process_loop()).result()
 
     def called(self, name: str, arguments: Mapping[str, Any], images: bool) -> list[Any]:
         """Call a tool; return its texts, and its images where asked for. What it says of an error the policy reads."""
         calling = self._client.call_tool(name, dict(arguments))
-        result = asyncio.run_coroutine_threadsafe(calling, _loop()).result()
+        result = asyncio.run_coroutine_threadsafe(calling, process_loop()).result()
         parts = [
             EncodedImage.from_any(base64.b64decode(part.data), f"the image that {name} gave")
             if images and part.type == "image"
@@ -192,21 +190,8 @@ class _Session:
         return ["error: " + "\n".join(map(str, parts))] if result.is_error else parts
 
     def close(self) -> None:
-        _loop().call_soon_threadsafe(self._over.set)
+        process_loop().call_soon_threadsafe(self._over.set)
         self._task.result(CLOSE_S)
-
-
-def _loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop that this process's sessions live on; samples ask for it at the same time."""
-    with _starting:
-        return _started()
-
-
-@functools.cache
-def _started() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True, name="mcp").start()
-    return loop
 
 
 def _shown(server: Server) -> str:

@@ -65,18 +65,32 @@ class Step:
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Appended:
+    """What `reset` may return in the place of a message: a text, or parts as in `Step`, that go on in the last message
+    of a chat, or right behind a text."""
+
+    content: str | list[dict[str, Any]]
+
+
 class Env:
     """Base of environments; anything with a `step` will do."""
 
     role: str | None = "user"  # of the messages that texts become in a chat; None: they stand inside the assistant's
 
     def reset(self, prompt: Prompt) -> Any:
-        """Begin a sample. What it returns, an observation as in `Step`, is put behind the prompt."""
+        """Begin a sample. What it returns, an observation as in `Step`, is put behind the prompt; an `Appended` goes on
+        in it."""
         return None
 
     def step(self, turn: Turn) -> Any:
         """Answer a turn with a `Step`, or with an awaitable of one."""
         raise NotImplementedError(f"{type(self).__name__} defines no step(turn)")
+
+    def end_reward(self) -> Any:
+        """Called once when the sample is over, unless an error or a stop ended it; return a number, which is added to
+        the reward of the last turn, or None."""
+        return None
 
     def close(self) -> Any:
         """Called once when the sample is over, however it ended."""

@@ -9,13 +9,14 @@ import ast
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from rlbench.data.prompts.chat import schema_of
 from rlbench.data.prompts.images import is_image
 from rlbench.data.prompts.placing import without_images
+from rlbench.data.prompts.prompt import Prompt
 from rlbench.envs.episode import error_facts
 from rlbench.envs.protocol import Env, Step, Turn, resolved
 from rlbench.envs.thoughts import without_thoughts
@@ -99,17 +100,30 @@ class ToolEnv(Env):
     reward: Callable[[Turn], float | None] | None
     role: str | None
     in_thoughts: bool = False
+    told_by_name: ClassVar[bool] = False  # each result is a message with the tool's name, also where it is one text
 
     def schemas(self) -> list[dict[str, Any]]:
         """Return the functions in OpenAI's form, as a chat template names them to the model."""
         return [schema_of(name, fn) for name, fn in self.functions.items()]
+
+    @property
+    def by_prompt(self) -> bool:
+        """Whether prompts differ in the tools that they name."""
+        return False
+
+    def schemas_of(self, prompt: Prompt) -> list[dict[str, Any]]:
+        """Return the tools that a prompt names."""
+        return self.schemas()
+
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Refuse prompts that no sample can begin with, before any does."""
 
     def __repr__(self) -> str:
         return f"tools({', '.join(self.functions)})"
 
     def step(self, turn: Turn) -> Step:
         """Execute the turn's calls; none, or no turn left to read a result in: the sample is over."""
-        calls = list(self.parser(turn.text if self.in_thoughts else without_thoughts(turn.text)))
+        calls = self.calls(turn)
         executed = [(call, *self._executed(call)) for call in calls[:MOST_CALLS]]
         reward = self.reward(turn) if self.reward is not None and (turn.last or not calls) else None
         if not calls:
@@ -120,7 +134,7 @@ class ToolEnv(Env):
                 "a tool gave an image, which cannot stand inside the assistant's message: tools(…, role='tool')"
             )
         if len(calls) > MOST_CALLS:
-            results.append(f"error: {len(calls)} calls in one turn; only the first {MOST_CALLS} were executed")
+            results.append(self.refusal(f"{len(calls)} calls in one turn; only the first {MOST_CALLS} were executed"))
         info: dict[str, Any] = {
             "tool_calls": [
                 {"name": call.name, "arguments": call.arguments, "result": without_images(result)}
@@ -130,30 +144,55 @@ class ToolEnv(Env):
         if errors := [error for _, _, error in executed if error is not None]:
             info["errors"] = errors
         texts = [result for result in results if isinstance(result, str)]
-        if self.role is None or len(texts) == len(results) == 1:
+        if self.role is None or (len(texts) == len(results) == 1 and not self.told_by_name):
             return Step("\n".join(texts), reward, info=info)
-        return Step([{"role": self.role, "content": result} for result in results], reward, info=info)
+        names = [call.name for call, *_ in executed]
+        return Step(list(map(self._message, results, [*names, ""])), reward, info=info)
+
+    def calls(self, turn: Turn) -> list[ToolCall]:
+        """Return the calls in what the policy said."""
+        return list(self.parser(turn.text if self.in_thoughts else without_thoughts(turn.text)))
+
+    def result(self, value: Any) -> Any:
+        """Return what a tool returned, or what that gives where it can be awaited."""
+        return resolved(value)
+
+    def content(self, value: Any) -> Content:
+        """Return a result as the policy reads it."""
+        return as_content(value)
+
+    def refusal(self, said: str) -> str:
+        """Return what is wrong with a call as the policy reads it."""
+        return f"error: {said}"
+
+    def failure(self, error: Exception, name: str) -> tuple[str, dict[str, Any] | None]:
+        """Return what a tool raised as the policy reads it, and as the user does."""
+        return self.refusal(f"{type(error).__name__}: {error}"), error_facts(error, f"tool {name}")
+
+    def _message(self, result: Content, name: str) -> dict[str, Any]:
+        return {"role": self.role, "content": result} | ({"name": name} if name and self.told_by_name else {})
 
     def _executed(self, call: ToolCall) -> tuple[Content, dict[str, Any] | None]:
         """Return what the policy reads, and the error where the tool itself raised one."""
         fn = self.functions.get(call.name)
         if fn is None and call.name:
             known = ", ".join(self.functions)
-            return f"error: no tool {call.name!r}{nearest(call.name, self.functions)}; there are: {known}", None
+            return self.refusal(f"no tool {call.name!r}{nearest(call.name, self.functions)}; there are: {known}"), None
         if call.problem or fn is None:
-            return f"error: {call.problem or 'a call without a name'}", None
+            return self.refusal(call.problem or "a call without a name"), None
         try:
             args, kwargs = _bound(fn, call.arguments)
         except (TypeError, ValueError, SyntaxError) as wrong:
-            return f"error: {call.name}: {wrong}", None
+            return self.refusal(f"{call.name}: {wrong}"), None
         try:
             with user_code():
-                value = resolved(fn(*args, **kwargs))
+                value = self.result(fn(*args, **kwargs))
         except ToolUnavailable:
             raise
         except Exception as error:  # the tool's own: for the policy to read, and for the user to see
-            return f"error: {type(error).__name__}: {error}"[:LONGEST_RESULT], error_facts(error, f"tool {call.name}")
-        return _as_content(value), None
+            said, facts = self.failure(error, call.name)
+            return said[:LONGEST_RESULT], facts
+        return self.content(value), None
 
 
 def _json_call(text: str) -> ToolCall:
@@ -202,7 +241,7 @@ def _literals(text: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return args, kwargs
 
 
-def _as_content(value: Any) -> Content:
+def as_content(value: Any) -> Content:
     """Return a result as a message's content: parts where it is an image or a list that holds one, else a text."""
     listed = list(value) if isinstance(value, list | tuple) else [value]
     if not any(map(is_image, listed)):
@@ -212,10 +251,15 @@ def _as_content(value: Any) -> Content:
     ]
 
 
+def shortened(text: str) -> str:
+    """Return a text, its end cut and counted where it is very long."""
+    cut = len(text) - LONGEST_RESULT
+    return text if cut <= 0 else f"{text[:LONGEST_RESULT]}… ({cut} more characters were cut)"
+
+
 def _as_text(value: Any) -> str:
     try:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
         text = str(value)
-    cut = len(text) - LONGEST_RESULT
-    return text if cut <= 0 else f"{text[:LONGEST_RESULT]}… ({cut} more characters were cut)"
+    return shortened(text)

@@ -8,16 +8,16 @@ verl: compute_score(data_source, solution_str, ground_truth, extra_info=None) ->
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlbench.data.base.ordered import in_order
+from rlbench.data.prompts.columns import IMAGES, LABELS, parameters_of, taken
 from rlbench.data.prompts.prompt import is_chat
-from rlbench.data.rollouts.turns import said_messages
-from rlbench.errors import DataError, some
+from rlbench.data.rollouts.turns import asked_messages, said_messages
+from rlbench.errors import DataError
 from rlbench.user_code import name_of
 
 if TYPE_CHECKING:
@@ -25,18 +25,8 @@ if TYPE_CHECKING:
 
 TRL, VERL = "completions", frozenset({"solution_str", "ground_truth"})
 """A parameter that only functions of the one have, and those that only functions of the other have."""
-IMAGES = frozenset({"images", "image"})
-"""Parameters of TRL's that get a prompt's images, decoded by Pillow."""
-LABELS = ("label", "labels", "answer", "solution", "ground_truth", "target")
-"""Parameters that stand for the prompt's label, where its row kept no column of that name."""
-
-
-def parameters_of(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return a function's parameters by name; none of one that does not say."""
-    try:
-        return inspect.signature(fn).parameters
-    except (TypeError, ValueError):
-        return {}
+ENVIRONMENTS = "environments"
+"""A parameter of TRL's functions that nobody has here but the replicas."""
 
 
 def adapted(fn: Any, is_async: bool) -> Any:
@@ -44,6 +34,11 @@ def adapted(fn: Any, is_async: bool) -> Any:
     if not callable(fn) or isinstance(fn, _Elsewhere):
         return fn
     names = parameters_of(fn).keys()
+    if ENVIRONMENTS in names:
+        raise DataError(
+            f"{name_of(fn)} takes {ENVIRONMENTS}, TRL's instances, which live on the replicas and end with their "
+            f"samples: give it where they are, env=rb.envs.from_trl(…, reward={name_of(fn)}), and no reward here"
+        )
     if TRL in names:
         return _AsyncTrl(fn) if is_async else _Trl(fn)
     if names >= VERL:
@@ -89,7 +84,7 @@ class _Trl(_Elsewhere):
             decoded = {image: image.pil() for rollout in given for image in rollout.images}
             known["images"] = [[decoded[image] for image in rollout.images] for rollout in given]
             known["image"] = [own[0] if own else None for own in known["images"]]
-        return _taken(self, known, {*columns, "completion_ids", "label"})
+        return taken(self.fn, self.__name__, known, {*columns, "completion_ids", "label"})
 
     def result(self, value: Any, rollouts: Any) -> Any:
         """Return a list as it is, of one rollout its number."""
@@ -108,7 +103,7 @@ class _Verl(_Elsewhere):
             "ground_truth": dict(meta.get("reward_model") or {}).get("ground_truth", rollouts.label),
             "extra_info": meta.get("extra_info"),
         }
-        return _taken(self, known, set())
+        return taken(self.fn, self.__name__, known, set())
 
     def result(self, value: Any, rollouts: Any) -> Any:
         """Turn a mapping's "score" into its reward; of the rest numbers stay, as components."""
@@ -138,7 +133,7 @@ def _asked(rollout: Rollout) -> Any:
     if not is_chat(rollout.prompt):
         return rollout.prompt
     said = said_messages(rollout.info, rollout.transcript)
-    return [*rollout.prompt, *said[: _opening(said)]]
+    return [*asked_messages(rollout.source, rollout.info), *said[: _opening(said)]]
 
 
 def _opening(said: list[dict[str, Any]]) -> int:
@@ -151,23 +146,3 @@ def _completion(rollout: Rollout) -> Any:
         return rollout.text
     said = said_messages(rollout.info, rollout.transcript)
     return said[_opening(said) :]
-
-
-def _taken(reward: _Elsewhere, known: Mapping[str, Any], others: set[str]) -> dict[str, Any]:
-    """Choose by the function's own parameters; `others`: what it also gets by **kwargs. DataError where one lacks."""
-    own = parameters_of(reward.fn)
-    taken = {name: known[name] for name in own if name in known}
-    needed = {
-        name
-        for name, parameter in own.items()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-    }
-    if absent := sorted(needed - taken.keys()):
-        raise DataError(
-            f"{reward.__name__} takes {some(absent)}, and the prompts' rows have no such column; they have "
-            f"{some(sorted(known), 12) or 'none'}: rb.data.load(…, meta=[…]) keeps more, or give it a default"
-        )
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in own.values()):
-        taken |= {name: known[name] for name in sorted(others) if name in known}
-    return taken

@@ -147,7 +147,7 @@ def test_a_chat_that_ends_with_the_assistants_words_goes_on_in_them() -> None:
 
 def test_an_environment_answers_behind_an_answer_that_was_begun() -> None:
     tokenizer = build_tokenizer(256)
-    ids, messages, _, _ = bridged(tokenizer, BEGUN, "wrong", "user", True, tokenizer.eos_token_id)
+    ids, messages, *_ = bridged(tokenizer, BEGUN, "wrong", "user", True, tokenizer.eos_token_id)
     assert tokenizer.decode(ids) == "<|user|>wrong<|end|><|assistant|>" and messages[0]["content"] == "wrong"
     (prompt,) = as_prompts([BEGUN])
     begun = opened(tokenizer, prompt, encoded([BEGUN], tokenizer)[0], [], "user").ids

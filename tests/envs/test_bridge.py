@@ -29,7 +29,7 @@ def test_a_conversation_continued_is_what_the_template_renders_whole(tokenizer):
     ids, messages = chat(tokenizer, ASK), list(ASK)
     for said, answer in (("12", "no"), ("21", "still no"), ("<tool>f(1)</tool>", "é 💡")):
         sampled = [*tokenizer(said)["input_ids"], tokenizer.eos_token_id]
-        more, told, _, _ = bridged(tokenizer, ASK, answer, "tool", True, sampled[-1])
+        more, told, *_ = bridged(tokenizer, ASK, answer, "tool", True, sampled[-1])
         ids += sampled + more
         messages += [{"role": "assistant", "content": said}, *told]
     assert ids == chat(tokenizer, messages) and told == [{"role": "tool", "content": "é 💡"}]
@@ -93,8 +93,8 @@ def test_what_does_not_fit_is_refused_with_the_mend(tokenizer):
 def test_what_reset_observes_stands_behind_the_prompt(tokenizer):
     ids = chat(tokenizer, ASK)
     asked = Prompt(ASK)
-    assert opened(tokenizer, asked, ids, None, "user") == (ids, [], (), False)
-    more, said, _, _ = opened(tokenizer, asked, ids, "board", "user")
+    assert opened(tokenizer, asked, ids, None, "user") == (ids, [], (), False, None)
+    more, said, *_ = opened(tokenizer, asked, ids, "board", "user")
     assert more == chat(tokenizer, [*ASK, {"role": "user", "content": "board"}]) and len(said) == 1
     text = opened(tokenizer, Prompt("go:"), [103, 111, 58], " x", "user")
     assert tokenizer.decode(text.ids) == "go: x"

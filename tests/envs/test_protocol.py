@@ -89,3 +89,36 @@ def test_turn_rewards_have_an_entry_for_every_turn_with_tokens():
     one.stopped()
     assert len(one.turn_rewards) == 3 and one.info["messages"][-1]["content"] == chr(5)
     assert one.mask == [True, True, False, True, True, False, True] and one.turns == [0, 0, 0, 1, 1, 1, 2]
+
+
+class Paying(Keeping):
+    gives = 2.0
+
+    def end_reward(self):
+        return self.gives
+
+
+@pytest.mark.parametrize(("gives", "said", "wanted"), [(2.0, 0.5, 2.5), (2.0, None, 2.0), (None, 0.5, 0.5)])
+def test_a_reward_at_the_end_is_added_to_that_of_the_last_turn(gives, said, wanted):
+    one = episode()
+    one.env = Paying()
+    assert not one.owes_reward, "no turn yet"
+    one.extend([3], [-0.5])
+    one.turn("stop")
+    assert not one.stepped(Step(reward=said, done=True), "stop", True) and one.owes_reward
+    one.paid(gives)
+    assert one.turn_rewards == [wanted] and not one.owes_reward
+    with pytest.raises(DataError, match=r"end_reward\(\) gave 'x'"):
+        one.paid("x")
+
+
+def test_nothing_is_owed_by_what_has_no_reward_at_the_end_or_was_ended_by_an_error():
+    for env, error in ((Keeping(), None), (Paying(), ValueError("out of order"))):
+        one = episode()
+        one.env = env
+        one.extend([3], [-0.5])
+        one.turn("stop")
+        one.stepped(Step(done=True), "stop", True)
+        if error is not None:
+            one.failed("step", error)
+        assert not one.owes_reward

@@ -13,6 +13,7 @@ from rlbench.errors import DataError, Stopped
 from rlbench.tiny import tasks
 from tests.clock import LIMIT_S, until
 from tests.envs.making import post_generation_hook
+from tests.envs.trl_guess import ASKED, GuessEnv
 
 pytestmark = pytest.mark.engine
 
@@ -77,6 +78,52 @@ def test_a_hook_and_tools_run_on_the_replica(session):
     called = session.rollout(PROMPTS[:1], env=env, max_turns=2, max_tokens=5)
     assert called.infos[0]["steps"][0]["tool_calls"][0]["name"] == "length"
     assert called.infos[0]["messages"][1]["role"] == "tool"
+
+
+def calls_guess(text):
+    return [rb.envs.ToolCall("guess", {"number": len(text) % 10})]
+
+
+ROWS = [{"prompt": ASKED, "secret": secret} for secret in (3, 8)]
+
+
+def test_an_environment_of_trls_runs_as_it_is(session):
+    """Its rows reach `reset`, its methods are called, and its reward is read where the instance is."""
+    env = rb.envs.from_trl(GuessEnv, reward=lambda env: env.reward - len(env.guesses), parser=calls_guess)
+    rollouts = session.rollout(ROWS, n=3, env=env, max_turns=4, max_tokens=9)
+    assert rollouts.samples == 6 and not rollouts.env_errors
+    for i, info in enumerate(rollouts.infos):
+        assert info["asked"] == {"role": "user", "content": "Guess. It is below 10."}
+        said = [message for message in info["messages"] if message["role"] == "tool"]
+        assert {message["name"] for message in said} == {"guess"}
+        right = [message["content"] for message in said].count("right")
+        counted = sum(message["content"].startswith(("too", "right")) for message in said)
+        assert rollouts.rewards[i] == pytest.approx(-counted + right / counted)
+    assert not rollouts.mask.all() and len(rollouts.batch(advantage=rb.rl.group_normalized())) == 6
+    tree = rollouts.fork(0, at=2, n=2, max_tokens=4)
+    assert [info["asked"] for info in tree.infos if "fork" in info] == [rollouts.infos[0]["asked"]] * 2
+    assert float(session.evaluate(ROWS, env=env, max_turns=2, max_tokens=4)) <= 0
+    assert session.rollout(ROWS, env=env, max_turns=9, max_tokens=4, max_total_tokens=60).env_rewards.max() < 0
+    with pytest.raises(DataError, match=r"prompt 0: GuessEnv.reset takes secret"):
+        session.rollout([ASKED], env=env, max_tokens=4)
+
+
+def test_tools_are_named_to_templates_that_read_them_those_of_several_environments_by_prompt(session, monkeypatch):
+    jobs = []
+
+    def seen(verb, job, **options):
+        jobs.append(job)
+        raise Stopped("seen")
+
+    monkeypatch.setattr(session.inference, "_info", session.inference._info | {"names_tools": True})
+    monkeypatch.setattr(session.inference, "call_all", seen)
+    one, several = rb.envs.from_trl(GuessEnv), rb.envs.from_trl({"a": GuessEnv, "b": GuessEnv})
+    rows = [row | {"environment": name} for row, name in zip(ROWS, "ab", strict=True)]
+    for env in (one, several):
+        with pytest.raises(Stopped, match="seen"):
+            session.inference.submit_generate(rows, {"max_tokens": 4}, env=env, progress=False)
+    assert jobs[0].chat == {"tools": one.schemas()} and not jobs[0].tools
+    assert not jobs[1].chat and [len(tools) for tools in jobs[1].tools] == [2, 2]
 
 
 class Faulty(Env):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from rlbench.data import Prompt, Ragged
 from rlbench.data.rollouts.jobs import GenerateJob
-from rlbench.envs import Env, Step
+from rlbench.engines.draws import tools_by_prompt
+from rlbench.envs import Env, Step, from_trl
 from tests.clock import LIMIT_S, until
 
 from .tiny_checkpoint import hf_logprobs
@@ -130,6 +132,55 @@ def test_what_reset_observes_stands_before_the_first_turn_untrained(turn_replica
         assert texts == {f"{head}{said}<|im_end|>\n<|im_start|>assistant\n" for said in Opening.said}
     else:
         assert texts == {"start:one", "start:two and more"}
+
+
+class AtTheEnd(Echo):
+    def end_reward(self):
+        if self.said == "fail":
+            raise ValueError("no reward")
+        return 10.0
+
+
+def test_a_reward_at_the_end_is_asked_for_however_the_sample_ended(draw):
+    whole = draw(job([CHAT], AtTheEnd("x"), max_turns=2, **UNCUT))
+    assert whole.arrays.turn_rewards == [[0.0, 11.0]]
+    cut = draw(job([CHAT], AtTheEnd("x" * 30), total=20, **UNCUT))
+    assert cut.finish() == "length" and "no_room" in cut.info() and cut.arrays.turn_rewards == [[10.0]]
+    failed = draw(job([CHAT], AtTheEnd("fail"), max_turns=1, **UNCUT))
+    (error,) = failed.info()["errors"]
+    assert failed.finish() == "abort" and error["where"] == "end_reward" and error["ended"]
+
+
+class DoorEnv:
+    """Environments as TRL has them."""
+
+    def reset(self, **columns):
+        return f"It is {columns['colour']}."
+
+    def open(self) -> str:
+        """Open."""
+        return "open"
+
+
+class RoomEnv:
+    def reset(self, **columns): ...
+
+    def wait(self) -> str:
+        """Wait."""
+        return "waited"
+
+
+def test_each_prompt_names_the_tools_of_the_environment_it_meets(turn_replica, draw):
+    """The template sees their tools, and what `reset` returned in the prompt's last message."""
+    env = from_trl({"door": DoorEnv, "room": RoomEnv})
+    prompts = [Prompt(CHAT, meta={"colour": "red", "environment": name}) for name in ("door", "room", "door")]
+    asked = replace(job([CHAT] * 3, env, max_turns=1, max_tokens=4), asked=tuple(prompts))
+    found = draw(replace(asked, tools=tools_by_prompt(env, prompts, True)))
+    for index, (name, said) in enumerate([("open", "It is red."), ("wait", ""), ("open", "It is red.")]):
+        system, user = turn_replica._tokenizer.decode(found.arrays.prompt_token_ids[index]).split("<|im_end|>\n", 1)
+        tools = json.loads(system.removeprefix("<|im_start|>system\n"))
+        assert [tool["function"]["name"] for tool in tools] == [name]
+        assert user == f"<|im_start|>user\nhi{said}<|im_end|>\n<|im_start|>assistant\n"
 
 
 TURNS: dict[int, int] = {}

@@ -37,7 +37,8 @@ class GenerateJob:
     `shared`: several replicas serve this job and claim prompts as they have room. `number` of the rollout and `asked`,
     its prompts with labels: kept with the result for a kernel that comes back, 0 and empty where none will ask again.
     `env`: what each sample meets turn by turn, `asked` then always given. `adapter`: number of the one that samples, 0
-    for the base alone; None: what was synced last. `chat`: what the chat template is called with besides messages.
+    for the base alone; None: what was synced last. `chat`: what the chat template is called with besides messages;
+    `tools`: of each prompt, where prompts differ in the tools they name, else empty.
     `images`: of each prompt, empty where none has any. `told`: whether the progress has the texts
     so far, without `env`.
     """
@@ -52,6 +53,7 @@ class GenerateJob:
     env: EnvJob | None = None
     adapter: int | None = None
     chat: dict[str, Any] = field(default_factory=dict)
+    tools: tuple[list[dict[str, Any]], ...] = ()
     images: tuple[tuple[EncodedImage, ...], ...] = ()
     told: bool = False
 

@@ -6,6 +6,7 @@ had none), `env_rewards` ((N,) float64, their sum, NaN where there was none) and
 
     {"turns": 2,
      "messages": [{"role": "assistant", "content": "…"}, {"role": "tool", "content": "…"}, …],   # behind the prompt
+     "asked": {"role": "user", …},       # the prompt's last message, only where `reset` went on in it
      "said": ["…", …],                   # what the policy said in each turn, only where the messages do not tell it
      "steps": [{…}, {…}],                # what each `Step` said in its info
      "contexts": [42, 97],               # only where the conversation was written anew: see `rollouts.contexts`
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EnvError:
-    """An error in an environment's code: of which sample and turn, where (`"reset"`, `"step"`, `"close"`,
-    `"tool NAME"`), and on which line. `ended`: it ended the sample, which has the finish reason `"abort"`.
+    """An error in an environment's code: of which sample and turn, where (`"reset"`, `"step"`, `"end_reward"`,
+    `"close"`, `"tool NAME"`), and on which line. `ended`: it ended the sample, which has the finish reason `"abort"`.
     """
 
     sample: int
@@ -95,17 +96,18 @@ def places_said(info: Mapping[str, Any]) -> list[int]:
     return places
 
 
-def asked_messages(prompt: Prompt) -> list[dict[str, Any]]:
-    """A prompt as messages: a chat's own, a text as the user's; of token ids one without content."""
+def asked_messages(prompt: Prompt, info: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A prompt as messages: a chat's own, the last as an environment left it; a text as the user's; of token ids one
+    without content."""
     if is_chat(prompt.content):
-        return list(prompt.content)
+        return [*prompt.content[:-1], dict(info.get("asked", prompt.content[-1]))]
     return [{"role": "user", "content": prompt.content if isinstance(prompt.content, str) else None}]
 
 
 def conversation(prompt: Prompt, info: Mapping[str, Any], transcript: str) -> list[dict[str, Any]]:
     """A prompt's messages and those behind it; an answer goes on in the prompt's last where that is its beginning."""
     first, *rest = said_messages(info, transcript)
-    asked = asked_messages(prompt)
+    asked = asked_messages(prompt, info)
     return [*(answered(asked, first) if _is_assistant(first) else [*asked, first]), *rest]
 
 

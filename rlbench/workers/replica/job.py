@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rlbench.data.base.routing import UNKNOWN, routing_rows
-from rlbench.data.prompts.chat import reads
+from rlbench.data.prompts.chat import Templated, reads
 from rlbench.data.prompts.lengths import begin_text, encoded
 from rlbench.data.prompts.sampling import NEUTRAL
 from rlbench.data.rollouts.jobs import FINISH_REASONS, GeneratedArrays, GenerateJob
@@ -73,12 +73,34 @@ def told_of(tokenizer: Any) -> dict[str, Any]:
     return {"begins": begin_text(tokenizer), "names_tools": reads(tokenizer, "tools", tools=[])}
 
 
+def encode_job(
+    job: GenerateJob, tokenizer: Any, max_model_len: int, vocab_size: int
+) -> tuple[list[list[int]], list[Any]]:
+    """Return the token ids of every prompt, as `encode_prompts` does, and by prompt the tokenizer that writes its
+    chat."""
+    if not job.tools:
+        shared = Templated(tokenizer, job.chat) if job.chat else tokenizer
+        return encode_prompts(job.prompts, shared, max_model_len, vocab_size), [shared] * len(job.prompts)
+    by_tools = {id(tools): Templated(tokenizer, {**job.chat, "tools": tools}) for tools in job.tools}
+    tokenizers = [by_tools[id(tools)] for tools in job.tools]
+    rows = [
+        encoded([prompt], one, f"prompt {index}".format)[0]
+        for index, (prompt, one) in enumerate(zip(job.prompts, tokenizers, strict=True))
+    ]
+    _check_rows(rows, max_model_len, vocab_size)
+    return rows, tokenizers
+
+
 def encode_prompts(prompts: Sequence[Any], tokenizer: Any, max_model_len: int, vocab_size: int) -> list[list[int]]:
     """Return the token ids of every prompt; refuse one that is empty, too long or outside the vocabulary."""
     rows = encoded(prompts, tokenizer)
+    _check_rows(rows, max_model_len, vocab_size)
+    return rows
+
+
+def _check_rows(rows: Sequence[Sequence[int]], max_model_len: int, vocab_size: int) -> None:
     for index, ids in enumerate(rows):
         check_token_ids(ids, f"prompt {index}", max_model_len - 1, max_model_len, vocab_size)
-    return rows
 
 
 def check_token_ids(ids: Sequence[int], what: str, limit: int, max_model_len: int, vocab_size: int) -> None:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlbench.data.prompts.chat import Templated
 from rlbench.data.rollouts.decoding import decoder
 from rlbench.data.rollouts.jobs import GeneratedArrays, GenerateJob
 from rlbench.dispatch.context import current
@@ -36,7 +35,7 @@ from rlbench.workers.replica.job import (
     check_token_ids,
     collect,
     decode_texts,
-    encode_prompts,
+    encode_job,
     told_of,
 )
 from rlbench.workers.replica.serving.options import ServeOptions
@@ -130,8 +129,7 @@ class SglangReplica:
         if job.adapter:
             raise StateError('adapters are not held by executor="sglang": they come merged into the weights')
         limits = self._limits
-        tokenizer = Templated(self._tokenizer, job.chat) if job.chat else self._tokenizer
-        prompts = encode_prompts(job.prompts, tokenizer, limits.max_model_len, limits.vocab_size)
+        prompts, tokenizers = encode_job(job, self._tokenizer, limits.max_model_len, limits.vocab_size)
         params = sampling_params(job.sampling)
         decode = decoder(self._tokenizer, params.options.get("skip_special_tokens", True))
         most = self.config.max_num_seqs
@@ -142,7 +140,7 @@ class SglangReplica:
             else:
                 from rlbench.workers.replica.turns import TurnDrawer
 
-                drawer = TurnDrawer(requests, job, prompts, params, tokenizer, decode, limits)
+                drawer = TurnDrawer(requests, job, prompts, params, tokenizers, decode, limits)
                 samples, stats = drawer.draw(most, self.gate)
         texts = decode_texts(samples, decode, job.sampling)
         arrays = collect(samples, texts, dict(enumerate(prompts)), self.state.version, stats)

@@ -48,8 +48,8 @@ class TurnSample(Sample):
 
 
 class TurnDrawer:
-    """The samples of one generate call with an environment; `params` are of every turn, `model` is vLLM's
-    `ModelConfig`."""
+    """The samples of one generate call with an environment; `params` are of every turn, `tokenizers` of each
+    prompt, `model` is vLLM's `ModelConfig`."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class TurnDrawer:
         job: GenerateJob,
         prompts: list[list[int]],
         params: Any,
-        tokenizer: Any,
+        tokenizers: Sequence[Any],
         decode: Callable[[list[int]], str],
         model: Any,
         images: PromptMedia | None = None,
@@ -65,7 +65,7 @@ class TurnDrawer:
         assert job.env is not None
         self._images = images
         self.requests, self.job, self.prompts, self.params = requests, job, prompts, params
-        self._tokenizer, self._decode = tokenizer, decode
+        self._tokenizers, self._decode = tokenizers, decode
         self._limits = Limits(
             model.max_model_len,
             job.env.max_turns,
@@ -105,12 +105,12 @@ class TurnDrawer:
         for index in claimed:
             images = self.job.images[index] if self.job.images else ()
             prompt = self.job.asked[index] if self.job.asked else Prompt(self.job.prompts[index], images=images)
-            seen = self._images
+            seen, tokenizer = self._images, self._tokenizers[index]
             media = seen[index] if seen else None
             for number in range(self.job.n):
                 pictures = seen.of_sample(index, media) if seen else None
                 episode = Episode(
-                    prompt, self.prompts[index], self._limits, self._make, self._tokenizer, self._decode, pictures
+                    prompt, self.prompts[index], self._limits, self._make, tokenizer, self._decode, pictures
                 )
                 sample = TurnSample(index, number, own=episode, pictures=pictures)
                 self.samples.append(sample)
@@ -144,6 +144,9 @@ class TurnDrawer:
         elif self._goes_on(sample, what, call.value):
             self._request(sample)
             return
+        elif episode.owes_reward:
+            self._ask(sample, "end_reward", episode.env.end_reward)
+            return
         self._settle(sample)
         if sample.tokens:
             progress.finish(sample)
@@ -158,6 +161,9 @@ class TurnDrawer:
                 opened = episode.opened(value)
                 episode.check_role(self._roles)
                 return opened
+            if what == "end_reward":
+                episode.paid(value)
+                return False
             ended = sample.finish == "stop" and not sample.stopped_by_string
             return episode.stepped(value, sample.finish, ended)
         except Exception as error:  # a wrong value of the user's, wherever it shows

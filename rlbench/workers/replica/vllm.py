@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlbench.data.prompts.chat import Templated
 from rlbench.data.rollouts.decoding import decoder
 from rlbench.data.rollouts.jobs import GeneratedArrays, GenerateJob
 from rlbench.dispatch.context import current
@@ -25,7 +24,7 @@ from rlbench.workers.replica.config import ReplicaConfig, checkpoint_folder, def
 from rlbench.workers.replica.drawing import draw
 from rlbench.workers.replica.endpoint import ReplicaEndpoint
 from rlbench.workers.replica.guests import EngineTurn, Guests, alone
-from rlbench.workers.replica.job import check_job, check_token_ids, collect, decode_texts, encode_prompts, told_of
+from rlbench.workers.replica.job import check_job, check_token_ids, collect, decode_texts, encode_job, told_of
 from rlbench.workers.replica.media import PromptMedia, probe_row
 from rlbench.workers.replica.serving.options import ServeOptions
 from rlbench.workers.replica.state import (
@@ -147,8 +146,7 @@ class VllmReplica:
 
         check_job(job)
         model = self._model_config
-        tokenizer = Templated(self._tokenizer, job.chat) if job.chat else self._tokenizer
-        prompts = encode_prompts(job.prompts, tokenizer, model.max_model_len, model.get_vocab_size())
+        prompts, tokenizers = encode_job(job, self._tokenizer, model.max_model_len, model.get_vocab_size())
         images = PromptMedia(self.built, job.images, prompts, model.max_model_len - 1)
         params, first = vllm_requests.sampling_params(job.sampling), vllm_requests.first_token_params(job.sampling)
         highest: dict[str, float] = {}
@@ -162,7 +160,7 @@ class VllmReplica:
             else:
                 from rlbench.workers.replica.turns import TurnDrawer, with_turns
 
-                drawer = TurnDrawer(requests, job, prompts, params, tokenizer, decode, model, images)
+                drawer = TurnDrawer(requests, job, prompts, params, tokenizers, decode, model, images)
                 samples, stats = drawer.draw(self.config.max_num_seqs, self.gate)
         texts = decode_texts(samples, decode, job.sampling)
         arrays = collect(samples, texts, dict(enumerate(prompts)), version, stats | highest)
