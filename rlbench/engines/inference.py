@@ -16,6 +16,7 @@ from rlbench.data.prompts.prompt import is_chat
 from rlbench.data.prompts.sampling import request_seeds, sampling_options
 from rlbench.data.record.origin import drawn_by
 from rlbench.data.rollouts.decoding import decoder
+from rlbench.data.rollouts.light import LightTokenizer
 from rlbench.data.rollouts.merging import length_stats
 from rlbench.dispatch import views
 from rlbench.dispatch.chain import Chain, Waiting
@@ -328,6 +329,8 @@ class InferenceEngine(Engine):
 
     def encoded(self, text: str) -> list[int]:
         """Return the token ids of a text that stands in the middle of a sequence."""
+        if self._light is not None:
+            return self._light.encoded(text)
         return [int(token) for token in self._tokens(text, add_special_tokens=False)["input_ids"]]
 
     def decoded(self, ids: Sequence[int]) -> str:
@@ -336,7 +339,11 @@ class InferenceEngine(Engine):
 
     @cached_property
     def _decode(self) -> Callable[[Sequence[int]], str]:
-        return decoder(self._tokens)
+        return decoder(self._tokens) if self._light is None else self._light.decoded
+
+    @cached_property
+    def _light(self) -> LightTokenizer | None:
+        return LightTokenizer.of(self.tokenizer, self._info.get("texts"))
 
     @cached_property
     def _tokens(self) -> Any:

@@ -6,10 +6,12 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openai
 import pytest
 
 import rlbench as rb
@@ -198,6 +200,31 @@ def test_a_replica_killed_in_the_middle_of_a_rollout_is_rebuilt_with_the_trainer
     assert checksums(mortal) == before and mortal.version == version
     assert mortal.rollout(tasks.prompts(8, seed=1), **greedy).texts == said
     goes_on(mortal, batch)
+
+
+def test_a_replica_killed_with_open_calls_loses_no_finished_one_and_answers_where_it_was(mortal: Any) -> None:
+    endpoint = mortal.endpoint()
+    chat: list[Any] = [{"role": "user", "content": "sort 21"}]
+
+    def ask(messages: Any, **options: Any) -> Any:
+        with openai.OpenAI(base_url=endpoint.run("a"), api_key=endpoint.key, max_retries=0, timeout=LIMIT_S) as client:
+            return client.chat.completions.create(model="policy", messages=messages, extra_body=options)
+
+    answer = ask(chat, max_tokens=8).choices[0].message
+    with ThreadPoolExecutor(1) as pool:
+        under_way = pool.submit(ask, chat, max_tokens=1500, ignore_eos=True)
+        until(lambda: endpoint.counts["open"] == 1)
+        kill(mortal, "inference", 0)
+        with pytest.raises(openai.APIConnectionError):
+            under_way.result(timeout=LIMIT_S)
+    mortal.heal()
+    assert len(mortal.traces("a")[0].calls) == 1
+    again = mortal.endpoint()
+    assert (again.url, again.key) == (endpoint.url, endpoint.key)
+    ask([*chat, {"role": "assistant", "content": answer.content}, *chat], max_tokens=4)
+    first, second = mortal.traces("a")[0].calls
+    assert second.parent == (first.number, 0) and second.prompt[: second.ahead] == first.whole(0)
+    again.close()
 
 
 def test_where_asked_the_synced_weights_come_back_and_the_optimizer_starts_anew(mortal: Any, batch: Any) -> None:

@@ -182,6 +182,15 @@ def test_what_cannot_be_continued_is_refused(rollouts: Any, given: dict[str, Any
         rollouts.fork(**given)
 
 
+def test_the_way_to_a_place_is_computed_once_and_the_kernel_reads_it_without_transformers(session: Any) -> None:
+    rollouts = session.rollout(tasks.prompts(1, seed=1), max_tokens=700, ignore_eos=True)
+    tree = rollouts.fork(0, at=660, n=16, max_tokens=8, text="é")
+    asked, cached = (tree.stats[name] - rollouts.stats[name] for name in ("prompt_tokens", "cached_tokens"))
+    assert asked == 16 * (rollouts.prompt_ids.lengths[0] + 660 + len(session.inference.encoded("é")))
+    assert cached >= 0.95 * asked
+    assert "_tokens" not in vars(session.inference), "whose import takes 3 s of a first fork"
+
+
 def test_what_ended_by_itself_or_has_no_room_is_refused(session: Any) -> None:
     ended = session.rollout(tasks.prompts(1), max_tokens=16, temperature=0)
     with pytest.raises(DataError, match="ended by itself"):

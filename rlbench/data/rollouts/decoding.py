@@ -29,9 +29,14 @@ def decoder(tokenizer: Any, skip_special_tokens: bool = True) -> Callable[[Seque
     """
     if tokenizer is None:
         return lambda ids: ""
+    left_out, ends = parts_of_text(tokenizer)
+    return partial(text_of, tokenizer, left_out if skip_special_tokens else frozenset(), ends)
+
+
+def parts_of_text(tokenizer: Any) -> tuple[frozenset[int], frozenset[int]]:
+    """Return which tokens are left out of texts, and which at their end alone."""
     control, special = control_tokens(tokenizer), _special(tokenizer)
-    ends = control | {number for number, token in special.items() if not _is_pair(token, special.values())}
-    return partial(_text, tokenizer, control if skip_special_tokens else frozenset(), ends)
+    return control, control | {number for number, token in special.items() if not _is_pair(token, special.values())}
 
 
 def control_tokens(tokenizer: Any) -> frozenset[int]:
@@ -64,7 +69,8 @@ def _is_pair(token: str, names: Collection[str]) -> bool:
     return tag is not None and f"<{tag[1]}>" in names and f"</{tag[1]}>" in names
 
 
-def _text(tokenizer: Any, left_out: frozenset[int], ends: frozenset[int], ids: Sequence[int]) -> str:
+def text_of(tokenizer: Any, left_out: frozenset[int], ends: frozenset[int], ids: Sequence[int]) -> str:
+    """Return the text of token ids; `tokenizer`: transformers' or the Rust library's."""
     kept = [int(token) for token in ids]
     if kept and kept[-1] in ends:
         kept = kept[:-1]

@@ -15,8 +15,9 @@ from rlbench.workers.replica.state import Gate
 
 
 class Requests(Protocol):
-    """Requests in an engine. An output has `finished` and one part in `outputs`: new `token_ids`, their log-probs as
-    `logprobs.logprobs`, and at its end `finish_reason`, `stop_reason` and `routed_experts`, as in vLLM."""
+    """Requests in an engine. An output has `finished`, `prompt_token_ids`, `num_cached_tokens` and one part in
+    `outputs`: new `token_ids`, their log-probs as `logprobs.logprobs`, and at its end `finish_reason`, `stop_reason`
+    and `routed_experts`, as in vLLM."""
 
     running: dict[str, Any]
 
@@ -64,6 +65,7 @@ def draw(
         for sample, output in requests.step():
             progress.tokens += extend(sample, output)
             if output.finished:
+                progress.answered(output)
                 progress.finish(sample)
         told = samples if job.told else ()
         progress.tick(len(samples) - len(running), len(running), len(samples), told=told)

@@ -14,6 +14,7 @@ from rlbench.data.prompts.chat import Templated, reads
 from rlbench.data.prompts.lengths import begin_text, encoded
 from rlbench.data.prompts.sampling import NEUTRAL
 from rlbench.data.rollouts.jobs import FINISH_REASONS, GeneratedArrays, GenerateJob
+from rlbench.data.rollouts.light import told_of_texts
 from rlbench.dispatch.context import CallContext
 from rlbench.errors import DataError, nearest
 
@@ -69,8 +70,10 @@ def check_job(job: GenerateJob) -> None:
 
 
 def told_of(tokenizer: Any) -> dict[str, Any]:
-    """Return what a driver, which opens no tokenizer, has to know of it: how texts begin, whether chats name tools."""
-    return {"begins": begin_text(tokenizer), "names_tools": reads(tokenizer, "tools", tools=[])}
+    """Return what a driver, which opens no tokenizer of transformers', has to know: how texts begin, whether chats
+    name tools, what texts are made of (`data.rollouts.light`)."""
+    named = reads(tokenizer, "tools", tools=[])
+    return {"begins": begin_text(tokenizer), "names_tools": named, "texts": told_of_texts(tokenizer)}
 
 
 def encode_job(
@@ -129,7 +132,7 @@ class ProgressReporter:
 
     def __init__(self, context: CallContext, decode: Callable[[list[int]], str] | None = None) -> None:
         self.context = context
-        self.tokens = 0
+        self.tokens = self.prompt_tokens = self.cached_tokens = 0
         self.started = self._last = time.perf_counter()
         self._decode = decode
         self._lengths: list[int] = []
@@ -141,6 +144,11 @@ class ProgressReporter:
         self._lengths.append(len(sample.tokens))
         if self._decode is not None and len(self._first) < SHOWN_SAMPLES:
             self._first.append(self._decode(sample.tokens[:SHOWN_TOKENS])[:SHOWN_CHARACTERS])
+
+    def answered(self, output: Any) -> None:
+        """A request is over: what it was sampled behind counts, and how much of that was in the prefix cache."""
+        self.prompt_tokens += len(output.prompt_token_ids or ())
+        self.cached_tokens += output.num_cached_tokens or 0
 
     def tick(
         self, finished: int, running: int, total: int, *, told: Sequence[Sample] = (), force: bool = False
@@ -157,8 +165,9 @@ class ProgressReporter:
 
     @property
     def stats(self) -> dict[str, float]:
-        """Tokens drawn and seconds since the start."""
-        return {"tokens": float(self.tokens), "seconds": time.perf_counter() - self.started}
+        """Tokens drawn, those they were drawn behind, how many of these were in the prefix cache, and seconds."""
+        counts = {"tokens": self.tokens, "prompt_tokens": self.prompt_tokens, "cached_tokens": self.cached_tokens}
+        return {name: float(count) for name, count in counts.items()} | {"seconds": time.perf_counter() - self.started}
 
 
 def collect(

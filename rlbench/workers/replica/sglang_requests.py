@@ -102,6 +102,8 @@ class _Output:
 
     outputs: list[_Part]
     finished: bool
+    prompt_token_ids: list[int]
+    num_cached_tokens: int | None
 
 
 @dataclass
@@ -190,7 +192,9 @@ class SglangRequests:
         try:
             for event in self.server.stream(body):
                 part = _part(event)
-                self._events.put(_Event(name, _Output([part], part.finish_reason is not None)))
+                cached = event["meta_info"].get("cached_tokens")
+                output = _Output([part], part.finish_reason is not None, body["input_ids"], cached)
+                self._events.put(_Event(name, output))
                 if part.finish_reason is not None:
                     return
             raise EngineError("SGLang's stream ended before its request did: the server may have died")

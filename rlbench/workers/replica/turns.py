@@ -126,6 +126,7 @@ class TurnDrawer:
             episode = sample.own
             if not output.finished:
                 continue
+            progress.answered(output)
             (part,) = output.outputs
             sample.stopped_by_string = isinstance(part.stop_reason, str)
             turn = episode.turn(sample.finish)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 GPU_WORKER = "rlbench.weights.vllm_plugin.GpuReplicaWorker"
 CPU_WORKER = "rlbench.weights.vllm_cpu.CpuReplicaWorker"
 TRANSFER_BACKEND = "rlbench"
+HOST_BLOCK = 32
+"""Tokens of a block of the KV cache on a CPU, whose kernel takes multiples of this."""
 T = TypeVar("T")
 
 
@@ -180,9 +182,15 @@ def engine_args(config: ReplicaConfig) -> dict[str, Any]:
         arguments["enable_return_routed_experts"] = config.return_routed_experts
     _check_engine_kwargs(config.engine_kwargs, arguments)
     arguments |= config.engine_kwargs
-    if on_cpu and NO_PREFIXES.option not in arguments and EngineArgs(**arguments).create_model_config().is_hybrid:
-        arguments[NO_PREFIXES.option] = False
-    return arguments
+    return arguments | (_for_a_host(EngineArgs(**arguments).create_model_config(), arguments) if on_cpu else {})
+
+
+def _for_a_host(model: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a model's attention asks for on a CPU, of vLLM's `ModelConfig`, where it is not said."""
+    if model.is_hybrid:
+        return {} if NO_PREFIXES.option in arguments else {NO_PREFIXES.option: False}
+    # vLLM's own are of 128 tokens: a shorter prompt, or what goes on from it, would be found in no prefix cache.
+    return {} if model.use_mla or "block_size" in arguments else {"block_size": HOST_BLOCK}
 
 
 def _capability() -> tuple[int, int]:

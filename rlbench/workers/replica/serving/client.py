@@ -24,6 +24,7 @@ from rlbench.envs.policy import UNKEPT
 from rlbench.workers.replica.guests import Guest, Guests
 from rlbench.workers.replica.media import image_limit, moved, place_token
 from rlbench.workers.replica.serving.runs import Joined, Runs
+from rlbench.workers.replica.serving.texts import WholeTexts
 
 KEPT_OF_SAMPLING = ("temperature", "seed", "max_tokens", "stop")
 KEPT_OF_REQUEST = ("tools", "tool_choice", "chat_template_kwargs", "prompt")
@@ -80,6 +81,7 @@ class EngineClient:
         self.input_processor = engine.input_processor
         # a tokenizer of its own: that of the engine is used by the thread that steps it
         self.renderer = renderer_from_config(engine.vllm_config)
+        self._texts = WholeTexts(self.renderer.tokenizer)
         self._guests, self._adapters, self._version_of = guests, adapters, version_of
         self._server = journal.stem
         self._runs = Runs(self.renderer.tokenizer, "~" if self._server == "0" else f"~{self._server}.")
@@ -127,6 +129,8 @@ class EngineClient:
         unasked = params.logprobs is None
         if unasked:
             params.logprobs, params.flat_logprobs = 0, True  # of the sampled token, for us; the client is told none
+        if whole := unasked and self._texts.takes(params):
+            params.detokenize = False
         number, taken = next(self._numbers), [Taken() for _ in range(params.n)]
         collector = RequestOutputCollector(params.output_kind, f"endpoint-{number}")
         loop = asyncio.get_running_loop()
@@ -145,6 +149,8 @@ class EngineClient:
                 finished = output.finished
                 for part in output.outputs:
                     taken[part.index].add(part)
+                    if whole:
+                        part.text = self._texts.of(part, joined.ids, params)
                 yield output
         finally:
             self.counts["open"] -= 1
