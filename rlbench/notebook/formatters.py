@@ -50,6 +50,7 @@ CARDS = {  # what makes the `Card` of each: HTML and text say the same; a list s
 LIVE = {  # what makes the live view of each
     "rlbench.data.rollouts.rollouts.Rollouts": "rollouts.viewer:viewer",
     "rlbench.session.endpoint.chat.Chat": "chat.view:chat_view",
+    "rlbench.session.endpoint.endpoint.Endpoint": "cards.following:endpoint_view",
 }
 PAINTERS = {  # what `rlbench.data.base.drawing` finds once this room is imported, also in a plain script
     "history_plot": "rlbench.notebook.charts.plots:history_plot",

@@ -83,3 +83,21 @@ def test_a_chat_goes_on_in_the_page_and_a_cell_takes_what_came_of_it(lab, browse
         cell.get_by_role("button", name="again").click()
         notebook.until(lambda: "session 'chats' is closed" in said.inner_text(), what=lambda: said.inner_text())
         notebook.check()
+
+
+def test_the_counts_of_an_endpoint_are_told_where_its_card_stands(lab, browser, repository):
+    with Notebook(lab, browser, [ENGINE.format(root=str(repository))]) as notebook:
+        notebook.run(0)
+        card = notebook.do("import openai\nendpoint = session.endpoint()\nendpoint")
+        notebook.wait_text(card, "0 calls")
+        notebook.do(
+            "client = openai.OpenAI(base_url=endpoint.run('a'), api_key=endpoint.key)\n"
+            "for _ in range(2):\n"
+            "    chat = [{'role': 'user', 'content': 'sort 21'}]\n"
+            "    client.chat.completions.create(model='policy', messages=chat, max_tokens=4)"
+        )
+        notebook.wait_text(card, "2 calls")
+        notebook.screenshot(repository / "build" / "browser" / "endpoint.png", card)
+        notebook.do("endpoint.close()")
+        notebook.wait_text(card, "session.endpoint() opens it again")
+        notebook.do("session.close()")

@@ -70,7 +70,13 @@ class Endpoint(Suggesting):
         (_folder(self.core) / SERVED).unlink(missing_ok=True)
         self.core.inference.call_all("unserve").result()
 
-    def _card(self) -> Card:
+    @property
+    def closed(self) -> bool:
+        """Whether a replica answers nobody."""
+        return any(one is None for one in self.core.inference.control("endpoint"))
+
+    def card(self) -> Card:
+        """Return what a cell shows of it; in a notebook its counts are told anew while it stands there."""
         served = self.core.inference.control("endpoint")
         closed = any(one is None for one in served)
         held = any(one is not None and one["held"] for one in served)
@@ -82,10 +88,10 @@ class Endpoint(Suggesting):
         return Card("Endpoint", counts, [Grid(rows, labels=True)], notes)
 
     def __repr__(self) -> str:
-        return self._card().text()
+        return self.card().text()
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        return self._card().bundle()
+        return self.card().bundle()
 
 
 def endpoint(
