@@ -1,5 +1,6 @@
 """Environments through a session: by value to the replica, rewards and mask to the trainer, errors to the cell."""
 
+import asyncio
 import functools
 import threading
 import uuid
@@ -162,6 +163,27 @@ def test_a_role_that_the_chat_template_refuses_is_said_before_anything_is_sample
         session.rollout(chats, env=Judging, max_tokens=4)
     with pytest.raises(DataError, match="asked with a turn"):  # of one turn alone it has nothing to say
         session.rollout(chats, env=Judging, max_tokens=4, max_turns=1)
+
+
+class Together(Env):
+    """Waits until as many samples as there are to be are in this very step."""
+
+    count = 0
+
+    def __init__(self, wanted):
+        self.wanted = wanted
+
+    async def step(self, turn):
+        type(self).count += 1
+        while type(self).count < self.wanted:
+            await asyncio.sleep(0.02)
+        return Step(reward=1.0, done=True)
+
+
+def test_thousands_of_async_steps_are_in_flight_at_once_beside_the_engine(session):
+    env = functools.partial(Together, 2048)
+    rollouts = session.rollout(["sort 21"] * 32, n=64, env=env, max_tokens=2, progress=False, env_timeout_s=LIMIT_S)
+    assert rollouts.samples == 2048 and not rollouts.env_errors and rollouts.rewards.sum() == 2048
 
 
 class Hanging(Env):
