@@ -99,11 +99,13 @@ class TrlEnv(ToolEnv):
     instances: Instances | None = None
     instance: Any = None
     turn: Turn | None = None
-    asked_tokens: int = 0
+    completion: list[int] = field(default_factory=list)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrlEnv:
         """Return what a sample begins with: factories are called, not copied."""
-        return copy.copy(self)
+        made = copy.copy(self)
+        made.completion = []
+        return made
 
     def __repr__(self) -> str:
         several = [f"{name!r}: {offer.title}" if name else offer.title for name, offer in self.offers.items()]
@@ -157,15 +159,14 @@ class TrlEnv(ToolEnv):
 
     def step(self, turn: Turn) -> Step:
         """Call the methods that the turn calls; none are called in the last turn there can be."""
-        if self.turn is None:
-            self.asked_tokens = len(turn.context) - len(turn.token_ids)
+        self.completion += [*self._observed(turn), *turn.token_ids]
         self.turn = turn
         return Step(done=not self.calls(turn)) if turn.last else super().step(turn)
 
     def end_reward(self) -> float | None:
         """Return the sum of what the environment and the functions say the sample is worth; None where none does."""
         assert self.turn is not None
-        ended = Ended(self.instance, self.turn, self.asked_tokens)
+        ended = Ended(self.instance, self.turn, self.completion)
         values = [reward.value(ended) for reward in self.rewards]
         if self.offers[self.name].scores:
             values.append(scored(self.instance.get_reward, f"{self.offers[self.name].title}.get_reward"))
@@ -196,6 +197,12 @@ class TrlEnv(ToolEnv):
         """Return what a method raised; a ValueError is the environment's refusal, and no fault for the user to see."""
         _, facts = super().failure(error, name)
         return self.refusal(str(error)), None if isinstance(error, ValueError) else facts
+
+    def _observed(self, turn: Turn) -> list[int]:
+        """Return the token ids between two turns; none where the conversation was written anew (`thoughts="strip"`)."""
+        before = turn.context[: len(turn.context) - len(turn.token_ids)]
+        known = before if self.turn is None else self.turn.context
+        return before[len(known) :] if before[: len(known)] == known else []
 
     def _row(self, prompt: Prompt) -> dict[str, Any]:
         """Return the columns that `reset` may have, without the one that chose the environment."""

@@ -26,11 +26,11 @@ OF_THE_TRAINER = ("trainer_state", "log_extra", "log_metric")
 
 @dataclass(frozen=True)
 class Ended:
-    """A sample that is over: the instance it met, its last turn, and how many token ids its first request had."""
+    """A sample that is over: the instance it met, its last turn, and its token ids from the first sampled one on."""
 
     instance: Any
     turn: Turn
-    asked_tokens: int
+    completion: list[int]
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class Ended:
         return {
             "prompts": [messages[:behind] if count else prompt.content],
             "completions": [messages[behind:] if count else _said(messages)],
-            "completion_ids": [self.turn.context[self.asked_tokens :]],
+            "completion_ids": [list(self.completion)],
             "environments": [self.instance],
         }
 

@@ -12,10 +12,12 @@ from rlbench.envs.episode import Episode, Limits
 from rlbench.envs.protocol import resolved, unpacked
 
 
-def begun(env: Any, prompt: Prompt, tokenizer: Any, max_turns: int = 8, total: int | None = None) -> Episode:
+def begun(
+    env: Any, prompt: Prompt, tokenizer: Any, max_turns: int = 8, total: int | None = None, thoughts: str = "keep"
+) -> Episode:
     """One sample at its beginning, with an environment as a replica has it."""
     ids = [int(token) for token in tokenizer.apply_chat_template(prompt.content, add_generation_prompt=True).input_ids]
-    limits = Limits(4000, max_turns, total, len(tokenizer))
+    limits = Limits(4000, max_turns, total, len(tokenizer), thoughts)
     make = unpacked(cloudpickle.dumps(env))
     episode = Episode(prompt, ids, limits, make, tokenizer, lambda ids: str(tokenizer.decode(ids)))
     episode.opened(resolved(episode.begin()))

@@ -185,6 +185,18 @@ def test_get_reward_and_functions_are_added_up_and_what_does_not_apply_is_left_o
         play(from_trl(GuessEnv, reward=lambda environments: [1.0, 2.0]), asked(), said, TOKENIZER)
 
 
+@pytest.mark.parametrize("thoughts", ["keep", "strip"])
+def test_completion_ids_are_those_of_the_sample_without_what_was_written_anew(thoughts):
+    env = from_trl(GuessEnv, reward=lambda environments, completion_ids: [len(completion_ids[0])])
+    said = [call("guess", number=1), f"<think>it is 7</think>{call('guess', number=7)}", "done"]
+    episode = play(env, asked(), said, TOKENIZER, thoughts=thoughts)
+    begins = episode.contexts or [len(episode.tokens)]
+    after = [token for token, sampled in zip(episode.tokens, episode.mask, strict=True) if sampled][-len("done") :]
+    assert len(episode.contexts) == (thoughts == "strip")
+    completion = [*episode.tokens[: begins[0]], *(after if episode.contexts else [])]
+    assert episode.env.completion == completion and episode.turn_rewards[-1] == len(completion)
+
+
 def test_samples_side_by_side_have_instances_of_their_own_and_later_ones_take_them_again():
     env = from_trl(GuessEnv)
     one, two = (begun(env, asked(), TOKENIZER) for _ in range(2))
