@@ -31,16 +31,15 @@ def split_options(env: Any, sampling: dict[str, Any]) -> tuple[EnvJob | None, di
         return None, rest
     check_env(env)
     options: dict[str, Any] = TURN_OPTIONS | own
-    if options["thoughts"] not in THOUGHTS:
-        raise DataError(f"thoughts={options['thoughts']!r:.40}: wanted {' or '.join(map(repr, THOUGHTS))}")
+    if (thoughts := options.pop("thoughts")) not in THOUGHTS:
+        raise DataError(f"thoughts={thoughts!r:.40}: wanted {' or '.join(map(repr, THOUGHTS))}")
     for name, value in options.items():
-        if name == "thoughts":
-            continue
         kind = int | float if name == "env_timeout_s" else int
         wrong = not isinstance(value, kind) or isinstance(value, bool) or not value > 0
         if wrong and (value is not None or name == "max_turns"):
             raise DataError(f"{name}={value!r}: wanted a number above 0")
-    return EnvJob(by_value.dumps(env, "env", "the replicas", DataError), *options.values()), rest
+    blob = by_value.dumps(env, "env", "the replicas", DataError)
+    return EnvJob(blob, options["max_turns"], options["max_total_tokens"], options["env_timeout_s"], thoughts), rest
 
 
 def failed_in_env(rollouts: Rollouts) -> np.ndarray:

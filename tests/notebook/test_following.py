@@ -34,7 +34,7 @@ class Counted:
         self.sent.append((transient["display_id"], update, data["text/plain"]))
 
     def follow(self) -> FollowedCard:
-        return FollowedCard("it", self.card, lambda: self.over)
+        return FollowedCard("it", lambda: (self.card(), self.over))
 
 
 @pytest.fixture
@@ -84,5 +84,5 @@ def test_what_is_over_is_drawn_once_more_and_a_session_that_ended_is_said(counte
 
 
 def test_an_endpoint_is_told_apart_by_its_session(counted: Counted) -> None:
-    endpoint: Any = SimpleNamespace(core=SimpleNamespace(name="a"), card=counted.card, closed=False)
+    endpoint: Any = SimpleNamespace(core=SimpleNamespace(name="a"), look=lambda: (counted.card(), False))
     assert endpoint_view(endpoint)._what == "endpoint of a"

@@ -1,5 +1,5 @@
 """Texts to token ids and back by the Rust library `tokenizers` alone, in a kernel that need not import transformers for
-it (3 s): where that is seen to do what the tokenizer does that a replica opened."""
+it (2.5 s): where that is seen to do what the tokenizer does that a replica opened."""
 
 from __future__ import annotations
 

@@ -19,13 +19,14 @@ _followed: dict[str, FollowedCard] = {}
 
 
 class FollowedCard:
-    """Shows a card and follows it on a thread; `what`: what it tells of, `over`: whether it changes no more."""
+    """Shows a card and follows it on a thread; `what`: what it tells of, `look`: how it is now, and whether it
+    changes no more."""
 
-    def __init__(self, what: str, card: Callable[[], Card], over: Callable[[], bool]) -> None:
-        self._what, self._card, self._over = what, card, over
+    def __init__(self, what: str, look: Callable[[], tuple[Card, bool]]) -> None:
+        self._what, self._look = what, look
         self._ended = threading.Event()
         self._handle: Any = None
-        self._shown = card()
+        self._shown, _ = look()
 
     def _ipython_display_(self) -> None:
         """Show it, in the place of the one before, which stays as it is."""
@@ -45,10 +46,10 @@ class FollowedCard:
     def _follow(self) -> None:
         while not self._ended.wait(LOOK_S):
             try:
-                over, card = self._over(), self._card()
+                card, over = self._look()
             except RLBenchError as error:  # the session has ended, or what it asks is away
                 said = f"{WARNING}{str(error).splitlines()[0]}"
-                over, card = True, replace(self._shown, notes=[*self._shown.notes, said])
+                card, over = replace(self._shown, notes=[*self._shown.notes, said]), True
             if card.text() != self._shown.text():
                 self._shown = card
                 self._handle.update(card.bundle(), raw=True)
@@ -58,4 +59,4 @@ class FollowedCard:
 
 def endpoint_view(endpoint: Endpoint) -> FollowedCard:
     """Return an endpoint's card, whose counts are told anew until it is closed."""
-    return FollowedCard(f"endpoint of {endpoint.core.name}", endpoint.card, lambda: endpoint.closed)
+    return FollowedCard(f"endpoint of {endpoint.core.name}", endpoint.look)

@@ -49,8 +49,7 @@ class Endpoint(Suggesting):
     @property
     def counts(self) -> dict[str, int]:
         """Calls that are open now and that are over, and tokens sampled in those, over all replicas."""
-        served = [one for one in self.core.inference.control("endpoint") if one is not None]
-        return {name: sum(int(one[name]) for one in served) for name in ("open", "calls", "tokens")}
+        return _counts(self.core.inference.control("endpoint"))
 
     @property
     def curl(self) -> str:
@@ -70,13 +69,8 @@ class Endpoint(Suggesting):
         (_folder(self.core) / SERVED).unlink(missing_ok=True)
         self.core.inference.call_all("unserve").result()
 
-    @property
-    def closed(self) -> bool:
-        """Whether a replica answers nobody."""
-        return any(one is None for one in self.core.inference.control("endpoint"))
-
-    def card(self) -> Card:
-        """Return what a cell shows of it; in a notebook its counts are told anew while it stands there."""
+    def look(self) -> tuple[Card, bool]:
+        """Return what a cell shows of it, and whether it is closed; a notebook looks again while the card stands."""
         served = self.core.inference.control("endpoint")
         closed = any(one is None for one in served)
         held = any(one is not None and one["held"] for one in served)
@@ -84,14 +78,14 @@ class Endpoint(Suggesting):
         notes += [f"{WARNING}calls wait: generation is paused, or the replicas' memory is released"] if held else []
         rows = [("url", self.url), ("key", self.key), ("models", ", ".join(self.models))]
         rows += [("python", self.python), ("curl", self.curl)]
-        counts = [f"{value:,} {name}" for name, value in self.counts.items()]
-        return Card("Endpoint", counts, [Grid(rows, labels=True)], notes)
+        counts = [f"{value:,} {name}" for name, value in _counts(served).items()]
+        return Card("Endpoint", counts, [Grid(rows, labels=True)], notes), closed
 
     def __repr__(self) -> str:
-        return self.card().text()
+        return self.look()[0].text()
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        return self.card().bundle()
+        return self.look()[0].bundle()
 
 
 def endpoint(
@@ -225,6 +219,10 @@ def _served(core: SessionCore, asked: Mapping[str, Any], known: Mapping[str, Any
     kept = {"asked": dict(asked), "key": key, "ports": served}
     registry.write_json(_folder(core) / SERVED, kept)
     return kept
+
+
+def _counts(served: Sequence[Mapping[str, Any] | None]) -> dict[str, int]:
+    return {name: sum(int(one[name]) for one in served if one is not None) for name in ("open", "calls", "tokens")}
 
 
 def _urls(host: str, ports: Sequence[int]) -> tuple[str, ...]:

@@ -64,9 +64,11 @@ class Balancer:
         """Let another replica answer; a client that goes away takes its request along. Refusal where none answers."""
         gone = asyncio.create_task(_disconnected(receive))
         answering = asyncio.create_task(self._answered(owner, scope, body, send))
-        await asyncio.wait((gone, answering), return_when=asyncio.FIRST_COMPLETED)
-        for task in (gone, answering):
-            task.cancel()
+        try:
+            await asyncio.wait((gone, answering), return_when=asyncio.FIRST_COMPLETED)
+        finally:  # also where the server ends
+            for task in (gone, answering):
+                task.cancel()
         await asyncio.wait((gone, answering))
         if not answering.cancelled() and (error := answering.exception()) is not None:
             raise error
@@ -91,7 +93,9 @@ class Balancer:
         except aiohttp.ClientError as error:
             if begun:
                 raise
-            said = f"replica {owner}, which serves this call, does not answer: {error}"
+            said = (
+                f"replica {owner}, which serves this call, does not answer: {error}; session.endpoint() opens it again"
+            )
             raise Refusal(503, "ServiceUnavailableError", said) from error
 
     def _remember(self, text: str, owner: int) -> None:
