@@ -11,6 +11,7 @@ from rlbench.data.batches.batch import as_batch
 from rlbench.dispatch import views
 from rlbench.dispatch.chain import Chain, Steps
 from rlbench.dispatch.link import shm_prefix
+from rlbench.dispatch.pending import Pending
 from rlbench.errors import BuildError, EngineError, StateError, WeightSyncError
 from rlbench.weights.manifest import Handover, Manifest, merged
 from rlbench.weights.probe import PROBE_OPTIONS, Probe
@@ -82,11 +83,28 @@ def agreement_steps(train: TrainEngine, infer: InferenceEngine) -> Steps:
 
 def probe_steps(train: TrainEngine, probe: Probe, what: str) -> Steps:
     """Return the log-probs of each sequence, from its second token on, under a training engine's weights."""
-    return (yield train.call_logprobs(as_batch(probe.tokens, probe.images), PROBE_OPTIONS, what))
+    return (yield logprobs_call(train, probe, what))
+
+
+def logprobs_call(train: TrainEngine, probe: Probe, what: str) -> Pending:
+    """Submit the forward pass of a probe."""
+    return train.call_logprobs(as_batch(probe.tokens, probe.images), PROBE_OPTIONS, what)
+
+
+class Uncut:
+    """A call that is short and whose result others need: a stop lets it end, and reaches the next step of its chain."""
+
+    def __init__(self, call: Pending) -> None:
+        self.result = call.result
+
+    def stop(self) -> None:
+        """Do nothing."""
 
 
 class EngineSource:
     """Training ranks as their kernel calls them: a `WeightSource`."""
+
+    apart = True
 
     def __init__(self, train: TrainEngine, infer: InferenceEngine, version: int | None, adapter: int = 1) -> None:
         self._train, self._infer, self._version = train, infer, version
@@ -98,7 +116,7 @@ class EngineSource:
         return asked(self._train, "sync_facts")
 
     def logprobs(self, probe: Probe) -> Steps:
-        return probe_steps(self._train, probe, "weight sync")
+        return (yield Uncut(logprobs_call(self._train, probe, "weight sync: proof")))
 
     def stage(self, choice: Choice, adapter: int, handover: Handover) -> Steps:
         prefix = f"{shm_prefix(self._train.link.name)}{self._train.name}"

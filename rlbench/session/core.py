@@ -191,9 +191,9 @@ class SessionCore:
 
     def synced(self, version: int | None = None, transport: str | None = None) -> Chain:
         """Start a sync of the policy, as `version` (None: its own), into the place its branch has in the replicas."""
-        branch = self.link.state("branch")["branch"]
-        version = self.version if version is None else version
-        return sync_weights(self.train, self.inference, version, transport, self.adapters.get(branch, 1))
+        state = self.link.state("branch", "version", "adapters")
+        version = int(state["version"]) if version is None else version
+        return sync_weights(self.train, self.inference, version, transport, state["adapters"].get(state["branch"], 1))
 
     def engine(self, name: str) -> Engine:
         """Return the engine a user calls `name` ("train" is the actor); StateError where there is none."""

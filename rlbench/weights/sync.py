@@ -1,6 +1,7 @@
 """Weight sync, whoever starts it: choose a transport, move the weights, prove them by log-probs, commit the version.
 
-Staging can be interrupted; weights are applied as a whole, or the replicas are torn.
+Staging can be interrupted; weights are applied as a whole, or the replicas are torn. What is to be proven is computed
+while replicas apply, where others compute it than who waits.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from rlbench.weights.transport import Choice, Facts, choose
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.05}
 """Nats; in half precision seven times and more what the tiny model showed on a CPU (0.029 and 0.0072)."""
+APPLYING = "weight sync: applying"
 Steps = Generator[Any, Any, Any]  # yields what is to be waited for (`.result()`, `.stop()`), and is sent its value
 
 
@@ -48,6 +50,7 @@ class WeightSource(Protocol):
     """The trainer's end of a sync: training ranks as their kernel calls them, or one rank among its peers."""
 
     dtype: str
+    apart: bool  # its log-probs are computed by other processes than the one that takes these steps
     adapter: int  # of a policy of adapters, its number in replicas that hold such, which get it alone; else 0
 
     def facts(self) -> list[Facts]: ...
@@ -114,27 +117,35 @@ def sync_steps(
 ) -> Steps:
     """Bring a trainer's weights to the replicas; return `Synced`. `lead` runs steps on the rank that speaks for all."""
     begun: Begun = yield from lead(_begin(infer, source.dtype, source.facts(), transport))
-    expected = yield from source.logprobs(begun.probe)
     choice, adapter = begun.choice, source.adapter if infer.info.get("adapters") else 0
-    broadcasts, begin = choice.transport == "broadcast", time.perf_counter()
+    broadcasts = choice.transport == "broadcast"
+    meanwhile = source.apart and not broadcasts
+    expected = None if meanwhile else (yield from source.logprobs(begun.probe))
+    begin = time.perf_counter()
     if broadcasts:
         group = _group_options(infer.name, begun) | {"adapter": adapter, "handover": begun.handover}
         manifest = yield from source.announce(choice.senders[0], group)
         yield from lead(_call(infer, "check_weights", replace(manifest, channel=None)))
     else:
         manifest = yield from source.stage(choice, adapter, begun.handover)
-    proof = yield from lead(_owe(source, infer, begun, expected))
-    manifest = replace(manifest, version=int(proof["version"]))
+    version = yield from lead(_new_version(source, begun))
+    manifest, staged = replace(manifest, version=version), time.perf_counter()
     try:
-        if broadcasts:
-            yield from source.broadcast(manifest, [facts.workers for facts in begun.replicas])
+        if meanwhile:
+            proof, applied = yield from _applied_and_owed(source, infer, begun, manifest)
+            seconds = staged - begin + applied
         else:
-            yield from lead(_call(infer, "apply_weights", manifest, what="weight sync: applying"))
+            assert expected is not None
+            proof = yield from lead(_owe(source, infer, begun, version, expected))
+            if broadcasts:
+                yield from source.broadcast(manifest, [facts.workers for facts in begun.replicas])
+            else:
+                yield from lead(_call(infer, "apply_weights", manifest, what=APPLYING))
+            seconds = time.perf_counter() - begin
     finally:
-        seconds = time.perf_counter() - begin
         yield from source.release(choice)
     gap = yield from lead(_prove(source, infer, begun, proof, manifest))
-    return synced(proof["version"], manifest, choice.transport, gap, source.dtype, seconds)
+    return synced(version, manifest, choice.transport, gap, source.dtype, seconds)
 
 
 def synced(
@@ -278,10 +289,29 @@ def _call(infer: WeightTarget, name: str, manifest: Manifest, what: str = "weigh
     yield infer.call_all(name, manifest, what=what)
 
 
-def _owe(source: WeightSource, infer: WeightTarget, begun: Begun, expected: Sequence[np.ndarray]) -> Steps:
+def _new_version(source: WeightSource, begun: Begun) -> Steps:
+    yield from ()
+    return source.new_version([int(state["version"]) for state in begun.held])
+
+
+def _applied_and_owed(source: WeightSource, infer: WeightTarget, begun: Begun, manifest: Manifest) -> Steps:
+    """Have the replicas apply, and the source compute meanwhile what they will have to prove; return that, and the
+    seconds that applying took. Where the source fails, they hold weights that a sync must prove."""
+    applying = infer.call_all("apply_weights", manifest, what=APPLYING)
+    try:
+        expected = yield from source.logprobs(begun.probe)
+        proof = yield from _owe(source, infer, begun, manifest.version, expected)
+    except (Exception, Stopped):
+        yield applying
+        raise
+    return proof, max((yield applying))
+
+
+def _owe(
+    source: WeightSource, infer: WeightTarget, begun: Begun, version: int, expected: Sequence[np.ndarray]
+) -> Steps:
     """Put on record what the replicas will have to prove: a driver that dies from now on leaves it behind."""
     yield from ()
-    version = source.new_version([int(state["version"]) for state in begun.held])
     rows = [row.tolist() for row in expected]
     proof = {"version": version, "tokens": begun.probe.tokens, "expected": rows, "dtype": source.dtype}
     if begun.probe.images:

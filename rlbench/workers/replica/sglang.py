@@ -241,16 +241,18 @@ class SglangReplica:
             raise WeightSyncError('executor="sglang" takes whole weights by transport="shm"')
         check_names(manifest.shapes, self._expected, self._tied)
 
-    def apply_weights(self, manifest: Manifest) -> None:
+    def apply_weights(self, manifest: Manifest) -> float:
         """Write staged weights as a folder in shared memory and let the server load it; generating waits for
-        `commit_version`."""
+        `commit_version`. Return the seconds that took."""
         self.check_weights(manifest)
+        begin = time.perf_counter()
         self.state.weights = "torn"
         with _as_folder(manifest, self._folder) as folder:
             self._load(folder)
         self.state.weights = "cuda"
         self.state.pending = True
         self._measure()
+        return time.perf_counter() - begin
 
     def sync_facts(self) -> Facts:
         """Where this replica is: weights reach it by the host's shared memory alone. Thread-safe, never waits."""

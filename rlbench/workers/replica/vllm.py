@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -305,9 +306,10 @@ class VllmReplica:
         self._receiver.check(manifest)
 
     @alone
-    def apply_weights(self, manifest: Manifest) -> None:
+    def apply_weights(self, manifest: Manifest) -> float:
         """Load staged weights, or receive them: as a whole, or the replica is torn; generating waits for
-        `commit_version`."""
+        `commit_version`. Return the seconds that took."""
+        begin = time.perf_counter()
         self.check_weights(manifest)
         self._endpoint.make_way(0 if manifest.adapter is None else manifest.adapter.number)
         if manifest.channel is not None:
@@ -328,6 +330,7 @@ class VllmReplica:
         self.built.set_weight_version(str(manifest.version))
         self.reset_caches()
         self._measure()
+        return time.perf_counter() - begin
 
     def sync_facts(self) -> Facts:
         """Where this replica is, for the choice of a transport. Thread-safe, never waits."""

@@ -121,6 +121,8 @@ def _closed(sender: weakref.ref[WeightSender]) -> None:
 class ModuleSource:
     """A module of the ranks as the trainer's end of a sync, on each of them: a `WeightSource`; all is collective."""
 
+    apart = False
+
     def __init__(self, module: nn.Module, sender: WeightSender, sync: RankSync) -> None:
         self._module, self._sender, self._sync = module, sender, sync
         self._engine, self._strategy, self._control = sync.engine, sync.strategy, sync.strategy.control

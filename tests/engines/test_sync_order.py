@@ -1,0 +1,109 @@
+"""In which order a weight sync asks ranks and replicas, and what it waits for; no engine runs here."""
+
+import numpy as np
+import pytest
+
+from rlbench.engines.sync import sync_weights
+from rlbench.weights.manifest import Manifest
+from rlbench.weights.probe import probe_tokens
+from rlbench.weights.transport import Facts
+
+FORWARD, APPLY = "policy_forward", "apply_weights"
+LOGPROBS = [np.zeros(len(row) - 1, np.float32) for row in probe_tokens(10)]
+
+
+class Call:
+    """A call that is under way; `told` is what happened to all, in order."""
+
+    def __init__(self, name, told, value):
+        self.name, self._told, self._value = name, told, value
+        told.append(f"{name} begins")
+
+    def stop(self):
+        self._told.append(f"{self.name} is stopped")
+
+    def result(self):
+        self._told.append(f"{self.name} is waited for")
+        if isinstance(self._value, Exception):
+            raise self._value
+        return self._value() if callable(self._value) else self._value
+
+
+class Link:
+    name = "test"
+
+    def __init__(self, told):
+        self._told = told
+
+    def held(self, what, steps):
+        return steps
+
+    def engine(self, name, fields):
+        self._told.append(f"{name} owes a proof" if fields.get("proof") else f"{name} owes nothing")
+
+
+class Engine:
+    """One that answers as told by `values`, by verb."""
+
+    def __init__(self, name, told, values):
+        self.name, self.info, self.link = name, {"dtype": "float32", "vocab_size": 10}, Link(told)
+        self._told, self._values = told, values
+        self.status_ = {"weights": "cuda", "torn": None, "kv_cache": "cuda", "version": 3, "holds": ""}
+
+    def status(self):
+        return self.status_
+
+    def control(self, verb):
+        return [{"status": self.status_, "sync_facts": Facts("here", "127.0.0.1")}[verb]]
+
+    def call_all(self, verb, *args, **options):
+        return Call(verb, self._told, self._values.get(verb))
+
+    def call_logprobs(self, *args):
+        return self.call_all(FORWARD)
+
+    def note_staged(self, version, manifest):
+        self._told.append(f"v{version} is staged")
+
+
+@pytest.fixture
+def told():
+    return []
+
+
+@pytest.fixture
+def sync(told):
+    def start(forward=LOGPROBS):
+        train = Engine("actor", told, {"stage_weights": Manifest("shm", ()), FORWARD: forward})
+        answers = {APPLY: [0.25], "prompt_logprobs": [LOGPROBS], "commit_version": [{}]}
+        return sync_weights(train, Engine("inference", told, answers), version=7)
+
+    return start
+
+
+def test_what_is_to_be_proven_is_computed_while_the_replicas_apply(sync, told):
+    done = sync().result(timeout=120)
+    assert done.version == 7 and done.gap == 0.0 and done.seconds >= 0.25
+    meanwhile = [f"{APPLY} begins", f"{FORWARD} begins", f"{FORWARD} is waited for", "inference owes a proof"]
+    begin = told.index("stage_weights is waited for") + 1
+    assert told[begin : begin + 5] == [*meanwhile, f"{APPLY} is waited for"]
+    assert told[begin + 5] == "prompt_logprobs begins" and told[-2:] == ["inference owes nothing", "v7 is staged"]
+
+
+def test_a_stop_meanwhile_cuts_no_proof_and_reaches_what_follows(sync, told):
+    chains = []
+
+    def forward():
+        chains[0].stop()
+        return LOGPROBS
+
+    chains.append(sync(forward))
+    assert chains[0].result(timeout=120).gap == 0.0
+    assert f"{FORWARD} is stopped" not in told and f"{APPLY} is stopped" in told
+    assert told.index("inference owes a proof") < told.index(f"{APPLY} is stopped")
+
+
+def test_ranks_that_fail_meanwhile_are_told_of_once_the_replicas_have_applied(sync, told):
+    with pytest.raises(ArithmeticError, match="overflow"):
+        sync(ArithmeticError("overflow")).result(timeout=120)
+    assert told[-1] == f"{APPLY} is waited for" and "inference owes a proof" not in told
