@@ -7,7 +7,7 @@ compute stays on its rank; attention alone looks across slices.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,11 +35,22 @@ class SequenceGroup(RowGroup):
         by_rank = tensor.unflatten(1, (self.size, -1)).transpose(0, 1)
         return self._exchanged(by_rank.flatten(1)).view(by_rank.shape).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
-    def whole(self, tensor: Tensor) -> Tensor:
-        """Join (rows, heads, n, width) of all slices to (rows, heads, size · n, width); collective, differentiable: the
-        gradient of a slice is the sum of what all ranks say of it."""
-        copies = tensor.reshape(1, -1).expand(self.size, -1)
-        return self._exchanged(copies).view(self.size, *tensor.shape).permute(1, 2, 0, 3, 4).flatten(2, 3)
+    def shift(self, sent: Tensor, size: int, by: int) -> Callable[[], Tensor]:
+        """Begin to send a flat tensor to the rank `by` places on (negative: before), and to take one of `size` from the
+        rank as far on the other side; collective. Either may be empty. Call what it returns for what came.
+
+        One all-to-all, not a send and a receive: peers that wait are found by how many collectives each has issued.
+        """
+        sends, takes = [0] * self.size, [0] * self.size
+        sends[(self.index + by) % self.size], takes[(self.index - by) % self.size] = len(sent), size
+        came = sent.new_empty(size)
+        work = dist.all_to_all_single(came, sent, takes, sends, group=self._group, async_op=True)
+
+        def arrived() -> Tensor:
+            work.wait()
+            return came
+
+        return arrived
 
     def joined(self, own: Tensor, counts: Sequence[int]) -> Tensor:
         """Join rows, `counts` of them on each rank, in the order of the ranks; collective. The gradient of a rank's own

@@ -1,15 +1,14 @@
 """Attention over a packed row: each sequence attends to itself alone, without ever building a mask.
 
 Where ranks split the row's tokens, each computes some heads of all tokens (Ulysses, arXiv 2309.14509), with two
-exchanges per layer; where heads do not divide by ranks, all heads of its own tokens, for which it is sent the keys and
-values of the others (as Llama 3's context parallelism does).
+exchanges per layer; where heads do not divide by ranks, all heads of its own tokens (`ring`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from rlbench.errors import EngineError
 from rlbench.strategies.internals import attention_of, flash_attention, has_attention, set_attention
 from rlbench.strategies.ranks.sequence import ALONE, SequenceGroup
+from rlbench.trainers.passes.ring import ring_attention
 
 NAME = "rlbench_packed"
 _lengths: list[int] = []
@@ -75,7 +75,7 @@ def _attend(
     if ranks.size == 1:
         return _attend_row(query, key, value, **options), None
     if query.shape[1] % ranks.size:
-        return _attend_slice(query, ranks.whole(key), ranks.whole(value), ranks, **options), None
+        return ring_attention(query, key, value, _lengths, ranks, **options), None
     copies = ranks.copies(key.shape[1])
     if copies > 1:
         key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
@@ -110,33 +110,6 @@ def _attend_row(
         mask = _window(length, sliding_window, q.device)
         attended = _within(q, k, v, mask, dropout, scaling, softcap, s_aux)
         outputs.append(attended.transpose(1, 2).reshape(len(query), count * length, q.shape[1], v.shape[-1]))
-    return torch.cat(outputs, dim=1)
-
-
-def _attend_slice(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    ranks: SequenceGroup,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-) -> Tensor:
-    """Attend from this rank's tokens alone; query (rows, heads, n, width), key and value those of whole rows →
-    (rows, n, heads, width).
-
-    A sequence that began on another rank takes a mask: its tokens here by all up to them.
-    """
-    outputs, first = [], ranks.index * query.shape[2]
-    for start, end in pairwise([0, *accumulate(_lengths)]):
-        begin, stop = max(start, first), min(end, first + query.shape[2])
-        if begin >= stop:
-            continue
-        q, k, v = query[:, :, begin - first : stop - first], key[:, :, start:stop], value[:, :, start:stop]
-        mask = _window(stop - start, sliding_window, q.device, stop - begin)
-        outputs.append(_within(q, k, v, mask, dropout, scaling, softcap, s_aux).transpose(1, 2))
     return torch.cat(outputs, dim=1)
 
 
@@ -209,12 +182,10 @@ def _with_scores(
     return torch.nn.functional.dropout(shares, dropout) @ value
 
 
-def _window(length: int, window: int | None, device: torch.device, queries: int | None = None) -> Tensor | None:
-    """Mask (queries, length) of the last `queries` tokens (None: of all) where a sliding window cuts into the sequence,
-    or where they are not all; else None (plain causal)."""
-    queries = length if queries is None else queries
-    if queries == length and (window is None or length <= window):
+def _window(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Mask (length, length) where a sliding window cuts into the sequence; else None (plain causal)."""
+    if window is None or length <= window:
         return None
     position = torch.arange(length, device=device)
-    distance = position[length - queries :, None] - position[None, :]
-    return (distance >= 0) & (distance < (length if window is None else window))
+    distance = position[:, None] - position[None, :]
+    return (distance >= 0) & (distance < window)
