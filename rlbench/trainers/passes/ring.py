@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from rlbench.strategies.ranks.sequence import SequenceGroup
 
-QUERIES, KEYS = 512, 512
+QUERIES, KEYS = 256, 512
 """Of a tile of scores, at most."""
 Block = tuple[Tensor, Tensor]
 """Keys and values of a slice, or their gradients; (rows, heads, n, width)."""
@@ -132,12 +132,11 @@ class Ring:
         taken = len(sent) if sees(index, back) else 0
         return self.ranks.shift(sent if sees(index + back, back) else sent[:0], taken, back)
 
-    def going_home(self, gradients: Block | None, own: Block, back: int) -> Callable[[], Tensor]:
-        """Begin to send the gradients of a slice so many before to its rank; collective. Call what it returns for what
-        came for this rank's own, nothing where nobody sees them."""
-        size = sum(one.numel() for one in own) if self.layout.sees(self.ranks.index + back, back) else 0
-        sent = own[0].new_empty(0) if gradients is None else _flat(gradients)
-        return self.ranks.shift(sent, size, -back)
+    def going_home(self, gradients: Tensor, own: Tensor, back: int) -> Callable[[], Tensor]:
+        """Begin to send gradients of a slice so many before, flat, or nothing, to its rank; collective. Call what it
+        returns for what came for this rank's `own`, or nothing where nobody saw it."""
+        size = len(own) if self.layout.sees(self.ranks.index + back, back) else 0
+        return self.ranks.shift(gradients, size, -back)
 
     def strips(self, back: int) -> Iterator[tuple[slice, list[Tile]]]:
         """Give this slice's queries with the keys that they see of the slice so many before."""
@@ -191,20 +190,21 @@ class _Attend(torch.autograd.Function):
         ring: Ring = ctx.ring
         with torch.autocast(query.device.type, enabled=False):
             made = _Gradients.of(_grouped(query, key), key, gradient, out, log_sum_exp)
-            home = _zeros((key, value), log_sum_exp.dtype)
+            home = torch.zeros(key.numel() + value.numel(), dtype=log_sum_exp.dtype, device=key.device)
             arriving: Callable[[], Tensor] | None = None
             for back, block in ring.blocks((key, value)):
-                found = home if back == 0 else None if block is None else _zeros(block, log_sum_exp.dtype)
-                if block is not None and found is not None:
-                    _give_back(ring, made, block, back, found)
+                found = home if back == 0 else torch.zeros_like(home) if block is not None else home[:0]
+                if block is not None:
+                    _give_back(ring, made, block, back, _unflat(found, block))
                 if arriving is not None:
                     _add(home, arriving())
                 arriving = ring.going_home(found, home, back) if back else None
             if arriving is not None:
                 _add(home, arriving())
+            of_key, of_value = _unflat(home, (key, value))
             of_query = made.of_queries.mul_(ring.scale).flatten(1, 2)
             of_sinks = None if sinks is None else made.of_sinks(sinks)
-        return of_query.to(query.dtype), home[0].to(key.dtype), home[1].to(value.dtype), of_sinks, None
+        return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), of_sinks, None
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,8 @@ def _give_back(ring: Ring, made: _Gradients, block: Block, back: int, found: Blo
             keys, values = (one[..., tile.keys, :].to(dtype) for one in block)
             of_keys, of_values = (one[..., tile.keys, :] for one in found)
             scores = ring.scores(asking, keys)
-            shares = (scores - log_sum_exp).exp_()
+            slope = None if ring.softcap is None else 1 - (scores / ring.softcap).square_()
+            shares = scores.sub_(log_sum_exp).exp_()
             if tile.masked:
                 shares.masked_fill_(ring.hidden(at, tile, back, shares.device), 0.0)
             of_shares = _product(gradient, values.mT)
@@ -293,8 +294,8 @@ def _give_back(ring: Ring, made: _Gradients, block: Block, back: int, found: Blo
                 of_shares.mul_(kept)
             of_values.add_(_turned(shares if kept is None else shares * kept, gradient))
             of_scores = of_shares.sub_(product).mul_(shares)
-            if ring.softcap is not None:
-                of_scores.mul_(1 - scores.div_(ring.softcap).square_())
+            if slope is not None:
+                of_scores.mul_(slope)
             of_queries.add_(_product(of_scores, keys))
             of_keys.add_(_turned(of_scores, asking))
 
@@ -319,11 +320,6 @@ def _turned(grouped: Tensor, other: Tensor) -> Tensor:
     return grouped.flatten(2, 3).mT @ other.flatten(2, 3)
 
 
-def _zeros(block: Block, dtype: torch.dtype) -> Block:
-    keys, values = (torch.zeros(one.shape, dtype=dtype, device=one.device) for one in block)
-    return keys, values
-
-
 def _flat(block: Block) -> Tensor:
     return torch.cat([one.flatten() for one in block])
 
@@ -333,7 +329,6 @@ def _unflat(flat: Tensor, like: Block) -> Block:
     return keys.view(like[0].shape), values.view(like[1].shape)
 
 
-def _add(home: Block, came: Tensor) -> None:
+def _add(home: Tensor, came: Tensor) -> None:
     if len(came):
-        for own, more in zip(home, _unflat(came, home), strict=True):
-            own.add_(more)
+        home.add_(came)
