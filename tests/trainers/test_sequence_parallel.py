@@ -48,9 +48,17 @@ def save(folder: Path, heads: int, kv_heads: int, **more: Any) -> str:
         (2, 2, (4, 1), {"token_budget": 20, "aggregation": "seq-mean-token-mean"}),
         (2, 2, (3, 3), {"packing": False, "head": "plain"}),
         (4, 4, (4, 2), {"token_budget": 30}),
+        (3, 3, (4, 2), {"token_budget": 20}),
         (4, 2, (3, 1), {"token_budget": 20}),
     ],
-    ids=["heads", "one head of keys", "slices, padded", "four ranks", "two groups, slices"],
+    ids=[
+        "heads",
+        "one head of keys",
+        "slices, padded",
+        "four ranks",
+        "three ranks, computed again",
+        "two groups, slices",
+    ],
 )
 def test_a_step_of_ranks_that_split_sequences_is_that_of_one_plain_process(
     tmp_path: Path, world_size: int, size: int, heads: tuple[int, int], options: dict[str, Any]
@@ -61,6 +69,8 @@ def test_a_step_of_ranks_that_split_sequences_is_that_of_one_plain_process(
     total.backward()
     with ranks(world_size, qwen_on_meta(path), sequence_parallel=size) as engine:
         engine.run(note_widths)
+        if world_size == 3:
+            engine.run(compute_again)
         results = forward_backward(engine, given, **options)
         assert_gradients(engine, model)
         widths = engine.run(noted_widths)
@@ -94,6 +104,12 @@ def note_widths() -> None:
             widths.append(given[0].numel())
 
     module.get_input_embeddings().register_forward_pre_hook(note)  # type: ignore[name-defined]
+
+
+def compute_again() -> None:
+    """Have each layer's forward computed again in the backward."""
+    module.gradient_checkpointing_enable()  # type: ignore[name-defined]
+    module.train()  # type: ignore[name-defined]
 
 
 def noted_widths() -> list[int]:

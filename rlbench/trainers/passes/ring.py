@@ -118,17 +118,19 @@ class Ring:
     def blocks(self, own: Block) -> Iterator[tuple[int, Block | None]]:
         """Give keys and values of this slice, then those of the slices before, with how far before; None: not seen. The
         next are on their way meanwhile; collective."""
-        furthest = max(self.layout.reach)
-        sent = _flat(own) if furthest else own[0]
-        coming = self._coming(sent, 1) if furthest else None
-        yield 0, own
-        for back in range(1, furthest + 1):
-            came = coming() if coming is not None else sent[:0]
-            coming = self._coming(sent, back + 1) if back < furthest else None
+        sent = _flat(own) if max(self.layout.reach) else own[0]
+        coming, back = self._coming(sent, 1), 0
+        yield back, own
+        while coming is not None:
+            came, back = coming(), back + 1
+            coming = self._coming(sent, back + 1)
             yield back, _unflat(came, own) if len(came) else None
 
-    def _coming(self, sent: Tensor, back: int) -> Callable[[], Tensor]:
+    def _coming(self, sent: Tensor, back: int) -> Callable[[], Tensor] | None:
+        """Begin to send this slice's keys and values so many slices on; None where nobody looks so far back."""
         index, sees = self.ranks.index, self.layout.sees
+        if back > max(self.layout.reach):
+            return None
         taken = len(sent) if sees(index, back) else 0
         return self.ranks.shift(sent if sees(index + back, back) else sent[:0], taken, back)
 
@@ -198,6 +200,7 @@ class _Attend(torch.autograd.Function):
                     _give_back(ring, made, block, back, _unflat(found, block))
                 if arriving is not None:
                     _add(home, arriving())
+                    arriving = None  # frees both its tensors before the next are made
                 arriving = ring.going_home(found, home, back) if back else None
             if arriving is not None:
                 _add(home, arriving())
