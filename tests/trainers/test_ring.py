@@ -68,11 +68,8 @@ def test_tiles_hold_each_key_that_a_token_sees_once_and_nothing_of_slices_that_n
 @pytest.mark.parametrize(
     "options",
     [
-        {"scaling": 0.7},
-        {"sliding_window": 3},
-        {"softcap": 1.5},
-        {"s_aux": True},
-        {"dropout": 0.4},
+        {"scaling": 0.7, "dropout": 0.4},
+        {"sliding_window": 3, "softcap": 1.5},
         {"sliding_window": 5, "softcap": 0.8, "s_aux": True, "dropout": 0.2},
     ],
     ids=lambda options: " ".join(options),
