@@ -1,5 +1,7 @@
 """In which order a weight sync asks ranks and replicas, and what it waits for; no engine runs here."""
 
+from concurrent.futures import Future
+
 import numpy as np
 import pytest
 
@@ -91,14 +93,15 @@ def test_what_is_to_be_proven_is_computed_while_the_replicas_apply(sync, told):
 
 
 def test_a_stop_meanwhile_cuts_no_proof_and_reaches_what_follows(sync, told):
-    chains = []
+    started = Future()
 
     def forward():
-        chains[0].stop()
+        started.result(timeout=120).stop()
         return LOGPROBS
 
-    chains.append(sync(forward))
-    assert chains[0].result(timeout=120).gap == 0.0
+    chain = sync(forward)
+    started.set_result(chain)
+    assert chain.result(timeout=120).gap == 0.0
     assert f"{FORWARD} is stopped" not in told and f"{APPLY} is stopped" in told
     assert told.index("inference owes a proof") < told.index(f"{APPLY} is stopped")
 
