@@ -191,7 +191,11 @@ def check(config: StrategyConfig) -> None:
             config.tensor_parallel > 1,
             f"tensor_parallel={config.tensor_parallel} cannot be honoured with DeepSpeed: train with FSDP2 (--fsdp)",
         ),
-        (config.use_mp_opt, "use_mp_opt has no effect with DeepSpeed, which holds weights so with bf16: leave it out"),
+        (
+            config.use_mp_opt and not config.bf16,
+            "use_mp_opt=True cannot be honoured with DeepSpeed and bf16=False: half-precision weights with float32 "
+            "copies in the optimizer are what bf16=True is there; take that, or leave use_mp_opt out",
+        ),
         (
             config.fsdp_cpu_offload and config.zero_stage < 3,
             f"fsdp_cpu_offload=True cannot be honoured with zero_stage={config.zero_stage}, where each rank computes "

@@ -13,6 +13,7 @@ from rlbench.checkpoint.rank_state import loss_states_of
 from rlbench.errors import EngineError
 from rlbench.strategies import FSDPV2Strategy
 from rlbench.strategies.options.config import OptionError
+from rlbench.strategies.zero.engine import zero_of
 from tests.ranks import Ranks
 from tests.strategies.surface import assert_close, language_loss, rows, run_steps, share, train_by_hand, whole
 from tests.trainers.test_trainer_on_ranks import trainer_on
@@ -174,10 +175,12 @@ def test_the_saved_folder_is_the_model_and_an_average_follows(
 
 
 def test_what_deepspeed_cannot_honour_is_refused_before_anything(engine: Ranks, qwen: str) -> None:
-    others: list[dict[str, Any]] = [{"fp16": True}, {"use_mp_opt": True}, {"tensor_parallel": 2}, {"zero_stage": 4}]
+    others: list[dict[str, Any]] = [{"fp16": True}, {"tensor_parallel": 2}, {"zero_stage": 4}]
     for given in [*others, {"zero_stage": 2, "fsdp_cpu_offload": True}]:
         with pytest.raises(OptionError, match=next(name for name in given if name != "zero_stage" or len(given) == 1)):
             engine.run(lambda given=given: zero(given, bf16=True))
+    with pytest.raises(OptionError, match="use_mp_opt=True cannot be honoured .* bf16=False"):
+        engine.run(lambda: zero({"use_mp_opt": True, "bf16": False}))
 
     def backward_without_optimizer() -> None:
         s = zero({})
@@ -186,6 +189,22 @@ def test_what_deepspeed_cannot_honour_is_refused_before_anything(engine: Ranks, 
 
     with pytest.raises(EngineError, match="create_optimizer"):
         engine.run(backward_without_optimizer)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_use_mp_opt_asks_for_the_half_precision_weights_with_float32_copies_that_bf16_is(
+    engine: Ranks, qwen: str, stage: int
+) -> None:
+    def work(use_mp_opt: bool) -> Any:
+        s = zero({"zero_stage": stage, "use_mp_opt": use_mp_opt}, bf16=True, train_batch_size=4)
+        model, optimizer, _ = made(s, qwen)
+        results = run_steps(s, model, optimizer, [STEPS[0][:1]])
+        copies = {flat.dtype for flat in zero_of(model).flats()}
+        return results, weights(s, model), {p.dtype for p in model.parameters()}, copies
+
+    (results, found, held, copies), (plain, expected, *_) = (engine.run(work, asked)[0] for asked in (True, False))
+    assert (held, copies) == ({torch.bfloat16}, {torch.float32})
+    assert results == plain and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
