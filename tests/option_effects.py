@@ -194,6 +194,7 @@ EFFECTS: dict[str, tuple[str, ...]] = {
     ),
     "fsdp": ("strategies/test_config.py::test_without_fsdp_it_is_deepspeeds_strategy",),
     "zero_stage": ("strategies/test_deepspeed.py::test_each_rank_holds_what_its_stage_leaves_it",),
+    "grad_accum_dtype": ("strategies/test_deepspeed.py::test_gradients_are_added_up_in_the_dtype_of_grad_accum_dtype",),
     "adam_offload": ("strategies/test_surface_ranks.py::test_offload_and_load_come_in_pairs_and_return_the_optimizer",),
     "local_rank": ("strategies/test_surface_ranks.py::test_local_rank_says_which_gpu_of_the_node",),
     "engine_type": (

@@ -12,18 +12,17 @@ from torch import Tensor, nn
 
 from rlbench.checkpoint.rank_state import State
 from rlbench.errors import EngineError
-from rlbench.options import refuse
 from rlbench.strategies.base import StrategyBase
 from rlbench.strategies.fsdp2 import join_ranks, local_rank
 from rlbench.strategies.memory.device import RankDevice
 from rlbench.strategies.memory.offloading import Offloading
 from rlbench.strategies.optim.gradients import is_split
 from rlbench.strategies.optim.optimizer_set import Stepped
-from rlbench.strategies.options.config import StrategyConfig
 from rlbench.strategies.ranks.control import ControlGroup
 from rlbench.strategies.sharding.preparation import set_dtypes
 from rlbench.strategies.steps import Steps
-from rlbench.strategies.zero.engine import Zero, join_deepspeed, settings, zero_of
+from rlbench.strategies.zero.engine import Zero, join_deepspeed, zero_of
+from rlbench.strategies.zero.settings import check, settings
 from rlbench.strategies.zero.state import ZeroState
 
 
@@ -81,7 +80,7 @@ class DeepspeedStrategy(StrategyBase):
         Zero(self._deepspeed, model, optimizer, self._settings(offload))
 
     def _settings(self, offload: str) -> dict[str, Any]:
-        return settings(self.config.zero_stage, self.half, offload, pin=self.device.is_gpu)
+        return settings(self.config, self.half, offload, pin=self.device.is_gpu)
 
     def needs_scale(self, model: nn.Module) -> bool:
         """Never: float16 is refused."""
@@ -181,24 +180,3 @@ class ZeroOffloading(Offloading):
         else:
             zero.engine.reload_states()
         return abs(before - self._device.allocated()["cuda"])
-
-
-def check(config: StrategyConfig) -> None:
-    """Refuse options that DeepSpeed has no counterpart of here."""
-    refuse(
-        (config.fp16, "fp16=True cannot be honoured with DeepSpeed: take bf16, or train with FSDP2 (--fsdp)"),
-        (
-            config.tensor_parallel > 1,
-            f"tensor_parallel={config.tensor_parallel} cannot be honoured with DeepSpeed: train with FSDP2 (--fsdp)",
-        ),
-        (
-            config.use_mp_opt and not config.bf16,
-            "use_mp_opt=True cannot be honoured with DeepSpeed and bf16=False: half-precision weights with float32 "
-            "copies in the optimizer are what bf16=True is there; take that, or leave use_mp_opt out",
-        ),
-        (
-            config.fsdp_cpu_offload and config.zero_stage < 3,
-            f"fsdp_cpu_offload=True cannot be honoured with zero_stage={config.zero_stage}, where each rank computes "
-            "with whole parameters: take zero_stage=3, or adam_offload=True for the optimizer alone",
-        ),
-    )

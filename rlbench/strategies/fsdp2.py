@@ -19,7 +19,7 @@ from rlbench.errors import BuildError
 from rlbench.strategies.base import StrategyBase
 from rlbench.strategies.internals import fsdp_dtype, fsdp_groups
 from rlbench.strategies.memory.device import RankDevice
-from rlbench.strategies.options.config import StrategyConfig
+from rlbench.strategies.options.config import StrategyConfig, need_no_deepspeed
 from rlbench.strategies.ranks.control import ControlGroup
 from rlbench.strategies.sharding.preparation import set_dtypes
 from rlbench.strategies.sharding.tensor_parallel import TENSOR, split_layers
@@ -55,6 +55,7 @@ class FSDPV2Strategy(StrategyBase):
 
     def join(self, device: RankDevice | None) -> tuple[RankDevice, ControlGroup]:
         """Join the ranks, unless this process has."""
+        need_no_deepspeed(self.config)
         device = device or RankDevice.pick(local_rank(self.config))
         join_ranks(device)
         device.let_scripts_wait()

@@ -13,8 +13,17 @@ import pytest
 from rlbench.errors import BuildError
 from rlbench.options import LIGHTRFT, options_in
 from rlbench.session.options import Train
-from rlbench.strategies import FakeStrategy, OptionError, StrategyConfig, add_arguments, factory, get_strategy
-from rlbench.strategies.options.config import accumulation_steps, need_groups
+from rlbench.strategies import (
+    FakeStrategy,
+    FSDPV2Strategy,
+    OptionError,
+    StrategyConfig,
+    add_arguments,
+    factory,
+    get_strategy,
+)
+from rlbench.strategies.options.config import accumulation_steps, default, need_groups
+from rlbench.trainers.options.methods import our_names
 
 REFERENCE = {
     "seed": 42,
@@ -174,7 +183,6 @@ def test_a_value_of_another_kind_is_refused(name: str, value: Any) -> None:
     [
         ("mixed_mm_data", 2),
         ("zpg", 8),
-        ("grad_accum_dtype", "fp32"),
         ("overlap_comm", True),
         ("rm_use_engine", True),
         ("rm_engine_cudagraph", True),
@@ -187,6 +195,24 @@ def test_what_is_not_here_raises_when_it_is_set_and_is_taken_when_it_asks_for_no
         with pytest.raises(OptionError, match=f"{name}={value!r} cannot be honoured"):
             StrategyConfig.of(given)
     assert StrategyConfig.of({name: StrategyConfig.NEUTRAL[name]}) == StrategyConfig()
+
+
+@pytest.mark.parametrize(("name", "value"), [("zero_stage", 3), ("grad_accum_dtype", "fp32")])
+def test_an_option_of_deepspeeds_is_refused_with_fsdp2_and_taken_when_it_asks_for_nothing(
+    name: str, value: Any
+) -> None:
+    line = ["--fsdp", f"--{name}", *([] if value is True else [str(value)])]
+    for given in ({"fsdp": True, name: value}, parsed(*line)):
+        with pytest.raises(OptionError, match=f"{name}={value!r} cannot be honoured with FSDP2"):
+            StrategyConfig.of(given)
+    with pytest.raises(OptionError, match=f"{name}={value!r} cannot be honoured with FSDP2"):
+        FSDPV2Strategy(args={name: value})  # before it looks for ranks
+    assert StrategyConfig.of({name: value}).overridden() == {name: value}
+    assert StrategyConfig.of({"fsdp": True, name: default(name)}) == StrategyConfig(fsdp=True)
+    if name != "zero_stage":  # which a session refuses whatever it is
+        assert our_names({name: default(name), "seed": 1}) == {"seed": 1}
+        with pytest.raises(OptionError, match=f"{name}={value!r} cannot be honoured"):
+            our_names({name: value})
 
 
 def test_without_fsdp_it_is_deepspeeds_strategy(monkeypatch: pytest.MonkeyPatch) -> None:

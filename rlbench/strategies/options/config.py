@@ -26,6 +26,11 @@ LOGS = {"log_dir": None, "use_tensorboard": None}
 ESTIMATORS = ("gae", "reinforce", "rloo", "reinforce_baseline", "reinforce++", "group_norm", "grpo", "cpgd")
 ROW_SHARING = ("tensor_parallel", "sequence_parallel")
 """Options by which neighbouring ranks see the same rows."""
+OF_DEEPSPEED: Mapping[str, str] = {
+    "zero_stage": "it is DeepSpeed's, FSDP2 splits all as its stage 3 does",
+    "grad_accum_dtype": "it is DeepSpeed's, FSDP2 adds gradients up in what it holds the parameters in",
+}
+"""Options that act with DeepSpeed alone, and why FSDP2 has none such."""
 PER_TRAINER = ("Steps", "Rewards and advantages", "Experience", "Lengths")
 """Sections whose options a trainer may have otherwise than its strategy; all others acted when that was made."""
 
@@ -84,7 +89,6 @@ class StrategyConfig(HeldOptions):
 
     NEUTRAL: ClassVar[Mapping[str, Any]] = {
         "zpg": 1,
-        "grad_accum_dtype": None,
         "overlap_comm": False,
         "mixed_mm_data": False,
         "rm_use_engine": False,
@@ -115,6 +119,12 @@ class StrategyConfig(HeldOptions):
         least=1,
         most=3,
         needs={"fsdp": True},
+    )
+    grad_accum_dtype: str | None = sharding(
+        None,
+        "of DeepSpeed: in what the gradients of a step's backward calls are added up; None: in what the model computes "
+        "in, with bf16 and many calls a coarse sum",
+        choices=("fp32", "bf16", "fp16"),
     )
     adam_offload: bool = sharding(False, "maybe_offload_optimizer moves optimizer state to the host")
     local_rank: int = sharding(-1, "which GPU of its node a rank takes; -1: LOCAL_RANK, else the rank")
@@ -160,8 +170,8 @@ class StrategyConfig(HeldOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        beside = f"zero_stage={self.zero_stage} cannot be honoured with fsdp=True: it is DeepSpeed's; leave one out"
-        refuse((self.fsdp and self.zero_stage != default("zero_stage"), beside))
+        if self.fsdp:
+            need_no_deepspeed(self)
         if self.fp16:
             object.__setattr__(self, "bf16", False)
         if self.fsdp_cpu_offload:  # the optimizer lives beside the weights then; there is nothing to move
@@ -206,6 +216,13 @@ def need_fsdp(config: StrategyConfig) -> None:
             "fsdp=False cannot be honoured: a session's ranks train with FSDP2. DeepSpeed trains where a script makes "
             "its strategy itself (get_strategy); leave it out, or set fsdp=True."
         )
+
+
+def need_no_deepspeed(config: StrategyConfig) -> None:
+    """Refuse options of DeepSpeed that ask for something, for ranks that FSDP2 shards."""
+    for name, why in OF_DEEPSPEED.items():
+        asked = f"{name}={getattr(config, name)!r} cannot be honoured with FSDP2 (fsdp=True): {why}. Leave it out"
+        refuse((getattr(config, name) != default(name), asked))
 
 
 def need_groups(options: HeldOptions, ranks: int) -> None:

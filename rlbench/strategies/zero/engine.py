@@ -50,27 +50,6 @@ def join_deepspeed(device: RankDevice, local_rank: int) -> Any:
     return deepspeed
 
 
-def settings(stage: int, half: torch.dtype | None, offload: str, pin: bool) -> dict[str, Any]:
-    """Return DeepSpeed's configuration; `offload`: what lives in host memory, "", "optimizer" or "parameters"."""
-    zero: dict[str, Any] = {"stage": stage, "overlap_comm": False}
-    host = {"device": "cpu", "pin_memory": pin}
-    if offload:
-        zero["offload_optimizer"] = host
-    if offload == "parameters":
-        zero["offload_param"] = host
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,  # it counts by it, and nothing else
-        "managed_gradient_accumulation": False,  # whoever steps says where a step ends
-        "zero_optimization": zero,
-        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW, which needs no compiler, also on the host
-        "zero_allow_untested_optimizer": True,
-        "communication_data_type": "fp32",
-    }
-    if half == torch.bfloat16:
-        config["bf16"] = {"enabled": True}
-    return config
-
-
 @dataclass(frozen=True)
 class Place:
     """Where one rank's part of a parameter lies: `numel` numbers from `start` of flat tensor `flat`, which are those

@@ -9,7 +9,7 @@ from typing import Any
 from rlbench.data.prompts.chat import CHAT_OPTIONS
 from rlbench.errors import nearest
 from rlbench.options import OptionError, canonical, defaults, options_in
-from rlbench.strategies.options.config import StrategyConfig
+from rlbench.strategies.options.config import OF_DEEPSPEED, StrategyConfig, need_no_deepspeed
 from rlbench.trainers.options.ppo_config import PPOConfig
 from rlbench.trainers.options.run_options import RunOptions
 from rlbench.trainers.options.text_config import TextConfig, check_of_texts
@@ -117,11 +117,15 @@ def check_of_method(method: str, given: Mapping[str, Any], run: bool = False) ->
 
 
 def our_names(given: Mapping[str, Any], also: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return options of a run by our names; refuse those that act on ranks that are not a session's."""
+    """Return options of a run by our names; refuse those that act on ranks that are not a session's, and leave out
+    DeepSpeed's where they ask for nothing."""
     for name in OF_OTHER_RANKS:
         if given.get(name) is not None:
             raise OptionError(f"{name}={given[name]} cannot be honoured by a session's ranks. Leave it out.")
-    return canonical(given, RunOptions, TextConfig, PPOConfig, StrategyConfig, also=also)
+    named = canonical(given, RunOptions, TextConfig, PPOConfig, StrategyConfig, also=also)
+    of_deepspeed = {name: value for name in OF_DEEPSPEED if (value := named.pop(name, None)) is not None}
+    need_no_deepspeed(StrategyConfig(**of_deepspeed))
+    return named
 
 
 def warn_of(chosen: Mapping[str, Any], critic: bool, ema: bool) -> None:
