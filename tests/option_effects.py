@@ -194,7 +194,15 @@ EFFECTS: dict[str, tuple[str, ...]] = {
     ),
     "fsdp": ("strategies/test_config.py::test_without_fsdp_it_is_deepspeeds_strategy",),
     "zero_stage": ("strategies/test_deepspeed.py::test_each_rank_holds_what_its_stage_leaves_it",),
-    "grad_accum_dtype": ("strategies/test_deepspeed.py::test_gradients_are_added_up_in_the_dtype_of_grad_accum_dtype",),
+    "zpg": (
+        "strategies/test_deepspeed_options.py::test_a_second_copy_of_the_weights_changes_no_step_and_is_never_one_of_before",
+    ),
+    "grad_accum_dtype": (
+        "strategies/test_deepspeed_options.py::test_gradients_are_added_up_in_the_dtype_of_grad_accum_dtype",
+    ),
+    "overlap_comm": (
+        "strategies/test_deepspeed_options.py::test_overlapped_reductions_give_the_same_steps_and_a_host_says_it_has_none",
+    ),
     "adam_offload": ("strategies/test_surface_ranks.py::test_offload_and_load_come_in_pairs_and_return_the_optimizer",),
     "local_rank": ("strategies/test_surface_ranks.py::test_local_rank_says_which_gpu_of_the_node",),
     "engine_type": (

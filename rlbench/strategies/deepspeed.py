@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlbench.checkpoint.rank_state import State
@@ -21,8 +22,8 @@ from rlbench.strategies.optim.optimizer_set import Stepped
 from rlbench.strategies.ranks.control import ControlGroup
 from rlbench.strategies.sharding.preparation import set_dtypes
 from rlbench.strategies.steps import Steps
-from rlbench.strategies.zero.engine import Zero, join_deepspeed, zero_of
-from rlbench.strategies.zero.settings import check, settings
+from rlbench.strategies.zero.engine import CopyGroup, Zero, join_deepspeed, zero_of
+from rlbench.strategies.zero.settings import check, check_copies, settings, warn_of_hosts
 from rlbench.strategies.zero.state import ZeroState
 
 
@@ -48,8 +49,12 @@ class DeepspeedStrategy(StrategyBase):
         check(self.config)
         device = device or RankDevice.pick(local_rank(self.config))
         join_ranks(device)
+        check_copies(self.config, dist.get_world_size())
         device.let_scripts_wait()
+        if not device.is_gpu and dist.get_rank() == 0:
+            warn_of_hosts(self.config)
         self._deepspeed = join_deepspeed(device, local_rank(self.config))
+        self._copies = CopyGroup(self._deepspeed, self.config.zpg)
         return device, ControlGroup()
 
     def shard(
@@ -72,15 +77,17 @@ class DeepspeedStrategy(StrategyBase):
             model.to(self.half)
         if self.config.zero_stage == 3:
             offload = "parameters" if self.config.fsdp_cpu_offload else ""
-            Zero(self._deepspeed, model, None, self._settings(offload))
+            self._made(model, None, offload)
 
     def _hold(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Let DeepSpeed hold a prepared model, and the optimizer over its parameters; collective."""
         offload = "parameters" if self.config.fsdp_cpu_offload else "optimizer" if self.config.adam_offload else ""
-        Zero(self._deepspeed, model, optimizer, self._settings(offload))
+        self._made(model, optimizer, offload)
 
-    def _settings(self, offload: str) -> dict[str, Any]:
-        return settings(self.config, self.half, offload, pin=self.device.is_gpu)
+    def _made(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, offload: str) -> Zero:
+        made = settings(self.config, self.half, offload, pin=self.device.is_gpu)
+        with self._copies.known():
+            return Zero(self._deepspeed, model, optimizer, made)
 
     def needs_scale(self, model: nn.Module) -> bool:
         """Never: float16 is refused."""

@@ -182,8 +182,6 @@ def test_a_value_of_another_kind_is_refused(name: str, value: Any) -> None:
     ("name", "value"),
     [
         ("mixed_mm_data", 2),
-        ("zpg", 8),
-        ("overlap_comm", True),
         ("rm_use_engine", True),
         ("rm_engine_cudagraph", True),
     ],
@@ -197,7 +195,9 @@ def test_what_is_not_here_raises_when_it_is_set_and_is_taken_when_it_asks_for_no
     assert StrategyConfig.of({name: StrategyConfig.NEUTRAL[name]}) == StrategyConfig()
 
 
-@pytest.mark.parametrize(("name", "value"), [("zero_stage", 3), ("grad_accum_dtype", "fp32")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("zero_stage", 3), ("zpg", 8), ("grad_accum_dtype", "fp32"), ("overlap_comm", True)]
+)
 def test_an_option_of_deepspeeds_is_refused_with_fsdp2_and_taken_when_it_asks_for_nothing(
     name: str, value: Any
 ) -> None:

@@ -7,15 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from rlbench.checkpoint.rank_state import loss_states_of
 from rlbench.errors import EngineError
 from rlbench.strategies import FSDPV2Strategy
-from rlbench.strategies.options.config import OptionError, StrategyConfig
-from rlbench.strategies.zero.engine import zero_of
-from rlbench.strategies.zero.settings import check
+from rlbench.strategies.options.config import OptionError
 from tests.ranks import Ranks
 from tests.strategies.surface import assert_close, language_loss, rows, run_steps, share, train_by_hand, whole
 from tests.trainers.test_trainer_on_ranks import trainer_on
@@ -191,62 +188,6 @@ def test_what_deepspeed_cannot_honour_is_refused_before_anything(engine: Ranks, 
 
     with pytest.raises(EngineError, match="create_optimizer"):
         engine.run(backward_without_optimizer)
-
-
-def far_from_its_multiple(kind: dict[str, Any], bf16: bool) -> float:
-    """How far a sum of twenty equal gradients is from twenty times one, as a share of it."""
-    inputs, mean, s = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)), [], zero(kind, bf16=bf16)
-    model = nn.Linear(16, 16)
-    model, optimizer = s.prepare((model, torch.optim.SGD(model.parameters(), lr=1.0)))
-    for calls in (1, 20):  # the gradient of a sum of outputs is the same wherever the weights are
-        before = [flat.clone() for flat in zero_of(model).flats()]
-        for call in range(-1, calls):
-            if call == 0:
-                s.forget_gradients(model)
-            s.backward(model(inputs.to(model.weight.dtype)).float().mean(), model, reduction="sum")
-        s.step_now(optimizer, model)
-        mean.append(torch.cat([then - now for then, now in zip(before, zero_of(model).flats(), strict=True)]) / calls)
-    return float((mean[1] - mean[0]).norm() / mean[0].norm())
-
-
-def test_gradients_are_added_up_in_the_dtype_of_grad_accum_dtype(engine: Ranks) -> None:
-    """Defect absent: a sum in bfloat16 that stands still although it was asked for in float32."""
-    fine = [(True, {"zero_stage": 1, "adam_offload": True}), *((True, {"zero_stage": stage}) for stage in (2, 3))]
-    fine += [(True, {"zero_stage": 2, "adam_offload": True})]
-    coarse = [(True, {"zero_stage": 1}), (True, {"zero_stage": 2}), (False, {"zero_stage": 3})]
-    given = [(bf16, {**kind, "grad_accum_dtype": "fp32"}) for bf16, kind in fine]
-    given += [(bf16, {**kind, "grad_accum_dtype": "bf16"}) for bf16, kind in coarse] + [(True, {"zero_stage": 3})]
-    found = engine.run(lambda: [far_from_its_multiple(kind, bf16) for bf16, kind in given])[0]
-    assert max(found[: len(fine)]) < 1e-5 and min(found[len(fine) :]) > 3e-3
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"zero_stage": 1, "bf16": True, "grad_accum_dtype": "fp32"}, "bf16, .* take zero_stage=2 or 3"),
-        ({"zero_stage": 2, "bf16": True, "grad_accum_dtype": "fp16"}, r"\(bf16\) or in fp32: take zero_stage=1 or 3"),
-        ({"zero_stage": 2, "bf16": False, "grad_accum_dtype": "bf16"}, r"\(fp32\) or in fp32"),
-    ],
-)
-def test_sums_that_deepspeed_would_not_take_in_their_dtype_are_refused(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(OptionError, match=f"grad_accum_dtype='....' cannot be honoured with zero_stage=.*{said}"):
-        check(StrategyConfig(**given))
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_use_mp_opt_asks_for_the_half_precision_weights_with_float32_copies_that_bf16_is(
-    engine: Ranks, qwen: str, stage: int
-) -> None:
-    def work(use_mp_opt: bool) -> Any:
-        s = zero({"zero_stage": stage, "use_mp_opt": use_mp_opt}, bf16=True, train_batch_size=4)
-        model, optimizer, _ = made(s, qwen)
-        results = run_steps(s, model, optimizer, [STEPS[0][:1]])
-        copies = {flat.dtype for flat in zero_of(model).flats()}
-        return results, weights(s, model), {p.dtype for p in model.parameters()}, copies
-
-    (results, found, held, copies), (plain, expected, *_) = (engine.run(work, asked)[0] for asked in (True, False))
-    assert (held, copies) == ({torch.bfloat16}, {torch.float32})
-    assert results == plain and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

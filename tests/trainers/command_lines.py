@@ -53,7 +53,7 @@ OTHER_VALUES: dict[str, str] = {
 OF_TEXTS = ("data", "max_length", "token_budget")
 
 
-REFUSED_WHEN_SET = {"fsdp", "zero_stage", "grad_accum_dtype", "local_rank"}
+REFUSED_WHEN_SET = {"fsdp", "zero_stage", "zpg", "grad_accum_dtype", "overlap_comm", "local_rank"}
 
 
 def run(*line: str, method: str = "grpo") -> RunConfig:

@@ -28,7 +28,10 @@ ROW_SHARING = ("tensor_parallel", "sequence_parallel")
 """Options by which neighbouring ranks see the same rows."""
 OF_DEEPSPEED: Mapping[str, str] = {
     "zero_stage": "it is DeepSpeed's, FSDP2 splits all as its stage 3 does",
+    "zpg": "it is ZeRO++'s second copy of the weights on each node; FSDP2 shards within a node and replicates over "
+    "nodes by prepare_model(shard_size=…), in a session by rb.Train(shards=…, data_parallel_size=…)",
     "grad_accum_dtype": "it is DeepSpeed's, FSDP2 adds gradients up in what it holds the parameters in",
+    "overlap_comm": "it is DeepSpeed's, FSDP2 overlaps its collectives with what is computed in any case",
 }
 """Options that act with DeepSpeed alone, and why FSDP2 has none such."""
 PER_TRAINER = ("Steps", "Rewards and advantages", "Experience", "Lengths")
@@ -88,18 +91,11 @@ class StrategyConfig(HeldOptions):
     """
 
     NEUTRAL: ClassVar[Mapping[str, Any]] = {
-        "zpg": 1,
-        "overlap_comm": False,
         "mixed_mm_data": False,
         "rm_use_engine": False,
         "rm_engine_cudagraph": False,
     }
     IN_ANY_CASE: ClassVar[tuple[str, ...]] = ("mixed_mm_data",)  # batches with images and without mix
-
-    REASONS: ClassVar[Mapping[str, str]] = {
-        "zpg": "it is ZeRO++'s second copy of the weights on each node; FSDP2 shards within a node and replicates over "
-        "nodes by prepare_model(shard_size=…), in a session by rb.Train(shards=…, data_parallel_size=…)",
-    }
 
     max_norm: float = steps(1.0, "global gradient norm to clip to; 0: no clipping")
     micro_train_batch_size: int = steps(1, "sequences one rank takes through one backward", least=1)
@@ -120,11 +116,22 @@ class StrategyConfig(HeldOptions):
         most=3,
         needs={"fsdp": True},
     )
+    zpg: int = sharding(
+        1,
+        "of DeepSpeed, zero_stage 3: neighbouring ranks, those of a node, that keep a second copy of the weights "
+        "between them, from which a backward gathers (ZeRO++'s hpZ); a divisor of the ranks, 1: none",
+        least=1,
+    )
     grad_accum_dtype: str | None = sharding(
         None,
         "of DeepSpeed: in what the gradients of a step's backward calls are added up; None: in what the model computes "
         "in, with bf16 and many calls a coarse sum",
         choices=("fp32", "bf16", "fp16"),
+    )
+    overlap_comm: bool = sharding(
+        False,
+        "of DeepSpeed, zero_stage 2 and 3: gradients are reduced on a stream of their own while the backward goes on; "
+        "on a host without a GPU there is none, and a warning says so",
     )
     adam_offload: bool = sharding(False, "maybe_offload_optimizer moves optimizer state to the host")
     local_rank: int = sharding(-1, "which GPU of its node a rank takes; -1: LOCAL_RANK, else the rank")

@@ -13,7 +13,8 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +48,33 @@ def join_deepspeed(device: RankDevice, local_rank: int) -> Any:
     deepspeed.init_distributed(
         dist_backend="nccl" if device.is_gpu else "gloo", auto_mpi_discovery=False, verbose=False
     )
+    groups = deepspeed.utils.groups
+    if (held := groups._WORLD_GROUP) is not None and held not in dist.distributed_c10d._world.pg_map:
+        groups._release_process_group_references()  # of ranks that were joined in this process before, and left
     return deepspeed
+
+
+class CopyGroup:
+    """The ranks beside this one, `size` together, that keep a second copy of the weights between them; collective.
+
+    DeepSpeed knows one such group in a process, and takes it for every model, whatever that one's configuration says.
+    """
+
+    def __init__(self, deepspeed: Any, size: int) -> None:
+        self._groups, self._group = deepspeed.utils.groups, None
+        if size > 1:
+            with self.known():
+                self._groups._create_zero_param_parallel_group(size)
+                self._group = self._groups._get_zero_param_intra_parallel_group()
+
+    @contextmanager
+    def known(self) -> Iterator[None]:
+        """Let DeepSpeed know of this group alone while a model is given to it."""
+        self._groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = self._group
+        try:
+            yield
+        finally:
+            self._groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +135,7 @@ class Zero:
         """Drop the gradients that wait, and what is gathered of parameters; return whether there were any."""
         waited, self.waiting = self.waiting > 0, 0
         zero = self._zero
+        self._deepspeed.get_accelerator().synchronize()  # a backward that broke off may be reducing still
         if self.stage == 3:  # it keeps small ones gathered, which would be used again although the parts change
             self.engine.empty_partition_cache()
         if self.optimizer is None:
@@ -174,6 +202,7 @@ class Zero:
         own: Any = parameter
         numel = own.ds_tensor.numel()
         own.ds_tensor.copy_(_part(value, numel * dist.get_rank(), numel, numel * dist.get_world_size()))
+        own.ds_secondary_tensor = None  # a copy of before, which a backward would gather; made anew when next needed
 
     @property
     def steps(self) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ def settings(config: StrategyConfig, half: torch.dtype | None, offload: str, pin
         offload: what lives in host memory: "", "optimizer" or "parameters".
         pin: hold it in page-locked memory.
     """
-    zero: dict[str, Any] = {"stage": config.zero_stage, "overlap_comm": False}
+    zero: dict[str, Any] = {"stage": config.zero_stage, "overlap_comm": config.overlap_comm}
+    if config.zpg > 1:
+        zero["zero_hpz_partition_size"] = config.zpg
     host = {"device": "cpu", "pin_memory": pin}
     if offload:
         zero["offload_optimizer"] = host
@@ -57,8 +60,39 @@ def check(config: StrategyConfig) -> None:
             f"fsdp_cpu_offload=True cannot be honoured with zero_stage={config.zero_stage}, where each rank computes "
             "with whole parameters: take zero_stage=3, or adam_offload=True for the optimizer alone",
         ),
+        (
+            config.zpg > 1 and config.zero_stage < 3,
+            f"zpg={config.zpg} cannot be honoured with zero_stage={config.zero_stage}, where each rank holds all "
+            "weights and gathers none: take zero_stage=3",
+        ),
+        (
+            config.overlap_comm and config.zero_stage < 2,
+            "overlap_comm=True cannot be honoured with zero_stage=1, which reduces gradients once, before the step, "
+            "with no backward beside it: take zero_stage=2 or 3",
+        ),
     )
     _check_sums(config)
+
+
+def check_copies(config: StrategyConfig, ranks: int) -> None:
+    """Refuse ranks that cannot be grouped by as many as are to keep a copy of the weights between them."""
+    refuse(
+        (
+            ranks % config.zpg,
+            f"zpg={config.zpg} does not divide {ranks} ranks, and so many are to keep a copy of the weights between "
+            "them: choose a divisor, the ranks of one node",
+        )
+    )
+
+
+def warn_of_hosts(config: StrategyConfig) -> None:
+    """Say which options have no effect on ranks without a GPU."""
+    if config.overlap_comm:
+        warnings.warn(
+            "overlap_comm has no effect on ranks without a GPU: a host has no streams, each reduction ends before the "
+            "backward goes on. Results are the same.",
+            stacklevel=2,
+        )
 
 
 def _check_sums(config: StrategyConfig) -> None:
