@@ -180,6 +180,7 @@ EFFECTS: dict[str, tuple[str, ...]] = {
     "bf16": ("strategies/test_surface_steps.py::test_run_steps_of_bf16_compute_over_float32_weights",),
     "fp16": (
         "strategies/test_float16.py::test_forwards_compute_in_float16_over_float32_weights",
+        "strategies/test_deepspeed_options.py::test_float16_steps_with_a_scaled_loss_which_an_overflow_halves",
         "session/test_float16_session.py::test_a_session_in_float16_steps_syncs_and_goes_back",
     ),
     "lr": ("strategies/test_surface_prepare.py::test_all_models_of_a_trainer_are_prepared_with_their_rates",),

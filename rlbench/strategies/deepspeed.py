@@ -31,9 +31,10 @@ class DeepspeedStrategy(StrategyBase):
     """Train by DeepSpeed's ZeRO (`zero_stage` 1 to 3); arguments as of `StrategyBase`, ranks as of `FSDPV2Strategy`.
 
     A model stays the object it is: it is called itself, and `backward` and `optimizer_step` know what DeepSpeed holds
-    of it, from `create_optimizer` on. With `bf16` it is held in bfloat16, and the optimizer steps float32 weights that
-    were made of those. `adam_offload` keeps these and the optimizer's state in host memory while they are stepped
-    there, by torch's AdamW; `fsdp_cpu_offload` the parameters of stage 3 too.
+    of it, from `create_optimizer` on. With `bf16` or `fp16` it is held in that half precision, and the optimizer steps
+    float32 weights that were made of those; in float16 the loss is scaled as with FSDP2, by `LossScale`. `adam_offload`
+    keeps these and the optimizer's state in host memory while they are stepped there, by torch's AdamW;
+    `fsdp_cpu_offload` the parameters of stage 3 too.
 
     Checkpoints are those of FSDP2: each strategy goes on from the other's, on any number of ranks. While a model is
     prepared each rank holds it whole once, and so does rank 0's host memory while a checkpoint is written.
@@ -90,11 +91,11 @@ class DeepspeedStrategy(StrategyBase):
             return Zero(self._deepspeed, model, optimizer, made)
 
     def needs_scale(self, model: nn.Module) -> bool:
-        """Never: float16 is refused."""
-        return False
+        """Whether DeepSpeed trains it in float16."""
+        return self.half == torch.float16 and (zero := zero_of(model)) is not None and zero.optimizer is not None
 
     def unscaling(self, models: Collection[nn.Module], scale: float) -> nullcontext[None]:
-        """Nothing is scaled."""
+        """Nothing to do: DeepSpeed divides by the scale as it steps."""
         return nullcontext()
 
     def backward_scale(self, model: nn.Module) -> int:
@@ -156,7 +157,7 @@ class ZeroSteps(Steps):
                 f"{type(model).__name__} has no optimizer: with DeepSpeed strategy.create_optimizer(model) comes "
                 "before the first backward, as it says where gradients go."
             )
-        zero.backward(scaled, **kwargs)
+        zero.backward(scaled.float(), self.loss_scale(model), **kwargs)
 
     def _clip_and_step(self, optimizer: Stepped, model: nn.Module, limit: float) -> float:
         zero = zero_of(model)

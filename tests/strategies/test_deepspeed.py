@@ -174,7 +174,7 @@ def test_the_saved_folder_is_the_model_and_an_average_follows(
 
 
 def test_what_deepspeed_cannot_honour_is_refused_before_anything(engine: Ranks, qwen: str) -> None:
-    others: list[dict[str, Any]] = [{"fp16": True}, {"tensor_parallel": 2}, {"zero_stage": 4}]
+    others: list[dict[str, Any]] = [{"tensor_parallel": 2}, {"zero_stage": 4}]
     for given in [*others, {"zero_stage": 2, "fsdp_cpu_offload": True}]:
         with pytest.raises(OptionError, match=next(name for name in given if name != "zero_stage" or len(given) == 1)):
             engine.run(lambda given=given: zero(given, bf16=True))

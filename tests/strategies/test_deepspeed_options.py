@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
+from rlbench.strategies.optim.gradients import scale_waiting
 from rlbench.strategies.options.config import OptionError, StrategyConfig
 from rlbench.strategies.zero.engine import zero_of
 from rlbench.strategies.zero.settings import check, settings
 from tests.modules import qwen_on_meta
 from tests.ranks import Ranks, ranks
-from tests.strategies.surface import assert_close, language_loss, rows, run_steps, share
+from tests.strategies.surface import assert_close, language_loss, rows, run_steps, share, train_by_hand
 from tests.strategies.test_deepspeed import STEPS, made, weights, zero
 
 pytestmark = pytest.mark.slow
@@ -150,3 +152,58 @@ def test_use_mp_opt_asks_for_the_half_precision_weights_with_float32_copies_that
     (results, found, held, copies), (plain, expected, *_) = (engine.run(work, asked)[0] for asked in (True, False))
     assert (held, copies) == ({torch.bfloat16}, {torch.float32})
     assert results == plain and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def train_in_float16(path: str, folder: str, kind: dict[str, Any]) -> Any:
+    s = zero({**kind, "fp16": True}, train_batch_size=4, max_norm=0.5)
+    model, optimizer, _ = made(s, path)
+
+    def stepped(factor: float = 1.0, waiting: float = 1.0) -> Any:
+        s.backward(language_loss(model, share(STEPS[0][1], s)) * factor, model, optimizer)
+        scale_waiting(model, waiting)
+        result = s.step_now(optimizer, model)
+        return result["grad_norm"], result["skipped"], result["loss_scale"]
+
+    results = run_steps(s, model, optimizer, [STEPS[0][:1]])
+    found = {"dtypes": {p.dtype for p in model.parameters()} | {flat.dtype for flat in zero_of(model).flats()}}
+    s.save_ckpt(model, folder, "x", optimizer=optimizer)
+    found["first"] = weights(s, model)
+    found["overflow"], after = stepped(1e4), weights(s, model)
+    found["same"] = all(torch.equal(after[name], found["first"][name]) for name in after)
+    s.backward(language_loss(model, share(rows(4, 7), s)), model, optimizer)
+    s.forget_gradients(model)
+    found["good"], found["then"] = stepped(), weights(s, model)
+    for name, (factor, waiting) in {"again": (1.0, 1.0), "small": (1e-7, 1.0), "halved": (1.0, 0.5)}.items():
+        s.load_ckpt(model, folder, optimizer)
+        found[name] = stepped(factor, waiting)
+        if name == "again":
+            found["now"] = weights(s, model)
+    return results, found
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"zero_stage": 1},
+        {"zero_stage": 2},
+        {"zero_stage": 3},
+        {"zero_stage": 2, "adam_offload": True, "grad_accum_dtype": "fp32"},
+    ],
+    ids=["1", "2", "3", "2-offload-fp32"],
+)
+def test_float16_steps_with_a_scaled_loss_which_an_overflow_halves(
+    engine: Ranks, qwen: str, kind: dict[str, Any], tmp_path: Path
+) -> None:
+    """Defect absent: gradients that vanish in float16, and a step with some that are infinite."""
+    expected = train_by_hand(qwen, [STEPS[0][:1]], max_norm=0.5)
+    results, found = engine.run(train_in_float16, qwen, str(tmp_path), kind)[0]
+    assert found["dtypes"] == {torch.float16, torch.float32}
+    assert (
+        results[0]["grad_norm"] == pytest.approx(expected["norms"][0], rel=1e-2) and results[0]["loss_scale"] == 2**16
+    )
+    norm, said, scale = found["overflow"]
+    assert norm == math.inf and scale == 2**16 and "the loss scale goes from 65536 to 32768" in said and found["same"]
+    norm, said, scale = found["good"]
+    assert said is None and scale == 2**15 and found["good"] == found["again"]
+    assert all(torch.equal(found["then"][name], found["now"][name]) for name in found["then"])
+    assert found["small"][0] == pytest.approx(1e-7 * norm, rel=0.05) and found["halved"][0] == pytest.approx(norm / 2)

@@ -45,6 +45,7 @@ def join_deepspeed(device: RankDevice, local_rank: int) -> Any:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if not device.is_gpu:  # else it compiles a collective of its own: a compiler on every host, and a minute
         sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+        deepspeed.get_accelerator().is_fp16_supported = lambda: True  # torch computes so on any host, if slowly
     deepspeed.init_distributed(
         dist_backend="nccl" if device.is_gpu else "gloo", auto_mpi_discovery=False, verbose=False
     )
@@ -111,8 +112,11 @@ class Zero:
 
     # -- a step
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Add the gradients of `loss`, which are averaged over the ranks."""
+    def backward(self, loss: Tensor, scale: float = 1.0, **kwargs: Any) -> None:
+        """Add the gradients of `loss`, which are averaged over the ranks. They wait multiplied by the `scale` of a step's
+        first, and are divided by it as they are stepped with."""
+        if not self.waiting:
+            self._zero.override_loss_scale(scale)
         self._zero.clear_backward_seen_flag()  # the engine's own forward does, which nobody calls here
         self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
         self.waiting += 1
@@ -124,7 +128,6 @@ class Zero:
             return 0.0
         self.engine.step()
         self.waiting = 0
-        self._zero.override_loss_scale(1.0)
         return float(self.engine.get_global_grad_norm()) if self.engine.was_step_applied() else math.inf
 
     def scale(self, factor: float) -> None:
@@ -140,7 +143,6 @@ class Zero:
             self.engine.empty_partition_cache()
         if self.optimizer is None:
             return waited
-        zero.override_loss_scale(1.0)
         zero.clear_backward_seen_flag()
         zero.zero_grad(set_to_none=True)
         self.engine._unmanaged_backward_count = 0

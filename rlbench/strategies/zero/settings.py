@@ -37,6 +37,8 @@ def settings(config: StrategyConfig, half: torch.dtype | None, offload: str, pin
     }
     if half == torch.bfloat16:
         made["bf16"] = {"enabled": True}
+    if half == torch.float16:
+        made["fp16"] = {"enabled": True, "loss_scale": 1.0}  # its own would not be halved at once: `Zero.backward`
     if config.grad_accum_dtype is not None:
         made["data_types"] = {"grad_accum_dtype": config.grad_accum_dtype}
     return made
@@ -45,7 +47,6 @@ def settings(config: StrategyConfig, half: torch.dtype | None, offload: str, pin
 def check(config: StrategyConfig) -> None:
     """Refuse options that DeepSpeed has no counterpart of here."""
     refuse(
-        (config.fp16, "fp16=True cannot be honoured with DeepSpeed: take bf16, or train with FSDP2 (--fsdp)"),
         (
             config.tensor_parallel > 1,
             f"tensor_parallel={config.tensor_parallel} cannot be honoured with DeepSpeed: train with FSDP2 (--fsdp)",
