@@ -31,10 +31,21 @@ def parted(given: dict[str, Any]) -> dict[str, Any]:
     return {**given, "zero_optimization": {**given["zero_optimization"], **split}}
 
 
+def number_from_zero() -> None:
+    """Let DeepSpeed number modules and parameters anew: ranks compare theirs, and some processes were ranks before."""
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    Init.param_id = 0
+    (count,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
+    count[0] = 0
+
+
 def train_with_copies(path: str, folder: str, zpg: int) -> Any:
     """Steps, a checkpoint, a forward beside it, and a step from the checkpoint; what each rank keeps of a copy."""
     from rlbench.strategies import deepspeed as room
 
+    number_from_zero()
     with mock.patch.object(room, "settings", lambda *args, **own: parted(settings(*args, **own))):
         s = zero({"zero_stage": 3, "zpg": zpg})
         model, optimizer, _ = made(s, path)

@@ -113,8 +113,8 @@ class Zero:
     # -- a step
 
     def backward(self, loss: Tensor, scale: float = 1.0, **kwargs: Any) -> None:
-        """Add the gradients of `loss`, which are averaged over the ranks. They wait multiplied by the `scale` of a step's
-        first, and are divided by it as they are stepped with."""
+        """Add the gradients of `loss`, which are averaged over the ranks. They wait multiplied by the `scale` of the
+        first of a step, and are divided by it as they are stepped with."""
         if not self.waiting:
             self._zero.override_loss_scale(scale)
         self._zero.clear_backward_seen_flag()  # the engine's own forward does, which nobody calls here
