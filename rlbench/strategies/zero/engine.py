@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlbench.errors import BuildError
+from rlbench.strategies.internals import process_groups
 from rlbench.strategies.memory.device import RankDevice
 from rlbench.strategies.optim.gradients import KEEPER, full_shape, is_split, keeper_of
 
@@ -50,7 +51,7 @@ def join_deepspeed(device: RankDevice, local_rank: int) -> Any:
         dist_backend="nccl" if device.is_gpu else "gloo", auto_mpi_discovery=False, verbose=False
     )
     groups = deepspeed.utils.groups
-    if (held := groups._WORLD_GROUP) is not None and held not in dist.distributed_c10d._world.pg_map:
+    if (held := groups._WORLD_GROUP) is not None and held not in process_groups():
         groups._release_process_group_references()  # of ranks that were joined in this process before, and left
     return deepspeed
 
