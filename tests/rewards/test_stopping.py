@@ -71,10 +71,11 @@ def test_a_stop_from_another_thread_ends_all_kinds_and_leaves_nothing(scorer):
             super().put(index, outcome, seconds)
             self.stop()
 
-    board, whole = Watched(), rollouts()
-    part = threading.Thread(target=lambda: (time.sleep(4), board.stop()))  # parts have boards of their own
+    board, whole, over = Watched(), rollouts(), threading.Event()
+    part = threading.Thread(target=lambda: (over.wait(4), board.stop()))  # parts have boards of their own
     part.start()
     with nothing_left(), pytest.raises(Stopped):
         scorer.score_all(list(whole.flat), board)
+    over.set()
     part.join()
     assert len(board.rewards) < 6
