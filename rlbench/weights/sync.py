@@ -85,7 +85,7 @@ class Synced(Result):
     transport: str
     gap: float | None  # largest log-prob difference on the probe; None where the proof waits for the KV cache
     allowed: float  # the largest gap that passes
-    seconds: float = field(compare=False)  # that the weights travelled, without the proof, as its rank measured it
+    seconds: float = field(compare=False)  # of staging and the longest applying; where ranks send: of all but the proof
     unchanged: int = 0  # tensors that were left out: frozen, and in the replicas as they are
     unchanged_bytes: int = 0
 
@@ -120,7 +120,7 @@ def sync_steps(
     choice, adapter = begun.choice, source.adapter if infer.info.get("adapters") else 0
     broadcasts = choice.transport == "broadcast"
     meanwhile = source.apart and not broadcasts
-    expected = None if meanwhile else (yield from source.logprobs(begun.probe))
+    expected = () if meanwhile else (yield from source.logprobs(begun.probe))
     begin = time.perf_counter()
     if broadcasts:
         group = _group_options(infer.name, begun) | {"adapter": adapter, "handover": begun.handover}
@@ -135,7 +135,6 @@ def sync_steps(
             proof, applied = yield from _applied_and_owed(source, infer, begun, manifest)
             seconds = staged - begin + applied
         else:
-            assert expected is not None
             proof = yield from lead(_owe(source, infer, begun, version, expected))
             if broadcasts:
                 yield from source.broadcast(manifest, [facts.workers for facts in begun.replicas])

@@ -8,8 +8,9 @@ import pytest
 from rlbench.engines.sync import sync_weights
 from rlbench.weights.manifest import Manifest
 from rlbench.weights.probe import probe_tokens
-from rlbench.weights.transport import Facts
+from tests.engines.test_sync_refusals import Engine
 
+pytestmark = pytest.mark.usefixtures("no_ray")
 FORWARD, APPLY = "policy_forward", "apply_weights"
 LOGPROBS = [np.zeros(len(row) - 1, np.float32) for row in probe_tokens(10)]
 
@@ -44,19 +45,12 @@ class Link:
         self._told.append(f"{name} owes a proof" if fields.get("proof") else f"{name} owes nothing")
 
 
-class Engine:
-    """One that answers as told by `values`, by verb."""
+class Answering(Engine):
+    """One whose calls give `values`, by verb."""
 
     def __init__(self, name, told, values):
-        self.name, self.info, self.link = name, {"dtype": "float32", "vocab_size": 10}, Link(told)
-        self._told, self._values = told, values
-        self.status_ = {"weights": "cuda", "torn": None, "kv_cache": "cuda", "version": 3, "holds": ""}
-
-    def status(self):
-        return self.status_
-
-    def control(self, verb):
-        return [{"status": self.status_, "sync_facts": Facts("here", "127.0.0.1")}[verb]]
+        super().__init__(name)
+        self.link, self._told, self._values = Link(told), told, values
 
     def call_all(self, verb, *args, **options):
         return Call(verb, self._told, self._values.get(verb))
@@ -74,11 +68,13 @@ def told():
 
 
 @pytest.fixture
-def sync(told):
+def sync(told, monkeypatch):
+    monkeypatch.setattr("rlbench.engines.sync.shm_prefix", lambda name: name)  # which starts a cluster
+
     def start(forward=LOGPROBS):
-        train = Engine("actor", told, {"stage_weights": Manifest("shm", ()), FORWARD: forward})
+        train = Answering("actor", told, {"stage_weights": Manifest("shm", ()), FORWARD: forward})
         answers = {APPLY: [0.25], "prompt_logprobs": [LOGPROBS], "commit_version": [{}]}
-        return sync_weights(train, Engine("inference", told, answers), version=7)
+        return sync_weights(train, Answering("inference", told, answers), version=7)
 
     return start
 

@@ -1,6 +1,5 @@
 """What a weight sync refuses before it asks anybody for weights; no engine runs here."""
 
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -9,12 +8,7 @@ from rlbench.engines.sync import sync_weights
 from rlbench.errors import StateError, WeightSyncError
 from rlbench.weights.transport import Facts
 
-
-@pytest.fixture(autouse=True)
-def no_ray(monkeypatch):
-    """Not the real ray: imported before the cluster of other tests starts, it would not know that one's token."""
-    fake = SimpleNamespace(exceptions=SimpleNamespace(RayActorError=ConnectionError))
-    monkeypatch.setitem(sys.modules, "ray", fake)
+pytestmark = pytest.mark.usefixtures("no_ray")
 
 
 class Engine:
@@ -24,7 +18,7 @@ class Engine:
 
     def __init__(self, name, dtype="float32", weights="cuda", **facts):
         self.name, self.info = name, {"dtype": dtype, "vocab_size": 10}
-        self._status = {"weights": weights, "torn": None, "kv_cache": "cuda", "version": 3}
+        self._status = {"weights": weights, "torn": None, "kv_cache": "cuda", "version": 3, "holds": ""}
         self._facts = Facts("here", "127.0.0.1", **facts)
 
     def status(self):

@@ -116,7 +116,7 @@ def test_the_worst_tokens_are_named_largest_first(session, batch):
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_options_that_reshape_the_distribution_are_said_and_named(session, options):
+def test_options_that_reshape_the_distribution_are_said_named_and_refused(session, options):
     (name,) = options
     draw = {"n": 4, "max_tokens": 12, "temperature": 1.3, "progress": False, **options}
     with pytest.warns(UserWarning, match=name) as told:
@@ -126,19 +126,22 @@ def test_options_that_reshape_the_distribution_are_said_and_named(session, optio
         warnings.simplefilter("error", UserWarning)
         session.rollout(["sort 1"], **draw)  # said once
     assert any(name in note for note in rollouts.notes) and name in repr(rollouts)
-    (option,) = rollouts.score(tasks.reward).batch().reshaped_by
+    batch = rollouts.score(tasks.reward).batch(advantage=lambda rewards, group: rewards * 0 + 1)
+    (option,) = batch.reshaped_by
     assert option.startswith(name)
-    result = session.preflight(rollouts)
-    assert not result.passed and result.diagnostics["max_gap"] > 1e-2 and name in result.cause
+    for loss in OFF_POLICY:
+        with pytest.raises(LossError, match=name):
+            ship(loss, batch)
+    for looked_at in (rollouts, batch):
+        result = session.preflight(looked_at)
+        assert not result.passed and result.diagnostics["max_gap"] > 1e-2 and name in result.cause
 
 
 def test_losses_that_weigh_by_the_sampler_refuse_tokens_of_a_reshaped_distribution(session):
-    with pytest.warns(UserWarning, match="top_k"):
+    with pytest.warns(UserWarning, match="top_k"):  # of another value: it is said once of each
         rollouts = session.rollout(tasks.prompts(8, seed=3), n=4, max_tokens=12, top_k=4, progress=False)
     batch = rollouts.score(tasks.reward).batch(advantage=lambda rewards, group: rewards * 0 + 1)
-    assert not session.preflight(batch).passed
-    corrected = rb.rl.grpo(mismatch=rb.rl.token_tis())
-    for loss in (corrected, rb.rl.grpo(anchor="sampler"), rb.rl.decoupled_ppo(), off_policy):
+    for loss in OFF_POLICY:
         with pytest.raises(LossError, match="top_k"):
             session.forward_backward(batch, loss=loss)
     assert session.forward_backward(batch, loss="grpo")["ratio"] == pytest.approx(1.0, abs=1e-4)
@@ -149,6 +152,10 @@ def test_losses_that_weigh_by_the_sampler_refuse_tokens_of_a_reshaped_distributi
 def off_policy(inputs):
     ratio = (inputs.logprobs - inputs.sampler_logprobs).exp()
     return -ratio * inputs.advantages, {}
+
+
+TRUNCATED = rb.rl.grpo(mismatch=rb.rl.token_tis())
+OFF_POLICY = (TRUNCATED, rb.rl.grpo(anchor="sampler"), rb.rl.decoupled_ppo(), off_policy)
 
 
 def test_a_temperature_alone_reshapes_nothing_that_the_trainer_does_not(session):
