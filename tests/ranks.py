@@ -44,8 +44,6 @@ def _serve(pipe: Connection, said: str) -> None:
     from rlbench.workers.train.rank import TrainRank
 
     target: Any = None
-    gc.collect()
-    gc.freeze()  # so that collecting costs little below
     while True:
         name, blob, stopping = pipe.recv()
         if name == "exit":
@@ -68,6 +66,7 @@ def _serve(pipe: Connection, said: str) -> None:
         if name == "close":  # groups in cycles keep a thread each that wakes a hundred times a second
             target = value = None
             gc.collect()
+            gc.freeze()  # what is left are modules: so that collecting costs little after the next
 
 
 @dataclass(frozen=True)
@@ -135,10 +134,12 @@ class Ranks:
 @functools.cache
 def _started(first: int) -> list[_Rank]:
     """Two processes, ranks `first` on, for all tests; after the end of one the next test starts others."""
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")  # one process imports, of which each rank is a fork
+    context.set_forkserver_preload(["tests.ranks_imports"])
     folder = tempfile.mkdtemp(prefix="rlb-test-ranks-")
     started = []
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # else numpy's import starts threads, which no fork has
     for rank in range(first, first + 2):
         mine, theirs = context.Pipe()
         said = f"{folder}/rank-{rank}.txt"
