@@ -20,6 +20,7 @@ def _serve(pipe: Connection) -> None:
     """The process: makes a replica, runs its verbs, sends results back."""
     os.environ["OMP_WAIT_POLICY"] = "passive"
     from rlbench.workers.replica.vllm import VllmReplica
+    from tests.workers.ending import end_here
 
     target: Any = None
     while True:
@@ -30,6 +31,8 @@ def _serve(pipe: Connection) -> None:
         try:
             if name == "new":
                 target, value = VllmReplica(*args), None
+            elif name == "close":  # others are built in this process after it
+                value = end_here(target)
             else:
                 value = getattr(target, name)(*args)
             pipe.send((True, cloudpickle.dumps(value)))

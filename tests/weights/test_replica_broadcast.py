@@ -22,6 +22,7 @@ from rlbench.weights.names import to_checkpoint_names, unique_parameters
 from rlbench.weights.transport import PeerFailed
 from rlbench.workers.replica.config import ReplicaConfig
 from rlbench.workers.replica.vllm import VllmReplica
+from tests.workers.ending import end_here
 from tests.workers.tiny_checkpoint import hf_logprobs, make_checkpoint
 
 pytestmark = pytest.mark.engine
@@ -42,7 +43,7 @@ def replica(folder: Path) -> Iterator[VllmReplica]:
     replica = VllmReplica(config)
     replica.build()
     yield replica
-    replica.close()
+    end_here(replica)
 
 
 @pytest.fixture

@@ -31,12 +31,13 @@ def turn_lane() -> Iterator[Lane]:
 def turn_replica(turn_folder: Path, turn_lane: Lane) -> Iterator[Any]:
     from rlbench.workers.replica.config import ReplicaConfig
     from rlbench.workers.replica.vllm import VllmReplica
+    from tests.workers.ending import end_here
 
     config = ReplicaConfig(str(turn_folder), dtype="float32", kv_cache_bytes=256 << 20, max_num_seqs=32)
     replica = VllmReplica(config)
     turn_lane(replica.build)
     yield replica
-    turn_lane(replica.close)
+    turn_lane(end_here, replica)
 
 
 @pytest.fixture

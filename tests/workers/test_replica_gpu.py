@@ -13,6 +13,7 @@ import torch
 
 from rlbench.workers.replica.config import ReplicaConfig
 from rlbench.workers.replica.vllm import VllmReplica
+from tests.workers.ending import end_here
 
 from .tiny_checkpoint import hf_logprobs, make_checkpoint
 
@@ -34,7 +35,7 @@ def replica(folder: Path) -> Iterator[VllmReplica]:
     replica = VllmReplica(ReplicaConfig(str(folder), dtype="float32", kv_cache_bytes=2 << 30))
     assert replica.build()["device"] == "cuda"
     yield replica
-    replica.close()
+    end_here(replica)
 
 
 def trainer(folder: str, pipe: Any) -> None:

@@ -29,6 +29,7 @@ from rlbench.tiny.vision_model import build_model, build_processor
 from rlbench.workers.replica.config import ReplicaConfig
 from rlbench.workers.replica.serving.options import ServeOptions
 from rlbench.workers.replica.vllm import VllmReplica
+from tests.workers.ending import end_here
 
 from .seeing import PLACE, PLACE_TOKEN, Asks, Shows, expected, logprobs_at, remote
 from .turns import Rows
@@ -71,7 +72,7 @@ def replica(folder: Path, lane: Lane) -> Iterator[VllmReplica]:
     made = VllmReplica(config)
     lane(made.build)
     yield made
-    lane(made.close)
+    lane(end_here, made)
 
 
 @pytest.fixture(scope="module")

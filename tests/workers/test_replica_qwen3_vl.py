@@ -12,6 +12,7 @@ from rlbench.data import Prompt, as_prompts
 from rlbench.workers.replica.config import ReplicaConfig
 from rlbench.workers.replica.vllm import VllmReplica
 from tests.trainers.seeing import save_eyes
+from tests.workers.ending import end_here
 
 from .test_replica_images import HELLO, PLACE, expected, job
 from .turns import Rows
@@ -35,7 +36,7 @@ def test_log_probs_and_token_ids_are_those_of_transformers_in_a_mixed_batch(tmp_
         try:
             arrays = lane.submit(replica.generate, job(asked, n=2, temperature=1.0)).result()
         finally:
-            lane.submit(replica.close).result()
+            lane.submit(end_here, replica).result()
     reference = AutoModelForImageTextToText.from_pretrained(folder).eval(), AutoProcessor.from_pretrained(folder)
     rows = Rows(arrays)
     assert len(rows.keys) == 8

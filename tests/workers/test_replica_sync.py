@@ -23,6 +23,7 @@ from rlbench.weights.staging import ShmStage
 from rlbench.weights.unchanged import group_of
 from rlbench.workers.replica.config import ReplicaConfig
 from rlbench.workers.replica.vllm import VllmReplica
+from tests.workers.ending import end_here
 
 from .tiny_checkpoint import hf_logprobs, make_checkpoint
 
@@ -58,7 +59,7 @@ def replica(folder: Path) -> Iterator[VllmReplica]:
     replica = VllmReplica(ReplicaConfig(str(folder), dtype="float32", kv_cache_bytes=64 << 20, max_num_seqs=16))
     replica.build()
     yield replica
-    replica.close()
+    end_here(replica)
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from rlbench.workers.replica.config import ReplicaConfig
 from rlbench.workers.replica.guests import Guest
 from rlbench.workers.replica.vllm import VllmReplica
 from rlbench.workers.replica.vllm_setup import register_models
+from tests.workers.ending import end_here
 
 from .tiny_checkpoint import hf_logprobs, make_checkpoint
 
@@ -55,7 +56,7 @@ def replica(folder: Path, lane: Lane) -> Iterator[VllmReplica]:
     assert built["max_model_len"] == 512
     assert replica.memory()["kv_cache"] < 64 * MIB, "its pages come as they are used"
     yield replica
-    lane(replica.close)
+    lane(end_here, replica)
 
 
 @pytest.fixture
