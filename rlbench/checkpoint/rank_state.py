@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from rlbench.checkpoint.flat_parts import marked
 from rlbench.checkpoint.tensor_files import bytes_of, local_part
 from rlbench.errors import CheckpointError, nearest, some
 
@@ -45,7 +46,8 @@ class State:
             for name, parameter in self._named(which):
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if isinstance(value, Tensor):
-                        tensors[f"{OPTIMIZER}{which}/{name}/{key}"] = value
+                        of_size = value.dim() > 0 and value.shape == parameter.shape
+                        tensors[f"{OPTIMIZER}{which}/{name}/{key}"] = marked(value, parameter) if of_size else value
         return tensors | self.loss_tensors()
 
     def values(self) -> dict[str, Any]:
@@ -168,7 +170,9 @@ class State:
     def module_tensors(self) -> dict[str, Tensor]:
         """Return every parameter and buffer by name, but those that the module leaves to its source."""
         left = getattr(self.module, "left_to_source", ())
-        parameters = {f"parameter/{name}": p.data for name, p in self.module.named_parameters() if name not in left}
+        parameters = {
+            f"parameter/{name}": marked(p.data, p) for name, p in self.module.named_parameters() if name not in left
+        }
         buffers = {f"buffer/{name}": buffer for name, buffer in self.module.named_buffers() if name not in left}
         return parameters | buffers
 

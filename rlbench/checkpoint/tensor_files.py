@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from rlbench.checkpoint.flat_parts import flat_part, mark_of, whole_shape
 from rlbench.checkpoint.folder import sync, writing
 from rlbench.errors import CheckpointError
 
@@ -144,21 +145,40 @@ def _resharded(name: str, pieces: list[tuple[Path, dict[str, Any]]], like: Tenso
             piece = _mapped(folder, name, entry)
             break
     else:
-        by_place = {tuple(entry["shard"][1::3]): (folder, entry) for folder, entry in pieces}
-        dimensions, counts = entry["shard"][::3], entry["shard"][2::3]
-        if len(by_place) != math.prod(counts):
-            folder = folder.parent
-            raise CheckpointError(
-                f"{folder} has {len(by_place)} of {math.prod(counts)} parts of {name}: some are missing"
-            )
-        parts = {place: _mapped(folder, name, entry) for place, (folder, entry) in sorted(by_place.items())}
-        for dimension in reversed(dimensions):  # what was split last is joined first
-            groups: dict[tuple[int, ...], list[Tensor]] = {}
-            for place, part in parts.items():
-                groups.setdefault(place[:-1], []).append(part)
-            parts = {place: torch.cat(group, dim=dimension) for place, group in groups.items()}
-        piece, entry = parts[()], {"shard": None}
-    return part_of(piece, like) if entry["shard"] is None and like is not None and piece.shape == like.shape else piece
+        in_a_row = isinstance(pieces[0][1]["shard"], dict)
+        piece, entry = (_joined_flat if in_a_row else _joined)(name, pieces), {"shard": None}
+    is_whole = entry["shard"] is None and like is not None and tuple(piece.shape) == whole_shape(like)
+    return part_of(piece, like) if like is not None and is_whole else piece
+
+
+def _joined(name: str, pieces: list[tuple[Path, dict[str, Any]]]) -> Tensor:
+    """Put the parts of a tensor together that was split along dimensions."""
+    by_place = {tuple(entry["shard"][1::3]): (folder, entry) for folder, entry in pieces}
+    folder, entry = pieces[-1]
+    dimensions, counts = entry["shard"][::3], entry["shard"][2::3]
+    if len(by_place) != math.prod(counts):
+        raise CheckpointError(
+            f"{folder.parent} has {len(by_place)} of {math.prod(counts)} parts of {name}: some are missing"
+        )
+    parts = {place: _mapped(folder, name, entry) for place, (folder, entry) in sorted(by_place.items())}
+    for dimension in reversed(dimensions):  # what was split last is joined first
+        groups: dict[tuple[int, ...], list[Tensor]] = {}
+        for place, part in parts.items():
+            groups.setdefault(place[:-1], []).append(part)
+        parts = {place: torch.cat(group, dim=dimension) for place, group in groups.items()}
+    return parts[()]
+
+
+def _joined_flat(name: str, pieces: list[tuple[Path, dict[str, Any]]]) -> Tensor:
+    """Put the parts of a tensor together whose numbers lay in a row over the ranks."""
+    by_place = {(e["shard"]["start"], e["shard"]["numel"]): (folder, e) for folder, e in pieces}
+    folder, entry = pieces[-1]
+    shape, held = entry["shard"]["shape"], sum(numel for _, numel in by_place)
+    if held != math.prod(shape):
+        raise CheckpointError(
+            f"{folder.parent} has {held} of {math.prod(shape)} numbers of {name}: parts of it are missing"
+        )
+    return torch.cat([_mapped(place, name, entry) for _, (place, entry) in sorted(by_place.items())]).view(shape)
 
 
 def _splits(tensor: DTensor) -> list[tuple[int, int, int]]:
@@ -176,13 +196,18 @@ def _splits(tensor: DTensor) -> list[tuple[int, int, int]]:
     return [(placement.dim, place[axis], mesh.size(axis)) for placement, axis in split]
 
 
-def _shard_of(tensor: Tensor) -> list[int] | None:
-    """Return `_splits` in a row, as an index holds them; None for a tensor that is whole here."""
+def _shard_of(tensor: Tensor) -> list[int] | dict[str, Any] | None:
+    """Return `_splits` in a row, as an index holds them, or the numbers of one that is split in a row; None for a
+    tensor that is whole here."""
+    if (part := flat_part(tensor)) is not None:
+        return part.described()
     return [number for split in _splits(tensor) for number in split] or None if isinstance(tensor, DTensor) else None
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
     """Return this rank's part of a whole tensor that all ranks have, as `like` is sharded: a view. No collective."""
+    if (flat := flat_part(like)) is not None:
+        return whole.reshape(-1)[flat.start : flat.start + flat.numel]
     for dimension, place, count in _splits(like) if isinstance(like, DTensor) else ():
         parts = whole.chunk(count, dimension)
         whole = parts[place] if place < len(parts) else whole.narrow(dimension, 0, 0)
@@ -191,6 +216,8 @@ def part_of(whole: Tensor, like: Tensor) -> Tensor:
 
 def is_first_replica(tensor: Tensor) -> bool:
     """Whether no rank before this one holds the same part of a sharded tensor; what is not sharded is each rank's."""
+    if (mark := mark_of(tensor)) is not None:
+        return mark.replica == 0
     if not isinstance(tensor, DTensor):
         return True
     axes = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from rlbench.workers.train.config import TrainConfig
 
 F = TypeVar("F", bound=Callable[..., Any])
-EXECUTORS = ("fsdp2",)
+EXECUTORS = ("fsdp2", "fsdp1")
 WARN_BYTES = 4 << 20
 
 
@@ -46,7 +46,8 @@ class TrainEngine(Engine):
     Args:
         module: an instance of an `rb.nn` base, created on meta (`accelerate.init_empty_weights`, `rb.device("meta")`),
             or a callable that makes one on the ranks.
-        executor: `"fsdp2"`; RLite's names of it count.
+        executor: `"fsdp2"` or `"fsdp1"`, RLite's names of them count; None: as the module's base says. A callable that
+            makes a module of FSDP1's bases needs `"fsdp1"`.
         name: its role in the session.
     """
 
@@ -55,17 +56,26 @@ class TrainEngine(Engine):
     PARTS = ("weights", "optimizer")
 
     def __init__(
-        self, module: Any, executor: str = "fsdp2", *, name: str = "actor", link: Link | None = None, **config: Any
+        self,
+        module: Any,
+        executor: str | None = None,
+        *,
+        name: str = "actor",
+        link: Link | None = None,
+        **config: Any,
     ) -> None:
-        executor_of(executor, EXECUTORS, "TrainEngine")
+        asked = None if executor is None else executor_of(executor, EXECUTORS, "TrainEngine")
         super().__init__(name, link, config)
         self._module = module
         self._methods: dict[str, Any] = {}
         self._staged: dict[str, Any] | None = None
+        self._executor = asked or EXECUTORS[0]
         if hasattr(module, "named_parameters"):
             from rlbench.nn import check_module
+            from rlbench.nn.base import executor_for
 
             check_module(module)
+            self._executor = executor_for(type(module), asked)
         elif module is not None and (not callable(module) or hasattr(module, "convert_tokens_to_ids")):
             raise BuildError(
                 f"TrainEngine wants a module on meta, or a callable that makes one, got {type(module).__name__}; "
@@ -76,6 +86,7 @@ class TrainEngine(Engine):
     def attach(cls, link: Link, name: str, record: dict[str, Any]) -> TrainEngine:
         """Hold the ranks of a session that is already there."""
         engine = cls(None, name=name, link=link)
+        engine._executor = record.get("executor", EXECUTORS[0])
         engine._adopt(record)
         engine._make_methods(record["methods"])
         return engine
@@ -88,7 +99,7 @@ class TrainEngine(Engine):
 
         if self._module is None:
             raise BuildError("TrainEngine has no module to build: TrainEngine(module) takes one on meta")
-        config = TrainConfig(**{"shard_size": tensor_parallel_size, **options})
+        config = TrainConfig(**{"shard_size": tensor_parallel_size, "executor": self._executor, **options})
         wide = tensor_parallel_size * config.tensor_parallel
         world = wide * replicas_for(data_parallel_size, wide, devices)
         need_groups(config, world)
@@ -299,7 +310,7 @@ class TrainEngine(Engine):
         return sorted({*super().__dir__(), *self._methods})
 
     def __repr__(self) -> str:
-        return f"TrainEngine({self.name!r}, fsdp2, {self.described()})"
+        return f"TrainEngine({self.name!r}, {self._executor}, {self.described()})"
 
     def _make_methods(self, infos: list[dict[str, Any]]) -> None:
         if hidden := [info["name"] for info in infos if hasattr(type(self), info["name"])]:

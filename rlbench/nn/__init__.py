@@ -3,19 +3,26 @@
 from rlbench.nn.base import (
     BaseTrainModule,
     Fsdp2TrainModule,
+    FsdpTrainModule,
     MethodInfo,
     RankContext,
     callable_methods,
     check_module,
     device,
 )
-from rlbench.nn.huggingface import BaseHuggingFaceTrainModule, HuggingFaceFsdp2TrainModule
+from rlbench.nn.huggingface import (
+    BaseHuggingFaceTrainModule,
+    HuggingFaceFsdp2TrainModule,
+    HuggingFaceFsdpTrainModule,
+)
 
 __all__ = [
     "BaseHuggingFaceTrainModule",
     "BaseTrainModule",
     "Fsdp2TrainModule",
+    "FsdpTrainModule",
     "HuggingFaceFsdp2TrainModule",
+    "HuggingFaceFsdpTrainModule",
     "MethodInfo",
     "RankContext",
     "callable_methods",

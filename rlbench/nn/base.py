@@ -28,6 +28,7 @@ HOOKS = frozenset(
         "on_weights_materialized",
         "materialization_source",
         "non_split_modules",
+        "get_fsdp_wrap_policy",
         "preprocess_input_named_parameters",
         "postprocess_output_named_parameters",
         "forward",  # FSDP2 gathers parameters around self(...), so forward itself cannot be called
@@ -135,8 +136,54 @@ class Fsdp2TrainModule(BaseTrainModule):
     """Base of a custom architecture trained with FSDP2: define `materialization_source` and `non_split_modules`."""
 
 
+class FsdpTrainModule(BaseTrainModule):
+    """Base of a custom architecture trained with FSDP1: define `materialization_source`, and `non_split_modules` or
+    `get_fsdp_wrap_policy`.
+
+    Its parameters are rows of numbers, of one dimension, between two passes: an optimizer may look at each number, not
+    at the shape.
+    """
+
+    def get_fsdp_wrap_policy(self) -> Any:
+        """Say which parts are units: a set of module classes, or a wrap policy as torch's FullyShardedDataParallel
+        takes it (`auto_wrap_policy`); None: `non_split_modules`."""
+        return None
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients of all ranks down to `max_norm` and return their norm before, as the method of torch's
+        FullyShardedDataParallel does; collective."""
+        return self.strategy.clip_grad_norm_(self, max_norm, norm_type)  # type: ignore[no-any-return]
+
+
+def executor_for(cls: type, asked: str | None = None) -> str:
+    """Return what holds modules of a class: as its base says, else as `asked` (None: FSDP2)."""
+    own = {Fsdp2TrainModule: "fsdp2", FsdpTrainModule: "fsdp1"}
+    said = next((executor for base, executor in own.items() if issubclass(cls, base)), None)
+    if None not in (said, asked) and said != asked:
+        base = next(one.__name__ for one in own if issubclass(cls, one))
+        raise BuildError(
+            f"executor={asked!r}, and {cls.__name__} inherits from {base}, which {said} holds: TrainEngine(module, "
+            f"executor={said!r}), or another base"
+        )
+    return said or asked or "fsdp2"
+
+
+def lead_forward(module: nn.Module, through: Callable[..., Any]) -> None:
+    """Make `self(...)`, and `self.forward(...)`, compute `through(...)`, which comes back to the module's own forward:
+    `module.forward.__wrapped__`."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return through(*args, **kwargs)
+
+    functools.update_wrapper(forward, module.forward)
+    forward.led = True  # type: ignore[attr-defined]
+    module.forward = forward
+
+
 def guard_forward(module: nn.Module) -> None:
     """Make `self.forward(...)` on a sharded module say what to call instead: FSDP2 gathers in hooks of `self(...)`."""
+    if hasattr(module.forward, "led"):
+        return  # it gathers, too
     inside = [0]
 
     def enter(*_: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from rlbench.errors import BuildError
-from rlbench.nn.base import BaseTrainModule, Fsdp2TrainModule, making_on_meta
+from rlbench.nn.base import BaseTrainModule, Fsdp2TrainModule, FsdpTrainModule, making_on_meta
 
 HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "trust_remote_code")
@@ -58,6 +58,10 @@ class BaseHuggingFaceTrainModule(BaseTrainModule):
 
 class HuggingFaceFsdp2TrainModule(BaseHuggingFaceTrainModule, Fsdp2TrainModule):
     """A transformers architecture trained with FSDP2."""
+
+
+class HuggingFaceFsdpTrainModule(BaseHuggingFaceTrainModule, FsdpTrainModule):
+    """A transformers architecture trained with FSDP1."""
 
 
 def attention_options(config: Any) -> dict[str, str]:

@@ -28,7 +28,8 @@ class Train(RankOptions, OptimizerOptions):
 
     ELSEWHERE: ClassVar[Mapping[str, str]] = {
         "tensor_parallel_size": "ranks that parameters are split over are `shards`; those that compute "
-        "layers together, `tensor_parallel`"
+        "layers together, `tensor_parallel`",
+        "executor": "a session trains with FSDP2; FSDP1 holds modules of rb.nn.FsdpTrainModule in an rb.TrainEngine",
     }
 
     shards: int | None = sizes(

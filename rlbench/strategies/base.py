@@ -146,6 +146,10 @@ class StrategyBase(ABC):
     def unscaling(self, models: Collection[nn.Module], scale: float) -> AbstractContextManager[None]:
         """Divide by `scale` what a backward inside adds to the gradients of these models."""
 
+    def is_empty(self, model: nn.Module) -> bool:
+        """Whether a model has no weights yet."""
+        return any(parameter.is_meta for parameter in model.parameters())
+
     def filled(self, model: nn.Module, is_training: bool) -> None:
         """Take note of a model that was prepared and has its weights; collective."""
         return None

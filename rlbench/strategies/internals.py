@@ -1,4 +1,4 @@
-"""What is private of FSDP2, of process groups and of attention, and this package leans on: look here on an upgrade.
+"""What is private of FSDP, of process groups and of attention, and this package leans on: look here on an upgrade.
 
 `sharding/unsplit.py` derives from FSDP2's own classes as well. `tests/strategies/test_internals.py` fails by name where
 one of them has gone.
@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import HandleTrainingState
+from torch.distributed.fsdp._runtime_utils import _post_backward_final_callback, _reshard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -34,6 +36,17 @@ def fsdp_dtype(part: FSDPModule) -> torch.dtype | None:
 def is_fsdp_root(part: FSDPModule) -> bool:
     """Whether passes begin at this module."""
     return bool(part._get_fsdp_state()._is_root)
+
+
+def leave_fsdp1_pass(root: FullyShardedDataParallel) -> None:
+    """Do what FSDP1 does at the end of a backward, after a pass that did not come to it: free what is gathered, and be
+    ready for the next. Harmless between two passes."""
+    if root.check_is_root():
+        for part in FullyShardedDataParallel.fsdp_modules(root):
+            handle = part._handle
+            if handle is not None and (handle._prefetched or handle._training_state is not HandleTrainingState.IDLE):
+                _reshard(part, handle, handle.uses_sharded_strategy)
+        _post_backward_final_callback(root, root)
 
 
 def process_groups() -> list[Any]:

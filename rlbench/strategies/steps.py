@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from rlbench.errors import EngineError
 from rlbench.strategies.memory.offloading import holds_gradients
-from rlbench.strategies.optim.gradients import global_norm, scale_gradients
+from rlbench.strategies.optim.gradients import full_shape, global_norm, scale_gradients
 from rlbench.strategies.optim.loss_scale import LossScale
 from rlbench.strategies.optim.mp_optimizer import FSDPadaptOptimizer
 from rlbench.strategies.optim.optimizer_set import Stepped, at_rates, parts_of
@@ -229,7 +229,7 @@ class Steps:
 
 def decays(name: str, parameter: Tensor) -> bool:
     """Whether weight decay applies: not to biases and norms, by name or because they have one dimension."""
-    return parameter.dim() > 1 and not any(part in name.lower() for part in NO_DECAY_NAMES)
+    return len(full_shape(parameter)) > 1 and not any(part in name.lower() for part in NO_DECAY_NAMES)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

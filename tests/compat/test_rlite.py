@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 from vllm import SamplingParams
 
 import rlbench.compat.rlite as rlite
-import rlbench.compat.rlite.nn
 from rlbench.compat.rlite import NeedParallel, RliteInferenceEngine, RliteTrainEngine
 from rlbench.engines.base import executor_of
 from rlbench.errors import BuildError, CheckpointError, ClusterError, DataError
@@ -269,6 +268,50 @@ def test_a_method_that_the_engine_hides_is_told():
         engine._make_methods([{"name": "save", "signature": "()", "doc": None}])
 
 
-def test_a_module_for_fsdp1_is_refused_where_it_is_written():
-    with pytest.raises(BuildError, match="FSDP2"):
-        type("Mine", (rlbench.compat.rlite.nn.HuggingFaceFsdpTrainModule, Qwen2ForCausalLM), {})
+# -- FSDP1
+
+
+def written_by_a_user(base):
+    class Mine(base, Qwen2ForCausalLM):
+        def on_weights_materialized(self):
+            self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+        def train_step(self, input_ids):
+            ids = torch.tensor(input_ids, device=self.device)
+            loss = self(input_ids=ids, labels=ids).loss
+            loss.backward()
+            norm = self.clip_grad_norm_(1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            return loss.item(), float(norm)
+
+    return Mine
+
+
+def test_a_module_of_fsdp1s_base_trains_and_reaches_the_replica_with_its_proof(vllm_engine, tiny_path, tmp_path):
+    cls = written_by_a_user(rlite.nn.HuggingFaceFsdpTrainModule)
+    with init_empty_weights():
+        module = cls.from_pretrained(str(tiny_path))
+    with pytest.raises(BuildError, match=r"inherits from FsdpTrainModule.*executor='fsdp1'"):
+        RliteTrainEngine(module, executor="Fsdp2TrainExecutor")
+    with pytest.raises(BuildError, match="tensor_parallel=2 cannot be honoured with FSDP1"):
+        RliteTrainEngine(module, tensor_parallel=2).build(tensor_parallel_size=1, data_parallel_size=1)
+    engine = RliteTrainEngine(module, name="rlite-fsdp1")
+    try:
+        engine.build(tensor_parallel_size=2, data_parallel_size=1, colocate_with=vllm_engine)
+        model = AutoModelForCausalLM.from_pretrained(str(tiny_path), dtype=torch.float32)
+        assert engine.info["executor"] == "fsdp1" and "fsdp1" in repr(engine)
+        assert engine.info["parameters"] == sum(p.numel() for p in model.parameters())
+        assert engine.methods()[:1] == ["train_step"]
+        steps = [engine.train_step(NeedParallel([[1, 2, 3, 4, 5, 6], [4, 3, 2, 1, 5, 6]])) for _ in range(3)]
+        assert steps[-1][0][0] < steps[0][0][0] and steps[0][0][1] == steps[0][1][1]
+        assert engine.p2p_weight_sync(vllm_engine)["gap"] <= 1e-4
+        saved = engine.save(tmp_path / "model", dtype="float32")["path"]
+        found = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).state_dict()
+        assert all(torch.equal(found[name], tensor) for name, tensor in engine.state_dict().items())
+        engine.meta()
+        engine.cuda()
+        assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in engine.state_dict().items())
+        assert engine.p2p_weight_sync(vllm_engine)["gap"] <= 1e-4
+    finally:
+        engine.close()

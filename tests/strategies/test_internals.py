@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Qwen2Config
 
@@ -52,6 +53,29 @@ def test_fsdp2_tells_its_groups_its_dtype_and_where_passes_begin(alone: None) ->
     assert internals.is_fsdp_root(model) and not internals.is_fsdp_root(model[0])
 
 
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_fsdp1_leaves_a_pass_that_broke_off(alone: None, where: str) -> None:
+    options = {"device_id": torch.device("cpu"), "use_orig_params": True}
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    parameters = list(plain.parameters())
+    with warnings.catch_warnings(action="ignore"):
+        model = FullyShardedDataParallel(plain, sharding_strategy=ShardingStrategy.NO_SHARD, **options)
+    internals.leave_fsdp1_pass(model)
+    broken = plain[1].register_forward_hook if where == "forward" else plain[1].register_full_backward_hook
+    hook = broken(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(torch.ones(1, 4)).sum().backward()
+    hook.remove()
+    internals.leave_fsdp1_pass(model)
+    model.zero_grad()
+    model(torch.ones(1, 4)).sum().backward()
+    gradients = [parameter.grad for parameter in parameters]
+    assert all(gradient is not None for gradient in gradients)
+    internals.leave_fsdp1_pass(model)
+    assert all(one is other for one, other in zip(plain.parameters(), parameters, strict=True))
+    assert all(p.grad is gradient for p, gradient in zip(parameters, gradients, strict=True))
+
+
 def test_collectives_are_counted_by_group(alone: None) -> None:
     second = dist.new_group([0], backend="gloo")
     assert set(internals.process_groups()) == {dist.group.WORLD, second}
@@ -80,7 +104,7 @@ def test_the_kernel_on_a_cpu_is_attention_and_gives_the_log_sum_exp() -> None:
 def test_nothing_else_of_the_package_reaches_for_them(repository: Path) -> None:
     private = re.compile(
         r"_get_fsdp_state|_attn_implementation|\._world\b|_get_backend|_get_sequence_number|_flash_attention_for_cpu"
-        r"|_clear_sharding_prop_cache"
+        r"|_clear_sharding_prop_cache|_post_backward_final_callback|HandleTrainingState"
     )
     paths = [path for path in sorted((repository / "rlbench").rglob("*.py")) if path.name != "internals.py"]
     assert [str(path) for path in paths if private.search(path.read_text())] == []

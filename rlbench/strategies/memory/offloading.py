@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
+from rlbench.checkpoint.flat_parts import flat_part
 from rlbench.checkpoint.tensor_files import part_of
 from rlbench.errors import EngineError, StateError
+from rlbench.strategies.flat.units import flat_units
 from rlbench.strategies.internals import fsdp_groups, is_fsdp_root
 from rlbench.strategies.memory import owners as memory
 from rlbench.strategies.memory.device import RankDevice
-from rlbench.strategies.optim.gradients import keeper_of, local
+from rlbench.strategies.optim.gradients import gathered, keeper_of, local
 
 HALF = (torch.float16, torch.bfloat16)
 HOST = torch.device("cpu")
@@ -100,6 +102,7 @@ class Offloading:
     def _move_model(self, model: nn.Module, to: torch.device) -> int:
         if not self._device.is_gpu or kept_on_host(model):
             return 0  # it is in host memory anyway
+        need_movable(model)
         tensors = [*memory.weight_tensors(model), *model.buffers()]
         nbytes = memory.nbytes(tensor for tensor in tensors if tensor.device.type != to.type)
         model.to(to)
@@ -128,7 +131,7 @@ class Offloading:
                     f"beta={beta} stands still; strategy.prepare_model(model_ema, is_training=True) holds float32."
                 )
         for name, average in averages.items():
-            new = _sharded_as(parameters[name].detach(), average).to(device=device, dtype=torch.float32)
+            new = _sharded_as(parameters[name], average).to(device=device, dtype=torch.float32)
             own = local(average.detach())
             own.copy_(own.to(device).mul(beta).add_(new, alpha=1.0 - beta))
         for buffer, average in zip(model.buffers(), model_ema.buffers(), strict=True):
@@ -151,12 +154,23 @@ def holds_gradients(model: nn.Module) -> bool:
 def reshard(model: nn.Module) -> None:
     """Free every gathered parameter, and forget the pass it was gathered for: one that ended early leaves marks by
     which the next would gather and reduce in another order than on ranks where it did not."""
+    if (flat := flat_units(model)) is not None:
+        flat.leave_pass()
     for part in model.modules():
         if isinstance(part, FSDPModule):
             if is_fsdp_root(part):
                 part.reset_iter_state()
             else:
                 part.reshard()
+
+
+def need_movable(model: nn.Module) -> None:
+    """Refuse to move the weights of a module off a GPU that FSDP1 holds."""
+    if flat_units(model) is not None:
+        raise StateError(
+            f"the weights of {type(model).__name__} cannot be moved off their GPU: FSDP1 would go on looking for them "
+            "there. Move the optimizer alone, release the weights (meta()), or inherit from FSDP2's bases"
+        )
 
 
 def kept_on_host(model: nn.Module) -> bool:
@@ -173,6 +187,11 @@ def _refuse_forward(model: nn.Module, _: Any) -> None:
 
 def _sharded_as(tensor: Tensor, like: Tensor) -> Tensor:
     """Return this rank's part of `tensor` as `like` is sharded; collective where the two differ."""
+    part = flat_part(tensor)
+    if part is not None and part == flat_part(like):
+        return tensor
+    if part is not None:
+        tensor = gathered(tensor)
     if isinstance(tensor, DTensor):
         if isinstance(like, DTensor) and (tensor.device_mesh, tensor.placements) == (like.device_mesh, like.placements):
             return tensor.to_local()

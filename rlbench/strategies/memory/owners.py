@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from rlbench.checkpoint.flat_parts import mark_of
+from rlbench.errors import StateError
 from rlbench.nn.quantised import quantised_layers
 from rlbench.strategies.internals import fsdp_groups
 from rlbench.strategies.optim.gradients import local
@@ -87,6 +89,11 @@ def own_storages(module: nn.Module) -> None:
     for parameter in module.parameters():
         tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
         if tensor.numel() and not tensor.untyped_storage().resizable():
+            if mark_of(parameter) is not None:
+                raise StateError(
+                    "the weights cannot be released: somebody holds a numpy view of a parameter, and FSDP1 has all "
+                    "of a unit in one piece of memory. Drop the view, then call again"
+                )
             tensor.set_(tensor.clone())
             moved = True
     for group in fsdp_groups(module) if moved else ():

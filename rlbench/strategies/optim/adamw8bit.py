@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from rlbench.checkpoint.tensor_files import local_part
 from rlbench.errors import EngineError
+from rlbench.strategies.optim.gradients import is_split
 
 
 class AdamW8bit(bitsandbytes.optim.AdamW8bit):  # type: ignore[misc]
@@ -19,7 +20,7 @@ class AdamW8bit(bitsandbytes.optim.AdamW8bit):  # type: ignore[misc]
     for parameters that are not split."""
 
     def __init__(self, params: Sequence[Tensor], **options: Any) -> None:
-        if split := sum(isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in params):
+        if split := sum(is_split(p) or (isinstance(p, DTensor) and p.device_mesh.size() > 1) for p in params):
             raise EngineError(
                 f"adamw8bit has one scale for each 256 values of a whole tensor, and {split} parameters are split over "
                 'ranks: rb.Train(shards=1), or "adamw" with fsdp_cpu_offload=True'

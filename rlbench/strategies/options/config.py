@@ -34,6 +34,10 @@ OF_DEEPSPEED: Mapping[str, str] = {
     "overlap_comm": "it is DeepSpeed's, FSDP2 overlaps its collectives with what is computed in any case",
 }
 """Options that act with DeepSpeed alone, and why FSDP2 has none such."""
+KEEPS_GATHERED = (
+    "reshard_after_forward=False cannot be honoured with FSDP1: after an optimizer step it would compute with what it "
+    "gathered before. Leave it out, or inherit from FSDP2's bases"
+)
 PER_TRAINER = ("Steps", "Rewards and advantages", "Experience", "Lengths")
 """Sections whose options a trainer may have otherwise than its strategy; all others acted when that was made."""
 
@@ -230,6 +234,21 @@ def need_no_deepspeed(config: StrategyConfig) -> None:
     for name, why in OF_DEEPSPEED.items():
         asked = f"{name}={getattr(config, name)!r} cannot be honoured with FSDP2 (fsdp=True): {why}. Leave it out"
         refuse((getattr(config, name) != default(name), asked))
+
+
+def need_what_fsdp1_has(given: Mapping[str, Any]) -> None:
+    """Refuse options that FSDP1 does not honour."""
+    refuse(
+        *(
+            (
+                (value := given.get(name, default(name))) != default(name),
+                f"{name}={value!r} cannot be honoured with FSDP1: it is FSDP2's. Leave it out, or inherit from "
+                "Fsdp2TrainModule, or HuggingFaceFsdp2TrainModule",
+            )
+            for name in ("use_mp_opt", "fsdp_cpu_offload", "fp16", *ROW_SHARING)
+        ),
+        (given.get("reshard_after_forward") is False, KEEPS_GATHERED),
+    )
 
 
 def need_groups(options: HeldOptions, ranks: int) -> None:

@@ -14,7 +14,7 @@ from rlbench.errors import BuildError, nearest, some
 from rlbench.nn import BaseTrainModule
 from rlbench.nn.lora import Adapted, initial, plain_name
 from rlbench.nn.quantised import QuantisedLinear, quantised_layers
-from rlbench.strategies.optim.gradients import local
+from rlbench.strategies.optim.gradients import full_shape, local
 from rlbench.strategies.sharding.sources import TensorSource, open_source, through_transformers
 
 
@@ -36,7 +36,7 @@ def allocate(module: nn.Module, device: torch.device) -> None:
 
 def full_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the full shape of each of `targets`, and of quantised weights."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in targets(module).items()}
+    shapes = {name: full_shape(tensor) for name, tensor in targets(module).items()}
     return shapes | {name: layer.shape for name, layer in quantised_weights(module).items()}
 
 
@@ -84,8 +84,8 @@ def materialize(module: nn.Module, source: Any, seed: int, own_names: bool = Fal
             filled.add(id(layer))
         elif target is None:
             unknown.append(name)
-        elif tuple(tensor.shape) != tuple(target.shape):
-            misshaped.append(f"{name} is {tuple(tensor.shape)}, the module wants {tuple(target.shape)}")
+        elif tuple(tensor.shape) != full_shape(target):
+            misshaped.append(f"{name} is {tuple(tensor.shape)}, the module wants {full_shape(target)}")
         else:
             local(target).copy_(part_of(tensor, target))
             filled.add(id(target))
@@ -93,7 +93,7 @@ def materialize(module: nn.Module, source: Any, seed: int, own_names: bool = Fal
     missing = [name for name, layer in quantised.items() if id(layer) not in filled]
     for name, parameter in module.named_parameters():
         if id(parameter) not in filled and name in adapters:  # no checkpoint of the base has them
-            local(parameter).copy_(part_of(initial(name, tuple(parameter.shape), seed), parameter))
+            local(parameter).copy_(part_of(initial(name, full_shape(parameter), seed), parameter))
         elif id(parameter) not in filled:
             missing.append(name)
     problems = {

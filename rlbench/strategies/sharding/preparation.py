@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from rlbench.checkpoint.tensor_files import part_of
 from rlbench.errors import BuildError, EngineError
 from rlbench.strategies.memory.offloading import HALF
-from rlbench.strategies.optim.gradients import local
+from rlbench.strategies.optim.gradients import full_shape, is_split, local
 from rlbench.strategies.optim.optimizer_set import cosine_schedule
 from rlbench.strategies.options.config import StrategyConfig
 from rlbench.strategies.sharding.materialize import allocate, materialize
@@ -142,7 +143,7 @@ class Preparation:
     def _fill(self, model: nn.Module) -> None:
         """Load the weights of a model that was made without memory, each rank its own part."""
         strategy = self._strategy
-        if not any(parameter.is_meta for parameter in model.parameters()):
+        if not strategy.is_empty(model):
             return
         source = getattr(model, "name_or_path", None) or None  # of transformers
         if hasattr(model, "materialization_source"):  # of `rlbench.nn`
@@ -153,7 +154,8 @@ class Preparation:
                 "strategy.load_ckpt(model, folder) fills it, or define materialization_source()"
             )
             return
-        allocate(model, strategy.weights_device(model))
+        if any(parameter.is_meta for parameter in model.parameters()):
+            allocate(model, strategy.weights_device(model))
         strategy.control.together("loading the weights", lambda: materialize(model, source, strategy.seed))
 
 
@@ -183,8 +185,8 @@ def follow(optimizer: torch.optim.Optimizer, before: Mapping[int, str], model: n
         need_parameters(group["params"], before, model)
         for place, old in enumerate(group["params"]):
             new = after[before[id(old)]]
-            if old in optimizer.state and new is not old:
-                optimizer.state[new] = {k: _like(v, old, new) for k, v in optimizer.state.pop(old).items()}
+            if old in optimizer.state and (new is not old or is_split(new)):
+                optimizer.state[new] = {k: _like(v, new) for k, v in optimizer.state.pop(old).items()}
             group["params"][place] = new
 
 
@@ -198,12 +200,14 @@ def need_parameters(stepped: Iterable[Tensor], names: Mapping[int, str], model: 
             )
 
 
-def _like(value: Any, old: Tensor, new: Tensor) -> Any:
-    """Return a state tensor of the old parameter, sharded as the new one is, and as precise."""
-    if not isinstance(value, Tensor) or value.shape != old.shape:
+def _like(value: Any, new: Tensor) -> Any:
+    """Return a state tensor of a whole parameter, sharded as the new one is, and as precise."""
+    if not isinstance(value, Tensor) or tuple(value.shape) != full_shape(new):
         return value
     if new.dtype == torch.float32:
         value = value.float()
+    if is_split(new):
+        return part_of(value, new).clone()
     if not isinstance(new, DTensor):
         return value
     state = distribute_tensor(value, new.device_mesh, new.placements, src_data_rank=None)

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from rlbench.data.batches.batch import TrainBatch
 from rlbench.data.batches.batch import as_batch as as_batch
 from rlbench.errors import DataError, EngineError
+from rlbench.strategies.optim.gradients import full_shape
 from rlbench.strategies.ranks.control import ControlGroup
 from rlbench.strategies.ranks.sequence import ALONE, SequenceGroup
 from rlbench.trainers.passes.attention import NotCausal
@@ -71,7 +72,7 @@ class PolicyModel:
     @property
     def vocab_size(self) -> int:
         """Rows of the output layer; the widest parameter stands in where the model does not say."""
-        widths = (max(p.shape, default=1) for p in self.module.parameters())
+        widths = (max(full_shape(p), default=1) for p in self.module.parameters())
         return vocabulary_of(self.module) or int(max(widths, default=1))
 
     def check_tokens(self, batch: TrainBatch, *more: np.ndarray) -> None:

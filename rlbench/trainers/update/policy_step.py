@@ -21,7 +21,7 @@ from rlbench.errors import EngineError
 from rlbench.nn.lora import adapters_off
 from rlbench.rl import Aggregation, Loss, LossInputs
 from rlbench.rl.types import needs_of
-from rlbench.strategies.fsdp2 import FSDPV2Strategy
+from rlbench.strategies.base import StrategyBase
 from rlbench.strategies.memory.offloading import holds_gradients, reshard
 from rlbench.strategies.optim.optimizer_set import Stepped
 from rlbench.strategies.steps import StepResult
@@ -50,7 +50,7 @@ class PolicyStep:
     def __init__(
         self,
         module: nn.Module,
-        strategy: FSDPV2Strategy,
+        strategy: StrategyBase,
         stop_requested: Callable[[], bool],
         report: Report,
         optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None,

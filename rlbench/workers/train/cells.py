@@ -21,7 +21,7 @@ from rlbench.workers.train.parts import RankParts
 
 MOST = 20_000  # characters of a result's text
 NAMES = 300
-FORWARD_INSTEAD_OF_CALL = "got mixed torch.Tensor and DTensor"
+PART_INSTEAD_OF_CALL = ("got mixed torch.Tensor and DTensor", "'weight' must be 2-D")  # FSDP2's shards, FSDP1's rows
 _DOTTED = re.compile(r"[\w.]*$")
 
 
@@ -45,7 +45,7 @@ class Cells:
             with self._slices(tokens):
                 result = self._parts.of_the_user(lambda: getattr(module, name)(*args, **kwargs))
         except RuntimeError as error:
-            if FORWARD_INSTEAD_OF_CALL in str(error):
+            if any(said in str(error) for said in PART_INSTEAD_OF_CALL):
                 raise EngineError(
                     f"{name} used a submodule or parameter whose shards are not gathered ({error}); go "
                     "through self(...), not self.forward(...) or a part of the model."

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlbench.options import refuse, section
-from rlbench.strategies.options.config import ROW_SHARING, HeldOptions
+from rlbench.strategies.options.config import ROW_SHARING, HeldOptions, need_what_fsdp1_has
 
 ranks = section("Ranks")
+EXECUTORS = ("fsdp2", "fsdp1")
 OPTIMIZER, SCHEDULE, FROZEN = "optimizer", "schedule", "frozen"  # the parts of a setup, see `TrainingSetup`
 ID_LENGTH = 8  # of a snapshot: hexadecimal digits at the end of its folder's name
 
@@ -59,12 +60,20 @@ class RankOptions(HeldOptions):
 class TrainConfig(RankOptions):
     """How one engine's ranks are built; equal on all of them."""
 
+    executor: str = ranks("fsdp2", "what holds the module; TrainEngine asks its base", choices=EXECUTORS)
     shard_size: int = ranks(-1, "ranks the parameters are sharded over (a divisor of the ranks); -1: all")
     seed: int = ranks(42, "of the ranks' random state and of initialisers")
     max_norm: float = ranks(0.0, "global gradient norm to clip to; 0: no clipping")
     micro_train_batch_size: int = ranks(1, "sequences of one backward, for `strategy.optimizer_step`")
     train_batch_size: int = ranks(1, "sequences of one step over all ranks")
     adam_offload: bool = ranks(False, "`strategy.maybe_offload_optimizer` moves optimizer state to the host")
+
+    @classmethod
+    def check_given(cls, given: Mapping[str, Any]) -> None:
+        """Refuse what FSDP1 does not honour, too."""
+        super().check_given(given)
+        if given.get("executor") == "fsdp1":
+            need_what_fsdp1_has(given)
 
 
 @dataclass(frozen=True)

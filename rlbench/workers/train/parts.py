@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlbench.nn import BaseTrainModule
-from rlbench.strategies.fsdp2 import FSDPV2Strategy
+from rlbench.strategies.base import StrategyBase
 from rlbench.strategies.memory.offloading import reshard
 from rlbench.trainers.update.policy_step import PolicyStep
 from rlbench.workers.train.config import TrainConfig
@@ -23,7 +23,7 @@ class RankParts:
 
     config: TrainConfig
     module: BaseTrainModule
-    strategy: FSDPV2Strategy
+    strategy: StrategyBase
     group: RankGroup
     residency: Residency
     policy: PolicyStep

@@ -18,13 +18,15 @@ from rlbench.defaults import Default, precision
 from rlbench.dispatch import context
 from rlbench.errors import BuildError, StateError
 from rlbench.nn import BaseTrainModule, RankContext, callable_methods, check_module
-from rlbench.nn.base import guard_forward
+from rlbench.nn.base import executor_for, guard_forward
 from rlbench.nn.lora import Adapted
 from rlbench.nn.quantised import quantised_layers
-from rlbench.strategies.base import arguments_of
+from rlbench.strategies.base import StrategyBase, arguments_of
+from rlbench.strategies.fsdp1 import FSDP1Strategy
 from rlbench.strategies.fsdp2 import FSDPV2Strategy
 from rlbench.strategies.memory.device import RankDevice
 from rlbench.strategies.memory.offloading import reshard
+from rlbench.strategies.optim.gradients import numbers_of
 from rlbench.strategies.options.config import ROW_SHARING
 from rlbench.strategies.ranks.control import issued_collectives
 from rlbench.strategies.sharding.materialize import allocate, materialize
@@ -58,6 +60,7 @@ from rlbench.workers.train.whole import checksum
 if TYPE_CHECKING:
     from rlbench.workers.train import verbs
 
+HOLDERS: dict[str, type[StrategyBase]] = {"fsdp2": FSDPV2Strategy, "fsdp1": FSDP1Strategy}
 OF_THE_STRATEGY = ("adam_offload", "use_mp_opt", "fsdp_cpu_offload", *ROW_SHARING)
 
 
@@ -117,13 +120,13 @@ class TrainRank:
         report(phase="joining the ranks")
         self._group.join(master, device)
         report(phase="making the module")
-        strategy = FSDPV2Strategy(
+        strategy = HOLDERS[config.executor](
             **{**arguments_of(config), "bf16": False},
             args={name: getattr(config, name) for name in OF_THE_STRATEGY},
             device=device,
         )
         strategy.set_seed()
-        module = strategy.control.together("making the module", lambda: _unpickled(module_blob))
+        module = strategy.control.together("making the module", lambda: _unpickled(module_blob, config.executor))
         if config.router_replay:
             check_replayed(module)
         trains = type(module).on_weights_materialized is not BaseTrainModule.on_weights_materialized
@@ -138,7 +141,8 @@ class TrainRank:
         )
         strategy.half = None if chosen.half is None else getattr(torch, chosen.half)
         strategy.shard(module, masters, config.shard_size, config.reshard_after_forward)
-        allocate(module, strategy.weights_device(module))
+        if any(parameter.is_meta for parameter in module.parameters()):
+            allocate(module, strategy.weights_device(module))
         self._module = module
         fill = lambda: materialize(module, module.materialization_source(), config.seed)  # noqa: E731
         report(phase="loading the weights")
@@ -161,8 +165,9 @@ class TrainRank:
             "architecture": (transformers_class(module) or type(module)).__name__,
             "vocab_size": parts.policy.vocab_size,
             "hidden_size": hidden_size(module),
-            "parameters": sum(p.numel() for p in module.parameters()) + sum(math.prod(q.shape) for q in quantised),
-            "trainable": sum(p.numel() for p in module.parameters() if p.requires_grad),
+            "executor": config.executor,
+            "parameters": numbers_of(module.parameters()) + sum(math.prod(q.shape) for q in quantised),
+            "trainable": numbers_of(p for p in module.parameters() if p.requires_grad),
             "methods": callable_methods(type(module)),
             "adapted": bool(Adapted.of(module)),
             "quantised": quantised[0].kind if quantised else None,
@@ -174,7 +179,7 @@ class TrainRank:
             "optimizer": [type(optimizer).__name__ for optimizer in optimizers_of(module).values()],
         }
 
-    def _parts_of(self, module: BaseTrainModule, strategy: FSDPV2Strategy, fill: Callable[[], str]) -> RankParts:
+    def _parts_of(self, module: BaseTrainModule, strategy: StrategyBase, fill: Callable[[], str]) -> RankParts:
         device = strategy.device
 
         def beside() -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
@@ -313,7 +318,7 @@ def _stop_requested() -> bool:
     return context.current().stop_requested()
 
 
-def _unpickled(blob: bytes) -> BaseTrainModule:
+def _unpickled(blob: bytes, executor: str) -> BaseTrainModule:
     module = cloudpickle.loads(blob)
     if not isinstance(module, nn.Module) and callable(module):
         module = module()
@@ -323,4 +328,5 @@ def _unpickled(blob: bytes) -> BaseTrainModule:
             f"{type(module).__name__} does not inherit from a base of rlbench.nn; make it `class "
             f"Mine(rlbench.nn.HuggingFaceFsdp2TrainModule, {type(module).__name__})`."
         )
+    executor_for(type(module), executor)
     return module

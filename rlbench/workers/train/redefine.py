@@ -24,6 +24,7 @@ from rlbench.checkpoint.rank_state import random_state, set_random_state
 from rlbench.errors import EngineError, nearest
 from rlbench.nn import BaseTrainModule, callable_methods, device
 from rlbench.nn.base import FRAMEWORKS, HOOKS, renew_forward
+from rlbench.strategies.optim.gradients import full_shape
 from rlbench.user_code import user_code
 from rlbench.workers.train.parts import RankParts
 
@@ -242,7 +243,7 @@ def _check_names(cls: type, module: nn.Module, reserved: Sequence[str]) -> None:
 
 def _check_parameters(cls: type, part: nn.Module) -> None:
     """Refuse a constructor that would make other parameters than the live ones."""
-    live = {name: tuple(p.shape) for name, p in part.named_parameters(remove_duplicate=False)}
+    live = {name: full_shape(p) for name, p in part.named_parameters(remove_duplicate=False)}
     if not hasattr(cls, "_from_config") and _shapes_made(_user_class(part), part) != live:
         return  # it was built with arguments that nobody knows now: its shapes say nothing
     made = _shapes_made(cls, part)

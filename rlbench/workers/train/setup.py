@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from rlbench.checkpoint.rank_state import optimizers_of
 from rlbench.errors import EngineError, StateError, nearest
+from rlbench.strategies.optim.gradients import numbers_of
 from rlbench.strategies.optim.optimizer_set import OptimizerSet, parts_of
 from rlbench.user_code import user_code
 from rlbench.workers.train.config import FROZEN, OPTIMIZER, SCHEDULE
@@ -114,7 +115,7 @@ class TrainingSetup:
         """Return what the engine's card says of it."""
         return {
             "optimizer": [type(one).__name__ for one in optimizers_of(self._module).values()],
-            "trainable": sum(p.numel() for p in self._module.parameters() if p.requires_grad),
+            "trainable": numbers_of(p for p in self._module.parameters() if p.requires_grad),
         }
 
     def _become(self, setup: Setup, new_optimizer: bool) -> None:

@@ -12,13 +12,12 @@ from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from rlbench.dispatch.context import current
 from rlbench.errors import EngineError, Stopped, WeightSyncError, nearest
 from rlbench.nn.lora import PEFT_PREFIX, Adapted, plain_name
 from rlbench.nn.quantised import quantised_layers
-from rlbench.strategies.optim.gradients import is_split
+from rlbench.strategies.optim.gradients import is_split, numbers_of
 from rlbench.strategies.ranks.control import ControlGroup
 from rlbench.user_code import user_code
 from rlbench.weights.channel import Channel, send
@@ -295,7 +294,7 @@ class WeightSender:
         """Full tensors under the names the module's hook gives them, but those `left_out`; each tied storage once."""
         state, adapted = unique_parameters(self._module), Adapted.of(self._module)
         own, adapters = self.is_hooked, adapted.adapter_names()
-        parameters = {name: tensor for name, tensor in state.items() if isinstance(tensor, DTensor)}
+        parameters = {name: tensor for name, tensor in state.items() if hasattr(tensor, "full_tensor")}
         hook = own_hook(self._module)
         interval = 0 if hook else VOTE_BYTES  # a user's hook may fail: then no rank may enter the next gather
         failure: Exception | None = None
@@ -306,9 +305,9 @@ class WeightSender:
             if since_vote >= interval:
                 self._vote(failure)
                 since_vote = 0
-            since_vote += tensor.numel() * tensor.element_size()
+            since_vote += numbers_of([tensor]) * tensor.element_size()  # on all ranks alike
             mapped: tuple[str, Tensor] | None = (name, tensor if is_split(tensor) else tensor.detach())
-            if hook and isinstance(tensor, DTensor):  # the plain one only gathers, which `full` does, or need not
+            if hook and name in parameters:  # the plain one only gathers, which `full` does, or need not
                 try:
                     with user_code():
                         mapped = hook(name, tensor, parameters)

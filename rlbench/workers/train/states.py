@@ -15,7 +15,7 @@ from rlbench.dispatch.context import bringing_back, this_engine
 from rlbench.errors import EngineError, StateError, nearest
 from rlbench.strategies.memory import owners as memory
 from rlbench.strategies.memory.device import RankDevice
-from rlbench.strategies.memory.offloading import kept_on_host
+from rlbench.strategies.memory.offloading import kept_on_host, need_movable
 from rlbench.weights.memory import return_free_memory
 
 PARTS = ("weights", "optimizer")
@@ -92,6 +92,8 @@ class Residency:
                 raise EngineError(f"unknown tag {part!r}{nearest(part, PARTS)}; a train engine has {', '.join(PARTS)}.")
         if state not in STATES:
             raise EngineError(f"unknown state {state!r}{nearest(state, STATES)}; it is one of {', '.join(STATES)}.")
+        if state == "cpu" and "weights" in parts and self._device.is_gpu:
+            need_movable(self._module)
         done: dict[str, Any] = {"freed": 0, "taken": 0, "lost": [], "materialized_from": None}
         movers = {"weights": self._move_weights, "optimizer": self._move_optimizer}
         for part in parts:
@@ -110,10 +112,10 @@ class Residency:
     def _move_weights(self, state: str, done: dict[str, Any]) -> None:
         on_gpu = self._device.is_gpu and not kept_on_host(self._module)
         if state == "meta":
+            memory.own_storages(self._module)
             if memory.gradient_tensors(self._module):
                 done["lost"].append("gradients waiting for a step")
             self._module.zero_grad(set_to_none=True)
-            memory.own_storages(self._module)
             self._released = memory.release(memory.weight_tensors(self._module))
             done["freed"] += sum(size for _, size in self._released)
             done["lost"].append("trained weights that no checkpoint holds")
@@ -123,7 +125,7 @@ class Residency:
         elif state == "cuda":
             done["taken"] += memory.regain(self._released)
             self._released = []
-            if on_gpu:
+            if on_gpu and self.state["weights"] == "cpu":
                 self._module.to(self._device.device)
             if self.state["weights"] == "meta":
                 done["materialized_from"] = self._materialize()
