@@ -86,7 +86,7 @@ class TrainEngine(Engine):
     def attach(cls, link: Link, name: str, record: dict[str, Any]) -> TrainEngine:
         """Hold the ranks of a session that is already there."""
         engine = cls(None, name=name, link=link)
-        engine._executor = record.get("executor", EXECUTORS[0])
+        engine._executor = record["info"].get("executor", EXECUTORS[0])
         engine._adopt(record)
         engine._make_methods(record["methods"])
         return engine

@@ -75,7 +75,7 @@ class BaseTrainModule(nn.Module):
 
     @property
     def strategy(self) -> Any:
-        """The rank's strategy (`FSDPV2Strategy`): optimizers, backward, step, offload."""
+        """The rank's strategy (`FSDPV2Strategy`, `FSDP1Strategy`): optimizers, backward, step, offload."""
         if self._rank_context is None:
             raise StateError("self.strategy exists on the ranks only; build the engine first: engine.build().")
         return self._rank_context.strategy

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
@@ -41,6 +41,7 @@ class FSDP1Strategy(StrategyBase):
         join_ranks(device)
         device.let_scripts_wait()
         self._empty: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._meshes: dict[int, DeviceMesh] = {}  # each has groups of its own
         return device, ControlGroup()
 
     def shard(
@@ -81,7 +82,10 @@ class FSDP1Strategy(StrategyBase):
             return {"sharding_strategy": ShardingStrategy.NO_SHARD}
         if split == ranks:
             return {"sharding_strategy": ShardingStrategy.FULL_SHARD}
-        mesh = init_device_mesh(self.device.device.type, (ranks // split, split), mesh_dim_names=("copy", "shard"))
+        if split not in self._meshes:
+            shape, names = (ranks // split, split), ("copy", "shard")
+            self._meshes[split] = init_device_mesh(self.device.device.type, shape, mesh_dim_names=names)
+        mesh = self._meshes[split]
         groups = mesh.get_group("shard"), mesh.get_group("copy")
         return {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "process_group": groups}
 

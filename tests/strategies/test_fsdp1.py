@@ -3,93 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import cloudpickle
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
 from transformers import Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 import rlbench.nn
-from rlbench.errors import BuildError, EngineError, StateError
+from rlbench.data.base.ragged import rows_in_order
+from rlbench.dispatch import by_value
+from rlbench.errors import BuildError, EngineError
 from rlbench.nn.base import executor_for
+from rlbench.nn.lora import inject
+from rlbench.rl import grpo
+from rlbench.session.options import Train
 from rlbench.strategies.options.config import OptionError
+from rlbench.workers.train.config import TrainConfig
 from tests.modules import qwen_on_meta, save_qwen
 from tests.ranks import Ranks, ranks
-from tests.strategies.surface import assert_close, rows, run_steps, train_by_hand, whole
-
-STEPS = [[rows(4, 0), rows(4, 1)], [rows(4, 2), rows(4, 3)], [rows(4, 4), rows(4, 5)]]
-
-
-class Loop:
-    """What a user writes, whichever FSDP holds the module."""
-
-    def on_weights_materialized(self: Any) -> None:
-        self.optimizer = self.strategy.create_optimizer(self, lr=1e-2, weight_decay=0.1)
-        self.forwards = 0
-        self.register_forward_hook(lambda *_: setattr(self, "forwards", self.forwards + 1))
-
-    def accumulate(self: Any, input_ids: list[list[int]], of: int) -> float:
-        own = len(input_ids) // self.world_size
-        ids = torch.tensor(input_ids[self.rank * own : (self.rank + 1) * own])
-        logits = self(ids).logits[:, :-1]
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten()) / of
-        loss.backward()
-        return float(loss.detach())
-
-    def looked_at(self: Any) -> None:
-        with torch.no_grad():
-            self(torch.tensor(rows(1, 7)))  # what it gathers must not be used again after the step
-
-    def clipped(self: Any, max_norm: float) -> float:
-        self.looked_at()
-        norm = float(self.clip_grad_norm_(max_norm))
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return norm
-
-    def stepped(self: Any, max_norm: float) -> Any:
-        self.looked_at()
-        return self.strategy.step_now(self.optimizer, self, max_norm=max_norm)["grad_norm"]
-
-    def fails(self: Any, where: str) -> None:
-        def fail(*_: Any) -> None:
-            raise ValueError("my own mistake")
-
-        part = self.model.layers[1].mlp
-        hook = part.register_forward_hook(fail) if where == "forward" else part.register_full_backward_hook(fail)
-        try:
-            self(torch.tensor(rows(2, 5))).logits.sum().backward()
-        finally:
-            hook.remove()
-
-    def through_a_part(self: Any) -> None:
-        self.model(torch.tensor(rows(2, 5)))
-
-    def between(self: Any, input_ids: list[list[int]]) -> list[bool]:
-        """What stands in the place of parameters between a forward and its backward."""
-        loss = self(torch.tensor(input_ids)).logits.sum()
-        found = [isinstance(parameter, nn.Parameter) for parameter in self.parameters()]
-        loss.backward()
-        self.zero_grad()
-        self(torch.tensor(input_ids))  # whose result nobody uses
-        return found
-
-
-class FlatQwen(Loop, rlbench.nn.HuggingFaceFsdpTrainModule, Qwen2ForCausalLM):
-    pass
-
-
-class ShardedQwen(Loop, rlbench.nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
-    pass
-
-
-ACCUMULATING = {"micro_train_batch_size": 2, "train_batch_size": 8}
-KINDS: dict[str, Any] = {"fsdp1": FlatQwen, "fsdp2": ShardedQwen}
+from tests.strategies.flat_modules import KINDS, STEPS, FlatQwen, Loop, ShardedQwen, train, weights
+from tests.strategies.surface import assert_close, rows, train_by_hand
+from tests.trainers.policy_reference import batch as policy_batch
 
 
 @pytest.fixture(scope="module")
@@ -103,18 +42,50 @@ def flat(request: Any, qwen: str) -> Iterator[Ranks]:
         yield made
 
 
-def train(engine: Ranks, steps: list[Any] = STEPS, step: str = "stepped", max_norm: float = 0.5) -> list[float]:
-    norms = []
-    for micro_batches in steps:
-        for data in micro_batches:
-            engine.method("accumulate", data, len(micro_batches))
-        norms.append(engine.method(step, max_norm)[0])
-    return norms
+class Plain(rlbench.nn.FsdpTrainModule):
+    """An architecture of plain torch, whose weights initialisers make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.then = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 1))
+        self.register_buffer("scale", torch.full((8,), 0.5))
+
+    @property
+    def non_split_modules(self) -> set[type[nn.Module]]:
+        return {nn.Sequential}
+
+    def materialization_source(self) -> Any:
+        return {name: lambda whole: nn.init.normal_(whole, std=0.1) for name, _ in self.named_parameters()}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.then(self.first(x * self.scale))
+
+    def on_weights_materialized(self) -> None:
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def step(self) -> float:
+        loss = (self(torch.ones(4, 8)) - 1.0).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss)
 
 
-def weights(engine: Ranks) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = engine.call("whole_state")[0]
-    return {name: tensor for name, tensor in found.items() if name != "lm_head.weight"}
+class Recomputed(FlatQwen):
+    def on_weights_materialized(self) -> None:
+        super().on_weights_materialized()
+        self.gradient_checkpointing_enable()
+        self.train()
+
+
+def frozen(base: Any) -> Any:
+    class Frozen(base):  # type: ignore[misc]
+        def on_weights_materialized(self) -> None:
+            for name, parameter in self.named_parameters():
+                parameter.requires_grad_("layers.1" in name)
+            super().on_weights_materialized()
+
+    return Frozen
 
 
 # -- a step
@@ -161,6 +132,30 @@ def test_a_pass_that_ends_early_leaves_nothing_behind(flat: Ranks, qwen: str, wh
     assert_close(weights(flat), train_by_hand(qwen, STEPS, max_norm=0.5)["parameters"], atol=1e-5)
 
 
+def test_an_architecture_of_ones_own_starts_and_trains_alike_on_any_number_of_ranks() -> None:
+    with rlbench.nn.device("meta"):
+        module = Plain()
+    losses = []
+    for count in (1, 2):
+        with ranks(count, module, executor="fsdp1") as made:
+            losses.append([made.method("step")[0] for _ in range(3)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0][2] < losses[0][0]
+
+
+def test_layers_are_computed_again_in_the_backward(qwen: str) -> None:
+    with ranks(2, qwen_on_meta(qwen, Recomputed), executor="fsdp1") as made:
+        assert train(made) == pytest.approx(train_by_hand(qwen, STEPS, max_norm=0.5)["norms"], abs=1e-5)
+
+
+def test_what_is_frozen_stays_and_the_rest_trains_as_with_fsdp2(qwen: str) -> None:
+    found = []
+    for kind, cls in KINDS.items():
+        with ranks(2, qwen_on_meta(qwen, frozen(cls)), executor=kind) as made:
+            found.append((train(made), weights(made)))
+    assert found[0][0] == pytest.approx(found[1][0], abs=1e-5)
+    assert_close(found[0][1], found[1][1], atol=1e-5)
+
+
 def policies(kind: str) -> Any:
     return {"all": always_wrap_policy, "classes": {Qwen2MLP}, "policy": ModuleWrapPolicy({Qwen2MLP})}.get(kind)
 
@@ -175,95 +170,45 @@ def test_a_wrap_policy_of_torchs_says_what_is_a_unit(untied: str, kind: str) -> 
         assert train(made, STEPS[:2]) == pytest.approx(train_by_hand(untied, STEPS[:2], 0.5)["norms"], abs=1e-5)
 
 
-# -- states, and what is kept
+def sharper() -> type:
+    class FlatQwen(Loop, rlbench.nn.HuggingFaceFsdpTrainModule, Qwen2ForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            found = super().forward(*args, **kwargs)
+            found.logits = found.logits * 2.0
+            return found
+
+    return FlatQwen
 
 
-class Renamed(FlatQwen):
-    def postprocess_output_named_parameters(self, name: str, param: Any, full_state_dict: Any) -> Any:
-        if name.endswith("up_proj.weight"):
-            gate = full_state_dict[name.replace("up_proj", "gate_proj")].full_tensor()
-            return name, param.full_tensor() + gate
-        return None if name.endswith("k_proj.bias") else (name, param.full_tensor())
+def test_a_class_is_redefined_around_the_live_module(qwen: str) -> None:
+    def looked() -> Tensor:
+        with torch.no_grad():
+            return module(torch.tensor(rows(2, 5))).logits  # type: ignore[name-defined, no-any-return]
+
+    with ranks(2, qwen_on_meta(qwen, FlatQwen), executor="fsdp1") as made:
+        before, sums = made.run(looked)[0], made.call("training_checksums")
+        done = made.call("redefine", by_value.dumps(sharper()), by_value.identity(sharper()), None, ("build",))[0]
+        assert done["changed"] and made.call("training_checksums") == sums
+        torch.testing.assert_close(made.run(looked)[0], 2.0 * before, rtol=0, atol=1e-5)
+        assert all(made.method("between", rows(2, 6))[0])
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_hook_is_given_parameters_that_it_can_gather(qwen: str, tmp_path: Path, count: int) -> None:
-    with ranks(count, qwen_on_meta(qwen, Renamed), executor="fsdp1") as made:
-        made.call("save_weights", str(tmp_path / "out"), "float32")
-    found, plain = (
-        load_file(tmp_path / "out" / "model.safetensors"),
-        Qwen2ForCausalLM.from_pretrained(qwen).state_dict(),
-    )
-    name, gate = "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.gate_proj.weight"
-    assert torch.equal(found[name], plain[name] + plain[gate]) and torch.equal(found[gate], plain[gate])
-    assert "model.layers.1.self_attn.k_proj.bias" not in found and len(found) == len(plain) - 3  # two biases, and a tie
-
-
-ARRANGED = [("fsdp1", 2), ("fsdp2", 1), ("fsdp1", 1), ("fsdp2", 2), ("fsdp1", 2)]
-
-
-def test_a_run_goes_on_in_the_other_on_any_number_of_ranks(qwen: str, tmp_path: Path) -> None:
-    steps, before = [*STEPS, *STEPS[:2]], ""
-    expected = train_by_hand(qwen, steps, max_norm=0.5)
-    for number, ((kind, count), step) in enumerate(zip(ARRANGED, steps, strict=True)):
-        with ranks(count, qwen_on_meta(qwen, KINDS[kind]), executor=kind) as made:
-            if before:
-                made.call("load_checkpoint", before)
-            train(made, [step])
-            before = made.call("save_checkpoint", str(tmp_path), f"after-{number}", "{}")[0].path
-            found, sums = weights(made), made.call("state_checksum")
-            if number == len(steps) - 1:
-                snapshot = str(tmp_path / "snapshot")
-                made.call("write_snapshot", snapshot)
-                kept = made.call("training_checksums")
-                train(made, STEPS[:1])
-                assert made.call("training_checksums") != kept
-                made.call("read_snapshot", snapshot)
-                assert made.call("training_checksums") == kept and made.call("state_checksum") == sums
-    assert_close(found, expected["parameters"], atol=1e-5)
-
-
-def test_states_release_and_bring_back(flat: Ranks, qwen: str) -> None:
-    expected = train_by_hand(qwen, STEPS, max_norm=0.5)
-    train(flat, STEPS[:1])
-    for state in ("cpu", "cuda"):
-        flat.call("to_state", state)
-    train(flat, STEPS[1:])
-    assert_close(weights(flat), expected["parameters"], atol=1e-5)
-    freed = flat.call("to_state", "meta")
-    total = sum(tensor.numel() for tensor in expected["parameters"].values())
-    assert sum(one["freed"] for one in freed) >= 3 * 4 * total
-    with pytest.raises(StateError, match="meta"):
-        flat.method("accumulate", STEPS[0][0], 1)
-    flat.call("to_state", "cuda")
-    train(flat)
-    assert_close(weights(flat), expected["parameters"], atol=1e-5)
-
-
-def test_a_model_that_a_script_prepares_trains_is_kept_and_averaged(qwen: str, tmp_path: Path) -> None:
-    folder, saved = str(tmp_path), str(tmp_path / "hf")
-
-    def work() -> Any:
-        s = strategy  # type: ignore[name-defined]
-        plain = Qwen2ForCausalLM.from_pretrained(qwen)
-        model, optimizer = s.prepare((plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)))
-        average = s.prepare_model(Qwen2ForCausalLM.from_pretrained(qwen), is_training=True)
-        run_steps(s, model, optimizer, STEPS[:1])
-        s.save_ckpt(model, folder, "one", optimizer=optimizer)
-        run_steps(s, model, optimizer, STEPS[1:2])
-        s.moving_average(model, average, beta=0.75)
-        s.save_model(model, None, saved)
-        s.load_ckpt(model, folder, optimizer)
-        run_steps(s, model, optimizer, STEPS[1:2])
-        return whole({name: p.full_tensor() for name, p in (*model.named_parameters(),)}), whole(
-            {name: p.full_tensor() for name, p in average.named_parameters()}
-        )
-
-    with ranks(2, qwen_on_meta(qwen, FlatQwen), executor="fsdp1", **ACCUMULATING) as made:
-        found, average = made.run(work)[0]
-    kept, before = (dict(Qwen2ForCausalLM.from_pretrained(path).named_parameters()) for path in (saved, qwen))
-    assert_close(kept, found, atol=0)
-    assert_close(average, {name: 0.75 * p.detach() + 0.25 * found[name] for name, p in before.items()}, atol=1e-6)
+def test_the_passes_of_a_policy_are_those_that_fsdp2_computes(qwen: str) -> None:
+    """A weight sync is proven by their log-probs."""
+    found = {}
+    for kind, cls in KINDS.items():
+        with ranks(2, qwen_on_meta(qwen, cls), executor=kind) as made:
+            scored = made.call("policy_forward", policy_batch(), {})
+            passed = made.call("policy_forward_backward", policy_batch(), cloudpickle.dumps(grpo()), {})[0]
+            stepped = made.call("policy_optim_step", {"max_norm": 0.5})[0]
+            found[kind] = scored, passed, stepped, weights(made)
+    (scored, passed, stepped, after), (expected, passed2, stepped2, after2) = found["fsdp1"], found["fsdp2"]
+    assert passed["head"] == passed2["head"] == "chunked"
+    assert stepped["metrics"]["grad_norm"] == pytest.approx(stepped2["metrics"]["grad_norm"], abs=1e-5)
+    both = (rows_in_order(parts)["logprobs"] for parts in (scored, expected))
+    for row, other in zip(*both, strict=True):
+        assert np.asarray(row) == pytest.approx(np.asarray(other), abs=1e-5)
+    assert_close(after, after2, atol=1e-5)
 
 
 # -- precision, copies, and what is refused
@@ -278,29 +223,34 @@ def test_computing_in_bfloat16_leaves_float32_weights(qwen: str) -> None:
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}
 
 
-@pytest.mark.parametrize(("count", "shards"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
-def test_copies_train_alike_and_are_kept_once(qwen: str, tmp_path: Path, count: int, shards: int) -> None:
-    with ranks(count, qwen_on_meta(qwen, FlatQwen), executor="fsdp1", shard_size=shards) as made:
-        train(made, STEPS[:1])
-        saved = made.call("save_checkpoint", str(tmp_path), "x", "{}")[0]
-        norms = train(made, STEPS[1:])
-        numbers = made.run(lambda: sum(parameter.numel() for parameter in module.parameters()))  # type: ignore[name-defined]
-    assert norms == pytest.approx(train_by_hand(qwen, STEPS, max_norm=0.5)["norms"][1:], abs=1e-5)
-    assert sum(numbers) == count // shards * sum(p.numel() for p in Qwen2ForCausalLM.from_pretrained(qwen).parameters())
-    with ranks(2, qwen_on_meta(qwen, ShardedQwen)) as made:
-        made.call("load_checkpoint", saved.path)
-        assert train(made, STEPS[1:]) == pytest.approx(norms, abs=1e-5)
-        again = made.call("save_checkpoint", str(tmp_path), "y", "{}")[0]
-    assert saved.bytes < 1.1 * again.bytes
+OF_FSDP2: list[dict[str, Any]] = [
+    {"use_mp_opt": True},
+    {"fsdp_cpu_offload": True},
+    {"fp16": True},
+    {"tensor_parallel": 2},
+    {"sequence_parallel": 2},
+    {"reshard_after_forward": False},
+]
 
 
-@pytest.mark.parametrize("option", [{"use_mp_opt": True}, {"fsdp_cpu_offload": True}, {"fp16": True}])
-def test_options_of_fsdp2_are_refused(qwen: str, option: dict[str, Any]) -> None:
-    with (
-        pytest.raises(OptionError, match=f"{next(iter(option))}=True cannot be honoured with FSDP1"),
-        ranks(1, qwen_on_meta(qwen, FlatQwen), executor="fsdp1", **option),
-    ):
+@pytest.mark.parametrize("option", OF_FSDP2, ids=lambda option: next(iter(option)))
+def test_options_of_fsdp2_are_refused(option: dict[str, Any]) -> None:
+    ((name, value),) = option.items()
+    with pytest.raises(OptionError, match=f"{name}={value} cannot be honoured with FSDP1"):
+        TrainConfig(executor="fsdp1", **option)
+    assert getattr(TrainConfig(**option), name) == value
+
+
+def test_adapters_are_refused(qwen: str) -> None:
+    module = qwen_on_meta(qwen, FlatQwen)
+    inject(module, 4, 8.0, ["all-linear"], 0.0)
+    with pytest.raises(BuildError, match="LoRA adapters"), ranks(1, module, executor="fsdp1"):
         pass
+
+
+def test_a_session_trains_with_fsdp2() -> None:
+    with pytest.raises(OptionError, match=r"executor.*a session trains with FSDP2"):
+        Train(executor="fsdp1")  # type: ignore[call-arg]
 
 
 def test_a_policy_that_takes_a_tie_apart_is_refused(qwen: str) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from rlbench.data.batches.batch import TrainBatch
 from rlbench.data.batches.batch import as_batch as as_batch
 from rlbench.errors import DataError, EngineError
+from rlbench.strategies.flat.units import flat_units
 from rlbench.strategies.optim.gradients import full_shape
 from rlbench.strategies.ranks.control import ControlGroup
 from rlbench.strategies.ranks.sequence import ALONE, SequenceGroup
@@ -259,7 +260,9 @@ class PolicyModel:
         except torch.OutOfMemoryError:
             raise  # of one rank, perhaps: the others go on to other collectives
         except (UnfitHead, RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-            for part in self.module.modules():  # the forward may have ended between gather and release
+            if (flat := flat_units(self.module)) is not None:  # the forward may have ended between gather and release
+                flat.leave_pass()
+            for part in self.module.modules():
                 if isinstance(part, FSDPModule):
                     part.reshard()
             return f"plain: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
