@@ -150,6 +150,10 @@ class StrategyBase(ABC):
         """Whether a model has no weights yet."""
         return any(parameter.is_meta for parameter in model.parameters())
 
+    def note_weights(self, model: nn.Module) -> None:
+        """Take note that a model has its weights now."""
+        return None
+
     def filled(self, model: nn.Module, is_training: bool) -> None:
         """Take note of a model that was prepared and has its weights; collective."""
         return None

@@ -153,7 +153,11 @@ class Checkpoints:
             reshard(state.module)
         opened = writer.open_checkpoint(control, place, states)
         differences = control.together(
-            "comparing a checkpoint", lambda: [_compare(opened, part, state, strict) for part, state in states.items()]
+            "comparing a checkpoint",
+            lambda: [
+                _compare(opened, part, state, strict, self._strategy.is_empty(state.module))
+                for part, state in states.items()
+            ],
         )
         for difference in filter(None, differences):
             self._strategy.print(f"loading {place} in part: {difference}")
@@ -167,6 +171,7 @@ class Checkpoints:
             if any(parameter.is_meta for parameter in state.module.parameters()):
                 allocate(state.module, strategy.weights_device(state.module))
             state.load(*opened.part(part))
+            strategy.note_weights(state.module)
             for optimizer in filter(strategy.optimizer_away, state.optimizers.values()):
                 memory.move_optimizer(optimizer, HOST)
         if opened.random is not None and any(state.optimizers for state in states.values()):
@@ -199,7 +204,7 @@ class Checkpoints:
         strategy.print(f"model saved to {output_dir}")
 
 
-def _compare(opened: Opened, part: str, state: State, strict: bool) -> str:
+def _compare(opened: Opened, part: str, state: State, strict: bool, is_empty: bool) -> str:
     """Raise where a part does not fit; return which names are not shared, in words."""
     tensors, values = opened.part(part)
     owner = f"{opened.folder} does not fit {type(state.module).__name__}"
@@ -213,7 +218,7 @@ def _compare(opened: Opened, part: str, state: State, strict: bool) -> str:
         difference = state.check(tensors, wanted_values, exact=False, partial=not strict)
     except CheckpointError as error:
         raise CheckpointError(f"{owner}: {error}. strategy.load_ckpt can leave parts as they are ({FLAGS}).") from error
-    if difference and any(parameter.is_meta for parameter in state.module.parameters()):
+    if difference and is_empty:
         raise CheckpointError(f"{owner}, which has no weights yet: {difference}.")
     return difference
 

@@ -93,8 +93,8 @@ class FSDP1Strategy(StrategyBase):
         """Whether a model was made without memory, and has no weights yet."""
         return model in self._empty or super().is_empty(model)
 
-    def filled(self, model: nn.Module, is_training: bool) -> None:
-        """Take note of a model that has its weights."""
+    def note_weights(self, model: nn.Module) -> None:
+        """Take note that a model has its weights now."""
         self._empty.discard(model)
 
     def clip_grad_norm_(self, model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:

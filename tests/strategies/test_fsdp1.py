@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -105,6 +106,12 @@ def test_a_part_instead_of_the_module_is_explained(qwen: str) -> None:
         with pytest.raises(EngineError, match=r"through self\(\.\.\.\)"):
             made.method("through_a_part")
         assert train(made, STEPS[:1]) == pytest.approx(train_by_hand(qwen, STEPS[:1])["norms"], abs=1e-5)
+
+
+def test_a_copy_is_refused_as_it_would_compute_with_the_original(qwen: str) -> None:
+    with ranks(1, qwen_on_meta(qwen, FlatQwen), executor="fsdp1") as made:
+        with pytest.raises(EngineError, match="FlatQwen cannot be copied"):
+            made.run(lambda: copy.deepcopy(module))  # type: ignore[name-defined]
 
 
 def test_parameters_keep_names_ties_and_decay_and_lie_in_rows_over_the_ranks(flat: Ranks, qwen: str) -> None:

@@ -51,6 +51,24 @@ def test_a_hook_is_given_parameters_that_it_can_gather(qwen: str, tmp_path: Path
     assert "model.layers.1.self_attn.k_proj.bias" not in found and len(found) == len(plain) - 3  # two biases, and a tie
 
 
+def test_a_model_without_weights_takes_a_checkpoint_that_has_all_of_them(qwen: str, tmp_path: Path) -> None:
+    def work() -> Any:
+        s = strategy  # type: ignore[name-defined]
+        folder = s.save_ckpt(module, str(tmp_path), "x")  # type: ignore[name-defined]
+        with s.init_model_context(meta_init=True):
+            plain = Qwen2ForCausalLM(module.config)  # type: ignore[name-defined]
+        plain.name_or_path = ""
+        model = s.prepare_model(plain, is_training=True)
+        empty = s.is_empty(model)
+        s.load_ckpt(model, folder)
+        return empty, s.is_empty(model), whole({name: p.full_tensor() for name, p in model.named_parameters()})
+
+    with ranks(2, qwen_on_meta(qwen, FlatQwen), executor="fsdp1") as made:
+        before, after, found = made.run(work)[0]
+    assert (before, after) == (True, False)
+    assert_close(found, dict(Qwen2ForCausalLM.from_pretrained(qwen).named_parameters()), atol=0)
+
+
 ARRANGED = [("fsdp1", 2), ("fsdp2", 1), ("fsdp1", 1), ("fsdp2", 2), ("fsdp1", 2)]
 
 

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from rlbench.checkpoint.flat_parts import MARK, FlatPart
-from rlbench.errors import BuildError, some
+from rlbench.errors import BuildError, EngineError, some
 from rlbench.nn.base import lead_forward
 from rlbench.strategies.internals import leave_fsdp1_pass
 from rlbench.strategies.optim.gradients import gathered
@@ -107,6 +107,7 @@ class FlatUnits:
         group = inner.process_group if inner.sharding_strategy.name != "NO_SHARD" else None
         _mark(module, shapes, control, group)
         self.root.check_is_root()  # from now on, also where a part of the module is called first
+        module.__deepcopy__ = partial(_refuse_copy, type(module).__name__)  # type: ignore[assignment]
         setattr(module, HOLDER, self)
 
     def leave_pass(self) -> None:
@@ -117,6 +118,14 @@ class FlatUnits:
 def flat_units(module: nn.Module) -> FlatUnits | None:
     """Return FSDP1's units of a module; None where another holds it."""
     return vars(module).get(HOLDER)
+
+
+def _refuse_copy(name: str, _: Any) -> None:
+    """A copy would compute with the parameters of the module it is of, through the same wrapper."""
+    raise EngineError(
+        f"{name} cannot be copied, as FSDP1 holds it: make another module, strategy.prepare_model it (or build another "
+        "engine), and load the weights into that"
+    )
 
 
 def _fill_in(made: dict[nn.Parameter, nn.Parameter], device: torch.device, part: nn.Module) -> None:

@@ -157,6 +157,7 @@ class Preparation:
         if any(parameter.is_meta for parameter in model.parameters()):
             allocate(model, strategy.weights_device(model))
         strategy.control.together("loading the weights", lambda: materialize(model, source, strategy.seed))
+        strategy.note_weights(model)
 
 
 def set_dtypes(model: nn.Module, is_training: bool, half: torch.dtype | None, use_mp_opt: bool) -> bool:

@@ -147,6 +147,7 @@ class TrainRank:
         fill = lambda: materialize(module, module.materialization_source(), config.seed)  # noqa: E731
         report(phase="loading the weights")
         source = strategy.control.together("loading the weights", fill)
+        strategy.note_weights(module)
         module._rank_context = RankContext(self.rank, self.world_size, device.device, strategy, _stop_requested)
         guard_forward(module)
         report(phase="making the optimizer")

@@ -13,6 +13,7 @@ from torch import nn
 
 from rlbench.dispatch.context import bringing_back, this_engine
 from rlbench.errors import EngineError, StateError, nearest
+from rlbench.strategies.flat.units import flat_units
 from rlbench.strategies.memory import owners as memory
 from rlbench.strategies.memory.device import RankDevice
 from rlbench.strategies.memory.offloading import kept_on_host, need_movable
@@ -125,7 +126,7 @@ class Residency:
         elif state == "cuda":
             done["taken"] += memory.regain(self._released)
             self._released = []
-            if on_gpu and self.state["weights"] == "cpu":
+            if on_gpu and flat_units(self._module) is None:  # FSDP1's never left
                 self._module.to(self._device.device)
             if self.state["weights"] == "meta":
                 done["materialized_from"] = self._materialize()
