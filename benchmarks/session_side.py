@@ -210,6 +210,14 @@ class SessionSide:
         synced = self.session.sync_weights()
         return {"s": time.perf_counter() - begin, "bytes": synced.bytes}
 
+    def trained_sync(self, lr: float, **options: Any) -> Record:
+        """Sync, by `options`, the weights of a step at `lr` on the batch; seconds with and without the proof, bytes."""
+        self.session.train_step(self.batch, lr=lr)
+        begin = time.perf_counter()
+        synced = self.session.sync_weights(**options)
+        seconds = time.perf_counter() - begin
+        return {"s": seconds, "travel_s": synced.seconds, "bytes": synced.bytes, "whole": synced.whole_bytes}
+
     def back(self) -> Record:
         """Go back, to another branch and to a snapshot, the replicas following by `sync`, which is not counted; seconds
         of each, bytes of the snapshot, and those of the parameters that train."""

@@ -129,7 +129,7 @@ class EngineSource:
         return (yield self._train.call_all("announce_weights", options, what="weight sync: announcing"))[sender]
 
     def broadcast(self, manifest: Manifest, workers: list[int]) -> Steps:
-        yield Crossing(self._train, self._infer, manifest, workers)
+        return (yield Crossing(self._train, self._infer, manifest, workers))
 
     def release(self, choice: Choice) -> Steps:
         if choice.transport == "ipc":
@@ -160,12 +160,16 @@ class Crossing:
         """Ask the sender to stop; it does as long as it has not begun to send."""
         self._sending.stop()
 
-    def result(self) -> None:
-        """Wait for both sides. `Stopped` comes before anything was sent; after an error, replicas that had begun refuse
-        to generate until a sync succeeds."""
-        error = send_while_applying(self._sending.result, self._applying, self._give_up, self._infer.name)
+    def result(self) -> int:
+        """Wait for both sides; return the bytes that were sent. `Stopped` comes before anything was; after an error,
+        replicas that had begun refuse to generate until a sync succeeds."""
+        sent: list[int] = []
+        error = send_while_applying(
+            lambda: sent.extend(self._sending.result()), self._applying, self._give_up, self._infer.name
+        )
         if error is not None:
             raise error
+        return sum(sent)
 
     def _give_up(self, reason: str) -> None:
         """Tell the sender, and through it all members; to a dead sender there is nothing to tell."""

@@ -203,7 +203,8 @@ class TrainEngine(Engine):
         Args:
             to: replicas; or a training engine without an optimizer, as a reference is, on this host.
             transport: `"shm"` (shared memory of one host), `"ipc"` (CUDA IPC, where every replica's GPU also holds a
-                training rank) or `"broadcast"` (NCCL between GPUs, gloo between CPUs); None: the best that works.
+                training rank) or `"broadcast"` (NCCL between GPUs, gloo between CPUs); None: the best that works, of
+                replicas with `delta=True` `"broadcast"`.
         """
         if not isinstance(to, InferenceEngine | TrainEngine):
             raise EngineError(f"p2p_weight_sync wants an InferenceEngine or a TrainEngine, got {type(to).__name__}")

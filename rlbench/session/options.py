@@ -85,7 +85,12 @@ class Inference(ReplicaOptions):
                 self.return_routed_experts and self.executor != "vllm",
                 f"return_routed_experts=True, which rb.Train(router_replay=True) asks for too, cannot be honoured by "
                 f"executor={self.executor!r}: it gives no experts here. Take vllm",
-            )
+            ),
+            (
+                self.delta and self.executor != "vllm",
+                f"delta=True cannot be honoured by executor={self.executor!r}, which takes whole weights from shared "
+                "memory. Take vllm, or leave delta out",
+            ),
         )
 
 

@@ -64,7 +64,7 @@ def rollout(
 def sync_weights(core: SessionCore, transport: str | None = None) -> PendingVerb[Synced]:
     """Send the trainer's weights to the replicas and prove it by log-probs; returns `Synced` (or a `PendingVerb`).
 
-    What is frozen and as the replicas have it is left out.
+    What is frozen and as the replicas have it is left out; of replicas with `delta=True` all that did not change is.
 
     Args:
         transport: `"shm"`, `"ipc"` or `"broadcast"` (see `TrainEngine.p2p_weight_sync`); None: the best that works.

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from rlbench.errors import WeightSyncError
+from rlbench.weights.delta import HEAD, Copies, message_bytes
 from rlbench.weights.manifest import Bucket, ChannelInfo, Manifest
 from rlbench.weights.staging import view
 from rlbench.weights.transport import PeerFailed
@@ -148,30 +149,67 @@ class Channel:
             pause = min(1.5 * pause, 0.02)
 
 
-def send(channel: Channel, manifest: Manifest, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Send what `manifest` announced, nothing else. Gathering the next bucket overlaps with loading the last one."""
+def send(
+    channel: Channel, manifest: Manifest, tensors: Iterable[tuple[str, torch.Tensor]], copies: Copies | None = None
+) -> int:
+    """Send what `manifest` announced, nothing else, by `copies` as differences; return the bytes. Gathering the next
+    bucket overlaps with loading the last one."""
+    if copies is not None:
+        copies.begin(manifest.follows)
     gathered = iter(tensors)
     largest = max((bucket.nbytes for bucket in manifest.buckets), default=0)
-    buffer = torch.empty(largest, dtype=torch.uint8, device=channel.device)
+    buffer = torch.empty(largest, dtype=torch.uint8, device=channel.device if copies is None else "cpu")
+    sent = 0
     for bucket in manifest.buckets:
-        for entry in bucket.entries:
-            name, tensor = next(gathered, ("nothing", torch.empty(0)))
-            present = (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-            announced = (entry.name, entry.dtype, entry.shape)
-            if present != announced:
-                raise WeightSyncError(
-                    f"the trainer announced {announced} and came with {present}: postprocess_output_named_parameters "
-                    "must give the same each time; sync again"
-                )
-            view(buffer, entry).copy_(tensor.detach())
+        coming = _announced(bucket, gathered)
+        if copies is None:
+            message = [_filled(buffer, bucket, coming)]
+        else:
+            heads, nbytes = copies.pack(coming, buffer)
+            message = [heads.view(torch.uint8).reshape(-1), buffer[:nbytes]]
         if bucket is manifest.buckets[-1]:  # what is wrong at the very end must show before the replicas are complete
             for name, _ in gathered:
                 raise WeightSyncError(f"the trainer came with {name!r}, which it had not announced; sync again")
-        channel.broadcast(buffer[: bucket.nbytes])
+        for part in message:
+            channel.broadcast(part.to(channel.device))
+            sent += part.nbytes
+    if copies is not None:
+        copies.hold(manifest.token)
+    return sent
 
 
-def receive(channel: Channel, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of one bucket. The buffer is theirs: layers hold on to tensors until they are complete."""
+def _announced(bucket: Bucket, gathered: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a bucket as they are gathered; WeightSyncError where one is not what was announced."""
+    for entry in bucket.entries:
+        name, tensor = next(gathered, ("nothing", torch.empty(0)))
+        present = (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        announced = (entry.name, entry.dtype, entry.shape)
+        if present != announced:
+            raise WeightSyncError(
+                f"the trainer announced {announced} and came with {present}: postprocess_output_named_parameters "
+                "must give the same each time; sync again"
+            )
+        yield name, tensor.detach()
+
+
+def _filled(buffer: torch.Tensor, bucket: Bucket, tensors: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:
+    """Return the part of a buffer that a bucket takes, with its tensors in their places."""
+    for entry, (_, tensor) in zip(bucket.entries, tensors, strict=True):
+        view(buffer, entry).copy_(tensor)
+    return buffer[: bucket.nbytes]
+
+
+def receive(channel: Channel, bucket: Bucket, copies: Copies | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of one bucket, whose differences `copies` take. A buffer is theirs: layers hold on to
+    tensors until they are complete."""
+    if copies is not None:
+        heads = torch.empty((len(bucket.entries), HEAD), dtype=torch.int64, device=channel.device)
+        channel.broadcast(heads.view(torch.uint8).reshape(-1))
+        heads = heads.cpu()
+        data = torch.empty(message_bytes(bucket.entries, heads), dtype=torch.uint8, device=channel.device)
+        channel.broadcast(data)
+        yield from copies.unpack(bucket.entries, heads, data.cpu())
+        return
     buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=channel.device)
     channel.broadcast(buffer)
     for entry in bucket.entries:

@@ -57,11 +57,12 @@ class AdapterInfo:
 @dataclass(frozen=True)
 class Handover:
     """To which engine weights go, by which token all its replicas have `held` since an earlier sync ("": by none), and
-    the `token` of this one."""
+    the `token` of this one; `delta`: as differences to those held."""
 
     to: str
     held: str
     token: str
+    delta: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Manifest:
     """One complete set of weights, or one `adapter` alone, staged, or (by `channel`) about to be sent.
 
     `unchanged`: what replicas that hold the weights of the token `follows` have already; with it the set is complete.
+    `delta`: tensors come as differences to those of `follows`, of which both sides hold copies (`delta.py`).
     """
 
     transport: str
@@ -79,6 +81,7 @@ class Manifest:
     follows: str = ""
     token: str = ""  # of what a replica then holds
     version: int = 0  # that it becomes, once it is proven
+    delta: bool = False
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Manifest:

@@ -23,7 +23,7 @@ from rlbench.units import format_bytes, format_number
 from rlbench.weights.facts import LOOPBACK
 from rlbench.weights.manifest import Handover, Manifest
 from rlbench.weights.probe import Probe
-from rlbench.weights.transport import Choice, Facts, choose
+from rlbench.weights.transport import Choice, Facts, asked_for, choose
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.05}
 """Nats; in half precision seven times and more what the tiny model showed on a CPU (0.029 and 0.0072)."""
@@ -57,7 +57,7 @@ class WeightSource(Protocol):
     def logprobs(self, probe: Probe) -> Steps: ...  # of each sequence
     def stage(self, choice: Choice, adapter: int, handover: Handover) -> Steps: ...  # a `Manifest` of what is there now
     def announce(self, sender: int, options: dict[str, Any]) -> Steps: ...  # gives the `Manifest` of a broadcast
-    def broadcast(self, manifest: Manifest, workers: list[int]) -> Steps: ...  # while replicas of so many workers apply
+    def broadcast(self, manifest: Manifest, workers: list[int]) -> Steps: ...  # bytes sent; so many workers apply
     def release(self, choice: Choice) -> Steps: ...  # frees what was staged for this sync alone
     def new_version(self, held: Sequence[int]) -> int: ...  # where the replicas hold `held`
     def committed(self, version: int, manifest: Manifest) -> None: ...
@@ -88,18 +88,27 @@ class Synced(Result):
     seconds: float = field(compare=False)  # of staging and the longest applying; where ranks send: of all but the proof
     unchanged: int = 0  # tensors that were left out: frozen, and in the replicas as they are
     unchanged_bytes: int = 0
+    spared_bytes: int = 0  # of the tensors that went as differences, what did not travel
+
+    @property
+    def whole_bytes(self) -> int:
+        """Of all weights, however many of them travelled."""
+        return self.bytes + self.unchanged_bytes + self.spared_bytes
 
     @property
     def bytes_per_s(self) -> float:
-        """Of weights, from the trainer's ranks into the replicas."""
+        """Of what travelled, from the trainer's ranks into the replicas."""
         return self.bytes / self.seconds
 
     @property
     def sent(self) -> str:
         """What travelled, how, and how fast."""
         size, rest, tensors = format_bytes(self.bytes), "", f"{format_number(self.tensors)} tensors"
+        if self.unchanged or self.spared_bytes > 0:
+            size += f" of {format_bytes(self.whole_bytes)}"
+        if self.spared_bytes > 0:
+            size += " as differences"
         if self.unchanged:
-            size += f" of {format_bytes(self.bytes + self.unchanged_bytes)}"
             rest = f" ({format_number(self.unchanged)} unchanged)"
         return f"{size} in {tensors}{rest} by {self.transport} at {format_bytes(self.bytes_per_s)}/s"
 
@@ -118,7 +127,7 @@ def sync_steps(
     """Bring a trainer's weights to the replicas; return `Synced`. `lead` runs steps on the rank that speaks for all."""
     begun: Begun = yield from lead(_begin(infer, source.dtype, source.facts(), transport))
     choice, adapter = begun.choice, source.adapter if infer.info.get("adapters") else 0
-    broadcasts = choice.transport == "broadcast"
+    broadcasts, sent = choice.transport == "broadcast", None
     meanwhile = source.apart and not broadcasts
     expected = () if meanwhile else (yield from source.logprobs(begun.probe))
     begin = time.perf_counter()
@@ -137,24 +146,33 @@ def sync_steps(
         else:
             proof = yield from lead(_owe(source, infer, begun, version, expected))
             if broadcasts:
-                yield from source.broadcast(manifest, [facts.workers for facts in begun.replicas])
+                sent = yield from source.broadcast(manifest, [facts.workers for facts in begun.replicas])
             else:
                 yield from lead(_call(infer, "apply_weights", manifest, what=APPLYING))
             seconds = time.perf_counter() - begin
     finally:
         yield from source.release(choice)
     gap = yield from lead(_prove(source, infer, begun, proof, manifest))
-    return synced(version, manifest, choice.transport, gap, source.dtype, seconds)
+    return synced(version, manifest, choice.transport, gap, source.dtype, seconds, sent)
 
 
 def synced(
-    version: int | None, manifest: Manifest, transport: str, gap: float | None, dtype: str, seconds: float
+    version: int | None,
+    manifest: Manifest,
+    transport: str,
+    gap: float | None,
+    dtype: str,
+    seconds: float,
+    sent: int | None = None,
 ) -> Synced:
-    """Describe a sync of what the manifest lists, by a trainer that computes in `dtype`."""
+    """Describe a sync of what the manifest lists, by a trainer that computes in `dtype`; `sent`: bytes that travelled
+    of what goes as differences."""
     left_out = list(manifest.left_out)
-    sizes = manifest.nbytes, len(list(manifest.entries))
+    size = sent if manifest.delta and sent is not None else manifest.nbytes
+    sizes = size, len(list(manifest.entries))
     unchanged = len(left_out), sum(entry.nbytes for entry in left_out)
-    return Synced(version, *sizes, transport, gap, allowed_gap(dtype), seconds, *unchanged)
+    spared = manifest.nbytes - size
+    return Synced(version, *sizes, transport, gap, allowed_gap(dtype), seconds, *unchanged, spared)
 
 
 def commit_steps(infer: WeightTarget, proof: dict[str, Any]) -> Steps:
@@ -277,10 +295,11 @@ def _begin(infer: WeightTarget, dtype: str, ranks: list[Facts], transport: str |
     if any(state["weights"] in ("meta", "cpu") for state in held):
         raise StateError(f"the weights of engine {infer.name!r} are not resident: cuda('weights') on it first")
     replicas: list[Facts] = asked(infer, "sync_facts")
-    choice = choose(ranks, replicas, transport)
+    delta = bool(infer.info.get("delta"))
+    choice = choose(ranks, replicas, asked_for(transport, delta))
     yield infer.call_all("begin_sync", what="weight sync")
     tokens = {str(state["holds"]) for state in held}
-    handover = Handover(infer.name, tokens.pop() if len(tokens) == 1 else "", secrets.token_hex(8))
+    handover = Handover(infer.name, tokens.pop() if len(tokens) == 1 else "", secrets.token_hex(8), delta)
     return Begun(held, ranks, replicas, choice, Probe.of(infer.info), handover)
 
 

@@ -36,6 +36,18 @@ class Choice:
     backend: str = ""  # of a broadcast's group
 
 
+def asked_for(transport: str | None, delta: bool) -> str | None:
+    """Return the transport to ask for, where replicas take weights as differences (`delta`) by the one that copies them
+    between nodes, and another was perhaps asked for; None: the best."""
+    if delta and transport not in (None, "broadcast"):
+        raise WeightSyncError(
+            f"transport={transport!r} has nothing to gain from delta=True, by which these replicas were built: memory "
+            'that both sides share holds all weights anyway. Leave transport out, or take "broadcast"; or build the '
+            "replicas without delta="
+        )
+    return "broadcast" if delta else transport
+
+
 def choose(train: Sequence[Facts], infer: Sequence[Facts], asked: str | None = None) -> Choice:
     """Choose the transport between training ranks and replicas, or check the one that was asked for.
 

@@ -29,6 +29,7 @@ from rlbench.errors import BuildError, WeightSyncError, some
 from rlbench.weights import facts
 from rlbench.weights.aside import Aside
 from rlbench.weights.channel import Channel, receive
+from rlbench.weights.delta import Copies
 from rlbench.weights.manifest import AdapterInfo, Bucket, ChannelInfo
 from rlbench.weights.memory import release_caches
 from rlbench.weights.staging import ShmReader, read_ipc
@@ -52,6 +53,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     transport: str
     bucket: Bucket
     part: bool = False  # of an update by some of the weights
+    delta: bool = False  # its tensors come as differences to the copies held
 
 
 class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -64,6 +66,7 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(*args)
         self._shm = ShmReader()
         self._channel: Channel | None = None
+        self.copies = Copies()
         self._packed_before: weakref.WeakSet[Any] = weakref.WeakSet()
         self._part: bool | None = None  # of the update that is open; None: nothing came yet
         self._padded: PartlyLoaded = weakref.WeakKeyDictionary()
@@ -144,7 +147,7 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             return read_ipc(update.bucket, self.device)
         if update.transport != "broadcast" or self._channel is None:
             raise WeightSyncError(f"no way for weights by {update.transport!r} is open here: sync again")
-        return receive(self._channel, update.bucket)
+        return receive(self._channel, update.bucket, self.copies if update.delta else None)
 
 
 def partly_loaded(model: torch.nn.Module) -> PartlyLoaded:
@@ -239,6 +242,14 @@ class ReplicaWorkerMixin:
             logging.getLogger(__name__).debug("%s failed", method, exc_info=True)
             return f"{type(error).__name__}: {error}", bool(getattr(error, "secondary", False))
         return None
+
+    def begin_copies(self, follows: str) -> None:
+        """Expect weights as differences to the copies held of sync `follows`; "": all of them whole."""
+        self.weight_transfer_engine.copies.begin(follows)  # type: ignore[attr-defined]
+
+    def hold_copies(self, token: str) -> None:
+        """All of a sync came: the copies are its."""
+        self.weight_transfer_engine.copies.hold(token)  # type: ignore[attr-defined]
 
     def start_weight_update(self) -> None:
         """As vLLM's; an update that is still open here, since it failed on another worker alone, is over."""

@@ -49,8 +49,9 @@ def tokens(infer):
     return [dict(f.channels).get("") for f in infer.control("sync_facts")]
 
 
-def build_replicas(folder, count, name):
-    engine = rb.InferenceEngine(str(folder), name=name, dtype="float32", kv_cache_bytes=64 << 20, max_num_seqs=16)
+def build_replicas(folder, count, name, **options):
+    options = {"dtype": "float32", "kv_cache_bytes": 64 << 20, "max_num_seqs": 16} | options
+    engine = rb.InferenceEngine(str(folder), name=name, **options)
     return engine.build(tensor_parallel_size=1, data_parallel_size=count)
 
 

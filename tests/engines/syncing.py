@@ -28,6 +28,17 @@ def train_on(scale=0.05):
                 p.to_local().add_(scale * torch.randn(p.to_local().shape, generator=torch.Generator().manual_seed(4)))
 
 
+def change_some(share, seed):
+    """Change a share of the elements of what is not frozen, on each rank its own."""
+    generator = torch.Generator().manual_seed(seed + 100 * rank)
+    with torch.no_grad():
+        for p in module.parameters():
+            if p.requires_grad:
+                local = p.to_local()
+                here = torch.rand(local.shape, generator=generator) < share
+                local.add_(0.1 * here * torch.randn(local.shape, generator=generator))
+
+
 def edit(name, on_rank):
     """Change one rank's shard of a frozen parameter past autograd."""
     if rank == on_rank:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
@@ -15,6 +15,7 @@ import torch
 from rlbench.errors import WeightSyncError
 from rlbench.weights import channel, facts
 from rlbench.weights.channel import Channel
+from rlbench.weights.delta import Copies
 from rlbench.weights.facts import LOOPBACK
 from rlbench.weights.manifest import Layout, Manifest
 from rlbench.weights.transport import PeerFailed
@@ -53,24 +54,28 @@ class Group:
     def members(self) -> list[Channel]:
         return [self.sender, *self.receivers]
 
-    def send(self, named: dict[str, torch.Tensor], manifest: Manifest | None = None) -> Future[None]:
-        def sending() -> None:
+    def send(
+        self, named: dict[str, torch.Tensor], manifest: Manifest | None = None, copies: Copies | None = None
+    ) -> Future[int]:
+        def sending() -> int:
             self.sender.begin()
             self.sender.release()
             try:
-                channel.send(self.sender, manifest or announced(named), named.items())
+                return channel.send(self.sender, manifest or announced(named), named.items(), copies)
             except WeightSyncError as error:
                 self.sender.fail(error)
                 raise
 
         return self.pool.submit(sending)
 
-    def receive(self, manifest: Manifest) -> list[Future[dict[str, torch.Tensor]]]:
-        def receiving(member: Channel) -> dict[str, torch.Tensor]:
+    def receive(
+        self, manifest: Manifest, copies: Sequence[Copies | None] = (None, None)
+    ) -> list[Future[dict[str, torch.Tensor]]]:
+        def receiving(member: Channel, held: Copies | None) -> dict[str, torch.Tensor]:
             member.begin()
-            return {n: t for bucket in manifest.buckets for n, t in channel.receive(member, bucket)}
+            return {n: t for bucket in manifest.buckets for n, t in channel.receive(member, bucket, held)}
 
-        return [self.pool.submit(receiving, member) for member in self.receivers]
+        return [self.pool.submit(receiving, *each) for each in zip(self.receivers, copies, strict=True)]
 
     def close(self) -> None:
         for member in self.members:
@@ -96,6 +101,38 @@ def test_tensors_come_as_they_went_to_all_receivers_and_again(group: Group) -> N
             found = future.result(ENDS_S)
             assert list(found) == list(named)
             assert all(found[n].dtype == t.dtype and torch.equal(found[n], t) for n, t in named.items())
+
+
+def test_differences_make_of_all_receivers_copies_what_went(group: Group) -> None:
+    """Of the tensors of a second sync one in ten elements is another; the third has the first ones' again."""
+    mine, theirs = Copies(), (Copies(), Copies())
+    first, other = tensors(0), tensors(1)
+    part = {n: torch.where(torch.rand(t.shape) < 0.1, other[n], t) for n, t in first.items()}
+    sizes = []
+    for follows, token, named in (("", "1", first), ("1", "2", part), ("2", "3", first), ("3", "4", first)):
+        manifest = replace(announced(named), delta=True, follows=follows, token=token)
+        for copies in theirs:
+            copies.begin(follows)
+        sending, receiving = group.send(named, manifest, mine), group.receive(manifest, theirs)
+        sizes.append(sending.result(ENDS_S))
+        for future, copies in zip(receiving, theirs, strict=True):
+            found = future.result(ENDS_S)
+            assert list(found) == list(named)
+            assert all(found[n].dtype == t.dtype and torch.equal(found[n], t) for n, t in named.items())
+            copies.hold(token)
+        assert mine.token == token
+    heads = 16 * len(first)
+    assert sizes[0] > manifest.nbytes + heads > 2 * sizes[1] and sizes[1] > sizes[3] == heads
+
+
+def test_a_send_that_breaks_off_leaves_no_copy_that_others_may_follow_on(group: Group) -> None:
+    mine, manifest = Copies(), replace(announced(tensors()), delta=True, token="1")
+    sending = group.send(tensors() | {"ids": torch.arange(31)}, manifest, mine)
+    receiving = group.receive(manifest, (Copies(), Copies()))
+    for future in (sending, *receiving):
+        with pytest.raises(WeightSyncError, match="announced"):
+            future.result(ENDS_S)
+    assert mine.token == ""
 
 
 def test_members_of_several_nodes_meet_on_the_nodes_own_address() -> None:

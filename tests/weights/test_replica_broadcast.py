@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlbench.errors import StateError, WeightSyncError
 from rlbench.weights.channel import Channel, send
+from rlbench.weights.delta import Copies, words
 from rlbench.weights.facts import LOOPBACK
 from rlbench.weights.manifest import Layout, Manifest
 from rlbench.weights.names import to_checkpoint_names, unique_parameters
@@ -73,14 +74,20 @@ class Sender:
         self.channel = Channel.listen(LOOPBACK, 3, "gloo", torch.device("cpu"))
         self.manifest = Manifest("broadcast", Layout(100_000, self.tensors.items()).buckets, self.channel.info)
         self.pool = ThreadPoolExecutor(1)
+        self.copies: Copies | None = None
 
-    def send(self, tensors: dict[str, torch.Tensor] | None = None) -> Future[None]:
-        def sending() -> None:
+    def follow(self, follows: str, token: str) -> None:
+        """Send differences from now on, to what was sent under a token."""
+        self.copies = self.copies or Copies()
+        self.manifest = replace(self.manifest, delta=True, follows=follows, token=token)
+
+    def send(self, tensors: dict[str, torch.Tensor] | None = None) -> Future[int]:
+        def sending() -> int:
             self.channel.form()
             self.channel.begin()
             self.channel.release()
             try:
-                send(self.channel, self.manifest, (tensors or self.tensors).items())
+                return send(self.channel, self.manifest, (tensors or self.tensors).items(), self.copies)
             except WeightSyncError as error:
                 self.channel.fail(error)
                 raise
@@ -119,6 +126,116 @@ def test_all_workers_take_their_share_and_keep_the_group(
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.1)
+
+
+def test_differences_end_in_the_weights_of_a_whole_sync_to_the_bit(
+    replica: VllmReplica, model: PreTrainedModel, sender: Sender
+) -> None:
+    """What all workers' layers are given is the trainer's, bit for bit, and what they then compute is what a whole sync
+    makes of it."""
+    replica.built.collective_rpc(record_loaded)
+    sizes, held = [], ""
+    for step, share in enumerate((1.0, 0.02, 0.3, 0.0, 1.0)):
+        change_some(model, share, step)
+        sender.follow(held, held := f"token {step}")
+        sending = sender.send()
+        replica.apply_weights(sender.manifest)
+        sizes.append(sending.result(ENDS_S))
+        assert_loaded(replica, sender)
+        replica.commit_version(step)
+        assert replica.status()["holds"] == held
+    assert sizes[3] < sizes[1] < sizes[2] / 3 and sizes[2] < 0.5 * sender.manifest.nbytes < sizes[4]
+    by_differences = replica.prompt_logprobs([SEQUENCE])[0]
+    replica.built.collective_rpc(repair)
+    mend(replica, model)
+    np.testing.assert_array_equal(replica.prompt_logprobs([SEQUENCE])[0], by_differences)
+
+
+def test_differences_to_other_weights_are_refused_before_any_is_sent_and_the_replica_keeps_its_own(
+    replica: VllmReplica, sender: Sender
+) -> None:
+    sender.follow("", "first")
+    sending = sender.send()
+    replica.apply_weights(sender.manifest)
+    sending.result(ENDS_S)
+    sender.follow("first", "second")
+    with pytest.raises(WeightSyncError, match=r"does not hold the weights that these changes are of.*Sync again"):
+        replica.check_weights(sender.manifest)  # not proven, so not committed
+    replica.commit_version(1)
+    before = replica.prompt_logprobs([SEQUENCE])[0]
+    replica.check_weights(sender.manifest)
+    sender.follow("elsewhere", "third")
+    for call in (replica.check_weights, replica.apply_weights):
+        with pytest.raises(WeightSyncError, match="which it keeps"):
+            call(sender.manifest)
+    assert replica.status()["weights"] == "cuda" and replica.status()["holds"] == "first"
+    np.testing.assert_array_equal(replica.prompt_logprobs([SEQUENCE])[0], before)
+
+
+def test_a_worker_whose_copy_is_of_another_sync_takes_no_difference(
+    replica: VllmReplica, model: PreTrainedModel, sender: Sender
+) -> None:
+    sender.follow("", "whole")
+    sending = sender.send()
+    replica.apply_weights(sender.manifest)
+    sending.result(ENDS_S)
+    replica.commit_version(1)
+    replica.built.collective_rpc(forget_copies)
+    sender.follow("whole", "part")
+    sending = sender.send()
+    with pytest.raises(WeightSyncError, match=r"differences came to the weights of sync 'whole'.*of 'none'"):
+        replica.apply_weights(sender.manifest)
+    assert replica.status()["holds"] == "", "so that all weights are sent next"
+    sender.channel.fail("the replica refused")
+    with pytest.raises(PeerFailed):
+        sending.result(ENDS_S)
+    mend(replica, model)
+
+
+def change_some(model: PreTrainedModel, share: float, seed: int) -> None:
+    """Change a share of all elements."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            here = torch.rand(parameter.shape, generator=generator) < share
+            parameter.add_(here * torch.randn(parameter.shape, generator=generator), alpha=0.03)
+
+
+def record_loaded(worker: Any) -> None:
+    """Keep what the model is given to load from now on."""
+    model = worker.model_runner.model
+    worker.loaded = {}
+    plain = type(model).load_weights
+
+    def load(weights: Any) -> Any:
+        def passing() -> Any:
+            for name, tensor in weights:
+                worker.loaded[name] = words(tensor).copy()
+                yield name, tensor
+
+        return plain(model, passing())
+
+    model.load_weights = load
+
+
+def loaded(worker: Any) -> Any:
+    found, worker.loaded = dict(worker.loaded), {}
+    return found
+
+
+def assert_loaded(replica: VllmReplica, sender: Sender) -> None:
+    """Both workers were given all tensors, to the bit."""
+    found = replica.built.collective_rpc(loaded)
+    assert len(found) == 2
+    for given in found:
+        assert given.keys() == sender.tensors.keys()
+        for name, tensor in sender.tensors.items():
+            np.testing.assert_array_equal(given[name], words(tensor))
+
+
+def forget_copies(worker: Any) -> None:
+    if worker.rank == 1:
+        worker.weight_transfer_engine.copies = Copies()
 
 
 def test_a_sender_that_gives_up_before_it_begins_leaves_the_weights_alone(replica: VllmReplica, sender: Sender) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlbench.errors import WeightSyncError
-from rlbench.weights.transport import Choice, Facts, choose
+from rlbench.weights.transport import Choice, Facts, asked_for, choose
 
 
 def cpu(node: str = "a", **more: object) -> Facts:
@@ -78,3 +78,10 @@ def test_what_cannot_work_is_refused_naming_what_would(
 def test_where_nothing_works_each_reason_is_given() -> None:
     with pytest.raises(WeightSyncError, match=r"shm: .*several nodes.*ipc: .*broadcast: .*NCCL takes a GPU once"):
         choose([gpu("0")], [gpu("0"), gpu("0", node="b")])
+
+
+def test_differences_go_by_broadcast_alone() -> None:
+    assert [asked_for(None, True), asked_for("broadcast", True)] == ["broadcast", "broadcast"]
+    assert [asked_for(name, False) for name in (None, "shm", "broadcast")] == [None, "shm", "broadcast"]
+    with pytest.raises(WeightSyncError, match=r"'shm' has nothing to gain from delta=True.*Leave transport out"):
+        asked_for("shm", True)

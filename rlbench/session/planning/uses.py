@@ -268,8 +268,14 @@ def session_uses(model: Model, request: Request, workers: Mapping[str, int], cri
     kept = request.undo + 1 + (copy <= SPARE_BYTES) if request.undo else 0
     replicas = workers[REPLICA]
     processes = HOST_SESSION + replicas * HOST_REPLICA + (sum(workers.values()) - replicas) * HOST_RANK
-    files = 0 if request.devices.gpus or not replicas else _files(_sent(model, request))
+    sizes, delta = _sent(model, request), request.inference.delta and replicas > 0
+    ends = 1 + replicas if delta else 0  # the sending rank and all workers: each has copies, on a host a bucket too
+    files = 0 if request.devices.gpus or not replicas or delta else _files(sizes)
+    if delta and not request.devices.gpus:
+        files = ends * round(min(sum(sizes), DEFAULT_BUCKET_BYTES))
     uses = {f"undo, {kept} copies": kept * copy, "sync buffers": files, "processes": processes}
+    if delta:
+        uses["weights sent last"] = ends * round(sum(sizes))
     return [Use(SESSION, owner, always(nbytes), host=True) for owner, nbytes in uses.items()]
 
 
@@ -333,7 +339,7 @@ def _staged(model: Model, request: Request) -> float:
     until that has applied them; else two buckets."""
     sizes = _sent(model, request)
     gathered = max(sizes) if request.shards > 1 else 0
-    beside = request.ranks >= min(request.devices.gpus, request.replica_workers)
+    beside = not request.inference.delta and request.ranks >= min(request.devices.gpus, request.replica_workers)
     return gathered + (sum(sizes) if beside else min(sum(sizes), 2 * DEFAULT_BUCKET_BYTES))
 
 

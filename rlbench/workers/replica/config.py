@@ -32,6 +32,11 @@ class ReplicaOptions(Options):
         least=0,
     )
     adapter_rank: int = replica(32, "largest rank of an adapter", least=1, needs={"adapters": 0})
+    delta: bool = replica(
+        False,
+        "weights come by broadcast as differences to those before, which each worker of a replica and the sending rank "
+        "keep in host memory (docs/cluster.md)",
+    )
     return_routed_experts: bool = replica(
         False,
         "rollouts bring the experts that each token took, of a mixture of experts (docs/models.md); "
@@ -57,6 +62,11 @@ class ReplicaOptions(Options):
             raise OptionError(
                 f"models= cannot be honoured with tensor_parallel_size={self.tensor_parallel_size}: vLLM's workers are "
                 "processes of their own, which do not know the classes; install a package with a plugin of vLLM's."
+            )
+        if self.delta and self.adapters:
+            raise OptionError(
+                f"delta=True has nothing to gain with adapters={self.adapters}: an adapter travels alone, and all of "
+                "it changes; leave one of them out."
             )
         split = {"tensor_parallel_size": self.tensor_parallel_size > 1, "adapters": self.adapters > 0}
         if self.return_routed_experts and (other := next((name for name, on in split.items() if on), None)):

@@ -73,6 +73,7 @@ class SglangReplica:
             ("models", {}),
             ("kv_cache_bytes", None),
             ("return_routed_experts", False),
+            ("delta", False),
         ):
             if getattr(config, name) != neutral:
                 raise BuildError(f'{name} has no meaning for executor="sglang": leave it out, or use "vllm"')
@@ -117,6 +118,7 @@ class SglangReplica:
             "device": info["device"],
             "threads": self.config.threads,
             "adapters": 0,
+            "delta": False,
             **told_of(self._tokenizer),
             "defaults": defaults(self.config, on_gpu=not self._on_cpu),
         }

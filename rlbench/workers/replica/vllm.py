@@ -106,6 +106,7 @@ class VllmReplica:
             "device": current_platform.device_type,
             "threads": threads,
             "adapters": self.config.adapters,
+            "delta": self.config.delta,
             **told_of(self._tokenizer),
             "defaults": defaults(self.config, on_gpu=not self._on_cpu, hybrid=model.is_hybrid),
             "picture_tokens": probe_row(self._engine, model.max_model_len),

@@ -58,11 +58,15 @@ class WeightReceiver:
         adapter = () if manifest.adapter is None else (manifest.adapter,)
         start, take, finish = OF_ADAPTERS if adapter else OF_WEIGHTS
         try:
+            if manifest.delta:
+                self._transfer("begin_copies", manifest.follows)
             self._transfer(start)
-            update = {"transport": manifest.transport, "part": bool(manifest.unchanged)}
+            update = {"transport": manifest.transport, "part": bool(manifest.unchanged), "delta": manifest.delta}
             for bucket in manifest.buckets:
                 self._transfer(take, update | {"bucket": bucket})
             self._transfer(finish, *adapter)
+            if manifest.delta:
+                self._transfer("hold_copies", manifest.token)
         except Exception as error:
             self.channel = ""
             kind = type(error) if isinstance(error, WeightSyncError) else WeightSyncError

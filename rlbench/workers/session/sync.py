@@ -158,7 +158,8 @@ class ModuleSource:
         return self._control.gather(self._sender.announce(**options))[sender]
 
     def broadcast(self, manifest: Manifest, workers: list[int]) -> Steps:
-        """Gather all weights and send them; the rank that sends asks the replicas to receive, and watches them."""
+        """Gather all weights and send them; the rank that sends asks the replicas to receive, and watches them. Return
+        the bytes that were sent."""
         yield from ()
         to = self._engine.name
 
@@ -170,12 +171,17 @@ class ModuleSource:
                 raise
 
         calls = self._control.together(DOING, submit)
+        sent: list[int] = []
         cause = send_while_applying(
-            lambda: self._sender.send(to, manifest), calls, lambda reason: self._sender.give_up(to, reason), to
+            lambda: sent.append(self._sender.send(to, manifest)),
+            calls,
+            lambda reason: self._sender.give_up(to, reason),
+            to,
         )
         if any(self._control.gather(isinstance(cause, Stopped))):
             raise Stopped("weight sync stopped before anything was sent; the replicas keep their weights")
         self._control.raise_together("sending weights", cause if isinstance(cause, Exception) else None)
+        return sum(self._control.gather(sum(sent)))
 
     def release(self, choice: Choice) -> Steps:
         yield from ()

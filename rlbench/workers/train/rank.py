@@ -278,9 +278,9 @@ class TrainRank:
         """Say what a broadcast will send; `WeightSender.announce`. Only the sending rank returns."""
         return self._weight_sender().announce(**options)
 
-    def send_weights(self, to: str, manifest: Manifest) -> None:
+    def send_weights(self, to: str, manifest: Manifest) -> int:
         """Broadcast all weights to the replicas of engine `to`; `WeightSender.send`."""
-        self._weight_sender().send(to, manifest)
+        return self._weight_sender().send(to, manifest)
 
     def give_up_sync(self, to: str, reason: str) -> None:
         """End a broadcast to engine `to` that cannot succeed any more. Never blocks."""

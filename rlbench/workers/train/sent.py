@@ -48,8 +48,11 @@ class Sent:
         self._control = control
         self._records: dict[Hashable, Record] = {}
 
-    def part(self, module: torch.nn.Module, handover: Handover, stage: Hashable | None) -> SyncPart:
-        """Choose what goes to an engine, by way of a `stage` that keeps what was written; collective.
+    def part(
+        self, module: torch.nn.Module, handover: Handover, stage: Hashable | None, everything: bool = False
+    ) -> SyncPart:
+        """Choose what goes to an engine, by way of a `stage` that keeps what was written; collective. `everything`, on
+        any rank: all of it.
 
         Until `note` the places hold nothing that is known: a sync that fails is followed by one of all weights.
         """
@@ -59,7 +62,7 @@ class Sent:
             "comparing weights with those sent before", lambda: record_of(module, handover.token)
         )
         changed: set[str] | None = None
-        if now is not None and handover.held and known[0].token == handover.held:
+        if now is not None and not everything and handover.held and known[0].token == handover.held:
             changed = set().union(*(record.differing(now) for record in known))
         votes: list[set[str] | None] = self._control.gather(changed)
         together = [vote for vote in votes if vote is not None]

@@ -21,6 +21,7 @@ from rlbench.strategies.optim.gradients import is_split, numbers_of
 from rlbench.strategies.ranks.control import ControlGroup
 from rlbench.user_code import user_code
 from rlbench.weights.channel import Channel, send
+from rlbench.weights.delta import Copies
 from rlbench.weights.manifest import Handover, Layout, Manifest
 from rlbench.weights.names import to_checkpoint_names, unique_parameters
 from rlbench.weights.staging import DEFAULT_BUCKET_BYTES, IpcStage, ShmStage
@@ -50,6 +51,7 @@ class WeightSender:
         self._stop_requested = stop_requested
         self._stages: dict[tuple[str, str, int], ShmStage | IpcStage] = {}
         self._channels: dict[str, Channel] = {}
+        self._copies: dict[str, Copies] = {}
         self._sent = Sent(control)
         self._stoppable = True
         self._failure: Exception | None = None
@@ -124,9 +126,16 @@ class WeightSender:
             self._stages.pop(key).close()
             self._sent.forget(key)
 
-    def _part(self, handover: Handover | None, adapter: int, stage: tuple[str, str, int] | None) -> SyncPart:
-        """What of the weights a handover takes; all of them where there is none; collective."""
-        return WHOLE if handover is None or adapter else self._sent.part(self._module, handover, stage)
+    def _part(
+        self,
+        handover: Handover | None,
+        adapter: int,
+        stage: tuple[str, str, int] | None,
+        everything: bool = False,
+    ) -> SyncPart:
+        """What of the weights a handover takes; all of them where there is none, or a rank sends `everything`;
+        collective."""
+        return WHOLE if handover is None or adapter else self._sent.part(self._module, handover, stage, everything)
 
     # -- broadcast: announced first, so that replicas can refuse before any of their weights is touched
 
@@ -147,15 +156,21 @@ class WeightSender:
         world_size: int,
         backend: str,
         held: str,
+        handover: Handover,
         adapter: int = 0,
-        handover: Handover | None = None,
     ) -> Manifest | None:
         """Say what `send` will send to engine `to`, and where its group of `world_size` meets; collective; the `sender`
         returns. `held`: token of the group that all the replicas are in, to be used again if it is ours; `handover` as
-        in `stage`."""
-        part = self._part(handover, adapter, None)
-        layout = part.told_in(self.layout(adapter, part.left_out))
+        in `stage`; what goes as differences follows on what the `sender` sent last, else all goes."""
         mine = self._control.rank == sender
+        copies = self._copies.setdefault(to, Copies()) if mine and handover.delta else None
+        follows = handover.held if copies is not None and copies.token == handover.held else ""
+        part = self._part(handover, adapter, None, everything=copies is not None and not follows)
+        layout = part.told_in(self.layout(adapter, part.left_out))
+        if copies is None:
+            self._copies.pop(to, None)  # another rank sends, or all of it
+        else:
+            layout = replace(layout, delta=True, follows=follows, token=handover.token)
         device = next(self._module.parameters()).device
 
         def meeting_place() -> Manifest | None:
@@ -174,10 +189,12 @@ class WeightSender:
         return manifest
 
     @torch.no_grad()
-    def send(self, to: str, manifest: Manifest) -> None:
+    def send(self, to: str, manifest: Manifest) -> int:
         """Gather what was announced and broadcast it to the replicas, which load it meanwhile; collective. From the
-        first on a stop is not heard; where a replica failed the group is given up, and the next sync makes another."""
+        first on a stop is not heard; where a replica failed the group is given up, and the next sync makes another.
+        Return the bytes that this rank sent."""
         channel = self._channels.get(to)
+        copies = self._copies[to] if manifest.delta and channel is not None else None
 
         def meet() -> None:
             if channel is not None:
@@ -190,9 +207,10 @@ class WeightSender:
             if channel is not None:
                 channel.release()
             self._stoppable = False
-            transmit = None if channel is None else partial(send, channel, manifest)
+            transmit = None if channel is None else partial(send, channel, manifest, copies=copies)
             adapter, left_out = manifest.adapter is not None, {entry.name for entry in manifest.left_out}
-            self._consume("sending weights", whole_tensor, transmit, channel, adapter, left_out=left_out)
+            sent = self._consume("sending weights", whole_tensor, transmit, channel, adapter, left_out=left_out)
+            return sent or 0
         except BaseException as error:
             if channel is not None:
                 channel.fail(error)
@@ -249,6 +267,7 @@ class WeightSender:
             holder.close()
         self._stages.clear()
         self._channels.clear()
+        self._copies.clear()
         self._sent = Sent(self._control)
 
     def _checkpoint_tensors(self, full: Callable[[Tensor], Tensor], left_out: Set[str] = frozenset()) -> Named:

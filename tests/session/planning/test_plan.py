@@ -149,6 +149,15 @@ def test_replicas_that_hold_adapters_get_them_alone(model):
     assert merged.of(REPLICA, "adapters") == 0
 
 
+def test_weights_that_travel_as_differences_have_copies_at_both_ends(model):
+    options = {"data_parallel_size": 2, "delta": True}
+    told = rb.plan(model, inference=options, gpus="0x24GiB", lengths=512)
+    copies = told.of("session", "weights sent last")
+    assert copies == 3 * 4 * told.parameters, "the sending rank's and two replicas', in float32"
+    without = rb.plan(model, inference=options | {"delta": False}, gpus="0x24GiB", lengths=512)
+    assert without.of("session", "weights sent last") == 0 < without.of("session", "sync buffers")
+
+
 def test_a_lora_that_names_no_layer_is_told_which_there_are(model):
     with pytest.raises(BuildError, match="q_proj"):
         rb.plan(model, lora=rb.Lora(rank=8, targets=("query",)), gpus="24GiB")
