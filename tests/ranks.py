@@ -66,7 +66,6 @@ def _serve(pipe: Connection, said: str) -> None:
         if name == "close":  # groups in cycles keep a thread each that wakes a hundred times a second
             target = value = None
             gc.collect()
-            gc.freeze()  # what is left are modules: so that collecting costs little after the next
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 import gc
 
+import peft  # noqa: F401
+import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+
 import rlbench.dispatch.context
 import rlbench.workers.train.rank  # noqa: F401
 
