@@ -35,14 +35,14 @@ class Phase:
     """Tests that run together: which marks choose them, in how many processes, where they lie."""
 
     marks: str
-    processes: int = 2
+    processes: int = 3  # on two cores: while one waits, for a limit or for a process to end, two compute
     paths: tuple[str, ...] = ()
 
 
 PHASES = {
     "tests": Phase("not curve and not long and not browser"),
     "browser": Phase("browser and not curve and not long", paths=("tests/browser",)),
-    "curves": Phase("curve and not long"),
+    "curves": Phase("curve and not long", processes=2),
     "long": Phase("long", processes=0),
 }
 

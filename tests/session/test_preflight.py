@@ -132,7 +132,7 @@ def test_options_that_reshape_the_distribution_are_said_named_and_refused(sessio
     for loss in OFF_POLICY:
         with pytest.raises(LossError, match=name):
             ship(loss, batch)
-    for looked_at in (rollouts, batch):
+    for looked_at in (rollouts, batch) if name == "top_p" else (batch,):  # both know it by the same words
         result = session.preflight(looked_at)
         assert not result.passed and result.diagnostics["max_gap"] > 1e-2 and name in result.cause
 
