@@ -28,6 +28,7 @@ class Call:
             raise PeerFailed("given up elsewhere")
         if isinstance(self.outcome, BaseException):
             raise self.outcome
+        return self.outcome
 
 
 def crossing(sending, *applying):
@@ -52,8 +53,8 @@ def crossing(sending, *applying):
 
 
 def test_each_replicas_workers_have_ranks_of_their_own_after_the_sender():
-    made, said, sent = crossing("sent", "applied", "applied")
-    made.result()
+    made, said, sent = crossing([24, 0], "applied", "applied")
+    assert made.result() == 24, "bytes, of all ranks"
     assert sent == [1, 3] and said == []
 
 
