@@ -29,7 +29,8 @@ def interrupt_at(part):
     threading.Thread(target=wait, daemon=True).start()
 
 
-def test_an_engine_says_what_it_does_from_the_first_moment(cluster, tiny_path):
+def test_an_engine_says_what_it_does_from_the_first_moment(cluster, tiny_path, monkeypatch):
+    monkeypatch.setattr(starting, "REDRAW_S", 0.02)  # a warm process is forked in less than the half second between two
     engine = rb.InferenceEngine(str(tiny_path), name="shown")
     with contextlib.redirect_stderr(Terminal()) as terminal:
         engine.build(data_parallel_size=1)

@@ -19,6 +19,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import rlbench.nn
 from rlbench.errors import BuildError, EngineError, MethodError, StateError, Stopped, WeightSyncError
 from rlbench.trainers.models.policy_spec import PolicySpec
+from rlbench.weights.manifest import Handover
 from rlbench.workers.train.group import RankGroup
 from tests.clock import LIMIT_S
 from tests.modules import RAGGED, TrainedQwen, batch_of, qwen_on_meta, save_qwen
@@ -374,6 +375,7 @@ def test_a_broadcast_is_announced_without_gathering_a_weight(qwen: str) -> None:
     """A broadcast gathered everything twice: once to say what would come."""
 
     options = {"to": "replicas", "sender": 0, "host": "127.0.0.1", "world_size": 2, "backend": "gloo", "held": ""}
+    options["handover"] = Handover("replicas", held="", token="first")
     transport = {"transport": "shm", "prefix": f"rlb-test-announce-{os.getpid()}"}
     with ranks(2, qwen_on_meta(qwen)) as engine:
         counts = [engine.call("issued_collectives")[0]]
