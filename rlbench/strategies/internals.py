@@ -15,6 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState
 from torch.distributed.fsdp._runtime_utils import _post_backward_final_callback, _reshard
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
+from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -61,8 +63,12 @@ def issued_in(groups: Iterable[Any]) -> int:
 
 
 def forget_shardings() -> None:
-    """Drop what DTensor remembers by the names of process groups, which the next groups will have again."""
+    """Drop what DTensor remembers by the names of process groups, which the next groups will have again, and by their
+    meshes, which keep old groups alive: each has a thread that wakes a hundred times a second."""
     _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+    _gen_transform_infos.cache_clear()
+    MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 def has_attention(config: Any) -> bool:

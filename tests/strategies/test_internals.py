@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Qwen2Config
 
@@ -108,3 +111,15 @@ def test_nothing_else_of_the_package_reaches_for_them(repository: Path) -> None:
     )
     paths = [path for path in sorted((repository / "rlbench").rglob("*.py")) if path.name != "internals.py"]
     assert [str(path) for path in paths if private.search(path.read_text())] == []
+
+
+def test_a_mesh_that_was_redistributed_over_goes_with_its_group() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    distribute_tensor(torch.ones(4), mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
+    gone = weakref.ref(mesh)
+    del mesh
+    dist.destroy_process_group()
+    internals.forget_shardings()
+    gc.collect()
+    assert gone() is None, "it would keep a thread that polls"
