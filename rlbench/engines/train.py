@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from rlbench.data import TrainBatch
 from rlbench.data.base.ragged import rows_in_order
@@ -30,13 +30,10 @@ from rlbench.traces import user_stacklevel
 from rlbench.units import format_bytes
 from rlbench.weights.facts import LOOPBACK
 from rlbench.weights.sync import Synced
+from rlbench.workers.train.config import EXECUTORS, TrainConfig
 from rlbench.workers.train.namespace import Cell
 
-if TYPE_CHECKING:
-    from rlbench.workers.train.config import TrainConfig
-
 F = TypeVar("F", bound=Callable[..., Any])
-EXECUTORS = ("fsdp2", "fsdp1")
 WARN_BYTES = 4 << 20
 
 
@@ -95,11 +92,11 @@ class TrainEngine(Engine):
         self, tensor_parallel_size: int, data_parallel_size: int, devices: int, options: dict[str, Any]
     ) -> tuple[int, Start]:
         from rlbench.strategies.options.config import ROW_SHARING, need_groups
-        from rlbench.workers.train.config import TrainConfig
 
         if self._module is None:
             raise BuildError("TrainEngine has no module to build: TrainEngine(module) takes one on meta")
         config = TrainConfig(**{"shard_size": tensor_parallel_size, "executor": self._executor, **options})
+        self._executor = config.executor  # which build() may be given, too
         wide = tensor_parallel_size * config.tensor_parallel
         world = wide * replicas_for(data_parallel_size, wide, devices)
         need_groups(config, world)

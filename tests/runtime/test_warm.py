@@ -147,6 +147,26 @@ def test_workers_of_a_session_are_forks_at_normal_priority_that_know_ctrl_c(clus
     assert warm.__name__ in parent and nice == 0 and handler is signal.default_int_handler and loaded
 
 
+@pytest.mark.engine
+def test_a_fork_finds_vllms_kernels_replaced_and_torch_as_it_is(cluster):
+    import ray
+
+    @ray.remote(num_cpus=0)
+    class Process:
+        def facts(self):
+            import torch
+            from vllm.platforms import current_platform
+            from vllm.triton_utils import dispatcher
+
+            replaced = dict(dispatcher._registry)
+            current_platform.register_triton_kernel_overrides()  # as a replica's worker does
+            return bool(replaced), replaced == dispatcher._registry, torch.cuda.Event.__module__
+
+    processes = [Process.remote() for _ in range(2)]  # of which one may be the cluster's first
+    replaced, once, events = ray.get([process.facts.remote() for process in processes])[1]
+    assert replaced and once and events.startswith("torch.")
+
+
 @pytest.mark.gpu
 def test_what_is_imported_opens_no_device():
     code = "from rlbench.runtime import warm\nwarm.preload()\nassert warm.why_not() is None, warm.why_not()"
