@@ -50,6 +50,7 @@ METRICS = (
     Metric("mismatch/k3_kl", "nats", "the same by k3, never negative", "", ("rollout_corr/k3_kl",)),
     Metric("mismatch/ess", "share", "(Σw)² / (n Σw²), w = exp(old_logprobs − sampler_logprobs): share of the tokens the weighted batch is worth"),
     Metric("router/disagreement", "share", "of the tokens and layers of a mixture of experts whose experts the rollouts bring: where the trainer's router would choose another set of them"),
+    Metric("router/balance", "", "of a mixture of experts, with aux_loss_coef: how unevenly its routers spread each sequence's tokens, mean over sequences; as many as a token takes where they are spread evenly, the number of experts where all go to one"),
     Metric("grad_norm", "", "2-norm of the whole gradient, before clipping", "actor_grad_norm", ("actor/grad_norm",)),
     Metric("eval/<set>/reward", "", "mean over completions of an evaluation of the step's weights, of the set of that name; `eval/reward` where it has none"),
     Metric("eval/<set>/pass@k", "share", "of several completions of a prompt: chance that one of k is right, mean over prompts; maj@k: prompts whose most frequent answer is right"),

@@ -37,9 +37,12 @@ class ScoreModel(PolicyModel):
 
     @contextmanager
     def stats(
-        self, rows: TrainBatch, temperature: float, packed: bool, *given: Any, **unused: Any
+        self, rows: TrainBatch, temperature: float, packed: bool, *given: Any, balance: bool = False, **unused: Any
     ) -> Iterator[tuple[TokenOutputs, ModelInputs]]:
         """Give the scores (R,) after the response tokens of `rows`; run the backward inside the context."""
-        with valued(self.module, rows, self.device, packed, after=1, ranks=self.ranks) as (scores, inputs):
+        with valued(self.module, rows, self.device, packed, after=1, ranks=self.ranks, balance=balance) as (
+            scores,
+            inputs,
+        ):
             unknown = torch.full_like(scores.detach(), torch.nan)
             yield TokenOutputs(unknown, unknown, scores=scores), inputs

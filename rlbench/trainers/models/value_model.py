@@ -26,6 +26,7 @@ from rlbench.data.batches.batch import TrainBatch
 from rlbench.errors import EngineError
 from rlbench.strategies.ranks.sequence import ALONE, SequenceGroup
 from rlbench.trainers.models.scalar_model import HEAD, ScalarHeadModel, make_scalar
+from rlbench.trainers.passes.balancing import balanced
 from rlbench.trainers.passes.forward import as_batch, differs, evaluating, probe_of, taken_by, vocabulary_of
 from rlbench.trainers.passes.images import ImageReader
 from rlbench.trainers.passes.packing import ModelInputs, model_inputs
@@ -88,11 +89,13 @@ def valued(
     packed: bool,
     after: int = 0,
     ranks: SequenceGroup = ALONE,
+    balance: bool = False,
 ) -> Iterator[tuple[Tensor, ModelInputs]]:
     """Give `values_of` with the layout they came from; run the backward inside the context.
 
     `after=1`: of the state after each response token, which knows it, as a reward model's scores do; `ranks`: that
-    split the sequences, and are given the same ones.
+    split the sequences, and are given the same ones; `balance`: have routers tell how evenly they spread each
+    row's tokens.
     """
     scalar = isinstance(critic, ScalarHeadModel) or is_classifier(critic)
     packed = packed and scalar
@@ -108,6 +111,8 @@ def valued(
     with ExitStack() as within:
         with user_code():
             inputs = model_inputs(batch, device, packed)
+            inputs = inputs.weighed() if balance else inputs
+            within.enter_context(balanced(critic, inputs.balance))
             if scalar:
                 if (reader := image_reader(critic)) is not None:
                     inputs = reader.placed(inputs, batch, packed)  # on all ranks alike: a blank one where none is

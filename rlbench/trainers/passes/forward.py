@@ -26,6 +26,7 @@ from rlbench.strategies.optim.gradients import full_shape
 from rlbench.strategies.ranks.control import ControlGroup
 from rlbench.strategies.ranks.sequence import ALONE, SequenceGroup
 from rlbench.trainers.passes.attention import NotCausal
+from rlbench.trainers.passes.balancing import balanced
 from rlbench.trainers.passes.chunked_head import Head, UnfitHead, token_bytes, watched_head
 from rlbench.trainers.passes.images import ImageReader
 from rlbench.trainers.passes.outputs import NO_MORE, Request, TokenOutputs, of_logits
@@ -107,18 +108,21 @@ class PolicyModel:
         watch: TokenGradients | None = None,
         chunk_rows: int | None = None,
         request: Request = NO_MORE,
+        balance: bool = False,
     ) -> Iterator[tuple[TokenOutputs, ModelInputs]]:
         """Give log-probs and entropies of the R response tokens of `rows`; run the backward inside the context.
 
         `head` is `PolicyOptions.head`; `watch` takes each token's gradients; `chunk_rows` as of `Head.run`; `request`:
-        what else to give.
+        what else to give; `balance`: have routers tell how evenly they spread each row's tokens.
         """
         chunked = self.prove(rows, packed, "plain" if request.logits else head)
         with ExitStack() as within:
             with user_code():
                 inputs = self._inputs(rows, packed)
+                inputs = inputs.weighed() if balance else inputs
                 share = within.enter_context(shared(self.module, inputs, packed, self.ranks))
                 within.enter_context(routed(self.module, share.inputs.routing, self.replay))
+                within.enter_context(balanced(self.module, inputs.balance))
                 found = self._stats(share, temperature, chunked, watch, chunk_rows, request)
                 if watch is not None:
                     watch.watch(found.logprobs, found.entropy, share.joined)

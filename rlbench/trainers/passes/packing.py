@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from rlbench.data.base.ragged import Ragged, flat_index, offsets_of
 from rlbench.data.base.routing import UNKNOWN
 from rlbench.data.batches.batch import TrainBatch
 from rlbench.errors import DataError
+from rlbench.trainers.passes.balancing import Balance, rows_of
 from rlbench.trainers.passes.routing import Routing
 
 CPU = torch.device("cpu")
@@ -109,7 +110,8 @@ class ModelInputs:
     tokens, which are `targets` (R,); `grid`: their place in a loss's view. `attention_mask` is None where packed.
     `images`: what else a vision-language model takes, whose `position_ids` then have three dimensions in front;
     `placeholders`: bool as `input_ids`, which of its image tokens are images, None: all. `routing`: the experts that
-    the sampler chose for each of the flat `input_ids`, where the rows have any.
+    the sampler chose for each of the flat `input_ids`, where the rows have any. `balance`: what routers say of how
+    evenly they spread each row's tokens, where that is asked for.
     """
 
     input_ids: Tensor
@@ -122,6 +124,13 @@ class ModelInputs:
     images: Mapping[str, Tensor] = field(default_factory=dict)
     placeholders: Tensor | None = None
     routing: Routing | None = None
+    balance: Balance | None = None
+
+    def weighed(self) -> ModelInputs:
+        """Return the layout with room for what routers say (`balanced`)."""
+        shape = self.input_ids.shape[0], self.input_ids.shape[1]
+        row_of = rows_of(self.lengths, shape, self.input_ids.device)
+        return replace(self, balance=Balance(row_of, len(self.lengths)))
 
 
 def model_inputs(batch: TrainBatch, device: torch.device, packed: bool) -> ModelInputs:

@@ -21,12 +21,13 @@ from rlbench.strategies.base import StrategyBase
 from rlbench.strategies.memory.offloading import holds_gradients
 from rlbench.strategies.steps import StepResult
 from rlbench.trainers.experience.values import Experience
+from rlbench.trainers.passes.balancing import check_balanced
 from rlbench.trainers.passes.forward import DUMMY, as_batch
 from rlbench.trainers.passes.loss_value import need_finite
 from rlbench.trainers.passes.metrics import MetricSums
 from rlbench.trainers.update.gradient_step import GradientStep, Pass, PendingStep
 from rlbench.trainers.update.options import PolicyOptions
-from rlbench.trainers.update.policy_pass import PolicyPass, slices
+from rlbench.trainers.update.policy_pass import PolicyPass, balancing, slices
 
 T = TypeVar("T")
 Metrics = dict[str, float]
@@ -202,6 +203,7 @@ class PolicyUpdate(Update):
         head, tile, temperature: see `PolicyOptions`.
         ptx_coef: weight of the language loss on pretraining text.
         no_signal: where all advantages of a step are 0 and it has no text: "step" all the same, or "skip".
+        aux_loss_coef: see `PolicyOptions`.
     """
 
     name = "actor"
@@ -222,13 +224,15 @@ class PolicyUpdate(Update):
         temperature: float | None = None,
         ptx_coef: float = 0.0,
         no_signal: str = "step",
+        aux_loss_coef: float = 0.0,
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(actor, optimizer, scheduler, strategy, aggregation, stop_requested)
         self.loss: Loss = resolve(loss)
         self.ptx_coef, self.no_signal = ptx_coef, no_signal
         given: dict[str, Any] = {"packing": packed, "head": head, "tile": tile, "temperature": temperature}
-        self.options = PolicyOptions(**given, old_logprobs="sampler")
+        self.options = PolicyOptions(**given, old_logprobs="sampler", aux_loss_coef=aux_loss_coef)
+        check_balanced(actor, aux_loss_coef, strategy.sequence.size)
         self._policy = PolicyPass(self.gradients, strategy.router_replay)
 
     def accumulate(self, micro_batches: Sequence[Experience], pretraining: Sequence[Text] = ()) -> None:
@@ -309,7 +313,7 @@ class PolicyUpdate(Update):
         @contextmanager
         def one(index: int) -> Iterator[tuple[Tensor, Callable[[], Tensor] | None]]:
             mine = batches[index] if index < len(batches) else None
-            with self._policy.stats(mine or DUMMY, options) as (found, _):
+            with self._policy.stats(mine or DUMMY, options, balance=options.aux_loss_coef > 0) as (found, inputs):
                 logprobs = found.logprobs
 
                 def compute() -> Tensor:
@@ -318,6 +322,8 @@ class PolicyUpdate(Update):
                     total = -torch.where(mask, logprobs, 0.0).sum()
                     need_finite("the language loss", total, logprobs, mask, "the weights")
                     sums.mean("ptx_loss", float(total.detach()), float(mask.sum()))
+                    each = inputs.grid.pad(mask.float())
+                    total = total + balancing(inputs, each, options.aux_loss_coef, sums)
                     return total * (self.ptx_coef / tokens)
 
                 yield logprobs, None if mine is None else compute

@@ -22,6 +22,7 @@ from rlbench.rl.types import needs_of
 from rlbench.strategies.memory.offloading import reshard
 from rlbench.trainers.models.scalar_model import ScalarHeadModel
 from rlbench.trainers.models.score_model import ScoreModel
+from rlbench.trainers.passes.balancing import BALANCE
 from rlbench.trainers.passes.chunked_head import hidden_size
 from rlbench.trainers.passes.forward import DUMMY, PolicyModel
 from rlbench.trainers.passes.loss_value import evaluate
@@ -91,12 +92,14 @@ class PolicyPass:
         watch: TokenGradients | None = None,
         needs: Sequence[str] = (),
         top_k: int = 0,
+        balance: bool = False,
     ) -> AbstractContextManager[Stats]:
         """Log-probs and entropies (R,) of the response tokens, and what `needs` and `top_k` ask for; the backward runs
         inside the context."""
         temperature = batch.temperature if options.temperature is None else options.temperature
         request = Request.of(needs, batch, self.model.device, top_k)
-        return self.model.stats(batch, temperature, options.packed, options.head, watch, options.tile, request)
+        given = (batch, temperature, options.packed, options.head, watch, options.tile, request)
+        return self.model.stats(*given, balance=balance)
 
     @torch.no_grad()
     def score(
@@ -152,7 +155,8 @@ class PolicyPass:
         `keep` is called with what the loss saw and said; `watch` takes each token's gradients.
         """
         given = DUMMY if part is None else part.batch
-        with self.stats(given, options, watch, () if part is None else needs_of(loss)) as (found, inputs):
+        needs, balance = () if part is None else needs_of(loss), options.aux_loss_coef > 0
+        with self.stats(given, options, watch, needs, balance=balance) as (found, inputs):
 
             def compute() -> Tensor:
                 assert part is not None
@@ -160,15 +164,27 @@ class PolicyPass:
                 rows, width, device = torch.from_numpy(part.rows), view.mask.shape[1], view.mask.device
                 planned = {name: whole[rows, :width].to(device) for name, whole in plan.items()}
                 view = replace(view, channels={**view.channels, **planned})
-                total, own = evaluate(loss, view, pending.weights(view.mask, view.group))
+                weights = pending.weights(view.mask, view.group)
+                total, own = evaluate(loss, view, weights)
                 with_sampler = part.batch.old_logprobs is not None or options.old_logprobs != "sampler"
                 measure(sums, view, own, float(total.detach()), with_sampler)
                 if inputs.routing is not None:
                     sums.mean(DISAGREEMENT, *inputs.routing.disagreement())
                 keep(view, own, (found, inputs))
-                return total
+                return total + balancing(inputs, weights * view.mask, options.aux_loss_coef, sums)
 
             yield found.trained, None if part is None else compute
+
+
+def balancing(inputs: ModelInputs, weights: Tensor, coef: float, sums: MetricSums) -> Tensor | float:
+    """Return what routers that spread tokens unevenly add to a loss whose tokens weigh `weights` (S, T): `coef` times
+    each sequence's own, as if it stood in the loss of each of its trained tokens; count it in `sums`."""
+    if inputs.balance is None:
+        return 0.0
+    rows, shares = inputs.balance.of_rows(), weights.sum(dim=-1)
+    trained = shares > 0
+    sums.mean(BALANCE, float(rows.detach()[trained].sum()), float(trained.sum()))
+    return coef * (rows * shares).sum()
 
 
 def slices(batches: Sequence[TrainBatch], first: int = 0) -> list[Slice]:

@@ -19,14 +19,17 @@ from rlbench.trainers.passes.forward import DUMMY, check_token_ids
 from rlbench.trainers.passes.loss_value import need_finite
 from rlbench.trainers.passes.metrics import MetricSums
 from rlbench.trainers.passes.packing import ModelInputs
+from rlbench.trainers.passes.routing import routers_of
 from rlbench.trainers.update.experience_update import Metrics, Update
 from rlbench.trainers.update.gradient_step import Pass, PendingStep
+from rlbench.trainers.update.policy_pass import balancing
 
 
 class ValueUpdate(Update):
     """Optimizer steps of a critic, of `make_critic` or one of the user's own; metrics are in docs/metrics.md.
 
     `value_clip`: bound on the change of a value since the experience was made, in units of the return; 0: none.
+    `aux_loss_coef`: of a critic that is a mixture of experts, see `PolicyOptions`.
     """
 
     name = "critic"
@@ -42,12 +45,14 @@ class ValueUpdate(Update):
         aggregation: str | Aggregation = "seq-mean-token-mean",
         *,
         packed: bool = True,
+        aux_loss_coef: float = 0.0,
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(critic, optimizer, scheduler, strategy, aggregation, stop_requested)
         self.critic = critic
         self.value_clip = value_clip or None
         self._packed = packed
+        self._aux_loss_coef = aux_loss_coef if routers_of(critic) else 0.0
 
     def _check(self, part: Experience) -> None:
         if part.returns is None:
@@ -64,8 +69,9 @@ class ValueUpdate(Update):
         def one(index: int) -> Iterator[tuple[Tensor, Callable[[], Tensor] | None]]:
             part = parts[index] if index < len(parts) else None
             batch, device = DUMMY if part is None else part.batch, self.strategy.device.device
-            ranks = self.strategy.sequence
-            with valued(self.critic, batch, device, self._packed, ranks=ranks) as (values, inputs):
+            ranks, balance = self.strategy.sequence, self._aux_loss_coef > 0
+            given = (self.critic, batch, device, self._packed)
+            with valued(*given, ranks=ranks, balance=balance) as (values, inputs):
                 yield values, None if part is None else lambda: self._loss(part, values, inputs, pending, sums)
 
         return one
@@ -80,14 +86,15 @@ class ValueUpdate(Update):
         group = torch.from_numpy(part.batch.group.astype(np.int64)).to(values.device)
         now = inputs.grid.pad(values)
         per_token, clipped = value_loss(now, returns, mask, old, self.value_clip)
-        total = (per_token * pending.weights(mask, group)).sum()
+        weights = pending.weights(mask, group)
+        total = (per_token * weights).sum()
         need_finite("the critic's loss", total, per_token, mask, "returns, and the rewards they came from")
         sums.totals["loss"] = sums.totals.get("loss", 0.0) + float(total.detach())
         numbers = {"values": now.detach(), "returns": returns, **clipped, "errors": returns - now.detach()}
         numbers |= {f"{name}^2": numbers[name].double() ** 2 for name in ("returns", "errors")}
         for name, values in numbers.items():
             sums.mean(name, float(values[mask].double().sum()), int(mask.sum()))
-        return total
+        return total + balancing(inputs, weights * mask, self._aux_loss_coef, sums)
 
     def _named(self, found: Metrics) -> Metrics:
         if "returns^2" in found:
