@@ -38,7 +38,11 @@ LIGHTRFT = {
     "generate_max_len": "max_tokens",
     "n_samples_per_prompt": "n",
     "target_modules": "lora_targets",
+    "load_in_4bit": "lora_base",
     "sp_size": "sequence_parallel",
+    "max_len": "pretrain_max_len",
+    "use_reentrant": "gradient_checkpointing_use_reentrant",
+    "initial_model_shard_size": "reference_shard_size",
 }
 """Names of LightRFT's command line for options of ours; its command lines and namespaces write the first of several."""
 TRL = {
@@ -74,11 +78,12 @@ MAPPINGS = ("template",)
 SWITCHES: Mapping[str, Mapping[bool, Any]] = {
     "fused_linear_logprob": {True: "chunked", False: "plain"},
     "disable_engine_sleep": {True: False, False: True},
+    "load_in_4bit": {True: "nf4", False: None},
 }
 """Aliases that are true or false, with what each means."""
 Function = typing.TypeVar("Function", bound=Callable[..., Any])
 _cached: Callable[[Function], Function] = functools.cache  # type: ignore[assignment]  # a class is no Hashable to mypy
-NOT_HERE = "rlbench has no such thing"
+EITHER = "it is true or false, and neither changes anything"
 WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -97,7 +102,7 @@ def refuse(*cases: tuple[Any, str]) -> None:
 class Option:
     """What a field's metadata hold: its section in summaries, its help, its range, and what it has no effect without.
 
-    `needs`: other options, with the value of each that switches it off.
+    `needs`: other options, with the value of each that switches it off; `secret`: its value is not printed.
     """
 
     section: str
@@ -106,10 +111,16 @@ class Option:
     most: float | None = None
     choices: tuple[str, ...] = ()
     needs: Mapping[str, Any] = field(default_factory=dict)
+    secret: bool = False
+
+    def shown(self, value: Any) -> str:
+        """Write a value as summaries do."""
+        return "(not shown)" if self.secret and isinstance(value, str) else f"{value}"
 
 
 def option(default: Any, help: str, *, section: str = "", **limits: Any) -> Any:
-    """Make a field of an `Options` class; `limits` are `least`, `most`, `choices` and `needs` of `Option`."""
+    """Make a field of an `Options` class; `limits` are `least`, `most`, `choices`, `needs` and `secret` of
+    `Option`."""
     held: Any = {"default_factory": dict} if default is dict else {"default": default}
     return field(**held, metadata={"option": Option(section, help, **limits)})
 
@@ -127,7 +138,7 @@ class Options:
     """Options of another system that mean nothing here, with the value that asks for nothing: that one is taken."""
 
     REASONS: ClassVar[Mapping[str, str]] = {}
-    """Why one of those cannot be honoured, where there is more to say than that it is not here."""
+    """Why one of those cannot be honoured, and what to use instead; those of `IN_ANY_CASE` have none."""
 
     IN_ANY_CASE: ClassVar[tuple[str, ...]] = ()
     """Those of `NEUTRAL` whose True asks for what is done in any case: both values are taken."""
@@ -189,7 +200,10 @@ class Options:
         return getattr(self, name)
 
     def __repr__(self) -> str:
-        shown = (f"{name}={value!r}" for name, value in self.overridden().items())
+        known = options_in(type(self))
+        shown = (
+            f"{n}={v!r}" if not known[n].secret else f"{n}={known[n].shown(v)}" for n, v in self.overridden().items()
+        )
         return f"{type(self).__name__}({', '.join(shown)})"
 
     if not typing.TYPE_CHECKING:  # a type checker knows the names there are
@@ -242,7 +256,7 @@ def canonical(given: Mapping[str, Any], *classes: type, also: Collection[str] = 
             done = written in in_any_case and isinstance(value, bool)
             if not done and not _asks_for_nothing(value, neutral[written]):
                 reasons = {name: said for cls in classes for name, said in getattr(cls, "REASONS", {}).items()}
-                why = reasons.get(written, NOT_HERE)
+                why = reasons.get(written, EITHER)
                 raise OptionError(f"{written}={value!r} cannot be honoured: {why}. Leave it out.")
             continue
         if name not in fields and name not in also:
@@ -274,7 +288,7 @@ def _asks_for_nothing(value: Any, neutral: Any) -> bool:
 
 def as_alias(alias: str, value: Any) -> Any:
     """Return an option's value as its alias says it."""
-    return {held: said for said, held in SWITCHES[alias].items()}[value] if alias in SWITCHES else value
+    return {held: said for said, held in SWITCHES[alias].items()}.get(value, False) if alias in SWITCHES else value
 
 
 def effectless(names: Collection[str], value: Callable[[str], Any], *classes: type) -> list[str]:
@@ -390,7 +404,8 @@ def summary(title: str, value: Callable[[str], Any], *classes: type, **otherwise
         lines += ["-" * 60, f"{section}:"]
         for name, info in options_in(*classes).items():
             if info.section == section:
-                lines.append(f"  {name}: {value(name)} ({'Default' if value(name) == held[name] else 'Overridden'})")
+                said = "Default" if value(name) == held[name] else "Overridden"
+                lines.append(f"  {name}: {info.shown(value(name))} ({said})")
     return "\n".join([*lines, "=" * 60])
 
 

@@ -271,4 +271,54 @@ EFFECTS: dict[str, tuple[str, ...]] = {
     "use_tensorboard": (
         "trainers/test_ppo_trainer.py::test_lengths_trajectories_and_tensorboard_are_written_where_the_options_say",
     ),
+    "lora_base": (
+        ADAPTERS,
+        "trainers/test_run_config.py::test_a_quantised_base_needs_adapters_beside_it",
+    ),
+    "value_head_prefix": (
+        "session/test_train_command.py::test_head_of_the_critic_and_shards_of_the_reference_reach_the_trainer",
+        "trainers/test_reference_shards.py::test_a_critics_head_has_another_name_in_its_checkpoint",
+    ),
+    "reference_shard_size": (
+        "session/test_train_command.py::test_head_of_the_critic_and_shards_of_the_reference_reach_the_trainer",
+        "trainers/test_reference_shards.py::test_a_reference_is_split_over_as_many_ranks_as_are_asked_for",
+    ),
+    "images_key": ("session/test_run_data.py::test_pictures_stand_in_the_column_that_is_named",),
+    "pretrain_data_probs": (
+        "session/test_run_data.py::test_texts_of_several_sources_are_mixed_and_a_folders_split_is_chosen",
+    ),
+    "pretrain_split": (
+        "session/test_run_data.py::test_texts_of_several_sources_are_mixed_and_a_folders_split_is_chosen",
+    ),
+    "pretrain_max_len": (
+        "trainers/test_trainer_options.py::test_pretraining_texts_are_as_long_as_pretrain_max_len_says",
+    ),
+    "trajectory_analysis": (
+        "trainers/test_trainer_options.py::test_what_trajectories_hold_is_told_as_metrics_where_that_is_asked_for",
+    ),
+    "print_replay_buffer_stats": (
+        "trainers/test_trainer_options.py::test_the_spread_of_an_iterations_numbers_follows_its_line_where_that_is_asked_for",
+    ),
+    "save_value_network": (
+        "trainers/test_trainer_options.py::test_the_critic_is_saved_at_the_end_where_that_is_asked_for",
+    ),
+    "disable_ds_ckpt": (
+        "trainers/test_trainer_options.py::test_a_checkpoint_comes_with_a_model_for_transformers_where_that_is_asked_for",
+    ),
+    "gradient_checkpointing_use_reentrant": (
+        "trainers/test_trainer_options.py::test_reentrant_checkpoints_change_no_step_and_pass_frozen_embeddings",
+    ),
+    "aux_loss_coef": (
+        "trainers/test_balancing.py::test_a_steps_gradient_has_it_however_the_step_is_split",
+        "trainers/test_balancing.py::test_ranks_share_it_as_one_process_has_it",
+    ),
+    "limit_mm_image_per_prompt": (
+        "session/test_train_command.py::test_an_engine_keeps_room_for_as_many_pictures_as_are_asked_for",
+    ),
+    "track": ("session/test_train_command.py::test_trackers_are_started_as_the_options_name_them",),
+    "use_wandb": ("session/test_train_command.py::test_trackers_are_started_as_the_options_name_them",),
+    "wandb_project": ("session/test_train_command.py::test_trackers_are_started_as_the_options_name_them",),
+    "wandb_org": ("session/test_train_command.py::test_trackers_are_started_as_the_options_name_them",),
+    "wandb_group": ("session/test_train_command.py::test_trackers_are_started_as_the_options_name_them",),
+    "wandb_run_name": ("session/test_train_command.py::test_trackers_are_started_as_the_options_name_them",),
 }

@@ -128,6 +128,7 @@ def _check_fits(config: StrategyConfig, name: str, record: Record) -> None:
     misfits = {
         f"engine_type={config.engine_type!r}": config.engine_type not in (info.get("executor"), default("engine_type")),
         f"engine_tp_size={config.engine_tp_size}": config.engine_tp_size not in (size, default("engine_tp_size")),
+        f"limit_mm_image_per_prompt={config.limit_mm_image_per_prompt}": bool(config.engine_kwargs),
         f"gpu_memory_utilization={share}": share != default("gpu_memory_utilization"),
         f"prompt_max_len + generate_max_len = {longest} tokens": longest > limit,
     }
@@ -163,6 +164,8 @@ def _build(
         options["gpu_memory_utilization"] = config.gpu_memory_utilization
     elif config.gpu_memory_utilization != default("gpu_memory_utilization"):
         options["kv_cache_bytes"] = int(config.gpu_memory_utilization * psutil.virtual_memory().available)
+    if config.engine_kwargs:
+        options["engine_kwargs"] = config.engine_kwargs
     path, seed = _path(config, actor, trainer), strategy.seed
     engine = InferenceEngine(path, config.engine_type, name=INFERENCE, seed=seed, link=session.link, **options)
     return engine.build(

@@ -36,6 +36,8 @@ def trainer(
     lr: float | None = None,
     critic_lr: float | None = None,
     schedule_steps: int | None = None,
+    value_head_prefix: str | None = None,
+    reference_shard_size: int | None = None,
     trainer_class: type | None = None,
     arguments: dict[str, Any] | None = None,
     **options: Any,
@@ -74,6 +76,8 @@ def trainer(
         loss: a loss of your own in place of the method's.
         lr, critic_lr: learning rates; None: the policy's stays as it is, the critic's is at its default.
         schedule_steps: optimizer steps over which the rates warm up and fall; None: they stay.
+        value_head_prefix: what the critic's head is called in its checkpoint; None: "score".
+        reference_shard_size: ranks over which the reference's parameters are split, the others hold copies; None: all.
         trainer_class: a subclass of `SPMDPPOTrainer` with methods of your own.
         arguments: further arguments of the trainer by name (`reward_fn`, …).
         pretrain_data: of `ptx_coef`: demonstrations as `rb.data.demonstrations` reads them, or a list of plain texts.
@@ -104,6 +108,8 @@ def trainer(
             "critic": critic,
             "ema": ema or None,
             "critic_lr": critic_lr,
+            "value_head_prefix": value_head_prefix,
+            "reference_shard_size": reference_shard_size,
             "trainer_class": trainer_class,
             "arguments": arguments,
         }
@@ -156,6 +162,8 @@ def trainer(
         eval_prompts,
         loss,
         dict(arguments or {}),
+        value_head_prefix,
+        reference_shard_size,
     )
     warn_of(chosen, bool(spec.critic), ema)
     return made(core, method, trainer_places.from_here(spec), load_checkpoint=bool(chosen.get("load_checkpoint")))

@@ -91,6 +91,7 @@ def read_by_trainers(qwen: str, tmp_path_factory: pytest.TempPathFactory) -> set
         "use_kl_loss": True,
         "kl_target": 0.1,
         "packing": True,
+        "gradient_checkpointing": True,
         "head": "chunked",
         "overlong_buffer": True,
         "overlong_buffer_len": 2,
@@ -359,11 +360,17 @@ def test_an_option_of_the_run_alone_is_read(tmp_path: Path) -> None:
     mixed = {**given, "prompt_data": f"{tmp_path}/p.jsonl,tiny", "prompt_data_probs": (0.5, 0.5)}
     with reads(RunOptions) as noted:
         found: set[str] = set()
-        for one in (given, mixed, {"metrics_file": str(tmp_path / "m.jsonl")}, {"lora_rank": 4}):
+        (tmp_path / "q.jsonl").write_text('{"input": "d"}\n' * 4)
+        texts_of = {"pretrain_data": f"{tmp_path}/p.jsonl,{tmp_path}/q.jsonl", "pretrain_data_probs": (0.5, 0.5)}
+        texts_of["ptx_coef"] = 0.1
+        seen = {"metrics_file": str(tmp_path / "m.jsonl"), "track": "wandb", "use_wandb": True}
+        critic = {"advantage_estimator": "gae", "value_head_prefix": "value"}
+        for one in (given, mixed, seen, {"lora_rank": 4}, texts_of, critic):
             config = RunConfig.load("grpo", None, one)
             prompts = run_data.prompts_of(config)
             train_command.session_options(config, on_gpu=False)
             train_command.frozen(config)
+            train_command.tracked(SimpleNamespace(track=lambda *_, **__: None), config)  # type: ignore[arg-type]
             train_command.iterations(config, prompts)
             train_command.trainer_arguments(config, prompts, 1)
             trainer: Any = SimpleNamespace(where=lambda: {"iterations": 0}, step=lambda: {"reward": 1.0}, finish=int)

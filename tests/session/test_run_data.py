@@ -190,6 +190,38 @@ def test_texts_of_the_language_loss_are_read_by_the_same_key(rows: str, tmp_path
     assert run_data.texts_of(config()) is None
 
 
+def test_texts_of_several_sources_are_mixed_and_a_folders_split_is_chosen(rows: str, tmp_path: Path) -> None:
+    def texts(**given: Any) -> Any:
+        return run_data.texts_of(config(ptx_coef=0.1, prompt_data=rows, **given))
+
+    few = [written(tmp_path / f"{name}.jsonl", [{"input": f"{name} {i}"} for i in range(8)]) for name in "ab"]
+    mixture = texts(pretrain_data=",".join(few), pretrain_data_probs=(0.75, 0.25))
+    assert isinstance(mixture, Mixture)
+    assert sorted(prompt.content[0] for prompt in mixture.take(8)) == list("aaaaaabb")
+    folder = tmp_path / "splits"
+    folder.mkdir()
+    for split in ("train", "test"):
+        written(folder / f"{split}.jsonl", [{"input": split}])
+    assert [one.content for one in texts(pretrain_data=str(folder))] == ["train"]
+    assert [one.content for one in texts(pretrain_data=str(folder), pretrain_split="test")] == ["test"]
+    told = written(tmp_path / "told.jsonl", [{"prompt": "a", "completion": "b"}])
+    with pytest.raises(OptionError, match=r"told\.jsonl holds demonstrations, and several sources"):
+        texts(pretrain_data=f"{few[0]},{told}")
+
+
+def test_pictures_stand_in_the_column_that_is_named(tmp_path: Path) -> None:
+    from PIL import Image
+
+    Image.new("RGB", (4, 4), "red").save(tmp_path / "red.png")
+    seen = [{"input": "what?", "look": str(tmp_path / "red.png"), "images": str(tmp_path / "none.png")}]
+    place = written(tmp_path / "seen.jsonl", seen)
+    given = {"pretrain": "tiny-vision", "prompt_data": place, "apply_chat_template": True, "reward": "math"}
+    [prompt] = run_data.prompts_of(config(**given, images_key="look")).take(1)
+    assert len(prompt.images) == 1 and prompt.images[0].digest
+    with pytest.raises(DataError, match=r"none\.png"):
+        run_data.prompts_of(config(**given))
+
+
 def test_rewards_are_functions_of_files_and_modules_the_built_in_one_and_checked_mathematics(rewards: Path) -> None:
     answered = SimpleNamespace(text="1", prompt=tasks.message("1"))
     assert run_data.reward_of(config(reward=f"{rewards}:score"))(answered) == 1.0

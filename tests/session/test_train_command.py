@@ -110,6 +110,8 @@ def test_adapters_are_trained_where_a_rank_is_given() -> None:
     made = train_command.session_options(config(**given, **lora), on_gpu=False)
     assert made["train"].lora == Lora(rank=4, alpha=6.0, targets=("q_proj", "v_proj"), dropout=0.1)
     assert train_command.session_options(config(**given), on_gpu=False)["train"].lora is None
+    held = train_command.session_options(config(**given, lora_rank=4, load_in_4bit=True), on_gpu=False)
+    assert held["train"].lora == Lora(rank=4, base="nf4")
 
 
 def test_the_session_is_made_with_the_options_that_concern_it() -> None:
@@ -143,6 +145,39 @@ def test_the_session_is_made_with_the_options_that_concern_it() -> None:
         kv_cache_bytes=5_000_000,
         dtype="float32",
     )
+
+
+def test_an_engine_keeps_room_for_as_many_pictures_as_are_asked_for() -> None:
+    made = train_command.session_options(config(limit_mm_image_per_prompt=3), on_gpu=False)
+    assert made["inference"] == Inference(engine_kwargs={"limit_mm_per_prompt": {"image": 3}}, data_parallel_size=1)
+    assert "limit_mm_image_per_prompt" not in arguments(config(limit_mm_image_per_prompt=3))
+    with pytest.raises(OptionError, match="limit_mm_image_per_prompt cannot be honoured with engine_type='sglang'"):
+        config(limit_mm_image_per_prompt=3, engine_type="sglang")
+
+
+def test_trackers_are_started_as_the_options_name_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(**given: Any) -> list[Any]:
+        calls: list[Any] = []
+        session: Any = SimpleNamespace(track=lambda *asked, **options: calls.append((*asked, options)))
+        train_command.tracked(session, config(**given))
+        return calls
+
+    wandb = {"wandb_project": "p", "wandb_org": "o", "wandb_group": "g", "wandb_run_name": "r"}
+    asked = ("wandb", "p", {"entity": "o", "group": "g", "name": "r"})
+    assert started() == [] and started(track="tensorboard,wandb", **wandb) == [("tensorboard", {}), asked]
+    assert started(use_wandb=True) == [("wandb", None, {})]
+    keys: list[str] = []
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(login=lambda key: keys.append(key)))
+    assert started(use_wandb="a key", **wandb) == [asked] and keys == ["a key"]
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(OptionError, match="use_wandb needs wandb, which is not installed"):
+        started(use_wandb="a key")
+
+
+def test_head_of_the_critic_and_shards_of_the_reference_reach_the_trainer() -> None:
+    found = arguments(config("ppo", value_head_prefix="value", initial_model_shard_size=1))
+    assert (found["value_head_prefix"], found["reference_shard_size"]) == ("value", 1)
+    assert not {"value_head_prefix", "reference_shard_size"} & arguments(config("grpo")).keys()
 
 
 def test_what_does_not_train_is_named_by_its_beginning() -> None:
@@ -406,7 +441,7 @@ def command(*line: str) -> list[str]:
 @pytest.mark.engine
 def test_a_run_is_stopped_by_ctrl_c_leaves_nothing_and_a_second_one_goes_on_to_its_end(place: SimpleNamespace) -> None:
     """The first keeps a checkpoint of each iteration; the second, one iteration longer, of its end alone."""
-    asked = ("--load_checkpoint", "--enable_ema", "--metrics_file", "m.jsonl")
+    asked = ("--load_checkpoint", "--enable_ema", "--metrics_file", "m.jsonl", "--track", "tensorboard")
     with subprocess.Popen(
         command(*asked, "--max_steps", "5000", "--save_steps", "1"),
         cwd=place.folder,
@@ -443,6 +478,7 @@ def test_a_run_is_stopped_by_ctrl_c_leaves_nothing_and_a_second_one_goes_on_to_i
     records = [json.loads(line) for line in (place.folder / "m.jsonl").read_text().splitlines()]
     assert [one["iteration"] for one in records] == [*range(1, done + 2)]
     assert all(0 <= one["reward"] <= 1 for one in records)
+    assert list((place.folder / "runs").rglob("events.out.tfevents.*"))
     assert len({one["actor_lr"] for one in records}) == 1, "lr_schedule: constant"
 
 

@@ -19,6 +19,7 @@ from rlbench.strategies.options.config import OptionError
 from rlbench.trainers.models.value_model import make_critic
 from rlbench.trainers.passes.balancing import BALANCE
 from rlbench.trainers.passes.forward import PolicyModel
+from rlbench.trainers.texts.trainer import SPMDTextTrainer
 from rlbench.trainers.update.experience_update import PolicyUpdate
 from rlbench.trainers.update.value_update import ValueUpdate
 from tests.modules import RAGGED, batch_of, qwen_on_meta
@@ -167,6 +168,22 @@ def test_a_critic_of_experts_and_the_pretraining_text_are_balanced_too(experts: 
     wanted = next(value for name, value in gradients(backbone).items() if name.endswith("gate.weight"))
     found = routers_of_text({}) - routers_of_text({"aux_loss_coef": 0.0})
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_trainer_of_texts_balances(experts: str) -> None:
+    texts = batch_of(RAGGED)
+
+    def trained(coef: float) -> tuple[dict[str, Any], Tensor]:
+        strategy: Any = fake(args={"train_batch_size": len(texts)})
+        actor = strategy.prepare_model(AutoModelForCausalLM.from_pretrained(experts), is_training=True)
+        optimizer = strategy.create_optimizer(actor, lr=1e-2, weight_decay=0.0)
+        trainer = SPMDTextTrainer(strategy, actor, optimizer, "sft", texts, aux_loss_coef=coef)
+        metrics = trainer.iterate()
+        return metrics, next(p for name, p in actor.named_parameters() if name.endswith("gate.weight")).detach()
+
+    (metrics, moved), (plain, before) = trained(COEF), trained(0.0)
+    assert BALANCE in metrics and BALANCE not in plain
+    assert float((moved - before).abs().max()) > 1e-3
 
 
 def test_a_model_without_routers_is_refused(qwen: str) -> None:

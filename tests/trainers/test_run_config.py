@@ -14,6 +14,7 @@ import pytest
 from rlbench.options import ALIASES, SWITCHES, OptionError, options_in, read_yaml, typed
 from rlbench.rl import cpgd, gspo, resolve
 from rlbench.strategies.options.config import StrategyConfig
+from rlbench.trainers.models.lora import BASES
 from rlbench.trainers.options.methods import METHODS, TEXTS, method_options, with_method
 from rlbench.trainers.options.ppo_config import PPOConfig
 from rlbench.trainers.options.run_config import CLASSES, DEFAULTS, HOMES, RunConfig, parse
@@ -77,6 +78,46 @@ def test_options_that_cannot_be_honoured_yet_say_so(line: str, said: str) -> Non
         run(*line.split())
 
 
+def test_each_flag_that_cannot_be_honoured_has_its_reason_and_the_page_has_a_row_of_each() -> None:
+    page = (Path(__file__).parents[2] / "docs/reference-trainers.md").read_text(encoding="utf-8")
+    for cls in (RunOptions, StrategyConfig, PPOConfig):
+        assert set(cls.REASONS) | set(cls.IN_ANY_CASE) >= set(cls.NEUTRAL)
+        assert not [name for name in cls.NEUTRAL if f"`{name}`" not in page and f"`--{name}`" not in page]
+
+
+@pytest.mark.parametrize("flag", ["normalize_advantages", "use_sequence_rewards"])
+def test_what_is_always_so_cannot_be_switched_off(flag: str) -> None:
+    for given in ({flag: True}, {}):
+        RunConfig.load("gspo", None, given)
+    with pytest.raises(OptionError, match=f"{flag}=False cannot be honoured: it has no effect in LightRFT"):
+        RunConfig.load("gspo", None, {flag: False})
+
+
+def test_a_quantised_base_needs_adapters_beside_it() -> None:
+    assert options_in(RunOptions)["lora_base"].choices == BASES
+    assert run("--lora_rank", "4", "--load_in_4bit").run.lora_base == "nf4"
+    assert RunConfig.load("grpo", None, {"lora_rank": 4, "load_in_4bit": False}).run.lora_base is None
+    for line in (["--load_in_4bit"], ["--lora_base", "int8"]):
+        with pytest.raises(OptionError, match=r"\(load_in_4bit\) without lora_rank: quantised weights take no step"):
+            run(*line)
+
+
+def test_the_key_of_a_tracker_is_in_no_summary() -> None:
+    config = run("--use_wandb", "s3cret", "--track", "wandb", "tensorboard")
+    assert config.run.use_wandb == "s3cret" and config.run.trackers == ["wandb", "tensorboard"]
+    assert "s3cret" not in config.summary() + repr(config) and "use_wandb: (not shown) (Overridden)" in config.summary()
+    assert run("--use_wandb").run.trackers == ["wandb"] and run().run.trackers == []
+
+
+def test_shares_of_pretraining_texts_belong_to_their_sources() -> None:
+    two = ["--ptx_coef", "0.1", "--pretrain_data", "a.jsonl,b.jsonl"]
+    assert run(*two, "--pretrain_data_probs", "0.7,0.3").run.pretrain_data_probs == (0.7, 0.3)
+    with pytest.raises(OptionError, match=r"pretrain_data_probs=.*one number above 0 for each of the 2 sources"):
+        run(*two, "--pretrain_data_probs", "1.0")
+    with pytest.warns(UserWarning, match="pretrain_data_probs has no effect without pretrain_data"):
+        RunConfig.load("grpo", None, {"pretrain_data_probs": "1.0"})
+
+
 def test_each_flag_of_the_reference_is_an_option_another_name_of_one_or_taken_where_it_asks_for_nothing() -> None:
     """Defect absent: flags that are read by nobody."""
     neutral = {**RunOptions.NEUTRAL, **StrategyConfig.NEUTRAL, **PPOConfig.NEUTRAL}
@@ -93,7 +134,17 @@ def test_a_flag_of_the_reference_that_asks_for_what_is_not_here_raises(flag: str
             run(*line)
 
 
-@pytest.mark.parametrize("line", ["--load_in_4bit 0", "--text_only", "--value_head_prefix score", "--meta_init"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--no_shard_vit 0",
+        "--text_only",
+        "--flash_attn",
+        "--disable_logprobs_flashattn",
+        "--normalize_advantages",
+        "--meta_init",
+    ],
+)
 def test_it_may_ask_for_nothing(line: str) -> None:
     assert run(*line.split()).given == run().given
 
@@ -115,8 +166,11 @@ def test_other_names_mean_the_same_and_both_at_once_are_refused(alias: str, name
         line, value = [f"--{alias}", '{"mood": "!"}'], {"mood": "!"}
     else:
         value = {"shards": 2, "aggregation": "token-mean", "betas": (0.5, 0.5), "packing": True, "lora_targets": ("k",)}
+        value |= {"gradient_checkpointing_use_reentrant": True}
         value = value.get(name, 7)
         line = [f"--{alias}", *(map(str, value) if isinstance(value, tuple) else [] if value is True else [str(value)])]
+    if name == "lora_base":
+        line += ["--lora_rank", "4"]
     held = run(*line).value(name)
     assert held == SWITCHES.get(alias, {True: value})[True] != DEFAULTS[name]
     with pytest.raises(OptionError, match=f"{name} is given twice"):
@@ -376,7 +430,7 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["--help"])
     shown = capsys.readouterr().out
-    assert all(f"--{name}" in shown for name in HOMES) and "--load_in_4bit" not in shown
+    assert all(f"--{name}" in shown for name in HOMES) and "--no_shard_vit" not in shown
 
 
 def test_a_run_is_read_without_torch() -> None:

@@ -14,8 +14,9 @@ from transformers import Qwen2ForCausalLM
 
 from rlbench.strategies import OptionError, get_fake_strategy
 from rlbench.trainers import make_critic
-from tests.trainers.making import asked, last_token
-from tests.trainers.small_trainer import OPTIONS, Saved, first_weight, trainer_of
+from tests.modules import batch_of
+from tests.trainers.making import LONGEST, asked, last_token, qwen_of
+from tests.trainers.small_trainer import OPTIONS, Digits, Saved, first_weight, trainer_of
 
 pytestmark = pytest.mark.slow
 
@@ -66,6 +67,53 @@ def test_a_critic_recomputes_too_and_a_model_that_cannot_says_so(qwen: str) -> N
         trainer_of(qwen, actor=torch.nn.Linear(2, 2), gradient_checkpointing=True)
 
 
+def test_reentrant_checkpoints_change_no_step_and_pass_frozen_embeddings(
+    qwen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's reentrant checkpoints give a layer no gradient where nothing that enters it has one."""
+    passed: list[bool] = []
+    own = torch.utils.checkpoint.CheckpointFunction.apply
+    monkeypatch.setattr(
+        torch.utils.checkpoint.CheckpointFunction, "apply", lambda *given: (passed.append(True), own(*given))[1]
+    )
+
+    def trained(**given: Any) -> dict[str, torch.Tensor]:
+        actor = qwen_of(qwen)
+        actor.model.embed_tokens.requires_grad_(False)
+        trainer = trainer_of(qwen, actor=actor, **given)
+        trainer.make_experience()
+        trainer.ppo_train()
+        return {name: value.detach().clone() for name, value in trainer.actor.named_parameters()}
+
+    plain, kept = trained(), trained(gradient_checkpointing=True)
+    assert not passed
+    recomputed = trained(gradient_checkpointing=True, gradient_checkpointing_use_reentrant=True)
+    assert len(passed) == 2 * 4  # layers, micro-batches
+    assert (plain["model.norm.weight"] - qwen_of(qwen).model.norm.weight).abs().max() > 1e-4
+    for name, value in plain.items():
+        torch.testing.assert_close(recomputed[name], value, rtol=0, atol=1e-6)
+        torch.testing.assert_close(kept[name], value, rtol=0, atol=1e-6)
+    with pytest.raises(OptionError, match="aux_loss_coef and gradient_checkpointing_use_reentrant"):
+        trained(gradient_checkpointing=True, use_reentrant=True, aux_loss_coef=0.1)
+
+
+def test_the_critic_is_saved_at_the_end_where_that_is_asked_for(qwen: str, tmp_path: Path) -> None:
+    def fitted(name: str, **given: Any) -> Any:
+        strategy = get_fake_strategy(OPTIONS)
+        critic = strategy.prepare_model(make_critic(qwen), is_training=True)
+        more = {"critic": critic, "critic_optim": strategy.create_optimizer(critic, lr=1e-3), "tokenizer": Saved()}
+        more |= {"save_path": str(tmp_path / name), "options": {"advantage_estimator": "gae"}}
+        trainer_of(qwen, **more, **given).fit(max_steps=1)
+        return critic
+
+    fitted("without")
+    assert not list(tmp_path.glob("without*"))
+    critic = fitted("with", save_value_network=True)
+    read = get_fake_strategy(OPTIONS).prepare_model(make_critic(str(tmp_path / "with_critic"), seed=9))
+    for name, value in critic.state_dict().items():
+        torch.testing.assert_close(read.state_dict()[name].float(), value.float())
+
+
 def kept(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("global_step*"))
 
@@ -97,6 +145,11 @@ def test_a_checkpoint_comes_with_a_model_for_transformers_where_that_is_asked_fo
     for name, value in trainer.actor.state_dict().items():
         torch.testing.assert_close(loaded.state_dict()[name].float(), value.float())
     assert (saved / "global_step3_hf" / "digits.txt").is_file()
+    fitted("alone", save_hf_ckpt=True, disable_ds_ckpt=True)
+    assert [path.name for path in (tmp_path / "alone").iterdir()] == ["models"]
+    assert len(list((tmp_path / "alone" / "models").iterdir())) == 2
+    with pytest.raises(OptionError, match="disable_ds_ckpt leaves nothing to save without save_hf_ckpt"):
+        fitted("nothing", disable_ds_ckpt=True)
 
 
 def test_every_so_many_iterations_are_evaluated(qwen: str) -> None:
@@ -128,6 +181,45 @@ def test_lines_and_curves_are_as_often_as_logging_steps_says(
     board = board_of(tmp_path)
     assert [event.step for event in board.Scalars("rollout/reward")] == [2, 4]
     assert {"train/policy_loss", "perf/sync_s"} <= set(board.Tags()["scalars"])
+
+
+def test_the_spread_of_an_iterations_numbers_follows_its_line_where_that_is_asked_for(
+    qwen: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [plain] = trainer_of(qwen).fit(max_steps=1)
+    assert " ± " not in capsys.readouterr().out
+    [found] = trainer_of(qwen, print_replay_buffer_stats=True).fit(max_steps=1)
+    printed = capsys.readouterr().out.splitlines()
+    spread = f"{found['step_reward_mean']:.4g} ± {found['step_reward_std']:.4g}"
+    ends = f", {found['step_reward_min']:.4g} to {found['step_reward_max']:.4g}"
+    assert f"  step_reward: {spread}{ends}" in printed
+    assert {line.split(":")[0].strip() for line in printed} >= {"advantages", "returns", "response_length"}
+    assert plain["step_reward_mean"] == found["step_reward_mean"]
+
+
+def test_what_trajectories_hold_is_told_as_metrics_where_that_is_asked_for(qwen: str, tmp_path: Path) -> None:
+    files = {"save_trajectories": True, "save_path": str(tmp_path), "num_trajectories_to_save": 5}
+    [plain] = trainer_of(qwen, tokenizer=Saved(), **files).fit(max_steps=1)
+    [found] = trainer_of(qwen, tokenizer=Saved(), trajectory_analysis=True, **files).fit(max_steps=1)
+    [path] = (tmp_path / "trajectories").iterdir()
+    samples = json.loads(path.read_text())
+    assert len(samples) == 5
+    for name in ("repeat_score", "reflection_pattern_score", "policy_entropy", "response_token_count"):
+        mean = sum(one[name] for one in samples) / 5
+        assert found[f"trajectory/{name}_mean"] == pytest.approx(mean), name
+        assert f"trajectory/{name}_mean" not in plain
+
+
+def test_pretraining_texts_are_as_long_as_pretrain_max_len_says(qwen: str) -> None:
+    def lengths(**given: Any) -> set[int]:
+        trainer = trainer_of(qwen, ptx_coef=0.1, pretrain_prompts=["5 " * 40] * 8, tokenizer=Digits(), **given)
+        return {len(row) for batch in trainer.pretraining.texts(4) for row in batch}
+
+    assert (lengths(), lengths(pretrain_max_len=7), lengths(max_len=33)) == ({16 + LONGEST}, {7}, {33})
+    demonstrations = batch_of([(3, 5), (4, 9)])
+    with pytest.raises(OptionError, match=r"pretrain_max_len=12: the longest demonstration .* has 13 tokens"):
+        trainer_of(qwen, ptx_coef=0.1, pretrain_prompts=demonstrations, pretrain_max_len=12)
+    trainer_of(qwen, ptx_coef=0.1, pretrain_prompts=demonstrations, pretrain_max_len=13)
 
 
 def board_of(folder: Path) -> Any:

@@ -100,14 +100,27 @@ def loss_of(config: RunConfig) -> Any:
     return imported(named, "loss")
 
 
-def texts_of(config: RunConfig) -> PromptSet | TrainBatch | None:
+def texts_of(config: RunConfig) -> PromptSet | Mixture | TrainBatch | None:
     """Return the texts of the language loss (`ptx_coef`), None where none are named: demonstrations where the rows are
-    some, else whole texts, by `input_key`."""
-    source = config.strategy.pretrain_data
-    if source is None:
+    some, else whole texts, by `input_key`; several sources mixed."""
+    if config.strategy.pretrain_data is None:
         return None
-    split = _split_in(source, "train")
+    sources = [part.strip() for part in config.strategy.pretrain_data.split(",")]
+    read = [_pretraining(config, source, alone=len(sources) == 1) for source in sources]
+    if len(read) == 1:
+        return read[0]
+    shares = config.run.pretrain_data_probs or None
+    return mix(dict(zip(sources, read, strict=True)), shares, seed=config.strategy.seed)
+
+
+def _pretraining(config: RunConfig, source: str, alone: bool) -> Any:
+    split = _split_in(source, config.run.pretrain_split)
     if is_demonstration(next(iter(open_source(source, split, None, None)[1]), None)):
+        if not alone:
+            raise OptionError(
+                f"pretrain_data: {source} holds demonstrations, and several sources are mixed where they hold plain "
+                "texts (a column of input_key): write them into one file, or name one."
+            )
         return demonstrations(source, model_at(config.run.pretrain), split=split)
     return load(source, prompt=config.run.input_key, label=None, split=split)
 
@@ -126,6 +139,7 @@ def _read(config: RunConfig, source: str, split: str, limit: int) -> PromptSet:
         config=configuration,
         prompt="prompt" if run.input_template is not None else run.input_key,
         label=run.label_key,
+        images=run.images_key,
         split=_split_in(place, split),
         system=run.system_prompt,
         template=run.input_template,

@@ -26,7 +26,10 @@ from rlbench.trainers.options.run_config import RunConfig, parse
 from rlbench.trainers.ppo.building import OF_THE_CRITIC
 
 STOPPED = 130
-OF_THE_SESSION = ("bf16", "fp16", "fsdp", "gpu_memory_utilization", "engine_tp_size", "lr")
+OF_THE_SESSION = (
+    *("bf16", "fp16", "fsdp", "gpu_memory_utilization", "engine_tp_size", "lr"),
+    "limit_mm_image_per_prompt",
+)
 """Options of the strategy that the session is made with."""
 
 
@@ -42,6 +45,7 @@ def train(arguments: Sequence[str]) -> int:
         with cluster.init(devices=wide if config.run.shards or wide > 1 else None) as joined:
             with _opened(config, session_options(config, on_gpu=joined.gpus > 0)) as session:
                 config.check_batches(session.train.world_size)
+                tracked(session, config)
                 if patterns := frozen(config):
                     session.freeze(*patterns)
                 return run(session.trainer(**given), config, wanted)
@@ -55,6 +59,28 @@ def _opened(config: RunConfig, options: dict[str, Any]) -> Session | RewardModel
     if config.method != REWARD:
         return Session(**options)
     return RewardModel(**{name: given for name, given in options.items() if name != "inference"})
+
+
+def tracked(session: Session | RewardModel, config: RunConfig) -> None:
+    """Start the trackers of a run."""
+    run = config.run
+    for name in run.trackers:
+        if name != "wandb":
+            session.track(name)
+            continue
+        if isinstance(run.use_wandb, str):
+            _log_in(run.use_wandb)
+        given = {"entity": run.wandb_org, "group": run.wandb_group, "name": run.wandb_run_name}
+        known: dict[str, Any] = {option: value for option, value in given.items() if value is not None}
+        session.track(name, run.wandb_project, **known)
+
+
+def _log_in(key: str) -> None:
+    try:
+        import wandb  # type: ignore[import-not-found]
+    except ImportError as missing:
+        raise OptionError(f"use_wandb needs wandb, which is not installed ({missing}).") from missing
+    wandb.login(key=key)
 
 
 def run(trainer: SessionTrainer, config: RunConfig, wanted: int) -> int:
@@ -74,7 +100,7 @@ def run(trainer: SessionTrainer, config: RunConfig, wanted: int) -> int:
                 with file.open("a", encoding="utf-8") as lines:
                     lines.write(json.dumps({"iteration": at, **metrics}, default=float) + "\n")
             if at % config.ppo.logging_steps == 0:
-                print(line_of(metrics, at), flush=True)
+                print(line_of(metrics, at, config.ppo.print_replay_buffer_stats), flush=True)
         trainer.finish()
     except (Stopped, KeyboardInterrupt):
         print(f"stopped after {at} of {wanted} iterations", flush=True)
@@ -105,10 +131,14 @@ def session_options(config: RunConfig, on_gpu: bool) -> dict[str, Any]:
     policy: dict[str, Any] = {"shards": run.shards, **{name: getattr(options, name) for name in same}}
     if run.lora_rank:
         policy["lora"] = Lora(
-            rank=run.lora_rank, alpha=run.lora_alpha, targets=run.lora_targets, dropout=run.lora_dropout
+            rank=run.lora_rank,
+            alpha=run.lora_alpha,
+            targets=run.lora_targets,
+            dropout=run.lora_dropout,
+            base=run.lora_base,
         )
     engine: dict[str, Any] = {"tensor_parallel_size": options.engine_tp_size, "data_parallel_size": run.replicas}
-    engine["executor"] = options.engine_type
+    engine |= {"executor": options.engine_type, "engine_kwargs": options.engine_kwargs}
     share = options.gpu_memory_utilization
     if run.kv_cache_bytes is not None:
         engine["kv_cache_bytes"] = run.kv_cache_bytes
@@ -152,6 +182,11 @@ def trainer_arguments(config: RunConfig, prompts: PromptStream | Mixture | Train
     given = trainer_places.options_here(chosen)
     if isinstance(given.get("critic_pretrain"), str):
         given["critic_pretrain"] = trainer_places.model_here("critic_pretrain", given["critic_pretrain"])
+    more: dict[str, Any] = {}
+    if options.advantage_estimator == "gae" and "value_head_prefix" in config.given:
+        more["value_head_prefix"] = run.value_head_prefix
+    if run.reference_shard_size is not None:
+        more["reference_shard_size"] = run.reference_shard_size
     arguments: dict[str, Any] = {}
     if options.remote_rm_url:
         urls = given.pop("remote_rm_url")
@@ -173,5 +208,6 @@ def trainer_arguments(config: RunConfig, prompts: PromptStream | Mixture | Train
         "schedule_steps": steps if falls else None,
         "loss": run_data.loss_of(config),
         "arguments": arguments,
+        **more,
         **given,
     }

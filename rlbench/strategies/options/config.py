@@ -99,6 +99,11 @@ class StrategyConfig(HeldOptions):
         "rm_use_engine": False,
         "rm_engine_cudagraph": False,
     }
+    REASONS: ClassVar[Mapping[str, str]] = {
+        "rm_use_engine": "scalar reward models run on the ranks, packed; an engine of your own scores behind "
+        "remote_rm_url, and one that writes its judgement as a function of the sample",
+        "rm_engine_cudagraph": "reward models run in no engine; see rm_use_engine",
+    }
     IN_ANY_CASE: ClassVar[tuple[str, ...]] = ("mixed_mm_data",)  # batches with images and without mix
 
     max_norm: float = steps(1.0, "global gradient norm to clip to; 0: no clipping")
@@ -145,6 +150,9 @@ class StrategyConfig(HeldOptions):
         0.5, "share of the GPU's memory for the engine; without one, of free memory for its KV cache (default: 1 GiB)"
     )
     enable_engine_sleep: bool = engine(True, "the engine gives its memory back while ranks train")
+    limit_mm_image_per_prompt: int = engine(
+        -1, "pictures of a prompt at most, for which the engine keeps room; -1: as many as it takes by itself", least=-1
+    )
     remote_rm_url: str | list[str] | None = rewards(None, "reward services instead of reward models")
     reward_running_norm: bool = rewards(False, "divide rewards by their running deviation")
     reward_running_norm_minus_mean: bool = rewards(False, "subtract their running mean too")
@@ -183,6 +191,12 @@ class StrategyConfig(HeldOptions):
         super().__post_init__()
         if self.fsdp:
             need_no_deepspeed(self)
+        refuse(
+            (
+                self.limit_mm_image_per_prompt >= 0 and self.engine_type != "vllm",
+                f"limit_mm_image_per_prompt cannot be honoured with engine_type={self.engine_type!r}: it is vLLM's",
+            )
+        )
         if self.fp16:
             object.__setattr__(self, "bf16", False)
         if self.fsdp_cpu_offload:  # the optimizer lives beside the weights then; there is nothing to move
@@ -206,6 +220,12 @@ class StrategyConfig(HeldOptions):
             if name not in known and (meant := difflib.get_close_matches(name, known, n=1, cutoff=TYPO)):
                 raise OptionError(f"there is no option {name!r}; nearest: {meant[0]}.")
         return cls(**own, extra_args=extra)
+
+    @property
+    def engine_kwargs(self) -> dict[str, Any]:
+        """Further arguments of the engine that an option asks for."""
+        most = self.limit_mm_image_per_prompt
+        return {"limit_mm_per_prompt": {"image": most}} if most >= 0 else {}
 
     from_args = from_yaml = of  # the reference's names
 

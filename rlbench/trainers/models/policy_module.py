@@ -72,12 +72,15 @@ def as_trained(module: Any, spec: PolicySpec, whole: tuple[str, ...] = ()) -> No
         module.train()
 
 
-def recompute_activations(model: nn.Module) -> None:
-    """Have a model compute its activations again in the backward instead of holding them."""
+def recompute_activations(model: nn.Module, reentrant: bool = False) -> None:
+    """Have a model compute its activations again in the backward instead of holding them; `reentrant`: by torch's
+    checkpoints of that kind, which pass gradients on where what enters a layer has one, so embeddings are given one."""
     enable: Any = getattr(model, "gradient_checkpointing_enable", None)
     if enable is None:
         raise OptionError(f"gradient_checkpointing: {type(model).__name__} does not offer it.")
-    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if reentrant and hasattr(model, "enable_input_require_grads"):
+        model.enable_input_require_grads()
+    enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
 
 
 def on_meta(cls: Any, path: str, dtype: str | torch.dtype | None, **options: Any) -> Any:

@@ -59,7 +59,8 @@ OF_ALL_RUNS = (
     *("pretrain", "lora_rank", "lora_alpha", "lora_targets", "lora_dropout", "shards", "replicas", "kv_cache_bytes"),
     *("eval_data", "eval_split", "max_eval_samples", "prompt_split", "max_samples", "apply_chat_template"),
     *("template", "tools", "system_prompt", "num_episodes", "max_steps", "lr_schedule", "loss", "metrics_file"),
-    *("logging_steps", "betas", "weight_decay", "gpu_memory_utilization", "engine_tp_size"),
+    *("logging_steps", "betas", "weight_decay", "gpu_memory_utilization", "engine_tp_size", "lora_base", "track"),
+    *("use_wandb", "wandb_project", "wandb_org", "wandb_group", "wandb_run_name"),
 )
 """And those that have one with every method."""
 OF_REPLICAS = ("head", "replicas", "kv_cache_bytes", "gpu_memory_utilization", "engine_tp_size")

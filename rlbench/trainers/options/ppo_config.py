@@ -41,7 +41,17 @@ def from_json(name: str, value: Any, kind: type) -> Any:
 class PPOConfig(LoopOptions):
     """How experience is made and trained on."""
 
-    NEUTRAL: ClassVar[Mapping[str, Any]] = {"buffer_cpu_offload": True}  # experience lies on the host
+    NEUTRAL: ClassVar[Mapping[str, Any]] = {
+        "buffer_cpu_offload": True,
+        "normalize_advantages": True,
+        "use_sequence_rewards": True,
+    }
+    REASONS: ClassVar[Mapping[str, str]] = {
+        "buffer_cpu_offload": "experience lies in host memory in any case",
+        "normalize_advantages": "it has no effect in LightRFT; how advantages compare is said by advantage_estimator "
+        "(group_norm divides by the group's deviation, rloo does not) and advantages_norm",
+        "use_sequence_rewards": "it has no effect in LightRFT; with use_gspo a response has one ratio and advantage",
+    }
 
     rollout_batch_size: int = rollout(32, "prompts of one iteration, over all ranks", least=1)
     prompt_max_len: int = rollout(128, "tokens of a prompt at most; longer ones are refused", least=1)
@@ -91,6 +101,13 @@ class PPOConfig(LoopOptions):
         None, "correction for the sampler's other log-probs", choices=("token_tis", "sequence_tis", "icepop")
     )
     ptx_coef: float = loss(0.0, "weight of a language loss on pretrain_data; 0: none", least=0)
+    pretrain_max_len: int | None = loss(
+        None,
+        "tokens of a text of pretrain_data that are trained on (of demonstrations longer ones are refused); None: "
+        "prompt_max_len + max_tokens (of demonstrations any)",
+        least=2,
+        needs={"ptx_coef": 0.0},
+    )
     kl_coef: float = kl(0.001, "weight, in the reward or with use_kl_loss in the loss; 0: no reference", least=0)
     kl_target: float | None = kl(None, "the weight adapts to this KL", needs={"kl_coef": 0.0})
     kl_horizon: int = kl(10000, "over so many sequences", needs={"kl_target": None})
@@ -104,6 +121,15 @@ class PPOConfig(LoopOptions):
     logging_steps: int = files(1, "iterations between printed lines", least=1)
     save_trajectories: bool = files(False, "write samples of each iteration as JSON")
     num_trajectories_to_save: int = files(10, "how many", least=0, needs=NO_TRAJECTORIES)
+    trajectory_analysis: bool = files(
+        False, "means over those samples as metrics: repetition, words of reflection, entropy", needs=NO_TRAJECTORIES
+    )
+    print_replay_buffer_stats: bool = files(
+        False, "an iteration's line is followed by the spread of rewards, advantages, returns and lengths"
+    )
+    save_value_network: bool = files(
+        False, "at the end of a run the critic is saved beside save_path, as …_critic", needs=NO_CRITIC
+    )
     mark_high_entropy_tokens: bool = files(False, "mark their tokens of high entropy", needs=NO_TRAJECTORIES)
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ What counts, from the least: the defaults, the method, the file (flat YAML, one 
 from __future__ import annotations
 
 import argparse
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,7 +43,7 @@ class RunConfig:
     ppo: PPOConfig
     strategy: StrategyConfig
     texts: TextConfig
-    given: Mapping[str, Any] = field(default_factory=dict)
+    given: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def load(cls, method: str, file: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> RunConfig:
@@ -117,7 +118,13 @@ class RunConfig:
             check_together(strategy, self.ppo, bool(strategy.critic_pretrain))
         sized = "gpu_memory_utilization" in self.given and self.run.kv_cache_bytes is not None
         warms = self.run.lr_schedule == "constant" and "lr_warmup_ratio" in self.given
+        sources, shares = (strategy.pretrain_data or "").split(","), self.run.pretrain_data_probs
         refuse(
+            (
+                shares and (len(shares) != len(sources) or not all(0 < share < math.inf for share in shares)),
+                f"pretrain_data_probs={shares!r}: it is one number above 0 for each of the {len(sources)} sources of "
+                "pretrain_data",
+            ),
             (warms, "lr_warmup_ratio has no effect with lr_schedule='constant': leave one of them out"),
             (strategy.use_mp_opt and not strategy.bf16, "use_mp_opt has no effect with bf16=False: leave one out"),
             (

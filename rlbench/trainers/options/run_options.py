@@ -7,30 +7,46 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from rlbench.options import OptionError, Options, section
+from rlbench.trainers.options.ppo_config import NO_CRITIC
 
 models, source, run = map(section, ("Models", "Data", "Run"))
 NO_EVALUATION = {"eval_data": None}
 NO_LORA = {"lora_rank": 0}
-LIGHTRFT_ALONE = """
-limit_mm_image_per_prompt images_key no_shard_vit trajectory_analysis print_replay_buffer_stats max_len
-normalize_advantages use_sequence_rewards normalize_reward_for_critic normalize_reward
-save_value_network use_reentrant gradient_checkpointing_use_reentrant flash_attn disable_logprobs_flashattn
-aux_loss_coef disable_fast_tokenizer initial_model_shard_size load_in_4bit
-pretrain_data_probs pretrain_split use_wandb wandb_org wandb_group wandb_project wandb_run_name use_ms
-"""
-"""Flags of LightRFT's command line that nothing here answers to: taken where they ask for nothing."""
+NO_PRETRAINING = {"pretrain_data": None}
+NO_WANDB = {"use_wandb": False, "track": ()}
+NO_NORM = (
+    "its mean is 0 and its deviation 1 in LightRFT, so it has no effect there; reward_running_norm=True divides by the "
+    "running deviation what a critic learns to predict"
+)
 
 
 class RunOptions(Options):
     """What a run needs to know that neither strategy nor trainer does."""
 
-    NEUTRAL: ClassVar[Mapping[str, Any]] = dict.fromkeys(LIGHTRFT_ALONE.split()) | {
+    NEUTRAL: ClassVar[Mapping[str, Any]] = {
         "text_only": True,
-        "value_head_prefix": "score",
         "meta_init": True,
-        "disable_ds_ckpt": True,
+        "flash_attn": False,
+        "disable_logprobs_flashattn": False,
+        **dict.fromkeys(("no_shard_vit", "normalize_reward_for_critic", "normalize_reward")),
+        **dict.fromkeys(("disable_fast_tokenizer", "use_ms")),
     }
-    IN_ANY_CASE: ClassVar[tuple[str, ...]] = ("text_only",)  # a model that sees is one like others
+    REASONS: ClassVar[Mapping[str, str]] = {
+        "meta_init": "a model is made without memory in any case, and each rank reads its own part",
+        "no_shard_vit": "it has no effect in LightRFT either; a tower's layers are gathered one at a time, for their "
+        "own pass; freeze_prefix keeps it without gradients and optimizer",
+        "normalize_reward_for_critic": NO_NORM,
+        "normalize_reward": NO_NORM,
+        "disable_fast_tokenizer": "transformers 5 has one tokenizer for each model, the fast one, and takes the flag "
+        "without effect",
+        "use_ms": "models come from the Hugging Face hub or a folder; fetch one with ModelScope's own command "
+        "(modelscope download --model NAME --local_dir FOLDER) and name the folder",
+    }
+    IN_ANY_CASE: ClassVar[tuple[str, ...]] = (
+        "text_only",  # a model that sees is one like others
+        "flash_attn",  # torch's own flash kernels compute where device, dtype and layout have one
+        "disable_logprobs_flashattn",  # log-probs are torch's, or straight from the output layer: head="chunked"
+    )
 
     pretrain: str = models("tiny", "the policy: a folder, a hub id, tiny or tiny-vision")
     freeze_prefix: str | bool = models(
@@ -42,6 +58,15 @@ class RunOptions(Options):
     )
     lora_targets: tuple[str, ...] = models(("all-linear",), "layers that get adapters", needs=NO_LORA)
     lora_dropout: float = models(0.0, "of what an adapter takes in", least=0, most=0.99, needs=NO_LORA)
+    lora_base: str | None = models(
+        None,
+        "hold the frozen weights of linear layers quantised, by bitsandbytes (load_in_4bit: nf4)",
+        choices=("nf4", "int8"),
+    )
+    value_head_prefix: str = models("score", "what the critic's head is called in its checkpoint", needs=NO_CRITIC)
+    reference_shard_size: int | None = models(
+        None, "ranks over which the reference's parameters are split, a divisor of them; None: all", least=1
+    )
     reward_pretrain: tuple[str, ...] = models((), "folders of reward models with a scalar head")
     reward: str | None = models(
         None,
@@ -67,6 +92,14 @@ class RunOptions(Options):
     eval_split: str = source("test", "which split of it", needs=NO_EVALUATION)
     max_eval_samples: int = source(500, "its prompts or texts at most", least=1, needs=NO_EVALUATION)
     input_key: str = source("input", "column of the prompt, and of a text of pretrain_data")
+    images_key: str = source("images", "column of a prompt's pictures; images: also image")
+    pretrain_data_probs: tuple[float, ...] = source(
+        (),
+        "share of each source of pretrain_data (with commas between, of plain texts); without it in proportion to "
+        "their sizes",
+        needs=NO_PRETRAINING,
+    )
+    pretrain_split: str = source("train", "which split of them; a file is one", needs=NO_PRETRAINING)
     label_key: str = source("label", "column of the label, where the data has one")
     reference_key: str = source(
         "reference", "column of the reference answer where the label says what kind of task it is"
@@ -90,6 +123,14 @@ class RunOptions(Options):
     shards: int | None = run(None, "ranks the parameters are split over; None: one per GPU, without a GPU one", least=1)
     replicas: int = run(1, "inference engines", least=1)
     kv_cache_bytes: int | None = run(None, "memory of an engine's KV cache", least=1)
+    track: tuple[str, ...] = run(
+        (), "trackers that get each iteration, as session.track names them: tensorboard, wandb, trackio, mlflow"
+    )
+    use_wandb: str | bool = run(False, "like track wandb; a text is the key to log in with", secret=True)
+    wandb_project: str | None = run(None, "its project; None: the session's name", needs=NO_WANDB)
+    wandb_org: str | None = run(None, "the user or team it is of", needs=NO_WANDB)
+    wandb_group: str | None = run(None, "its group of runs", needs=NO_WANDB)
+    wandb_run_name: str | None = run(None, "its name there; None: one of W&B's", needs=NO_WANDB)
     metrics_file: str | None = run(None, "file that gets all metrics of each iteration, a line of JSON each")
 
     def __post_init__(self) -> None:
@@ -100,6 +141,16 @@ class RunOptions(Options):
                 f"prompt_data_probs={shares!r}: it is one number above 0 for each of the {len(self.sources)} sources "
                 "of prompt_data."
             )
+        if self.lora_base and not self.lora_rank:
+            raise OptionError(
+                f"lora_base={self.lora_base!r} (load_in_4bit) without lora_rank: quantised weights take no step; train "
+                "adapters beside them (lora_rank=32), or leave it out."
+            )
+
+    @property
+    def trackers(self) -> list[str]:
+        """The trackers of the run, each once."""
+        return list(dict.fromkeys([*self.track, *(["wandb"] if self.use_wandb else [])]))
 
     @property
     def sources(self) -> list[str]:

@@ -54,6 +54,8 @@ class TrainerSpec:
         options: of `StrategyConfig` and `PPOConfig`, by name.
         trainer: the class, a subclass of `SPMDPPOTrainer`; None: that.
         critic, reference: folder of the checkpoint; True: `path`; None: none. A reference may be the session's own.
+        value_head_prefix: what the critic's head is called in its checkpoint.
+        reference_shard_size: ranks over which the reference's parameters are split; None: all.
         reward: see `PPOTrainer.reward_model`; a folder is that of a reward model.
         lr: learning rate; None: the actor's stays as it is.
         schedule_steps: optimizer steps over which the rates warm up and fall by a cosine; None: they stay.
@@ -73,6 +75,8 @@ class TrainerSpec:
     eval_prompts: Any = None
     loss: Any = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    value_head_prefix: str | None = None
+    reference_shard_size: int | None = None
 
     def __post_init__(self) -> None:
         for name in self.options:
@@ -80,6 +84,8 @@ class TrainerSpec:
                 raise OptionError(f"{name}={self.options[name]!r} would have no effect: there is no critic.")
             if name == "lr_warmup_ratio" and self.schedule_steps is None:
                 raise OptionError("lr_warmup_ratio would have no effect: the rates stay. Give schedule_steps, too.")
+        if self.value_head_prefix is not None and not self.critic:
+            raise OptionError(f"value_head_prefix={self.value_head_prefix!r} would have no effect: there is no critic.")
 
 
 def build_trainer(
@@ -114,7 +120,7 @@ def build_trainer(
             module,
             critic,
             _reward_models(strategy, spec.reward, tokenizer),
-            reference_of(strategy, module, spec.path, spec.reference),
+            reference_of(strategy, module, spec.path, spec.reference, spec.reference_shard_size),
             _average(strategy, module, spec),
             optimizer,
             critic_optim,
@@ -232,23 +238,40 @@ def _critic(strategy: FSDPV2Strategy, spec: TrainerSpec) -> tuple[nn.Module | No
         return None, None
     config = strategy.config
     path = spec.path if spec.critic is True else str(spec.critic)
-    critic = strategy.prepare_model(make_critic(path), is_training=True)
+    made = (
+        make_critic(path)
+        if spec.value_head_prefix is None
+        else make_critic(path, value_head_prefix=spec.value_head_prefix)
+    )
+    critic = strategy.prepare_model(made, is_training=True)
     given = {"lr": config.critic_lr, "betas": config.betas, "weight_decay": config.weight_decay}
     return critic, strategy.create_optimizer(critic, **given)
 
 
 def reference_of(
-    strategy: FSDPV2Strategy, actor: nn.Module, path: str, wanted: str | bool | SessionEngine | None
+    strategy: FSDPV2Strategy,
+    actor: nn.Module,
+    path: str,
+    wanted: str | bool | SessionEngine | None,
+    shard_size: int | None = None,
 ) -> Any:
-    """Return the reference policy that is `wanted` (True: of the actor's checkpoint, `path`), or None."""
+    """Return the reference policy that is `wanted` (True: of the actor's checkpoint, `path`), or None; `shard_size`:
+    ranks over which its parameters are split, None: all."""
+    own = wanted in (True, path) and Adapted.of(actor)
+    if shard_size is not None and (not wanted or own or isinstance(wanted, SessionEngine)):
+        why = (
+            "there is none" if not wanted else "it is the actor without its adapters" if own else "the session holds it"
+        )
+        raise OptionError(f"reference_shard_size={shard_size} would have no effect on the reference: {why}.")
     if not wanted:
         return None
-    if wanted in (True, path) and Adapted.of(actor):
+    if own:
         return BasePolicy(actor)
     if isinstance(wanted, SessionEngine):
         return session_of_ranks().reference(strategy, wanted.name)
     place = path if wanted is True else str(wanted)
-    return strategy.prepare_model(make_policy(PolicySpec(place, trainable=False)))
+    model = make_policy(PolicySpec(place, trainable=False))
+    return strategy.prepare_model(model, shard_size=-1 if shard_size is None else shard_size)
 
 
 def _average(strategy: FSDPV2Strategy, actor: nn.Module, spec: TrainerSpec) -> nn.Module | None:

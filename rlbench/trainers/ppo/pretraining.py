@@ -35,6 +35,8 @@ class Pretraining:
             if texts.preference is not None:
                 raise OptionError("pretrain_prompts are demonstrations or texts, and these were compared or judged.")
             texts = texts.stream(seed=trainer.strategy.seed)
+        if isinstance(texts, TextStream):
+            self._check_lengths(texts.batch)
         if texts is not None:
             self.stream = texts if isinstance(texts, TextStream) else stream_of(texts, trainer.strategy.seed)
 
@@ -56,9 +58,18 @@ class Pretraining:
         size = options.strategy.micro_train_batch_size
         if isinstance(taken, TrainBatch):
             return [taken[i : i + size] for i in range(0, len(taken), size)]
-        limit = options.ppo.prompt_max_len + options.ppo.max_tokens
+        limit = options.ppo.pretrain_max_len or options.ppo.prompt_max_len + options.ppo.max_tokens
         rows = [row[:limit] for row in text_ids([prompt.text for prompt in taken], self._trainer.tokenizer)]
         return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+    def _check_lengths(self, batch: TrainBatch) -> None:
+        limit = self._trainer.options.ppo.pretrain_max_len
+        longest = int(batch.lengths.max(initial=0))
+        if limit is not None and longest > limit:
+            raise OptionError(
+                f"pretrain_max_len={limit}: the longest demonstration of pretrain_prompts has {longest} tokens, and an "
+                "answer that is cut would not end. Leave out longer ones: rb.data.demonstrations(…, max_length=)."
+            )
 
 
 def stream_of(prompts: Any, seed: int) -> PromptStream | Mixture:

@@ -73,6 +73,7 @@ class SPMDPPOTrainerBase(PPOTrainer):
             temperature=ppo.temperature,
             ptx_coef=ppo.ptx_coef,
             no_signal=ppo.no_signal,
+            aux_loss_coef=ppo.aux_loss_coef,
             stop_requested=self._may_stop,
         )
         self.value_update = None
@@ -85,6 +86,7 @@ class SPMDPPOTrainerBase(PPOTrainer):
                 ppo.value_clip,
                 self.aggregation,
                 packed=options.packing,
+                aux_loss_coef=ppo.aux_loss_coef,
                 stop_requested=self._may_stop,
             )
         if ppo.freezing_actor_steps > 0 and self.value_update is None:
@@ -132,8 +134,7 @@ class SPMDPPOTrainerBase(PPOTrainer):
         trained_on = self.replay_buffer.items
         self.shown = spread([part.batch for part in trained_on])
         self._experience_is_done()
-        self.log.trained(trained_on, global_steps)
-        return metrics
+        return metrics | self.log.trained(trained_on, global_steps)
 
     def _train(self, frozen: bool) -> None:
         self.actor.train()

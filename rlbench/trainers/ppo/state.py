@@ -53,8 +53,23 @@ class TrainerCheckpoints:
             folder, self._states(), tag, self.state(), max_num=options.max_ckpt_num, max_mem=options.max_ckpt_mem
         )
         if options.save_hf_ckpt:
-            trainer.strategy.save_model(trainer.actor, trainer.tokenizer, str(Path(options.save_path) / f"{tag}_hf"))
+            self.export()
         return str(folder)
+
+    def export(self) -> None:
+        """Write the actor as transformers reads it, under `save_path`."""
+        trainer = self._trainer
+        folder = Path(trainer.options.loop.save_path) / f"global_step{trainer.iterations}_hf"
+        trainer.strategy.save_model(trainer.actor, trainer.tokenizer, str(folder))
+
+    def save_critic(self) -> None:
+        """Write the critic beside `save_path`, as `make_critic` reads it; where there is one, and it is asked for."""
+        trainer = self._trainer
+        if trainer.critic is not None and trainer.options.ppo.save_value_network:
+            folder = Path(trainer.options.loop.save_path)
+            trainer.strategy.save_model(
+                trainer.critic, trainer.tokenizer, str(folder.with_name(f"{folder.name}_critic"))
+            )
 
     def load(self, folder: str | Path | None = None) -> dict[str, Any]:
         """Go on from what `save` wrote, and give the inference engine its weights; returns where the run stands.
@@ -85,7 +100,10 @@ class TrainerCheckpoints:
         """After an iteration, where the option `save_steps` says so; at the end unless that is 0 or it was done."""
         every, done = self._trainer.options.loop.save_steps, self._trainer.iterations
         if (every < 0 and at_the_end) or (every > 0 and (done % every == 0) != at_the_end):
-            self.save()
+            if self._trainer.options.loop.disable_ds_ckpt:
+                self.export()
+            else:
+                self.save()
 
     def state(self) -> dict[str, Any]:
         """Where the run stands, as plain values, and what a class of the user's keeps."""

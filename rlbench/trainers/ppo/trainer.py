@@ -131,7 +131,7 @@ class PPOTrainer:
         self.shown: TrainBatch | None = None  # some of what this rank trained on last
         if ppo.gradient_checkpointing:
             for model in [actor] if critic is None else [actor, critic]:
-                recompute_activations(model)
+                recompute_activations(model, ppo.gradient_checkpointing_use_reentrant)
 
     def make_experience(self, prompts: Any = None) -> Metrics:
         """Sample, score and weigh the next `rollout_batch_size` prompts, or those given, all of them on every rank.
@@ -280,6 +280,7 @@ class PPOTrainer:
     def finish(self) -> None:
         """The run is over: what is kept at its end is written."""
         self.files.save_if_due(at_the_end=True)
+        self.files.save_critic()
         self.log.close()
 
     def iterate(self) -> Metrics:

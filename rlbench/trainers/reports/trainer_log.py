@@ -48,10 +48,12 @@ class TrainerLog:
             with self._strategy.control.ended_together("writing response lengths"):
                 self._lengths.collect(lengths, iteration)
 
-    def trained(self, experiences: Sequence[Experience], iteration: int) -> None:
-        """Write the most telling samples of experience that was trained on."""
-        if self._saver is not None:
-            self._saver.save(experiences, iteration, self._strategy, self._tokenizer)
+    def trained(self, experiences: Sequence[Experience], iteration: int) -> dict[str, float]:
+        """Write the most telling samples of experience that was trained on; returns what is told of them."""
+        if self._saver is None:
+            return {}
+        self._saver.save(experiences, iteration, self._strategy, self._tokenizer)
+        return self._saver.means if self._options.ppo.trajectory_analysis else {}
 
     def iterated(self, metrics: Mapping[str, Any], iteration: int) -> None:
         """Write an iteration's metrics by namespace."""
@@ -67,7 +69,7 @@ class TrainerLog:
     def say(self, metrics: Mapping[str, Any], iteration: int) -> None:
         """Print the line of an iteration, on rank 0."""
         if iteration % self._options.ppo.logging_steps == 0:
-            self._strategy.print(line_of(metrics, iteration))
+            self._strategy.print(line_of(metrics, iteration, self._options.ppo.print_replay_buffer_stats))
 
     def close(self) -> None:
         """Write what is left."""
@@ -75,11 +77,22 @@ class TrainerLog:
             self._board.flush()
 
 
-def line_of(metrics: Mapping[str, Any], iteration: int) -> str:
-    """An iteration for a reader."""
+def line_of(metrics: Mapping[str, Any], iteration: int, spreads: bool = False) -> str:
+    """An iteration for a reader; with `spreads` followed by lines of the numbers that have a mean and a deviation."""
     shown = SHOWN if "policy_loss" in metrics or "loss" not in metrics else OF_TEXTS
     parts = [shown_metric(name, metrics) for name in shown if name in metrics]
-    return f"iteration {iteration}: " + " · ".join([*parts, *([NO_SIGNAL] if metrics.get("no_signal") == 1 else [])])
+    line = f"iteration {iteration}: " + " · ".join([*parts, *([NO_SIGNAL] if metrics.get("no_signal") == 1 else [])])
+    return "\n".join([line, *_spreads(metrics)]) if spreads else line
+
+
+def _spreads(metrics: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for name in (key.removesuffix("_std") for key in metrics if key.endswith("_std")):
+        if f"{name}_mean" in metrics:
+            least, most = (metrics.get(f"{name}_{end}") for end in ("min", "max"))
+            ends = "" if least is None or most is None else f", {least:.4g} to {most:.4g}"
+            lines.append(f"  {name}: {metrics[f'{name}_mean']:.4g} ± {metrics[f'{name}_std']:.4g}{ends}")
+    return lines
 
 
 def namespaced(name: str) -> str:

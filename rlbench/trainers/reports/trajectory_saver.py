@@ -26,6 +26,7 @@ from rlbench.trainers.reports.telling import Traits, most_telling, reflection_co
 
 MARKED = 0.2
 """Share of a response's tokens that is marked where nothing else is said."""
+ANALYSED = ("repeat_score", "reflection_pattern_score", "policy_entropy", "response_token_count")
 
 
 class TrajectorySaver:
@@ -54,6 +55,8 @@ class TrajectorySaver:
         self.count = num_trajectories_to_save
         self.mark = mark_high_entropy_tokens
         self.ratio = high_entropy_token_ratio
+        self.means: dict[str, float] = {}
+        """Of what `ANALYSED` names, over the samples that were written last; on all ranks."""
 
     def save(self, experiences: Sequence[Experience], step: int, strategy: Any, tokenizer: Any) -> Path | None:
         """Choose among the samples of all ranks, and write them on rank 0; collective.
@@ -78,6 +81,7 @@ class TrajectorySaver:
         found: dict[int, dict[str, Any]] = {}
         for part in control.gather(control.together("describing samples", described)):
             found |= part
+        self.means = _means(list(found.values()))
         path = self.folder / f"trajectories_step_{step}.json"
 
         def write() -> None:
@@ -155,6 +159,11 @@ class TrajectorySaver:
         ]
         pure = [token for token, (_, special) in zip(tokens, texts, strict=True) if not special]
         return {"generated_tokens": tokens, "pure_generated_tokens": pure}
+
+
+def _means(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    known = {name: [float(one[name]) for one in samples if one[name] is not None] for name in ANALYSED}
+    return {f"trajectory/{name}_mean": float(np.mean(values)) for name, values in known.items() if values}
 
 
 def _row_means(experience: Experience, flat: np.ndarray) -> np.ndarray:

@@ -25,6 +25,7 @@ from rlbench.rl.types import needs_of
 from rlbench.strategies.fsdp2 import FSDPV2Strategy
 from rlbench.trainers.models.policy_module import BasePolicy, recompute_activations
 from rlbench.trainers.options.text_config import TextOptions
+from rlbench.trainers.passes.balancing import check_balanced
 from rlbench.trainers.texts.held_out import metrics_of
 from rlbench.trainers.texts.state import TextCheckpoints
 from rlbench.trainers.update.loss_state import with_state
@@ -81,7 +82,14 @@ class SPMDTextTrainer:
         config, loop = self.options.strategy, self.options.loop
         if loop.eval_steps > 0 and eval_texts is None:
             raise OptionError("eval_steps has no effect without texts that are held out: give eval_data.")
-        self.passes = PolicyOptions(self.options.texts.token_budget, config.packing, head=config.head, whole_step=True)
+        check_balanced(actor, loop.aux_loss_coef, strategy.sequence.size)
+        self.passes = PolicyOptions(
+            self.options.texts.token_budget,
+            config.packing,
+            head=config.head,
+            whole_step=True,
+            aux_loss_coef=loop.aux_loss_coef,
+        )
         self.policy = self._policy_step(actor, lambda: actor_optim)
         self._reference_step = self._policy_step(reference) if isinstance(reference, nn.Module) else None
         self.aggregation = Aggregation.of_loss(self._value)
@@ -90,7 +98,7 @@ class SPMDTextTrainer:
         self.shown: TrainBatch | None = None  # some of what was trained on last
         self.unsent = False  # a call that did not come to its end has changed the weights
         if loop.gradient_checkpointing:
-            recompute_activations(actor)
+            recompute_activations(actor, loop.gradient_checkpointing_use_reentrant)
 
     def iterate(self) -> Metrics:
         """One optimizer step on the next texts; saves and evaluates as the options say.
