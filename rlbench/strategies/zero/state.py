@@ -34,13 +34,22 @@ class ZeroState(State):
         return self.zero
 
     def module_tensors(self) -> dict[str, Tensor]:
-        """Return every parameter as it is whole, without its numbers, and every buffer."""
+        """Return every parameter as it is whole, without its numbers, and every buffer, but those that the module
+        leaves to its source."""
         of_optimizer = {id(p) for group in self._zero.groups for p in group}
         tensors: dict[str, Tensor] = {}
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in self._parameters():
             dtype = torch.float32 if id(parameter) in of_optimizer else parameter.dtype
             tensors[f"parameter/{name}"] = torch.empty(full_shape(parameter), dtype=dtype, device="meta")
-        return tensors | {f"buffer/{name}": buffer for name, buffer in self.module.named_buffers()}
+        return tensors | self._buffers()
+
+    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
+        left = getattr(self.module, "left_to_source", ())
+        return [(name, parameter) for name, parameter in self.module.named_parameters() if name not in left]
+
+    def _buffers(self) -> dict[str, Tensor]:
+        left = getattr(self.module, "left_to_source", ())
+        return {f"buffer/{name}": buffer for name, buffer in self.module.named_buffers() if name not in left}
 
     def tensors(self) -> dict[str, Tensor]:
         """Gather every tensor to rank 0; collective. The other ranks hold none."""
@@ -53,7 +62,7 @@ class ZeroState(State):
             if leads:
                 tensors[name] = whole.to("cpu", copy=True)
 
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in self._parameters():
             if id(parameter) not in of_optimizer:
                 keep(f"parameter/{name}", gathered(parameter) if is_split(parameter) else parameter.detach())
                 continue
@@ -62,7 +71,7 @@ class ZeroState(State):
                 keep(f"parameter/{name}" if key == MASTER else self._place(name, key), whole)
             if zero.steps is not None and self.optimizers:
                 keep(self._place(name, STEP), zero.steps)
-        for name, tensor in ({f"buffer/{n}": b for n, b in self.module.named_buffers()} | self.loss_tensors()).items():
+        for name, tensor in (self._buffers() | self.loss_tensors()).items():
             keep(name, tensor)
         return tensors
 
