@@ -95,7 +95,13 @@ class TrainEngine(Engine):
 
         if self._module is None:
             raise BuildError("TrainEngine has no module to build: TrainEngine(module) takes one on meta")
-        config = TrainConfig(**{"shard_size": tensor_parallel_size, "executor": self._executor, **options})
+        asked = options.get("executor")
+        executor = self._executor if asked is None else executor_of(asked, EXECUTORS, "TrainEngine")
+        if hasattr(self._module, "named_parameters"):
+            from rlbench.nn.base import executor_for
+
+            executor_for(type(self._module), executor)  # before a worker is started
+        config = TrainConfig(**{"shard_size": tensor_parallel_size, **options, "executor": executor})
         self._executor = config.executor  # which build() may be given, too
         wide = tensor_parallel_size * config.tensor_parallel
         world = wide * replicas_for(data_parallel_size, wide, devices)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -35,6 +35,8 @@ HOOKS = frozenset(
     }
 )
 ALWAYS = ("train", "eval")
+REGISTER_PARAMETER = nn.Module.register_parameter
+"""torch's own, which a context that makes modules on meta replaces."""
 
 
 @dataclass(frozen=True)
@@ -228,6 +230,18 @@ def device(tag: str) -> AbstractContextManager[object]:
 def making_on_meta() -> bool:
     """True inside `device("meta")` or accelerate's `init_empty_weights()`, which patch `register_parameter`."""
     return "init_on_device" in getattr(nn.Module.register_parameter, "__qualname__", "")
+
+
+@contextmanager
+def with_memory() -> Iterator[None]:
+    """Leave such a context for a while: what is made and filled inside is real."""
+    patched = nn.Module.register_parameter
+    if making_on_meta():
+        nn.Module.register_parameter = REGISTER_PARAMETER  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = patched  # type: ignore[method-assign]
 
 
 def check_module(module: object) -> None:

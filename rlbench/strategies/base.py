@@ -25,6 +25,7 @@ from rlbench.checkpoint.rank_state import State, loss_states_of
 from rlbench.defaults import precision
 from rlbench.nn import device as made_on
 from rlbench.strategies.checkpoints import Checkpoints
+from rlbench.strategies.flat.units import need_unflat
 from rlbench.strategies.generation.engine import EngineStatus, Generation
 from rlbench.strategies.memory.device import RankDevice
 from rlbench.strategies.memory.offloading import Offloading
@@ -166,6 +167,10 @@ class StrategyBase(ABC):
         optimizers = {} if optimizer is None else {"optimizer": optimizer}
         losses = {} if optimizer is None else loss_states_of(model)
         return State(model, optimizers, {} if scheduler is None else {"scheduler": scheduler}, losses)
+
+    def need_own(self, model: nn.Module) -> None:
+        """Refuse a model that another strategy holds."""
+        need_unflat(model)
 
     def backward_scale(self, model: nn.Module) -> int:
         """Return by what `backward` multiplies a sum: the ranks over which gradients are averaged."""

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import FSDPModule, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from rlbench.errors import BuildError
+from rlbench.errors import BuildError, EngineError
 from rlbench.nn.lora import Adapted
 from rlbench.nn.quantised import quantised_layers
 from rlbench.strategies.base import StrategyBase
@@ -111,6 +111,14 @@ class FSDP1Strategy(StrategyBase):
     def unscaling(self, models: Collection[nn.Module], scale: float) -> nullcontext[None]:
         """Nothing to do."""
         return nullcontext()
+
+    def need_own(self, model: nn.Module) -> None:
+        """Refuse a model that FSDP2 holds, whose gradients would be scaled and clipped wrongly."""
+        if isinstance(model, FSDPModule):
+            raise EngineError(
+                f"FSDP2 holds {type(model).__name__}, and the strategy of these ranks is FSDP1's: prepare it by the "
+                "rank's own strategy (self.strategy), or build the engine over FSDP2 (executor='fsdp2')"
+            )
 
     def backward_scale(self, model: nn.Module) -> int:
         """Return by what `backward` multiplies a sum: the ranks over which FSDP1 averages gradients."""

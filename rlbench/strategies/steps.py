@@ -63,6 +63,7 @@ class Steps:
             kwargs: AdamW's (`lr`, `betas`, `eps`, …). `weight_decay` (default 0.01) spares biases and norms. `fused`
                 defaults to True: one kernel per group, exact, and the fastest on CPU too.
         """
+        self._strategy.need_own(model)
         groups = parameter_groups(model, float(kwargs.pop("weight_decay", 0.01)))
         optimizer = torch.optim.AdamW(groups, **{"fused": True, **kwargs})
         return self.adopted(optimizer, model)
@@ -92,6 +93,7 @@ class Steps:
             reduction: "mean": of this rank's data; "sum": a term of a sum that is normalised over the whole step.
             kwargs: as of `torch.Tensor.backward` (`retain_graph`, …).
         """
+        self._strategy.need_own(model)
         if reduction == "mean":
             scaled = loss / self._strategy.accumulation
         elif reduction == "sum":

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from rlbench.nn import Fsdp2TrainModule
+from rlbench.nn import Fsdp2TrainModule, FsdpTrainModule
 
 
 class Block(torch.nn.Module):
@@ -15,8 +15,8 @@ class Block(torch.nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-class Regressor(Fsdp2TrainModule):
-    """Fits y = 2x; its weights come from initialisers."""
+class Fits:
+    """Fits y = 2x; its weights come from initialisers. What a user writes, whichever FSDP holds it."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -80,3 +80,11 @@ class Regressor(Fsdp2TrainModule):
 
     def _private(self):
         return None
+
+
+class Regressor(Fits, Fsdp2TrainModule):
+    pass
+
+
+class FlatRegressor(Fits, FsdpTrainModule):
+    pass

@@ -1,5 +1,6 @@
 """A TrainEngine with a custom module on two real ranks: what a user of the engines relies on."""
 
+import contextlib
 import inspect
 import threading
 import warnings
@@ -10,7 +11,7 @@ import torch
 
 import rlbench as rb
 from rlbench.errors import BuildError, EngineError, MethodError, RemoteError, StateError
-from tests.engines.modules import Regressor
+from tests.engines.modules import FlatRegressor, Regressor
 
 pytestmark = pytest.mark.engine
 
@@ -167,6 +168,35 @@ def test_plain_meta_device_is_told_apart_and_refused():
 def test_an_unknown_executor_names_the_known(cluster):
     with pytest.raises(BuildError, match="fsdp2"):
         rb.TrainEngine(on_meta(), executor="fsdp3")
+
+
+def test_fsdp1_is_asked_for_in_build_and_computes_what_fsdp2_does(engine):
+    """A callable says nothing of its base, so the engine learns it there."""
+    with pytest.raises(BuildError, match="executor='fsdp1', and Regressor inherits from Fsdp2TrainModule"):
+        rb.TrainEngine(on_meta(), name="wrong").build(tensor_parallel_size=2, executor="fsdp1")
+
+    def make():
+        with rb.device("meta"):
+            return FlatRegressor()
+
+    def steps(on):
+        losses = []
+        for _ in range(4):
+            losses.append(on.train_step(rb.NeedParallel(x), rb.NeedParallel(2 * x.sum(1, keepdim=True))))
+            on.optimizer_step()
+        return np.array(losses)
+
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(2))
+    with (
+        contextlib.closing(rb.TrainEngine(make, name="flat")) as flat,
+        contextlib.closing(rb.TrainEngine(on_meta(), name="sharded")) as sharded,
+    ):
+        here = {"tensor_parallel_size": 2, "data_parallel_size": 1, "colocate_with": engine}
+        flat.build(executor="FSDP1", **here)
+        sharded.build(**here)
+        assert "fsdp1" in repr(flat) and flat.info["executor"] == "fsdp1" and sharded.info["executor"] == "fsdp2"
+        np.testing.assert_allclose(steps(flat), steps(sharded), rtol=0, atol=1e-5)
+        assert not np.allclose(steps(flat)[0], steps(flat)[-1])
 
 
 def test_one_rank_works_too_and_sits_beside_the_other_engine(engine):

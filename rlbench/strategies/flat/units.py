@@ -120,6 +120,15 @@ def flat_units(module: nn.Module) -> FlatUnits | None:
     return vars(module).get(HOLDER)
 
 
+def need_unflat(module: nn.Module) -> None:
+    """Refuse a module that FSDP1 holds, whose gradients another strategy would scale and clip wrongly."""
+    if flat_units(module) is not None:
+        raise EngineError(
+            f"FSDP1 holds {type(module).__name__}: prepare and train it by the rank's own strategy (self.strategy), or "
+            "build the engine over FSDP2 (executor='fsdp2')"
+        )
+
+
 def _refuse_copy(name: str, _: Any) -> None:
     """A copy would compute with the parameters of the module it is of, through the same wrapper."""
     raise EngineError(

@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlbench.checkpoint.tensor_files import part_of
 from rlbench.errors import BuildError, EngineError
+from rlbench.nn.base import with_memory
+from rlbench.strategies.flat.units import flat_units
 from rlbench.strategies.memory.offloading import HALF
 from rlbench.strategies.optim.gradients import full_shape, is_split, local
 from rlbench.strategies.optim.optimizer_set import cosine_schedule
@@ -59,14 +61,18 @@ class Preparation:
             if len(model) > 1 and isinstance(model[0], nn.Module) and isinstance(model[1], torch.optim.Optimizer):
                 return (*self._pair(model[0], model[1], shard_size, reshard_after_forward), *model[2:])
             return tuple(self.prepare_model(one, *how) for one in model)
-        if not isinstance(model, nn.Module) or (isinstance(model, FSDPModule) and model not in self._prepared):
+        if not isinstance(model, nn.Module):
             return model
-        if model not in self._prepared:
-            shards = self._shards(model, is_training, shard_size)
-            model = strategy.shard(model, is_training, shards, reshard_after_forward)
-            self._prepared.add(model)
-        self._fill(model)  # also of one whose weights could not be loaded before
-        strategy.filled(model, is_training)
+        strategy.need_own(model)
+        if model not in self._prepared and (isinstance(model, FSDPModule) or flat_units(model) is not None):
+            return model
+        with with_memory():  # also where the script is still inside of `init_model_context`
+            if model not in self._prepared:
+                shards = self._shards(model, is_training, shard_size)
+                model = strategy.shard(model, is_training, shards, reshard_after_forward)
+                self._prepared.add(model)
+            self._fill(model)  # also of one whose weights could not be loaded before
+            strategy.filled(model, is_training)
         return model
 
     def prepare(self, *models_or_model_optim_pairs: Any, is_rlhf: bool = False) -> Any:

@@ -93,7 +93,7 @@ class ScalarHeadModel(HuggingFaceFsdp2TrainModule):
 
     def _drawn_head(self) -> Tensor:
         """Draw from a normal of deviation 1 / (width + 1): values begin near 0, alike on any number of ranks."""
-        shape = tuple(self.score.weight.shape)
+        shape = full_shapes(self)[f"{HEAD}.weight"]
         fill = partial(nn.init.normal_, mean=0.0, std=1.0 / (shape[-1] + 1))
         return initialised(f"{HEAD}.weight", fill, shape, self.head_seed or 0)
 
