@@ -200,6 +200,15 @@ class Struct:
         self.__dict__.update(given)
 
 
+def test_videos_are_refused_before_anything_is_asked() -> None:
+    strategy = FakeStrategy()
+    for given in ({"all_videos": ["a.mp4"]}, {"all_videos": [None, "a.mp4"]}, {"videos_num": [1]}):
+        with pytest.raises(DataError, match="models here take images, no videos"):
+            strategy.gather_and_generate({}, all_prompts=["a", "b"], **given)
+    with pytest.raises((EngineError, StateError), match="setup_inference_engine"):
+        strategy.gather_and_generate({}, all_prompts=["a"], all_videos=[None])
+
+
 def test_sampling_options_come_as_mapping_or_as_attributes() -> None:
     assert sampling_of(None) == ({}, 1)
     assert sampling_of({"temperature": 0.5, "n": 4}) == ({"temperature": 0.5}, 4)

@@ -14,9 +14,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from rlbench.data import Prompt, Ragged
 from rlbench.data.batches.batch import TrainBatch
+from rlbench.data.prompts.images import EncodedImage
 from rlbench.errors import DataError
 from rlbench.strategies import FSDPV2Strategy, get_fake_strategy
 from rlbench.tiny.tokenizer import build_tokenizer
@@ -216,6 +218,24 @@ def test_a_file_holds_the_references_keys_and_the_samples_numbers(tokenizer: Any
     assert np.array_equal(np.array(worst["action_log_probs"], np.float32), logprobs[first:])
     assert best["response_token_count"] == first and best["values"] is None
     assert best["info"] == {"reward": 1.0, "response_length": float(first), "reward_metrics": {"format": 1.0}}
+
+
+def test_a_prompts_pictures_lie_beside_the_file_once_and_small(tokenizer: Any, tmp_path: Path) -> None:
+    wide = EncodedImage.from_any(np.full((300, 1200, 3), 40, np.uint8))
+    broken = EncodedImage(wide.data[:200], "0" * 64, 4, 4)
+    one = experience(tokenizer, ["123", "321"], [1.0, 0.0])
+    seen = replace(one, prompts=(Prompt("?", images=(wide,)), Prompt("?", images=(wide, broken))))
+    path = TrajectorySaver(tmp_path).save([seen], 0, get_fake_strategy(), tokenizer)
+    first, second = read(path)
+    assert (first["has_images"], first["num_images"], second["num_images"]) == (True, 1, 2)
+    assert first["image_paths"] == second["image_paths"][:1] and second["image_paths"][1] is None
+    [file] = (tmp_path / "trajectories" / "images").iterdir()
+    assert str(file.relative_to(tmp_path / "trajectories")) == first["image_paths"][0]
+    with Image.open(file) as image:
+        assert image.size == (512, 128) and image.getpixel((3, 3)) == (40, 40, 40)
+    plain = read(TrajectorySaver(tmp_path / "plain").save([one], 0, get_fake_strategy(), tokenizer))[0]
+    assert (plain["has_images"], plain["image_paths"]) == (False, [])
+    assert not (tmp_path / "plain" / "trajectories" / "images").exists()
 
 
 def test_log_probs_are_the_actors_own_where_it_computed_them_and_values_the_critics(

@@ -73,6 +73,12 @@ class Replicas(Protocol):
     def update(self, actor: nn.Module, transport: str | None) -> Mapping[str, Any]: ...
 
 
+def need_no_videos(*given: Any) -> None:
+    """Refuse videos, and numbers of them."""
+    if any(one is not None for values in given for one in (values or ())):
+        raise DataError("all_videos: models here take images, no videos. Give some frames as all_images.")
+
+
 class Generation:
     """The inference engine of a strategy: its sleep, its weights, and generating with it.
 
@@ -133,6 +139,8 @@ class Generation:
         all_images: Any = None,
         sleep_engine: bool = True,
         images_num: Any = None,
+        all_videos: Any = None,
+        videos_num: Any = None,
     ) -> list[GenerateOutput]:
         """Generate completions of this rank's prompts, together with those of all ranks; collective.
 
@@ -147,12 +155,14 @@ class Generation:
             all_images: images of each of these prompts, a list or one for each (None for none), or flat with
                 `images_num`; a text holds the model's own placeholders, a chat `{"type": "image"}` parts.
             images_num: how many of a flat `all_images` belong to each prompt.
+            all_videos, videos_num: refused; no model here takes them.
             sleep_engine: have the engine sleep afterwards, if `enable_engine_sleep` is set. It is woken in any case.
 
         Returns:
             This rank's completions, prompt by prompt, `n` of each. Errors and `Stopped` come on all ranks, and nothing
             of such a call counts.
         """
+        need_no_videos(all_videos, videos_num)
         replicas, strategy = self._need("gather_and_generate"), self._strategy
         prompts, sampling, samples = strategy.control.together(
             "gather_and_generate",

@@ -23,6 +23,7 @@ from rlbench.data.rollouts.rollouts import Rollouts
 from rlbench.errors import DataError
 from rlbench.rl import MismatchMoments, RunningMoments
 from rlbench.strategies.base import StrategyBase
+from rlbench.strategies.generation.engine import need_no_videos
 from rlbench.strategies.options.config import OptionError, StrategyConfig
 from rlbench.trainers.experience import metrics as experience_metrics
 from rlbench.trainers.experience.advantage_stage import Samples, estimated, shaped
@@ -126,8 +127,7 @@ class FastExperienceMaker:
             and of the metrics `aborted` alone counts it. Nor does a group in which a reward failed, which
             `reward_failed` and `groups_left_out` count and `reward_failed_rows` tells of.
         """
-        if any(one is not None for one in all_videos or ()):
-            raise DataError("all_videos: models here take images, no videos. Give some frames as all_images.")
+        need_no_videos(all_videos)
         sampling = sampling_of(self.config, self.options.n, generate_kwargs)
         control = self.strategy.control
 

@@ -3,8 +3,9 @@
 `<save_path>/trajectories/trajectories_step_<N>.json` is a list of objects, the most telling sample first, with the
 reference system's keys, so that its viewer opens them. `advantages`, `return` and `policy_entropy` are means over
 trained tokens; `action_log_probs`, `values` and `token_advantages` hold one number per response token; a number that is
-not finite is null. Where the actor's entropies were not computed, `policy_entropy` is the mean negative log-prob of the
-sampled tokens, an unbiased estimate of it, as `policy_entropy_is` says.
+not finite is null. `image_paths` are those of the prompt's pictures beside the file, as PNG of at most 512 pixels a
+side; null of one that cannot be decoded. Where the actor's entropies were not computed, `policy_entropy` is the mean
+negative log-prob of the sampled tokens, an unbiased estimate of it, as `policy_entropy_is` says.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 
 from rlbench.data.base.files import written_aside
 from rlbench.data.base.plain import to_plain
+from rlbench.data.prompts.images import EncodedImage
 from rlbench.data.rollouts.pieces import PART, SPECIAL, pieces_of
 from rlbench.errors import DataError
 from rlbench.trainers.experience.samples import reference_of
@@ -26,6 +28,8 @@ from rlbench.trainers.reports.telling import Traits, most_telling, reflection_co
 
 MARKED = 0.2
 """Share of a response's tokens that is marked where nothing else is said."""
+WIDEST = 512
+"""Pixels of a picture beside the file, a side."""
 ANALYSED = ("repeat_score", "reflection_pattern_score", "policy_entropy", "response_token_count")
 
 
@@ -88,6 +92,8 @@ class TrajectorySaver:
             if strategy.rank or not chosen:
                 return
             self.folder.mkdir(parents=True, exist_ok=True)
+            for one in found.values():
+                one["image_paths"] = [_picture(self.folder, image) for image in one["image_paths"]]
             lines = [json.dumps(found[i], allow_nan=False) for i, _ in chosen]
             with written_aside(path) as aside:
                 aside.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="ascii", newline="\n")
@@ -135,6 +141,9 @@ class TrajectorySaver:
             "reflection_pattern_score": sum(reflections.values()),
             "reflection_pattern_details": reflections,
             "policy_entropy": _number(_row_means(one, -logprobs if one.entropy is None else one.entropy)[0]),
+            "has_images": bool(prompt.images),
+            "num_images": len(prompt.images),
+            "image_paths": list(prompt.images),
             "policy_entropy_is": "mean negative log-prob" if one.entropy is None else "entropy",
             "response_token_count": len(response),
             "truncated": None if batch.truncated is None else bool(batch.truncated[0]),
@@ -159,6 +168,21 @@ class TrajectorySaver:
         ]
         pure = [token for token, (_, special) in zip(tokens, texts, strict=True) if not special]
         return {"generated_tokens": tokens, "pure_generated_tokens": pure}
+
+
+def _picture(folder: Path, image: EncodedImage) -> str | None:
+    """Write a picture once under `folder`, and return its path from there; None where its pixels are broken."""
+    place = Path("images") / f"{image.digest[:16]}.png"
+    (folder / "images").mkdir(exist_ok=True)
+    if not (folder / place).exists():
+        try:
+            small = image.pil()
+        except DataError:
+            return None
+        small.thumbnail((WIDEST, WIDEST))
+        with written_aside(folder / place) as aside:
+            small.save(aside, "PNG")
+    return str(place)
 
 
 def _means(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
