@@ -8,10 +8,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from rlbench.option_names import ALIASES, LIGHTRFT, SWITCHES
 from rlbench.options import (
-    ALIASES,
-    LIGHTRFT,
-    SWITCHES,
     Option,
     OptionError,
     as_alias,

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from rlbench.errors import BuildError
-from rlbench.options import LIGHTRFT, options_in
+from rlbench.option_names import LIGHTRFT
+from rlbench.options import options_in
 from rlbench.session.options import Train
 from rlbench.strategies import (
     FakeStrategy,

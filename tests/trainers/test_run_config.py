@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from rlbench.options import ALIASES, SWITCHES, OptionError, options_in, read_yaml, typed
+from rlbench.option_names import ALIASES, SWITCHES
+from rlbench.options import OptionError, options_in, read_yaml, typed
 from rlbench.rl import cpgd, gspo, resolve
 from rlbench.strategies.options.config import StrategyConfig
 from rlbench.trainers.models.lora import BASES

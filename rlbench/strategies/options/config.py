@@ -14,8 +14,9 @@ from typing import Any, ClassVar, Self
 
 from rlbench import options
 from rlbench.flags import add_flags
-from rlbench.options import ALIASES, LIGHTRFT, Options, defaults, options_in, refuse, section
+from rlbench.option_names import ALIASES, LIGHTRFT
 from rlbench.options import OptionError as OptionError
+from rlbench.options import Options, defaults, options_in, refuse, section
 
 TYPO = 0.9  # so alike are a misspelt name and the one that was meant; a script's own options are less
 
