@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlbench.options import TRL, VERL
+from rlbench.option_names import TRL, VERL
 from scripts import coming_from
 
 CELL = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
