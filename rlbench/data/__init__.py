@@ -8,6 +8,7 @@ from rlbench.data.prompts.loading import load
 from rlbench.data.prompts.mixing import Mixture, mix
 from rlbench.data.prompts.prompt import Prompt, as_prompts
 from rlbench.data.prompts.set import PromptSet
+from rlbench.data.prompts.sounds import EncodedSound
 from rlbench.data.prompts.stream import PromptStream
 from rlbench.data.rollouts.jobs import FINISH_REASONS, GeneratedArrays, GenerateJob
 from rlbench.data.rollouts.rollouts import PromptGroup, Rollout, Rollouts
@@ -19,6 +20,7 @@ from rlbench.data.texts.tokens import datum
 __all__ = [
     "FINISH_REASONS",
     "EncodedImage",
+    "EncodedSound",
     "GenerateJob",
     "GeneratedArrays",
     "Mixture",

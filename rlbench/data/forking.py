@@ -106,8 +106,11 @@ def fork(
     begins = [_context(rollouts, place) for place in places]
     number = zlib.crc32(np.concatenate([*map(np.asarray, begins), [rollouts.samples]]).astype(np.int64).tobytes())
     try:
-        asked = [(*rollouts.prompts[rollouts.group[p.sample]].images, *_observed(rollouts, p)) for p in places]
-        prompts = [Prompt(begin, images=images) for begin, images in zip(begins, asked, strict=True)]
+        asked = [rollouts.prompts[rollouts.group[p.sample]] for p in places]
+        prompts = [
+            Prompt(begin, images=(*own.images, *_observed(rollouts, p)), sounds=own.sounds)
+            for begin, own, p in zip(begins, asked, places, strict=True)
+        ]
         drawn = sampler.continued(prompts, n, sampling, number, under)
     except Stopped as stopped:
         drawn = stopped.partial  # None where it was stopped before it began

@@ -80,6 +80,8 @@ def join_batches(parts: Sequence[TrainBatch], renumber: bool = True) -> TrainBat
     joined["routing"] = join_routing([part.routing for part in parts], [part.lengths for part in parts])
     if any(part.images is not None for part in parts):
         joined["images"] = tuple(images for part in parts for images in part.images or ((),) * len(part))
+    if any(part.sounds is not None for part in parts):
+        joined["sounds"] = tuple(sounds for part in parts for sounds in part.sounds or ((),) * len(part))
     joined["reshaped_by"] = tuple(dict.fromkeys(option for part in parts for option in part.reshaped_by))
     if renumber:
         joined["group"] = _numbered_anew([part.group for part in parts])
@@ -142,7 +144,7 @@ def _grouped_by_prompt(rollouts: Rollouts) -> Rollouts:
     """Make groups of equal prompts one group, where the first of them stood; samples stay in their order."""
     copies: dict[str, list[int]] = {}
     for i, p in enumerate(rollouts.prompts):
-        told = [p.content, p.label, dict(p.meta), [image.digest for image in p.images]]
+        told = [p.content, p.label, dict(p.meta), [one.digest for one in p.media]]
         copies.setdefault(plain.dumps(told, f"prompt {i}"), []).append(i)
     index = {p: i for i, same in enumerate(copies.values()) for p in same}
     group = np.array([index[p] for p in rollouts.group.tolist()], np.int32)

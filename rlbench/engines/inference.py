@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from rlbench.data import EncodedImage, GenerateJob, Prompt, PromptSet, Rollouts, as_prompts
+from rlbench.data import GenerateJob, Prompt, PromptSet, Rollouts, as_prompts
 from rlbench.data.forking import Named
 from rlbench.data.prompts.chat import split_chat
+from rlbench.data.prompts.placing import media_of_rows
 from rlbench.data.prompts.prompt import is_chat
 from rlbench.data.prompts.sampling import request_seeds, sampling_options
 from rlbench.data.record.origin import drawn_by
@@ -176,7 +177,8 @@ class InferenceEngine(Engine):
         """Generate completions; blocks, Ctrl-C raises `rb.Stopped` with the finished part.
 
         Args:
-            prompts: texts, chats or token ids, with images where the model takes them (see `rlbench.data.as_prompts`).
+            prompts: texts, chats or token ids, with images or sounds where the model takes them (see
+                `rlbench.data.as_prompts`).
             sampling: sampling options by vLLM's names (`temperature`, `top_p`, `max_tokens`, `stop`, `ignore_eos`, …)
                 or vLLM's `SamplingParams`; the same as keywords. `max_tokens` is 16 where not given, as in vLLM; None
                 lets a completion fill the model's length. With `seed` a call draws the same samples each time.
@@ -258,7 +260,7 @@ class InferenceEngine(Engine):
             adapter=drawn.adapter,
             chat=chat,
             tools=tools,
-            images=tuple(p.images for p in asked) if any(p.images for p in asked) else (),
+            media=tuple(p.media for p in asked) if any(p.media for p in asked) else (),
             told=told,
         )
         if view is None and progress:
@@ -351,16 +353,19 @@ class InferenceEngine(Engine):
 
         return AutoTokenizer.from_pretrained(self.tokenizer)
 
-    def logprobs(self, token_ids: Sequence[Sequence[int]], images: Sequence[Sequence[Any]] = ()) -> list[np.ndarray]:
+    def logprobs(
+        self,
+        token_ids: Sequence[Sequence[int]],
+        images: Sequence[Sequence[Any]] = (),
+        sounds: Sequence[Sequence[Any]] = (),
+    ) -> list[np.ndarray]:
         """Log-probs of given tokens: for each sequence a float32 array (length - 1,), of token t given those before.
 
-        `images`: those of each sequence, whose token ids are a rollout's, or have one place for each image.
+        `images`, or `sounds`: those of each sequence, whose token ids are a rollout's, or have one place for each.
         """
         rows = [list(map(int, row)) for row in token_ids]
-        if images and len(images) != len(rows):
-            raise DataError(f"logprobs: images for {len(images)} sequences of {len(rows)}: give () for one without")
-        pictures = [tuple(map(EncodedImage.from_any, own)) for own in images]
-        return list(self.call_all("prompt_logprobs", rows, pictures).result()[0])
+        media = media_of_rows(len(rows), images, sounds)
+        return list(self.call_all("prompt_logprobs", rows, media).result()[0])
 
     def reload(self) -> Moved:
         """Load the weights again from the model's path, as version 0."""

@@ -58,7 +58,7 @@ def _steps(
             "lend_snapshot",
             snapshot["folder"],
             staging,
-            as_batch(probe.tokens, probe.images),
+            as_batch(probe.tokens, probe.media),
             PROBE_OPTIONS,
             what=f"lending {snapshot['label']!r}",
             track=True,

@@ -88,7 +88,7 @@ def probe_steps(train: TrainEngine, probe: Probe, what: str) -> Steps:
 
 def logprobs_call(train: TrainEngine, probe: Probe, what: str) -> Pending:
     """Submit the forward pass of a probe."""
-    return train.call_logprobs(as_batch(probe.tokens, probe.images), PROBE_OPTIONS, what)
+    return train.call_logprobs(as_batch(probe.tokens, probe.media), PROBE_OPTIONS, what)
 
 
 class Uncut:

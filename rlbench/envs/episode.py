@@ -111,7 +111,7 @@ class Episode:
             self.tokenizer, self.prompt, self.prompt_ids, observation, _role(self.env)
         )
         shown: list[PlacedImage] = []
-        if whole and (images or self.prompt.images):
+        if whole and (images or self.prompt.media):
             opening, shown = self._seeing.opened(opening, images)
         if not self._fits(opening, len(opening), len(opening) - len(self.opening), "reset"):
             return False
@@ -123,7 +123,7 @@ class Episode:
             self._chat = [*self._before, *said]
         if self.limits.thoughts == "strip":
             check_messages(None if isinstance(observation, Appended) else observation)
-            check_strippable(self._chat, _role(self.env), bool(images or self.prompt.images))
+            check_strippable(self._chat, _role(self.env), bool(images or self.prompt.media))
             self._stripped = StrippedChat(self.tokenizer, list(self._chat or ()))
         return True
 

@@ -51,15 +51,15 @@ class StrippedChat:
         return [int(token) for token in chat_ids(self.tokenizer, self.messages)] if thought else None
 
 
-def check_strippable(chat: Sequence[Message] | None, role: str | None, images: bool) -> None:
+def check_strippable(chat: Sequence[Message] | None, role: str | None, media: bool) -> None:
     """Refuse a sample whose earlier turns cannot be written anew."""
     wrong = ""
     if chat is None:
         wrong = "the prompt is no chat: ask with messages"
     elif role is None:
         wrong = "the environment's role is None, so that what it says stands inside the assistant's message: give one"
-    elif images:
-        wrong = "the conversation has images"
+    elif media:
+        wrong = "the conversation has images or sounds"
     if wrong:
         raise DataError(f"thoughts='strip' writes earlier turns anew, but {wrong}; or thoughts='keep'")
 

@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlbench.data.base.ordered import in_order
-from rlbench.data.prompts.columns import check_columns, columns_of, lacking, parameters_of, pictures_of, taken
+from rlbench.data.prompts.columns import (
+    IMAGES,
+    SOUNDS,
+    check_columns,
+    columns_of,
+    lacking,
+    parameters_of,
+    pictures_of,
+    taken,
+)
 from rlbench.data.prompts.prompt import Message, Prompt, is_chat, message_text
 from rlbench.envs.loop import on_loop
 from rlbench.envs.protocol import Turn
@@ -82,7 +91,7 @@ class EndReward:
         """Refuse a prompt whose row lacks a column that the function needs."""
         if self.by_columns:
             known = columns_of(prompt)
-            absent = lacking(self.fn, known.keys() | OF_THE_SAMPLE | {"images", "image"})
+            absent = lacking(self.fn, known.keys() | OF_THE_SAMPLE | IMAGES | SOUNDS)
             check_columns(name_of(self.fn), absent, known)
 
     def value(self, ended: Ended) -> float | None:

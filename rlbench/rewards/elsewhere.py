@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlbench.data.base.ordered import in_order
-from rlbench.data.prompts.columns import IMAGES, LABELS, parameters_of, taken
+from rlbench.data.prompts.columns import IMAGES, LABELS, SOUNDS, parameters_of, taken
 from rlbench.data.prompts.prompt import is_chat
 from rlbench.data.rollouts.turns import asked_messages, said_messages
 from rlbench.errors import DataError
@@ -84,6 +84,9 @@ class _Trl(_Elsewhere):
             decoded = {image: image.pil() for rollout in given for image in rollout.images}
             known["images"] = [[decoded[image] for image in rollout.images] for rollout in given]
             known["image"] = [own[0] if own else None for own in known["images"]]
+        if SOUNDS & parameters_of(self.fn).keys():
+            known["audios"] = [[sound.decoded() for sound in rollout.sounds] for rollout in given]
+            known["audio"] = [own[0] if own else None for own in known["audios"]]
         return taken(self.fn, self.__name__, known, {*columns, "completion_ids", "label"})
 
     def result(self, value: Any, rollouts: Any) -> Any:

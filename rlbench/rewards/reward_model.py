@@ -6,7 +6,7 @@ One that sees, as `rb.RewardModel` saves it of a model of Qwen-VL's kind, sees t
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
@@ -146,7 +146,8 @@ class model(Scorer):
         return self._loaded
 
     def _check_sees(self, rollouts: Sequence[Rollout], reader: SeeingReader | None) -> None:
-        """Refuse images that the model would not see, whatever its template writes in their place."""
+        """Refuse images that the model would not see, whatever its template writes in their place, and sounds."""
+        refuse_sounds(rollouts, f"the reward model {self.path}")
         count = sum(bool(rollout.all_images) for rollout in rollouts)
         if count and reader is None:
             raise DataError(
@@ -208,3 +209,12 @@ def _same_vocabulary(name: str, tokenizer: Any) -> bool:
 @lru_cache(maxsize=8)
 def _vocabulary(name: str) -> dict[str, int]:
     return dict(open_tokenizer(name).get_vocab())
+
+
+def refuse_sounds(rollouts: Iterable[Rollout], who: str) -> None:
+    """Refuse completions whose prompts have sounds, which no reward model here hears."""
+    if count := sum(bool(rollout.sounds) for rollout in rollouts):
+        raise DataError(
+            f"{count} completions are of prompts with sounds, and {who} hears none: score them by a function, which "
+            "finds rollout.sounds, or leave them out by rollouts.select"
+        )

@@ -17,7 +17,7 @@ from rlbench.data.texts.rendering import Renderer
 from rlbench.engines.paths import model_name
 from rlbench.errors import BuildError, RLBenchError
 from rlbench.rewards import Board, Failure, Reward, Scorer
-from rlbench.rewards.reward_model import read_tokens
+from rlbench.rewards.reward_model import read_tokens, refuse_sounds
 from rlbench.runtime import registry
 from rlbench.runtime.starting import starting
 from rlbench.session import building
@@ -95,6 +95,7 @@ class RewardModel(Handle, Scorer):
         """Ask the ranks, once for all completions; see `Scorer.score_all`."""
         rows: dict[int, list[int]] = {}
         longest = Renderer.of(self.tokenizer).context
+        refuse_sounds(rollouts, f"the reward model {self.name!r}")
         for i, rollout in enumerate(rollouts):
             try:
                 ids = read_tokens(rollout, self.tokenizer)

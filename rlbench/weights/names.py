@@ -39,7 +39,16 @@ def to_checkpoint_names(module: torch.nn.Module, state: dict[str, torch.Tensor])
     if (known := transformers_class(module)) is not None:
         plain = object.__new__(known)
         plain.__dict__ = module.__dict__  # its parameters and submodules are the module's own
-    return revert_weight_conversion(plain, state)
+    found = revert_weight_conversion(plain, state)
+    if getattr(module.config, "model_type", None) == "qwen2_audio":
+        found = {once(name): tensor for name, tensor in found.items()}
+    return found
+
+
+def once(name: str) -> str:
+    """Return a name of Qwen2-Audio's as checkpoints have it. transformers (5.19) undoes one renaming twice, as that of
+    the whole model and of its base, and so do the files that it saves."""
+    return name.replace("language_model.model.model.", "language_model.model.")
 
 
 def transformers_class(module: torch.nn.Module) -> type[torch.nn.Module] | None:

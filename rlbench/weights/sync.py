@@ -177,7 +177,7 @@ def synced(
 
 def commit_steps(infer: WeightTarget, proof: dict[str, Any]) -> Steps:
     """Prove what was put on record, commit its version, and return the gap."""
-    probe = Probe.of_rows(proof["tokens"], proof.get("pictured", False))
+    probe = Probe.of_rows(proof["tokens"], proof.get("shown", ""))
     got = yield from replica_logprobs(infer, probe, "weight sync: proof")
     gap = check_proof(proof, got)
     states = yield infer.call_all("commit_version", proof["version"], what="weight sync")
@@ -187,7 +187,7 @@ def commit_steps(infer: WeightTarget, proof: dict[str, Any]) -> Steps:
 
 def replica_logprobs(infer: WeightTarget, probe: Probe, what: str) -> Steps:
     """Return what each replica says of the probe."""
-    return (yield infer.call_all("prompt_logprobs", probe.tokens, *([probe.images] if probe.images else []), what=what))
+    return (yield infer.call_all("prompt_logprobs", probe.tokens, *([probe.media] if probe.media else []), what=what))
 
 
 def allowed_gap(dtype: str) -> float:
@@ -332,8 +332,8 @@ def _owe(
     yield from ()
     rows = [row.tolist() for row in expected]
     proof = {"version": version, "tokens": begun.probe.tokens, "expected": rows, "dtype": source.dtype}
-    if begun.probe.images:
-        proof["pictured"] = True
+    if begun.probe.media:
+        proof["shown"] = begun.probe.kind
     infer.link.engine(infer.name, {"proof": proof})
     return proof
 

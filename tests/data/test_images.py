@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rlbench.data.prompts import images
+from rlbench.data.prompts import encoded
 from rlbench.data.prompts.images import EncodedImage
 from rlbench.errors import DataError
 
@@ -89,7 +89,7 @@ def test_what_is_hostile_or_broken_is_named(value, token):
 
 
 def test_limits_on_bytes(monkeypatch, tmp_path):
-    monkeypatch.setattr(images, "MOST_BYTES", 50)
+    monkeypatch.setattr(encoded, "MOST_BYTES", 50)
     (path := tmp_path / "x.png").write_bytes(png())
     for value in (png(), path):
         with pytest.raises(DataError, match="at most 50"):

@@ -40,11 +40,11 @@ def batch(seeing: Any) -> Any:
 def probed(session: Any) -> list[float]:
     """The gap of each sequence of the probe, the last with the picture."""
     probe = Probe.of(session.inference.info)
-    given = as_batch(probe.tokens, probe.images)
+    given = as_batch(probe.tokens, probe.media)
     ours = session.train.call_all("policy_forward", given, {}, finish=rows_in_order).result()["logprobs"]
     return [
         float(np.abs(np.asarray(a) - b).max())
-        for a, b in zip(ours, session.inference.logprobs(probe.tokens, probe.images), strict=True)
+        for a, b in zip(ours, session.inference.logprobs(probe.tokens, probe.media), strict=True)
     ]
 
 

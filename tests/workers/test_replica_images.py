@@ -99,7 +99,7 @@ def larger(prompt: Prompt) -> EncodedImage:
 
 def job(prompts: list[Prompt], n: int = 2, **sampling: Any) -> GenerateJob:
     empty = turns_job([[1]] * len(prompts), n=n, **sampling)
-    return replace(empty, prompts=[p.content for p in prompts], asked=(), images=tuple(p.images for p in prompts))
+    return replace(empty, prompts=[p.content for p in prompts], asked=(), media=tuple(p.images for p in prompts))
 
 
 def test_log_probs_and_token_ids_are_those_of_transformers_in_a_mixed_batch(replica, lane, reference, prompts):

@@ -291,7 +291,7 @@ def test_stopping_keeps_every_token_drawn_and_leaves_the_engine_usable(
 def test_a_model_of_text_refuses_images_before_it_samples(replica: VllmReplica, lane: Lane) -> None:
     image = EncodedImage.from_any(np.zeros((4, 4, 3), np.uint8))
     with pytest.raises(DataError, match=r"prompt 1 has 1 image, but Qwen2ForCausalLM .* takes text alone"):
-        lane(replica.generate, replace(job(["a", "b"]), images=((), (image,))))
+        lane(replica.generate, replace(job(["a", "b"]), media=((), (image,))))
     assert replica.status()["running"] == 0 and lane(replica.generate, job(["a"])).texts
 
 

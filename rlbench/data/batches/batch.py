@@ -16,6 +16,8 @@ from rlbench.data.base.drawing import needed
 from rlbench.data.base.ragged import Ragged, chosen_rows
 from rlbench.data.batches.columns import as_column
 from rlbench.data.prompts.images import EncodedImage, counted_from
+from rlbench.data.prompts.placing import by_kind
+from rlbench.data.prompts.sounds import EncodedSound
 from rlbench.data.record.origin import keeps_makers
 from rlbench.errors import DataError, Suggesting
 from rlbench.units import format_number
@@ -38,7 +40,7 @@ class TrainBatch(Suggesting):
     `temperature` is the sampler's: the trainer divides its logits by it, so that both speak of one distribution.
     `reshaped_by`: other sampling options, as `top_p=0.9`, that make `sampler_logprobs` those of another distribution.
     `images`: of each sequence, in order: those that stand at its first placeholder tokens, as a prompt's do, then each
-    `PlacedImage` at its place in the response; None: no image.
+    `PlacedImage` at its place in the response; None: no image. `sounds`: of each sequence's prompt, likewise.
     `routing`: the experts that the sampler chose for each token of prompt and response (`data.base.routing`), or None.
     `columns`: more by name, (tokens, …) beside the response tokens, for losses that ask for them: `with_columns`.
     """
@@ -61,6 +63,7 @@ class TrainBatch(Suggesting):
     reshaped_by: tuple[str, ...] = ()
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     images: tuple[tuple[EncodedImage, ...], ...] | None = None
+    sounds: tuple[tuple[EncodedSound, ...], ...] | None = None
     routing: Ragged | None = None
 
     def __post_init__(self) -> None:
@@ -70,8 +73,9 @@ class TrainBatch(Suggesting):
             for name in names:
                 if (value := getattr(self, name)) is not None and value.shape != (count,):
                     raise DataError(f"{name} has shape {value.shape} for {count} {what}")
-        if self.images is not None and len(self.images) != len(self):
-            raise DataError(f"images of {len(self.images)} sequences for {len(self)}")
+        for name in MEDIA:
+            if (held := getattr(self, name)) is not None and len(held) != len(self):
+                raise DataError(f"{name} of {len(held)} sequences for {len(self)}")
         if self.routing is not None and not np.array_equal(self.routing.lengths, self.lengths):
             raise DataError("routing: its rows are not as long as the sequences, prompt and response")
         for name, value in self.columns.items():
@@ -110,6 +114,11 @@ class TrainBatch(Suggesting):
         return self.images is not None and any(self.images)
 
     @property
+    def has_sounds(self) -> bool:
+        """Whether any sequence has a sound."""
+        return self.sounds is not None and any(self.sounds)
+
+    @property
     def sampled(self) -> bool:
         """Whether all trained tokens have a sampler's log-prob."""
         return not np.isnan(self.sampler_logprobs[self.mask]).any()
@@ -128,8 +137,8 @@ class TrainBatch(Suggesting):
         rows = (self.prompts.offsets, self.prompts.values, self.responses.offsets, self.responses.values)
         for part in (*rows, self.sampler_logprobs):
             digest.update(np.ascontiguousarray(part).tobytes())
-        for image in (image for one in self.images or () for image in one):
-            digest.update(image.digest.encode() + str(getattr(image, "at", "")).encode())
+        for one in (one for own in (*(self.images or ()), *(self.sounds or ())) for one in own):
+            digest.update(one.digest.encode() + str(getattr(one, "at", "")).encode())
         return digest.hexdigest()[:16]
 
     @keeps_makers
@@ -138,7 +147,9 @@ class TrainBatch(Suggesting):
         rows = np.asarray(indices, np.int64)
         chosen: dict[str, Any] = {name: self.responses.pick(getattr(self, name), rows) for name in PER_TOKEN}
         chosen |= {name: value[rows] for name in PER_ROW if (value := getattr(self, name)) is not None}
-        chosen["images"] = None if self.images is None else tuple(self.images[row] for row in rows.tolist())
+        for name in MEDIA:
+            held = getattr(self, name)
+            chosen[name] = None if held is None else tuple(held[row] for row in rows.tolist())
         chosen["routing"] = None if self.routing is None else self.routing.take(rows)
         chosen["columns"] = {name: self.responses.pick(value, rows) for name, value in self.columns.items()}
         return replace(self, prompts=self.prompts.take(rows), responses=self.responses.take(rows), **chosen)
@@ -228,12 +239,19 @@ def images_of(rollouts: Rollouts) -> tuple[tuple[EncodedImage, ...], ...] | None
     return images if any(images) else None
 
 
-def as_batch(sequences: Sequence[Any], images: Sequence[Sequence[Any]] = ()) -> TrainBatch:
-    """Make a batch whose responses are all tokens after each sequence's first, to be scored; `images`: of each
-    sequence, as `EncodedImage.from_any` takes them, places counted from its first token."""
-    seen = tuple(counted_from(list(map(EncodedImage.from_any, own)), 1) for own in images)
+def sounds_of(rollouts: Rollouts) -> tuple[tuple[EncodedSound, ...], ...] | None:
+    """Return the sounds of each completion's prompt. None: none has any."""
+    sounds = tuple(rollouts.prompts[p].sounds for p in rollouts.group.tolist())
+    return sounds if any(sounds) else None
+
+
+def as_batch(sequences: Sequence[Any], media: Sequence[Sequence[Any]] = ()) -> TrainBatch:
+    """Make a batch whose responses are all tokens after each sequence's first, to be scored; `media`: images, as
+    `EncodedImage.from_any` takes them, or sounds of each sequence, places counted from its first token."""
+    held = [by_kind(own) for own in media]
+    seen, heard = tuple(counted_from(own["images"], 1) for own in held), tuple(own["sounds"] for own in held)
     batch = to_score([row[:1] for row in sequences], [row[1:] for row in sequences])
-    return replace(batch, images=seen) if any(seen) else batch
+    return replace(batch, images=seen if any(seen) else None, sounds=heard if any(heard) else None)
 
 
 def of_texts(prompts: Sequence[Any], responses: Sequence[Any], masks: Sequence[Any], **fields: Any) -> TrainBatch:
@@ -270,6 +288,7 @@ def to_score(prompts: Sequence[Any], responses: Sequence[Any], temperature: floa
 
 
 PER_TOKEN = ("mask", "advantages", "sampler_logprobs", "old_logprobs", "ref_logprobs")
+MEDIA = ("images", "sounds")
 PER_ROW = ("group", "weight_version", "rewards", "truncated", "preference", "pair", "margin")
 NOT_SAMPLED = -1
 """The weight version of what no policy of the session sampled."""

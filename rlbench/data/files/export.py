@@ -15,6 +15,7 @@ The file has one row per completion, readable with any tool:
     prompt_token_ids             list<int32>
     prompt_json, label_json, meta_json      the prompt as it was given (`rlbench.data.base.plain`)
     prompt_images  list<binary>  files of its images, in the first row of each prompt; where any prompt has images
+    prompt_sounds                files of its sounds, likewise
     observed_images              files of those an environment showed, and as `observed_images_at` the tokens where they
                                  begin; where there are any
     routing        list<int16>   experts of each token of prompt and response, layer by layer; where they are known
@@ -42,7 +43,7 @@ from rlbench.data.base.arrow import (
     write_own,
 )
 from rlbench.data.base.drawing import needed
-from rlbench.data.prompts.image_columns import image_columns, read_images
+from rlbench.data.prompts.image_columns import image_columns, read_images, read_sounds, sound_column
 from rlbench.data.prompts.prompt import Prompt
 from rlbench.data.rollouts.channels import SAMPLER, all_channels
 from rlbench.data.rollouts.jobs import FINISH_REASONS
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 CHANNEL = "channel."
 COMPONENT = "component."
-IMAGES, OBSERVED = "prompt_images", "observed_images"
+IMAGES, SOUNDS, OBSERVED = "prompt_images", "prompt_sounds", "observed_images"
 
 
 def frame(rollouts: Rollouts) -> Any:
@@ -184,8 +185,10 @@ def _rollouts(table: Any, facts: dict[str, Any]) -> Rollouts:
     finish = {name: i for i, name in enumerate(FINISH_REASONS)}
     return Rollouts(
         prompts=tuple(
-            Prompt(content, label, meta, images)
-            for (content, label, meta), images in zip(told, read_images(prompts_table, IMAGES), strict=True)
+            Prompt(content, label, meta, images, sounds)
+            for (content, label, meta), images, sounds in zip(
+                told, read_images(prompts_table, IMAGES), read_sounds(prompts_table, SOUNDS), strict=True
+            )
         ),
         prompt_ids=ragged_column(prompts_table["prompt_token_ids"], np.int32),
         responses=ragged_column(rows["token_ids"], np.int32),
@@ -212,12 +215,16 @@ def _rollouts(table: Any, facts: dict[str, Any]) -> Rollouts:
 
 
 def _image_columns(rollouts: Rollouts, prompt_of: np.ndarray) -> dict[str, Any]:
-    """`prompt_images`, once for each prompt, and `observed_images`; nothing where there are none."""
+    """`prompt_images` and `prompt_sounds`, once for each prompt, and `observed_images`; none where there are none."""
     columns: dict[str, Any] = {}
+    first = set(np.unique(prompt_of, return_index=True)[1].tolist())
     if any(prompt.images for prompt in rollouts.prompts):
-        first = set(np.unique(prompt_of, return_index=True)[1].tolist())
         held = [rollouts.prompts[p].images if row in first else None for row, p in enumerate(prompt_of)]
         columns[IMAGES] = image_columns(IMAGES, held)[IMAGES]
+    if any(prompt.sounds for prompt in rollouts.prompts):
+        columns[SOUNDS] = sound_column(
+            [rollouts.prompts[p].sounds if row in first else None for row, p in enumerate(prompt_of)]
+        )
     if any(rollouts.observed_images):
         bare = [None] * (len(prompt_of) - rollouts.samples)
         columns |= image_columns(OBSERVED, [*rollouts.observed_images, *bare])

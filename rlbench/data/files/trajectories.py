@@ -13,10 +13,10 @@
 
 With an environment `messages` has all turns, and there are `mask`, `turns`, `turn_rewards` and `info`
 (`rlbench.data.rollouts.turns`). The first completion of a prompt with images has them as `images`, data URLs, for the
-messages' parts `{"type": "image"}`; each completion those that an environment showed, as `observed_images`, and the
-tokens at which they begin as `observed_images_at`. A prompt given as token ids is a user message with `content` null.
-What JSON has no form for is marked as in `data.base.plain`. A path that ends in `.jsonl` gets one object per line,
-without the frame.
+messages' parts `{"type": "image"}`, those of one with sounds as `sounds` for `{"type": "audio"}`; each completion those
+that an environment showed, as `observed_images`, and the tokens at which they begin as `observed_images_at`. A prompt
+given as token ids is a user message with `content` null. What JSON has no form for is marked as in `data.base.plain`.
+A path that ends in `.jsonl` gets one object per line, without the frame.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ def trajectories(rollouts: Rollouts) -> Iterator[dict[str, Any]]:
             "label": to_plain(prompt.label, f"the label of prompt {p}"),
             "meta": to_plain(dict(prompt.meta), f"the meta data of prompt {p}"),
             **({"images": [image.data_url for image in prompt.images]} if prompt.images and not which[i] else {}),
+            **({"sounds": [sound.data_url for sound in prompt.sounds]} if prompt.sounds and not which[i] else {}),
             **_turns(rollouts, i),
         }
 

@@ -11,6 +11,8 @@ from rlbench.errors import DataError, some
 
 IMAGES = frozenset({"images", "image"})
 """Parameters of TRL's that get a prompt's images, decoded by Pillow."""
+SOUNDS = frozenset({"audios", "audio"})
+"""Parameters that get a prompt's sounds, decoded: `{"array": …, "sampling_rate": …}`."""
 LABELS = ("label", "labels", "answer", "solution", "ground_truth", "target")
 """Parameters that stand for the prompt's label, where its row kept no column of that name."""
 
@@ -30,11 +32,17 @@ def columns_of(prompt: Prompt) -> dict[str, Any]:
 
 
 def pictures_of(prompt: Prompt, fn: Callable[..., Any]) -> dict[str, Any]:
-    """Return a prompt's images by the names of `IMAGES` where a function names one of them: decoding takes time."""
-    if not IMAGES & parameters_of(fn).keys():
-        return {}
-    images = [image.pil() for image in prompt.images]
-    return {"images": images, "image": images[0] if images else None}
+    """Return a prompt's images by the names of `IMAGES`, its sounds by those of `SOUNDS`, where a function names one of
+    them: decoding takes time."""
+    named = parameters_of(fn).keys()
+    found: dict[str, Any] = {}
+    if IMAGES & named:
+        images = [image.pil() for image in prompt.images]
+        found = {"images": images, "image": images[0] if images else None}
+    if SOUNDS & named:
+        sounds = [sound.decoded() for sound in prompt.sounds]
+        found |= {"audios": sounds, "audio": sounds[0] if sounds else None}
+    return found
 
 
 def lacking(fn: Callable[..., Any], known: Set[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Images of rows in a table: their files, and the response tokens at which those that were observed begin."""
+"""Images and sounds of rows in a table: their files, and the response tokens at which observed ones begin."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from rlbench.data.base.drawing import needed
 from rlbench.data.prompts.images import EncodedImage, PlacedImage
+from rlbench.data.prompts.sounds import EncodedSound
 
 AT = "_at"
 
@@ -40,3 +41,17 @@ def read_images(table: Any, name: str) -> list[tuple[EncodedImage, ...]]:
         )
         for row, places in zip(rows, table[name + AT].to_pylist(), strict=True)
     ]
+
+
+def sound_column(rows: Sequence[Sequence[EncodedSound] | None]) -> Any:
+    """Return an Arrow column, list<binary>: the files of each row's sounds."""
+    arrow = needed("pyarrow", "to_parquet()")
+    files = [None if own is None else [sound.data for sound in own] for own in rows]
+    return arrow.array(files, arrow.list_(arrow.large_binary()))
+
+
+def read_sounds(table: Any, name: str) -> list[tuple[EncodedSound, ...]]:
+    """Return the sounds of each row; () where a row, or the table, has none. Equal files become one object."""
+    rows = table[name].to_pylist() if name in table.column_names else [None] * len(table)
+    held = {data: EncodedSound.from_any(data) for data in {data for row in rows for data in row or ()}}
+    return [tuple(held[data] for data in row or ()) for row in rows]

@@ -6,43 +6,33 @@ Pillow is imported when an image first arrives; prompts of text never import it.
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import io
-import re
-import stat
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
+from rlbench.data.prompts.encoded import EncodedMedia, check_size, held_bytes
 from rlbench.errors import DataError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MOST_BYTES = 32 * 2**20
-"""Of one encoded image."""
 MOST_PIXELS = 40_000_000
 """Of one image; beyond, it is not decoded: it may be a decompression bomb."""
 FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF")
 """What is read: raster formats, nothing that can hold a script or name another file."""
-FETCH_SECONDS = 20.0
-DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(?:;[\w-]+=[\w.-]+)*;base64,", re.ASCII)
 
 
 @dataclass(frozen=True)
-class EncodedImage:
-    """One image: `data` as a file of a raster format has it, `digest` its SHA-256 in hex; `width`, `height` in pixels.
+class EncodedImage(EncodedMedia):
+    """One image: `data` as a file of a raster format has it; `width`, `height` in pixels.
 
-    Two are equal when their bytes are. A list of prompts that share one object is pickled with its bytes once.
+    A list of prompts that share one object is pickled with its bytes once.
     """
 
-    data: bytes = field(compare=False, repr=False)
-    digest: str
     width: int
     height: int
 
@@ -61,8 +51,7 @@ class EncodedImage:
         if isinstance(value, EncodedImage):
             return value
         data = encoded_bytes(value, what, fetch)
-        if len(data) > MOST_BYTES:
-            raise DataError(f"{what} has {len(data):,} bytes; at most {MOST_BYTES:,} are read: make it smaller")
+        check_size(data, what)
         width, height = _checked_size(data, what)
         return cls(data, hashlib.sha256(data).hexdigest(), width, height)
 
@@ -128,18 +117,8 @@ def unplaced(images: Sequence[EncodedImage]) -> tuple[EncodedImage, ...]:
 
 def encoded_bytes(value: Any, what: str, fetch: bool = False) -> bytes:
     """Return a value's bytes as a file would hold them; PIL images and arrays become PNG. Raises DataError."""
-    if isinstance(value, bytes | bytearray | memoryview):
-        return bytes(value)
-    if isinstance(value, Mapping) and ("bytes" in value or "path" in value):
-        held = value.get("bytes") if value.get("bytes") is not None else value.get("path")
-        if held is not None:
-            return encoded_bytes(held, what, fetch)
-    if isinstance(value, Mapping) and value.get("url") is not None:
-        return encoded_bytes(value["url"], what, fetch)
-    if isinstance(value, str):
-        return _of_address(value, what, fetch)
-    if isinstance(value, Path):
-        return _of_file(value, what)
+    if (held := held_bytes(value, what, fetch, "image/png")) is not None:
+        return held
     if isinstance(value, np.ndarray):
         value = _of_array(value, what)
     if type(value).__module__.startswith("PIL."):
@@ -150,49 +129,6 @@ def encoded_bytes(value: Any, what: str, fetch: bool = False) -> bytes:
     raise DataError(
         f"{what} is a {type(value).__name__}: wanted a PIL image, a path, bytes, a data URL or uint8 pixels (H, W, 3)"
     )
-
-
-def _of_address(address: str, what: str, fetch: bool) -> bytes:
-    if address.startswith("data:"):
-        if (head := DATA_URL.match(address)) is None:
-            raise DataError(f"{what}: its data URL {address[:40]!r}… has no base64 part: data:image/png;base64,…")
-        try:
-            return base64.b64decode(address[head.end() :], validate=True)
-        except binascii.Error as error:
-            raise DataError(f"{what}: its data URL is no base64: {error}") from None
-    scheme = urlsplit(address).scheme.lower() if "://" in address[:32] else ""
-    if scheme in ("http", "https"):
-        if not fetch:
-            raise DataError(
-                f"{what} is at {address[:80]!r}, and nothing remote is read unless asked: give its bytes, or "
-                "rb.data.load(…, fetch_images=True)"
-            )
-        return _fetched(address, what)
-    if scheme not in ("", "file"):
-        raise DataError(f"{what} is at {address[:80]!r}: wanted a path, a data URL or an http address")
-    return _of_file(Path(unquote(urlsplit(address).path)) if scheme else Path(address), what)
-
-
-def _of_file(path: Path, what: str) -> bytes:
-    try:
-        facts = path.expanduser().stat()
-        if not stat.S_ISREG(facts.st_mode):
-            raise DataError(f"{what}: {path} is no plain file")
-        if facts.st_size > MOST_BYTES:
-            raise DataError(f"{what}: {path} has {facts.st_size:,} bytes; at most {MOST_BYTES:,} are read")
-        return path.expanduser().read_bytes()
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
-        raise DataError(f"{what}: {str(path)[:80]!r} cannot be read: {type(error).__name__}: {error}") from None
-
-
-def _fetched(address: str, what: str) -> bytes:
-    from urllib.request import Request, urlopen
-
-    try:
-        with urlopen(Request(address, headers={"User-Agent": "rlbench"}), timeout=FETCH_SECONDS) as answer:
-            return bytes(answer.read(MOST_BYTES + 1))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{what}: {address[:80]} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _of_array(pixels: np.ndarray, what: str) -> Any:

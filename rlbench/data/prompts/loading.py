@@ -14,8 +14,8 @@ import numpy as np
 from rlbench.data.prompts.cells import check_name, is_missing
 from rlbench.data.prompts.chat import Templated, chat_options
 from rlbench.data.prompts.lengths import LongPrompt, open_note, open_tokenizer, token_counts
-from rlbench.data.prompts.placing import IMAGE_COLUMNS, listed, placed
-from rlbench.data.prompts.prompt import Prompt, as_chat, as_prompt, is_chat, plain_content
+from rlbench.data.prompts.placing import IMAGE, SOUND, MediaKind, listed, placed, placed_as
+from rlbench.data.prompts.prompt import Prompt, as_chat, as_prompt, is_chat, media_column, plain_content
 from rlbench.data.prompts.set import PromptSet
 from rlbench.data.prompts.sources import Row, as_encoded, open_source
 from rlbench.data.prompts.stream import permutation
@@ -39,6 +39,7 @@ def load(
     prompt: FromRow = "prompt",
     label: FromRow | None = "label",
     images: FromRow | None = "images",
+    sounds: FromRow | None = "audios",
     fetch_images: bool = False,
     split: str | None = None,
     system: str | None = None,
@@ -76,7 +77,9 @@ def load(
             None, or no column "images" or "image", for those in the messages alone. They stand where the chat has
             `{"type": "image"}` or `<image>`, else before the text of its first user message; a text needs chat=True,
             or the model's own placeholders. A token count has one for each placeholder, as the template writes it.
-        fetch_images: read images at http addresses, which are refused otherwise.
+        sounds: likewise for the sounds (paths, bytes, data URLs, `(array, rate)`, or an audio column of `datasets`), by
+            columns "audios" or "audio", `{"type": "audio"}` and `<audio>`.
+        fetch_images: read images and sounds at http addresses, which are refused otherwise.
         split: which split, where there are several: "test", or for a hub id or folder "train[:10%]" too.
         system: a system message put before each prompt; a text becomes a chat then.
         template: makes the prompt from the row's columns: "{question}\nAnswer:", or a function of the row. Or options
@@ -115,9 +118,9 @@ def load(
     source_name, table = open_source(source, split, config, revision)
     name = source_name if name is None else name
     indices, rows = chosen_rows(
-        as_encoded(table, IMAGE_COLUMNS if images == "images" else (images,)), limit, shuffle_seed
+        as_encoded(table, [*named_columns(images, IMAGE), *named_columns(sounds, SOUND)]), limit, shuffle_seed
     )
-    as_asked = _PromptMaker(prompt, label, images, fetch_images, template, system, chat, meta)
+    as_asked = _PromptMaker(prompt, label, images, sounds, fetch_images, template, system, chat, meta)
     what = name or "the source"
     indices, prompts = made_rows(indices, rows, as_asked, on_error, what)
     whole = PromptSet(tuple(prompts), name)
@@ -138,6 +141,11 @@ def load(
     return whole if max_prompt_tokens is None else _without_long(whole, indices, counts, max_prompt_tokens, on_long)
 
 
+def named_columns(wanted: FromRow | None, kind: MediaKind[Any]) -> tuple[Any, ...]:
+    """The columns that may hold what is of this kind: those that rows usually have, or the one that is asked for."""
+    return kind.columns if wanted == kind.columns[0] else (wanted,)
+
+
 @dataclass(frozen=True)
 class _PromptMaker:
     """How a row becomes a prompt; the fields are arguments of `load`."""
@@ -145,6 +153,7 @@ class _PromptMaker:
     prompt: FromRow
     label: FromRow | None
     images: FromRow | None
+    sounds: FromRow | None
     fetch_images: bool
     template: FromRow | None
     system: str | None
@@ -160,16 +169,18 @@ class _PromptMaker:
             content = _value(row, self.template or prompt, "template" if self.template else "prompt", index)
         else:
             content = _formatted(self.template, row, index)
-        column = self._image_column(row, index)
-        beside = () if column is None else listed(_value(row, column, "images", index))
+        image_column, images = self._media(row, index, self.images, IMAGE)
+        sound_column, sounds = self._media(row, index, self.sounds, SOUND)
         try:
             if isinstance(content, Prompt | Mapping):
                 raise DataError(f"its prompt is a {type(content).__name__}: wanted a text, a chat or token ids")
             content = plain_content(content)
             if self.system is not None or self.chat:
                 content = as_chat(content, self.system)
-            content, pictures = placed(content, beside, self.fetch_images) if is_chat(content) else (content, beside)
-            asked = as_prompt(content, index, pictures)
+            if is_chat(content):
+                content, images = placed(content, images, self.fetch_images)
+                content, sounds = placed_as(SOUND, content, sounds, self.fetch_images)
+            asked = as_prompt(content, index, images, sounds)
         except DataError as error:
             raise DataError(f"row {index}: {str(error).replace(f'prompt {index}', 'its prompt', 1)}") from None
         if named == "label":
@@ -178,16 +189,19 @@ class _PromptMaker:
         label = None if unlabelled else _value(row, named or "label", "label", index)
         if self.meta is not None:
             return replace(asked, label=label, meta={name: _value(row, name, "meta", index) for name in self.meta})
-        used = {named, prompt if self.template is None else None, column}
+        used = {named, prompt if self.template is None else None, image_column, sound_column}
         return replace(asked, label=label, meta={name: value for name, value in row.items() if name not in used})
 
-    def _image_column(self, row: Row, index: int) -> FromRow | None:
-        """What the images come from; None where the row has none beside its prompt."""
-        if self.images != "images":
-            return self.images
-        for name in IMAGE_COLUMNS:
-            self._need_name(row, name, index)
-        return next((name for name in IMAGE_COLUMNS if name in row), None)
+    def _media(
+        self, row: Row, index: int, wanted: FromRow | None, kind: MediaKind[Any]
+    ) -> tuple[FromRow | None, tuple[Any, ...]]:
+        """What the images or sounds come from, None where the row has none beside its prompt, and those."""
+        column = wanted
+        if wanted == kind.columns[0]:
+            for name in kind.columns:
+                self._need_name(row, name, index)
+            column = media_column(row, kind)
+        return column, () if column is None else listed(_value(row, column, f"{kind.name}s", index), kind)
 
     @staticmethod
     def _need_name(row: Row, name: str, index: int) -> None:

@@ -1,122 +1,211 @@
-"""Where the images of a prompt stand: a chat keeps a placeholder `{"type": "image"}` for each, in their order."""
+"""Where the images or sounds of a prompt stand: a chat keeps a placeholder for each, `{"type": "image"}` or
+`{"type": "audio"}`, in their order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from rlbench.data.prompts.encoded import EncodedMedia
 from rlbench.data.prompts.images import EncodedImage
+from rlbench.data.prompts.sounds import EncodedSound
 from rlbench.errors import DataError
 
-IMAGE_KINDS = ("image", "image_url", "input_image")
-"""Types of a part that is an image: of transformers' templates, OpenAI's chats and its responses."""
-IMAGE_COLUMNS = ("images", "image")
-MARK = "<image>"
-"""What stands for an image in the text of a chat, in the data sets of verl and LLaMA-Factory."""
+Media = TypeVar("Media", bound=EncodedMedia)
+
+
+@dataclass(frozen=True)
+class MediaKind(Generic[Media]):
+    """What stands in a prompt beside its text.
+
+    `name`: in messages to people; `place`: type of its placeholder, and what it is to vLLM; `parts`: types of a part
+    that holds one, of transformers' templates, OpenAI's chats and its responses; `columns`: of a row; `keys`: of a
+    part, that hold it; `mark`: what stands for one in the text of a chat, in the data sets of verl and LLaMA-Factory;
+    `read`: makes one of what people hold.
+    """
+
+    name: str
+    place: str
+    parts: tuple[str, ...]
+    columns: tuple[str, ...]
+    keys: tuple[str, ...]
+    mark: str
+    read: Callable[[Any, str, bool], Media]
+
+    def is_part(self, part: Any) -> bool:
+        """Whether a part of a message is one, or its placeholder."""
+        return isinstance(part, Mapping) and part.get("type") in self.parts
+
+    @property
+    def placeholder(self) -> dict[str, Any]:
+        """The part that is left in a chat for one."""
+        return {"type": self.place}
+
+
+IMAGE = MediaKind(
+    "image",
+    "image",
+    ("image", "image_url", "input_image"),
+    ("images", "image"),
+    ("image", "image_url", "url", "path"),
+    "<image>",
+    EncodedImage.from_any,
+)
+SOUND = MediaKind(
+    "sound",
+    "audio",
+    ("audio", "audio_url", "input_audio"),
+    ("audios", "audio"),
+    ("audio", "audio_url", "input_audio", "url", "path"),
+    "<audio>",
+    EncodedSound.from_any,
+)
+IMAGE_COLUMNS, SOUND_COLUMNS = IMAGE.columns, SOUND.columns
 
 
 def is_image_part(part: Any) -> bool:
     """Whether a part of a message is an image or its placeholder."""
-    return isinstance(part, Mapping) and part.get("type") in IMAGE_KINDS
+    return IMAGE.is_part(part)
 
 
-def listed(value: Any) -> tuple[Any, ...]:
-    """Return the images that a cell of a row holds: none, one or several."""
+def by_kind(media: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
+    """Return images and sounds apart, by the names of a prompt's fields; of what is neither yet, WAV files are read as
+    sounds, all else as images."""
+    images = tuple(EncodedImage.from_any(one) for one in media if not _is_sound(one))
+    return {"images": images, "sounds": tuple(EncodedSound.from_any(one) for one in media if _is_sound(one))}
+
+
+def media_of_rows(count: int, images: Sequence[Any], sounds: Sequence[Any]) -> list[tuple[EncodedMedia, ...]]:
+    """Return the images, or the sounds, of each of so many rows of token ids; none of none. DataError of both."""
+    if images and sounds:
+        raise DataError("images and sounds were given, and no model here takes both")
+    kind: MediaKind[Any] = SOUND if sounds else IMAGE
+    given = sounds or images
+    if given and len(given) != count:
+        raise DataError(f"{kind.name}s for {len(given)} sequences of {count} were given: give () for one without")
+    return [_read(own, False, kind) for own in given]
+
+
+def _is_sound(value: Any) -> bool:
+    wave = isinstance(value, bytes) and value[:4] == b"RIFF" and value[8:12] == b"WAVE"
+    return wave or isinstance(value, EncodedSound)
+
+
+def listed(value: Any, kind: MediaKind[Any] = IMAGE) -> tuple[Any, ...]:
+    """Return the images or sounds that a cell of a row holds: none, one or several."""
     if value is None:
         return ()
+    if kind is SOUND and (isinstance(value, np.ndarray) or _is_timed(value)):
+        return (value,)  # samples, which without a rate are refused as such
     if isinstance(value, np.ndarray) and value.dtype == object:
         value = value.tolist()
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
+def _is_timed(value: Any) -> bool:
+    """Whether a value is samples with their rate, (array, rate), and no two sounds."""
+    rated = isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[1], int | float | np.number)
+    return rated and not isinstance(value[1], bool)
+
+
 def placed(content: Any, images: Sequence[Any] = (), fetch: bool = False) -> tuple[Any, tuple[EncodedImage, ...]]:
-    """Return a prompt's content with placeholders alone, and its images in their order.
+    """Return a prompt's content with placeholders alone, and its images in their order; see `placed_as`."""
+    return placed_as(IMAGE, content, images, fetch)
+
+
+def placed_as(
+    kind: MediaKind[Media], content: Any, media: Sequence[Any] = (), fetch: bool = False
+) -> tuple[Any, tuple[Media, ...]]:
+    """Return a prompt's content with placeholders alone, and its images or sounds in their order.
 
     Args:
-        content: a text, a chat or token ids. Images in parts of a chat are taken out. A chat without a place for its
-            `images` gets one where `<image>` stands in its texts, or all before the text of its first user message.
-        images: those of the placeholders, as `EncodedImage.from_any` takes them.
+        content: a text, a chat or token ids. Those in parts of a chat are taken out. A chat without a place for its
+            `media` gets one where `<image>`, or `<audio>`, stands in its texts, or all before the text of its first
+            user message.
+        media: those of the placeholders, as `from_any` of `EncodedImage`, or of `EncodedSound`, takes them.
         fetch: read http addresses too.
 
-    Raises DataError where there are more or fewer images than places, and for what is no image.
+    Raises DataError where there are more or fewer images than places, and for what is none.
     """
-    inside = list(image_parts(content)) if isinstance(content, list) else []
-    if not inside and not images:
+    inside = list(image_parts(content, kind)) if isinstance(content, list) else []
+    if not inside and not media:
         return content, ()
     if not isinstance(content, list) or not isinstance(content[0], Mapping):
-        return content, _read(images, fetch)  # the model's own placeholders stand in it; a replica counts them
+        return content, _read(media, fetch, kind)  # the model's own placeholders stand in it; a replica counts them
     if not inside:
-        content = _with_places(content, len(images))
-        inside = list(image_parts(content))
-    held = [held_image(part) for part in inside]
-    if sum(one is None for one in held) != len(images):
+        content = _with_places(content, len(media), kind)
+        inside = list(image_parts(content, kind))
+    held = [held_image(part, kind) for part in inside]
+    if sum(one is None for one in held) != len(media):
         raise DataError(
-            f"the chat has {sum(one is None for one in held)} placeholders for images and {len(images)} images "
-            "beside it: give one for each"
+            f"the chat has {sum(one is None for one in held)} placeholders for {kind.name}s and {len(media)} "
+            f"{kind.name}s beside it: give one for each"
         )
-    beside = iter(images)
-    encoded = _read([next(beside) if one is None else one for one in held], fetch)
-    return [_cleared(message) for message in content], encoded
+    beside = iter(media)
+    encoded = _read([next(beside) if one is None else one for one in held], fetch, kind)
+    return [_cleared(message, kind) for message in content], encoded
 
 
-def image_parts(content: Sequence[Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the image parts of a chat, in order."""
+def image_parts(content: Sequence[Any], kind: MediaKind[Any] = IMAGE) -> Iterator[Mapping[str, Any]]:
+    """Yield the parts of a chat that are images, or of another kind, in order."""
     for message in content:
         told = message.get("content") if isinstance(message, Mapping) else None
         if isinstance(told, list | tuple):
-            yield from filter(is_image_part, told)
+            yield from filter(kind.is_part, told)
 
 
-def held_image(part: Mapping[str, Any]) -> Any:
-    """What an image part holds; None for a placeholder. Of Anthropic's `source` its address, or its bytes as one."""
+def held_image(part: Mapping[str, Any], kind: MediaKind[Any] = IMAGE) -> Any:
+    """What a part holds that is an image, or of another kind; None for a placeholder. Of Anthropic's `source` its
+    address, or its bytes as one."""
     source = part.get("source")
     if isinstance(source, Mapping):
         return source.get("url") if "url" in source else f"data:{source.get('media_type')};base64,{source.get('data')}"
-    return next((part[name] for name in ("image", "image_url", "url", "path") if part.get(name) is not None), None)
+    return next((part[name] for name in kind.keys if part.get(name) is not None), None)
 
 
 def without_images(content: Any) -> Any:
     """Return messages, or parts of one, with placeholders for images; anything else as it is."""
     if not isinstance(content, list | tuple) or not all(isinstance(one, Mapping) for one in content):
         return content
-    return [{"type": "image"} if is_image_part(one) else _cleared(one) for one in content]
+    return [IMAGE.placeholder if is_image_part(one) else _cleared(one, IMAGE) for one in content]
 
 
-def _read(images: Sequence[Any], fetch: bool) -> tuple[EncodedImage, ...]:
-    return tuple(EncodedImage.from_any(one, f"image {i}", fetch) for i, one in enumerate(images))
+def _read(values: Sequence[Any], fetch: bool, kind: MediaKind[Media]) -> tuple[Media, ...]:
+    return tuple(kind.read(one, f"{kind.name} {i}", fetch) for i, one in enumerate(values))
 
 
-def _cleared(message: Mapping[str, Any]) -> dict[str, Any]:
+def _cleared(message: Mapping[str, Any], kind: MediaKind[Any]) -> dict[str, Any]:
     told = message.get("content")
-    if not isinstance(told, list | tuple) or not any(map(is_image_part, told)):
+    if not isinstance(told, list | tuple) or not any(map(kind.is_part, told)):
         return dict(message)
-    return {**message, "content": [{"type": "image"} if is_image_part(part) else part for part in told]}
+    return {**message, "content": [kind.placeholder if kind.is_part(part) else part for part in told]}
 
 
-def _with_places(chat: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
+def _with_places(chat: Sequence[Mapping[str, Any]], count: int, kind: MediaKind[Any]) -> list[dict[str, Any]]:
     """Give a chat of texts places for images: at its marks, or before the first user message."""
-    marks = sum(m["content"].count(MARK) for m in chat if isinstance(m.get("content"), str))
+    marks = sum(m["content"].count(kind.mark) for m in chat if isinstance(m.get("content"), str))
     if marks == count:
-        return [_split(message) for message in chat]
+        return [_split(message, kind) for message in chat]
     user = next((i for i, message in enumerate(chat) if message.get("role") == "user"), None)
     if marks or user is None:
-        where = f"{marks} marks {MARK}" if marks else "no user message"
-        raise DataError(f"the chat has {where} for {count} images: write {{'type': 'image'}} where each belongs")
+        where = f"{marks} marks {kind.mark}" if marks else "no user message"
+        raise DataError(f"the chat has {where} for {count} {kind.name}s: write {kind.placeholder} where each belongs")
     told = chat[user].get("content") or ""
     texts = [{"type": "text", "text": told}] if isinstance(told, str) else list(told)
-    first = {**chat[user], "content": [*({"type": "image"} for _ in range(count)), *texts]}
+    first = {**chat[user], "content": [*(kind.placeholder for _ in range(count)), *texts]}
     return [first if i == user else dict(message) for i, message in enumerate(chat)]
 
 
-def _split(message: Mapping[str, Any]) -> dict[str, Any]:
+def _split(message: Mapping[str, Any], kind: MediaKind[Any]) -> dict[str, Any]:
     """Make parts of a text with marks."""
     told = message.get("content")
-    if not isinstance(told, str) or MARK not in told:
+    if not isinstance(told, str) or kind.mark not in told:
         return dict(message)
     parts: list[dict[str, Any]] = []
-    for i, text in enumerate(told.split(MARK)):
-        parts += [{"type": "image"}] if i else []
+    for i, text in enumerate(told.split(kind.mark)):
+        parts += [kind.placeholder] if i else []
         parts += [{"type": "text", "text": text}] if text else []
     return {**message, "content": parts}

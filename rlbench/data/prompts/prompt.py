@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeGuard
 
 from rlbench.data.prompts.cells import check_name, check_text, frame_rows, is_frame, is_missing, without_nulls
+from rlbench.data.prompts.encoded import EncodedMedia
 from rlbench.data.prompts.images import EncodedImage
-from rlbench.data.prompts.placing import IMAGE_COLUMNS, listed, placed
+from rlbench.data.prompts.placing import IMAGE, SOUND, MediaKind, listed, placed, placed_as
+from rlbench.data.prompts.sounds import EncodedSound
 from rlbench.errors import DataError, Suggesting
 
 Message: TypeAlias = dict[str, Any]
@@ -25,20 +27,31 @@ class Prompt(Suggesting):
 
     `label` is the reference answer, passed on untouched to rewards; `meta` holds anything else of its row. `images`, in
     the order in which they stand: whatever `EncodedImage.from_any` takes, given here or inside of the messages, which
-    keep a placeholder `{"type": "image"}` for each. A text or token ids hold the model's own placeholders.
+    keep a placeholder `{"type": "image"}` for each; `sounds` likewise, by `EncodedSound.from_any` and
+    `{"type": "audio"}`. A text or token ids hold the model's own placeholders.
     """
 
     content: PromptContent
     label: Any = None
     meta: Mapping[str, Any] = field(default_factory=dict)
     images: tuple[EncodedImage, ...] = ()
+    sounds: tuple[EncodedSound, ...] = ()
 
     def __post_init__(self) -> None:
         content, images = placed(plain_content(self.content), self.images)
+        content, sounds = placed_as(SOUND, content, self.sounds)
+        if images and sounds:
+            raise DataError("it has images and sounds, and no model here takes both: leave one out")
         object.__setattr__(self, "content", content)
         object.__setattr__(self, "images", images)
+        object.__setattr__(self, "sounds", sounds)
         if is_missing(self.label):
             object.__setattr__(self, "label", None)
+
+    @property
+    def media(self) -> tuple[EncodedMedia, ...]:
+        """Its images or its sounds, whichever it has."""
+        return self.images or self.sounds
 
     @property
     def text(self) -> str:
@@ -74,8 +87,8 @@ def is_chat(content: Any) -> TypeGuard[list[Message]]:
 
 def as_prompts(prompts: Any) -> list[Prompt]:
     """Accept what people hold: one prompt or many; strings, messages, token ids, `Prompt`s, or rows (dicts, a data
-    frame's too) with a `prompt`, or vLLM's `prompt_token_ids`, and perhaps a `label`, and `images` (or `image`, or
-    vLLM's `multi_modal_data`); a `PromptSet`.
+    frame's too) with a `prompt`, or vLLM's `prompt_token_ids`, and perhaps a `label`, and `images` or `audios` (or
+    `image`, `audio`, or vLLM's `multi_modal_data`); a `PromptSet`.
 
     Raises DataError for an empty list and for anything else, naming the index.
     """
@@ -94,12 +107,15 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     return listed
 
 
-def as_prompt(value: Any, index: int, images: Sequence[Any] = ()) -> Prompt:
-    """One prompt of `as_prompts`, with images that came beside it; `index` names it where it is none (DataError)."""
+def as_prompt(value: Any, index: int, images: Sequence[Any] = (), sounds: Sequence[Any] = ()) -> Prompt:
+    """One prompt of `as_prompts`, with images or sounds that came beside it; `index` names it where it is none
+    (DataError)."""
+    beside: dict[str, Any] = {"images": tuple(images), "sounds": tuple(sounds)}
     if isinstance(value, Prompt):
         with _naming(index):
             check_text(value.content)
-        return replace(value, images=tuple(images)) if images else value
+            more = {name: own for name, own in beside.items() if own}
+            return replace(value, **more) if more else value
     if isinstance(value, Mapping) and ("prompt" in value or "prompt_token_ids" in value):
         return _of_row(value, index)
     with _naming(index):
@@ -108,9 +124,9 @@ def as_prompt(value: Any, index: int, images: Sequence[Any] = ()) -> Prompt:
     if isinstance(value, str):
         if not value:
             raise DataError(f"prompt {index} is an empty text")
-        return _with_images(value, index, images)
+        return _with_media(value, index, beside)
     if is_chat_or_tokens(value):
-        return _with_images(list(value), index, images)
+        return _with_media(list(value), index, beside)
     shown = repr(value)
     raise DataError(
         f"prompt {index}: wanted a text, chat messages ([{{'role': …, 'content': …}}]), token ids or a row with "
@@ -122,24 +138,32 @@ def _of_row(row: Mapping[str, Any], index: int) -> Prompt:
     """A dict with what is asked; of vLLM's, the token ids count before the text."""
     other = [name for name in OTHER_INPUTS if row.get(name) is not None]
     if other:
-        raise DataError(f"prompt {index} has {other[0]}: only text, chats, token ids and images are generated from")
+        raise DataError(
+            f"prompt {index} has {other[0]}: only text, chats, token ids, images and sounds are generated from"
+        )
     asked = "prompt_token_ids" if row.get("prompt_token_ids") is not None else "prompt"
     media = row.get("multi_modal_data") or {}
-    if not isinstance(media, Mapping) or set(media) - {"image"}:
-        raise DataError(f"prompt {index} has multi_modal_data of {', '.join(map(str, media))}: wanted {{'image': …}}")
+    if not isinstance(media, Mapping) or set(media) - {IMAGE.place, SOUND.place}:
+        seen = ", ".join(map(str, media))
+        raise DataError(f"prompt {index} has multi_modal_data of {seen}: wanted {{'image': …}} or {{'audio': …}}")
     with _naming(index):
-        for name in ("label", *IMAGE_COLUMNS):
+        for name in ("label", *IMAGE.columns, *SOUND.columns):
             check_name(row, name)
-    column = next((name for name in IMAGE_COLUMNS if name in row), "")
-    used = ("prompt", "prompt_token_ids", "label", "multi_modal_data", column, *OTHER_INPUTS)
+    columns = {kind: media_column(row, kind) or "" for kind in (IMAGE, SOUND)}
+    used = ("prompt", "prompt_token_ids", "label", "multi_modal_data", *columns.values(), *OTHER_INPUTS)
     rest = {name: value for name, value in row.items() if name not in used}
-    images = listed(media.get("image")) + listed(row.get(column))
-    return replace(as_prompt(row[asked], index, images), label=row.get("label"), meta=rest)
+    images, sounds = (listed(media.get(k.place), k) + listed(row.get(name), k) for k, name in columns.items())
+    return replace(as_prompt(row[asked], index, images, sounds), label=row.get("label"), meta=rest)
 
 
-def _with_images(content: PromptContent, index: int, images: Sequence[Any]) -> Prompt:
+def media_column(row: Mapping[str, Any], kind: MediaKind[Any]) -> str | None:
+    """Return the column of a row that holds what is of this kind; None where it has none."""
+    return next((name for name in kind.columns if name in row), None)
+
+
+def _with_media(content: PromptContent, index: int, beside: Mapping[str, Any]) -> Prompt:
     with _naming(index):
-        return Prompt(content, images=tuple(images))
+        return Prompt(content, **beside)
 
 
 @contextlib.contextmanager

@@ -96,11 +96,11 @@ class PromptSet(Suggesting, Sequence[Prompt]):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identity of the prompts, images and labels, in their order: what the place of a stream belongs to."""
+        """Identity of the prompts, images, sounds and labels, in their order: what the place of a stream belongs to."""
         digest = hashlib.sha256()
         for i, prompt in enumerate(self.prompts):
             what = f"prompt {i} of {self.name or 'the set'}"
-            seen = [image.digest for image in prompt.images]
+            seen = [one.digest for one in prompt.media]
             told = [prompt.content, prompt.label, *([seen] if seen else [])]
             digest.update(plain.dumps(told, what).encode() + b"\n")
         return digest.hexdigest()[:16]

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from rlbench.data.base.ragged import Ragged
-from rlbench.data.prompts.images import EncodedImage, PlacedImage
+from rlbench.data.prompts.encoded import EncodedMedia
+from rlbench.data.prompts.images import PlacedImage
 from rlbench.data.prompts.prompt import Prompt
 
 FINISH_REASONS: tuple[str, ...] = ("stop", "length", "abort")
@@ -39,7 +40,7 @@ class GenerateJob:
     `env`: what each sample meets turn by turn, `asked` then always given. `adapter`: number of the one that samples, 0
     for the base alone; None: what was synced last. `chat`: what the chat template is called with besides messages;
     `tools`: of each prompt, where prompts differ in the tools they name, else empty.
-    `images`: of each prompt, empty where none has any. `told`: whether the progress has the texts
+    `media`: images or sounds of each prompt, empty where none has any. `told`: whether the progress has the texts
     so far, without `env`.
     """
 
@@ -54,7 +55,7 @@ class GenerateJob:
     adapter: int | None = None
     chat: dict[str, Any] = field(default_factory=dict)
     tools: tuple[list[dict[str, Any]], ...] = ()
-    images: tuple[tuple[EncodedImage, ...], ...] = ()
+    media: tuple[tuple[EncodedMedia, ...], ...] = ()
     told: bool = False
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from rlbench.data.prompts.images import EncodedImage, PlacedImage, counted_from
 from rlbench.data.prompts.prompt import Prompt
+from rlbench.data.prompts.sounds import EncodedSound
 from rlbench.data.rollouts.jobs import FINISH_REASONS
 from rlbench.data.rollouts.turns import conversation, own_turns
 from rlbench.errors import Suggesting
@@ -38,6 +39,11 @@ class Asked(Suggesting):
     def label(self) -> Any:
         """The prompt's reference answer."""
         return self.source.label
+
+    @property
+    def sounds(self) -> tuple[EncodedSound, ...]:
+        """The prompt's sounds; `.samples(rate)` of one decodes it."""
+        return self.source.sounds
 
     @property
     def images(self) -> tuple[EncodedImage, ...]:

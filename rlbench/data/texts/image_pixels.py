@@ -10,10 +10,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
+from rlbench.data.prompts.encoded import EncodedMedia
 from rlbench.data.prompts.images import EncodedImage, PlacedImage
 from rlbench.data.texts.image_tokens import count_tokens
 from rlbench.errors import DataError
@@ -21,46 +22,62 @@ from rlbench.errors import DataError
 if TYPE_CHECKING:
     from torch import Tensor
 
+Media = TypeVar("Media", bound=EncodedMedia)
 MOST_CACHED = 256 * 2**20
 """Bytes of pixels that are kept from one forward to the next: samples of a prompt share its images."""
 
 
-class PixelReader:
-    """Of one model. `load` gives the checkpoint's own processor of images, and is called when the first arrives."""
+class FeatureReader(Generic[Media]):
+    """What one model computes with, of each image or sound once. `load` gives the checkpoint's own processor of them,
+    and is called when the first arrives."""
 
     def __init__(self, load: Callable[[], Any]) -> None:
         self._load = load
         self._read: OrderedDict[str, tuple[Tensor, Tensor]] = OrderedDict()
 
-    def tokens(self, image: EncodedImage) -> int:
-        """Return how many tokens an image takes."""
-        return count_tokens(image, self._processor)
-
-    def read(self, image: EncodedImage) -> tuple[Tensor, Tensor]:
-        """Return an image's patches (n, numbers) float32 and its grid (3,) int64; kept for the forwards that follow."""
-        if image.digest not in self._read:
-            features = self._processor(images=[image.pil()], return_tensors="pt")
-            self._read[image.digest] = features["pixel_values"], features["image_grid_thw"][0]
-            while len(self._read) > 1 and sum(patches.nbytes for patches, _ in self._read.values()) > MOST_CACHED:
+    def read(self, one: Media) -> tuple[Tensor, Tensor]:
+        """Return the features of one, and what says how they lie; kept for the forwards that follow."""
+        if one.digest not in self._read:
+            self._read[one.digest] = self.made(one)
+            while len(self._read) > 1 and sum(features.nbytes for features, _ in self._read.values()) > MOST_CACHED:
                 self._read.popitem(last=False)
-        self._read.move_to_end(image.digest)
-        return self._read[image.digest]
+        self._read.move_to_end(one.digest)
+        return self._read[one.digest]
+
+    def made(self, one: Media) -> tuple[Tensor, Tensor]:
+        """Compute what `read` keeps."""
+        raise NotImplementedError
 
     @cached_property
-    def _processor(self) -> Any:
+    def processor(self) -> Any:
+        """The checkpoint's own."""
         return self._load()
 
 
+class PixelReader(FeatureReader[EncodedImage]):
+    """Of images: patches (n, numbers) float32 and the grid (3,) int64."""
+
+    def tokens(self, image: EncodedImage) -> int:
+        """Return how many tokens an image takes."""
+        return count_tokens(image, self.processor)
+
+    def made(self, one: EncodedImage) -> tuple[Tensor, Tensor]:
+        """Compute what `read` keeps."""
+        features = self.processor(images=[one.pil()], return_tensors="pt")
+        return features["pixel_values"], features["image_grid_thw"][0]
+
+
 def shown_at(
-    places: np.ndarray, images: Sequence[EncodedImage | None], counts: Sequence[int], prompt: int
+    places: np.ndarray, images: Sequence[EncodedMedia | None], counts: Sequence[int], prompt: int, what: str = "image"
 ) -> np.ndarray:
-    """Return which tokens of a sequence are its images', (T,) bool.
+    """Return which tokens of a sequence are its images', or sounds', (T,) bool.
 
     Args:
         places: (T,) bool, where the placeholder token stands.
         images: in order; each `PlacedImage` at its place, the others, before these, at the first placeholders.
         counts: tokens of each.
         prompt: tokens before the one that places count from.
+        what: they are, in errors.
 
     Raises DataError where there is no placeholder token for one of an image's.
     """
@@ -72,7 +89,7 @@ def shown_at(
     wanted = sum(count for count, start in zip(counts, at, strict=True) if start is None)
     shown = places & (np.arange(len(places)) < first) & (places.cumsum() <= wanted)
     if shown.sum() < wanted:
-        raise DataError(f"has {shown.sum()} image tokens, its {len(at) - len(starts)} images {wanted}")
+        raise DataError(f"has {shown.sum()} {what} tokens, its {len(at) - len(starts)} {what}s {wanted}")
     for start, count in zip(starts, counts[len(at) - len(starts) :], strict=True):
         run = places[start : start + count]
         if run.sum() < count or shown[start : start + count].any():

@@ -1,5 +1,5 @@
-"""A prompt for a reader: its messages as text and images. An image is decoded and written again, small: nothing that
-came with it reaches a page, and nothing is fetched.
+"""A prompt for a reader: its messages as text and images, its sounds by length and rate. An image is decoded and
+written again, small: nothing that came with it reaches a page, and nothing is fetched.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlbench.data.prompts.images import EncodedImage
-from rlbench.data.prompts.placing import is_image_part
+from rlbench.data.prompts.placing import IMAGE, SOUND
 from rlbench.data.prompts.prompt import Prompt, is_chat, message_text, part_text
 from rlbench.data.rollouts.pieces import SPECIAL, Pieces
 from rlbench.errors import DataError
+from rlbench.units import format_seconds
 
 MOST_BYTES = 64_000  # of an image as it is sent; larger ones lose quality
 EDGE = 640  # pixels of the longer side of an image made small
@@ -39,14 +40,16 @@ class PromptPart(NamedTuple):
 
 
 def prompt_parts(prompt: Prompt, edge: int = EDGE, runs: Sequence[int] = ()) -> list[PromptPart]:
-    """All parts in order, images at most `edge` pixels long; of a text or token ids, the images and then the text.
+    """All parts in order, images at most `edge` pixels long; of a text or token ids, the images or sounds and then the
+    text.
 
     `runs`: how many tokens stand for each image, see `image_runs`.
     """
     counts = runs or [0] * len(prompt.images)
     drawn = (image_part(image, edge)._replace(tokens=n) for image, n in zip(prompt.images, counts, strict=True))
+    heard = (PromptPart("", f"[sound, {format_seconds(s.seconds)} at {s.rate} Hz]") for s in prompt.sounds)
     if not is_chat(prompt.content):
-        return [*drawn, PromptPart("", prompt.text)]
+        return [*drawn, *heard, PromptPart("", prompt.text)]
     parts = []
     for message in prompt.content:
         role, told = str(message.get("role", "")), message.get("content")
@@ -54,7 +57,8 @@ def prompt_parts(prompt: Prompt, edge: int = EDGE, runs: Sequence[int] = ()) -> 
             parts.append(PromptPart(role, message_text(message)))
             continue
         for part in told:
-            parts.append(next(drawn)._replace(role=role) if is_image_part(part) else PromptPart(role, part_text(part)))
+            placed = next(((own for kind, own in ((IMAGE, drawn), (SOUND, heard)) if kind.is_part(part))), None)
+            parts.append(PromptPart(role, part_text(part)) if placed is None else next(placed)._replace(role=role))
     return parts
 
 

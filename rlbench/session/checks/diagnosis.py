@@ -177,7 +177,7 @@ def score_steps(core: SessionCore, batch: TrainBatch, column: str = "logprobs", 
 
 def both_sides_steps(core: SessionCore, probe: Probe) -> Steps:
     """Score the same tokens by the trainer and by every replica at temperature 1; the largest difference counts."""
-    ours = yield from score_steps(core, as_batch(probe.tokens, probe.images))
+    ours = yield from score_steps(core, as_batch(probe.tokens, probe.media))
     replicas = yield from replica_logprobs(core.inference, probe, "preflight")
     gap = np.max([np.abs(np.concatenate(rows) - ours) for rows in replicas], axis=0)
     return SideBySide(gap, np.concatenate([np.arange(1, len(row)) for row in probe.tokens]))
@@ -190,7 +190,7 @@ def cause_steps(core: SessionCore, batch: TrainBatch, weights: Weights, logprobs
     limit = int(core.inference.info["max_model_len"])
     rows = [[*map(int, p), *map(int, r)][:limit] for p, r in zip(batch.prompts, batch.responses, strict=True)]
     seen = tuple(tuple(image.data for image in own) for own in batch.images or ())
-    sides = yield from both_sides_steps(core, Probe(rows, seen))
+    sides = yield from both_sides_steps(core, Probe(rows, seen or batch.sounds or ()))
     if cause := of_sides(weights, sides, fine, coarse, repeat):
         return cause
     if held := weights.others(weights.drawn):

@@ -162,7 +162,7 @@ class Evaluation(Suggesting):
         """Compare with a later evaluation of the same prompts, prompt by prompt: how much better, by chance or not,
         and on which prompts."""
         mine, theirs = {item.index: item for item in self.items}, {item.index: item for item in after.items}
-        asked = [[(p.content, p.images) for p in own.rollouts.prompts] for own in (self, after)]
+        asked = [[(p.content, p.media) for p in own.rollouts.prompts] for own in (self, after)]
         if asked[0] != asked[1]:
             raise DataError("the two evaluations are not of the same prompts in the same order, so cannot be paired")
         both = sorted(mine.keys() & theirs.keys())

@@ -26,7 +26,7 @@ class Requests(Protocol):
         """Whether the engine has something to compute."""
 
     def add(self, known_as: Any, prompt: list[int], params: Any, media: Any = None) -> None:
-        """Queue one request; `media`: the engine's input of the images in the prompt that its token ids begin with."""
+        """Queue one request; `media`: the engine's input of what stands in the prompt its token ids begin with."""
 
     def step(self) -> Iterator[tuple[Any, Any]]:
         """Wait for what is next: (what the caller knows the request by, its output); forgets finished ones."""
@@ -43,7 +43,7 @@ def draw(
     max_num_seqs: int,
     gate: Gate,
     decode: Callable[[list[int]], str],
-    images: PromptMedia | None = None,
+    given: PromptMedia | None = None,
 ) -> tuple[list[Sample], dict[str, float]]:
     """Step until every claimed sample is finished, or the call is asked to stop; return those that have tokens."""
     context = current()
@@ -53,7 +53,7 @@ def draw(
     claims = feed(job, running, max_num_seqs)
     while gate.passes(context):
         for index in next(claims, ()):
-            media = None if images is None else images[index]
+            media = None if given is None else given[index]
             for number in range(job.n):
                 sample = Sample(index, number)
                 one = copy.copy(params)
@@ -79,8 +79,8 @@ def draw(
 def feed(job: GenerateJob, running: Sized, max_num_seqs: int) -> Iterator[list[int]]:
     """Yield the prompts to start before each step: all of a job of our own (vLLM queues it), small shares of a shared
     one that grow with what runs here, so that replicas split a small job evenly and a large one still fills up. Of a
-    job of our own with images as many as there is room for: the pixels of all could fill the memory."""
-    if not job.shared and not job.images:
+    job of our own with images or sounds as many as there is room for: the pixels of all could fill the memory."""
+    if not job.shared and not job.media:
         yield list(range(len(job.prompts)))
         return
     own = iter(range(len(job.prompts)))

@@ -25,7 +25,7 @@ def lent(replica: VllmReplica, receiver: WeightReceiver, loan: Loan) -> Iterator
     Of whole weights it keeps its own in host memory meanwhile.
     """
     receiver.check(loan.manifest)
-    own = replica.prompt_logprobs(loan.probe.tokens, loan.probe.images)
+    own = replica.prompt_logprobs(loan.probe.tokens, loan.probe.media)
     receiver.set_aside(loan.adapter)
     try:
         try:
@@ -40,7 +40,7 @@ def lent(replica: VllmReplica, receiver: WeightReceiver, loan: Loan) -> Iterator
         try:
             receiver.put_back()
             replica.reset_caches()
-            again = replica.prompt_logprobs(loan.probe.tokens, loan.probe.images)
+            again = replica.prompt_logprobs(loan.probe.tokens, loan.probe.media)
             if not (gap := largest_gap(own, [again])) <= loan.allowed:
                 raise WeightSyncError(f"its log-probs differ from those before by up to {gap:.2g}")
         except BaseException as error:
@@ -52,7 +52,7 @@ def lent(replica: VllmReplica, receiver: WeightReceiver, loan: Loan) -> Iterator
 
 
 def _check_lent(replica: VllmReplica, loan: Loan) -> None:
-    lent_rows = replica.prompt_logprobs(loan.probe.tokens, loan.probe.images, loan.adapter)
+    lent_rows = replica.prompt_logprobs(loan.probe.tokens, loan.probe.media, loan.adapter)
     gap = largest_gap(loan.expected, [lent_rows])
     if not gap <= loan.allowed:
         raise WeightSyncError(

@@ -1,4 +1,4 @@
-"""Images of prompts as vLLM takes them: decoded and processed once for each prompt, which its samples share."""
+"""Images and sounds of prompts as vLLM takes them: processed once for each prompt, which its samples share."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from rlbench.data.prompts.encoded import EncodedMedia
 from rlbench.data.prompts.images import EncodedImage, PlacedImage
+from rlbench.data.prompts.placing import IMAGE, SOUND, MediaKind, by_kind
+from rlbench.data.prompts.sounds import EncodedSound
+from rlbench.data.texts.sound_features import decoded_sound
 from rlbench.errors import DataError
-from rlbench.weights.probe import probe_picture
+from rlbench.weights.probe import probe_picture, probe_sound
 
 if TYPE_CHECKING:
     from vllm.inputs.engine import MultiModalInput
@@ -18,60 +22,62 @@ if TYPE_CHECKING:
 
 
 class PromptMedia:
-    """The images of a call, by prompt. `rows`: token ids of its prompts, in which those of images are expanded in place
-    once they are asked for, one token for each that the model sees; `limit`: tokens a row may have then. Raises
-    DataError where the model takes no images, or less."""
+    """The images or sounds of a call, by prompt. `rows`: token ids of its prompts, in which those of images are
+    expanded in place once they are asked for, one token for each that the model sees; `limit`: tokens a row may have
+    then. Raises DataError where the model takes no such thing, or less of it."""
 
     def __init__(
         self,
         engine: LLMEngine,
-        images: Sequence[Sequence[Any]],
+        media: Sequence[Sequence[Any]],
         rows: list[list[int]],
         limit: int,
         what: str = "prompt",
     ) -> None:
         self._engine, self._rows, self._limit, self._what = engine, rows, limit, what
-        self._images = [tuple(map(EncodedImage.from_any, own)) for own in images]
+        self._media: list[tuple[EncodedMedia, ...]] = [sum(by_kind(own).values(), ()) for own in media]
         self.place = place_token(engine) if engine.model_config.is_multimodal_model else -1
-        most = image_limit(engine) if images else 0
-        for index, own in enumerate(images):
-            if len(own) > most:
-                raise DataError(
-                    f"{what} {index} has {len(own)} image{'s' * (len(own) != 1)}, but {takes(engine, most)}"
-                )
+        for index, own in enumerate(self._media):
+            kind = kind_of(own)
+            if len(own) > (most := media_limit(engine, kind)):
+                seen = f"{len(own)} {kind.name}{'s' * (len(own) != 1)}"
+                raise DataError(f"{what} {index} has {seen}, but {takes(engine, most, kind)}")
 
     def __getitem__(self, index: int) -> MultiModalInput | None:
-        """Return the model's input of one prompt, its token ids expanded; None where it has no image. DataError for an
+        """Return the model's input of one prompt, its token ids expanded; None where it has neither. DataError for an
         image that cannot be decoded or processed, and for token ids that have other places than there are images."""
-        if not self._images or not self._images[index]:
+        if not self._media or not self._media[index]:
             if self._what == "prompt" and self.place in self._rows[index]:
-                raise DataError(f"{self._what} {index} holds the model's token for an image, and has none")
+                name = model_kind(self._engine).name
+                article = "an" if name[0] in "aeiou" else "a"
+                raise DataError(f"{self._what} {index} holds the model's token for {article} {name}, and has none")
             return None
-        images, ids, what = self._images[index], self._rows[index], f"{self._what} {index}"
+        held, ids, what = self._media[index], self._rows[index], f"{self._what} {index}"
         bare = collapsed(ids, self.place)
         try:
-            made = processed(self._engine, bare, images)
+            made = processed(self._engine, bare, held)
         except DataError as error:
             raise DataError(f"{what}: {error}") from error
         expanded = list(made["prompt_token_ids"])
         if len(ids) > len(bare) and expanded != ids:  # they came expanded
-            raise DataError(f"{what}: its token ids have places for images of other sizes than it has")
+            raise DataError(f"{what}: its token ids have places for {kind_of(held).name}s of other sizes than it has")
         if len(expanded) > self._limit:
             raise DataError(
-                f"{what} has {len(expanded)} tokens with its images, and there is room for {self._limit}: make the "
-                "images smaller, or build the engine with a larger max_model_len if the model allows it"
+                f"{what} has {len(expanded)} tokens with its {kind_of(held).name}s, and there is room for "
+                f"{self._limit}: make them smaller, or build the engine with a larger max_model_len if the model "
+                "allows it"
             )
         self._rows[index] = expanded
         return made
 
     def of_sample(self, index: int, media: MultiModalInput | None) -> SampleMedia:
         """Return the images of a sample that has begun; `media`: its prompt's, which all samples of it share."""
-        return SampleMedia(self._engine, self.place, len(self._images[index]) if self._images else 0, media)
+        return SampleMedia(self._engine, self.place, len(self._media[index]) if self._media else 0, media)
 
 
 class SampleMedia:
-    """The images of one sample that meets an environment: its prompt's, then those that the environment shows. `media`:
-    the model's input of all of them, at their places; None where there is none."""
+    """The images of one sample that meets an environment: its prompt's, then those that the environment shows; or its
+    prompt's sounds. `media`: the model's input of all of them, at their places; None where there is none."""
 
     def __init__(self, engine: LLMEngine, place: int, count: int, media: MultiModalInput | None) -> None:
         self._engine, self._place, self._count = engine, place, count
@@ -104,10 +110,12 @@ class SampleMedia:
         if not images:
             return None
         self._count += len(images)
-        most = image_limit(self._engine)
+        most = media_limit(self._engine, IMAGE)
         if self._count > most:
             images_now = f"{self._count} image{'s' * (self._count > 1)}"
-            raise DataError(f"with this observation the sample has {images_now}, but {takes(self._engine, most)}")
+            raise DataError(
+                f"with this observation the sample has {images_now}, but {takes(self._engine, most, IMAGE)}"
+            )
         return processed(self._engine, [self._place] * len(images), images)
 
     def _join(self, more: MultiModalInput, context: Sequence[int]) -> None:
@@ -125,36 +133,39 @@ class SampleMedia:
 
     def _latest(self, images: Sequence[EncodedImage]) -> list[PlacedImage]:
         """Return the images that came last, with their places."""
-        spans = [] if self.media is None else self.media["mm_placeholders"]["image"]
+        spans = self.media["mm_placeholders"][IMAGE.place] if images and self.media is not None else []
         latest = spans[len(spans) - len(images) :]
         return [PlacedImage.of(image, span.offset) for image, span in zip(images, latest, strict=True)]
 
 
-def processed(engine: LLMEngine, ids: Sequence[int], images: Sequence[EncodedImage]) -> MultiModalInput:
-    """Decode and process images; return the model's input, in which each is a run of tokens at its one place in `ids`.
-    DataError where an image is broken, and where the model's processor refuses them."""
+def processed(engine: LLMEngine, ids: Sequence[int], media: Sequence[EncodedMedia]) -> MultiModalInput:
+    """Decode and process images or sounds; return the model's input, in which each is a run of tokens at its one place
+    in `ids`. DataError where one is broken, and where the model's processor refuses them."""
+    kind = kind_of(media)
     prompt = {
         "prompt_token_ids": list(ids),
-        "multi_modal_data": {"image": [image.pil() for image in images]},
-        "multi_modal_uuids": {"image": [image.digest for image in images]},
+        "multi_modal_data": {kind.place: [_decoded(engine, one) for one in media]},
+        "multi_modal_uuids": {kind.place: [one.digest for one in media]},
     }
     try:
         return engine.renderer.process_for_engine(prompt, time.time())  # type: ignore[arg-type,return-value]
     except Exception as error:  # the family's own processor, whatever it has against an image
         cause = error.__cause__ or error
         raise DataError(
-            f"{ids.count(place_token(engine))} places for its {len(images)} images {', '.join(map(str, images))}; "
+            f"{ids.count(place_token(engine))} places for its {len(media)} {kind.name}s {', '.join(map(str, media))}; "
             f"the model's processor refuses them: {type(cause).__name__}: {str(cause)[:300]}"
         ) from error
 
 
 def expanded(media: MultiModalInput, ids: Sequence[int], place: int) -> MultiModalInput:
     """Return a model's input for token ids that have one token for each of its images, which become runs there."""
-    spans = media["mm_placeholders"]["image"]
+    (place_name,) = media["mm_placeholders"]
+    name = SOUND.name if place_name == SOUND.place else IMAGE.name
+    spans = media["mm_placeholders"][place_name]
     if (count := list(ids).count(place)) != len(spans):
         raise DataError(
-            f"the messages have {count} of the model's tokens for an image, and there are {len(spans)} images: a text "
-            "of theirs holds such a token"
+            f"the messages have {count} of the model's tokens for an image or a sound, and there are {len(spans)} "
+            f"{name}s: a text of theirs holds such a token"
         )
     before = media["prompt_token_ids"]
     runs = iter([before[span.offset : span.offset + span.length] for span in spans])
@@ -165,34 +176,62 @@ def expanded(media: MultiModalInput, ids: Sequence[int], place: int) -> MultiMod
         places += [len(whole)] if token == place else []
         whole += run
     placeholders = [replace(span, offset=offset) for span, offset in zip(spans, places, strict=True)]
-    return {**media, "prompt_token_ids": whole, "mm_placeholders": {"image": placeholders}}
+    return {**media, "prompt_token_ids": whole, "mm_placeholders": {place_name: placeholders}}
 
 
 def probe_row(engine: LLMEngine, limit: int) -> list[int] | None:
-    """Return the token ids of a sequence that holds the probe's picture; None for a model of text alone."""
-    if image_limit(engine) == 0:
+    """Return the token ids of a sequence that holds the probe's picture, or its sound; None for a model of text
+    alone."""
+    if media_limit(engine) == 0:
         return None
     rows = [[0, 1, 2, place_token(engine), *range(3, 8), *range(3)]]
-    PromptMedia(engine, [(EncodedImage.from_any(probe_picture()),)], rows, limit, "the probe")[0]
+    probe = probe_sound() if model_kind(engine) is SOUND else probe_picture()
+    PromptMedia(engine, [(probe,)], rows, limit, "the probe")[0]
     if engine.renderer.mm_processor_cache is not None:
         engine.reset_mm_cache()  # which takes what was processed for sent
     return rows[0]
 
 
-def image_limit(engine: LLMEngine) -> int:
-    """Return how many images a prompt may have; 0 for a model of text alone."""
+def model_kind(engine: LLMEngine) -> MediaKind[Any]:
+    """Return what a model takes beside text: sounds, or images; images of one that takes text alone."""
     if not engine.model_config.is_multimodal_model:
+        return IMAGE
+    limits = engine.renderer.get_mm_processor().info.allowed_mm_limits
+    return SOUND if SOUND.place in limits and IMAGE.place not in limits else IMAGE
+
+
+def kind_of(media: Sequence[EncodedMedia]) -> MediaKind[Any]:
+    """Return what these are."""
+    return SOUND if media and isinstance(media[0], EncodedSound) else IMAGE
+
+
+def media_limit(engine: LLMEngine, kind: MediaKind[Any] | None = None) -> int:
+    """Return how many images, or sounds, a prompt may have; 0 of what the model does not take."""
+    if not engine.model_config.is_multimodal_model or (kind or model_kind(engine)) is not model_kind(engine):
         return 0
-    return int(engine.renderer.get_mm_processor().info.allowed_mm_limits.get("image", 0))
+    limits = engine.renderer.get_mm_processor().info.allowed_mm_limits
+    return int(limits.get(model_kind(engine).place, 0))
 
 
-def takes(engine: LLMEngine, most: int) -> str:
+def takes(engine: LLMEngine, most: int, kind: MediaKind[Any]) -> str:
     """Say what a model takes."""
     config = engine.model_config
     name = f"{', '.join(config.architectures)} ({config.model})"
-    if not most:
-        return f"{name} takes text alone: leave the images out, or build the engine of a vision-language model"
-    return f"{name} takes {most} here: engine_kwargs={{'limit_mm_per_prompt': {{'image': …}}}}"
+    if most:
+        return f"{name} takes {most} here: engine_kwargs={{'limit_mm_per_prompt': {{{kind.place!r}: …}}}}"
+    other = model_kind(engine).name if media_limit(engine) else ""
+    what = f"text and {other}s" if other else "text alone"
+    wanted = "a vision-language model" if kind is IMAGE else "an audio-language model"
+    return f"{name} takes {what}: leave the {kind.name}s out, or build the engine of {wanted}"
+
+
+def _decoded(engine: LLMEngine, one: EncodedMedia) -> Any:
+    """Return a picture, or samples with the rate that the model's own feature extractor takes."""
+    if isinstance(one, EncodedSound):
+        extractor = engine.renderer.get_mm_processor().info.get_feature_extractor()  # type: ignore[attr-defined]
+        return decoded_sound(one, extractor), int(extractor.sampling_rate)
+    assert isinstance(one, EncodedImage)
+    return one.pil()
 
 
 def moved(media: MultiModalInput, ids: Sequence[int]) -> MultiModalInput:
@@ -210,9 +249,9 @@ def moved(media: MultiModalInput, ids: Sequence[int]) -> MultiModalInput:
 
 
 def place_token(engine: LLMEngine) -> int:
-    """Return the token that chat templates write for an image."""
-    config = engine.model_config.hf_config
-    return int(getattr(config, "image_token_id", getattr(config, "image_token_index", -1)))
+    """Return the token that chat templates write for an image, or for a sound."""
+    config, name = engine.model_config.hf_config, model_kind(engine).place
+    return int(getattr(config, f"{name}_token_id", getattr(config, f"{name}_token_index", -1)))
 
 
 def collapsed(ids: Sequence[int], place: int) -> list[int]:

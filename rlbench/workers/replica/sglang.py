@@ -127,7 +127,7 @@ class SglangReplica:
         """Draw `job.n` samples of every prompt; see `VllmReplica.generate`."""
         self.state.require_ready("generate")
         check_job(job)
-        _need_text(job.images, "prompt")
+        _need_text(job.media, "prompt")
         if job.adapter:
             raise StateError('adapters are not held by executor="sglang": they come merged into the weights')
         limits = self._limits
@@ -158,10 +158,10 @@ class SglangReplica:
         """The last rollout served, whole or stopped, with what was asked; never blocks."""
         return self._last
 
-    def prompt_logprobs(self, token_ids: list[list[int]], images: Sequence[Sequence[Any]] = ()) -> list[np.ndarray]:
+    def prompt_logprobs(self, token_ids: list[list[int]], media: Sequence[Sequence[Any]] = ()) -> list[np.ndarray]:
         """Log p(token t | tokens < t) at temperature 1, t >= 1, float32 (len - 1,) for each sequence."""
         self.state.require_ready("prompt_logprobs", committed=False)
-        _need_text(images, "sequence")
+        _need_text(media, "sequence")
         limit = self._limits.max_model_len
         for index, ids in enumerate(token_ids):
             check_token_ids(ids, f"sequence {index}", limit, limit, self._limits.vocab_size)
@@ -352,9 +352,11 @@ if TYPE_CHECKING:
     _verbs: type[ReplicaVerbs] = SglangReplica
 
 
-def _need_text(images: Sequence[Sequence[Any]], what: str) -> None:
-    if (seen := next((index for index, own in enumerate(images) if own), None)) is not None:
-        raise DataError(f'{what} {seen} has images, which executor="sglang" does not take here: use executor="vllm"')
+def _need_text(media: Sequence[Sequence[Any]], what: str) -> None:
+    if (seen := next((index for index, own in enumerate(media) if own), None)) is not None:
+        raise DataError(
+            f'{what} {seen} has images or sounds, which executor="sglang" does not take here: use executor="vllm"'
+        )
 
 
 @contextmanager

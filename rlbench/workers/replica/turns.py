@@ -14,6 +14,7 @@ import numpy as np
 from rlbench.data.base.ragged import Ragged
 from rlbench.data.base.routing import routing_rows
 from rlbench.data.prompts.images import PlacedImage
+from rlbench.data.prompts.placing import by_kind
 from rlbench.data.prompts.prompt import Prompt
 from rlbench.data.prompts.sampling import turn_seed
 from rlbench.data.rollouts.contexts import moved
@@ -103,8 +104,8 @@ class TurnDrawer:
 
     def _begin(self, claimed: Sequence[int]) -> None:
         for index in claimed:
-            images = self.job.images[index] if self.job.images else ()
-            prompt = self.job.asked[index] if self.job.asked else Prompt(self.job.prompts[index], images=images)
+            own: dict[str, Any] = by_kind(self.job.media[index] if self.job.media else ())
+            prompt = self.job.asked[index] if self.job.asked else Prompt(self.job.prompts[index], **own)
             seen, tokenizer = self._images, self._tokenizers[index]
             media = seen[index] if seen else None
             for number in range(self.job.n):

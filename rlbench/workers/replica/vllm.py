@@ -25,7 +25,7 @@ from rlbench.workers.replica.drawing import draw
 from rlbench.workers.replica.endpoint import ReplicaEndpoint
 from rlbench.workers.replica.guests import EngineTurn, Guests, alone
 from rlbench.workers.replica.job import check_job, check_token_ids, collect, decode_texts, encode_job, told_of
-from rlbench.workers.replica.media import PromptMedia, probe_row
+from rlbench.workers.replica.media import PromptMedia, model_kind, probe_row
 from rlbench.workers.replica.serving.options import ServeOptions
 from rlbench.workers.replica.state import (
     Gate,
@@ -109,7 +109,8 @@ class VllmReplica:
             "delta": self.config.delta,
             **told_of(self._tokenizer),
             "defaults": defaults(self.config, on_gpu=not self._on_cpu, hybrid=model.is_hybrid),
-            "picture_tokens": probe_row(self._engine, model.max_model_len),
+            "media_tokens": probe_row(self._engine, model.max_model_len),
+            "media_kind": model_kind(self._engine).place,
         }
 
     def _try_pass(self) -> None:
@@ -148,7 +149,7 @@ class VllmReplica:
         check_job(job)
         model = self._model_config
         prompts, tokenizers = encode_job(job, self._tokenizer, model.max_model_len, model.get_vocab_size())
-        images = PromptMedia(self.built, job.images, prompts, model.max_model_len - 1)
+        images = PromptMedia(self.built, job.media, prompts, model.max_model_len - 1)
         params, first = vllm_requests.sampling_params(job.sampling), vllm_requests.first_token_params(job.sampling)
         highest: dict[str, float] = {}
         samples: Any
@@ -177,20 +178,20 @@ class VllmReplica:
 
     @alone
     def prompt_logprobs(
-        self, token_ids: list[list[int]], images: Sequence[Sequence[Any]] = (), adapter: int | None = None
+        self, token_ids: list[list[int]], media: Sequence[Sequence[Any]] = (), adapter: int | None = None
     ) -> list[np.ndarray]:
         """Log p(token t | tokens < t) at temperature 1, t >= 1, float32 (len - 1,) for each sequence; of those with
-        images, as `EncodedImage.from_any` takes them, whose token ids are the expanded ones, too. `adapter`: None for
-        the one synced last."""
+        `media`, images as `EncodedImage.from_any` takes them or sounds, whose token ids are the expanded ones, too.
+        `adapter`: None for the one synced last."""
         from rlbench.workers.replica import vllm_requests
 
         self.state.require_ready("prompt_logprobs", committed=False)
         limit, vocabulary = self._model_config.max_model_len, self._model_config.get_vocab_size()
         for index, ids in enumerate(token_ids):
             check_token_ids(ids, f"sequence {index}", limit, limit, vocabulary)
-        media = PromptMedia(self.built, images, token_ids, limit, "sequence")
+        given = PromptMedia(self.built, media, token_ids, limit, "sequence")
         with self.requests(adapter) as requests:
-            return vllm_requests.score(requests, token_ids, limit, media)
+            return vllm_requests.score(requests, token_ids, limit, given)
 
     @alone
     def fill_kv(self, length: int, seconds: float) -> Filled:

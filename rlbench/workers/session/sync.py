@@ -137,7 +137,7 @@ class ModuleSource:
     def logprobs(self, probe: Probe) -> Steps:
         """The module's log-probs; every rank computes all of them, as there are few."""
         yield from ()
-        batch = as_batch(probe.tokens, probe.images)
+        batch = as_batch(probe.tokens, probe.media)
         model = PolicyModel(self._module, self._strategy.device.device, self._strategy.half is not None)
         try:
             with torch.no_grad(), evaluating(self._module):
