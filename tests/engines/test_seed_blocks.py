@@ -191,7 +191,7 @@ REFUSED = {
         "from rlbench.trainer.spmd_ppo_trainer import SPMDPPOTrainerVL\nSPMDPPOTrainerVL(\n"
         "    strategy=my_strategy, actor=actor_model, critic=critic_model, reward_model=reward_model,\n"
         "    tokenizer=tokenizer, processor=object(), max_epochs=5, micro_train_batch_size=16, **given)",
-        "sees no images",
+        "sees no images and hears no sounds",
     ),
 }
 

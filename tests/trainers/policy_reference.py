@@ -79,7 +79,9 @@ def forward_backward(engine: Ranks, given: Any, loss: Any = GRPO, **options: Any
 
 def assert_gradients(engine: Ranks, model: Any, atol: float = 2e-6) -> None:
     found = gradients(engine)
-    for name, parameter in model.named_parameters():
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert found.keys() == trained.keys()
+    for name, parameter in trained.items():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
 
 

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from rlbench.data.batches.batch import TrainBatch, images_of
+from rlbench.data.batches.batch import TrainBatch, images_of, sounds_of
 from rlbench.data.prompts.chat import split_chat
 from rlbench.data.prompts.lengths import begin_text, begun_note
+from rlbench.data.prompts.placing import IMAGE, SOUND
 from rlbench.data.prompts.prompt import Prompt
 from rlbench.data.prompts.sampling import reshaped_by, reshaped_notes
 from rlbench.data.rollouts.rollouts import Rollouts
@@ -35,6 +36,7 @@ from rlbench.trainers.experience.samples import counted, encoded, prompts_of, ro
 from rlbench.trainers.experience.values import Experience
 from rlbench.trainers.options.ppo_config import PPOConfig
 from rlbench.trainers.options.trainer_options import check_together, with_estimator
+from rlbench.trainers.passes.sounds import SoundReader
 
 
 class FastExperienceMaker:
@@ -113,7 +115,8 @@ class FastExperienceMaker:
 
         Args:
             all_prompts: of this rank, at least one: `Prompt`s, texts, chats or token ids.
-            all_images: of each prompt, where it does not hold them itself: one, several, or None.
+            all_images: of each prompt, where it does not hold them itself: one, several, or None. Sounds of an actor
+                that hears, as the reference system hands them over.
             all_videos: refused; no model here takes them.
             all_references: reference answers, which `reward_fn` gets as `refs`; without them it gets the labels.
             all_labels: in place of the prompts' labels; `reward_recipe` goes by them.
@@ -132,7 +135,8 @@ class FastExperienceMaker:
         control = self.strategy.control
 
         def asked() -> list[Prompt]:
-            prompts = prompts_of(all_prompts, all_labels, all_references, all_images)
+            kind = SOUND if SoundReader.of(self.strategy.unwrap_model(self.actor)) is not None else IMAGE
+            prompts = prompts_of(all_prompts, all_labels, all_references, all_images, kind)
             if not prompts:
                 raise DataError(f"rank {self.strategy.rank} has no prompts: give each rank at least one")
             if self.options.dynamic_sampling and more_prompts is None:
@@ -264,6 +268,7 @@ class FastExperienceMaker:
             temperature=float(rollouts.sampling["temperature"]),
             reshaped_by=reshaped,
             images=images_of(rollouts),
+            sounds=sounds_of(rollouts),
             routing=rollouts.routing,
         )
         return batch, sum(counts)

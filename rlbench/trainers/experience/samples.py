@@ -12,7 +12,7 @@ from rlbench.data.base.ragged import Ragged
 from rlbench.data.base.routing import routing_rows
 from rlbench.data.prompts import lengths as prompt_lengths
 from rlbench.data.prompts.chat import Templated
-from rlbench.data.prompts.placing import listed
+from rlbench.data.prompts.placing import IMAGE, SOUND, MediaKind, listed
 from rlbench.data.prompts.prompt import Prompt, as_prompt
 from rlbench.data.rollouts.jobs import FINISH_REASONS
 from rlbench.data.rollouts.rollouts import Rollouts
@@ -36,22 +36,31 @@ def prompts_of(
     labels: Sequence[Any] | None,
     references: Sequence[Any] | None,
     images: Sequence[Any] | None = None,
+    kind: MediaKind[Any] = IMAGE,
 ) -> list[Prompt]:
     """Return what a rank was asked; a label replaces the prompt's own, a reference is kept as `meta["reference"]`, and
-    images are placed in the prompts."""
+    images are placed in the prompts, or what else of this kind."""
     for name, values in (("labels", labels), ("references", references), ("images", images)):
         if values is not None and len(values) != len(given):
             raise DataError(f"{len(values)} {name} for {len(given)} prompts: give one each")
     prompts = [as_prompt(one, i) for i, one in enumerate(given)]
     if images is not None:
-        beside = zip(prompts, map(listed, images), strict=True)
-        prompts = [replace(prompt, images=prompt.images + own) if own else prompt for prompt, own in beside]
+        beside = [listed(one, kind) for one in images]
+        prompts = [
+            _with_more(prompt, own, kind) if own else prompt for prompt, own in zip(prompts, beside, strict=True)
+        ]
     if labels is not None:
         prompts = [replace(prompt, label=label) for prompt, label in zip(prompts, labels, strict=True)]
     if references is not None:
         pairs = zip(prompts, references, strict=True)
         prompts = [replace(prompt, meta={**prompt.meta, REFERENCE: answer}) for prompt, answer in pairs]
     return prompts
+
+
+def _with_more(prompt: Prompt, media: tuple[Any, ...], kind: MediaKind[Any]) -> Prompt:
+    if kind is SOUND:
+        return replace(prompt, sounds=(*prompt.sounds, *media))
+    return replace(prompt, images=(*prompt.images, *media))
 
 
 def counted(rollouts: Rollouts) -> np.ndarray:
@@ -103,14 +112,14 @@ def rollouts_of(
     prompts: Sequence[Prompt], ids: list[list[int]], outputs: Sequence[Any], sampling: Mapping[str, Any]
 ) -> Rollouts:
     """Return what was drawn for this rank's prompts, of tokens `ids`; `outputs` are the engine's, prompt-major, whose
-    tokens those of a prompt with images become: a run of them stands for each."""
+    tokens those of a prompt with images or sounds become: a run of them stands for each."""
     n = int(sampling["n"])
     if len(outputs) != len(prompts) * n:
         raise EngineError(f"the engine gave {len(outputs)} outputs for {len(prompts)} prompts of {n} samples each.")
     for i, output in enumerate(outputs):
         tokens, logprobs, prompt = output.output_token_ids, output.logprobs, ids[i // n]
         drawn = list(output.prompt_token_ids)
-        if prompts[i // n].images:
+        if prompts[i // n].media:
             prompt = ids[i // n] = drawn
         for wrong, why in (
             (len(logprobs) != len(tokens), f"has {len(tokens)} tokens and {len(logprobs)} log-probs"),

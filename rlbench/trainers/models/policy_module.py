@@ -53,7 +53,8 @@ def make_policy(spec: PolicySpec) -> FrozenPolicy | TrainedPolicy:
     cls: Any = type(f"{base.__name__}{architecture.__name__}", (base, architecture), {"__module__": __name__})
     module = on_meta(cls, spec.path, spec.dtype, revision=spec.revision)
     module.spec = spec
-    module.requires_grad_(spec.trainable)
+    for parameter in module.parameters():  # positions of an audio tower are fixed by its architecture
+        parameter.requires_grad_(spec.trainable and parameter.requires_grad)
     as_trained(module, spec)
     return module  # type: ignore[no-any-return]
 

@@ -14,6 +14,8 @@ TASK = re.compile(r"For[A-Z]\w*$")
 """What transformers' classes say they are for; a class of the user's own need not."""
 VISION_LANGUAGE = ("Qwen2VLForCond", "Qwen2_5_VLForCond", "Qwen3VLForCond")
 """How classes begin of vision-language models that train here: causal models that take images besides."""
+AUDIO_LANGUAGE = ("Qwen2AudioForCond",)
+"""Likewise of audio-language models, which take sounds."""
 policy = section("Policy")
 
 
@@ -79,6 +81,12 @@ def check_causal(path: str, architectures: Sequence[str], model_type: str, class
     head), by the names its config gives."""
     tasks = [found[0] for name in architectures if (found := TASK.search(name))]
     if any(name.startswith(VISION_LANGUAGE) for name in architectures):
+        return
+    if any(name.startswith(AUDIO_LANGUAGE) for name in architectures):
+        if classifiers:
+            raise BuildError(
+                f"{path!r} is an audio-language model: reward models and critics read text and images alone"
+            )
         return
     known = {"ForCausalLM", *(["ForSequenceClassification"] if classifiers else [])}
     if tasks and not known.intersection(tasks):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from rlbench.data.batches.batch import TrainBatch
-from rlbench.errors import EngineError
+from rlbench.errors import DataError, EngineError
 from rlbench.strategies.ranks.sequence import ALONE, SequenceGroup
 from rlbench.trainers.models.scalar_model import HEAD, ScalarHeadModel, make_scalar
 from rlbench.trainers.passes.balancing import balanced
@@ -97,6 +97,8 @@ def valued(
     split the sequences, and are given the same ones; `balance`: have routers tell how evenly they spread each
     row's tokens.
     """
+    if batch.has_sounds:
+        raise DataError("prompts have sounds, and critics hear none: take an estimator without a critic")
     scalar = isinstance(critic, ScalarHeadModel) or is_classifier(critic)
     packed = packed and scalar
     if not scalar:
@@ -169,7 +171,7 @@ def values_at(critic: nn.Module, inputs: ModelInputs) -> Tensor:
             attention_mask=inputs.attention_mask,
             position_ids=inputs.position_ids,
             positions=inputs.predictors,
-            **inputs.images,
+            **inputs.media,
         )
 
 

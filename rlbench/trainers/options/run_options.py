@@ -84,7 +84,8 @@ class RunOptions(Options):
     prompt_data: str | None = source(
         None,
         "sources of prompts, with commas between: files, folders, hub ids (openai/gsm8k:main: one of its "
-        "configurations), tiny or tiny-vision; a column images, or image, is that of their pictures",
+        "configurations), tiny or tiny-vision; a column images, or image, is that of their pictures, "
+        "audios or audio of their sounds",
     )
     prompt_data_probs: tuple[float, ...] = source((), "share of each source; without it in proportion to their sizes")
     prompt_split: str = source("train", "which split of them, or of data; a file is one")

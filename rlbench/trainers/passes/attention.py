@@ -43,8 +43,9 @@ def packed_attention(module: nn.Module, lengths: list[int], ranks: SequenceGroup
 
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, lambda *_, **__: None)
-    tower = getattr(getattr(module, "config", None), "vision_config", None)  # attends within each image by itself
-    configs = {id(m.config): m.config for m in module.modules() if hasattr(m, "config") and m.config is not tower}
+    own = getattr(module, "config", None)  # towers attend within each image or sound by themselves
+    towers = {id(getattr(own, name, None)) for name in ("vision_config", "audio_config")}
+    configs = {id(m.config): m.config for m in module.modules() if hasattr(m, "config") and id(m.config) not in towers}
     chosen = [(c, attention_of(c)) for c in configs.values() if has_attention(c)]
     _lengths[:], _ranks[:] = lengths, [ranks]
     try:

@@ -6,6 +6,7 @@ known of an architecture; FSDP's part (gathered units, gradients on their way to
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -92,9 +93,10 @@ def _run(module: nn.Module, tokens: int, plan: PassPlan) -> dict[str, int]:
         if plan.scalar:
             total = module(input_ids=ids, positions=predictors, **given).sum()
         else:
-            given |= {"logits_to_keep": predictors, "use_cache": False}
+            chooses = "logits_to_keep" in inspect.signature(module.forward).parameters
+            given |= {"use_cache": False} | ({"logits_to_keep": predictors} if chooses else {})
             logits = lambda: module(input_ids=ids, **given).logits  # noqa: E731
-            logprobs, entropy = _stats(module, logits, targets, plan.gpu, owner)
+            logprobs, entropy = _stats(module, logits, None if chooses else predictors, targets, plan.gpu, owner)
             total = logprobs.sum() + 0.0 * entropy.sum()
         if plan.backward:
             total.backward()
@@ -102,13 +104,19 @@ def _run(module: nn.Module, tokens: int, plan: PassPlan) -> dict[str, int]:
 
 
 def _stats(
-    module: nn.Module, logits: Callable[[], Tensor], targets: Tensor, gpu: bool, owner: list[str]
+    module: nn.Module,
+    logits: Callable[[], Tensor],
+    positions: Tensor | None,
+    targets: Tensor,
+    gpu: bool,
+    owner: list[str],
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs as `PolicyModel` gets them: by the output layer where the model's logits are just its output."""
+    """Log-probs as `PolicyModel` gets them: by the output layer where the model's logits are just its output.
+    `positions`: of a model that gives the logits of all tokens, those that are wanted."""
     try:
         head = Head.of(module)  # before `_owned`, whose hooks it would refuse
         with _owned(head.layer, owner):
-            found = head.run(logits, None, targets, 1.0, None, _chunk_rows(module, len(targets), gpu))
+            found = head.run(logits, positions, targets, 1.0, None, _chunk_rows(module, len(targets), gpu))
             return found.logprobs, found.entropy
     except UnfitHead:
         pass
@@ -116,7 +124,7 @@ def _stats(
         whole = logits()
         owner[0] = LOGITS
         try:
-            return token_stats(whole[0], targets, 1.0)
+            return token_stats(whole[0] if positions is None else whole[0][positions], targets, 1.0)
         finally:
             owner[0] = "activations"
 

@@ -28,11 +28,11 @@ from rlbench.strategies.ranks.sequence import ALONE, SequenceGroup
 from rlbench.trainers.passes.attention import NotCausal
 from rlbench.trainers.passes.balancing import balanced
 from rlbench.trainers.passes.chunked_head import Head, UnfitHead, token_bytes, watched_head
-from rlbench.trainers.passes.images import ImageReader
 from rlbench.trainers.passes.outputs import NO_MORE, Request, TokenOutputs, of_logits
 from rlbench.trainers.passes.packing import ModelInputs, model_inputs
 from rlbench.trainers.passes.routing import routed
 from rlbench.trainers.passes.sharing import Share, shared
+from rlbench.trainers.passes.sounds import media_reader
 from rlbench.trainers.passes.token_keeper import TokenGradients
 from rlbench.user_code import user_code
 
@@ -63,7 +63,7 @@ class PolicyModel:
         replay: bool = False,
     ) -> None:
         self.module, self.replay = module, replay
-        self._images, self._control = ImageReader.of(module), control
+        self._media, self._control = media_reader(module), control
         self.device = device
         self.ranks = ranks
         self._half = half or next(module.parameters()).dtype in (torch.float16, torch.bfloat16)
@@ -80,13 +80,16 @@ class PolicyModel:
     def check_tokens(self, batch: TrainBatch, *more: np.ndarray) -> None:
         """Refuse token ids the model has no embedding for, before any rank enters a collective."""
         check_token_ids(self.module, "the model", batch.prompts.values, batch.responses.values, *more)
-        if not batch.has_images:
+        if not batch.has_images and not batch.has_sounds:
             return
-        if self._images is None:
-            raise DataError(f"prompts have images, and {type(self.module).__name__} sees none: take a model that does.")
+        held, does = ("images", "sees") if batch.has_images else ("sounds", "hears")
+        if self._media is None or not self._media.held(batch):
+            raise DataError(
+                f"prompts have {held}, and {type(self.module).__name__} {does} none: take a model that does."
+            )
         if self.ranks.size > 1:
-            raise DataError("prompts have images, which are not split over ranks: pass sequence_parallel=1.")
-        self._images.check(batch)
+            raise DataError(f"prompts have {held}, which are not split over ranks: pass sequence_parallel=1.")
+        self._media.check(batch)
 
     @property
     def token_bytes(self) -> int:
@@ -129,12 +132,13 @@ class PolicyModel:
             yield found, inputs
 
     def _inputs(self, rows: TrainBatch, packed: bool) -> ModelInputs:
-        """Lay out a micro-batch, with images where any rank's has some; collective for models that see."""
+        """Lay out a micro-batch, with images or sounds where any rank's has some; collective for models of such."""
         inputs = model_inputs(rows, self.device, packed)
-        if self._images is None:
+        if self._media is None:
             return inputs
-        seen = rows.has_images if self._control is None else any(self._control.gather(rows.has_images))
-        return self._images.placed(inputs, rows, packed) if seen else inputs
+        held = self._media.held(rows)
+        there = held if self._control is None else any(self._control.gather(held))
+        return self._media.placed(inputs, rows, packed) if there else inputs
 
     def _stats(
         self,
@@ -158,7 +162,8 @@ class PolicyModel:
     ) -> TokenOutputs:
         """Of the tokens that are predicted on this rank."""
         inputs, packed = share.inputs, share.packed
-        positions = None if packed else inputs.predictors
+        chosen = packed and self._chooses  # of a packed row the model gives the logits that are asked for
+        positions = None if chosen else inputs.predictors
         if head is not None:
             run = lambda: self._run(inputs, packed)  # noqa: E731
             return head.run(run, positions, inputs.targets, temperature, watch, chunk_rows, request)
@@ -167,7 +172,7 @@ class PolicyModel:
         if request.hidden_states and len(kept) != 1:
             name = type(self.module).__name__
             raise EngineError(f"{name} has no hidden states to give: its output layer ran {len(kept)} times")
-        if packed:
+        if chosen:
             return self._of_logits(logits[0], inputs, temperature, request, kept)
         if logits.dim() != 3 or logits.shape[:2] != inputs.input_ids.shape:
             raise EngineError(
@@ -189,16 +194,21 @@ class PolicyModel:
     def _run(self, inputs: ModelInputs, packed: bool) -> Tensor:
         """Run the model for its logits; padded on the right: causal attention never looks there, whatever the mask."""
         given = {"attention_mask": inputs.attention_mask, "position_ids": inputs.position_ids, "use_cache": False}
-        with nullcontext() if self._images is None else self._images.placing(inputs):
+        with nullcontext() if self._media is None else self._media.placing(inputs):
             if packed:
-                more = {"logits_to_keep": inputs.predictors, **given, **inputs.images}
-                output = self.module(input_ids=inputs.input_ids, **more)
+                chosen = {"logits_to_keep": inputs.predictors} if self._chooses else {}
+                output = self.module(input_ids=inputs.input_ids, **chosen, **given, **inputs.media)
             else:
-                output = self.module(inputs.input_ids, **taken_by(self.module.forward, given), **inputs.images)
+                output = self.module(inputs.input_ids, **taken_by(self.module.forward, given), **inputs.media)
         logits = getattr(output, "logits", output)
         if not isinstance(logits, Tensor):
             raise EngineError(f"the module returned {type(output).__name__}; a policy returns logits or has .logits.")
         return logits
+
+    @property
+    def _chooses(self) -> bool:
+        """Whether the model computes the logits of chosen tokens alone; Qwen2-Audio gives all."""
+        return "logits_to_keep" in inspect.signature(self.module.forward).parameters
 
     def packs(self, batch: TrainBatch) -> bool:
         """Whether the model computes the same with several sequences in a row; `unpacked` says why not. Collective."""
@@ -238,7 +248,7 @@ class PolicyModel:
         """Return why the model cannot run so, found on two short sequences; "" where it can."""
         from transformers import PreTrainedModel
 
-        name, needed = type(self.module).__name__, dict.fromkeys(("position_ids", "logits_to_keep", "use_cache"))
+        name, needed = type(self.module).__name__, dict.fromkeys(("position_ids", "use_cache"))
         how = "packed" if self.ranks.size == 1 else "split over ranks"
         if not isinstance(self.module, PreTrainedModel) or taken_by(self.module.forward, needed) != needed:
             return f"{name} cannot run {how}, being no causal model of transformers"

@@ -29,6 +29,8 @@ from rlbench.trainers.passes.packing import ModelInputs
 class ImageReader:
     """Of one model; its processor is loaded when an image first arrives."""
 
+    name = "image"
+
     def __init__(self, module: Any) -> None:
         self._module = module
         self._merge = int(module.config.vision_config.spatial_merge_size)
@@ -41,6 +43,11 @@ class ImageReader:
         config = getattr(module, "config", None)
         placed = hasattr(getattr(module, "model", None), "get_rope_index") and hasattr(config, "image_token_id")
         return cls(module) if placed and hasattr(config, "vision_config") else None
+
+    @staticmethod
+    def held(batch: TrainBatch) -> bool:
+        """Whether the batch has any."""
+        return batch.has_images
 
     def check(self, batch: TrainBatch) -> None:
         """Refuse rows that have no placeholder tokens where their images stand, by the images' sizes, or have those of
@@ -72,10 +79,10 @@ class ImageReader:
         if not any(read):
             patches = torch.zeros(self._merge**2, patch_numbers(self._module))
             blank = patches, torch.tensor([1, self._merge, self._merge])
-            inputs = _with_one_more(inputs, self._token, packed)
+            inputs = with_one_more(inputs, self._token, packed)
             images, prompts, read = [*images, (None,)], [*prompts, 0], [*read, [blank]]
         device, ids = inputs.input_ids.device, inputs.input_ids.cpu()
-        spans = _spans(inputs, packed)
+        spans = spans_of(inputs, packed)
         places = inputs.position_ids.cpu().expand(3, *ids.shape).clone()
         held = torch.zeros_like(ids, dtype=torch.bool)
         for (row, span), pixels, shown, prompt in zip(spans, read, images, prompts, strict=True):
@@ -91,7 +98,7 @@ class ImageReader:
         given["image_grid_thw"] = torch.stack([grid for _, grid in flat]).to(device)
         sampled = not torch.equal(held, ids == self._token)
         return replace(
-            inputs, position_ids=places.to(device), images=given, placeholders=held.to(device) if sampled else None
+            inputs, position_ids=places.to(device), media=given, placeholders=held.to(device) if sampled else None
         )
 
     def placing(self, inputs: ModelInputs) -> AbstractContextManager[None]:
@@ -115,7 +122,7 @@ def _processor_of(module: Any) -> Any:
     return AutoImageProcessor.from_pretrained(source, revision=getattr(module, "_source_revision", None))
 
 
-def _spans(inputs: ModelInputs, packed: bool) -> list[tuple[int, slice]]:
+def spans_of(inputs: ModelInputs, packed: bool) -> list[tuple[int, slice]]:
     """Where each sequence lies in the layout: its row, and the columns there."""
     if not packed:
         return [(row, slice(0, length)) for row, length in enumerate(inputs.lengths)]
@@ -123,21 +130,22 @@ def _spans(inputs: ModelInputs, packed: bool) -> list[tuple[int, slice]]:
     return [(0, slice(start, end)) for start, end in itertools.pairwise(ends)]
 
 
-def _with_one_more(inputs: ModelInputs, token: int, packed: bool) -> ModelInputs:
-    """Return the layout with a sequence of one token behind the others."""
-    shape = (1, 1) if packed else (1, inputs.input_ids.shape[1])
-    more, zeros = inputs.input_ids.new_zeros(shape), inputs.input_ids.new_zeros(shape)
-    more[0, 0] = token
+def with_one_more(inputs: ModelInputs, token: int, packed: bool, count: int = 1) -> ModelInputs:
+    """Return the layout with a sequence behind the others, of a token `count` times; no row is shorter than it."""
+    width = count if packed else inputs.input_ids.shape[1]
+    more, places = inputs.input_ids.new_zeros(1, width), inputs.position_ids.new_zeros(1, width)
+    more[0, :count] = token
+    places[0, :count] = torch.arange(count, device=places.device)
     side = 1 if packed else 0
     mask = inputs.attention_mask
     if mask is not None:
-        last = mask.new_zeros(shape)
-        last[0, 0] = 1
+        last = mask.new_zeros(1, width)
+        last[0, :count] = 1
         mask = torch.cat([mask, last])
     return replace(
         inputs,
         input_ids=torch.cat([inputs.input_ids, more], side),
-        position_ids=torch.cat([inputs.position_ids, zeros], side),
+        position_ids=torch.cat([inputs.position_ids, places], side),
         attention_mask=mask,
-        lengths=[*inputs.lengths, 1],
+        lengths=[*inputs.lengths, count],
     )

@@ -108,10 +108,10 @@ class ModelInputs:
 
     `lengths`: tokens of each row; `predictors` (R,): flat positions in `input_ids` whose logits predict the response
     tokens, which are `targets` (R,); `grid`: their place in a loss's view. `attention_mask` is None where packed.
-    `images`: what else a vision-language model takes, whose `position_ids` then have three dimensions in front;
-    `placeholders`: bool as `input_ids`, which of its image tokens are images, None: all. `routing`: the experts that
-    the sampler chose for each of the flat `input_ids`, where the rows have any. `balance`: what routers say of how
-    evenly they spread each row's tokens, where that is asked for.
+    `media`: what else a model takes that sees or hears; where it sees, `position_ids` have three dimensions in front;
+    `placeholders`: bool as `input_ids`, which of its placeholder tokens are images or sounds, None: all. `routing`: the
+    experts that the sampler chose for each of the flat `input_ids`, where the rows have any. `balance`: what routers
+    say of how evenly they spread each row's tokens, where that is asked for.
     """
 
     input_ids: Tensor
@@ -121,7 +121,7 @@ class ModelInputs:
     predictors: Tensor
     targets: Tensor
     grid: Grid
-    images: Mapping[str, Tensor] = field(default_factory=dict)
+    media: Mapping[str, Tensor] = field(default_factory=dict)
     placeholders: Tensor | None = None
     routing: Routing | None = None
     balance: Balance | None = None

@@ -21,7 +21,7 @@ from rlbench.options import OptionError
 from rlbench.rl import AdaptiveKL, Aggregation, Loss, PolicyLoss, resolve
 from rlbench.strategies.options.config import accumulation_steps
 from rlbench.trainers.experience.values import Experience
-from rlbench.trainers.passes.images import ImageReader
+from rlbench.trainers.passes.sounds import media_reader
 from rlbench.trainers.ppo.trainer import Metrics, PPOTrainer
 from rlbench.trainers.update.experience_update import PolicyUpdate
 from rlbench.trainers.update.loss_choice import loss_of
@@ -37,9 +37,9 @@ class SPMDPPOTrainerBase(PPOTrainer):
     """A `PPOTrainer` with its update.
 
     A `micro_train_batch_size` beyond a rank's share of `train_batch_size` is that. A `loss` of your own is aggregated
-    as it says, where `aggregation` does not. `VLM=True` says that the actor sees images, and is refused of one that
-    does not; prompts bring theirs in any case. An `engine_tp_size` of the strategy that is not above 0 is an
-    AssertionError.
+    as it says, where `aggregation` does not. `VLM=True` says that the actor sees images, or hears sounds, and is
+    refused of one that does neither; prompts bring theirs in any case. An `engine_tp_size` of the strategy that is not
+    above 0 is an AssertionError.
     """
 
     def __init__(self, *args: Any, VLM: bool = False, **kwargs: Any) -> None:
@@ -47,8 +47,10 @@ class SPMDPPOTrainerBase(PPOTrainer):
         size = strategy.config.engine_tp_size
         assert size > 0, f"engine_tp_size={size}: the trainer needs an inference engine of at least one rank"
         super().__init__(*args, **kwargs)
-        if VLM and ImageReader.of(self.strategy.unwrap_model(self.actor)) is None:
-            raise OptionError(f"VLM=True: the actor {type(self.actor).__name__} sees no images. Leave it out.")
+        if VLM and media_reader(self.strategy.unwrap_model(self.actor)) is None:
+            raise OptionError(
+                f"VLM=True: the actor {type(self.actor).__name__} sees no images and hears no sounds. Leave it out."
+            )
         options, ppo = self.options.strategy, self.options.ppo
         whole, ranks = options.train_batch_size, self.strategy.world_size
         if whole % ranks or options.micro_train_batch_size < whole // ranks:  # else one backward takes a rank's share
@@ -287,7 +289,7 @@ class SPMDPPOTrainer(SPMDPPOTrainerBase):
 
 
 class SPMDPPOTrainerVL(SPMDPPOTrainer):
-    """`SPMDPPOTrainer` of an actor that sees images, under the reference system's name: `VLM=True`."""
+    """`SPMDPPOTrainer` of an actor that sees images or hears sounds, under the reference system's name: `VLM=True`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "VLM": True})
