@@ -98,6 +98,13 @@ def test_a_path_and_the_audio_column_of_a_dataset_are_read_without_decoding(tmp_
     table = table.cast_column("audio", datasets.Audio())
     (prompt,) = rb.data.load(table, chat=True)
     assert (prompt.content, prompt.sounds) == (PLACED, (SOUND,))
+    of_reference = {
+        "prompt": asked({"type": "audio", "audio_url": str(path)}),
+        "audio_path": str(path),
+        "reference": "a",
+    }
+    (prompt,) = rb.data.load([of_reference], label="reference")  # a row of LightRFT's r1_aqa
+    assert (prompt.content, prompt.sounds, prompt.label) == (PLACED, (SOUND,), "a")
     (named,) = rb.data.load([{"prompt": "what?", "clip": str(path)}], sounds="clip", chat=True)
     assert named.sounds == (SOUND,) and "clip" not in named.meta
 

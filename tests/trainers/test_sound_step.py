@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlbench.data.prompts.placing import SOUND
 from rlbench.errors import DataError
+from rlbench.trainers.experience.samples import prompts_of
 from rlbench.trainers.models.lora import Lora
 from rlbench.trainers.models.policy_spec import PolicySpec
 from rlbench.weights.names import checkpoint_shapes
@@ -93,6 +95,17 @@ def test_sounds_too_short_for_two_tokens_are_put_in_as_others(ears: str) -> None
         silent = given.replace(sounds=None)
         without = engine.call("policy_forward", silent, {})[0]["channels"]["logprobs"].values
     assert packed == pytest.approx(padded, abs=1e-5) and np.abs(packed - without)[:4].max() > 1e-4
+
+
+def test_the_reference_systems_slot_for_images_takes_sounds_where_the_actor_hears() -> None:
+    asked = [{"role": "user", "content": "<audio>what?"}]
+    (sound,) = sounds(1)
+    decoded = sound.samples(16_000), 16_000
+    prompts = prompts_of([asked, "of text"], None, None, [decoded, None], SOUND)
+    assert [len(prompt.sounds) for prompt in prompts] == [1, 0] and not prompts[0].images
+    assert prompts[0].content[0]["content"][0] == {"type": "audio"}
+    with pytest.raises(DataError, match="a tuple: wanted a PIL image"):
+        prompts_of([asked], None, None, [[decoded]])
 
 
 def test_adapters_train_in_tower_and_language_model_and_leave_by_the_checkpoints_names(ears: str) -> None:
