@@ -92,6 +92,23 @@ describe('a prompt', () => {
     expect(node.querySelector('.picture.large img')?.getAttribute('alt')).toBe('a cat');
   });
 
+  it('shown whole plays the sounds that Python encoded, behind their names', () => {
+    const rows = known([head(0, { more: true })]);
+    rows.spelt.add(0);
+    const part = { role: 'user', text: '[sound, 1.5 s]', image: '', tokens: 0 };
+    const sounds = ['data:audio/mpeg;base64,AAAA', 'data:text/html,x', '//127.0.0.1:9/a.mp3'];
+    rows.prompts.set(
+      0,
+      sounds.map(sound => ({ ...part, sound }))
+    );
+    const node = nodeOf(HEAD, rows, LOOK);
+    const players = [...node.querySelectorAll('audio')];
+    expect(players.map(player => [player.getAttribute('src'), player.controls])).toEqual([
+      [sounds[0], true]
+    ]);
+    expect(node.querySelectorAll('.said').length).toBe(3);
+  });
+
   it.each([
     [PNG, PNG],
     ['data:image/svg+xml,<svg onload="1"/>', null],

@@ -66,6 +66,8 @@ export interface Message {
   readonly text: string;
   readonly image: string;
   readonly tokens: number;
+  /** As Python encoded it; the text names it. */
+  readonly sound?: string;
 }
 
 export interface Window {

@@ -99,6 +99,16 @@ class EncodedSound(EncodedMedia):
         return f"{format_seconds(self.seconds)} at {self.rate} Hz ({self.digest[:8]})"
 
 
+def as_mp3(samples: np.ndarray, rate: int) -> bytes:
+    """Return one channel of samples (n,) as a small file, for people. DataError where the library writes none."""
+    file, soundfile = io.BytesIO(), _soundfile("the sound")
+    try:
+        soundfile.write(file, samples, rate, format="MP3")
+    except (ValueError, soundfile.LibsndfileError) as error:  # a libsndfile before 1.1
+        raise DataError(f"MP3 cannot be written: {error}") from error
+    return file.getvalue()
+
+
 def sound_bytes(value: Any, what: str, fetch: bool = False) -> bytes:
     """Return a value's bytes as a file would hold them; samples become WAV. Raises DataError."""
     if isinstance(value, Mapping) and value.get("data") is not None:

@@ -1,5 +1,5 @@
-"""A prompt for a reader: its messages as text and images, its sounds by length and rate. An image is decoded and
-written again, small: nothing that came with it reaches a page, and nothing is fetched.
+"""A prompt for a reader: its messages as text, images and sounds. What is shown or played is decoded and written again,
+small: nothing that came with a prompt reaches a page, and nothing is fetched.
 """
 
 from __future__ import annotations
@@ -15,23 +15,26 @@ import numpy as np
 from rlbench.data.prompts.images import EncodedImage
 from rlbench.data.prompts.placing import IMAGE, SOUND
 from rlbench.data.prompts.prompt import Prompt, is_chat, message_text, part_text
+from rlbench.data.prompts.sounds import EncodedSound, as_mp3
 from rlbench.data.rollouts.pieces import SPECIAL, Pieces
 from rlbench.errors import DataError
 from rlbench.units import format_seconds
 
 MOST_BYTES = 64_000  # of an image as it is sent; larger ones lose quality
+PLAYED_RATE, PLAYED_SECONDS = 16_000, 60  # of a sound as it is sent
 EDGE = 640  # pixels of the longer side of an image made small
 NAMED = re.compile("image|img", re.IGNORECASE)
 
 
 class PromptPart(NamedTuple):
     """One part of a message: `text`, or an image as a `data:` URL in `image`, with what it is in `text`, and how many
-    tokens of the prompt stand for it (0: not known)."""
+    tokens of the prompt stand for it (0: not known); or a sound in `sound`, likewise."""
 
     role: str
     text: str
     image: str = ""
     tokens: int = 0
+    sound: str = ""
 
     @property
     def chip(self) -> str:
@@ -39,15 +42,16 @@ class PromptPart(NamedTuple):
         return f"image ×{self.tokens}" if self.tokens else ""
 
 
-def prompt_parts(prompt: Prompt, edge: int = EDGE, runs: Sequence[int] = ()) -> list[PromptPart]:
+def prompt_parts(prompt: Prompt, edge: int = EDGE, runs: Sequence[int] = (), played: bool = False) -> list[PromptPart]:
     """All parts in order, images at most `edge` pixels long; of a text or token ids, the images or sounds and then the
     text.
 
-    `runs`: how many tokens stand for each image, see `image_runs`.
+    `runs`: how many tokens stand for each image, see `image_runs`; `played`: give sounds too, which are named in any
+    case.
     """
     counts = runs or [0] * len(prompt.images)
     drawn = (image_part(image, edge)._replace(tokens=n) for image, n in zip(prompt.images, counts, strict=True))
-    heard = (PromptPart("", f"[sound, {format_seconds(s.seconds)} at {s.rate} Hz]") for s in prompt.sounds)
+    heard = (sound_part(sound, played) for sound in prompt.sounds)
     if not is_chat(prompt.content):
         return [*drawn, *heard, PromptPart("", prompt.text)]
     parts = []
@@ -93,6 +97,21 @@ def image_part(image: EncodedImage, edge: int) -> PromptPart:
         kind, data = "jpeg", _encoded(small, "JPEG")
     url = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
     return PromptPart("", f"image {image.width} × {image.height}", url)
+
+
+def sound_part(sound: EncodedSound, played: bool) -> PromptPart:
+    """Name a sound by its length and rate; where it is to be `played`, decode it and encode its beginning again."""
+    named = f"sound, {format_seconds(sound.seconds)} at {sound.rate} Hz"
+    if not played:
+        return PromptPart("", f"[{named}]")
+    try:
+        samples = sound.samples(PLAYED_RATE)
+        small = as_mp3(samples[: PLAYED_SECONDS * PLAYED_RATE], PLAYED_RATE)
+    except DataError as error:
+        return PromptPart("", f"[{named}, not played: {error}]")
+    cut = len(samples) > PLAYED_SECONDS * PLAYED_RATE
+    url = f"data:audio/mpeg;base64,{base64.b64encode(small).decode()}"
+    return PromptPart("", f"[{named}{f', {PLAYED_SECONDS} of them here' if cut else ''}]", sound=url)
 
 
 def _encoded(image: Any, kind: str) -> bytes:

@@ -105,9 +105,10 @@ class Shown:
     def whole_prompt(self, p: int) -> dict[str, Any]:
         """All messages of a prompt, in order."""
         left, parts = WHOLE_PROMPT_CHARACTERS, []
-        for part in prompt_parts(self.rollouts.prompts[p], runs=self.runs(p)):
+        for part in prompt_parts(self.rollouts.prompts[p], runs=self.runs(p), played=True):
             text = visible(cut(part.text, max(0, left)))
-            parts.append({"role": visible(part.role), "text": text, "image": part.image, "tokens": part.tokens})
+            told = {"role": visible(part.role), "text": text, "image": part.image, "tokens": part.tokens}
+            parts.append(told | ({"sound": part.sound} if part.sound else {}))
             left -= len(part.text)
         return {"p": p, "parts": parts}
 

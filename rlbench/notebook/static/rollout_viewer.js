@@ -227,7 +227,7 @@ function fillPrompt(node, p, rows, look) {
     return;
   }
   let before = "";
-  for (const { role, text, image, tokens } of messages) {
+  for (const { role, text, image, tokens, sound } of messages) {
     if (role && role !== before) {
       add(whole, "span", "role", role);
     }
@@ -237,6 +237,10 @@ function fillPrompt(node, p, rows, look) {
       enlarges(addPicture(whole, shown, LARGER, look.sized), look);
     } else {
       add(whole, "span", "said", text);
+    }
+    if (sound?.startsWith("data:audio/mpeg;")) {
+      const player = add(whole, "audio", "sound");
+      Object.assign(player, { controls: true, preload: "metadata", title: text, src: sound });
     }
   }
 }
