@@ -477,3 +477,20 @@ def test_a_click_on_a_token_continues_from_it_and_the_continuations_stand_below(
     waited("session 'forks' is closed")
     assert cell.locator(".forksaid.bad").count() == 1
     assert "↳ from token" in str(notebook.save().cells[1].outputs)
+
+
+def test_a_sound_is_played_in_the_whole_prompt(open_viewer, repository):
+    cell = """
+tone = 0.5 * np.sin(2 * np.pi * 440 * np.arange(24_000) / 16_000)
+chat = [{"role": "user", "content": [{"type": "audio", "audio": (tone, 16_000)}, {"type": "text", "text": "what?"}]}]
+written([Prompt(chat), Prompt("no sound")], [["bell", "horn"], ["a", "b"]])
+"""
+    notebook = open_viewer(cell)
+    shown = notebook.cell(1)
+    shown.locator(".head .spell").first.click()
+    player = shown.locator(".whole audio")
+    player.wait_for()
+    known = "p => new Promise(done => p.readyState ? done(p.duration) : p.onloadedmetadata = () => done(p.duration))"
+    assert 1.4 < player.evaluate(known) < 1.7
+    assert "[sound, 1.5 s at 16000 Hz]" in shown.locator(".whole").inner_text()
+    notebook.page.screenshot(path=repository / "build" / "browser" / "sound.png")
