@@ -63,12 +63,7 @@ SOUND = MediaKind(
     "<audio>",
     EncodedSound.from_any,
 )
-IMAGE_COLUMNS, SOUND_COLUMNS = IMAGE.columns, SOUND.columns
-
-
-def is_image_part(part: Any) -> bool:
-    """Whether a part of a message is an image or its placeholder."""
-    return IMAGE.is_part(part)
+IMAGE_COLUMNS = IMAGE.columns
 
 
 def by_kind(media: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
@@ -170,7 +165,7 @@ def without_images(content: Any) -> Any:
     """Return messages, or parts of one, with placeholders for images; anything else as it is."""
     if not isinstance(content, list | tuple) or not all(isinstance(one, Mapping) for one in content):
         return content
-    return [IMAGE.placeholder if is_image_part(one) else _cleared(one, IMAGE) for one in content]
+    return [IMAGE.placeholder if IMAGE.is_part(one) else _cleared(one, IMAGE) for one in content]
 
 
 def _read(values: Sequence[Any], fetch: bool, kind: MediaKind[Media]) -> tuple[Media, ...]:

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 
+HEARING = ("qwen2_audio",)
+"""Families whose sounds are read here as on the ranks; of others that hear, text alone."""
+
+
 class PromptMedia:
     """The images or sounds of a call, by prompt. `rows`: token ids of its prompts, in which those of images are
     expanded in place once they are asked for, one token for each that the model sees; `limit`: tokens a row may have
@@ -48,9 +52,8 @@ class PromptMedia:
         image that cannot be decoded or processed, and for token ids that have other places than there are images."""
         if not self._media or not self._media[index]:
             if self._what == "prompt" and self.place in self._rows[index]:
-                name = model_kind(self._engine).name
-                article = "an" if name[0] in "aeiou" else "a"
-                raise DataError(f"{self._what} {index} holds the model's token for {article} {name}, and has none")
+                one = "a sound" if model_kind(self._engine) is SOUND else "an image"
+                raise DataError(f"{self._what} {index} holds the model's token for {one}, and has none")
             return None
         held, ids, what = self._media[index], self._rows[index], f"{self._what} {index}"
         bare = collapsed(ids, self.place)
@@ -194,10 +197,7 @@ def probe_row(engine: LLMEngine, limit: int) -> list[int] | None:
 
 def model_kind(engine: LLMEngine) -> MediaKind[Any]:
     """Return what a model takes beside text: sounds, or images; images of one that takes text alone."""
-    if not engine.model_config.is_multimodal_model:
-        return IMAGE
-    limits = engine.renderer.get_mm_processor().info.allowed_mm_limits
-    return SOUND if SOUND.place in limits and IMAGE.place not in limits else IMAGE
+    return SOUND if engine.model_config.hf_config.model_type in HEARING else IMAGE
 
 
 def kind_of(media: Sequence[EncodedMedia]) -> MediaKind[Any]:
