@@ -17,7 +17,8 @@ from typing import Any
 
 from rlbench import rl
 from rlbench.data.prompts.sampling import DEFAULT_MAX_TOKENS
-from rlbench.options import ALIASES, defaults
+from rlbench.option_names import ALIASES
+from rlbench.options import defaults
 from rlbench.session.options import Inference, Train
 from rlbench.strategies.options.config import StrategyConfig
 from rlbench.trainers.models.lora import Lora
