@@ -130,12 +130,16 @@ class model(Scorer):
             from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
             from rlbench.rewards.seeing_classifier import seeing_classifier
+            from rlbench.rewards.shaped_head import HeadShape, shaped_classifier
 
             device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
             try:
                 tokenizer = AutoTokenizer.from_pretrained(self.path)
-                seeing = seeing_classifier(AutoConfig.from_pretrained(self.path))
-                model, report = (seeing or AutoModelForSequenceClassification).from_pretrained(
+                config = AutoConfig.from_pretrained(self.path)
+                seeing = kind = seeing_classifier(config)
+                if not HeadShape.of(config).plain:
+                    kind = shaped_classifier(seeing or AutoModelForSequenceClassification._model_mapping[type(config)])
+                model, report = (kind or AutoModelForSequenceClassification).from_pretrained(
                     self.path, dtype=getattr(torch, self.dtype), output_loading_info=True
                 )
             except (OSError, ValueError) as error:
@@ -167,6 +171,8 @@ class model(Scorer):
             raise DataError(f"model: output={self.output}, but {self.path} gives {outputs} numbers, counted from 0")
 
     def _forward(self, rows: Sequence[Sequence[int]], images: Sequence[Sequence[EncodedImage]]) -> list[float]:
+        from rlbench.rewards.shaped_head import SHAPED, scores_at_the_ends
+
         model, _, reader = self._load()
         if reader is not None:
             logits = reader.outputs(rows, images)
@@ -174,8 +180,12 @@ class model(Scorer):
             padding = padding_for(rows, padding_token(model))
             ids, mask = padded(rows, padding)
             device = next(model.parameters()).device
-            with padding_is(model, padding):
-                logits = model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
+            ids, mask = ids.to(device), mask.to(device)
+            if hasattr(model, SHAPED):
+                logits = scores_at_the_ends(model, ids, mask)
+            else:
+                with padding_is(model, padding):
+                    logits = model(input_ids=ids, attention_mask=mask).logits
         return [float(v) for v in logits[:, self.output or 0].float().cpu()]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -37,6 +37,8 @@ class SeeingReader:
         import torch
         from torch.nn.functional import linear
 
+        from rlbench.rewards.shaped_head import SHAPED, scores_at_the_ends
+
         device = next(self._model.parameters()).device
         ids, mask = padded(rows, 0)
         pixels = [[self._pixels.read(image) for image in own] for own in images]
@@ -48,6 +50,9 @@ class SeeingReader:
             inputs["image_grid_thw"] = torch.stack([grid for _, grid in flat])
         inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
         with placeholders_at(self._model.base_model, held.to(device)):
+            if hasattr(self._model, SHAPED):
+                shaped = {name: inputs.pop(name) for name in ("input_ids", "attention_mask")}
+                return scores_at_the_ends(self._model, shaped["input_ids"], shaped["attention_mask"], **inputs)
             states = self._model.base_model(**inputs, use_cache=False).last_hidden_state
         last = states[torch.arange(len(rows), device=device), mask.sum(1).to(device) - 1]
         return linear(last.float(), self._model.score.weight.float())

@@ -87,7 +87,8 @@ def _policy(role: str, path: str, options: SessionOptions, link: Link) -> Engine
     train = options.train
     spec = PolicySpec(path, role == "actor", **train.only(OptimizerOptions))
     if options.kind == REWARD:
-        spec = RewardSpec(path, head_seed=options.seed, **train.only(OptimizerOptions))
+        read: dict[str, Any] = {"pooling": options.pooling, "probing_layer": options.probing_layer}
+        spec = RewardSpec(path, head_seed=options.seed, **read, **train.only(OptimizerOptions))
     chosen = train.only(RankOptions)
     if role != "actor":
         chosen.pop("router_replay", None)  # a reference, or a teacher, routes by itself

@@ -26,6 +26,7 @@ from rlbench.session.options import REWARD, SessionOptions, Train, model_at
 from rlbench.session.planning.check import need_room
 from rlbench.session.training import pair_evaluation, reward_steps
 from rlbench.session.verb import direct, verb
+from rlbench.trainers.models.policy_spec import RewardSpec
 
 if TYPE_CHECKING:
     from rlbench.data.rollouts.rollout import Rollout
@@ -48,6 +49,10 @@ class RewardModel(Handle, Scorer):
         name: as of `rb.Session`.
         train: `rb.Train(lr=1e-5, shards=2, lora=rb.Lora(rank=16))`: how it is trained, and on how many ranks.
         seed: of the head, where the model has none, and of the ranks.
+        pooling: what the head reads: "last", the response's last token, or "attention", all tokens up to it, pooled by
+            a learned query; None: as the model's head does, which without one is "last".
+        probing_layer: of which layer, counted as transformers' `hidden_states` (0: the embedding); None: as the model's
+            head does, else -1, the last. The layers above it are kept, and do not train.
         lease_s, park, undo: as of `rb.Session`.
     """
 
@@ -58,6 +63,8 @@ class RewardModel(Handle, Scorer):
         *,
         train: Train | dict[str, Any] | None = None,
         seed: int = 0,
+        pooling: str | None = None,
+        probing_layer: int | None = None,
         lease_s: float | None = None,
         park: bool | None = None,
         undo: int | None = None,
@@ -72,7 +79,10 @@ class RewardModel(Handle, Scorer):
         with starting(f"reward model {named}"):
             path = model_at(named)
             building.check_models(path, classifiers=True)
-            options = SessionOptions(named, path, seed, train, undo=undo, kind=REWARD)
+            read: dict[str, Any] = {"pooling": pooling, "probing_layer": probing_layer}
+            if any(value is not None for value in read.values()):
+                RewardSpec(path, **read).shape()  # or it is refused before anything is started
+            options = SessionOptions(named, path, seed, train, undo=undo, kind=REWARD, **read)
             self._hold(opened(options, name, lease_s, park, need_room))
 
     # -- verbs

@@ -136,6 +136,40 @@ def test_conversations_are_read_by_its_template_with_their_images(eyes: str, bat
     assert (np.abs(moved) > 1e-4).tolist() == [True, True, False, False, False, False], "it looks at them"
 
 
+def test_a_head_that_pools_another_layer_reads_images_as_well(eyes: str, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoConfig, AutoProcessor
+
+    from rlbench.rewards.shaped_head import HeadShape, ShapedHead
+
+    reference, config, shape = Reference(eyes), AutoConfig.from_pretrained(eyes), HeadShape("attention", 1)
+    shape.put(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        head = ShapedHead(config.get_text_config().hidden_size, 1, shape)
+        for parameter in head.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+    weights = {n: t for n, t in load_file(Path(eyes) / "model.safetensors").items() if n != "score.weight"}
+    weights |= {f"shaped_score.{n}": p.detach() for n, p in head.named_parameters()}
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    config.save_pretrained(tmp_path)
+    AutoProcessor.from_pretrained(eyes).save_pretrained(tmp_path)
+
+    def pooled(inputs: Any) -> float:
+        with torch.no_grad():
+            states = reference.backbone(**inputs, output_hidden_states=True).hidden_states[1][0]
+            keys, values = (part(states).unflatten(1, (4, -1)) for part in (head.key, head.value))
+            weighed = torch.einsum("thd,hd->th", keys, head.query.unflatten(0, (4, -1))) / keys.shape[-1] ** 0.5
+            return float(head.weight @ torch.einsum("th,thd->hd", weighed.softmax(0), values).flatten())
+
+    reference.inputs = pooled  # type: ignore[method-assign]
+    rollouts = pictured()
+    wanted = [reference.messages(r.messages, r.images) for r in rollouts.flat]
+    np.testing.assert_allclose(rollouts.score(model(tmp_path, device="cpu")).rewards, wanted, atol=1e-5)
+    assert len(set(np.round(wanted, 4))) == 6
+
+
 def test_an_environments_image_stands_in_the_conversation(eyes: str) -> None:
     rollouts = pictured()
     said = [

@@ -50,12 +50,15 @@ OTHER_VALUES: dict[str, str] = {
     "max_length": "64",
     "token_budget": "64",
     "loss": "dapo",
+    "pooling": "attention",
+    "probing_layer": "3",
     "template": '{"mood":"!"}',
     "tools": '[{"name":"look"}]',
     "no_signal": "skip",
     "reward_failures": "0.5",
 }
 OF_TEXTS = ("data", "max_length", "token_budget")
+OF_REWARDS = ("pooling", "probing_layer")
 
 
 REFUSED_WHEN_SET = {"fsdp", "zero_stage", "zpg", "grad_accum_dtype", "overlap_comm", "local_rank"}
@@ -69,7 +72,7 @@ def run(*line: str, method: str = "grpo") -> RunConfig:
 
 def method_of(name: str) -> str:
     """A method with which the option has an effect."""
-    return "sft" if name in OF_TEXTS else "distill" if name == "teacher" else "grpo"
+    return "reward" if name in OF_REWARDS else "sft" if name in OF_TEXTS else "distill" if name == "teacher" else "grpo"
 
 
 def words(name: str) -> list[str]:

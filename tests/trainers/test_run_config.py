@@ -334,6 +334,8 @@ def test_a_method_on_texts_takes_what_acts_on_texts_and_no_other_takes_that() ->
         ("grpo", "--token_budget 64", "token_budget has no effect with grpo"),
         ("grpo", "--data d.jsonl", "data has no effect with grpo"),
         ("reward", "--replicas 2", "replicas has no effect with reward"),
+        ("sft", "--pooling attention", "pooling has no effect with sft: it is of reward"),
+        ("grpo", "--probing_layer 3", "probing_layer has no effect with grpo: it is of reward"),
         ("reward", "--head plain", "no vocabulary"),
         ("sft", "--teacher a/model", "teacher has no effect with sft"),
         ("grpo", "--teacher a/model", "teacher has no effect with grpo"),

@@ -151,7 +151,10 @@ def session_options(config: RunConfig, on_gpu: bool) -> dict[str, Any]:
     elif "bf16" in config.given:
         policy["bf16"] = options.bf16
         engine["dtype"] = "bfloat16" if options.bf16 else "float32"
-    return {"model": run.pretrain, "train": Train(**policy), "inference": Inference(**engine), "seed": options.seed}
+    asked = {"pooling": run.pooling, "probing_layer": run.probing_layer}  # of a reward model alone
+    head = {name: value for name, value in asked.items() if value is not None}
+    made = {"train": Train(**policy), "inference": Inference(**engine), "seed": options.seed}
+    return {"model": run.pretrain, **made, **head}
 
 
 def frozen(config: RunConfig) -> list[str]:

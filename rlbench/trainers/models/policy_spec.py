@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from rlbench.errors import BuildError
 from rlbench.options import Options, section
 from rlbench.trainers.models.lora import Lora
+
+if TYPE_CHECKING:
+    from rlbench.rewards.shaped_head import HeadShape
 
 TASK = re.compile(r"For[A-Z]\w*$")
 """What transformers' classes say they are for; a class of the user's own need not."""
@@ -54,16 +58,41 @@ class PolicySpec(OptimizerOptions, kw_only=False):
 
 
 class RewardSpec(PolicySpec, kw_only=False):
-    """A reward model from a causal language model, or from one with a scalar head; `head_seed` draws a head that the
-    checkpoint lacks."""
+    """A reward model from a causal language model, or from one with a scalar head.
+
+    `head_seed` draws a head that the checkpoint lacks; `pooling` and `probing_layer` say what it reads (`HeadShape`),
+    None: as the checkpoint's does, or the last token of the last layer.
+    """
 
     head_seed: int = 0
+    pooling: str | None = None
+    probing_layer: int | None = None
 
     def __call__(self) -> Any:
         """Make the module, on meta."""
         from rlbench.trainers.models.reward_heads import make_trained_reward
 
         return make_trained_reward(self)
+
+    def shape(self) -> HeadShape:
+        """Return what the head reads. Raises BuildError where the checkpoint has a head that reads otherwise."""
+        from rlbench.rewards.shaped_head import HeadShape
+        from rlbench.trainers.models.policy_module import config_of
+
+        config = config_of(self.path, self.revision)
+        there = HeadShape.of(config)
+        asked: dict[str, Any] = {"pooling": self.pooling, "probing_layer": self.probing_layer}
+        given = {name: value for name, value in asked.items() if value is not None}
+        wanted = replace(there, **given)
+        wanted.check(config)
+        trained = any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+        if trained and wanted != there:
+            raise BuildError(
+                f"{self.path!r} has a head already, with pooling={there.pooling!r} and probing_layer="
+                f"{there.probing_layer}: leave {' and '.join(given)} out to go on from it, or begin from the language "
+                "model"
+            )
+        return wanted
 
 
 def check_unquantised(path: str, quantization: Any) -> None:

@@ -55,12 +55,19 @@ class TrainedReward(RewardModel, TrainedPolicy):
 
 def make_trained_reward(spec: RewardSpec) -> Any:
     """Make the module of `spec` on meta; it is saved as the sequence classifier of transformers that it is."""
-    module = make_scalar(TrainedReward, spec.path, spec.dtype, HEAD, spec.head_seed, spec.revision)
+    shape = spec.shape()
+    module = make_scalar(TrainedReward, spec.path, spec.dtype, HEAD, spec.head_seed, spec.revision, shape)
     module.spec = spec
     module.config.architectures = [transformers_class(module).__name__]  # type: ignore[union-attr]
     _choose_padding(module.config, spec)
-    as_trained(module, spec, whole=(HEAD,))
+    as_trained(module, spec, whole=_linear_parts(module))
     return module
+
+
+def _linear_parts(module: Any) -> tuple[str, ...]:
+    """Name the head and the linear layers in it."""
+    head = module.get_submodule(module.head_name)
+    return tuple(f"{module.head_name}.{name}".rstrip(".") for name, _ in head.named_modules())
 
 
 def _choose_padding(config: Any, spec: RewardSpec) -> None:

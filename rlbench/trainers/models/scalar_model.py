@@ -1,11 +1,12 @@
 """A checkpoint's backbone under a head that gives one number per token: what critics and reward models share.
 
 It is transformers' own sequence classification architecture with one label, so that transformers loads what is saved;
-of vision-language models, for which it has none, `seeing_classifier`.
+of vision-language models, for which it has none, `seeing_classifier`. A head that reads otherwise is a `ShapedHead`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -19,6 +20,7 @@ from rlbench.errors import BuildError
 from rlbench.nn import HuggingFaceFsdp2TrainModule
 from rlbench.nn.lora import Adapted, plain_name
 from rlbench.rewards.seeing_classifier import seeing_classifier
+from rlbench.rewards.shaped_head import SHAPED, HeadShape, ShapedHead, shaped_classifier
 from rlbench.strategies.memory.offloading import HALF
 from rlbench.strategies.sharding.materialize import full_shapes
 from rlbench.strategies.sharding.sources import TensorSource, initialised, loaded_silently, open_source
@@ -54,48 +56,81 @@ class ScalarHeadModel(HuggingFaceFsdp2TrainModule):
     ) -> Tensor:
         """Return the head's numbers (P,) float32, at `positions` (P,) of the flattened `input_ids`; None: at all.
         `images`: those of a model that sees, as `ImageReader` lays them out."""
-        backbone = getattr(self, self.base_model_prefix)
+        backbone, head = getattr(self, self.base_model_prefix), shaped_head(self)
         offered = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
-        found = backbone(input_ids=input_ids, **taken_by(backbone.forward, offered), **images)
-        states = found.last_hidden_state.flatten(0, 1)
-        states = states if positions is None else states[positions]
+        more = {} if head is None else head.backbone_options
+        found = backbone(input_ids=input_ids, **taken_by(backbone.forward, offered), **more, **images)
+        states = found.last_hidden_state if head is None else head.states_of(found)
         self.in_half = states.dtype in HALF or _autocasts(states)
         with _as_written(states):  # returns need more digits than half precision has
-            return linear(states.float(), self.score.weight.float())[:, 0]
+            read = states.flatten(0, 1) if head is None else head.read(states, _starts(attention_mask, position_ids))
+            read = read if positions is None else read[positions]
+            return linear(read.float(), self.score.weight.float())[:, 0] if head is None else head(read)[:, 0]
 
     def materialization_source(self) -> Any:
         """Return the backbone's weights from the checkpoint, one at a time; the head's from there or drawn."""
         path = super().materialization_source()
         source = open_source(path, full_shapes(self), self._source_revision, 0)
         head, found = self._sorted(source)
-        if head is None and self.head_seed is None:
+        held = full_shapes(self)
+        own = {name for name in held if name.startswith(f"{self.head_name}.")}
+        if not head and self.head_seed is None:
             raise BuildError(
                 f"{path} holds no {self.checkpoint_head}.weight: give a reward model's checkpoint, the head's name "
                 "there (value_head_prefix), or seed=… for a head drawn at random."
             )
-        held = full_shapes(self)
-        wanted = {plain_name(name) for name in held} - {f"{HEAD}.weight"} - Adapted.of(self).adapter_names()
+        wanted = {plain_name(name) for name in held} - own - Adapted.of(self).adapter_names()
         if wanted - found.keys() or found.keys() - held.keys():
-            found = _through_transformers(source, self.base_model_prefix, (*OUTPUT_LAYERS, *([head] if head else [])))
-        read_head = self._drawn_head if head is None else partial(source.read, head)
-        return {name: read for name, read in found.items() if name != f"{HEAD}.weight"} | {f"{HEAD}.weight": read_head}
+            found = _through_transformers(source, self.base_model_prefix, (*OUTPUT_LAYERS, *head.values()))
+        read_head = {n: partial(source.read, head[n]) if n in head else partial(self._drawn, n) for n in own}
+        return {name: read for name, read in found.items() if name not in own} | read_head
 
-    def _sorted(self, source: TensorSource) -> tuple[str | None, dict[str, Callable[[], Tensor]]]:
-        """Return the head's name in the source, and the rest by the module's own names."""
-        heads = [name for name in (f"{self.checkpoint_head}.weight", f"{HEAD}.weight") if name in source.names]
+    def _sorted(self, source: TensorSource) -> tuple[dict[str, str], dict[str, Callable[[], Tensor]]]:
+        """Return the names of the head's parameters in the source by the module's own, and the rest by those."""
         held, prefix = full_shapes(self), f"{self.base_model_prefix}."
+        heads = [name for name in (f"{self.checkpoint_head}.weight", f"{HEAD}.weight") if name in source.names]
+        head = {f"{HEAD}.weight": heads[0]} if heads and self.head_name == HEAD else {}
+        if self.head_name == SHAPED:
+            head = {name: name for name in source.names if name.startswith(f"{SHAPED}.")}
         found: dict[str, Callable[[], Tensor]] = {}
         for name in source.names:
-            if name not in heads and not name.startswith(OUTPUT_LAYERS):
+            if name not in heads and name not in head and not name.startswith(OUTPUT_LAYERS):
                 own = name if name in held or prefix + name not in held else prefix + name
                 found[own] = partial(source.read, name)
-        return (heads[0] if heads else None), found
+        return head, found
 
-    def _drawn_head(self) -> Tensor:
-        """Draw from a normal of deviation 1 / (width + 1): values begin near 0, alike on any number of ranks."""
-        shape = full_shapes(self)[f"{HEAD}.weight"]
-        fill = partial(nn.init.normal_, mean=0.0, std=1.0 / (shape[-1] + 1))
-        return initialised(f"{HEAD}.weight", fill, shape, self.head_seed or 0)
+    @property
+    def head_name(self) -> str:
+        """What the head is called in the module."""
+        return HEAD if shaped_head(self) is None else SHAPED
+
+    def _drawn(self, name: str) -> Tensor:
+        """Draw a parameter of the head, alike on any number of ranks.
+
+        Its own weight is of deviation 1 / (width + 1): values begin near 0. Of attention pooling the query is of 0.02,
+        keys and values are as torch draws linear layers.
+        """
+        shape = full_shapes(self)[name]
+        fill: Callable[[Tensor], Any] = partial(nn.init.normal_, mean=0.0, std=1.0 / (shape[-1] + 1))
+        if name.endswith(".query"):
+            fill = partial(nn.init.normal_, mean=0.0, std=0.02)
+        elif name.endswith((".key.weight", ".value.weight")):
+            fill = partial(nn.init.kaiming_uniform_, a=math.sqrt(5))
+        return initialised(name, fill, shape, self.head_seed or 0)
+
+
+def shaped_head(module: nn.Module) -> ShapedHead | None:
+    """Return the head of a module that has one which is not plain."""
+    head = getattr(module, SHAPED, None)
+    return head if isinstance(head, ShapedHead) else None
+
+
+def _starts(attention_mask: Tensor | None, position_ids: Tensor | None) -> Tensor | None:
+    """Where sequences begin that are packed into one row, (T,) bool: at position 0, in each of its dimensions; None of
+    padded rows."""
+    if attention_mask is not None or position_ids is None:
+        return None
+    return (position_ids == 0).reshape(-1, position_ids.shape[-1]).all(0)
 
 
 def _autocasts(states: Tensor) -> bool:
@@ -115,8 +150,12 @@ def make_scalar(
     head: str,
     seed: int | None,
     revision: str | None,
+    shape: HeadShape | None = None,
 ) -> Any:
-    """Make a module of `kind` on meta; `strategy.prepare_model` or `strategy.load_ckpt` gives it its weights."""
+    """Make a module of `kind` on meta; `strategy.prepare_model` or `strategy.load_ckpt` gives it its weights.
+
+    `shape`: of its head; None: what the checkpoint names.
+    """
     from transformers import AutoModelForSequenceClassification
 
     config = config_of(path, revision)
@@ -128,10 +167,14 @@ def make_scalar(
     )
     if architecture is None:
         raise headless
+    shape = HeadShape.of(config) if shape is None else shape
+    shape.put(config)
+    config.num_labels = 1
+    architecture = architecture if shape.plain else shaped_classifier(architecture)
     cls: Any = type(f"{kind.__name__}{architecture.__name__}", (kind, architecture), {"__module__": __name__})
-    module = on_meta(cls, path, dtype, num_labels=1, revision=revision)
+    module = on_meta(cls, path, dtype, config=config, revision=revision)
     head_layer = getattr(module, HEAD, None)
-    if not isinstance(head_layer, nn.Linear) or head_layer.bias is not None:
+    if shape.plain and (not isinstance(head_layer, nn.Linear) or head_layer.bias is not None):
         raise headless
     module.checkpoint_head, module.head_seed = head, seed
     return module

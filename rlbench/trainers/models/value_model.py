@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 from rlbench.data.batches.batch import TrainBatch
 from rlbench.errors import DataError, EngineError
+from rlbench.rewards.shaped_head import ATTENTION
 from rlbench.strategies.ranks.sequence import ALONE, SequenceGroup
-from rlbench.trainers.models.scalar_model import HEAD, ScalarHeadModel, make_scalar
+from rlbench.trainers.models.scalar_model import HEAD, ScalarHeadModel, make_scalar, shaped_head
 from rlbench.trainers.passes.balancing import balanced
 from rlbench.trainers.passes.forward import as_batch, differs, evaluating, probe_of, taken_by, vocabulary_of
 from rlbench.trainers.passes.images import ImageReader
@@ -148,6 +149,8 @@ def prove_packing(critic: Any, device: torch.device, ranks: SequenceGroup = ALON
 def why_unpacked(critic: Any, device: torch.device, ranks: SequenceGroup = ALONE) -> str:
     """Return why the values of two short sequences are others packed, or split; "" where they are the same, which the
     critic then knows; collective."""
+    if ranks.size > 1 and pools(critic):
+        return f"{type(critic).__name__} pools whole sequences by attention, of which such ranks hold parts"
     probe = probe_of(np.arange(int(vocabulary_of(critic) or 1)))
     found = []
     with evaluating(critic):
@@ -161,6 +164,12 @@ def why_unpacked(critic: Any, device: torch.device, ranks: SequenceGroup = ALONE
         return f"{said}: its layers look across sequences"
     critic.packing_proved = True
     return ""
+
+
+def pools(critic: nn.Module) -> bool:
+    """Tell whether its head reads all tokens up to one."""
+    head = shaped_head(critic)
+    return head is not None and head.shape.pooling == ATTENTION
 
 
 def values_at(critic: nn.Module, inputs: ModelInputs) -> Tensor:

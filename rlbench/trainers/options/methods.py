@@ -55,6 +55,8 @@ METHODS[REWARD] = {"packing": True}  # there is no vocabulary
 OVERLONG_SHARE = 5
 OF_TEXT_RUNS = ("data", "max_length")
 """Options of `rlbench train` that have an effect with methods on texts alone."""
+OF_REWARD_RUNS = ("pooling", "probing_layer")
+"""And of a reward model's head."""
 OF_ALL_RUNS = (
     *("pretrain", "lora_rank", "lora_alpha", "lora_targets", "lora_dropout", "shards", "replicas", "kv_cache_bytes"),
     *("eval_data", "eval_split", "max_eval_samples", "prompt_split", "max_samples", "apply_chat_template"),
@@ -111,8 +113,10 @@ def check_of_method(method: str, given: Mapping[str, Any], run: bool = False) ->
         raise OptionError("kl_coef=0 leaves nothing of the teacher: it weighs what the policy learns from it.")
     if method == REWARD and (idle := [name for name in given if name in OF_REPLICAS]):
         raise OptionError(f"{idle[0]} has no effect with {REWARD}: a reward model has no vocabulary and no replicas.")
+    if method != REWARD and (idle := [name for name in given if name in OF_REWARD_RUNS]):
+        raise OptionError(f"{idle[0]} has no effect with {method}: it is of {REWARD}.")
     if method in TEXTS:
-        check_of_texts(given, also=(*OF_ALL_RUNS, *OF_TEXT_RUNS) if run else ())
+        check_of_texts(given, also=(*OF_ALL_RUNS, *OF_TEXT_RUNS, *OF_REWARD_RUNS) if run else ())
     elif idle := [name for name in given if name in {*options_in(TextConfig), *OF_TEXT_RUNS}]:
         raise OptionError(f"{idle[0]} has no effect with {method}: it is of methods on texts ({', '.join(TEXTS)}).")
 

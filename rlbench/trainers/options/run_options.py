@@ -64,6 +64,15 @@ class RunOptions(Options):
         choices=("nf4", "int8"),
     )
     value_head_prefix: str = models("score", "what the critic's head is called in its checkpoint", needs=NO_CRITIC)
+    pooling: str | None = models(
+        None,
+        "of reward: what the head reads, the last token or all up to it, pooled by a learned query; None: as the "
+        "model's head does, else last",
+        choices=("last", "attention"),
+    )
+    probing_layer: int | None = models(
+        None, "of reward: the layer that the head reads, 0 the embedding, -1 the last; None: as the model's head does"
+    )
     reference_shard_size: int | None = models(
         None, "ranks over which the reference's parameters are split, a divisor of them; None: all", least=1
     )
