@@ -2,11 +2,14 @@
 
 import gc
 
-import peft  # noqa: F401
-import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+gc.disable()  # a third of the time would go to looking for garbage, of which imports make little
 
-import rlbench.dispatch.context
-import rlbench.workers.train.rank  # noqa: F401
+import peft  # noqa: E402, F401
+import transformers.models.qwen2.modeling_qwen2  # noqa: E402, F401
+
+import rlbench.dispatch.context  # noqa: E402
+import rlbench.workers.train.rank  # noqa: E402, F401
 
 gc.collect()
 gc.freeze()  # what is collected is written to, and so copied into each rank
+gc.enable()
