@@ -85,24 +85,30 @@ def loaded(hub: FakeHub, home: Path, pushed: list[tuple[str, str | None]], row: 
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("way", ["xet", "large files", "one commit"])
 def test_what_was_pushed_gives_its_loader_the_trainers_logprobs(
-    way: str, hub: FakeHub, adapted: Any, row: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: FakeHub, adapted: Any, row: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", way == "large files")  # as of a client without hf_xet
-    hub.large = way != "one commit"
-    merged = adapted.push_to_hub("someone/merged", private=True)
-    alone = adapted.push_to_hub("adapter", adapter=True, commit_message="as said")
-    assert (merged.path, alone.path) == (f"{hub.url}/someone/merged", f"{hub.url}/someone/adapter")
-    assert hub.private == {"someone/merged": True, "someone/adapter": False}
-    assert hub.commits == [f"step 1 of rlbench session {adapted.name}", "as said"]
-    assert set(hub.repos["someone/adapter"]) == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
-    assert set(merged.files) == set(hub.repos["someone/merged"]) > {"config.json", "tokenizer.json"}
-    assert alone.bytes < merged.bytes / 4
-    assert (bool(hub.objects), hub.store.exists()) == (way == "large files", way == "xet")
-    pushed = [("someone/merged", None), ("someone/adapter", adapted.options.path)]
+    """By xet, as large files, and in one commit: one process loads what came of all three."""
+    pushed: list[tuple[str, str | None]] = []
+    for way in ("xet", "large-files", "one-commit"):
+        objects, stored = len(hub.objects), len(list(hub.store.rglob("*")))
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", way == "large-files")  # as of a client without hf_xet
+        hub.large = way != "one-commit"
+        merged = adapted.push_to_hub(f"someone/{way}", private=True)
+        alone = adapted.push_to_hub(f"{way}-adapter", adapter=True, commit_message="as said")
+        names = f"someone/{way}", f"someone/{way}-adapter"
+        assert (merged.path, alone.path) == tuple(f"{hub.url}/{name}" for name in names)
+        assert [hub.private[name] for name in names] == [True, False]
+        assert hub.commits[len(pushed) :] == [f"step 1 of rlbench session {adapted.name}", "as said"]
+        assert set(hub.repos[names[1]]) == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+        assert set(merged.files) == set(hub.repos[names[0]]) > {"config.json", "tokenizer.json"}
+        assert alone.bytes < merged.bytes / 4
+        assert (len(hub.objects) > objects) == (way == "large-files")
+        assert (len(list(hub.store.rglob("*"))) > stored) == (way == "xet")
+        pushed += [(names[0], None), (names[1], adapted.options.path)]
+    assert len(hub.repos) == len(pushed) == 6
     found = loaded(hub, tmp_path / "home", pushed, row)
-    np.testing.assert_allclose(found, [adapted.logprobs(row)] * 2, atol=1e-4)
+    np.testing.assert_allclose(found, [adapted.logprobs(row)] * 6, atol=1e-4)
 
 
 def test_sessions_go_on_from_what_was_pushed(hub: FakeHub, adapted: Any, row: Any, tmp_path: Path) -> None:
