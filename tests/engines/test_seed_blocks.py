@@ -301,13 +301,24 @@ def test_a_script_under_torchrun_uses_the_replicas_of_a_session(session, tmp_pat
     assert before.samples == after.samples == 1
 
 
-@pytest.mark.parametrize(
-    ("named", "said"),
-    [("absent", "RLBENCH_SESSION=absent: no such session runs; there are"), ("", "RLBENCH_SESSION=demo")],
-    ids=["that does not run", "that nobody named"],
-)
-def test_a_script_that_finds_no_session_is_told_how(session, tmp_path, named, said):
+def test_a_script_that_finds_no_session_is_told_how(session, tmp_path):
+    """One process asks for a session that does not run, goes on, and asks for one that nobody named."""
     file = tmp_path / "train.py"
-    file.write_text(SCRIPT)
+    setup = 'strategy.setup_inference_engine(args, engine_type="vllm")'
+    assert setup in SCRIPT
+    twice = f"""
+import os
+try:
+    {setup}
+except Exception as error:
+    print(error, file=sys.stderr, flush=True)
+else:
+    sys.exit("it found one")
+os.environ["RLBENCH_SESSION"] = ""
+{setup}"""
+    file.write_text(SCRIPT.replace(setup, twice))
     args = ("--fsdp", "--no-bf16", "--pretrain", session.options.path)
-    assert said in torchrun(file, 1, *args, RLBENCH_SESSION=named).stderr
+    done = torchrun(file, 1, *args, RLBENCH_SESSION="absent")
+    first, _, last = done.stderr.partition("Traceback")
+    assert "RLBENCH_SESSION=absent: no such session runs; there are" in first and "RLBENCH_SESSION=demo" in last
+    assert done.returncode != 0
