@@ -24,6 +24,7 @@ from rlbench.strategies.ranks.control import ControlGroup
 from rlbench.strategies.sharding.preparation import set_dtypes
 from rlbench.strategies.sharding.tensor_parallel import TENSOR, split_layers
 from rlbench.strategies.sharding.unsplit import leave_whole
+from rlbench.weights.gloo import share_devices
 
 TIMEOUT = timedelta(minutes=60)
 manual_transformer_cls_names_to_wrap = [
@@ -185,4 +186,5 @@ def join_ranks(device: RankDevice) -> None:
             f"this process is no rank ({absent[0]} is not set): make the strategy in a %%ranks cell or in "
             "train.run(fn), start the script with torchrun, or take get_fake_strategy(args), which needs no ranks."
         )
+    share_devices()
     dist.init_process_group(timeout=TIMEOUT, **device.group_arguments())

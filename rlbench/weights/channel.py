@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from rlbench.errors import WeightSyncError
 from rlbench.weights.delta import HEAD, Copies, message_bytes
+from rlbench.weights.gloo import device_at
 from rlbench.weights.manifest import Bucket, ChannelInfo, Manifest
 from rlbench.weights.staging import view
 from rlbench.weights.transport import PeerFailed
@@ -232,7 +233,7 @@ def _backend(info: ChannelInfo, store: dist.Store, rank: int, address: str) -> A
             return dist.ProcessGroupNCCL(store, rank, info.world_size, nccl)
     gloo = dist.ProcessGroupGloo._Options()
     gloo._timeout = limit
-    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    gloo._devices = [device_at(address)]
     return dist.ProcessGroupGloo(store, rank, info.world_size, gloo)
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from rlbench.strategies.internals import forget_shardings
 from rlbench.strategies.memory.device import RankDevice
 from rlbench.weights import facts
+from rlbench.weights.gloo import share_devices
 
 KEPT_MARKS = 32
 GIVE_UP_S = 0.5
@@ -56,6 +57,7 @@ class RankGroup:
         store = self._server or dist.TCPStore(*master, self.world_size, is_master=False, timeout=self._timeout)
         self._marks = dist.PrefixStore("calls", store.clone())  # its own connection: a wait must not block collectives
         self._words = store.clone()  # and a third: words are left from a thread of their own
+        share_devices()
         dist.init_process_group(
             store=dist.PrefixStore("group", store),
             rank=self.rank,
@@ -88,8 +90,7 @@ class RankGroup:
         self._marks.set(f"{call}/{self.rank}", "failed" if self.failed else "well")
         marks = [f"{call}/{rank}" for rank in range(self.world_size)]
         try:
-            self._wait_for(marks, timeout_s, given_up)
-            self._some_failed |= b"failed" in map(bytes, self._marks.multi_get(marks))
+            self._some_failed |= b"failed" in self._words_of(marks, timeout_s, given_up)
             own = "go"
         except dist.DistStoreError:
             own = "drop"
@@ -103,14 +104,15 @@ class RankGroup:
         self.failed &= verdict != b"go"  # a call that was dropped ran nowhere
         return verdict == b"go"
 
-    def _wait_for(self, marks: list[str], timeout_s: float, given_up: Callable[[], bool]) -> None:
-        """Wait until all marks are there; DistStoreError if they are not in time, or it was given up."""
+    def _words_of(self, marks: list[str], timeout_s: float, given_up: Callable[[], bool]) -> list[bytes]:
+        """Return what the marks say once all are there; DistStoreError if they are not in time, or it was given up."""
         assert self._marks is not None
         deadline = time.monotonic() + timeout_s
         while True:
             left = deadline - time.monotonic()
             try:
-                return self._marks.wait(marks, timedelta(seconds=max(0.001, min(GIVE_UP_S, left))))
+                self._marks.set_timeout(timedelta(seconds=max(0.001, min(GIVE_UP_S, left))))
+                return list(map(bytes, self._marks.multi_get(marks)))  # which waits for them
             except dist.DistStoreError:
                 if left <= GIVE_UP_S or given_up():
                     raise
