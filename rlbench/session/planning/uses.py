@@ -32,6 +32,8 @@ CONTEXT = 500 * MIB
 HOST_SLACK, HOST_SLACK_LORA = 0.6, 1.3
 """What the C allocator holds beside tensors while a pass makes and frees them, as a share of them, as measured by
 `benchmarks/plan.py`; the second where adapters alone train, in float32."""
+HOST_FIRST_PASS = 7 * MIB
+"""What a first pass leaves there however small it is, as measured by the same."""
 MOMENTS = 2
 BATCHED_TOKENS = 2048
 SAMPLED_COPIES = 3
@@ -309,7 +311,7 @@ def _passes(
     if not request.devices.gpus:
         largest = max(costs.values(), key=lambda owners: sum(owners.values()))
         share = HOST_SLACK_LORA if model.adapters and model.compute_item == 4 else HOST_SLACK
-        slack = {"allocator": round(share * sum(largest.values()))}
+        slack = {"allocator": HOST_FIRST_PASS + round(share * sum(largest.values()))}
         costs = {phase: {**largest, **slack} for phase in ALL_PHASES}
     owners = sorted({owner for found in costs.values() for owner in found})
     phases = {owner: {phase: found.get(owner, 0) for phase, found in costs.items()} for owner in owners}
