@@ -1,7 +1,7 @@
 """An engine's call of an empty method against an empty method of bare Ray actors, on one rank and on two.
 
-Both sides run in one process, in turns: a round is a block of calls of each. The empty method is `eval()`, after which
-the rank also measures its memory.
+Both sides run in one process, in turns: a round is a block of calls of each. After its method, which does nothing, a
+rank counts its memory, as after each one of a user's.
 
     python -m benchmarks.call                 # also: python -m benchmarks.step --call
 """
@@ -32,8 +32,8 @@ class Calls:
 
     def __init__(self) -> None:
         import rlbench as rb
+        from benchmarks.idle_module import IdleModule
         from rlbench import tiny
-        from rlbench.trainers.models.policy_spec import PolicySpec
 
         rb.init()
         import ray  # only now: it reads the cluster's token at its import
@@ -43,13 +43,15 @@ class Calls:
                 pass
 
         bare = ray.remote(num_cpus=0)(Empty)
+        with rb.device("meta"):
+            module = IdleModule.from_pretrained(tiny.ensure())
         self.engines, self.sides = [], {}
         for ranks in (1, 2):
-            engine = rb.TrainEngine(PolicySpec(str(tiny.ensure())), name=f"calls{ranks}")
+            engine = rb.TrainEngine(module, name=f"calls{ranks}")
             engine.build(tensor_parallel_size=ranks, data_parallel_size=1)
             self.engines.append(engine)
             self.sides[f"bare_{ranks}"] = _bare([bare.remote() for _ in range(ranks)])
-            self.sides[f"engine_{ranks}"] = engine.eval
+            self.sides[f"engine_{ranks}"] = engine.nothing
         for call in self.sides.values():
             for _ in range(WARM):
                 call()

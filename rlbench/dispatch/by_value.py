@@ -78,9 +78,18 @@ def _pickled(value: Any, named: bool) -> bytes:
 def _own_modules() -> list[Any]:
     """Return the user's modules; there are thousands of others, and each is looked at once.
 
-    `dict.copy` is one step for the interpreter. `list(….items())` is not: making its pairs may collect garbage, which
-    lets another thread run and import.
+    Nothing is looked at where no module has come: one that has, or has come anew, is the last in `sys.modules`, and
+    what matters of a module is its name. `dict.copy` is one step for the interpreter. `list(….items())` is not: making
+    its pairs may collect garbage, which lets another thread run and import.
     """
+    global _seen
+    seen = (len(sys.modules), next(reversed(sys.modules)))
+    if _seen[0] != seen:
+        _seen = (seen, _looked_through())
+    return _seen[1]
+
+
+def _looked_through() -> list[Any]:
     own = []
     for name, module in sys.modules.copy().items():
         if _others.get(name) is module:
@@ -93,6 +102,7 @@ def _own_modules() -> list[Any]:
 
 
 _others: dict[str, Any] = {}
+_seen: tuple[tuple[int, str], list[Any]] = ((0, ""), [])
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TextIO
 import ray
 
 from rlbench.dispatch import context
-from rlbench.dispatch.protocol import Failure, Progress, Reply, Ticket
+from rlbench.dispatch.protocol import Failure, Progress, Reply, Sent, Ticket
 from rlbench.errors import CallDropped, EngineError, RLBenchError, StaleEpoch, Stopped
 from rlbench.traces import calling_line, user_line
 from rlbench.units import format_bytes
@@ -59,8 +59,10 @@ class Host:
         threading.Thread(target=self._end_when_orphaned, daemon=True).start()
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
-    def call(self, ticket: Ticket, name: str, keywords: tuple[str, ...], *values: Any) -> Reply:
-        """Run `target.name(*values)`, the last `len(keywords)` values by keyword; never raises for the target."""
+    def call(self, sent: Sent, *values: Any) -> Reply | int:
+        """Run the verb of a sent ticket with `values`, the last of them by keyword; never raises for the target.
+        Returns the reply as it travels."""
+        ticket, name, keywords = Ticket.received(sent)
         split = len(values) - len(keywords)
         try:
             self._admit(ticket)
@@ -72,7 +74,7 @@ class Host:
         else:
             reply = self._run(ticket, name, values[:split], dict(zip(keywords, values[split:], strict=True)))
         self._tell_end(ticket, reply)
-        return reply
+        return reply.sent()
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def control(self, name: str, *args: Any) -> Any:

@@ -186,8 +186,8 @@ class Link:
             if track:
                 self.monitor.begin.remote(call_id, what or name, engine, sent, verb_id)
             return [
-                actors[i].call.remote(ticket, name, tuple(calls[i][1]), *calls[i][0], *calls[i][1].values())
-                for i in ranks
+                actors[i].call.remote(ticket.sent(name, named), *values, *named.values())
+                for i, (values, named) in ((i, calls[i]) for i in ranks)
             ]
 
         def again(ranks: Sequence[int]) -> list[Any] | None:

@@ -248,7 +248,7 @@ def _answer(ref: Any) -> Answer:
     import ray
 
     try:
-        return ray.get(ref)
+        return Reply.received(ray.get(ref))
     except ray.exceptions.RayTaskError as error:  # the worker lives: its answer could not be sent
         return Reply(failure=Failure(type(error.cause).__name__, f"{error.cause}", str(error)))
     except ray.exceptions.RayError as error:

@@ -276,9 +276,9 @@ class Engine(ABC):
         self.link.apply()  # refused to a driver that was replaced
         import ray
 
-        ticket = Ticket(self.link.epoch, 0, f"close-{self.name}")
+        sent = Ticket(self.link.epoch, 0, f"close-{self.name}").sent("close")
         try:
-            ray.get([a.call.remote(ticket, "close", ()) for a in self._actors], timeout=20)
+            ray.get([a.call.remote(sent) for a in self._actors], timeout=20)
         except (ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError, WorkerDied):
             pass  # busy or dead already: ending the process frees all but shared files, which the session's end removes
         self.discard()

@@ -7,6 +7,7 @@ from rlbench.nn.base import (
     MethodInfo,
     RankContext,
     callable_methods,
+    callable_names,
     check_module,
     device,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "MethodInfo",
     "RankContext",
     "callable_methods",
+    "callable_names",
     "check_module",
     "device",
 ]

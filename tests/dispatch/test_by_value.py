@@ -127,3 +127,13 @@ def test_modules_that_other_threads_import_meanwhile_do_not_disturb():
         for name in added:
             sys.modules.pop(name, None)
     assert added and pairs
+
+
+def test_modules_are_looked_through_again_where_one_came_or_went(project):
+    known = by_value._own_modules()
+    assert by_value._own_modules() is known  # nothing came, so nothing was looked at
+    first = project("rlb_user_first", "THREE = 3")
+    assert first in by_value._own_modules()
+    del sys.modules["rlb_user_first"]  # one goes and another comes: there are as many as before
+    second = project("rlb_user_second", "FOUR = 4")
+    assert (first in by_value._own_modules(), second in by_value._own_modules()) == (False, True)

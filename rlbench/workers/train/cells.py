@@ -12,7 +12,7 @@ import cloudpickle
 
 from rlbench.dispatch import context
 from rlbench.errors import EngineError, MethodError, nearest
-from rlbench.nn import callable_methods
+from rlbench.nn import callable_names
 from rlbench.strategies.ranks.control import issued_collectives
 from rlbench.user_code import user_code
 from rlbench.workers.train.cell_cut import Cut
@@ -37,7 +37,7 @@ class Cells:
         `tokens`: of the rows that arguments are slices of; None: nothing is split.
         """
         module = self._parts.module
-        names = {info["name"] for info in callable_methods(type(module))}
+        names = callable_names(type(module))
         if name not in names:
             raise MethodError(f"the module has no method {name!r}{nearest(name, names)}.")
         self._parts.residency.need("weights")

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from rlbench.checkpoint.rank_state import random_state, set_random_state
 from rlbench.errors import EngineError, nearest
-from rlbench.nn import BaseTrainModule, callable_methods, device
+from rlbench.nn import BaseTrainModule, callable_methods, callable_names, device
 from rlbench.nn.base import FRAMEWORKS, HOOKS, renew_forward
 from rlbench.strategies.optim.gradients import full_shape
 from rlbench.user_code import user_code
@@ -231,8 +231,8 @@ def _parts(module: nn.Module) -> set[str]:
 
 def _check_names(cls: type, module: nn.Module, reserved: Sequence[str]) -> None:
     old = _user_class(module)
-    before, taken = {info["name"] for info in callable_methods(old)}, {*reserved, *_parts(module)}
-    hidden = [i["name"] for i in callable_methods(cls) if i["name"] in taken and i["name"] not in before]
+    before, taken = set(callable_names(old)), {*reserved, *_parts(module)}
+    hidden = [name for name in callable_names(cls) if name in taken and name not in before]
     hidden += [name for name in OWN if _defines(cls, name) and not _defines(old, name)]
     if hidden:
         raise EngineError(

@@ -153,13 +153,10 @@ class Residency:
         self._measured = time.monotonic()
 
     def _bytes_of(self, models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> dict[str, int]:
-        tensors = {
-            "weights": [tensor for model in models for tensor in memory.weight_tensors(model)],
-            "gradients": [tensor for model in models for tensor in memory.gradient_tensors(model)],
-            "optimizer": memory.optimizer_tensors(optimizers),
-        }
         device = self._device.device
-        return {owner: memory.nbytes(memory.on_device(own, device)) for owner, own in tensors.items()}
+        weights, gradients = memory.model_nbytes(models, device)
+        held = memory.nbytes(memory.on_device(memory.optimizer_tensors(optimizers), device))
+        return {"weights": weights, "gradients": gradients, "optimizer": held}
 
     def _measure_if_due(self) -> None:
         if time.monotonic() - self._measured > MEASURED_S:
