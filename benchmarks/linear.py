@@ -83,8 +83,10 @@ def made(width: int, tokens: int = TOKENS) -> tuple[Tensor, Tensor, Tensor]:
 
 def peak(side: Side, width: int) -> float:
     """Extra memory of one forward and backward of both outputs, in this process, as a share of the logits."""
-    inputs = made(width)
-    work(side, *made(width, 8), True)  # threads and libraries are there from here on
+    hidden, weight, targets = inputs = made(width)
+    few = hidden.detach()[:8].requires_grad_()
+    # threads and libraries are there from here on; a weight of its own would count, as the mark is of all there was
+    work(side, few, weight, targets[:8], True)
     held = status("VmRSS")
     work(side, *inputs, True)
     gradients = 4 * width * (TOKENS + VOCAB)
