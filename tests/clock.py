@@ -38,10 +38,12 @@ def until(
 
 
 def interrupt_once(condition: Callable[[], object]) -> None:
-    """Press Ctrl-C in this process as soon as `condition` holds; the main thread may wait for something meanwhile."""
+    """Press Ctrl-C in this process as soon as `condition` holds and the main thread has left this function; it may wait
+    for something meanwhile."""
 
     def press() -> None:
         until(condition)
+        until(lambda: not main_thread_runs("interrupt_once"))
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=press, daemon=True).start()

@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from rlbench.errors import WeightSyncError
 from rlbench.weights.delta import HEAD, Copies, message_bytes
-from rlbench.weights.gloo import device_at
 from rlbench.weights.manifest import Bucket, ChannelInfo, Manifest
 from rlbench.weights.staging import view
 from rlbench.weights.transport import PeerFailed
@@ -233,7 +232,7 @@ def _backend(info: ChannelInfo, store: dist.Store, rank: int, address: str) -> A
             return dist.ProcessGroupNCCL(store, rank, info.world_size, nccl)
     gloo = dist.ProcessGroupGloo._Options()
     gloo._timeout = limit
-    gloo._devices = [device_at(address)]
+    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]  # it listens there, and goes with the group
     return dist.ProcessGroupGloo(store, rank, info.world_size, gloo)
 
 

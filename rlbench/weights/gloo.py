@@ -12,19 +12,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-_devices: dict[tuple[int, str, str], Any] = {}
-"""By process, as a fork has none of its parent's threads, and by what the device is bound to."""
+_devices: dict[tuple[int, str], Any] = {}
+"""By process, as a fork has none of its parent's threads, and by the interface that the device is bound to."""
 
 
 def share_devices() -> None:
     """Have torch's gloo groups that are made from now on take this process's devices, not new ones. A script's own
     groups too: they differ in nothing else."""
     dist.distributed_c10d.ProcessGroupGloo = SharingGroup  # type: ignore[misc]
-
-
-def device_at(hostname: str) -> Any:
-    """Return this process's device that is bound to an address."""
-    return _kept("hostname", hostname)
 
 
 class SharingGroup(dist.ProcessGroupGloo):
@@ -34,14 +29,15 @@ class SharingGroup(dist.ProcessGroupGloo):
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timeout
         interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
-        options._devices = [_kept("interface", name) for name in interfaces.split(",")]
+        options._devices = [_device_on(name) for name in interfaces.split(",")]
         options._threads = 2 * len(options._devices)
         super().__init__(store, rank, size, options)
 
 
-def _kept(kind: str, name: str) -> Any:
-    key = (os.getpid(), kind, name)
+def _device_on(interface: str) -> Any:
+    """Return this process's device on an interface; "": the one that torch takes by default."""
+    key = (os.getpid(), interface)
     if key not in _devices:
         gloo = dist.ProcessGroupGloo
-        _devices[key] = gloo.create_device(**{kind: name}) if name else gloo.create_default_device()
+        _devices[key] = gloo.create_device(interface=interface) if interface else gloo.create_default_device()
     return _devices[key]

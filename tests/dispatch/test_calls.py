@@ -15,7 +15,7 @@ from rlbench.dispatch.chain import Chain
 from rlbench.dispatch.link import Link, spawn_host
 from rlbench.errors import DataError, EngineError, RemoteError, SessionError, StateError, Stopped, WorkerDied
 from rlbench.runtime import processes
-from tests.clock import LIMIT_S, interrupt_once, until
+from tests.clock import LIMIT_S, interrupt_once, main_thread_runs, until
 
 pytestmark = pytest.mark.engine
 
@@ -377,7 +377,7 @@ def test_after_ctrl_c_a_peer_of_a_rank_that_failed_is_released_without_anybody_w
     monkeypatch.setattr(peers, "FREED_S", 0.5)
     made, hosts = meeting
     call = submit(made, hosts, "meet", 1)
-    interrupt_once(lambda: ray.get(hosts[0].running.remote()) == "meet")
+    interrupt_once(lambda: ray.get(hosts[0].running.remote()) == "meet" and main_thread_runs("blocking_result"))
     with pytest.raises(Stopped, match="still stopping"):
         call.blocking_result()
     with pytest.raises(TimeoutError):
