@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import types
+from collections.abc import Mapping
 from typing import Any
 
 import cloudpickle
@@ -79,19 +80,20 @@ def _own_modules() -> list[Any]:
     """Return the user's modules; there are thousands of others, and each is looked at once.
 
     Nothing is looked at where no module has come: one that has, or has come anew, is the last in `sys.modules`, and
-    what matters of a module is its name. `dict.copy` is one step for the interpreter. `list(….items())` is not: making
-    its pairs may collect garbage, which lets another thread run and import.
+    what matters of a module is its name. `dict.copy` is one step for the interpreter. `list(….items())` is not, nor
+    is asking the dict itself for its last: another thread may run meanwhile, and import.
     """
     global _seen
-    seen = (len(sys.modules), next(reversed(sys.modules)))
+    modules = sys.modules.copy()
+    seen = (len(modules), next(reversed(modules)))
     if _seen[0] != seen:
-        _seen = (seen, _looked_through())
+        _seen = (seen, _looked_through(modules))
     return _seen[1]
 
 
-def _looked_through() -> list[Any]:
+def _looked_through(modules: Mapping[str, Any]) -> list[Any]:
     own = []
-    for name, module in sys.modules.copy().items():
+    for name, module in modules.items():
         if _others.get(name) is module:
             continue
         if is_local(module) and module.__name__ == name:

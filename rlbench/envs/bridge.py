@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from rlbench.data.prompts.images import EncodedImage
 from rlbench.data.prompts.lengths import chat_ids, continues
-from rlbench.data.prompts.placing import SOUND, image_parts, placed
+from rlbench.data.prompts.placing import SOUND, media_parts, placed
 from rlbench.data.prompts.prompt import Prompt, is_chat, is_token_ids, message_text
 from rlbench.envs.protocol import Appended, Message, Observation
 from rlbench.errors import DataError
@@ -104,7 +104,7 @@ def _as_messages(
     if isinstance(observation, str):
         return [{"role": role or "user", "content": observation}], ()
     parts = [part for part in observation if isinstance(part, dict)] if isinstance(observation, list | tuple) else []
-    if any(map(SOUND.is_part, parts)) or next(image_parts(parts, SOUND), None):
+    if any(map(SOUND.is_part, parts)) or next(media_parts(parts, SOUND), None):
         raise DataError(
             "the observation has a sound, and environments show texts and images alone: sounds stand in prompts"
         )

@@ -30,6 +30,7 @@ from rlbench.weights import facts
 from rlbench.weights.aside import Aside
 from rlbench.weights.channel import Channel, receive
 from rlbench.weights.delta import Copies
+from rlbench.weights.gloo import share_devices
 from rlbench.weights.manifest import AdapterInfo, Bucket, ChannelInfo
 from rlbench.weights.memory import release_caches
 from rlbench.weights.staging import ShmReader, read_ipc
@@ -198,6 +199,11 @@ class ReplicaWorkerMixin:
 
     _weight_update_active: bool
     _put_back: Callable[[], None]
+
+    def init_device(self) -> None:
+        """As vLLM's, which makes a dozen process groups."""
+        share_devices()
+        super().init_device()  # type: ignore[misc]
 
     def load_model(self, **options: Any) -> None:
         """As vLLM's; adapters have a place around the layers that a trainer adapts: those of a tower too, embeddings

@@ -36,8 +36,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("wide"), tied=True)
 
 
+def children() -> set[int]:
+    """The processes that this one has started, and those that they have."""
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
 @pytest.fixture(scope="module")
-def replica(folder: Path) -> Iterator[VllmReplica]:
+def others() -> set[int]:
+    """Those that other modules of tests left: ranks, say."""
+    return children()
+
+
+@pytest.fixture(scope="module")
+def replica(folder: Path, others: set[int]) -> Iterator[VllmReplica]:
     config = ReplicaConfig(
         str(folder), dtype="float32", tensor_parallel_size=2, kv_cache_bytes=64 << 20, max_num_seqs=16
     )
@@ -64,6 +75,13 @@ def listening_addresses() -> set[str]:
     found = [c for process in family for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
     assert found
     return {connection.laddr.ip.removeprefix("::ffff:") for connection in found}
+
+
+def gloo_devices(others: set[int]) -> list[int]:
+    """How many each of this process's children has that has any, but for `others`."""
+    tasks = [Path(f"/proc/{pid}/task") for pid in children() - others]
+    names = [[(task / "comm").read_text().strip() for task in own.iterdir()] for own in tasks]
+    return [count for own in names if (count := own.count("gloo_tcp_loop"))]
 
 
 class Sender:
@@ -111,10 +129,11 @@ def gap(replica: VllmReplica, model: PreTrainedModel) -> float:
 
 
 def test_all_workers_take_their_share_and_keep_the_group(
-    replica: VllmReplica, model: PreTrainedModel, sender: Sender
+    others: set[int], replica: VllmReplica, model: PreTrainedModel, sender: Sender
 ) -> None:
     assert replica.sync_facts().workers == 2
     assert listening_addresses() <= {"127.0.0.1", "::1"}, "its workers meet on this machine alone"
+    assert gloo_devices(others) == [1, 1], "all groups of a worker share its device"
     assert len(sender.manifest.buckets) > 3
     for version in (1, 2):
         sending = sender.send()

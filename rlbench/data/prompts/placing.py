@@ -125,15 +125,15 @@ def placed_as(
 
     Raises DataError where there are more or fewer images than places, and for what is none.
     """
-    inside = list(image_parts(content, kind)) if isinstance(content, list) else []
+    inside = list(media_parts(content, kind)) if isinstance(content, list) else []
     if not inside and not media:
         return content, ()
     if not isinstance(content, list) or not isinstance(content[0], Mapping):
         return content, _read(media, fetch, kind)  # the model's own placeholders stand in it; a replica counts them
     if not inside:
         content = _with_places(content, len(media), kind)
-        inside = list(image_parts(content, kind))
-    held = [held_image(part, kind) for part in inside]
+        inside = list(media_parts(content, kind))
+    held = [held_media(part, kind) for part in inside]
     if sum(one is None for one in held) != len(media):
         raise DataError(
             f"the chat has {sum(one is None for one in held)} placeholders for {kind.name}s and {len(media)} "
@@ -144,7 +144,7 @@ def placed_as(
     return [_cleared(message, kind) for message in content], encoded
 
 
-def image_parts(content: Sequence[Any], kind: MediaKind[Any] = IMAGE) -> Iterator[Mapping[str, Any]]:
+def media_parts(content: Sequence[Any], kind: MediaKind[Any] = IMAGE) -> Iterator[Mapping[str, Any]]:
     """Yield the parts of a chat that are images, or of another kind, in order."""
     for message in content:
         told = message.get("content") if isinstance(message, Mapping) else None
@@ -152,7 +152,7 @@ def image_parts(content: Sequence[Any], kind: MediaKind[Any] = IMAGE) -> Iterato
             yield from filter(kind.is_part, told)
 
 
-def held_image(part: Mapping[str, Any], kind: MediaKind[Any] = IMAGE) -> Any:
+def held_media(part: Mapping[str, Any], kind: MediaKind[Any] = IMAGE) -> Any:
     """What a part holds that is an image, or of another kind; None for a placeholder. Of Anthropic's `source` its
     address, or its bytes as one."""
     source = part.get("source")

@@ -10,7 +10,7 @@ import numpy as np
 
 from rlbench.data.base.ragged import Ragged
 from rlbench.data.prompts.images import EncodedImage, PlacedImage
-from rlbench.data.prompts.placing import held_image, image_parts, without_images
+from rlbench.data.prompts.placing import held_media, media_parts, without_images
 from rlbench.data.prompts.prompt import Prompt
 from rlbench.data.prompts.sampling import NEUTRAL
 from rlbench.data.rollouts.jobs import FINISH_REASONS, GeneratedArrays
@@ -156,8 +156,8 @@ def _row(run: Run, way: list[tuple[Call, int]], trained: set[Place], decode: Cal
 def _shown(call: Call, before: int) -> list[PlacedImage]:
     """Return the images of a call beyond the first so many, at their places in its prompt."""
     digests, places = call.request.get("images", ())[before:], call.request.get("image_places", ())[before:]
-    parts = list(image_parts(call.request.get("messages", ())))[-len(digests) :] if digests else []
-    images = [EncodedImage.from_any(held_image(part), f"an image of run {call.run!r}") for part in parts]
+    parts = list(media_parts(call.request.get("messages", ())))[-len(digests) :] if digests else []
+    images = [EncodedImage.from_any(held_media(part), f"an image of run {call.run!r}") for part in parts]
     if [image.digest for image in images] != list(digests) or len(places) != len(digests):
         raise DataError(f"run {call.run!r} was shown images which its messages do not have: it cannot be trained on")
     return [PlacedImage.of(image, at) for image, at in zip(images, places, strict=True)]

@@ -6,6 +6,7 @@ a placeholder that a policy sampled is a token as others.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ MOST_CACHED = 256 * 2**20
 """Bytes of pixels that are kept from one forward to the next: samples of a prompt share its images."""
 
 
-class FeatureReader(Generic[Media]):
+class FeatureReader(ABC, Generic[Media]):
     """What one model computes with, of each image or sound once. `load` gives the checkpoint's own processor of them,
     and is called when the first arrives."""
 
@@ -44,9 +45,9 @@ class FeatureReader(Generic[Media]):
         self._read.move_to_end(one.digest)
         return self._read[one.digest]
 
+    @abstractmethod
     def made(self, one: Media) -> tuple[Tensor, Tensor]:
         """Compute what `read` keeps."""
-        raise NotImplementedError
 
     @cached_property
     def processor(self) -> Any:

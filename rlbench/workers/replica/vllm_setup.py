@@ -54,9 +54,6 @@ def prepare_environment(config: ReplicaConfig) -> None:
         sys.modules["torch._inductor.config"].compile_threads = 1  # type: ignore[attr-defined]
     import torch
 
-    from rlbench.weights.gloo import share_devices
-
-    share_devices()
     if runs_eagerly(config, on_gpu=torch.cuda.device_count() > 0):
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
         if "torch._dynamo.config" in sys.modules:

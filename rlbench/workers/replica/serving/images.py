@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlbench.data.prompts.images import EncodedImage
-from rlbench.data.prompts.placing import held_image
+from rlbench.data.prompts.placing import held_media
 from rlbench.errors import DataError
 from rlbench.workers.replica.serving.refusal import Refusal
 
@@ -59,7 +59,7 @@ def _sent(kind: str, image: EncodedImage) -> dict[str, Any]:
 
 def _source(part: Mapping[str, Any], fetch: bool) -> str:
     """Return the address an image part names: a client's are data URLs, or http where that is allowed, and no paths."""
-    held = held_image(part)
+    held = held_media(part)
     held = held.get("url") if isinstance(held, Mapping) else held
     if not isinstance(held, str) or not held.startswith(("data:", "http://", "https://")):
         raise DataError("its address is none: wanted a data URL, data:image/png;base64,…")
