@@ -26,7 +26,7 @@ from vllm.utils.nccl import unpinned_nccl_env
 from vllm.v1.worker.gpu_worker import Worker
 
 from rlbench.errors import BuildError, WeightSyncError, some
-from rlbench.weights import facts
+from rlbench.weights import facts, vllm_gpt_oss
 from rlbench.weights.aside import Aside
 from rlbench.weights.channel import Channel, receive
 from rlbench.weights.delta import Copies
@@ -100,11 +100,17 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Load one bucket. A failure leaves whole layers with undefined weights, not to be served (`torn`)."""
         self._part = update_info.part
         try:
-            self.model.load_weights(self.tensors(update_info))
+            self.model.load_weights(self._loadable(self.tensors(update_info)))
         except BaseException as error:
             self._leave(error)
             self.end_weight_update()  # else half-loaded layers would mix what they hold into the next sync
             raise
+
+    def _loadable(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return them in the form in which the model's loader brings all of them into an update."""
+        if type(self.model).__name__ == vllm_gpt_oss.ARCHITECTURE:
+            return vllm_gpt_oss.by_loaders(self.model, weights)
+        return weights
 
     def finish_weight_update(self) -> None:
         """Pack what was loaded, the tied head included; WeightSyncError where some of the weights left a layer in part

@@ -93,9 +93,7 @@ class VllmReplica:
         self._try_pass()
         model = self._model_config
         tied = getattr(model.hf_config.get_text_config(), "tie_word_embeddings", False)
-        self._receiver = WeightReceiver(
-            self._engine.collective_rpc, checkpoint_folder(self.config), tied, model.architectures
-        )
+        self._receiver = WeightReceiver(self._engine.collective_rpc, checkpoint_folder(self.config), tied)
         return {
             "pid": os.getpid(),
             "pids": self._pids,

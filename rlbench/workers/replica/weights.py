@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from rlbench.dispatch.context import this_engine
@@ -10,12 +10,6 @@ from rlbench.errors import WeightSyncError
 from rlbench.weights.manifest import ChannelInfo, Manifest
 from rlbench.weights.names import check_adapter, check_names, checkpoint_shapes
 from rlbench.weights.transport import PeerFailed
-
-NOT_UPDATED = {
-    "GptOssForCausalLM": "vLLM 0.32 copies its experts past the loaders that an update goes through, so they would "
-    "stay as they are",
-}
-"""Architectures that vLLM loads once and cannot take another set of weights for."""
 
 OF_WEIGHTS = ("start_weight_update", "update_weights", "finish_weight_update")
 OF_ADAPTERS = ("start_adapter", "take_adapter", "finish_adapter")
@@ -26,19 +20,15 @@ class WeightReceiver:
     """The receiving side of one replica: `rpc` calls all workers, `folder` is the checkpoint whose names and shapes are
     expected, with an output head that is the embedding where `tied`."""
 
-    def __init__(self, rpc: Callable[..., list[Any]], folder: str, tied: bool, architectures: Sequence[str]) -> None:
+    def __init__(self, rpc: Callable[..., list[Any]], folder: str, tied: bool) -> None:
         self._rpc = rpc
-        self._architectures = architectures
         self._expected = checkpoint_shapes(folder)
         self._optional = ("lm_head.weight",) if tied else ()
         self.channel = ""
         """Token of the broadcast group that all workers are in; empty: none."""
 
     def check(self, manifest: Manifest) -> None:
-        """Refuse what vLLM cannot update, and names and shapes that are not those of the replica's checkpoint."""
-        for name in self._architectures:
-            if name in NOT_UPDATED:
-                raise WeightSyncError(f"{name} cannot be synced: {NOT_UPDATED[name]}")
+        """Refuse names and shapes that are not those of the replica's checkpoint."""
         if manifest.adapter is not None:
             check_adapter(manifest.shapes, self._expected)
         else:
