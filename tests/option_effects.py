@@ -3,6 +3,9 @@
 ADAPTERS = "session/test_train_command.py::test_adapters_are_trained_where_a_rank_is_given"
 EFFECTS: dict[str, tuple[str, ...]] = {
     "pretrain": ("session/test_train_command.py::test_the_session_is_made_with_the_options_that_concern_it",),
+    "use_ms": (
+        "session/test_modelscope.py::test_models_named_by_an_id_are_fetched_and_folders_and_embedded_ones_are_not",
+    ),
     "freeze_prefix": ("session/test_train_command.py::test_what_does_not_train_is_named_by_its_beginning",),
     "lora_rank": (ADAPTERS,),
     "lora_alpha": (ADAPTERS,),

@@ -20,7 +20,7 @@ from rlbench.dispatch import context
 from rlbench.engines import rank_session
 from rlbench.errors import EngineError
 from rlbench.options import Options, defaults, options_in
-from rlbench.session.command import run_data, train_command
+from rlbench.session.command import modelscope, run_data, train_command
 from rlbench.strategies import FakeStrategy, FSDPV2Strategy, OptionError, StrategyConfig, get_fake_strategy
 from rlbench.strategies import fsdp2 as fsdp2_room
 from rlbench.strategies.base import ARGUMENTS
@@ -367,6 +367,7 @@ def test_an_option_of_the_run_alone_is_read(tmp_path: Path) -> None:
         critic = {"advantage_estimator": "gae", "value_head_prefix": "value"}
         for one in (given, mixed, seen, {"lora_rank": 4}, texts_of, critic):
             config = RunConfig.load("grpo", None, one)
+            assert modelscope.fetched(config) is config
             prompts = run_data.prompts_of(config)
             train_command.session_options(config, on_gpu=False)
             train_command.frozen(config)

@@ -13,7 +13,7 @@ from rlbench.data import Mixture, PromptStream, TrainBatch
 from rlbench.errors import Stopped
 from rlbench.options import OptionError
 from rlbench.runtime import cluster
-from rlbench.session.command import run_data
+from rlbench.session.command import modelscope, run_data
 from rlbench.session.options import Inference, Train
 from rlbench.session.reward_model import RewardModel
 from rlbench.session.session import Session
@@ -37,6 +37,7 @@ def train(arguments: Sequence[str]) -> int:
     """Run to the end, or until it is stopped; returns the exit status."""
     config = parse(arguments)
     print(config.summary(), flush=True)
+    config = modelscope.fetched(config)
     try:
         data = run_data.data_of(config) if config.on_texts else run_data.prompts_of(config)
         wanted = iterations(config, data)

@@ -29,7 +29,7 @@ class RunOptions(Options):
         "flash_attn": False,
         "disable_logprobs_flashattn": False,
         **dict.fromkeys(("no_shard_vit", "normalize_reward_for_critic", "normalize_reward")),
-        **dict.fromkeys(("disable_fast_tokenizer", "use_ms")),
+        "disable_fast_tokenizer": None,
     }
     REASONS: ClassVar[Mapping[str, str]] = {
         "meta_init": "a model is made without memory in any case, and each rank reads its own part",
@@ -39,8 +39,6 @@ class RunOptions(Options):
         "normalize_reward": NO_NORM,
         "disable_fast_tokenizer": "transformers 5 has one tokenizer for each model, the fast one, and takes the flag "
         "without effect",
-        "use_ms": "models come from the Hugging Face hub or a folder; fetch one with ModelScope's own command "
-        "(modelscope download --model NAME --local_dir FOLDER) and name the folder",
     }
     IN_ANY_CASE: ClassVar[tuple[str, ...]] = (
         "text_only",  # a model that sees is one like others
@@ -49,6 +47,9 @@ class RunOptions(Options):
     )
 
     pretrain: str = models("tiny", "the policy: a folder, a hub id, tiny or tiny-vision")
+    use_ms: bool = models(
+        False, "models that are named by an id are ModelScope's, brought by its client (pip install modelscope)"
+    )
     freeze_prefix: str | bool = models(
         False, "parameters whose names begin so (several with commas) do not train; alone: those of a vision tower"
     )
