@@ -229,6 +229,7 @@ def run_plan(args: argparse.Namespace) -> int:
         images=args.images,
         critic=args.critic,
         rewards=args.reward,
+        ema=args.ema,
     )
     print(found)
     return 0 if found.fits else 1
@@ -295,6 +296,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--critic", nargs="?", const=True, metavar="PATH", help=about)
     about = "with a trainer's reward model on the ranks; may be repeated"
     plan.add_argument("--reward", action="append", default=[], metavar="PATH", help=about)
+    plan.add_argument("--ema", action="store_true", help="with a trainer's moving average of the policy")
     plan.add_argument("--undo", type=int, default=1, metavar="N", help="last steps that can be undone (1)")
     plan.add_argument("--offload", action="append", default=[], metavar="PART", help="inference or optimizer")
     command(run_options, "what every option does")

@@ -86,10 +86,12 @@ def _candidates(plan: Plan) -> Iterator[tuple[str, Changing]]:
         yield "rb.Train(gradient_checkpointing=True)", lambda r: _train(r, gradient_checkpointing=True)
     if request.train.bf16 is None and not request.train.fp16 and not gpu:
         yield "rb.Train(bf16=True)", lambda r: _train(r, bf16=True)
+    if request.ema:
+        yield "session.trainer(…, ema=False)", lambda r: replace(r, ema=False, offload=r.away)
     lora = request.train.lora
-    if lora is None:
+    if lora is None and not request.ema:
         yield "rb.Train(lora=rb.Lora(rank=32))", lambda r: _train(r, lora=Lora(rank=32))
-    if lora is None or lora.base is None:
+    if not request.ema and (lora is None or lora.base is None):
         packed = replace(lora or Lora(rank=32), base="nf4")
         yield f'rb.Train(lora=rb.Lora(rank={packed.rank}, base="nf4"))', lambda r: _train(r, lora=packed)
     helps = lora is None or request.critic is not None

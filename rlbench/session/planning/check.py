@@ -1,13 +1,16 @@
-"""Before a session builds anything: refuse what cannot fit, whatever its batches are. Cheap where that is plain to see,
-by the size of the files; else the plan is made, which imports torch and transformers into this process."""
+"""Before a session, or a trainer in it, builds anything: refuse what cannot fit, whatever its batches are. Cheap where
+that is plain to see, by the size of the files; else the plan is made, which imports torch and transformers here."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from rlbench import rewards
 from rlbench.defaults import KV_BYTES
 from rlbench.errors import BuildError
 from rlbench.runtime import cluster
@@ -15,6 +18,10 @@ from rlbench.session.options import POLICY, SessionOptions
 from rlbench.session.planning.devices import Devices
 from rlbench.session.planning.request import Request
 from rlbench.units import format_bytes
+
+if TYPE_CHECKING:
+    from rlbench.session.planning.plan import Plan
+    from rlbench.trainers.ppo.building import TrainerSpec
 
 WEIGHTS = ("*.safetensors", "*.bin")
 MOST_TIMES = 12
@@ -28,41 +35,94 @@ def need_room(options: SessionOptions) -> None:
     What a session's batches decide is not counted, nor what a step can do without (copies to undo it), nor anything
     estimated: what is refused here could not have run.
     """
-    joined = cluster.current()
-    if not joined.ours:  # its nodes' memory is not this machine's
+    there = _memory()
+    if there is None or _plainly_fits(options, [], there[1]):
         return
-    here = Devices.of(None)
-    if joined.gpus and not here.gpus:  # this process does not see them
-        return
-    devices = replace(here, gpus=min(here.gpus, joined.gpus)) if joined.gpus else Devices(0, here.host or here.nbytes)
-    limit = devices.nbytes if devices.gpus else devices.nbytes + int(psutil.swap_memory().total)
-    if _plainly_fits(options, limit):
-        return
-    from rlbench.session.planning.plan import planned
-
-    plan = planned(
-        Request(
-            options.path,
-            devices,
-            options.train,
-            options.inference,
-            options.reference,
-            options.undo or 0,
-            teachers=tuple(options.teachers.values()),
-            kind=options.kind,
-        )
-    )
-    if plan.least > limit:
+    plan = _plan(_request(options, there[0]))
+    if plan.least > there[1]:
         other = f", or sample without training: rb.InferenceEngine({options.model!r})" if options.kind == POLICY else ""
         raise BuildError(
             f"{options.model!r} cannot fit: its engines as they are built, or the weights, gradients and optimizer of "
-            f"a step alone, take {format_bytes(plan.least)} of {format_bytes(limit)}, before any activation. Nothing "
-            f"was started; change what the plan says below{other}.\n{plan!r}"
+            f"a step alone, take {format_bytes(plan.least)} of {format_bytes(there[1])}, before any activation. "
+            f"Nothing was started; change what the plan says below{other}.\n{plan!r}"
         )
 
 
-def _plainly_fits(options: SessionOptions, limit: int) -> bool:
-    models = (options.path, options.reference, *options.teachers.values())
+def need_trainer_room(options: SessionOptions, spec: TrainerSpec) -> None:
+    """Raise BuildError, with the plan, for a trainer whose critic, reward models, reference or average exceed a device
+    beside what the session has there; counted as by `need_room`."""
+    from rlbench.trainers.ppo.building import SessionEngine
+
+    critic, reference = (
+        None if not asked or isinstance(asked, SessionEngine) else options.path if asked is True else str(asked)
+        for asked in (spec.critic, spec.reference)
+    )
+    scorers = list(_reward_folders(spec.reward))
+    if critic is None and reference is None and not scorers and not spec.ema:
+        return
+    beside = [path for path in (critic, reference, options.path if spec.ema else None) if path is not None]
+    there = _memory()
+    if there is None or _plainly_fits(options, [*beside, *scorers], there[1]):
+        return
+    request = replace(_request(options, there[0]), critic=critic, rewards=tuple(scorers), ema=spec.ema)
+    if request.reference is None:
+        request = replace(request, reference=reference)
+    elif reference is not None:  # one more, whose weights the ranks hold as those of a teacher
+        request = replace(request, teachers=(*request.teachers, reference))
+    plan = _plan(request)
+    if plan.least > there[1]:
+        raise BuildError(
+            f"the trainer cannot fit: with what it makes beside the session's models they take "
+            f"{format_bytes(plan.least)} of {format_bytes(there[1])}, as they are built or for a step, before any "
+            f"activation. Nothing was made; change what the plan says below.\n{plan!r}"
+        )
+
+
+def _memory() -> tuple[Devices, int] | None:
+    """Return the devices of this machine's cluster and the bytes that one has, a host's swap included; None where they
+    cannot be seen from here."""
+    joined = cluster.current()
+    if not joined.ours:  # its nodes' memory is not this machine's
+        return None
+    here = Devices.of(None)
+    if joined.gpus and not here.gpus:  # this process does not see them
+        return None
+    devices = replace(here, gpus=min(here.gpus, joined.gpus)) if joined.gpus else Devices(0, here.host or here.nbytes)
+    return devices, devices.nbytes if devices.gpus else devices.nbytes + int(psutil.swap_memory().total)
+
+
+def _request(options: SessionOptions, devices: Devices) -> Request:
+    return Request(
+        options.path,
+        devices,
+        options.train,
+        options.inference,
+        options.reference,
+        options.undo or 0,
+        teachers=tuple(options.teachers.values()),
+        kind=options.kind,
+    )
+
+
+def _plan(request: Request) -> Plan:
+    from rlbench.session.planning.plan import planned
+
+    return planned(request)
+
+
+def _reward_folders(reward: Any) -> Iterator[str]:
+    """Yield the folders of reward models that a trainer's ranks hold."""
+    if isinstance(reward, list | tuple):
+        for one in reward:
+            yield from _reward_folders(one)
+    elif isinstance(reward, rewards.model) and reward.as_sampled:
+        yield str(reward.path)
+    elif isinstance(reward, str | Path) and Path(reward).is_dir():
+        yield str(reward)
+
+
+def _plainly_fits(options: SessionOptions, beside: list[str], limit: int) -> bool:
+    models = (options.path, options.reference, *options.teachers.values(), *beside)
     sizes = [_stored(path) for path in models if path is not None]
     cache = options.inference.kv_cache_bytes or KV_BYTES
     ranks = max(1, options.train.data_parallel_size) * max(1, options.inference.data_parallel_size)

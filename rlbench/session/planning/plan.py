@@ -19,6 +19,7 @@ from rlbench.session.planning.uses import (
     REPLICA,
     SYNC,
     Use,
+    average_uses,
     critic_uses,
     device_processes,
     frozen_uses,
@@ -142,6 +143,7 @@ def plan(
     images: str | None = None,
     critic: bool | str | None = None,
     rewards: Sequence[str] = (),
+    ema: bool = False,
 ) -> Plan:
     """Say what a session would take, by role, owner and phase, and the smallest change that makes it fit.
 
@@ -162,8 +164,9 @@ def plan(
         images: what each sequence shows: `"2x1280x800"`, two pictures 1280 pixels wide and 800 high; their tokens are
             among those of `lengths`.
         critic: of a trainer, as of `session.trainer("ppo", critic=…)`: a checkpoint, or True, the policy's.
-        rewards: folders or hub ids of reward models that a trainer holds on its ranks, `reward=[…]`. With either the
-            plan is a trainer's: replicas sleep while ranks score and train.
+        rewards: folders or hub ids of reward models that a trainer holds on its ranks, `reward=[…]`.
+        ema: with its moving average of the policy, `ema=True`. With one of the three the plan is a trainer's: replicas
+            sleep while ranks score and train.
 
     Returns:
         A `Plan`: a table when shown, true where it fits.
@@ -191,6 +194,7 @@ def plan(
             images=Pictures.of(images),
             critic=_critic_at(critic, path),
             rewards=_rewards_at(rewards),
+            ema=ema,
         )
     )
 
@@ -230,6 +234,7 @@ def planned(request: Request, passes: bool = True) -> Plan:
     rows = policy.micro_batch(request) if passes else ()
     trained = rank_uses(policy, request, rows)
     trained += critic_uses(critic, request, rows) if critic is not None else []
+    trained += average_uses(policy, request) if request.ema else []
     scoring = scorer_uses(scorers, request, rows)
     roles = {
         RANK: in_one_process([*trained, *(use for uses in scoring.values() for use in uses)], request),

@@ -22,7 +22,7 @@ class Request:
     """One plan's question; `path`: a folder or a hub id. `lengths`: of a step's sequences, or of the longest;
     `offload`: what the loop sends to host memory while it is not needed; `teachers`: the models of frozen policies that
     score; `kind`: what trains, as of `SessionOptions`; `images`: what each sequence shows; `critic`, `rewards`: models
-    that a trainer makes on the policy's ranks beside it."""
+    that a trainer makes on the policy's ranks beside it; `ema`: and a moving average of the policy."""
 
     path: str
     devices: Devices
@@ -38,10 +38,13 @@ class Request:
     images: Pictures | None = None
     critic: str | None = None
     rewards: tuple[str, ...] = ()
+    ema: bool = False
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.offload if name not in OFFLOADED]:
             raise BuildError(f"offload={unknown[0]!r}: a loop sends {' or '.join(OFFLOADED)} away while it is not used")
+        if self.ema and self.train.lora is not None:
+            raise BuildError("ema=True averages all weights, and this policy trains adapters alone: leave one out")
         several = [self.lengths] if isinstance(self.lengths, int) else [int(n) for n in self.lengths or [2]]
         if min(several) < 2:
             raise BuildError(f"lengths={min(several)}: a sequence has a prompt and a response, 2 tokens at least")
@@ -58,8 +61,8 @@ class Request:
 
     @property
     def of_trainer(self) -> bool:
-        """Whether it is a trainer's: critics and reward models on the ranks are."""
-        return self.critic is not None or bool(self.rewards)
+        """Whether it is a trainer's: critics, reward models and averages on the ranks are."""
+        return self.critic is not None or bool(self.rewards) or self.ema
 
     @property
     def away(self) -> tuple[str, ...]:

@@ -35,6 +35,8 @@ HOST_SLACK, HOST_SLACK_LORA = 0.6, 1.3
 HOST_FIRST_PASS = 7 * MIB
 """What a first pass leaves there however small it is, as measured by the same."""
 MOMENTS = 2
+AVERAGE, AVERAGED_ITEM = "moving average", 4
+"""Held in float32, whatever the policy is held in."""
 BATCHED_TOKENS = 2048
 SAMPLED_COPIES = 3
 """Float32 matrices (requests, vocabulary) that vLLM's sampler has at a time."""
@@ -122,6 +124,13 @@ def _trained_uses(role: str, model: Model, request: Request, rows: tuple[int, ..
         *_passes(role, model, request, rows, JUDGED[role], TRAINED[role]),
         *_pixels(role, model, request, rows),
     ]
+
+
+def average_uses(model: Model, request: Request) -> list[Use]:
+    """What a trainer's moving average of the policy adds to such a rank: its weights in float32, over all ranks."""
+    away = request.devices.gpus > 0 and request.train.fsdp_cpu_offload and not request.train.use_mp_opt
+    nbytes = _bytes(model, request.beside.shards, lambda held: AVERAGED_ITEM)
+    return [Use(RANK, AVERAGE, always(nbytes), host=away, sure=True)]
 
 
 def frozen_uses(role: str, model: Model, request: Request, rows: tuple[int, ...]) -> list[Use]:
@@ -267,6 +276,7 @@ def device_processes(request: Request, processes: int) -> list[Use]:
 def session_uses(model: Model, request: Request, workers: Mapping[str, int], critic: Model | None = None) -> list[Use]:
     """What a session keeps in host memory, once: copies of its steps, weights on their way, and its processes."""
     copy = sum(_copied(one, request) for one in (model, critic) if one is not None)
+    copy += _bytes(model, 1, lambda held: AVERAGED_ITEM * request.ema)
     kept = request.undo + 1 + (copy <= SPARE_BYTES) if request.undo else 0
     replicas = workers[REPLICA]
     processes = HOST_SESSION + replicas * HOST_REPLICA + (sum(workers.values()) - replicas) * HOST_RANK

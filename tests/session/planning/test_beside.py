@@ -11,11 +11,14 @@ import pytest
 import rlbench as rb
 from rlbench.cli import main
 from rlbench.errors import BuildError
-from rlbench.session.options import REWARD
+from rlbench.session.options import REWARD, Inference, SessionOptions, Train
+from rlbench.session.planning import check
+from rlbench.session.planning.devices import Devices
 from rlbench.session.planning.plan import planned
 from rlbench.session.planning.request import CRITIC, SCORER
 from rlbench.session.planning.uses import (
     ALL_PHASES,
+    AVERAGE,
     CRITIC_STEP,
     FIRST,
     PHASES,
@@ -28,6 +31,7 @@ from rlbench.session.planning.uses import (
     SYNC,
     VALUES,
 )
+from rlbench.trainers.ppo.building import TrainerSpec
 from rlbench.units import GIB
 from tests.modules import save_qwen
 from tests.session.planning.test_pictures import ONE_QUICK
@@ -241,3 +245,33 @@ def test_text_and_command_line_have_them(model: str, scorer: str, capsys: pytest
     assert all(word in shown for word in (*ALL_PHASES, f"{SCORER} 2"))
     assert main([*asked, "--critic", "/no/where"]) == 1
     assert "critic=" in capsys.readouterr().err
+
+
+def test_an_average_is_the_policy_in_float32_over_all_ranks_and_in_the_copies(model: str) -> None:
+    how = {"train": {"bf16": True, "masters": False, "shards": 1, "data_parallel_size": 2}, "gpus": "2x24GiB"}
+    alone, plan = (rb.plan(model, ema=ema, **{**ON_GPU, **how}) for ema in (False, True))
+    assert plan.of(RANK, "weights") == 2 * plan.parameters
+    assert plan.of(RANK, AVERAGE) == pytest.approx(4 * plan.parameters / 2, rel=0.01)
+    assert plan.least == alone.least + plan.of(RANK, AVERAGE)
+    copies = [next(use for use in one.host if use.owner.startswith("undo")).most for one in (alone, plan)]
+    assert copies[1] - copies[0] == 3 * 4 * plan.parameters
+    with pytest.raises(BuildError, match="ema=True averages all weights"):
+        rb.plan(model, ema=True, lora=rb.Lora(rank=8))
+
+
+@pytest.mark.parametrize(
+    "asked", [{"critic": True}, {"reward": "scorer"}, {"reference": True}, {"ema": True}, {"reward": rb.rewards.model}]
+)
+def test_a_trainers_models_that_do_not_fit_beside_the_sessions_are_refused_with_the_plan(
+    asked: dict[str, Any], model: str, scorer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = dict(asked)
+    if "reward" in given:
+        given["reward"] = [scorer if given["reward"] == "scorer" else rb.rewards.model(scorer, as_sampled=True)]
+    options = SessionOptions(model, model, 0, Train(shards=1), Inference(kv_cache_bytes=256 << 20))
+    alone = rb.plan(model, train=options.train, inference=options.inference, undo=0, gpus="0x1GiB").least
+    monkeypatch.setattr(check, "_memory", lambda: (Devices(0, alone), alone))
+    check.need_room(options)
+    check.need_trainer_room(options, TrainerSpec(model, reward=len))
+    with pytest.raises(BuildError, match=r"the trainer cannot fit(?s:.*)train rank"):
+        check.need_trainer_room(options, TrainerSpec(model, **given))
