@@ -14,6 +14,7 @@ import os
 import re
 import types
 import typing
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,6 +84,9 @@ class Options:
 
     IN_ANY_CASE: ClassVar[tuple[str, ...]] = ()
     """Those of `NEUTRAL` whose True asks for what is done in any case: both values are taken."""
+
+    WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = ()
+    """Those of `NEUTRAL` whose True has no effect in the other system either: it is taken, and warned of."""
 
     ELSEWHERE: ClassVar[Mapping[str, str]] = {}
     """Names that a reader looks for here, with the option to use."""
@@ -190,6 +194,7 @@ def canonical(given: Mapping[str, Any], *classes: type, also: Collection[str] = 
     fields = {f.name for cls in classes for f in dataclasses.fields(cls)}
     neutral = {name: value for cls in classes for name, value in getattr(cls, "NEUTRAL", {}).items()}
     in_any_case = {name for cls in classes for name in getattr(cls, "IN_ANY_CASE", ())}
+    without_effect = {name for cls in classes for name in getattr(cls, "WITHOUT_EFFECT", ())}
     named: dict[str, Any] = {}
     for written, value in given.items():
         name = written if written in fields or written in also else ALIASES.get(written, written)
@@ -198,6 +203,9 @@ def canonical(given: Mapping[str, Any], *classes: type, also: Collection[str] = 
             if not done and not _asks_for_nothing(value, neutral[written]):
                 reasons = {name: said for cls in classes for name, said in getattr(cls, "REASONS", {}).items()}
                 why = reasons.get(written, EITHER)
+                if written in without_effect and value is True:
+                    warnings.warn(f"{written} has no effect: {why}.", stacklevel=3)
+                    continue
                 raise OptionError(f"{written}={value!r} cannot be honoured: {why}. Leave it out.")
             continue
         if name not in fields and name not in also:

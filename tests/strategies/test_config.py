@@ -179,21 +179,20 @@ def test_a_value_of_another_kind_is_refused(name: str, value: Any) -> None:
         StrategyConfig.of({name: value})
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("mixed_mm_data", 2),
-        ("rm_use_engine", True),
-        ("rm_engine_cudagraph", True),
-    ],
-)
+@pytest.mark.parametrize(("name", "value"), [("mixed_mm_data", 2), ("rm_use_engine", 2), ("rm_engine_cudagraph", 2)])
 def test_what_is_not_here_raises_when_it_is_set_and_is_taken_when_it_asks_for_nothing(name: str, value: Any) -> None:
     """Defect absent: inert flags."""
-    line = ["--fsdp", f"--{name}", *([] if value is True else [str(value)])]
-    for given in ({"fsdp": True, name: value}, parsed(*line)):
+    for given in ({"fsdp": True, name: value}, parsed("--fsdp", f"--{name}", str(value))):
         with pytest.raises(OptionError, match=f"{name}={value!r} cannot be honoured"):
             StrategyConfig.of(given)
     assert StrategyConfig.of({name: StrategyConfig.NEUTRAL[name]}) == StrategyConfig()
+
+
+@pytest.mark.parametrize("name", StrategyConfig.WITHOUT_EFFECT)
+def test_what_does_nothing_there_is_taken_and_warned_of(name: str) -> None:
+    for given in ({"fsdp": True, name: True}, parsed("--fsdp", f"--{name}")):
+        with pytest.warns(UserWarning, match=f"{name} has no effect: LightRFT's own code does nothing with it"):
+            assert StrategyConfig.of(given) == StrategyConfig(fsdp=True)
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,12 @@ def test_a_flag_of_the_reference_that_asks_for_what_is_not_here_raises(flag: str
             run(*line)
 
 
+@pytest.mark.parametrize("flag", RunOptions.WITHOUT_EFFECT)
+def test_a_flag_of_the_reference_that_does_nothing_there_is_taken_and_warned_of(flag: str) -> None:
+    with pytest.warns(UserWarning, match=rf"^{flag} has no effect: .*LightRFT|^{flag} has no effect: transformers 5"):
+        assert RunConfig.load("grpo", None, {flag: True}).given == RunConfig.load("grpo").given
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -101,10 +101,11 @@ class StrategyConfig(HeldOptions):
         "rm_engine_cudagraph": False,
     }
     REASONS: ClassVar[Mapping[str, str]] = {
-        "rm_use_engine": "scalar reward models run on the ranks, packed; an engine of your own scores behind "
-        "remote_rm_url, and one that writes its judgement as a function of the sample",
-        "rm_engine_cudagraph": "reward models run in no engine; see rm_use_engine",
+        "rm_use_engine": "LightRFT's own code does nothing with it; scalar reward models run on the ranks, packed. An "
+        "engine of your own scores behind remote_rm_url, and one that writes its judgement as a function of the sample",
+        "rm_engine_cudagraph": "LightRFT's own code does nothing with it, and reward models run in no engine here",
     }
+    WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = ("rm_use_engine", "rm_engine_cudagraph")
     IN_ANY_CASE: ClassVar[tuple[str, ...]] = ("mixed_mm_data",)  # batches with images and without mix
 
     max_norm: float = steps(1.0, "global gradient norm to clip to; 0: no clipping")

@@ -33,13 +33,16 @@ class RunOptions(Options):
     }
     REASONS: ClassVar[Mapping[str, str]] = {
         "meta_init": "a model is made without memory in any case, and each rank reads its own part",
-        "no_shard_vit": "it has no effect in LightRFT either; a tower's layers are gathered one at a time, for their "
-        "own pass; freeze_prefix keeps it without gradients and optimizer",
+        "no_shard_vit": "LightRFT's own code does nothing with it; a tower's layers are gathered one at a time, for "
+        "their own pass; freeze_prefix keeps it without gradients and optimizer",
         "normalize_reward_for_critic": NO_NORM,
         "normalize_reward": NO_NORM,
         "disable_fast_tokenizer": "transformers 5 has one tokenizer for each model, the fast one, and takes the flag "
         "without effect",
     }
+    WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = (
+        *("no_shard_vit", "normalize_reward_for_critic", "normalize_reward", "disable_fast_tokenizer"),
+    )
     IN_ANY_CASE: ClassVar[tuple[str, ...]] = (
         "text_only",  # a model that sees is one like others
         "flash_attn",  # torch's own flash kernels compute where device, dtype and layout have one
