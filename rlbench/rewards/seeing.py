@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlbench.data.prompts.images import EncodedImage
-from rlbench.data.texts.image_pixels import PixelReader, placeholders_at, shown_at
+from rlbench.data.texts.image_pixels import PixelReader
 from rlbench.data.texts.image_tokens import ImageTokens
+from rlbench.data.texts.media_features import placeholders_at, shown_at
 from rlbench.rewards.last_tokens import padded
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import pytest
 
 from rlbench.data import EncodedImage, Prompt, Rollouts
 from rlbench.data.prompts.images import PlacedImage, counted_from
-from rlbench.data.texts.image_pixels import shown_at
+from rlbench.data.texts.media_features import shown_at
 from rlbench.errors import DataError
 from rlbench.session.training.reward_steps import up_to_the_end
 from tests.data.values import generated, rollouts

@@ -54,7 +54,8 @@ def watch():
 def calls():
     import pstats, sys
     sys.profile_of_test.disable()
-    reader = ("/images.py", "/image_pixels.py", "/image_tokens.py", "/image_columns.py", "/seeing.py")
+    names = "images image_pixels image_tokens image_columns media_features seeing"
+    reader = tuple(f"/{name}.py" for name in names.split())
     paths = {path for path, *_ in pstats.Stats(sys.profile_of_test).stats if "/rlbench/" in path}
     steps = any(path.endswith("passes/forward.py") for path in paths)
     return {"reading": [path for path in paths if path.endswith(reader)], "steps": steps}

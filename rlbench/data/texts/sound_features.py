@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlbench.data.prompts.sounds import EncodedSound
-from rlbench.data.texts.image_pixels import FeatureReader
+from rlbench.data.texts.media_features import FeatureReader
 from rlbench.errors import DataError
 
 if TYPE_CHECKING:

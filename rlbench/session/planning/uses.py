@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlbench.data.texts.image_pixels import MOST_CACHED
+from rlbench.data.texts.media_features import MOST_CACHED
 from rlbench.defaults import KV_BYTES
 from rlbench.session.planning.model import Held, Model
 from rlbench.session.planning.request import CRITIC, Request

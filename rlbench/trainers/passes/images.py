@@ -20,7 +20,8 @@ from torch import nn
 from rlbench.data.base.ragged import offsets_of
 from rlbench.data.batches.batch import TrainBatch
 from rlbench.data.prompts.images import EncodedImage
-from rlbench.data.texts.image_pixels import PixelReader, placeholders_at, shown_at
+from rlbench.data.texts.image_pixels import PixelReader
+from rlbench.data.texts.media_features import placeholders_at, shown_at
 from rlbench.errors import DataError
 from rlbench.nn.huggingface import BaseHuggingFaceTrainModule
 from rlbench.trainers.passes.packing import ModelInputs

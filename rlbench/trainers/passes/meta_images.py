@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
-from rlbench.data.texts.image_pixels import placeholders_at
+from rlbench.data.texts.media_features import placeholders_at
 from rlbench.strategies.memory.live import LiveMemory
 from rlbench.trainers.passes.images import patch_numbers
 

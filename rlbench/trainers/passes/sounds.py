@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rlbench.data.batches.batch import TrainBatch
 from rlbench.data.prompts.sounds import EncodedSound
-from rlbench.data.texts.image_pixels import shown_at
+from rlbench.data.texts.media_features import shown_at
 from rlbench.data.texts.sound_features import SpectrogramReader
 from rlbench.errors import DataError
 from rlbench.nn.huggingface import BaseHuggingFaceTrainModule
